@@ -1,0 +1,1 @@
+"""Who is judged: the contract an engine meets, the adapters of known engines, and the mutants."""

@@ -1,0 +1,1 @@
+"""One file per engine; `engine.registry` loads them by name."""

@@ -1,0 +1,58 @@
+"""A collective call in one normal form, whatever spelling the engine used. Values only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from harness.ledger.entry import Op
+
+__all__ = ["Call"]
+
+Pieces = tuple[tuple[torch.Tensor, ...], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Call:
+    """One rank's call of one collective.
+
+    ``ranks`` are the group's global ranks in group order and ``rank`` is the caller's index in them.
+    ``inputs`` and ``outputs`` have one outer entry per tensor of a coalesced call (else one in all). The
+    inner tuples, with W = len(ranks):
+
+    ================  ====================================  ===================================
+    op                inputs[i]                             outputs[i]
+    ================  ====================================  ===================================
+    ALL_REDUCE        (tensor,)                             the same tensor
+    BROADCAST         (tensor,) on the root, else ()        (tensor,)
+    REDUCE            (tensor,)                             the same tensor on the root, else ()
+    ALL_GATHER        (tensor,)                             W pieces, one from each rank
+    REDUCE_SCATTER    W pieces, one for each rank           (tensor,)
+    GATHER            (tensor,)                             W pieces on the root, else ()
+    SCATTER           W pieces on the root, else ()         (tensor,)
+    ALL_TO_ALL        W pieces, one for each rank           W pieces, one from each rank
+    SEND              (tensor,)                             ()
+    RECV              ()                                    (tensor,)
+    BARRIER           ()                                    ()
+    ================  ====================================  ===================================
+
+    Pieces may be views of one buffer, and outputs may alias inputs (in-place forms). ``peer`` is the group
+    rank of the root, destination or source; None where there is none, and for a receive from any source.
+    ``device`` is where the tensors live. ``timeout_s`` is the group's own limit.
+    """
+
+    op: Op
+    group: dist.ProcessGroup
+    group_name: str
+    ranks: tuple[int, ...]
+    rank: int
+    inputs: Pieces
+    outputs: Pieces
+    reduce_op: dist.ReduceOp.RedOpType | None
+    peer: int | None
+    tag: int
+    is_async: bool
+    device: torch.device
+    timeout_s: float | None

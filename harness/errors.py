@@ -1,0 +1,39 @@
+"""The one tree of errors: the caller's, the engine's, and ours."""
+
+from __future__ import annotations
+
+__all__ = ["EngineError", "HarnessBug", "ShardproofError", "UsageError"]
+
+
+class ShardproofError(Exception):
+    """Root of the tree: *what: expected X, got Y; try Z*."""
+
+    def __init__(self, what: str, *, expected: str, got: str, hint: str) -> None:
+        self.what = what
+        self.expected = expected
+        self.got = got
+        self.hint = hint
+        super().__init__(what, expected, got, hint)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Keep the error picklable although its fields are keyword-only."""
+        return (_rebuild, (type(self), self.what, self.expected, self.got, self.hint))
+
+    def __str__(self) -> str:
+        return f"{self.what}: expected {self.expected}, got {self.got}; try {self.hint}"
+
+
+class UsageError(ShardproofError):
+    """The caller asked for something that is not there: a misspelt world, a missing run; fix the call."""
+
+
+class EngineError(ShardproofError):
+    """The adapter or engine broke the contract: a missing parameter, a changed name; fix the adapter."""
+
+
+class HarnessBug(ShardproofError):  # noqa: N818 - "bug" says whose fault it is, which "error" does not
+    """We are wrong; the verdict is ERRORED and says nothing about the engine. Please report it."""
+
+
+def _rebuild(kind: type[ShardproofError], what: str, expected: str, got: str, hint: str) -> ShardproofError:
+    return kind(what, expected=expected, got=got, hint=hint)

@@ -1,0 +1,44 @@
+"""A law: what must hold of an observed training. Values in, a value out; nothing here runs an engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from harness.case import Training
+from harness.observation import Observation
+from harness.record import LawRecord, TensorRecord
+
+if TYPE_CHECKING:
+    from harness.oracle import OracleObservation
+
+__all__ = ["Evidence", "Law", "Ruling"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Evidence:
+    """All that a law may look at: every rank's observation, and the oracle's of the same training."""
+
+    training: Training
+    world_size: int
+    ranks: tuple[Observation, ...]
+    oracle: OracleObservation
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ruling:
+    """What a law says: how it came out, and the worst tensor if it compares tensors."""
+
+    record: LawRecord
+    worst: TensorRecord | None = None
+
+
+class Law(Protocol):
+    """One thing that must hold."""
+
+    @property
+    def name(self) -> str:
+        """Say the law in a few words, with its parameters."""
+
+    def judge(self, evidence: Evidence) -> Ruling:
+        """Rule on the evidence; looks at every rank."""

@@ -1,0 +1,133 @@
+"""One collective as one rank issued it, as a plain value; and how entries travel as JSON. No torch here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from enum import StrEnum
+
+__all__ = ["Entry", "Ledger", "Op", "Phase", "Wait"]
+
+
+class Op(StrEnum):
+    """Kinds of communication; one name for all spellings of a collective (list, base, coalesced, functional)."""
+
+    ALL_GATHER = "all_gather"
+    REDUCE_SCATTER = "reduce_scatter"
+    ALL_REDUCE = "all_reduce"
+    BROADCAST = "broadcast"
+    REDUCE = "reduce"
+    GATHER = "gather"
+    SCATTER = "scatter"
+    ALL_TO_ALL = "all_to_all"
+    SEND = "send"
+    RECV = "recv"
+    BARRIER = "barrier"
+
+
+class Phase(StrEnum):
+    """What the training loop was doing when a collective was issued."""
+
+    PREPARE = "prepare"  # until the engine has wrapped the model
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    STEP = "step"  # optimizer step and zero_grad
+    OBSERVE = "observe"  # the harness reads; a collective here is the adapter's, not training's
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wait:
+    """Where a collective's result was first waited for (by Work.wait, its future, or a functional wait)."""
+
+    phase: Phase
+    step: int
+    microbatch: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """One collective issued by one rank.
+
+    ``num_bytes`` is the payload in one normal form for every spelling: of an all-gather the gathered
+    output, of a reduce-scatter the whole input, of the rest the tensor itself. ``shapes`` are the shapes
+    of this rank's contribution. ``step`` is -1 before the first step; ``microbatch`` is -1 outside one.
+    ``group`` holds global ranks and ``group_seq`` counts that group's collectives on this rank from 0
+    (point-to-point messages count per peer). ``unit`` is the innermost unit whose forward or backward was
+    under way when the call was made. ``wait`` is None for a result that nobody waited for.
+    """
+
+    seq: int
+    op: Op
+    group: tuple[int, ...]
+    group_seq: int
+    axis: str | None
+    dtype: str
+    shapes: tuple[tuple[int, ...], ...]
+    num_bytes: int
+    reduce_op: str | None
+    peer: int | None  # global rank of the root, source or destination
+    is_async: bool
+    wait: Wait | None
+    phase: Phase
+    step: int
+    microbatch: int
+    unit: str | None
+    thread: str
+    site: str
+
+    @property
+    def signature(self) -> tuple[object, ...]:
+        """What must agree over the ranks of the group for the collective to mean anything.
+
+        Shapes agree except where a rank's contribution may differ by nature (all-to-all, gather, scatter,
+        and the list form of all-gather, whose sizes the backend checks).
+        """
+        ragged = self.op in {Op.ALL_TO_ALL, Op.GATHER, Op.SCATTER, Op.ALL_GATHER, Op.BARRIER}
+        numel = None if ragged else tuple(_numel(s) for s in self.shapes)
+        return (self.op, self.dtype, self.reduce_op, self.peer, numel)
+
+    def describe(self) -> str:
+        """Spell the call for a person, with where it was made."""
+        reduce_op = f"{self.reduce_op}, " if self.reduce_op else ""
+        shapes = " ".join(str(list(s)) for s in self.shapes)
+        return (
+            f"{self.op}({reduce_op}{self.dtype}{shapes}) as #{self.group_seq} of group {list(self.group)}"
+            f" at {self.site}"
+        )
+
+
+Ledger = tuple[Entry, ...]
+
+
+def _numel(shape: tuple[int, ...]) -> int:
+    total = 1
+    for size in shape:
+        total *= size
+    return total
+
+
+def entry_to_json(entry: Entry) -> dict[str, object]:
+    """Give the JSON object of an entry; enums become their values, tuples lists."""
+    result: dict[str, object] = {f.name: getattr(entry, f.name) for f in fields(entry)}
+    if entry.wait is not None:
+        result["wait"] = {"phase": entry.wait.phase, "step": entry.wait.step, "microbatch": entry.wait.microbatch}
+    return result
+
+
+def entry_from_json(data: Mapping[str, object]) -> Entry:
+    """Read what `entry_to_json` wrote."""
+    plain: dict[str, object] = dict(data)
+    wait = plain["wait"]
+    shapes, group = plain["shapes"], plain["group"]
+    assert isinstance(shapes, list)
+    assert isinstance(group, list)
+    plain.update(
+        op=Op(str(plain["op"])),
+        phase=Phase(str(plain["phase"])),
+        shapes=tuple(tuple(s) for s in shapes),
+        group=tuple(group),
+        wait=Wait(phase=Phase(wait["phase"]), step=wait["step"], microbatch=wait["microbatch"])
+        if isinstance(wait, dict)
+        else None,
+    )
+    return Entry(**plain)  # type: ignore[arg-type]  # JSON is untyped; Entry's own fields name what is missing
