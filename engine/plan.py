@@ -57,8 +57,8 @@ class Plan:
     """One request to an engine.
 
     ``units`` names the submodules that each form one communication group; the root takes the remaining
-    parameters; ``grouping`` says whether the engine is free to ignore them. ``reduce_dtype`` is the dtype in which gradients cross between ranks; None means the
-    parameters' own.
+    parameters; ``grouping`` says whether the engine is free to ignore them. ``reduce_dtype`` is the dtype in
+    which gradients cross between ranks; None means the parameters' own.
     """
 
     layout: Layout = Layout.NATIVE

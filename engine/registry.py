@@ -44,7 +44,9 @@ def resolve(spec: str) -> Engine:
     if found is None:
         near = difflib.get_close_matches(attribute, vars(module), n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise EngineNotFoundError(spec, f"expected {attribute!r} in {location}, which does not define it{hint}")
+        raise EngineNotFoundError(
+            spec, f"expected {attribute!r} in {location}, which does not define it{hint}"
+        )
     engine = found() if isinstance(found, type) else found
     if not isinstance(engine, Engine):
         raise EngineNotFoundError(

@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from engine.contract import Capability, Engine, Layout, Plan, PreparedModel, Reshard
+from engine.contract import Capability, Engine, Plan, PreparedModel, Reshard
 
 
 class PreparedFullyShard(PreparedModel):

@@ -110,7 +110,11 @@ def entry_to_json(entry: Entry) -> dict[str, object]:
     """Give the JSON object of an entry; enums become their values, tuples lists."""
     result: dict[str, object] = {f.name: getattr(entry, f.name) for f in fields(entry)}
     if entry.wait is not None:
-        result["wait"] = {"phase": entry.wait.phase, "step": entry.wait.step, "microbatch": entry.wait.microbatch}
+        result["wait"] = {
+            "phase": entry.wait.phase,
+            "step": entry.wait.step,
+            "microbatch": entry.wait.microbatch,
+        }
     return result
 
 

@@ -1,0 +1,31 @@
+# Two commands: `make conformance` judges the bundled engines, `make test` tests the project itself.
+
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
+# A world per size; 3 for shards of unequal size, 4 for two replicas of two shards.
+WORLDS := threads:1 threads:2 threads:3 threads:4 processes:2
+
+.PHONY: setup conformance test lint clean
+
+setup: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	touch $(STAMP)
+
+conformance: $(STAMP)
+	$(BIN)/shardproof run --suite smoke --suite parity $(foreach world,$(WORLDS),--world $(world)) -n 2
+
+test: $(STAMP)
+	$(BIN)/pytest -n 2 --dist loadfile
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+clean:
+	rm -rf $(VENV) conformance build *.egg-info

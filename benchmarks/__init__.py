@@ -1,0 +1,1 @@
+"""Ratios measured within one run; absolute times are printed for orientation only."""

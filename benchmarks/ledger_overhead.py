@@ -1,0 +1,125 @@
+"""What watching costs: a training step plain, under our ledger, and under CommDebugMode, in turn in one run.
+
+Run: ``python -m benchmarks.ledger_overhead [--steps 60]``
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from statistics import median
+
+import torch
+import torch.distributed as dist
+from harness.worlds.threads_backend import global_ranks
+from tabulate import tabulate
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.nn.parallel import DistributedDataParallel
+
+from harness.door.kernels import Door, standing_in_c10d
+from harness.ledger.recorder import Recorder
+
+WORLD_SIZE = 2
+Watch = Callable[[], AbstractContextManager[object]]
+
+
+def _model(width: int) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(width, width) for _ in range(3)))
+
+
+def _ddp(width: int) -> nn.Module:
+    return DistributedDataParallel(_model(width))
+
+
+def _fsdp2(width: int) -> nn.Module:
+    model = _model(width)
+    for layer in model:
+        fully_shard(layer)
+    fully_shard(model)
+    return model
+
+
+WORK: dict[str, tuple[Callable[[int], nn.Module], int]] = {
+    "ddp 3x64": (_ddp, 64),
+    "fsdp2 3x64": (_fsdp2, 64),
+    "fsdp2 3x1024": (_fsdp2, 1024),
+}
+
+
+def _step(model: nn.Module, optimizer: torch.optim.Optimizer, rows: torch.Tensor) -> float:
+    dist.barrier()  # so that a step is not charged for its peer's previous one
+    started = time.perf_counter()
+    model(rows).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return time.perf_counter() - started
+
+
+def _rank(rank: int, folder: str, num_steps: int) -> None:
+    torch.set_num_threads(1)
+    store = dist.FileStore(f"{folder}/store", WORLD_SIZE)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD_SIZE)
+    rows = []
+    for name, (build, width) in WORK.items():
+        taken = _measure(build(width), width, num_steps, Path(folder) / f"{rank}.{name}".replace(" ", "-"))
+        plain = taken["plain"]
+        rows.append(
+            [name, *(f"{taken[w] * 1e3:.2f}" for w in taken), *(f"{taken[w] / plain:.2f}x" for w in taken)]
+        )
+    if rank == 0:
+        watches = ["plain", "ledger", "CommDebugMode"]
+        print(tabulate(rows, headers=["step", *(f"{w} ms" for w in watches), *watches]))
+    dist.destroy_process_group()
+
+
+def _measure(model: nn.Module, width: int, num_steps: int, journal: Path) -> dict[str, float]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+    recorder = Recorder(journal)
+    door = Door(recorder=lambda: recorder, ranks_of=global_ranks)
+    watches: dict[str, Watch] = {
+        "plain": nullcontext,
+        "ledger": lambda: standing_in_c10d(door),
+        "CommDebugMode": CommDebugMode,
+    }
+    rows = torch.randn(16, width)
+    taken: dict[str, list[float]] = {name: [] for name in watches}
+    for turn in range(num_steps + 5):
+        for name, watch in watches.items():
+            with watch():
+                seconds = _step(model, optimizer, rows)
+            if turn >= 5:  # the first turns build buckets, buffers and optimizer state
+                taken[name].append(seconds)
+    return {name: median(seconds) for name, seconds in taken.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=60)
+    arguments = parser.parse_args()
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    torch.set_num_threads(1)
+    context = multiprocessing.get_context("fork")
+    with tempfile.TemporaryDirectory() as folder:
+        ranks = [
+            context.Process(target=_rank, args=(rank, folder, arguments.steps)) for rank in range(WORLD_SIZE)
+        ]
+        for process in ranks:
+            process.start()
+        for process in ranks:
+            process.join()
+    if any(process.exitcode for process in ranks):
+        sys.exit("a rank failed; see above")
+
+
+if __name__ == "__main__":
+    main()

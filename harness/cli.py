@@ -1,0 +1,190 @@
+"""The command line: a thin layer over pytest for running, and over reports for showing."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+
+from engine.registry import BUILT_IN, EngineNotFoundError, resolve
+from harness.errors import ShardproofError, UsageError
+from harness.verdict import Verdict
+
+__all__ = ["main"]
+
+ROOT = Path(__file__).resolve().parents[1]
+SUITES = ROOT / "suites"
+
+# Exit codes.
+CONFORMS, DOES_NOT_CONFORM, USAGE, OUR_FAULT = 0, 1, 2, 3
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns 0 conforming, 1 not, 2 wrong usage, 3 an error of our own."""
+    arguments = _parser().parse_args(argv)
+    try:
+        code: int = arguments.command(arguments)
+    except (UsageError, EngineNotFoundError) as error:
+        print(f"shardproof: {error}", file=sys.stderr)
+        return USAGE
+    except ShardproofError as error:
+        print(f"shardproof: {error}", file=sys.stderr)
+        return OUR_FAULT
+    return code
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Judge engines on suites: launch worlds, record verdicts, write the reports."""
+    out = Path(arguments.out or Path("conformance") / f"{datetime.now(UTC):%Y%m%d-%H%M%S}")
+    options = [
+        *(f"--engine={name}" for name in arguments.engine or []),
+        *(f"--world={world}" for world in arguments.world or []),
+        f"--out={out}",
+        f"--deadline={arguments.deadline}",
+        *(["-n", str(arguments.workers)] if arguments.workers else []),
+        *(["-k", arguments.keyword] if arguments.keyword else []),
+    ]
+    code = _pytest([*map(str, _suites(arguments.suite)), *options])
+    return _conclude(out, code)
+
+
+def judge(arguments: argparse.Namespace) -> int:
+    """Judge again what a run observed, without starting a world; rewrites its records and reports."""
+    from harness.run_directory import read_run, replace_records
+
+    old = read_run(Path(arguments.run))
+    with tempfile.TemporaryDirectory() as scratch:
+        out = Path(scratch) / "run"
+        code = _pytest(
+            [
+                *map(str, _suites(None)),
+                *(f"--engine={name}" for name in old.header.engines),
+                *(f"--world={world}" for world in old.header.worlds),
+                f"--replay={arguments.run}",
+                f"--out={out}",
+            ]
+        )
+        judged = {(r.engine, r.case, r.world): r for r in read_run(out).records} if code in (0, 1) else {}
+    known = [judged.get((r.engine, r.case, r.world), r) for r in old.records]
+    replace_records(Path(arguments.run), known)
+    return _conclude(Path(arguments.run), code)
+
+
+def report(arguments: argparse.Namespace) -> int:
+    """Write the reports of a run again and print its matrix."""
+    return _conclude(Path(arguments.run), 0)
+
+
+def list_all(arguments: argparse.Namespace) -> int:
+    """List engines with what they declare, suites, and with --cases every case."""
+    print("engines:")
+    for name in sorted(BUILT_IN):
+        declared = ", ".join(sorted(c.name for c in resolve(name).capabilities))
+        print(f"  {name:18} {declared}")
+    print("suites:")
+    for suite in _suite_folders():
+        print(f"  {suite.name:18} {_first_sentence(suite / '__init__.py')}")
+    if not arguments.cases:
+        return CONFORMS
+    return _pytest([str(SUITES), "--collect-only", "-q", "--engine=torch.ddp", "--world=threads:4"])
+
+
+def doctor(arguments: argparse.Namespace) -> int:
+    """Say what this machine can run, by running it."""
+    from harness.doctor import examine
+
+    findings = examine()
+    for finding in findings:
+        print(f"{'ok  ' if finding.is_ok else 'FAIL'} {finding.what}: {finding.detail}")
+    return CONFORMS if all(f.is_ok for f in findings) else OUR_FAULT
+
+
+def _pytest(arguments: list[str]) -> int:
+    import pytest
+
+    config = ["-c", str(ROOT / "pyproject.toml"), f"--rootdir={ROOT}"]
+    return int(pytest.main([*arguments, *config, "-p", "no:cacheprovider", "--no-header", "-q", "-rN"]))
+
+
+def _conclude(out: Path, pytest_code: int) -> int:
+    """Write the reports and turn verdicts into the exit code; the records decide, not pytest's own code."""
+    from harness.run_directory import read_run
+
+    if pytest_code == 4:
+        return USAGE
+    if pytest_code == 5 or (pytest_code != 0 and not (out / "records.jsonl").exists()):
+        print("shardproof: no case was selected or run; see `shardproof list --cases`", file=sys.stderr)
+        return USAGE if pytest_code == 5 else OUR_FAULT
+    from reports.terminal import render
+    from reports.write import write_reports
+
+    result = read_run(out)
+    print(render(result))
+    for path in write_reports(out):
+        print(f"wrote {path}")
+    verdicts = {record.verdict for record in result.records}
+    if Verdict.ERRORED in verdicts or pytest_code == 3:
+        return OUR_FAULT
+    is_conforming = verdicts and all(v.is_conforming for v in verdicts) and not result.problems
+    return CONFORMS if is_conforming and pytest_code == 0 else DOES_NOT_CONFORM
+
+
+def _suites(names: Sequence[str] | None) -> list[Path]:
+    import difflib
+
+    known = {folder.name: folder for folder in _suite_folders()}
+    for name in names or []:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
+            hint = f"--suite {near[0]}" if near else "`shardproof list`"
+            raise UsageError(
+                "--suite", expected=f"one of {', '.join(sorted(known))}", got=repr(name), hint=hint
+            )
+    return [known[name] for name in names or sorted(known)]
+
+
+def _suite_folders() -> list[Path]:
+    return sorted(p.parent for p in SUITES.glob("*/__init__.py"))
+
+
+def _first_sentence(module: Path) -> str:
+    text = module.read_text().strip().strip('"')
+    return text.split("\n", 1)[0]
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="shardproof", description=__doc__)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    sub = commands.add_parser("run", help="judge engines", description=run.__doc__)
+    sub.add_argument(
+        "--engine", action="append", metavar="NAME", help="repeat for several; default: all built in"
+    )
+    sub.add_argument(
+        "--world", action="append", metavar="KIND:SIZE", help="repeat for several; default: threads:2"
+    )
+    sub.add_argument("--suite", action="append", metavar="NAME", help="repeat for several; default: all")
+    sub.add_argument("--out", metavar="DIR", help="folder for the run; default: conformance/TIME")
+    sub.add_argument("--deadline", type=float, default=60.0, metavar="S", help="seconds a world may take")
+    sub.add_argument("-n", "--workers", type=int, default=0, metavar="N", help="run N cases at a time")
+    sub.add_argument("-k", "--keyword", metavar="EXPR", help="only cases that match, as in pytest")
+    sub.set_defaults(command=run)
+    for command, text in (
+        (judge, "judge a run's observations again"),
+        (report, "write a run's reports again"),
+    ):
+        sub = commands.add_parser(command.__name__, help=text, description=command.__doc__)
+        sub.add_argument("run", metavar="DIR", help="folder of the run")
+        sub.set_defaults(command=command)
+    sub = commands.add_parser("list", help="list engines and suites", description=list_all.__doc__)
+    sub.add_argument("--cases", action="store_true", help="list every case too")
+    sub.set_defaults(command=list_all)
+    sub = commands.add_parser("doctor", help="say what this machine can run", description=doctor.__doc__)
+    sub.set_defaults(command=doctor)
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,223 @@
+"""Standing in c10d's own operators: each call is read, recorded and carried on.
+
+[Note: why kernels] Every collective, whether Python, a functional collective or a C++ reducer asks for it,
+reaches its backend through an operator of the ``c10d`` namespace. Replacing the kernels of those few
+operators sees all of them, in any thread and any autograd mode, and costs nothing per ordinary operator,
+where a dispatch mode costs Python time for each of them. The replaced kernel is kept and called, so gloo and
+nccl do exactly what they did; in the threads world a carrier of ours takes its place.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from harness.door.call import Call
+from harness.door.site import call_site
+from harness.door.spelling import SPELLINGS, Spelling, process_group
+from harness.ledger.entry import Op
+from harness.ledger.recorder import CallSummary, Recorder
+
+__all__ = ["Carrier", "Door", "standing_in_c10d"]
+
+# How many waited-for works stay referenced: C++ may still hold the pointer of one whose Python half would
+# otherwise be gone, and few enough that their tensors do not distort what is alive.
+_RECENT_WORKS = 64
+
+
+class Carrier(Protocol):
+    """What moves the data of a call; the backend itself where there is none."""
+
+    def carry(self, call: Call) -> dist.Work:
+        """Start the call and return its work; a synchronous call is complete on return."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Door:
+    """Who records a call made on this thread, what carries it, and which ranks a group has."""
+
+    recorder: Callable[[], Recorder | None]
+    ranks_of: Callable[[dist.ProcessGroup], tuple[int, ...]]
+    carrier: Carrier | None = None
+
+
+class WatchedWork(dist.Work):
+    """A work that tells the recorder when somebody waits for it, or takes its future in order to."""
+
+    def __init__(self, inner: dist.Work, on_wait: Callable[[WatchedWork], None]) -> None:
+        super().__init__()
+        self._inner = inner
+        self._on_wait = on_wait
+
+    # Any below: dist.Work's own methods are untyped where they hand tensors back.
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        self._on_wait(self)
+        return self._inner.wait() if timeout is None else self._inner.wait(timeout)
+
+    def get_future(self) -> Any:
+        self._on_wait(self)
+        return self._inner.get_future()
+
+    def synchronize(self) -> None:
+        self._on_wait(self)
+        self._inner.synchronize()
+
+    def block_current_stream(self) -> None:
+        self._on_wait(self)
+        self._inner.block_current_stream()
+
+    def result(self) -> Any:
+        return self._inner.result()
+
+    def is_completed(self) -> bool:
+        return self._inner.is_completed()
+
+    def is_success(self) -> bool:
+        return self._inner.is_success()
+
+    def exception(self) -> Any:
+        return self._inner.exception()
+
+    def source_rank(self) -> int:
+        return self._inner.source_rank()
+
+
+@contextmanager
+def standing_in_c10d(door: Door, devices: tuple[str, ...] = ("CPU",)) -> Iterator[None]:
+    """Replace the kernels of all c10d operators on these dispatch keys; puts them back on exit.
+
+    Process-wide: ranks that are threads share one door, and ``door.recorder`` tells them apart.
+    """
+    library = torch.library.Library("c10d", "IMPL")
+    works = _Works()
+    try:
+        with warnings.catch_warnings():
+            # Replacing these kernels is the point; torch says so once for all of them.
+            warnings.filterwarnings(
+                "ignore", message="(?s).*previously registered kernel", category=UserWarning
+            )
+            for name, spelling in SPELLINGS.items():
+                for device in devices:
+                    original = torch.library.get_kernel(f"c10d::{name}", device)
+                    kernel = _Kernel(name, spelling, original, door, works)
+                    library.impl(name, kernel, device, with_keyset=True)
+        yield
+    finally:
+        library._destroy()  # the only way to give kernels back; Library has no public spelling of it
+
+
+class _Works:
+    """Keeps works referenced: all that nobody waited for, and the most recent of the others."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[int, WatchedWork] = {}
+        self._recent: deque[WatchedWork] = deque(maxlen=_RECENT_WORKS)
+
+    def watch(self, inner: dist.Work, recorder: Recorder | None, seq: int) -> WatchedWork:
+        def on_wait(work: WatchedWork) -> None:
+            if recorder is not None:
+                recorder.waited(seq)
+            if self._waiting.pop(id(work), None) is not None:
+                self._recent.append(work)
+
+        work = WatchedWork(inner, on_wait)
+        self._waiting[id(work)] = work
+        return work
+
+
+class _Kernel:
+    """The replacement of one operator's kernel."""
+
+    def __init__(self, name: str, spelling: Spelling, original: Any, door: Door, works: _Works) -> None:
+        self._spelling = spelling
+        self._original = original
+        self._door = door
+        self._works = works
+        arguments = getattr(torch.ops.c10d, name).default._schema.arguments
+        self._names = tuple(a.name for a in arguments)
+        self._defaults = {a.name: a.default_value for a in arguments if a.has_default_value()}
+
+    # Any: boxed arguments and results; the operator's schema fixes them, not Python.
+    def __call__(self, keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        recorder = self._door.recorder()
+        if recorder is None and self._door.carrier is None:
+            return self._original.call_boxed(keyset, *args, **kwargs)
+        # The dispatcher leaves trailing defaults out.
+        arguments = {**self._defaults, **dict(zip(self._names, args, strict=False)), **kwargs}
+        call = _read(self._spelling, arguments, self._door.ranks_of)
+        seq = -1 if recorder is None else recorder.issued(_summary(call))
+        if self._door.carrier is not None:
+            inner = self._door.carrier.carry(call)
+        else:
+            inner = _work_in(self._original.call_boxed(keyset, *args, **kwargs))
+        if not self._spelling.returns_work or inner is None:
+            if recorder is not None:
+                recorder.waited(seq)
+            return None
+        boxed = self._works.watch(inner, recorder, seq).boxed()
+        return boxed if self._spelling.returned is None else (arguments[self._spelling.returned], boxed)
+
+
+def _work_in(result: Any) -> dist.Work | None:
+    boxed = result[-1] if isinstance(result, tuple) and result else result
+    return dist.Work.unbox(boxed) if isinstance(boxed, torch.ScriptObject) else None
+
+
+def _read(
+    spelling: Spelling, a: dict[str, Any], ranks_of: Callable[[dist.ProcessGroup], tuple[int, ...]]
+) -> Call:
+    group = process_group(a)
+    ranks = ranks_of(group)
+    exchanged = spelling.exchanged(a, group.rank(), len(ranks))
+    reduce_op = dist.ReduceOp.RedOpType(a["reduce_op"].op()) if "reduce_op" in a else None
+    timeout_ms = a.get("timeout", -1)
+    first = next((t for piece in (*exchanged.inputs, *exchanged.outputs) for t in piece), None)
+    return Call(
+        op=spelling.op,
+        group=group,
+        group_name=group.group_name,
+        ranks=ranks,
+        rank=group.rank(),
+        inputs=exchanged.inputs,
+        outputs=exchanged.outputs,
+        reduce_op=reduce_op,
+        peer=exchanged.peer,
+        tag=exchanged.tag,
+        is_async=a.get("async_op", True),
+        device=torch.device("cpu") if first is None else first.device,
+        timeout_s=None if timeout_ms is None or timeout_ms < 0 else timeout_ms / 1000,
+    )
+
+
+def _summary(call: Call) -> CallSummary:
+    paid = call.outputs if call.op in {Op.ALL_GATHER, Op.BROADCAST, Op.SCATTER, Op.RECV} else call.inputs
+    contribution = call.outputs if call.op in {Op.BROADCAST, Op.SCATTER, Op.RECV} else call.inputs
+    tensors = [t for piece in paid for t in piece]
+    return CallSummary(
+        op=call.op,
+        group_name=call.group_name,
+        group=call.ranks,
+        dtype=str(tensors[0].dtype).removeprefix("torch.") if tensors else "",
+        shapes=tuple(_shape(piece) for piece in contribution if piece),
+        num_bytes=sum(t.numel() * t.element_size() for t in tensors),
+        reduce_op=None if call.reduce_op is None else call.reduce_op.name.lower(),
+        peer=None if call.peer is None else call.ranks[call.peer],
+        is_async=call.is_async,
+        site=call_site(),
+    )
+
+
+def _shape(piece: tuple[torch.Tensor, ...]) -> tuple[int, ...]:
+    """One tensor's shape; of W pieces, their number and size, or their total when they are uneven."""
+    if len(piece) == 1:
+        return tuple(piece[0].shape)
+    sizes = {t.numel() for t in piece}
+    return (len(piece), sizes.pop()) if len(sizes) == 1 else (sum(t.numel() for t in piece),)

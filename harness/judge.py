@@ -1,0 +1,181 @@
+"""Judging one case: from how the ranks ended and what they observed to a verdict. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence, Set
+from dataclasses import dataclass
+from typing import assert_never
+
+from engine.contract import Capability
+from harness.case import Case
+from harness.keep import Kept
+from harness.law import Evidence, Ruling
+from harness.ledger.agreement import first_disagreement, waiting_for
+from harness.oracle import OracleObservation
+from harness.record import LawRecord, OutcomeRecord, TensorRecord
+from harness.vacuity import vacuous_because
+from harness.verdict import Verdict
+from harness.worlds.outcome import (
+    Abandoned,
+    Died,
+    Outcome,
+    Raised,
+    Returned,
+    TimedOut,
+    WorldResult,
+    causal,
+)
+
+__all__ = ["Judgement", "judge", "judge_failure"]
+
+# Errors of the threads world that say what the engine did, as gloo's hangs and garbage do not.
+_MISMATCH = "CollectiveMismatchError"
+_DEADLOCKS = frozenset({"DeadlockError", "CollectiveTimeoutError"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Judgement:
+    """A verdict, the one line that explains it, and what it rests on."""
+
+    verdict: Verdict
+    headline: str
+    laws: tuple[LawRecord, ...] = ()
+    worst: TensorRecord | None = None
+    outcomes: tuple[OutcomeRecord, ...] = ()
+
+
+def judge(case: Case, declared: Set[Capability], kept: Kept, oracle: OracleObservation) -> Judgement:
+    """Judge every rank of one case; an undeclared capability turns the question into *was it refused?*"""
+    undeclared = case.training.plan.needs - declared
+    if undeclared:
+        return _judge_refusal(undeclared, kept.result)
+    if not kept.result.is_clean:
+        return judge_failure(kept)
+    return _judge_laws(case, kept, oracle)
+
+
+def _judge_refusal(undeclared: Set[Capability], result: WorldResult) -> Judgement:
+    needs = ", ".join(sorted(c.name for c in undeclared))
+    outcomes = _outcome_records(result)
+    match causal(result):
+        case None:
+            return Judgement(
+                verdict=Verdict.UNSUPPORTED_SILENT,
+                headline=f"accepted a plan that needs {needs}, which it does not declare, without a word",
+                outcomes=outcomes,
+            )
+        case Raised() as refusal:
+            return Judgement(
+                verdict=Verdict.UNSUPPORTED,
+                headline=f"needs {needs}; refused with {refusal.kind}: {refusal.message}",
+                outcomes=outcomes,
+            )
+        case other:
+            verdict = Verdict.HUNG if isinstance(other, TimedOut) else Verdict.CRASHED
+            headline = f"needs {needs}, which it does not declare; instead of refusing, {_tell(other)}"
+            return Judgement(verdict=verdict, headline=headline, outcomes=outcomes)
+
+
+def judge_failure(kept: Kept) -> Judgement:
+    """Name what went wrong in a world that did not end well; the ledgers know more than the backend's error."""
+    cause = causal(kept.result)
+    outcomes = _outcome_records(kept.result)
+    if cause is None:
+        headline = "; ".join(kept.result.leaks)
+        return Judgement(verdict=Verdict.FAILED, headline=headline, outcomes=outcomes)
+    if isinstance(cause, Raised) and cause.kind == _MISMATCH:
+        return Judgement(verdict=Verdict.FAILED, headline=cause.message, outcomes=outcomes)
+    is_hang = isinstance(cause, TimedOut) or (isinstance(cause, Raised) and cause.kind in _DEADLOCKS)
+    ledgers = dict(enumerate(kept.ledgers))
+    if is_hang or (isinstance(cause, Raised) and cause.is_symptom):
+        mismatch = first_disagreement(ledgers)
+        if mismatch is not None:
+            headline = f"{mismatch} (then: {_tell(cause)})"
+            return Judgement(verdict=Verdict.FAILED, headline=headline, outcomes=outcomes)
+    if is_hang:
+        finished = frozenset(o.rank for o in kept.result.outcomes if isinstance(o, Returned))
+        return Judgement(
+            verdict=Verdict.HUNG,
+            headline=_tell_hang(kept, cause, ledgers_say=waiting_for(ledgers, finished)),
+            outcomes=outcomes,
+        )
+    return Judgement(verdict=Verdict.CRASHED, headline=_tell(cause), outcomes=outcomes)
+
+
+def _judge_laws(case: Case, kept: Kept, oracle: OracleObservation) -> Judgement:
+    evidence = Evidence(
+        training=case.training,
+        world_size=len(kept.ranks),
+        ranks=kept.ranks,
+        oracle=oracle,
+    )
+    rulings = [law.judge(evidence) for law in case.laws]
+    broken = [r for r in rulings if not r.record.held]
+    worst = _worst(broken or rulings)
+    laws = tuple(r.record for r in rulings)
+    if broken:
+        return Judgement(verdict=Verdict.FAILED, headline=_headline(broken[0]), laws=laws, worst=worst)
+    reason = vacuous_because(evidence)
+    if reason is not None:
+        return Judgement(verdict=Verdict.VACUOUS, headline=reason, laws=laws, worst=worst)
+    held = "; ".join(r.record.summary for r in rulings)
+    return Judgement(verdict=Verdict.PASSED, headline=held, laws=laws, worst=worst)
+
+
+def _headline(broken: Ruling) -> str:
+    return f"{broken.record.law}: {broken.record.summary}"
+
+
+def _worst(rulings: Sequence[Ruling]) -> TensorRecord | None:
+    return next((r.worst for r in rulings if r.worst is not None), None)
+
+
+def _tell_hang(kept: Kept, cause: Outcome, ledgers_say: str | None) -> str:
+    if isinstance(cause, Raised):
+        return cause.message
+    said = ledgers_say or _tell(cause)
+    late = sorted(o.rank for o in kept.result.outcomes if isinstance(o, TimedOut))
+    return f"{said}; not ended at the deadline: rank(s) {late}"
+
+
+def _tell(outcome: Outcome) -> str:
+    match outcome:
+        case Raised():
+            return f"rank {outcome.rank} raised {outcome.kind}: {outcome.message}"
+        case Died(is_attributed=True):
+            return f"rank {outcome.rank} {outcome.how}{_where(outcome.text)}"
+        case Died():
+            return f"the process of all ranks {outcome.how}; nothing tells which rank ended it"
+        case TimedOut():
+            return f"rank {outcome.rank} did not end; last collective: {outcome.last_call}{_where(outcome.stack)}"
+        case Abandoned():
+            return f"rank {outcome.rank} was stopped because of another rank"
+        case Returned():
+            return f"rank {outcome.rank} returned"
+        case _:
+            assert_never(outcome)
+
+
+def _where(stack: str) -> str:
+    first = stack.strip().splitlines()[0].strip() if stack.strip() else ""
+    return f"; at {first}" if first else ""
+
+
+def _outcome_records(result: WorldResult) -> tuple[OutcomeRecord, ...]:
+    return tuple(
+        OutcomeRecord(rank=o.rank, kind=type(o).__name__, text=_evidence_text(o)) for o in result.outcomes
+    )
+
+
+def _evidence_text(outcome: Outcome) -> str:
+    match outcome:
+        case Raised():
+            return outcome.traceback or f"{outcome.kind}: {outcome.message}"
+        case Died():
+            return f"{outcome.how}\n{outcome.text}".strip()
+        case TimedOut():
+            return f"last collective: {outcome.last_call}\n{outcome.stack}".strip()
+        case Returned() | Abandoned():
+            return ""
+        case _:
+            assert_never(outcome)

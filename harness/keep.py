@@ -1,0 +1,75 @@
+"""Keeping what a world observed as files, so that it can be judged again without the machine."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from harness.errors import UsageError
+from harness.ledger.entry import Ledger
+from harness.ledger.recorder import read_journal
+from harness.observation import Observation, load_observation
+from harness.worlds.outcome import Abandoned, Died, Outcome, Raised, Returned, TimedOut, WorldResult
+from harness.worlds.rank import journal_path
+
+__all__ = ["Kept", "keep_result", "load_kept", "observation_path"]
+
+_OUTCOMES = "outcomes.json"
+_KINDS: Mapping[str, type[Outcome]] = {
+    kind.__name__: kind for kind in (Returned, Raised, Died, TimedOut, Abandoned)
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Kept:
+    """What one world left: how its ranks ended, each rank's ledger, and the observations if all returned."""
+
+    result: WorldResult
+    ledgers: tuple[Ledger, ...]
+    ranks: tuple[Observation, ...]
+
+
+def observation_path(folder: Path, rank: int) -> Path:
+    """Name the file that holds a rank's observation."""
+    return folder / f"rank{rank}.observation"
+
+
+def keep_result(result: WorldResult, folder: Path) -> None:
+    """Write how the ranks ended; ledgers and observations are written by the ranks themselves."""
+    plain = {
+        "outcomes": [{"outcome": type(o).__name__, **asdict(o)} for o in result.outcomes],
+        "leaks": list(result.leaks),
+    }
+    (folder / _OUTCOMES).write_text(json.dumps(plain))
+
+
+def load_kept(folder: Path) -> Kept:
+    """Read one world's folder; raises UsageError when it is not there or not whole."""
+    try:
+        plain = json.loads((folder / _OUTCOMES).read_text())
+        outcomes = tuple(_outcome(o) for o in plain["outcomes"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UsageError(
+            f"observations in {folder}",
+            expected=f"a folder with a complete {_OUTCOMES}",
+            got=f"{type(error).__name__}: {error}",
+            hint="running the case again",
+        ) from error
+    result = WorldResult(outcomes=outcomes, leaks=tuple(plain["leaks"]))
+    ledgers = tuple(read_journal(journal_path(folder, o.rank)) for o in outcomes)
+    has_all = all(isinstance(o, Returned) for o in outcomes)
+    ranks = (
+        tuple(load_observation(observation_path(folder, rank), ledger) for rank, ledger in enumerate(ledgers))
+        if has_all
+        else ()
+    )
+    return Kept(result=result, ledgers=ledgers, ranks=ranks)
+
+
+# Any: JSON.
+def _outcome(plain: dict[str, Any]) -> Outcome:
+    kind = _KINDS[plain.pop("outcome")]
+    return kind(**plain)

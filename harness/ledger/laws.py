@@ -1,0 +1,343 @@
+"""Laws over what crossed between ranks: counts, bytes, order, dtypes, waits; each looks at every rank.
+
+[Note: a blind law] A law that finds no entry where there should be some has proven nothing, so it fails. In
+a world of several ranks that is so for a rank without any entry of its training, and for a selection that
+covers no step or microbatch of the schedule, whatever the law says. A world of one rank need not communicate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+from harness.law import Evidence, Ruling
+from harness.ledger.entry import Entry, Ledger, Phase
+from harness.ledger.expectation import Amount, Expectation, evaluate
+from harness.ledger.selection import NOTHING_OBSERVED, Moment, Per, Select, shows_nothing
+from harness.record import LawRecord
+
+__all__ = ["AllWaited", "Bytes", "Count", "Dtype", "InOrder", "Nothing", "OnlyThese", "ReduceOps"]
+
+# Enough to see a pattern over ranks and microbatches; a whole ledger would bury it.
+_MAX_DETAILS = 24
+_MAX_ENTRIES = 6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Count:
+    """So many collectives in each microbatch or step, on each rank."""
+
+    select: Select
+    expected: Expectation
+    per: Per = Per.MICROBATCH
+
+    @property
+    def name(self) -> str:
+        """Say the law with its numbers."""
+        return f"{self.expected} x {self.select} per {self.per.value}"
+
+    def judge(self, evidence: Evidence) -> Ruling:
+        """Count on every rank in every moment that the selection covers."""
+        tally = _Tally(select=self.select, per=self.per, measure=len, noun="collectives")
+        broken = [*_blindness(evidence, (self.select,), self.per), *tally.breaches(evidence, self.expected)]
+        return _rule(self.name, broken, held=f"{tally.spell(evidence)} on every rank")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bytes:
+    """So many bytes in each microbatch or step, on each rank, beside the ``minimum`` that theory allows."""
+
+    select: Select
+    expected: Expectation
+    minimum: Amount
+    per: Per = Per.MICROBATCH
+
+    @property
+    def name(self) -> str:
+        """Say the law with its numbers."""
+        return f"{self.expected} bytes of {self.select} per {self.per.value}"
+
+    def judge(self, evidence: Evidence) -> Ruling:
+        """Add up on every rank in every moment that the selection covers."""
+        tally = _Tally(select=self.select, per=self.per, measure=_num_bytes, noun="bytes")
+        ratio = self._ratio(max(tally.amounts(evidence), default=0), evidence)
+        broken = [*_blindness(evidence, (self.select,), self.per), *tally.breaches(evidence, self.expected)]
+        if broken:
+            broken.append(f"at worst {ratio}")
+        return _rule(self.name, broken, held=f"{tally.spell(evidence)} on every rank, {ratio}")
+
+    def _ratio(self, worst: int, evidence: Evidence) -> str:
+        minimum = evaluate(self.minimum, evidence.training, evidence.world_size)
+        ratio = f"{worst / minimum:.3f} x" if minimum else f"{worst} beyond"
+        return f"{ratio} the theoretical minimum of {minimum}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Nothing:
+    """No collective of this kind; fails too when nothing at all was observed."""
+
+    select: Select
+
+    @property
+    def name(self) -> str:
+        """Say the law."""
+        return f"no {self.select}"
+
+    def judge(self, evidence: Evidence) -> Ruling:
+        """Look for what must not be there on every rank."""
+        broken = _blindness(evidence, (self.select,), Per.STEP)
+        for rank, ledger in _ledgers(evidence):
+            broken += [
+                f"rank {rank} {_when(e)}: expected none, got {e.describe()}"
+                for e in _pick(self.select, ledger, evidence)
+            ]
+        seen = sum(len(ledger) for _, ledger in _ledgers(evidence))
+        return _rule(self.name, broken, held=f"none among {seen} collectives")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InOrder:
+    """In each microbatch every collective of a selection is issued before any of the next selection.
+
+    A microbatch in which one of the selections finds nothing breaks the law. Microbatches that not all of
+    the selections cover are left out.
+    """
+
+    selects: tuple[Select, ...]
+
+    @property
+    def name(self) -> str:
+        """Say the law."""
+        return " before ".join(map(str, self.selects))
+
+    def judge(self, evidence: Evidence) -> Ruling:
+        """Compare neighbours on every rank in every microbatch."""
+        schedule = evidence.training.schedule
+        broken = _blindness(evidence, self.selects, Per.MICROBATCH)
+        covered = [set(s.moments(schedule, Per.MICROBATCH)) for s in self.selects]
+        moments = sorted(set.intersection(*covered), key=lambda m: (m.step, m.microbatch))
+        if not moments and not broken:
+            broken.append("expected a microbatch that all selections cover, got none")
+        for rank, ledger in _ledgers(evidence):
+            for moment in moments:
+                issued = [_at(moment, _pick(s, ledger, evidence)) for s in self.selects]
+                if any(issued) or evidence.world_size > 1:
+                    broken += [f"rank {rank} {moment}: {text}" for text in self._disorder(issued)]
+        return _rule(self.name, broken, held=f"in order on every rank in {len(moments)} microbatches")
+
+    def _disorder(self, issued: Sequence[Ledger]) -> Iterator[str]:
+        for select, entries in zip(self.selects, issued, strict=True):
+            if not entries:
+                yield f"expected {select}, got none"
+        for before, after in pairwise(issued):
+            if before and after and before[-1].seq > after[0].seq:
+                yield f"expected {before[-1].describe()} first, got it after {after[0].describe()}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OnlyThese:
+    """Nothing but what one of the selections picks; ``among`` says of which entries that is asked."""
+
+    selects: tuple[Select, ...]
+    among: Select = field(default_factory=Select)
+
+    @property
+    def name(self) -> str:
+        """Say the law."""
+        return f"only {'; '.join(map(str, self.selects))} among {self.among}"
+
+    def judge(self, evidence: Evidence) -> Ruling:
+        """List what is left over on every rank."""
+        broken = _blindness(evidence, (self.among,), Per.STEP)
+        num_allowed = 0
+        for rank, ledger in _ledgers(evidence):
+            asked = _pick(self.among, ledger, evidence)
+            allowed = {e.seq for s in self.selects for e in _pick(s, asked, evidence)}
+            num_allowed += len(allowed)
+            broken += [
+                f"rank {rank} {_when(e)}: left over {e.describe()}" for e in asked if e.seq not in allowed
+            ]
+        return _rule(self.name, broken, held=f"nothing left over beside {num_allowed} collectives")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dtype:
+    """Every selected collective carries this dtype, spelt as in ``float32``."""
+
+    select: Select
+    dtype: str
+
+    @property
+    def name(self) -> str:
+        """Say the law."""
+        return f"{self.select} carries {self.dtype}"
+
+    def judge(self, evidence: Evidence) -> Ruling:
+        """Look at every selected collective of every rank."""
+
+        def breach(entry: Entry) -> str | None:
+            return None if entry.dtype == self.dtype else f"expected {self.dtype}, got {entry.dtype}"
+
+        return _each(self.name, self.select, evidence, breach)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReduceOps:
+    """Every selected collective reduces with one of these, spelt as in ``sum``, ``avg``."""
+
+    select: Select
+    allowed: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        """Say the law."""
+        return f"{self.select} reduces with {'/'.join(self.allowed)}"
+
+    def judge(self, evidence: Evidence) -> Ruling:
+        """Look at every selected collective of every rank."""
+
+        def breach(entry: Entry) -> str | None:
+            wanted = "/".join(self.allowed)
+            return None if entry.reduce_op in self.allowed else f"expected {wanted}, got {entry.reduce_op}"
+
+        return _each(self.name, self.select, evidence, breach)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AllWaited:
+    """Every selected result was waited for before the optimizer step of its step began.
+
+    What is issued during the optimizer phase itself must be waited for within it.
+    """
+
+    select: Select
+
+    @property
+    def name(self) -> str:
+        """Say the law."""
+        return f"{self.select} is waited for before the optimizer step"
+
+    def judge(self, evidence: Evidence) -> Ruling:
+        """Look at every selected collective of every rank."""
+        return _each(self.name, self.select, evidence, _waits_too_late)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Tally:
+    """Adds up what a selection picks, for each moment that it covers."""
+
+    select: Select
+    per: Per
+    measure: Callable[[Ledger], int]
+    noun: str
+
+    def amounts(self, evidence: Evidence) -> list[int]:
+        """Give every amount, rank by rank, moment by moment."""
+        return [self.measure(_at(m, p)) for _, p in self._picked(evidence) for m in self._moments(evidence)]
+
+    def breaches(self, evidence: Evidence, expected: Expectation) -> Iterator[str]:
+        """Tell every moment whose amount is not as expected, and what lies outside all moments."""
+        spelt = expected.spell(evidence.training, evidence.world_size)
+        for rank, picked in self._picked(evidence):
+            for moment in self._moments(evidence):
+                entries = _at(moment, picked)
+                got = self.measure(entries)
+                if not expected.allows(got, evidence.training, evidence.world_size):
+                    yield f"rank {rank} {moment}: expected {spelt} {self.noun}, got {got}{_list(entries)}"
+            strays = [e for e in picked if not any(m.holds(e) for m in self._moments(evidence))]
+            if strays:
+                where = f"outside the {self.per.value} counted"
+                yield f"rank {rank}: expected none {where}, got {len(strays)}{_list(strays)}"
+
+    def spell(self, evidence: Evidence) -> str:
+        """Spell the range of amounts seen."""
+        amounts = self.amounts(evidence) or [0]
+        low, high = min(amounts), max(amounts)
+        return f"{low if low == high else f'{low} to {high}'} {self.noun} per {self.per.value}"
+
+    def _picked(self, evidence: Evidence) -> Iterator[tuple[int, Ledger]]:
+        for rank, ledger in _ledgers(evidence):
+            yield rank, _pick(self.select, ledger, evidence)
+
+    def _moments(self, evidence: Evidence) -> tuple[Moment, ...]:
+        return self.select.moments(evidence.training.schedule, self.per)
+
+
+def _each(name: str, select: Select, evidence: Evidence, breach: Callable[[Entry], str | None]) -> Ruling:
+    """Rule on each selected entry by itself; a rank with none selected breaks the law unless it is alone."""
+    broken = _blindness(evidence, (select,), Per.STEP)
+    num_looked_at = 0
+    for rank, ledger in _ledgers(evidence):
+        picked = _pick(select, ledger, evidence)
+        num_looked_at += len(picked)
+        if not picked and evidence.world_size > 1:
+            broken.append(f"rank {rank}: expected {select}, got none")
+        for entry in picked:
+            text = breach(entry)
+            if text is not None:
+                broken.append(f"rank {rank} {_when(entry)}: {text} in {entry.describe()}")
+    return _rule(name, broken, held=f"all {num_looked_at} collectives do")
+
+
+def _blindness(evidence: Evidence, selects: Sequence[Select], per: Per) -> list[str]:
+    """Tell why a law could not have failed, if so; see [Note: a blind law]."""
+    schedule = evidence.training.schedule
+    broken = [
+        f"expected a {per.value} to look at, got none: {select} of {schedule.steps} step(s) with "
+        f"{schedule.microbatches} microbatch(es); try a longer schedule"
+        for select in selects
+        if not select.moments(schedule, per)
+    ]
+    if evidence.world_size > 1:
+        silent = [rank for rank, ledger in _ledgers(evidence) if shows_nothing(ledger)]
+        broken += [f"rank {rank}: {NOTHING_OBSERVED}" for rank in silent]
+    return broken
+
+
+def _waits_too_late(entry: Entry) -> str | None:
+    wait = entry.wait
+    if wait is None:
+        return "nobody waited for the result"
+    if wait.step == entry.step and (wait.phase is not Phase.STEP or entry.phase is Phase.STEP):
+        return None
+    return f"expected a wait before the optimizer step, got one in {wait.phase} of step {wait.step}"
+
+
+def _ledgers(evidence: Evidence) -> Iterator[tuple[int, Ledger]]:
+    for observation in evidence.ranks:
+        yield observation.rank, observation.ledger
+
+
+def _pick(select: Select, ledger: Ledger, evidence: Evidence) -> Ledger:
+    return select.pick(ledger, evidence.training.schedule)
+
+
+def _at(moment: Moment, entries: Ledger) -> Ledger:
+    return tuple(e for e in entries if moment.holds(e))
+
+
+def _num_bytes(entries: Ledger) -> int:
+    return sum(e.num_bytes for e in entries)
+
+
+def _when(entry: Entry) -> str:
+    return str(Moment(step=entry.step, microbatch=None if entry.microbatch < 0 else entry.microbatch))
+
+
+def _list(entries: Sequence[Entry]) -> str:
+    if not entries:
+        return ""
+    more = f" and {len(entries) - _MAX_ENTRIES} more" if len(entries) > _MAX_ENTRIES else ""
+    return ": " + "; ".join(e.describe() for e in entries[:_MAX_ENTRIES]) + more
+
+
+def _rule(name: str, broken: Sequence[str], *, held: str) -> Ruling:
+    if not broken:
+        return Ruling(record=LawRecord(law=name, held=True, summary=f"{name}: {held}"))
+    more = len(broken) - 1
+    summary = broken[0] + (f" (and {more} more)" if more else "")
+    details = tuple(broken[:_MAX_DETAILS])
+    if len(broken) > _MAX_DETAILS:
+        details += (f"and {len(broken) - _MAX_DETAILS} more",)
+    return Ruling(record=LawRecord(law=name, held=False, summary=f"{name}: {summary}", details=details))

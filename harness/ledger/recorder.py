@@ -1,0 +1,164 @@
+"""Writing one rank's ledger: where the loop stands, what was called, what was waited for; kept as it happens."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from harness.ledger.entry import Entry, Ledger, Op, Phase, Wait, entry_from_json, entry_to_json
+
+__all__ = ["CallSummary", "Recorder", "read_journal"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallSummary:
+    """What the recorder is told of a call: the fields of Entry that the call itself decides."""
+
+    op: Op
+    group_name: str
+    group: tuple[int, ...]
+    dtype: str
+    shapes: tuple[tuple[int, ...], ...]
+    num_bytes: int
+    reduce_op: str | None
+    peer: int | None
+    is_async: bool
+    site: str
+
+
+class Recorder:
+    """One rank's ledger in the making.
+
+    Each entry is appended to ``journal`` (JSON lines, one unbuffered write each) when the call is made, so
+    that what a rank did survives its death. Thread-safe: a backend may complete work on threads of its own.
+    """
+
+    def __init__(self, journal: Path | None = None) -> None:
+        self._entries: list[Entry] = []
+        self._waits: dict[int, Wait] = {}
+        self._seq_of_group: Counter[tuple[object, ...]] = Counter()
+        self._axis_of_group: dict[str, str] = {}
+        self._axis_of_ranks: dict[tuple[int, ...], str] = {}
+        self._phase = Phase.PREPARE
+        self._step = -1
+        self._microbatch = -1
+        self._units: list[str] = []
+        self._lock = threading.Lock()
+        self._home = threading.get_ident()
+        # O_APPEND and no buffer: the kernel has the line before the collective starts, even if we are killed.
+        self._journal = None if journal is None else os.open(journal, os.O_CREAT | os.O_APPEND | os.O_WRONLY)
+
+    def name_axes(
+        self, axis_of_group: Mapping[str, str], axis_of_ranks: Mapping[tuple[int, ...], str]
+    ) -> None:
+        """Say which groups are axes of the mesh, by group name and by member ranks."""
+        self._axis_of_group.update(axis_of_group)
+        self._axis_of_ranks.update(axis_of_ranks)
+
+    @contextmanager
+    def during(self, phase: Phase, *, step: int = -1, microbatch: int = -1) -> Iterator[None]:
+        """Label what is issued inside; restores the outer label afterwards."""
+        outer = (self._phase, self._step, self._microbatch)
+        self._phase, self._step, self._microbatch = phase, step, microbatch
+        self._units.clear()
+        try:
+            yield
+        finally:
+            self._phase, self._step, self._microbatch = outer
+
+    def enter_unit(self, unit: str) -> None:
+        """Note that a unit's forward began."""
+        self._units.append(unit)
+
+    def leave_unit(self, unit: str) -> None:
+        """Note that a unit's forward ended; tolerates units that an exception skipped."""
+        while self._units and self._units.pop() != unit:
+            pass
+
+    def turn_to_unit(self, unit: str) -> None:
+        """Note that backward reached a unit; it lasts until backward reaches another."""
+        self._units[:] = [unit]
+
+    def issued(self, call: CallSummary) -> int:
+        """Write a call down and return its sequence number, before the call starts."""
+        with self._lock:
+            entry = self._entry(call)
+            self._entries.append(entry)
+            self._write({"entry": entry_to_json(entry)})
+        return entry.seq
+
+    def waited(self, seq: int) -> None:
+        """Write down that somebody waited for a result; only the first time counts."""
+        with self._lock:
+            if seq in self._waits:
+                return
+            wait = Wait(phase=self._phase, step=self._step, microbatch=self._microbatch)
+            self._waits[seq] = wait
+            self._write({"wait": seq, **asdict(wait)})
+
+    def ledger(self) -> Ledger:
+        """Give all entries so far with their waits."""
+        with self._lock:
+            return tuple(replace(e, wait=self._waits.get(e.seq)) for e in self._entries)
+
+    def close(self) -> None:
+        """Close the journal."""
+        if self._journal is not None:
+            os.close(self._journal)
+            self._journal = None
+
+    def _entry(self, call: CallSummary) -> Entry:
+        is_message = call.op in {Op.SEND, Op.RECV}
+        stream = (call.group_name, call.op, call.peer) if is_message else (call.group_name,)
+        group_seq = self._seq_of_group[stream]
+        self._seq_of_group[stream] += 1
+        axis = self._axis_of_group.get(call.group_name) or self._axis_of_ranks.get(call.group)
+        is_home = threading.get_ident() == self._home
+        return Entry(
+            seq=len(self._entries),
+            op=call.op,
+            group=call.group,
+            group_seq=group_seq,
+            axis=axis,
+            dtype=call.dtype,
+            shapes=call.shapes,
+            num_bytes=call.num_bytes,
+            reduce_op=call.reduce_op,
+            peer=call.peer,
+            is_async=call.is_async,
+            wait=None,
+            phase=self._phase,
+            step=self._step,
+            microbatch=self._microbatch,
+            unit=self._units[-1] if self._units else None,
+            # The rank's own thread has one name in every world, so that ledgers of two worlds compare equal.
+            thread="main" if is_home else threading.current_thread().name,
+            site=call.site,
+        )
+
+    def _write(self, line: Mapping[str, object]) -> None:
+        if self._journal is not None:
+            os.write(self._journal, json.dumps(line, separators=(",", ":")).encode() + b"\n")
+
+
+def read_journal(path: Path) -> Ledger:
+    """Read the ledger a rank left behind, however it ended; an unfinished last line is dropped."""
+    entries: list[Entry] = []
+    waits: dict[int, Wait] = {}
+    if not path.exists():
+        return ()
+    for text in path.read_bytes().split(b"\n")[:-1]:
+        line = json.loads(text)
+        if "entry" in line:
+            entries.append(entry_from_json(line["entry"]))
+        else:
+            waits[line["wait"]] = Wait(
+                phase=Phase(line["phase"]), step=line["step"], microbatch=line["microbatch"]
+            )
+    return tuple(replace(e, wait=waits.get(e.seq)) for e in entries)

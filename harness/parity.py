@@ -1,0 +1,190 @@
+"""The law that an engine trains as the oracle does: every quantity, every tensor, every rank, shard by shard.
+
+Nothing is gathered: a rank's shard is compared with the same region of the oracle's whole tensor.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from harness.diagnosis import looks_like
+from harness.law import Evidence, Ruling
+from harness.oracle import INITIAL_STEP, Place, Quantity
+from harness.record import LawRecord, TensorRecord
+from harness.structure import Piece, observed, pieces_of, structural_faults
+from harness.tolerance import allowed_error
+
+__all__ = ["MatchesOracle"]
+
+_MAX_DETAILS = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Finding:
+    """One thing that is wrong with one tensor; ``severity`` orders findings of one moment."""
+
+    text: str
+    severity: float
+    worst: TensorRecord | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Comparison:
+    """One piece against its region of the reference; errors of values that are not finite are infinite."""
+
+    piece: Piece
+    expected: torch.Tensor
+    error: torch.Tensor
+    allowed: float
+
+    @property
+    def worst_error(self) -> float:
+        return self.error.max().item() if self.error.numel() else 0.0
+
+    @property
+    def share(self) -> float:
+        return (self.error > self.allowed).double().mean().item()
+
+    @property
+    def worst_index(self) -> tuple[int, ...]:
+        """The local index of the worst element."""
+        flat = self.error.argmax()
+        return tuple(int(i) for i in torch.unravel_index(flat, self.error.shape))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MatchesOracle:
+    """Every rank's parameters, losses, gradients, optimizer state and buffers are the oracle's.
+
+    The headline is the first wrong quantity in order of time, with its worst tensor: what comes later may be
+    its consequence.
+    """
+
+    name: str = "matches the oracle"
+
+    def judge(self, evidence: Evidence) -> Ruling:
+        """Rule on every tensor of every rank."""
+        findings: list[_Finding] = []
+        num_checked = 0
+        for moment in _moments(evidence):
+            num_checked += len(moment)
+            here = [finding for place in moment for finding in _findings(evidence, place)]
+            findings += sorted(here, key=lambda f: -f.severity)
+        if not findings:
+            how = "bitwise" if evidence.oracle.is_exact else "within the noise of float32"
+            text = f"{num_checked} tensors agree on {evidence.world_size} ranks, {how}"
+            return Ruling(record=LawRecord(law=self.name, held=True, summary=text))
+        headline, *others = findings
+        details = [finding.text for finding in others[:_MAX_DETAILS]]
+        if len(others) > _MAX_DETAILS:
+            details.append(f"and {len(others) - _MAX_DETAILS} more")
+        record = LawRecord(law=self.name, held=False, summary=headline.text, details=tuple(details))
+        return Ruling(record=record, worst=headline.worst)
+
+
+def _moments(evidence: Evidence) -> Iterator[tuple[Place, ...]]:
+    """Yield the tensors that are compared, in the order in which training makes them."""
+    last = len(evidence.oracle.steps) - 1
+    yield _places(evidence, Quantity.INITIAL, INITIAL_STEP)
+    for step in range(last + 1):
+        for quantity in (Quantity.LOSS, Quantity.GRADIENT, Quantity.PARAMETER):
+            yield _places(evidence, quantity, step)
+    yield _places(evidence, Quantity.OPTIMIZER_STATE, last)
+    yield _places(evidence, Quantity.BUFFER, last)
+
+
+def _places(evidence: Evidence, quantity: Quantity, step: int) -> tuple[Place, ...]:
+    """List the oracle's names, then those that only some rank has."""
+    names = dict.fromkeys(evidence.oracle.reference(quantity, step, rank=0))
+    for observation in evidence.ranks:
+        names.update(dict.fromkeys(observed(evidence, observation, quantity, step)))
+    return tuple(Place(quantity=quantity, step=step, name=name) for name in names)
+
+
+def _findings(evidence: Evidence, place: Place) -> Iterator[_Finding]:
+    where = _where(place)
+    faults = structural_faults(evidence, place)
+    if faults:
+        more = f" (and {len(faults) - 1} more ranks)" if len(faults) > 1 else ""
+        yield _Finding(text=f"{where}: {faults[0]}{more}", severity=math.inf)
+    comparisons = [_compare(evidence, place, piece) for piece in pieces_of(evidence, place)]
+    wrong = [c for c in comparisons if c.worst_error > c.allowed]
+    if wrong:
+        yield _wrong_value(evidence, place, max(wrong, key=lambda c: c.worst_error), len(wrong))
+    if place.quantity in {Quantity.INITIAL, Quantity.PARAMETER}:
+        divergence = _divergence(comparisons)
+        if divergence is not None:
+            # Least severe: where values are wrong too, that says more.
+            yield _Finding(text=f"{where}: {divergence}", severity=0.0)
+
+
+def _where(place: Place) -> str:
+    when = "before training" if place.step == INITIAL_STEP else f"step {place.step}"
+    return f"{when}, {place.quantity} {place.name!r}"
+
+
+def _compare(evidence: Evidence, place: Place, piece: Piece) -> _Comparison:
+    full = evidence.oracle.reference(place.quantity, place.step, piece.rank)[place.name]
+    if full is None:
+        raise ValueError(f"{_where(place)}: expected a reference tensor, got None")
+    expected = full[piece.shard.region].double()
+    got = piece.shard.tensor.double()
+    error = torch.where(torch.isfinite(got), (got - expected).abs(), math.inf)
+    return _Comparison(
+        piece=piece, expected=expected, error=error, allowed=allowed_error(evidence.oracle, place)
+    )
+
+
+def _wrong_value(evidence: Evidence, place: Place, worst: _Comparison, num_ranks: int) -> _Finding:
+    shard, index = worst.piece.shard, worst.worst_index
+    error, allowed = worst.worst_error, worst.allowed
+    ratio = error / allowed if allowed else math.inf
+    record = TensorRecord(
+        quantity=str(place.quantity),
+        name=place.name,
+        step=place.step,
+        rank=worst.piece.rank,
+        index=tuple(o + i for o, i in zip(shard.offsets, index, strict=True)),
+        got=shard.tensor[index].item(),
+        expected=worst.expected[index].item(),
+        error=error,
+        allowed=allowed,
+        ratio=ratio,
+        share=worst.share,
+        looks_like=looks_like(evidence.oracle, place, worst.piece.rank, shard),
+    )
+    text = (
+        f"{_where(place)} on rank {record.rank} (shard at {list(shard.offsets)}; wrong on {num_ranks} of "
+        f"{evidence.world_size} ranks): {record.looks_like}; at {list(record.index)} got {record.got:.9g}, "
+        f"expected {record.expected:.9g}, error {error:.3g}, allowed {allowed:.3g}, "
+        f"{record.share:.1%} of the shard beyond"
+    )
+    return _Finding(text=text, severity=ratio, worst=record)
+
+
+def _divergence(comparisons: list[_Comparison]) -> str | None:
+    """Find two ranks that hold different values of one element: replicas must agree bit by bit."""
+    if not comparisons:
+        return None
+    first = comparisons[0].piece.shard
+    holder = torch.full(first.global_shape, -1)
+    held = torch.zeros(first.global_shape, dtype=first.tensor.dtype)
+    for comparison in comparisons:
+        piece = comparison.piece
+        region = piece.shard.region
+        differs = (holder[region] >= 0) & (held[region] != piece.shard.tensor)
+        if bool(differs.any()):
+            local = tuple(differs.nonzero()[0].tolist())
+            index = [o + i for o, i in zip(piece.shard.offsets, local, strict=True)]
+            other = int(holder[region][local])
+            return (
+                f"replicas diverge: at {index} rank {other} holds {held[region][local].item():.9g} and "
+                f"rank {piece.rank} holds {piece.shard.tensor[local].item():.9g}"
+            )
+        holder[region] = piece.rank
+        held[region] = piece.shard.tensor
+    return None

@@ -1,0 +1,131 @@
+"""The form of observed tensors: names, shapes, dtypes, and whether the shards make up the whole. No values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from engine.contract import Shard
+from harness.law import Evidence
+from harness.observation import Observation
+from harness.oracle import LOSSES, Place, Quantity
+
+__all__ = ["Piece", "Tensors", "observed", "pieces_of", "structural_faults"]
+
+Tensors = Mapping[str, Shard | None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Piece:
+    """One rank's shard of one tensor, of the right form to be compared."""
+
+    rank: int
+    shard: Shard
+
+
+def observed(evidence: Evidence, observation: Observation, quantity: Quantity, step: int) -> Tensors:
+    """Give what one rank showed of a quantity; losses as this rank's column of one tensor."""
+    match quantity:
+        case Quantity.INITIAL:
+            return observation.initial
+        case Quantity.OPTIMIZER_STATE:
+            return observation.optimizer_state
+        case Quantity.BUFFER:
+            return observation.buffers
+        case Quantity.LOSS | Quantity.GRADIENT | Quantity.PARAMETER if step >= len(observation.steps):
+            return {}
+        case Quantity.GRADIENT:
+            return observation.steps[step].gradients
+        case Quantity.PARAMETER:
+            return observation.steps[step].parameters
+        case Quantity.LOSS:
+            losses = torch.tensor(observation.steps[step].losses, dtype=torch.float64).unsqueeze(1)
+            shape = (evidence.training.schedule.microbatches, evidence.world_size)
+            column = Shard(tensor=losses, offsets=(0, observation.rank), global_shape=shape)
+            return {LOSSES: column}
+
+
+def structural_faults(evidence: Evidence, place: Place) -> tuple[str, ...]:
+    """Say what is wrong with the form of one tensor on any rank; values play no part."""
+    faults = [
+        f"rank {observation.rank}: {fault}"
+        for observation in evidence.ranks
+        if (fault := _fault(evidence, observation, place)) is not None
+    ]
+    if not faults:
+        faults = [gap for gap in [_gap(evidence, place)] if gap is not None]
+    return tuple(faults)
+
+
+def pieces_of(evidence: Evidence, place: Place) -> tuple[Piece, ...]:
+    """Give the shards of one tensor on all ranks that have it in the right form."""
+    pieces = []
+    for observation in evidence.ranks:
+        shard = observed(evidence, observation, place.quantity, place.step).get(place.name)
+        if shard is not None and _fault(evidence, observation, place) is None:
+            pieces.append(Piece(rank=observation.rank, shard=shard))
+    return tuple(pieces)
+
+
+def _fault(evidence: Evidence, observation: Observation, place: Place) -> str | None:
+    tensors = observed(evidence, observation, place.quantity, place.step)
+    references = evidence.oracle.reference(place.quantity, place.step, observation.rank)
+    if place.name not in references:
+        return "unexpected name, the oracle has none such" if place.name in tensors else None
+    reference, shard = references[place.name], tensors.get(place.name)
+    if shard is None:
+        return _absence(evidence, observation, place, reference, is_listed=place.name in tensors)
+    if reference is None:
+        return "expected None, got a tensor"
+    return _misfit(shard, reference, evidence, place)
+
+
+def _absence(
+    evidence: Evidence,
+    observation: Observation,
+    place: Place,
+    reference: torch.Tensor | None,
+    *,
+    is_listed: bool,
+) -> str | None:
+    """Excuse a missing tensor where the oracle has none, or where this rank owns nothing of the parameter."""
+    if reference is None and is_listed:
+        return None
+    if place.quantity in {Quantity.GRADIENT, Quantity.OPTIMIZER_STATE}:
+        parameter = observation.initial.get(place.name.partition("/")[0])
+        if parameter is not None and parameter.tensor.numel() == 0:
+            return None
+    return "expected a tensor, got None" if is_listed else "expected a tensor, the name is missing"
+
+
+def _misfit(shard: Shard, reference: torch.Tensor, evidence: Evidence, place: Place) -> str | None:
+    shape = tuple(reference.shape)
+    if shard.global_shape != shape:
+        return f"expected global shape {shape}, got {shard.global_shape}"
+    local = tuple(shard.tensor.shape)
+    ends = [offset + size for offset, size in zip(shard.offsets, local, strict=False)]
+    is_inside = all(e <= s for e, s in zip(ends, shape, strict=False)) and min(shard.offsets, default=0) >= 0
+    if len(local) != len(shape) or len(shard.offsets) != len(shape) or not is_inside:
+        return f"expected a shard inside {shape}, got shape {local} at offset {shard.offsets}"
+    if place.quantity is not Quantity.LOSS:
+        dtype = evidence.oracle.dtype(place.quantity, place.name)
+        if shard.tensor.dtype != dtype:
+            return f"expected {dtype}, got {shard.tensor.dtype}"
+    return None
+
+
+def _gap(evidence: Evidence, place: Place) -> str | None:
+    """Find elements of the whole that no rank holds."""
+    reference = evidence.oracle.reference(place.quantity, place.step, 0).get(place.name)
+    if reference is None:
+        return None
+    is_held = torch.zeros(reference.shape, dtype=torch.bool)
+    for piece in pieces_of(evidence, place):
+        is_held[piece.shard.region] = True
+    num_missing = int((~is_held).sum())
+    if not num_missing:
+        return None
+    first = tuple((~is_held).nonzero()[0].tolist())
+    return f"no rank holds {num_missing} of {is_held.numel()} elements, the first at {first}"

@@ -1,0 +1,100 @@
+"""Orders and dtypes in which the oracle adds gradients: the exact one, and others an engine might use."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from engine.contract import Accumulation, Plan
+from harness.case import Batch
+
+__all__ = ["EXACT_ORDER", "Summation", "num_reorderings", "reordering"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Rows:
+    inputs: tuple[torch.Tensor, ...]
+    target: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Summation:
+    """One way to compute a step's gradient from the pieces of all microbatches and ranks.
+
+    ``seed`` shuffles rows, microbatches and ranks; None keeps their order. ``reduce_dtype`` is what crosses
+    between ranks. ``is_tree`` adds in pairs, not one after the other; ``divides_first`` divides by the world
+    size before adding, as engines do against overflow. ``accumulates_reduced`` keeps the local sum over
+    microbatches in ``reduce_dtype``.
+    """
+
+    dtype: torch.dtype
+    reduce_dtype: torch.dtype
+    seed: int | None = None
+    is_tree: bool = False
+    divides_first: bool = False
+    accumulates_reduced: bool = False
+
+    def prepare(self, batch: Batch) -> Batch:
+        """Cast the batch's floats to ``dtype`` and shuffle its rows."""
+        order = self._order(batch.target.shape[0])
+
+        def cast(tensor: torch.Tensor) -> torch.Tensor:
+            return (tensor.to(self.dtype) if tensor.is_floating_point() else tensor)[order]
+
+        return _Rows(inputs=tuple(cast(t) for t in batch.inputs), target=cast(batch.target))
+
+    def reduce(self, pieces: torch.Tensor, accumulation: Accumulation) -> torch.Tensor:
+        """Average ``pieces`` [microbatches, ranks, ...] over ranks and sum them over microbatches."""
+        num_microbatches, num_ranks = pieces.shape[:2]
+        pieces = pieces[self._order(num_microbatches)][:, self._order(num_ranks)]
+        if accumulation is Accumulation.EVERY_MICROBATCH:
+            return self._sum(torch.stack([self._average(of_ranks) for of_ranks in pieces]))
+        local = pieces.to(self.reduce_dtype) if self.accumulates_reduced else pieces
+        return self._average(self._sum(local))
+
+    def _average(self, of_ranks: torch.Tensor) -> torch.Tensor:
+        num_ranks = len(of_ranks)
+        if self.divides_first:
+            return self._sum((of_ranks / num_ranks).to(self.reduce_dtype)).to(self.dtype)
+        return (self._sum(of_ranks.to(self.reduce_dtype)) / num_ranks).to(self.dtype)
+
+    def _sum(self, pieces: torch.Tensor) -> torch.Tensor:
+        if self.seed is None:
+            return pieces.sum(0)
+        if len(pieces) > 1 and self.is_tree:
+            middle = len(pieces) // 2
+            return self._sum(pieces[:middle]) + self._sum(pieces[middle:])
+        # Not sum(0): it may widen the dtype inside, and here every addition must round.
+        total = pieces[0]
+        for piece in pieces[1:]:
+            total = total + piece
+        return total
+
+    def _order(self, size: int) -> torch.Tensor:
+        if self.seed is None:
+            return torch.arange(size)
+        return torch.randperm(size, generator=torch.Generator().manual_seed(self.seed * 1_000 + size))
+
+
+EXACT_ORDER = Summation(dtype=torch.float64, reduce_dtype=torch.float64)
+
+
+def num_reorderings(plan: Plan) -> int:
+    """Say how many float32 runs estimate the noise; harness.tolerance measured its multiple for this many.
+
+    A reduction in fewer bits rounds coarsely enough that four runs can all be right by luck.
+    """
+    return 4 if plan.reduce_dtype in (None, torch.float32) else 8
+
+
+def reordering(number: int, plan: Plan) -> Summation:
+    """Give the ``number``-th float32 order; the four combinations of tree and division come first."""
+    return Summation(
+        dtype=torch.float32,
+        reduce_dtype=plan.reduce_dtype or torch.float32,
+        seed=number,
+        is_tree=number % 2 == 1,
+        divides_first=number // 2 % 2 == 1,
+        accumulates_reduced=number // 4 % 2 == 1,
+    )

@@ -1,0 +1,283 @@
+"""All that we use of torch beneath its documented surface, so that a new torch is met in this one file."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import reduce
+from operator import or_
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
+
+__all__ = [
+    "GroupOptions",
+    "c10d_state",
+    "create_subgroup",
+    "fake_backend",
+    "generator_address",
+    "keep_backward_in_thread",
+    "owned_meshes",
+    "random_operators",
+    "raw_access",
+    "register_in_thread",
+    "replace_default_generator",
+    "replace_split_group",
+    "replace_world",
+    "replaced_kernels",
+    "serial_shape_propagation",
+    "thread_isolation",
+]
+
+# Any, for all: their stubs lack much of what they have, or its types.
+_guards: Any = torch._C
+_bindings: Any = torch._C._distributed_c10d
+_c10d: Any = c10d
+
+_DispatchKey = torch._C.DispatchKey
+_BOOKKEEPING = reduce(
+    or_,
+    (
+        torch._C.DispatchKeySet(key)
+        for key in (
+            _DispatchKey.ADInplaceOrView,
+            _DispatchKey.AutogradCPU,
+            _DispatchKey.AutogradCUDA,
+            _DispatchKey.AutogradOther,
+        )
+    ),
+)
+
+# Names by which torch reaches its default CPU generator.
+_GENERATOR_HOLDERS: tuple[Any, ...] = (torch, torch.random, torch._C)
+
+
+class raw_access:  # noqa: N801 - reads as the context that it is
+    """Context in which tensors are read and written as a backend does it.
+
+    Unseen by autograd, version counters and dispatch modes. A class, because it is entered twice for every
+    collective and a generator would cost as much as the copy.
+    """
+
+    __slots__ = ("_dispatch", "_exclude")
+
+    def __enter__(self) -> None:
+        self._exclude = _guards._ExcludeDispatchKeyGuard(_BOOKKEEPING)
+        self._exclude.__enter__()
+        self._dispatch = _guards._DisableTorchDispatch()
+        self._dispatch.__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        self._dispatch.__exit__(*error)
+        self._exclude.__exit__(*error)
+
+
+def generator_address(generator: torch.Generator) -> int:
+    """Identify a generator; operators are handed a new Python object for it on each call."""
+    # Any: the stubs do not know it.
+    untyped: Any = generator
+    return int(untyped._cdata)
+
+
+def random_operators() -> list[str]:
+    """Name the aten operators that draw random numbers on CPU and can be told from which generator."""
+    names = []
+    for full_name in torch._C._dispatch_get_all_op_names():
+        namespace, _, name = full_name.partition("::")
+        if namespace != "aten" or not torch._C._dispatch_has_kernel_for_dispatch_key(full_name, "CPU"):
+            continue
+        base, _, overload = name.partition(".")
+        operator = getattr(getattr(torch.ops.aten, base, None), overload or "default", None)
+        if operator is None or torch.Tag.nondeterministic_seeded not in operator.tags:
+            continue
+        if any(a.name == "generator" for a in operator._schema.arguments):
+            names.append(name)
+    return sorted(names)
+
+
+@contextmanager
+def replaced_kernels(namespace: str, kernels: Mapping[str, Callable[[Any], object]]) -> Iterator[None]:
+    """Replace operators' CPU kernels by what the functions make of the original ones, until exit."""
+    library: Any = torch.library.Library(namespace, "IMPL")  # type: ignore[no-untyped-call]
+    try:
+        with warnings.catch_warnings():
+            # Replacing these kernels is the point; torch says so once for all of them.
+            warnings.filterwarnings(
+                "ignore", message="(?s).*previously registered kernel", category=UserWarning
+            )
+            for name, make in kernels.items():
+                original = torch.library.get_kernel(f"{namespace}::{name}", "CPU")
+                library.impl(name, make(original), "CPU", with_keyset=True)
+        yield
+    finally:
+        library._destroy()  # the only way to give kernels back; Library has no public spelling of it
+
+
+@contextmanager
+def replace_default_generator(generator: torch.Generator) -> Iterator[None]:
+    """Put ``generator`` wherever torch's Python code finds its default CPU generator."""
+    original = torch.default_generator
+    for holder in _GENERATOR_HOLDERS:
+        holder.default_generator = generator
+    try:
+        yield
+    finally:
+        for holder in _GENERATOR_HOLDERS:
+            holder.default_generator = original
+
+
+class C10dState(c10d._World):
+    """One rank's view of all process groups: torch's own, with every table its own instead of the module's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._own: dict[str, Any] = {name: {} for name in _C10D_TABLES} | {"group_count": 0}
+
+
+# What torch keeps at module level behind properties of the same names.
+_C10D_TABLES = ("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "tags_to_pg", "pg_to_tag")
+
+
+def _own_table(name: str) -> property:
+    def read(self: C10dState) -> Any:
+        return self._own[name]
+
+    def write(self: C10dState, value: Any) -> None:
+        self._own[name] = value
+
+    return property(read, write)
+
+
+for _name in (*_C10D_TABLES, "group_count"):
+    setattr(C10dState, _name, _own_table(_name))
+
+
+def c10d_state() -> C10dState:
+    """Return an empty view, of a rank that has joined nothing yet."""
+    return C10dState()
+
+
+@contextmanager
+def replace_world(world: object) -> Iterator[None]:
+    """Put ``world`` where torch.distributed keeps its process groups."""
+    original = _c10d._world
+    _c10d._world = world
+    try:
+        yield
+    finally:
+        _c10d._world = original
+
+
+@contextmanager
+def thread_isolation() -> Iterator[None]:
+    """Let C++ look a group's name up among those that the calling thread registered."""
+    _bindings._set_thread_isolation_mode(True)
+    try:
+        yield
+    finally:
+        _bindings._set_thread_isolation_mode(False)
+
+
+def register_in_thread(groups: Mapping[dist.ProcessGroup, str]) -> None:
+    """Make groups known by name to C++ on the calling thread."""
+    for group, name in groups.items():
+        _bindings._register_process_group(name, group)
+
+
+def keep_backward_in_thread() -> None:
+    """Run backward passes that the calling thread starts on this thread alone, so that hooks know their rank."""
+    torch._C._set_multithreading_enabled(False)
+
+
+@contextmanager
+def owned_meshes(owner: Callable[[], int | None]) -> Iterator[None]:
+    """Tell the meshes of different ranks apart, as keys of caches that hold what only one rank may use.
+
+    torch does so by a field that it fills for a threaded backend of its own only.
+    """
+    field = "_thread_id"
+
+    def read(mesh: DeviceMesh) -> int | None:
+        return mesh.__dict__.get(field)
+
+    def write(mesh: DeviceMesh, value: int | None) -> None:
+        mesh.__dict__[field] = owner() if value is None else value
+
+    setattr(DeviceMesh, field, property(read, write))
+    try:
+        yield
+    finally:
+        delattr(DeviceMesh, field)
+
+
+@contextmanager
+def serial_shape_propagation() -> Iterator[None]:
+    """Let one thread at a time work out a DTensor operator's shapes: torch's fake mode is not made for more."""
+    propagator: Any = (
+        ShardingPropagator  # Any: torch 2.11 has no such attribute, later ones declare a null one
+    )
+    missing = object()
+    original = getattr(propagator, "_fake_mode_lock", missing)
+    propagator._fake_mode_lock = threading.RLock()
+    try:
+        yield
+    finally:
+        if original is missing:
+            del propagator._fake_mode_lock
+        else:
+            propagator._fake_mode_lock = original
+
+
+def fake_backend(rank: int, size: int) -> Any:  # Any: no stub declares it
+    """Return a backend that moves nothing: what a process group must have although the door answers for it."""
+    return _bindings.FakeProcessGroup._create_internal(rank, size)
+
+
+class GroupOptions(NamedTuple):
+    """How a subgroup is made, besides its ranks."""
+
+    backend: str
+    name: str
+    timeout: timedelta | None
+    description: str | None
+
+
+def create_subgroup(ranks: list[int], options: GroupOptions) -> dist.ProcessGroup:
+    """Create a group under a name of our choosing on one of its members; nobody else needs to call."""
+    state = _c10d._world
+    _, store = state.pg_map[state.default_pg]
+    backend = dist.Backend(options.backend)
+    group: dist.ProcessGroup
+    group, _ = _c10d._new_process_group_helper(
+        len(ranks),
+        ranks.index(state.default_pg.rank()),
+        ranks,
+        backend,
+        store,
+        options.name,
+        timeout=options.timeout or _c10d._get_default_timeout(backend),
+        group_desc=options.description,
+    )
+    state.pg_group_ranks[group] = {rank: i for i, rank in enumerate(ranks)}
+    return group
+
+
+@contextmanager
+def replace_split_group(function: Callable[..., object], method: Callable[..., object]) -> Iterator[None]:
+    """Put ``function`` in place of dist.split_group and ``method`` of ProcessGroup.split_group."""
+    holders: list[tuple[Any, Any]] = [(dist, function), (_c10d, function), (dist.ProcessGroup, method)]
+    originals = [(holder, holder.split_group) for holder, _ in holders]
+    for holder, replacement in holders:
+        holder.split_group = replacement
+    try:
+        yield
+    finally:
+        for holder, original in originals:
+            holder.split_group = original

@@ -1,0 +1,147 @@
+"""One session's judging: case by engine by world to a record, each world run once, each oracle computed once."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import shutil
+import time
+import traceback
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from engine.contract import Engine, Plan
+from engine.registry import resolve
+from harness.case import Case, Training
+from harness.drive import drive_rank
+from harness.errors import UsageError
+from harness.judge import Judgement, judge
+from harness.keep import Kept, keep_result, load_kept
+from harness.ledger.summary import summarize
+from harness.oracle import OracleObservation, run_oracle
+from harness.record import Record
+from harness.verdict import Verdict
+from harness.worlds.launch import WorldPool, launch
+from harness.worlds.spec import WorldSpec
+
+__all__ = ["Cell", "Source", "TrialSession"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cell:
+    """One engine, by the name it was given, in one world."""
+
+    engine: str
+    world: WorldSpec
+
+    def __str__(self) -> str:
+        return f"{self.engine}@{self.world}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """Where observations are kept, and whether they are made or only read again.
+
+    Each worker of a session that runs in several processes writes below a folder of its own, and reads all.
+    """
+
+    folder: Path
+    worker: str = "main"
+    is_replay: bool = False
+
+
+class TrialSession:
+    """Runs and judges cases; remembers engines, oracles and what each world observed."""
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+        self._engines: dict[str, Engine] = {}
+        self._oracles: dict[tuple[str, int], OracleObservation] = {}
+        self._kept: dict[Path, Kept] = {}
+        self._pool = WorldPool(source.folder / source.worker / "pool")
+
+    def run(self, case: Case, cell: Cell, *, suite: str, command: str) -> Record:
+        """Judge one case in one cell; our own errors become the verdict ERRORED, the caller's are raised."""
+        started = time.monotonic()
+        engine = self._engine(cell.engine)
+        folder = self._folder(cell, case.training)
+        try:
+            kept = self._observe(case.training, cell, folder)
+            oracle = self._oracle(case.training, cell.world.size)
+            judgement = judge(case, engine.capabilities, kept, oracle)
+            ledger = summarize(kept.ledgers)
+        except UsageError:
+            raise
+        except Exception as error:  # whatever breaks here is ours, and must not stop the other cases
+            text = traceback.format_exc()
+            judgement = Judgement(
+                verdict=Verdict.ERRORED, headline=f"{type(error).__name__}: {error}\n{text}"
+            )
+            ledger = ()
+        return Record(
+            engine=cell.engine,
+            case=case.id,
+            world=str(cell.world),
+            verdict=judgement.verdict,
+            headline=judgement.headline,
+            suite=suite,
+            engine_version=engine.version(),
+            laws=judgement.laws,
+            worst=judgement.worst,
+            ledger=ledger,
+            outcomes=judgement.outcomes,
+            observation=str(Path(self._source.folder.name) / folder.relative_to(self._source.folder)),
+            command=command,
+            duration_s=round(time.monotonic() - started, 4),
+        )
+
+    def close(self) -> None:
+        """End pooled worlds."""
+        self._pool.close()
+
+    def _engine(self, name: str) -> Engine:
+        if name not in self._engines:
+            self._engines[name] = resolve(name)
+        return self._engines[name]
+
+    def _folder(self, cell: Cell, training: Training) -> Path:
+        name = _folder_name(cell, training)
+        kept = sorted(self._source.folder.glob(f"*/{name}")) if self._source.is_replay else []
+        return kept[0] if kept else self._source.folder / self._source.worker / name
+
+    def _oracle(self, training: Training, world_size: int) -> OracleObservation:
+        # The engine and most of the plan do not change what is right; what the oracle's noise depends on does.
+        key = (_digest(replace(training, plan=Plan(reduce_dtype=training.plan.reduce_dtype))), world_size)
+        if key not in self._oracles:
+            self._oracles[key] = run_oracle(training, world_size)
+        return self._oracles[key]
+
+    def _observe(self, training: Training, cell: Cell, folder: Path) -> Kept:
+        if folder not in self._kept:
+            if not self._source.is_replay:
+                self._launch(training, cell, folder)
+            self._kept[folder] = load_kept(folder)
+        return self._kept[folder]
+
+    def _launch(self, training: Training, cell: Cell, folder: Path) -> None:
+        if folder.exists():  # a world of an earlier, interrupted run of the same case
+            shutil.rmtree(folder)
+        # Starting ranks is cheap on the CPU, where a fresh world per case shares nothing; on CUDA it is dear.
+        run = launch if cell.world.device == "cpu" else self._pool.run
+        result = run(cell.world, drive_rank, training, cell.engine, folder=folder)
+        keep_result(result, folder)
+
+
+def _folder_name(cell: Cell, training: Training) -> Path:
+    engine = re.sub(r"[^A-Za-z0-9_.-]+", "-", cell.engine).strip("-.")
+    world = str(cell.world).replace(":", "-")
+    return Path(engine) / world / _digest(training)
+
+
+def _digest(training: Training) -> str:
+    text = "|".join(
+        [training.problem.name, training.optimizer.name, repr(training.plan), repr(training.schedule)]
+    )
+    return (
+        f"{training.problem.name}-{training.optimizer.name}-{hashlib.sha256(text.encode()).hexdigest()[:10]}"
+    )

@@ -1,0 +1,71 @@
+"""Telling the recorder which unit's forward or backward is under way, by public hooks that change nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from harness.ledger.recorder import Recorder
+
+__all__ = ["watching_units"]
+
+
+@contextmanager
+def watching_units(model: nn.Module, units: tuple[str, ...], recorder: Recorder) -> Iterator[None]:
+    """Hook the named submodules, and the root as ``""``, for the duration.
+
+    Our hooks are put first: an engine that gathers a unit in hooks of its own does so inside the unit. Units
+    that the engine renamed away are left out; their traffic is attributed to the unit around them.
+    """
+    handles = []
+    known = dict(model.named_modules())
+    for unit in ("", *units):
+        if (module := known.get(unit)) is not None:
+            handles.append(module.register_forward_pre_hook(_Enter(unit, recorder), prepend=True))
+            handles.append(module.register_forward_hook(_Leave(unit, recorder), prepend=True))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+class _Enter:
+    def __init__(self, unit: str, recorder: Recorder) -> None:
+        self._unit = unit
+        self._recorder = recorder
+
+    def __call__(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
+        self._recorder.enter_unit(self._unit)
+
+
+class _Leave:
+    """Ends the unit's forward, and has its outputs' gradients announce the unit's backward."""
+
+    def __init__(self, unit: str, recorder: Recorder) -> None:
+        self._unit = unit
+        self._recorder = recorder
+
+    # Any: a module takes and returns what it likes.
+    def __call__(self, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+        self._recorder.leave_unit(self._unit)
+        for tensor in _tensors_in(output):
+            if tensor.requires_grad:
+                tensor.register_hook(self._arrive)
+
+    def _arrive(self, gradient: torch.Tensor) -> None:
+        self._recorder.turn_to_unit(self._unit)
+
+
+def _tensors_in(output: Any) -> Iterator[torch.Tensor]:
+    if isinstance(output, torch.Tensor):
+        yield output
+    elif isinstance(output, Mapping):
+        yield from _tensors_in(list(output.values()))
+    elif isinstance(output, list | tuple):
+        for part in output:
+            yield from _tensors_in(part)

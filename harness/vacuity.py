@@ -1,0 +1,70 @@
+"""Whether a case could have shown anything: judged from the oracle and the inputs, never from the engine.
+
+An engine that leaves its gradients empty or its parameters unmoved fails parity; it must not be able to make
+the case vacuous. So nothing here reads an observed tensor: only the digests of what the ranks were given.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import torch
+
+from harness.case import LoopOrder
+from harness.law import Evidence
+from harness.tolerance import MULTIPLE
+
+__all__ = ["vacuous_because"]
+
+# A movement or gradient smaller than this many roundings of float32 could not be told from noise.
+_TOO_SMALL = 2 * MULTIPLE * torch.finfo(torch.float32).eps
+
+
+def vacuous_because(evidence: Evidence) -> str | None:
+    """Say why nothing could have gone wrong in this training, or give None when something could."""
+    if evidence.training.schedule.order is LoopOrder.ZERO_THEN_STEP:
+        return "gradients are cleared before the optimizer step, so no gradient ever reaches a parameter"
+    if not evidence.oracle.steps:
+        return "the training has no steps"
+    return (
+        _equal_inputs(evidence)
+        or _idle_ranks(evidence)
+        or _independent_parameters(evidence)
+        or _still_parameters(evidence)
+    )
+
+
+def _equal_inputs(evidence: Evidence) -> str | None:
+    counts = Counter(observation.input_digest for observation in evidence.ranks)
+    digest, count = counts.most_common(1)[0]
+    if evidence.world_size == 1 or count == 1:
+        return None
+    ranks = [o.rank for o in evidence.ranks if o.input_digest == digest]
+    return f"ranks {ranks} were given equal inputs, so a missing reduction between them cannot show"
+
+
+def _idle_ranks(evidence: Evidence) -> str | None:
+    """Find a step to whose gradient some rank adds nothing: without that rank, it would come out the same."""
+    for step, seen in enumerate(evidence.oracle.steps):
+        for rank in range(evidence.world_size):
+            if not any(bool(pieces[:, rank].any()) for pieces in seen.contributions.values()):
+                return f"every gradient of rank {rank} is zero in step {step}"
+    return None
+
+
+def _independent_parameters(evidence: Evidence) -> str | None:
+    for name in evidence.oracle.initial:
+        gradients = [seen.gradients[name] for seen in evidence.oracle.steps]
+        if not any(g is not None and bool(g.any()) for g in gradients):
+            return f"the loss does not depend on {name!r}: its gradient is zero in every step"
+    return None
+
+
+def _still_parameters(evidence: Evidence) -> str | None:
+    for name, initial in evidence.oracle.initial.items():
+        if not initial.numel():
+            continue
+        moved = (evidence.oracle.steps[-1].parameters[name] - initial).abs().max()
+        if moved <= _TOO_SMALL * initial.abs().max():
+            return f"parameter {name!r} hardly moves: a frozen one would look the same"
+    return None

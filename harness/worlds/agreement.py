@@ -1,0 +1,164 @@
+"""Whether the calls that ranks made as one collective can be one collective. Reads calls, moves no data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NoReturn
+
+import torch
+
+from harness.door.call import Call
+from harness.ledger.entry import Op
+from harness.worlds.collective_errors import CollectiveMismatchError
+from harness.worlds.reduction import check_reducible
+
+__all__ = ["SitedCall", "check_alone", "check_message", "check_pieces", "is_same", "refuse_sides"]
+
+_SAME_CALL = "issue a group's collectives in one order, with one dtype and one size, on every rank"
+_FITTING = "give every rank buffers of the sizes that its peers send"
+
+# Ops in which ranks bring different sizes by nature; their sizes are compared piece by piece.
+_RAGGED = frozenset({Op.ALL_GATHER, Op.GATHER, Op.SCATTER, Op.ALL_TO_ALL})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class SitedCall:
+    """A call with the place in the engine that made it."""
+
+    call: Call
+    site: str
+
+    @property
+    def global_rank(self) -> int:
+        """The caller's rank in the world."""
+        return self.call.ranks[self.call.rank]
+
+    def __str__(self) -> str:
+        call = self.call
+        tensors = _tensors(call)
+        pieces = [f"{_short(t.dtype)}{list(t.shape)}" for t in tensors[:4]]
+        pieces += [f"... {len(tensors)} in all"] if len(tensors) > len(pieces) else []
+        words = [] if call.reduce_op is None else [call.reduce_op.name.lower()]
+        words += pieces
+        if call.peer is not None:
+            word = {Op.SEND: "to", Op.RECV: "from"}.get(call.op, "root")
+            words.append(f"{word} rank {call.ranks[call.peer]}")
+        if call.op in {Op.SEND, Op.RECV}:
+            words.append(f"tag {call.tag}")
+        return f"{call.op}({', '.join(words)}) at {self.site}"
+
+
+def check_alone(call: Call, where: str) -> None:
+    """Raise when a call makes no sense whatever the other ranks do."""
+    tensors = [t for part in (*call.inputs, *call.outputs) for t in part]
+    if call.reduce_op is not None:
+        for dtype in {t.dtype for t in tensors}:
+            check_reducible(call.reduce_op, dtype, where)
+    for i, (ins, outs) in enumerate(zip(call.inputs, call.outputs, strict=False)):
+        if len({t.dtype for t in (*ins, *outs)}) > 1:
+            raise CollectiveMismatchError(
+                f"tensor {i} of {where}",
+                expected=f"one dtype for input and output, such as {_short((*ins, *outs)[0].dtype)}",
+                got=", ".join(sorted({_short(t.dtype) for t in (*ins, *outs)})),
+                hint="allocate the output like the input",
+            )
+        for name, part in (("input", ins), ("output", outs)):
+            if len(part) not in {0, 1, len(call.ranks)}:
+                raise CollectiveMismatchError(
+                    f"{name} {i} of {where}",
+                    expected=f"{len(call.ranks)} pieces, one for each rank of the group",
+                    got=str(len(part)),
+                    hint=_FITTING,
+                )
+
+
+def is_same(one: Call, other: Call) -> bool:
+    """Say whether two ranks' calls may be one collective."""
+    return _signature(one) == _signature(other)
+
+
+def refuse_sides(sited: Sequence[SitedCall], where: str) -> NoReturn:
+    """Raise CollectiveMismatchError for calls that are not the same, naming the ranks of each side."""
+    sides: dict[tuple[object, ...], list[SitedCall]] = {}
+    for one in sited:
+        sides.setdefault(_signature(one.call), []).append(one)
+    raise CollectiveMismatchError(
+        where,
+        expected="the same call on every rank",
+        got="; ".join(f"on rank(s) {[s.global_rank for s in side]} {side[0]}" for side in sides.values()),
+        hint=_SAME_CALL,
+    )
+
+
+def check_pieces(sited: Mapping[int, SitedCall], where: str) -> None:
+    """Raise CollectiveMismatchError unless what each rank sends to each other fits what that one receives.
+
+    ``sited`` has every rank of the group, by group rank.
+    """
+    for receiver, other in sited.items():
+        for i, outputs in enumerate(other.call.outputs):
+            for sender, output in _senders(other.call, i, outputs):
+                sent = _piece_for(sited[sender].call, i, receiver)
+                if sent is not None and sent.numel() != output.numel():
+                    raise CollectiveMismatchError(
+                        f"tensor {i} of {where}",
+                        expected=f"{output.numel()} elements from rank {sited[sender].global_rank} on"
+                        f" rank {other.global_rank}, which called {other}",
+                        got=f"{sent.numel()} from {sited[sender]}",
+                        hint=_FITTING,
+                    )
+
+
+def check_message(sent: SitedCall, received: SitedCall) -> None:
+    """Raise CollectiveMismatchError unless a message fits the buffers it is received in."""
+    ins = [t for part in sent.call.inputs for t in part]
+    outs = [t for part in received.call.outputs for t in part]
+    if [(t.numel(), t.dtype) for t in ins] != [(t.numel(), t.dtype) for t in outs]:
+        raise CollectiveMismatchError(
+            f"message from rank {sent.global_rank} to rank {received.global_rank} in"
+            f" group {list(sent.call.ranks)}",
+            expected=f"what {received} has room for",
+            got=str(sent),
+            hint=_FITTING,
+        )
+
+
+def _signature(call: Call) -> tuple[object, ...]:
+    tensors = _tensors(call)
+    dtypes = tuple(t.dtype for t in tensors)
+    if call.op in _RAGGED:
+        # One dtype per coalesced tensor; how many pieces each rank holds is its own affair.
+        return (call.op, call.peer, max(len(call.inputs), len(call.outputs)), tuple(dict.fromkeys(dtypes)))
+    return (call.op, call.reduce_op, call.peer, dtypes, tuple(t.numel() for t in tensors))
+
+
+def _tensors(call: Call) -> list[torch.Tensor]:
+    """The tensors that describe a call: its contribution, or what it receives where it has none."""
+    parts = call.inputs if any(call.inputs) else call.outputs
+    return [t for part in parts for t in part]
+
+
+def _senders(call: Call, i: int, outputs: tuple[torch.Tensor, ...]) -> list[tuple[int, torch.Tensor]]:
+    """Pair each output piece with the group rank that it comes from."""
+    match call.op:
+        case Op.ALL_GATHER | Op.GATHER | Op.ALL_TO_ALL:
+            return list(enumerate(outputs))
+        case Op.SCATTER if call.peer is not None:
+            return [(call.peer, outputs[0])]
+        case Op.REDUCE_SCATTER:
+            return [(rank, outputs[0]) for rank in range(len(call.ranks))]
+        case _:
+            return []
+
+
+def _piece_for(call: Call, i: int, receiver: int) -> torch.Tensor | None:
+    """Give the piece of a sender's tensor ``i`` that goes to a receiver."""
+    ins = call.inputs[i]
+    if call.op in {Op.ALL_TO_ALL, Op.SCATTER, Op.REDUCE_SCATTER}:
+        return ins[receiver] if receiver < len(ins) else None
+    return ins[0] if ins else None
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,110 @@
+"""Who is blocked on what, and when that can never end. Knows ranks and threads, not collectives.
+
+[Note: deadlock] Ranks are deadlocked when each of them has returned or is blocked: nobody is left to bring
+what any of them waits for. That is no timeout: a rank that computes is not blocked, and what it has issued
+asynchronously has already arrived. A rank is blocked when its own thread is, and with it every other thread
+through which it ever communicated.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+
+from harness.worlds.agreement import SitedCall
+from harness.worlds.awaited import Awaited
+from harness.worlds.collective_errors import DeadlockError
+from harness.worlds.rank_identity import is_home_thread
+
+__all__ = ["Blockage", "Waiter"]
+
+_HINT = "make every rank issue the same collectives of each group, in one order"
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Waiter:
+    """One blocked thread; released when what it awaits is over."""
+
+    awaited: Awaited
+    sited: SitedCall
+    thread: int
+    condition: threading.Condition
+    is_released: bool = False
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Blockage:
+    """All blocked threads of a world, and the ranks that have returned; guarded by ``lock``."""
+
+    world_size: int
+    lock: threading.Lock
+    left: set[int] = field(default_factory=set)
+    _waiters: dict[Waiter, None] = field(default_factory=dict)
+    _threads: dict[int, set[int]] = field(default_factory=dict)
+    _homes: dict[int, int] = field(default_factory=dict)
+
+    def seen(self, rank: int) -> None:
+        """Note that the calling thread communicates for ``rank``."""
+        thread = threading.get_ident()
+        self._threads.setdefault(rank, set()).add(thread)
+        if is_home_thread():
+            self._homes[rank] = thread
+
+    def enter(self, awaited: Awaited, sited: SitedCall) -> Waiter:
+        """Note that the calling thread is about to block."""
+        condition = threading.Condition(self.lock)
+        waiter = Waiter(awaited=awaited, sited=sited, thread=threading.get_ident(), condition=condition)
+        self._waiters[waiter] = None
+        return waiter
+
+    def leave(self, waiter: Waiter) -> None:
+        """Note that a waiter has given up by itself."""
+        self._waiters.pop(waiter, None)
+
+    def release(self, awaited: Awaited | None) -> None:
+        """Let go all who wait for ``awaited``; None lets go everybody."""
+        for waiter in [w for w in self._waiters if awaited is None or w.awaited is awaited]:
+            waiter.is_released = True
+            waiter.condition.notify()
+            del self._waiters[waiter]
+
+    def resolve(self) -> None:
+        """Fail what can never complete, and release who waits for it."""
+        left = frozenset(self.left)
+        stuck = list(self._waiters) if self._is_deadlock() else []
+        stuck = stuck or [w for w in self._waiters if left and w.awaited.is_hopeless(left)]
+        if not stuck:
+            return
+        table = self._table()
+        for awaited in {id(w.awaited): w.awaited for w in stuck}.values():
+            awaited.error = DeadlockError(
+                awaited.where,
+                expected=f"rank(s) {list(awaited.absent())} to come",
+                got=f"no rank that still can\n{table}\n",
+                hint=_HINT,
+            )
+            awaited.is_over = True
+            self.release(awaited)
+
+    def _is_deadlock(self) -> bool:
+        if len(self._waiters) + len(self.left) < self.world_size:  # the usual case, decided without a loop
+            return False
+        blocked = {w.thread for w in self._waiters}
+        alive = {t.ident for t in threading.enumerate()}
+        return all(
+            rank in self.left
+            or (self._homes.get(rank) in blocked and (self._threads[rank] & alive) <= blocked)
+            for rank in range(self.world_size)
+        )
+
+    def _table(self) -> str:
+        rows = {
+            w.sited.global_rank: f"  rank {w.sited.global_rank} waits for rank(s)"
+            f" {list(w.awaited.absent())} in {w.awaited.where}: {w.sited}"
+            for w in self._waiters
+        }
+        for rank in range(self.world_size):
+            rows.setdefault(
+                rank, f"  rank {rank} has returned" if rank in self.left else f"  rank {rank} is computing"
+            )
+        return "\n".join(rows[rank] for rank in sorted(rows))

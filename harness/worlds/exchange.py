@@ -1,0 +1,208 @@
+"""The transport of the threads world: ranks meet in memory. Data and who waits; no process groups.
+
+[Note: what is late] A call copies its inputs and returns; if it is asynchronous its outputs are poisoned
+until somebody waits on its work. So an engine that reads a result too early reads NaN every time, not once in
+a while, and one that never waits trains on NaN.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+import time
+from collections import Counter
+
+import torch.distributed as dist
+
+from harness.door.call import Call
+from harness.door.site import call_site
+from harness.ledger.entry import Op
+from harness.torch_versions import raw_access
+from harness.worlds.agreement import SitedCall, check_alone
+from harness.worlds.awaited import Arrival, Awaited, Mailbox, Meeting, Message, Receipt, snapshot
+from harness.worlds.blockage import Blockage
+from harness.worlds.collective_errors import (
+    CollectiveError,
+    CollectiveMismatchError,
+    CollectiveTimeoutError,
+    WorldAbandonedError,
+)
+from harness.worlds.late_work import LateWork, poison
+
+__all__ = ["Exchange"]
+
+_GroupKey = tuple[str, tuple[int, ...]]
+_BoxKey = tuple[_GroupKey, int, int]
+
+
+class Exchange:
+    """What the rank threads of one world share; carries every call that the door hands over."""
+
+    def __init__(self, world_size: int, poison_seed: int = 0) -> None:
+        self._poison_seed = poison_seed
+        self._lock = threading.Lock()
+        self._blockage = Blockage(world_size=world_size, lock=self._lock)
+        self._meetings: dict[tuple[_GroupKey, int], Meeting] = {}
+        self._next_seq: Counter[tuple[_GroupKey, int]] = Counter()
+        self._mailboxes: dict[_BoxKey, Mailbox] = {}
+        self._open: dict[int, LateWork] = {}
+        self._abandoned: str | None = None
+
+    def carry(self, call: Call) -> dist.Work:
+        """Start a call and return its work; a synchronous call has completed by then."""
+        sited = SitedCall(call=call, site=call_site())
+        check_alone(call, f"{call.op} of group {list(call.ranks)} at {sited.site}")
+        with raw_access():
+            arrival = Arrival(sited=sited, inputs=snapshot(call))
+            match call.op:
+                case Op.SEND:
+                    self._send(arrival)
+                    awaited: Awaited | None = None
+                case Op.RECV:
+                    awaited = self._receive(sited)
+                case _:
+                    awaited = self._meet(arrival)
+            if call.is_async:
+                poison(call, self._poison_seed)
+        work = LateWork(sited, awaited, self._block, self._close)
+        if call.is_async:
+            with self._lock:
+                self._open[id(work)] = work
+        else:
+            work.wait()
+        return work
+
+    def leave(self, rank: int) -> None:
+        """Note that a rank's body has returned: it will bring nothing more."""
+        with self._lock:
+            self._blockage.left.add(rank)
+            self._blockage.resolve()
+
+    def abort(self, reason: BaseException | str) -> None:
+        """Wake every blocked rank, now and later, with WorldAbandonedError."""
+        with self._lock:
+            self._abandoned = self._abandoned or str(reason) or type(reason).__name__
+            self._blockage.release(None)
+
+    def open_works(self) -> list[str]:
+        """Describe the asynchronous works that nobody has waited for, by rank."""
+        with self._lock:
+            works = sorted(self._open.values(), key=lambda w: w.sited.global_rank)
+        return [f"rank {w.sited.global_rank}: {w.sited}" for w in works]
+
+    def _meet(self, arrival: Arrival) -> Meeting:
+        call = arrival.sited.call
+        group = (call.group_name, call.ranks)
+        with self._lock:
+            self._enter(arrival.sited)
+            seq = self._next_seq[group, call.rank]
+            self._next_seq[group, call.rank] = seq + 1
+            meeting = self._meetings.get((group, seq))
+            if meeting is None:
+                meeting = Meeting(
+                    f"collective #{seq} of group {call.group_name} {list(call.ranks)}", call.ranks
+                )
+                self._meetings[group, seq] = meeting
+            if meeting.error is not None:
+                raise copy.copy(meeting.error)
+            try:
+                meeting.add(arrival)
+            except CollectiveMismatchError as error:
+                self._finish(meeting, error)
+                raise
+            if not meeting.is_full:
+                return meeting
+            del self._meetings[group, seq]
+        self._settle(meeting)
+        return meeting
+
+    def _settle(self, meeting: Meeting) -> None:
+        """Compute outside the lock, so that other groups go on; then let everybody take their part."""
+        error: CollectiveError | None = None
+        try:
+            meeting.settle()
+        except CollectiveError as e:
+            error = e
+        with self._lock:
+            self._finish(meeting, error)
+
+    def _send(self, arrival: Arrival) -> None:
+        call = arrival.sited.call
+        message = Message(source=call.rank, arrival=arrival)
+        with self._lock:
+            self._enter(arrival.sited)
+            receipt = self._mailbox(call, call.peer).deliver(message)
+            if receipt is not None:
+                self._hand_over(receipt, message)
+
+    def _receive(self, sited: SitedCall) -> Receipt:
+        call = sited.call
+        source = "any rank" if call.peer is None else f"rank {call.ranks[call.peer]}"
+        receipt = Receipt(f"a message from {source} in group {call.group_name} {list(call.ranks)}", sited)
+        with self._lock:
+            self._enter(sited)
+            message = self._mailbox(call, call.rank).post(receipt)
+            if message is not None:
+                self._hand_over(receipt, message)
+        return receipt
+
+    def _hand_over(self, receipt: Receipt, message: Message) -> None:
+        try:
+            receipt.take(message)
+        except CollectiveMismatchError as error:
+            self._finish(receipt, error)
+        else:
+            self._finish(receipt, None)
+
+    def _mailbox(self, call: Call, destination: int | None) -> Mailbox:
+        key = ((call.group_name, call.ranks), -1 if destination is None else destination, call.tag)
+        return self._mailboxes.setdefault(key, Mailbox())
+
+    def _enter(self, sited: SitedCall) -> None:
+        if self._abandoned is not None:
+            raise WorldAbandonedError(self._abandoned)
+        self._blockage.seen(sited.global_rank)
+
+    def _finish(self, awaited: Awaited, error: CollectiveError | None) -> None:
+        awaited.error = error
+        awaited.is_over = True
+        self._blockage.release(awaited)
+
+    def _block(self, awaited: Awaited, sited: SitedCall, timeout_s: float | None) -> None:
+        """Return once ``awaited`` is complete; raises its error, a timeout, or the world's end."""
+        with self._lock:
+            if not awaited.is_over:
+                if self._abandoned is not None:
+                    raise WorldAbandonedError(self._abandoned)
+                self._blockage.seen(sited.global_rank)
+                self._sleep(awaited, sited, timeout_s)
+            error = awaited.error
+        if error is not None:
+            raise copy.copy(error)  # each rank its own, with its own traceback
+
+    def _sleep(self, awaited: Awaited, sited: SitedCall, timeout_s: float | None) -> None:
+        waiter = self._blockage.enter(awaited, sited)
+        self._blockage.resolve()
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        while not waiter.is_released:
+            left_s = None if deadline is None else deadline - time.monotonic()
+            if left_s is not None and left_s <= 0:
+                self._blockage.leave(waiter)
+                self._finish(awaited, _timeout(awaited, sited, timeout_s))
+                return
+            waiter.condition.wait(left_s)
+        if not awaited.is_over and self._abandoned is not None:
+            raise WorldAbandonedError(self._abandoned)
+
+    def _close(self, work: LateWork) -> None:
+        with self._lock:
+            self._open.pop(id(work), None)
+
+
+def _timeout(awaited: Awaited, sited: SitedCall, timeout_s: float | None) -> CollectiveTimeoutError:
+    return CollectiveTimeoutError(
+        awaited.where,
+        expected=f"every rank within {timeout_s} s",
+        got=f"no call from rank(s) {list(awaited.absent())}; rank {sited.global_rank} called {sited}",
+        hint="the stacks of the ranks that did not come",
+    )

@@ -1,0 +1,40 @@
+"""The fork server: one warm process per session, of which every host is a fork."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from functools import cache
+from multiprocessing import forkserver
+from multiprocessing.context import ForkServerContext
+from pathlib import Path
+
+__all__ = ["forkserver_context"]
+
+_WARM = "harness.worlds.warm"
+_ROOT = Path(__file__).resolve().parents[2]
+
+
+@cache
+def forkserver_context() -> ForkServerContext:
+    """Return the context whose processes are forks of a warm server; starts the server on first use.
+
+    The server's environment is set for it alone: one OpenMP thread, because a fork of a process that ran an
+    OpenMP region with more threads hangs; and a path on which our own package is found, because the server
+    does not take over the parent's.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([_WARM])
+    path = os.pathsep.join([str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    wanted = {"OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+    before = {name: os.environ.get(name) for name in wanted}
+    os.environ.update(wanted)
+    try:
+        forkserver.ensure_running()
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+    return context

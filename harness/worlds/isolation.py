@@ -1,0 +1,82 @@
+"""Letting threads be ranks: what torch keeps once per process, kept once per rank. Random numbers: rank_rng."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from harness import torch_versions
+from harness.worlds.rank_identity import adopt_rank, current_rank
+from harness.worlds.rank_rng import inherit_generator, rank_generator, rank_generators
+from harness.worlds.subgroup import split_group, split_method
+
+__all__ = ["isolate_threads"]
+
+
+class _Own(threading.local):
+    """The calling thread's process groups."""
+
+    def __init__(self) -> None:
+        self.state = torch_versions.c10d_state()
+        torch_versions.keep_backward_in_thread()
+
+
+_own = _Own()
+
+
+class _WorldOfThread:
+    """Stands in for torch's table of process groups and hands over to the calling thread's."""
+
+    def __getattr__(self, name: str) -> Any:  # Any: whatever torch's own table has under this name
+        return getattr(_own.state, name)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        setattr(_own.state, name, value)
+
+
+@contextmanager
+def isolate_threads() -> Iterator[None]:
+    """Give every thread process groups, meshes and random numbers of its own, until exit.
+
+    A thread that a rank starts belongs to that rank: it sees the groups that the rank had at the time. Call
+    once, before any rank starts, in a process that hosts ranks and nothing else.
+    """
+    with ExitStack() as stack:
+        stack.enter_context(torch_versions.replace_world(_WorldOfThread()))
+        stack.enter_context(torch_versions.thread_isolation())
+        stack.enter_context(torch_versions.owned_meshes(current_rank))
+        stack.enter_context(torch_versions.serial_shape_propagation())
+        stack.enter_context(torch_versions.replace_split_group(split_group, split_method))
+        stack.enter_context(rank_generators())
+        stack.enter_context(_heirs())
+        yield
+
+
+@contextmanager
+def _heirs() -> Iterator[None]:
+    """Make a thread that a rank starts act for this rank."""
+    thread_class: Any = threading.Thread  # Any: every way of starting a thread ends in the method we replace
+    start = thread_class.start
+
+    def start_as_heir(thread: threading.Thread) -> None:
+        rank = current_rank()
+        if rank is not None:
+            state, generator, run = _own.state, rank_generator(), thread.run
+
+            def run_as_heir() -> None:
+                adopt_rank(rank)
+                _own.state = state
+                inherit_generator(generator)
+                torch_versions.register_in_thread(state.pg_names)
+                run()
+
+            thread.run = run_as_heir  # type: ignore[method-assign]  # the instance's: subclasses override it
+        start(thread)
+
+    thread_class.start = start_as_heir
+    try:
+        yield
+    finally:
+        thread_class.start = start

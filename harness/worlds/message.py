@@ -1,0 +1,64 @@
+"""What a host process and its supervisor say to each other. Plain picklable values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from harness.worlds.outcome import Outcome
+from harness.worlds.spec import WorldSpec
+
+__all__ = ["Dying", "Finished", "HostSpec", "Job", "Ready", "Started"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostSpec:
+    """One process of a world: the world, the ranks that live in it, and a folder for its store and stacks."""
+
+    world: WorldSpec
+    ranks: tuple[int, ...]
+    folder: Path
+
+    @property
+    def stack_file(self) -> Path:
+        """Where the process writes the stacks of all its threads, when it crashes or is asked to."""
+        return self.folder / f"host{self.ranks[0]}.stacks"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """What every rank of a world is to run: ``body(context, *args)``; journals and files go to ``folder``."""
+
+    body: Callable[..., Any]  # Any: the signature is (RankContext, *args)
+    args: tuple[Any, ...]
+    folder: Path
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ready:
+    """Host: imports are done; the clock may start."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Started:
+    """Host: this rank runs on this thread (``threading.get_ident``), which names it in a stack file."""
+
+    rank: int
+    thread_ident: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finished:
+    """Host: this rank ended."""
+
+    outcome: Outcome
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dying:
+    """Host: this rank is about to end the whole process, by a call that leaves no time to say so later."""
+
+    rank: int
+    call: str

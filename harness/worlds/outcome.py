@@ -1,0 +1,102 @@
+"""How each rank of a world ended, and which end caused the others."""
+
+from __future__ import annotations
+
+import signal
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = ["Abandoned", "Died", "Outcome", "Raised", "Returned", "TimedOut", "WorldResult", "causal"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Returned:
+    """The rank's body came to its end; ``value`` is what it returned (Any: the body decides)."""
+
+    rank: int
+    value: Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Raised:
+    """The rank's body raised. ``is_symptom``: the error is one that another rank's failure brings about.
+
+    ``at_s`` is CLOCK_MONOTONIC, which all processes of a machine share.
+    """
+
+    rank: int
+    kind: str
+    message: str
+    traceback: str
+    is_symptom: bool
+    at_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Died:
+    """The rank's process ended without a word: ``exit_code`` as wait reports it, negative for a signal.
+
+    ``is_attributed`` is False where ranks share a process and nothing tells which of them ended it.
+    ``text`` is what the dying process could still say, such as a stack.
+    """
+
+    rank: int
+    exit_code: int
+    is_attributed: bool
+    text: str
+
+    @property
+    def how(self) -> str:
+        """Spell the exit status."""
+        if self.exit_code >= 0:
+            return f"exited with status {self.exit_code}"
+        try:
+            return f"was killed by {signal.Signals(-self.exit_code).name}"
+        except ValueError:
+            return f"was killed by signal {-self.exit_code}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimedOut:
+    """The rank had not ended at the deadline; ``stack`` is where it was, ``last_call`` its last collective."""
+
+    rank: int
+    stack: str
+    last_call: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Abandoned:
+    """The rank was stopped because of another rank."""
+
+    rank: int
+
+
+Outcome = Returned | Raised | Died | TimedOut | Abandoned
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorldResult:
+    """One outcome per rank, in rank order; ``leaks`` are processes that a rank left behind (and we ended)."""
+
+    outcomes: tuple[Outcome, ...]
+    leaks: tuple[str, ...] = ()
+
+    @property
+    def is_clean(self) -> bool:
+        """Whether every rank returned and nothing was left behind."""
+        return not self.leaks and all(isinstance(o, Returned) for o in self.outcomes)
+
+
+def causal(result: WorldResult) -> Outcome | None:
+    """Pick the outcome that explains the others; None when every rank returned.
+
+    A death comes first: peers of a dead rank raise, a raising rank kills nobody. Then the earliest error
+    that is not a symptom, then a rank that never ended, then the earliest symptom.
+    """
+    died = [o for o in result.outcomes if isinstance(o, Died)]
+    raised = sorted((o for o in result.outcomes if isinstance(o, Raised)), key=lambda o: o.at_s)
+    timed_out = [o for o in result.outcomes if isinstance(o, TimedOut)]
+    causes = [o for o in raised if not o.is_symptom]
+    first: list[Outcome] = [*sorted(died, key=lambda o: not o.is_attributed), *causes, *timed_out, *raised]
+    return first[0] if first else next((o for o in result.outcomes if isinstance(o, Abandoned)), None)

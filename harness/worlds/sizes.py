@@ -1,0 +1,24 @@
+"""The world sizes that a case makes sense for; suites say so with ``@pytest.mark.worlds(SIZES)``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+__all__ = ["EVEN", "FOUR_OR_MORE_EVEN", "POWERS_OF_TWO", "SEVERAL", "Sizes"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    """A named set of world sizes."""
+
+    name: str
+    allows: Callable[[int], bool]
+
+
+SEVERAL = Sizes(name="two ranks or more", allows=lambda size: size > 1)
+EVEN = Sizes(name="two replicas of equal size", allows=lambda size: size % 2 == 0)
+FOUR_OR_MORE_EVEN = Sizes(
+    name="two replicas of several ranks", allows=lambda size: size >= 4 and size % 2 == 0
+)
+POWERS_OF_TWO = Sizes(name="worlds by which division is exact", allows=lambda size: size & (size - 1) == 0)

@@ -1,0 +1,103 @@
+"""A run as JUnit XML: one test suite for each engine in each world, one test case for each record."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Literal
+from xml.etree import ElementTree
+
+from harness.record import LawRecord, Record
+from harness.run_directory import Run
+from harness.verdict import Verdict
+from reports.evidence import headroom, outcome_groups, place
+from reports.matrix import Column
+from reports.tally import warnings
+from reports.text import clip, one_line, printable
+
+__all__ = ["render"]
+
+_Element = ElementTree.Element
+_Kind = Literal["skipped", "failure", "error"]
+_TEXT_LIMIT = 20_000  # characters of evidence for each case; CI servers hold whole reports in memory
+
+
+def render(run: Run) -> str:
+    """Render the run; if it is not whole, that is a failing test case, so that no CI shows it green."""
+    columns: dict[Column, list[Record]] = {}
+    for record in run.records:
+        columns.setdefault(Column(engine=record.engine, world=record.world), []).append(record)
+    root = ElementTree.Element("testsuites", name="shardproof")
+    for column, records in columns.items():
+        cases = [_case(record) for record in records]
+        root.append(_suite(f"{column.engine} in {column.world}", cases, run))
+    if told := warnings(run):
+        root.append(_suite("the run itself", [_incomplete(told)], run))
+    _sum_up(root, root.iter("testcase"))
+    ElementTree.indent(root)
+    return f'<?xml version="1.0" encoding="utf-8"?>\n{ElementTree.tostring(root, encoding="unicode")}\n'
+
+
+def _suite(name: str, cases: Sequence[_Element], run: Run) -> _Element:
+    # Readers of this format expect a time of day without an offset.
+    started = run.header.started_at.partition("+")[0]
+    suite = ElementTree.Element("testsuite", name=printable(name), timestamp=printable(started))
+    _sum_up(suite, cases)
+    properties = ElementTree.SubElement(suite, "properties")
+    known = {"command": run.header.command, "git_head": run.header.git_head, "seed": str(run.header.seed)}
+    for key, value in (known | run.header.versions | run.header.hardware).items():
+        ElementTree.SubElement(properties, "property", name=printable(key), value=printable(value))
+    suite.extend(cases)
+    return suite
+
+
+def _sum_up(of: _Element, cases: Iterable[_Element]) -> None:
+    found = list(cases)
+    of.set("tests", str(len(found)))
+    for attribute, tag in (("failures", "failure"), ("errors", "error"), ("skipped", "skipped")):
+        of.set(attribute, str(sum(case.find(tag) is not None for case in found)))
+    of.set("time", f"{sum(float(case.get('time', 0)) for case in found):.4f}")
+
+
+def _case(record: Record) -> _Element:
+    case = ElementTree.Element(
+        "testcase",
+        classname=printable(".".join(part for part in (record.engine, record.world, record.suite) if part)),
+        name=printable(record.case),
+        time=f"{record.duration_s if math.isfinite(record.duration_s) else 0:.4f}",
+    )
+    if kind := _kind(record.verdict):
+        message = one_line(f"{record.verdict}: {record.headline}", limit=1000)
+        told = ElementTree.SubElement(case, kind, type=str(record.verdict), message=message)
+        told.text = clip(_evidence(record), _TEXT_LIMIT)
+    return case
+
+
+def _kind(verdict: Verdict) -> _Kind | None:
+    if verdict is Verdict.PASSED:
+        return None
+    if verdict.is_conforming:
+        return "skipped"
+    return "error" if verdict is Verdict.ERRORED else "failure"
+
+
+def _evidence(record: Record) -> str:
+    lines = [record.headline]
+    for law in record.laws:
+        lines += _law_lines(law)
+    if record.worst is not None:
+        lines += [place(record.worst), headroom(record.worst), f"looks like: {record.worst.looks_like}"]
+    for group in outcome_groups(record):
+        lines += [f"{group.ranks}: {group.kind}", group.text]
+    return "\n".join([*lines, f"again: {record.command}"] if record.command else lines)
+
+
+def _law_lines(law: LawRecord) -> list[str]:
+    return [f"{'held' if law.held else 'BROKEN'}: {law.law}: {law.summary}", *law.details]
+
+
+def _incomplete(told: Sequence[str]) -> _Element:
+    case = ElementTree.Element("testcase", classname="shardproof", name="the run is whole", time="0")
+    error = ElementTree.SubElement(case, "error", type="INCOMPLETE", message=one_line(told[0], limit=1000))
+    error.text = printable("\n".join(told))
+    return case

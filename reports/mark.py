@@ -1,0 +1,70 @@
+"""How a verdict looks: a letter for text, a sign and a tone for pages, and a phrase that explains it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from types import MappingProxyType
+
+from harness.verdict import Verdict
+
+__all__ = ["MARKS", "Mark", "Tone"]
+
+
+class Tone(StrEnum):
+    """What colour a verdict wears; the value is its CSS class."""
+
+    GOOD = "good"  # proven
+    BAD = "bad"  # the engine is wrong
+    DOUBTFUL = "doubtful"  # neither proven nor refuted: look at the harness or the expectations
+    MUTED = "muted"  # declared beforehand, so no surprise; still not a pass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mark:
+    """One verdict's looks; no two share a letter or a sign, so that colour is never the only difference."""
+
+    letter: str  # one ASCII character
+    sign: str  # for pages: the letter, where no better character is in every font
+    tone: Tone
+    phrase: str
+
+
+MARKS: Mapping[Verdict, Mark] = MappingProxyType(
+    {
+        Verdict.PASSED: Mark(
+            letter=".", sign="\u2713", tone=Tone.GOOD, phrase="every law held, and each could have failed"
+        ),
+        Verdict.FAILED: Mark(letter="F", sign="F", tone=Tone.BAD, phrase="a law was broken"),
+        Verdict.CRASHED: Mark(letter="C", sign="C", tone=Tone.BAD, phrase="a rank raised or died"),
+        Verdict.HUNG: Mark(
+            letter="H", sign="H", tone=Tone.BAD, phrase="a rank did not end before the deadline"
+        ),
+        Verdict.UNSUPPORTED_SILENT: Mark(
+            letter="S", sign="S", tone=Tone.BAD, phrase="not declared, yet accepted without a word"
+        ),
+        Verdict.UNEXPECTED_PASS: Mark(
+            letter="X", sign="X", tone=Tone.DOUBTFUL, phrase="expected to fail, and did not"
+        ),
+        Verdict.VACUOUS: Mark(
+            letter="V",
+            sign="V",
+            tone=Tone.DOUBTFUL,
+            phrase="nothing could have gone wrong: proves nothing",
+        ),
+        Verdict.ERRORED: Mark(
+            letter="E",
+            sign="E",
+            tone=Tone.DOUBTFUL,
+            phrase="the harness's own fault: says nothing of the engine",
+        ),
+        Verdict.NOT_RUN: Mark(letter="N", sign="N", tone=Tone.DOUBTFUL, phrase="selected, never reached"),
+        Verdict.KNOWN_FAILURE: Mark(
+            letter="k", sign="k", tone=Tone.MUTED, phrase="failed as an expectation says it would"
+        ),
+        Verdict.UNSUPPORTED: Mark(
+            letter="-", sign="\u2013", tone=Tone.MUTED, phrase="not declared, and refused loudly: opted out"
+        ),
+    }
+)

@@ -1,0 +1,241 @@
+"""A run as Markdown that any forge shows and that never exceeds what a forge takes.
+
+[Note: what is left out first]
+The report is cut by dropping detail, never the score: first the detail of records that passed, then of
+those that are declared (unsupported, known failures), then of the rest. The matrix loses rows once it fills
+half of the report. Whatever is left out is counted.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from harness.record import Record
+from harness.run_directory import Run
+from harness.verdict import Verdict
+from reports.evidence import headroom, ledger_rows, outcome_groups, place
+from reports.mark import MARKS
+from reports.matrix import Column, Matrix, Row, arrange, by_severity, label
+from reports.tally import conclude, tally, warnings
+from reports.text import clip, duration, one_line, printable, size, versions
+
+__all__ = ["LIMIT_BYTES", "render"]
+
+LIMIT_BYTES = 2**20
+_RESERVE_BYTES = 2_000  # for the sentences that say what was left out
+_MATRIX_BYTES = LIMIT_BYTES // 2  # so that failures keep room for their evidence
+_NUM_WARNINGS = 20
+_NUM_COLUMNS = 100
+_TEXT_LIMIT = 4_000  # characters of one rank's stack
+
+_SPECIAL = re.compile(r"([\\`*_\[\]<>#&|~$])")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Detail:
+    """One record's section."""
+
+    record: Record
+    text: str
+
+
+class _Budget:
+    """Counts down the bytes that are still free."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self._left_bytes = num_bytes
+
+    def takes(self, text: str) -> bool:
+        """Set room aside for ``text`` if there is any."""
+        need = _num_bytes(text) + 2  # and the empty line after it
+        if need > self._left_bytes:
+            return False
+        self._left_bytes -= need
+        return True
+
+
+def render(run: Run) -> str:
+    """Render the run in at most LIMIT_BYTES; see [Note: what is left out first]."""
+    head = _head(run)
+    matrix = _matrix(arrange(run), _Budget(_MATRIX_BYTES))
+    budget = _Budget(LIMIT_BYTES - _RESERVE_BYTES - _num_bytes(head) - _num_bytes(matrix))
+    details = [_Detail(record=record, text=_detail(record)) for record in by_severity(run.records)]
+    kept = [detail for detail in details if budget.takes(detail.text)]
+    parts = [head, matrix, *_sections(kept), _left_out(details, kept)]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _num_bytes(text: str) -> int:
+    return len(text.encode("utf-8", errors="backslashreplace"))
+
+
+def _escape(text: str, limit: int = 300) -> str:
+    return _SPECIAL.sub(r"\\\1", one_line(text, limit))
+
+
+def _code(text: str, limit: int = 300) -> str:
+    """Quote as code; a fence longer than any run of backticks inside keeps the text from ending it."""
+    line = one_line(text, limit)
+    ticks = "`" * (max((len(run) for run in re.findall("`+", line)), default=0) + 1)
+    pad = " " if "`" in line else ""
+    return f"{ticks}{pad}{line}{pad}{ticks}" if line else ""
+
+
+def _block(text: str) -> str:
+    clipped = clip(text, _TEXT_LIMIT)
+    fence = "`" * max(3, 1 + max((len(run) for run in re.findall("`+", clipped)), default=0))
+    return f"{fence}text\n{clipped}\n{fence}"
+
+
+def _table(headers: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [headers, ["---"] * len(headers), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _head(run: Run) -> str:
+    counted = tally(run.records)
+    rows = [
+        (_code(MARKS[verdict].letter), str(verdict), str(count), MARKS[verdict].phrase)
+        for verdict, count in counted.counts.items()
+    ]
+    parts = [
+        f"# Shardproof: {conclude(run).value.lower()}",
+        f"**{counted.score}**: {counted.words}. The score counts every record, opted out or not.",
+        *_warnings(run),
+        _table(["", "verdict", "records", "meaning"], rows) if rows else "",
+        _origin(run),
+    ]
+    return "\n\n".join(part for part in parts if part)
+
+
+def _warnings(run: Run) -> list[str]:
+    told = warnings(run)
+    lines = [f"> - {_escape(text)}" for text in told[:_NUM_WARNINGS]]
+    if len(told) > _NUM_WARNINGS:
+        lines.append(f"> - and {len(told) - _NUM_WARNINGS} more problems")
+    return ["\n".join(["> **This run is not whole.**", ">", *lines])] if told else []
+
+
+def _origin(run: Run) -> str:
+    found = run.header
+    changed = " with changed files" if found.git_dirty else ""
+    memory = found.hardware.get("memory_bytes", "")
+    hardware = found.hardware | ({"memory_bytes": size(int(memory))} if memory.isdecimal() else {})
+    took = f", took {duration(run.footer.duration_s)}" if run.footer else ""
+    return "\n".join(
+        (
+            f"- command: {_code(found.command, limit=2000)}",
+            f"- started: {_escape(found.started_at)}{took}; seed {found.seed}",
+            f"- versions: {_escape(versions(found.versions), limit=2000)}",
+            f"- hardware: {_escape(versions(hardware), limit=2000)}",
+            f"- git: {_escape(found.git_head)}{changed}",
+        )
+    )
+
+
+def _matrix(matrix: Matrix, budget: _Budget) -> str:
+    columns = matrix.columns[:_NUM_COLUMNS]
+    if not columns:
+        return ""
+    header = _table(["case", *map(_heading, columns)], ())
+    parts, dropped = ["## Matrix"], len(matrix.columns) - len(columns)
+    if dropped:
+        parts.append(f"{dropped} more columns are left out.")
+    num_left_out = 0
+    for suite in matrix.suites:
+        title = f"### {_escape(suite.suite) or 'no suite'}"
+        if not budget.takes(title + header):
+            num_left_out += len(suite.rows)
+            continue
+        lines = [_row(row, len(columns)) for row in suite.rows]
+        kept = [line for line in lines if budget.takes(line)]
+        num_left_out += len(lines) - len(kept)
+        parts += [title, "\n".join([header, *kept])]
+    if num_left_out:
+        parts.append(f"{num_left_out} more rows are left out for length; `report.html` has them.")
+    return "\n\n".join(parts)
+
+
+def _heading(column: Column) -> str:
+    return f"{_escape(column.engine)}<br>{_escape(column.world)}"
+
+
+def _row(row: Row, num_columns: int) -> str:
+    cells = ("".join(MARKS[record.verdict].letter for record in cell) for cell in row.cells[:num_columns])
+    return f"| {' | '.join([_code(row.label).replace('|', chr(92) + '|'), *map(_code, cells)])} |"
+
+
+def _sections(kept: Sequence[_Detail]) -> list[str]:
+    parts: list[str] = []
+    for verdict in dict.fromkeys(detail.record.verdict for detail in kept):
+        parts.append(f"## {verdict}: {MARKS[verdict].phrase}")
+        parts += [detail.text for detail in kept if detail.record.verdict is verdict]
+    return parts
+
+
+def _left_out(details: Sequence[_Detail], kept: Sequence[_Detail]) -> str:
+    missing = tally(d.record for d in details).counts
+    present = tally(d.record for d in kept).counts
+    left = {v: count - present.get(v, 0) for v, count in missing.items() if count > present.get(v, 0)}
+    if not left:
+        return ""
+    words = ", ".join(f"{count} {verdict}" for verdict, count in left.items())
+    return (
+        f"---\n\nLeft out for length: the detail of {words}. `records.jsonl` and `report.html` have it all."
+    )
+
+
+def _detail(record: Record) -> str:
+    title = f"{_code(label(record.case, record.suite))} on {_code(record.engine)} in {_code(record.world)}"
+    if record.verdict is Verdict.PASSED:
+        return f"- {title}: {_escape(record.headline)} ({duration(record.duration_s)})"
+    parts = [f"### {title}", _escape(record.headline, limit=2000), *_laws(record), *_worst(record)]
+    if not record.verdict.is_conforming:
+        parts += [*_ledger(record), *_outcomes(record)]
+    if record.command:
+        parts.append(f"Again: {_code(record.command, limit=2000)}")
+    return "\n\n".join(part for part in parts if part)
+
+
+def _laws(record: Record) -> list[str]:
+    lines: list[str] = []
+    for law in record.laws[:50]:
+        lines.append(f"- {'held' if law.held else '**broken**'}: {_escape(law.law)}: {_escape(law.summary)}")
+        lines += [f"  - {_escape(detail)}" for detail in law.details[:10]]
+        if len(law.details) > 10:
+            lines.append(f"  - and {len(law.details) - 10} more")
+    if len(record.laws) > 50:
+        lines.append(f"- and {len(record.laws) - 50} more laws")
+    return ["\n".join(lines)] if lines else []
+
+
+def _worst(record: Record) -> list[str]:
+    if record.worst is None:
+        return []
+    looks = f" It looks like: {_escape(record.worst.looks_like)}." if record.worst.looks_like else ""
+    return [f"Worst: {_escape(place(record.worst))}: {_escape(headroom(record.worst))}.{looks}"]
+
+
+def _ledger(record: Record) -> list[str]:
+    rows = ledger_rows(record)
+    spelt = [
+        (*map(_escape, (row.phase, row.op, row.axis, row.dtype, row.ranks)), str(row.count), row.size)
+        for row in rows[:60]
+    ]
+    more = [f"and {len(rows) - 60} more lines of the ledger"] if len(rows) > 60 else []
+    table = _table(["phase", "op", "axis", "dtype", "ranks", "count", "bytes"], spelt)
+    return [table, *more] if rows else []
+
+
+def _outcomes(record: Record) -> list[str]:
+    parts: list[str] = []
+    groups = outcome_groups(record)
+    for group in groups[:16]:
+        parts.append(f"{_escape(group.ranks)}: {_escape(group.kind)}")
+        if printable(group.text).strip():
+            parts.append(_block(group.text))
+    if len(groups) > 16:
+        parts.append(f"and {len(groups) - 16} more kinds of outcome")
+    return parts

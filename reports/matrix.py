@@ -1,0 +1,100 @@
+"""A run arranged for looking at: columns of engine and world, rows of cases grouped by suite."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from harness.record import Record
+from harness.run_directory import Run
+from harness.verdict import Verdict
+from reports.mark import MARKS
+
+__all__ = ["Column", "Matrix", "Row", "SuiteRows", "arrange", "by_severity", "label"]
+
+_PYTEST_ID = re.compile(r"test_(?P<file>\w+)\.py::test_(?P<law>\w+)(?P<parameters>\[.*\])?", re.DOTALL)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, order=True)
+class Column:
+    """One engine in one world."""
+
+    engine: str
+    world: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One case; ``cells`` has an entry for each column: no record, one, or (a problem) several."""
+
+    case: str
+    label: str
+    cells: tuple[tuple[Record, ...], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SuiteRows:
+    """The rows of one suite."""
+
+    suite: str
+    rows: tuple[Row, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Matrix:
+    """All records of a run, each in exactly one cell."""
+
+    columns: tuple[Column, ...]
+    suites: tuple[SuiteRows, ...]
+
+
+def arrange(run: Run) -> Matrix:
+    """Sort records into cells; engines and worlds in the header's order, cases in order of appearance."""
+    columns = _columns(run)
+    cells: dict[tuple[str, str], dict[Column, list[Record]]] = {}
+    for record in run.records:
+        row = cells.setdefault((record.suite, record.case), {})
+        row.setdefault(Column(engine=record.engine, world=record.world), []).append(record)
+    suites: dict[str, list[Row]] = {}
+    for (suite, case), row in cells.items():
+        arranged = tuple(tuple(row.get(column, ())) for column in columns)
+        suites.setdefault(suite, []).append(Row(case=case, label=label(case, suite), cells=arranged))
+    return Matrix(
+        columns=columns, suites=tuple(SuiteRows(suite=s, rows=tuple(rows)) for s, rows in suites.items())
+    )
+
+
+def by_severity(records: Iterable[Record]) -> list[Record]:
+    """Sort the records that ask for attention first; a verdict's records stay in order."""
+    order = {verdict: position for position, verdict in enumerate(_SEVERITY)}
+    return sorted(records, key=lambda record: order[record.verdict])
+
+
+def label(case: str, suite: str) -> str:
+    """Shorten a case's id to what tells it from its neighbours in the suite."""
+    rest = case.removeprefix(f"{suite}/")
+    found = _PYTEST_ID.fullmatch(rest)
+    return f"{found['file']}::{found['law']}{found['parameters'] or ''}" if found else rest
+
+
+_SEVERITY = (
+    *(v for v in MARKS if not v.is_conforming),
+    *(v for v in MARKS if v.is_conforming and v is not Verdict.PASSED),
+    Verdict.PASSED,
+)
+
+
+def _columns(run: Run) -> tuple[Column, ...]:
+    engines, worlds = _ranking(run.header.engines), _ranking(run.header.worlds)
+    present = {Column(engine=record.engine, world=record.world) for record in run.records}
+    last = len(engines) + len(worlds)  # merged or edited runs may hold more than their header announces
+    return tuple(
+        sorted(
+            present, key=lambda c: (engines.get(c.engine, last), c.engine, worlds.get(c.world, last), c.world)
+        )
+    )
+
+
+def _ranking(names: tuple[str, ...]) -> dict[str, int]:
+    return {name: position for position, name in reversed(list(enumerate(names)))}

@@ -1,0 +1,90 @@
+"""A run as one self-contained HTML page; the markup, style and script are in ``templates``."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+from harness.record import Record
+from harness.run_directory import Run
+from harness.verdict import Verdict
+from reports import evidence, text
+from reports.mark import MARKS, Mark
+from reports.matrix import Column, arrange, by_severity, label
+from reports.tally import Tally, conclude, tally, warnings
+
+__all__ = ["render"]
+
+_TEMPLATES = Path(__file__).parent / "templates"
+_TEXT_LIMIT = 20_000  # characters of one rank's stack
+
+
+def render(run: Run) -> str:
+    """Render the run as a page that needs nothing but itself: no network, no script to be readable."""
+    # By identity: two records may be equal, and the page shows that there are two.
+    anchors = {id(record): f"r{number}" for number, record in enumerate(run.records)}
+    matrix = arrange(run)
+    return (
+        _environment()
+        .get_template("page.html")
+        .render(
+            run=run,
+            matrix=matrix,
+            engines=list(Counter(column.engine for column in matrix.columns).items()),
+            columns=[(column, _of(column, run.records)) for column in matrix.columns],
+            tally=tally(run.records),
+            conclusion=conclude(run),
+            warnings=warnings(run),
+            ordered=by_severity(run.records),
+            anchor=lambda record: anchors[id(record)],
+        )
+    )
+
+
+def _of(column: Column, records: Sequence[Record]) -> Tally:
+    return tally(r for r in records if (r.engine, r.world) == (column.engine, column.world))
+
+
+@cache
+def _environment() -> Environment:
+    environment = Environment(
+        loader=FileSystemLoader(_TEMPLATES),
+        autoescape=True,
+        undefined=StrictUndefined,
+        finalize=_safe,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.globals["legend"] = [(verdict, mark) for verdict, mark in MARKS.items()]
+    environment.filters |= {
+        "bar": evidence.bar,
+        "clip": lambda value: text.clip(value, _TEXT_LIMIT),
+        "duration": text.duration,
+        "headroom": evidence.headroom,
+        "label": label,
+        "ledger_rows": evidence.ledger_rows,
+        "mark": _mark,
+        "number": text.number,
+        "one_line": text.one_line,
+        "outcome_groups": evidence.outcome_groups,
+        "place": evidence.place,
+        "size": _size,
+    }
+    return environment
+
+
+def _safe(value: object) -> object:
+    """Clean every string on its way into the page; markup that the templates made themselves passes."""
+    return text.printable(value) if isinstance(value, str) and not hasattr(value, "__html__") else value
+
+
+def _mark(verdict: Verdict) -> Mark:
+    return MARKS[verdict]
+
+
+def _size(num_bytes: str) -> str:
+    return text.size(int(num_bytes)) if num_bytes.isdecimal() else num_bytes

@@ -1,0 +1,105 @@
+"""A run as text for a terminal: the matrix, the legend, the counts, and what does not conform."""
+
+from __future__ import annotations
+
+import re
+import textwrap
+
+from tabulate import tabulate
+
+from harness.run_directory import Run
+from reports.mark import MARKS
+from reports.matrix import Column, Matrix, arrange, by_severity, label
+from reports.tally import Tally, conclude, tally, warnings
+from reports.text import duration, one_line, versions
+
+__all__ = ["render"]
+
+_WIDTH = 100
+_NUM_HEADLINES = 50  # beyond these a terminal scrolls them away anyway
+
+
+def render(run: Run) -> str:
+    """Render the run; plain ASCII but for what engines and cases themselves say."""
+    counted = tally(run.records)
+    parts = [
+        _origin(run),
+        _table(arrange(run)),
+        _legend(counted),
+        *_headlines(run),
+        *_warnings(run),
+        _score(run),
+    ]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _origin(run: Run) -> str:
+    found = run.header
+    return one_line(f"{found.command}\n({versions(found.versions)})", limit=1000)
+
+
+def _table(matrix: Matrix) -> str:
+    if not matrix.columns:
+        return ""
+    headers = ["case", *(_heading(column) for column in matrix.columns)]
+    lines: list[list[str]] = []
+    for suite in matrix.suites:
+        lines.append([one_line(suite.suite or "(no suite)").upper(), *("" for _ in matrix.columns)])
+        for row in suite.rows:
+            cells = ("".join(MARKS[record.verdict].letter for record in cell) for cell in row.cells)
+            lines.append([f"  {one_line(row.label, limit=_WIDTH)}", *cells])
+    return _aligned(headers, lines)
+
+
+def _heading(column: Column) -> str:
+    # Broken where names have joints, so that a column is not much wider than its one letter.
+    engine = re.sub(r"(?<=[./:])(?=.)", "\n", one_line(column.engine))
+    return f"{engine}\n{one_line(column.world)}"
+
+
+def _aligned(headers: list[str], lines: list[list[str]]) -> str:
+    alignment = ("left", *("center" for _ in headers[1:]))
+    # A mark is text even where it looks like a number, and the indent of a case is meant.
+    return tabulate(
+        lines,
+        headers=headers,
+        tablefmt="simple",
+        colalign=alignment,
+        disable_numparse=True,
+        preserve_whitespace=True,
+    )
+
+
+def _legend(counted: Tally) -> str:
+    rows = [
+        (MARKS[verdict].letter, str(verdict), str(count), MARKS[verdict].phrase)
+        for verdict, count in counted.counts.items()
+    ]
+    alignment = ("left", "left", "right", "left")
+    return tabulate(rows, tablefmt="plain", disable_numparse=True, colalign=alignment) if rows else ""
+
+
+def _headlines(run: Run) -> list[str]:
+    broken = [record for record in by_severity(run.records) if not record.verdict.is_conforming]
+    told = []
+    for record in broken[:_NUM_HEADLINES]:
+        cell = f"{record.verdict} {record.engine} in {record.world}: {label(record.case, record.suite)}"
+        headline = textwrap.fill(
+            one_line(record.headline, limit=500), _WIDTH, initial_indent="    ", subsequent_indent="    "
+        )
+        told.append(f"{one_line(cell)}\n{headline}")
+    if len(broken) > _NUM_HEADLINES:
+        told.append(
+            f"... and {len(broken) - _NUM_HEADLINES} more that do not conform; the reports have them all"
+        )
+    return told
+
+
+def _warnings(run: Run) -> list[str]:
+    return [f"WARNING: {one_line(text)}" for text in warnings(run)]
+
+
+def _score(run: Run) -> str:
+    counted = tally(run.records)
+    took = f" in {duration(run.footer.duration_s)}" if run.footer else ""
+    return f"{conclude(run).value}: {counted.score}{took}, {counted.num_not_conforming} not conforming"

@@ -1,0 +1,95 @@
+"""How values are spelt for a person, and how an engine's text is made safe to show. Plain text only."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping
+
+__all__ = ["clip", "duration", "number", "one_line", "printable", "ranks", "size", "times", "versions"]
+
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+# Terminal escape sequences as a whole, so that no "[31m" stays behind; then every other control character,
+# half surrogate pairs, non-characters, and the marks that reorder text and so can make a report lie.
+_ESCAPES = re.compile("\x1b(?:\\[[0-9;?]*[ -/]*[@-~]|\\][^\x07\x1b]*(?:\x07|\x1b\\\\)?|.)?", re.DOTALL)
+_CONTROLS = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ufdd0-\ufdef\ufffe\uffff\ud800-\udfff"
+    + "".join(chr(plane * 0x10000 + 0xFFFE) + chr(plane * 0x10000 + 0xFFFF) for plane in range(1, 17))
+    + "]"
+)
+
+
+def printable(text: str) -> str:
+    """Take away what has no business in a report: terminal escapes, control characters, broken Unicode.
+
+    What remains is allowed in XML 1.0; newlines and tabs stay.
+    """
+    return _CONTROLS.sub("\ufffd", _ESCAPES.sub("", text.replace("\r\n", "\n")))
+
+
+def one_line(text: str, limit: int = 300) -> str:
+    """Give printable text as a single line of at most ``limit`` characters."""
+    line = " ".join(printable(text).split())
+    return line if len(line) <= limit else f"{line[: limit - 3]}..."
+
+
+def clip(text: str, limit: int) -> str:
+    """Keep the two ends of a long text and say how much was left out between them.
+
+    Both ends, because an error's cause is often in its last lines.
+    """
+    text = printable(text).strip("\n")
+    if len(text) <= limit:
+        return text
+    half = limit // 2
+    return f"{text[:half]}\n... {len(text) - 2 * half} characters left out ...\n{text[-half:]}"
+
+
+def number(value: float) -> str:
+    """Spell a measured number with the digits that matter."""
+    return f"{value:.6g}"
+
+
+def times(ratio: float) -> str:
+    """Spell error / allowed as a comparison."""
+    if math.isnan(ratio):
+        return "not comparable with what is allowed (NaN)"
+    if math.isinf(ratio):
+        return "infinitely more than allowed"
+    return f"{ratio:.3g} x what is allowed"
+
+
+def size(num_bytes: int) -> str:
+    """Spell a number of bytes with a binary unit."""
+    value = float(num_bytes)
+    for unit in _UNITS:
+        if abs(value) < 1024 or unit == _UNITS[-1]:
+            break
+        value /= 1024
+    return f"{num_bytes} B" if unit == "B" else f"{value:.1f} {unit}"
+
+
+def duration(seconds: float) -> str:
+    """Spell a wall time."""
+    if not math.isfinite(seconds) or seconds < 60:
+        return f"{seconds:.2f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes:02} min" if hours else f"{minutes} min {rest:02} s"
+
+
+def ranks(members: Iterable[int]) -> str:
+    """Spell a set of ranks by its stretches: "ranks 0-3, 6"."""
+    stretches: list[list[int]] = []
+    for rank in sorted(set(members)):
+        if stretches and stretches[-1][-1] == rank - 1:
+            stretches[-1] = [stretches[-1][0], rank]
+        else:
+            stretches.append([rank])
+    spelt = ", ".join("-".join(map(str, stretch)) for stretch in stretches)
+    return f"rank {spelt}" if spelt.isdecimal() else f"ranks {spelt}"
+
+
+def versions(found: Mapping[str, str]) -> str:
+    """Spell names with versions in one line."""
+    return ", ".join(f"{name} {version}" for name, version in found.items())

@@ -1,0 +1,55 @@
+"""What a training must communicate, in closed form over its model, its units and the world size."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import prod
+
+from harness.case import Training
+
+__all__ = ["GRADIENT_BYTES", "NUM_GROUPS", "PADDED_BYTES"]
+
+_BYTES_PER_ELEMENT = 4  # every bundled problem is built in float32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClosedForm:
+    """A named formula over the shapes of a training's parameters."""
+
+    name: str
+    formula: Callable[[Training, int], int]
+
+    def __call__(self, training: Training, world_size: int) -> int:
+        """Compute it."""
+        return self.formula(training, world_size)
+
+
+def _num_groups(training: Training, world_size: int) -> int:
+    """Count the units that own parameters, and the root if it has some left over."""
+    units = training.plan.units
+    names = [name for name, _ in training.problem.build().named_parameters()]
+    owners = {_owner(name, units) for name in names}
+    return len(owners)
+
+
+def _owner(parameter: str, units: tuple[str, ...]) -> str:
+    inside = [unit for unit in units if parameter.startswith(f"{unit}.")]
+    return max(inside, key=len, default="")
+
+
+def _gradient_bytes(training: Training, world_size: int) -> int:
+    return sum(p.numel() * _BYTES_PER_ELEMENT for p in training.problem.build().parameters())
+
+
+def _padded_bytes(training: Training, world_size: int) -> int:
+    """Sum parameters whose first dim is rounded up to a multiple of the world size."""
+    shapes = [tuple(p.shape) for p in training.problem.build().parameters()]
+    return sum(
+        -(-shape[0] // world_size) * world_size * prod(shape[1:]) * _BYTES_PER_ELEMENT for shape in shapes
+    )
+
+
+NUM_GROUPS = ClosedForm(name="communication groups with parameters", formula=_num_groups)
+GRADIENT_BYTES = ClosedForm(name="bytes of all gradients", formula=_gradient_bytes)
+PADDED_BYTES = ClosedForm(name="bytes of all gradients, rows padded to the world", formula=_padded_bytes)

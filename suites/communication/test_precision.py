@@ -1,0 +1,33 @@
+"""Gradients cross between ranks in the dtype asked for; the parameters' own unless the plan says so."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from harness.parity import MatchesOracle
+
+from engine.contract import Plan
+from fixtures.optimizers import SGD
+from fixtures.problems import MLP_EVEN
+from harness.case import Training
+from harness.ledger.agreement import RanksAgree
+from harness.ledger.entry import Op, Phase
+from harness.ledger.laws import Dtype
+from harness.ledger.selection import Select
+from harness.pytest_plugin import Trial
+from harness.worlds.sizes import SEVERAL
+
+REDUCTIONS = Select(ops=(Op.ALL_REDUCE, Op.REDUCE_SCATTER), phases=(Phase.BACKWARD,))
+
+
+@pytest.mark.worlds(SEVERAL)
+def test_reduces_in_the_parameters_dtype(trial: Trial) -> None:
+    training = Training(problem=MLP_EVEN, optimizer=SGD, plan=Plan(units=MLP_EVEN.units))
+    trial.holds(training, Dtype(select=REDUCTIONS, dtype="float32"), RanksAgree())
+
+
+@pytest.mark.worlds(SEVERAL)
+def test_reduces_in_bfloat16_when_asked(trial: Trial) -> None:
+    plan = Plan(units=MLP_EVEN.units, reduce_dtype=torch.bfloat16)
+    training = Training(problem=MLP_EVEN, optimizer=SGD, plan=plan)
+    trial.holds(training, Dtype(select=REDUCTIONS, dtype="bfloat16"), MatchesOracle(), RanksAgree())

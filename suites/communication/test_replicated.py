@@ -1,0 +1,54 @@
+"""A replicating engine gathers nothing and reduces each gradient once."""
+
+from __future__ import annotations
+
+from operator import attrgetter
+
+import pytest
+
+from engine.contract import Grouping, Layout, Plan
+from fixtures.optimizers import SGD
+from fixtures.problems import MLP_EVEN, MLP_UNEVEN, TRANSFORMER
+from harness.case import Problem, Training
+from harness.ledger.agreement import RanksAgree
+from harness.ledger.entry import Op, Phase
+from harness.ledger.expectation import Exactly
+from harness.ledger.laws import AllWaited, Bytes, Count, Nothing, OnlyThese
+from harness.ledger.selection import Select
+from harness.pytest_plugin import Trial
+from harness.worlds.sizes import SEVERAL
+from suites.communication.closed_forms import GRADIENT_BYTES, NUM_GROUPS
+
+REDUCTIONS = Select(ops=(Op.ALL_REDUCE,), phases=(Phase.BACKWARD,))
+GATHERS = Select(ops=(Op.ALL_GATHER, Op.REDUCE_SCATTER))
+PROBLEMS = [MLP_EVEN, MLP_UNEVEN, TRANSFORMER]
+# The last of three steps: an engine may still agree on its buckets in the second forward.
+SETTLED = (2,)
+
+
+@pytest.mark.worlds(SEVERAL)
+@pytest.mark.parametrize("problem", PROBLEMS, ids=attrgetter("name"))
+def test_reduces_each_gradient_once(trial: Trial, problem: Problem) -> None:
+    plan = Plan(layout=Layout.REPLICATE, units=problem.units)
+    trial.holds(
+        Training(problem=problem, optimizer=SGD, plan=plan),
+        Bytes(select=REDUCTIONS, expected=Exactly(GRADIENT_BYTES), minimum=GRADIENT_BYTES),
+        Nothing(select=GATHERS),
+        OnlyThese(
+            selects=(Select(ops=(Op.ALL_REDUCE,), phases=(Phase.BACKWARD,), steps=SETTLED),),
+            among=Select(steps=SETTLED),
+        ),
+        AllWaited(select=REDUCTIONS),
+        RanksAgree(),
+    )
+
+
+@pytest.mark.worlds(SEVERAL)
+@pytest.mark.parametrize("problem", PROBLEMS, ids=attrgetter("name"))
+def test_reduces_each_group_in_one_collective(trial: Trial, problem: Problem) -> None:
+    plan = Plan(layout=Layout.REPLICATE, units=problem.units, grouping=Grouping.REQUIRED)
+    trial.holds(
+        Training(problem=problem, optimizer=SGD, plan=plan),
+        Count(select=REDUCTIONS, expected=Exactly(NUM_GROUPS)),
+        RanksAgree(),
+    )

@@ -1,0 +1,69 @@
+"""A sharding engine gathers each group when it needs it and reduce-scatters each group once."""
+
+from __future__ import annotations
+
+from operator import attrgetter
+
+import pytest
+
+from engine.contract import Grouping, Layout, Plan, Reshard
+from fixtures.optimizers import SGD
+from fixtures.problems import MLP_EVEN, MLP_UNEVEN, TRANSFORMER
+from harness.case import Problem, Training
+from harness.ledger.agreement import RanksAgree
+from harness.ledger.entry import Op, Phase
+from harness.ledger.expectation import Between, Exactly
+from harness.ledger.laws import AllWaited, Bytes, Count, Nothing, OnlyThese
+from harness.ledger.selection import Select
+from harness.pytest_plugin import Trial
+from harness.worlds.sizes import SEVERAL
+from suites.communication.closed_forms import GRADIENT_BYTES, NUM_GROUPS, PADDED_BYTES
+
+GATHERS_IN_FORWARD = Select(ops=(Op.ALL_GATHER,), phases=(Phase.FORWARD,))
+GATHERS_IN_BACKWARD = Select(ops=(Op.ALL_GATHER,), phases=(Phase.BACKWARD,))
+REDUCTIONS = Select(ops=(Op.REDUCE_SCATTER,), phases=(Phase.BACKWARD,))
+PROBLEMS = [MLP_EVEN, MLP_UNEVEN, TRANSFORMER]
+ONCE_PER_GROUP = Exactly(NUM_GROUPS)
+
+
+def _training(problem: Problem, reshard: Reshard) -> Training:
+    plan = Plan(layout=Layout.SHARD, units=problem.units, grouping=Grouping.REQUIRED, reshard=reshard)
+    return Training(problem=problem, optimizer=SGD, plan=plan)
+
+
+@pytest.mark.worlds(SEVERAL)
+@pytest.mark.parametrize("problem", PROBLEMS, ids=attrgetter("name"))
+def test_gathers_each_group_twice_when_freed_after_forward(trial: Trial, problem: Problem) -> None:
+    trial.holds(
+        _training(problem, Reshard.AFTER_FORWARD),
+        Count(select=GATHERS_IN_FORWARD, expected=ONCE_PER_GROUP),
+        Count(select=GATHERS_IN_BACKWARD, expected=ONCE_PER_GROUP),
+        Count(select=REDUCTIONS, expected=ONCE_PER_GROUP),
+        OnlyThese(selects=(GATHERS_IN_FORWARD, GATHERS_IN_BACKWARD, REDUCTIONS)),
+        RanksAgree(),
+    )
+
+
+@pytest.mark.worlds(SEVERAL)
+@pytest.mark.parametrize("problem", PROBLEMS, ids=attrgetter("name"))
+def test_gathers_each_group_once_when_kept(trial: Trial, problem: Problem) -> None:
+    trial.holds(
+        _training(problem, Reshard.KEEP),
+        Count(select=GATHERS_IN_FORWARD, expected=ONCE_PER_GROUP),
+        Nothing(select=GATHERS_IN_BACKWARD),
+        Count(select=REDUCTIONS, expected=ONCE_PER_GROUP),
+        OnlyThese(selects=(GATHERS_IN_FORWARD, REDUCTIONS)),
+        RanksAgree(),
+    )
+
+
+@pytest.mark.worlds(SEVERAL)
+@pytest.mark.parametrize("problem", PROBLEMS, ids=attrgetter("name"))
+def test_moves_no_more_than_the_padded_model(trial: Trial, problem: Problem) -> None:
+    size = Between(GRADIENT_BYTES, PADDED_BYTES)
+    trial.holds(
+        _training(problem, Reshard.AFTER_FORWARD),
+        Bytes(select=GATHERS_IN_FORWARD, expected=size, minimum=GRADIENT_BYTES),
+        Bytes(select=REDUCTIONS, expected=size, minimum=GRADIENT_BYTES),
+        AllWaited(select=Select(ops=(Op.ALL_GATHER, Op.REDUCE_SCATTER))),
+    )

@@ -1,0 +1,24 @@
+"""Integer arithmetic that float32 holds exactly: the engine must be right to the last bit."""
+
+from __future__ import annotations
+
+import pytest
+from harness.parity import MatchesOracle
+
+from fixtures.optimizers import EXACT_SGD
+from fixtures.problems import EXACT_LINEAR
+from harness.case import Schedule, Training
+from harness.ledger.agreement import RanksAgree
+from harness.pytest_plugin import Trial
+from harness.worlds.sizes import POWERS_OF_TWO
+
+
+@pytest.mark.worlds(POWERS_OF_TWO)
+@pytest.mark.parametrize("microbatches", [1, 4], ids="m{}".format)
+def test_is_exact_to_the_bit(trial: Trial, microbatches: int) -> None:
+    training = Training(
+        problem=EXACT_LINEAR,
+        optimizer=EXACT_SGD,
+        schedule=Schedule(steps=2, microbatches=microbatches),
+    )
+    trial.holds(training, MatchesOracle(), RanksAgree())

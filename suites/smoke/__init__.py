@@ -1,0 +1,1 @@
+"""Smoke: the engine trains at all, and trains the same model; seconds per engine."""

@@ -1,0 +1,15 @@
+"""The least that an engine must do."""
+
+from __future__ import annotations
+
+from harness.parity import MatchesOracle
+
+from fixtures.optimizers import SGD
+from fixtures.problems import MLP_EVEN
+from harness.case import Training
+from harness.ledger.agreement import RanksAgree
+from harness.pytest_plugin import Trial
+
+
+def test_trains_the_same_model(trial: Trial) -> None:
+    trial.holds(Training(problem=MLP_EVEN, optimizer=SGD), MatchesOracle(), RanksAgree())

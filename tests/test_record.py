@@ -1,0 +1,241 @@
+"""A record survives its JSON line whole, and a line that is no record is refused with a reason."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import harness.record
+from harness.errors import UsageError
+from harness.record import (
+    SCHEMA_VERSION,
+    Footer,
+    Header,
+    LawRecord,
+    LedgerLine,
+    OutcomeRecord,
+    Record,
+    TensorRecord,
+    from_json,
+    to_json,
+)
+from harness.verdict import Verdict
+
+WHERE = "run/records.jsonl:7"
+
+# Surrogates too: an engine's message is whatever the engine says.
+TEXTS = st.text(st.characters(), max_size=20)
+FLOATS = st.floats(allow_nan=False)
+SMALL = st.integers(-(2**63), 2**63)
+
+TENSORS = st.builds(
+    TensorRecord,
+    quantity=TEXTS,
+    name=TEXTS,
+    step=SMALL,
+    rank=SMALL,
+    index=st.lists(SMALL, max_size=3).map(tuple),
+    got=FLOATS,
+    expected=FLOATS,
+    error=FLOATS,
+    allowed=FLOATS,
+    ratio=FLOATS,
+    share=FLOATS,
+    looks_like=TEXTS,
+)
+LAWS = st.builds(
+    LawRecord, law=TEXTS, held=st.booleans(), summary=TEXTS, details=st.lists(TEXTS, max_size=2).map(tuple)
+)
+LEDGERS = st.builds(
+    LedgerLine, rank=SMALL, phase=TEXTS, op=TEXTS, axis=TEXTS, dtype=TEXTS, count=SMALL, num_bytes=SMALL
+)
+OUTCOMES = st.builds(OutcomeRecord, rank=SMALL, kind=TEXTS, text=TEXTS)
+RECORDS = st.builds(
+    Record,
+    engine=TEXTS,
+    case=TEXTS,
+    world=TEXTS,
+    verdict=st.sampled_from(Verdict),
+    headline=TEXTS,
+    suite=TEXTS,
+    engine_version=TEXTS,
+    laws=st.lists(LAWS, max_size=2).map(tuple),
+    worst=st.none() | TENSORS,
+    ledger=st.lists(LEDGERS, max_size=2).map(tuple),
+    outcomes=st.lists(OUTCOMES, max_size=2).map(tuple),
+    observation=TEXTS,
+    command=TEXTS,
+    duration_s=FLOATS,
+    schema=st.just(SCHEMA_VERSION),
+)
+NAMES = st.lists(TEXTS, max_size=2).map(tuple)
+HEADERS = st.builds(
+    Header,
+    started_at=TEXTS,
+    command=TEXTS,
+    engines=NAMES,
+    worlds=NAMES,
+    versions=st.dictionaries(TEXTS, TEXTS, max_size=2),
+    hardware=st.dictionaries(TEXTS, TEXTS, max_size=2),
+    git_head=TEXTS,
+    git_dirty=st.booleans(),
+    seed=SMALL,
+    num_cases=SMALL,
+    schema=st.just(SCHEMA_VERSION),
+)
+FOOTERS = st.builds(
+    Footer,
+    ended_at=TEXTS,
+    duration_s=FLOATS,
+    counts=st.dictionaries(TEXTS, SMALL, max_size=2),
+    schema=st.just(SCHEMA_VERSION),
+)
+
+
+def a_record(**changes: Any) -> Record:  # Any: the fields of Record, each with its own type
+    worst = TensorRecord(
+        quantity="gradient",
+        name="0.weight",
+        step=1,
+        rank=3,
+        index=(2, 0),
+        got=1.0,
+        expected=0.25,
+        error=0.75,
+        allowed=1e-6,
+        ratio=7.5e5,
+        share=0.5,
+        looks_like="exactly 4 x the reference",
+    )
+    plain = Record(
+        engine="torch.ddp",
+        case="parity/linear-sgd",
+        world="threads:4",
+        verdict=Verdict.FAILED,
+        headline="gradients differ",
+        suite="parity",
+        engine_version="2.13.0",
+        laws=(LawRecord(law="parity", held=False, summary="differs"),),
+        worst=worst,
+    )
+    return dataclasses.replace(plain, **changes)
+
+
+def edited(**changes: object) -> str:
+    """The line of a record with some fields changed; ``...`` takes a field away."""
+    plain = json.loads(to_json(a_record())) | changes
+    return json.dumps({name: value for name, value in plain.items() if value is not ...})
+
+
+@settings(max_examples=200, deadline=None)
+@given(RECORDS)
+def test_a_record_equals_what_is_read_back(record: Record) -> None:
+    line = to_json(record)
+    assert from_json(Record, line, where=WHERE) == record
+    assert line.isascii()
+    assert "\n" not in line
+
+
+@settings(max_examples=50, deadline=None)
+@given(HEADERS, FOOTERS)
+def test_a_header_and_a_footer_equal_what_is_read_back(header: Header, footer: Footer) -> None:
+    assert from_json(Header, to_json(header), where=WHERE) == header
+    assert from_json(Footer, to_json(footer), where=WHERE) == footer
+
+
+@pytest.mark.parametrize(("value", "spelling"), [(math.nan, "nan"), (math.inf, "inf"), (-math.inf, "-inf")])
+def test_a_float_that_is_not_finite_survives_strict_json(value: float, spelling: str) -> None:
+    worst = a_record().worst
+    assert worst is not None
+    line = to_json(a_record(worst=dataclasses.replace(worst, got=value)))
+
+    def refuse(literal: str) -> None:
+        raise AssertionError(f"{literal} is no JSON")
+
+    assert json.loads(line, parse_constant=refuse)["worst"]["got"] == spelling
+    read = from_json(Record, line, where=WHERE).worst
+    assert read is not None
+    assert repr(read.got) == repr(value)
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        pytest.param(edited(verdict=...), ["field 'verdict'"], id="missing"),
+        pytest.param(edited(laws=...), ["field 'laws'"], id="missing-though-it-has-a-default"),
+        pytest.param(edited(enginge="x"), ["enginge", "unknown", "try engine"], id="unknown"),
+        pytest.param(edited(verdict="PASED"), ["verdict", "'PASED'", "try PASSED"], id="verdict"),
+        pytest.param(edited(verdict=["PASSED"]), ["verdict", "['PASSED']"], id="verdict-list"),
+        pytest.param(edited(engine=None), ["engine", "a string", "None"], id="null"),
+        pytest.param(edited(duration_s=True), ["duration_s", "a number", "True"], id="bool-for-float"),
+        pytest.param(edited(duration_s="NaN"), ["duration_s", "'nan'", "'NaN'"], id="misspelt-nan"),
+        pytest.param(edited(duration_s=10**400), ["duration_s", "a number"], id="beyond-float"),
+        pytest.param(
+            edited(outcomes=[{"rank": True, "kind": "Raised", "text": ""}]),
+            ["outcomes[0].rank", "an integer", "True"],
+            id="bool-for-int",
+        ),
+        pytest.param(
+            edited(laws=[{"law": "a", "held": 1, "summary": "", "details": []}]),
+            ["laws[0].held", "true or false"],
+            id="int-for-bool",
+        ),
+        pytest.param(
+            edited(laws=[{"law": "a", "held": True, "summary": "", "details": "b"}]),
+            ["laws[0].details", "a list", "'b'"],
+            id="string-for-list",
+        ),
+        pytest.param(edited(worst={"name": "w"}), ["worst", "field 'quantity'"], id="nested-missing"),
+        pytest.param(edited(worst=[]), ["worst", "TensorRecord", "[]"], id="list-for-object"),
+        pytest.param(edited(schema=SCHEMA_VERSION + 1), ["schema", "newer shardproof"], id="newer-schema"),
+        pytest.param(edited(schema="1"), ["schema", "'1'"], id="schema-string"),
+        pytest.param(edited(schema=...), ["schema", "None"], id="no-schema"),
+        pytest.param("[]", ["JSON object", "[]"], id="array"),
+        pytest.param("", ["one JSON object"], id="empty"),
+        pytest.param(to_json(a_record())[:-5], ["one JSON object"], id="cut-off"),
+        pytest.param('{"schema": NaN}', ["strict JSON", "NaN", "'nan'"], id="nan-literal"),
+        pytest.param('{"schema": 1, "schema": 1}', ["each field once"], id="repeated"),
+        pytest.param("[" * 100_000, ["one JSON object"], id="deep"),
+        pytest.param('{"schema": 1' + "0" * 5000 + "}", ["one JSON object"], id="absurd-integer"),
+        pytest.param('{"schema": 1, "duration_s": 1e999}', ["duration_s"], id="overflow"),
+    ],
+)
+def test_a_broken_line_is_refused_with_place_and_reason(line: str, words: list[str]) -> None:
+    if "1e999" in line:
+        line = to_json(a_record()).replace('"duration_s":0.0', '"duration_s":1e999')
+    with pytest.raises(UsageError) as caught:
+        from_json(Record, line, where=WHERE)
+    text = str(caught.value)
+    assert text.startswith(f"{WHERE}: ")
+    assert all(word in text for word in [*words, "; try "]), text
+    assert len(text) < 700, "an error quotes, it does not repeat, what came"
+
+
+def test_a_header_is_not_a_footer() -> None:
+    footer = to_json(Footer(ended_at="", duration_s=1.0))
+    with pytest.raises(UsageError, match="kind: expected 'header', got 'footer'"):
+        from_json(Header, footer, where=WHERE)
+    with pytest.raises(UsageError, match="expected a field of Record, got an unknown one"):
+        from_json(Record, footer, where=WHERE)
+
+
+def test_a_line_of_an_older_schema_may_lack_what_has_a_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    line = edited(command=..., laws=...)
+    with pytest.raises(UsageError):
+        from_json(Record, line, where=WHERE)
+    monkeypatch.setattr(harness.record, "SCHEMA_VERSION", SCHEMA_VERSION + 1)
+    assert from_json(Record, line, where=WHERE) == a_record(laws=())
+    with pytest.raises(UsageError, match="'case'"):
+        from_json(Record, edited(case=...), where=WHERE)
+
+
+def test_every_line_has_what_readers_of_other_languages_need() -> None:
+    plain = json.loads(to_json(a_record()))
+    assert {"engine", "case", "world", "verdict"} <= plain.keys()
+    assert plain["verdict"] == "FAILED"

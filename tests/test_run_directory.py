@@ -1,0 +1,305 @@
+"""A run survives interruption, refuses to be overwritten, and says where its files are not whole."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from harness import provenance
+from harness.errors import HarnessBug, UsageError
+from harness.record import Footer, Header, Record, to_json
+from harness.run_directory import RECORDS, RUN, RunWriter, read_run, replace_records, write_file
+from harness.verdict import Verdict
+
+HEADER = Header(
+    started_at="2030-01-01T00:00:00+00:00",
+    command="shardproof run",
+    engines=("torch.ddp",),
+    worlds=("threads:2",),
+    versions={"python": "3.11"},
+    hardware={"cpu": "x"},
+    git_head="unknown",
+    git_dirty=False,
+    seed=0,
+    num_cases=3,
+)
+FOOTER = Footer(ended_at="2030-01-01T00:01:00+00:00", duration_s=60.0, counts={"PASSED": 3})
+
+
+def a_record(case: str, verdict: Verdict = Verdict.PASSED) -> Record:
+    return Record(
+        engine="torch.ddp",
+        case=case,
+        world="threads:2",
+        verdict=verdict,
+        headline="all laws held\u2028",  # a line end to str.splitlines, not to JSON lines
+        suite="parity",
+        engine_version="2.13.0",
+    )
+
+
+THREE = tuple(a_record(case) for case in "abc")
+
+
+@pytest.fixture
+def finished(tmp_path: Path) -> Path:
+    writer = RunWriter(tmp_path / "run", HEADER)
+    for record in THREE:
+        writer.append(record)
+    writer.finish(FOOTER)
+    return writer.path
+
+
+def test_a_finished_run_is_read_back_whole(finished: Path) -> None:
+    run = read_run(finished)
+    assert (run.header, run.records, run.footer, run.problems) == (HEADER, THREE, FOOTER, ())
+    assert (finished / "observations").is_dir()
+
+
+def test_records_have_a_file_to_themselves(finished: Path) -> None:
+    lines = [json.loads(line) for line in (finished / RECORDS).read_text().splitlines()]
+    assert [line["case"] for line in lines] == ["a", "b", "c"]
+    assert all({"engine", "case", "world", "verdict"} <= line.keys() for line in lines)
+    kinds = [json.loads(line)["kind"] for line in (finished / RUN).read_text().splitlines()]
+    assert kinds == ["header", "footer"]
+
+
+def test_a_run_without_footer_is_interrupted(tmp_path: Path) -> None:
+    writer = RunWriter(tmp_path, HEADER)
+    writer.append(THREE[0])
+    run = read_run(tmp_path)
+    assert run.is_interrupted
+    assert run.records == THREE[:1]
+
+
+@pytest.mark.parametrize("cut", [1, 20, 200])
+def test_a_last_line_that_is_cut_off_is_told_and_skipped(finished: Path, cut: int) -> None:
+    whole = (finished / RECORDS).read_bytes()
+    (finished / RECORDS).write_bytes(whole[: -1 - cut])
+    run = read_run(finished)
+    assert run.records == THREE[:2]
+    assert "records.jsonl:3" in run.problems[0]
+
+
+def test_a_last_line_that_lacks_only_its_newline_is_a_record(finished: Path) -> None:
+    whole = (finished / RECORDS).read_bytes()
+    (finished / RECORDS).write_bytes(whole[:-1])
+    assert read_run(finished).records == THREE
+    assert read_run(finished).problems == ()
+
+
+@pytest.mark.parametrize("number", [1, 2, 3])
+def test_a_broken_line_that_was_ended_is_refused(finished: Path, number: int) -> None:
+    lines = (finished / RECORDS).read_text().split("\n")
+    lines[number - 1] = lines[number - 1][:40]
+    (finished / RECORDS).write_text("\n".join(lines))
+    with pytest.raises(UsageError, match=rf"records\.jsonl:{number}: "):
+        read_run(finished)
+
+
+def test_a_footer_that_is_cut_off_means_interrupted(finished: Path) -> None:
+    (finished / RUN).write_bytes((finished / RUN).read_bytes()[:-9])
+    run = read_run(finished)
+    assert run.footer is None
+    assert "run.jsonl:2" in run.problems[0]
+
+
+def test_two_runs_in_one_file_are_refused(finished: Path) -> None:
+    (finished / RUN).write_bytes((finished / RUN).read_bytes() * 2)
+    with pytest.raises(UsageError, match=r"run\.jsonl:3: expected nothing after the footer"):
+        read_run(finished)
+
+
+@pytest.mark.parametrize("name", [RECORDS, RUN])
+def test_a_missing_file_is_a_usage_error(finished: Path, name: str) -> None:
+    (finished / name).unlink()
+    with pytest.raises(UsageError, match=name):
+        read_run(finished)
+
+
+def test_a_missing_folder_is_a_usage_error(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="no such folder"):
+        read_run(tmp_path / "nowhere")
+
+
+def test_an_empty_header_file_is_a_usage_error(finished: Path) -> None:
+    (finished / RUN).write_text("")
+    with pytest.raises(UsageError, match=r"run\.jsonl:1"):
+        read_run(finished)
+
+
+def test_missing_and_repeated_records_are_told(finished: Path) -> None:
+    replace_records(finished, (*THREE[:2], THREE[0]))
+    problems = " | ".join(read_run(finished).problems)
+    assert "2 records of torch.ddp on a in threads:2" in problems
+    assert "announces 3 cases; records tell of 2" in problems
+
+
+def test_lost_records_are_told_by_the_footers_count(finished: Path) -> None:
+    header = dataclasses.replace(HEADER, num_cases=2)
+    lines = (finished / RECORDS).read_text().splitlines(keepends=True)
+    (finished / RECORDS).write_text("".join(lines[:2]))
+    (finished / RUN).write_text(f"{to_json(header)}\n{to_json(FOOTER)}\n")
+    assert read_run(finished).problems == ("the footer counts 3 records; there are 2",)
+
+
+def test_an_existing_run_is_never_overwritten(finished: Path) -> None:
+    before = (finished / RECORDS).read_bytes()
+    with pytest.raises(UsageError, match=r"run\.jsonl, records\.jsonl; try another --out"):
+        RunWriter(finished, HEADER)
+    assert (finished / RECORDS).read_bytes() == before
+
+
+def test_leftover_observations_are_not_mixed_with_new_ones(tmp_path: Path) -> None:
+    (tmp_path / "observations" / "old").mkdir(parents=True)
+    with pytest.raises(UsageError, match="observations/"):
+        RunWriter(tmp_path, HEADER)
+
+
+def test_a_run_cannot_be_a_file(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(UsageError, match="expected a folder, got a file"):
+        RunWriter(tmp_path / "file", HEADER)
+    with pytest.raises(UsageError, match="writing"):
+        RunWriter(tmp_path / "file" / "below", HEADER)
+
+
+def test_nothing_follows_the_footer(finished: Path, tmp_path: Path) -> None:
+    writer = RunWriter(tmp_path / "other", HEADER)
+    writer.finish(FOOTER)
+    with pytest.raises(HarnessBug):
+        writer.append(THREE[0])
+    with pytest.raises(HarnessBug):
+        writer.finish(FOOTER)
+
+
+def test_a_record_that_could_not_be_read_back_is_refused_at_once(tmp_path: Path) -> None:
+    writer = RunWriter(tmp_path, HEADER)
+    broken = dataclasses.replace(THREE[0], headline=None)  # type: ignore[arg-type]  # the point of the test
+    with pytest.raises(HarnessBug, match="headline"):
+        writer.append(broken)
+    writer.append(THREE[0])
+    assert read_run(tmp_path).records == THREE[:1]
+
+
+def test_a_full_disk_loses_nothing_written_before(tmp_path: Path) -> None:
+    """A limit on file size makes the kernel take half a line and then refuse, as a full disk does."""
+    body = (
+        "import resource, signal, sys; from pathlib import Path\n"
+        "from harness.run_directory import RunWriter\n"
+        "from harness.errors import UsageError\n"
+        "from tests.test_run_directory import HEADER, THREE\n"
+        "writer = RunWriter(Path(sys.argv[1]), HEADER)\n"
+        "writer.append(THREE[0]); writer.append(THREE[1])\n"
+        "size = (writer.path / 'records.jsonl').stat().st_size\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        "limits = resource.getrlimit(resource.RLIMIT_FSIZE)\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (size + 50, limits[1]))\n"
+        "try: writer.append(THREE[2])\n"
+        "except UsageError as error: print(error)\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, limits)\n"
+        "writer.append(THREE[2])\n"
+    )
+    root = Path(__file__).parents[1]
+    done = subprocess.run(
+        [sys.executable, "-c", body, str(tmp_path / "run")],
+        cwd=root,
+        env={**os.environ, "PYTHONPATH": str(root)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "try freeing space" in done.stdout
+    assert read_run(tmp_path / "run").records == THREE
+
+
+def test_records_are_replaced_whole_and_the_footer_counts_again(finished: Path) -> None:
+    judged_again = (a_record("a", Verdict.FAILED), *THREE[1:])
+    replace_records(finished, judged_again)
+    run = read_run(finished)
+    assert run.records == judged_again
+    assert run.footer is not None
+    assert run.footer.counts == {"FAILED": 1, "PASSED": 2}
+    assert run.problems == ()
+    assert not [path for path in finished.iterdir() if path.name.startswith(".")]
+
+
+def test_a_failed_replacement_leaves_the_old_file(tmp_path: Path) -> None:
+    target = tmp_path / "report.md"
+    write_file(target, "old")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    import signal
+
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
+    try:
+        with pytest.raises(UsageError, match=r"writing .*report\.md"):
+            write_file(target, "new" * 1000)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, handler)
+    assert target.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [target]
+
+
+def test_the_header_says_where_and_with_what(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def describe() -> Header:
+        return provenance.header(command="c", engines=["e"], worlds=["threads:2"], seed=1, num_cases=2)
+
+    here = describe()
+    assert {"python", "torch", "pytest", "shardproof"} == here.versions.keys()
+    assert here.versions["pytest"] == pytest.__version__
+    assert int(here.hardware["memory_bytes"]) > 2**20
+    assert int(here.hardware["cores"]) >= 1
+    assert here.started_at.endswith("+00:00")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    assert (describe().git_head, describe().git_dirty) == ("unknown", False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert describe().git_head == "unknown"
+
+
+def test_the_header_knows_the_commit_and_whether_files_changed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def git(*arguments: str) -> str:
+        who = ["-c", "user.name=a", "-c", "user.email=a@example.com"]
+        done = subprocess.run(["git", *who, *arguments], capture_output=True, check=True, text=True)
+        return done.stdout.strip()
+
+    def describe() -> Header:
+        return provenance.header(command="c", engines=[], worlds=[], seed=0, num_cases=0)
+
+    monkeypatch.chdir(tmp_path)
+    git("init", "-q")
+    (tmp_path / "file").write_text("one")
+    git("add", "file")
+    git("commit", "-q", "-m", "first")
+    (tmp_path / "untracked").touch()
+    assert (describe().git_head, describe().git_dirty) == (git("rev-parse", "HEAD"), False)
+    (tmp_path / "file").write_text("two")
+    assert describe().git_dirty
+
+
+def test_the_footer_counts_verdicts() -> None:
+    footer = provenance.footer(verdicts=[Verdict.PASSED, Verdict.PASSED, Verdict.HUNG], duration_s=2.0)
+    assert footer.counts == {"PASSED": 2, "HUNG": 1}
+
+
+def test_writing_and_reading_a_run_needs_no_torch() -> None:
+    body = "import sys, harness.run_directory, harness.provenance; print('torch' in sys.modules)"
+    root = Path(__file__).parents[1]
+    done = subprocess.run(
+        [sys.executable, "-c", body], cwd=root, capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout.strip() == "False"
