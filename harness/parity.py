@@ -46,6 +46,13 @@ class _Comparison:
         return self.error.max().item() if self.error.numel() else 0.0
 
     @property
+    def ratio(self) -> float:
+        """Error over what is allowed; above 1 is wrong."""
+        if self.worst_error <= self.allowed:
+            return self.worst_error / self.allowed if self.allowed else 0.0
+        return self.worst_error / self.allowed if self.allowed else math.inf
+
+    @property
     def share(self) -> float:
         return (self.error > self.allowed).double().mean().item()
 
@@ -56,12 +63,20 @@ class _Comparison:
         return tuple(int(i) for i in torch.unravel_index(flat, self.error.shape))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Closest:
+    """A comparison with the tensor that it was made of."""
+
+    place: Place
+    comparison: _Comparison
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MatchesOracle:
     """Every rank's parameters, losses, gradients, optimizer state and buffers are the oracle's.
 
     The headline is the first wrong quantity in order of time, with its worst tensor: what comes later may be
-    its consequence.
+    its consequence. When the law holds, the worst tensor is the one that came closest to breaking it.
     """
 
     name: str = "matches the oracle"
@@ -69,21 +84,30 @@ class MatchesOracle:
     def judge(self, evidence: Evidence) -> Ruling:
         """Rule on every tensor of every rank."""
         findings: list[_Finding] = []
+        closest: list[_Closest] = []
         num_checked = 0
         for moment in _moments(evidence):
             num_checked += len(moment)
-            here = [finding for place in moment for finding in _findings(evidence, place)]
+            comparisons = {place: _comparisons(evidence, place) for place in moment}
+            here = [f for place in moment for f in _findings(evidence, place, comparisons[place])]
             findings += sorted(here, key=lambda f: -f.severity)
-        if not findings:
-            how = "bitwise" if evidence.oracle.is_exact else "within the noise of float32"
-            text = f"{num_checked} tensors agree on {evidence.world_size} ranks, {how}"
-            return Ruling(record=LawRecord(law=self.name, held=True, summary=text))
-        headline, *others = findings
-        details = [finding.text for finding in others[:_MAX_DETAILS]]
-        if len(others) > _MAX_DETAILS:
-            details.append(f"and {len(others) - _MAX_DETAILS} more")
-        record = LawRecord(law=self.name, held=False, summary=headline.text, details=tuple(details))
-        return Ruling(record=record, worst=headline.worst)
+            closest += [_Closest(place=p, comparison=c) for p in moment for c in comparisons[p]]
+        if findings:
+            return _broken(self.name, findings)
+        how = "bitwise" if evidence.oracle.is_exact else "within the noise of re-ordered sums"
+        text = f"{num_checked} tensors agree on {evidence.world_size} ranks, {how}"
+        nearest = max(closest, key=lambda c: c.comparison.ratio, default=None)
+        worst = None if nearest is None else _record(nearest.place, nearest.comparison, "within noise")
+        return Ruling(record=LawRecord(law=self.name, held=True, summary=text), worst=worst)
+
+
+def _broken(law: str, findings: list[_Finding]) -> Ruling:
+    headline, *others = findings
+    details = [finding.text for finding in others[:_MAX_DETAILS]]
+    if len(others) > _MAX_DETAILS:
+        details.append(f"and {len(others) - _MAX_DETAILS} more")
+    record = LawRecord(law=law, held=False, summary=headline.text, details=tuple(details))
+    return Ruling(record=record, worst=headline.worst)
 
 
 def _moments(evidence: Evidence) -> Iterator[tuple[Place, ...]]:
@@ -105,14 +129,32 @@ def _places(evidence: Evidence, quantity: Quantity, step: int) -> tuple[Place, .
     return tuple(Place(quantity=quantity, step=step, name=name) for name in names)
 
 
-def _findings(evidence: Evidence, place: Place) -> Iterator[_Finding]:
+def _comparisons(evidence: Evidence, place: Place) -> list[_Comparison]:
+    # Empty shards cannot be wrong, and have no worst element.
+    pieces = [piece for piece in pieces_of(evidence, place) if piece.shard.tensor.numel()]
+    if not pieces:
+        return []
+    allowed = allowed_error(evidence.oracle, place)
+    return [_compare(evidence, place, piece, allowed) for piece in pieces]
+
+
+def _compare(evidence: Evidence, place: Place, piece: Piece, allowed: float) -> _Comparison:
+    full = evidence.oracle.reference(place.quantity, place.step, piece.rank)[place.name]
+    if full is None:
+        raise ValueError(f"{_where(place)}: expected a reference tensor, got None")
+    expected = full[piece.shard.region].double()
+    got = piece.shard.tensor.double()
+    error = torch.where(torch.isfinite(got), (got - expected).abs(), math.inf)
+    return _Comparison(piece=piece, expected=expected, error=error, allowed=allowed)
+
+
+def _findings(evidence: Evidence, place: Place, comparisons: list[_Comparison]) -> Iterator[_Finding]:
     where = _where(place)
     faults = structural_faults(evidence, place)
     if faults:
         more = f" (and {len(faults) - 1} more ranks)" if len(faults) > 1 else ""
         yield _Finding(text=f"{where}: {faults[0]}{more}", severity=math.inf)
-    comparisons = [_compare(evidence, place, piece) for piece in pieces_of(evidence, place)]
-    wrong = [c for c in comparisons if c.worst_error > c.allowed]
+    wrong = [c for c in comparisons if c.ratio > 1]
     if wrong:
         yield _wrong_value(evidence, place, max(wrong, key=lambda c: c.worst_error), len(wrong))
     if place.quantity in {Quantity.INITIAL, Quantity.PARAMETER}:
@@ -127,43 +169,34 @@ def _where(place: Place) -> str:
     return f"{when}, {place.quantity} {place.name!r}"
 
 
-def _compare(evidence: Evidence, place: Place, piece: Piece) -> _Comparison:
-    full = evidence.oracle.reference(place.quantity, place.step, piece.rank)[place.name]
-    if full is None:
-        raise ValueError(f"{_where(place)}: expected a reference tensor, got None")
-    expected = full[piece.shard.region].double()
-    got = piece.shard.tensor.double()
-    error = torch.where(torch.isfinite(got), (got - expected).abs(), math.inf)
-    return _Comparison(
-        piece=piece, expected=expected, error=error, allowed=allowed_error(evidence.oracle, place)
-    )
-
-
 def _wrong_value(evidence: Evidence, place: Place, worst: _Comparison, num_ranks: int) -> _Finding:
-    shard, index = worst.piece.shard, worst.worst_index
-    error, allowed = worst.worst_error, worst.allowed
-    ratio = error / allowed if allowed else math.inf
-    record = TensorRecord(
-        quantity=str(place.quantity),
-        name=place.name,
-        step=place.step,
-        rank=worst.piece.rank,
-        index=tuple(o + i for o, i in zip(shard.offsets, index, strict=True)),
-        got=shard.tensor[index].item(),
-        expected=worst.expected[index].item(),
-        error=error,
-        allowed=allowed,
-        ratio=ratio,
-        share=worst.share,
-        looks_like=looks_like(evidence.oracle, place, worst.piece.rank, shard),
-    )
+    shard = worst.piece.shard
+    record = _record(place, worst, looks_like(evidence.oracle, place, worst.piece.rank, shard))
     text = (
         f"{_where(place)} on rank {record.rank} (shard at {list(shard.offsets)}; wrong on {num_ranks} of "
         f"{evidence.world_size} ranks): {record.looks_like}; at {list(record.index)} got {record.got:.9g}, "
-        f"expected {record.expected:.9g}, error {error:.3g}, allowed {allowed:.3g}, "
+        f"expected {record.expected:.9g}, error {record.error:.3g}, allowed {record.allowed:.3g}, "
         f"{record.share:.1%} of the shard beyond"
     )
-    return _Finding(text=text, severity=ratio, worst=record)
+    return _Finding(text=text, severity=record.ratio, worst=record)
+
+
+def _record(place: Place, comparison: _Comparison, characterised: str) -> TensorRecord:
+    shard, index = comparison.piece.shard, comparison.worst_index
+    return TensorRecord(
+        quantity=str(place.quantity),
+        name=place.name,
+        step=place.step,
+        rank=comparison.piece.rank,
+        index=tuple(o + i for o, i in zip(shard.offsets, index, strict=True)),
+        got=float(shard.tensor[index].item()),
+        expected=float(comparison.expected[index].item()),
+        error=comparison.worst_error,
+        allowed=comparison.allowed,
+        ratio=comparison.ratio,
+        share=comparison.share,
+        looks_like=characterised,
+    )
 
 
 def _divergence(comparisons: list[_Comparison]) -> str | None:

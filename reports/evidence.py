@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from harness.record import OutcomeRecord, Record, TensorRecord
-from reports.text import number, ranks, size, times
+from reports.text import number, ranks, rough, size, times
 
 __all__ = ["Bar", "LedgerRow", "OutcomeGroup", "bar", "headroom", "ledger_rows", "outcome_groups", "place"]
 
@@ -103,6 +103,6 @@ def place(worst: TensorRecord) -> str:
 def headroom(worst: TensorRecord) -> str:
     """Say how far off the worst element is."""
     return (
-        f"got {number(worst.got)}, expected {number(worst.expected)}; error {number(worst.error)}"
-        f" of {number(worst.allowed)} allowed ({times(worst.ratio)}); {worst.share:.1%} of elements beyond"
+        f"got {number(worst.got)}, expected {number(worst.expected)}; error {rough(worst.error)}"
+        f" of {rough(worst.allowed)} allowed ({times(worst.ratio)}); {worst.share:.1%} of elements beyond"
     )

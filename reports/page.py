@@ -72,6 +72,7 @@ def _environment() -> Environment:
         "one_line": text.one_line,
         "outcome_groups": evidence.outcome_groups,
         "place": evidence.place,
+        "rough": text.rough,
         "size": _size,
     }
     return environment

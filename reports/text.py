@@ -6,7 +6,18 @@ import math
 import re
 from collections.abc import Iterable, Mapping
 
-__all__ = ["clip", "duration", "number", "one_line", "printable", "ranks", "size", "times", "versions"]
+__all__ = [
+    "clip",
+    "duration",
+    "number",
+    "one_line",
+    "printable",
+    "ranks",
+    "rough",
+    "size",
+    "times",
+    "versions",
+]
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 # Terminal escape sequences as a whole, so that no "[31m" stays behind; then every other control character,
@@ -46,8 +57,13 @@ def clip(text: str, limit: int) -> str:
 
 
 def number(value: float) -> str:
-    """Spell a measured number with the digits that matter."""
-    return f"{value:.6g}"
+    """Spell a tensor's element with all the digits that tell two float32 values apart."""
+    return f"{value:.9g}"
+
+
+def rough(value: float) -> str:
+    """Spell a measured size."""
+    return f"{value:.3g}"
 
 
 def times(ratio: float) -> str:

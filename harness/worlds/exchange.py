@@ -87,8 +87,8 @@ class Exchange:
     def open_works(self) -> list[str]:
         """Describe the asynchronous works that nobody has waited for, by rank."""
         with self._lock:
-            works = sorted(self._open.values(), key=lambda w: w.sited.global_rank)
-        return [f"rank {w.sited.global_rank}: {w.sited}" for w in works]
+            calls = [sited for w in self._open.values() if (sited := w.pending) is not None]
+        return [f"rank {c.global_rank}: {c}" for c in sorted(calls, key=lambda c: c.global_rank)]
 
     def _meet(self, arrival: Arrival) -> Meeting:
         call = arrival.sited.call

@@ -38,7 +38,7 @@ class LateWork(dist.Work):
         on_delivery: Callable[[LateWork], None],
     ) -> None:
         super().__init__()
-        self.sited = sited
+        self._pending: SitedCall | None = sited  # None once delivered, so that the tensors can go
         self._awaited = awaited
         self._block = block
         self._on_delivery = on_delivery
@@ -47,25 +47,29 @@ class LateWork(dist.Work):
         # Weak: a work that somebody still holds must not keep the tensors that the engine has let go of.
         self._results = [weakref.ref(t) for part in call.outputs for t in part]
         self._source = call.peer
-        self._pending: Call | None = call
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Block until everybody has come, then write the outputs; only the first wait does anything."""
         # C++ spells "no timeout of its own" as zero.
         limit_s = timeout.total_seconds() if timeout else None
         with self._delivering:
-            call, awaited = self._pending, self._awaited
-            if call is None:
+            sited, awaited = self._pending, self._awaited
+            if sited is None:
                 return True
             if awaited is not None:
-                self._block(awaited, self.sited, limit_s or call.timeout_s)
+                self._block(awaited, sited, limit_s or sited.call.timeout_s)
                 if isinstance(awaited, Receipt):
                     self._source = awaited.source
                 with raw_access():
-                    _deliver(awaited, call)
+                    _deliver(awaited, sited.call)
             self._pending = self._awaited = None
             self._on_delivery(self)
         return True
+
+    @property
+    def pending(self) -> SitedCall | None:
+        """The call, until its result was written."""
+        return self._pending
 
     def get_future(self) -> Any:  # Any: torch.futures.Future over a list of tensors
         """Wait, and return the completed future of the outputs."""

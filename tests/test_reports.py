@@ -1,0 +1,412 @@
+"""Reports say what the records say: every record, every verdict, whatever an engine writes into its messages."""
+
+from __future__ import annotations
+
+import math
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from harness.record import Footer, Header, LawRecord, LedgerLine, OutcomeRecord, Record, TensorRecord
+from harness.run_directory import Run, RunWriter
+from harness.verdict import Verdict
+from reports import junit, markdown, page, terminal
+from reports.evidence import bar, ledger_rows, outcome_groups
+from reports.mark import MARKS
+from reports.matrix import arrange, label
+from reports.tally import Conclusion, conclude, tally
+from reports.text import clip, duration, one_line, printable, ranks, size
+from reports.write import write_reports
+
+ROOT = Path(__file__).parents[1]
+RENDERERS = [terminal.render, markdown.render, junit.render, page.render]
+HOSTILE = "<script>alert(1)</script> ]]> & | `a` \x1b[31mred\x1b[0m \x00\ufffe\ud800 \u202e</details>"
+HEADER = Header(
+    started_at="2030-01-01T00:00:00+00:00",
+    command="shardproof run",
+    engines=("torch.fsdp2", "torch.ddp"),
+    worlds=("threads:4", "processes:2"),
+    versions={"python": "3.11", "torch": "2.13.0"},
+    hardware={"cpu": "x", "memory_bytes": "1073741824"},
+    git_head="unknown",
+    git_dirty=False,
+    seed=0,
+    num_cases=0,
+)
+FOOTER = Footer(ended_at="2030-01-01T00:01:00+00:00", duration_s=60.0)
+WORST = TensorRecord(
+    quantity="gradient",
+    name="0.weight",
+    step=1,
+    rank=3,
+    index=(2, 0),
+    got=1.0,
+    expected=0.25,
+    error=0.75,
+    allowed=0.01,
+    ratio=75.0,
+    share=0.5,
+    looks_like="exactly 4 x the reference",
+)
+
+
+def a_record(
+    case: str = "parity/test_single.py::test_matches[mlp]",
+    verdict: Verdict = Verdict.PASSED,
+    engine: str = "torch.ddp",
+    headline: str = "headline",
+) -> Record:
+    return Record(
+        engine=engine,
+        case=case,
+        world="threads:4",
+        verdict=verdict,
+        headline=headline,
+        suite="parity",
+        engine_version="2.13.0",
+        laws=(LawRecord(law="matches", held=False, summary="differs", details=("rank 2 first",)),),
+        worst=WORST,
+        ledger=tuple(
+            LedgerLine(
+                rank=r, phase="forward", op="all_gather", axis="data", dtype="float32", count=2, num_bytes=8
+            )
+            for r in range(4)
+        ),
+        outcomes=tuple(OutcomeRecord(rank=r, kind="Returned", text="") for r in range(4)),
+        command="pytest -k mlp",
+        duration_s=0.5,
+    )
+
+
+def a_run(*records: Record, footer: Footer | None = FOOTER, problems: tuple[str, ...] = ()) -> Run:
+    return Run(header=HEADER, records=records, footer=footer, problems=problems)
+
+
+def one_of_each() -> Run:
+    return a_run(*(a_record(f"parity/case-{v}", v, headline=f"told of {v}") for v in Verdict))
+
+
+class _Page(HTMLParser):
+    """Collects what a browser would see."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.ids: list[str] = []
+        self.links: list[str] = []
+        self.sources: list[str] = []
+        self.tags: list[str] = []
+        self.depth = 0
+        self.feed(html)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        found = {name: value or "" for name, value in attrs}
+        self.tags.append(tag)
+        self.depth += tag == "details"
+        self.ids += [found["id"]] if "id" in found else []
+        self.links += [found["href"]] if "href" in found else []
+        self.sources += [found[name] for name in ("src", "srcset", "data", "action") if name in found]
+        self.sources += [name for name in found if name.startswith("on")]
+
+    def handle_endtag(self, tag: str) -> None:
+        self.depth -= tag == "details"
+
+
+def test_reports_need_no_torch() -> None:
+    body = "import sys; from reports import junit, markdown, page, terminal, write; print('torch' in sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", body], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout.strip() == "False"
+
+
+def test_every_verdict_has_a_mark_of_its_own() -> None:
+    assert set(MARKS) == set(Verdict)
+    assert len({mark.letter for mark in MARKS.values()}) == len(Verdict)
+    assert len({mark.sign for mark in MARKS.values()}) == len(Verdict)
+    assert all(len(mark.letter) == 1 and mark.letter.isascii() for mark in MARKS.values())
+
+
+def test_opting_out_never_raises_the_score() -> None:
+    passed, opted_out = a_record("a"), a_record("b", Verdict.UNSUPPORTED)
+    assert tally([passed, opted_out]).score == "1 of 2 passed (50.0%)"
+    assert tally([passed] * 1999 + [opted_out]).percent == "99.9%"
+    for render in RENDERERS:
+        assert "UNSUPPORTED" in render(a_run(passed, opted_out))
+    for render in (terminal.render, markdown.render, page.render):
+        assert "50.0%" in render(a_run(passed, opted_out))
+
+
+@pytest.mark.parametrize("verdict", Verdict)
+def test_a_run_concludes_as_its_worst_verdict(verdict: Verdict) -> None:
+    expected = Conclusion.CONFORMING if verdict.is_conforming else Conclusion.NOT_CONFORMING
+    assert conclude(a_run(a_record("a"), a_record("b", verdict))) is expected
+
+
+def test_a_run_that_is_not_whole_does_not_conform() -> None:
+    assert conclude(a_run(a_record(), footer=None)) is Conclusion.INCOMPLETE
+    assert conclude(a_run(a_record(), problems=("a record is missing",))) is Conclusion.INCOMPLETE
+    assert conclude(a_run()) is Conclusion.EMPTY
+
+
+@pytest.mark.parametrize("render", RENDERERS, ids=lambda render: render.__module__)
+def test_interruption_and_problems_are_told(render: Callable[[Run], str]) -> None:
+    text = render(a_run(a_record(), footer=None, problems=("a record is missing",)))
+    assert "interrupted" in text
+    assert "a record is missing" in text
+    assert "interrupted" not in render(a_run(a_record()))
+
+
+@pytest.mark.parametrize("render", RENDERERS, ids=lambda render: render.__module__)
+def test_what_does_not_conform_is_told_with_its_headline(render: Callable[[Run], str]) -> None:
+    text = render(one_of_each()).replace("\\", "")
+    for verdict in Verdict:
+        assert str(verdict) in text
+        assert verdict.is_conforming or f"told of {verdict}" in text
+
+
+def test_every_record_is_in_exactly_one_cell() -> None:
+    run = a_run(
+        a_record("parity/b"), a_record("parity/a"), a_record("parity/b", engine="torch.fsdp2"), a_record("x")
+    )
+    matrix = arrange(run)
+    assert [column.engine for column in matrix.columns] == ["torch.fsdp2", "torch.ddp"], "the header's order"
+    rows = {row.case: [len(cell) for cell in row.cells] for suite in matrix.suites for row in suite.rows}
+    assert rows == {"parity/b": [1, 1], "parity/a": [0, 1], "x": [0, 1]}
+
+
+def test_two_records_of_one_cell_are_both_shown() -> None:
+    run = a_run(a_record(), a_record(verdict=Verdict.FAILED))
+    assert ".F" in terminal.render(run)
+    assert "`.F`" not in markdown.render(a_run(a_record()))
+    assert "`.F`" in markdown.render(run)
+    assert {"#r0", "#r1"} <= set(_Page(page.render(run)).links)
+
+
+def test_the_terminal_matrix_reads_line_by_line() -> None:
+    lines = terminal.render(
+        a_run(a_record(), a_record(engine="torch.fsdp2", verdict=Verdict.HUNG))
+    ).splitlines()
+    row = next(line for line in lines if "single::matches[mlp]" in line)
+    assert row.split() == ["single::matches[mlp]", "H", "."]
+    assert lines[-1] == "Not conforming: 1 of 2 passed (50.0%) in 1 min 00 s, 1 not conforming"
+
+
+def test_a_label_says_what_tells_a_case_from_its_neighbours() -> None:
+    assert label("parity/test_x.py::test_y[a-b]", "parity") == "x::y[a-b]"
+    assert label("parity/free-form", "parity") == "free-form"
+
+
+def test_junit_counts_what_it_holds() -> None:
+    root = ElementTree.fromstring(junit.render(one_of_each()))
+    kinds = {case.get("name"): [child.tag for child in case] for case in root.iter("testcase")}
+    assert kinds == {
+        f"parity/case-{v}": []
+        if v is Verdict.PASSED
+        else ["skipped"]
+        if v.is_conforming
+        else ["error"]
+        if v is Verdict.ERRORED
+        else ["failure"]
+        for v in Verdict
+    }
+    for suite in (root, *root.iter("testsuite")):
+        assert [suite.get(name) for name in ("tests", "failures", "errors", "skipped")] == [
+            "11",
+            "7",
+            "1",
+            "2",
+        ]
+
+
+def test_junit_shows_an_interrupted_run_red() -> None:
+    root = ElementTree.fromstring(junit.render(a_run(a_record(), footer=None)))
+    assert root.get("errors") == "1"
+    assert ElementTree.fromstring(junit.render(a_run(a_record()))).get("errors") == "0"
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.text(st.characters(), max_size=60))
+def test_junit_is_xml_whatever_an_engine_says(said: str) -> None:
+    record = replace(a_record(said, Verdict.CRASHED, engine=said, headline=said), duration_s=math.nan)
+    run = a_run(replace(record, outcomes=(OutcomeRecord(rank=0, kind=said, text=said),)), problems=(said,))
+    text = junit.render(run)
+    root = ElementTree.fromstring(text.encode("utf-8"))
+    assert root.get("tests") == "2"
+
+
+@pytest.mark.parametrize("render", RENDERERS, ids=lambda render: render.__module__)
+def test_hostile_text_stays_text(render: Callable[[Run], str]) -> None:
+    record = replace(
+        a_record(HOSTILE, Verdict.FAILED, HOSTILE, HOSTILE),
+        suite=HOSTILE,
+        worst=replace(WORST, name=HOSTILE, looks_like=HOSTILE),
+        laws=(LawRecord(law=HOSTILE, held=False, summary=HOSTILE, details=(HOSTILE,)),),
+        outcomes=(OutcomeRecord(rank=0, kind=HOSTILE, text=HOSTILE),),
+        command=HOSTILE,
+    )
+    text = render(a_run(record, problems=(HOSTILE,)))
+    text.encode("utf-8")
+    assert not set("\x00\x1b\ufffe\u202e") & set(text)
+    if render is not page.render:
+        return
+    seen, clean = _Page(text), _Page(page.render(a_run(a_record(verdict=Verdict.FAILED), problems=("p",))))
+    assert seen.tags.count("script") == clean.tags.count("script") == 1
+    assert seen.depth == 0
+
+
+def test_markdown_tables_survive_pipes() -> None:
+    text = markdown.render(a_run(a_record("a|b`c|d", Verdict.FAILED)))
+    row = next(line for line in text.splitlines() if line.startswith("| `") and "a" in line and "c" in line)
+    assert len(re.findall(r"(?<!\\)\|", row)) == 3
+
+
+def test_markdown_never_exceeds_what_a_forge_takes_and_keeps_failures() -> None:
+    passing = [a_record(f"parity/passing-{i}" + "x" * 90, headline="\u20ac" * 300) for i in range(4000)]
+    failing = [a_record(f"parity/failing-{i}", Verdict.FAILED, headline=f"sin {i}.") for i in range(50)]
+    text = markdown.render(a_run(*passing, *failing))
+    assert len(text.encode()) <= markdown.LIMIT_BYTES
+    assert all(f"sin {i}." in text for i in range(50))
+    told = re.search(r"Left out for length: the detail of (\d+) PASSED\.", text)
+    assert told is not None
+    assert int(told[1]) + len(re.findall("^- .*passing-", text, re.M)) == 4000
+    assert "4000 PASSED" in text
+
+
+def test_markdown_counts_failures_that_do_not_fit() -> None:
+    stack = "x" * 4000
+    failing = [
+        replace(
+            a_record(f"parity/{i}", Verdict.CRASHED),
+            outcomes=tuple(OutcomeRecord(rank=r, kind="Raised", text=f"{r}{stack}") for r in range(8)),
+        )
+        for i in range(100)
+    ]
+    text = markdown.render(a_run(*failing))
+    assert len(text.encode()) <= markdown.LIMIT_BYTES
+    told = re.search(r"the detail of (\d+) CRASHED", text)
+    assert told is not None
+    assert int(told[1]) + text.count("\n### `") == 100
+
+
+def test_markdown_stays_small_whatever_the_header_holds() -> None:
+    huge = "|" * 300_000
+    header = replace(HEADER, command=huge, versions={huge: huge}, git_head=huge)
+    run = Run(
+        header=header,
+        records=(a_record(huge, Verdict.FAILED, huge, huge),),
+        footer=None,
+        problems=(huge,) * 200,
+    )
+    assert len(markdown.render(run).encode()) <= markdown.LIMIT_BYTES
+
+
+def test_the_page_needs_nothing_but_itself() -> None:
+    html = page.render(one_of_each())
+    seen = _Page(html)
+    assert seen.sources == []
+    assert all(link.startswith("#") for link in seen.links)
+    assert not {"link", "img", "iframe", "base", "object"} & set(seen.tags)
+    assert "@import" not in html
+    assert "url(" not in html
+
+
+def test_every_cell_of_the_page_leads_to_its_evidence() -> None:
+    seen = _Page(page.render(one_of_each()))
+    assert len(seen.ids) == len(set(seen.ids))
+    assert sorted(seen.links) == sorted(f"#r{i}" for i in range(len(Verdict)))
+    assert {link[1:] for link in seen.links} <= set(seen.ids)
+
+
+def test_the_page_holds_the_evidence() -> None:
+    html = page.render(a_run(a_record(verdict=Verdict.FAILED)))
+    for words in (
+        "gradient 0.weight[2, 0] on rank 3 at step 1",
+        "exactly 4 x the reference",
+        "75 x what is allowed",
+        "rank 2 first",
+        "all 4 ranks",
+        "pytest -k mlp",
+        "1.0 GiB",
+        "2.13.0",
+    ):
+        assert words in html, words
+
+
+def test_the_page_takes_two_thousand_records() -> None:
+    records = [a_record(f"parity/{i}", list(Verdict)[i % len(Verdict)]) for i in range(2000)]
+    html = page.render(a_run(*records))
+    assert len(_Page(html).links) == 2000
+    assert len(html) < 20_000_000
+
+
+def test_the_ledger_is_folded_only_over_ranks_that_agree() -> None:
+    whole = ledger_rows(a_record())
+    assert [(row.ranks, row.is_split) for row in whole] == [("all 4 ranks", False)]
+    odd = a_record().ledger
+    changed = replace(a_record(), ledger=(*odd[:3], replace(odd[3], count=3)))
+    assert [(row.ranks, row.count) for row in ledger_rows(changed)] == [("ranks 0-2", 2), ("rank 3", 3)]
+    missing = replace(a_record(), ledger=odd[:3])
+    assert [row.is_split for row in ledger_rows(missing)] == [True], (
+        "rank 3 did nothing, which is a difference"
+    )
+
+
+def test_outcomes_with_a_cause_come_first() -> None:
+    ends = [("Abandoned", ""), ("Raised", "boom"), ("Abandoned", "")]
+    record = replace(
+        a_record(), outcomes=tuple(OutcomeRecord(rank=r, kind=k, text=t) for r, (k, t) in enumerate(ends))
+    )
+    assert [(g.ranks, g.kind) for g in outcome_groups(record)] == [
+        ("rank 1", "Raised"),
+        ("ranks 0, 2", "Abandoned"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("ratio", "percent", "is_within"),
+    [
+        (0.0, 0.0, True),
+        (1e-9, 0.0, True),
+        (1.0, 50.0, True),
+        (1.01, 50.1, False),
+        (10.0, 66.7, False),
+        (1e9, 100.0, False),
+        (math.inf, 100.0, False),
+        (math.nan, 100.0, False),
+    ],
+)
+def test_the_bar_is_logarithmic_with_allowed_in_the_middle(
+    ratio: float, percent: float, is_within: bool
+) -> None:
+    drawn = bar(replace(WORST, ratio=ratio))
+    assert (drawn.percent, drawn.is_within) == (percent, is_within)
+
+
+def test_text_is_spelt_for_people() -> None:
+    assert ranks([3, 0, 1, 6]) == "ranks 0-1, 3, 6"
+    assert ranks([5]) == "rank 5"
+    assert [size(n) for n in (0, 1023, 1024, 3 * 2**30)] == ["0 B", "1023 B", "1.0 KiB", "3.0 GiB"]
+    assert [duration(s) for s in (0.5, 61, 7200)] == ["0.50 s", "1 min 01 s", "2 h 00 min"]
+    assert printable("a\x1b[1;31mb\x1b[0m\nc\td") == "ab\nc\td"
+    assert one_line("a\n  b") == "a b"
+    assert len(one_line("x" * 1000)) == 300
+    assert clip("a" * 50 + "b" * 50, 20) == f"{'a' * 10}\n... 80 characters left out ...\n{'b' * 10}"
+
+
+def test_reports_are_written_beside_the_records(tmp_path: Path) -> None:
+    writer = RunWriter(tmp_path, replace(HEADER, num_cases=1))
+    writer.append(a_record(headline=HOSTILE))
+    writer.finish(FOOTER)
+    written = write_reports(tmp_path)
+    assert [path.name for path in written] == ["report.html", "report.md", "junit.xml"]
+    assert all(path.stat().st_size for path in written)
+    assert write_reports(tmp_path) == written, "reports may be written again"

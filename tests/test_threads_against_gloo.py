@@ -1,0 +1,537 @@
+"""Ranks as threads over our transport give what ranks as processes over gloo give, and what one process gives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.distributed_c10d import _coalescing_manager
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from harness.worlds.launch import launch
+from harness.worlds.outcome import Raised, Returned
+from harness.worlds.rank import RankContext
+from harness.worlds.spec import WorldKind, WorldSpec
+
+Tensor = torch.Tensor
+Plain = Any  # nested lists of numbers
+Scenario = Callable[[int, int], Plain]
+
+# The largest difference by which float64 sums over a few hundred terms may differ in another order.
+_ROUNDING = 1e-12
+
+
+def numbers(rank: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Integers of each rank's own, so that any order of summation gives the same."""
+    numel = torch.Size(shape).numel()
+    return (torch.arange(1, numel + 1) + 10 * rank).reshape(shape).to(dtype)
+
+
+def every_work(works: Sequence[dist.Work | None]) -> None:
+    for work in works:
+        if work is not None:
+            work.wait()
+
+
+# ---- collectives: each takes rank and size and gives plain numbers
+
+
+def all_reduces(rank: int, size: int) -> Plain:
+    results = []
+    for op in (dist.ReduceOp.SUM, dist.ReduceOp.PRODUCT, dist.ReduceOp.MIN, dist.ReduceOp.MAX):
+        for is_async in (False, True):
+            tensor = numbers(rank, 2, 3)
+            every_work([dist.all_reduce(tensor, op, async_op=is_async)])
+            results.append(tensor.tolist())
+    for op in (dist.ReduceOp.BAND, dist.ReduceOp.BOR, dist.ReduceOp.BXOR):
+        tensor = numbers(rank, 3, dtype=torch.int64)
+        dist.all_reduce(tensor, op)
+        results.append(tensor.tolist())
+    return results
+
+
+def all_reduces_of_every_dtype(rank: int, size: int) -> Plain:
+    results = []
+    for dtype in (torch.float64, torch.float16, torch.bfloat16, torch.int32, torch.uint8, torch.complex64):
+        tensor = numbers(rank, 3, dtype=dtype)
+        dist.all_reduce(tensor)
+        results.append([str(x) for x in tensor.tolist()])
+    return results
+
+
+def coalesced_all_reduces(rank: int, size: int) -> Plain:
+    tensors = [numbers(rank, n) for n in (1, 4)]
+    with _coalescing_manager(async_ops=True) as manager:
+        for tensor in tensors:
+            dist.all_reduce(tensor)
+    manager.wait()
+    return [t.tolist() for t in tensors]
+
+
+def all_gathers(rank: int, size: int) -> Plain:
+    pieces = [torch.zeros(2, 2) for _ in range(size)]
+    dist.all_gather(pieces, numbers(rank, 2, 2))
+    late = [torch.zeros(2) for _ in range(size)]
+    every_work([dist.all_gather(late, numbers(rank, 2), async_op=True)])
+    whole = torch.zeros(size * 2)
+    every_work([dist.all_gather_into_tensor(whole, numbers(rank, 2), async_op=True)])
+    in_place = torch.zeros(size * 2)
+    mine = in_place[rank * 2 : rank * 2 + 2]
+    mine.copy_(numbers(rank, 2))
+    dist.all_gather_into_tensor(in_place, mine)
+    return [t.tolist() for t in (*pieces, *late, whole, in_place)]
+
+
+def coalesced_all_gathers(rank: int, size: int) -> Plain:
+    outputs = [torch.zeros(size * n) for n in (1, 3)]
+    with _coalescing_manager(async_ops=True) as manager:
+        for output in outputs:
+            dist.all_gather_into_tensor(output, numbers(rank, output.numel() // size))
+    manager.wait()
+    return [t.tolist() for t in outputs]
+
+
+def reduce_scatters(rank: int, size: int) -> Plain:
+    whole = torch.zeros(2)
+    dist.reduce_scatter_tensor(whole, numbers(rank, size * 2))
+    late = torch.zeros(2)
+    every_work([dist.reduce_scatter_tensor(late, numbers(rank, size * 2), async_op=True)])
+    listed = torch.zeros(2)
+    dist.reduce_scatter(listed, list(torch.split(numbers(rank, size * 2), 2)))
+    return [t.tolist() for t in (whole, late, listed)]
+
+
+def rooted(rank: int, size: int) -> Plain:
+    root = size - 1
+    spread = numbers(rank, 3)
+    every_work([dist.broadcast(spread, root, async_op=True)])
+    reduced = numbers(rank, 3)
+    dist.reduce(reduced, root)
+    gathered = [torch.zeros(2) for _ in range(size)] if rank == root else None
+    dist.gather(numbers(rank, 2), gathered, root)
+    scattered = torch.zeros(2)
+    dist.scatter(scattered, list(numbers(7, size, 2)) if rank == root else None, root)
+    # What a reduce leaves on other ranks is nobody's promise.
+    kept = [reduced] if rank == root else []
+    return [t.tolist() for t in (spread, *kept, *(gathered or []), scattered)]
+
+
+def all_to_alls(rank: int, size: int) -> Plain:
+    even = torch.zeros(size * 2)
+    dist.all_to_all_single(even, numbers(rank, size * 2))
+    into = [rank + 1] * size
+    out_of = [d + 1 for d in range(size)]
+    uneven = torch.zeros(sum(into))
+    every_work([dist.all_to_all_single(uneven, numbers(rank, sum(out_of)), into, out_of, async_op=True)])
+    return [even.tolist(), uneven.tolist()]
+
+
+def messages(rank: int, size: int) -> Plain:
+    after, before = (rank + 1) % size, (rank - 1) % size
+    received = torch.zeros(2)
+    swap = [dist.P2POp(dist.isend, numbers(rank, 2), after), dist.P2POp(dist.irecv, received, before)]
+    every_work(dist.batch_isend_irecv(swap))
+    tagged = torch.zeros(2, 1)
+    if rank == 0:
+        dist.send(torch.tensor([1.0]), 1, tag=1)
+        dist.send(torch.tensor([2.0]), 1, tag=2)
+    elif rank == 1:
+        dist.recv(tagged[0], 0, tag=2)
+        dist.recv(tagged[1], 0, tag=1)
+    return [received.tolist(), tagged.tolist()]
+
+
+def objects(rank: int, size: int) -> Plain:
+    gathered: list[Any] = [None] * size
+    dist.all_gather_object(gathered, {"rank": rank, "text": "x" * rank})
+    spread = [("from", rank)]
+    dist.broadcast_object_list(spread, 1)
+    rooted: list[Any] | None = [None] * size if rank == 0 else None
+    dist.gather_object(rank, rooted, 0)
+    mine: list[Any] = [None]
+    dist.scatter_object_list(mine, [[r] for r in range(size)] if rank == 0 else None, 0)
+    return [gathered, spread, rooted, mine]
+
+
+def barriers(rank: int, size: int) -> Plain:
+    dist.barrier()
+    every_work([dist.barrier(async_op=True)])
+    dist.monitored_barrier(timeout=timedelta(seconds=10))
+    return []
+
+
+def subgroups(rank: int, size: int) -> Plain:
+    firsts = dist.new_group([0, 1])
+    results: list[Any] = []
+    if rank < 2:
+        tensor = numbers(rank, 2)
+        dist.all_reduce(tensor, group=firsts)
+        results.append(tensor.tolist())
+    enumerate_groups: Any = dist.new_subgroups_by_enumeration  # Any: no annotations
+    alone, _ = enumerate_groups([[r] for r in range(size)])
+    tensor = numbers(rank, 2)
+    dist.all_reduce(tensor, group=alone)
+    local = dist.new_group([0, size - 1], use_local_synchronization=True)
+    if rank in (0, size - 1):
+        dist.broadcast(tensor, size - 1, group=local)
+    return [*results, tensor.tolist(), dist.get_process_group_ranks(alone)]
+
+
+def functionals(rank: int, size: int) -> Plain:
+    group = dist.group.WORLD
+    assert group is not None
+    summed = functional.all_reduce(numbers(rank, 2), "sum", group)
+    gathered = functional.all_gather_tensor(numbers(rank, 1, 2), 0, group)
+    scattered = functional.reduce_scatter_tensor(numbers(rank, size, 2), "sum", 0, group)
+    many = functional.all_reduce_coalesced([numbers(rank, 1), numbers(rank, 2)], "sum", group)
+    return [t.tolist() for t in (summed * 2, gathered + 1, scattered, *many)]
+
+
+COLLECTIVES: Mapping[str, Scenario] = {
+    f.__name__: f
+    for f in (
+        all_reduces,
+        all_reduces_of_every_dtype,
+        coalesced_all_reduces,
+        all_gathers,
+        coalesced_all_gathers,
+        reduce_scatters,
+        rooted,
+        all_to_alls,
+        messages,
+        objects,
+        barriers,
+        subgroups,
+        functionals,
+    )
+}
+
+
+def run_collectives(context: RankContext) -> dict[str, Plain]:
+    return {name: scenario(context.rank, context.size) for name, scenario in COLLECTIVES.items()}
+
+
+def values(kind: WorldKind, size: int, body: Callable[..., Any], folder: Path, *args: Any) -> list[Any]:
+    result = launch(WorldSpec(kind=kind, size=size, deadline_s=60), body, *args, folder=folder)
+    for outcome in result.outcomes:
+        assert isinstance(outcome, Returned), getattr(outcome, "traceback", outcome)
+    return [o.value for o in result.outcomes if isinstance(o, Returned)]
+
+
+@pytest.fixture(scope="module")
+def both(tmp_path_factory: pytest.TempPathFactory) -> dict[WorldKind, list[dict[str, Plain]]]:
+    return {kind: values(kind, 3, run_collectives, tmp_path_factory.mktemp(kind.name)) for kind in WorldKind}
+
+
+@pytest.mark.parametrize("name", COLLECTIVES)
+def test_threads_give_what_gloo_gives(name: str, both: dict[WorldKind, list[dict[str, Plain]]]) -> None:
+    threads, processes = ([rank[name] for rank in both[kind]] for kind in WorldKind)
+    assert threads == processes
+
+
+# ---- engines: one training step on N ranks against the same step in one process
+
+
+def model() -> nn.Sequential:
+    torch.manual_seed(7)
+    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2), nn.Linear(2, 1)).double()
+
+
+def batch(rank: int) -> Tensor:
+    return torch.sin(torch.arange(8.0, dtype=torch.float64) + 3 * rank).reshape(2, 4)
+
+
+def loss_of(module: nn.Module, inputs: Tensor) -> Tensor:
+    result: Tensor = module(inputs).square().mean()
+    return result
+
+
+def backward(loss: Tensor) -> None:
+    loss.backward()  # type: ignore[no-untyped-call]
+
+
+def optimizer_of(module: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(module.parameters(), lr=0.5, momentum=0.9)
+
+
+def oracle(size: int, num_microbatches: int = 1) -> list[Plain]:
+    """The parameters after two steps over the batches of all ranks."""
+    alone = model()
+    optimizer = optimizer_of(alone)
+    for _ in range(2):
+        optimizer.zero_grad()
+        for microbatch in range(num_microbatches):
+            for rank in range(size):
+                backward(loss_of(alone, batch(rank + 10 * microbatch)) / size)
+        optimizer.step()
+    return [p.tolist() for p in alone.parameters()]
+
+
+def train(module: nn.Module, optimizer: torch.optim.Optimizer, rank: int) -> None:
+    for _ in range(2):
+        optimizer.zero_grad()
+        backward(loss_of(module, batch(rank)))
+        optimizer.step()
+
+
+def whole(module: nn.Module) -> list[Plain]:
+    return [(p.full_tensor() if isinstance(p, DTensor) else p).detach().tolist() for p in module.parameters()]
+
+
+def train_ddp(context: RankContext) -> list[Plain]:
+    engine = DistributedDataParallel(model())
+    train(engine, optimizer_of(engine), context.rank)
+    return whole(engine)
+
+
+def train_ddp_accumulating(context: RankContext) -> list[Plain]:
+    engine = DistributedDataParallel(model())
+    optimizer = optimizer_of(engine)
+    for _ in range(2):
+        optimizer.zero_grad()
+        with engine.no_sync():
+            backward(loss_of(engine, batch(context.rank)))
+        backward(loss_of(engine, batch(context.rank + 10)))
+        optimizer.step()
+    return whole(engine)
+
+
+class Fork(nn.Module):
+    """Uses one of two halves, by rank, so that some parameters have no gradient on some ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk = model()
+        torch.manual_seed(8)
+        self.branches = nn.ModuleList(nn.Linear(4, 4).double() for _ in range(2))
+
+    def forward(self, inputs: Tensor, way: int) -> Tensor:
+        result: Tensor = self.trunk(self.branches[way](inputs))
+        return result
+
+
+def train_ddp_with_unused_parameters(context: RankContext) -> list[Plain]:
+    engine = DistributedDataParallel(Fork(), find_unused_parameters=True)
+    alone = Fork()
+    backward(engine(batch(context.rank), context.rank % 2).square().mean())
+    for rank in range(context.size):
+        backward(alone(batch(rank), rank % 2).square().mean() / context.size)
+    pairs = zip(engine.module.parameters(), alone.parameters(), strict=True)
+    return [
+        [(mine.grad - theirs.grad).abs().max().item()]
+        for mine, theirs in pairs
+        if mine.grad is not None and theirs.grad is not None
+    ]
+
+
+def train_fsdp2(context: RankContext, shape: tuple[int, ...]) -> list[Plain]:
+    engine = model()
+    names = ("replicate", "shard")[-len(shape) :]
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    for part in (engine[0], engine[2]):
+        fully_shard(part, mesh=mesh)
+    fully_shard(engine, mesh=mesh)
+    train(engine, optimizer_of(engine), context.rank)
+    return whole(engine)
+
+
+def train_fsdp1(context: RankContext) -> list[Plain]:
+    engine = FullyShardedDataParallel(model(), device_id=torch.device("cpu"), use_orig_params=True)
+    train(engine, optimizer_of(engine), context.rank)
+    with FullyShardedDataParallel.summon_full_params(engine):
+        return whole(engine)
+
+
+def train_zero(context: RankContext) -> list[Plain]:
+    # Here, because importing it warns of a deprecation inside torch, which pytest makes an error.
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    engine = DistributedDataParallel(model())
+    optimizer = ZeroRedundancyOptimizer(engine.parameters(), torch.optim.SGD, lr=0.5, momentum=0.9)
+    train(engine, optimizer, context.rank)
+    return whole(engine)
+
+
+def train_pipeline(context: RankContext) -> list[Plain]:
+    """Two stages, two microbatches: gives the largest difference of each gradient from one process."""
+    halves = [model()[:2], model()[2:]]
+    mine = halves[context.rank]
+    stage = PipelineStage(mine, context.rank, 2, context.device)
+    schedule = ScheduleGPipe(stage, 2, loss_fn=lambda output, target: (output - target).square().mean())
+    inputs, target = batch(0), torch.ones(2, 1, dtype=torch.float64)
+    if context.rank == 0:
+        schedule.step(inputs)
+    else:
+        schedule.step(target=target)
+    alone = model()
+    backward((alone(inputs) - target).square().mean())
+    theirs = alone[:2] if context.rank == 0 else alone[2:]
+    pairs = zip(mine.parameters(), theirs.parameters(), strict=True)
+    # A missing gradient shows as an infinite difference.
+    return [
+        [float("inf") if m.grad is None or t.grad is None else (m.grad - t.grad).abs().max().item()]
+        for m, t in pairs
+    ]
+
+
+def shard_over_two_axes(context: RankContext) -> list[Plain]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("rows", "columns"))
+    whole_tensor = torch.arange(30.0).reshape(6, 5)  # uneven over both axes
+    tensor = distribute_tensor(whole_tensor, mesh, [Shard(0), Shard(1)])
+    square: Any = tensor @ tensor.t()  # Any: a DTensor, which the operator's stub does not know
+    product = square.redistribute(mesh, [Replicate(), Replicate()])
+    return [product.to_local().tolist(), tensor.full_tensor().tolist()]
+
+
+def largest_difference(one: Plain, other: Plain) -> float:
+    flat = [torch.tensor(x, dtype=torch.float64).flatten() for side in (one, other) for x in side]
+    half = len(flat) // 2
+    return max(float((a - b).abs().max()) for a, b in zip(flat[:half], flat[half:], strict=True))
+
+
+ENGINES: Mapping[str, tuple[Callable[..., Any], int, tuple[Any, ...]]] = {
+    "ddp-2": (train_ddp, 2, ()),
+    "ddp-4": (train_ddp, 4, ()),
+    "fsdp2-3": (train_fsdp2, 3, ((3,),)),
+    "fsdp2-4": (train_fsdp2, 4, ((4,),)),
+    "fsdp2-2x2": (train_fsdp2, 4, ((2, 2),)),
+    "fsdp1-4": (train_fsdp1, 4, ()),
+    "zero-3": (train_zero, 3, ()),
+}
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_engines_train_over_threads_as_in_one_process(name: str, tmp_path: Path) -> None:
+    body, size, args = ENGINES[name]
+    for parameters in values(WorldKind.THREADS, size, body, tmp_path, *args):
+        assert largest_difference(parameters, oracle(size)) < _ROUNDING
+
+
+def test_ddp_accumulates_over_threads_as_in_one_process(tmp_path: Path) -> None:
+    for parameters in values(WorldKind.THREADS, 2, train_ddp_accumulating, tmp_path):
+        assert largest_difference(parameters, oracle(2, num_microbatches=2)) < _ROUNDING
+
+
+@pytest.mark.parametrize(
+    ("body", "size"), [(train_ddp_with_unused_parameters, 4), (train_pipeline, 2)], ids=["unused", "pipeline"]
+)
+def test_gradients_over_threads_are_those_of_one_process(
+    body: Callable[..., Any], size: int, tmp_path: Path
+) -> None:
+    for differences in values(WorldKind.THREADS, size, body, tmp_path):
+        assert len(differences) >= 2
+        assert max(d for (d,) in differences) < _ROUNDING
+
+
+def test_two_mesh_axes_work_over_threads(tmp_path: Path) -> None:
+    tensor = torch.arange(30.0).reshape(6, 5)
+    expected = [(tensor @ tensor.t()).tolist(), tensor.tolist()]
+    assert values(WorldKind.THREADS, 4, shard_over_two_axes, tmp_path) == [expected] * 4
+
+
+# ---- what only threads have
+
+
+def split_groups(context: RankContext) -> list[Plain]:
+    half = dist.split_group(split_ranks=[[0, 1], [2, 3]])
+    assert half is not None
+    tensor = numbers(context.rank, 1)
+    dist.all_reduce(tensor, group=half)
+    results: list[Any] = [tensor.tolist(), dist.get_process_group_ranks(half)]
+    # Ranks of a split are ranks within the parent.
+    one = dist.split_group(half, [[1]])
+    results.append(None if one is None else dist.get_process_group_ranks(one))
+    world = dist.group.WORLD
+    assert world is not None
+    split: Any = world.split_group  # Any: the stub wants a type of its own for names
+    odd = split([1, 3], group_name="odd")
+    if odd is not None:
+        gathered: list[Any] = [None, None]
+        dist.all_gather_object(gathered, context.rank, group=odd)
+        results.append(gathered)
+    return results
+
+
+def test_split_group_works_on_cpu(tmp_path: Path) -> None:
+    pair, other = [[12.0], [0, 1]], [[52.0], [2, 3]]
+    assert values(WorldKind.THREADS, 4, split_groups, tmp_path) == [
+        [*pair, None],
+        [*pair, [1], [1, 3]],
+        [*other, None],
+        [*other, [3], [1, 3]],
+    ]
+
+
+def thread_of_a_rank(context: RankContext) -> list[Plain]:
+    import threading
+
+    tensor, summed = numbers(context.rank, 2), []
+
+    def reduce() -> None:
+        group = dist.group.WORLD
+        assert group is not None
+        dist.all_reduce(tensor)
+        summed.append(functional.all_reduce(numbers(context.rank, 1), "sum", group).tolist())
+
+    helper = threading.Thread(target=reduce)
+    helper.start()
+    helper.join()
+    return [tensor.tolist(), *summed]
+
+
+def test_a_thread_that_a_rank_starts_belongs_to_it(tmp_path: Path) -> None:
+    assert values(WorldKind.THREADS, 2, thread_of_a_rank, tmp_path) == [[[12.0, 14.0], [12.0]]] * 2
+
+
+def mean_without_waiting(context: RankContext) -> list[Plain]:
+    tensor = torch.ones(2)
+    dist.all_reduce(tensor, async_op=True)
+    dist.barrier()
+    return [tensor.tolist()]
+
+
+def test_a_result_used_without_waiting_is_not_a_number_on_every_rank(tmp_path: Path) -> None:
+    for (seen,) in values(WorldKind.THREADS, 3, mean_without_waiting, tmp_path):
+        assert all(x != x for x in seen)
+
+
+def disagree(context: RankContext) -> None:
+    if context.rank:
+        dist.all_reduce(torch.ones(2))
+    else:
+        dist.all_reduce(torch.ones(2, dtype=torch.int64))
+
+
+def test_a_disagreement_names_call_sites(tmp_path: Path) -> None:
+    result = launch(WorldSpec(kind=WorldKind.THREADS, size=2, deadline_s=20), disagree, folder=tmp_path)
+    raised = [o for o in result.outcomes if isinstance(o, Raised)]
+    assert raised
+    for outcome in raised:
+        assert outcome.kind == "CollectiveMismatchError"
+        assert "tests/test_threads_against_gloo.py:" in outcome.message
+        assert outcome.message.count("in disagree") == 2
+
+
+def cross_groups(context: RankContext) -> None:
+    groups = [dist.new_group([0, 1]) for _ in range(2)]
+    for group in groups if context.rank else reversed(groups):
+        dist.all_reduce(torch.ones(1), group=group)
+
+
+def test_crossed_groups_are_a_deadlock_and_not_a_timeout(tmp_path: Path) -> None:
+    result = launch(WorldSpec(kind=WorldKind.THREADS, size=2, deadline_s=20), cross_groups, folder=tmp_path)
+    raised = [o for o in result.outcomes if isinstance(o, Raised)]
+    assert {o.kind for o in raised} == {"DeadlockError"}
+    assert "rank 0 waits for rank(s) [1]" in raised[0].message
+    assert "in cross_groups" in raised[0].message
