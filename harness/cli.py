@@ -118,6 +118,7 @@ def _conclude(out: Path, pytest_code: int) -> int:
     if pytest_code == 5 or (pytest_code != 0 and not (out / "records.jsonl").exists()):
         print("shardproof: no case was selected or run; see `shardproof list --cases`", file=sys.stderr)
         return USAGE if pytest_code == 5 else OUR_FAULT
+    from reports.tally import Conclusion, conclude
     from reports.terminal import render
     from reports.write import write_reports
 
@@ -128,8 +129,8 @@ def _conclude(out: Path, pytest_code: int) -> int:
     verdicts = {record.verdict for record in result.records}
     if Verdict.ERRORED in verdicts or pytest_code == 3:
         return OUR_FAULT
-    is_conforming = verdicts and all(v.is_conforming for v in verdicts) and not result.problems
-    return CONFORMS if is_conforming and pytest_code == 0 else DOES_NOT_CONFORM
+    is_conforming = conclude(result) is Conclusion.CONFORMING and pytest_code == 0
+    return CONFORMS if is_conforming else DOES_NOT_CONFORM
 
 
 def _suites(names: Sequence[str] | None) -> list[Path]:

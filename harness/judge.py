@@ -131,11 +131,11 @@ def _worst(rulings: Sequence[Ruling]) -> TensorRecord | None:
 
 
 def _tell_hang(kept: Kept, cause: Outcome, ledgers_say: str | None) -> str:
+    """Say who waits for whom: the ledgers word it alike in every world, a backend's error does not."""
     if isinstance(cause, Raised):
-        return cause.message
-    said = ledgers_say or _tell(cause)
+        return ledgers_say or cause.message
     late = sorted(o.rank for o in kept.result.outcomes if isinstance(o, TimedOut))
-    return f"{said}; not ended at the deadline: rank(s) {late}"
+    return f"{ledgers_say or _tell(cause)}; not ended at the deadline: rank(s) {late}"
 
 
 def _tell(outcome: Outcome) -> str:

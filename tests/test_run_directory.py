@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 import resource
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -237,8 +238,6 @@ def test_a_failed_replacement_leaves_the_old_file(tmp_path: Path) -> None:
     target = tmp_path / "report.md"
     write_file(target, "old")
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    import signal
-
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
     try:

@@ -54,6 +54,10 @@ class Recorder:
         # O_APPEND and no buffer: the kernel has the line before the collective starts, even if we are killed.
         self._journal = None if journal is None else os.open(journal, os.O_CREAT | os.O_APPEND | os.O_WRONLY)
 
+    def claim_thread(self) -> None:
+        """Take the calling thread for the rank's own, which has one name in every world."""
+        self._home = threading.get_ident()
+
     def name_axes(
         self, axis_of_group: Mapping[str, str], axis_of_ranks: Mapping[tuple[int, ...], str]
     ) -> None:
@@ -137,7 +141,6 @@ class Recorder:
             step=self._step,
             microbatch=self._microbatch,
             unit=self._units[-1] if self._units else None,
-            # The rank's own thread has one name in every world, so that ledgers of two worlds compare equal.
             thread="main" if is_home else threading.current_thread().name,
             site=call.site,
         )

@@ -141,12 +141,26 @@ def _settle(arrivals: Sequence[Arrival]) -> Sources:
             return lambda i, rank: ()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Message:
-    """What one rank sent and nobody received yet; ``source`` is its group rank."""
+class Message(Awaited):
+    """What one rank sent; complete when it is received, because no backend promises to buffer it."""
 
-    source: int
-    arrival: Arrival
+    def __init__(self, where: str, arrival: Arrival) -> None:
+        super().__init__(where)
+        self.arrival = arrival
+        self.source = arrival.sited.call.rank  # group rank
+
+    def absent(self) -> tuple[int, ...]:
+        """The rank that it was sent to."""
+        call = self.arrival.sited.call
+        return () if call.peer is None else (call.ranks[call.peer],)
+
+    def is_hopeless(self, left: frozenset[int]) -> bool:
+        """Only its destination can receive it."""
+        return left.issuperset(self.absent())
+
+    def sources(self, i: int, rank: int) -> Sequence[torch.Tensor]:
+        """A send has no results."""
+        return ()
 
 
 class Receipt(Awaited):

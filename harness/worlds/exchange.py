@@ -56,8 +56,7 @@ class Exchange:
             arrival = Arrival(sited=sited, inputs=snapshot(call))
             match call.op:
                 case Op.SEND:
-                    self._send(arrival)
-                    awaited: Awaited | None = None
+                    awaited: Awaited = self._send(arrival)
                 case Op.RECV:
                     awaited = self._receive(sited)
                 case _:
@@ -126,14 +125,17 @@ class Exchange:
         with self._lock:
             self._finish(meeting, error)
 
-    def _send(self, arrival: Arrival) -> None:
+    def _send(self, arrival: Arrival) -> Message:
         call = arrival.sited.call
-        message = Message(source=call.rank, arrival=arrival)
+        destination = "nobody" if call.peer is None else f"rank {call.ranks[call.peer]}"
+        where = f"a message to {destination} in group {call.group_name} {list(call.ranks)}"
+        message = Message(where, arrival)
         with self._lock:
             self._enter(arrival.sited)
             receipt = self._mailbox(call, call.peer).deliver(message)
             if receipt is not None:
                 self._hand_over(receipt, message)
+        return message
 
     def _receive(self, sited: SitedCall) -> Receipt:
         call = sited.call
@@ -147,12 +149,13 @@ class Exchange:
         return receipt
 
     def _hand_over(self, receipt: Receipt, message: Message) -> None:
+        error: CollectiveError | None = None
         try:
             receipt.take(message)
-        except CollectiveMismatchError as error:
-            self._finish(receipt, error)
-        else:
-            self._finish(receipt, None)
+        except CollectiveMismatchError as e:
+            error = e
+        self._finish(receipt, error)
+        self._finish(message, error)
 
     def _mailbox(self, call: Call, destination: int | None) -> Mailbox:
         key = ((call.group_name, call.ranks), -1 if destination is None else destination, call.tag)

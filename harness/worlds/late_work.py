@@ -33,13 +33,13 @@ class LateWork(dist.Work):
     def __init__(
         self,
         sited: SitedCall,
-        awaited: Awaited | None,
+        awaited: Awaited,
         block: Callable[[Awaited, SitedCall, float | None], None],
         on_delivery: Callable[[LateWork], None],
     ) -> None:
         super().__init__()
         self._pending: SitedCall | None = sited  # None once delivered, so that the tensors can go
-        self._awaited = awaited
+        self._awaited: Awaited | None = awaited
         self._block = block
         self._on_delivery = on_delivery
         self._delivering = threading.RLock()

@@ -50,6 +50,7 @@ def journal_path(folder: Path, rank: int) -> Path:
 
 def run_rank(context: RankContext, job: Job, enter: Callable[[], None]) -> Outcome:
     """Run ``enter`` (join the process group) and the body on the calling thread; never raises."""
+    context.recorder.claim_thread()
     try:
         enter()
         return Returned(rank=context.rank, value=job.body(context, *job.args))

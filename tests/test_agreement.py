@@ -1,0 +1,201 @@
+"""Agreement of ranks: honest worlds agree; a rank that differs, lags or leaves is named with its call."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from harness.ledger.agreement import Extent, RanksAgree, first_disagreement, waiting_for
+from harness.ledger.entry import Entry, Op, Phase
+from tests.ledgers import changed, entry, evidence, numbered, renew, sharding_ledger, without
+
+AGREE = RanksAgree()
+NEVER_DIFFER: tuple[dict[str, object], ...] = ({"site": "other.py:1"}, {"unit": "x"}, {"is_async": True})
+ALWAYS_DIFFER: tuple[dict[str, object], ...] = (
+    {"op": Op.ALL_REDUCE},
+    {"dtype": "bfloat16"},
+    {"reduce_op": "sum"},
+    {"shapes": ((4, 5),)},
+    {"peer": 1},
+)
+
+
+def is_reduction(e: Entry) -> bool:
+    return e.op is Op.REDUCE_SCATTER and e.step == 1
+
+
+def send(source: int, destination: int, **fields: object) -> Entry:
+    return renew(entry(Op.SEND, peer=destination, site=f"pipe.py:{source}"), **fields)
+
+
+def recv(destination: int, source: int | None, **fields: object) -> Entry:
+    return renew(entry(Op.RECV, peer=source, site=f"pipe.py:{destination}"), **fields)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_honest_world_agrees(world_size: int) -> None:
+    ledger = sharding_ledger(world_size=world_size)
+    record = AGREE.judge(evidence(*[ledger] * world_size)).record
+    assert record.held, record.summary
+    ledgers = dict.fromkeys(range(world_size), ledger)
+    assert first_disagreement(ledgers, Extent.COMPLETE) is None
+    assert waiting_for(ledgers) is None
+
+
+@pytest.mark.parametrize("fields", ALWAYS_DIFFER, ids=str)
+@pytest.mark.parametrize("odd_rank", [0, 2])
+def test_call_that_differs_is_told_with_both_sides(fields: dict[str, object], odd_rank: int) -> None:
+    honest = sharding_ledger(world_size=3)
+    odd = changed(honest, is_reduction, site="odd.py:7", **fields)
+    ledgers = [odd if r == odd_rank else honest for r in range(3)]
+    record = AGREE.judge(evidence(*ledgers)).record
+    assert not record.held
+    others = sorted({0, 1, 2} - {odd_rank})
+    seq = next(e.group_seq for e in honest if is_reduction(e))
+    assert f"group [0, 1, 2] disagrees on call #{seq}: " in record.summary
+    assert f"ranks {others} called reduce_scatter(avg, float32[4, 4])" in record.summary
+    assert f"rank {odd_rank} called " in record.summary
+    assert "at odd.py:7" in record.summary
+    assert "at engine.py:12" in record.summary
+    assert first_disagreement(dict(enumerate(ledgers))) == record.summary
+
+
+@pytest.mark.parametrize("fields", NEVER_DIFFER, ids=str)
+def test_what_has_no_meaning_between_ranks_may_differ(fields: dict[str, object]) -> None:
+    honest = sharding_ledger()
+    assert AGREE.judge(evidence(honest, changed(honest, is_reduction, **fields))).record.held
+
+
+def test_two_calls_in_swapped_order_are_caught() -> None:
+    big = entry(shapes=((8, 8),), site="big.py:1")
+    small = entry(shapes=((2, 2),), site="small.py:1")
+    record = AGREE.judge(evidence(numbered([big, small]), numbered([small, big]))).record
+    assert "call #0: rank 0 called all_reduce(avg, float32[8, 8])" in record.summary
+    assert "rank 1 called all_reduce(avg, float32[2, 2])" in record.summary
+
+
+def test_missing_call_at_the_end_is_wrong_only_when_all_is_told() -> None:
+    honest = sharding_ledger()
+    short = honest[:-1]
+    record = AGREE.judge(evidence(honest, short)).record
+    assert not record.held
+    assert "rank 0 called reduce_scatter" in record.summary
+    assert record.summary.endswith("rank 1 never made it")
+    assert first_disagreement({0: honest, 1: short}) is None
+
+
+def test_rank_without_any_call_on_a_group_is_caught() -> None:
+    stray = entry(group=(0, 1), axis="pair")
+    honest = numbered([entry(world_size=3)])
+    ledgers = (numbered([*honest, stray]), honest, honest)
+    record = AGREE.judge(evidence(*ledgers)).record
+    assert "group [0, 1] call #0: rank 0 called all_reduce" in record.summary
+    assert record.summary.endswith("rank 1 never made it")
+
+
+def test_groups_are_compared_each_by_itself() -> None:
+    left, right = entry(group=(0, 1)), entry(group=(2, 3), dtype="bfloat16")
+    ledgers = (numbered([left]), numbered([left]), numbered([right]), numbered([right]))
+    assert AGREE.judge(evidence(*ledgers)).record.held
+
+
+def test_earliest_disagreement_is_told_first() -> None:
+    honest = numbered([entry(group=(0, 1)), entry(group=(0, 1, 2)), entry(group=(0, 1))])
+    odd = numbered([honest[0], renew(honest[1], dtype="int64"), renew(honest[2], dtype="int32")])
+    record = AGREE.judge(evidence(honest, odd, numbered([honest[1]]))).record
+    assert "group [0, 1, 2] disagrees" in record.summary
+    assert len(record.details) == 2
+
+
+def test_agreeing_on_nothing_proves_nothing() -> None:
+    assert not AGREE.judge(evidence((), ())).record.held
+    reads = numbered([entry(Op.ALL_GATHER, phase=Phase.OBSERVE)])
+    assert "nothing was observed" in AGREE.judge(evidence(reads, reads)).record.summary
+    assert AGREE.judge(evidence(())).record.held
+
+
+def test_messages_that_meet_agree() -> None:
+    first = numbered([send(0, 1), send(0, 1, num_bytes=8), recv(0, 1)])
+    second = numbered([recv(1, 0), send(1, 0), recv(1, 0, num_bytes=8)])
+    assert AGREE.judge(evidence(first, second)).record.held
+    assert waiting_for({0: first, 1: second}) is None
+
+
+@pytest.mark.parametrize(
+    ("received", "text"),
+    [
+        ([recv(1, 0, dtype="bfloat16")], "message #0 from rank 0 to rank 1: sent as send("),
+        ([recv(1, 0, num_bytes=8)], "received as recv("),
+        ([recv(1, 0), recv(1, 0)], "message #1 from rank 0 to rank 1 was never sent: recv("),
+        ([entry(Op.BARRIER)], "was never received: send("),
+    ],
+)
+def test_messages_that_do_not_meet_are_caught(received: list[Entry], text: str) -> None:
+    barrier = [e for e in received if e.op is Op.BARRIER]
+    ledgers = (numbered([send(0, 1), *barrier]), numbered(received))
+    assert text in AGREE.judge(evidence(*ledgers)).record.summary
+
+
+def test_receives_from_any_source_are_counted_in_all() -> None:
+    any_two = numbered([recv(2, None), recv(2, None)])
+    ledgers = (numbered([send(0, 2)]), numbered([send(1, 2)]), any_two)
+    assert AGREE.judge(evidence(*ledgers)).record.held
+    record = AGREE.judge(evidence(ledgers[0], ledgers[1], any_two[:1])).record
+    assert "rank 2 receives from any source: 1 receives for 2 messages" in record.summary
+
+
+def test_waiting_rank_is_told_with_who_left() -> None:
+    calls = [entry(site=f"x.py:{line}") for line in (9, 10, 11, 12)]
+    text = waiting_for({0: numbered(calls[:3]), 1: numbered(calls)}, finished_ranks={0})
+    assert text == (
+        "rank 1 waits in all_reduce(avg, float32[4, 4]) as #3 of group [0, 1] at x.py:12; "
+        "rank 0 made only 3 calls on that group and then left"
+    )
+
+
+def test_waiting_rank_is_told_with_where_the_other_is() -> None:
+    text = waiting_for({0: numbered([entry()]), 1: ()})
+    assert text is not None
+    assert text.endswith("rank 1 made only 0 calls on that group and was never seen to call anything")
+
+
+def test_root_of_a_chain_of_waits_is_told() -> None:
+    # 0 waits for 1, which waits for 2, which computes for ever.
+    pairs = [entry(group=(0, 1)), entry(group=(1, 2))]
+    ledgers = {0: numbered([pairs[0]]), 1: numbered([pairs[1]]), 2: ()}
+    text = waiting_for(ledgers)
+    assert text is not None
+    assert text.startswith("rank 1 waits in")
+    assert "rank 2 made only 0 calls" in text
+
+
+def test_finished_rank_is_not_said_to_wait() -> None:
+    ledgers = {0: numbered([entry(), entry()]), 1: numbered([entry()])}
+    assert waiting_for(ledgers, finished_ranks={0}) is None
+    assert waiting_for(ledgers, finished_ranks={1}) is not None
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "text"),
+    [
+        ([recv(0, 1)], [], "rank 0 waits in recv("),
+        ([], [send(1, 0)], "rank 1 waits in send("),
+    ],
+)
+def test_rank_that_waits_for_a_message_is_told(left: list[Entry], right: list[Entry], text: str) -> None:
+    told = waiting_for({0: numbered(left), 1: numbered(right)})
+    assert told is not None
+    assert told.startswith(text)
+
+
+@settings(max_examples=60, deadline=None)  # deadline: the machine is shared, and time is not the property
+@given(data=st.data())
+def test_any_single_omission_is_found(data: st.DataObject) -> None:
+    honest = sharding_ledger(steps=2, microbatches=1, world_size=3)
+    position = data.draw(st.integers(min_value=0, max_value=len(honest) - 1))
+    rank = data.draw(st.integers(min_value=0, max_value=2))
+    short = without(honest, lambda e: e.seq == position)
+    ledgers = {r: short if r == rank else honest for r in range(3)}
+    assert first_disagreement(ledgers, Extent.COMPLETE) is not None
+    assert (waiting_for(ledgers) or "").count(f"rank {rank} made only {len(short)} calls") == 1

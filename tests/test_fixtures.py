@@ -1,0 +1,123 @@
+"""The fixtures keep their promises: same weights everywhere, different data, exactness, and sensitivity."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+import torch
+
+from fixtures.batches import PADDING
+from fixtures.optimizers import ADAMW, EXACT_SGD, SGD, AdamW, Sgd
+from fixtures.problems import EXACT_LINEAR, MLP_UNEVEN, PROBLEMS, TRANSFORMER, ModelProblem
+from harness.case import Schedule, Training
+from harness.oracle import Place, Quantity, run_oracle
+from harness.tolerance import allowed_error
+
+any_problem = pytest.mark.parametrize("problem", PROBLEMS, ids=lambda p: p.name)
+
+# The smallest real defect that we know of moves parameters by this much of their largest element.
+SMALLEST_DEFECT = 1.2e-4
+
+
+@any_problem
+def test_builds_equal_weights_whatever_the_default_generator_holds(problem: ModelProblem) -> None:
+    torch.manual_seed(1)
+    state = torch.get_rng_state()
+    first = problem.build().state_dict()
+    assert torch.equal(state, torch.get_rng_state())
+    torch.manual_seed(2)
+    second = problem.build().state_dict()
+    assert first.keys() == second.keys()
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+@any_problem
+def test_is_a_value_that_survives_pickling(problem: ModelProblem) -> None:
+    again = pickle.loads(pickle.dumps(problem))
+    assert again == problem
+    assert hash(again) == hash(problem)
+
+
+@pytest.mark.parametrize("optimizer", [SGD, ADAMW, EXACT_SGD], ids=lambda o: o.name)
+def test_optimizers_are_values_that_survive_pickling(optimizer: Sgd | AdamW) -> None:
+    assert pickle.loads(pickle.dumps(optimizer)) == optimizer
+
+
+@any_problem
+def test_units_are_submodules(problem: ModelProblem) -> None:
+    model = problem.build()
+    assert all(list(model.get_submodule(unit).parameters()) for unit in problem.units)
+
+
+@any_problem
+def test_data_differs_between_all_places_and_repeats_at_each(problem: ModelProblem) -> None:
+    places = [(s, m, r) for s in range(3) for m in range(4) for r in range(8)]
+    batches = [problem.batch(step=s, microbatch=m, rank=r) for s, m, r in places]
+    seen = {b.inputs[0].numpy().tobytes() for b in batches}
+    # Two rows of four values in -1..1 may coincide by chance; real data may not.
+    assert len(seen) == len(places) or (problem.is_exact and len(seen) > 0.9 * len(places))
+    again = problem.batch(step=1, microbatch=2, rank=3)
+    assert torch.equal(again.inputs[0], batches[places.index((1, 2, 3))].inputs[0])
+
+
+@any_problem
+def test_num_items_counts_what_the_loss_adds(problem: ModelProblem) -> None:
+    for rank in range(4):
+        count = problem.num_items(step=1, microbatch=0, rank=rank)
+        target = problem.batch(step=1, microbatch=0, rank=rank).target
+        is_token = target.dtype == torch.int64
+        assert count == (int((target != PADDING).sum()) if is_token else target.shape[0])
+
+
+@any_problem
+def test_neighbours_have_different_numbers_of_items(problem: ModelProblem) -> None:
+    counts = [problem.num_items(step=0, microbatch=0, rank=rank) for rank in range(2)]
+    assert (counts[0] != counts[1]) is not problem.is_exact
+
+
+def test_uneven_problem_has_a_parameter_with_fewer_rows_than_ranks() -> None:
+    rows = [p.shape[0] for p in MLP_UNEVEN.build().parameters()]
+    assert min(rows) == 1
+    assert all(size % world_size for size in rows for world_size in (2, 3, 4))
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4, 8])
+@pytest.mark.parametrize("microbatches", [1, 2, 4])
+def test_exact_problem_is_the_same_in_float32_and_float64(world_size: int, microbatches: int) -> None:
+    schedule = Schedule(steps=2, microbatches=microbatches)
+    training = Training(problem=EXACT_LINEAR, optimizer=EXACT_SGD, schedule=schedule)
+    oracle = run_oracle(training, world_size)
+    assert oracle.is_exact
+    assert set(oracle.noise.values()) == {0.0}
+
+
+@pytest.mark.parametrize("steps", [3, 4])
+def test_exact_problem_rounds_when_trained_for_too_long(steps: int) -> None:
+    training = Training(
+        problem=EXACT_LINEAR, optimizer=EXACT_SGD, schedule=Schedule(steps=steps, microbatches=4)
+    )
+    assert not run_oracle(training, 8).is_exact
+
+
+@pytest.mark.parametrize("optimizer", [SGD, ADAMW], ids=lambda o: o.name)
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+@any_problem
+def test_allowed_error_of_parameters_is_below_the_smallest_real_defect(
+    problem: ModelProblem, world_size: int, optimizer: Sgd | AdamW
+) -> None:
+    training = Training(problem=problem, optimizer=optimizer)
+    oracle = run_oracle(training, world_size)
+    for step, seen in enumerate(oracle.steps):
+        for name, value in seen.parameters.items():
+            allowed = allowed_error(oracle, Place(quantity=Quantity.PARAMETER, step=step, name=name))
+            assert allowed < SMALLEST_DEFECT / 2 * value.abs().max().item(), name
+
+
+def test_decoder_never_sees_the_future() -> None:
+    model = TRANSFORMER.build()
+    (text,) = TRANSFORMER.batch(step=0, microbatch=0, rank=0).inputs
+    changed = text.clone()
+    changed[:, -1] = (changed[:, -1] + 1) % 37
+    assert torch.equal(model(text)[:, :-1], model(changed)[:, :-1])
+    assert not torch.equal(model(text)[:, -1], model(changed)[:, -1])

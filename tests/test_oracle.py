@@ -1,0 +1,158 @@
+"""The oracle computes the gradient of the global mean loss, and measures its noise honestly."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+
+from engine.contract import Accumulation, Plan
+from fixtures.optimizers import ADAMW, SGD
+from fixtures.problems import EXACT_LINEAR, MLP_BUFFERS, MLP_EVEN, MLP_UNEVEN, TRANSFORMER, ModelProblem
+from harness.case import LoopOrder, Schedule, Training, ZeroGrad
+from harness.loss import loss_weight
+from harness.oracle import LOSSES, OracleObservation, Place, Quantity, run_oracle
+from harness.summation import EXACT_ORDER, reordering
+from harness.tolerance import allowed_error
+
+TRAINING = Training(problem=MLP_UNEVEN, optimizer=SGD, schedule=Schedule(steps=3, microbatches=3))
+
+
+@pytest.fixture(scope="module")
+def oracle() -> OracleObservation:
+    return run_oracle(TRAINING, 3)
+
+
+def test_loss_weight_makes_the_mean_over_ranks_the_global_mean() -> None:
+    counts = [MLP_UNEVEN.num_items(step=1, microbatch=m, rank=r) for m in range(3) for r in range(4)]
+    assert loss_weight(TRAINING, 4, 1) == 4 / sum(counts)
+
+
+@pytest.mark.parametrize("problem", [MLP_UNEVEN, TRANSFORMER], ids=lambda p: p.name)
+def test_first_gradient_is_that_of_one_global_batch(problem: ModelProblem) -> None:
+    training = replace(TRAINING, problem=problem)
+    model = problem.build().double()
+    places = [(m, r) for m in range(3) for r in range(2)]
+    batches = [problem.batch(step=0, microbatch=m, rank=r) for m, r in places]
+    inputs = torch.cat([b.inputs[0] for b in batches])
+    target = torch.cat([b.target for b in batches])
+    if inputs.is_floating_point():
+        inputs, target = inputs.double(), target.double()
+    count = sum(problem.num_items(step=0, microbatch=m, rank=r) for m, r in places)
+    loss = problem.loss(model(inputs), target) / count
+    expected = torch.autograd.grad(loss, list(model.parameters()))
+    got = run_oracle(training, 2).steps[0].gradients
+    for (name, gradient), by_hand in zip(got.items(), expected, strict=True):
+        assert gradient is not None
+        torch.testing.assert_close(gradient, by_hand, rtol=1e-12, atol=1e-14, msg=name)
+
+
+def test_contributions_add_up_to_the_gradient(oracle: OracleObservation) -> None:
+    for step in oracle.steps:
+        for name, pieces in step.contributions.items():
+            gradient = step.gradients[name]
+            assert gradient is not None
+            assert pieces.shape[:2] == (3, 3)
+            torch.testing.assert_close(pieces.sum((0, 1)) / 3, gradient, rtol=1e-12, atol=1e-14)
+
+
+def test_losses_are_float64_and_close_to_those_of_float32(oracle: OracleObservation) -> None:
+    losses = oracle.steps[0].losses
+    assert losses.shape == (3, 3)
+    assert losses.dtype == torch.float64
+    batch = MLP_UNEVEN.batch(step=0, microbatch=1, rank=2)
+    with torch.no_grad():
+        loss = MLP_UNEVEN.loss_sum(MLP_UNEVEN.build()(*batch.inputs), batch) * loss_weight(TRAINING, 3, 0)
+    assert losses[1, 2].item() == pytest.approx(loss.item(), rel=1e-5)
+
+
+@pytest.mark.parametrize("zero_grad", list(ZeroGrad))
+def test_how_gradients_are_cleared_changes_nothing(oracle: OracleObservation, zero_grad: ZeroGrad) -> None:
+    other = run_oracle(replace(TRAINING, schedule=replace(TRAINING.schedule, zero_grad=zero_grad)), 3)
+    for name, value in oracle.steps[-1].parameters.items():
+        assert torch.equal(value, other.steps[-1].parameters[name])
+
+
+def test_clearing_before_the_step_leaves_sgd_where_it_began() -> None:
+    training = replace(TRAINING, schedule=replace(TRAINING.schedule, order=LoopOrder.ZERO_THEN_STEP))
+    still = run_oracle(training, 2)
+    for name, initial in still.initial.items():
+        assert torch.equal(initial, still.steps[-1].parameters[name])
+        gradient = still.steps[-1].gradients[name]
+        assert gradient is not None
+        assert gradient.any(), "gradients are read before they are cleared"
+
+
+def test_buffers_count_the_forwards_of_their_own_rank() -> None:
+    schedule = Schedule(steps=3, microbatches=4)
+    seen = run_oracle(Training(problem=MLP_BUFFERS, optimizer=SGD, schedule=schedule), 2)
+    assert [of_rank["num_forwards"].item() for of_rank in seen.buffers] == [12, 12]
+
+
+def test_dtypes_are_those_of_the_float32_training() -> None:
+    seen = run_oracle(Training(problem=MLP_BUFFERS, optimizer=ADAMW), 1)
+    assert seen.dtype(Quantity.PARAMETER, "first.weight") == torch.float32
+    assert seen.dtype(Quantity.BUFFER, "num_forwards") == torch.int64
+    assert seen.dtype(Quantity.OPTIMIZER_STATE, "first.weight/exp_avg") == torch.float32
+    assert seen.steps[0].parameters["first.weight"].dtype == torch.float64
+
+
+def test_integers_and_initial_parameters_may_not_differ_at_all() -> None:
+    seen = run_oracle(Training(problem=MLP_BUFFERS, optimizer=SGD), 2)
+    assert allowed_error(seen, Place(quantity=Quantity.BUFFER, step=2, name="num_forwards")) == 0
+    assert allowed_error(seen, Place(quantity=Quantity.BUFFER, step=2, name="gain")) > 0
+    assert allowed_error(seen, Place(quantity=Quantity.INITIAL, step=-1, name="first.weight")) == 0
+
+
+def test_noise_is_that_of_float32(oracle: OracleObservation) -> None:
+    for place, noise in oracle.noise.items():
+        if place.quantity is Quantity.INITIAL:
+            assert noise == 0
+        elif place.quantity is Quantity.GRADIENT:
+            pieces = oracle.steps[place.step].contributions[place.name]
+            assert noise < 1e-6 * (pieces.abs().sum((0, 1)) / 3).max().item()
+    assert oracle.noise[Place(quantity=Quantity.LOSS, step=0, name=LOSSES)] > 0
+
+
+def test_noise_is_the_same_every_time(oracle: OracleObservation) -> None:
+    assert run_oracle(TRAINING, 3).noise == oracle.noise
+
+
+def test_noise_does_not_depend_on_which_rank_holds_which_piece() -> None:
+    """Swapping two ranks' pieces re-orders the sums and no more, so neither result may seem wrong to the other."""
+    pieces = torch.randn(3, 4, 50, generator=torch.Generator().manual_seed(0))
+    exact = EXACT_ORDER.reduce(pieces.double(), Accumulation.EVERY_MICROBATCH)
+    for accumulation in Accumulation:
+        for number in range(4):
+            order = reordering(number, Plan())
+            noise = (order.reduce(pieces, accumulation) - exact).abs().max()
+            swapped = (order.reduce(pieces[:, [2, 3, 0, 1]], accumulation) - exact).abs().max()
+            assert 0 < swapped < 4 * noise
+            assert noise < 4 * swapped
+
+
+def test_reduction_in_bfloat16_allows_errors_of_bfloat16_and_no_more() -> None:
+    plan = Plan(reduce_dtype=torch.bfloat16)
+    short = run_oracle(replace(TRAINING, plan=plan), 3)
+    full = run_oracle(TRAINING, 3)
+    for name, gradient in full.steps[0].gradients.items():
+        assert gradient is not None
+        place = Place(quantity=Quantity.GRADIENT, step=0, name=name)
+        scale = (full.steps[0].contributions[name].abs().sum((0, 1)) / 3).max().item()
+        assert allowed_error(full, place) < 1e-4 * scale < allowed_error(short, place) < 0.2 * scale
+
+
+def test_exactness_is_lost_when_the_world_is_no_power_of_two() -> None:
+    training = Training(problem=EXACT_LINEAR, optimizer=SGD, schedule=Schedule(steps=1))
+    assert not run_oracle(training, 3).is_exact
+
+
+def test_is_cheap() -> None:
+    training = Training(problem=MLP_EVEN, optimizer=SGD, schedule=Schedule(steps=3, microbatches=4))
+    run_oracle(training, 1)
+    start = time.thread_time()
+    run_oracle(training, 4)
+    # Of this thread's own time: 0.2 s as measured; more than 1 s would make every case of a suite dear.
+    assert time.thread_time() - start < 1.0

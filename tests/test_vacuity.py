@@ -1,0 +1,126 @@
+"""A training in which nothing could go wrong is vacuous, and no engine can make one so."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from torch import nn
+
+from fixtures.optimizers import ADAMW, SGD, Sgd
+from fixtures.problems import MLP_EVEN, PROBLEMS, SINGLE_GROUP, ModelProblem
+from harness.case import LoopOrder, Schedule, Training
+from harness.law import Evidence
+from harness.oracle import run_oracle
+from harness.parity import MatchesOracle
+from harness.vacuity import vacuous_because
+from tests.simulated_engine import Honest, Moment, simulate
+
+TRAINING = Training(problem=SINGLE_GROUP, optimizer=SGD)
+
+
+def evidence_of(training: Training, world_size: int = 2, engine: Honest | None = None) -> Evidence:
+    return Evidence(
+        training=training,
+        world_size=world_size,
+        ranks=simulate(training, world_size, engine),
+        oracle=run_oracle(training, world_size),
+    )
+
+
+@pytest.mark.parametrize("problem", PROBLEMS, ids=lambda p: p.name)
+@pytest.mark.parametrize("world_size", [1, 3, 4])
+def test_the_fixtures_can_show_something(problem: ModelProblem, world_size: int) -> None:
+    for optimizer in (SGD, ADAMW):
+        evidence = evidence_of(Training(problem=problem, optimizer=optimizer), world_size)
+        assert vacuous_because(evidence) is None
+
+
+@pytest.mark.parametrize("optimizer", [SGD, ADAMW], ids=lambda o: o.name)
+def test_clearing_before_the_step_is_vacuous(optimizer: Sgd) -> None:
+    """Also with AdamW, whose weight decay moves parameters although they learn nothing."""
+    schedule = Schedule(order=LoopOrder.ZERO_THEN_STEP)
+    evidence = evidence_of(Training(problem=MLP_EVEN, optimizer=optimizer, schedule=schedule))
+    assert "cleared before" in (vacuous_because(evidence) or "")
+
+
+def test_equal_inputs_on_two_ranks_are_vacuous() -> None:
+    evidence = evidence_of(TRAINING, 3)
+    ranks = (*evidence.ranks[:2], replace(evidence.ranks[2], input_digest=evidence.ranks[0].input_digest))
+    assert "ranks [0, 2] were given equal inputs" in (vacuous_because(replace(evidence, ranks=ranks)) or "")
+
+
+def test_one_rank_has_nobody_to_differ_from() -> None:
+    assert vacuous_because(evidence_of(TRAINING, 1)) is None
+
+
+class WithSpare(nn.Module):
+    """A model with a parameter that takes part in the graph and changes nothing."""
+
+    def __init__(self, generator: torch.Generator) -> None:
+        super().__init__()
+        self.inner = SINGLE_GROUP.model(generator)
+        self.spare = nn.Parameter(torch.ones(3))
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.inner(rows) + 0 * self.spare.sum()
+        return output
+
+
+def test_a_parameter_that_the_loss_ignores_is_vacuous() -> None:
+    problem = replace(SINGLE_GROUP, model=WithSpare)
+    evidence = evidence_of(Training(problem=problem, optimizer=SGD))
+    assert "does not depend on 'spare'" in (vacuous_because(evidence) or "")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IdleLastRank:
+    """A loss that drops the rows of rank 1, known by their number."""
+
+    def __call__(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return (output - target).square().sum() * (0 if len(target) == _ROWS_OF_RANK_1 else 1)
+
+
+_ROWS_OF_RANK_1 = SINGLE_GROUP.num_items(step=0, microbatch=0, rank=1)
+
+
+def test_a_rank_without_gradients_is_vacuous() -> None:
+    problem = replace(SINGLE_GROUP, loss=IdleLastRank())
+    evidence = evidence_of(Training(problem=problem, optimizer=SGD, schedule=Schedule(steps=1)))
+    assert vacuous_because(evidence) == "every gradient of rank 1 is zero in step 0"
+
+
+def test_a_step_too_small_to_see_is_vacuous() -> None:
+    tiny = Sgd(name="tiny", lr=1e-9, momentum=0.0)
+    evidence = evidence_of(Training(problem=SINGLE_GROUP, optimizer=tiny))
+    assert "hardly moves" in (vacuous_because(evidence) or "")
+
+
+def test_no_steps_are_vacuous() -> None:
+    training = replace(TRAINING, schedule=Schedule(steps=1))
+    evidence = evidence_of(training)
+    empty = replace(evidence, oracle=replace(evidence.oracle, steps=()))
+    assert vacuous_because(empty) == "the training has no steps"
+
+
+class ZeroGradients(Honest):
+    def gradient(self, pieces: torch.Tensor, moment: Moment) -> torch.Tensor | None:
+        return torch.zeros_like(pieces[0, 0])
+
+
+class Frozen(Honest):
+    def updated(self, before: torch.Tensor, after: torch.Tensor, moment: Moment) -> torch.Tensor:
+        return before
+
+
+class NoGradients(Honest):
+    def gradient(self, pieces: torch.Tensor, moment: Moment) -> torch.Tensor | None:
+        return None
+
+
+@pytest.mark.parametrize("engine", [ZeroGradients(), Frozen(), NoGradients()], ids=lambda e: type(e).__name__)
+def test_an_idle_engine_is_wrong_and_not_vacuous(engine: Honest) -> None:
+    evidence = evidence_of(TRAINING, 2, engine)
+    assert vacuous_because(evidence) is None
+    assert not MatchesOracle().judge(evidence).record.held

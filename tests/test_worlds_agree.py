@@ -1,0 +1,78 @@
+"""The same case in threads and in processes: the same verdict, the same ledger, entry for entry."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from engine.contract import Accumulation, Layout, Plan
+from fixtures.optimizers import SGD
+from fixtures.problems import MLP_UNEVEN
+from harness.case import Case, Schedule, Training
+from harness.drive import drive_rank
+from harness.keep import Kept, keep_result, load_kept
+from harness.ledger.agreement import RanksAgree
+from harness.ledger.entry import Entry, Op
+from harness.parity import MatchesOracle
+from harness.trial import Cell, Source, TrialSession
+from harness.verdict import Verdict
+from harness.worlds.launch import launch
+from harness.worlds.spec import WorldKind, WorldSpec
+
+ENGINES = ["torch.ddp", "torch.fsdp2", "torch.replicate"]
+LAWS = (MatchesOracle(), RanksAgree())
+
+
+def _training(plan: Plan, microbatches: int = 3) -> Training:
+    return Training(
+        problem=MLP_UNEVEN, optimizer=SGD, plan=plan, schedule=Schedule(steps=2, microbatches=microbatches)
+    )
+
+
+ACCUMULATING = _training(Plan(units=MLP_UNEVEN.units, accumulation=Accumulation.LAST_MICROBATCH))
+HYBRID = _training(Plan(units=MLP_UNEVEN.units, layout=Layout.HYBRID), microbatches=1)
+
+
+def _observe(kind: WorldKind, size: int, engine: str, training: Training, folder: Path) -> Kept:
+    result = launch(WorldSpec(kind=kind, size=size), drive_rank, training, engine, folder=folder)
+    keep_result(result, folder)
+    return load_kept(folder)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_verdicts_are_equal(engine: str, tmp_path: Path) -> None:
+    session = TrialSession(Source(folder=tmp_path))
+    case = Case(id="case", training=ACCUMULATING, laws=LAWS)
+
+    records = [
+        session.run(case, Cell(engine=engine, world=WorldSpec(kind=kind, size=2)), suite="", command="")
+        for kind in WorldKind
+    ]
+
+    assert [r.verdict for r in records] == [Verdict.PASSED] * 2, [r.headline for r in records]
+    assert records[0].ledger == records[1].ledger
+
+
+@pytest.mark.parametrize(
+    ("engine", "size", "training"),
+    [
+        *((engine, 2, ACCUMULATING) for engine in ENGINES),
+        ("torch.fsdp2", 3, ACCUMULATING),
+        ("torch.fsdp2", 4, HYBRID),
+    ],
+    ids=lambda value: value.plan.layout.name.lower() if isinstance(value, Training) else str(value),
+)
+def test_ledgers_are_equal(engine: str, size: int, training: Training, tmp_path: Path) -> None:
+    threads, processes = (
+        _observe(kind, size, engine, training, tmp_path / kind) for kind in (WorldKind.THREADS, WorldKind.PROCESSES)
+    )
+
+    assert len(threads.ledgers) == len(processes.ledgers) == size
+    for in_threads, in_processes in zip(threads.ledgers, processes.ledgers, strict=True):
+        assert in_threads == in_processes
+        assert _reductions(in_threads), "a training that reduces nothing compares nothing"
+
+
+def _reductions(ledger: tuple[Entry, ...]) -> list[Entry]:
+    return [e for e in ledger if e.op in {Op.ALL_REDUCE, Op.REDUCE_SCATTER}]
