@@ -25,6 +25,8 @@ CONFORMS, DOES_NOT_CONFORM, USAGE, OUR_FAULT = 0, 1, 2, 3
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns 0 conforming, 1 not, 2 wrong usage, 3 an error of our own."""
     arguments = _parser().parse_args(argv)
+    # A console script does not look for modules where it is called; people name engines of their own from there.
+    sys.path.insert(0, str(Path.cwd()))
     try:
         code: int = arguments.command(arguments)
     except (UsageError, EngineNotFoundError) as error:
@@ -38,7 +40,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(arguments: argparse.Namespace) -> int:
     """Judge engines on suites: launch worlds, record verdicts, write the reports."""
+    from harness.run_directory import refuse_existing
+    from harness.worlds.spec import WorldSpec
+
     out = Path(arguments.out or Path("conformance") / f"{datetime.now(UTC):%Y%m%d-%H%M%S}")
+    # Here rather than in pytest, whose own message would bury ours.
+    refuse_existing(out)
+    for world in arguments.world or []:
+        WorldSpec.parse(world)
+    for engine in arguments.engine or []:
+        resolve(engine)
     options = [
         *(f"--engine={name}" for name in arguments.engine or []),
         *(f"--world={world}" for world in arguments.world or []),
@@ -115,9 +126,12 @@ def _conclude(out: Path, pytest_code: int) -> int:
 
     if pytest_code == 4:
         return USAGE
-    if pytest_code == 5 or (pytest_code != 0 and not (out / "records.jsonl").exists()):
-        print("shardproof: no case was selected or run; see `shardproof list --cases`", file=sys.stderr)
-        return USAGE if pytest_code == 5 else OUR_FAULT
+    if pytest_code == 5:
+        print("shardproof: no case was selected; see `shardproof list --cases`", file=sys.stderr)
+        return USAGE
+    if not (out / "records.jsonl").exists():
+        print("shardproof: no case was run; see the messages above", file=sys.stderr)
+        return OUR_FAULT
     from reports.tally import Conclusion, conclude
     from reports.terminal import render
     from reports.write import write_reports

@@ -245,23 +245,28 @@ def _constant_factor(suspect: _Suspect) -> str | None:
 
 def _rounded_in_reduction(suspect: _Suspect) -> str | None:
     """Recognise rounding: values that a shorter dtype holds exactly, or errors of the size that it makes."""
-    if suspect.got.numel() < 2 or not suspect.got.any():
+    if suspect.got.count_nonzero() < 2:
         return None
+    is_gradient = suspect.place.quantity is Quantity.GRADIENT
+    scale = suspect.expected.abs()
+    if is_gradient:
+        scale = suspect.contributions.abs().sum((0, 1)) / suspect.oracle.world_size
+    error = (suspect.got - suspect.expected).abs()
     for dtype in (torch.bfloat16, torch.float16):
-        name = str(dtype).removeprefix("torch.")
-        scale = suspect.expected.abs()
-        if suspect.place.quantity is Quantity.GRADIENT:
-            scale = suspect.contributions.abs().sum((0, 1)) / suspect.oracle.world_size
-        error = (suspect.got - suspect.expected).abs()
-        if bool((error > 2 * torch.finfo(dtype).eps * scale + suspect.allowed).any()):
+        name, eps = str(dtype).removeprefix("torch."), torch.finfo(dtype).eps
+        if bool((error > 2 * eps * scale + suspect.allowed).any()):
             continue
-        if torch.equal(suspect.got.to(dtype).double(), suspect.got):
+        if _is_exact_in(dtype, suspect.got) and not _is_exact_in(dtype, suspect.expected):
             return f"rounded to {name}"
-        # Several reductions added in float32 are no longer representable; their error still has the size.
+        # Several reductions added in float32 are no longer exact in the short dtype; their error has its size.
         relative = (error / scale.clamp(min=torch.finfo(torch.float64).tiny)).median().item()
-        if relative > torch.finfo(dtype).eps / 64:
+        if is_gradient and relative > eps / 64:
             return f"an error of the size that rounding to {name} makes in the reduction"
     return None
+
+
+def _is_exact_in(dtype: torch.dtype, tensor: torch.Tensor) -> bool:
+    return torch.equal(tensor.to(dtype).double(), tensor)
 
 
 def _largest(tensor: torch.Tensor) -> float:

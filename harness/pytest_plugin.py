@@ -18,7 +18,7 @@ from harness.errors import UsageError
 from harness.law import Law
 from harness.provenance import footer, header
 from harness.record import Record, from_json, to_json
-from harness.run_directory import OBSERVATIONS, RunWriter, read_run
+from harness.run_directory import OBSERVATIONS, RunWriter, read_run, refuse_existing
 from harness.trial import Cell, Source, TrialSession
 from harness.verdict import Verdict
 from harness.worlds.sizes import Sizes
@@ -28,6 +28,7 @@ __all__ = ["Trial"]
 
 _PROPERTY = "shardproof.record"
 _DEFAULT_WORLDS = ["threads:2"]
+_CELLS = pytest.StashKey[list[Cell]]()
 # The world must give its own verdict, with stacks, before pytest-timeout ends the test from outside.
 _BEFORE_TIMEOUT_S = 3.0
 _CELL_IN_ID = re.compile(r"\[(?P<engine>.+)@(?P<world>[a-z]+:\d+(?::[a-z]+)?)(?:-(?P<rest>.*))?\]$")
@@ -102,7 +103,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Register the sink in the process that sees all reports; xdist's workers only send them there."""
+    """Read the options, and register the sink in the process that sees all reports; workers send theirs there."""
+    try:
+        config.stash[_CELLS] = _cells(config)
+        if config.getoption("--out") and not hasattr(config, "workerinput"):
+            refuse_existing(Path(config.getoption("--out")))
+    except (UsageError, EngineNotFoundError) as error:
+        raise pytest.UsageError(str(error)) from error
     if not hasattr(config, "workerinput"):
         config.pluginmanager.register(_Sink(config), "shardproof-sink")
 
@@ -112,7 +119,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Give every test that asks for a trial one instance per engine and world."""
     if "trial" not in metafunc.fixturenames:
         return
-    cells = _cells(metafunc.config)
+    cells = metafunc.config.stash[_CELLS]
     metafunc.parametrize("cell", cells, ids=[str(c) for c in cells], scope="session")
 
 
@@ -215,7 +222,7 @@ class _Sink:
         if self._writer is not None or not cases or not out or self._config.option.collectonly:
             return
         self._expected = cases
-        cells = _cells(self._config)
+        cells = self._config.stash[_CELLS]
         self._writer = RunWriter(
             Path(out),
             header(
@@ -247,17 +254,14 @@ class _Sink:
 
 
 def _cells(config: pytest.Config) -> list[Cell]:
-    """Read --engine and --world; a name that resolves to nothing ends the session as a usage error."""
-    try:
-        worlds = [
-            WorldSpec.parse(text, deadline_s=config.getoption("--deadline"))
-            for text in dict.fromkeys(config.getoption("--world") or _DEFAULT_WORLDS)
-        ]
-        engines = list(dict.fromkeys(config.getoption("--engine") or sorted(BUILT_IN)))
-        for engine in engines:
-            resolve(engine)
-    except (UsageError, EngineNotFoundError) as error:
-        raise pytest.UsageError(str(error)) from error
+    """Read --engine and --world; raises for a name that resolves to nothing."""
+    worlds = [
+        WorldSpec.parse(text, deadline_s=config.getoption("--deadline"))
+        for text in dict.fromkeys(config.getoption("--world") or _DEFAULT_WORLDS)
+    ]
+    for engine in config.getoption("--engine") or []:  # the built-in ones load when a case asks for them
+        resolve(engine)
+    engines = list(dict.fromkeys(config.getoption("--engine") or sorted(BUILT_IN)))
     return [Cell(engine=engine, world=world) for engine in engines for world in worlds]
 
 

@@ -18,7 +18,17 @@ from pathlib import Path
 from harness.errors import HarnessBug, UsageError
 from harness.record import Footer, Header, Record, from_json, to_json
 
-__all__ = ["OBSERVATIONS", "RECORDS", "RUN", "Run", "RunWriter", "read_run", "replace_records", "write_file"]
+__all__ = [
+    "OBSERVATIONS",
+    "RECORDS",
+    "RUN",
+    "Run",
+    "RunWriter",
+    "read_run",
+    "refuse_existing",
+    "replace_records",
+    "write_file",
+]
 
 RECORDS = "records.jsonl"
 RUN = "run.jsonl"
@@ -47,7 +57,7 @@ class RunWriter:
         """Start the run in ``path``, created if missing; raises UsageError if there is a run already."""
         self.path = path
         self._is_finished = False
-        _refuse_existing(path)
+        refuse_existing(path)
         try:
             (path / OBSERVATIONS).mkdir(parents=True, exist_ok=True)
             (path / RUN).touch(exist_ok=False)
@@ -88,6 +98,19 @@ class RunWriter:
             raise HarnessBug(
                 f"run {self.path}", expected="nothing after the footer", got="more to write", hint="a new run"
             )
+
+
+def refuse_existing(path: Path) -> None:
+    """Raise UsageError where a run is kept already, naming its files: nothing measured is ever overwritten."""
+    if path.exists() and not path.is_dir():
+        raise UsageError(f"run {path}", expected="a folder", got="a file", hint="another --out")
+    found = [name for name in (RUN, RECORDS) if (path / name).exists()]
+    if (path / OBSERVATIONS).is_dir() and any((path / OBSERVATIONS).iterdir()):
+        found.append(f"{OBSERVATIONS}/")
+    if found:
+        raise UsageError(
+            f"run {path}", expected="no run there yet", got=", ".join(found), hint="another --out"
+        )
 
 
 def read_run(path: Path) -> Run:
@@ -148,18 +171,6 @@ class _RawLine:
         except (ValueError, RecursionError):
             return True
         return False
-
-
-def _refuse_existing(path: Path) -> None:
-    if path.exists() and not path.is_dir():
-        raise UsageError(f"run {path}", expected="a folder", got="a file", hint="another --out")
-    found = [name for name in (RUN, RECORDS) if (path / name).exists()]
-    if (path / OBSERVATIONS).is_dir() and any((path / OBSERVATIONS).iterdir()):
-        found.append(f"{OBSERVATIONS}/")
-    if found:
-        raise UsageError(
-            f"run {path}", expected="no run there yet", got=", ".join(found), hint="another --out"
-        )
 
 
 def _append_line(path: Path, line: str) -> None:

@@ -50,14 +50,15 @@ class Matrix:
 
 
 def arrange(run: Run) -> Matrix:
-    """Sort records into cells; engines and worlds in the header's order, cases in order of appearance."""
+    """Sort records into cells; engines and worlds in the header's order, cases by id,
+    because the order in which parallel workers finish says nothing."""
     columns = _columns(run)
     cells: dict[tuple[str, str], dict[Column, list[Record]]] = {}
     for record in run.records:
         row = cells.setdefault((record.suite, record.case), {})
         row.setdefault(Column(engine=record.engine, world=record.world), []).append(record)
     suites: dict[str, list[Row]] = {}
-    for (suite, case), row in cells.items():
+    for (suite, case), row in sorted(cells.items()):
         arranged = tuple(tuple(row.get(column, ())) for column in columns)
         suites.setdefault(suite, []).append(Row(case=case, label=label(case, suite), cells=arranged))
     return Matrix(

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _coalescing_manager
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
@@ -391,6 +391,20 @@ def shard_over_two_axes(context: RankContext) -> list[Plain]:
     square: Any = tensor @ tensor.t()  # Any: a DTensor, which the operator's stub does not know
     product = square.redistribute(mesh, [Replicate(), Replicate()])
     return [product.to_local().tolist(), tensor.full_tensor().tolist()]
+
+
+_meshes: dict[int, DeviceMesh] = {}  # what the ranks of one process can all see
+
+
+def compare_meshes(context: RankContext) -> list[Plain]:
+    _meshes[context.rank] = init_device_mesh("cpu", (context.size,))
+    again = init_device_mesh("cpu", (context.size,))
+    dist.barrier()
+    return [[rank for rank, mesh in sorted(_meshes.items()) if mesh == again]]
+
+
+def test_meshes_of_different_ranks_are_different_keys(tmp_path: Path) -> None:
+    assert values(WorldKind.THREADS, 3, compare_meshes, tmp_path) == [[[0]], [[1]], [[2]]]
 
 
 def largest_difference(one: Plain, other: Plain) -> float:

@@ -8,6 +8,7 @@ average is that sum divided by the number of ranks, the division too in the tens
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 
 import torch
 import torch.distributed as dist
@@ -35,26 +36,33 @@ _ORDERED = frozenset({"MIN", "MAX"})
 
 def check_reducible(op: RedOp, dtype: torch.dtype, where: str) -> None:
     """Raise CollectiveRefusedError when ``op`` has no meaning for ``dtype``."""
+    name = _name(op)
     is_real_number = dtype.is_floating_point or dtype.is_complex
-    if op.name not in _STEPS:
-        raise _refusal(where, "one of " + ", ".join(_STEPS), op.name, "scale before a SUM")
-    if op.name == "AVG" and not is_real_number:
+    if name not in _STEPS:
+        raise _refusal(where, "one of " + ", ".join(_STEPS), name, "scale before a SUM")
+    if name == "AVG" and not is_real_number:
         raise _refusal(where, "AVG of floating-point tensors", f"AVG of {dtype}", "SUM, then divide")
-    if op.name in _BITWISE and is_real_number:
-        raise _refusal(where, f"{op.name} of integers", f"{op.name} of {dtype}", "an integer dtype")
-    if op.name in _ORDERED and dtype.is_complex:
-        raise _refusal(where, f"{op.name} of ordered numbers", f"{op.name} of {dtype}", "torch.view_as_real")
+    if name in _BITWISE and is_real_number:
+        raise _refusal(where, f"{name} of integers", f"{name} of {dtype}", "an integer dtype")
+    if name in _ORDERED and dtype.is_complex:
+        raise _refusal(where, f"{name} of ordered numbers", f"{name} of {dtype}", "torch.view_as_real")
 
 
 def reduce_flat(op: RedOp, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """Reduce one tensor per rank into a new flat one; see [Note: order of accumulation]."""
     total = tensors[0].clone(memory_format=torch.contiguous_format).view(-1)
-    step = _STEPS[op.name]
+    name = _name(op)
+    step = _STEPS[name]
     for tensor in tensors[1:]:
         step(total, tensor.reshape(-1))
-    if op.name == "AVG":
+    if name == "AVG":
         total.div_(len(tensors))
     return total
+
+
+@cache  # the binding looks its name up by walking all members, which costs more than a small reduction
+def _name(op: RedOp) -> str:
+    return op.name
 
 
 def _refusal(where: str, expected: str, got: str, hint: str) -> CollectiveRefusedError:

@@ -1,0 +1,54 @@
+"""Mutants that lose or inflate gradients from one microbatch to the next; one microbatch alone is right."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from engine.adapters.torch_ddp import DistributedDataParallelEngine, PreparedDdp
+from engine.contract import Plan, PreparedModel
+
+__all__ = ["DoublesGradientsEveryMicrobatch", "KeepsOnlyTheLastMicrobatch"]
+
+
+class _PreparedForgetful(PreparedDdp):
+    def backward(self, loss: torch.Tensor) -> None:
+        for parameter in self.named.parameters():
+            parameter.grad = None
+        super().backward(loss)
+
+
+class KeepsOnlyTheLastMicrobatch(DistributedDataParallelEngine):
+    """Only the last microbatch reaches the optimizer.
+
+    After NVIDIA/Megatron-LM#7186: every backward was treated as the last and cleared the accumulator.
+    """
+
+    name = "mutant.KeepsOnlyTheLastMicrobatch"
+
+    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
+        """Wrap honestly, then forget before each backward."""
+        return _PreparedForgetful(super().prepare(model, plan, mesh).module, named=model)
+
+
+class _PreparedDoubling(PreparedDdp):
+    def backward(self, loss: torch.Tensor) -> None:
+        with torch.no_grad():
+            for parameter in self.named.parameters():
+                if parameter.grad is not None:
+                    parameter.grad.mul_(2)
+        super().backward(loss)
+
+
+class DoublesGradientsEveryMicrobatch(DistributedDataParallelEngine):
+    """The m-th of M microbatches weighs 2 ** (M - m) times what it should.
+
+    After NVIDIA/Megatron-LM#6660: the reduced buffer was the accumulated one, and was added to itself.
+    """
+
+    name = "mutant.DoublesGradientsEveryMicrobatch"
+
+    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
+        """Wrap honestly, then double before each backward."""
+        return _PreparedDoubling(super().prepare(model, plan, mesh).module, named=model)

@@ -1,0 +1,128 @@
+"""Mutants that use a value from too early: last step's parameters, or gradients not yet reduced."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from engine.adapters.torch_ddp import DistributedDataParallelEngine
+from engine.adapters.torch_fsdp2 import FullyShardEngine, PreparedFullyShard
+from engine.contract import Plan, PreparedModel
+
+__all__ = ["ComputesWithStaleParameters", "StepsBeforeTheReduction"]
+
+
+class _PreparedStale(PreparedFullyShard):
+    """Keeps the shards of two steps and swaps the older ones in for as long as a step computes."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__(module)
+        self._older: list[torch.Tensor] = []
+        self._newest: list[torch.Tensor] = []
+
+    def __call__(self, *inputs: torch.Tensor) -> Any:  # Any: a model returns what it likes
+        if self._older and not self._newest:
+            self._newest = self._copies()
+            self._assign(self._older)
+        return super().__call__(*inputs)
+
+    def step(self) -> None:
+        # What the optimizer updates, and everybody reads, is up to date: only forward and backward lag.
+        if self._newest:
+            self._assign(self._newest)
+            self._newest = []
+        self._older = self._copies()
+        super().step()
+
+    def _copies(self) -> list[torch.Tensor]:
+        return [shard.clone() for shard in self._shards()]
+
+    def _assign(self, values: list[torch.Tensor]) -> None:
+        for shard, value in zip(self._shards(), values, strict=True):
+            shard.copy_(value)
+
+    def _shards(self) -> Iterator[torch.Tensor]:
+        for parameter in self.named.parameters():
+            whole = parameter.detach()
+            yield whole.to_local() if isinstance(whole, DTensor) else whole
+
+
+class ComputesWithStaleParameters(FullyShardEngine):
+    """From the second step on, gradients are those of the parameters before the last update.
+
+    After NVIDIA/Megatron-LM#663: with overlapped gathering, forward read parameters of the step before.
+    """
+
+    name = "mutant.ComputesWithStaleParameters"
+
+    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
+        """Shard honestly, then compute one step behind."""
+        return _PreparedStale(super().prepare(model, plan, mesh).module)
+
+
+class _PreparedHasty(PreparedModel):
+    """Reduces copies of the gradients and waits for them when the optimizer has stepped already.
+
+    The copies make the race one that is lost in the same way every time.
+    """
+
+    def __init__(self, ddp: DistributedDataParallel, *, named: nn.Module, group: dist.ProcessGroup) -> None:
+        super().__init__(ddp, named=named)
+        self._group = group
+        self._is_accumulating = False
+        self._reduced: list[torch.Tensor] = []
+        self._works: list[dist.Work] = []
+
+    @contextmanager
+    def accumulating(self) -> Iterator[None]:
+        self._is_accumulating = True
+        try:
+            yield
+        finally:
+            self._is_accumulating = False
+
+    def backward(self, loss: torch.Tensor) -> None:
+        super().backward(loss)
+        if self._is_accumulating:
+            return
+        self._wait()
+        self._reduced = [p.grad.clone() for p in self._with_gradient() if p.grad is not None]
+        self._works = [dist.all_reduce(t, group=self._group, async_op=True) for t in self._reduced]
+
+    def step(self) -> None:
+        super().step()
+        self._wait()
+        for parameter, total in zip(self._with_gradient(), self._reduced, strict=True):
+            parameter.grad = total / self._group.size()
+
+    def _wait(self) -> None:
+        for work in self._works:
+            work.wait()
+        self._works = []
+
+    def _with_gradient(self) -> list[nn.Parameter]:
+        return [p for p in self.named.parameters() if p.grad is not None]
+
+
+class StepsBeforeTheReduction(DistributedDataParallelEngine):
+    """The reduction is started in time, and its result arrives when the parameters have been updated.
+
+    After pytorch/pytorch#180666: an optimizer that ran in backward read gradients whose copy was under way.
+    """
+
+    name = "mutant.StepsBeforeTheReduction"
+
+    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
+        """Wrap honestly, take the reduction over, and wait for it too late."""
+        ddp = super().prepare(model, plan, mesh).module
+        assert isinstance(ddp, DistributedDataParallel)
+        ddp.require_backward_grad_sync = False
+        return _PreparedHasty(ddp, named=model, group=mesh.get_group())

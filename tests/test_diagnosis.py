@@ -1,0 +1,282 @@
+"""Each named defect is recognised by its name, through parity's headline; an unnamed one is not given a name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from engine.contract import Layout, Plan, Shard
+from fixtures.optimizers import ADAMW, EXACT_SGD, SGD
+from fixtures.problems import EXACT_LINEAR, MLP_EVEN, MLP_UNEVEN
+from harness.case import Schedule, Training
+from harness.diagnosis import UNSTRUCTURED, looks_like
+from harness.law import Evidence
+from harness.oracle import INITIAL_STEP, LOSSES, OracleObservation, Place, Quantity, run_oracle
+from harness.parity import MatchesOracle
+from harness.record import TensorRecord
+from tests.simulated_engine import Honest, Moment, accumulate, ring_mean, row_shard, simulate, whole
+
+WORLD_SIZE = 4
+TRAINING = Training(problem=MLP_EVEN, optimizer=SGD, schedule=Schedule(steps=3, microbatches=3))
+layouts = pytest.mark.parametrize(
+    "layout", [Layout.SHARD, Layout.REPLICATE, Layout.HYBRID], ids=lambda x: x.name
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WrongGradient(Honest):
+    """An engine that reduces gradients by another rule."""
+
+    rule: Callable[[torch.Tensor, Moment], torch.Tensor | None]
+
+    def gradient(self, pieces: torch.Tensor, moment: Moment) -> torch.Tensor | None:
+        return self.rule(pieces, moment)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WrongUpdate(Honest):
+    """An engine whose parameters after the step follow another rule of (before, after, moment)."""
+
+    rule: Callable[[torch.Tensor, torch.Tensor, Moment], torch.Tensor]
+
+    def updated(self, before: torch.Tensor, after: torch.Tensor, moment: Moment) -> torch.Tensor:
+        return self.rule(before, after, moment)
+
+
+def mean(pieces: torch.Tensor) -> torch.Tensor:
+    return ring_mean(accumulate(pieces))
+
+
+def doubled(pieces: torch.Tensor, moment: Moment) -> torch.Tensor:
+    total = torch.zeros_like(pieces[0, 0])
+    for of_ranks in pieces:
+        total = 2 * total + ring_mean(of_ranks)
+    return total
+
+
+def running_sums(pieces: torch.Tensor, moment: Moment) -> torch.Tensor:
+    return ring_mean(accumulate(pieces.cumsum(0)))
+
+
+class Stale(Honest):
+    """Hands out what it reduced in the step before: the reduction was not waited for."""
+
+    def __init__(self) -> None:
+        self.late: dict[tuple[int, str], torch.Tensor] = {}
+
+    def gradient(self, pieces: torch.Tensor, moment: Moment) -> torch.Tensor | None:
+        now = mean(pieces)
+        before = self.late.get((moment.rank, moment.name), now)
+        self.late[moment.rank, moment.name] = now
+        return before
+
+
+def in_dtype(dtype: torch.dtype) -> Callable[[torch.Tensor, Moment], torch.Tensor]:
+    return lambda pieces, moment: ring_mean(accumulate(pieces).to(dtype)).float()
+
+
+def half(pieces: torch.Tensor, moment: Moment) -> torch.Tensor:
+    start = moment.rank // 2 * 2
+    return accumulate(pieces)[start : start + 2].mean(0)
+
+
+def every_other(pieces: torch.Tensor, moment: Moment) -> torch.Tensor:
+    return accumulate(pieces)[moment.rank % 2 :: 2].mean(0)
+
+
+GRADIENTS: dict[str, tuple[Callable[[torch.Tensor, Moment], torch.Tensor | None], str]] = {
+    "sum": (lambda p, m: mean(p) * WORLD_SIZE, "exactly 4 x the reference: summed over the ranks"),
+    "divided twice": (
+        lambda p, m: mean(p) / WORLD_SIZE,
+        "the reference / 4: divided by the world size twice",
+    ),
+    "last": (lambda p, m: ring_mean(p[-1]), "only the last microbatch"),
+    "first": (lambda p, m: ring_mean(p[0]), "only the first microbatch"),
+    "mean of microbatches": (lambda p, m: ring_mean(p.mean(0)), "averaged over the microbatches, not summed"),
+    "own": (lambda p, m: accumulate(p)[m.rank], "only this rank's own gradient: not synchronised"),
+    "own divided": (
+        lambda p, m: accumulate(p)[m.rank] / WORLD_SIZE,
+        "only this rank's own gradient / world size",
+    ),
+    "doubled": (doubled, "each earlier microbatch counted again (doubled per microbatch)"),
+    "running sums": (running_sums, "each earlier microbatch counted again (running sums added)"),
+    "zero": (lambda p, m: torch.zeros_like(p[0, 0]), "zero"),
+    "factor": (lambda p, m: mean(p) * 1.25, "a constant factor 1.25 of the reference"),
+    "slight factor": (lambda p, m: mean(p) * 1.001, "a constant factor 1.001 of the reference"),
+    "bfloat16": (in_dtype(torch.bfloat16), "rounded to bfloat16"),
+    "float16": (in_dtype(torch.float16), "rounded to float16"),
+    "halves": (half, "synchronised within ranks"),
+    "strides": (every_other, "synchronised within ranks"),
+    "rank 2 absent": (
+        lambda p, m: accumulate(p)[[0, 1, 3]].sum(0) / WORLD_SIZE,
+        "without the contribution of rank 2",
+    ),
+    "rows reversed": (lambda p, m: mean(p).flip(0), UNSTRUCTURED),
+    "negative elements lost": (lambda p, m: mean(p).clamp(min=0), UNSTRUCTURED),
+    "nan": (lambda p, m: mean(p) * torch.nan, "NaN or infinity"),
+}
+UPDATES: dict[str, tuple[Callable[[torch.Tensor, torch.Tensor, Moment], torch.Tensor], str]] = {
+    "frozen": (lambda b, a, m: b, "unchanged since initialisation"),
+    "stale": (lambda b, a, m: b if m.step == 1 else a, "the previous step's value (stale)"),
+    "zero": (lambda b, a, m: torch.zeros_like(a), "zero"),
+    "world size times": (lambda b, a, m: b + WORLD_SIZE * (a - b), "updated by 4 x the reference's update"),
+    "decayed": (lambda b, a, m: 0.999 * a, "a constant factor 0.999 of the reference"),
+    "bfloat16": (lambda b, a, m: a.bfloat16().float(), "rounded to bfloat16"),
+    "noisy": (lambda b, a, m: a + 1e-3 * torch.linspace(-1, 1, a.numel()).view(a.shape) ** 3, UNSTRUCTURED),
+}
+
+
+@pytest.fixture(scope="module")
+def oracle() -> OracleObservation:
+    return run_oracle(TRAINING, WORLD_SIZE)
+
+
+def headline(oracle: OracleObservation, engine: Honest, layout: Layout) -> TensorRecord:
+    ranks = simulate(TRAINING, WORLD_SIZE, engine, layout)
+    evidence = Evidence(training=TRAINING, world_size=WORLD_SIZE, ranks=ranks, oracle=oracle)
+    ruling = MatchesOracle().judge(evidence)
+    assert not ruling.record.held
+    assert ruling.worst is not None
+    return ruling.worst
+
+
+@layouts
+@pytest.mark.parametrize("defect", GRADIENTS)
+def test_names_what_happened_to_the_gradient(oracle: OracleObservation, defect: str, layout: Layout) -> None:
+    rule, phrase = GRADIENTS[defect]
+    worst = headline(oracle, WrongGradient(rule=rule), layout)
+    assert (worst.quantity, worst.step) == (Quantity.GRADIENT, 0)
+    assert worst.looks_like.startswith(phrase)
+
+
+@layouts
+@pytest.mark.parametrize("defect", UPDATES)
+def test_names_what_happened_to_the_parameter(oracle: OracleObservation, defect: str, layout: Layout) -> None:
+    rule, phrase = UPDATES[defect]
+    worst = headline(oracle, WrongUpdate(rule=rule), layout)
+    assert (worst.quantity, worst.step) == (Quantity.PARAMETER, 1 if defect == "stale" else 0)
+    assert worst.looks_like.startswith(phrase)
+
+
+@layouts
+def test_names_a_stale_gradient(oracle: OracleObservation, layout: Layout) -> None:
+    worst = headline(oracle, Stale(), layout)
+    assert (worst.quantity, worst.step) == (Quantity.GRADIENT, 1)
+    assert worst.looks_like == "the previous step's value (stale)"
+
+
+@pytest.mark.parametrize(
+    ("rule", "group"), [(half, "[2, 3]"), (every_other, "[1, 3]")], ids=["half", "stride"]
+)
+def test_names_the_ranks_that_were_synchronised(
+    oracle: OracleObservation, rule: Callable[[torch.Tensor, Moment], torch.Tensor], group: str
+) -> None:
+    def only_rank_3(pieces: torch.Tensor, moment: Moment) -> torch.Tensor:
+        return rule(pieces, moment) if moment.rank == 3 else mean(pieces)
+
+    worst = headline(oracle, WrongGradient(rule=only_rank_3), Layout.REPLICATE)
+    assert worst.rank == 3
+    assert worst.looks_like == f"synchronised within ranks {group} only: one mesh axis is missing"
+
+
+def without_last_share(before: torch.Tensor, after: torch.Tensor, moment: Moment) -> torch.Tensor:
+    chunk = -(-before.shape[0] // WORLD_SIZE)
+    return torch.cat([after[: 3 * chunk], before[3 * chunk :]])
+
+
+@pytest.mark.parametrize("layout", [Layout.SHARD, Layout.REPLICATE], ids=lambda x: x.name)
+def test_names_the_share_whose_rows_never_change(oracle: OracleObservation, layout: Layout) -> None:
+    worst = headline(oracle, WrongUpdate(rule=without_last_share), layout)
+    assert "the share of rank 3" in worst.looks_like
+    assert "unchanged" in worst.looks_like
+    rows = MLP_EVEN.build().get_parameter(worst.name).shape[0]
+    assert f"rows {rows * 3 // 4}..{rows - 1}" in worst.looks_like
+
+
+def test_names_a_gradient_that_was_not_cleared(oracle: OracleObservation) -> None:
+    def keep(pieces: torch.Tensor, moment: Moment) -> torch.Tensor:
+        reduced = mean(pieces)
+        return reduced if moment.step == 0 or moment.previous is None else reduced + moment.previous
+
+    worst = headline(oracle, WrongGradient(rule=keep), Layout.SHARD)
+    assert worst.step == 1
+    assert worst.looks_like == "the previous step's value added: gradients not cleared"
+
+
+def test_names_the_rank_whose_data_a_loss_is_of(oracle: OracleObservation) -> None:
+    column = oracle.steps[0].losses[:, 2:3].clone()
+    shard = Shard(tensor=column, offsets=(0, 1), global_shape=(3, WORLD_SIZE))
+    place = Place(quantity=Quantity.LOSS, step=0, name=LOSSES)
+    assert looks_like(oracle, place, 1, shard) == "the loss of rank 2's data"
+
+
+def test_gives_an_initial_parameter_no_training_defect(oracle: OracleObservation) -> None:
+    initial = oracle.initial["layers.0.weight"].float()
+    place = Place(quantity=Quantity.INITIAL, step=INITIAL_STEP, name="layers.0.weight")
+    assert looks_like(oracle, place, 0, whole(2 * initial)) == "a constant factor 2 of the reference"
+    assert looks_like(oracle, place, 0, whole(initial.flip(0))) == UNSTRUCTURED
+
+
+def test_one_element_fits_no_constant_factor() -> None:
+    training = Training(problem=MLP_UNEVEN, optimizer=SGD)
+    oracle = run_oracle(training, 2)
+    gradient = oracle.steps[0].gradients["layers.3.bias"]
+    assert gradient is not None
+    assert gradient.numel() == 1
+    place = Place(quantity=Quantity.GRADIENT, step=0, name="layers.3.bias")
+    wrong = row_shard(gradient.float() * 1.37, 0, 2)
+    assert looks_like(oracle, place, 0, wrong) == UNSTRUCTURED
+
+
+def test_names_a_defect_of_an_exact_training() -> None:
+    training = Training(problem=EXACT_LINEAR, optimizer=EXACT_SGD, schedule=Schedule(steps=2, microbatches=2))
+    oracle = run_oracle(training, 4)
+    gradient = oracle.steps[1].gradients["left.weight"]
+    assert gradient is not None
+    place = Place(quantity=Quantity.GRADIENT, step=1, name="left.weight")
+    assert looks_like(oracle, place, 0, whole(4 * gradient.float())).startswith("exactly 4 x the reference")
+    off = gradient.float()
+    off[0, 0] += 2.0**-13
+    assert looks_like(oracle, place, 0, whole(off)) == UNSTRUCTURED
+
+
+@pytest.mark.parametrize("defect", ["sum", "last", "own", "bfloat16"])
+def test_gradients_name_the_defect_under_adamw_too(defect: str) -> None:
+    """AdamW's parameters hide a factor; the raw gradient does not."""
+    training = Training(problem=MLP_EVEN, optimizer=ADAMW, schedule=Schedule(steps=1, microbatches=3))
+    rule, phrase = GRADIENTS[defect]
+    ranks = simulate(training, WORLD_SIZE, WrongGradient(rule=rule))
+    oracle = run_oracle(training, WORLD_SIZE)
+    evidence = Evidence(training=training, world_size=WORLD_SIZE, ranks=ranks, oracle=oracle)
+    worst = MatchesOracle().judge(evidence).worst
+    assert worst is not None
+    assert worst.looks_like.startswith(phrase)
+
+
+def test_recognises_rounding_in_every_microbatch_by_its_size(oracle: OracleObservation) -> None:
+    def rounded(pieces: torch.Tensor, moment: Moment) -> torch.Tensor:
+        return torch.stack([ring_mean(of_ranks.bfloat16()).float() for of_ranks in pieces]).sum(0)
+
+    worst = headline(oracle, WrongGradient(rule=rounded), Layout.SHARD)
+    assert "rounding to bfloat16" in worst.looks_like
+
+
+def test_a_missing_reduction_dtype_is_no_excuse() -> None:
+    """Asked to reduce in bfloat16, an engine may round; one that sums instead of averaging is still named."""
+    plan = Plan(reduce_dtype=torch.bfloat16)
+    training = Training(problem=MLP_EVEN, optimizer=SGD, plan=plan, schedule=Schedule(steps=1))
+    oracle = run_oracle(training, 2)
+
+    def verdict(engine: Honest) -> str | None:
+        ranks = simulate(training, 2, engine)
+        evidence = Evidence(training=training, world_size=2, ranks=ranks, oracle=oracle)
+        ruling = MatchesOracle().judge(evidence)
+        return None if ruling.record.held or ruling.worst is None else ruling.worst.looks_like
+
+    honest = in_dtype(torch.bfloat16)
+    assert verdict(WrongGradient(rule=honest)) is None
+    summed = WrongGradient(rule=lambda p, m: 2 * in_dtype(torch.bfloat16)(p, m))
+    assert (verdict(summed) or "").startswith("exactly 2 x the reference")

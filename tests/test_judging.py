@@ -1,0 +1,154 @@
+"""From a case to a verdict, with engines made for the purpose: each verdict is reached, and no other is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from engine.adapters.torch_ddp import DistributedDataParallelEngine
+from engine.contract import Accumulation, Capability, Engine, Layout, Plan, PreparedModel
+from fixtures.optimizers import SGD
+from fixtures.problems import MLP_EVEN
+from harness.case import Case, LoopOrder, Schedule, Training
+from harness.law import Evidence, Ruling
+from harness.ledger.agreement import RanksAgree
+from harness.parity import MatchesOracle
+from harness.record import Record
+from harness.trial import Cell, Source, TrialSession
+from harness.verdict import Verdict
+from harness.worlds.spec import WorldKind, WorldSpec
+
+KINDS = list(WorldKind)
+TRAINING = Training(problem=MLP_EVEN, optimizer=SGD, schedule=Schedule(steps=2))
+LAWS = (MatchesOracle(), RanksAgree())
+
+
+class Forgetful(DistributedDataParallelEngine):
+    """Declares accumulation and lacks the method behind it."""
+
+    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
+        return PreparedModel(super().prepare(model, plan, mesh).module, named=model)
+
+
+class Silent(DistributedDataParallelEngine):
+    """Takes every plan, whatever it declares."""
+
+    capabilities = frozenset({Capability.REPLICATE})
+
+    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
+        return super().prepare(model, Plan(), mesh)
+
+
+class Mistyped(DistributedDataParallelEngine):
+    """Calls its collectives in another order on rank 1."""
+
+    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
+        tensor = next(model.parameters()).detach().clone()
+        if dist.get_rank() == 1:
+            dist.broadcast(tensor, 0)
+        else:
+            dist.all_reduce(tensor)
+        return super().prepare(model, plan, mesh)
+
+
+class Refusing(Engine):
+    """Refuses whatever it is asked."""
+
+    name = "refusing"
+    capabilities = frozenset[Capability]()
+
+    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
+        raise ValueError("I would rather not")
+
+
+class Crashing(Refusing):
+    """Claims all, then refuses all the same."""
+
+    capabilities = frozenset(Capability)
+
+
+class BrokenLaw:
+    """A check that is itself wrong."""
+
+    name = "broken"
+
+    def judge(self, evidence: Evidence) -> Ruling:
+        raise KeyError("no such thing")
+
+
+@pytest.fixture
+def session(tmp_path: Path) -> Iterator[TrialSession]:
+    session = TrialSession(Source(folder=tmp_path))
+    yield session
+    session.close()
+
+
+def _judge(session: TrialSession, engine: str, kind: WorldKind, case: Case) -> Record:
+    name = engine if "." in engine else f"tests.test_judging:{engine}"
+    cell = Cell(engine=name, world=WorldSpec(kind=kind, size=2, deadline_s=5.0))
+    return session.run(case, cell, suite="", command="")
+
+
+def _case(training: Training) -> Case:
+    return Case(id="case", training=training, laws=LAWS)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("engine", ["torch.ddp", "torch.fsdp2", "torch.replicate"])
+def test_clearing_before_stepping_proves_nothing(session: TrialSession, engine: str, kind: WorldKind) -> None:
+    schedule = replace(TRAINING.schedule, order=LoopOrder.ZERO_THEN_STEP)
+    record = _judge(session, engine, kind, _case(replace(TRAINING, schedule=schedule)))
+    assert record.verdict is Verdict.VACUOUS, record.headline
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_plan_beyond_what_is_declared_must_be_refused(session: TrialSession, kind: WorldKind) -> None:
+    sharded = _case(replace(TRAINING, plan=Plan(layout=Layout.SHARD)))
+    assert _judge(session, "Refusing", kind, sharded).verdict is Verdict.UNSUPPORTED
+    assert _judge(session, "Silent", kind, sharded).verdict is Verdict.UNSUPPORTED_SILENT
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_refusing_what_is_declared_is_a_failure(session: TrialSession, kind: WorldKind) -> None:
+    record = _judge(session, "Crashing", kind, _case(replace(TRAINING, plan=Plan(layout=Layout.SHARD))))
+    assert record.verdict is Verdict.CRASHED
+    assert "I would rather not" in record.headline
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_declared_and_missing_method_is_named(session: TrialSession, kind: WorldKind) -> None:
+    plan = Plan(accumulation=Accumulation.LAST_MICROBATCH)
+    schedule = Schedule(steps=2, microbatches=2)
+    record = _judge(session, "Forgetful", kind, _case(replace(TRAINING, plan=plan, schedule=schedule)))
+    assert record.verdict is Verdict.CRASHED
+    assert "PreparedModel.accumulating" in record.headline
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_ranks_that_call_different_collectives_are_told_apart(session: TrialSession, kind: WorldKind) -> None:
+    record = _judge(session, "Mistyped", kind, _case(TRAINING))
+    assert record.verdict is Verdict.FAILED, record.headline
+    for part in ("all_reduce", "broadcast", "test_judging.py", "rank"):
+        assert part in record.headline, record.headline
+
+
+def test_a_law_that_breaks_is_our_own_fault(session: TrialSession) -> None:
+    case = Case(id="case", training=TRAINING, laws=(BrokenLaw(),))
+    record = _judge(session, "torch.ddp", WorldKind.THREADS, case)
+    assert record.verdict is Verdict.ERRORED
+    assert "no such thing" in record.headline
+
+
+def test_judging_again_needs_no_world(tmp_path: Path) -> None:
+    first = TrialSession(Source(folder=tmp_path))
+    made = _judge(first, "torch.ddp", WorldKind.THREADS, _case(TRAINING))
+    again = TrialSession(Source(folder=tmp_path, is_replay=True))
+    read = _judge(again, "torch.ddp", WorldKind.THREADS, _case(TRAINING))
+    assert (read.verdict, read.worst, read.laws) == (made.verdict, made.worst, made.laws)
+    assert read.verdict is Verdict.PASSED
