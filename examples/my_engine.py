@@ -31,7 +31,7 @@ class AveragedReplicas:
 
     def backward(self, loss: torch.Tensor) -> None:
         """Run backward; outside `no_sync` average what has accumulated since the last average."""
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
         if self._is_synchronising:
             self._average_gradients()
 

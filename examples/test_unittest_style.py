@@ -47,7 +47,7 @@ class MyEngineTrainsTheSameModel(unittest.TestCase):
         """Judge one world; the record says more than the verdict."""
         cell = Cell(engine=ENGINE, world=WorldSpec.parse(world))
         record = self.session.run(CASE, cell, suite="examples", command="python -m unittest")
-        self.assertEqual(record.verdict, Verdict.PASSED, record.headline)
+        self.assertEqual(record.verdict, Verdict.PASSED, record.headline)  # noqa: PT009 - unittest's own way
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -487,8 +488,6 @@ def test_split_group_works_on_cpu(tmp_path: Path) -> None:
 
 
 def thread_of_a_rank(context: RankContext) -> list[Plain]:
-    import threading
-
     tensor, summed = numbers(context.rank, 2), []
 
     def reduce() -> None:

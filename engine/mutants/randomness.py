@@ -25,6 +25,7 @@ class DropsAUnitOnTheLastRank(ReplicateEngine):
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         """Drop the unit on the last rank, then replicate honestly."""
+        plan.refuse_beyond(self.capabilities)
         if mesh.size() > 1 and mesh.get_local_rank() == mesh.size() - 1:
             model.get_submodule(_first_unit(model, plan)).register_forward_hook(_drop)
         return super().prepare(model, plan, mesh)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
-from engine.adapters.torch_fsdp2 import FullyShardEngine
+from engine.adapters.torch_fsdp2 import FullyShardEngine, PreparedFullyShard
 from engine.adapters.torch_replicate import ReplicateEngine
 from engine.contract import Plan, PreparedModel
 
@@ -24,8 +25,21 @@ class SumsInsteadOfAveraging(FullyShardEngine):
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         """Shard honestly, then divide by one."""
         prepared = super().prepare(model, plan, mesh)
-        _divide_by(1.0, prepared.module)
+        for module in prepared.module.modules():
+            if isinstance(module, FSDPModule):
+                # Plain sums, because gloo does not know the scaled sum that a divisor asks for otherwise.
+                module.set_force_sum_reduction_for_comms(True)
+                module.set_gradient_divide_factor(1.0)
         return prepared
+
+
+class _PreparedTimid(PreparedFullyShard):
+    def __init__(self, module: nn.Module, *, world_size: int) -> None:
+        super().__init__(module)
+        self._world_size = world_size
+
+    def backward(self, loss: torch.Tensor) -> None:
+        super().backward(loss / self._world_size)
 
 
 class DividesTwice(ReplicateEngine):
@@ -38,15 +52,5 @@ class DividesTwice(ReplicateEngine):
     name = "mutant.DividesTwice"
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        """Replicate honestly, then divide by the square of the world size."""
-        prepared = super().prepare(model, plan, mesh)
-        _divide_by(float(mesh.size() ** 2), prepared.module)
-        return prepared
-
-
-def _divide_by(factor: float, model: nn.Module) -> None:
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            # A sum, because gloo does not know the scaled sum that a factor of one's own asks for otherwise.
-            module.set_force_sum_reduction_for_comms(True)
-            module.set_gradient_divide_factor(factor)
+        """Replicate honestly, and divide the loss although the reduction divides too."""
+        return _PreparedTimid(super().prepare(model, plan, mesh).module, world_size=mesh.size())

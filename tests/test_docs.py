@@ -1,0 +1,350 @@
+"""What the documentation says is so: its code runs, its commands parse, its links lead somewhere."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import inspect
+import itertools
+import json
+import re
+import shlex
+import subprocess
+import sys
+import unittest
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from xml.etree import ElementTree
+
+import pytest
+
+import engine.capability
+import engine.plan
+import fixtures.optimizers
+import fixtures.problems
+import harness.ledger.agreement
+import harness.ledger.expectation
+import harness.ledger.laws
+import harness.ledger.selection
+import harness.parity
+import harness.worlds.sizes
+import suites.communication.closed_forms
+from engine.contract import Engine, PreparedModel
+from engine.registry import BUILT_IN, EngineNotFoundError, resolve
+from harness import cli
+from harness.errors import UsageError
+from harness.law import Law
+from harness.ledger.selection import Select
+from harness.record import Record, from_json
+from harness.tolerance import MULTIPLE
+from harness.verdict import Verdict
+from harness.worlds.spec import WorldSpec
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+ADAPTERS = ROOT / "docs" / "write-an-adapter.md"
+CASES = ROOT / "docs" / "write-a-case.md"
+REPORTS = ROOT / "docs" / "read-a-report.md"
+
+_ADAPTER = re.compile(
+    r"<!-- file: (?P<file>\S+):(?P<name>\w+), at most (?P<limit>\d+) lines -->\n```python\n(?P<code>.*?)```",
+    re.S,
+)
+_MEANT_BY_READER = re.compile(r"\.\.|path/to/")  # paths that exist on the reader's machine only
+
+
+def _text(page: Path) -> str:
+    return page.read_text(encoding="utf-8")
+
+
+def _marked(page: Path, marker: str) -> str:
+    """Give the one code block that follows a comment."""
+    found = re.findall(rf"<!-- {marker} -->\n```\w+\n(.*?)```", _text(page), re.S)
+    assert len(found) == 1, f"{page.name}: expected one block marked {marker!r}, got {len(found)}"
+    return str(found[0])
+
+
+def _write_adapters(folder: Path) -> list[str]:
+    specs = []
+    for match in _ADAPTER.finditer(_text(ADAPTERS)):
+        (folder / match["file"]).write_text(match["code"])
+        specs.append(f"{folder / match['file']}:{match['name']}")
+    return specs
+
+
+def _write_unsynchronised(folder: Path) -> str:
+    """Break the first adapter of the page: what it prepares never communicates."""
+    code = next(_ADAPTER.finditer(_text(ADAPTERS)))["code"]
+    broken, times = re.subn(r"return PreparedDdp\(.*\)", "return PreparedModel(model)", code)
+    assert times == 1
+    (folder / "unsynchronised.py").write_text(broken)
+    return f"{folder / 'unsynchronised.py'}:MyDdp"
+
+
+def _run(*command: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *command], cwd=ROOT, capture_output=True, text=True, timeout=100, check=False
+    )
+
+
+# Code
+
+
+@pytest.mark.parametrize("match", list(_ADAPTER.finditer(_text(ADAPTERS))), ids=lambda m: m["file"])
+def test_adapter_is_as_short_as_it_says(match: re.Match[str]) -> None:
+    lines = [line.strip() for line in match["code"].splitlines()]
+    count = sum(bool(line) and not line.startswith("#") for line in lines)
+    assert count <= int(match["limit"])
+    headings = re.findall(r"^## .*: (\d+) lines$", _text(ADAPTERS)[: match.start()], re.M)
+    promised = re.search(r": (\d+) lines", _text(ADAPTERS)[: match.start()].rpartition("\n## ")[2])
+    assert headings, "the page opens with adapters and their numbers of lines"
+    assert promised is None or int(promised[1]) == count
+
+
+def test_adapters_resolve(tmp_path: Path) -> None:
+    specs = _write_adapters(tmp_path)
+    assert len(specs) == 3
+    assert all(isinstance(resolve(spec), Engine) for spec in specs)
+
+
+@pytest.mark.slow
+def test_adapters_pass_and_a_broken_one_fails(tmp_path: Path) -> None:
+    honest = [*_write_adapters(tmp_path), "examples/my_engine.py:MyEngine"]
+    broken = _write_unsynchronised(tmp_path)
+    out = tmp_path / "run"
+    engines = [f"--engine={spec}" for spec in [*honest, broken]]
+
+    done = _run("-m", "harness.cli", "run", *engines, "--world=threads:2", "--suite=smoke", f"--out={out}")
+
+    records = [
+        from_json(Record, line, where="records") for line in (out / "records.jsonl").read_text().splitlines()
+    ]
+    told = {record.engine: record.verdict for record in records}
+    assert told == {**dict.fromkeys(honest, Verdict.PASSED), broken: Verdict.FAILED}, done.stdout
+    assert done.returncode == cli.DOES_NOT_CONFORM
+    assert all((out / name).is_file() for name in ("report.html", "report.md", "junit.xml", "run.jsonl"))
+
+
+@pytest.mark.slow
+def test_case_passes_and_catches_a_broken_engine(tmp_path: Path) -> None:
+    case = tmp_path / "test_promise.py"
+    case.write_text(_marked(CASES, "case: test_promise.py"))
+    broken = _write_unsynchronised(tmp_path)
+    config = ["-c", str(ROOT / "pyproject.toml"), f"--rootdir={ROOT}", "-p", "harness.pytest_plugin", "-rA"]
+
+    done = _run(
+        "-m", "pytest", str(case), *config, "--engine=torch.ddp", f"--engine={broken}", "--world=threads:2"
+    )
+
+    assert re.search(r"1 failed, 1 passed", done.stdout), done.stdout
+    assert re.search(r"^PASSED .*torch\.ddp@threads:2", done.stdout, re.M), done.stdout
+
+
+@pytest.mark.slow
+def test_unittest_example_passes() -> None:
+    tests = unittest.defaultTestLoader.loadTestsFromModule(_example("test_unittest_style"))
+    result = unittest.TestResult()
+    tests.run(result)
+    assert (result.testsRun, result.failures, result.errors) == (4, [], [])
+
+
+def _example(name: str) -> ModuleType:
+    found = importlib.util.spec_from_file_location(f"examples.{name}", ROOT / "examples" / f"{name}.py")
+    assert found is not None
+    assert found.loader is not None
+    module = importlib.util.module_from_spec(found)
+    found.loader.exec_module(module)
+    return module
+
+
+def test_laws_of_the_table_can_be_written() -> None:
+    rows = re.findall(
+        r"^\| `(\w+\(.*?\))` \|", _text(CASES).partition("## Laws")[2].partition("\n## ")[0], re.M
+    )
+    modules = (
+        harness.ledger.agreement,
+        harness.ledger.expectation,
+        harness.ledger.laws,
+        harness.parity,
+        suites.communication.closed_forms,
+    )
+    known = {name: getattr(module, name) for module in modules for name in module.__all__}
+    known |= dict.fromkeys("SAB", Select()) | {"LOW": 1, "HIGH": 2}
+    laws: list[Law] = [eval(row, {"__builtins__": {}}, known) for row in rows]
+    shown = {type(law).__name__ for law in laws}
+    assert shown >= {*harness.ledger.laws.__all__, "RanksAgree", "MatchesOracle"}
+    assert all(law.name for law in laws)
+
+
+def test_every_method_of_the_contract_is_told() -> None:
+    methods = [name for name, _ in inspect.getmembers(PreparedModel, inspect.isfunction) if name[0] != "_"]
+    assert [m for m in methods if f"{m}(" not in _text(ADAPTERS)] == []
+
+
+# Commands
+
+
+def _commands(text: str) -> Iterator[list[str]]:
+    """Find commands in code blocks and inline code; a workflow's are given once per entry of its matrix."""
+    matrix = {
+        key: re.findall(r"[^\s,\"]+", values) for key, values in re.findall(r"^ +(\w+): \[(.+)\]", text, re.M)
+    }
+    lines = re.findall(r"^(?: *- run: \.venv/bin/)?((?:shardproof|pytest) .+)$", text, re.M)
+    for line in [*lines, *re.findall(r"`((?:shardproof|pytest) [^`\n]+)`", text)]:
+        keys = re.findall(r"\$\{\{ matrix\.(\w+) \}\}", line)
+        for values in itertools.product(*(matrix[key] for key in keys)):
+            spelt = line
+            for key, value in zip(keys, values, strict=True):
+                spelt = spelt.replace(f"${{{{ matrix.{key} }}}}", value)
+            yield shlex.split(spelt, comments=True)
+
+
+def _problem(command: list[str]) -> str | None:
+    """Say what is wrong with a shardproof command; None when it can be run."""
+    try:
+        arguments = cli._parser().parse_args(command[1:])
+        _check_names(arguments)
+    except (SystemExit, UsageError, EngineNotFoundError) as error:
+        return f"{shlex.join(command)}: {error}"
+    return None
+
+
+def _check_names(arguments: argparse.Namespace) -> None:
+    for world in getattr(arguments, "world", None) or []:
+        WorldSpec.parse(world)
+    cli._suites(getattr(arguments, "suite", None))
+    shown = {f"{match['file']}:{match['name']}" for match in _ADAPTER.finditer(_text(ADAPTERS))}
+    for spec in getattr(arguments, "engine", None) or []:
+        if spec in BUILT_IN or not (spec in shown or _MEANT_BY_READER.match(spec)):
+            resolve(spec)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_commands_can_be_run(page: Path) -> None:
+    commands = [c for c in _commands(_text(page)) if c[0] == "shardproof"]
+    assert [p for p in map(_problem, commands) if p] == []
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        "shardproof run --wrold threads:2",
+        "shardproof run --world thread:2",
+        "shardproof run --suite smok",
+        "shardproof run --engine torch.dpd",
+        "shardproof run --engine nowhere.py:MyDdp",
+        "shardproof merge A B",
+    ],
+)
+def test_a_wrong_command_is_noticed(wrong: str) -> None:
+    assert [_problem(c) for c in _commands(f"text\n```sh\n{wrong}\n```\n")] != [None]
+    assert [_problem(c) for c in _commands(f"text `{wrong}` text")] != [None]
+
+
+def test_workflow_matrix_is_expanded() -> None:
+    commands = list(_commands(_marked(ROOT / "docs" / "run-on-a-cluster.md", "workflow")))
+    assert len(commands) == 2 * 4
+    assert ["--world", "threads:3"] in [c[4:6] for c in commands]
+
+
+_COLLECT = """
+import json, sys, pytest
+codes = [int(pytest.main([*c, "--collect-only", "-q", "-n0", "-pno:cacheprovider"])) for c in json.loads(sys.argv[1])]
+print("codes", codes)
+"""
+
+
+@pytest.mark.slow
+def test_pytest_commands_select_cases() -> None:
+    commands = {tuple(c[1:]) for page in PAGES for c in _commands(_text(page)) if c[0] == "pytest"}
+    selecting_nothing = ("suites", "--engine", "torch.ddp", "-k", "no_such_case")
+    done = _run("-c", _COLLECT, json.dumps([*sorted(commands), selecting_nothing]))
+    assert len(commands) >= 3
+    assert f"codes {[0] * len(commands) + [5]}" in done.stdout, done.stdout[-2000:]
+
+
+# Words and numbers
+
+
+def test_verdicts_are_told_as_they_are() -> None:
+    rows = dict(re.findall(r"^\| `([A-Z_]+)` \| .* \| (yes|no).* \|$", _text(ROOT / "README.md"), re.M))
+    assert rows == {str(v): "yes" if v.is_conforming else "no" for v in Verdict}
+
+
+def test_exit_codes_are_told_as_they_are() -> None:
+    rows = {
+        int(c): words for c, words in re.findall(r"^\| (\d) \| (.*) \|$", _text(ROOT / "README.md"), re.M)
+    }
+    assert sorted(rows) == [cli.CONFORMS, cli.DOES_NOT_CONFORM, cli.USAGE, cli.OUR_FAULT]
+    assert rows[cli.CONFORMS].startswith("conforming")
+    assert rows[cli.DOES_NOT_CONFORM].startswith("not conforming")
+    assert "usage" in rows[cli.USAGE]
+    assert "our own" in rows[cli.OUR_FAULT]
+
+
+def test_tolerance_is_told_as_it_is() -> None:
+    told = {n for page in PAGES for n in re.findall(r"(\d+) times (?:what|that noise)", _text(page))}
+    assert told == {f"{MULTIPLE:g}"}
+
+
+def test_names_in_capitals_exist() -> None:
+    modules = (
+        fixtures.problems,
+        fixtures.optimizers,
+        harness.worlds.sizes,
+        suites.communication.closed_forms,
+    )
+    known = {name for module in modules for name in module.__all__}
+    known |= {member.name for member in engine.capability.Capability} | {str(v) for v in Verdict}
+    told = {name for page in PAGES for name in re.findall(r"`([A-Z][A-Z_]+)`", _text(page))}
+    assert told - known == set()
+    assert {"MLP_UNEVEN", "SEVERAL", "ACCUMULATE", "VACUOUS"} <= told
+
+
+def test_record_is_one() -> None:
+    plain = json.loads(_marked(REPORTS, "record"))
+    record = from_json(Record, json.dumps(plain), where=REPORTS.name)
+    assert record.verdict is Verdict.FAILED
+    assert record.worst is not None
+    assert record.worst.ratio == pytest.approx(record.worst.error / record.worst.allowed)
+    del plain["headline"]
+    with pytest.raises(UsageError, match="headline"):
+        from_json(Record, json.dumps(plain), where=REPORTS.name)
+
+
+# Links and form
+
+
+def _dead_links(page: Path, text: str) -> list[str]:
+    prose = re.sub(r"```.*?```", "", text, flags=re.S)
+    targets = [t for t in re.findall(r"\]\(([^)\s]+)\)", prose) if not t.startswith("https://")]
+    return [t for t in targets if not _leads_somewhere(page, t)]
+
+
+def _leads_somewhere(page: Path, target: str) -> bool:
+    path, _, anchor = target.partition("#")
+    file = page.parent / path if path else page
+    if not file.exists():
+        return False
+    headings = re.findall(r"^#+ (.*)$", _text(file), re.M) if anchor else []
+    return not anchor or anchor in {re.sub(r"[^\w -]", "", h.lower()).replace(" ", "-") for h in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    assert _dead_links(page, _text(page)) == []
+
+
+@pytest.mark.parametrize(
+    "dead", ["[x](nowhere.md)", "[x](README.md#nothing)", "![x](docs/no.svg)", "[x](#no)"]
+)
+def test_a_dead_link_is_noticed(dead: str) -> None:
+    assert len(_dead_links(ROOT / "README.md", f"some {dead} text")) == 1
+
+
+def test_pages_are_ascii_and_pictures_well_formed() -> None:
+    assert [page.name for page in PAGES if not _text(page).isascii()] == []
+    pictures = list((ROOT / "docs").glob("*.svg"))
+    assert pictures
+    assert all(ElementTree.parse(picture).getroot().tag.endswith("svg") for picture in pictures)
