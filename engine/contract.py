@@ -58,7 +58,7 @@ class PreparedModel:
 
     def backward(self, loss: torch.Tensor) -> None:
         """Run backward from a scalar loss."""
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
 
     def step(self) -> None:
         """Update the parameters from the gradients; must not clear the gradients."""

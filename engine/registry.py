@@ -6,6 +6,7 @@ import difflib
 import importlib
 import importlib.util
 import sys
+import threading
 from pathlib import Path
 from types import ModuleType
 
@@ -19,6 +20,11 @@ BUILT_IN = {
     "torch.fsdp2": "engine.adapters.torch_fsdp2:FullyShardEngine",
     "torch.replicate": "engine.adapters.torch_replicate:ReplicateEngine",
 }
+
+
+# Ranks that are threads resolve the same engine at once, and none may see a file half executed. Re-entrant: a
+# file may itself resolve another.
+_LOADING = threading.RLock()
 
 
 class EngineNotFoundError(Exception):
@@ -67,7 +73,8 @@ def _not_built_in(spec: str) -> str:
 def _load(spec: str, location: str) -> ModuleType:
     try:
         if location.endswith(".py"):
-            return _load_file(Path(location))
+            with _LOADING:
+                return _load_file(Path(location))
         return importlib.import_module(location)
     except Exception as error:  # a user's module may raise anything on import; all of it is the same news
         raise EngineNotFoundError(

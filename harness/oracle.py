@@ -243,9 +243,8 @@ def _accumulate(
     accumulation: Accumulation,
 ) -> None:
     for name, pieces in contributions.items():
-        reduced = summation.reduce(pieces, accumulation)
-        before = parameters[name].grad
-        parameters[name].grad = reduced if before is None else before + reduced
+        # Cleared before, to None or to zeros; a parameter that no loss reaches keeps what clearing left.
+        parameters[name].grad = summation.reduce(pieces, accumulation)
 
 
 def _update(training: Training, optimizer: torch.optim.Optimizer, step: int) -> None:

@@ -13,12 +13,16 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import FileStore, HashStore, Store
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
 __all__ = [
+    "FileStore",
     "GroupOptions",
+    "HashStore",
+    "Store",
     "c10d_state",
     "create_subgroup",
     "fake_backend",
@@ -103,8 +107,10 @@ def random_operators() -> list[str]:
 
 
 @contextmanager
-def replaced_kernels(namespace: str, kernels: Mapping[str, Callable[[Any], object]]) -> Iterator[None]:
-    """Replace operators' CPU kernels by what the functions make of the original ones, until exit."""
+def replaced_kernels(
+    namespace: str, kernels: Mapping[str, Callable[[Any], object]], devices: tuple[str, ...] = ("CPU",)
+) -> Iterator[None]:
+    """Replace operators' kernels on these dispatch keys by what the functions make of the originals, until exit."""
     library: Any = torch.library.Library(namespace, "IMPL")  # type: ignore[no-untyped-call]
     try:
         with warnings.catch_warnings():
@@ -113,8 +119,9 @@ def replaced_kernels(namespace: str, kernels: Mapping[str, Callable[[Any], objec
                 "ignore", message="(?s).*previously registered kernel", category=UserWarning
             )
             for name, make in kernels.items():
-                original = torch.library.get_kernel(f"{namespace}::{name}", "CPU")
-                library.impl(name, make(original), "CPU", with_keyset=True)
+                for device in devices:
+                    original = torch.library.get_kernel(f"{namespace}::{name}", device)
+                    library.impl(name, make(original), device, with_keyset=True)
         yield
     finally:
         library._destroy()  # the only way to give kernels back; Library has no public spelling of it

@@ -55,7 +55,7 @@ class _Leave:
         self._recorder.leave_unit(self._unit)
         for tensor in _tensors_in(output):
             if tensor.requires_grad:
-                tensor.register_hook(self._arrive)
+                tensor.register_hook(self._arrive)  # type: ignore[no-untyped-call]  # torch leaves it untyped
 
     def _arrive(self, gradient: torch.Tensor) -> None:
         self._recorder.turn_to_unit(self._unit)

@@ -17,6 +17,7 @@ from harness.law import Evidence
 from harness.oracle import INITIAL_STEP, LOSSES, OracleObservation, Place, Quantity, run_oracle
 from harness.parity import MatchesOracle
 from harness.record import TensorRecord
+from harness.tolerance import allowed_error
 from tests.simulated_engine import Honest, Moment, accumulate, ring_mean, row_shard, simulate, whole
 
 WORLD_SIZE = 4
@@ -229,6 +230,16 @@ def test_one_element_fits_no_constant_factor() -> None:
     place = Place(quantity=Quantity.GRADIENT, step=0, name="layers.3.bias")
     wrong = row_shard(gradient.float() * 1.37, 0, 2)
     assert looks_like(oracle, place, 0, wrong) == UNSTRUCTURED
+
+
+def test_a_defect_near_the_noise_is_given_no_name(oracle: OracleObservation) -> None:
+    """Within noise of itself the reference would fit too, as a factor of 1; a name must explain the error."""
+    place = Place(quantity=Quantity.GRADIENT, step=0, name="layers.1.weight")
+    gradient = oracle.steps[0].gradients["layers.1.weight"]
+    assert gradient is not None
+    off = gradient.float()
+    off[3, 4] += 1.5 * allowed_error(oracle, place)
+    assert looks_like(oracle, place, 0, whole(off)) == UNSTRUCTURED
 
 
 def test_names_a_defect_of_an_exact_training() -> None:

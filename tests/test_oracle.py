@@ -133,6 +133,22 @@ def test_noise_does_not_depend_on_which_rank_holds_which_piece() -> None:
             assert noise < 4 * swapped
 
 
+def test_noise_runs_shuffle_rows_and_keep_each_with_its_target() -> None:
+    batch = MLP_UNEVEN.batch(step=0, microbatch=0, rank=1)
+    plain = {
+        (tuple(x.tolist()), tuple(y.tolist())) for x, y in zip(batch.inputs[0], batch.target, strict=True)
+    }
+    orders = []
+    for number in range(4):
+        mixed = reordering(number, Plan()).prepare(batch)
+        rows = [
+            (tuple(x.tolist()), tuple(y.tolist())) for x, y in zip(mixed.inputs[0], mixed.target, strict=True)
+        ]
+        assert set(rows) == plain
+        orders.append(tuple(rows))
+    assert len(set(orders)) > 1
+
+
 def test_reduction_in_bfloat16_allows_errors_of_bfloat16_and_no_more() -> None:
     plan = Plan(reduce_dtype=torch.bfloat16)
     short = run_oracle(replace(TRAINING, plan=plan), 3)

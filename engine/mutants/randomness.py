@@ -33,7 +33,7 @@ class DropsAUnitOnTheLastRank(ReplicateEngine):
 
 def _first_unit(model: nn.Module, plan: Plan) -> str:
     """Name the first unit, or where the plan has none the first module that owns a parameter."""
-    owners = (name for name, module in model.named_modules() if any(module.parameters(recurse=False)))
+    owners = (name for name, module in model.named_modules() if list(module.parameters(recurse=False)))
     return next(iter(plan.units), None) or next(owners)
 
 

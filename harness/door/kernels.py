@@ -9,12 +9,12 @@ nccl do exactly what they did; in the threads world a carrier of ours takes its 
 
 from __future__ import annotations
 
-import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -25,12 +25,14 @@ from harness.door.site import call_site
 from harness.door.spelling import SPELLINGS, Spelling, process_group
 from harness.ledger.entry import Op
 from harness.ledger.recorder import CallSummary, Recorder
+from harness.torch_versions import replaced_kernels
 
 __all__ = ["Carrier", "Door", "standing_in_c10d"]
 
 # How many waited-for works stay referenced: C++ may still hold the pointer of one whose Python half would
 # otherwise be gone, and few enough that their tensors do not distort what is alive.
 _RECENT_WORKS = 64
+_REDUCE_OP_NAMES = {op: name.lower() for name, op in dist.ReduceOp.RedOpType.__members__.items()}
 
 
 class Carrier(Protocol):
@@ -89,6 +91,9 @@ class WatchedWork(dist.Work):
     def source_rank(self) -> int:
         return self._inner.source_rank()
 
+    def _source_rank(self) -> int:  # the spelling that torch's own recv from any source uses
+        return self._inner._source_rank()
+
 
 @contextmanager
 def standing_in_c10d(door: Door, devices: tuple[str, ...] = ("CPU",)) -> Iterator[None]:
@@ -96,22 +101,10 @@ def standing_in_c10d(door: Door, devices: tuple[str, ...] = ("CPU",)) -> Iterato
 
     Process-wide: ranks that are threads share one door, and ``door.recorder`` tells them apart.
     """
-    library = torch.library.Library("c10d", "IMPL")
     works = _Works()
-    try:
-        with warnings.catch_warnings():
-            # Replacing these kernels is the point; torch says so once for all of them.
-            warnings.filterwarnings(
-                "ignore", message="(?s).*previously registered kernel", category=UserWarning
-            )
-            for name, spelling in SPELLINGS.items():
-                for device in devices:
-                    original = torch.library.get_kernel(f"c10d::{name}", device)
-                    kernel = _Kernel(name, spelling, original, door, works)
-                    library.impl(name, kernel, device, with_keyset=True)
+    kernels = {name: partial(_Kernel, name, spelling, door, works) for name, spelling in SPELLINGS.items()}
+    with replaced_kernels("c10d", kernels, devices):
         yield
-    finally:
-        library._destroy()  # the only way to give kernels back; Library has no public spelling of it
 
 
 class _Works:
@@ -136,7 +129,8 @@ class _Works:
 class _Kernel:
     """The replacement of one operator's kernel."""
 
-    def __init__(self, name: str, spelling: Spelling, original: Any, door: Door, works: _Works) -> None:
+    # Any: the kernel that torch had registered.
+    def __init__(self, name: str, spelling: Spelling, door: Door, works: _Works, original: Any) -> None:
         self._spelling = spelling
         self._original = original
         self._door = door
@@ -154,6 +148,7 @@ class _Kernel:
         arguments = {**self._defaults, **dict(zip(self._names, args, strict=False)), **kwargs}
         call = _read(self._spelling, arguments, self._door.ranks_of)
         seq = -1 if recorder is None else recorder.issued(_summary(call))
+        inner: dist.Work | None
         if self._door.carrier is not None:
             inner = self._door.carrier.carry(call)
         else:
@@ -208,7 +203,7 @@ def _summary(call: Call) -> CallSummary:
         dtype=str(tensors[0].dtype).removeprefix("torch.") if tensors else "",
         shapes=tuple(_shape(piece) for piece in contribution if piece),
         num_bytes=sum(t.numel() * t.element_size() for t in tensors),
-        reduce_op=None if call.reduce_op is None else call.reduce_op.name.lower(),
+        reduce_op=None if call.reduce_op is None else _REDUCE_OP_NAMES[call.reduce_op],
         peer=None if call.peer is None else call.ranks[call.peer],
         is_async=call.is_async,
         site=call_site(),

@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from harness.door.kernels import Door, standing_in_c10d
 from harness.ledger.recorder import Recorder
+from harness.torch_versions import FileStore, HashStore, Store
 from harness.worlds.exchange import Exchange
 from harness.worlds.isolation import isolate_threads
 from harness.worlds.message import Dying, Finished, HostSpec, Job, Ready, Started
@@ -82,7 +83,7 @@ def _host_process(link: Link, spec: HostSpec) -> None:
     world, (rank,) = spec.world, spec.ranks
     recorders: list[Recorder] = []
     device = torch.device(world.device, rank) if world.device == "cuda" else torch.device("cpu")
-    store = dist.FileStore(str(spec.folder / "store"), world.size)
+    store = FileStore(str(spec.folder / "store"), world.size)
     backend = "nccl" if world.device == "cuda" else "gloo"
 
     def enter() -> None:
@@ -106,7 +107,7 @@ def _host_process(link: Link, spec: HostSpec) -> None:
 
 def _host_threads(link: Link, spec: HostSpec) -> None:
     world = spec.world
-    stores = dist.HashStore()
+    stores = HashStore()
     recorders: dict[int, Recorder] = {}
 
     def recorder() -> Recorder | None:
@@ -173,7 +174,7 @@ def _context(world: WorldSpec, rank: int, device: torch.device, job: Job) -> Ran
     return RankContext(rank=rank, size=world.size, device=device, folder=job.folder, recorder=recorder)
 
 
-def _join(world: WorldSpec, backend: str, store: dist.Store, rank: int) -> None:
+def _join(world: WorldSpec, backend: str, store: Store, rank: int) -> None:
     timeout_s = world.collective_timeout_s or world.deadline_s + _BEYOND_DEADLINE_S
     dist.init_process_group(
         backend, store=store, rank=rank, world_size=world.size, timeout=timedelta(seconds=timeout_s)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from harness.parity import MatchesOracle
 
 from engine.contract import Plan
 from fixtures.optimizers import SGD
@@ -14,6 +13,7 @@ from harness.ledger.agreement import RanksAgree
 from harness.ledger.entry import Op, Phase
 from harness.ledger.laws import Dtype
 from harness.ledger.selection import Select
+from harness.parity import MatchesOracle
 from harness.pytest_plugin import Trial
 from harness.worlds.sizes import SEVERAL
 

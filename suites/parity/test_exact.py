@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from harness.parity import MatchesOracle
 
 from fixtures.optimizers import EXACT_SGD
 from fixtures.problems import EXACT_LINEAR
 from harness.case import Schedule, Training
 from harness.ledger.agreement import RanksAgree
+from harness.parity import MatchesOracle
 from harness.pytest_plugin import Trial
 from harness.worlds.sizes import POWERS_OF_TWO
 

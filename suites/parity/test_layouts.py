@@ -5,13 +5,13 @@ from __future__ import annotations
 from operator import attrgetter
 
 import pytest
-from harness.parity import MatchesOracle
 
 from engine.contract import Layout, Plan, Reshard
 from fixtures.optimizers import ADAMW, SGD
 from fixtures.problems import MLP_EVEN, MLP_UNEVEN
 from harness.case import NamedOptimizer, Problem, Training
 from harness.ledger.agreement import RanksAgree
+from harness.parity import MatchesOracle
 from harness.pytest_plugin import Trial
 from harness.worlds.sizes import EVEN
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from operator import attrgetter
 
 import pytest
-from harness.parity import MatchesOracle
 
 from fixtures.optimizers import ADAMW, SGD
 from fixtures.problems import MLP_BUFFERS, SINGLE_GROUP
 from harness.case import NamedOptimizer, Problem, Schedule, Training
 from harness.ledger.agreement import RanksAgree
+from harness.parity import MatchesOracle
 from harness.pytest_plugin import Trial
 
 name = attrgetter("name")

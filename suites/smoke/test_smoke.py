@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from harness.parity import MatchesOracle
-
 from fixtures.optimizers import SGD
 from fixtures.problems import MLP_EVEN
 from harness.case import Training
 from harness.ledger.agreement import RanksAgree
+from harness.parity import MatchesOracle
 from harness.pytest_plugin import Trial
 
 
