@@ -118,12 +118,12 @@ def _judge_laws(case: Case, kept: Kept, oracle: OracleObservation) -> Judgement:
     reason = vacuous_because(evidence)
     if reason is not None:
         return Judgement(verdict=Verdict.VACUOUS, headline=reason, laws=laws, worst=worst)
-    held = "; ".join(r.record.summary for r in rulings)
+    held = "; ".join(_headline(r) for r in rulings)
     return Judgement(verdict=Verdict.PASSED, headline=held, laws=laws, worst=worst)
 
 
-def _headline(broken: Ruling) -> str:
-    return f"{broken.record.law}: {broken.record.summary}"
+def _headline(ruling: Ruling) -> str:
+    return f"{ruling.record.law}: {ruling.record.summary}"
 
 
 def _worst(rulings: Sequence[Ruling]) -> TensorRecord | None:

@@ -74,7 +74,10 @@ class TensorRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LedgerLine:
-    """Equal entries of one rank's ledger, counted: ``count`` collectives with ``num_bytes`` in all."""
+    """Equal entries of one rank's ledger, counted: ``count`` collectives with ``num_bytes`` in all.
+
+    A rank without any line did as rank 0 did.
+    """
 
     rank: int
     phase: str
@@ -117,6 +120,12 @@ class Record:
     command: str = ""
     duration_s: float = 0.0
     schema: int = SCHEMA_VERSION
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks the world had, read from its spelling; 1 where that says nothing."""
+        size = self.world.split(":")[1] if ":" in self.world else ""
+        return int(size) if size.isdigit() else 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -111,7 +111,7 @@ class TrialSession:
 
     def _oracle(self, training: Training, world_size: int) -> OracleObservation:
         # The engine and most of the plan do not change what is right; what the oracle's noise depends on does.
-        key = (_digest(replace(training, plan=Plan(reduce_dtype=training.plan.reduce_dtype))), world_size)
+        key = (_digest(replace(training, plan=_arithmetic(training.plan))), world_size)
         if key not in self._oracles:
             self._oracles[key] = run_oracle(training, world_size)
         return self._oracles[key]
@@ -130,6 +130,11 @@ class TrialSession:
         run = launch if cell.world.device == "cpu" else self._pool.run
         result = run(cell.world, drive_rank, training, cell.engine, folder=folder)
         keep_result(result, folder)
+
+
+def _arithmetic(plan: Plan) -> Plan:
+    """Keep of a plan what changes the oracle's noise: in what dtype, and in what portions, gradients are summed."""
+    return Plan(reduce_dtype=plan.reduce_dtype, accumulation=plan.accumulation)
 
 
 def _folder_name(cell: Cell, training: Training) -> Path:

@@ -47,11 +47,13 @@ class Bar:
 
 def ledger_rows(record: Record) -> tuple[LedgerRow, ...]:
     """Fold the ledger over ranks, phase by phase; a rank that differs, or has no such line, stays apart."""
+    everyone = set(range(record.world_size))
+    like_rank_0 = everyone - {line.rank for line in record.ledger}
     kinds: dict[tuple[str, str, str, str], dict[tuple[int, int], list[int]]] = {}
     for line in record.ledger:
         same = kinds.setdefault((line.phase, line.op, line.axis, line.dtype), {})
-        same.setdefault((line.count, line.num_bytes), []).append(line.rank)
-    everyone = {line.rank for line in record.ledger} | {outcome.rank for outcome in record.outcomes}
+        members = same.setdefault((line.count, line.num_bytes), [])
+        members += [0, *sorted(like_rank_0)] if line.rank == 0 else [line.rank]
     phases = list(dict.fromkeys(phase for phase, *_ in kinds))
     rows = (
         LedgerRow(

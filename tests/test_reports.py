@@ -354,10 +354,13 @@ def test_the_ledger_is_folded_only_over_ranks_that_agree() -> None:
     odd = a_record().ledger
     changed = replace(a_record(), ledger=(*odd[:3], replace(odd[3], count=3)))
     assert [(row.ranks, row.count) for row in ledger_rows(changed)] == [("ranks 0-2", 2), ("rank 3", 3)]
-    missing = replace(a_record(), ledger=odd[:3])
-    assert [row.is_split for row in ledger_rows(missing)] == [True], (
-        "rank 3 did nothing, which is a difference"
+    untold = replace(a_record(), ledger=odd[:1])
+    assert [row.ranks for row in ledger_rows(untold)] == ["all 4 ranks"], (
+        "ranks without lines did as rank 0 did"
     )
+    nothing = replace(odd[3], op="none", count=0, num_bytes=0)
+    idle = replace(a_record(), ledger=(*odd[:3], nothing))
+    assert [(row.ranks, row.is_split) for row in ledger_rows(idle)] == [("ranks 0-2", True), ("rank 3", True)]
 
 
 def test_outcomes_with_a_cause_come_first() -> None:

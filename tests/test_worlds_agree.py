@@ -65,7 +65,8 @@ def test_verdicts_are_equal(engine: str, tmp_path: Path) -> None:
 )
 def test_ledgers_are_equal(engine: str, size: int, training: Training, tmp_path: Path) -> None:
     threads, processes = (
-        _observe(kind, size, engine, training, tmp_path / kind) for kind in (WorldKind.THREADS, WorldKind.PROCESSES)
+        _observe(kind, size, engine, training, tmp_path / kind)
+        for kind in (WorldKind.THREADS, WorldKind.PROCESSES)
     )
 
     assert len(threads.ledgers) == len(processes.ledgers) == size

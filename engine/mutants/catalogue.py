@@ -87,14 +87,16 @@ MUTANTS: tuple[Mutant, ...] = (
         engine_spec="engine.mutants.accumulation:KeepsOnlyTheLastMicrobatch",
         sin="each backward discards the gradients of the microbatches before it",
         thread="NVIDIA/Megatron-LM#7186",
-        kills_on=Condition(microbatches=2, because="a single microbatch is the last"),
+        kills_on=Condition(world_size=1, microbatches=2, because="a single microbatch is the last"),
     ),
     Mutant(
         name="DoublesGradientsEveryMicrobatch",
         engine_spec="engine.mutants.accumulation:DoublesGradientsEveryMicrobatch",
         sin="each backward doubles what was accumulated before it",
         thread="NVIDIA/Megatron-LM#6660",
-        kills_on=Condition(microbatches=2, because="before the first microbatch there is nothing to double"),
+        kills_on=Condition(
+            world_size=1, microbatches=2, because="before the first microbatch nothing is there to double"
+        ),
     ),
     Mutant(
         name="ForgetsToSynchroniseOneParameter",
@@ -143,7 +145,9 @@ MUTANTS: tuple[Mutant, ...] = (
         engine_spec="engine.mutants.precision:ReducesInBfloat16",
         sin="gradients are reduced in bfloat16 whatever was asked",
         thread="pytorch/pytorch#190626",
-        kills_on=Condition(because="gradients that bfloat16 holds exactly hide it from numbers"),
+        kills_on=Condition(
+            world_size=1, because="gradients that bfloat16 holds exactly hide it from numbers"
+        ),
     ),
     Mutant(
         name="GathersOnceMoreInBackward",

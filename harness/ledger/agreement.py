@@ -49,7 +49,7 @@ class RanksAgree:
             return Ruling(record=record)
         num_groups = len({e.group for ledger in ledgers.values() for e in ledger})
         calls = sum(len(ledger) for ledger in ledgers.values())
-        held = f"{self.name}: {calls} calls in {num_groups} groups"
+        held = f"{calls} calls in {num_groups} groups"
         return Ruling(record=LawRecord(law=self.name, held=True, summary=held))
 
 

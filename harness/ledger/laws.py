@@ -334,10 +334,10 @@ def _list(entries: Sequence[Entry]) -> str:
 
 def _rule(name: str, broken: Sequence[str], *, held: str) -> Ruling:
     if not broken:
-        return Ruling(record=LawRecord(law=name, held=True, summary=f"{name}: {held}"))
+        return Ruling(record=LawRecord(law=name, held=True, summary=held))
     more = len(broken) - 1
     summary = broken[0] + (f" (and {more} more)" if more else "")
     details = tuple(broken[:_MAX_DETAILS])
     if len(broken) > _MAX_DETAILS:
         details += (f"and {len(broken) - _MAX_DETAILS} more",)
-    return Ruling(record=LawRecord(law=name, held=False, summary=f"{name}: {summary}", details=details))
+    return Ruling(record=LawRecord(law=name, held=False, summary=summary, details=details))

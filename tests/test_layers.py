@@ -1,0 +1,334 @@
+"""The import rules, proven on the source: who may import whom, no cycles, and no file named for nothing."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeGuard
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+HOMELESS = frozenset({"utils", "util", "helpers", "helper", "common", "misc"})
+PACKAGES = ("engine", "fixtures", "harness", "suites", "reports")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Import:
+    """One imported name, in full; ``from a import b`` names ``a.b``, whatever ``b`` is."""
+
+    name: str
+    line: int
+    alias: str
+    is_typing_only: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Module:
+    """One file of a package: its path from the root, its dotted name, and its source."""
+
+    path: str
+    name: str
+    source: str
+
+    def imports(self) -> Iterator[Import]:
+        """Give every import, relative ones resolved, those inside functions included."""
+        tree = ast.parse(self.source)
+        typing_only = {
+            id(n) for t in ast.walk(tree) if _guards_typing(t) for s in t.body for n in ast.walk(s)
+        }
+        for node in ast.walk(tree):
+            if not isinstance(node, ast.Import | ast.ImportFrom):
+                continue
+            base = f"{self._base(node)}." if isinstance(node, ast.ImportFrom) else ""
+            for name in node.names:
+                yield Import(
+                    name=base + name.name,
+                    line=node.lineno,
+                    alias=name.asname or name.name,
+                    is_typing_only=id(node) in typing_only,
+                )
+
+    def _base(self, node: ast.ImportFrom) -> str:
+        if not node.level:
+            return node.module or ""
+        # A package's relative imports start at itself, a module's at its parent.
+        depth = node.level - self.path.endswith("/__init__.py")
+        parents = self.name.split(".")
+        parents = parents[: len(parents) - depth]
+        return ".".join([*parents, *([node.module] if node.module else [])])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layer:
+    """What a package may import beside the standard library and itself; a name allows all below it."""
+
+    package: str
+    allowed: tuple[str, ...]
+    exceptions: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # by path of a single file
+
+    def offences(self, root: Path) -> list[str]:
+        """List the imports that this layer does not allow."""
+        return [
+            f"{module.path}:{found.line}: {self.package} may not import {found.name}"
+            for module in modules(self.package, root)
+            for found in module.imports()
+            if not self._allows(module.path, found.name)
+        ]
+
+    def _allows(self, path: str, name: str) -> bool:
+        top = name.partition(".")[0]
+        allowed = (self.package, *self.allowed, *self.exceptions.get(path, ()))
+        return top in sys.stdlib_module_names or any(_is_below(name, a) for a in allowed)
+
+
+LAYERS = (
+    Layer(package="engine", allowed=("torch",)),
+    Layer(package="fixtures", allowed=("torch",)),
+    Layer(
+        package="harness",
+        allowed=(
+            "torch",
+            "engine.contract",
+            "engine.capability",
+            "engine.plan",
+            "engine.shard",
+            "engine.registry",
+        ),
+        exceptions={"harness/pytest_plugin.py": ("pytest",), "harness/cli.py": ("reports",)},
+    ),
+    Layer(package="suites", allowed=("harness", "fixtures", "engine.contract", "pytest", "torch")),
+    Layer(
+        package="reports",
+        allowed=(
+            "harness.record",
+            "harness.verdict",
+            "harness.errors",
+            "harness.run_directory",
+            "jinja2",
+            "tabulate",
+        ),
+    ),
+)
+
+
+def modules(package: str, root: Path) -> list[Module]:
+    """Read every file of a package."""
+    found = []
+    for file in sorted((root / package).rglob("*.py")):
+        path = file.relative_to(root).as_posix()
+        name = path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+        found.append(Module(path=path, name=name, source=file.read_text()))
+    return found
+
+
+def private_torch(package: str, root: Path) -> list[str]:
+    """List the private names of torch that a package imports, or reaches through a name that it imported."""
+    found = []
+    for module in modules(package, root):
+        imports = list(module.imports())
+        bound = {i.alias: i.name for i in imports if "." not in i.alias}
+        reached = [
+            (node.lineno, _in_full(ast.unparse(node), bound))
+            for node in ast.walk(ast.parse(module.source))
+            if isinstance(node, ast.Attribute)
+        ]
+        named = [*((i.line, i.name) for i in imports), *reached]
+        found += [f"{module.path}:{line}: {name}" for line, name in named if _is_private_torch(name)]
+    return found
+
+
+def cycles(package: str, root: Path) -> list[str]:
+    """List the import cycles among a package's modules; imports for typing alone never run."""
+    files = {m.name: m for m in modules(package, root)}
+    graph = {
+        name: {
+            target
+            for found in module.imports()
+            if not found.is_typing_only and (target := _module_run_by(found.name, files)) not in {None, name}
+        }
+        for name, module in files.items()
+    }
+    done: set[str] = set()
+    return sorted({c for name in sorted(graph) for c in _cycles_from(name, (), graph, done)})
+
+
+def homeless(root: Path) -> list[str]:
+    """List files and folders whose name says nothing of what they hold."""
+    paths = [f.relative_to(root) for p in (*PACKAGES, "tests") for f in (root / p).rglob("*.py")]
+    return sorted(str(p) for p in paths if HOMELESS & {p.stem, *(part for part in p.parts[:-1])})
+
+
+@pytest.mark.parametrize("layer", LAYERS, ids=lambda layer: layer.package)
+def test_package_imports_only_what_its_layer_allows(layer: Layer) -> None:
+    assert modules(layer.package, ROOT), f"{layer.package}: no files, so nothing was proven"
+    assert layer.offences(ROOT) == []
+
+
+def test_every_package_has_a_layer() -> None:
+    assert tuple(layer.package for layer in LAYERS) == PACKAGES
+
+
+def test_suites_use_no_private_name_of_torch() -> None:
+    assert private_torch("suites", ROOT) == []
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_package_has_no_import_cycle(package: str) -> None:
+    assert cycles(package, ROOT) == []
+
+
+def test_no_file_is_named_for_nothing() -> None:
+    assert homeless(ROOT) == []
+
+
+def test_reports_never_load_torch() -> None:
+    names = [m.name for m in modules("reports", ROOT)]
+    program = "\n".join(
+        (
+            "import importlib, sys",
+            f"for name in {names!r}:",
+            "    importlib.import_module(name)",
+            "loaded = sorted(m for m in ('torch', 'engine') if m in sys.modules)",
+            "sys.exit(f'loaded {loaded}' if loaded else 0)",
+        )
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+# What follows holds the checker itself against trees that break each rule once.
+
+Write = Callable[[Mapping[str, str]], Path]
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Write:
+    def tree(files: Mapping[str, str]) -> Path:
+        for path, source in files.items():
+            (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / path).write_text(source)
+        return tmp_path
+
+    return tree
+
+
+OFFENDERS = {
+    "engine/adapters/mine.py": "import harness.case\n",
+    "engine/deep/__init__.py": "from ... import suites\n",
+    "fixtures/models.py": "def build():\n    from engine.contract import Plan\n",
+    "harness/judge.py": "from engine.adapters.torch_ddp import PreparedDdp\n",
+    "harness/trial.py": "from engine import mutants\n",
+    "harness/drive.py": "import pytest\n",
+    "harness/record.py": "from reports.html import render\n",
+    "suites/parity/test_mine.py": "from engine.registry import resolve\n",
+    "reports/html.py": "if True:\n    import torch.nn as nn\n",
+    "reports/junit.py": "from harness.case import Case\n",
+}
+
+
+@pytest.mark.parametrize("path", OFFENDERS)
+def test_checker_finds_a_forbidden_import(write: Write, path: str) -> None:
+    root = write({path: OFFENDERS[path]})
+    layer = next(x for x in LAYERS if x.package == path.partition("/")[0])
+    (offence,) = layer.offences(root)
+    assert offence.startswith(f"{path}:")
+
+
+def test_checker_allows_what_is_allowed(write: Write) -> None:
+    root = write(
+        {
+            "harness/cli.py": "import os\nfrom reports import html\nfrom . import record\n",
+            "harness/pytest_plugin.py": "import pytest\nfrom engine.contract import Plan\n",
+            "reports/html.py": "import jinja2\nfrom harness.record import Record\n",
+        }
+    )
+    assert [o for layer in LAYERS for o in layer.offences(root)] == []
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import torch._dynamo\n",
+        "from torch.distributed._composable import replicate\n",
+        "import torch\ntorch._C._log_api_usage_once('x')\n",
+        "import torch.distributed as dist\ndist._coalescing_manager()\n",
+        "from torch import nn\nnn.Module()._call_impl\nnn._reduction\n",
+    ],
+)
+def test_checker_finds_private_names_of_torch(write: Write, source: str) -> None:
+    assert private_torch("suites", write({"suites/test_mine.py": source}))
+
+
+def test_checker_leaves_public_names_and_dunders_alone(write: Write) -> None:
+    source = "import torch\nfrom torch import nn\ntorch.__version__\nnn.Linear(1, 1)\nself._own\n"
+    assert private_torch("suites", write({"suites/test_mine.py": source})) == []
+
+
+def test_checker_finds_a_cycle(write: Write) -> None:
+    root = write(
+        {
+            "harness/a.py": "from harness.b import x\n",
+            "harness/b.py": "from . import c\n",
+            "harness/c.py": "def f():\n    import harness.a\n",
+            "harness/d.py": "import harness.a\n",
+        }
+    )
+    assert cycles("harness", root) == ["harness.a -> harness.b -> harness.c -> harness.a"]
+
+
+def test_checker_knows_imports_for_typing_alone(write: Write) -> None:
+    guarded = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from harness.b import x\n"
+    assert cycles("harness", write({"harness/a.py": guarded, "harness/b.py": "import harness.a\n"})) == []
+
+
+def test_checker_finds_files_named_for_nothing(write: Write) -> None:
+    assert homeless(write({"harness/utils.py": "", "suites/common/test_x.py": ""})) == [
+        "harness/utils.py",
+        "suites/common/test_x.py",
+    ]
+
+
+def _guards_typing(node: ast.AST) -> TypeGuard[ast.If]:
+    return isinstance(node, ast.If) and ast.unparse(node.test) in {"TYPE_CHECKING", "typing.TYPE_CHECKING"}
+
+
+def _is_below(name: str, parent: str) -> bool:
+    return name == parent or name.startswith(f"{parent}.")
+
+
+def _is_private_torch(name: str) -> bool:
+    top, *rest = name.split(".")
+    return top == "torch" and any(part.startswith("_") and not part.startswith("__") for part in rest)
+
+
+def _in_full(name: str, bound: Mapping[str, str]) -> str:
+    first, dot, rest = name.partition(".")
+    return bound.get(first, first) + dot + rest
+
+
+def _module_run_by(name: str, files: Mapping[str, Module]) -> str | None:
+    """Name the module of the package that an import runs: the name itself, or what it is an attribute of."""
+    while name and name not in files:
+        name = name.rpartition(".")[0]
+    return name or None
+
+
+def _cycles_from(
+    name: str, trail: tuple[str, ...], graph: Mapping[str, set[str]], done: set[str]
+) -> Iterator[str]:
+    """Walk depth first; a cycle is told from its first name in the alphabet, so that it is told once."""
+    if name in trail:
+        cycle = trail[trail.index(name) :]
+        first = cycle.index(min(cycle))
+        yield " -> ".join((*cycle[first:], *cycle[: first + 1]))
+    elif name not in done:
+        for target in sorted(graph[name]):
+            yield from _cycles_from(target, (*trail, name), graph, done)
+        done.add(name)
