@@ -18,7 +18,6 @@ from statistics import median
 
 import torch
 import torch.distributed as dist
-from harness.worlds.threads_backend import global_ranks
 from tabulate import tabulate
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -27,6 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from harness.door.kernels import Door, standing_in_c10d
 from harness.ledger.recorder import Recorder
+from harness.worlds.threads_backend import global_ranks
 
 WORLD_SIZE = 2
 Watch = Callable[[], AbstractContextManager[object]]

@@ -13,7 +13,7 @@ from harness.case import Case, Schedule, Training
 from harness.drive import drive_rank
 from harness.keep import Kept, keep_result, load_kept
 from harness.ledger.agreement import RanksAgree
-from harness.ledger.entry import Entry, Op
+from harness.ledger.entry import Entry, Op, Phase
 from harness.parity import MatchesOracle
 from harness.trial import Cell, Source, TrialSession
 from harness.verdict import Verdict
@@ -77,3 +77,12 @@ def test_ledgers_are_equal(engine: str, size: int, training: Training, tmp_path:
 
 def _reductions(ledger: tuple[Entry, ...]) -> list[Entry]:
     return [e for e in ledger if e.op in {Op.ALL_REDUCE, Op.REDUCE_SCATTER}]
+
+
+def test_each_collective_is_told_by_its_unit(tmp_path: Path) -> None:
+    kept = _observe(WorldKind.THREADS, 2, "torch.fsdp2", _training(Plan(units=MLP_UNEVEN.units)), tmp_path)
+    for ledger in kept.ledgers:
+        for phase, op in ((Phase.FORWARD, Op.ALL_GATHER), (Phase.BACKWARD, Op.REDUCE_SCATTER)):
+            told = [e.unit for e in ledger if (e.phase, e.op, e.step, e.microbatch) == (phase, op, 1, 0)]
+            expected = list(MLP_UNEVEN.units)
+            assert told == (expected if phase is Phase.FORWARD else expected[::-1])

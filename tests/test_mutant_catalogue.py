@@ -1,0 +1,54 @@
+"""The catalogue of mutants: each loads, promises what its honest base promises, and is told after a thread."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import pkgutil
+import re
+
+import pytest
+
+import engine.mutants
+from engine.contract import Engine
+from engine.mutants import MUTANTS, Mutant, Trace
+from engine.registry import BUILT_IN, resolve
+
+HONEST = {type(resolve(name)) for name in BUILT_IN}
+by_name = pytest.mark.parametrize("mutant", MUTANTS, ids=lambda m: m.name)
+
+
+@by_name
+def test_is_built_on_an_honest_engine_and_promises_the_same(mutant: Mutant) -> None:
+    sinner = resolve(mutant.engine_spec)
+    bases = HONEST & set(type(sinner).__mro__)
+    assert len(bases) == 1
+    assert type(sinner) not in HONEST
+    (base,) = bases
+    assert sinner.capabilities == base.capabilities
+    assert sinner.name == f"mutant.{mutant.name}" == f"mutant.{type(sinner).__name__}"
+
+
+@by_name
+def test_cites_a_public_thread(mutant: Mutant) -> None:
+    assert re.fullmatch(r"[\w.-]+/[\w.-]+#\d+", mutant.thread)
+    assert f"After {mutant.thread}:" in (type(resolve(mutant.engine_spec)).__doc__ or "")
+
+
+@by_name
+def test_condition_is_one_that_the_mutant_claims_to_honour(mutant: Mutant) -> None:
+    condition = mutant.kills_on
+    assert condition.plan.axes(condition.world_size)
+    is_honoured = condition.plan.needs <= resolve(mutant.engine_spec).capabilities
+    assert is_honoured is (mutant.trace is not Trace.REFUSAL)
+
+
+def test_names_every_mutant_there_is_once() -> None:
+    found = {
+        f"{info.name}:{name}"
+        for info in pkgutil.iter_modules(engine.mutants.__path__, prefix="engine.mutants.")
+        for name, value in vars(importlib.import_module(info.name)).items()
+        if inspect.isclass(value) and issubclass(value, Engine) and value.__module__ == info.name
+    }
+    assert sorted(m.engine_spec for m in MUTANTS) == sorted(found)
+    assert len({m.sin for m in MUTANTS}) == len(MUTANTS)
