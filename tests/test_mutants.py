@@ -28,6 +28,7 @@ CASES = " or ".join(
         "(two_replicas and mlp_uneven-sgd)",
         "(communication and accumulation and m3)",
         "(gathers_each_group_twice and mlp_even)",
+        "(layouts and shard-mlp_even)",
         "parameters_dtype",
     ]
 )

@@ -158,6 +158,14 @@ MUTANTS: tuple[Mutant, ...] = (
         trace=Trace.COMMUNICATION,
     ),
     Mutant(
+        name="ReplicatesInsteadOfSharding",
+        engine_spec="engine.mutants.honesty:ReplicatesInsteadOfSharding",
+        sin="parameters that were to be sharded are replicated",
+        thread="Tencent-Hunyuan/UniRL#410",
+        kills_on=Condition(plan=Plan(layout=Layout.SHARD), because="one rank's share is the whole"),
+        trace=Trace.COMMUNICATION,
+    ),
+    Mutant(
         name="AcceptsEveryPlan",
         engine_spec="engine.mutants.honesty:AcceptsEveryPlan",
         sin="plans beyond the declared capabilities are accepted without a word",
