@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -226,7 +227,7 @@ class _Sink:
         self._writer = RunWriter(
             Path(out),
             header(
-                command=shlex.join(["pytest", *map(str, self._config.invocation_params.args)]),
+                command=_as_typed(),
                 engines=tuple(dict.fromkeys(c.engine for c in cells)),
                 worlds=tuple(dict.fromkeys(str(c.world) for c in cells)),
                 seed=0,
@@ -285,6 +286,14 @@ def _timeout_s(request: pytest.FixtureRequest) -> float | None:
         return float(marker.args[0])
     configured = request.config.getoption("timeout", None) or request.config.getini("timeout")
     return float(configured) if configured else None
+
+
+def _as_typed() -> str:
+    """Spell the command line of this process, under the name by which it is called."""
+    program = Path(sys.argv[0]).name
+    return shlex.join(
+        [{"cli.py": "shardproof", "__main__.py": "pytest"}.get(program, program), *sys.argv[1:]]
+    )
 
 
 def _command(nodeid: str, cell: Cell) -> str:

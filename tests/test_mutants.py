@@ -22,14 +22,12 @@ WORLDS = ["threads:2", "processes:2"]
 # One case of each kind that some mutant needs; the whole of the suites would say the same at ten times the cost.
 CASES = " or ".join(
     [
-        "smoke",
         "(multi_group and mlp_uneven-sgd-m3)",
         "(parity and accumulation and mlp_uneven-sgd-m3)",
         "(two_replicas and mlp_uneven-sgd)",
         "(communication and accumulation and m3)",
         "(gathers_each_group_twice and mlp_even)",
         "(layouts and shard-mlp_even)",
-        "parameters_dtype",
     ]
 )
 ORACLE = "oracle"
@@ -65,7 +63,7 @@ def _of(engine: str, world: str) -> list[Record]:
 def test_honest_engines_pass(engine: str, world: str) -> None:
     records = _of(engine, world)
     assert {r.verdict for r in records} <= {Verdict.PASSED, Verdict.UNSUPPORTED}, _told(records)
-    assert sum(r.verdict is Verdict.PASSED for r in records) >= 4
+    assert sum(r.verdict is Verdict.PASSED for r in records) >= 3
 
 
 @pytest.mark.timeout(420)
