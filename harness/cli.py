@@ -86,7 +86,7 @@ def judge(arguments: argparse.Namespace) -> int:
 
 def report(arguments: argparse.Namespace) -> int:
     """Write the reports of a run again and print its matrix."""
-    return _conclude(Path(arguments.run), 0)
+    return _show(Path(arguments.run))
 
 
 def list_all(arguments: argparse.Namespace) -> int:
@@ -121,9 +121,7 @@ def _pytest(arguments: list[str]) -> int:
 
 
 def _conclude(out: Path, pytest_code: int) -> int:
-    """Write the reports and turn verdicts into the exit code; the records decide, not pytest's own code."""
-    from harness.run_directory import read_run
-
+    """Turn pytest's exit code into ours; where cases ran the records decide."""
     if pytest_code == 4:
         return USAGE
     if pytest_code == 5:
@@ -132,19 +130,26 @@ def _conclude(out: Path, pytest_code: int) -> int:
     if not (out / "records.jsonl").exists():
         print("shardproof: no case was run; see the messages above", file=sys.stderr)
         return OUR_FAULT
+    code = _show(out)
+    if pytest_code not in (0, 1):
+        return OUR_FAULT
+    return DOES_NOT_CONFORM if code == CONFORMS and pytest_code else code
+
+
+def _show(run_folder: Path) -> int:
+    """Write a run's reports, print its matrix, and turn its verdicts into the exit code."""
+    from harness.run_directory import read_run
     from reports.tally import Conclusion, conclude
     from reports.terminal import render
     from reports.write import write_reports
 
-    result = read_run(out)
+    result = read_run(run_folder)
     print(render(result))
-    for path in write_reports(out):
+    for path in write_reports(run_folder):
         print(f"wrote {path}")
-    verdicts = {record.verdict for record in result.records}
-    if Verdict.ERRORED in verdicts or pytest_code == 3:
+    if Verdict.ERRORED in {record.verdict for record in result.records}:
         return OUR_FAULT
-    is_conforming = conclude(result) is Conclusion.CONFORMING and pytest_code == 0
-    return CONFORMS if is_conforming else DOES_NOT_CONFORM
+    return CONFORMS if conclude(result) is Conclusion.CONFORMING else DOES_NOT_CONFORM
 
 
 def _suites(names: Sequence[str] | None) -> list[Path]:

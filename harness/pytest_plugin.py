@@ -22,6 +22,7 @@ from harness.record import Record, from_json, to_json
 from harness.run_directory import OBSERVATIONS, RunWriter, read_run, refuse_existing
 from harness.trial import Cell, Source, TrialSession
 from harness.verdict import Verdict
+from harness.worlds.forkserver import warm_up
 from harness.worlds.sizes import Sizes
 from harness.worlds.spec import WorldSpec
 
@@ -138,6 +139,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if dropped:
         config.hook.pytest_deselected(items=dropped)
         items[:] = kept
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Start the fork server before the first case, whose timeout must not pay for the server's imports."""
+    config = session.config
+    will_run = not (config.option.collectonly or config.getoption("--replay"))
+    if will_run and any("trial" in getattr(item, "fixturenames", ()) for item in session.items):
+        warm_up()
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 
-__all__ = ["forkserver_context"]
+__all__ = ["forkserver_context", "warm_up"]
 
 _WARM = "harness.worlds.warm"
 _ROOT = Path(__file__).resolve().parents[2]
@@ -38,3 +38,15 @@ def forkserver_context() -> ForkServerContext:
             else:
                 os.environ[name] = value
     return context
+
+
+def warm_up() -> None:
+    """Wait until the server has done its imports, so that no case is charged for them."""
+    process = forkserver_context().Process(target=_nothing)
+    process.start()
+    process.join()
+    process.close()
+
+
+def _nothing() -> None:
+    """Be forked, which the server does only after its imports."""

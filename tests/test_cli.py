@@ -1,0 +1,82 @@
+"""The command line: wrong names end before anything runs, and a hang ends with a verdict, not with the session."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from engine.adapters.torch_ddp import DistributedDataParallelEngine
+from engine.contract import Plan, PreparedModel
+from harness.cli import main
+from harness.run_directory import read_run
+from harness.verdict import Verdict
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+class Stuck(DistributedDataParallelEngine):
+    """Rank 1 never comes back from prepare."""
+
+    def prepare(self, model: object, plan: Plan, mesh: object) -> PreparedModel:
+        import threading
+
+        import torch.distributed as dist
+
+        if dist.get_rank() == 1:
+            threading.Event().wait()
+        return super().prepare(model, plan, mesh)  # type: ignore[arg-type]  # passed on untouched
+
+
+@pytest.mark.parametrize(
+    ("arguments", "hint"),
+    [
+        (["run", "--engine", "torch.fdsp2"], "did you mean 'torch.fsdp2'?"),
+        (["run", "--engine", "no/such/file.py:Engine"], "expected a Python file"),
+        (
+            ["run", "--engine", "engine.adapters.torch_ddp:Distribted"],
+            "did you mean 'DistributedDataParallel'?",
+        ),
+        (["run", "--world", "thread:4"], "try --world threads:4"),
+        (["run", "--world", "threads:0"], "1 to 64 ranks"),
+        (["run", "--world", "threads:4:cuda"], "try --world processes:4:cuda"),
+        (["run", "--suite", "parrity"], "try --suite parity"),
+        (["judge", "no/such/run"], "no such folder"),
+        (["report", "no/such/run"], "no such folder"),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, list) else "",
+)
+def test_a_wrong_name_is_a_usage_error_with_a_hint(
+    arguments: list[str], hint: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    out = ["--out", str(tmp_path / "run")] if arguments[0] == "run" else []
+    assert main([*arguments, *out]) == 2
+    assert hint in capsys.readouterr().err
+    assert not (tmp_path / "run").exists(), "nothing is left of a run that never began"
+
+
+def test_list_names_engines_and_suites(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["list"]) == 0
+    printed = capsys.readouterr().out
+    assert all(name in printed for name in ("torch.ddp", "torch.fsdp2", "torch.replicate", "smoke", "parity"))
+
+
+def _pytest(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "pytest", "suites", "-q", "-p", "no:cacheprovider", *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=110, check=False)
+
+
+def test_a_hang_is_judged_before_pytest_times_out(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    engines = ["--engine=tests.test_cli:Stuck", "--engine=torch.ddp"]
+    finished = _pytest(*engines, "--world=threads:2", "-k", "smoke", "--timeout=8", f"--out={out}", "-n2")
+
+    assert finished.returncode == 1, finished.stdout + finished.stderr
+    run = read_run(out)
+    verdicts = {record.engine: record.verdict for record in run.records}
+    assert verdicts == {"tests.test_cli:Stuck": Verdict.HUNG, "torch.ddp": Verdict.PASSED}
+    assert run.footer is not None
+    stuck = next(r for r in run.records if r.verdict is Verdict.HUNG)
+    assert any("in prepare" in outcome.text for outcome in stuck.outcomes), "the stack says where it hangs"
