@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -116,8 +117,15 @@ def doctor(arguments: argparse.Namespace) -> int:
 def _pytest(arguments: list[str]) -> int:
     import pytest
 
-    config = ["-c", str(ROOT / "pyproject.toml"), f"--rootdir={ROOT}"]
-    return int(pytest.main([*arguments, *config, "-p", "no:cacheprovider", "--no-header", "-q", "-rN"]))
+    settings = ROOT / "pyproject.toml"
+    # An installed package has neither settings nor conftest.py beside it; a clone has both.
+    installed = ["-c", os.devnull, "-p", "harness.pytest_plugin", "--import-mode=importlib"]
+    config = ["-c", str(settings)] if settings.exists() else installed
+    return int(
+        pytest.main(
+            [*arguments, *config, f"--rootdir={ROOT}", "-p", "no:cacheprovider", "--no-header", "-q", "-rN"]
+        )
+    )
 
 
 def _conclude(out: Path, pytest_code: int) -> int:

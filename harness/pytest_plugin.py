@@ -106,6 +106,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Read the options, and register the sink in the process that sees all reports; workers send theirs there."""
+    config.addinivalue_line("markers", "worlds(sizes): the world sizes that a case makes sense for")
     try:
         config.stash[_CELLS] = _cells(config)
         if config.getoption("--out") and not hasattr(config, "workerinput"):
