@@ -1,0 +1,77 @@
+"""Worlds between jobs: pooled where starting is dear, retired by a failure; sizes up to the largest."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from harness.worlds.launch import WorldPool, launch
+from harness.worlds.outcome import Raised, Returned, WorldResult
+from harness.worlds.rank import RankContext
+from harness.worlds.spec import WorldKind, WorldSpec
+
+KINDS = list(WorldKind)
+
+
+def _sum_and_process(context: RankContext) -> tuple[float, int]:
+    mine = torch.tensor([float(context.rank)])
+    dist.all_reduce(mine)
+    return float(mine), os.getpid()
+
+
+def _raise_on_rank_1(context: RankContext) -> None:
+    if context.rank == 1:
+        raise ValueError("no")
+    dist.barrier()
+
+
+def _return_a_lambda(context: RankContext) -> object:
+    return lambda: None
+
+
+@pytest.fixture
+def pool(tmp_path: Path) -> Iterator[WorldPool]:
+    pool = WorldPool(tmp_path / "pool")
+    yield pool
+    pool.close()
+
+
+def _processes(result: WorldResult) -> set[int]:
+    values = [o.value for o in result.outcomes if isinstance(o, Returned)]
+    assert [total for total, _ in values] == [1.0, 1.0]
+    return {process for _, process in values}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_pooled_world_lives_until_it_fails(kind: WorldKind, pool: WorldPool, tmp_path: Path) -> None:
+    spec = WorldSpec(kind=kind, size=2, deadline_s=20)
+    first = _processes(pool.run(spec, _sum_and_process, folder=tmp_path / "1"))
+    assert _processes(pool.run(spec, _sum_and_process, folder=tmp_path / "2")) == first
+
+    failed = pool.run(spec, _raise_on_rank_1, folder=tmp_path / "3")
+    assert isinstance(failed.outcomes[1], Raised)
+
+    after = _processes(pool.run(spec, _sum_and_process, folder=tmp_path / "4"))
+    assert not after & first
+    for process in first:
+        with pytest.raises(ProcessLookupError):
+            os.kill(process, 0)
+
+
+def test_sixty_four_ranks_agree(tmp_path: Path) -> None:
+    spec = WorldSpec(kind=WorldKind.THREADS, size=64, deadline_s=60)
+    result = launch(spec, _sum_and_process, folder=tmp_path)
+    assert [o.value[0] for o in result.outcomes if isinstance(o, Returned)] == [float(sum(range(64)))] * 64
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_result_that_cannot_be_sent_is_said(kind: WorldKind, tmp_path: Path) -> None:
+    result = launch(WorldSpec(kind=kind, size=2, deadline_s=20), _return_a_lambda, folder=tmp_path)
+    told = [o for o in result.outcomes if isinstance(o, Raised)]
+    assert told
+    assert "return plain values" in told[0].message
