@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import re
-import shlex
-import sys
-import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from engine.registry import BUILT_IN, EngineNotFoundError, resolve
 from harness.case import Case, Training
-from harness.errors import UsageError
+from harness.errors import HarnessBug, UsageError
 from harness.law import Law
-from harness.provenance import footer, header
-from harness.record import Record, from_json, to_json
-from harness.run_directory import OBSERVATIONS, RunWriter, read_run, refuse_existing
+from harness.node import Node
+from harness.record import Record, to_json
+from harness.run_directory import OBSERVATIONS, read_run, refuse_existing
+from harness.sink import RECORD_PROPERTY, Sink
 from harness.trial import Cell, Source, TrialSession
 from harness.verdict import Verdict
 from harness.worlds.forkserver import warm_up
@@ -28,12 +24,10 @@ from harness.worlds.spec import WorldSpec
 
 __all__ = ["Trial"]
 
-_PROPERTY = "shardproof.record"
 _DEFAULT_WORLDS = ["threads:2"]
-_CELLS = pytest.StashKey[list[Cell]]()
+_CELLS = pytest.StashKey[Sequence[Cell]]()
 # The world must give its own verdict, with stacks, before pytest-timeout ends the test from outside.
 _BEFORE_TIMEOUT_S = 3.0
-_CELL_IN_ID = re.compile(r"\[(?P<engine>.+)@(?P<world>[a-z]+:\d+(?::[a-z]+)?)(?:-(?P<rest>.*))?\]$")
 
 
 class Trial:
@@ -56,32 +50,21 @@ class Trial:
         verdict is recorded.
         """
         __tracebackhide__ = True
-        nodeid = self._item.nodeid
-        case = Case(id=case_id(nodeid), training=training, laws=laws)
-        record = self._session.run(
-            case, self._cell, suite=suite_of(nodeid), command=_command(nodeid, self._cell)
-        )
-        self._item.user_properties.append((_PROPERTY, to_json(record)))
+        node = Node.parse(self._item.nodeid)
+        if node is None:
+            raise HarnessBug(
+                "the trial fixture",
+                expected="a node id with ENGINE@WORLD",
+                got=self._item.nodeid,
+                hint="reporting this",
+            )
+        case = Case(id=node.case, training=training, laws=laws)
+        record = self._session.run(case, self._cell, suite=node.suite, command=node.command)
+        self._item.user_properties.append((RECORD_PROPERTY, to_json(record)))
         if record.verdict is Verdict.UNSUPPORTED:
             pytest.skip(f"UNSUPPORTED: {record.headline}")
         if not record.verdict.is_conforming:
             pytest.fail(_explain(record), pytrace=False)
-
-
-def case_id(nodeid: str) -> str:
-    """Give the case's id, which names neither engine nor world: ``parity/test_x.py::test_y[rest]``."""
-    match = _CELL_IN_ID.search(nodeid)
-    stem = nodeid.removeprefix("suites/")
-    if match is None:
-        return stem
-    rest = f"[{match['rest']}]" if match["rest"] else ""
-    return _CELL_IN_ID.sub("", stem) + rest
-
-
-def suite_of(nodeid: str) -> str:
-    """Name the suite folder a case lives in."""
-    parts = nodeid.removeprefix("suites/").split("/")
-    return parts[0] if len(parts) > 1 else ""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -114,10 +97,12 @@ def pytest_configure(config: pytest.Config) -> None:
     except (UsageError, EngineNotFoundError) as error:
         raise pytest.UsageError(str(error)) from error
     if not hasattr(config, "workerinput"):
-        config.pluginmanager.register(_Sink(config), "shardproof-sink")
+        out = config.getoption("--out")
+        sink = Sink(config, config.stash[_CELLS], Path(out) if out else None)
+        config.pluginmanager.register(sink, "shardproof-sink")
 
 
-@pytest.hookimpl(tryfirst=True)  # so that the cell comes first in ids, where case_id finds it
+@pytest.hookimpl(tryfirst=True)  # so that the cell comes first in ids, where Node finds it
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Give every test that asks for a trial one instance per engine and world."""
     if "trial" not in metafunc.fixturenames:
@@ -179,92 +164,6 @@ def trial_session(
     session.close()
 
 
-class _Sink:
-    """Writes each record as its report arrives; one process, so that lines never interleave."""
-
-    def __init__(self, config: pytest.Config) -> None:
-        self._config = config
-        self._writer: RunWriter | None = None
-        self._expected: list[str] = []
-        self._records: list[Record] = []
-        self._started_s = time.monotonic()
-
-    @pytest.hookimpl(trylast=True)
-    def pytest_collection_finish(self, session: pytest.Session) -> None:
-        """Without xdist: the session's own items."""
-        self._open([item.nodeid for item in session.items])
-
-    @pytest.hookimpl(optionalhook=True)
-    def pytest_xdist_node_collection_finished(self, node: Any, ids: list[str]) -> None:
-        """With xdist: every worker collects the same; the first to say so opens the run."""
-        self._open(ids)
-
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Write the record that a test's report carries."""
-        if report.when != "call":
-            return
-        for name, value in report.user_properties:
-            if name == _PROPERTY:
-                record = from_json(Record, str(value), where=report.nodeid)
-                self._records.append(record)
-                if self._writer is not None:
-                    self._writer.append(record)
-
-    def pytest_sessionfinish(self) -> None:
-        """Record what was selected and never reached, and write the footer."""
-        if self._writer is None:
-            return
-        for record in self._not_run():
-            self._records.append(record)
-            self._writer.append(record)
-        verdicts = [record.verdict for record in self._records]
-        self._writer.finish(footer(verdicts=verdicts, duration_s=time.monotonic() - self._started_s))
-
-    def pytest_terminal_summary(self, terminalreporter: Any) -> None:
-        """Say the verdicts in one line, and where the run is kept."""
-        if not self._records:
-            return
-        counts = ", ".join(f"{n} {v}" for v in Verdict if (n := sum(r.verdict is v for r in self._records)))
-        out = self._config.getoption("--out")
-        terminalreporter.write_line(f"verdicts: {counts}" + (f"; kept in {out}" if out else ""))
-
-    def _open(self, nodeids: list[str]) -> None:
-        cases = [n for n in nodeids if _CELL_IN_ID.search(n)]
-        out = self._config.getoption("--out")
-        if self._writer is not None or not cases or not out or self._config.option.collectonly:
-            return
-        self._expected = cases
-        cells = self._config.stash[_CELLS]
-        self._writer = RunWriter(
-            Path(out),
-            header(
-                command=_as_typed(),
-                engines=tuple(dict.fromkeys(c.engine for c in cells)),
-                worlds=tuple(dict.fromkeys(str(c.world) for c in cells)),
-                seed=0,
-                num_cases=len(cases),
-            ),
-        )
-
-    def _not_run(self) -> Iterator[Record]:
-        seen = {(r.engine, r.case, r.world) for r in self._records}
-        for nodeid in self._expected:
-            match = _CELL_IN_ID.search(nodeid)
-            if match is None or (match["engine"], case_id(nodeid), match["world"]) in seen:
-                continue
-            cell = Cell(engine=match["engine"], world=WorldSpec.parse(match["world"]))
-            yield Record(
-                engine=cell.engine,
-                case=case_id(nodeid),
-                world=str(cell.world),
-                verdict=Verdict.NOT_RUN,
-                headline="selected, but the run ended or the test broke before it gave a verdict",
-                suite=suite_of(nodeid),
-                engine_version="",
-                command=_command(nodeid, cell),
-            )
-
-
 def _cells(config: pytest.Config) -> list[Cell]:
     """Read --engine and --world; raises for a name that resolves to nothing."""
     worlds = [
@@ -287,8 +186,8 @@ def _makes_sense(item: pytest.Item) -> bool:
 
 
 def _is_known(item: pytest.Item, known: set[tuple[str, str, str]] | None) -> bool:
-    match = _CELL_IN_ID.search(item.nodeid)
-    return known is None or match is None or (match["engine"], case_id(item.nodeid), match["world"]) in known
+    node = Node.parse(item.nodeid)
+    return known is None or node is None or node.key in known
 
 
 def _timeout_s(request: pytest.FixtureRequest) -> float | None:
@@ -297,18 +196,6 @@ def _timeout_s(request: pytest.FixtureRequest) -> float | None:
         return float(marker.args[0])
     configured = request.config.getoption("timeout", None) or request.config.getini("timeout")
     return float(configured) if configured else None
-
-
-def _as_typed() -> str:
-    """Spell the command line of this process, under the name by which it is called."""
-    program = Path(sys.argv[0]).name
-    return shlex.join(
-        [{"cli.py": "shardproof", "__main__.py": "pytest"}.get(program, program), *sys.argv[1:]]
-    )
-
-
-def _command(nodeid: str, cell: Cell) -> str:
-    return shlex.join(["pytest", nodeid, "--engine", cell.engine, "--world", str(cell.world)])
 
 
 def _explain(record: Record) -> str:

@@ -23,6 +23,7 @@ import engine.capability
 import engine.plan
 import fixtures.optimizers
 import fixtures.problems
+import harness.holdings
 import harness.ledger.agreement
 import harness.ledger.expectation
 import harness.ledger.laws
@@ -163,6 +164,7 @@ def test_laws_of_the_table_can_be_written() -> None:
         r"^\| `(\w+\(.*?\))` \|", _text(CASES).partition("## Laws")[2].partition("\n## ")[0], re.M
     )
     modules = (
+        harness.holdings,
         harness.ledger.agreement,
         harness.ledger.expectation,
         harness.ledger.laws,
