@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from engine.contract import Accumulation, PreparedModel
+from engine.contract import Accumulation, PreparedModel, Shard, UnsupportedError
 from engine.registry import resolve
 from harness.case import Batch, LoopOrder, Training, ZeroGrad
+from harness.errors import EngineError
 from harness.keep import observation_path
 from harness.ledger.entry import Phase
 from harness.loss import loss_weight
@@ -24,18 +26,28 @@ __all__ = ["drive_rank", "train"]
 
 # Where an engine draws from the default generator, ranks draw differently unless the engine sees to it.
 _RANK_SEED = 1000
+# How an engine says no. Other errors are accidents, even where the plan is beyond what it declares.
+_REFUSALS = (UnsupportedError, NotImplementedError, ValueError)
 
 
-def drive_rank(context: RankContext, training: Training, engine: str) -> None:
-    """Train on this rank under the engine of that name and keep what was observed; a world's rank body."""
+def drive_rank(context: RankContext, training: Training, engine: str) -> str | None:
+    """Train on this rank under the engine of that name and keep what was observed; a world's rank body.
+
+    Returns the engine's words if it refused the plan, which it may do in prepare alone, else None. A refusal
+    is not raised: that would stop the other ranks, and whether they refuse too is what has to be seen.
+    """
     torch.manual_seed(_RANK_SEED + context.rank)
     adapter = resolve(engine)
     mesh = _mesh(context, training)
     model = training.problem.build().to(context.device)
-    prepared = adapter.prepare(model, training.plan, mesh)
+    try:
+        prepared = adapter.prepare(model, training.plan, mesh)
+    except _REFUSALS as refusal:
+        return f"{type(refusal).__name__}: {refusal}"
     with watching_units(prepared.named, training.plan.units, context.recorder):
         observation = train(prepared, training, context)
     save_observation(observation, observation_path(context.folder, context.rank))
+    return None
 
 
 def train(prepared: PreparedModel, training: Training, context: RankContext) -> Observation:
@@ -44,7 +56,7 @@ def train(prepared: PreparedModel, training: Training, context: RankContext) -> 
     loop = _Loop(prepared, training, context)
     prepared.optimizer(training.optimizer)
     with recorder.during(Phase.OBSERVE):
-        initial = prepared.local_parameters()
+        initial = _copies(prepared.local_parameters())
     steps = tuple(loop.step(step) for step in range(training.schedule.steps))
     with recorder.during(Phase.OBSERVE):
         return Observation(
@@ -52,8 +64,8 @@ def train(prepared: PreparedModel, training: Training, context: RankContext) -> 
             input_digest=loop.input_digest,
             initial=initial,
             steps=steps,
-            optimizer_state=prepared.local_optimizer_state(),
-            buffers=prepared.local_buffers(),
+            optimizer_state=_copies(prepared.local_optimizer_state()),
+            buffers=_copies(prepared.local_buffers()),
             ledger=recorder.ledger(),
         )
 
@@ -78,7 +90,10 @@ class _Loop:
         weight = loss_weight(self._training, self._context.size, step)
         losses = tuple(self._microbatch(step, m, weight) for m in range(schedule.microbatches))
         with recorder.during(Phase.OBSERVE, step=step):
-            gradients = prepared.local_gradients()
+            gradients = {
+                name: None if shard is None else _copy(shard)
+                for name, shard in prepared.local_gradients().items()
+            }
         with recorder.during(Phase.STEP, step=step):
             if schedule.order is LoopOrder.ZERO_THEN_STEP:
                 self._zero_grad(step)
@@ -86,7 +101,7 @@ class _Loop:
             if schedule.order is LoopOrder.STEP_THEN_ZERO:
                 self._zero_grad(step)
         with recorder.during(Phase.OBSERVE, step=step):
-            parameters = prepared.local_parameters()
+            parameters = _copies(prepared.local_parameters())
         return StepObservation(losses=losses, gradients=gradients, parameters=parameters)
 
     def _microbatch(self, step: int, microbatch: int, weight: float) -> float:
@@ -116,6 +131,22 @@ class _Loop:
     def _zero_grad(self, step: int) -> None:
         alternate = self._training.schedule.zero_grad is ZeroGrad.ALTERNATE
         self._prepared.zero_grad(set_to_none=not (alternate and step % 2))
+
+
+def _copies(shards: Mapping[str, Shard]) -> dict[str, Shard]:
+    return {name: _copy(shard) for name, shard in shards.items()}
+
+
+def _copy(shard: Shard) -> Shard:
+    """Keep what was read as it was read, whatever the adapter handed out, in a plain tensor on the CPU."""
+    if type(shard.tensor) not in {torch.Tensor, torch.nn.Parameter}:
+        raise EngineError(
+            "PreparedModel.local_*",
+            expected="shards of plain tensors",
+            got=type(shard.tensor).__name__,
+            hint="shard_of, which takes DTensors apart",
+        )
+    return replace(shard, tensor=shard.tensor.detach().to("cpu", copy=True))
 
 
 def _mesh(context: RankContext, training: Training) -> DeviceMesh:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import assert_never
 
 from engine.contract import Capability
@@ -11,6 +11,7 @@ from harness.case import Case
 from harness.keep import Kept
 from harness.law import Evidence, Ruling
 from harness.ledger.agreement import first_disagreement, waiting_for
+from harness.ledger.laws import ReadsAreSilent
 from harness.oracle import OracleObservation
 from harness.record import LawRecord, OutcomeRecord, TensorRecord
 from harness.vacuity import vacuous_because
@@ -48,32 +49,37 @@ def judge(case: Case, declared: Set[Capability], kept: Kept, oracle: OracleObser
     """Judge every rank of one case; an undeclared capability turns the question into *was it refused?*"""
     undeclared = case.training.plan.needs - declared
     if undeclared:
-        return _judge_refusal(undeclared, kept.result)
+        return _judge_refusal(undeclared, kept)
+    if kept.refusals:
+        rank, words = min(kept.refusals.items())
+        headline = f"rank {rank} refused a plan that the engine declares it can honour: {words}"
+        return Judgement(verdict=Verdict.CRASHED, headline=headline, outcomes=_outcome_records(kept.result))
     if not kept.result.is_clean:
         return judge_failure(kept)
     return _judge_laws(case, kept, oracle)
 
 
-def _judge_refusal(undeclared: Set[Capability], result: WorldResult) -> Judgement:
+def _judge_refusal(undeclared: Set[Capability], kept: Kept) -> Judgement:
+    """Ask whether every rank refused in prepare; anything else is a finding, a crash on the way included."""
     needs = ", ".join(sorted(c.name for c in undeclared))
-    outcomes = _outcome_records(result)
-    match causal(result):
-        case None:
-            return Judgement(
-                verdict=Verdict.UNSUPPORTED_SILENT,
-                headline=f"accepted a plan that needs {needs}, which it does not declare, without a word",
-                outcomes=outcomes,
-            )
-        case Raised() as refusal:
-            return Judgement(
-                verdict=Verdict.UNSUPPORTED,
-                headline=f"needs {needs}; refused with {refusal.kind}: {refusal.message}",
-                outcomes=outcomes,
-            )
-        case other:
-            verdict = Verdict.HUNG if isinstance(other, TimedOut) else Verdict.CRASHED
-            headline = f"needs {needs}, which it does not declare; instead of refusing, {_tell(other)}"
-            return Judgement(verdict=verdict, headline=headline, outcomes=outcomes)
+    outcomes = _outcome_records(kept.result)
+    num_ranks = len(kept.result.outcomes)
+    if len(kept.refusals) == num_ranks and kept.result.is_clean:
+        headline = f"needs {needs}; refused with {kept.refusals[0]}"
+        return Judgement(verdict=Verdict.UNSUPPORTED, headline=headline, outcomes=outcomes)
+    if kept.refusals:
+        others = sorted(set(range(num_ranks)) - set(kept.refusals))
+        headline = (
+            f"needs {needs}; refused on rank(s) {sorted(kept.refusals)} with {min(kept.refusals.items())[1]}, "
+            f"while rank(s) {others} went ahead"
+        )
+        return Judgement(verdict=Verdict.FAILED, headline=headline, outcomes=outcomes)
+    if kept.result.is_clean:
+        headline = f"accepted a plan that needs {needs}, which it does not declare, without a word"
+        return Judgement(verdict=Verdict.UNSUPPORTED_SILENT, headline=headline, outcomes=outcomes)
+    failure = judge_failure(kept)
+    headline = f"needs {needs}, which it does not declare; instead of refusing in prepare: {failure.headline}"
+    return replace(failure, headline=headline)
 
 
 def judge_failure(kept: Kept) -> Judgement:
@@ -109,7 +115,7 @@ def _judge_laws(case: Case, kept: Kept, oracle: OracleObservation) -> Judgement:
         ranks=kept.ranks,
         oracle=oracle,
     )
-    rulings = [law.judge(evidence) for law in case.laws]
+    rulings = [law.judge(evidence) for law in (ReadsAreSilent(), *case.laws)]
     broken = [r for r in rulings if not r.record.held]
     worst = _worst(broken or rulings)
     laws = tuple(r.record for r in rulings)

@@ -25,9 +25,13 @@ _KINDS: Mapping[str, type[Outcome]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Kept:
-    """What one world left: how its ranks ended, each rank's ledger, and the observations if all returned."""
+    """What one world left: how its ranks ended, each rank's ledger, and the observations if all trained.
+
+    ``refusals`` are the words of the ranks that refused the plan, by rank.
+    """
 
     result: WorldResult
+    refusals: Mapping[int, str]
     ledgers: tuple[Ledger, ...]
     ranks: tuple[Observation, ...]
 
@@ -60,13 +64,14 @@ def load_kept(folder: Path) -> Kept:
         ) from error
     result = WorldResult(outcomes=outcomes, leaks=tuple(plain["leaks"]))
     ledgers = tuple(read_journal(journal_path(folder, o.rank)) for o in outcomes)
-    has_all = all(isinstance(o, Returned) for o in outcomes)
+    refusals = {o.rank: str(o.value) for o in outcomes if isinstance(o, Returned) and o.value is not None}
+    has_all = not refusals and all(isinstance(o, Returned) for o in outcomes)
     ranks = (
         tuple(load_observation(observation_path(folder, rank), ledger) for rank, ledger in enumerate(ledgers))
         if has_all
         else ()
     )
-    return Kept(result=result, ledgers=ledgers, ranks=ranks)
+    return Kept(result=result, refusals=refusals, ledgers=ledgers, ranks=ranks)
 
 
 # Any: JSON.

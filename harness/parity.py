@@ -154,10 +154,10 @@ def _findings(evidence: Evidence, place: Place, comparisons: list[_Comparison]) 
     if faults:
         more = f" (and {len(faults) - 1} more ranks)" if len(faults) > 1 else ""
         yield _Finding(text=f"{where}: {faults[0]}{more}", severity=math.inf)
-    wrong = [c for c in comparisons if c.ratio > 1]
+    wrong = [c for c in comparisons if not c.ratio <= 1]  # NaN is wrong too
     if wrong:
         yield _wrong_value(evidence, place, max(wrong, key=lambda c: c.worst_error), len(wrong))
-    if place.quantity in {Quantity.INITIAL, Quantity.PARAMETER}:
+    if place.quantity not in {Quantity.LOSS, Quantity.BUFFER}:  # these may differ between ranks by nature
         divergence = _divergence(comparisons)
         if divergence is not None:
             # Least severe: where values are wrong too, that says more.

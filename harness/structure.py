@@ -93,11 +93,18 @@ def _absence(
     """Excuse a missing tensor where the oracle has none, or where this rank owns nothing of the parameter."""
     if reference is None and is_listed:
         return None
+    if place.quantity is Quantity.OPTIMIZER_STATE and not is_listed and _is_held(evidence, place):
+        return None  # an engine may share the state out by parameter instead of by row
     if place.quantity in {Quantity.GRADIENT, Quantity.OPTIMIZER_STATE}:
         parameter = observation.initial.get(place.name.partition("/")[0])
         if parameter is not None and parameter.tensor.numel() == 0:
             return None
     return "expected a tensor, got None" if is_listed else "expected a tensor, the name is missing"
+
+
+def _is_held(evidence: Evidence, place: Place) -> bool:
+    shown = (observed(evidence, o, place.quantity, place.step).get(place.name) for o in evidence.ranks)
+    return any(shard is not None for shard in shown)
 
 
 def _misfit(shard: Shard, reference: torch.Tensor, evidence: Evidence, place: Place) -> str | None:

@@ -6,6 +6,7 @@ the case vacuous. So nothing here reads an observed tensor: only the digests of 
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 
 import torch
@@ -27,10 +28,25 @@ def vacuous_because(evidence: Evidence) -> str | None:
     if not evidence.oracle.steps:
         return "the training has no steps"
     return (
-        _equal_inputs(evidence)
+        _diverged(evidence)
+        or _equal_inputs(evidence)
         or _idle_ranks(evidence)
         or _independent_parameters(evidence)
         or _still_parameters(evidence)
+    )
+
+
+def _diverged(evidence: Evidence) -> str | None:
+    """Find a reference, or its noise, that is no number: every comparison with it would hold."""
+    for step, seen in enumerate(evidence.oracle.steps):
+        for name, parameter in seen.parameters.items():
+            if not bool(parameter.isfinite().all()):
+                return f"the oracle itself diverged: {name!r} is not finite after step {step}"
+    wild = next((p for p, noise in evidence.oracle.noise.items() if not math.isfinite(noise)), None)
+    return (
+        None
+        if wild is None
+        else f"the noise of {wild.quantity} {wild.name!r} in step {wild.step} is not finite"
     )
 
 

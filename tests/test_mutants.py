@@ -24,10 +24,11 @@ CASES = " or ".join(
     [
         "(multi_group and mlp_uneven-sgd-m3)",
         "(parity and accumulation and mlp_uneven-sgd-m3)",
-        "(two_replicas and mlp_uneven-sgd)",
+        "(two_replicas and sgd-m3)",
+        "two_replicas_are_silent",
         "(communication and accumulation and m3)",
         "(gathers_each_group_twice and mlp_even)",
-        "(layouts and shard-mlp_even)",
+        "(layouts and shard-m3)",
     ]
 )
 ORACLE = "oracle"

@@ -163,7 +163,7 @@ class OnlyThese:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dtype:
-    """Every selected collective carries this dtype, spelt as in ``float32``."""
+    """Every selected collective of floats carries this dtype, spelt as in ``float32``; integers are bookkeeping."""
 
     select: Select
     dtype: str
@@ -177,9 +177,27 @@ class Dtype:
         """Look at every selected collective of every rank."""
 
         def breach(entry: Entry) -> str | None:
-            return None if entry.dtype == self.dtype else f"expected {self.dtype}, got {entry.dtype}"
+            is_wrong = "float" in entry.dtype and entry.dtype != self.dtype
+            return f"expected {self.dtype}, got {entry.dtype}" if is_wrong else None
 
         return _each(self.name, self.select, evidence, breach)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadsAreSilent:
+    """Nothing is communicated while the harness reads: else an engine could synchronise only when looked at."""
+
+    name: str = "reads are silent"
+
+    def judge(self, evidence: Evidence) -> Ruling:
+        """Look for what ranks issued while they were read."""
+        broken = [
+            f"rank {o.rank}, {_when(e)}: the adapter communicated while it was read: {e.describe()}"
+            for o in evidence.ranks
+            for e in o.ledger
+            if e.phase is Phase.OBSERVE
+        ]
+        return _rule(self.name, broken, held=f"on all {evidence.world_size} ranks")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -74,6 +74,7 @@ class Select:
 
     ops: tuple[Op, ...] = ()
     phases: tuple[Phase, ...] = ()
+    dtypes: tuple[str, ...] = ()  # such as "float32"; integers are an engine's own bookkeeping
     axis: str | None = None
     group_size: int | None = None
     units: tuple[str | None, ...] = ()  # None is the unit of calls outside every unit
@@ -82,7 +83,7 @@ class Select:
     microbatches: Microbatches | tuple[int, ...] = Microbatches.ALL
 
     def __post_init__(self) -> None:
-        for name in ("ops", "phases", "units", "steps"):
+        for name in ("ops", "phases", "dtypes", "units", "steps"):
             # A string is a sequence too: `ops=Op.ALL_REDUCE` would match letters and so nothing.
             if not isinstance(getattr(self, name), tuple):
                 raise TypeError(f"Select.{name}: expected a tuple, got {getattr(self, name)!r}; try a comma")
@@ -97,6 +98,7 @@ class Select:
         spelt = (
             "/".join(self.ops) or "any collective",
             f"in {'/'.join(self.phases)}" if self.phases else "",
+            f"of {'/'.join(self.dtypes)}" if self.dtypes else "",
             f"on axis {self.axis}" if self.axis else "",
             f"in groups of {self.group_size}" if self.group_size else "",
             f"of unit {'/'.join(map(str, self.units))}" if self.units else "",
@@ -156,6 +158,7 @@ class Select:
             self._covers_step(entry.step)
             and (not self.ops or entry.op in self.ops)
             and (entry.phase in self.phases if self.phases else entry.phase is not Phase.OBSERVE)
+            and (not self.dtypes or entry.dtype in self.dtypes)
             and self.axis in {None, entry.axis}
             and self.group_size in {None, len(entry.group)}
             and (not self.units or entry.unit in self.units)

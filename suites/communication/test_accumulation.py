@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from engine.contract import Accumulation, Layout, Plan
@@ -13,12 +15,14 @@ from harness.ledger.entry import Op, Phase
 from harness.ledger.expectation import Between, Exactly
 from harness.ledger.laws import Bytes, Nothing
 from harness.ledger.selection import Microbatches, Select
+from harness.parity import MatchesOracle
 from harness.pytest_plugin import Trial
-from harness.worlds.sizes import SEVERAL
+from harness.worlds.sizes import EVEN, SEVERAL
 from suites.communication.closed_forms import GRADIENT_BYTES, PADDED_BYTES
 
 REDUCING = (Op.ALL_REDUCE, Op.REDUCE_SCATTER)
-EARLY = Select(ops=REDUCING, microbatches=Microbatches.ALL_BUT_LAST)
+EARLY = Select(ops=REDUCING, dtypes=("float32",), microbatches=Microbatches.ALL_BUT_LAST)
+LAST = Select(dtypes=("float32",), phases=(Phase.BACKWARD,), microbatches=Microbatches.LAST)
 
 
 def _training(layout: Layout, microbatches: int) -> Training:
@@ -29,9 +33,19 @@ def _training(layout: Layout, microbatches: int) -> Training:
 
 
 @pytest.mark.worlds(SEVERAL)
+def test_is_silent_until_the_last_microbatch(trial: Trial) -> None:
+    trial.holds(_training(Layout.NATIVE, 3), Nothing(select=EARLY), RanksAgree())
+
+
+@pytest.mark.worlds(EVEN)
+def test_two_replicas_are_silent_until_the_last_microbatch(trial: Trial) -> None:
+    trial.holds(_training(Layout.HYBRID, 3), MatchesOracle(), Nothing(select=EARLY), RanksAgree())
+
+
+@pytest.mark.worlds(SEVERAL)
 @pytest.mark.parametrize("microbatches", [3, 4], ids="m{}".format)
 def test_replicas_reduce_once_per_step(trial: Trial, microbatches: int) -> None:
-    last = Select(ops=(Op.ALL_REDUCE,), phases=(Phase.BACKWARD,), microbatches=Microbatches.LAST)
+    last = replace(LAST, ops=(Op.ALL_REDUCE,))
     trial.holds(
         _training(Layout.REPLICATE, microbatches),
         Nothing(select=EARLY),
@@ -43,7 +57,7 @@ def test_replicas_reduce_once_per_step(trial: Trial, microbatches: int) -> None:
 @pytest.mark.worlds(SEVERAL)
 @pytest.mark.parametrize("microbatches", [3, 4], ids="m{}".format)
 def test_shards_reduce_once_per_step(trial: Trial, microbatches: int) -> None:
-    last = Select(ops=(Op.REDUCE_SCATTER,), phases=(Phase.BACKWARD,), microbatches=Microbatches.LAST)
+    last = replace(LAST, ops=(Op.REDUCE_SCATTER,))
     trial.holds(
         _training(Layout.SHARD, microbatches),
         Nothing(select=EARLY),

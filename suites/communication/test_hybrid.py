@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from operator import attrgetter
 
 import pytest
@@ -35,6 +36,8 @@ def test_reduces_within_and_across_replicas(trial: Trial, problem: Problem) -> N
     )
     trial.holds(
         Training(problem=problem, optimizer=SGD, plan=plan),
+        Count(select=replace(GATHERS, phases=(Phase.FORWARD,)), expected=Exactly(NUM_GROUPS)),
+        Count(select=replace(GATHERS, phases=(Phase.BACKWARD,)), expected=Exactly(NUM_GROUPS)),
         Count(select=SCATTERS, expected=Exactly(NUM_GROUPS)),
         Count(select=ACROSS, expected=Exactly(NUM_GROUPS)),
         OnlyThese(selects=(GATHERS, SCATTERS, ACROSS)),

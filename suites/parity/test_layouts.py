@@ -8,36 +8,56 @@ import pytest
 
 from engine.contract import Layout, Plan, Reshard
 from fixtures.optimizers import ADAMW, SGD
-from fixtures.problems import MLP_EVEN, MLP_UNEVEN
-from harness.case import NamedOptimizer, Problem, Training
+from fixtures.problems import MLP_UNEVEN
+from harness.case import NamedOptimizer, Schedule, Training
 from harness.holdings import HoldsItsShare
 from harness.ledger.agreement import RanksAgree
+from harness.ledger.entry import Op, Phase
+from harness.ledger.expectation import Between
+from harness.ledger.laws import Count, Nothing
+from harness.ledger.selection import Select
 from harness.parity import MatchesOracle
 from harness.pytest_plugin import Trial
-from harness.worlds.sizes import EVEN
+from harness.worlds.sizes import EVEN, SEVERAL
 
-name = attrgetter("name")
 LAWS = (MatchesOracle(), HoldsItsShare(), RanksAgree())
+GATHERS_IN_BACKWARD = Select(ops=(Op.ALL_GATHER,), phases=(Phase.BACKWARD,))
+# How an engine groups parameters is its own affair here: one gather for all, or one for each.
+AT_MOST = len(list(MLP_UNEVEN.build().parameters()))
 
 
-@pytest.mark.parametrize("problem", [MLP_EVEN, MLP_UNEVEN], ids=name)
+@pytest.mark.parametrize("microbatches", [1, 3], ids="m{}".format)
 @pytest.mark.parametrize("layout", [Layout.REPLICATE, Layout.SHARD], ids=lambda x: x.name.lower())
-def test_trains_the_same_model(trial: Trial, layout: Layout, problem: Problem) -> None:
-    plan = Plan(layout=layout, units=problem.units)
-    trial.holds(Training(problem=problem, optimizer=SGD, plan=plan), *LAWS)
+def test_trains_the_same_model(trial: Trial, layout: Layout, microbatches: int) -> None:
+    plan = Plan(layout=layout, units=MLP_UNEVEN.units)
+    trial.holds(_training(plan, SGD, microbatches), *LAWS)
 
 
-@pytest.mark.parametrize("reshard", [Reshard.AFTER_FORWARD, Reshard.KEEP], ids=lambda x: x.name.lower())
-def test_reshards_as_asked_and_trains_the_same_model(trial: Trial, reshard: Reshard) -> None:
-    plan = Plan(layout=Layout.SHARD, units=MLP_UNEVEN.units, reshard=reshard)
-    trial.holds(Training(problem=MLP_UNEVEN, optimizer=SGD, plan=plan), *LAWS)
+@pytest.mark.worlds(SEVERAL)
+@pytest.mark.parametrize("microbatches", [1, 3], ids="m{}".format)
+def test_frees_after_forward_as_asked(trial: Trial, microbatches: int) -> None:
+    plan = Plan(layout=Layout.SHARD, units=MLP_UNEVEN.units, reshard=Reshard.AFTER_FORWARD)
+    gathers_again = Count(select=GATHERS_IN_BACKWARD, expected=Between(1, AT_MOST))
+    trial.holds(_training(plan, SGD, microbatches), *LAWS, gathers_again)
+
+
+@pytest.mark.worlds(SEVERAL)
+@pytest.mark.parametrize("microbatches", [1, 3], ids="m{}".format)
+def test_keeps_until_backward_as_asked(trial: Trial, microbatches: int) -> None:
+    plan = Plan(layout=Layout.SHARD, units=MLP_UNEVEN.units, reshard=Reshard.KEEP)
+    trial.holds(_training(plan, SGD, microbatches), *LAWS, Nothing(select=GATHERS_IN_BACKWARD))
 
 
 @pytest.mark.worlds(EVEN)
-@pytest.mark.parametrize("optimizer", [SGD, ADAMW], ids=name)
-@pytest.mark.parametrize("problem", [MLP_EVEN, MLP_UNEVEN], ids=name)
+@pytest.mark.parametrize("microbatches", [1, 3], ids="m{}".format)
+@pytest.mark.parametrize("optimizer", [SGD, ADAMW], ids=attrgetter("name"))
 def test_trains_the_same_model_on_two_replicas(
-    trial: Trial, problem: Problem, optimizer: NamedOptimizer
+    trial: Trial, optimizer: NamedOptimizer, microbatches: int
 ) -> None:
-    plan = Plan(layout=Layout.HYBRID, units=problem.units)
-    trial.holds(Training(problem=problem, optimizer=optimizer, plan=plan), *LAWS)
+    plan = Plan(layout=Layout.HYBRID, units=MLP_UNEVEN.units)
+    trial.holds(_training(plan, optimizer, microbatches), *LAWS)
+
+
+def _training(plan: Plan, optimizer: NamedOptimizer, microbatches: int) -> Training:
+    schedule = Schedule(microbatches=microbatches)
+    return Training(problem=MLP_UNEVEN, optimizer=optimizer, plan=plan, schedule=schedule)

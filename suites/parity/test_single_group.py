@@ -8,7 +8,7 @@ import pytest
 
 from fixtures.optimizers import ADAMW, SGD
 from fixtures.problems import MLP_BUFFERS, SINGLE_GROUP
-from harness.case import NamedOptimizer, Problem, Schedule, Training
+from harness.case import NamedOptimizer, Schedule, Training
 from harness.ledger.agreement import RanksAgree
 from harness.parity import MatchesOracle
 from harness.pytest_plugin import Trial
@@ -25,6 +25,7 @@ def test_trains_the_same_model(trial: Trial, optimizer: NamedOptimizer, microbat
     trial.holds(training, MatchesOracle(), RanksAgree())
 
 
-@pytest.mark.parametrize("problem", [MLP_BUFFERS], ids=name)
-def test_keeps_buffers(trial: Trial, problem: Problem) -> None:
-    trial.holds(Training(problem=problem, optimizer=SGD), MatchesOracle(), RanksAgree())
+@pytest.mark.parametrize("microbatches", [1, 3], ids="m{}".format)
+def test_keeps_buffers(trial: Trial, microbatches: int) -> None:
+    training = Training(problem=MLP_BUFFERS, optimizer=SGD, schedule=Schedule(microbatches=microbatches))
+    trial.holds(training, MatchesOracle(), RanksAgree())
