@@ -41,6 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(arguments: argparse.Namespace) -> int:
     """Judge engines on suites: launch worlds, record verdicts, write the reports."""
+    from harness.aside import describe
     from harness.run_directory import refuse_existing
     from harness.worlds.spec import WorldSpec
 
@@ -50,7 +51,8 @@ def run(arguments: argparse.Namespace) -> int:
     for world in arguments.world or []:
         WorldSpec.parse(world)
     for engine in arguments.engine or []:
-        resolve(engine)
+        if engine not in BUILT_IN:
+            describe(engine)
     options = [
         *(f"--engine={name}" for name in arguments.engine or []),
         *(f"--world={world}" for world in arguments.world or []),

@@ -7,8 +7,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
-from engine.registry import BUILT_IN, EngineNotFoundError, resolve
+from engine.registry import BUILT_IN, EngineNotFoundError
+from harness.aside import describe
 from harness.case import Case, Training
 from harness.errors import HarnessBug, UsageError
 from harness.law import Law
@@ -89,6 +91,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Read the options, and register the sink in the process that sees all reports; workers send theirs there."""
+    # Comparing small tensors gains nothing from more threads, and several workers with several each spin for cores.
+    torch.set_num_threads(1)
     config.addinivalue_line("markers", "worlds(sizes): the world sizes that a case makes sense for")
     try:
         config.stash[_CELLS] = _cells(config)
@@ -170,8 +174,10 @@ def _cells(config: pytest.Config) -> list[Cell]:
         WorldSpec.parse(text, deadline_s=config.getoption("--deadline"))
         for text in dict.fromkeys(config.getoption("--world") or _DEFAULT_WORLDS)
     ]
-    for engine in config.getoption("--engine") or []:  # the built-in ones load when a case asks for them
-        resolve(engine)
+    is_worker = hasattr(config, "workerinput")  # whose controller has looked already
+    for engine in [] if is_worker else config.getoption("--engine") or []:
+        if engine not in BUILT_IN:
+            describe(engine)
     engines = list(dict.fromkeys(config.getoption("--engine") or sorted(BUILT_IN)))
     return [Cell(engine=engine, world=world) for engine in engines for world in worlds]
 

@@ -10,8 +10,8 @@ import traceback
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from engine.contract import Engine, Plan
-from engine.registry import resolve
+from engine.contract import Plan
+from harness.aside import EngineDescription, aside, describe
 from harness.case import Case, Training
 from harness.drive import drive_rank
 from harness.errors import UsageError
@@ -55,7 +55,7 @@ class TrialSession:
 
     def __init__(self, source: Source) -> None:
         self._source = source
-        self._engines: dict[str, Engine] = {}
+        self._engines: dict[str, EngineDescription] = {}
         self._oracles: dict[tuple[str, int], OracleObservation] = {}
         self._kept: dict[Path, Kept] = {}
         self._pool = WorldPool(source.folder / source.worker / "pool")
@@ -85,7 +85,7 @@ class TrialSession:
             verdict=judgement.verdict,
             headline=judgement.headline,
             suite=suite,
-            engine_version=engine.version(),
+            engine_version=engine.version,
             laws=judgement.laws,
             worst=judgement.worst,
             ledger=ledger,
@@ -99,9 +99,9 @@ class TrialSession:
         """End pooled worlds."""
         self._pool.close()
 
-    def _engine(self, name: str) -> Engine:
+    def _engine(self, name: str) -> EngineDescription:
         if name not in self._engines:
-            self._engines[name] = resolve(name)
+            self._engines[name] = describe(name)
         return self._engines[name]
 
     def _folder(self, cell: Cell, training: Training) -> Path:
@@ -113,7 +113,7 @@ class TrialSession:
         # The engine and most of the plan do not change what is right; what the oracle's noise depends on does.
         key = (_digest(replace(training, plan=_arithmetic(training.plan))), world_size)
         if key not in self._oracles:
-            self._oracles[key] = run_oracle(training, world_size)
+            self._oracles[key] = aside(run_oracle, training, world_size)
         return self._oracles[key]
 
     def _observe(self, training: Training, cell: Cell, folder: Path) -> Kept:

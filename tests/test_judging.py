@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,9 +10,19 @@ import pytest
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
 
-from engine.adapters.torch_ddp import DistributedDataParallelEngine
-from engine.contract import Accumulation, Capability, Engine, Layout, Plan, PreparedModel
+from engine.adapters.torch_ddp import DistributedDataParallelEngine, PreparedDdp
+from engine.contract import (
+    Accumulation,
+    Capability,
+    Engine,
+    Layout,
+    Plan,
+    PreparedModel,
+    Shard,
+    UnsupportedError,
+)
 from fixtures.optimizers import SGD
 from fixtures.problems import MLP_EVEN
 from harness.case import Case, LoopOrder, Schedule, Training
@@ -73,6 +83,45 @@ class Crashing(Refusing):
     capabilities = frozenset(Capability)
 
 
+class RefusesOnOneRank(DistributedDataParallelEngine):
+    """Rank 0 refuses, rank 1 goes ahead."""
+
+    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
+        if dist.get_rank() == 0:
+            plan.refuse_beyond(self.capabilities)
+        return PreparedDdp(model)
+
+
+class RefusesTooLate(Silent):
+    """Trains a step before it says no."""
+
+    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
+        return _PreparedRefusing(super().prepare(model, plan, mesh).module, named=model)
+
+
+class _PreparedRefusing(PreparedDdp):
+    def step(self) -> None:
+        raise UnsupportedError([Capability.SHARD])
+
+
+class SynchronisesWhenRead(DistributedDataParallelEngine):
+    """Averages gradients only while somebody looks at them."""
+
+    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
+        prepared = super().prepare(model, plan, mesh)
+        assert isinstance(prepared.module, DistributedDataParallel)
+        prepared.module.require_backward_grad_sync = False
+        return _PreparedForShow(prepared.module, named=model)
+
+
+class _PreparedForShow(PreparedDdp):
+    def local_gradients(self) -> Mapping[str, Shard | None]:
+        for parameter in self.named.parameters():
+            assert parameter.grad is not None
+            dist.all_reduce(parameter.grad, op=dist.ReduceOp.AVG)
+        return super().local_gradients()
+
+
 class BrokenLaw:
     """A check that is itself wrong."""
 
@@ -112,6 +161,37 @@ def test_a_plan_beyond_what_is_declared_must_be_refused(session: TrialSession, k
     sharded = _case(replace(TRAINING, plan=Plan(layout=Layout.SHARD)))
     assert _judge(session, "Refusing", kind, sharded).verdict is Verdict.UNSUPPORTED
     assert _judge(session, "Silent", kind, sharded).verdict is Verdict.UNSUPPORTED_SILENT
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_rank_must_refuse_before_it_trains(session: TrialSession, kind: WorldKind) -> None:
+    sharded = _case(replace(TRAINING, plan=Plan(layout=Layout.SHARD)))
+    one_rank = _judge(session, "RefusesOnOneRank", kind, sharded)
+    assert one_rank.verdict is Verdict.FAILED
+    assert "refused on rank(s) [0]" in one_rank.headline
+    too_late = _judge(session, "RefusesTooLate", kind, sharded)
+    assert too_late.verdict is Verdict.CRASHED
+    assert "instead of refusing in prepare" in too_late.headline
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_synchronising_for_the_reader_is_seen(session: TrialSession, kind: WorldKind) -> None:
+    record = _judge(session, "SynchronisesWhenRead", kind, _case(TRAINING))
+    assert record.verdict is Verdict.FAILED
+    assert "while it was read" in record.headline
+
+
+def test_an_engine_cannot_patch_its_oracle(session: TrialSession) -> None:
+    record = _judge(session, "tests.patching_engine:PatchesTorch", WorldKind.THREADS, _case(TRAINING))
+    assert record.verdict is Verdict.FAILED, record.headline
+
+
+def test_an_oracle_that_diverges_proves_nothing(session: TrialSession) -> None:
+    wild = replace(SGD, name="wild", lr=1e12)
+    training = replace(TRAINING, optimizer=wild, schedule=Schedule(steps=6))
+    record = _judge(session, "torch.ddp", WorldKind.THREADS, Case(id="case", training=training, laws=()))
+    assert record.verdict is Verdict.VACUOUS, record.headline
+    assert "finite" in record.headline
 
 
 @pytest.mark.parametrize("kind", KINDS)

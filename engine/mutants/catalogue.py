@@ -86,6 +86,35 @@ MUTANTS: tuple[Mutant, ...] = (
         trace=Trace.COMMUNICATION,
     ),
     Mutant(
+        name="ReducesReplicasEveryMicrobatch",
+        engine_spec="engine.mutants.synchronisation:ReducesReplicasEveryMicrobatch",
+        sin="under a hybrid layout gradients are reduced after each microbatch although accumulation was asked",
+        thread="NVIDIA/cosmos-framework#161",
+        kills_on=Condition(
+            steps=2,
+            microbatches=2,
+            plan=Plan(layout=Layout.HYBRID, accumulation=Accumulation.LAST_MICROBATCH),
+            because="other layouts are honest, and the only microbatch is also the last",
+        ),
+        trace=Trace.COMMUNICATION,
+    ),
+    Mutant(
+        name="DriftsByOneBit",
+        engine_spec="engine.mutants.synchronisation:DriftsByOneBit",
+        sin="one weight of one replica is off by a bit after each step",
+        thread="deepspeedai/DeepSpeed#1801",
+        kills_on=Condition(because="one rank has no replica to part from"),
+    ),
+    Mutant(
+        name="LosesMicrobatchesOfReplicas",
+        engine_spec="engine.mutants.accumulation:LosesMicrobatchesOfReplicas",
+        sin="under a hybrid layout each backward discards the microbatches before it",
+        thread="NVIDIA/Megatron-LM#7186",
+        kills_on=Condition(
+            microbatches=2, plan=Plan(layout=Layout.HYBRID), because="other layouts are honest"
+        ),
+    ),
+    Mutant(
         name="KeepsOnlyTheLastMicrobatch",
         engine_spec="engine.mutants.accumulation:KeepsOnlyTheLastMicrobatch",
         sin="each backward discards the gradients of the microbatches before it",

@@ -5,17 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
-from engine.adapters.torch_ddp import DistributedDataParallelEngine
+from engine.adapters.torch_ddp import DistributedDataParallelEngine, PreparedDdp
 from engine.adapters.torch_fsdp2 import FullyShardEngine, PreparedFullyShard
 from engine.contract import Layout, Plan, PreparedModel
 
 __all__ = [
+    "DriftsByOneBit",
     "NeverSynchronises",
     "NeverSynchronisesReplicas",
+    "ReducesReplicasEveryMicrobatch",
     "SynchronisesEveryMicrobatch",
 ]
 
@@ -66,3 +69,40 @@ class SynchronisesEveryMicrobatch(FullyShardEngine):
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         """Shard honestly; the way to accumulate does nothing."""
         return _PreparedWithoutAccumulation(super().prepare(model, plan, mesh).module)
+
+
+class ReducesReplicasEveryMicrobatch(FullyShardEngine):
+    """As SynchronisesEveryMicrobatch, but under a hybrid layout alone, where it costs the most.
+
+    After NVIDIA/cosmos-framework#161: with hybrid sharding every microbatch paid for the whole reduction.
+    """
+
+    name = "mutant.ReducesReplicasEveryMicrobatch"
+
+    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
+        """Shard honestly; under a hybrid layout the way to accumulate does nothing."""
+        prepared = super().prepare(model, plan, mesh)
+        is_hybrid = plan.layout is Layout.HYBRID
+        return _PreparedWithoutAccumulation(prepared.module) if is_hybrid else prepared
+
+
+class _PreparedDrifting(PreparedDdp):
+    def step(self) -> None:
+        super().step()
+        if torch.distributed.get_rank() == torch.distributed.get_world_size() - 1 > 0:
+            first = next(self.named.parameters()).detach().view(-1)
+            first[0] = torch.nextafter(first[0], torch.tensor(torch.inf))
+
+
+class DriftsByOneBit(DistributedDataParallelEngine):
+    """After each step the last rank's first weight is off by one bit: within noise, but replicas part.
+
+    After deepspeedai/DeepSpeed#1801: replicated weights drifted apart over ranks for ten days, unseen.
+    """
+
+    name = "mutant.DriftsByOneBit"
+
+    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
+        """Wrap honestly; the step adds the bit."""
+        prepared = super().prepare(model, plan, mesh)
+        return _PreparedDrifting(prepared.module, named=prepared.named)

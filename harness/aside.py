@@ -1,0 +1,87 @@
+"""Computing something in a process of its own, where no engine can have changed what torch does.
+
+[Note: why aside] An engine's module may patch torch when it is imported. Were the oracle computed where engines
+are imported, it would be wrong in the same way, and agree. So the judging process imports no engine: engines
+live in their worlds, and what must be known of them is asked aside.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+
+from engine.contract import Capability
+from engine.registry import resolve
+from harness.errors import HarnessBug
+from harness.worlds.forkserver import forkserver_context
+
+__all__ = ["EngineDescription", "aside", "describe"]
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineDescription:
+    """What must be known of an engine to judge it: its promises and its release."""
+
+    capabilities: frozenset[Capability]
+    version: str
+
+
+def aside(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """Call a module-level function in a fresh fork of the warm server; raises what it raises.
+
+    Arguments are picklable; the result is anything that ``torch.save`` takes.
+    """
+    context = forkserver_context()
+    ours, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=_run, args=(theirs, function, args, kwargs))
+    process.start()
+    theirs.close()
+    try:
+        # weights_only=False: the bytes come from our own fork, and hold our own values.
+        result = torch.load(io.BytesIO(ours.recv_bytes()), weights_only=False)
+    except EOFError:
+        process.join()
+        raise HarnessBug(
+            f"{getattr(function, '__name__', function)} aside",
+            expected="a result",
+            got=f"the end of its process, exit code {process.exitcode}",
+            hint="`shardproof doctor`, and the messages above",
+        ) from None
+    finally:
+        ours.close()
+        process.join()
+        process.close()
+    if isinstance(result, BaseException):
+        raise result
+    return result  # type: ignore[no-any-return]  # it went through bytes; it is what the function returned
+
+
+def describe(engine: str) -> EngineDescription:
+    """Ask for an engine's promises and release; raises EngineNotFoundError for a name that resolves to none."""
+    return aside(_describe, engine)
+
+
+def _describe(engine: str) -> EngineDescription:
+    adapter = resolve(engine)
+    return EngineDescription(capabilities=frozenset(adapter.capabilities), version=adapter.version())
+
+
+# Any: whatever `aside` was given.
+def _run(connection: Connection, function: Callable[..., Any], args: Any, kwargs: Any) -> None:
+    try:
+        result: object = function(*args, **kwargs)
+    except Exception as error:  # told to the caller, who knows what to make of it
+        result = error.with_traceback(None)
+        result.__cause__ = None
+    buffer = io.BytesIO()
+    torch.save(result, buffer)
+    connection.send_bytes(buffer.getbuffer())
+    connection.close()
