@@ -1,6 +1,6 @@
 """What a case costs: our worlds beside torch's MultiProcessTestCase doing the same work in the same run.
 
-Run: ``python -m benchmarks.world_cost [--sizes 2 4 8] [--repeats 5]``
+Needs ``pip install -e '.[bench]'``. Run: ``python -m benchmarks.world_cost [--sizes 2 4 8] [--repeats 5]``
 """
 
 from __future__ import annotations

@@ -6,7 +6,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from enum import StrEnum
 
-__all__ = ["Entry", "Ledger", "Op", "Phase", "Wait"]
+__all__ = [
+    "Entry",
+    "Ledger",
+    "Op",
+    "Phase",
+    "Wait",
+    "entry_from_json",
+    "entry_to_json",
+    "wait_to_json",
+]
 
 
 class Op(StrEnum):
@@ -106,16 +115,20 @@ def _numel(shape: tuple[int, ...]) -> int:
     return total
 
 
+_FIELDS = tuple(f.name for f in fields(Entry))
+
+
 def entry_to_json(entry: Entry) -> dict[str, object]:
     """Give the JSON object of an entry; enums become their values, tuples lists."""
-    result: dict[str, object] = {f.name: getattr(entry, f.name) for f in fields(entry)}
+    result: dict[str, object] = {name: getattr(entry, name) for name in _FIELDS}
     if entry.wait is not None:
-        result["wait"] = {
-            "phase": entry.wait.phase,
-            "step": entry.wait.step,
-            "microbatch": entry.wait.microbatch,
-        }
+        result["wait"] = wait_to_json(entry.wait)
     return result
+
+
+def wait_to_json(wait: Wait) -> dict[str, object]:
+    """Give the JSON object of a wait."""
+    return {"phase": wait.phase, "step": wait.step, "microbatch": wait.microbatch}
 
 
 def entry_from_json(data: Mapping[str, object]) -> Entry:

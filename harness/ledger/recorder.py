@@ -8,12 +8,24 @@ import threading
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from harness.ledger.entry import Entry, Ledger, Op, Phase, Wait, entry_from_json, entry_to_json
+from harness.ledger.entry import (
+    Entry,
+    Ledger,
+    Op,
+    Phase,
+    Wait,
+    entry_from_json,
+    entry_to_json,
+    wait_to_json,
+)
 
 __all__ = ["CallSummary", "Recorder", "read_journal"]
+
+
+_ENCODER = json.JSONEncoder(separators=(",", ":"))  # once: json.dumps would build one per line
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,7 +116,7 @@ class Recorder:
                 return
             wait = Wait(phase=self._phase, step=self._step, microbatch=self._microbatch)
             self._waits[seq] = wait
-            self._write({"wait": seq, **asdict(wait)})
+            self._write({"wait": seq, **wait_to_json(wait)})
 
     def ledger(self) -> Ledger:
         """Give all entries so far with their waits."""
@@ -147,7 +159,7 @@ class Recorder:
 
     def _write(self, line: Mapping[str, object]) -> None:
         if self._journal is not None:
-            os.write(self._journal, json.dumps(line, separators=(",", ":")).encode() + b"\n")
+            os.write(self._journal, _ENCODER.encode(line).encode() + b"\n")
 
 
 def read_journal(path: Path) -> Ledger:
