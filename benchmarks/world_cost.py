@@ -14,31 +14,13 @@ from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 
-import torch
 import torch.distributed as dist
 from tabulate import tabulate
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.common_distributed import MultiProcessTestCase
 
+from benchmarks.world_work import body, train_two_steps
 from harness.worlds.launch import launch
-from harness.worlds.rank import RankContext
 from harness.worlds.spec import WorldKind, WorldSpec
-
-
-def train_two_steps() -> None:
-    """The work of the case: build, wrap, train, reduce."""
-    torch.manual_seed(0)
-    model = DistributedDataParallel(nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 8)))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for _ in range(2):
-        model(torch.randn(4, 16)).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-def _body(context: RankContext) -> None:
-    train_two_steps()
 
 
 class UpstreamCase(MultiProcessTestCase):
@@ -83,7 +65,7 @@ UPSTREAM: dict[int, type[UpstreamCase]] = {2: Upstream2, 4: Upstream4, 8: Upstre
 def _ours(kind: WorldKind, size: int) -> Callable[[], None]:
     def once() -> None:
         with tempfile.TemporaryDirectory() as folder:
-            result = launch(WorldSpec(kind=kind, size=size), _body, folder=Path(folder))
+            result = launch(WorldSpec(kind=kind, size=size), body, folder=Path(folder))
         if not result.is_clean:
             raise RuntimeError(f"the case failed: {result}")
 

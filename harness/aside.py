@@ -18,7 +18,7 @@ import torch
 from engine.contract import Capability
 from engine.registry import resolve
 from harness.errors import HarnessBug
-from harness.worlds.forkserver import forkserver_context
+from harness.worlds.forkserver import forkserver_context, started
 
 __all__ = ["EngineDescription", "aside", "describe"]
 
@@ -39,10 +39,8 @@ def aside(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
 
     Arguments are picklable; the result is anything that ``torch.save`` takes.
     """
-    context = forkserver_context()
-    ours, theirs = context.Pipe(duplex=False)
-    process = context.Process(target=_run, args=(theirs, function, args, kwargs))
-    process.start()
+    ours, theirs = forkserver_context().Pipe(duplex=False)
+    process = started(_run, theirs, function, args, kwargs)
     theirs.close()
     try:
         # weights_only=False: the bytes come from our own fork, and hold our own values.

@@ -75,3 +75,24 @@ def test_a_result_that_cannot_be_sent_is_said(kind: WorldKind, tmp_path: Path) -
     told = [o for o in result.outcomes if isinstance(o, Raised)]
     assert told
     assert "return plain values" in told[0].message
+
+
+class Unloadable:
+    """Pickles well and cannot be loaded."""
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (_fail_to_load, ())
+
+
+def _fail_to_load() -> None:
+    raise LookupError("no such table")
+
+
+def _take(context: RankContext, thing: object) -> None:
+    return None
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_job_that_cannot_be_loaded_is_said(kind: WorldKind, tmp_path: Path) -> None:
+    result = launch(WorldSpec(kind=kind, size=2, deadline_s=20), _take, Unloadable(), folder=tmp_path)
+    assert all(isinstance(o, Raised) and "no such table" in o.message for o in result.outcomes)

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import sys
+from collections.abc import Callable
 from functools import cache
 from multiprocessing import forkserver
-from multiprocessing.context import ForkServerContext
+from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
-__all__ = ["forkserver_context", "warm_up"]
+__all__ = ["forkserver_context", "started", "warm_up"]
 
 _WARM = "harness.worlds.warm"
 _ROOT = Path(__file__).resolve().parents[2]
@@ -40,10 +44,25 @@ def forkserver_context() -> ForkServerContext:
     return context
 
 
+def started(function: Callable[..., None], *args: Any) -> ForkServerProcess:
+    """Start ``function(*args)`` in a fork of the server.
+
+    The fork does not import the caller's main module, as multiprocessing would have it do: a script may be slow
+    to import, or not safe to. So what is sent must come from importable modules.
+    """
+    process = forkserver_context().Process(target=function, args=args)
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = ModuleType("__main__")
+    try:
+        process.start()
+    finally:
+        sys.modules["__main__"] = main
+    return process
+
+
 def warm_up() -> None:
     """Wait until the server has done its imports, so that no case is charged for them."""
-    process = forkserver_context().Process(target=_nothing)
-    process.start()
+    process = started(_nothing)
     process.join()
     process.close()
 

@@ -9,6 +9,8 @@ import queue
 import signal
 import sys
 import threading
+import time
+import traceback
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -38,11 +40,25 @@ _BEYOND_DEADLINE_S = 60.0
 class Link:
     """The pipe to the supervisor: any thread may send; jobs come in through a queue."""
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: Connection, ranks: tuple[int, ...]) -> None:
         self._connection = connection
+        self._ranks = ranks
         self._lock = threading.Lock()
         self.jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         threading.Thread(target=self._receive, name="link", daemon=True).start()
+
+    def _say_unloadable(self, error: Exception) -> None:
+        told = "".join(traceback.format_exception(error))
+        for rank in self._ranks:
+            outcome = Raised(
+                rank=rank,
+                kind=type(error).__name__,
+                message=f"the job cannot be loaded on the rank: {error}; send what importable modules define",
+                traceback=told,
+                is_symptom=False,
+                at_s=time.monotonic(),
+            )
+            self.send(Finished(outcome=outcome))
 
     def send(self, message: Ready | Started | Finished | Dying) -> None:
         """Send one message; a value that cannot be pickled is the sender's error."""
@@ -55,6 +71,8 @@ class Link:
                 self.jobs.put(self._connection.recv())
             except (EOFError, OSError):
                 os._exit(1)  # the supervisor is gone: nobody is left to judge, so leave no orphan
+            except Exception as error:  # unpickling imports modules, which may raise anything
+                self._say_unloadable(error)
 
 
 def host_main(connection: Connection, spec: HostSpec) -> None:
@@ -64,7 +82,7 @@ def host_main(connection: Connection, spec: HostSpec) -> None:
         faulthandler.enable(stacks, all_threads=True)
         faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
         torch.set_num_threads(1)
-        link = Link(connection)
+        link = Link(connection, spec.ranks)
         if spec.world.kind is WorldKind.THREADS:
             _host_threads(link, spec)
         else:

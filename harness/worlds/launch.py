@@ -8,6 +8,7 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
+from harness.errors import UsageError
 from harness.ledger.recorder import read_journal
 from harness.worlds.message import HostSpec, Job
 from harness.worlds.outcome import Abandoned, Died, Outcome, Raised, Returned, TimedOut, WorldResult
@@ -58,6 +59,13 @@ class World:
 
     def run(self, body: Callable[..., Any], *args: Any, folder: Path) -> WorldResult:
         """Run one job on every rank; after a result that is not clean the world is over."""
+        if body.__module__ == "__main__":
+            raise UsageError(
+                f"rank body {body.__qualname__}",
+                expected="a function of an importable module",
+                got="one of the script that is being run",
+                hint="moving it to a module of its own and importing it from there",
+            )
         folder.mkdir(parents=True, exist_ok=True)
         deadline = time.monotonic() + self.spec.deadline_s
         job = Job(body=body, args=args, folder=folder)

@@ -10,7 +10,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerProcess
 
 from harness.errors import HarnessBug
-from harness.worlds.forkserver import forkserver_context
+from harness.worlds.forkserver import forkserver_context, started
 from harness.worlds.host import host_main
 from harness.worlds.message import Dying, Finished, HostSpec, Job, Ready, Started
 from harness.worlds.outcome import Abandoned, Died, Outcome
@@ -27,15 +27,13 @@ class Host:
     """One host process as its supervisor sees it."""
 
     def __init__(self, spec: HostSpec) -> None:
-        context = forkserver_context()
         self.spec = spec
         self.outcomes: dict[int, Outcome] = {}
         self._idents: dict[int, int] = {}
         self._dying: Dying | None = None
-        ours, theirs = context.Pipe()
+        ours, theirs = forkserver_context().Pipe()
         self.connection: Connection = ours
-        self._process: ForkServerProcess = context.Process(target=host_main, args=(theirs, spec))
-        self._process.start()
+        self._process: ForkServerProcess = started(host_main, theirs, spec)
         self._pid = self._process.pid or 0
         theirs.close()
 
