@@ -1,0 +1,273 @@
+"""The composable front door: ``fully_shard`` and ``replicate`` change a module in place and return it."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from engine.reference.group import Group
+from engine.reference.mesh import DataMesh, compute_device, replicating_mesh, sharding_mesh
+from engine.reference.module import FSDPModule, ReplicateModule, managed_class
+from engine.reference.parameter import Site, cut_parameter
+from engine.reference.policies import (
+    CPUOffloadPolicy,
+    DTypes,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    ShardPlacementResult,
+)
+from engine.reference.unit import Unit, unit_of
+
+__all__ = ["fully_shard", "register_fsdp_forward_method", "replicate", "share_comm_ctx"]
+
+Modules = TypeVar("Modules", nn.Module, list[nn.Module])
+PlacementFn = Callable[[nn.Parameter], Shard | ShardPlacementResult | None]
+
+_DEFAULT_DTYPES = MixedPrecisionPolicy()
+_NO_OFFLOAD = OffloadPolicy()
+
+
+def fully_shard(
+    module: Modules,
+    *,
+    mesh: DeviceMesh | None = None,
+    reshard_after_forward: bool | int | None = None,
+    shard_placement_fn: PlacementFn | None = None,
+    mp_policy: DTypes = _DEFAULT_DTYPES,
+    offload_policy: OffloadPolicy = _NO_OFFLOAD,
+    ignored_params: set[nn.Parameter] | None = None,
+) -> Modules:
+    """Shard the parameters of ``module`` that no earlier call has taken, as one communication group.
+
+    Apply it to submodules first, then to the root; a list makes one group over several modules. Parameters
+    become DTensors, so build the optimizer afterwards. The module's class gains the methods of FSDPModule.
+
+    ``mesh``: 1-D shards, 2-D (named) replicates over axis 0 and shards over axis 1; None: all ranks.
+    ``reshard_after_forward``: True frees whole parameters after forward and gathers them again for backward;
+    False keeps them; a number k leaves each rank the part that k neighbours gather again; None is True but for
+    the root. ``shard_placement_fn``: per parameter the dim to shard, or a mesh of its own.
+
+    Raises ValueError, TypeError, RuntimeError or NotImplementedError for what cannot be sharded.
+    """
+    data_mesh = sharding_mesh(mesh)
+    modules = _checked(module, "fully_shard")
+    reshard = _reshard_policy(reshard_after_forward, data_mesh)
+    unit = _make_unit(
+        modules,
+        data_mesh,
+        dtypes=mp_policy,
+        offload=offload_policy,
+        ignored=ignored_params or set(),
+        placement_fn=shard_placement_fn,
+        reshard=reshard,
+    )
+    _mark(unit, FSDPModule)
+    return module
+
+
+def replicate(
+    module: Modules,
+    *,
+    mesh: DeviceMesh | None = None,
+    mp_policy: DTypes = _DEFAULT_DTYPES,
+    offload_policy: OffloadPolicy = _NO_OFFLOAD,
+    ignored_params: set[nn.Parameter] | None = None,
+) -> Modules:
+    """Replicate the parameters of ``module`` that no earlier call has taken over a 1-D ``mesh``.
+
+    Like ``fully_shard`` with shards of full size: parameters become replicated DTensors, nothing is gathered,
+    and each call's gradients are all-reduced together as soon as backward has computed them.
+    """
+    data_mesh = replicating_mesh(mesh)
+    modules = _checked(module, "replicate")
+    unit = _make_unit(
+        modules,
+        data_mesh,
+        dtypes=mp_policy,
+        offload=offload_policy,
+        ignored=ignored_params or set(),
+        placement_fn=None,
+        reshard=False,
+    )
+    _mark(unit, ReplicateModule)
+    return module
+
+
+def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
+    """Have ``module.method_name`` gather and free parameters as forward does; nothing if it is not sharded.
+
+    Raises ValueError when there is no such method.
+    """
+    unit = unit_of(module)
+    if unit is None:
+        return
+    if not hasattr(module, method_name):
+        raise ValueError(
+            f"register_fsdp_forward_method: expected a method of {type(module).__name__}, got {method_name!r}, "
+            "which it does not have"
+        )
+    original = getattr(module, method_name)
+
+    @functools.wraps(original)
+    def method(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs = unit.before_forward(module, args, kwargs)
+        return unit.after_forward(module, args, original(*args, **kwargs))
+
+    module.__dict__[method_name] = method
+
+
+def share_comm_ctx(modules: list[FSDPModule]) -> None:
+    """Let several roots use the same streams, so that their collectives do not overlap each other.
+
+    Raises ValueError for a module that is not sharded; does nothing for an empty list.
+    """
+    units = []
+    for module in modules:
+        unit = unit_of(module) if isinstance(module, nn.Module) else None
+        if unit is None:
+            raise ValueError(
+                f"share_comm_ctx: expected modules under fully_shard (FSDPModule), got {type(module).__name__}"
+            )
+        units.append(unit)
+    for unit in units[1:]:
+        for below in (unit,) if unit.tree is None else unit.tree.units:
+            below.share(units[0].lanes)
+        if unit.tree is not None:
+            unit.tree.lanes = units[0].lanes
+
+
+def _checked(module: nn.Module | list[nn.Module], caller: str) -> tuple[nn.Module, ...]:
+    modules = (module,) if isinstance(module, nn.Module) else tuple(module)
+    if not modules:
+        raise ValueError(f"{caller}: expected at least one module, got an empty list")
+    for one in modules:
+        if not isinstance(one, nn.Module):
+            raise ValueError(f"{caller}: expected nn.Module, got {type(one).__name__}")
+        if type(one).forward is nn.Module.forward or isinstance(one, nn.ModuleList | nn.ModuleDict):
+            raise ValueError(
+                f"{caller} does not support containers that do not implement forward: {type(one).__name__}; "
+                "apply it to the modules inside"
+            )
+        if unit_of(one) is not None:
+            raise RuntimeError(
+                f"Cannot apply `{caller}()` on a Module already managed by "
+                f"`{'replicate' if isinstance(one, ReplicateModule) else 'fully_shard'}`: "
+                f"{type(one).__name__}; one call per module"
+            )
+    # A module inside another one of the list adds nothing.
+    inside = {m for one in modules for m in one.modules() if m is not one}
+    return tuple(dict.fromkeys(m for m in modules if m not in inside))
+
+
+def _reshard_policy(asked: bool | int | None, mesh: DataMesh) -> bool | int | None:
+    if asked is None or isinstance(asked, bool):
+        return asked
+    if not isinstance(asked, int):
+        raise ValueError(
+            f"reshard_after_forward: expected True, False, None or a number of ranks, got {asked!r}"
+        )
+    if asked < 1 or mesh.shard_size % asked:
+        raise ValueError(
+            f"reshard_after_forward={asked}: should be a factor of the shard axis' size {mesh.shard_size}; "
+            f"try one of {[k for k in range(1, mesh.shard_size + 1) if mesh.shard_size % k == 0]}"
+        )
+    if asked == 1:
+        warnings.warn(
+            "reshard_after_forward=1 leaves every rank everything; use False to say so", stacklevel=3
+        )
+        return False
+    return True if asked == mesh.shard_size else asked
+
+
+def _make_unit(
+    modules: tuple[nn.Module, ...],
+    mesh: DataMesh,
+    *,
+    dtypes: DTypes,
+    offload: OffloadPolicy,
+    ignored: set[nn.Parameter],
+    placement_fn: PlacementFn | None,
+    reshard: bool | int | None,
+) -> Unit:
+    device = compute_device(mesh.mesh)
+    home = torch.device("cpu") if isinstance(offload, CPUOffloadPolicy) else device
+    by_mesh: dict[DataMesh, list[Any]] = {}
+    for parameter, sites in _unmanaged(modules, ignored).items():
+        _check_tensor_parallel(parameter, sites, reshard)
+        own_mesh, placement = _place(parameter, placement_fn, mesh)
+        cut = cut_parameter(parameter, sites, own_mesh, placement, home=home)
+        by_mesh.setdefault(own_mesh, []).append(cut)
+    groups = [Group(cut, own, device, dtypes, offload) for own, cut in by_mesh.items()]
+    _keep_sharded_in_state_dicts(groups)
+    return Unit(modules, tuple(groups), device=device, dtypes=dtypes, reshard_after_forward=reshard)
+
+
+def _unmanaged(
+    modules: Iterable[nn.Module], ignored: set[nn.Parameter]
+) -> dict[nn.Parameter, tuple[Site, ...]]:
+    """Find the parameters that no unit below has taken, each with every place where it is registered."""
+    sites: dict[nn.Parameter, list[Site]] = {}
+    for module in _outside_units(modules):
+        for name, parameter in module._parameters.items():
+            if parameter is not None and parameter not in ignored:
+                sites.setdefault(parameter, []).append(Site(module, name))
+    return {parameter: tuple(found) for parameter, found in sites.items()}
+
+
+def _outside_units(modules: Iterable[nn.Module]) -> Iterator[nn.Module]:
+    seen: set[nn.Module] = set()
+    stack = list(reversed(list(modules)))
+    while stack:
+        module = stack.pop()
+        if module in seen or unit_of(module) is not None:
+            continue
+        seen.add(module)
+        yield module
+        stack.extend(reversed(list(module.children())))
+
+
+def _place(
+    parameter: nn.Parameter, placement_fn: PlacementFn | None, mesh: DataMesh
+) -> tuple[DataMesh, Shard | None]:
+    chosen = None if placement_fn is None else placement_fn(parameter)
+    if isinstance(chosen, ShardPlacementResult):
+        return (mesh if chosen.mesh is None else sharding_mesh(chosen.mesh)), chosen.placement
+    if chosen is not None and not isinstance(chosen, Shard):
+        raise ValueError(
+            f"shard_placement_fn: expected Shard, ShardPlacementResult or None, got {chosen!r} "
+            f"for a parameter of shape {tuple(parameter.shape)}"
+        )
+    return mesh, chosen
+
+
+def _check_tensor_parallel(
+    parameter: nn.Parameter, sites: tuple[Site, ...], reshard: bool | int | None
+) -> None:
+    if isinstance(parameter, DTensor) and reshard is not None and not isinstance(reshard, bool):
+        raise NotImplementedError(
+            f"reshard_after_forward={reshard}: expected True or False where parameters are DTensors already, "
+            f"as {sites[0].name!r} is"
+        )
+
+
+def _keep_sharded_in_state_dicts(groups: Iterable[Group]) -> None:
+    for group in groups:
+
+        def reshard(*_: Any, group: Group = group) -> None:
+            group.reshard()
+
+        for module in {site.module for p in group.parameters for site in p.sites}:
+            module.register_state_dict_pre_hook(reshard)
+            module.register_load_state_dict_pre_hook(reshard)
+
+
+def _mark(unit: Unit, base: type[FSDPModule]) -> None:
+    for module in unit.modules:
+        module.__class__ = managed_class(type(module), base)

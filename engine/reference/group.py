@@ -1,0 +1,274 @@
+"""One communication group: the parameters that are gathered together and whose gradients are reduced together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+import torch.distributed as dist
+
+from engine.reference.collectives import AllGather, DefaultAllGather, DefaultReduceScatter, ReduceScatter
+from engine.reference.division import division
+from engine.reference.lanes import Lanes
+from engine.reference.mesh import DataMesh
+from engine.reference.parameter import ShardedParameter
+from engine.reference.policies import CPUOffloadPolicy, DTypes, OffloadPolicy
+from engine.reference.reduction import Partial, ReductionPlan, reduction
+from engine.reference.shards import Shards
+from engine.reference.unsharded import Unsharded
+
+__all__ = ["Group", "GroupState"]
+
+
+class GroupState(Enum):
+    """Where the group's parameters are."""
+
+    SHARDED = "every rank holds its shard; unshard() -> GATHERING"
+    GATHERING = "the gather is under way; wait() -> UNSHARDED"
+    UNSHARDED = "modules see whole parameters; reshard() -> SHARDED, or keep_part() -> KEPT"
+    KEPT = "this rank holds a larger part, gathered from fewer ranks; unshard() -> GATHERING"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Gather:
+    """A gather under way; the input must outlive the collective. No work: there is nothing to wait for."""
+
+    source: torch.Tensor
+    output: torch.Tensor
+    work: dist.Work | None
+
+
+class Group:
+    """Parameters of one call of ``fully_shard`` or ``replicate`` on one mesh.
+
+    The knobs are plain attributes, set through the methods of the sharded module.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[ShardedParameter],
+        mesh: DataMesh,
+        device: torch.device,
+        dtypes: DTypes,
+        offload: OffloadPolicy,
+    ) -> None:
+        self.parameters = tuple(parameters)
+        self.mesh = mesh
+        self.offload = offload
+        self.state = GroupState.SHARDED
+        self.lanes = Lanes(device)
+        self.reduces = True
+        self.all_reduces = True
+        self.divide_factor: float | None = None
+        self.only_sums = False
+        self.reduces_unused = False
+        self.unshards_in_backward = True
+        self.all_reduce_hook: Callable[[torch.Tensor], None] | None = None
+        self.all_gather: AllGather = DefaultAllGather()
+        self.reduce_scatter: ReduceScatter = DefaultReduceScatter()
+        self.gradient_arrived: Callable[[Group, bool], None] = _ignored
+        self.is_reduced = False
+        self._device = device
+        self._dtypes = dtypes
+        is_offloaded = isinstance(offload, CPUOffloadPolicy)
+        home = torch.device("cpu") if is_offloaded else device
+        pins = isinstance(offload, CPUOffloadPolicy) and offload.pin_memory and device.type != "cpu"
+        self._home = home
+        self._shards = Shards(self.parameters, device=home, pinned=pins)
+        self._unsharded: Unsharded | None = None
+        self._gather: _Gather | None = None
+        self._kept: torch.Tensor | None = None
+        self._part_group: dist.ProcessGroup | None = None
+        self._gathered_version = -1
+        self._partial = Partial()
+        self._arrived: set[int] = set()
+
+    # Parameters -------------------------------------------------------------------------------------------
+
+    def unshard(self) -> None:
+        """Issue the gather, unless parameters are whole or on their way already."""
+        if self.state in {GroupState.GATHERING, GroupState.UNSHARDED}:
+            return
+        with torch.inference_mode(False), torch.no_grad():
+            if self.state is GroupState.SHARDED:
+                self._settle()
+            self._gather = self._issue_gather()
+        self._gathered_version = self._shards.version
+        self.state = GroupState.GATHERING
+
+    def wait(self) -> None:
+        """Wait for a gather under way and let modules see whole parameters."""
+        if self.state is not GroupState.GATHERING:
+            return
+        assert self._unsharded is not None
+        gathered = self._gathered()
+        with torch.inference_mode(False), torch.no_grad():
+            self._unsharded.fill(gathered)
+        if not self._unsharded.is_in(gathered) and isinstance(self.all_gather, DefaultAllGather):
+            self.lanes.give_back(gathered)
+        for parameter in self.parameters:
+            parameter.register_unsharded()
+        self.state = GroupState.UNSHARDED
+
+    def reshard(self) -> None:
+        """Free whole parameters and let modules see the shards; a gather under way is waited for and dropped."""
+        if self.state is GroupState.GATHERING:
+            self._gathered()
+        self._kept = None
+        if self.state is not GroupState.SHARDED:
+            self._free()
+        self.state = GroupState.SHARDED
+
+    def keep_part(self) -> None:
+        """Free whole parameters but for this rank's part of the smaller group (see ``keep_parts_in``)."""
+        if self.state is not GroupState.UNSHARDED or self._part_group is None:
+            self.reshard()
+            return
+        assert self._unsharded is not None
+        with torch.inference_mode(False), torch.no_grad():
+            self._kept = self._unsharded.part(self._part_group.rank(), self._part_group.size())
+        self._free()
+        self.state = GroupState.KEPT
+
+    def keep_parts_in(self, group: dist.ProcessGroup | None) -> None:
+        """Choose the ranks among which whole parameters are split between forward and backward; None: all."""
+        self._part_group = group
+
+    def refresh(self) -> None:
+        """Give up whole parameters whose shards were written to since they were gathered."""
+        if self.state is not GroupState.SHARDED and self._shards.version != self._gathered_version:
+            self.reshard()
+
+    def take_over(self) -> None:
+        """Adopt parameters that were replaced in the modules, as by loading or casting."""
+        for parameter in self.parameters:
+            parameter.adopt()
+        self._settle()
+
+    # Gradients --------------------------------------------------------------------------------------------
+
+    def reduce_gradients(self) -> None:
+        """Start the reduction of what gradients there are, or hold them if the next backward shall add to them."""
+        self._arrived.clear()
+        adds_zeros = self.reduces_unused and self.reduces and not self.is_reduced
+        if not adds_zeros and not any(p.has_gradient for p in self.parameters):
+            return
+        self.is_reduced = True
+        if not self.reduces:
+            for parameter in self.parameters:
+                parameter.hold_gradient(self._reduce_dtype)
+            return
+        chosen = [p for p in self.parameters if p.has_gradient or self._is_unused(p)]
+        if not chosen:
+            return
+        gradients = [p.take_gradient(self._reduce_dtype) for p in chosen]
+        plan = self._reduction_plan(self._reduce_dtype or gradients[0].dtype)
+        self.lanes.reduce(reduction(chosen, gradients, plan))
+
+    def drop_gradients(self) -> None:
+        """Forget gradients that were not reduced."""
+        self._arrived.clear()
+        self._partial.take()
+        for parameter in self.parameters:
+            parameter.drop_gradient()
+
+    # ------------------------------------------------------------------------------------------------------
+
+    @property
+    def _reduce_dtype(self) -> torch.dtype | None:
+        return self._dtypes.reduce_dtype or self._dtypes.param_dtype
+
+    def _is_unused(self, parameter: ShardedParameter) -> bool:
+        return self.reduces_unused and parameter.unsharded is not None and parameter.unsharded.requires_grad
+
+    def _reduction_plan(self, dtype: torch.dtype) -> ReductionPlan:
+        return ReductionPlan(
+            mesh=self.mesh,
+            division=division(
+                dtype=dtype,
+                shard_size=self.mesh.shard_size,
+                replicate_size=self.mesh.replicate_size,
+                factor=self.divide_factor,
+                only_sums=self.only_sums,
+            ),
+            dtype=dtype,
+            home=self._home,
+            scatter=self.reduce_scatter,
+            all_reduces=self.all_reduces,
+            hook=self.all_reduce_hook,
+            partial=self._partial,
+        )
+
+    def _settle(self) -> None:
+        is_new = self._shards.settle()
+        if is_new or self._unsharded is None:
+            self._unsharded = Unsharded(
+                self.parameters,
+                self._shards.homes,
+                ranks=self.mesh.shard_size,
+                dtype=self._dtypes.param_dtype,
+                device=self._device,
+                on_gradient=self._count,
+            )
+
+    def _issue_gather(self) -> _Gather:
+        assert self._unsharded is not None
+        if self.mesh.shard_size == 1:
+            source = self._shards.wire(self._dtypes.param_dtype, self._device)
+            return _Gather(source, source, None)
+        kept, self._kept = self._kept, None
+        group = self.mesh.shard_group if kept is None else self._part_group
+        assert group is not None
+        with self.lanes.gathering():
+            source = self._shards.wire(self._dtypes.param_dtype, self._device) if kept is None else kept
+            output = self._unsharded.direct()
+            if output is None:
+                output = self._gather_buffer(group.size() * source.numel(), source.dtype)
+            work = None
+            if source.numel():
+                work = self.all_gather(output_tensor=output, input_tensor=source, group=group, async_op=True)
+        return _Gather(source, output, work)
+
+    def _gathered(self) -> torch.Tensor:
+        """Wait for the gather under way and give its output."""
+        assert self._gather is not None
+        gather, self._gather = self._gather, None
+        if gather.work is not None:
+            gather.work.wait()
+        return gather.output
+
+    def _gather_buffer(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        if isinstance(self.all_gather, DefaultAllGather):
+            return self.lanes.buffer(numel, dtype, self._device)
+        return self.all_gather.allocate((numel,), dtype=dtype, device=self._device)
+
+    def _free(self) -> None:
+        for parameter in self.parameters:
+            parameter.register_sharded()
+        assert self._unsharded is not None
+        if self._unsharded.is_direct:
+            self.lanes.gather_after()  # the next gather may be given this memory
+        self._unsharded.free()
+
+    def _count(self, unsharded: torch.Tensor) -> None:
+        """Count gradients that are whole; when every trainable parameter has its own, they may be reduced.
+
+        Autograd sums all uses of a parameter before this is called, so a module that ran twice before
+        backward is reduced once.
+        """
+        self._arrived.add(id(unsharded))
+        # Where ranks may use different parameters, only the end of the module's backward is common to all.
+        self.gradient_arrived(self, not self.reduces_unused and self._all_arrived())
+
+    def _all_arrived(self) -> bool:
+        return all(
+            id(p.unsharded) in self._arrived
+            for p in self.parameters
+            if p.unsharded is not None and p.unsharded.requires_grad
+        )
+
+
+def _ignored(_: Group, __: bool) -> None:
+    return None

@@ -1,0 +1,122 @@
+"""Where the data-parallel ranks lie: which mesh axis shards and which replicates."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Placement, Replicate
+
+__all__ = ["DataMesh", "compute_device", "part_group", "replicating_mesh", "sharding_mesh"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataMesh:
+    """A 1-D or 2-D device mesh, read as an axis that shards, an axis that replicates, or both.
+
+    A missing axis has size 1 and no process group.
+    """
+
+    mesh: DeviceMesh
+    shard_axis: int | None
+    replicate_axis: int | None
+
+    @property
+    def shard_size(self) -> int:
+        """Over how many ranks a parameter is split."""
+        return 1 if self.shard_axis is None else self.mesh.size(self.shard_axis)
+
+    @property
+    def shard_rank(self) -> int:
+        """Which of the shards this rank holds."""
+        return 0 if self.shard_axis is None else self.mesh.get_local_rank(self.shard_axis)
+
+    @property
+    def replicate_size(self) -> int:
+        """How many copies of each shard exist."""
+        return 1 if self.replicate_axis is None else self.mesh.size(self.replicate_axis)
+
+    @property
+    def shard_group(self) -> dist.ProcessGroup | None:
+        """The ranks that together hold one copy of the parameters."""
+        return None if self.shard_axis is None else self.mesh.get_group(self.shard_axis)
+
+    @property
+    def replicate_group(self) -> dist.ProcessGroup | None:
+        """The ranks that hold the same shard."""
+        return None if self.replicate_axis is None else self.mesh.get_group(self.replicate_axis)
+
+    def placements(self, shard: Placement) -> tuple[Placement, ...]:
+        """Give one placement per mesh axis for a tensor split by ``shard``."""
+        return tuple(shard if axis == self.shard_axis else Replicate() for axis in range(self.mesh.ndim))
+
+
+def sharding_mesh(mesh: DeviceMesh | None) -> DataMesh:
+    """Read ``mesh`` as ``fully_shard`` does: 1-D shards, 2-D replicates over axis 0 and shards over axis 1.
+
+    None means all ranks of the default process group. Raises ValueError for other meshes.
+    """
+    mesh = _world_mesh(("shard",)) if mesh is None else mesh
+    if mesh.ndim == 1:
+        return DataMesh(mesh=mesh, shard_axis=0, replicate_axis=None)
+    if mesh.ndim != 2:
+        raise ValueError(
+            "fully_shard: expects a 1D or 2D DeviceMesh (shard, or replicate x shard), "
+            f"got {mesh.ndim}D {mesh}; pass the data-parallel slice of it, as mesh['dp']"
+        )
+    if mesh.mesh_dim_names is None:
+        raise ValueError(
+            f"fully_shard: a 2D DeviceMesh must have mesh_dim_names, so that it can be sliced; got {mesh}; "
+            "try init_device_mesh(..., mesh_dim_names=('replicate', 'shard'))"
+        )
+    return DataMesh(mesh=mesh, shard_axis=1, replicate_axis=0)
+
+
+def replicating_mesh(mesh: DeviceMesh | None) -> DataMesh:
+    """Read ``mesh`` as ``replicate`` does: every rank of a 1-D mesh holds a copy; else raises ValueError."""
+    mesh = _world_mesh(("replicate",)) if mesh is None else mesh
+    if mesh.ndim != 1:
+        raise ValueError(
+            f"replicate expects a 1D DeviceMesh, got {mesh.ndim}D {mesh}; "
+            "pass one axis of it, or use fully_shard for replicate x shard"
+        )
+    return DataMesh(mesh=mesh, shard_axis=None, replicate_axis=0)
+
+
+def compute_device(mesh: DeviceMesh) -> torch.device:
+    """Give the device on which this rank computes."""
+    if mesh.device_type == "cpu":
+        return torch.device("cpu")
+    return torch.device(mesh.device_type, torch.get_device_module(mesh.device_type).current_device())
+
+
+def part_group(
+    mesh: DataMesh, size: int, known: dict[tuple[int, ...], dist.ProcessGroup]
+) -> dist.ProcessGroup:
+    """Give the process group of ``size`` neighbours in the shard group that this rank is one of.
+
+    Groups in ``known`` are used again, new ones added: a collective call over each group's own ranks.
+    """
+    whole = mesh.shard_group
+    assert whole is not None
+    ranks = dist.get_process_group_ranks(whole)
+    first = mesh.shard_rank // size * size
+    mine = tuple(ranks[first : first + size])
+    if mine not in known:
+        made = dist.new_group(list(mine), use_local_synchronization=True)
+        assert isinstance(made, dist.ProcessGroup)
+        known[mine] = made
+    return known[mine]
+
+
+def _world_mesh(names: tuple[str, ...]) -> DeviceMesh:
+    if not dist.is_initialized():
+        raise RuntimeError(
+            "mesh=None: expected an initialised default process group to shard over, got none; "
+            "call torch.distributed.init_process_group first or pass a DeviceMesh"
+        )
+    accelerator = torch.accelerator.current_accelerator()
+    kind = "cpu" if accelerator is None else accelerator.type
+    return init_device_mesh(kind, (dist.get_world_size(),), mesh_dim_names=names)

@@ -1,0 +1,254 @@
+"""The methods that a sharded module gains, and the handle of an asynchronous gather."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NoReturn, cast
+
+import torch
+from torch import nn
+
+from engine.reference.collectives import AllGather, ReduceScatter
+from engine.reference.group import Group
+from engine.reference.unit import Unit, unit_of
+
+__all__ = ["FSDPModule", "ReplicateModule", "UnshardHandle", "managed_class"]
+
+
+class UnshardHandle:
+    """A gather under way."""
+
+    def __init__(self, unit: Unit) -> None:
+        self._unit: Unit | None = unit
+
+    def wait(self) -> None:
+        """Wait until the module's parameters are whole and registered; a second call does nothing."""
+        if self._unit is not None:
+            self._unit.wait()
+            self._unit = None
+
+
+class FSDPModule:
+    """What ``fully_shard`` adds to the class of a module.
+
+    Methods with ``recurse`` act on every sharded module below too; the others say what they act on.
+    """
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Build the original class: indexing a container builds a part of it, which is not sharded by that."""
+        original = cls.__mro__[2]
+        return original(*args, **kwargs)
+
+    def __deepcopy__(self, memo: Any) -> NoReturn:
+        """Raise AssertionError: a copy would train the original's shards."""
+        raise AssertionError(
+            f"fully_shard does not support deepcopy of {type(self).__name__}: its hooks and shards belong to "
+            "this module; copy the model before sharding it"
+        )
+
+    # Gathering --------------------------------------------------------------------------------------------
+
+    def reshard(self) -> None:
+        """Free this module's whole parameters and register its shards."""
+        _unit(self).reshard()
+
+    def unshard(self, async_op: bool = False) -> UnshardHandle | None:
+        """Gather this module's parameters, before a forward or instead of one.
+
+        With ``async_op`` returns at once: ``wait()`` on the handle, or the module's forward, waits for the rest.
+        """
+        unit = _unit(self)
+        unit.unshard()
+        if async_op:
+            return UnshardHandle(unit)
+        unit.wait()
+        return None
+
+    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
+        """Choose whether to free parameters after forward; ends the root's exception too."""
+        if not isinstance(reshard_after_forward, bool):
+            raise ValueError(
+                f"set_reshard_after_forward: expected a bool, got {type(reshard_after_forward).__name__} "
+                f"{reshard_after_forward!r}; a number of ranks is chosen in fully_shard(...)"
+            )
+        for unit in _units(self, recurse):
+            unit.reshard_after_forward = reshard_after_forward
+            for group in unit.groups:
+                group.keep_parts_in(None)
+
+    def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
+        """Choose whether to free parameters after backward, as one may not between microbatches."""
+        for unit in _units(self, recurse):
+            unit.reshards_after_backward = reshard_after_backward
+
+    def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
+        """Choose whether this module's backward needs its parameters; an embedding's does not."""
+        for group in _unit(self).groups:
+            group.unshards_in_backward = unshard_in_backward
+
+    def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
+        """Gather ``modules`` when this module's forward starts, in this order, in place of the prediction."""
+        _unit(self).forward_prefetch = _prefetched(modules)
+
+    def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:
+        """Gather ``modules`` when this module's backward starts, in this order, in place of the prediction."""
+        _unit(self).backward_prefetch = _prefetched(modules)
+
+    def set_post_optim_event(self, event: Any) -> None:
+        """Have the next forward's gathers wait for ``event`` and not for all work issued so far; used once."""
+        unit = _unit(self)
+        (unit if unit.tree is None else unit.tree.root).post_optim_event = event
+
+    # Gradients --------------------------------------------------------------------------------------------
+
+    def set_is_last_backward(self, is_last_backward: bool) -> None:
+        """Say whether gradients must be ready when the coming backwards end; acts on the whole tree."""
+        unit = _unit(self)
+        (unit.tree or unit.become_root()).is_last_backward = is_last_backward
+
+    def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
+        """Choose whether backward reduces gradients or accumulates them whole on this rank."""
+        for group in _groups(self, recurse):
+            group.reduces = requires_gradient_sync
+
+    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
+        """Choose whether reduced shards are summed over replicas at once or accumulated until they are."""
+        for group in _groups(self, recurse):
+            group.all_reduces = requires_all_reduce
+
+    def set_reduce_scatter_unused_params(self, enable: bool, *, recurse: bool = True) -> None:
+        """Choose whether parameters without a gradient add zeros, as ranks that use different ones need."""
+        for group in _groups(self, recurse):
+            group.reduces_unused = enable
+
+    def set_gradient_divide_factor(self, factor: float) -> None:
+        """Divide this module's summed gradients by ``factor`` and not by the number of data-parallel ranks."""
+        for group in _unit(self).groups:
+            group.divide_factor = factor
+
+    def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
+        """Choose whether this module's collectives use SUM alone, with divisions apart."""
+        for group in _unit(self).groups:
+            group.only_sums = enable
+
+    def set_all_reduce_hook(
+        self, hook: Callable[[torch.Tensor], None], *, stream: torch.Stream | None = None
+    ) -> None:
+        """Call ``hook`` with this module's reduced gradients (1-D, this rank's), to change them in place.
+
+        Raises ValueError for ``stream`` where replicas are reduced natively: that has a stream of its own.
+        """
+        for group in _unit(self).groups:
+            if stream is not None and group.mesh.replicate_axis is not None:
+                raise ValueError(
+                    "set_all_reduce_hook: expected no stream for a mesh with a replicate axis, whose all-reduce "
+                    f"runs on a stream already, got {stream}; leave it out"
+                )
+            group.all_reduce_hook = hook if stream is None else _on_stream(hook, stream)
+
+    def reset_iter_state(self) -> None:
+        """Recover from an exception in forward or backward: wait, free, and drop that iteration's gradients."""
+        unit = _unit(self)
+        if unit.tree is None:
+            unit.reset()
+        elif unit.tree.root is not unit:
+            raise RuntimeError(
+                f"reset_iter_state: expected the root module, got {type(self).__name__}; "
+                f"call it on the {type(unit.tree.root.modules[0]).__name__}"
+            )
+        else:
+            unit.tree.reset()
+
+    # Communication ----------------------------------------------------------------------------------------
+
+    def set_custom_all_gather(self, comm: AllGather) -> None:
+        """Gather this module's parameters with ``comm``."""
+        self._only_group("set_custom_all_gather").all_gather = comm
+
+    def set_custom_reduce_scatter(self, comm: ReduceScatter) -> None:
+        """Reduce-scatter this module's gradients with ``comm``."""
+        self._only_group("set_custom_reduce_scatter").reduce_scatter = comm
+
+    def _only_group(self, method: str) -> Group:
+        groups = _unit(self).groups
+        if len(groups) != 1:
+            raise ValueError(
+                f"{method}: expected a module with one communication group, got {len(groups)}; "
+                "shard parameters of different meshes in calls of their own"
+            )
+        return groups[0]
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        """Convert shards, never whole parameters: nn.Module comes here for ``to``, ``cuda``, ``to_empty``."""
+        self.reshard()
+        converted = cast("Any", super())._apply(fn, recurse)
+        for group in _unit(self).groups:
+            group.take_over()
+        return converted
+
+
+class ReplicateModule(FSDPModule):
+    """What ``replicate`` adds to the class of a module: the same methods; nothing is freed after forward."""
+
+    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> NoReturn:
+        """Raise AssertionError: replicated parameters are whole already."""
+        raise AssertionError(
+            "set_reshard_after_forward: expected a module under fully_shard, got one under replicate, "
+            "whose parameters are never sharded; leave the call out"
+        )
+
+
+def managed_class(original: type[nn.Module], base: type[FSDPModule]) -> type[nn.Module]:
+    """Give the class that a module of class ``original`` becomes: one for all its modules, kept on it."""
+    key = f"_managed_by_{base.__name__}"
+    if key not in original.__dict__:
+        prefix = "FSDP" if base is FSDPModule else "Replicate"
+        setattr(original, key, type(f"{prefix}{original.__name__}", (base, original), {}))
+    made: type[nn.Module] = original.__dict__[key]
+    return made
+
+
+def _unit(module: Any) -> Unit:
+    unit = unit_of(module)
+    if unit is None:
+        raise RuntimeError(
+            f"{type(module).__name__}: expected a module that fully_shard or replicate was applied to, "
+            "got one without a unit; was it copied or unpickled?"
+        )
+    return unit
+
+
+def _units(module: Any, recurse: bool) -> Iterator[Unit]:
+    if not recurse:
+        yield _unit(module)
+        return
+    found = (unit_of(m) for m in module.modules())
+    yield from dict.fromkeys(unit for unit in found if unit is not None)
+
+
+def _groups(module: Any, recurse: bool) -> Iterator[Group]:
+    for unit in _units(module, recurse):
+        yield from unit.groups
+
+
+def _prefetched(modules: Iterable[Any]) -> tuple[Unit, ...]:
+    units = []
+    for module in modules:
+        if not isinstance(module, FSDPModule):
+            raise ValueError(
+                f"modules to prefetch: expected modules under fully_shard (FSDPModule), "
+                f"got {type(module).__name__}; apply fully_shard to it first"
+            )
+        units.append(_unit(module))
+    return tuple(dict.fromkeys(units))
+
+
+def _on_stream(hook: Callable[[torch.Tensor], None], stream: Any) -> Callable[[torch.Tensor], None]:
+    def on_stream(reduced: torch.Tensor) -> None:
+        module: Any = torch.get_device_module(reduced.device.type)
+        stream.wait_stream(module.current_stream())
+        with module.stream(stream):
+            hook(reduced)
+        module.current_stream().wait_stream(stream)
+
+    return on_stream

@@ -1,0 +1,119 @@
+"""The norm of gradients that are spread over ranks in different ways, and clipping by it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
+
+__all__ = ["clip_grad_norm_"]
+
+_EPSILON = 1e-6  # torch.nn.utils.clip_grad_norm_ adds the same to the norm it divides by
+
+
+@torch.no_grad()
+def clip_grad_norm_(
+    parameters: nn.Parameter | Iterable[nn.Parameter],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> torch.Tensor:
+    """Scale gradients in place so that their joint norm is at most ``max_norm``; give the norm before.
+
+    The norm (0-dim, plain, equal on every rank) is that of the whole gradients: a shard counts on the ranks
+    that it is spread over, a replica once. Parameters may lie on different meshes; plain tensors count as
+    replicated. Collective over the sharded axes of every mesh that occurs, whether or not a rank has gradients.
+
+    ``foreach`` is accepted for torch.nn.utils.clip_grad_norm_'s sake and changes nothing.
+
+    Raises ValueError for a negative order; RuntimeError, on every rank, if the norm is not finite and
+    ``error_if_nonfinite``.
+    """
+    if norm_type < 0:
+        raise ValueError(f"clip_grad_norm_: expected norm_type >= 0 or inf, got {norm_type}")
+    chosen = [parameters] if isinstance(parameters, nn.Parameter) else list(parameters)
+    gradients = [p.grad for p in chosen if p.grad is not None]
+    total = _norm(chosen, float(norm_type))
+    if error_if_nonfinite and not math.isfinite(total):
+        raise RuntimeError(
+            f"clip_grad_norm_: expected a finite norm of order {norm_type}, got {total.item()}; "
+            "look for the gradient that overflowed, or pass error_if_nonfinite=False"
+        )
+    scale = torch.clamp(max_norm / (total + _EPSILON), max=1.0)
+    for gradient in gradients:
+        local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+        local.mul_(scale.to(device=local.device, dtype=local.dtype))
+    return total
+
+
+Spread = tuple[DeviceMesh, tuple[int, ...]]
+"""A mesh and those of its axes that a tensor is sharded over."""
+
+
+def _norm(parameters: list[nn.Parameter], order: float) -> torch.Tensor:
+    """Combine local norms first within each way of being spread, over its axes, then with each other."""
+    by_spread: dict[Spread | None, list[torch.Tensor]] = {}
+    for parameter in parameters:
+        spread = _spread(parameter)
+        norms = by_spread.setdefault(spread, [])
+        if parameter.grad is not None:
+            gradient = parameter.grad
+            local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+            norms.append(_local_norm(local, order))
+    device = next((p.device for p in parameters), torch.device("cpu"))
+    totals = [
+        _over_ranks(_joined(norms, order, device), spread, order) for spread, norms in by_spread.items()
+    ]
+    return _joined(totals, order, device)
+
+
+def _spread(parameter: nn.Parameter) -> Spread | None:
+    if not isinstance(parameter, DTensor):
+        return None
+    for placement in parameter.placements:
+        if placement.is_partial():
+            raise ValueError(
+                f"clip_grad_norm_: expected sharded or replicated parameters, got {placement} "
+                f"for one of shape {tuple(parameter.shape)}"
+            )
+    axes = (i for i, placement in enumerate(parameter.placements) if not isinstance(placement, Replicate))
+    return parameter.device_mesh, tuple(axes)
+
+
+def _local_norm(local: torch.Tensor, order: float) -> torch.Tensor:
+    # At least float32: a sum of squares of bfloat16 numbers has a tenth of a percent of rounding in every term.
+    dtype = torch.promote_types(local.dtype, torch.float32)
+    if not local.numel():
+        return torch.zeros((), dtype=dtype, device=local.device)
+    norm: torch.Tensor = torch.linalg.vector_norm(local, order, dtype=dtype)
+    return norm
+
+
+def _joined(norms: list[torch.Tensor], order: float, device: torch.device) -> torch.Tensor:
+    """Give the norm of a vector from the norms of its parts: of order 0 counts add up."""
+    if not norms:
+        return torch.zeros((), device=device)
+    stacked = torch.stack([n.to(device) for n in norms])
+    return stacked.sum() if order == 0 else torch.linalg.vector_norm(stacked, order)
+
+
+def _over_ranks(norm: torch.Tensor, spread: Spread | None, order: float) -> torch.Tensor:
+    if spread is None:
+        return norm
+    mesh, axes = spread
+    for axis in axes:
+        if mesh.size(axis) == 1:
+            continue
+        if math.isinf(order):
+            dist.all_reduce(norm, op=dist.ReduceOp.MAX, group=mesh.get_group(axis))
+            continue
+        power = norm if order == 0 else norm.pow(order)
+        dist.all_reduce(power, group=mesh.get_group(axis))
+        norm = power if order == 0 else power.pow(1.0 / order)
+    return norm

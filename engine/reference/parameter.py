@@ -1,0 +1,263 @@
+"""One sharded parameter: the DTensor that the optimizer owns, and the plain tensor that forward computes with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Placement, Shard
+
+from engine.reference.geometry import Geometry
+from engine.reference.mesh import DataMesh
+from engine.reference.torch_internals import concatenated, sharded_like, strided_shard
+
+__all__ = ["ShardedParameter", "Site", "cut_parameter"]
+
+_MARK = "_is_sharded_elsewhere"
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """A place where a parameter is registered; a shared parameter has several."""
+
+    module: nn.Module
+    name: str
+
+    def holds(self) -> nn.Parameter | None:
+        """Give what is registered here now."""
+        return self.module._parameters.get(self.name)
+
+    def put(self, parameter: nn.Parameter) -> None:
+        """Register ``parameter`` here; not through setattr, which costs more than the rest of a switch."""
+        self.module._parameters[self.name] = parameter
+
+
+class ShardedParameter:
+    """A parameter in its two forms.
+
+    ``sharded`` is a DTensor over the data-parallel mesh (and the tensor-parallel one, if it was a DTensor
+    before). ``unsharded`` is made once per home in memory and keeps its identity, because autograd saves it
+    in forward and reads it in backward: only the memory beneath it comes and goes.
+    """
+
+    def __init__(
+        self, *, sharded: nn.Parameter, origin: nn.Parameter, sites: tuple[Site, ...], geometry: Geometry
+    ) -> None:
+        self.sharded = sharded
+        self.sites = sites
+        self.geometry = geometry
+        self._inner = _described(origin)
+        self.name = sites[0].name
+        # The mark is the parameter's own: an id could be another object's by now.
+        self.is_tied_elsewhere = getattr(origin, _MARK, False)
+        setattr(origin, _MARK, True)
+        self.unsharded: nn.Parameter | None = None
+        self._held: torch.Tensor | None = None
+
+    @property
+    def local(self) -> torch.Tensor:
+        """This rank's shard, of shape ``geometry.shard_shape``; call without autograd."""
+        return self._template.to_local()
+
+    def current(self) -> nn.Parameter:
+        """Give the sharded parameter as the modules hold it, replaced or not."""
+        found = self.sites[0].holds()
+        return self.sharded if found is None or found is self.unsharded else found
+
+    def adopt(self) -> None:
+        """Take over a parameter that was registered in place of the sharded one, as loading may do."""
+        found = self.current()
+        if found is self.sharded:
+            return
+        if not isinstance(found, DTensor) or found.placements != self._template.placements:
+            raise RuntimeError(
+                f"parameter {self.name!r}: expected a DTensor with placements {self._template.placements}, "
+                f"got {type(found).__name__} of shape {tuple(found.shape)} registered in its place; "
+                "change parameters before sharding, or load DTensors"
+            )
+        self.sharded = found
+        self.register_sharded()
+
+    def dress(self, memory: torch.Tensor, on_gradient: Callable[[torch.Tensor], None]) -> None:
+        """Make the unsharded parameter over ``memory`` (1-D); ``on_gradient`` runs when its gradient is whole."""
+        # .data: a version counter of its own, so that gathering again does not look to autograd like an
+        # in-place change of what forward saved.
+        whole = self.geometry.whole_part(memory).data
+        if self._inner is not None:
+            whole = sharded_like(self._inner, whole)
+        self.unsharded = nn.Parameter(whole, requires_grad=self.sharded.requires_grad)
+        self._on_gradient = on_gradient
+        self._is_hooked = False
+        self._hook()
+
+    def register_unsharded(self) -> None:
+        """Let modules see the plain tensor."""
+        assert self.unsharded is not None
+        if self.unsharded.requires_grad != self.sharded.requires_grad:
+            self.unsharded.requires_grad_(self.sharded.requires_grad)
+            self._hook()
+        for site in self.sites:
+            site.put(self.unsharded)
+
+    def register_sharded(self) -> None:
+        """Let modules see the DTensor."""
+        for site in self.sites:
+            site.put(self.sharded)
+
+    @property
+    def has_gradient(self) -> bool:
+        """Whether an unsharded gradient waits to be reduced."""
+        return self._held is not None or (self.unsharded is not None and self.unsharded.grad is not None)
+
+    def hold_gradient(self, dtype: torch.dtype | None) -> None:
+        """Keep the unsharded gradient for a later reduction, summed in ``dtype`` where that is another one."""
+        gradient = None if self.unsharded is None else self.unsharded.grad
+        if gradient is None or dtype in {None, gradient.dtype}:
+            return  # autograd itself goes on summing into .grad
+        self._held = self.take_gradient(dtype).to(dtype)
+
+    def take_gradient(self, dtype: torch.dtype | None) -> torch.Tensor:
+        """Hand over what was held plus the fresh gradient: plain, of shape ``geometry.shape``; zeros if none.
+
+        ``dtype`` is that of a reduction over tensor-parallel ranks, should one be needed.
+        """
+        held, self._held = self._held, None
+        fresh = None
+        if self.unsharded is not None:
+            fresh, self.unsharded.grad = self.unsharded.grad, None
+        if fresh is not None:
+            fresh = self._plain(fresh, dtype)
+            return fresh if held is None else held.add_(fresh)
+        if held is not None:
+            return held
+        assert self.unsharded is not None
+        return torch.zeros(
+            self.geometry.shape, dtype=dtype or self.unsharded.dtype, device=self.unsharded.device
+        )
+
+    def drop_gradient(self) -> None:
+        """Forget unsharded gradients: those of an iteration that failed."""
+        self._held = None
+        if self.unsharded is not None:
+            self.unsharded.grad = None
+
+    def accept_gradient(self, local: torch.Tensor) -> None:
+        """Add a reduced gradient (this rank's shard) to the sharded parameter's."""
+        if self.sharded.grad is None:
+            self.sharded.grad = sharded_like(self._template, local)
+            return
+        existing = self.sharded.grad
+        (existing.to_local() if isinstance(existing, DTensor) else existing).add_(local)
+
+    @property
+    def _template(self) -> DTensor:
+        if not isinstance(self.sharded, DTensor):
+            raise RuntimeError(
+                f"parameter {self.name!r}: expected the DTensor that fully_shard made, got a "
+                f"{type(self.sharded).__name__}; load DTensors, or load before sharding"
+            )
+        return self.sharded
+
+    def _hook(self) -> None:
+        if self.unsharded is not None and self.unsharded.requires_grad and not self._is_hooked:
+            self.unsharded.register_post_accumulate_grad_hook(self._on_gradient)
+            self._is_hooked = True
+
+    def _plain(self, gradient: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+        """Give this rank's part of a tensor-parallel gradient, laid out as the parameter is."""
+        if not isinstance(gradient, DTensor) or self._inner is None:
+            return gradient
+        if gradient.placements != self._inner.placements:
+            # Cast first: this may reduce over the tensor-parallel axis, and must do so in ``dtype``.
+            wide = gradient if dtype is None else gradient.to(dtype)
+            assert isinstance(wide, DTensor)
+            gradient = wide.redistribute(placements=self._inner.placements)
+        return gradient.to_local()
+
+
+def _described(origin: nn.Parameter) -> DTensor | None:
+    """Keep how a parameter lay on ranks before it was sharded, without its memory."""
+    detached: torch.Tensor = origin.detach()
+    if not isinstance(detached, DTensor):
+        return None
+    return sharded_like(detached, torch.empty(0, dtype=detached.dtype))
+
+
+def cut_parameter(
+    parameter: nn.Parameter,
+    sites: tuple[Site, ...],
+    mesh: DataMesh,
+    placement: Shard | None,
+    *,
+    home: torch.device,
+) -> ShardedParameter:
+    """Shard ``parameter`` over ``mesh``, keep the shard on ``home`` and register the result at its sites.
+
+    Raises ValueError for scalars and NotImplementedError for what cannot be sharded: tensors that are not
+    contiguous, and uneven dims other than 0.
+    """
+    name = sites[0].name
+    whole = parameter.detach()
+    local = whole.to_local() if isinstance(whole, DTensor) else whole
+    if local.dim() == 0:
+        raise ValueError(
+            f"fully_shard doesn't support scalar parameters: {name!r} has no dim to shard; "
+            "make it a 1D tensor of one element"
+        )
+    if not local.is_contiguous():
+        raise NotImplementedError(
+            f"fully_shard: does not support non-contiguous parameters: {name!r} has shape "
+            f"{tuple(local.shape)} and stride {local.stride()}; call .contiguous() on it before"
+        )
+    geometry = Geometry(
+        shape=local.shape, dim=_shard_dim(placement, local, name), ranks=mesh.shard_size, rank=mesh.shard_rank
+    )
+    if geometry.dim and not geometry.is_even:
+        raise NotImplementedError(
+            f"fully_shard: does not support uneven sharding on dim {geometry.dim}: {name!r} of shape "
+            f"{tuple(local.shape)} over {geometry.ranks} ranks; return a dim that they divide, or Shard(0)"
+        )
+    shard = geometry.shard_of(local).clone(memory_format=torch.contiguous_format)
+    spread = _over_all_axes(shard, whole, mesh, geometry.dim)
+    if not shard.is_meta:
+        spread = sharded_like(spread, shard.to(home))  # from_local moves what lies elsewhere to the mesh
+    sharded = nn.Parameter(spread, requires_grad=parameter.requires_grad)
+    made = ShardedParameter(sharded=sharded, origin=parameter, sites=sites, geometry=geometry)
+    made.register_sharded()
+    return made
+
+
+def _shard_dim(placement: Shard | None, local: torch.Tensor, name: str) -> int:
+    dim = 0 if placement is None else placement.dim
+    if not -local.dim() <= dim < local.dim():
+        raise ValueError(
+            f"shard_placement_fn: expected Shard of a dim below {local.dim()} for {name!r} of shape "
+            f"{tuple(local.shape)}, got {placement}"
+        )
+    return dim % local.dim()
+
+
+def _over_all_axes(shard: torch.Tensor, whole: torch.Tensor, mesh: DataMesh, dim: int) -> DTensor:
+    """Wrap this rank's shard as a DTensor over the data-parallel axes and those it already lay on."""
+    device_mesh = mesh.mesh
+    inner: tuple[Placement, ...] = ()
+    placement: Placement = Shard(dim)
+    if isinstance(whole, DTensor):
+        device_mesh, inner = concatenated(mesh.mesh, whole.device_mesh), whole.placements
+        split = _inner_shards(whole, dim)
+        # The tensor-parallel axis cut the dim first although it comes last in the mesh.
+        placement = strided_shard(dim, split) if split > 1 else placement
+    outer = mesh.placements(placement)
+    return DTensor.from_local(
+        shard, device_mesh, (*outer, *inner), run_check=False, shape=whole.shape, stride=whole.stride()
+    )
+
+
+def _inner_shards(whole: DTensor, dim: int) -> int:
+    split = 1
+    for axis, placement in enumerate(whole.placements):
+        if isinstance(placement, Shard) and placement.dim == dim:
+            split *= whole.device_mesh.size(axis)
+    return split

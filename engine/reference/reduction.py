@@ -1,0 +1,136 @@
+"""One group's gradients on their way from whole to reduced shards, as a generator that stops at each wait."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from engine.reference.collectives import ReduceScatter
+from engine.reference.division import Division
+from engine.reference.lanes import InFlight, Reduction
+from engine.reference.mesh import DataMesh
+from engine.reference.parameter import ShardedParameter
+from engine.reference.torch_internals import post_accumulate_hooks
+
+__all__ = ["Partial", "ReductionPlan", "reduction"]
+
+
+class Partial:
+    """Gradients that were reduce-scattered but not yet all-reduced over replicas; 1-D, or None."""
+
+    def __init__(self) -> None:
+        self.value: torch.Tensor | None = None
+
+    def add(self, reduced: torch.Tensor) -> None:
+        """Sum ``reduced`` into what is there."""
+        self.value = reduced if self.value is None else self.value.add_(reduced)
+
+    def take(self) -> torch.Tensor | None:
+        """Hand over what is there and forget it."""
+        value, self.value = self.value, None
+        return value
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ReductionPlan:
+    """What a group asks of one reduction; ``dtype`` is that on the wire, ``home`` where gradients end up."""
+
+    mesh: DataMesh
+    division: Division
+    dtype: torch.dtype
+    home: torch.device
+    scatter: ReduceScatter
+    all_reduces: bool
+    hook: Callable[[torch.Tensor], None] | None
+    partial: Partial
+
+
+def reduction(
+    parameters: Sequence[ShardedParameter], gradients: list[torch.Tensor], plan: ReductionPlan
+) -> Reduction:
+    """Reduce ``gradients`` (plain, whole, one per parameter) into the sharded parameters' gradients.
+
+    Empties ``gradients`` as soon as they are copied. Yields each collective that must be waited for before
+    going on; runs under no_grad.
+    """
+    with torch.no_grad():
+        if plan.mesh.shard_size * plan.mesh.replicate_size == 1 and plan.hook is None:
+            _keep(parameters, gradients, plan)
+            return
+        flat = _cut(parameters, gradients, plan)
+        gradients.clear()
+        if plan.division.before != 1:
+            flat.div_(plan.division.before)
+    reduced = flat
+    if plan.mesh.shard_size > 1 and flat.numel():
+        reduced = plan.scatter.allocate(
+            (flat.numel() // plan.mesh.shard_size,), dtype=flat.dtype, device=flat.device
+        )
+        group = plan.mesh.shard_group
+        assert group is not None
+        work = plan.scatter(
+            output_tensor=reduced, input_tensor=flat, group=group, op=plan.division.scatter_op, async_op=True
+        )
+        if work is not None:
+            yield InFlight(work, flat)
+    del flat
+    if plan.mesh.replicate_axis is not None:
+        if not plan.all_reduces:
+            plan.partial.add(reduced)
+            return
+        earlier = plan.partial.take()
+        if earlier is not None:
+            reduced.add_(earlier)
+    if plan.mesh.replicate_size > 1 and reduced.numel():
+        work = dist.all_reduce(
+            reduced, op=plan.division.reduce_op, group=plan.mesh.replicate_group, async_op=True
+        )
+        if work is not None:
+            yield InFlight(work, reduced)
+    with torch.no_grad():
+        if plan.hook is not None:
+            plan.hook(reduced)
+        if plan.division.after != 1:
+            reduced.div_(plan.division.after)
+        _hand_out(reduced, parameters, plan)
+
+
+def _keep(parameters: Sequence[ShardedParameter], gradients: list[torch.Tensor], plan: ReductionPlan) -> None:
+    """Make whole gradients the reduced ones, where there is one rank; rounded as the wire would round them."""
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        own = gradient.to(plan.dtype)
+        if plan.division.total != 1:
+            own = own / plan.division.total
+        _hand_out(own.reshape(-1), (parameter,), plan)
+    gradients.clear()
+
+
+def _cut(
+    parameters: Sequence[ShardedParameter], gradients: list[torch.Tensor], plan: ReductionPlan
+) -> torch.Tensor:
+    """Lay the gradients' shards out rank by rank: 1-D, ``shard_size`` rows of all parameters' padded shards."""
+    ranks = plan.mesh.shard_size
+    sizes = [p.geometry.padded_numel for p in parameters]
+    flat = plan.scatter.allocate((ranks * sum(sizes),), dtype=plan.dtype, device=gradients[0].device)
+    by_rank = flat.view(ranks, sum(sizes))
+    if ranks == 1 or all(p.geometry.is_even and p.geometry.dim == 0 for p in parameters):
+        rows = [g.reshape(ranks, n) for g, n in zip(gradients, sizes, strict=True)]
+        torch.cat(rows, dim=1, out=by_rank)
+        return flat
+    for parameter, gradient, out in zip(parameters, gradients, by_rank.split(sizes, dim=1), strict=True):
+        parameter.geometry.cut(gradient, out)
+    return flat
+
+
+def _hand_out(reduced: torch.Tensor, parameters: Sequence[ShardedParameter], plan: ReductionPlan) -> None:
+    """Give each parameter its part of the reduced tensor, as a view where dtype and device allow."""
+    dtype = parameters[0].local.dtype
+    reduced = reduced.to(device=plan.home, dtype=dtype)
+    sizes = [p.geometry.padded_numel for p in parameters]
+    for parameter, part in zip(parameters, reduced.split(sizes), strict=True):
+        parameter.accept_gradient(parameter.geometry.own_part(part))
+        for hook in post_accumulate_hooks(parameter.sharded):
+            hook(parameter.sharded)

@@ -1,0 +1,61 @@
+"""Everything used of torch beneath its public surface, with the reason; nothing else in the engine does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.autograd import Variable
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor.placement_types import _StridedShard
+
+__all__ = [
+    "at_end_of_backward",
+    "concatenated",
+    "inside_backward",
+    "post_accumulate_hooks",
+    "sharded_like",
+    "strided_shard",
+]
+
+
+def at_end_of_backward(callback: Callable[[], None]) -> None:
+    """Run ``callback`` when the running backward has executed its last node; no public hook fires there."""
+    engine: Any = Variable._execution_engine
+    engine.queue_callback(callback)
+
+
+def inside_backward() -> bool:
+    """Whether this thread runs a backward: then a forward is the recomputation of a checkpoint."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def sharded_like(template: DTensor, local: torch.Tensor) -> DTensor:
+    """Wrap ``local`` with the mesh, placements and global shape of ``template``.
+
+    ``DTensor.from_local`` does the same twenty times slower, and there is one gradient per parameter and step.
+    """
+    spec = template._spec
+    meta = spec.tensor_meta
+    if meta is not None and meta.dtype != local.dtype:
+        spec = type(spec)(spec.mesh, spec.placements, tensor_meta=meta._replace(dtype=local.dtype))
+    return DTensor(local, spec, requires_grad=False)
+
+
+def post_accumulate_hooks(parameter: nn.Parameter) -> list[Callable[[torch.Tensor], None]]:
+    """Give the hooks a user registered for "gradient accumulated"; autograd never writes sharded gradients."""
+    hooks = cast("dict[int, Callable[[torch.Tensor], None]] | None", parameter._post_accumulate_grad_hooks)
+    return list(hooks.values()) if hooks else []
+
+
+def concatenated(*meshes: DeviceMesh) -> DeviceMesh:
+    """Join meshes that were cut from one root mesh; slicing by name is public only on the root itself."""
+    return DeviceMesh._concatenate(list(meshes))
+
+
+def strided_shard(dim: int, split_factor: int) -> Placement:
+    """Shard ``dim`` over an outer mesh axis although an inner one sharded it first, into ``split_factor``."""
+    return _StridedShard(dim, split_factor=split_factor)

@@ -1,0 +1,131 @@
+"""One tree of units: who is its root, in which order units run, and when a forward or backward begins and ends."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+
+from engine.reference.checks import check_parameters, name_parameters
+from engine.reference.lanes import Lanes
+from engine.reference.torch_internals import at_end_of_backward, inside_backward
+
+if TYPE_CHECKING:
+    from engine.reference.unit import Unit
+
+__all__ = ["Tree"]
+
+
+class Tree:
+    """What the units of one root share; made when the root first runs.
+
+    [Note: learnt orders] In forward the next unit is predicted from the root's last forward, as long as the
+    present one follows it. In backward units run in the reverse of the order in which they left forward.
+    A wrong prediction costs a gather, never a result.
+    """
+
+    def __init__(self, root: Unit, units: tuple[Unit, ...], lanes: Lanes) -> None:
+        self.root = root
+        self.units = units
+        self.lanes = lanes
+        self.is_last_backward = True
+        self._outermost: Unit | None = None
+        self._last_forward: list[Unit] = []
+        self._this_forward: list[Unit] = []
+        self._follows = False
+        self._left_forward: list[Unit | None] = []
+        self._backward_runs = False
+
+    @classmethod
+    def plant(cls, root: Unit, units: tuple[Unit, ...]) -> Tree:
+        """Make ``root`` the root of ``units`` (itself among them), after checking that they can train together.
+
+        Raises RuntimeError or ValueError with what to change.
+        """
+        for unit in units:
+            if unit.tree is not None:
+                raise RuntimeError(
+                    f"{type(unit.modules[0]).__name__} has already been lazily initialized as a root of its "
+                    "own: expected the first forward to run through the root module first; "
+                    f"call {type(root.modules[0]).__name__} before its submodules"
+                )
+        name_parameters(root.modules[0], units)
+        check_parameters(units)
+        tree = cls(root, units, root.lanes)
+        part_groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        for unit in units:
+            unit.tree = tree
+            unit.share(root.lanes)
+            unit.choose_reshard(is_root=unit is root, part_groups=part_groups)
+        return tree
+
+    # Forward ----------------------------------------------------------------------------------------------
+
+    def enter_forward(self, unit: Unit) -> bool:
+        """Note that ``unit`` starts to run; say whether it is the outermost one, so that a forward begins."""
+        begins = self._outermost is None
+        if begins:
+            self._outermost = unit
+            self._backward_runs = False  # where an exception ended one
+            self._this_forward = []
+            self._follows = unit is self.root
+            self._left_forward.append(None)  # nothing is prefetched across two forwards
+        position = len(self._this_forward)
+        self._this_forward.append(unit)
+        self._follows &= position < len(self._last_forward) and self._last_forward[position] is unit
+        return begins
+
+    def next_in_forward(self) -> Unit | None:
+        """Predict which unit is entered next, if anything is known."""
+        position = len(self._this_forward)
+        return self._last_forward[position] if self._follows and position < len(self._last_forward) else None
+
+    def leave_forward(self, unit: Unit) -> bool:
+        """Note that ``unit`` has run; say whether it was the outermost one, so that the forward is over."""
+        if unit is not self._outermost:
+            return False
+        self._outermost = None
+        if unit is self.root:
+            self._last_forward = self._this_forward
+        for other in self.units:
+            other.drop_guesses()
+        return True
+
+    # Backward ---------------------------------------------------------------------------------------------
+
+    def expect_backward(self, unit: Unit) -> int:
+        """Note that ``unit`` left forward and will run in backward; gives its place in that order."""
+        self._left_forward.append(unit)
+        return len(self._left_forward) - 1
+
+    def next_in_backward(self, place: int) -> Unit | None:
+        """Give the unit that left forward just before the one at ``place``."""
+        return self._left_forward[place - 1] if 0 < place < len(self._left_forward) else None
+
+    def enter_backward(self) -> None:
+        """Have ``_leave_backward`` called when the running backward is over; once for each."""
+        if self._backward_runs or not inside_backward():
+            return
+        self._backward_runs = True
+        at_end_of_backward(self._leave_backward)
+
+    def _leave_backward(self) -> None:
+        self._backward_runs = False
+        self._outermost = None  # where modules of one unit ran in part
+        for unit in reversed(self.units):
+            unit.finish_backward(is_last=self.is_last_backward)
+        if self.is_last_backward:
+            self._left_forward.clear()
+            self.lanes.finish()
+
+    # ------------------------------------------------------------------------------------------------------
+
+    def reset(self) -> None:
+        """Forget an iteration that failed: wait for what is in flight, free what is gathered, drop gradients."""
+        self._outermost = None
+        self._backward_runs = False
+        self._follows = False
+        self._left_forward.clear()
+        for unit in self.units:
+            unit.reset()
+        self.lanes.finish()

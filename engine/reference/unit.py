@@ -1,0 +1,347 @@
+"""One unit: the module, or list of modules, of one call, and the hooks that drive its groups as it runs."""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.autograd.function import FunctionCtx
+
+from engine.reference.group import Group, GroupState
+from engine.reference.lanes import Lanes
+from engine.reference.mesh import part_group
+from engine.reference.nested import map_tensors, tensors_in
+from engine.reference.policies import DTypes
+from engine.reference.torch_internals import inside_backward
+from engine.reference.tree import Tree
+
+__all__ = ["Unit", "unit_of"]
+
+_ATTRIBUTE = "_sharding_unit"
+
+
+class Phase(Enum):
+    """What a unit is doing."""
+
+    IDLE = "a forward -> FORWARD; the gradient of an output -> BACKWARD"
+    FORWARD = "all its modules have run -> IDLE"
+    BACKWARD = "the gradients of its inputs are there, or backward is over -> IDLE"
+
+
+class Unit:
+    """The modules of one call of ``fully_shard`` or ``replicate``, and their communication groups.
+
+    Whole parameters are needed from the first module's forward to the last one's, and again from the first
+    gradient of an output until the gradients of all inputs are there.
+    """
+
+    def __init__(
+        self,
+        modules: tuple[nn.Module, ...],
+        groups: tuple[Group, ...],
+        *,
+        device: torch.device,
+        dtypes: DTypes,
+        reshard_after_forward: bool | int | None,
+    ) -> None:
+        self.modules = modules
+        self.groups = groups
+        self.device = device
+        self.dtypes = dtypes
+        self.reshard_after_forward = reshard_after_forward
+        self.reshards_after_backward = True
+        self.forward_prefetch: tuple[Unit, ...] = ()
+        self.backward_prefetch: tuple[Unit, ...] = ()
+        self.post_optim_event: Any | None = None  # torch types each device's events apart
+        self.tree: Tree | None = None
+        self._lanes = Lanes(device)
+        self.share(self._lanes)
+        self._phase = Phase.IDLE
+        self._to_run: set[nn.Module] = set()
+        self._guess = False
+        self._places: list[int] = []
+        self._awaited_backwards = 0
+        for group in groups:
+            group.gradient_arrived = self._gradient_arrived
+        for module in modules:
+            module.__dict__[_ATTRIBUTE] = self
+            module.register_forward_pre_hook(self.before_forward, prepend=True, with_kwargs=True)
+            module.register_forward_hook(self.after_forward)
+
+    @property
+    def lanes(self) -> Lanes:
+        """Streams and reductions in flight, shared by all units of a tree once the root has run."""
+        return self._lanes
+
+    def share(self, lanes: Lanes) -> None:
+        """Communicate over ``lanes``."""
+        self._lanes = lanes
+        for group in self.groups:
+            group.lanes = lanes
+
+    def choose_reshard(self, *, is_root: bool, part_groups: dict[tuple[int, ...], dist.ProcessGroup]) -> None:
+        """Settle what becomes of whole parameters after forward, now that it is known who is the root.
+
+        By default the root keeps its own: backward needs them at once. A number of ranks needs process groups,
+        which ``part_groups`` collects by their ranks.
+        """
+        if self.reshard_after_forward is None:
+            self.reshard_after_forward = not is_root
+        for group in self.groups:
+            group.take_over()
+            size = self.reshard_after_forward
+            if not isinstance(size, bool):
+                group.keep_parts_in(part_group(group.mesh, size, part_groups))
+
+    # Called by the module's methods and by the tree -------------------------------------------------------
+
+    def unshard(self) -> None:
+        """Issue the gathers."""
+        for group in self.groups:
+            group.unshard()
+
+    def wait(self) -> None:
+        """Wait for gathers under way."""
+        self._guess = False
+        for group in self.groups:
+            group.wait()
+
+    def reshard(self) -> None:
+        """Free whole parameters."""
+        self._guess = False
+        for group in self.groups:
+            group.reshard()
+
+    def drop_guesses(self) -> None:
+        """Free what was gathered on a prediction that did not come true."""
+        if self._guess:
+            self.reshard()
+
+    def finish_backward(self, *, is_last: bool) -> None:
+        """Do what is left at the end of backward: inputs that need no gradient did not say that they are done."""
+        if is_last:
+            self.drop_guesses()
+            self._places.clear()
+            self._awaited_backwards = 0
+        self._end_of_backward()
+        for group in self.groups:
+            group.is_reduced = False
+        self._to_run.clear()
+
+    def reset(self) -> None:
+        """Forget an iteration that failed."""
+        self._phase = Phase.IDLE
+        self._to_run.clear()
+        self._places.clear()
+        self._awaited_backwards = 0
+        self.reshard()
+        for group in self.groups:
+            group.drop_gradients()
+            group.is_reduced = False
+
+    # Forward ----------------------------------------------------------------------------------------------
+
+    def before_forward(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Gather, and give the inputs as the module shall see them."""
+        tree = self.tree or self.become_root()
+        if self._phase is Phase.BACKWARD:  # a checkpoint recomputes what backward is about to use
+            self._gather_now()
+            return self._cast_inputs(args), self._cast_inputs(kwargs)
+        recomputes = inside_backward()
+        if self._phase is Phase.IDLE:
+            self._phase = Phase.FORWARD
+            self._to_run = set(self.modules)
+            if not recomputes:
+                if tree.enter_forward(self):
+                    args, kwargs = self._begin_iteration(tree, args, kwargs)
+                for group in self.groups:
+                    group.refresh()
+        self._gather_now()
+        if not recomputes:
+            self._prefetch_in_forward(tree)
+        args, kwargs = self._cast_inputs(args), self._cast_inputs(kwargs)
+        return self._watch_inputs(args, kwargs)
+
+    def after_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        """Free what is not needed until backward, and give the output as the caller shall see it."""
+        if self._phase is Phase.BACKWARD:
+            return self._cast_outputs(output)
+        assert self.tree is not None
+        self._to_run.discard(module)
+        self._watch_outputs(output)
+        if not self._to_run:
+            self._phase = Phase.IDLE
+            if not inside_backward():  # else backward needs the parameters at once
+                self._reshard_after_forward()
+        if not inside_backward():
+            self.tree.leave_forward(self)
+        return self._cast_outputs(output)
+
+    def _begin_iteration(
+        self, tree: Tree, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Order gathers after the optimizer step, and bring inputs to the device."""
+        tree.lanes.gather_after(tree.root.post_optim_event)
+        tree.root.post_optim_event = None
+        if self.device.type == "cpu":
+            return args, kwargs
+
+        def to_device(tensor: torch.Tensor) -> torch.Tensor:
+            return tensor.to(self.device, non_blocking=True)
+
+        return map_tensors(to_device, args), map_tensors(to_device, kwargs)
+
+    def _gather_now(self) -> None:
+        self.unshard()
+        self.wait()
+
+    def _prefetch_in_forward(self, tree: Tree) -> None:
+        for unit in self.forward_prefetch:
+            unit.unshard()
+        if not self.forward_prefetch and (guess := tree.next_in_forward()) is not None:
+            guess.guess()
+
+    def guess(self) -> None:
+        """Issue the gathers on a prediction."""
+        if all(group.state in {GroupState.SHARDED, GroupState.KEPT} for group in self.groups):
+            self._guess = True
+            self.unshard()
+
+    def _reshard_after_forward(self) -> None:
+        for group in self.groups:
+            if self.reshard_after_forward is not False:
+                group.keep_part()  # all of it is freed where no smaller group was chosen
+
+    # Backward ---------------------------------------------------------------------------------------------
+
+    def _watch_inputs(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Have ``_inputs_done`` called when backward has computed the gradients of all inputs."""
+        if not torch.is_grad_enabled():
+            return args, kwargs
+        if inside_backward() and self._awaited_backwards:
+            return args, kwargs  # a checkpoint that keeps the first forward's graph, which is watched already
+        inputs = [t for t in tensors_in((args, kwargs)) if t.requires_grad]
+        if not inputs:
+            return args, kwargs
+        watched = iter(_Watched.apply(self, *inputs))
+        self._awaited_backwards += 1
+
+        def replace(tensor: torch.Tensor) -> torch.Tensor:
+            return next(watched) if tensor.requires_grad else tensor
+
+        return map_tensors(replace, args), map_tensors(replace, kwargs)
+
+    def _watch_outputs(self, output: Any) -> None:
+        """Have ``_pre_backward`` called before backward enters the modules."""
+        if not torch.is_grad_enabled():
+            return
+        assert self.tree is not None
+        outputs = [t for t in tensors_in(output) if t.requires_grad]
+        for tensor in outputs:
+            tensor.register_hook(self._pre_backward)
+            base = tensor._base
+            if base is not None and base.grad_fn is not None:
+                # An in-place change of a view drops the hooks of the view, but goes through its base.
+                base.grad_fn.register_prehook(self._pre_backward)
+        if outputs and not inside_backward():
+            self._places.append(self.tree.expect_backward(self))
+
+    def _pre_backward(self, *_: Any) -> None:
+        assert self.tree is not None
+        self.tree.enter_backward()
+        begins = self._phase is not Phase.BACKWARD
+        self._phase = Phase.BACKWARD
+        for group in self.groups:
+            if group.unshards_in_backward:
+                group.unshard()
+                group.wait()
+        self._guess = False
+        if begins:
+            self._prefetch_in_backward(self.tree)
+
+    def _prefetch_in_backward(self, tree: Tree) -> None:
+        place = self._places.pop() if self._places else 0
+        for unit in self.backward_prefetch:
+            unit.guess_in_backward()
+        if not self.backward_prefetch and (guess := tree.next_in_backward(place)) is not None:
+            guess.guess_in_backward()
+
+    def guess_in_backward(self) -> None:
+        """Issue the gathers on a prediction, unless the caller said that backward does without."""
+        if all(group.unshards_in_backward for group in self.groups):
+            self.guess()
+
+    def _gradient_arrived(self, group: Group, is_complete: bool) -> None:
+        assert self.tree is not None
+        self.tree.enter_backward()
+        if is_complete:
+            # The parameters themselves are needed further: a frozen one's module may still compute.
+            group.reduce_gradients()
+
+    def _inputs_done(self) -> None:
+        """Free the parameters unless another forward of this backward still waits for its turn."""
+        self._awaited_backwards = max(0, self._awaited_backwards - 1)
+        if self._awaited_backwards and not all(group.is_reduced for group in self.groups):
+            return
+        self._end_of_backward()
+
+    def _end_of_backward(self) -> None:
+        self._phase = Phase.IDLE
+        for group in reversed(self.groups):
+            group.reduce_gradients()
+            if self.reshards_after_backward and group.state is not GroupState.GATHERING:
+                group.reshard()
+
+    # ------------------------------------------------------------------------------------------------------
+
+    def _cast_inputs(self, value: Any) -> Any:
+        dtype = self.dtypes.param_dtype
+        return _cast(value, dtype) if dtype is not None and self.dtypes.cast_forward_inputs else value
+
+    def _cast_outputs(self, value: Any) -> Any:
+        return value if self.dtypes.output_dtype is None else _cast(value, self.dtypes.output_dtype)
+
+    def become_root(self) -> Tree:
+        """Make the tree of all units below: those are final when the first forward runs."""
+        if len(self.modules) > 1:
+            raise RuntimeError(
+                f"fully_shard requires a single root module, got {[type(m).__name__ for m in self.modules]} "
+                "as the first to run; apply fully_shard to the module that contains them too"
+            )
+        found = (unit_of(module) for module in self.modules[0].modules())
+        return Tree.plant(self, tuple(dict.fromkeys(unit for unit in found if unit is not None)))
+
+
+class _Watched(torch.autograd.Function):
+    """The identity on a unit's inputs; its backward is the last thing that the unit's backward does."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, unit: Unit, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.unit = unit  # type: ignore[attr-defined]  # how autograd functions keep what is no tensor
+        ctx.set_materialize_grads(False)
+        return inputs
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        ctx.unit._inputs_done()  # type: ignore[attr-defined]
+        return (None, *gradients)
+
+
+def unit_of(module: nn.Module) -> Unit | None:
+    """Give the unit that ``module`` belongs to by a call on itself, if any."""
+    unit: Unit | None = module.__dict__.get(_ATTRIBUTE)
+    return unit
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    def cast(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+    return map_tensors(cast, value)
