@@ -18,6 +18,7 @@ class Capability(Enum):
     UNITS = "communicates in groups of parameters that the caller chooses"
     RESHARD_POLICY = "frees or keeps gathered parameters after forward, as asked"
     REDUCE_DTYPE = "reduces gradients in the dtype asked for"
+    GRADIENT_DIVIDE = "divides summed gradients by a factor that the caller chooses"
 
 
 class UnsupportedError(Exception):

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from engine.capability import Capability, MissingMethodError, UnsupportedError
-from engine.plan import Accumulation, Axis, Grouping, Layout, Plan, Reshard
+from engine.plan import Accumulation, Axis, Grouping, Layout, Plan, Replicas, Reshard
 from engine.shard import Shard, shard_of
 
 __all__ = [
@@ -26,6 +26,7 @@ __all__ = [
     "OptimizerFactory",
     "Plan",
     "PreparedModel",
+    "Replicas",
     "Reshard",
     "Shard",
     "UnsupportedError",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Set
 from dataclasses import dataclass
 from enum import Enum
@@ -10,7 +11,7 @@ import torch
 
 from engine.capability import Capability, UnsupportedError
 
-__all__ = ["Accumulation", "Axis", "Grouping", "Layout", "Plan", "Reshard"]
+__all__ = ["Accumulation", "Axis", "Grouping", "Layout", "Plan", "Replicas", "Reshard"]
 
 
 class Layout(Enum):
@@ -19,7 +20,16 @@ class Layout(Enum):
     NATIVE = "whatever the engine does on a 1-D mesh"
     REPLICATE = "every rank holds every parameter"
     SHARD = "every rank holds its share of every parameter"
-    HYBRID = "two replicas, each sharded over half of the ranks"
+    HYBRID = "replicas, each sharded over its share of the ranks; Replicas says how many"
+
+
+class Replicas(Enum):
+    """How many replicas a hybrid layout has; with n ranks, which mesh (replicate, shard) that is."""
+
+    ONE = "(1, n): one, sharded over all ranks; nobody else holds what a rank holds"
+    TWO = "(2, n / 2): two, each sharded over half of the ranks"
+    PAIRS = "(n / 2, 2): each pair of ranks is one, sharded over the two"
+    SINGLES = "(n, 1): each rank is one, and holds everything"
 
 
 class Reshard(Enum):
@@ -57,27 +67,57 @@ class Plan:
     """One request to an engine.
 
     ``units`` names the submodules that each form one communication group; the root takes the remaining
-    parameters; ``grouping`` says whether the engine is free to ignore them. ``reduce_dtype`` is the dtype in
-    which gradients cross between ranks; None means the parameters' own.
+    parameters; ``grouping`` says whether the engine is free to ignore them. ``replicas`` is for
+    ``Layout.HYBRID`` alone. ``reduce_dtype`` is the dtype in which gradients cross between ranks; None means
+    the parameters' own. ``divide_factor`` is what the sum of gradients over ranks is divided by; None means
+    the number of ranks.
     """
 
     layout: Layout = Layout.NATIVE
+    replicas: Replicas = Replicas.TWO
     units: tuple[str, ...] = ()
     grouping: Grouping = Grouping.HINT
     reshard: Reshard = Reshard.NATIVE
     accumulation: Accumulation = Accumulation.EVERY_MICROBATCH
     reduce_dtype: torch.dtype | None = None
+    divide_factor: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.layout is not Layout.HYBRID and self.replicas is not Replicas.TWO:
+            raise ValueError(
+                f"Plan.replicas: expected Layout.HYBRID beside {self.replicas}, got {self.layout}; "
+                "try layout=Layout.HYBRID"
+            )
+        if self.divide_factor is not None and not 0 < self.divide_factor < math.inf:
+            raise ValueError(
+                f"Plan.divide_factor: expected a positive number, got {self.divide_factor}; "
+                "try None to divide by the number of ranks"
+            )
 
     def axes(self, world_size: int) -> tuple[Axis, ...]:
         """Give the mesh axes for ``world_size`` ranks; raises ValueError when the layout does not divide it."""
         if self.layout is not Layout.HYBRID:
             return (Axis(name="data", size=world_size),)
-        if world_size % 2:
+        is_halved = self.replicas in {Replicas.TWO, Replicas.PAIRS}
+        if is_halved and world_size % 2:
             raise ValueError(
-                f"Layout.HYBRID: expected an even world size (two replicas), got {world_size}; "
-                f"try --world threads:{world_size + 1}"
+                f"Layout.HYBRID with {self.replicas}: expected an even world size, got {world_size}; "
+                f"try --world threads:{world_size + 1}, or Replicas.ONE or SINGLES, which any size allows"
             )
-        return (Axis(name="replicate", size=2), Axis(name="shard", size=world_size // 2))
+        num_replicas = {
+            Replicas.ONE: 1,
+            Replicas.TWO: 2,
+            Replicas.PAIRS: world_size // 2,
+            Replicas.SINGLES: world_size,
+        }[self.replicas]
+        return (
+            Axis(name="replicate", size=num_replicas),
+            Axis(name="shard", size=world_size // num_replicas),
+        )
+
+    def divisor(self, world_size: int) -> float:
+        """Give what the sum of gradients over ``world_size`` ranks is divided by."""
+        return world_size if self.divide_factor is None else self.divide_factor
 
     @property
     def needs(self) -> frozenset[Capability]:
@@ -94,6 +134,7 @@ class Plan:
             Capability.RESHARD_POLICY: self.reshard is not Reshard.NATIVE,
             Capability.ACCUMULATE: self.accumulation is Accumulation.LAST_MICROBATCH,
             Capability.REDUCE_DTYPE: self.reduce_dtype is not None,
+            Capability.GRADIENT_DIVIDE: self.divide_factor is not None,
         }
         return frozenset(c for c, is_wanted in wanted.items() if c is not None and is_wanted)
 

@@ -16,6 +16,7 @@ __all__ = ["BUILT_IN", "EngineNotFoundError", "resolve"]
 
 # Adapters load when named, so that listing engines costs no import and one missing package hurts nobody else.
 BUILT_IN = {
+    "reference": "engine.adapters.reference:ReferenceEngine",
     "torch.ddp": "engine.adapters.torch_ddp:DistributedDataParallelEngine",
     "torch.fsdp2": "engine.adapters.torch_fsdp2:FullyShardEngine",
     "torch.replicate": "engine.adapters.torch_replicate:ReplicateEngine",

@@ -10,6 +10,7 @@ from __future__ import annotations
 import io
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from multiprocessing.connection import Connection
 from typing import Any, ParamSpec, TypeVar
 
@@ -62,6 +63,7 @@ def aside(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     return result  # type: ignore[no-any-return]  # it went through bytes; it is what the function returned
 
 
+@cache  # the command line, the plugin and the session all ask, and each answer costs a process
 def describe(engine: str) -> EngineDescription:
     """Ask for an engine's promises and release; raises EngineNotFoundError for a name that resolves to none."""
     return aside(_describe, engine)

@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
 import os
 import sys
 import tempfile
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from engine.registry import BUILT_IN, EngineNotFoundError, resolve
+from harness.catalogue import SUITES
 from harness.errors import ShardproofError, UsageError
+from harness.node import Node
 from harness.verdict import Verdict
+
+if TYPE_CHECKING:  # importing pytest takes a while, and not every command needs it
+    import pytest
 
 __all__ = ["main"]
 
 ROOT = Path(__file__).resolve().parents[1]
-SUITES = ROOT / "suites"
 
 # Exit codes.
 CONFORMS, DOES_NOT_CONFORM, USAGE, OUR_FAULT = 0, 1, 2, 3
@@ -41,13 +48,18 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(arguments: argparse.Namespace) -> int:
     """Judge engines on suites: launch worlds, record verdicts, write the reports."""
+    from harness import expectations_file
     from harness.aside import describe
+    from harness.provenance import today
     from harness.run_directory import refuse_existing
     from harness.worlds.spec import WorldSpec
 
     out = Path(arguments.out or Path("conformance") / f"{datetime.now(UTC):%Y%m%d-%H%M%S}")
     # Here rather than in pytest, whose own message would bury ours.
     refuse_existing(out)
+    file = None if arguments.no_expectations else expectations_file.find(arguments.expectations)
+    if file is not None:
+        expectations_file.read(file, today=today())
     for world in arguments.world or []:
         WorldSpec.parse(world)
     for engine in arguments.engine or []:
@@ -58,6 +70,7 @@ def run(arguments: argparse.Namespace) -> int:
         *(f"--world={world}" for world in arguments.world or []),
         f"--out={out}",
         f"--deadline={arguments.deadline}",
+        *([f"--expectations={file}"] if file else ["--no-expectations"]),
         *(["-n", str(arguments.workers)] if arguments.workers else []),
         *(["-k", arguments.keyword] if arguments.keyword else []),
     ]
@@ -103,7 +116,8 @@ def list_all(arguments: argparse.Namespace) -> int:
         print(f"  {suite.name:18} {_first_sentence(suite / '__init__.py')}")
     if not arguments.cases:
         return CONFORMS
-    return _pytest([str(SUITES), "--collect-only", "-q", "--engine=torch.ddp", "--world=threads:4"])
+    print("cases:")
+    return _list_cases()
 
 
 def doctor(arguments: argparse.Namespace) -> int:
@@ -116,7 +130,32 @@ def doctor(arguments: argparse.Namespace) -> int:
     return CONFORMS if all(f.is_ok for f in findings) else OUR_FAULT
 
 
-def _pytest(arguments: list[str]) -> int:
+class _Cases:
+    """A pytest plugin that keeps the ids of the cases collected, as records and expectations spell them."""
+
+    def __init__(self) -> None:
+        self.ids: list[str] = []
+
+    def pytest_itemcollected(self, item: pytest.Item) -> None:
+        """Keep one id; every world counts, because a case may make sense in one of them alone."""
+        node = Node.parse(item.nodeid)
+        if node is not None:
+            self.ids.append(node.case)
+
+
+def _list_cases() -> int:
+    found, said = _Cases(), io.StringIO()
+    with contextlib.redirect_stdout(said):  # pytest's own listing has an engine and a world in every id
+        code = _pytest([str(SUITES), "--collect-only", "--engine=torch.ddp", "--world=threads:4"], found)
+    if code:
+        print(said.getvalue(), file=sys.stderr)
+        return OUR_FAULT
+    for case in found.ids:
+        print(f"  {case}")
+    return CONFORMS
+
+
+def _pytest(arguments: list[str], *plugins: object) -> int:
     import pytest
 
     settings = ROOT / "pyproject.toml"
@@ -125,7 +164,8 @@ def _pytest(arguments: list[str]) -> int:
     config = ["-c", str(settings)] if settings.exists() else installed
     return int(
         pytest.main(
-            [*arguments, *config, f"--rootdir={ROOT}", "-p", "no:cacheprovider", "--no-header", "-q", "-rN"]
+            [*arguments, *config, f"--rootdir={ROOT}", "-p", "no:cacheprovider", "--no-header", "-q", "-rN"],
+            plugins,
         )
     )
 
@@ -200,6 +240,11 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("--deadline", type=float, default=60.0, metavar="S", help="seconds a world may take")
     sub.add_argument("-n", "--workers", type=int, default=0, metavar="N", help="run N cases at a time")
     sub.add_argument("-k", "--keyword", metavar="EXPR", help="only cases that match, as in pytest")
+    group = sub.add_mutually_exclusive_group()
+    group.add_argument(
+        "--expectations", metavar="FILE", help="known failures; default: suites/expectations.toml"
+    )
+    group.add_argument("--no-expectations", action="store_true", help="give raw verdicts")
     sub.set_defaults(command=run)
     for command, text in (
         (judge, "judge a run's observations again"),

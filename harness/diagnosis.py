@@ -118,28 +118,44 @@ def _hypotheses(suspect: _Suspect) -> Iterator[_Hypothesis]:
 
 
 def _of_gradient(suspect: _Suspect) -> Iterator[_Hypothesis]:
-    world_size = suspect.oracle.world_size
-    pieces, expected = suspect.contributions, suspect.expected
-    if world_size > 1:
+    pieces = suspect.contributions
+    if suspect.oracle.world_size > 1:
         yield from _of_synchronisation(suspect, pieces.sum(0))
-        text = f"exactly {world_size} x the reference: summed over the ranks, not averaged"
-        yield _Hypothesis(text=text, tensor=expected * world_size)
-        text = f"the reference / {world_size}: divided by the world size twice"
-        yield _Hypothesis(text=text, tensor=expected / world_size)
-    yield from _of_microbatches(pieces.sum(1) / world_size)
+    yield from _of_division(suspect)
+    yield from _of_microbatches(pieces.sum(1) / suspect.oracle.divisor)
     before = suspect.earlier(suspect.place.step - 1)
     if before is not None:
         yield _Hypothesis(text="the previous step's value (stale)", tensor=before)
         text = "the previous step's value added: gradients not cleared"
-        yield _Hypothesis(text=text, tensor=before + expected)
+        yield _Hypothesis(text=text, tensor=before + suspect.expected)
+
+
+def _of_division(suspect: _Suspect) -> Iterator[_Hypothesis]:
+    """Yield the sum over ranks divided by something else; dividing by one leaves nothing to get wrong."""
+    oracle, expected = suspect.oracle, suspect.expected
+    world_size, divisor, factor = oracle.world_size, oracle.divisor, oracle.plan.divide_factor
+    if divisor != 1:
+        instead = "averaged" if factor is None else f"divided by the factor {factor:g}"
+        text = f"exactly {divisor:g} x the reference: summed over the ranks, not {instead}"
+        yield _Hypothesis(text=text, tensor=expected * divisor)
+        by = "the world size" if factor is None else f"the factor {factor:g}"
+        either = f", or by the {world_size} ranks instead" if divisor**2 == world_size else ""
+        text = f"the reference / {divisor:g}: divided by {by} twice{either}"
+        yield _Hypothesis(text=text, tensor=expected / divisor)
+    if divisor != world_size:
+        text = f"averaged over the {world_size} ranks: the factor {divisor:g} is ignored"
+        yield _Hypothesis(text=text, tensor=expected * divisor / world_size)
+        text = f"averaged over the {world_size} ranks, and divided by the factor {divisor:g} as well"
+        yield _Hypothesis(text=text, tensor=expected / world_size)
 
 
 def _of_synchronisation(suspect: _Suspect, of_ranks: torch.Tensor) -> Iterator[_Hypothesis]:
-    world_size, rank = len(of_ranks), suspect.rank
+    world_size, rank, divisor = len(of_ranks), suspect.rank, suspect.oracle.divisor
     own = of_ranks[rank]
     yield _Hypothesis(text="only this rank's own gradient: not synchronised", tensor=own)
-    text = "only this rank's own gradient / world size: averaged, never added"
-    yield _Hypothesis(text=text, tensor=own / world_size)
+    by = "world size" if suspect.oracle.plan.divide_factor is None else f"{divisor:g}"
+    text = f"only this rank's own gradient / {by}: averaged, never added"
+    yield _Hypothesis(text=text, tensor=own / divisor)
     for size in range(2, world_size):
         if world_size % size:
             continue
@@ -149,14 +165,14 @@ def _of_synchronisation(suspect: _Suspect, of_ranks: torch.Tensor) -> Iterator[_
             text = f"synchronised within ranks {group} only: one mesh axis is missing"
             total = of_ranks[group].sum(0)
             yield _Hypothesis(text=text, tensor=total / size)
-            yield _Hypothesis(text=f"{text}, yet divided by all ranks", tensor=total / world_size)
+            yield _Hypothesis(text=f"{text}, yet divided as for all ranks", tensor=total / divisor)
     for absent in range(world_size):
         text = f"without the contribution of rank {absent}"
-        yield _Hypothesis(text=text, tensor=(of_ranks.sum(0) - of_ranks[absent]) / world_size)
+        yield _Hypothesis(text=text, tensor=(of_ranks.sum(0) - of_ranks[absent]) / divisor)
 
 
 def _of_microbatches(of_microbatches: torch.Tensor) -> Iterator[_Hypothesis]:
-    """Yield wrong accumulations of the microbatches' averaged gradients."""
+    """Yield wrong accumulations of the microbatches' reduced gradients."""
     count = len(of_microbatches)
     if count == 1:
         return
@@ -250,7 +266,7 @@ def _rounded_in_reduction(suspect: _Suspect) -> str | None:
     is_gradient = suspect.place.quantity is Quantity.GRADIENT
     scale = suspect.expected.abs()
     if is_gradient:
-        scale = suspect.contributions.abs().sum((0, 1)) / suspect.oracle.world_size
+        scale = suspect.contributions.abs().sum((0, 1)) / suspect.oracle.divisor
     error = (suspect.got - suspect.expected).abs()
     for dtype in (torch.bfloat16, torch.float16):
         name, eps = str(dtype).removeprefix("torch."), torch.finfo(dtype).eps

@@ -156,9 +156,5 @@ def _mesh(context: RankContext, training: Training) -> DeviceMesh:
         tuple(axis.size for axis in axes),
         mesh_dim_names=tuple(axis.name for axis in axes),
     )
-    groups = {axis.name: mesh.get_group(axis.name) for axis in axes}
-    context.recorder.name_axes(
-        {group.group_name: name for name, group in groups.items()},
-        {},
-    )
+    context.recorder.name_axes({mesh.get_group(axis.name).group_name: axis.name for axis in axes})
     return mesh

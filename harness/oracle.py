@@ -12,7 +12,7 @@ from enum import StrEnum
 import torch
 from torch import nn
 
-from engine.contract import Accumulation
+from engine.contract import Plan
 from harness.case import LoopOrder, Training, ZeroGrad
 from harness.loss import loss_weight
 from harness.summation import EXACT_ORDER, Summation, num_reorderings, reordering
@@ -51,7 +51,7 @@ class OracleStep:
 
     ``losses`` is [microbatches, world size]. ``contributions[name][m, r]`` is the gradient of rank r's loss
     of microbatch m as that rank computes it, before any averaging: summed over both and divided by the
-    world size they are the step's gradient. ``gradients`` is what the optimizer finds, None where there is none.
+    plan's divisor they are the step's gradient. ``gradients`` is what the optimizer finds, None where there is none.
     """
 
     losses: torch.Tensor
@@ -66,20 +66,24 @@ class OracleObservation:
 
     ``buffers`` has one entry per rank: those after all of that rank's forwards. ``noise`` is, per tensor, the
     largest absolute deviation from the float64 value over float32 runs whose sums are taken in other orders.
-    ``dtypes`` are those of the float32 runs, with ``INITIAL_STEP`` for every place; ``reduce_dtype`` is the
-    plan's. ``is_exact`` says that the
+    ``dtypes`` are those of the float32 runs, with ``INITIAL_STEP`` for every place. ``is_exact`` says that the
     problem claims to be exact, the world is a power of two, and no float32 run deviated in a single bit.
     """
 
     world_size: int
+    plan: Plan
     initial: Tensors
     steps: tuple[OracleStep, ...]
     optimizer_state: Tensors
     buffers: tuple[Tensors, ...]
     noise: Mapping[Place, float]
     dtypes: Mapping[Place, torch.dtype]
-    reduce_dtype: torch.dtype | None
     is_exact: bool
+
+    @property
+    def divisor(self) -> float:
+        """What sums of gradients over ranks are divided by."""
+        return self.plan.divisor(self.world_size)
 
     def reference(self, quantity: Quantity, step: int, rank: int) -> Mapping[str, torch.Tensor | None]:
         """Give the full tensors of one quantity after ``step``; ``rank`` matters for buffers alone."""
@@ -137,6 +141,7 @@ def run_oracle(training: Training, world_size: int) -> OracleObservation:
     is_power_of_two = world_size & (world_size - 1) == 0
     return OracleObservation(
         world_size=world_size,
+        plan=training.plan,
         initial=exact.initial,
         steps=exact.steps,
         optimizer_state=exact.optimizer_state,
@@ -146,7 +151,6 @@ def run_oracle(training: Training, world_size: int) -> OracleObservation:
             Place(quantity=place.quantity, step=INITIAL_STEP, name=place.name): tensor.dtype
             for place, tensor in noisy[0].tensors().items()
         },
-        reduce_dtype=training.plan.reduce_dtype,
         is_exact=training.problem.is_exact and is_power_of_two and not any(noise.values()),
     )
 
@@ -174,7 +178,7 @@ def _train(training: Training, world_size: int, summation: Summation) -> _Run:
     steps = []
     for step in range(training.schedule.steps):
         losses, contributions = _pieces(training, model, ranks, step, summation)
-        _accumulate(parameters, contributions, summation, training.plan.accumulation)
+        _accumulate(parameters, contributions, summation, training.plan)
         gradients = {n: None if p.grad is None else p.grad.clone() for n, p in parameters.items()}
         _update(training, optimizer, step)
         seen = OracleStep(
@@ -240,11 +244,11 @@ def _accumulate(
     parameters: Mapping[str, nn.Parameter],
     contributions: Tensors,
     summation: Summation,
-    accumulation: Accumulation,
+    plan: Plan,
 ) -> None:
     for name, pieces in contributions.items():
         # Cleared before, to None or to zeros; a parameter that no loss reaches keeps what clearing left.
-        parameters[name].grad = summation.reduce(pieces, accumulation)
+        parameters[name].grad = summation.reduce(pieces, plan)
 
 
 def _update(training: Training, optimizer: torch.optim.Optimizer, step: int) -> None:

@@ -7,14 +7,14 @@ import platform
 import subprocess
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from datetime import UTC, datetime
+from datetime import UTC, date, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from harness.record import Footer, Header
 from harness.verdict import Verdict
 
-__all__ = ["UNKNOWN", "footer", "header"]
+__all__ = ["UNKNOWN", "footer", "header", "today"]
 
 UNKNOWN = "unknown"
 
@@ -46,6 +46,11 @@ def header(
 def footer(*, verdicts: Iterable[Verdict], duration_s: float) -> Footer:
     """Describe a run that ends now."""
     return Footer(ended_at=_now(), duration_s=duration_s, counts=dict(Counter(str(v) for v in verdicts)))
+
+
+def today() -> date:
+    """Give the day in UTC, so that machines far apart agree; to be asked once per run."""
+    return datetime.now(UTC).date()
 
 
 def _now() -> str:

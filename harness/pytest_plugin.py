@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from engine.registry import BUILT_IN, EngineNotFoundError
+from harness import expectations_file
 from harness.aside import describe
 from harness.case import Case, Training
+from harness.catalogue import collected
 from harness.errors import HarnessBug, UsageError
+from harness.expectations import expected
 from harness.law import Law
 from harness.node import Node
-from harness.record import Record, to_json
+from harness.provenance import today
+from harness.record import Expectations, Record, to_json
 from harness.run_directory import OBSERVATIONS, read_run, refuse_existing
-from harness.sink import RECORD_PROPERTY, Sink
+from harness.sink import CATALOGUE, FROM_WORKER, RECORD_PROPERTY, Sink
 from harness.trial import Cell, Source, TrialSession
 from harness.verdict import Verdict
 from harness.worlds.forkserver import warm_up
@@ -28,6 +34,9 @@ __all__ = ["Trial"]
 
 _DEFAULT_WORLDS = ["threads:2"]
 _CELLS = pytest.StashKey[Sequence[Cell]]()
+_EXPECTATIONS = pytest.StashKey[Expectations | None]()
+_KEPT = pytest.StashKey[int]()  # how many tests this plugin would run, had nothing else left some out
+_TO_WORKER = "shardproof.expectations"
 # The world must give its own verdict, with stacks, before pytest-timeout ends the test from outside.
 _BEFORE_TIMEOUT_S = 3.0
 
@@ -39,6 +48,7 @@ class Trial:
         self._session = session
         self._cell = cell
         self._item = item
+        self._expectations = item.config.stash[_EXPECTATIONS]
 
     @property
     def world_size(self) -> int:
@@ -48,8 +58,8 @@ class Trial:
     def holds(self, training: Training, *laws: Law) -> None:
         """Judge this engine: every law must hold of the training, on every rank.
 
-        Fails the test for every verdict that does not conform and skips it for UNSUPPORTED; either way the
-        verdict is recorded.
+        Fails the test for every verdict that does not conform, skips it for UNSUPPORTED, and lets it fail as
+        expected for KNOWN_FAILURE; in any case the verdict is recorded.
         """
         __tracebackhide__ = True
         node = Node.parse(self._item.nodeid)
@@ -61,10 +71,13 @@ class Trial:
                 hint="reporting this",
             )
         case = Case(id=node.case, training=training, laws=laws)
-        record = self._session.run(case, self._cell, suite=node.suite, command=node.command)
+        judged = self._session.run(case, self._cell, suite=node.suite, command=node.command)
+        record = expected(judged, self._expectations)
         self._item.user_properties.append((RECORD_PROPERTY, to_json(record)))
         if record.verdict is Verdict.UNSUPPORTED:
             pytest.skip(f"UNSUPPORTED: {record.headline}")
+        if record.verdict is Verdict.KNOWN_FAILURE and record.expectation is not None:
+            pytest.xfail(f"KNOWN_FAILURE: {record.expectation.reason} ({record.expectation.link})")
         if not record.verdict.is_conforming:
             pytest.fail(_explain(record), pytrace=False)
 
@@ -86,6 +99,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
     group.addoption("--out", metavar="DIR", help="keep records and observations in this folder")
     group.addoption("--replay", metavar="DIR", help="judge what this run observed; start no world")
+    group.addoption(
+        "--expectations", metavar="FILE", help="known failures (default: suites/expectations.toml)"
+    )
+    group.addoption("--no-expectations", action="store_true", help="give raw verdicts")
     group.addoption("--deadline", type=float, default=60.0, metavar="S", help="seconds a world may take")
 
 
@@ -96,14 +113,22 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "worlds(sizes): the world sizes that a case makes sense for")
     try:
         config.stash[_CELLS] = _cells(config)
+        config.stash[_EXPECTATIONS] = _expectations(config)
         if config.getoption("--out") and not hasattr(config, "workerinput"):
             refuse_existing(Path(config.getoption("--out")))
     except (UsageError, EngineNotFoundError) as error:
         raise pytest.UsageError(str(error)) from error
     if not hasattr(config, "workerinput"):
         out = config.getoption("--out")
-        sink = Sink(config, config.stash[_CELLS], Path(out) if out else None)
+        sink = Sink(config, config.stash[_CELLS], config.stash[_EXPECTATIONS], Path(out) if out else None)
         config.pluginmanager.register(sink, "shardproof-sink")
+
+
+# Any: xdist's node, whose package need not be there.
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """Give every worker the expectations, and the day, that this process read: one run, one answer."""
+    node.workerinput[_TO_WORKER] = pickle.dumps(node.config.stash[_EXPECTATIONS])
 
 
 @pytest.hookimpl(tryfirst=True)  # so that the cell comes first in ids, where Node finds it
@@ -115,26 +140,33 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     metafunc.parametrize("cell", cells, ids=[str(c) for c in cells], scope="session")
 
 
+@pytest.hookimpl(tryfirst=True)  # so that it sees what -k and others will leave out
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Deselect cases in worlds they make no sense for, such as two replicas of three ranks.
 
     When replaying, deselect also what the run to replay did not contain.
     """
+    catalogue = collected([item.nodeid for item in items], config.args)
     replay = config.getoption("--replay")
     known = {(r.engine, r.case, r.world) for r in read_run(Path(replay)).records} if replay else None
-    kept: list[pytest.Item] = []
-    dropped: list[pytest.Item] = []
-    for item in items:
-        (kept if _makes_sense(item) and _is_known(item, known) else dropped).append(item)
-    if dropped:
-        config.hook.pytest_deselected(items=dropped)
+    sensible = [item for item in items if _makes_sense(item)]
+    kept = [item for item in sensible if _is_known(item, known)]
+    if len(kept) < len(items):
+        remaining = set(kept)
+        config.hook.pytest_deselected(items=[item for item in items if item not in remaining])
         items[:] = kept
+    config.stash[_KEPT] = len(kept)
+    config.stash[CATALOGUE] = catalogue if len(kept) == len(sensible) else catalogue.narrowed()
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Start the fork server before the first case, whose timeout must not pay for the server's imports."""
     config = session.config
+    if len(session.items) < config.stash[_KEPT]:
+        config.stash[CATALOGUE] = config.stash[CATALOGUE].narrowed()
+    if hasattr(config, "workeroutput"):
+        config.workeroutput[FROM_WORKER] = pickle.dumps(config.stash[CATALOGUE])
     will_run = not (config.option.collectonly or config.getoption("--replay"))
     if will_run and any("trial" in getattr(item, "fixturenames", ()) for item in session.items):
         warm_up()
@@ -182,6 +214,27 @@ def _cells(config: pytest.Config) -> list[Cell]:
     return [Cell(engine=engine, world=world) for engine in engines for world in worlds]
 
 
+def _expectations(config: pytest.Config) -> Expectations | None:
+    """Read the file once per session; a replay expects what the run to replay did, on the day of that run."""
+    given, is_raw = config.getoption("--expectations"), config.getoption("--no-expectations")
+    replay = config.getoption("--replay")
+    if hasattr(config, "workerinput"):
+        # Our own bytes, from the process that started this one.
+        sent: Expectations | None = pickle.loads(config.workerinput[_TO_WORKER])
+        return sent
+    if sum(map(bool, (given, is_raw, replay))) > 1:
+        raise UsageError(
+            "--expectations, --no-expectations and --replay",
+            expected="at most one of them",
+            got="several",
+            hint="leaving the others out; a replay has its expectations from the run",
+        )
+    if replay:
+        return read_run(Path(replay)).header.expectations
+    file = None if is_raw else expectations_file.find(given)
+    return expectations_file.read(file, today=today()) if file else None
+
+
 def _makes_sense(item: pytest.Item) -> bool:
     callspec = getattr(item, "callspec", None)
     cell = callspec.params.get("cell") if callspec is not None else None
@@ -210,4 +263,7 @@ def _explain(record: Record) -> str:
         if not law.held:
             lines += [f"  {law.law}: {law.summary}", *(f"    {d}" for d in law.details)]
     lines += [f"  rank {o.rank} {o.kind}" for o in record.outcomes]
+    if record.expectation is not None:
+        entry = record.expectation
+        lines.append(f"  expectation {entry.number}: {entry.reason} ({entry.link}), until {entry.expiry}")
     return "\n".join([*lines, f"repeat: {record.command}"])

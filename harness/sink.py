@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
+import pickle
 import shlex
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from harness.catalogue import Catalogue
+from harness.expectations import Ran, unused
 from harness.node import Node
 from harness.provenance import footer, header
-from harness.record import Record, from_json
+from harness.record import Expectations, Record, UnusedExpectation, from_json
 from harness.run_directory import RunWriter
 from harness.trial import Cell
 from harness.verdict import Verdict
 
-__all__ = ["RECORD_PROPERTY", "Sink"]
+__all__ = ["CATALOGUE", "FROM_WORKER", "RECORD_PROPERTY", "Sink"]
 
 RECORD_PROPERTY = "shardproof.record"  # the user property under which a test's report carries its record
+FROM_WORKER = "shardproof.catalogue"  # the key under which a worker of xdist sends what it collected
+CATALOGUE = pytest.StashKey[Catalogue]()
 
 
 class Sink:
@@ -29,13 +35,21 @@ class Sink:
     Without ``out`` it only counts verdicts.
     """
 
-    def __init__(self, config: pytest.Config, cells: Sequence[Cell], out: Path | None) -> None:
+    def __init__(
+        self,
+        config: pytest.Config,
+        cells: Sequence[Cell],
+        expectations: Expectations | None,
+        out: Path | None,
+    ) -> None:
         self._config = config
         self._cells = cells
+        self._expectations = expectations
         self._out = out
         self._writer: RunWriter | None = None
         self._expected: list[Node] = []
         self._records: list[Record] = []
+        self._unused: tuple[UnusedExpectation, ...] = ()
         self._started_s = time.monotonic()
 
     @pytest.hookimpl(trylast=True)
@@ -49,6 +63,14 @@ class Sink:
         """With xdist: every worker collects the same; the first to say so opens the run."""
         self._open(ids)
 
+    # Any: as above.
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: Any) -> None:
+        """With xdist: a worker that ends says what it collected; one that died cannot, and others will."""
+        sent = getattr(node, "workeroutput", {}).get(FROM_WORKER)
+        if sent is not None:
+            self._config.stash[CATALOGUE] = pickle.loads(sent)
+
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Write the record that a test's report carries."""
         if report.when != "call":
@@ -57,14 +79,17 @@ class Sink:
             if name == RECORD_PROPERTY:
                 self._append(from_json(Record, str(value), where=report.nodeid))
 
-    def pytest_sessionfinish(self) -> None:
-        """Record what was selected and never reached, and write the footer."""
-        if self._writer is None:
-            return
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        """Record what was selected and never reached, fail for stale expectations, and write the footer."""
         for record in self._not_run():
             self._append(record)
-        verdicts = [record.verdict for record in self._records]
-        self._writer.finish(footer(verdicts=verdicts, duration_s=time.monotonic() - self._started_s))
+        self._unused = unused(self._expectations, self._ran())
+        if any(found.is_stale for found in self._unused) and session.exitstatus == pytest.ExitCode.OK:
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+        if self._writer is not None:
+            verdicts = [record.verdict for record in self._records]
+            end = footer(verdicts=verdicts, duration_s=time.monotonic() - self._started_s)
+            self._writer.finish(replace(end, unused=self._unused))
 
     # Any: pytest does not export the terminal reporter's type.
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
@@ -74,6 +99,12 @@ class Sink:
         counts = ", ".join(f"{n} {v}" for v in Verdict if (n := sum(r.verdict is v for r in self._records)))
         kept = f"; kept in {self._out}" if self._out else ""
         terminalreporter.write_line(f"verdicts: {counts}{kept}")
+        for found in self._unused:
+            entry = found.expectation
+            word = "STALE" if found.is_stale else "not exercised"
+            terminalreporter.write_line(
+                f"{word}: expectation {entry.number} ({entry.engine}, {entry.case}): {found.why}"
+            )
 
     def _append(self, record: Record) -> None:
         self._records.append(record)
@@ -86,16 +117,21 @@ class Sink:
         if self._writer is not None or not nodes or self._out is None or is_dry:
             return
         self._expected = nodes
-        self._writer = RunWriter(
-            self._out,
-            header(
-                command=_as_typed(),
-                engines=tuple(dict.fromkeys(c.engine for c in self._cells)),
-                worlds=tuple(dict.fromkeys(str(c.world) for c in self._cells)),
-                seed=0,
-                num_cases=len(nodes),
-            ),
+        start = header(
+            command=_as_typed(),
+            engines=tuple(dict.fromkeys(c.engine for c in self._cells)),
+            worlds=self._worlds(),
+            seed=0,
+            num_cases=len(nodes),
         )
+        self._writer = RunWriter(self._out, replace(start, expectations=self._expectations))
+
+    def _worlds(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(str(cell.world) for cell in self._cells))
+
+    def _ran(self) -> Ran:
+        catalogue = self._config.stash.get(CATALOGUE, Catalogue())
+        return Ran(catalogue=catalogue, worlds=self._worlds(), records=self._records)
 
     def _not_run(self) -> Iterator[Record]:
         seen = {(r.engine, r.case, r.world) for r in self._records}

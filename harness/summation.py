@@ -23,8 +23,8 @@ class Summation:
     """One way to compute a step's gradient from the pieces of all microbatches and ranks.
 
     ``seed`` shuffles rows, microbatches and ranks; None keeps their order. ``reduce_dtype`` is what crosses
-    between ranks. ``is_tree`` adds in pairs, not one after the other; ``divides_first`` divides by the world
-    size before adding, as engines do against overflow. ``accumulates_reduced`` keeps the local sum over
+    between ranks. ``is_tree`` adds in pairs, not one after the other; ``divides_first`` divides before adding,
+    as engines do against overflow. ``accumulates_reduced`` keeps the local sum over
     microbatches in ``reduce_dtype``.
     """
 
@@ -44,20 +44,20 @@ class Summation:
 
         return _Rows(inputs=tuple(cast(t) for t in batch.inputs), target=cast(batch.target))
 
-    def reduce(self, pieces: torch.Tensor, accumulation: Accumulation) -> torch.Tensor:
-        """Average ``pieces`` [microbatches, ranks, ...] over ranks and sum them over microbatches."""
+    def reduce(self, pieces: torch.Tensor, plan: Plan) -> torch.Tensor:
+        """Add ``pieces`` [microbatches, ranks, ...] over both, divided by the plan's divisor."""
         num_microbatches, num_ranks = pieces.shape[:2]
         pieces = pieces[self._order(num_microbatches)][:, self._order(num_ranks)]
-        if accumulation is Accumulation.EVERY_MICROBATCH:
-            return self._sum(torch.stack([self._average(of_ranks) for of_ranks in pieces]))
+        divisor = plan.divisor(num_ranks)
+        if plan.accumulation is Accumulation.EVERY_MICROBATCH:
+            return self._sum(torch.stack([self._divided(of_ranks, divisor) for of_ranks in pieces]))
         local = pieces.to(self.reduce_dtype) if self.accumulates_reduced else pieces
-        return self._average(self._sum(local))
+        return self._divided(self._sum(local), divisor)
 
-    def _average(self, of_ranks: torch.Tensor) -> torch.Tensor:
-        num_ranks = len(of_ranks)
+    def _divided(self, of_ranks: torch.Tensor, divisor: float) -> torch.Tensor:
         if self.divides_first:
-            return self._sum((of_ranks / num_ranks).to(self.reduce_dtype)).to(self.dtype)
-        return (self._sum(of_ranks.to(self.reduce_dtype)) / num_ranks).to(self.dtype)
+            return self._sum((of_ranks / divisor).to(self.reduce_dtype)).to(self.dtype)
+        return (self._sum(of_ranks.to(self.reduce_dtype)) / divisor).to(self.dtype)
 
     def _sum(self, pieces: torch.Tensor) -> torch.Tensor:
         if self.seed is None:

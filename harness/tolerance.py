@@ -33,8 +33,8 @@ def allowed_error(oracle: OracleObservation, place: Place) -> float:
     if oracle.is_exact or place.quantity is Quantity.INITIAL or not dtype.is_floating_point:
         return 0.0
     floor = _FLOOR_ROUNDINGS * torch.finfo(dtype).eps * _scale(oracle, place)
-    if place.quantity is Quantity.GRADIENT and oracle.reduce_dtype is not None:
-        floor = max(floor, torch.finfo(oracle.reduce_dtype).eps * _scale(oracle, place))
+    if place.quantity is Quantity.GRADIENT and oracle.plan.reduce_dtype is not None:
+        floor = max(floor, torch.finfo(oracle.plan.reduce_dtype).eps * _scale(oracle, place))
     return MULTIPLE * max(oracle.noise[place], floor)
 
 
@@ -43,7 +43,7 @@ def _scale(oracle: OracleObservation, place: Place) -> float:
     match place.quantity:
         case Quantity.GRADIENT:
             pieces = oracle.steps[place.step].contributions[place.name]
-            return _largest(pieces.abs().sum((0, 1)) / oracle.world_size)
+            return _largest(pieces.abs().sum((0, 1)) / oracle.divisor)
         case Quantity.PARAMETER:
             history = [oracle.initial[place.name]]
             history += [step.parameters[place.name] for step in oracle.steps[: place.step + 1]]

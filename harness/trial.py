@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from engine.contract import Plan
-from harness.aside import EngineDescription, aside, describe
+from harness.aside import aside, describe
 from harness.case import Case, Training
 from harness.drive import drive_rank
 from harness.errors import UsageError
@@ -51,11 +51,10 @@ class Source:
 
 
 class TrialSession:
-    """Runs and judges cases; remembers engines, oracles and what each world observed."""
+    """Runs and judges cases; remembers oracles and what each world observed."""
 
     def __init__(self, source: Source) -> None:
         self._source = source
-        self._engines: dict[str, EngineDescription] = {}
         self._oracles: dict[tuple[str, int], OracleObservation] = {}
         self._kept: dict[Path, Kept] = {}
         self._pool = WorldPool(source.folder / source.worker / "pool")
@@ -63,7 +62,7 @@ class TrialSession:
     def run(self, case: Case, cell: Cell, *, suite: str, command: str) -> Record:
         """Judge one case in one cell; our own errors become the verdict ERRORED, the caller's are raised."""
         started = time.monotonic()
-        engine = self._engine(cell.engine)
+        engine = describe(cell.engine)
         folder = self._folder(cell, case.training)
         try:
             kept = self._observe(case.training, cell, folder)
@@ -99,21 +98,17 @@ class TrialSession:
         """End pooled worlds."""
         self._pool.close()
 
-    def _engine(self, name: str) -> EngineDescription:
-        if name not in self._engines:
-            self._engines[name] = describe(name)
-        return self._engines[name]
-
     def _folder(self, cell: Cell, training: Training) -> Path:
         name = _folder_name(cell, training)
         kept = sorted(self._source.folder.glob(f"*/{name}")) if self._source.is_replay else []
         return kept[0] if kept else self._source.folder / self._source.worker / name
 
     def _oracle(self, training: Training, world_size: int) -> OracleObservation:
-        # The engine and most of the plan do not change what is right; what the oracle's noise depends on does.
-        key = (_digest(replace(training, plan=_arithmetic(training.plan))), world_size)
+        # The engine and most of the plan change neither what is right nor the noise around it.
+        arithmetic = replace(training, plan=_arithmetic(training.plan))
+        key = (_digest(arithmetic), world_size)
         if key not in self._oracles:
-            self._oracles[key] = aside(run_oracle, training, world_size)
+            self._oracles[key] = aside(run_oracle, arithmetic, world_size)
         return self._oracles[key]
 
     def _observe(self, training: Training, cell: Cell, folder: Path) -> Kept:
@@ -133,8 +128,10 @@ class TrialSession:
 
 
 def _arithmetic(plan: Plan) -> Plan:
-    """Keep of a plan what changes the oracle's noise: in what dtype, and in what portions, gradients are summed."""
-    return Plan(reduce_dtype=plan.reduce_dtype, accumulation=plan.accumulation)
+    """Keep of a plan what changes the oracle: how gradients are divided, in what dtype and portions summed."""
+    return Plan(
+        divide_factor=plan.divide_factor, reduce_dtype=plan.reduce_dtype, accumulation=plan.accumulation
+    )
 
 
 def _folder_name(cell: Cell, training: Training) -> Path:

@@ -11,6 +11,7 @@ from harness.record import LawRecord, Record
 from harness.run_directory import Run
 from harness.verdict import Verdict
 from reports.evidence import headroom, outcome_groups, place
+from reports.expected import stale, told
 from reports.matrix import Column
 from reports.tally import warnings
 from reports.text import clip, one_line, printable
@@ -31,8 +32,8 @@ def render(run: Run) -> str:
     for column, records in columns.items():
         cases = [_case(record) for record in records]
         root.append(_suite(f"{column.engine} in {column.world}", cases, run))
-    if told := warnings(run):
-        root.append(_suite("the run itself", [_incomplete(told)], run))
+    if itself := [*_incomplete(warnings(run)), *_stale(stale(run))]:
+        root.append(_suite("the run itself", itself, run))
     _sum_up(root, root.iter("testcase"))
     ElementTree.indent(root)
     return f'<?xml version="1.0" encoding="utf-8"?>\n{ElementTree.tostring(root, encoding="unicode")}\n'
@@ -67,9 +68,10 @@ def _case(record: Record) -> _Element:
         time=f"{record.duration_s if math.isfinite(record.duration_s) else 0:.4f}",
     )
     if kind := _kind(record.verdict):
-        message = one_line(f"{record.verdict}: {record.headline}", limit=1000)
-        told = ElementTree.SubElement(case, kind, type=str(record.verdict), message=message)
-        told.text = clip(_evidence(record), _TEXT_LIMIT)
+        known = f"{told(record)}: " if record.verdict is Verdict.KNOWN_FAILURE else ""
+        message = one_line(f"{record.verdict}: {known}{record.headline}", limit=1000)
+        element = ElementTree.SubElement(case, kind, type=str(record.verdict), message=message)
+        element.text = clip(_evidence(record), _TEXT_LIMIT)
     return case
 
 
@@ -82,7 +84,7 @@ def _kind(verdict: Verdict) -> _Kind | None:
 
 
 def _evidence(record: Record) -> str:
-    lines = [record.headline]
+    lines = [line for line in (record.headline, told(record)) if line]
     for law in record.laws:
         lines += _law_lines(law)
     if record.worst is not None:
@@ -96,8 +98,16 @@ def _law_lines(law: LawRecord) -> list[str]:
     return [f"{'held' if law.held else 'BROKEN'}: {law.law}: {law.summary}", *law.details]
 
 
-def _incomplete(told: Sequence[str]) -> _Element:
-    case = ElementTree.Element("testcase", classname="shardproof", name="the run is whole", time="0")
-    error = ElementTree.SubElement(case, "error", type="INCOMPLETE", message=one_line(told[0], limit=1000))
-    error.text = printable("\n".join(told))
+def _incomplete(problems: Sequence[str]) -> list[_Element]:
+    return [_of_run("the run is whole", "error", "INCOMPLETE", problems)] if problems else []
+
+
+def _stale(texts: Sequence[str]) -> list[_Element]:
+    return [_of_run("no expectation is stale", "failure", "STALE", texts)] if texts else []
+
+
+def _of_run(name: str, kind: _Kind, type_: str, texts: Sequence[str]) -> _Element:
+    case = ElementTree.Element("testcase", classname="shardproof", name=name, time="0")
+    element = ElementTree.SubElement(case, kind, type=type_, message=one_line(texts[0], limit=1000))
+    element.text = printable("\n".join(texts))
     return case

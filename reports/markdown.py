@@ -16,6 +16,7 @@ from harness.record import Record
 from harness.run_directory import Run
 from harness.verdict import Verdict
 from reports.evidence import headroom, ledger_rows, outcome_groups, place
+from reports.expected import address, idle, stale
 from reports.mark import MARKS
 from reports.matrix import Column, Matrix, Row, arrange, by_severity, label
 from reports.tally import conclude, tally, warnings
@@ -104,6 +105,8 @@ def _head(run: Run) -> str:
         f"# Shardproof: {conclude(run).value.lower()}",
         f"**{counted.score}**: {counted.words}. The score counts every record, opted out or not.",
         *_warnings(run),
+        *_listed("**Stale expectations, which fail this run:**", stale(run)),
+        *_listed("Expectations not exercised:", idle(run)),
         _table(["", "verdict", "records", "meaning"], rows) if rows else "",
         _origin(run),
     ]
@@ -116,6 +119,13 @@ def _warnings(run: Run) -> list[str]:
     if len(told) > _NUM_WARNINGS:
         lines.append(f"> - and {len(told) - _NUM_WARNINGS} more problems")
     return ["\n".join(["> **This run is not whole.**", ">", *lines])] if told else []
+
+
+def _listed(title: str, texts: Sequence[str]) -> list[str]:
+    lines = [f"- {_escape(text)}" for text in texts[:_NUM_WARNINGS]]
+    if len(texts) > _NUM_WARNINGS:
+        lines.append(f"- and {len(texts) - _NUM_WARNINGS} more")
+    return ["\n".join([title, "", *lines])] if texts else []
 
 
 def _origin(run: Run) -> str:
@@ -191,12 +201,22 @@ def _detail(record: Record) -> str:
     title = f"{_code(label(record.case, record.suite))} on {_code(record.engine)} in {_code(record.world)}"
     if record.verdict is Verdict.PASSED:
         return f"- {title}: {_escape(record.headline)} ({duration(record.duration_s)})"
-    parts = [f"### {title}", _escape(record.headline, limit=2000), *_laws(record), *_worst(record)]
+    parts = [f"### {title}", _expectation(record), _escape(record.headline, limit=2000)]
+    parts += [*_laws(record), *_worst(record)]
     if not record.verdict.is_conforming:
         parts += [*_ledger(record), *_outcomes(record)]
     if record.command:
         parts.append(f"Again: {_code(record.command, limit=2000)}")
     return "\n\n".join(part for part in parts if part)
+
+
+def _expectation(record: Record) -> str:
+    entry = record.expectation
+    if entry is None:
+        return ""
+    link = address(entry.link)
+    spelt = f"<{link}>" if link and len(link) <= 300 else _escape(entry.link)
+    return f"Expectation {entry.number}: {_escape(entry.reason)} {spelt}, until {_escape(entry.expiry)}"
 
 
 def _laws(record: Record) -> list[str]:

@@ -12,7 +12,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from harness.record import Record
 from harness.run_directory import Run
 from harness.verdict import Verdict
-from reports import evidence, text
+from reports import evidence, expected, text
 from reports.mark import MARKS, Mark
 from reports.matrix import Column, arrange, by_severity, label
 from reports.tally import Tally, conclude, tally, warnings
@@ -39,6 +39,8 @@ def render(run: Run) -> str:
             tally=tally(run.records),
             conclusion=conclude(run),
             warnings=warnings(run),
+            stale=expected.stale(run),
+            idle=expected.idle(run),
             ordered=by_severity(run.records),
             anchor=lambda record: anchors[id(record)],
         )
@@ -61,6 +63,7 @@ def _environment() -> Environment:
     )
     environment.globals["legend"] = [(verdict, mark) for verdict, mark in MARKS.items()]
     environment.filters |= {
+        "address": expected.address,
         "bar": evidence.bar,
         "clip": lambda value: text.clip(value, _TEXT_LIMIT),
         "duration": text.duration,

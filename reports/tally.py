@@ -10,6 +10,7 @@ from enum import Enum
 from harness.record import Record
 from harness.run_directory import Run
 from harness.verdict import Verdict
+from reports.expected import stale
 from reports.mark import MARKS
 
 __all__ = ["Conclusion", "Tally", "conclude", "tally", "warnings"]
@@ -19,7 +20,7 @@ class Conclusion(Enum):
     """What a run shows as a whole."""
 
     CONFORMING = "Conforming"  # nothing but PASSED, UNSUPPORTED and KNOWN_FAILURE, and the run is whole
-    NOT_CONFORMING = "Not conforming"  # some other verdict
+    NOT_CONFORMING = "Not conforming"  # some other verdict, or a stale expectation
     INCOMPLETE = "Incomplete"  # nothing bad was seen, but the run is not whole
     EMPTY = "Nothing judged"  # no record at all
 
@@ -68,9 +69,9 @@ def tally(records: Iterable[Record]) -> Tally:
 
 
 def conclude(run: Run) -> Conclusion:
-    """Say what the run shows; a run that is not whole never conforms."""
+    """Say what the run shows; a run that is not whole, or expects what is not there, never conforms."""
     counted = tally(run.records)
-    if counted.num_not_conforming:
+    if counted.num_not_conforming or stale(run):
         return Conclusion.NOT_CONFORMING
     if not counted.total:
         return Conclusion.EMPTY

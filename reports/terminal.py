@@ -8,6 +8,8 @@ import textwrap
 from tabulate import tabulate
 
 from harness.run_directory import Run
+from harness.verdict import Verdict
+from reports.expected import idle, known, stale, told
 from reports.mark import MARKS
 from reports.matrix import Column, Matrix, arrange, by_severity, label
 from reports.tally import Tally, conclude, tally, warnings
@@ -27,6 +29,8 @@ def render(run: Run) -> str:
         _table(arrange(run)),
         _legend(counted),
         *_headlines(run),
+        *_known(run),
+        *_unused(run),
         *_warnings(run),
         _score(run),
     ]
@@ -81,18 +85,34 @@ def _legend(counted: Tally) -> str:
 
 def _headlines(run: Run) -> list[str]:
     broken = [record for record in by_severity(run.records) if not record.verdict.is_conforming]
-    told = []
+    parts = []
     for record in broken[:_NUM_HEADLINES]:
         cell = f"{record.verdict} {record.engine} in {record.world}: {label(record.case, record.suite)}"
         headline = textwrap.fill(
             one_line(record.headline, limit=500), _WIDTH, initial_indent="    ", subsequent_indent="    "
         )
-        told.append(f"{one_line(cell)}\n{headline}")
+        lines = (one_line(cell), headline, f"    {told(record)}")
+        parts.append("\n".join(line for line in lines if line.strip()))
     if len(broken) > _NUM_HEADLINES:
-        told.append(
+        parts.append(
             f"... and {len(broken) - _NUM_HEADLINES} more that do not conform; the reports have them all"
         )
-    return told
+    return parts
+
+
+def _known(run: Run) -> list[str]:
+    return [
+        f"{Verdict.KNOWN_FAILURE} {one_line(k.expectation.engine)}: {k.count} of {len(run.records)} records\n"
+        f"    {one_line(k.expectation.reason)}\n"
+        f"    {one_line(k.expectation.link)}, until {one_line(k.expectation.expiry)}"
+        for k in known(run)
+    ]
+
+
+def _unused(run: Run) -> list[str]:
+    lines = [f"STALE {one_line(text)}" for text in stale(run)]
+    lines += [f"not exercised: {one_line(text)}" for text in idle(run)]
+    return ["\n".join(lines)] if lines else []
 
 
 def _warnings(run: Run) -> list[str]:
@@ -102,4 +122,6 @@ def _warnings(run: Run) -> list[str]:
 def _score(run: Run) -> str:
     counted = tally(run.records)
     took = f" in {duration(run.footer.duration_s)}" if run.footer else ""
-    return f"{conclude(run).value}: {counted.score}{took}, {counted.num_not_conforming} not conforming"
+    num_stale = len(stale(run))
+    expecting = f", {num_stale} stale expectation{'s' * (num_stale > 1)}" if num_stale else ""
+    return f"{conclude(run).value}: {counted.score}{took}, {counted.num_not_conforming} not conforming{expecting}"

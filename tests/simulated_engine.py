@@ -121,7 +121,7 @@ class _Simulation:
     def read(self, rank: int, tensors: Tensors) -> dict[str, Shard]:
         if self.layout is Layout.REPLICATE:
             return {name: whole(t) for name, t in tensors.items()}
-        # HYBRID: two replicas, each sharded over half of the ranks.
+        # HYBRID: the default of plans, two replicas, each sharded over half of the ranks.
         num_shards = self.world_size // 2 if self.layout is Layout.HYBRID else self.world_size
         return {name: row_shard(t, rank % num_shards, num_shards) for name, t in tensors.items()}
 

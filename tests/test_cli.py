@@ -63,6 +63,20 @@ def test_list_names_engines_and_suites(capsys: pytest.CaptureFixture[str]) -> No
     assert all(name in printed for name in ("torch.ddp", "torch.fsdp2", "torch.replicate", "smoke", "parity"))
 
 
+def test_list_names_every_case_as_records_do() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "harness.cli", "list", "--cases"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=True,
+    )
+    cases = done.stdout.partition("cases:\n")[2].splitlines()
+    assert "  smoke/test_smoke.py::test_trains_the_same_model" in cases
+    assert len(set(cases)) == len(cases) > 50
+
+
 def _pytest(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "pytest", "suites", "-q", "-p", "no:cacheprovider", *arguments]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=110, check=False)

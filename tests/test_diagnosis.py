@@ -254,6 +254,61 @@ def test_names_a_defect_of_an_exact_training() -> None:
     assert looks_like(oracle, place, 0, whole(off)) == UNSTRUCTURED
 
 
+FACTORS: dict[str, tuple[Callable[[torch.Tensor, Moment], torch.Tensor], float, str]] = {
+    "summed": (
+        lambda p, m: ring_mean(p[0]) * WORLD_SIZE,
+        8,
+        "exactly 8 x the reference: summed over the ranks, not divided by the factor 8",
+    ),
+    "twice": (lambda p, m: ring_mean(p[0]) / 16, 8, "the reference / 8: divided by the factor 8 twice"),
+    "twice by the world size": (
+        lambda p, m: ring_mean(p[0]) / WORLD_SIZE,
+        WORLD_SIZE,
+        "the reference / 4: divided by the factor 4 twice",
+    ),
+    "twice or averaged": (
+        lambda p, m: ring_mean(p[0]),
+        2,
+        "the reference / 2: divided by the factor 2 twice, or by the 4 ranks instead",
+    ),
+    "ignored": (lambda p, m: ring_mean(p[0]), 8, "averaged over the 4 ranks: the factor 8 is ignored"),
+    "ignored one": (lambda p, m: ring_mean(p[0]), 1, "averaged over the 4 ranks: the factor 1 is ignored"),
+    "both": (
+        lambda p, m: ring_mean(p[0]) / 8,
+        8,
+        "averaged over the 4 ranks, and divided by the factor 8 as well",
+    ),
+    "own": (lambda p, m: p[0, m.rank] / 8, 8, "only this rank's own gradient / 8: averaged, never added"),
+}
+
+
+@pytest.mark.parametrize("defect", FACTORS)
+def test_names_the_factor_and_what_became_of_it(defect: str) -> None:
+    rule, factor, text = FACTORS[defect]
+    plan = Plan(divide_factor=factor)
+    training = Training(problem=MLP_EVEN, optimizer=SGD, plan=plan, schedule=Schedule(steps=1))
+    oracle = run_oracle(training, WORLD_SIZE)
+    evidence = Evidence(
+        training=training,
+        world_size=WORLD_SIZE,
+        ranks=simulate(training, WORLD_SIZE, WrongGradient(rule=rule)),
+        oracle=oracle,
+    )
+    worst = MatchesOracle().judge(evidence).worst
+    assert worst is not None
+    assert worst.looks_like == text
+
+
+def test_an_engine_that_divides_as_asked_is_right() -> None:
+    plan = Plan(divide_factor=8)
+    training = Training(problem=MLP_EVEN, optimizer=SGD, plan=plan, schedule=Schedule(steps=2))
+    honest = WrongGradient(rule=lambda p, m: ring_mean(p[0]) * (WORLD_SIZE / 8))
+    ranks = simulate(training, WORLD_SIZE, honest)
+    oracle = run_oracle(training, WORLD_SIZE)
+    evidence = Evidence(training=training, world_size=WORLD_SIZE, ranks=ranks, oracle=oracle)
+    assert MatchesOracle().judge(evidence).record.held
+
+
 @pytest.mark.parametrize("defect", ["sum", "last", "own", "bfloat16"])
 def test_gradients_name_the_defect_under_adamw_too(defect: str) -> None:
     """AdamW's parameters hide a factor; the raw gradient does not."""

@@ -13,6 +13,8 @@ import subprocess
 import sys
 import unittest
 from collections.abc import Iterator
+from dataclasses import fields
+from datetime import date
 from pathlib import Path
 from types import ModuleType
 from xml.etree import ElementTree
@@ -35,6 +37,7 @@ from engine.contract import Engine, PreparedModel
 from engine.registry import BUILT_IN, EngineNotFoundError, resolve
 from harness import cli
 from harness.errors import UsageError
+from harness.expectations_file import read
 from harness.law import Law
 from harness.ledger.selection import Select
 from harness.record import Record, from_json
@@ -47,6 +50,7 @@ PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob
 ADAPTERS = ROOT / "docs" / "write-an-adapter.md"
 CASES = ROOT / "docs" / "write-a-case.md"
 REPORTS = ROOT / "docs" / "read-a-report.md"
+KNOWN_FAILURES = ROOT / "docs" / "known-failures.md"
 
 _ADAPTER = re.compile(
     r"<!-- file: (?P<file>\S+):(?P<name>\w+), at most (?P<limit>\d+) lines -->\n```python\n(?P<code>.*?)```",
@@ -302,6 +306,14 @@ def test_names_in_capitals_exist() -> None:
     told = {name for page in PAGES for name in re.findall(r"`([A-Z][A-Z_]+)`", _text(page))}
     assert told - known == set()
     assert {"MLP_UNEVEN", "SEVERAL", "ACCUMULATE", "VACUOUS"} <= told
+
+
+def test_expectations_can_be_read(tmp_path: Path) -> None:
+    (tmp_path / "known.toml").write_text(_marked(KNOWN_FAILURES, "expectations"))
+    (entry,) = read(tmp_path / "known.toml", today=date(2027, 1, 1)).entries
+    assert entry.verdict is Verdict.FAILED
+    keys = {f.name for f in fields(entry)} - {"number"}
+    assert keys == set(re.findall(r"^\| `([a-z]+)` \|", _text(KNOWN_FAILURES), re.M))
 
 
 def test_record_is_one() -> None:

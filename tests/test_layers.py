@@ -104,6 +104,7 @@ LAYERS = (
             "harness/pytest_plugin.py": ("pytest",),
             "harness/sink.py": ("pytest",),
             "harness/cli.py": ("pytest", "reports"),
+            "harness/release.py": ("packaging",),
         },
     ),
     Layer(package="suites", allowed=("harness", "fixtures", "engine.contract", "pytest", "torch")),

@@ -57,6 +57,22 @@ def test_contributions_add_up_to_the_gradient(oracle: OracleObservation) -> None
             torch.testing.assert_close(pieces.sum((0, 1)) / 3, gradient, rtol=1e-12, atol=1e-14)
 
 
+@pytest.mark.parametrize("accumulation", list(Accumulation))
+def test_factor_of_the_plan_divides_the_sum_over_ranks(
+    oracle: OracleObservation, accumulation: Accumulation
+) -> None:
+    plan = Plan(divide_factor=2, accumulation=accumulation)
+    halved = run_oracle(replace(TRAINING, plan=plan, schedule=Schedule(steps=1, microbatches=3)), 3)
+    assert halved.divisor == 2
+    for name, gradient in halved.steps[0].gradients.items():
+        averaged = oracle.steps[0].gradients[name]
+        assert gradient is not None
+        assert averaged is not None
+        torch.testing.assert_close(gradient, averaged * 1.5, rtol=1e-12, atol=1e-14)
+        place = Place(quantity=Quantity.GRADIENT, step=0, name=name)
+        assert allowed_error(halved, place) < 2 * 1.5 * allowed_error(oracle, place)
+
+
 def test_losses_are_float64_and_close_to_those_of_float32(oracle: OracleObservation) -> None:
     losses = oracle.steps[0].losses
     assert losses.shape == (3, 3)
@@ -122,12 +138,12 @@ def test_noise_is_the_same_every_time(oracle: OracleObservation) -> None:
 def test_noise_does_not_depend_on_which_rank_holds_which_piece() -> None:
     """Swapping two ranks' pieces re-orders the sums and no more, so neither result may seem wrong to the other."""
     pieces = torch.randn(3, 4, 50, generator=torch.Generator().manual_seed(0))
-    exact = EXACT_ORDER.reduce(pieces.double(), Accumulation.EVERY_MICROBATCH)
-    for accumulation in Accumulation:
+    exact = EXACT_ORDER.reduce(pieces.double(), Plan())
+    for plan in (Plan(accumulation=a) for a in Accumulation):
         for number in range(4):
-            order = reordering(number, Plan())
-            noise = (order.reduce(pieces, accumulation) - exact).abs().max()
-            swapped = (order.reduce(pieces[:, [2, 3, 0, 1]], accumulation) - exact).abs().max()
+            order = reordering(number, plan)
+            noise = (order.reduce(pieces, plan) - exact).abs().max()
+            swapped = (order.reduce(pieces[:, [2, 3, 0, 1]], plan) - exact).abs().max()
             assert 0 < swapped < 4 * noise
             assert noise < 4 * swapped
 

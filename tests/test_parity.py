@@ -63,6 +63,7 @@ def one_tensor(reference: torch.Tensor, world_size: int, noise: float, shards: l
     parameter = Place(quantity=Quantity.PARAMETER, step=0, name=name)
     oracle = OracleObservation(
         world_size=world_size,
+        plan=Plan(),
         initial={name: exact},
         steps=(
             OracleStep(
@@ -73,7 +74,6 @@ def one_tensor(reference: torch.Tensor, world_size: int, noise: float, shards: l
         buffers=tuple({} for _ in range(world_size)),
         noise={parameter: noise, Place(quantity=Quantity.LOSS, step=0, name="loss"): 0.0},
         dtypes={Place(quantity=q, step=INITIAL_STEP, name=name): reference.dtype for q in Quantity},
-        reduce_dtype=None,
         is_exact=False,
     )
     ranks = tuple(

@@ -15,6 +15,8 @@ import harness.record
 from harness.errors import UsageError
 from harness.record import (
     SCHEMA_VERSION,
+    Expectation,
+    Expectations,
     Footer,
     Header,
     LawRecord,
@@ -22,6 +24,7 @@ from harness.record import (
     OutcomeRecord,
     Record,
     TensorRecord,
+    UnusedExpectation,
     from_json,
     to_json,
 )
@@ -56,6 +59,22 @@ LEDGERS = st.builds(
     LedgerLine, rank=SMALL, phase=TEXTS, op=TEXTS, axis=TEXTS, dtype=TEXTS, count=SMALL, num_bytes=SMALL
 )
 OUTCOMES = st.builds(OutcomeRecord, rank=SMALL, kind=TEXTS, text=TEXTS)
+ENTRIES = st.builds(
+    Expectation,
+    number=SMALL,
+    engine=TEXTS,
+    version=TEXTS,
+    case=TEXTS,
+    world=TEXTS,
+    verdict=st.sampled_from(Verdict),
+    reason=TEXTS,
+    link=TEXTS,
+    expiry=TEXTS,
+)
+EXPECTATIONS = st.builds(
+    Expectations, source=TEXTS, today=TEXTS, entries=st.lists(ENTRIES, max_size=2).map(tuple)
+)
+UNUSED = st.builds(UnusedExpectation, expectation=ENTRIES, why=TEXTS, is_stale=st.booleans())
 RECORDS = st.builds(
     Record,
     engine=TEXTS,
@@ -72,6 +91,7 @@ RECORDS = st.builds(
     observation=TEXTS,
     command=TEXTS,
     duration_s=FLOATS,
+    expectation=st.none() | ENTRIES,
     schema=st.just(SCHEMA_VERSION),
 )
 NAMES = st.lists(TEXTS, max_size=2).map(tuple)
@@ -87,6 +107,7 @@ HEADERS = st.builds(
     git_dirty=st.booleans(),
     seed=SMALL,
     num_cases=SMALL,
+    expectations=st.none() | EXPECTATIONS,
     schema=st.just(SCHEMA_VERSION),
 )
 FOOTERS = st.builds(
@@ -94,6 +115,7 @@ FOOTERS = st.builds(
     ended_at=TEXTS,
     duration_s=FLOATS,
     counts=st.dictionaries(TEXTS, SMALL, max_size=2),
+    unused=st.lists(UNUSED, max_size=2).map(tuple),
     schema=st.just(SCHEMA_VERSION),
 )
 
@@ -233,6 +255,10 @@ def test_a_line_of_an_older_schema_may_lack_what_has_a_default(monkeypatch: pyte
     assert from_json(Record, line, where=WHERE) == a_record(laws=())
     with pytest.raises(UsageError, match="'case'"):
         from_json(Record, edited(case=...), where=WHERE)
+
+
+def test_a_record_from_before_expectations_is_read() -> None:
+    assert from_json(Record, edited(expectation=..., schema=1), where=WHERE) == a_record(schema=1)
 
 
 def test_every_line_has_what_readers_of_other_languages_need() -> None:

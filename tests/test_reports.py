@@ -16,7 +16,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from harness.record import Footer, Header, LawRecord, LedgerLine, OutcomeRecord, Record, TensorRecord
+from harness.record import (
+    Expectation,
+    Footer,
+    Header,
+    LawRecord,
+    LedgerLine,
+    OutcomeRecord,
+    Record,
+    TensorRecord,
+    UnusedExpectation,
+)
 from harness.run_directory import Run, RunWriter
 from harness.verdict import Verdict
 from reports import junit, markdown, page, terminal
@@ -56,6 +66,19 @@ WORST = TensorRecord(
     ratio=75.0,
     share=0.5,
     looks_like="exactly 4 x the reference",
+)
+
+
+ENTRY = Expectation(
+    number=3,
+    engine="torch.ddp",
+    version="",
+    case="parity/*",
+    world="*",
+    verdict=Verdict.FAILED,
+    reason="Divides twice.",
+    link="https://example.org/issues/17",
+    expiry="2031-02-03",
 )
 
 
@@ -149,6 +172,44 @@ def test_opting_out_never_raises_the_score() -> None:
 def test_a_run_concludes_as_its_worst_verdict(verdict: Verdict) -> None:
     expected = Conclusion.CONFORMING if verdict.is_conforming else Conclusion.NOT_CONFORMING
     assert conclude(a_run(a_record("a"), a_record("b", verdict))) is expected
+
+
+@pytest.mark.parametrize("render", RENDERERS, ids=lambda render: render.__module__)
+def test_a_known_failure_is_told_with_its_reason_and_apart_from_passes(
+    render: Callable[[Run], str],
+) -> None:
+    known = replace(a_record("parity/b", Verdict.KNOWN_FAILURE), expectation=ENTRY)
+    text = render(a_run(a_record("parity/a"), known))
+    for words in ("KNOWN_FAILURE", ENTRY.reason, ENTRY.link, "2031-02-03"):
+        assert words in text, words
+    assert ENTRY.reason not in render(a_run(a_record("parity/a"), a_record("parity/b")))
+    assert tally([a_record(), known]).score == "1 of 2 passed (50.0%)"
+    assert conclude(a_run(a_record(), known)) is Conclusion.CONFORMING
+
+
+@pytest.mark.parametrize("render", RENDERERS, ids=lambda render: render.__module__)
+def test_a_stale_expectation_makes_a_run_red_and_an_idle_one_does_not(render: Callable[[Run], str]) -> None:
+    def ending(*, is_stale: bool) -> Run:
+        unused = UnusedExpectation(expectation=ENTRY, why="told because", is_stale=is_stale)
+        return a_run(a_record(), footer=replace(FOOTER, unused=(unused,)))
+
+    stale, idle = ending(is_stale=True), ending(is_stale=False)
+    assert (conclude(stale), conclude(idle)) == (Conclusion.NOT_CONFORMING, Conclusion.CONFORMING)
+    assert "told because" in render(stale)
+    assert render is junit.render or "told because" in render(idle)
+    failures = [ElementTree.fromstring(junit.render(run)).get("failures") for run in (stale, idle)]
+    assert failures == ["1", "0"]
+
+
+def test_only_an_address_becomes_a_link() -> None:
+    for link in ("javascript:alert(1)", 'https://x" onclick="y', "https://x y", HOSTILE):
+        record = replace(a_record(verdict=Verdict.KNOWN_FAILURE), expectation=replace(ENTRY, link=link))
+        seen = _Page(page.render(a_run(record)))
+        assert all(found.startswith("#") for found in seen.links), seen.links
+        assert seen.sources == []
+    record = replace(a_record(verdict=Verdict.KNOWN_FAILURE), expectation=ENTRY)
+    assert ENTRY.link in _Page(page.render(a_run(record))).links
+    assert f"<{ENTRY.link}>" in markdown.render(a_run(record))
 
 
 def test_a_run_that_is_not_whole_does_not_conform() -> None:
@@ -252,6 +313,7 @@ def test_hostile_text_stays_text(render: Callable[[Run], str]) -> None:
         laws=(LawRecord(law=HOSTILE, held=False, summary=HOSTILE, details=(HOSTILE,)),),
         outcomes=(OutcomeRecord(rank=0, kind=HOSTILE, text=HOSTILE),),
         command=HOSTILE,
+        expectation=replace(ENTRY, reason=HOSTILE, link=HOSTILE, expiry=HOSTILE),
     )
     text = render(a_run(record, problems=(HOSTILE,)))
     text.encode("utf-8")

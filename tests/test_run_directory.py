@@ -15,7 +15,15 @@ import pytest
 
 from harness import provenance
 from harness.errors import HarnessBug, UsageError
-from harness.record import Footer, Header, Record, to_json
+from harness.record import (
+    Expectation,
+    Expectations,
+    Footer,
+    Header,
+    Record,
+    UnusedExpectation,
+    to_json,
+)
 from harness.run_directory import RECORDS, RUN, RunWriter, read_run, replace_records, write_file
 from harness.verdict import Verdict
 
@@ -232,6 +240,31 @@ def test_records_are_replaced_whole_and_the_footer_counts_again(finished: Path) 
     assert run.footer.counts == {"FAILED": 1, "PASSED": 2}
     assert run.problems == ()
     assert not [path for path in finished.iterdir() if path.name.startswith(".")]
+
+
+def test_judging_again_keeps_what_the_run_expected(tmp_path: Path) -> None:
+    entry = Expectation(
+        number=1,
+        engine="torch.ddp",
+        version="",
+        case="gone",
+        world="*",
+        verdict=Verdict.FAILED,
+        reason="r",
+        link="https://example.org",
+        expiry="2030-01-01",
+    )
+    expectations = Expectations(source="known.toml", today="2030-01-01", entries=(entry,))
+    writer = RunWriter(tmp_path / "run", dataclasses.replace(HEADER, expectations=expectations))
+    for record in THREE:
+        writer.append(record)
+    stale = UnusedExpectation(expectation=entry, why="gone", is_stale=True)
+    writer.finish(dataclasses.replace(FOOTER, unused=(stale,)))
+    replace_records(writer.path, (a_record("a", Verdict.KNOWN_FAILURE), *THREE[1:]))
+    run = read_run(writer.path)
+    assert run.header.expectations == expectations
+    assert run.footer is not None
+    assert run.footer.unused == (stale,)
 
 
 def test_a_failed_replacement_leaves_the_old_file(tmp_path: Path) -> None:

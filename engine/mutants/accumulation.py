@@ -7,21 +7,27 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from engine.adapters.torch_ddp import DistributedDataParallelEngine, PreparedDdp
-from engine.adapters.torch_fsdp2 import FullyShardEngine, PreparedFullyShard
-from engine.contract import Layout, Plan, PreparedModel
+from engine.contract import Plan, PreparedModel
 
 __all__ = [
     "DoublesGradientsEveryMicrobatch",
+    "Forgetful",
     "KeepsOnlyTheLastMicrobatch",
-    "LosesMicrobatchesOfReplicas",
 ]
 
 
-class _PreparedForgetful(PreparedDdp):
+class Forgetful(PreparedModel):
+    """Clears all gradients before each backward; to be mixed into an honest engine's prepared model."""
+
     def backward(self, loss: torch.Tensor) -> None:
+        """Forget, then run backward."""
         for parameter in self.named.parameters():
             parameter.grad = None
         super().backward(loss)
+
+
+class _PreparedForgetful(Forgetful, PreparedDdp):
+    pass
 
 
 class KeepsOnlyTheLastMicrobatch(DistributedDataParallelEngine):
@@ -57,26 +63,3 @@ class DoublesGradientsEveryMicrobatch(DistributedDataParallelEngine):
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         """Wrap honestly, then double before each backward."""
         return _PreparedDoubling(super().prepare(model, plan, mesh).module, named=model)
-
-
-class _PreparedForgetfulReplicas(PreparedFullyShard):
-    def backward(self, loss: torch.Tensor) -> None:
-        for parameter in self.named.parameters():
-            parameter.grad = None
-        super().backward(loss)
-
-
-class LosesMicrobatchesOfReplicas(FullyShardEngine):
-    """Under a hybrid layout only the last microbatch reaches the optimizer; other layouts are honest.
-
-    After NVIDIA/Megatron-LM#7186: an adapter of a two-dimensional mesh had inherited a way to accumulate that
-    did nothing.
-    """
-
-    name = "mutant.LosesMicrobatchesOfReplicas"
-
-    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        """Shard honestly; under a hybrid layout each backward clears what was there."""
-        prepared = super().prepare(model, plan, mesh)
-        is_hybrid = plan.layout is Layout.HYBRID
-        return _PreparedForgetfulReplicas(prepared.module) if is_hybrid else prepared

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -11,7 +13,13 @@ from engine.adapters.torch_fsdp2 import FullyShardEngine, PreparedFullyShard
 from engine.adapters.torch_replicate import ReplicateEngine
 from engine.contract import Plan, PreparedModel
 
-__all__ = ["DividesTwice", "SumsInsteadOfAveraging"]
+__all__ = [
+    "DividesByTheFactorTwice",
+    "DividesTwice",
+    "IgnoresTheDivideFactor",
+    "PreparedTimid",
+    "SumsInsteadOfAveraging",
+]
 
 
 class SumsInsteadOfAveraging(FullyShardEngine):
@@ -33,13 +41,16 @@ class SumsInsteadOfAveraging(FullyShardEngine):
         return prepared
 
 
-class _PreparedTimid(PreparedFullyShard):
-    def __init__(self, module: nn.Module, *, world_size: int) -> None:
+class PreparedTimid(PreparedFullyShard):
+    """Divides the loss although the reduction divides the gradients."""
+
+    def __init__(self, module: nn.Module, *, divisor: float) -> None:
         super().__init__(module)
-        self._world_size = world_size
+        self._divisor = divisor
 
     def backward(self, loss: torch.Tensor) -> None:
-        super().backward(loss / self._world_size)
+        """Run backward from too small a loss."""
+        super().backward(loss / self._divisor)
 
 
 class DividesTwice(ReplicateEngine):
@@ -53,4 +64,32 @@ class DividesTwice(ReplicateEngine):
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         """Replicate honestly, and divide the loss although the reduction divides too."""
-        return _PreparedTimid(super().prepare(model, plan, mesh).module, world_size=mesh.size())
+        return PreparedTimid(super().prepare(model, plan, mesh).module, divisor=mesh.size())
+
+
+class IgnoresTheDivideFactor(FullyShardEngine):
+    """Gradients are averaged over the ranks, whatever divisor was asked for.
+
+    After pytorch/torchtitan#1551: gradients were averaged over a group of another size than was meant.
+    """
+
+    name = "mutant.IgnoresTheDivideFactor"
+
+    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
+        """Shard honestly, under a plan without the factor."""
+        return super().prepare(model, replace(plan, divide_factor=None), mesh)
+
+
+class DividesByTheFactorTwice(FullyShardEngine):
+    """Gradients are divided by the square of the factor that was asked for; without one they are right.
+
+    After pytorch/pytorch#167178: the branch that had ignored the factor learnt to divide by it, and where the
+    division of all branches was active it was done once more.
+    """
+
+    name = "mutant.DividesByTheFactorTwice"
+
+    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
+        """Shard honestly, and divide the loss by the factor as well."""
+        module = super().prepare(model, plan, mesh).module
+        return PreparedTimid(module, divisor=plan.divide_factor or 1)

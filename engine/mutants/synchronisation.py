@@ -12,13 +12,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from engine.adapters.torch_ddp import DistributedDataParallelEngine, PreparedDdp
 from engine.adapters.torch_fsdp2 import FullyShardEngine, PreparedFullyShard
-from engine.contract import Layout, Plan, PreparedModel
+from engine.contract import Plan, PreparedModel
 
 __all__ = [
     "DriftsByOneBit",
     "NeverSynchronises",
-    "NeverSynchronisesReplicas",
-    "ReducesReplicasEveryMicrobatch",
+    "PreparedWithoutAccumulation",
     "SynchronisesEveryMicrobatch",
 ]
 
@@ -39,22 +38,12 @@ class NeverSynchronises(DistributedDataParallelEngine):
         return prepared
 
 
-class NeverSynchronisesReplicas(FullyShardEngine):
-    """Under a hybrid layout each replica trains on its own data alone; other layouts are honest.
+class PreparedWithoutAccumulation(PreparedFullyShard):
+    """Offers a way to accumulate that does nothing."""
 
-    After pytorch/pytorch#154888: hybrid sharding on an (n, 1) mesh reduced over the shard axis only.
-    """
-
-    name = "mutant.NeverSynchronisesReplicas"
-
-    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        """Shard on the shard axis as if there were no other."""
-        return super().prepare(model, plan, mesh["shard"] if plan.layout is Layout.HYBRID else mesh)
-
-
-class _PreparedWithoutAccumulation(PreparedFullyShard):
     @contextmanager
     def accumulating(self) -> Iterator[None]:
+        """Hold nothing back."""
         yield
 
 
@@ -68,22 +57,7 @@ class SynchronisesEveryMicrobatch(FullyShardEngine):
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         """Shard honestly; the way to accumulate does nothing."""
-        return _PreparedWithoutAccumulation(super().prepare(model, plan, mesh).module)
-
-
-class ReducesReplicasEveryMicrobatch(FullyShardEngine):
-    """As SynchronisesEveryMicrobatch, but under a hybrid layout alone, where it costs the most.
-
-    After NVIDIA/cosmos-framework#161: with hybrid sharding every microbatch paid for the whole reduction.
-    """
-
-    name = "mutant.ReducesReplicasEveryMicrobatch"
-
-    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        """Shard honestly; under a hybrid layout the way to accumulate does nothing."""
-        prepared = super().prepare(model, plan, mesh)
-        is_hybrid = plan.layout is Layout.HYBRID
-        return _PreparedWithoutAccumulation(prepared.module) if is_hybrid else prepared
+        return PreparedWithoutAccumulation(super().prepare(model, plan, mesh).module)
 
 
 class _PreparedDrifting(PreparedDdp):

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from engine.reference.group import Group
     from engine.reference.unit import Unit
 
-__all__ = ["check_parameters", "name_parameters"]
+__all__ = ["check_memory", "check_parameters", "name_parameters"]
 
 
 def name_parameters(root: nn.Module, units: Iterable[Unit]) -> None:
@@ -32,7 +32,7 @@ def check_parameters(units: Iterable[Unit]) -> None:
     for unit in units:
         for group in unit.groups:
             _check_tied(group)
-            _check_memory(group)
+            check_memory(group)
             _check_dtypes(group)
 
 
@@ -46,7 +46,8 @@ def _check_tied(group: Group) -> None:
             )
 
 
-def _check_memory(group: Group) -> None:
+def check_memory(group: Group) -> None:
+    """Raise RuntimeError for parameters without memory, or not in the host memory that offloading keeps them in."""
     on_meta = [p.name for p in group.parameters if p.current().is_meta]
     if on_meta:
         raise RuntimeError(

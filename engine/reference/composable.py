@@ -117,6 +117,8 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 
     @functools.wraps(original)
     def method(*args: Any, **kwargs: Any) -> Any:
+        if unit.is_running(module):  # called by forward, which sees to everything
+            return original(*args, **kwargs)
         args, kwargs = unit.before_forward(module, args, kwargs)
         return unit.after_forward(module, args, original(*args, **kwargs))
 

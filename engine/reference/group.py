@@ -9,6 +9,7 @@ from enum import Enum
 import torch
 import torch.distributed as dist
 
+from engine.reference.checks import check_memory
 from engine.reference.collectives import AllGather, DefaultAllGather, DefaultReduceScatter, ReduceScatter
 from engine.reference.division import division
 from engine.reference.lanes import Lanes
@@ -93,7 +94,9 @@ class Group:
             return
         with torch.inference_mode(False), torch.no_grad():
             if self.state is GroupState.SHARDED:
-                self._settle()
+                self.take_over()
+                if self._shards.is_meta:
+                    check_memory(self)
             self._gather = self._issue_gather()
         self._gathered_version = self._shards.version
         self.state = GroupState.GATHERING
@@ -142,10 +145,19 @@ class Group:
             self.reshard()
 
     def take_over(self) -> None:
-        """Adopt parameters that were replaced in the modules, as by loading or casting."""
+        """Adopt parameters that were replaced or given other memory, as by loading or casting."""
         for parameter in self.parameters:
             parameter.adopt()
-        self._settle()
+        is_new = self._shards.settle()
+        if is_new or self._unsharded is None:
+            self._unsharded = Unsharded(
+                self.parameters,
+                self._shards.homes,
+                ranks=self.mesh.shard_size,
+                dtype=self._dtypes.param_dtype,
+                device=self._device,
+                on_gradient=self._count,
+            )
 
     # Gradients --------------------------------------------------------------------------------------------
 
@@ -200,18 +212,6 @@ class Group:
             hook=self.all_reduce_hook,
             partial=self._partial,
         )
-
-    def _settle(self) -> None:
-        is_new = self._shards.settle()
-        if is_new or self._unsharded is None:
-            self._unsharded = Unsharded(
-                self.parameters,
-                self._shards.homes,
-                ranks=self.mesh.shard_size,
-                dtype=self._dtypes.param_dtype,
-                device=self._device,
-                on_gradient=self._count,
-            )
 
     def _issue_gather(self) -> _Gather:
         assert self._unsharded is not None

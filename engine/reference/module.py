@@ -36,7 +36,7 @@ class FSDPModule:
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Build the original class: indexing a container builds a part of it, which is not sharded by that."""
-        original = cls.__mro__[2]
+        original = next(c for c in cls.__mro__ if not issubclass(c, FSDPModule))
         return original(*args, **kwargs)
 
     def __deepcopy__(self, memo: Any) -> NoReturn:

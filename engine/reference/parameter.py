@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Placement, Shard
 
 from engine.reference.geometry import Geometry
 from engine.reference.mesh import DataMesh
-from engine.reference.torch_internals import concatenated, sharded_like, strided_shard
+from engine.reference.torch_internals import concatenated, local_tensor, sharded_like, strided_shard
 
 __all__ = ["ShardedParameter", "Site", "cut_parameter"]
 
@@ -58,8 +58,8 @@ class ShardedParameter:
 
     @property
     def local(self) -> torch.Tensor:
-        """This rank's shard, of shape ``geometry.shard_shape``; call without autograd."""
-        return self._template.to_local()
+        """This rank's shard, of shape ``geometry.shard_shape``."""
+        return local_tensor(self._template)
 
     def current(self) -> nn.Parameter:
         """Give the sharded parameter as the modules hold it, replaced or not."""
@@ -149,7 +149,7 @@ class ShardedParameter:
             self.sharded.grad = sharded_like(self._template, local)
             return
         existing = self.sharded.grad
-        (existing.to_local() if isinstance(existing, DTensor) else existing).add_(local)
+        (local_tensor(existing) if isinstance(existing, DTensor) else existing).add_(local)
 
     @property
     def _template(self) -> DTensor:

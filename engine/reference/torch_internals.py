@@ -16,6 +16,7 @@ __all__ = [
     "at_end_of_backward",
     "concatenated",
     "inside_backward",
+    "local_tensor",
     "post_accumulate_hooks",
     "sharded_like",
     "strided_shard",
@@ -31,6 +32,11 @@ def at_end_of_backward(callback: Callable[[], None]) -> None:
 def inside_backward() -> bool:
     """Whether this thread runs a backward: then a forward is the recomputation of a checkpoint."""
     return torch._C._current_graph_task_id() != -1
+
+
+def local_tensor(sharded: DTensor) -> torch.Tensor:
+    """Give the very tensor that ``sharded`` wraps; ``to_local`` of a parameter gives a view, which cannot be moved."""
+    return sharded._local_tensor
 
 
 def sharded_like(template: DTensor, local: torch.Tensor) -> DTensor:

@@ -35,6 +35,7 @@ class Tree:
         self._follows = False
         self._left_forward: list[Unit | None] = []
         self._backward_runs = False
+        self._frees_after_backward = False
 
     @classmethod
     def plant(cls, root: Unit, units: tuple[Unit, ...]) -> Tree:
@@ -63,7 +64,7 @@ class Tree:
 
     def enter_forward(self, unit: Unit) -> bool:
         """Note that ``unit`` starts to run; say whether it is the outermost one, so that a forward begins."""
-        begins = self._outermost is None
+        begins = self._outermost in {None, unit}
         if begins:
             self._outermost = unit
             self._backward_runs = False  # where an exception ended one
@@ -102,20 +103,30 @@ class Tree:
         """Give the unit that left forward just before the one at ``place``."""
         return self._left_forward[place - 1] if 0 < place < len(self._left_forward) else None
 
-    def enter_backward(self) -> None:
-        """Have ``_leave_backward`` called when the running backward is over; once for each."""
-        if self._backward_runs or not inside_backward():
+    def enter_backward(self, *, of_unit: bool) -> None:
+        """Have ``_leave_backward`` called when the running backward is over; once for each.
+
+        ``of_unit``: a unit's own backward starts, which ends what forward left whole. Without one, a gradient
+        came from a module that ran on parameters that its unit keeps whole for a backward still to come.
+        """
+        if not inside_backward():
             return
-        self._backward_runs = True
-        at_end_of_backward(self._leave_backward)
+        self._frees_after_backward |= of_unit
+        if not self._backward_runs:
+            self._backward_runs = True
+            at_end_of_backward(self._leave_backward)
 
     def _leave_backward(self) -> None:
         self._backward_runs = False
-        self._outermost = None  # where modules of one unit ran in part
+        frees, self._frees_after_backward = self._frees_after_backward, False
+        if frees:
+            self._outermost = None  # where modules of one unit ran in part
+        is_last = self.is_last_backward and frees
         for unit in reversed(self.units):
-            unit.finish_backward(is_last=self.is_last_backward)
-        if self.is_last_backward:
+            unit.finish_backward(frees=frees, is_last=is_last)
+        if is_last:
             self._left_forward.clear()
+        if self.is_last_backward:
             self.lanes.finish()
 
     # ------------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from enum import Enum
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.autograd.function import FunctionCtx
+from torch.autograd.graph import Node
 
 from engine.reference.group import Group, GroupState
 from engine.reference.lanes import Lanes
@@ -60,7 +62,8 @@ class Unit:
         self._lanes = Lanes(device)
         self.share(self._lanes)
         self._phase = Phase.IDLE
-        self._to_run: set[nn.Module] = set()
+        self._entered: set[nn.Module] = set()
+        self._left: set[nn.Module] = set()
         self._guess = False
         self._places: list[int] = []
         self._awaited_backwards = 0
@@ -120,27 +123,30 @@ class Unit:
         if self._guess:
             self.reshard()
 
-    def finish_backward(self, *, is_last: bool) -> None:
+    def finish_backward(self, *, frees: bool, is_last: bool) -> None:
         """Do what is left at the end of backward: inputs that need no gradient did not say that they are done."""
         if is_last:
-            self.drop_guesses()
+            if any(group.state is GroupState.GATHERING for group in self.groups):
+                self.reshard()  # prefetched, and not used
             self._places.clear()
             self._awaited_backwards = 0
-        self._end_of_backward()
+        self._end_of_backward(frees=frees)
         for group in self.groups:
             group.is_reduced = False
-        self._to_run.clear()
 
     def reset(self) -> None:
         """Forget an iteration that failed."""
         self._phase = Phase.IDLE
-        self._to_run.clear()
         self._places.clear()
         self._awaited_backwards = 0
         self.reshard()
         for group in self.groups:
             group.drop_gradients()
             group.is_reduced = False
+
+    def is_running(self, module: nn.Module) -> bool:
+        """Whether ``module`` is between the start and the end of a forward."""
+        return self._phase is Phase.FORWARD and module in self._entered - self._left
 
     # Forward ----------------------------------------------------------------------------------------------
 
@@ -153,16 +159,20 @@ class Unit:
             self._gather_now()
             return self._cast_inputs(args), self._cast_inputs(kwargs)
         recomputes = inside_backward()
-        if self._phase is Phase.IDLE:
+        # Entered before and not done: modules of this unit ran in part, or a forward ended with an exception.
+        begins = self._phase is Phase.IDLE or module in self._entered
+        if begins:
             self._phase = Phase.FORWARD
-            self._to_run = set(self.modules)
-            if not recomputes:
-                if tree.enter_forward(self):
-                    args, kwargs = self._begin_iteration(tree, args, kwargs)
-                for group in self.groups:
-                    group.refresh()
-        self._gather_now()
+            self._entered.clear()
+            self._left.clear()
+        self._entered.add(module)
         if not recomputes:
+            if begins and tree.enter_forward(self):
+                args, kwargs = self._begin_iteration(tree, args, kwargs)
+            for group in self.groups:
+                group.refresh()
+        self._gather_now()
+        if begins and not recomputes:
             self._prefetch_in_forward(tree)
         args, kwargs = self._cast_inputs(args), self._cast_inputs(kwargs)
         return self._watch_inputs(args, kwargs)
@@ -172,9 +182,9 @@ class Unit:
         if self._phase is Phase.BACKWARD:
             return self._cast_outputs(output)
         assert self.tree is not None
-        self._to_run.discard(module)
-        self._watch_outputs(output)
-        if not self._to_run:
+        self._left.add(module)
+        self._watch_outputs(args, output)
+        if self._left.issuperset(self.modules):
             self._phase = Phase.IDLE
             if not inside_backward():  # else backward needs the parameters at once
                 self._reshard_after_forward()
@@ -238,7 +248,7 @@ class Unit:
 
         return map_tensors(replace, args), map_tensors(replace, kwargs)
 
-    def _watch_outputs(self, output: Any) -> None:
+    def _watch_outputs(self, inputs: Any, output: Any) -> None:
         """Have ``_pre_backward`` called before backward enters the modules."""
         if not torch.is_grad_enabled():
             return
@@ -246,16 +256,15 @@ class Unit:
         outputs = [t for t in tensors_in(output) if t.requires_grad]
         for tensor in outputs:
             tensor.register_hook(self._pre_backward)
-            base = tensor._base
-            if base is not None and base.grad_fn is not None:
-                # An in-place change of a view drops the hooks of the view, but goes through its base.
-                base.grad_fn.register_prehook(self._pre_backward)
+        for base in _own_bases(outputs, inputs):
+            # An in-place change of a view drops the hooks of the view, but goes through its base.
+            base.register_prehook(self._pre_backward)
         if outputs and not inside_backward():
             self._places.append(self.tree.expect_backward(self))
 
     def _pre_backward(self, *_: Any) -> None:
         assert self.tree is not None
-        self.tree.enter_backward()
+        self.tree.enter_backward(of_unit=True)
         begins = self._phase is not Phase.BACKWARD
         self._phase = Phase.BACKWARD
         for group in self.groups:
@@ -280,7 +289,7 @@ class Unit:
 
     def _gradient_arrived(self, group: Group, is_complete: bool) -> None:
         assert self.tree is not None
-        self.tree.enter_backward()
+        self.tree.enter_backward(of_unit=False)
         if is_complete:
             # The parameters themselves are needed further: a frozen one's module may still compute.
             group.reduce_gradients()
@@ -290,13 +299,13 @@ class Unit:
         self._awaited_backwards = max(0, self._awaited_backwards - 1)
         if self._awaited_backwards and not all(group.is_reduced for group in self.groups):
             return
-        self._end_of_backward()
+        self._end_of_backward(frees=True)
 
-    def _end_of_backward(self) -> None:
+    def _end_of_backward(self, *, frees: bool) -> None:
         self._phase = Phase.IDLE
         for group in reversed(self.groups):
             group.reduce_gradients()
-            if self.reshards_after_backward and group.state is not GroupState.GATHERING:
+            if frees and self.reshards_after_backward and group.state is not GroupState.GATHERING:
                 group.reshard()
 
     # ------------------------------------------------------------------------------------------------------
@@ -332,6 +341,15 @@ class _Watched(torch.autograd.Function):
     def backward(ctx: FunctionCtx, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         ctx.unit._inputs_done()  # type: ignore[attr-defined]
         return (None, *gradients)
+
+
+def _own_bases(outputs: Iterable[torch.Tensor], inputs: Any) -> list[Node]:
+    """Give the autograd nodes of the tensors that outputs are views of, if the module made them itself."""
+    bases = [t._base for t in outputs if t._base is not None]
+    if not bases:
+        return []
+    given = {id(t if t._base is None else t._base) for t in tensors_in(inputs)}
+    return [base.grad_fn for base in bases if base.grad_fn is not None and id(base) not in given]
 
 
 def unit_of(module: nn.Module) -> Unit | None:

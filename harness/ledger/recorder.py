@@ -56,7 +56,6 @@ class Recorder:
         self._waits: dict[int, Wait] = {}
         self._seq_of_group: Counter[tuple[object, ...]] = Counter()
         self._axis_of_group: dict[str, str] = {}
-        self._axis_of_ranks: dict[tuple[int, ...], str] = {}
         self._phase = Phase.PREPARE
         self._step = -1
         self._microbatch = -1
@@ -70,12 +69,9 @@ class Recorder:
         """Take the calling thread for the rank's own, which has one name in every world."""
         self._home = threading.get_ident()
 
-    def name_axes(
-        self, axis_of_group: Mapping[str, str], axis_of_ranks: Mapping[tuple[int, ...], str]
-    ) -> None:
-        """Say which groups are axes of the mesh, by group name and by member ranks."""
+    def name_axes(self, axis_of_group: Mapping[str, str]) -> None:
+        """Say which groups are axes of the mesh, by group name."""
         self._axis_of_group.update(axis_of_group)
-        self._axis_of_ranks.update(axis_of_ranks)
 
     @contextmanager
     def during(self, phase: Phase, *, step: int = -1, microbatch: int = -1) -> Iterator[None]:
@@ -134,14 +130,13 @@ class Recorder:
         stream = (call.group_name, call.op, call.peer) if is_message else (call.group_name,)
         group_seq = self._seq_of_group[stream]
         self._seq_of_group[stream] += 1
-        axis = self._axis_of_group.get(call.group_name) or self._axis_of_ranks.get(call.group)
         is_home = threading.get_ident() == self._home
         return Entry(
             seq=len(self._entries),
             op=call.op,
             group=call.group,
             group_seq=group_seq,
-            axis=axis,
+            axis=self._axis_of_group.get(call.group_name),
             dtype=call.dtype,
             shapes=call.shapes,
             num_bytes=call.num_bytes,

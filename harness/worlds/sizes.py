@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-__all__ = ["EVEN", "FOUR_OR_MORE_EVEN", "POWERS_OF_TWO", "SEVERAL", "Sizes"]
+__all__ = ["EVEN", "FOUR_OR_MORE_EVEN", "POWERS_OF_TWO", "SEVERAL", "SIX_OR_MORE_EVEN", "Sizes"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,4 +21,6 @@ EVEN = Sizes(name="two replicas of equal size", allows=lambda size: size % 2 == 
 FOUR_OR_MORE_EVEN = Sizes(
     name="two replicas of several ranks", allows=lambda size: size >= 4 and size % 2 == 0
 )
+# Four ranks are two pairs, which is the mesh of two replicas.
+SIX_OR_MORE_EVEN = Sizes(name="three pairs or more", allows=lambda size: size >= 6 and size % 2 == 0)
 POWERS_OF_TWO = Sizes(name="worlds by which division is exact", allows=lambda size: size & (size - 1) == 0)

@@ -1,4 +1,7 @@
-"""On a 2-D mesh each group is reduce-scattered within its replica and all-reduced across replicas."""
+"""On a 2-D mesh each group is reduce-scattered within its replica and all-reduced across replicas.
+
+Where an axis of the mesh has one rank an engine may leave its collectives out or make them: they cross nothing.
+"""
 
 from __future__ import annotations
 
@@ -7,39 +10,86 @@ from operator import attrgetter
 
 import pytest
 
-from engine.contract import Grouping, Layout, Plan, Reshard
+from engine.contract import Grouping, Layout, Plan, Replicas, Reshard
 from fixtures.optimizers import SGD
 from fixtures.problems import MLP_EVEN, MLP_UNEVEN
 from harness.case import Problem, Training
 from harness.ledger.agreement import RanksAgree
 from harness.ledger.entry import Op, Phase
 from harness.ledger.expectation import Exactly
-from harness.ledger.laws import Count, OnlyThese
+from harness.ledger.laws import AllWaited, Bytes, Count, OnlyThese
 from harness.ledger.selection import Select
 from harness.pytest_plugin import Trial
-from harness.worlds.sizes import FOUR_OR_MORE_EVEN
-from suites.communication.closed_forms import NUM_GROUPS
+from harness.worlds.sizes import FOUR_OR_MORE_EVEN, SEVERAL, SIX_OR_MORE_EVEN
+from suites.communication.closed_forms import GRADIENT_BYTES, NUM_GROUPS
 
 GATHERS = Select(ops=(Op.ALL_GATHER,), axis="shard")
 SCATTERS = Select(ops=(Op.REDUCE_SCATTER,), axis="shard", phases=(Phase.BACKWARD,))
 ACROSS = Select(ops=(Op.ALL_REDUCE,), axis="replicate", phases=(Phase.BACKWARD,))
+ALONE = Select(group_size=1)
+ONCE_PER_GROUP = Exactly(NUM_GROUPS)
+WITHIN_REPLICAS = (
+    Count(select=replace(GATHERS, phases=(Phase.FORWARD,)), expected=ONCE_PER_GROUP),
+    Count(select=replace(GATHERS, phases=(Phase.BACKWARD,)), expected=ONCE_PER_GROUP),
+    Count(select=SCATTERS, expected=ONCE_PER_GROUP),
+)
+every_problem = pytest.mark.parametrize("problem", [MLP_EVEN, MLP_UNEVEN], ids=attrgetter("name"))
 
 
 @pytest.mark.worlds(FOUR_OR_MORE_EVEN)
-@pytest.mark.parametrize("problem", [MLP_EVEN, MLP_UNEVEN], ids=attrgetter("name"))
+@every_problem
 def test_reduces_within_and_across_replicas(trial: Trial, problem: Problem) -> None:
+    trial.holds(
+        _training(problem, Replicas.TWO),
+        *WITHIN_REPLICAS,
+        Count(select=ACROSS, expected=ONCE_PER_GROUP),
+        OnlyThese(selects=(GATHERS, SCATTERS, ACROSS)),
+        RanksAgree(),
+    )
+
+
+@pytest.mark.worlds(SIX_OR_MORE_EVEN)
+@every_problem
+def test_reduces_within_and_across_pairs(trial: Trial, problem: Problem) -> None:
+    trial.holds(
+        _training(problem, Replicas.PAIRS),
+        *WITHIN_REPLICAS,
+        Count(select=ACROSS, expected=ONCE_PER_GROUP),
+        OnlyThese(selects=(GATHERS, SCATTERS, ACROSS)),
+        RanksAgree(),
+    )
+
+
+@pytest.mark.worlds(SEVERAL)
+@every_problem
+def test_one_replica_reduces_within_itself(trial: Trial, problem: Problem) -> None:
+    trial.holds(
+        _training(problem, Replicas.ONE),
+        *WITHIN_REPLICAS,
+        OnlyThese(selects=(GATHERS, SCATTERS, ALONE)),
+        RanksAgree(),
+    )
+
+
+@pytest.mark.worlds(SEVERAL)
+@every_problem
+def test_single_ranks_reduce_across_replicas(trial: Trial, problem: Problem) -> None:
+    trial.holds(
+        _training(problem, Replicas.SINGLES),
+        Count(select=ACROSS, expected=ONCE_PER_GROUP),
+        Bytes(select=ACROSS, expected=Exactly(GRADIENT_BYTES), minimum=GRADIENT_BYTES),
+        AllWaited(select=ACROSS),
+        OnlyThese(selects=(ACROSS, ALONE)),
+        RanksAgree(),
+    )
+
+
+def _training(problem: Problem, replicas: Replicas) -> Training:
     plan = Plan(
         layout=Layout.HYBRID,
+        replicas=replicas,
         units=problem.units,
         grouping=Grouping.REQUIRED,
         reshard=Reshard.AFTER_FORWARD,
     )
-    trial.holds(
-        Training(problem=problem, optimizer=SGD, plan=plan),
-        Count(select=replace(GATHERS, phases=(Phase.FORWARD,)), expected=Exactly(NUM_GROUPS)),
-        Count(select=replace(GATHERS, phases=(Phase.BACKWARD,)), expected=Exactly(NUM_GROUPS)),
-        Count(select=SCATTERS, expected=Exactly(NUM_GROUPS)),
-        Count(select=ACROSS, expected=Exactly(NUM_GROUPS)),
-        OnlyThese(selects=(GATHERS, SCATTERS, ACROSS)),
-        RanksAgree(),
-    )
+    return Training(problem=problem, optimizer=SGD, plan=plan)

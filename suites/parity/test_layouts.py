@@ -6,7 +6,7 @@ from operator import attrgetter
 
 import pytest
 
-from engine.contract import Layout, Plan, Reshard
+from engine.contract import Accumulation, Layout, Plan, Replicas, Reshard
 from fixtures.optimizers import ADAMW, SGD
 from fixtures.problems import MLP_UNEVEN
 from harness.case import NamedOptimizer, Schedule, Training
@@ -18,12 +18,18 @@ from harness.ledger.laws import Count, Nothing
 from harness.ledger.selection import Select
 from harness.parity import MatchesOracle
 from harness.pytest_plugin import Trial
-from harness.worlds.sizes import EVEN, SEVERAL
+from harness.worlds.sizes import EVEN, SEVERAL, SIX_OR_MORE_EVEN
 
 LAWS = (MatchesOracle(), HoldsItsShare(), RanksAgree())
 GATHERS_IN_BACKWARD = Select(ops=(Op.ALL_GATHER,), phases=(Phase.BACKWARD,))
 # How an engine groups parameters is its own affair here: one gather for all, or one for each.
 AT_MOST = len(list(MLP_UNEVEN.build().parameters()))
+# One axis of the mesh has a single rank, or neither has; on one rank both have.
+OTHER_REPLICAS = [
+    pytest.param(Replicas.ONE, id="one"),
+    pytest.param(Replicas.SINGLES, id="singles", marks=pytest.mark.worlds(SEVERAL)),
+    pytest.param(Replicas.PAIRS, id="pairs", marks=pytest.mark.worlds(SIX_OR_MORE_EVEN)),
+]
 
 
 @pytest.mark.parametrize("microbatches", [1, 3], ids="m{}".format)
@@ -56,6 +62,24 @@ def test_trains_the_same_model_on_two_replicas(
 ) -> None:
     plan = Plan(layout=Layout.HYBRID, units=MLP_UNEVEN.units)
     trial.holds(_training(plan, optimizer, microbatches), *LAWS)
+
+
+@pytest.mark.parametrize("microbatches", [1, 3], ids="m{}".format)
+@pytest.mark.parametrize("replicas", OTHER_REPLICAS)
+def test_trains_the_same_model_on_other_replicas(trial: Trial, replicas: Replicas, microbatches: int) -> None:
+    plan = Plan(layout=Layout.HYBRID, replicas=replicas, units=MLP_UNEVEN.units)
+    trial.holds(_training(plan, SGD, microbatches), *LAWS)
+
+
+@pytest.mark.parametrize("replicas", OTHER_REPLICAS)
+def test_accumulates_on_other_replicas(trial: Trial, replicas: Replicas) -> None:
+    plan = Plan(
+        layout=Layout.HYBRID,
+        replicas=replicas,
+        units=MLP_UNEVEN.units,
+        accumulation=Accumulation.LAST_MICROBATCH,
+    )
+    trial.holds(_training(plan, SGD, 3), *LAWS)
 
 
 def _training(plan: Plan, optimizer: NamedOptimizer, microbatches: int) -> Training:

@@ -1,0 +1,52 @@
+"""The two engines with one front door: torch's composable FSDP2 and our reference, name for name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed.fsdp as torch_fsdp
+from torch.distributed._composable.replicate_with_fsdp import replicate as torch_replicate
+
+from engine import reference
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FrontDoor:
+    """The public names of one engine; ``Any`` because the two engines share no base class."""
+
+    name: str
+    fully_shard: Callable[..., Any]
+    replicate: Callable[..., Any]
+    sharded_module: type[Any]
+    unshard_handle: type[Any]
+    mixed_precision: Callable[..., Any]
+    cpu_offload: Callable[..., Any]
+    register_forward_method: Callable[..., None]
+    share_comm_ctx: Callable[..., None]
+
+
+TORCH = FrontDoor(
+    name="torch",
+    fully_shard=torch_fsdp.fully_shard,
+    replicate=torch_replicate,
+    sharded_module=torch_fsdp.FSDPModule,
+    unshard_handle=torch_fsdp.UnshardHandle,
+    mixed_precision=torch_fsdp.MixedPrecisionPolicy,
+    cpu_offload=torch_fsdp.CPUOffloadPolicy,
+    register_forward_method=torch_fsdp.register_fsdp_forward_method,
+    share_comm_ctx=torch_fsdp.share_comm_ctx,
+)
+REFERENCE = FrontDoor(
+    name="reference",
+    fully_shard=reference.fully_shard,
+    replicate=reference.replicate,
+    sharded_module=reference.FSDPModule,
+    unshard_handle=reference.UnshardHandle,
+    mixed_precision=reference.MixedPrecisionPolicy,
+    cpu_offload=reference.CPUOffloadPolicy,
+    register_forward_method=reference.register_fsdp_forward_method,
+    share_comm_ctx=reference.share_comm_ctx,
+)
+BY_NAME = {door.name: door for door in (TORCH, REFERENCE)}

@@ -1,0 +1,137 @@
+"""Known failures as a user meets them: which runs pass, which fail, and that judging again says the same."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from harness.cli import main
+from harness.record import Record
+from harness.run_directory import Run, read_run
+from harness.verdict import Verdict
+from reports.tally import Conclusion, conclude, tally
+
+ROOT = Path(__file__).resolve().parents[1]
+SUMS = "engine.mutants.scale:SumsInsteadOfAveraging"
+DDP = "torch.ddp"
+SMOKE = "smoke/test_smoke.py::test_trains_the_same_model"
+# Each test starts sessions of its own, each of which imports torch several times.
+pytestmark = pytest.mark.timeout(360)
+
+
+def _entry(engine: str, case: str = SMOKE, expiry: str = "9999-12-31") -> str:
+    return f"""
+[[expectation]]
+engine = "{engine}"
+case = "{case}"
+reason = "Sums gradients."
+link = "https://github.com/NVIDIA/Megatron-LM/issues/3023"
+expiry = {expiry}
+"""
+
+
+def _python(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=170, check=False)
+
+
+def _pytest(folder: Path, text: str, *arguments: str) -> tuple[int, Run]:
+    """Run pytest with these expectations, the smoke suite being all there is; gives its exit code and the run."""
+    file, out = folder / "known.toml", folder / "run"
+    file.write_text(text)
+    options = ["-q", "-pno:cacheprovider", "-p", "tests.smoke_is_all", "--world=threads:2"]
+    done = _python("pytest", "suites/smoke", *options, f"--expectations={file}", f"--out={out}", *arguments)
+    assert (out / "run.jsonl").exists(), done.stdout + done.stderr
+    return done.returncode, read_run(out)
+
+
+def _untimed(records: tuple[Record, ...]) -> list[Record]:
+    return [replace(record, duration_s=0.0) for record in records]
+
+
+@pytest.mark.slow
+def test_a_known_failure_passes_the_run_and_so_it_is_judged_again(tmp_path: Path) -> None:
+    file, out = tmp_path / "known.toml", tmp_path / "run"
+    file.write_text(_entry(SUMS) + _entry(SUMS, case="parity/test_gone*"))
+    options = ["--world=threads:2", "--suite=smoke", f"--expectations={file}", f"--out={out}"]
+    done = _python("harness.cli", "run", f"--engine={SUMS}", *options)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "1 KNOWN_FAILURE" in done.stdout
+    assert "not exercised: expectation 2" in done.stdout, "a selection says nothing of other cases"
+
+    first = read_run(out)
+    (record,) = first.records
+    assert record.verdict is Verdict.KNOWN_FAILURE
+    assert any(not law.held for law in record.laws), "the evidence stays"
+    assert tally(first.records).passed == 0
+
+    file.unlink()
+    again = _python("harness.cli", "judge", str(out))
+    assert again.returncode == 0, again.stdout + again.stderr
+    second = read_run(out)
+    assert _untimed(second.records) == _untimed(first.records)
+    assert (second.header, second.footer) == (first.header, first.footer)
+
+
+@pytest.mark.slow
+def test_an_unexpected_pass_and_an_expired_expectation_fail_the_run(tmp_path: Path) -> None:
+    text = _entry(DDP) + _entry(SUMS, expiry="2001-01-01") + _entry(SUMS, case="smoke/test_gone*")
+    code, run = _pytest(tmp_path, text, f"--engine={DDP}", f"--engine={SUMS}")
+    assert code == 1
+    assert {r.engine: r.verdict for r in run.records} == {
+        DDP: Verdict.UNEXPECTED_PASS,
+        SUMS: Verdict.FAILED,
+    }
+    failed = next(r for r in run.records if r.engine == SUMS)
+    assert failed.headline.startswith("expectation expired on 2001-01-01")
+    assert run.footer is not None
+    assert [found.is_stale for found in run.footer.unused] == [False, True], "expired, and stale"
+    assert conclude(run) is Conclusion.NOT_CONFORMING
+
+
+@pytest.mark.slow
+def test_a_stale_expectation_alone_fails_a_run_of_the_whole_catalogue(tmp_path: Path) -> None:
+    code, run = _pytest(tmp_path, _entry(DDP, case="smoke/test_gone*"), f"--engine={DDP}", "-n1")
+    assert [r.verdict for r in run.records] == [Verdict.PASSED]
+    assert run.footer is not None
+    assert [found.is_stale for found in run.footer.unused] == [True]
+    assert code == 1
+    assert conclude(run) is Conclusion.NOT_CONFORMING
+
+
+@pytest.mark.slow
+def test_a_stale_expectation_is_only_told_of_a_selection(tmp_path: Path) -> None:
+    selection = [f"--engine={DDP}", f"--engine={SUMS}", "-k", DDP]
+    code, run = _pytest(tmp_path, _entry(DDP, case="smoke/test_gone*"), *selection)
+    assert run.footer is not None
+    assert [found.is_stale for found in run.footer.unused] == [False]
+    assert code == 0
+    assert conclude(run) is Conclusion.CONFORMING
+
+
+@pytest.mark.slow
+def test_without_expectations_verdicts_are_raw(tmp_path: Path) -> None:
+    options = ["--world=threads:2", "--suite=smoke", "--no-expectations", f"--out={tmp_path / 'run'}"]
+    assert _python("harness.cli", "run", f"--engine={SUMS}", *options).returncode == 1
+    run = read_run(tmp_path / "run")
+    assert [r.verdict for r in run.records] == [Verdict.FAILED]
+    assert run.header.expectations is None
+
+
+def test_a_bad_file_ends_before_anything_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file, out = tmp_path / "known.toml", tmp_path / "run"
+    file.write_text(_entry("torch.dpd"))
+    assert main(["run", f"--expectations={file}", f"--out={out}"]) == 2
+    assert "expectation 1: engine" in capsys.readouterr().err
+    assert main(["run", f"--expectations={tmp_path / 'nowhere.toml'}", f"--out={out}"]) == 2
+    assert "none there" in capsys.readouterr().err
+    assert not out.exists()
+
+
+def test_a_file_and_none_are_too_much() -> None:
+    with pytest.raises(SystemExit):
+        main(["run", "--expectations=known.toml", "--no-expectations"])
