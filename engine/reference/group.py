@@ -70,7 +70,8 @@ class Group:
         self.all_gather: AllGather = DefaultAllGather()
         self.reduce_scatter: ReduceScatter = DefaultReduceScatter()
         self.gradient_arrived: Callable[[Group, bool], None] = _ignored
-        self.is_reduced = False
+        self.is_complete = False
+        self._is_reduced = False
         self._device = device
         self._dtypes = dtypes
         is_offloaded = isinstance(offload, CPUOffloadPolicy)
@@ -164,10 +165,11 @@ class Group:
     def reduce_gradients(self) -> None:
         """Start the reduction of what gradients there are, or hold them if the next backward shall add to them."""
         self._arrived.clear()
-        adds_zeros = self.reduces_unused and self.reduces and not self.is_reduced
+        self.is_complete = False
+        adds_zeros = self.reduces_unused and self.reduces and not self._is_reduced
         if not adds_zeros and not any(p.has_gradient for p in self.parameters):
             return
-        self.is_reduced = True
+        self._is_reduced = True
         if not self.reduces:
             for parameter in self.parameters:
                 parameter.hold_gradient(self._reduce_dtype)
@@ -179,9 +181,15 @@ class Group:
         plan = self._reduction_plan(self._reduce_dtype or gradients[0].dtype)
         self.lanes.reduce(reduction(chosen, gradients, plan))
 
+    def forget_backward(self) -> None:
+        """Note that a backward is over: what arrives next belongs to another one."""
+        self._arrived.clear()
+        self.is_complete = False
+        self._is_reduced = False
+
     def drop_gradients(self) -> None:
         """Forget gradients that were not reduced."""
-        self._arrived.clear()
+        self.forget_backward()
         self._partial.take()
         for parameter in self.parameters:
             parameter.drop_gradient()
@@ -260,14 +268,13 @@ class Group:
         """
         self._arrived.add(id(unsharded))
         # Where ranks may use different parameters, only the end of the module's backward is common to all.
-        self.gradient_arrived(self, not self.reduces_unused and self._all_arrived())
-
-    def _all_arrived(self) -> bool:
-        return all(
-            id(p.unsharded) in self._arrived
-            for p in self.parameters
-            if p.unsharded is not None and p.unsharded.requires_grad
-        )
+        if not self.reduces_unused:
+            self.is_complete = self._arrived.issuperset(
+                id(p.unsharded)
+                for p in self.parameters
+                if p.unsharded is not None and p.unsharded.requires_grad
+            )
+        self.gradient_arrived(self, self.is_complete)
 
 
 def _ignored(_: Group, __: bool) -> None:

@@ -73,6 +73,10 @@ class Lanes:
         if self._waits_hold_up_the_thread:  # an accelerator's allocator does this itself
             self._spare = buffer
 
+    def forget_buffer(self) -> None:
+        """Free the buffer that was given back, if no prefetch has taken it: an idle one would be at the peak."""
+        self._spare = None
+
     # Reductions -------------------------------------------------------------------------------------------
 
     def reduce(self, reduction: Reduction) -> None:
@@ -100,7 +104,6 @@ class Lanes:
         current.wait_stream(self._scatter_stream)
         current.wait_stream(self._all_reduce_stream)
         self._held.clear()
-        self._spare = None
 
     def _finish_all(self) -> None:
         while self._reductions:

@@ -132,7 +132,7 @@ class Unit:
             self._awaited_backwards = 0
         self._end_of_backward(frees=frees)
         for group in self.groups:
-            group.is_reduced = False
+            group.forget_backward()
 
     def reset(self) -> None:
         """Forget an iteration that failed."""
@@ -142,7 +142,6 @@ class Unit:
         self.reshard()
         for group in self.groups:
             group.drop_gradients()
-            group.is_reduced = False
 
     def is_running(self, module: nn.Module) -> bool:
         """Whether ``module`` is between the start and the end of a forward."""
@@ -174,6 +173,7 @@ class Unit:
         self._gather_now()
         if begins and not recomputes:
             self._prefetch_in_forward(tree)
+        tree.lanes.forget_buffer()
         args, kwargs = self._cast_inputs(args), self._cast_inputs(kwargs)
         return self._watch_inputs(args, kwargs)
 
@@ -274,6 +274,7 @@ class Unit:
         self._guess = False
         if begins:
             self._prefetch_in_backward(self.tree)
+        self.tree.lanes.forget_buffer()
 
     def _prefetch_in_backward(self, tree: Tree) -> None:
         place = self._places.pop() if self._places else 0
@@ -290,23 +291,25 @@ class Unit:
     def _gradient_arrived(self, group: Group, is_complete: bool) -> None:
         assert self.tree is not None
         self.tree.enter_backward(of_unit=False)
-        if is_complete:
-            # The parameters themselves are needed further: a frozen one's module may still compute.
+        if is_complete and not self._awaited_backwards:
+            # No input will say that backward is through. The parameters themselves may be needed further: a
+            # frozen one's module may still compute.
             group.reduce_gradients()
 
     def _inputs_done(self) -> None:
         """Free the parameters unless another forward of this backward still waits for its turn."""
         self._awaited_backwards = max(0, self._awaited_backwards - 1)
-        if self._awaited_backwards and not all(group.is_reduced for group in self.groups):
+        if self._awaited_backwards and not all(group.is_complete for group in self.groups):
             return
         self._end_of_backward(frees=True)
 
     def _end_of_backward(self, *, frees: bool) -> None:
         self._phase = Phase.IDLE
         for group in reversed(self.groups):
-            group.reduce_gradients()
+            # Freed first: the reduction needs memory, and the gradients have their own.
             if frees and self.reshards_after_backward and group.state is not GroupState.GATHERING:
                 group.reshard()
+            group.reduce_gradients()
 
     # ------------------------------------------------------------------------------------------------------
 
