@@ -7,7 +7,7 @@ STAMP  := $(VENV)/.installed
 # A world per size; 3 for shards of unequal size, 4 for two replicas of two shards.
 WORLDS := threads:1 threads:2 threads:3 threads:4 processes:2
 
-.PHONY: setup conformance test lint clean
+.PHONY: setup conformance test twins lint clean
 
 setup: $(STAMP)
 
@@ -20,7 +20,11 @@ conformance: $(STAMP)
 	$(BIN)/shardproof run --suite smoke --suite parity $(foreach world,$(WORLDS),--world $(world)) -n 2
 
 test: $(STAMP)
-	$(BIN)/pytest -n 2 --dist loadfile
+	$(BIN)/pytest -n 2 --dist loadfile -m "not twin"
+
+# What the reference engine's tests say of torch's own engine behind the same front door.
+twins: $(STAMP)
+	$(BIN)/pytest tests/reference -n 2 --dist loadfile -m twin
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

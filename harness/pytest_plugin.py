@@ -163,6 +163,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Start the fork server before the first case, whose timeout must not pay for the server's imports."""
     config = session.config
+    if _KEPT not in config.stash:
+        return  # a path that does not exist: pytest collected nothing and says so itself
     if len(session.items) < config.stash[_KEPT]:
         config.stash[CATALOGUE] = config.stash[CATALOGUE].narrowed()
     if hasattr(config, "workeroutput"):

@@ -82,6 +82,14 @@ def _pytest(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=110, check=False)
 
 
+def test_a_path_that_does_not_exist_is_told_by_pytest() -> None:
+    finished = _pytest("suites/no_such_suite.py")
+
+    assert finished.returncode == pytest.ExitCode.USAGE_ERROR
+    assert "no_such_suite.py" in finished.stderr
+    assert "INTERNALERROR" not in finished.stdout + finished.stderr
+
+
 def test_a_hang_is_judged_before_pytest_times_out(tmp_path: Path) -> None:
     out = tmp_path / "run"
     engines = ["--engine=tests.test_cli:Stuck", "--engine=torch.ddp"]

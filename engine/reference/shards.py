@@ -34,8 +34,11 @@ class Shards:
 
     @property
     def version(self) -> int:
-        """A number that changes whenever a shard is written to, as by an optimizer."""
-        return sum(p.local._version for p in self._parameters)
+        """A number that changes whenever a shard is written to, as by an optimizer.
+
+        A write through the DTensor counts on the DTensor alone, one to its local tensor on that alone.
+        """
+        return sum(p.sharded._version + p.local._version for p in self._parameters)
 
     @property
     def is_meta(self) -> bool:

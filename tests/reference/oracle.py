@@ -25,7 +25,7 @@ from harness.worlds.launch import WorldPool, launch
 from harness.worlds.outcome import Returned, WorldResult
 from harness.worlds.rank import RankContext
 from harness.worlds.spec import WorldKind, WorldSpec
-from tests.reference.front_doors import BY_NAME, REFERENCE, TORCH, FrontDoor
+from tests.reference.front_doors import BY_NAME, REFERENCE, FrontDoor
 from tests.reference.models import LENGTH, VOCABULARY, Builder, build, tensors_of
 
 DOORS = sorted(BY_NAME)
@@ -200,11 +200,8 @@ def cases(table: Mapping[str, Training], *names: str) -> list[ParameterSet]:
 
 def on_doors(value: object, case_id: str, torch_fails: str) -> list[ParameterSet]:
     """Give the parameters ``value, door`` on every door, but for torch's where it is known to fail."""
-    # While the reference is a stand-in under torch's names, it fails where torch does.
-    is_stand_in = bool(REFERENCE.fully_shard is TORCH.fully_shard)
-    marks = [pytest.mark.skip(reason=torch_fails)] if is_stand_in and torch_fails else []
     return [
-        pytest.param(value, door, id=f"{case_id}-{door}", marks=marks)
+        pytest.param(value, door, id=f"{case_id}-{door}")
         for door in DOORS
         if door == REFERENCE.name or not torch_fails
     ]

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from harness.worlds.rank import RankContext
 from harness.worlds.spec import WorldKind
 from tests.reference.front_doors import BY_NAME
-from tests.reference.watching import IS_STAND_IN, both_doors, doors_with, each, hybrid_mesh, run
+from tests.reference.watching import both_doors, doors_with, each, hybrid_mesh, run
 
 SIZE = 4
 FACTORS = (None, 2.0, 4.0, 5.0)
@@ -151,7 +151,7 @@ def _right(way: Way) -> float:
 @both_doors
 @pytest.mark.parametrize("layout", Layout, ids=lambda layout: layout.value)
 def test_gradients_are_the_sum_over_the_factor(door: str, layout: Layout, tmp_path: Path) -> None:
-    is_torch = door == "torch" or IS_STAND_IN
+    is_torch = door == "torch"
     ways = [way for way in WAYS if way.layout is layout]
     if is_torch:
         # The reference divides by itself where the backend cannot premultiply; torch raises there.
@@ -184,7 +184,7 @@ def _divide_alone(context: RankContext, door: str, dtypes: Dtypes, replicated: b
 def test_one_rank_divides_once(door: str, dtypes: Dtypes, replicated: bool, tmp_path: Path) -> None:
     (observed,) = run(tmp_path, 1, _divide_alone, door, dtypes, replicated)
     expected = {(factor, only): 1 / (factor or 1.0) for factor in (None, 2.0) for only in (False, True)}
-    if (door == "torch" or IS_STAND_IN) and DIVIDES_TWICE:
+    if door == "torch" and DIVIDES_TWICE:
         expected[2.0, True] = 0.25  # A8 again
         if dtypes is Dtypes.FP64:
             expected[2.0, False] = 0.25

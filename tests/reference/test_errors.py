@@ -22,7 +22,6 @@ from tests.reference.watching import (
     both_doors,
     each,
     hybrid_mesh,
-    reference_only,
     run,
     shard_chain,
 )
@@ -346,7 +345,6 @@ def test_refusals_name_what_is_wrong(door: str, tmp_path: Path) -> None:
         assert {name: text for name, text in complaints.items() if text} == {}
 
 
-@reference_only
 def test_the_reference_says_what_was_expected_what_came_and_what_to_try(tmp_path: Path) -> None:
     for observed in run(tmp_path, SIZE, _provoke_each, "reference", _names("reference")):
         curt = {name: told for name, told in observed.items() if len(told.partition(": ")[2]) < 30}

@@ -24,7 +24,6 @@ from tests.reference.watching import (
     inputs_of,
     is_whole,
     plain_gradients,
-    reference_only,
     run,
     shard_chain,
 )
@@ -216,7 +215,6 @@ def test_a_model_may_be_cast_after_sharding(door: str, tmp_path: Path) -> None:
     run(tmp_path, 3, _cast, door, "sharded")
 
 
-@reference_only
 def test_a_model_may_be_cast_after_it_was_gathered(tmp_path: Path) -> None:
     # torch 2.13 keeps the gathered buffers in the old dtype: "Expected out tensor to have dtype double, but got float".
     run(tmp_path, 3, _cast, "reference", "whole")

@@ -21,7 +21,6 @@ from harness.worlds.rank import RankContext
 from tests.reference.front_doors import BY_NAME
 from tests.reference.watching import (
     DOORS,
-    IS_STAND_IN,
     ROOT,
     Chain,
     Seen,
@@ -133,7 +132,7 @@ def _cases() -> Iterator[Any]:
     for where in Recompute:
         for ahead in Ahead:
             for door in DOORS:
-                is_torch = door == "torch" or IS_STAND_IN
+                is_torch = door == "torch"
                 if not (is_torch and (where, ahead) == TORCH_GATHERS_TWICE):
                     yield pytest.param(door, where, ahead, id=f"{where.name}-{ahead.name}-{door}".lower())
 

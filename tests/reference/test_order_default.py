@@ -27,7 +27,6 @@ from tests.reference.watching import (
     inputs_of,
     is_whole,
     plain_gradients,
-    reference_only,
     run,
     shard_chain,
     story,
@@ -121,7 +120,6 @@ def test_the_order_is_the_same_over_gloo(door: str, tmp_path: Path) -> None:
             assert len(stories) == 1
 
 
-@reference_only
 def test_the_reference_gathers_one_ahead_in_forward(tmp_path: Path) -> None:
     # Once it has seen an order; torch leaves this to explicit lists.
     for seen in run(tmp_path, SIZE, _train, "reference", True):

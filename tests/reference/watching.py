@@ -23,7 +23,7 @@ from harness.worlds.launch import launch
 from harness.worlds.outcome import Raised, Returned
 from harness.worlds.rank import RankContext
 from harness.worlds.spec import WorldKind, WorldSpec
-from tests.reference.front_doors import BY_NAME, REFERENCE, TORCH, FrontDoor
+from tests.reference.front_doors import BY_NAME, FrontDoor
 
 Row = TypeVar("Row")
 Value = TypeVar("Value")
@@ -31,10 +31,6 @@ Value = TypeVar("Value")
 WIDTH = 8
 ROOT = -1  # the index under which the root's own parameter travels
 DOORS = sorted(BY_NAME)
-
-# The reference's promises beyond torch's cannot hold while torch stands in for it.
-IS_STAND_IN = REFERENCE.fully_shard is TORCH.fully_shard
-reference_only = pytest.mark.skipif(IS_STAND_IN, reason="torch stands in for the reference engine")
 
 both_doors = pytest.mark.parametrize("door", DOORS)
 
