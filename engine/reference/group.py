@@ -16,7 +16,7 @@ from engine.reference.lanes import Lanes
 from engine.reference.mesh import DataMesh
 from engine.reference.parameter import ShardedParameter
 from engine.reference.policies import CPUOffloadPolicy, DTypes, OffloadPolicy
-from engine.reference.reduction import Partial, ReductionPlan, reduction
+from engine.reference.reduction import Partial, ReductionPlan, cut, keep, reduction
 from engine.reference.shards import Shards
 from engine.reference.unsharded import Unsharded
 
@@ -65,6 +65,8 @@ class Group:
         self.divide_factor: float | None = None
         self.only_sums = False
         self.reduces_unused = False
+        self.most_in_flight = 1
+        self.scatter_group: dist.ProcessGroup | None = None
         self.unshards_in_backward = True
         self.all_reduce_hook: Callable[[torch.Tensor], None] | None = None
         self.all_gather: AllGather = DefaultAllGather()
@@ -179,7 +181,13 @@ class Group:
             return
         gradients = [p.take_gradient(self._reduce_dtype) for p in chosen]
         plan = self._reduction_plan(self._reduce_dtype or gradients[0].dtype)
-        self.lanes.reduce(reduction(chosen, gradients, plan))
+        with torch.no_grad():
+            if plan.is_alone:
+                keep(chosen, gradients, plan)
+                return
+            self.lanes.make_room()
+            flat = cut(chosen, gradients, plan)
+            self.lanes.reduce(flat, reduction(chosen, flat, plan))
 
     def forget_backward(self) -> None:
         """Note that a backward is over: what arrives next belongs to another one."""
@@ -216,6 +224,7 @@ class Group:
             dtype=dtype,
             home=self._home,
             scatter=self.reduce_scatter,
+            scatter_group=self.scatter_group or self.mesh.shard_group,
             all_reduces=self.all_reduces,
             hook=self.all_reduce_hook,
             partial=self._partial,
@@ -245,6 +254,7 @@ class Group:
         gather, self._gather = self._gather, None
         if gather.work is not None:
             gather.work.wait()
+        self.lanes.gather_after()  # the next gather may be given the memory of this one's input or output
         return gather.output
 
     def _gather_buffer(self, numel: int, dtype: torch.dtype) -> torch.Tensor:

@@ -12,16 +12,13 @@ import torch.distributed as dist
 
 __all__ = ["InFlight", "Lanes", "Reduction"]
 
-# More buffers than these are not kept from reuse: the current stream waits for the oldest instead.
-_MOST_HELD = 3
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class InFlight:
-    """A collective that was issued, and the buffer that it still reads or writes."""
+    """A collective that was issued, and what it writes to."""
 
     work: dist.Work
-    buffer: torch.Tensor
+    output: torch.Tensor
 
 
 Reduction = Iterator[InFlight]
@@ -36,7 +33,11 @@ class Lanes:
     and is taken up again at the next unit's backward, when its collective has had a unit's compute to finish.
     """
 
+    most_in_flight: int
+    """How many reductions may hold their input at once: more memory, more overlap."""
+
     def __init__(self, device: torch.device) -> None:
+        self.most_in_flight = 1
         # Any: torch types the streams of each device module apart.
         self._module: Any = torch.get_device_module(device.type)
         self._waits_hold_up_the_thread = device.type == "cpu"
@@ -44,7 +45,7 @@ class Lanes:
         self._scatter_stream = self._module.Stream(priority=-1)
         self._all_reduce_stream = self._module.Stream()
         self._reductions: list[Reduction] = []
-        self._held: list[tuple[torch.Tensor, Any]] = []
+        self._held: list[tuple[list[torch.Tensor], Any]] = []
         self._spare: torch.Tensor | None = None
 
     # Gathers ----------------------------------------------------------------------------------------------
@@ -68,8 +69,7 @@ class Lanes:
         return torch.empty(numel, dtype=dtype, device=device)
 
     def give_back(self, buffer: torch.Tensor) -> None:
-        """Take a gather's buffer back once the current stream has read it."""
-        self.gather_after()
+        """Take a gather's buffer back, which the current stream has read."""
         if self._waits_hold_up_the_thread:  # an accelerator's allocator does this itself
             self._spare = buffer
 
@@ -79,59 +79,61 @@ class Lanes:
 
     # Reductions -------------------------------------------------------------------------------------------
 
-    def reduce(self, reduction: Reduction) -> None:
-        """Start a reduction; the one started before it takes its next step first."""
-        self.advance()
-        self._let_go()
+    def make_room(self) -> None:
+        """Let earlier reductions go on until a new one may take memory; see ``most_in_flight``."""
+        if self._waits_hold_up_the_thread:
+            if len(self._reductions) >= self.most_in_flight:
+                self.advance()
+            return
+        self._held = [(buffers, event) for buffers, event in self._held if not event.query()]
+        while len(self._held) >= self.most_in_flight:
+            _, event = self._held.pop(0)
+            self._module.current_stream().wait_event(event)
+
+    def reduce(self, flat: torch.Tensor, reduction: Reduction) -> None:
+        """Start a reduction of ``flat``, which the current stream has filled."""
         self._scatter_stream.wait_stream(self._module.current_stream())
         with self._on(self._scatter_stream):
-            started = next(reduction, None)
-        if started is None:
-            return
-        self._reductions.append(self._after(started, reduction))
+            first = next(reduction, None)
         if not self._waits_hold_up_the_thread:
-            self._all_reduce_stream.wait_stream(self._scatter_stream)
-            self._finish_all()
+            self._issue_all(flat, first, reduction)
+        elif first is not None:
+            self._reductions.append(_resumed(first, reduction))
 
     def advance(self) -> None:
         """Let every reduction in flight wait for its collective and issue the next one."""
-        self._reductions = [r for r in self._reductions if self._step(r)]
+        self._reductions = [r for r in self._reductions if next(r, None) is not None]
 
     def finish(self) -> None:
         """Wait for every reduction: after this the current stream may read all reduced gradients."""
-        self._finish_all()
+        while self._reductions:
+            self.advance()
         current = self._module.current_stream()
         current.wait_stream(self._scatter_stream)
         current.wait_stream(self._all_reduce_stream)
         self._held.clear()
 
-    def _finish_all(self) -> None:
-        while self._reductions:
-            self.advance()
-
-    def _step(self, reduction: Reduction) -> bool:
+    def _issue_all(self, flat: torch.Tensor, in_flight: InFlight | None, reduction: Reduction) -> None:
+        # An allocator hands freed memory to the stream that asked for it first, and only this event tells when
+        # the streams here are through with it.
+        buffers = [flat]
+        self._all_reduce_stream.wait_stream(self._scatter_stream)
         with self._on(self._all_reduce_stream):
-            return next(reduction, None) is not None
-
-    def _after(self, in_flight: InFlight | None, reduction: Reduction) -> Reduction:
-        """Wait for a collective, and for each later one when the next step is asked for."""
-        while in_flight is not None:
-            in_flight.work.wait()
-            if not self._waits_hold_up_the_thread:
-                # The allocator would hand the buffer to the stream that made it, which has not waited.
-                event = self._module.current_stream().record_event()
-                self._held.append((in_flight.buffer, event))
-            in_flight = next(reduction, None)
-            if in_flight is not None:
-                yield in_flight
-
-    def _let_go(self) -> None:
-        """Drop the buffers whose collectives are over, or that are too many."""
-        self._held = [(b, event) for b, event in self._held if not event.query()]
-        while len(self._held) > _MOST_HELD:
-            _, event = self._held.pop(0)
-            self._module.current_stream().wait_event(event)
+            while in_flight is not None:
+                in_flight.work.wait()
+                buffers.append(in_flight.output)
+                in_flight = next(reduction, None)
+            self._held.append((buffers, self._all_reduce_stream.record_event()))
 
     def _on(self, stream: Any) -> AbstractContextManager[Any]:
         context: AbstractContextManager[Any] = self._module.stream(stream)
         return context
+
+
+def _resumed(in_flight: InFlight | None, reduction: Reduction) -> Reduction:
+    """Wait for a collective, and for each later one when the next step is asked for."""
+    while in_flight is not None:
+        in_flight.work.wait()
+        in_flight = next(reduction, None)
+        if in_flight is not None:
+            yield in_flight

@@ -6,10 +6,12 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NoReturn, cast
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from engine.reference.collectives import AllGather, ReduceScatter
 from engine.reference.group import Group
+from engine.reference.mesh import part_group
 from engine.reference.unit import Unit, unit_of
 
 __all__ = ["FSDPModule", "ReplicateModule", "UnshardHandle", "managed_class"]
@@ -120,6 +122,34 @@ class FSDPModule:
         """Choose whether parameters without a gradient add zeros, as ranks that use different ones need."""
         for group in _groups(self, recurse):
             group.reduces_unused = enable
+
+    def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
+        """Let this many reductions hold their inputs at once; the largest number in the tree counts."""
+        if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
+            raise TypeError(
+                f"set_reduce_scatter_max_input_buffers: expected an int, got {max_input_buffers!r}; try 1 or 2"
+            )
+        if max_input_buffers < 1:
+            raise ValueError(
+                f"set_reduce_scatter_max_input_buffers: expected at least 1, got {max_input_buffers}; "
+                "1 holds the least memory"
+            )
+        for unit in _units(self, recurse):
+            for group in unit.groups:
+                group.most_in_flight = max_input_buffers
+            unit.share(unit.lanes)
+
+    def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
+        """Reduce-scatter in a process group apart from the gathers', so that a backend can run both at once.
+
+        Collective over the ranks of each shard group.
+        """
+        made: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        for group in _groups(self, recurse):
+            if not enable or group.mesh.shard_axis is None:
+                group.scatter_group = None
+            elif group.scatter_group is None:
+                group.scatter_group = part_group(group.mesh, group.mesh.shard_size, made)
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divide this module's summed gradients by ``factor`` and not by the number of data-parallel ranks."""

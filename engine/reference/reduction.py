@@ -15,7 +15,7 @@ from engine.reference.mesh import DataMesh
 from engine.reference.parameter import ShardedParameter
 from engine.reference.torch_internals import post_accumulate_hooks
 
-__all__ = ["Partial", "ReductionPlan", "reduction"]
+__all__ = ["Partial", "ReductionPlan", "cut", "keep", "reduction"]
 
 
 class Partial:
@@ -43,39 +43,37 @@ class ReductionPlan:
     dtype: torch.dtype
     home: torch.device
     scatter: ReduceScatter
+    scatter_group: dist.ProcessGroup | None
     all_reduces: bool
     hook: Callable[[torch.Tensor], None] | None
     partial: Partial
 
+    @property
+    def is_alone(self) -> bool:
+        """Whether there is nobody to communicate with, and nothing else to do."""
+        return self.mesh.shard_size * self.mesh.replicate_size == 1 and self.hook is None
 
-def reduction(
-    parameters: Sequence[ShardedParameter], gradients: list[torch.Tensor], plan: ReductionPlan
-) -> Reduction:
-    """Reduce ``gradients`` (plain, whole, one per parameter) into the sharded parameters' gradients.
 
-    Empties ``gradients`` as soon as they are copied. Yields each collective that must be waited for before
-    going on; runs under no_grad.
+def reduction(parameters: Sequence[ShardedParameter], flat: torch.Tensor, plan: ReductionPlan) -> Reduction:
+    """Reduce gradients that were ``cut`` into ``flat`` into the sharded parameters' gradients.
+
+    Yields each collective that must be waited for before going on; runs without autograd.
     """
-    with torch.no_grad():
-        if plan.mesh.shard_size * plan.mesh.replicate_size == 1 and plan.hook is None:
-            _keep(parameters, gradients, plan)
-            return
-        flat = _cut(parameters, gradients, plan)
-        gradients.clear()
-        if plan.division.before != 1:
-            flat.div_(plan.division.before)
     reduced = flat
     if plan.mesh.shard_size > 1 and flat.numel():
         reduced = plan.scatter.allocate(
             (flat.numel() // plan.mesh.shard_size,), dtype=flat.dtype, device=flat.device
         )
-        group = plan.mesh.shard_group
-        assert group is not None
+        assert plan.scatter_group is not None
         work = plan.scatter(
-            output_tensor=reduced, input_tensor=flat, group=group, op=plan.division.scatter_op, async_op=True
+            output_tensor=reduced,
+            input_tensor=flat,
+            group=plan.scatter_group,
+            op=plan.division.scatter_op,
+            async_op=True,
         )
         if work is not None:
-            yield InFlight(work, flat)
+            yield InFlight(work, reduced)
     del flat
     if plan.mesh.replicate_axis is not None:
         if not plan.all_reduces:
@@ -98,20 +96,22 @@ def reduction(
         _hand_out(reduced, parameters, plan)
 
 
-def _keep(parameters: Sequence[ShardedParameter], gradients: list[torch.Tensor], plan: ReductionPlan) -> None:
+def keep(parameters: Sequence[ShardedParameter], gradients: list[torch.Tensor], plan: ReductionPlan) -> None:
     """Make whole gradients the reduced ones, where there is one rank; rounded as the wire would round them."""
     for parameter, gradient in zip(parameters, gradients, strict=True):
         own = gradient.to(plan.dtype)
         if plan.division.total != 1:
             own = own / plan.division.total
         _hand_out(own.reshape(-1), (parameter,), plan)
-    gradients.clear()
 
 
-def _cut(
+def cut(
     parameters: Sequence[ShardedParameter], gradients: list[torch.Tensor], plan: ReductionPlan
 ) -> torch.Tensor:
-    """Lay the gradients' shards out rank by rank: 1-D, ``shard_size`` rows of all parameters' padded shards."""
+    """Lay gradients (plain, whole, one per parameter) out rank by rank; empties the list.
+
+    Gives 1-D, in ``plan.dtype``: ``shard_size`` rows of all parameters' padded shards.
+    """
     ranks = plan.mesh.shard_size
     sizes = [p.geometry.padded_numel for p in parameters]
     flat = plan.scatter.allocate((ranks * sum(sizes),), dtype=plan.dtype, device=gradients[0].device)
@@ -119,9 +119,12 @@ def _cut(
     if ranks == 1 or all(p.geometry.is_even and p.geometry.dim == 0 for p in parameters):
         rows = [g.reshape(ranks, n) for g, n in zip(gradients, sizes, strict=True)]
         torch.cat(rows, dim=1, out=by_rank)
-        return flat
-    for parameter, gradient, out in zip(parameters, gradients, by_rank.split(sizes, dim=1), strict=True):
-        parameter.geometry.cut(gradient, out)
+    else:
+        for parameter, gradient, out in zip(parameters, gradients, by_rank.split(sizes, dim=1), strict=True):
+            parameter.geometry.cut(gradient, out)
+    gradients.clear()
+    if plan.division.before != 1:
+        flat.div_(plan.division.before)
     return flat
 
 

@@ -84,6 +84,7 @@ class Unit:
         self._lanes = lanes
         for group in self.groups:
             group.lanes = lanes
+            lanes.most_in_flight = max(lanes.most_in_flight, group.most_in_flight)
 
     def choose_reshard(self, *, is_root: bool, part_groups: dict[tuple[int, ...], dist.ProcessGroup]) -> None:
         """Settle what becomes of whole parameters after forward, now that it is known who is the root.
