@@ -149,7 +149,7 @@ def _case(training: Training) -> Case:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("engine", ["torch.ddp", "torch.fsdp2", "torch.replicate"])
+@pytest.mark.parametrize("engine", ["reference", "torch.ddp", "torch.fsdp2", "torch.replicate"])
 def test_clearing_before_stepping_proves_nothing(session: TrialSession, engine: str, kind: WorldKind) -> None:
     schedule = replace(TRAINING.schedule, order=LoopOrder.ZERO_THEN_STEP)
     record = _judge(session, engine, kind, _case(replace(TRAINING, schedule=schedule)))

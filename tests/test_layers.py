@@ -179,6 +179,19 @@ def test_every_package_has_a_layer() -> None:
     assert tuple(layer.package for layer in LAYERS) == PACKAGES
 
 
+def test_the_reference_engine_stands_alone() -> None:
+    layer = Layer(package="engine/reference", allowed=("torch", "engine.reference"))
+    assert modules(layer.package, ROOT), "no files, so nothing was proven"
+    assert layer.offences(ROOT) == []
+
+
+def test_the_reference_engine_names_in_one_file_what_it_uses_beneath_torch() -> None:
+    found = private_torch("engine/reference", ROOT)
+    elsewhere = [use for use in found if not use.startswith("engine/reference/torch_internals.py:")]
+    assert elsewhere == []
+    assert found, "the file that may use private names uses none"
+
+
 def test_suites_use_no_private_name_of_torch() -> None:
     assert private_torch("suites", ROOT) == []
 

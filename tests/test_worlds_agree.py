@@ -20,7 +20,7 @@ from harness.verdict import Verdict
 from harness.worlds.launch import launch
 from harness.worlds.spec import WorldKind, WorldSpec
 
-ENGINES = ["torch.ddp", "torch.fsdp2", "torch.replicate"]
+ENGINES = ["reference", "torch.ddp", "torch.fsdp2", "torch.replicate"]
 LAWS = (MatchesOracle(), RanksAgree())
 
 
@@ -58,7 +58,9 @@ def test_verdicts_are_equal(engine: str, tmp_path: Path) -> None:
     ("engine", "size", "training"),
     [
         *((engine, 2, ACCUMULATING) for engine in ENGINES),
+        ("reference", 3, ACCUMULATING),
         ("torch.fsdp2", 3, ACCUMULATING),
+        ("reference", 4, HYBRID),
         ("torch.fsdp2", 4, HYBRID),
     ],
     ids=lambda value: value.plan.layout.name.lower() if isinstance(value, Training) else str(value),

@@ -15,6 +15,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Tree"]
 
+# More forwards than any pipeline schedule has in flight before the first backward.
+_MOST_FORWARDS_AHEAD = 1024
+
 
 class Tree:
     """What the units of one root share; made when the root first runs.
@@ -70,11 +73,19 @@ class Tree:
             self._backward_runs = False  # where an exception ended one
             self._this_forward = []
             self._follows = unit is self.root
+            self._forget_old_forwards()
             self._left_forward.append(None)  # nothing is prefetched across two forwards
         position = len(self._this_forward)
         self._this_forward.append(unit)
         self._follows &= position < len(self._last_forward) and self._last_forward[position] is unit
         return begins
+
+    def _forget_old_forwards(self) -> None:
+        """Keep the order from growing where forwards are run with autograd and never a backward."""
+        if len(self._left_forward) > _MOST_FORWARDS_AHEAD * (len(self.units) + 1):
+            self._left_forward.clear()
+            for unit in self.units:
+                unit.forget_places()
 
     def next_in_forward(self) -> Unit | None:
         """Predict which unit is entered next, if anything is known."""

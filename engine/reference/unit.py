@@ -124,6 +124,10 @@ class Unit:
         if self._guess:
             self.reshard()
 
+    def forget_places(self) -> None:
+        """Forget where in the order of forwards this unit stood: its next backwards prefetch nothing."""
+        self._places.clear()
+
     def finish_backward(self, *, frees: bool, is_last: bool) -> None:
         """Do what is left at the end of backward: inputs that need no gradient did not say that they are done."""
         if is_last:

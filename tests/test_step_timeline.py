@@ -1,0 +1,114 @@
+"""The page about the reference engine and its picture: what they show is what a run does."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+import engine.reference.torch_internals
+from examples.step_timeline import BLOCKS, PICTURE, Bar, Event, Happening, bars, draw, record, wholes
+from harness.ledger.entry import Phase
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = ROOT / "docs" / "reference-engine.md"
+FILES = ROOT / "engine" / "reference"
+
+
+@cache
+def _events() -> tuple[Event, ...]:
+    return record()
+
+
+def _computes(events: Sequence[Event], phase: Phase) -> dict[str, Bar]:
+    found = bars(events, Happening.STARTS, Happening.ENDS)
+    return {bar.unit: bar for bar in found if bar.unit in BLOCKS and events[bar.first].phase is phase}
+
+
+def _under_way(events: Sequence[Event], compute: Bar, issued: Happening, waited: Happening) -> list[str]:
+    found = bars(events, issued, waited)
+    return [bar.unit for bar in found if bar.first < compute.first and compute.last < bar.last]
+
+
+@pytest.mark.slow
+def test_the_picture_is_what_a_run_draws() -> None:
+    drawn = draw(_events())
+    assert PICTURE.read_text() == drawn, "run python -m examples.step_timeline, and look at what changed"
+
+
+@pytest.mark.slow
+def test_the_next_gather_is_under_way_while_a_unit_computes() -> None:
+    events = _events()
+    gathers = (Happening.GATHER_ISSUED, Happening.GATHER_WAITED)
+    for phase, order in ((Phase.FORWARD, BLOCKS), (Phase.BACKWARD, BLOCKS[::-1])):
+        computes = _computes(events, phase)
+        ahead = {unit: _under_way(events, computes[unit], *gathers) for unit in order}
+        assert ahead == {unit: list(order[i + 1 : i + 2]) for i, unit in enumerate(order)}
+
+
+@pytest.mark.slow
+def test_the_reduction_before_is_under_way_while_a_unit_computes() -> None:
+    events, order = _events(), BLOCKS[::-1]
+    computes = _computes(events, Phase.BACKWARD)
+    reductions = (Happening.REDUCTION_ISSUED, Happening.REDUCTION_WAITED)
+    behind = {unit: _under_way(events, computes[unit], *reductions) for unit in order}
+    assert behind == {unit: list(order[max(0, i - 1) : i]) for i, unit in enumerate(order)}
+
+
+@pytest.mark.slow
+def test_a_unit_is_whole_while_it_computes_and_not_at_the_end() -> None:
+    events = _events()
+    for bar in bars(events, Happening.STARTS, Happening.ENDS):
+        whole = [
+            w for w in wholes(events) if w.unit == bar.unit and w.first <= bar.first and bar.last <= w.last
+        ]
+        assert whole or bar.unit == "optimizer"
+    assert events[-1].whole == frozenset()
+
+
+def _told(pattern: str) -> list[str]:
+    return re.findall(pattern, PAGE.read_text(), re.M)
+
+
+def test_files_are_told_in_the_order_of_their_imports() -> None:
+    told = _told(r"^\| \[(\w+)\.py\]")
+    assert sorted(told) == sorted(f.stem for f in FILES.glob("*.py") if f.stem != "__init__")
+    for index, name in enumerate(told):
+        # Imports for typing alone are indented, and never run.
+        body = ast.parse((FILES / f"{name}.py").read_text()).body
+        modules = [node.module or "" for node in body if isinstance(node, ast.ImportFrom)]
+        used = {m.rpartition(".")[2] for m in modules if m.startswith("engine.reference.")}
+        assert used <= set(told[:index]), f"{name}.py imports from below itself"
+
+
+def test_everything_beneath_torchs_surface_is_told() -> None:
+    section = PAGE.read_text().partition("torch_internals.py) | because")[2].partition("\n\n")[0]
+    told = re.findall(r"^\| `(\w+)` \|", section, re.M)
+    assert sorted(told) == sorted(engine.reference.torch_internals.__all__)
+
+
+@pytest.mark.slow
+def test_the_script_runs(tmp_path: Path) -> None:
+    (code,) = re.findall(r"<!-- script: train.py -->\n```python\n(.*?)```", PAGE.read_text(), re.S)
+    script = tmp_path / "train.py"
+    script.write_text(code)
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+    done = subprocess.run(
+        [sys.executable, *launcher, str(script)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    # Not by lines: two ranks write to one pipe.
+    said = re.findall(r"rank (\d) step (\d) loss \d+\.\d{4} norm (\d+\.\d{4})", done.stdout)
+    assert {(rank, step) for rank, step, _ in said} == {(r, s) for r in "01" for s in "012"}
+    assert len({norm for _, step, norm in said if step == "0"}) == 1, "the norm is that of all ranks"
