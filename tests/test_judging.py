@@ -23,6 +23,7 @@ from engine.contract import (
     Shard,
     UnsupportedError,
 )
+from engine.registry import BUILT_IN
 from fixtures.optimizers import SGD
 from fixtures.problems import MLP_EVEN
 from harness.case import Case, LoopOrder, Schedule, Training
@@ -139,7 +140,7 @@ def session(tmp_path: Path) -> Iterator[TrialSession]:
 
 
 def _judge(session: TrialSession, engine: str, kind: WorldKind, case: Case) -> Record:
-    name = engine if "." in engine else f"tests.test_judging:{engine}"
+    name = engine if engine in BUILT_IN else f"tests.test_judging:{engine}"
     cell = Cell(engine=name, world=WorldSpec(kind=kind, size=2, deadline_s=5.0))
     return session.run(case, cell, suite="", command="")
 

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Shard
 from engine.reference.group import Group
 from engine.reference.mesh import DataMesh, compute_device, replicating_mesh, sharding_mesh
 from engine.reference.module import FSDPModule, ReplicateModule, managed_class
-from engine.reference.parameter import Site, cut_parameter
+from engine.reference.parameter import ShardedParameter, Site, cut_parameter, plan_cut
 from engine.reference.policies import (
     CPUOffloadPolicy,
     DTypes,
@@ -200,11 +200,14 @@ def _make_unit(
 ) -> Unit:
     device = compute_device(mesh.mesh)
     home = torch.device("cpu") if isinstance(offload, CPUOffloadPolicy) else device
-    by_mesh: dict[DataMesh, list[Any]] = {}
+    planned = []
     for parameter, sites in _unmanaged(modules, ignored).items():
         _check_tensor_parallel(parameter, sites, reshard)
         own_mesh, placement = _place(parameter, placement_fn, mesh)
-        cut = cut_parameter(parameter, sites, own_mesh, placement, home=home)
+        planned.append((parameter, sites, own_mesh, plan_cut(parameter, sites, own_mesh, placement)))
+    by_mesh: dict[DataMesh, list[ShardedParameter]] = {}
+    for parameter, sites, own_mesh, geometry in planned:  # none was refused, so all may be changed
+        cut = cut_parameter(parameter, sites, own_mesh, geometry, home=home)
         by_mesh.setdefault(own_mesh, []).append(cut)
     groups = [Group(cut, own, device, dtypes, offload) for own, cut in by_mesh.items()]
     _keep_sharded_in_state_dicts(groups)

@@ -100,8 +100,8 @@ class Group:
                 self.take_over()
                 if self._shards.is_meta:
                     check_memory(self)
+                self._gathered_version = self._shards.version
             self._gather = self._issue_gather()
-        self._gathered_version = self._shards.version
         self.state = GroupState.GATHERING
 
     def wait(self) -> None:
@@ -147,6 +147,20 @@ class Group:
         if self.state is not GroupState.SHARDED and self._shards.version != self._gathered_version:
             self.reshard()
 
+    def check_unchanged(self) -> None:
+        """Raise RuntimeError if backward would compute with other values than forward did.
+
+        Gathered parameters are copies. Those that share the shards' memory are not, and autograd cannot see a
+        write to the shards.
+        """
+        if self._unsharded is None or not self._unsharded.is_shared or self.state is not GroupState.UNSHARDED:
+            return
+        if self._shards.version != self._gathered_version:
+            raise RuntimeError(
+                f"parameters {[p.name for p in self.parameters]}: expected them as they were in forward, got "
+                "them changed in place before backward; step the optimizer after the backward of every forward"
+            )
+
     def take_over(self) -> None:
         """Adopt parameters that were replaced or given other memory, as by loading or casting."""
         for parameter in self.parameters:
@@ -168,17 +182,14 @@ class Group:
         """Start the reduction of what gradients there are, or hold them if the next backward shall add to them."""
         self._arrived.clear()
         self.is_complete = False
-        adds_zeros = self.reduces_unused and self.reduces and not self._is_reduced
-        if not adds_zeros and not any(p.has_gradient for p in self.parameters):
+        if not any(p.has_gradient or self._adds_zeros(p) for p in self.parameters):
             return
-        self._is_reduced = True
         if not self.reduces:
             for parameter in self.parameters:
                 parameter.hold_gradient(self._reduce_dtype)
             return
-        chosen = [p for p in self.parameters if p.has_gradient or self._is_unused(p)]
-        if not chosen:
-            return
+        chosen = [p for p in self.parameters if p.has_gradient or self._adds_zeros(p)]
+        self._is_reduced = True
         gradients = [p.take_gradient(self._reduce_dtype) for p in chosen]
         plan = self._reduction_plan(self._reduce_dtype or gradients[0].dtype)
         with torch.no_grad():
@@ -187,6 +198,7 @@ class Group:
                 return
             self.lanes.make_room()
             flat = cut(chosen, gradients, plan)
+            self._partial.expect(chosen, all_reduces=plan.all_reduces)
             self.lanes.reduce(flat, reduction(chosen, flat, plan))
 
     def forget_backward(self) -> None:
@@ -198,7 +210,7 @@ class Group:
     def drop_gradients(self) -> None:
         """Forget gradients that were not reduced."""
         self.forget_backward()
-        self._partial.take()
+        self._partial.clear()
         for parameter in self.parameters:
             parameter.drop_gradient()
 
@@ -208,8 +220,13 @@ class Group:
     def _reduce_dtype(self) -> torch.dtype | None:
         return self._dtypes.reduce_dtype or self._dtypes.param_dtype
 
-    def _is_unused(self, parameter: ShardedParameter) -> bool:
-        return self.reduces_unused and parameter.unsharded is not None and parameter.unsharded.requires_grad
+    def _adds_zeros(self, parameter: ShardedParameter) -> bool:
+        """Whether a parameter without a gradient takes part: other ranks may have one, or microbatches before."""
+        if not self.reduces or parameter.unsharded is None or not parameter.unsharded.requires_grad:
+            return False
+        return (self.reduces_unused and not self._is_reduced) or (
+            self.all_reduces and parameter in self._partial
+        )
 
     def _reduction_plan(self, dtype: torch.dtype) -> ReductionPlan:
         return ReductionPlan(

@@ -45,7 +45,8 @@ class Lanes:
         self._scatter_stream = self._module.Stream(priority=-1)
         self._all_reduce_stream = self._module.Stream()
         self._reductions: list[Reduction] = []
-        self._held: list[tuple[list[torch.Tensor], Any]] = []
+        self._inputs: list[tuple[torch.Tensor, Any]] = []
+        self._outputs: list[tuple[list[torch.Tensor], Any]] = []
         self._spare: torch.Tensor | None = None
 
     # Gathers ----------------------------------------------------------------------------------------------
@@ -64,8 +65,8 @@ class Lanes:
     def buffer(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Give a 1-D buffer for a gather, the one given back last if it fits."""
         spare, self._spare = self._spare, None
-        if spare is not None and spare.dtype == dtype and numel <= spare.numel() <= numel + numel // 8:
-            return spare[:numel]
+        if spare is not None and spare.dtype == dtype and spare.numel() == numel:
+            return spare
         return torch.empty(numel, dtype=dtype, device=device)
 
     def give_back(self, buffer: torch.Tensor) -> None:
@@ -85,9 +86,9 @@ class Lanes:
             if len(self._reductions) >= self.most_in_flight:
                 self.advance()
             return
-        self._held = [(buffers, event) for buffers, event in self._held if not event.query()]
-        while len(self._held) >= self.most_in_flight:
-            _, event = self._held.pop(0)
+        self._outputs = [(buffers, event) for buffers, event in self._outputs if not event.query()]
+        while len(self._inputs) >= self.most_in_flight:
+            _, event = self._inputs.pop(0)
             self._module.current_stream().wait_event(event)
 
     def reduce(self, flat: torch.Tensor, reduction: Reduction) -> None:
@@ -111,19 +112,24 @@ class Lanes:
         current = self._module.current_stream()
         current.wait_stream(self._scatter_stream)
         current.wait_stream(self._all_reduce_stream)
-        self._held.clear()
+        self._inputs.clear()
+        self._outputs.clear()
 
     def _issue_all(self, flat: torch.Tensor, in_flight: InFlight | None, reduction: Reduction) -> None:
         # An allocator hands freed memory to the stream that asked for it first, and only this event tells when
         # the streams here are through with it.
-        buffers = [flat]
+        outputs = []
         self._all_reduce_stream.wait_stream(self._scatter_stream)
         with self._on(self._all_reduce_stream):
-            while in_flight is not None:
+            if in_flight is not None:
                 in_flight.work.wait()
-                buffers.append(in_flight.output)
+            self._inputs.append((flat, self._all_reduce_stream.record_event()))
+            while in_flight is not None:
+                outputs.append(in_flight.output)
                 in_flight = next(reduction, None)
-            self._held.append((buffers, self._all_reduce_stream.record_event()))
+                if in_flight is not None:
+                    in_flight.work.wait()
+            self._outputs.append((outputs, self._all_reduce_stream.record_event()))
 
     def _on(self, stream: Any) -> AbstractContextManager[Any]:
         context: AbstractContextManager[Any] = self._module.stream(stream)

@@ -106,7 +106,10 @@ class FSDPModule:
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Say whether gradients must be ready when the coming backwards end; acts on the whole tree."""
         unit = _unit(self)
-        (unit.tree or unit.become_root()).is_last_backward = is_last_backward
+        if unit.tree is None:  # who the root is, only the first forward tells
+            unit.is_last_backward = is_last_backward
+        else:
+            unit.tree.is_last_backward = is_last_backward
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """Choose whether backward reduces gradients or accumulates them whole on this rank."""
@@ -137,7 +140,9 @@ class FSDPModule:
         for unit in _units(self, recurse):
             for group in unit.groups:
                 group.most_in_flight = max_input_buffers
-            unit.share(unit.lanes)
+        tree = _unit(self).tree
+        if tree is not None:
+            tree.choose_most_in_flight()
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
         """Reduce-scatter in a process group apart from the gathers', so that a backend can run both at once.

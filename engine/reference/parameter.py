@@ -13,7 +13,7 @@ from engine.reference.geometry import Geometry
 from engine.reference.mesh import DataMesh
 from engine.reference.torch_internals import concatenated, local_tensor, sharded_like, strided_shard
 
-__all__ = ["ShardedParameter", "Site", "cut_parameter"]
+__all__ = ["ShardedParameter", "Site", "cut_parameter", "plan_cut"]
 
 _MARK = "_is_sharded_elsewhere"
 
@@ -185,22 +185,16 @@ def _described(origin: nn.Parameter) -> DTensor | None:
     return sharded_like(detached, torch.empty(0, dtype=detached.dtype))
 
 
-def cut_parameter(
-    parameter: nn.Parameter,
-    sites: tuple[Site, ...],
-    mesh: DataMesh,
-    placement: Shard | None,
-    *,
-    home: torch.device,
-) -> ShardedParameter:
-    """Shard ``parameter`` over ``mesh``, keep the shard on ``home`` and register the result at its sites.
+def plan_cut(
+    parameter: nn.Parameter, sites: tuple[Site, ...], mesh: DataMesh, placement: Shard | None
+) -> Geometry:
+    """Say how ``parameter`` will be cut over ``mesh``; changes nothing.
 
     Raises ValueError for scalars and NotImplementedError for what cannot be sharded: tensors that are not
     contiguous, and uneven dims other than 0.
     """
     name = sites[0].name
-    whole = parameter.detach()
-    local = whole.to_local() if isinstance(whole, DTensor) else whole
+    local = _local_part(parameter)
     if local.dim() == 0:
         raise ValueError(
             f"fully_shard doesn't support scalar parameters: {name!r} has no dim to shard; "
@@ -219,7 +213,20 @@ def cut_parameter(
             f"fully_shard: does not support uneven sharding on dim {geometry.dim}: {name!r} of shape "
             f"{tuple(local.shape)} over {geometry.ranks} ranks; return a dim that they divide, or Shard(0)"
         )
-    shard = geometry.shard_of(local).clone(memory_format=torch.contiguous_format)
+    return geometry
+
+
+def cut_parameter(
+    parameter: nn.Parameter,
+    sites: tuple[Site, ...],
+    mesh: DataMesh,
+    geometry: Geometry,
+    *,
+    home: torch.device,
+) -> ShardedParameter:
+    """Shard ``parameter`` over ``mesh``, keep the shard on ``home`` and register the result at its sites."""
+    whole = parameter.detach()
+    shard = geometry.shard_of(_local_part(parameter)).clone(memory_format=torch.contiguous_format)
     spread = _over_all_axes(shard, whole, mesh, geometry.dim)
     if not shard.is_meta:
         spread = sharded_like(spread, shard.to(home))  # from_local moves what lies elsewhere to the mesh
@@ -227,6 +234,12 @@ def cut_parameter(
     made = ShardedParameter(sharded=sharded, origin=parameter, sites=sites, geometry=geometry)
     made.register_sharded()
     return made
+
+
+def _local_part(parameter: nn.Parameter) -> torch.Tensor:
+    """Give the tensor that data-parallel ranks share: this rank's part where it is a DTensor already."""
+    whole: torch.Tensor = parameter.detach()
+    return local_tensor(whole) if isinstance(whole, DTensor) else whole
 
 
 def _shard_dim(placement: Shard | None, local: torch.Tensor, name: str) -> int:

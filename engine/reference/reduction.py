@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,19 +19,40 @@ __all__ = ["Partial", "ReductionPlan", "cut", "keep", "reduction"]
 
 
 class Partial:
-    """Gradients that were reduce-scattered but not yet all-reduced over replicas; 1-D, or None."""
+    """Gradients that were reduce-scattered but not yet all-reduced over replicas: 1-D padded shards."""
 
     def __init__(self) -> None:
-        self.value: torch.Tensor | None = None
+        self._expected: set[ShardedParameter] = set()
+        self._sums: dict[ShardedParameter, torch.Tensor] = {}
 
-    def add(self, reduced: torch.Tensor) -> None:
-        """Sum ``reduced`` into what is there."""
-        self.value = reduced if self.value is None else self.value.add_(reduced)
+    def __contains__(self, parameter: ShardedParameter) -> bool:
+        """Whether something of ``parameter`` is here, or on its way."""
+        return parameter in self._expected
 
-    def take(self) -> torch.Tensor | None:
-        """Hand over what is there and forget it."""
-        value, self.value = self.value, None
-        return value
+    def expect(self, parameters: Sequence[ShardedParameter], *, all_reduces: bool) -> None:
+        """Note, when a reduction is issued, whether it will leave something here or take everything away."""
+        if all_reduces:
+            self._expected.difference_update(parameters)
+        else:
+            self._expected.update(parameters)
+
+    def add(self, parameters: Sequence[ShardedParameter], reduced: torch.Tensor) -> None:
+        """Sum the parameters' parts of ``reduced`` into what is there."""
+        for parameter, part in _parts(parameters, reduced):
+            earlier = self._sums.get(parameter)
+            self._sums[parameter] = part if earlier is None else earlier.add_(part)
+
+    def move_to(self, parameters: Sequence[ShardedParameter], reduced: torch.Tensor) -> None:
+        """Sum what is there into the parameters' parts of ``reduced``, and forget it."""
+        for parameter, part in _parts(parameters, reduced):
+            earlier = self._sums.pop(parameter, None)
+            if earlier is not None:
+                part.add_(earlier)
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._sums.clear()
+        self._expected.clear()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -76,12 +97,11 @@ def reduction(parameters: Sequence[ShardedParameter], flat: torch.Tensor, plan: 
             yield InFlight(work, reduced)
     del flat
     if plan.mesh.replicate_axis is not None:
-        if not plan.all_reduces:
-            plan.partial.add(reduced)
-            return
-        earlier = plan.partial.take()
-        if earlier is not None:
-            reduced.add_(earlier)
+        with torch.no_grad():
+            if not plan.all_reduces:
+                plan.partial.add(parameters, reduced)
+                return
+            plan.partial.move_to(parameters, reduced)
     if plan.mesh.replicate_size > 1 and reduced.numel():
         work = dist.all_reduce(
             reduced, op=plan.division.reduce_op, group=plan.mesh.replicate_group, async_op=True
@@ -132,8 +152,15 @@ def _hand_out(reduced: torch.Tensor, parameters: Sequence[ShardedParameter], pla
     """Give each parameter its part of the reduced tensor, as a view where dtype and device allow."""
     dtype = parameters[0].local.dtype
     reduced = reduced.to(device=plan.home, dtype=dtype)
-    sizes = [p.geometry.padded_numel for p in parameters]
-    for parameter, part in zip(parameters, reduced.split(sizes), strict=True):
+    for parameter, part in _parts(parameters, reduced):
         parameter.accept_gradient(parameter.geometry.own_part(part))
         for hook in post_accumulate_hooks(parameter.sharded):
             hook(parameter.sharded)
+
+
+def _parts(
+    parameters: Sequence[ShardedParameter], reduced: torch.Tensor
+) -> Iterator[tuple[ShardedParameter, torch.Tensor]]:
+    """Give each parameter with its padded shard in ``reduced``, as a view."""
+    sizes = [p.geometry.padded_numel for p in parameters]
+    yield from zip(parameters, reduced.split(sizes), strict=True)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import sys
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
 from torch import nn
@@ -12,9 +14,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor.placement_types import _StridedShard
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
 __all__ = [
     "at_end_of_backward",
     "concatenated",
+    "eager",
     "inside_backward",
     "local_tensor",
     "post_accumulate_hooks",
@@ -27,6 +33,22 @@ def at_end_of_backward(callback: Callable[[], None]) -> None:
     """Run ``callback`` when the running backward has executed its last node; no public hook fires there."""
     engine: Any = Variable._execution_engine
     engine.queue_callback(callback)
+
+
+def eager(method: Callable[P, T]) -> Callable[P, T]:
+    """Have a hook run as it is where its module is compiled; decided late, for asking loads the compiler."""
+    uncompiled: Callable[P, T] | None = None
+
+    @functools.wraps(method)
+    def run(*args: P.args, **kwargs: P.kwargs) -> T:
+        nonlocal uncompiled
+        if uncompiled is None:
+            if "torch._dynamo" not in sys.modules:
+                return method(*args, **kwargs)
+            uncompiled = torch.compiler.disable(method)
+        return uncompiled(*args, **kwargs)
+
+    return run
 
 
 def inside_backward() -> bool:

@@ -61,7 +61,15 @@ class Tree:
             unit.tree = tree
             unit.share(root.lanes)
             unit.choose_reshard(is_root=unit is root, part_groups=part_groups)
+        tree.is_last_backward = all(unit.is_last_backward for unit in units)
+        tree.choose_most_in_flight()
         return tree
+
+    def choose_most_in_flight(self) -> None:
+        """Let as many reductions hold their inputs as the most generous group was given."""
+        self.lanes.most_in_flight = max(
+            (group.most_in_flight for unit in self.units for group in unit.groups), default=1
+        )
 
     # Forward ----------------------------------------------------------------------------------------------
 

@@ -17,7 +17,7 @@ from engine.reference.lanes import Lanes
 from engine.reference.mesh import part_group
 from engine.reference.nested import map_tensors, tensors_in
 from engine.reference.policies import DTypes
-from engine.reference.torch_internals import inside_backward
+from engine.reference.torch_internals import eager, inside_backward
 from engine.reference.tree import Tree
 
 __all__ = ["Unit", "unit_of"]
@@ -25,7 +25,7 @@ __all__ = ["Unit", "unit_of"]
 _ATTRIBUTE = "_sharding_unit"
 
 
-class Phase(Enum):
+class UnitState(Enum):
     """What a unit is doing."""
 
     IDLE = "a forward -> FORWARD; the gradient of an output -> BACKWARD"
@@ -59,9 +59,10 @@ class Unit:
         self.backward_prefetch: tuple[Unit, ...] = ()
         self.post_optim_event: Any | None = None  # torch types each device's events apart
         self.tree: Tree | None = None
+        self.is_last_backward = True  # of the tree to come
         self._lanes = Lanes(device)
         self.share(self._lanes)
-        self._phase = Phase.IDLE
+        self._state = UnitState.IDLE
         self._entered: set[nn.Module] = set()
         self._left: set[nn.Module] = set()
         self._guess = False
@@ -84,7 +85,6 @@ class Unit:
         self._lanes = lanes
         for group in self.groups:
             group.lanes = lanes
-            lanes.most_in_flight = max(lanes.most_in_flight, group.most_in_flight)
 
     def choose_reshard(self, *, is_root: bool, part_groups: dict[tuple[int, ...], dist.ProcessGroup]) -> None:
         """Settle what becomes of whole parameters after forward, now that it is known who is the root.
@@ -141,7 +141,7 @@ class Unit:
 
     def reset(self) -> None:
         """Forget an iteration that failed."""
-        self._phase = Phase.IDLE
+        self._state = UnitState.IDLE
         self._places.clear()
         self._awaited_backwards = 0
         self.reshard()
@@ -150,23 +150,24 @@ class Unit:
 
     def is_running(self, module: nn.Module) -> bool:
         """Whether ``module`` is between the start and the end of a forward."""
-        return self._phase is Phase.FORWARD and module in self._entered - self._left
+        return self._state is UnitState.FORWARD and module in self._entered - self._left
 
     # Forward ----------------------------------------------------------------------------------------------
 
+    @eager
     def before_forward(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Gather, and give the inputs as the module shall see them."""
         tree = self.tree or self.become_root()
-        if self._phase is Phase.BACKWARD:  # a checkpoint recomputes what backward is about to use
+        if self._state is UnitState.BACKWARD:  # a checkpoint recomputes what backward is about to use
             self._gather_now()
             return self._cast_inputs(args), self._cast_inputs(kwargs)
         recomputes = inside_backward()
         # Entered before and not done: modules of this unit ran in part, or a forward ended with an exception.
-        begins = self._phase is Phase.IDLE or module in self._entered
+        begins = self._state is UnitState.IDLE or module in self._entered
         if begins:
-            self._phase = Phase.FORWARD
+            self._state = UnitState.FORWARD
             self._entered.clear()
             self._left.clear()
         self._entered.add(module)
@@ -182,15 +183,16 @@ class Unit:
         args, kwargs = self._cast_inputs(args), self._cast_inputs(kwargs)
         return self._watch_inputs(args, kwargs)
 
+    @eager
     def after_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         """Free what is not needed until backward, and give the output as the caller shall see it."""
-        if self._phase is Phase.BACKWARD:
+        if self._state is UnitState.BACKWARD:
             return self._cast_outputs(output)
         assert self.tree is not None
         self._left.add(module)
         self._watch_outputs(args, output)
         if self._left.issuperset(self.modules):
-            self._phase = Phase.IDLE
+            self._state = UnitState.IDLE
             if not inside_backward():  # else backward needs the parameters at once
                 self._reshard_after_forward()
         if not inside_backward():
@@ -267,11 +269,15 @@ class Unit:
         if outputs and not inside_backward():
             self._places.append(self.tree.expect_backward(self))
 
+    @eager
     def _pre_backward(self, *_: Any) -> None:
         assert self.tree is not None
         self.tree.enter_backward(of_unit=True)
-        begins = self._phase is not Phase.BACKWARD
-        self._phase = Phase.BACKWARD
+        begins = self._state is not UnitState.BACKWARD
+        if begins:
+            for group in self.groups:
+                group.check_unchanged()
+        self._state = UnitState.BACKWARD
         for group in self.groups:
             if group.unshards_in_backward:
                 group.unshard()
@@ -309,7 +315,7 @@ class Unit:
         self._end_of_backward(frees=True)
 
     def _end_of_backward(self, *, frees: bool) -> None:
-        self._phase = Phase.IDLE
+        self._state = UnitState.IDLE
         for group in reversed(self.groups):
             # Freed first: the reduction needs memory, and the gradients have their own.
             if frees and self.reshards_after_backward and group.state is not GroupState.GATHERING:

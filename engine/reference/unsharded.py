@@ -54,6 +54,11 @@ class Unsharded:
         self.free()
 
     @property
+    def is_shared(self) -> bool:
+        """Whether this memory is the shards' own."""
+        return self._is_shared
+
+    @property
     def is_direct(self) -> bool:
         """Whether gathers write to this memory without a buffer between."""
         return self._single is not None
