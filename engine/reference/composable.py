@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
+from engine.reference import stepping as _stepping  # noqa: F401  # hears of optimizer steps from here on
 from engine.reference.group import Group
 from engine.reference.mesh import DataMesh, compute_device, replicating_mesh, sharding_mesh
 from engine.reference.module import FSDPModule, ReplicateModule, managed_class
@@ -120,7 +121,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
         if unit.is_running(module):  # called by forward, which sees to everything
             return original(*args, **kwargs)
         args, kwargs = unit.before_forward(module, args, kwargs)
-        return unit.after_forward(module, args, original(*args, **kwargs))
+        return unit.after_forward(module, args, kwargs, original(*args, **kwargs))
 
     module.__dict__[method_name] = method
 
@@ -152,7 +153,7 @@ def _checked(module: nn.Module | list[nn.Module], caller: str) -> tuple[nn.Modul
     for one in modules:
         if not isinstance(one, nn.Module):
             raise ValueError(f"{caller}: expected nn.Module, got {type(one).__name__}")
-        if type(one).forward is nn.Module.forward or isinstance(one, nn.ModuleList | nn.ModuleDict):
+        if type(one).forward is nn.Module.forward:
             raise ValueError(
                 f"{caller} does not support containers that do not implement forward: {type(one).__name__}; "
                 "apply it to the modules inside"

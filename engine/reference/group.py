@@ -17,7 +17,7 @@ from engine.reference.mesh import DataMesh
 from engine.reference.parameter import ShardedParameter
 from engine.reference.policies import CPUOffloadPolicy, DTypes, OffloadPolicy
 from engine.reference.reduction import Partial, ReductionPlan, cut, keep, reduction
-from engine.reference.shards import Shards
+from engine.reference.shards import pack, whereabouts
 from engine.reference.unsharded import Unsharded
 
 __all__ = ["Group", "GroupState"]
@@ -34,9 +34,8 @@ class GroupState(Enum):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Gather:
-    """A gather under way; the input must outlive the collective. No work: there is nothing to wait for."""
+    """A gather under way. No work: there is nothing to wait for."""
 
-    source: torch.Tensor
     output: torch.Tensor
     work: dist.Work | None
 
@@ -74,20 +73,20 @@ class Group:
         self.gradient_arrived: Callable[[Group, bool], None] = _ignored
         self.is_complete = False
         self._is_reduced = False
+        self._was_reduced = False
         self._device = device
         self._dtypes = dtypes
-        is_offloaded = isinstance(offload, CPUOffloadPolicy)
-        home = torch.device("cpu") if is_offloaded else device
-        pins = isinstance(offload, CPUOffloadPolicy) and offload.pin_memory and device.type != "cpu"
-        self._home = home
-        self._shards = Shards(self.parameters, device=home, pinned=pins)
+        self._home = torch.device("cpu") if isinstance(offload, CPUOffloadPolicy) else device
+        self._whereabouts: tuple[object, ...] = ()
         self._unsharded: Unsharded | None = None
         self._gather: _Gather | None = None
         self._kept: torch.Tensor | None = None
         self._part_group: dist.ProcessGroup | None = None
-        self._gathered_version = -1
+        self._is_stale = False
         self._partial = Partial()
         self._arrived: set[int] = set()
+        for parameter in self.parameters:
+            parameter.watch_writes(self.shards_were_written)
 
     # Parameters -------------------------------------------------------------------------------------------
 
@@ -98,9 +97,10 @@ class Group:
         with torch.inference_mode(False), torch.no_grad():
             if self.state is GroupState.SHARDED:
                 self.take_over()
-                if self._shards.is_meta:
+                if any(p.local.is_meta for p in self.parameters):
                     check_memory(self)
-                self._gathered_version = self._shards.version
+                self._is_stale = False
+                self._was_reduced = False
             self._gather = self._issue_gather()
         self.state = GroupState.GATHERING
 
@@ -135,6 +135,7 @@ class Group:
         assert self._unsharded is not None
         with torch.inference_mode(False), torch.no_grad():
             self._kept = self._unsharded.part(self._part_group.rank(), self._part_group.size())
+        self.lanes.gather_after()  # the next gather sends this part
         self._free()
         self.state = GroupState.KEPT
 
@@ -142,9 +143,17 @@ class Group:
         """Choose the ranks among which whole parameters are split between forward and backward; None: all."""
         self._part_group = group
 
-    def refresh(self) -> None:
-        """Give up whole parameters whose shards were written to since they were gathered."""
-        if self.state is not GroupState.SHARDED and self._shards.version != self._gathered_version:
+    def shards_were_written(self) -> None:
+        """Note that whole parameters, if there are any, are not those of the shards any more."""
+        self._is_stale = True
+
+    def refresh(self, *, begins_iteration: bool) -> None:
+        """Give up whole parameters of before an optimizer step.
+
+        Decided by what every rank does alike, as a gather is collective: torch's optimizers tell of their steps,
+        and before a new iteration whoever else updates parameters has had the reduced gradients.
+        """
+        if self._is_stale or (begins_iteration and self._was_reduced):
             self.reshard()
 
     def check_unchanged(self) -> None:
@@ -155,21 +164,21 @@ class Group:
         """
         if self._unsharded is None or not self._unsharded.is_shared or self.state is not GroupState.UNSHARDED:
             return
-        if self._shards.version != self._gathered_version:
+        if self._is_stale:
             raise RuntimeError(
                 f"parameters {[p.name for p in self.parameters]}: expected them as they were in forward, got "
-                "them changed in place before backward; step the optimizer after the backward of every forward"
+                "them changed by an optimizer before backward; step after the backward of every forward"
             )
 
     def take_over(self) -> None:
-        """Adopt parameters that were replaced or given other memory, as by loading or casting."""
+        """Adopt parameters that were replaced, moved or cast, as by loading."""
         for parameter in self.parameters:
             parameter.adopt()
-        is_new = self._shards.settle()
-        if is_new or self._unsharded is None:
+        whereabouts = self._whereabouts_that_matter()
+        if self._unsharded is None or whereabouts != self._whereabouts:
+            self._whereabouts = whereabouts
             self._unsharded = Unsharded(
                 self.parameters,
-                self._shards.homes,
                 ranks=self.mesh.shard_size,
                 dtype=self._dtypes.param_dtype,
                 device=self._device,
@@ -190,6 +199,7 @@ class Group:
             return
         chosen = [p for p in self.parameters if p.has_gradient or self._adds_zeros(p)]
         self._is_reduced = True
+        self._was_reduced |= self.all_reduces or self.mesh.replicate_axis is None
         gradients = [p.take_gradient(self._reduce_dtype) for p in chosen]
         plan = self._reduction_plan(self._reduce_dtype or gradients[0].dtype)
         with torch.no_grad():
@@ -248,22 +258,43 @@ class Group:
         )
 
     def _issue_gather(self) -> _Gather:
+        """Have this rank's part of the output filled, and then the rest by the gather."""
         assert self._unsharded is not None
-        if self.mesh.shard_size == 1:
-            source = self._shards.wire(self._dtypes.param_dtype, self._device)
-            return _Gather(source, source, None)
+        numel, dtype = self._unsharded.wire_numel, self._unsharded.wire_dtype
+        group = self.mesh.shard_group if self._kept is None else self._part_group
+        if self.mesh.shard_size == 1 or group is None:
+            return _Gather(self._own_copy(), None)
         kept, self._kept = self._kept, None
-        group = self.mesh.shard_group if kept is None else self._part_group
-        assert group is not None
         with self.lanes.gathering():
-            source = self._shards.wire(self._dtypes.param_dtype, self._device) if kept is None else kept
-            output = self._unsharded.direct()
-            if output is None:
-                output = self._gather_buffer(group.size() * source.numel(), source.dtype)
+            direct = self._unsharded.direct()
+            output = self._gather_buffer(self.mesh.shard_size * numel, dtype) if direct is None else direct
+            source = output.chunk(group.size())[group.rank()] if output.numel() else output
+            if kept is None:
+                pack(self.parameters, source)
+            else:
+                source.copy_(kept)
             work = None
             if source.numel():
                 work = self.all_gather(output_tensor=output, input_tensor=source, group=group, async_op=True)
-        return _Gather(source, output, work)
+        return _Gather(output, work)
+
+    def _own_copy(self) -> torch.Tensor:
+        """Give what a gather among one rank would: nothing, if whole parameters are the shards themselves."""
+        assert self._unsharded is not None
+        if self._unsharded.is_shared:
+            return torch.empty(0)
+        direct = self._unsharded.direct()
+        if direct is None:
+            numel, dtype = self._unsharded.wire_numel, self._unsharded.wire_dtype
+            direct = torch.empty(numel, dtype=dtype, device=self._device)
+        pack(self.parameters, direct)
+        return direct
+
+    def _whereabouts_that_matter(self) -> tuple[object, ...]:
+        """Where the shards are, if whole parameters are the same memory; else only what they are."""
+        if self.mesh.shard_size == 1:
+            return whereabouts(self.parameters)
+        return tuple((p.local.dtype, p.local.is_meta) for p in self.parameters)
 
     def _gathered(self) -> torch.Tensor:
         """Wait for the gather under way and give its output."""

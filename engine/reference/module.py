@@ -27,6 +27,7 @@ class UnshardHandle:
         """Wait until the module's parameters are whole and registered; a second call does nothing."""
         if self._unit is not None:
             self._unit.wait()
+            self._unit.lanes.forget_buffer()
             self._unit = None
 
 
@@ -60,10 +61,12 @@ class FSDPModule:
         With ``async_op`` returns at once: ``wait()`` on the handle, or the module's forward, waits for the rest.
         """
         unit = _unit(self)
+        unit.lanes.gather_after()  # shards may just have been written to
         unit.unshard()
+        handle = UnshardHandle(unit)
         if async_op:
-            return UnshardHandle(unit)
-        unit.wait()
+            return handle
+        handle.wait()
         return None
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:

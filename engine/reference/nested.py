@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -30,23 +30,31 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 
 def map_tensors(change: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
-    """Give ``value`` with every tensor changed, in the order of ``tensors_in``; containers are rebuilt."""
+    """Give ``value`` with every tensor changed, in the order of ``tensors_in``.
+
+    A container in which nothing changes is given back itself, so that a module may write to it for its caller.
+    """
     if isinstance(value, torch.Tensor):
         return change(value)
     if isinstance(value, Mapping):
-        return _rebuilt_mapping(change, value)
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(map_tensors(change, item) for item in value))
+        items = {key: map_tensors(change, item) for key, item in value.items()}
+        return value if _same(items.values(), value.values()) else _mapping_like(value, items)
     if isinstance(value, list | tuple):
-        items = [map_tensors(change, item) for item in value]
-        return items if type(value) is list else type(value)(items)
+        parts = [map_tensors(change, item) for item in value]
+        return value if _same(parts, value) else _sequence_like(value, parts)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return _rebuilt_dataclass(change, value)
+        names = [field.name for field in dataclasses.fields(value)]
+        fields = {name: map_tensors(change, getattr(value, name)) for name in names}
+        is_same = _same(fields.values(), [getattr(value, name) for name in names])
+        return value if is_same else _dataclass_like(value, fields)
     return value
 
 
-def _rebuilt_mapping(change: Callable[[torch.Tensor], torch.Tensor], value: Mapping[Any, Any]) -> Any:
-    items = {key: map_tensors(change, item) for key, item in value.items()}
+def _same(changed: Iterable[Any], given: Iterable[Any]) -> bool:
+    return all(a is b for a, b in zip(changed, given, strict=True))
+
+
+def _mapping_like(value: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
     if type(value) is dict:
         return items
     rebuilt: Any = copy.copy(value)  # keeps what a subclass holds besides its items
@@ -55,9 +63,15 @@ def _rebuilt_mapping(change: Callable[[torch.Tensor], torch.Tensor], value: Mapp
     return rebuilt
 
 
-def _rebuilt_dataclass(change: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
+def _sequence_like(value: Any, parts: list[Any]) -> Any:
+    if type(value) is list:
+        return parts
+    return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+
+
+def _dataclass_like(value: Any, fields: dict[str, Any]) -> Any:
     rebuilt = copy.copy(value)
-    for field in dataclasses.fields(value):
+    for name, field in fields.items():
         # Not dataclasses.replace: it refuses fields that __init__ does not take; frozen ones refuse setattr.
-        object.__setattr__(rebuilt, field.name, map_tensors(change, getattr(value, field.name)))
+        object.__setattr__(rebuilt, name, field)
     return rebuilt

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
@@ -18,7 +18,7 @@ _EPSILON = 1e-6  # torch.nn.utils.clip_grad_norm_ adds the same to the norm it d
 
 @torch.no_grad()
 def clip_grad_norm_(
-    parameters: nn.Parameter | Iterable[nn.Parameter],
+    parameters: torch.Tensor | Iterable[torch.Tensor],
     max_norm: float,
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
@@ -37,7 +37,7 @@ def clip_grad_norm_(
     """
     if norm_type < 0:
         raise ValueError(f"clip_grad_norm_: expected norm_type >= 0 or inf, got {norm_type}")
-    chosen = [parameters] if isinstance(parameters, nn.Parameter) else list(parameters)
+    chosen: list[torch.Tensor] = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     gradients = [p.grad for p in chosen if p.grad is not None]
     total = _norm(chosen, float(norm_type))
     if error_if_nonfinite and not math.isfinite(total):
@@ -56,24 +56,28 @@ Spread = tuple[DeviceMesh, tuple[int, ...]]
 """A mesh and those of its axes that a tensor is sharded over."""
 
 
-def _norm(parameters: list[nn.Parameter], order: float) -> torch.Tensor:
+def _norm(parameters: list[torch.Tensor], order: float) -> torch.Tensor:
     """Combine local norms first within each way of being spread, over its axes, then with each other."""
     by_spread: dict[Spread | None, list[torch.Tensor]] = {}
+    # At least float32: a sum of bfloat16 squares has a tenth of a percent of rounding in every term. From the
+    # parameters, which all ranks have; gradients may be missing on some.
+    dtype = functools.reduce(torch.promote_types, (p.dtype for p in parameters), torch.float32)
     for parameter in parameters:
         spread = _spread(parameter)
         norms = by_spread.setdefault(spread, [])
         if parameter.grad is not None:
             gradient = parameter.grad
             local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
-            norms.append(_local_norm(local, order))
+            norms.append(_local_norm(local, order, dtype))
     device = next((p.device for p in parameters), torch.device("cpu"))
     totals = [
-        _over_ranks(_joined(norms, order, device), spread, order) for spread, norms in by_spread.items()
+        _over_ranks(_joined(norms, order, device, dtype), spread, order)
+        for spread, norms in by_spread.items()
     ]
-    return _joined(totals, order, device)
+    return _joined(totals, order, device, dtype)
 
 
-def _spread(parameter: nn.Parameter) -> Spread | None:
+def _spread(parameter: torch.Tensor) -> Spread | None:
     if not isinstance(parameter, DTensor):
         return None
     for placement in parameter.placements:
@@ -86,19 +90,19 @@ def _spread(parameter: nn.Parameter) -> Spread | None:
     return parameter.device_mesh, tuple(axes)
 
 
-def _local_norm(local: torch.Tensor, order: float) -> torch.Tensor:
-    # At least float32: a sum of squares of bfloat16 numbers has a tenth of a percent of rounding in every term.
-    dtype = torch.promote_types(local.dtype, torch.float32)
+def _local_norm(local: torch.Tensor, order: float, dtype: torch.dtype) -> torch.Tensor:
     if not local.numel():
         return torch.zeros((), dtype=dtype, device=local.device)
     norm: torch.Tensor = torch.linalg.vector_norm(local, order, dtype=dtype)
     return norm
 
 
-def _joined(norms: list[torch.Tensor], order: float, device: torch.device) -> torch.Tensor:
+def _joined(
+    norms: list[torch.Tensor], order: float, device: torch.device, dtype: torch.dtype
+) -> torch.Tensor:
     """Give the norm of a vector from the norms of its parts: of order 0 counts add up."""
     if not norms:
-        return torch.zeros((), device=device)
+        return torch.zeros((), dtype=dtype, device=device)
     stacked = torch.stack([n.to(device) for n in norms])
     return stacked.sum() if order == 0 else torch.linalg.vector_norm(stacked, order)
 

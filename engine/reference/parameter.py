@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -16,6 +17,8 @@ from engine.reference.torch_internals import concatenated, local_tensor, sharded
 __all__ = ["ShardedParameter", "Site", "cut_parameter", "plan_cut"]
 
 _MARK = "_is_sharded_elsewhere"
+WRITTEN = "_shard_was_written"
+"""The attribute of a sharded parameter that holds, weakly, whom to tell of an optimizer step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +33,11 @@ class Site:
         return self.module._parameters.get(self.name)
 
     def put(self, parameter: nn.Parameter) -> None:
-        """Register ``parameter`` here; not through setattr, which costs more than the rest of a switch."""
-        self.module._parameters[self.name] = parameter
+        """Register ``parameter`` here; past a plain setattr, which costs more than the rest of a switch."""
+        if type(self.module).__setattr__ is nn.Module.__setattr__:
+            self.module._parameters[self.name] = parameter
+        else:
+            setattr(self.module, self.name, parameter)
 
 
 class ShardedParameter:
@@ -61,6 +67,11 @@ class ShardedParameter:
         """This rank's shard, of shape ``geometry.shard_shape``."""
         return local_tensor(self._template)
 
+    def watch_writes(self, on_write: Callable[[], None]) -> None:
+        """Have ``on_write`` called when one of torch's optimizers has stepped over this parameter."""
+        self._on_write = on_write
+        setattr(self.sharded, WRITTEN, weakref.WeakMethod(on_write))
+
     def current(self) -> nn.Parameter:
         """Give the sharded parameter as the modules hold it, replaced or not."""
         found = self.sites[0].holds()
@@ -78,10 +89,13 @@ class ShardedParameter:
                 "change parameters before sharding, or load DTensors"
             )
         self.sharded = found
+        self.watch_writes(self._on_write)
         self.register_sharded()
 
     def dress(self, memory: torch.Tensor, on_gradient: Callable[[torch.Tensor], None]) -> None:
         """Make the unsharded parameter over ``memory`` (1-D); ``on_gradient`` runs when its gradient is whole."""
+        if self.unsharded is not None and self.unsharded.grad is not None:
+            self._held = self.take_gradient(None)  # what waits to be reduced outlives a cast
         # .data: a version counter of its own, so that gathering again does not look to autograd like an
         # in-place change of what forward saved.
         whole = self.geometry.whole_part(memory).data
@@ -162,7 +176,15 @@ class ShardedParameter:
 
     def _hook(self) -> None:
         if self.unsharded is not None and self.unsharded.requires_grad and not self._is_hooked:
-            self.unsharded.register_post_accumulate_grad_hook(self._on_gradient)
+            # Weak: the collector does not see a cycle that leads through autograd's hooks.
+            arrive = weakref.WeakMethod(self._on_gradient)
+
+            def on_gradient(unsharded: torch.Tensor) -> None:
+                method = arrive()
+                if method is not None:
+                    method(unsharded)
+
+            self.unsharded.register_post_accumulate_grad_hook(on_gradient)
             self._is_hooked = True
 
     def _plain(self, gradient: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:

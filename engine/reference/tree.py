@@ -83,9 +83,6 @@ class Tree:
             self._follows = unit is self.root
             self._forget_old_forwards()
             self._left_forward.append(None)  # nothing is prefetched across two forwards
-        position = len(self._this_forward)
-        self._this_forward.append(unit)
-        self._follows &= position < len(self._last_forward) and self._last_forward[position] is unit
         return begins
 
     def _forget_old_forwards(self) -> None:
@@ -95,8 +92,14 @@ class Tree:
             for unit in self.units:
                 unit.forget_places()
 
+    def note_gather(self, unit: Unit) -> None:
+        """Note that ``unit`` needs a gather: those come in one order on all ranks, as collectives must."""
+        position = len(self._this_forward)
+        self._this_forward.append(unit)
+        self._follows &= position < len(self._last_forward) and self._last_forward[position] is unit
+
     def next_in_forward(self) -> Unit | None:
-        """Predict which unit is entered next, if anything is known."""
+        """Predict which unit gathers next, if anything is known."""
         position = len(self._this_forward)
         return self._last_forward[position] if self._follows and position < len(self._last_forward) else None
 

@@ -67,13 +67,16 @@ class Unit:
         self._left: set[nn.Module] = set()
         self._guess = False
         self._places: list[int] = []
-        self._awaited_backwards = 0
+        # Calls whose backward is still to come: those whose inputs will tell of its end, and the others.
+        self._watched_calls = 0
+        self._other_calls = 0
+        self._call_is_counted = False
         for group in groups:
             group.gradient_arrived = self._gradient_arrived
         for module in modules:
             module.__dict__[_ATTRIBUTE] = self
             module.register_forward_pre_hook(self.before_forward, prepend=True, with_kwargs=True)
-            module.register_forward_hook(self.after_forward)
+            module.register_forward_hook(self.after_forward, with_kwargs=True)
 
     @property
     def lanes(self) -> Lanes:
@@ -134,7 +137,7 @@ class Unit:
             if any(group.state is GroupState.GATHERING for group in self.groups):
                 self.reshard()  # prefetched, and not used
             self._places.clear()
-            self._awaited_backwards = 0
+            self._watched_calls = self._other_calls = 0
         self._end_of_backward(frees=frees)
         for group in self.groups:
             group.forget_backward()
@@ -143,7 +146,7 @@ class Unit:
         """Forget an iteration that failed."""
         self._state = UnitState.IDLE
         self._places.clear()
-        self._awaited_backwards = 0
+        self._watched_calls = self._other_calls = 0
         self.reshard()
         for group in self.groups:
             group.drop_gradients()
@@ -160,12 +163,12 @@ class Unit:
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Gather, and give the inputs as the module shall see them."""
         tree = self.tree or self.become_root()
-        if self._state is UnitState.BACKWARD:  # a checkpoint recomputes what backward is about to use
+        recomputes = inside_backward()
+        if self._state is UnitState.BACKWARD and recomputes:  # what backward is about to use
             self._gather_now()
             return self._cast_inputs(args), self._cast_inputs(kwargs)
-        recomputes = inside_backward()
         # Entered before and not done: modules of this unit ran in part, or a forward ended with an exception.
-        begins = self._state is UnitState.IDLE or module in self._entered
+        begins = self._state is not UnitState.FORWARD or module in self._entered
         if begins:
             self._state = UnitState.FORWARD
             self._entered.clear()
@@ -175,7 +178,9 @@ class Unit:
             if begins and tree.enter_forward(self):
                 args, kwargs = self._begin_iteration(tree, args, kwargs)
             for group in self.groups:
-                group.refresh()
+                group.refresh(begins_iteration=False)
+            if any(group.state is not GroupState.UNSHARDED for group in self.groups):
+                tree.note_gather(self)
         self._gather_now()
         if begins and not recomputes:
             self._prefetch_in_forward(tree)
@@ -184,13 +189,15 @@ class Unit:
         return self._watch_inputs(args, kwargs)
 
     @eager
-    def after_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+    def after_forward(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> Any:
         """Free what is not needed until backward, and give the output as the caller shall see it."""
-        if self._state is UnitState.BACKWARD:
+        if self._state is UnitState.BACKWARD and inside_backward():
             return self._cast_outputs(output)
         assert self.tree is not None
         self._left.add(module)
-        self._watch_outputs(args, output)
+        self._watch_outputs((args, kwargs), output)
         if self._left.issuperset(self.modules):
             self._state = UnitState.IDLE
             if not inside_backward():  # else backward needs the parameters at once
@@ -205,6 +212,10 @@ class Unit:
         """Order gathers after the optimizer step, and bring inputs to the device."""
         tree.lanes.gather_after(tree.root.post_optim_event)
         tree.root.post_optim_event = None
+        if self is tree.root:
+            for unit in tree.units:
+                for group in unit.groups:
+                    group.refresh(begins_iteration=True)
         if self.device.type == "cpu":
             return args, kwargs
 
@@ -240,15 +251,18 @@ class Unit:
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Have ``_inputs_done`` called when backward has computed the gradients of all inputs."""
+        self._call_is_counted = False
         if not torch.is_grad_enabled():
             return args, kwargs
-        if inside_backward() and self._awaited_backwards:
-            return args, kwargs  # a checkpoint that keeps the first forward's graph, which is watched already
+        if inside_backward() and self._watched_calls + self._other_calls:
+            self._call_is_counted = True  # a checkpoint that keeps the first forward's graph
+            return args, kwargs
         inputs = [t for t in tensors_in((args, kwargs)) if t.requires_grad]
         if not inputs:
             return args, kwargs
         watched = iter(_Watched.apply(self, *inputs))
-        self._awaited_backwards += 1
+        self._watched_calls += 1
+        self._call_is_counted = True
 
         def replace(tensor: torch.Tensor) -> torch.Tensor:
             return next(watched) if tensor.requires_grad else tensor
@@ -266,6 +280,8 @@ class Unit:
         for base in _own_bases(outputs, inputs):
             # An in-place change of a view drops the hooks of the view, but goes through its base.
             base.register_prehook(self._pre_backward)
+        if outputs and not self._call_is_counted:
+            self._other_calls += 1
         if outputs and not inside_backward():
             self._places.append(self.tree.expect_backward(self))
 
@@ -302,15 +318,16 @@ class Unit:
     def _gradient_arrived(self, group: Group, is_complete: bool) -> None:
         assert self.tree is not None
         self.tree.enter_backward(of_unit=False)
-        if is_complete and not self._awaited_backwards:
+        if is_complete and not self._watched_calls:
             # No input will say that backward is through. The parameters themselves may be needed further: a
             # frozen one's module may still compute.
             group.reduce_gradients()
 
     def _inputs_done(self) -> None:
         """Free the parameters unless another forward of this backward still waits for its turn."""
-        self._awaited_backwards = max(0, self._awaited_backwards - 1)
-        if self._awaited_backwards and not all(group.is_complete for group in self.groups):
+        self._watched_calls = max(0, self._watched_calls - 1)
+        calls_to_come = self._watched_calls + self._other_calls
+        if calls_to_come and not all(group.is_complete for group in self.groups):
             return
         self._end_of_backward(frees=True)
 

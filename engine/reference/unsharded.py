@@ -23,7 +23,6 @@ class Unsharded:
     def __init__(
         self,
         parameters: Sequence[ShardedParameter],
-        homes: Sequence[torch.Tensor],
         *,
         ranks: int,
         dtype: torch.dtype | None,
@@ -31,27 +30,35 @@ class Unsharded:
         on_gradient: Callable[[torch.Tensor], None],
     ) -> None:
         self._ranks = ranks
-        dtypes = [dtype if dtype and home.is_floating_point() else home.dtype for home in homes]
+        locals_ = [p.local for p in parameters]
+        numels = [p.geometry.padded_numel for p in parameters]
+        self._dtypes = [dtype if dtype and t.is_floating_point() else t.dtype for t in locals_]
         self._is_shared = ranks == 1 and all(
-            d == home.dtype and home.device == device for d, home in zip(dtypes, homes, strict=True)
+            d == t.dtype and t.device == device for d, t in zip(self._dtypes, locals_, strict=True)
         )
         if self._is_shared:
-            views = list(homes)
+            views = [t.view(-1) for t in locals_]
         else:
-            self._block, views = _carve([ranks * home.numel() for home in homes], dtypes, device)
-        self._travels_as_bytes = len(set(dtypes)) > 1
+            self._block, views = _carve([ranks * n for n in numels], self._dtypes, device)
+        self._travels_as_bytes = len(set(self._dtypes)) > 1
         for parameter, view in zip(parameters, views, strict=True):
             parameter.dress(view, on_gradient)
         self._targets = [p.geometry.by_rank(v) for p, v in zip(parameters, views, strict=True)]
         self._is_flat = all(p.geometry.dim == 0 for p in parameters)
-        self._sizes = [
-            home.numel() * (d.itemsize if self._travels_as_bytes else 1)
-            for home, d in zip(homes, dtypes, strict=True)
-        ]
-        self._dtypes = dtypes
+        width = [d.itemsize if self._travels_as_bytes else 1 for d in self._dtypes]
+        self._sizes = [n * w for n, w in zip(numels, width, strict=True)]
         self._single = views[0] if len(views) == 1 and self._is_flat and not self._is_shared else None
-
         self.free()
+
+    @property
+    def wire_numel(self) -> int:
+        """How many elements a rank sends."""
+        return sum(self._sizes)
+
+    @property
+    def wire_dtype(self) -> torch.dtype:
+        """The dtype on the wire; groups whose dtypes differ travel as bytes."""
+        return torch.uint8 if self._travels_as_bytes or not self._dtypes else self._dtypes[0]
 
     @property
     def is_shared(self) -> bool:
@@ -71,8 +78,8 @@ class Unsharded:
         return self._single
 
     def is_in(self, gathered: torch.Tensor) -> bool:
-        """Whether ``gathered`` is this memory, or the shards' own, and not a buffer to give back."""
-        return self._is_shared or self._ranks == 1 or gathered is self._single
+        """Whether ``gathered`` is this memory, and not a buffer to give back."""
+        return self._is_shared or gathered is self._single
 
     def fill(self, gathered: torch.Tensor) -> None:
         """Copy a gather's output (1-D: rank by rank, all parameters' padded shards) to where it belongs."""

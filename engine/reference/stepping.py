@@ -1,0 +1,27 @@
+"""Hearing of optimizer steps: whole parameters that a group still has are not those of the shards afterwards.
+
+Versions of tensors do not tell: optimizers that loop over tensors in C++ do not count there, and each rank would
+decide alone about a gather, which is collective. The hook keeps no state; it reads marks on the parameters.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from engine.reference.parameter import WRITTEN
+
+__all__: list[str] = []
+
+
+def _tell_groups(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            told = getattr(parameter, WRITTEN, None)
+            if told is not None and (on_write := told()) is not None:
+                on_write()
+
+
+register_optimizer_step_post_hook(_tell_groups)

@@ -1,0 +1,323 @@
+"""What users do that no schedule foresees: each either trains on rightly or is refused, and says why."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from engine.reference import clip_grad_norm_, fully_shard, replicate
+from harness.worlds.launch import launch
+from harness.worlds.outcome import Returned
+from harness.worlds.rank import RankContext
+from harness.worlds.spec import WorldKind, WorldSpec
+
+Body = Callable[..., Any]  # a rank body returns what its test compares
+
+
+def _run(
+    body: Body, *args: object, size: int, folder: Path, kind: WorldKind = WorldKind.THREADS
+) -> list[Any]:
+    result = launch(WorldSpec(kind=kind, size=size, deadline_s=60), body, *args, folder=folder)
+    assert all(isinstance(o, Returned) for o in result.outcomes), result.outcomes
+    return [o.value for o in result.outcomes if isinstance(o, Returned)]
+
+
+def _twins(num_layers: int = 2) -> tuple[nn.Sequential, nn.Sequential]:
+    """Give a model to shard and a plain one that starts equal."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(*(nn.Linear(4, 4, dtype=torch.float64) for _ in range(num_layers)))
+    return copy.deepcopy(plain), plain
+
+
+def _inputs() -> torch.Tensor:
+    return torch.linspace(-1, 1, 12, dtype=torch.float64).view(3, 4)
+
+
+def _error(model: nn.Module, plain: nn.Module) -> float:
+    with torch.no_grad():
+        error: torch.Tensor = (model(_inputs()) - plain(_inputs())).abs().max()
+    return error.item()
+
+
+def _gradient(model: Any) -> torch.Tensor:
+    return torch.cat([p.grad.full_tensor().flatten() for p in model.parameters() if p.grad is not None])
+
+
+def _flags_before_the_first_forward(context: RankContext) -> float:
+    model, plain = _twins()
+    fully_shard(model[0])
+    model[0].set_is_last_backward(False)
+    fully_shard(model)
+    for trained in (model, plain):
+        trained(_inputs()).square().mean().backward()
+        if trained is model:
+            model.set_is_last_backward(True)  # type: ignore[operator]  # gained by sharding
+        trained(_inputs()).square().mean().backward()
+    expected = torch.cat([p.grad.flatten() for p in plain.parameters() if p.grad is not None])
+    return (_gradient(model) - expected).abs().max().item()
+
+
+def test_flags_may_be_set_before_the_root_is_known(tmp_path: Path) -> None:
+    assert _run(_flags_before_the_first_forward, size=2, folder=tmp_path) == pytest.approx([0, 0], abs=1e-12)
+
+
+def _partly_used_while_only_scattering(context: RankContext) -> tuple[float, float]:
+    """Use both layers, reduce-scattering alone; then one; the other's part must still reach its gradient."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    model, plain = _twins()
+    errors = []
+    for layer in model:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    for _ in range(2):
+        model.zero_grad()
+        plain.zero_grad()
+        for trained in (model, plain):
+            first, second = trained
+            if trained is model:
+                model.set_requires_all_reduce(False)  # type: ignore[operator]  # gained by sharding
+            trained(_inputs()).square().mean().backward()
+            if trained is model:
+                model.set_requires_all_reduce(True)  # type: ignore[operator]
+            trained.forward = lambda x, first=first: first(x)  # type: ignore[method-assign]
+            trained(_inputs()).square().mean().backward()
+            del trained.forward
+            assert second is not first
+        expected = torch.cat([p.grad.flatten() for p in plain.parameters() if p.grad is not None])
+        errors.append((_gradient(model) - expected).abs().max().item())
+    return errors[0], errors[1]
+
+
+def test_what_was_only_scattered_is_not_left_for_the_next_step(tmp_path: Path) -> None:
+    for errors in _run(_partly_used_while_only_scattering, size=4, folder=tmp_path):
+        assert errors == pytest.approx((0, 0), abs=1e-12)
+
+
+def _written_between_forward_and_backward(context: RankContext, reshard: bool | int) -> float:
+    model, plain = _twins()
+    for module in (model[0], model):
+        fully_shard(module, reshard_after_forward=reshard)
+    model.set_reshard_after_backward(False)  # type: ignore[operator]  # gained by sharding
+    loss = model(_inputs()).square().mean()
+    with torch.no_grad():
+        for trained in (model, plain):
+            trained[0].weight.mul_(2.0)
+    loss.backward()
+    return _error(model, plain)
+
+
+@pytest.mark.parametrize("reshard", [True, 2], ids=["all", "a part"])
+def test_a_write_between_forward_and_backward_reaches_the_next_forward(
+    reshard: bool | int, tmp_path: Path
+) -> None:
+    errors = _run(_written_between_forward_and_backward, reshard, size=4, folder=tmp_path)
+    assert errors == pytest.approx([0] * 4, abs=1e-12)
+
+
+def _refused_then_ignored(context: RankContext) -> float:
+    model, plain = _twins()
+    scalar = nn.Parameter(torch.ones((), dtype=torch.float64))
+    model[1].register_parameter("scale", scalar)
+    with pytest.raises(ValueError, match="scalar"):
+        fully_shard(model)
+    fully_shard(model, ignored_params={scalar})
+    return _error(model, plain)
+
+
+def test_a_refused_call_changes_nothing(tmp_path: Path) -> None:
+    assert _run(_refused_then_ignored, size=2, folder=tmp_path) == pytest.approx([0, 0], abs=1e-12)
+
+
+def _stepped_before_backward(context: RankContext) -> str:
+    model, _ = _twins()
+    replicate(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    first, second = (model(_inputs()).square().mean() for _ in range(2))
+    first.backward()
+    optimizer.step()
+    try:
+        second.backward()
+    except RuntimeError as refusal:
+        return str(refusal)
+    return "trained on"
+
+
+def test_a_step_before_backward_is_refused_where_the_shards_are_the_parameters(tmp_path: Path) -> None:
+    for told in _run(_stepped_before_backward, size=2, folder=tmp_path):
+        assert "changed by an optimizer before backward" in told or told == "trained on", told
+
+
+def _compiled(context: RankContext, whole: bool) -> float:
+    model, plain = _twins()
+    fully_shard(model[0])
+    fully_shard(model)
+    runs = torch.compile(model, backend="eager") if whole else model
+    if not whole:
+        model[0].compile(backend="eager")
+    for trained, called in ((model, runs), (plain, plain)):
+        optimizer = torch.optim.SGD(trained.parameters(), lr=0.5)
+        for _ in range(2):
+            optimizer.zero_grad()
+            called(_inputs()).square().mean().backward()
+            optimizer.step()
+    return _error(model, plain)
+
+
+@pytest.mark.parametrize("whole", [True, False], ids=["the model", "a unit"])
+def test_compiled_modules_train_the_same(whole: bool, tmp_path: Path) -> None:
+    errors = _run(_compiled, whole, size=2, folder=tmp_path, kind=WorldKind.PROCESSES)
+    assert errors == pytest.approx([0, 0], abs=1e-12)
+
+
+def _saved_and_copied(context: RankContext, call: str) -> list[int]:
+    model, _ = _twins()
+    (replicate if call == "replicate" else fully_shard)(model)
+    for _ in range(2):
+        file = io.BytesIO()
+        torch.save(model.state_dict(), file)
+        copied = copy.deepcopy(model.state_dict())
+        assert all(torch.equal(copied[k].to_local(), v.to_local()) for k, v in model.state_dict().items())
+        model(_inputs()).square().mean().backward()
+    alone = io.BytesIO()
+    torch.save(model.state_dict()["1.bias"], alone)
+    return [len(alone.getvalue()), len(file.getvalue())]
+
+
+@pytest.mark.parametrize("call", ["fully_shard", "replicate"])
+def test_a_state_dict_is_saved_and_copied_as_any_other(call: str, tmp_path: Path) -> None:
+    for alone, together in _run(_saved_and_copied, call, size=2, folder=tmp_path, kind=WorldKind.PROCESSES):
+        assert alone < together, "one parameter carries no other"
+
+
+def _lifetimes(context: RankContext) -> list[bool]:
+    """Say of each model whether it was still there after it was deleted."""
+    told = []
+    for _ in range(3):
+        model, _ = _twins()
+        fully_shard(model[0])
+        fully_shard(model)
+        model(_inputs()).square().mean().backward()
+        alive = weakref.ref(model)
+        del model
+        gc.collect()
+        told.append(alive() is not None)
+    return told
+
+
+def test_a_deleted_model_is_gone(tmp_path: Path) -> None:
+    told = _run(_lifetimes, size=2, folder=tmp_path, kind=WorldKind.PROCESSES)
+    assert told == [[False] * 3] * 2
+
+
+def _other_uses_per_rank(context: RankContext) -> float:
+    """Run a kept unit once or twice, as the rank likes, with a collective of the user's in between."""
+    model, _ = _twins()
+    fully_shard(model[0], reshard_after_forward=False)
+    fully_shard(model[1])
+
+    class Root(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = model
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for _ in range(context.rank + 1):
+                x = self.layers[0](x)
+            dist.all_reduce(torch.ones(1))
+            out: torch.Tensor = self.layers[1](x)
+            return out
+
+    root = fully_shard(Root())
+    for _ in range(3):
+        root(_inputs()).square().mean().backward()
+    return float(context.rank)
+
+
+def test_ranks_may_run_a_whole_unit_as_often_as_they_like(tmp_path: Path) -> None:
+    assert _run(_other_uses_per_rank, size=2, folder=tmp_path) == [0.0, 1.0]
+
+
+class _Caches(nn.Module):
+    """Computes with what its ``__setattr__`` last saw."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.__dict__["cached"] = []
+        self.weight = nn.Parameter(torch.ones(4, 4, dtype=torch.float64))
+
+    def __setattr__(self, name: str, value: Any) -> None:  # Any: what is set
+        super().__setattr__(name, value)
+        if name == "weight":
+            self.__dict__["cached"][:] = [value]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = x @ self.__dict__["cached"][0]
+        return out
+
+
+def _set_through_the_module(context: RankContext) -> bool:
+    model = fully_shard(_Caches())
+    model(_inputs()).sum().backward()
+    return model.weight.grad is not None
+
+
+def test_a_module_sees_what_is_registered_through_its_own_setattr(tmp_path: Path) -> None:
+    assert _run(_set_through_the_module, size=2, folder=tmp_path) == [True, True]
+
+
+@dataclass
+class _Carried:
+    """What one unit hands to the next beside its output."""
+
+    extra: torch.Tensor | float = 0.0
+
+
+class _Adds(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4, dtype=torch.float64))
+
+    def forward(self, x: torch.Tensor, carried: _Carried) -> torch.Tensor:
+        carried.extra = 1.0
+        return x * self.weight
+
+
+def _writes_to_its_argument(context: RankContext) -> float:
+    model = fully_shard(_Adds())
+    carried = _Carried()
+    model(_inputs(), carried)
+    assert isinstance(carried.extra, float)
+    return carried.extra
+
+
+def test_a_container_without_changed_tensors_is_the_callers_own(tmp_path: Path) -> None:
+    assert _run(_writes_to_its_argument, size=2, folder=tmp_path) == [1.0, 1.0]
+
+
+def _norms(context: RankContext) -> list[float]:
+    model, _ = _twins()
+    fully_shard(model)
+    model(_inputs()).square().mean().backward()
+    if context.rank:
+        model[0].weight.grad = None
+    plain = torch.full((4,), 2.0, requires_grad=True)
+    plain.grad = torch.full((4,), 50.0)
+    clip_grad_norm_(model.parameters(), 1.0)
+    return [clip_grad_norm_(plain, 1.0).item(), plain.grad.norm().item()]
+
+
+def test_clipping_takes_a_tensor_and_ranks_without_gradients(tmp_path: Path) -> None:
+    for told in _run(_norms, size=2, folder=tmp_path, kind=WorldKind.PROCESSES):
+        assert told == pytest.approx([100.0, 1.0], rel=1e-5)
