@@ -1,8 +1,8 @@
 """The reference sharding engine: ``fully_shard`` and ``replicate``, usable without the harness.
 
-Read it in the order of its imports: policies, mesh and geometry (values); parameter, shards and unsharded
-(memory); collectives, division, lanes and reduction (communication); group; tree and unit (when things happen);
-module and composable (the front door); norm.
+Read it in the order of its imports: policies, mesh, geometry and nested (values); torch_internals; parameter, shards
+and unsharded (memory); collectives, division, lanes and reduction (communication); checks and group; tree, unit and
+stepping (when things happen); module and composable (the front door); norm.
 """
 
 from engine.reference.composable import fully_shard, register_fsdp_forward_method, replicate, share_comm_ctx

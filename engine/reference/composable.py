@@ -201,6 +201,7 @@ def _make_unit(
 ) -> Unit:
     device = compute_device(mesh.mesh)
     home = torch.device("cpu") if isinstance(offload, CPUOffloadPolicy) else device
+    pins = isinstance(offload, CPUOffloadPolicy) and offload.pin_memory and device.type != "cpu"
     planned = []
     for parameter, sites in _unmanaged(modules, ignored).items():
         _check_tensor_parallel(parameter, sites, reshard)
@@ -208,7 +209,7 @@ def _make_unit(
         planned.append((parameter, sites, own_mesh, plan_cut(parameter, sites, own_mesh, placement)))
     by_mesh: dict[DataMesh, list[ShardedParameter]] = {}
     for parameter, sites, own_mesh, geometry in planned:  # none was refused, so all may be changed
-        cut = cut_parameter(parameter, sites, own_mesh, geometry, home=home)
+        cut = cut_parameter(parameter, sites, own_mesh, geometry, home=home, pins=pins)
         by_mesh.setdefault(own_mesh, []).append(cut)
     groups = [Group(cut, own, device, dtypes, offload) for own, cut in by_mesh.items()]
     _keep_sharded_in_state_dicts(groups)

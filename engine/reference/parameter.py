@@ -14,11 +14,11 @@ from engine.reference.geometry import Geometry
 from engine.reference.mesh import DataMesh
 from engine.reference.torch_internals import concatenated, local_tensor, sharded_like, strided_shard
 
-__all__ = ["ShardedParameter", "Site", "cut_parameter", "plan_cut"]
+__all__ = ["WRITE_MARK", "ShardedParameter", "Site", "WriteMark", "cut_parameter", "plan_cut"]
 
 _MARK = "_is_sharded_elsewhere"
-WRITTEN = "_shard_was_written"
-"""The attribute of a sharded parameter that holds, weakly, whom to tell of an optimizer step."""
+WRITE_MARK = "_write_mark"
+"""The attribute of a sharded parameter that holds its ``WriteMark``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +38,22 @@ class Site:
             self.module._parameters[self.name] = parameter
         else:
             setattr(self.module, self.name, parameter)
+
+
+class WriteMark:
+    """Whom to tell that a parameter was written to, held weakly; a copy or a pickle of it tells nobody."""
+
+    def __init__(self, on_write: Callable[[], None] | None = None) -> None:
+        self._on_write = None if on_write is None else weakref.WeakMethod(on_write)
+
+    def __reduce__(self) -> tuple[type[WriteMark], tuple[()]]:
+        return (WriteMark, ())
+
+    def tell(self) -> None:
+        """Say that the parameter was written to."""
+        on_write = None if self._on_write is None else self._on_write()
+        if on_write is not None:
+            on_write()
 
 
 class ShardedParameter:
@@ -60,6 +76,7 @@ class ShardedParameter:
         self.is_tied_elsewhere = getattr(origin, _MARK, False)
         setattr(origin, _MARK, True)
         self.unsharded: nn.Parameter | None = None
+        self._write_mark = WriteMark()
         self._held: torch.Tensor | None = None
 
     @property
@@ -69,8 +86,8 @@ class ShardedParameter:
 
     def watch_writes(self, on_write: Callable[[], None]) -> None:
         """Have ``on_write`` called when one of torch's optimizers has stepped over this parameter."""
-        self._on_write = on_write
-        setattr(self.sharded, WRITTEN, weakref.WeakMethod(on_write))
+        self._write_mark = WriteMark(on_write)
+        setattr(self.sharded, WRITE_MARK, self._write_mark)
 
     def current(self) -> nn.Parameter:
         """Give the sharded parameter as the modules hold it, replaced or not."""
@@ -81,6 +98,7 @@ class ShardedParameter:
         """Take over a parameter that was registered in place of the sharded one, as loading may do."""
         found = self.current()
         if found is self.sharded:
+            setattr(found, WRITE_MARK, self._write_mark)  # torch swaps attributes too when it converts
             return
         if not isinstance(found, DTensor) or found.placements != self._template.placements:
             raise RuntimeError(
@@ -89,7 +107,7 @@ class ShardedParameter:
                 "change parameters before sharding, or load DTensors"
             )
         self.sharded = found
-        self.watch_writes(self._on_write)
+        setattr(found, WRITE_MARK, self._write_mark)
         self.register_sharded()
 
     def dress(self, memory: torch.Tensor, on_gradient: Callable[[torch.Tensor], None]) -> None:
@@ -245,13 +263,15 @@ def cut_parameter(
     geometry: Geometry,
     *,
     home: torch.device,
+    pins: bool,
 ) -> ShardedParameter:
     """Shard ``parameter`` over ``mesh``, keep the shard on ``home`` and register the result at its sites."""
     whole = parameter.detach()
     shard = geometry.shard_of(_local_part(parameter)).clone(memory_format=torch.contiguous_format)
     spread = _over_all_axes(shard, whole, mesh, geometry.dim)
     if not shard.is_meta:
-        spread = sharded_like(spread, shard.to(home))  # from_local moves what lies elsewhere to the mesh
+        kept = shard.to(home)  # from_local moves what lies elsewhere to the mesh
+        spread = sharded_like(spread, kept.pin_memory() if pins else kept)
     sharded = nn.Parameter(spread, requires_grad=parameter.requires_grad)
     made = ShardedParameter(sharded=sharded, origin=parameter, sites=sites, geometry=geometry)
     made.register_sharded()

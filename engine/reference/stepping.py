@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from engine.reference.parameter import WRITTEN
+from engine.reference.parameter import WRITE_MARK, WriteMark
 
 __all__: list[str] = []
 
@@ -19,9 +19,9 @@ __all__: list[str] = []
 def _tell_groups(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            told = getattr(parameter, WRITTEN, None)
-            if told is not None and (on_write := told()) is not None:
-                on_write()
+            mark = getattr(parameter, WRITE_MARK, None)
+            if isinstance(mark, WriteMark):
+                mark.tell()
 
 
 register_optimizer_step_post_hook(_tell_groups)

@@ -57,7 +57,7 @@ def inside_backward() -> bool:
 
 
 def local_tensor(sharded: DTensor) -> torch.Tensor:
-    """Give the very tensor that ``sharded`` wraps; ``to_local`` of a parameter gives a view, which cannot be moved."""
+    """Give the very tensor that ``sharded`` wraps; ``to_local`` of a parameter gives a new one each time."""
     return sharded._local_tensor
 
 
