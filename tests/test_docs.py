@@ -89,7 +89,7 @@ def _write_unsynchronised(folder: Path) -> str:
 
 def _run(*command: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, *command], cwd=ROOT, capture_output=True, text=True, timeout=100, check=False
+        [sys.executable, *command], cwd=ROOT, capture_output=True, text=True, timeout=250, check=False
     )
 
 
@@ -114,6 +114,7 @@ def test_adapters_resolve(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(280)
 def test_adapters_pass_and_a_broken_one_fails(tmp_path: Path) -> None:
     honest = [*_write_adapters(tmp_path), "examples/my_engine.py:MyEngine"]
     broken = _write_unsynchronised(tmp_path)

@@ -140,7 +140,7 @@ def session(tmp_path: Path) -> Iterator[TrialSession]:
 
 
 def _judge(session: TrialSession, engine: str, kind: WorldKind, case: Case) -> Record:
-    name = engine if engine in BUILT_IN else f"tests.test_judging:{engine}"
+    name = engine if "." in engine or engine in BUILT_IN else f"tests.test_judging:{engine}"
     cell = Cell(engine=name, world=WorldSpec(kind=kind, size=2, deadline_s=5.0))
     return session.run(case, cell, suite="", command="")
 
