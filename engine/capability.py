@@ -11,14 +11,51 @@ __all__ = ["Capability", "MissingMethodError", "UnsupportedError"]
 class Capability(Enum):
     """One promise an adapter may make; the value is the wording that reports show."""
 
+    # Layouts.
     REPLICATE = "replicates parameters on a 1-D mesh"
     SHARD = "shards parameters on a 1-D mesh"
     HYBRID = "shards within a group and replicates across groups (2-D mesh)"
-    ACCUMULATE = "accumulates gradients locally until the last microbatch"
+    SHARD_DIM = "shards each parameter on the dim asked for"
+    IGNORE = "leaves the parameters named alone: unsharded, unreduced"
+    TENSOR_PARALLEL = "takes parameters that are sharded on a tensor-parallel mesh axis already"
+    EXPERTS = "keeps the parameters named on a mesh of their own, beside others in one unit"
+    PIPELINE = "takes one stage of a pipeline, driven by a schedule of microbatches"
+    SEVERAL_ROOTS = "drives several modules as roots of their own that communicate in one order"
+    # Communication.
     UNITS = "communicates in groups of parameters that the caller chooses"
+    JOINT_UNITS = "makes one communication group of several modules"
     RESHARD_POLICY = "frees or keeps gathered parameters after forward, as asked"
+    RESHARD_PART = "after forward keeps parameters sharded over fewer ranks, as asked"
+    GATHER_ONCE = "leaves out the gather before backward for the units named"
+    PREFETCH = "gathers ahead of use in the order asked for"
+    ASYNC_GATHER = "gathers without blocking the rank that asks"
+    ACCUMULATE = "accumulates gradients locally until the last microbatch"
     REDUCE_DTYPE = "reduces gradients in the dtype asked for"
+    REDUCE_SUM = "sends nothing but sums over the wire, and divides by itself"
+    REDUCE_BUFFERS = "bounds the number of reductions whose input is held at once"
+    BUFFERS = "takes the memory of its collectives from where it is asked to"
     GRADIENT_DIVIDE = "divides summed gradients by a factor that the caller chooses"
+    # Numbers.
+    COMPUTE_DTYPE = "computes in another dtype than that of the parameters"
+    CPU_OFFLOAD = "keeps parameters, gradients and optimizer state on the host"
+    CONVERT = "lets the model be converted to another dtype once prepared"
+    CLIP = "clips gradients by the norm over all parameters and ranks"
+    STATE = "hands out and takes whole state dicts of model and optimizer"
+    OWN_BUFFERS = "leaves each rank the buffers that its own forwards made"
+    # Control of one unit by the caller.
+    UNIT_STATE = "tells and changes whether a unit is gathered"
+    UNIT_SYNC = "holds back single units' reductions"
+    REPLICA_SYNC = "holds back the reduction across replicas alone"
+    KEEP_AFTER_BACKWARD = "keeps gathered parameters after backward, as asked"
+    # Training loops other than forward, backward, step.
+    INTERLEAVE = "lets forwards of later microbatches precede backwards of earlier ones"
+    PARTS = "lets parts of the model be called by themselves"
+    FORWARD_METHODS = "lets methods other than forward start a unit's forward"
+    UNUSED = "lets parameters go without a gradient for a step"
+    RANK_DEPENDENT = "lets ranks use different parameters in one step"
+    RECOVER = "trains on after an exception in forward"
+    GRAPHS = "lets forward and backward be captured in a CUDA graph, and replayed"
+    STEP_EVENT = "lets gathers wait for an event recorded after the optimizer step"
 
 
 class UnsupportedError(Exception):

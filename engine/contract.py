@@ -9,31 +9,96 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from engine.capability import Capability, MissingMethodError, UnsupportedError
-from engine.plan import Accumulation, Axis, Grouping, Layout, Plan, Replicas, Reshard
+from engine.plan import (
+    Accumulation,
+    Axis,
+    Buffers,
+    Grouping,
+    Layout,
+    Offload,
+    Placement,
+    Plan,
+    Prefetch,
+    Replicas,
+    Reshard,
+    Roots,
+    Wire,
+)
 from engine.shard import Shard, shard_of
 
 __all__ = [
     "Accumulation",
     "Axis",
+    "Buffers",
     "Capability",
     "Engine",
     "Grouping",
     "Layout",
     "MissingMethodError",
+    "Offload",
     "OptimizerFactory",
+    "Placement",
     "Plan",
+    "Prefetch",
     "PreparedModel",
     "Replicas",
     "Reshard",
+    "Roots",
     "Shard",
+    "UnitHandle",
     "UnsupportedError",
+    "Wire",
     "shard_of",
 ]
 
+_WHOLE = StateDictOptions(full_state_dict=True)
+
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+
+
+class UnitHandle:
+    """One communication group in the caller's hands; each method belongs to a capability and is right for none."""
+
+    def unshard(self) -> None:
+        """Gather the unit's parameters now, before a forward or instead of one."""
+        raise MissingMethodError("units()[...].unshard", Capability.UNIT_STATE)
+
+    def unshard_async(self) -> Callable[[], None]:
+        """Start to gather; the function returned waits, and so does the unit's forward."""
+        raise MissingMethodError("units()[...].unshard_async", Capability.UNIT_STATE)
+
+    def reshard(self) -> None:
+        """Free the gathered parameters."""
+        raise MissingMethodError("units()[...].reshard", Capability.UNIT_STATE)
+
+    def is_unsharded(self) -> bool:
+        """Tell whether the module shows whole parameters, as forward needs them; never communicates."""
+        raise MissingMethodError("units()[...].is_unsharded", Capability.UNIT_STATE)
+
+    def set_gradient_sync(self, *, is_on: bool) -> None:
+        """Say whether the next backwards reduce this unit's gradients; says nothing of units inside it."""
+        raise MissingMethodError("units()[...].set_gradient_sync", Capability.UNIT_SYNC)
+
+    def set_replica_sync(self, *, is_on: bool) -> None:
+        """Say whether the next backwards reduce across replicas too, or within each alone."""
+        raise MissingMethodError("units()[...].set_replica_sync", Capability.REPLICA_SYNC)
+
+    def set_last_backward(self, *, is_last: bool) -> None:
+        """Say whether the next backward ends the step, so that all reductions must be waited for."""
+        raise MissingMethodError("units()[...].set_last_backward", Capability.UNIT_SYNC)
+
+    def set_reshard_after_forward(self, *, is_on: bool) -> None:
+        """Say whether forward frees the gathered parameters."""
+        raise MissingMethodError("units()[...].set_reshard_after_forward", Capability.UNIT_STATE)
+
+    def set_reshard_after_backward(self, *, is_on: bool) -> None:
+        """Say whether backward frees the gathered parameters."""
+        raise MissingMethodError("units()[...].set_reshard_after_backward", Capability.KEEP_AFTER_BACKWARD)
 
 
 class PreparedModel:
@@ -70,17 +135,71 @@ class PreparedModel:
         self._built_optimizer().zero_grad(set_to_none=set_to_none)
 
     def accumulating(self) -> AbstractContextManager[None]:
-        """Return a context around forward and backward of every microbatch but the last: no gradient sync."""
+        """Return a context around forward and backward of every microbatch but the last: no gradient sync.
+
+        In a pipeline it is around each forward and each backward by itself, since those of several microbatches
+        take turns: what the last backward reduces is decided by that backward, not by any forward.
+        """
         raise MissingMethodError("accumulating", Capability.ACCUMULATE)
+
+    def pipelined(self) -> nn.Module | None:
+        """Give the module whose class torch's pipelining knows and synchronises by itself; None if it has none.
+
+        Then a stage of a pipeline is driven by `accumulating`.
+        """
+        return None
+
+    def units(self) -> Mapping[str, UnitHandle]:
+        """Give a handle for each unit of the plan, by its name there, and for the root as ``""``."""
+        raise MissingMethodError("units", Capability.UNIT_STATE)
+
+    def part(self, name: str) -> nn.Module:
+        """Give the submodule of that name as the training loop may call it."""
+        return self.named.get_submodule(name)
+
+    def convert(self, dtype: torch.dtype) -> None:
+        """Convert the model's floating-point parameters and buffers; called before `optimizer`."""
+        self.module.to(dtype)
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float) -> float:
+        """Scale gradients so that their norm over all parameters is at most ``max_norm``; return it before that."""
+        norm = nn.utils.clip_grad_norm_(self.named.parameters(), max_norm, norm_type)
+        return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+
+    def full_state(self) -> dict[str, Any]:
+        """Gather whole state dicts of model and optimizer, on every rank; may communicate."""
+        model, optimizer = get_state_dict(self.module, self._built_optimizer(), options=_WHOLE)
+        return {"model": model, "optimizer": optimizer}
+
+    def load_full_state(self, state: dict[str, Any]) -> None:
+        """Take what `full_state` of any prepared model of the same model gave; may communicate."""
+        set_state_dict(
+            self.module,
+            self._built_optimizer(),
+            model_state_dict=state["model"],
+            optim_state_dict=state["optimizer"],
+            options=_WHOLE,
+        )
+
+    def recover(self) -> None:
+        """Forget a forward that an exception ended, so that training can go on; called on every rank."""
+
+    def shown_parameters(self) -> Mapping[str, Shard]:
+        """Read every parameter as its module shows it now, whole or this rank's shard; never communicates."""
+        return {name: shard_of(p) for name, p in self.named.named_parameters()}
+
+    def owned_parameters(self) -> Mapping[str, nn.Parameter]:
+        """Give what the optimizer updates, under the original names: what the other reads look at."""
+        return dict(self.named.named_parameters())
 
     def local_parameters(self) -> Mapping[str, Shard]:
         """Read this rank's shard of every parameter, under the original names; never communicates."""
-        return {name: shard_of(p) for name, p in self.named.named_parameters()}
+        return {name: shard_of(p) for name, p in self.owned_parameters().items()}
 
     def local_gradients(self) -> Mapping[str, Shard | None]:
         """Read this rank's shard of every gradient, None where there is none; never communicates."""
         return {
-            name: None if p.grad is None else shard_of(p.grad) for name, p in self.named.named_parameters()
+            name: None if p.grad is None else shard_of(p.grad) for name, p in self.owned_parameters().items()
         }
 
     def local_buffers(self) -> Mapping[str, Shard]:
@@ -92,7 +211,7 @@ class PreparedModel:
         state = self._built_optimizer().state
         return {
             f"{name}/{key}": shard_of(value)
-            for name, p in self.named.named_parameters()
+            for name, p in self.owned_parameters().items()
             for key, value in state.get(p, {}).items()
             if isinstance(value, torch.Tensor)
         }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Set
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from enum import Enum
 
@@ -11,7 +11,21 @@ import torch
 
 from engine.capability import Capability, UnsupportedError
 
-__all__ = ["Accumulation", "Axis", "Grouping", "Layout", "Plan", "Replicas", "Reshard"]
+__all__ = [
+    "Accumulation",
+    "Axis",
+    "Buffers",
+    "Grouping",
+    "Layout",
+    "Offload",
+    "Placement",
+    "Plan",
+    "Prefetch",
+    "Replicas",
+    "Reshard",
+    "Roots",
+    "Wire",
+]
 
 
 class Layout(Enum):
@@ -38,6 +52,7 @@ class Reshard(Enum):
     NATIVE = "the engine's default"
     AFTER_FORWARD = "freed after forward, gathered again for backward"
     KEEP = "kept from forward to backward"
+    TO_PAIRS = "sharded over pairs of ranks, and gathered from the pair for backward"
 
 
 class Accumulation(Enum):
@@ -54,6 +69,64 @@ class Grouping(Enum):
     REQUIRED = "each unit is one communication group, the root takes the rest"
 
 
+class Placement(Enum):
+    """Which dim of a parameter is sharded."""
+
+    FIRST = "the first"
+    LARGEST = "the largest, the first of several; it must divide by the number of shards"
+
+
+class Offload(Enum):
+    """Where parameters, gradients and optimizer state live between steps."""
+
+    NONE = "on the device"
+    CPU = "on the host, in memory that is not pinned"
+    PINNED = "on the host, in pinned memory, from which a GPU copies without waiting"
+
+
+class Buffers(Enum):
+    """In what memory the inputs and outputs of collectives lie."""
+
+    NATIVE = "wherever the engine allocates"
+    GROUP = "in memory that the process group hands out"
+    SYMMETRIC = "in memory that all ranks of the group can address"
+
+
+class Wire(Enum):
+    """Which reduction crosses between ranks."""
+
+    NATIVE = "whatever the engine chooses"
+    SUM = "sums alone: division happens on the ranks"
+
+
+class Roots(Enum):
+    """Which module is called from outside and finishes each backward."""
+
+    MODEL = "the model"
+    EACH_UNIT = "each unit is a root of its own; the model itself is not given to the engine"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prefetch:
+    """Whose gather is issued ahead of use: ``(unit, units that it asks for)``, in forward and in backward.
+
+    Units that are not listed keep the engine's own order.
+    """
+
+    forward: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    backward: tuple[tuple[str, tuple[str, ...]], ...] = ()
+
+    @classmethod
+    def by_distance(cls, units: Sequence[str], *, forward: int = 0, backward: int = 0) -> Prefetch:
+        """Have each unit ask for the next ``forward`` units in forward, the previous ``backward`` in backward."""
+        ahead = tuple((u, tuple(units[i + 1 : i + 1 + forward])) for i, u in enumerate(units))
+        behind = tuple((u, tuple(reversed(units[max(0, i - backward) : i]))) for i, u in enumerate(units))
+        return cls(
+            forward=tuple((u, targets) for u, targets in ahead if targets),
+            backward=tuple((u, targets) for u, targets in behind if targets),
+        )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Axis:
     """One axis of the device mesh: its name and how many ranks lie along it."""
@@ -66,27 +139,61 @@ class Axis:
 class Plan:
     """One request to an engine.
 
-    ``units`` names the submodules that each form one communication group; the root takes the remaining
-    parameters; ``grouping`` says whether the engine is free to ignore them. ``replicas`` is for
-    ``Layout.HYBRID`` alone. ``reduce_dtype`` is the dtype in which gradients cross between ranks; None means
-    the parameters' own. ``divide_factor`` is what the sum of gradients over ranks is divided by; None means
-    the number of ranks.
+    ``units`` names the submodules that each form one communication group, several of them joined by commas
+    where they form one group together; the root takes the remaining parameters; ``grouping`` says whether the
+    engine is free to ignore them. ``replicas`` is for ``Layout.HYBRID`` alone. ``compute_dtype`` is what forward
+    and backward compute in, ``output_dtype`` what the root returns, ``reduce_dtype`` in what gradients cross
+    between ranks; None means the parameters' own, and for the reduction that of the computation.
+    ``divide_factor`` is what the sum of gradients over ranks is divided by; None means the number of ranks.
+    ``gathered_once`` names units whose parameters backward does not need. ``max_reduce_buffers`` bounds how many
+    reductions may hold their input at once. ``ignored`` names parameters that the engine leaves alone.
+    ``experts`` names parameters that the model has cut over ``expert_parallel`` ranks, each of which has data of its
+    own: of the mesh ``(data, expert)`` that the engine is then given, they are sharded and averaged over ``data``
+    alone, all other parameters over both axes. ``forward_methods`` are ``(module, method)`` that start that module's
+    forward. ``demands`` are what the training will do with the model beyond forward, backward and step.
     """
 
     layout: Layout = Layout.NATIVE
     replicas: Replicas = Replicas.TWO
+    placement: Placement = Placement.FIRST
+    offload: Offload = Offload.NONE
+    roots: Roots = Roots.MODEL
+    tensor_parallel: int = 1
+    expert_parallel: int = 1
+    experts: tuple[str, ...] = ()
+    pipeline_stages: int = 1
     units: tuple[str, ...] = ()
+    ignored: tuple[str, ...] = ()
     grouping: Grouping = Grouping.HINT
     reshard: Reshard = Reshard.NATIVE
+    gathered_once: tuple[str, ...] = ()
+    prefetch: Prefetch | None = None
     accumulation: Accumulation = Accumulation.EVERY_MICROBATCH
+    compute_dtype: torch.dtype | None = None
+    output_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
+    wire: Wire = Wire.NATIVE
+    max_reduce_buffers: int | None = None
+    buffers: Buffers = Buffers.NATIVE
     divide_factor: float | None = None
+    forward_methods: tuple[tuple[str, str], ...] = ()
+    demands: frozenset[Capability] = frozenset()
 
     def __post_init__(self) -> None:
         if self.layout is not Layout.HYBRID and self.replicas is not Replicas.TWO:
             raise ValueError(
                 f"Plan.replicas: expected Layout.HYBRID beside {self.replicas}, got {self.layout}; "
                 "try layout=Layout.HYBRID"
+            )
+        if (self.expert_parallel > 1) != bool(self.experts):
+            raise ValueError(
+                f"Plan.experts: expected names of parameters where expert_parallel is beyond 1, and none elsewhere, "
+                f"got {self.experts} and {self.expert_parallel}"
+            )
+        if self.experts and (self.layout is not Layout.SHARD or self.tensor_parallel > 1):
+            raise ValueError(
+                f"Plan.experts: expected Layout.SHARD without tensor parallelism, got {self.layout} and "
+                f"tensor_parallel={self.tensor_parallel}"
             )
         if self.divide_factor is not None and not 0 < self.divide_factor < math.inf:
             raise ValueError(
@@ -96,6 +203,39 @@ class Plan:
 
     def axes(self, world_size: int) -> tuple[Axis, ...]:
         """Give the mesh axes for ``world_size`` ranks; raises ValueError when the layout does not divide it."""
+        return (*self._outer_axes(), *self._data_axes(self.data_size(world_size)), *self._inner_axes())
+
+    def data_size(self, world_size: int) -> int:
+        """Count the ranks that are given data of their own; raises ValueError when the plan does not divide them."""
+        model_size = self.tensor_parallel * self.pipeline_stages
+        if world_size % model_size:
+            raise ValueError(
+                f"Plan: expected a world size that {model_size} divides (tensor parallel {self.tensor_parallel}, "
+                f"pipeline stages {self.pipeline_stages}), got {world_size}; try --world threads:{model_size * 2}"
+            )
+        return world_size // model_size
+
+    def data_rank(self, rank: int, world_size: int) -> int:
+        """Tell whose data a rank is given: stages are the outermost mesh axis, tensor parallelism the innermost."""
+        return rank % (world_size // self.pipeline_stages) // self.tensor_parallel
+
+    def _outer_axes(self) -> tuple[Axis, ...]:
+        return (Axis(name="pipe", size=self.pipeline_stages),) if self.pipeline_stages > 1 else ()
+
+    def _inner_axes(self) -> tuple[Axis, ...]:
+        return (Axis(name="tensor", size=self.tensor_parallel),) if self.tensor_parallel > 1 else ()
+
+    def _data_axes(self, world_size: int) -> tuple[Axis, ...]:
+        if self.experts:
+            if world_size % self.expert_parallel:
+                raise ValueError(
+                    f"Plan.expert_parallel: expected a divisor of the {world_size} ranks that have data of their own, "
+                    f"got {self.expert_parallel}; try --world threads:{2 * self.expert_parallel}"
+                )
+            return (
+                Axis(name="data", size=world_size // self.expert_parallel),
+                Axis(name="expert", size=self.expert_parallel),
+            )
         if self.layout is not Layout.HYBRID:
             return (Axis(name="data", size=world_size),)
         is_halved = self.replicas in {Replicas.TWO, Replicas.PAIRS}
@@ -120,6 +260,25 @@ class Plan:
         return world_size if self.divide_factor is None else self.divide_factor
 
     @property
+    def data_axes(self) -> tuple[str, ...]:
+        """Name the axes of the mesh that an engine is given, those of pipeline and tensors left out."""
+        if self.experts:
+            return ("data", "expert")
+        return ("replicate", "shard") if self.layout is Layout.HYBRID else ("data",)
+
+    @property
+    def cut_axis(self) -> str | None:
+        """The axis of the mesh over which the model itself is cut before an engine gets it."""
+        if self.experts:
+            return "expert"
+        return "tensor" if self.tensor_parallel > 1 else None
+
+    @property
+    def reduction_dtype(self) -> torch.dtype | None:
+        """The dtype in which gradients cross between ranks; None means that of the parameters."""
+        return self.reduce_dtype or self.compute_dtype
+
+    @property
     def needs(self) -> frozenset[Capability]:
         """The capabilities without which this plan cannot be honoured."""
         layout = {
@@ -128,18 +287,48 @@ class Plan:
             Layout.SHARD: Capability.SHARD,
             Layout.HYBRID: Capability.HYBRID,
         }[self.layout]
+        is_binding = self.grouping is Grouping.REQUIRED
         wanted = {
             layout: layout is not None,
-            Capability.UNITS: self.grouping is Grouping.REQUIRED,
+            Capability.SHARD_DIM: self.placement is not Placement.FIRST,
+            Capability.CPU_OFFLOAD: self.offload is not Offload.NONE,
+            Capability.SEVERAL_ROOTS: self.roots is not Roots.MODEL,
+            Capability.TENSOR_PARALLEL: self.tensor_parallel > 1,
+            Capability.EXPERTS: bool(self.experts),
+            Capability.PIPELINE: self.pipeline_stages > 1,
+            Capability.UNITS: is_binding,
+            Capability.JOINT_UNITS: is_binding and any("," in unit for unit in self.units),
+            Capability.IGNORE: bool(self.ignored),
             Capability.RESHARD_POLICY: self.reshard is not Reshard.NATIVE,
+            Capability.RESHARD_PART: self.reshard is Reshard.TO_PAIRS,
+            Capability.GATHER_ONCE: bool(self.gathered_once),
+            Capability.PREFETCH: self.prefetch is not None,
             Capability.ACCUMULATE: self.accumulation is Accumulation.LAST_MICROBATCH,
+            Capability.COMPUTE_DTYPE: self.compute_dtype is not None or self.output_dtype is not None,
             Capability.REDUCE_DTYPE: self.reduce_dtype is not None,
+            Capability.REDUCE_SUM: self.wire is not Wire.NATIVE,
+            Capability.REDUCE_BUFFERS: self.max_reduce_buffers is not None,
+            Capability.BUFFERS: self.buffers is not Buffers.NATIVE,
             Capability.GRADIENT_DIVIDE: self.divide_factor is not None,
+            Capability.FORWARD_METHODS: bool(self.forward_methods),
         }
-        return frozenset(c for c, is_wanted in wanted.items() if c is not None and is_wanted)
+        return self.demands | {c for c, is_wanted in wanted.items() if c is not None and is_wanted}
 
     def refuse_beyond(self, declared: Set[Capability]) -> None:
         """Raise UnsupportedError when this plan needs more than ``declared``: an adapter's first line."""
         missing = self.needs - declared
         if missing:
             raise UnsupportedError(sorted(missing, key=lambda c: c.name))
+
+    def refuse_options_of_shards(self) -> None:
+        """Raise ValueError for what is asked of shards: for adapters to call where every rank holds the whole."""
+        asked = {
+            "placement": self.placement is not Placement.FIRST,
+            "reshard": self.reshard not in {Reshard.NATIVE, Reshard.KEEP},
+        }
+        wrong = [option for option, is_asked in asked.items() if is_asked]
+        if wrong:
+            raise ValueError(
+                f"plan: expected no {' and no '.join(wrong)} for parameters that every rank holds whole, got "
+                f"{self.placement} and {self.reshard}; try Layout.SHARD"
+            )

@@ -18,6 +18,7 @@ __all__ = ["BUILT_IN", "EngineNotFoundError", "resolve"]
 BUILT_IN = {
     "reference": "engine.adapters.reference:ReferenceEngine",
     "torch.ddp": "engine.adapters.torch_ddp:DistributedDataParallelEngine",
+    "torch.fsdp1": "engine.adapters.torch_fsdp1:FullyShardedDataParallelEngine",
     "torch.fsdp2": "engine.adapters.torch_fsdp2:FullyShardEngine",
     "torch.replicate": "engine.adapters.torch_replicate:ReplicateEngine",
 }

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from types import EllipsisType
 
 import torch
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Placement, Replicate
 from torch.distributed.tensor import Shard as ShardPlacement
 
 __all__ = ["Shard", "shard_of"]
@@ -15,23 +17,55 @@ __all__ = ["Shard", "shard_of"]
 class Shard:
     """A local tensor, the index of its first element in the global tensor, and the global shape.
 
-    ``offsets`` and ``global_shape`` have one entry per dim. A whole tensor has offsets of zero and its
-    own shape; a rank that owns nothing of a tensor has a local tensor with a dim of size 0.
+    A piece is a block, with one offset per dim, or it is flat: an interval of the flattened tensor as a
+    tensor of one dim, with one offset, its start (``Shard.flat`` makes one). A whole tensor has offsets of
+    zero and its own shape; a rank that owns nothing of a tensor has a local tensor with a dim of size 0.
     """
 
     tensor: torch.Tensor
     offsets: tuple[int, ...]
     global_shape: tuple[int, ...]
+    is_flat: bool = False
+
+    @classmethod
+    def flat(cls, tensor: torch.Tensor, start: int, global_shape: tuple[int, ...]) -> Shard:
+        """Describe the elements of the flattened tensor from ``start`` on."""
+        return cls(tensor=tensor, offsets=(start,), global_shape=global_shape, is_flat=True)
 
     @property
     def is_whole(self) -> bool:
         """Whether this rank holds all of the tensor."""
-        return tuple(self.tensor.shape) == self.global_shape
+        return tuple(self.tensor.shape) == self._holding_shape
 
     @property
-    def region(self) -> tuple[slice, ...]:
-        """The slices of the global tensor that this shard covers."""
-        return tuple(slice(o, o + n) for o, n in zip(self.offsets, self.tensor.shape, strict=True))
+    def is_inside(self) -> bool:
+        """Whether the piece has as many dims and offsets as it must, and lies within the whole."""
+        shape, local = self._holding_shape, tuple(self.tensor.shape)
+        if len(local) != len(shape) or len(self.offsets) != len(shape):
+            return False
+        spans = zip(self.offsets, local, shape, strict=True)
+        return all(start >= 0 and start + size <= end for start, size, end in spans)
+
+    def of(self, whole: torch.Tensor) -> torch.Tensor:
+        """Read this piece's elements out of the last dims of ``whole``: a view, if ``whole`` is contiguous."""
+        spans = (slice(o, o + n) for o, n in zip(self.offsets, self.tensor.shape, strict=True))
+        region: tuple[EllipsisType | slice, ...] = (..., *spans)
+        if self.is_flat:
+            leading = whole.shape[: whole.dim() - len(self.global_shape)]
+            whole = whole.reshape(*leading, math.prod(self.global_shape))
+        return whole[region]
+
+    def index_of(self, local: tuple[int, ...]) -> tuple[int, ...]:
+        """Give the index in the whole of the element at the index ``local`` of the local tensor."""
+        index = tuple(o + i for o, i in zip(self.offsets, local, strict=True))
+        if not self.is_flat:
+            return index
+        return tuple(int(i) for i in torch.unravel_index(torch.tensor(index[0]), self.global_shape))
+
+    @property
+    def _holding_shape(self) -> tuple[int, ...]:
+        """The shape of that of which the local tensor is a block."""
+        return (math.prod(self.global_shape),) if self.is_flat else self.global_shape
 
 
 def shard_of(tensor: torch.Tensor) -> Shard:
@@ -39,7 +73,8 @@ def shard_of(tensor: torch.Tensor) -> Shard:
 
     The local tensor is detached, copied to the CPU, and cloned: later updates do not change it.
     Uneven dims follow DTensor's rule, that of ``torch.chunk``: all chunks but the last ones have
-    ceil(n / ranks) rows. Raises TypeError for placements other than Shard and Replicate.
+    ceil(n / ranks) rows. A dim that tensor parallelism shards before data parallelism does, which DTensor
+    calls strided, is cut in that order. Raises TypeError for other placements than these and Replicate.
     """
     detached = tensor.detach()
     if not isinstance(detached, DTensor):
@@ -55,23 +90,56 @@ def shard_of(tensor: torch.Tensor) -> Shard:
     )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Cut:
+    """One mesh axis that cuts one dim into ``num_chunks``, of which this rank has the chunk ``index``."""
+
+    dim: int
+    num_chunks: int
+    index: int
+
+
 def _offsets(tensor: DTensor) -> tuple[int, ...]:
+    offsets = [0] * tensor.dim()
+    sizes = list(tensor.shape)
+    for cut in _cuts(tensor):
+        chunk = -(-sizes[cut.dim] // cut.num_chunks)
+        start = min(cut.index * chunk, sizes[cut.dim])
+        offsets[cut.dim] += start
+        sizes[cut.dim] = min(chunk, sizes[cut.dim] - start)
+    return tuple(offsets)
+
+
+def _cuts(tensor: DTensor) -> list[_Cut]:
+    """List the cuts in the order in which they were made: strided ones last, from right to left."""
     coordinate = tensor.device_mesh.get_coordinate()
     if coordinate is None:
         raise ValueError("shard_of: expected a rank that is part of the tensor's mesh, got one outside it")
-    offsets = [0] * tensor.dim()
-    sizes = list(tensor.shape)
-    for axis, placement in enumerate(tensor.placements):
+    plain: list[_Cut] = []
+    strided: list[_Cut] = []
+    for axis in reversed(range(tensor.device_mesh.ndim)):
+        placement = tensor.placements[axis]
         if isinstance(placement, Replicate):
             continue
-        if type(placement) is not ShardPlacement:
+        dim = getattr(placement, "dim", -1)
+        cut = _Cut(dim=dim, num_chunks=tensor.device_mesh.size(axis), index=coordinate[axis])
+        if type(placement) is ShardPlacement:
+            plain.insert(0, cut)
+        elif _is_strided_over(placement, [c for c in (*plain, *strided) if c.dim == dim]):
+            strided.append(cut)
+        else:
             raise TypeError(
-                f"shard_of: expected Shard or Replicate placements, got {placement}; "
+                "shard_of: expected Shard or Replicate placements, or a strided Shard over all axes to its "
+                f"right, got {placement} in {tensor.placements}; "
                 "override the local_* reads of PreparedModel for this engine"
             )
-        dim = placement.dim
-        chunk = -(-sizes[dim] // tensor.device_mesh.size(axis))
-        start = min(coordinate[axis] * chunk, sizes[dim])
-        offsets[dim] += start
-        sizes[dim] = min(chunk, sizes[dim] - start)
-    return tuple(offsets)
+    return [*plain, *strided]
+
+
+def _is_strided_over(placement: Placement, made_before: list[_Cut]) -> bool:
+    """Tell a strided Shard whose piece is one block: its dim was cut before by the axes to its right, no others.
+
+    By the name of its type: torch has no public one, and makes it no subclass of Shard in every release.
+    """
+    num_pieces = math.prod(cut.num_chunks for cut in made_before)
+    return type(placement).__name__ == "_StridedShard" and getattr(placement, "split_factor", 0) == num_pieces

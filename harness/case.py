@@ -2,32 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
-from engine.contract import Plan
+from engine.contract import Accumulation, Capability, Plan
+from harness.script import Batch, EachMicrobatch, Script
 
 if TYPE_CHECKING:
     from harness.law import Law
 
-__all__ = ["Batch", "Case", "LoopOrder", "NamedOptimizer", "Problem", "Schedule", "Training", "ZeroGrad"]
-
-
-class Batch(Protocol):
-    """One rank's data for one microbatch."""
-
-    @property
-    def inputs(self) -> tuple[torch.Tensor, ...]:
-        """Arguments of forward, rows first."""
-
-    @property
-    def target(self) -> torch.Tensor:
-        """What the loss compares the output with, rows first."""
+__all__ = [
+    "Batch",
+    "Case",
+    "Clip",
+    "LoopOrder",
+    "NamedOptimizer",
+    "Problem",
+    "Refusal",
+    "Resume",
+    "Schedule",
+    "Training",
+    "ZeroGrad",
+]
 
 
 class Problem(Protocol):
@@ -44,6 +46,18 @@ class Problem(Protocol):
     @property
     def is_exact(self) -> bool:
         """Whether every intermediate is an integer multiple of a power of two that float32 holds exactly."""
+
+    @property
+    def idle(self) -> tuple[str, ...]:
+        """Name the parameters that are to go without a gradient in every step: frozen ones, and unused ones."""
+
+    @property
+    def parallelize(self) -> Callable[[nn.Module, DeviceMesh], None] | None:
+        """Cut the model's tensors over the mesh of one axis, for tensors or experts; None if there is no such cut."""
+
+    @property
+    def stages(self) -> Callable[[nn.Module, int], tuple[nn.Module, ...]] | None:
+        """Cut the model into so many modules that follow each other, names kept; None if it has no such cut."""
 
     def build(self) -> nn.Module:
         """Build the model with the same float32 values every time, whatever the default RNG's state."""
@@ -84,23 +98,93 @@ class ZeroGrad(Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Clip:
+    """Gradients are clipped before each optimizer step; the norm is over all parameters, of that power."""
+
+    max_norm: float
+    norm_type: float = 2.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
-    """How long and in what pieces a training runs."""
+    """How long and in what pieces a training runs; ``repeats`` runs all of it again, from the same start."""
 
     steps: int = 3
     microbatches: int = 1
     order: LoopOrder = LoopOrder.STEP_THEN_ZERO
     zero_grad: ZeroGrad = ZeroGrad.ALTERNATE
+    clip: Clip | None = None
+    repeats: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resume:
+    """After ``after_steps`` steps the state is handed over to a fresh model that is prepared under ``plan``."""
+
+    after_steps: int
+    plan: Plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Training:
-    """Everything that decides what a run observes, but for the engine and the world."""
+    """Everything that decides what a run observes, but for the engine and the world.
+
+    ``convert`` is a dtype to which the model is converted once prepared; data follow it.
+    """
 
     problem: Problem
     optimizer: NamedOptimizer
     plan: Plan = field(default_factory=Plan)
     schedule: Schedule = field(default_factory=Schedule)
+    script: Script = field(default_factory=EachMicrobatch)
+    convert: torch.dtype | None = None
+    resume: Resume | None = None
+
+    @property
+    def needs(self) -> frozenset[Capability]:
+        """The capabilities without which the training cannot be run, those of the plan it resumes under included."""
+        return self.plan.needs if self.resume is None else self.plan.needs | self.resume.plan.needs
+
+    def __post_init__(self) -> None:
+        """Raise ValueError where the plan does not tell the engine what the training will ask of it."""
+        asked = {
+            Capability.CLIP: self.schedule.clip is not None,
+            Capability.CONVERT: self.convert is not None,
+            Capability.STATE: self.resume is not None,
+        }
+        asked |= dict.fromkeys(self.script.demands, True)
+        missing = {c for c, is_asked in asked.items() if is_asked} - self.plan.needs
+        if missing:
+            raise ValueError(
+                f"Training: expected {', '.join(sorted(c.name for c in missing))} among the demands of its plan, "
+                "got a plan without; try Plan(demands=...)"
+            )
+        if self.plan.cut_axis is not None and self.problem.parallelize is None:
+            raise ValueError(f"Training: problem {self.problem.name!r} does not say how its tensors are cut")
+        if self.plan.pipeline_stages > 1:
+            self._check_pipeline()
+
+    def _check_pipeline(self) -> None:
+        """Raise ValueError for what a pipeline cannot do, or what its stages would have to do together."""
+        wants = {
+            "a problem with stages": self.problem.stages is not None,
+            "a script that takes microbatches through them": Capability.PIPELINE in self.script.demands,
+            "accumulation until the last microbatch": self.plan.accumulation is Accumulation.LAST_MICROBATCH,
+            "no clipping": self.schedule.clip is None,
+            "no conversion": self.convert is None,
+            "no resumption": self.resume is None,
+        }
+        missing = [what for what, is_so in wants.items() if not is_so]
+        if missing:
+            raise ValueError(f"Training: expected of a pipeline {'; '.join(missing)}")
+
+
+class Refusal(Enum):
+    """What is made of an engine that declares all that a case needs, and refuses it nevertheless."""
+
+    WRONG = "what is declared must be honoured"
+    ALLOWED = "it may refuse, as long as it does so on every rank; else every law must hold"
+    REQUIRED = "there is no right way to go on, so it must refuse on every rank"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,3 +194,4 @@ class Case:
     id: str
     training: Training
     laws: tuple[Law, ...]
+    refusal: Refusal = Refusal.WRONG

@@ -5,29 +5,33 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
-import os
 import sys
 import tempfile
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from engine.registry import BUILT_IN, EngineNotFoundError, resolve
 from harness.catalogue import SUITES
 from harness.errors import ShardproofError, UsageError
 from harness.node import Node
+from harness.prey import Breadth
+from harness.pytest_call import (
+    CONFORMS,
+    DOES_NOT_CONFORM,
+    OUR_FAULT,
+    USAGE,
+    call_pytest,
+    suite_folders,
+    suites,
+)
 from harness.verdict import Verdict
 
 if TYPE_CHECKING:  # importing pytest takes a while, and not every command needs it
     import pytest
 
 __all__ = ["main"]
-
-ROOT = Path(__file__).resolve().parents[1]
-
-# Exit codes.
-CONFORMS, DOES_NOT_CONFORM, USAGE, OUR_FAULT = 0, 1, 2, 3
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -74,7 +78,7 @@ def run(arguments: argparse.Namespace) -> int:
         *(["-n", str(arguments.workers)] if arguments.workers else []),
         *(["-k", arguments.keyword] if arguments.keyword else []),
     ]
-    code = _pytest([*map(str, _suites(arguments.suite)), *options])
+    code = call_pytest([*map(str, suites(arguments.suite)), *options])
     return _conclude(out, code)
 
 
@@ -85,9 +89,9 @@ def judge(arguments: argparse.Namespace) -> int:
     old = read_run(Path(arguments.run))
     with tempfile.TemporaryDirectory() as scratch:
         out = Path(scratch) / "run"
-        code = _pytest(
+        code = call_pytest(
             [
-                *map(str, _suites(None)),
+                *map(str, suites(None)),
                 *(f"--engine={name}" for name in old.header.engines),
                 *(f"--world={world}" for world in old.header.worlds),
                 f"--replay={arguments.run}",
@@ -112,7 +116,7 @@ def list_all(arguments: argparse.Namespace) -> int:
         declared = ", ".join(sorted(c.name for c in resolve(name).capabilities))
         print(f"  {name:18} {declared}")
     print("suites:")
-    for suite in _suite_folders():
+    for suite in suite_folders():
         print(f"  {suite.name:18} {_first_sentence(suite / '__init__.py')}")
     if not arguments.cases:
         return CONFORMS
@@ -128,6 +132,37 @@ def doctor(arguments: argparse.Namespace) -> int:
     for finding in findings:
         print(f"{'ok  ' if finding.is_ok else 'FAIL'} {finding.what}: {finding.detail}")
     return CONFORMS if all(f.is_ok for f in findings) else OUR_FAULT
+
+
+def coverage(arguments: argparse.Namespace) -> int:
+    """Say which cases stand for each test of torch's own, and what runs say of them; 1 where one has no case."""
+    from harness.coverage_command import show_coverage
+
+    return show_coverage([Path(folder) for folder in arguments.runs], is_markdown=arguments.markdown)
+
+
+def mutants(arguments: argparse.Namespace) -> int:
+    """Show that every case kills the engines wrong on purpose that its prey marks name; prints the kill matrix.
+
+    Returns 1 where one of them survives, where a mutant is killed by no case, or where a case kills no mutant.
+    """
+    from harness.mutants_command import Request, hunt, shipped
+    from harness.prey import WORLDS
+
+    now = f"{datetime.now(UTC):%Y%m%d-%H%M%S}"
+    return hunt(
+        Request(
+            targets=shipped(),
+            suites=tuple(suites(arguments.suite)),
+            worlds=tuple(dict.fromkeys(arguments.world or WORLDS)),
+            breadth=arguments.breadth or Breadth.MARKED,
+            out=Path(arguments.out or Path("conformance") / f"mutants-{now}"),
+            keyword=arguments.keyword or "",
+            num_workers=arguments.workers,
+            deadline_s=arguments.deadline,
+            is_whole=not (arguments.suite or arguments.keyword),
+        )
+    )
 
 
 class _Cases:
@@ -146,28 +181,13 @@ class _Cases:
 def _list_cases() -> int:
     found, said = _Cases(), io.StringIO()
     with contextlib.redirect_stdout(said):  # pytest's own listing has an engine and a world in every id
-        code = _pytest([str(SUITES), "--collect-only", "--engine=torch.ddp", "--world=threads:4"], found)
+        code = call_pytest([str(SUITES), "--collect-only", "--engine=torch.ddp", "--world=threads:4"], found)
     if code:
         print(said.getvalue(), file=sys.stderr)
         return OUR_FAULT
     for case in found.ids:
         print(f"  {case}")
     return CONFORMS
-
-
-def _pytest(arguments: list[str], *plugins: object) -> int:
-    import pytest
-
-    settings = ROOT / "pyproject.toml"
-    # An installed package has neither settings nor conftest.py beside it; a clone has both.
-    installed = ["-c", os.devnull, "-p", "harness.pytest_plugin", "--import-mode=importlib"]
-    config = ["-c", str(settings)] if settings.exists() else installed
-    return int(
-        pytest.main(
-            [*arguments, *config, f"--rootdir={ROOT}", "-p", "no:cacheprovider", "--no-header", "-q", "-rN"],
-            plugins,
-        )
-    )
 
 
 def _conclude(out: Path, pytest_code: int) -> int:
@@ -202,24 +222,6 @@ def _show(run_folder: Path) -> int:
     return CONFORMS if conclude(result) is Conclusion.CONFORMING else DOES_NOT_CONFORM
 
 
-def _suites(names: Sequence[str] | None) -> list[Path]:
-    import difflib
-
-    known = {folder.name: folder for folder in _suite_folders()}
-    for name in names or []:
-        if name not in known:
-            near = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
-            hint = f"--suite {near[0]}" if near else "`shardproof list`"
-            raise UsageError(
-                "--suite", expected=f"one of {', '.join(sorted(known))}", got=repr(name), hint=hint
-            )
-    return [known[name] for name in names or sorted(known)]
-
-
-def _suite_folders() -> list[Path]:
-    return sorted(p.parent for p in SUITES.glob("*/__init__.py"))
-
-
 def _first_sentence(module: Path) -> str:
     text = module.read_text().strip().strip('"')
     return text.split("\n", 1)[0]
@@ -232,14 +234,7 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument(
         "--engine", action="append", metavar="NAME", help="repeat for several; default: all built in"
     )
-    sub.add_argument(
-        "--world", action="append", metavar="KIND:SIZE", help="repeat for several; default: threads:2"
-    )
-    sub.add_argument("--suite", action="append", metavar="NAME", help="repeat for several; default: all")
-    sub.add_argument("--out", metavar="DIR", help="folder for the run; default: conformance/TIME")
-    sub.add_argument("--deadline", type=float, default=60.0, metavar="S", help="seconds a world may take")
-    sub.add_argument("-n", "--workers", type=int, default=0, metavar="N", help="run N cases at a time")
-    sub.add_argument("-k", "--keyword", metavar="EXPR", help="only cases that match, as in pytest")
+    _add_selection(sub, worlds="threads:2")
     group = sub.add_mutually_exclusive_group()
     group.add_argument(
         "--expectations", metavar="FILE", help="known failures; default: suites/expectations.toml"
@@ -256,9 +251,53 @@ def _parser() -> argparse.ArgumentParser:
     sub = commands.add_parser("list", help="list engines and suites", description=list_all.__doc__)
     sub.add_argument("--cases", action="store_true", help="list every case too")
     sub.set_defaults(command=list_all)
+    _add_proofs(commands)
     sub = commands.add_parser("doctor", help="say what this machine can run", description=doctor.__doc__)
     sub.set_defaults(command=doctor)
     return parser
+
+
+# Any: argparse does not export the type of its sub-parsers.
+def _add_proofs(commands: Any) -> None:
+    """Add the commands that say what the suites themselves are worth."""
+    sub = commands.add_parser(
+        "coverage", help="which of torch's own tests the cases stand for", description=coverage.__doc__
+    )
+    sub.add_argument("runs", metavar="DIR", nargs="*", help="folders of runs, whose verdicts are shown")
+    sub.add_argument("--markdown", action="store_true", help="print the table as Markdown")
+    sub.set_defaults(command=coverage)
+    sub = commands.add_parser(
+        "mutants", help="show that every case kills an engine wrong on purpose", description=mutants.__doc__
+    )
+    _add_selection(sub, worlds="threads:2, 4, 3, 6 and 1, each case in the first that suits it")
+    breadth = sub.add_mutually_exclusive_group()
+    breadth.add_argument(
+        "--full",
+        dest="breadth",
+        action="store_const",
+        const=Breadth.ALL,
+        help="every mutant on every case, not only its prey",
+    )
+    breadth.add_argument(
+        "--quick",
+        dest="breadth",
+        action="store_const",
+        const=Breadth.ONCE,
+        help="every mutant on one case, the first whose prey it is",
+    )
+    sub.set_defaults(command=mutants)
+
+
+def _add_selection(sub: argparse.ArgumentParser, *, worlds: str) -> None:
+    """Add what commands that run cases share; ``worlds`` are the default ones in words."""
+    sub.add_argument(
+        "--world", action="append", metavar="KIND:SIZE", help=f"repeat for several; default: {worlds}"
+    )
+    sub.add_argument("--suite", action="append", metavar="NAME", help="repeat for several; default: all")
+    sub.add_argument("--out", metavar="DIR", help="folder for the run; default: below conformance/")
+    sub.add_argument("--deadline", type=float, default=60.0, metavar="S", help="seconds a world may take")
+    sub.add_argument("-n", "--workers", type=int, default=0, metavar="N", help="run N cases at a time")
+    sub.add_argument("-k", "--keyword", metavar="EXPR", help="only cases that match, as in pytest")
 
 
 if __name__ == "__main__":

@@ -36,9 +36,9 @@ class _Suspect:
     allowed: float
 
     @property
-    def contributions(self) -> torch.Tensor:
-        pieces = self.oracle.steps[self.place.step].contributions[self.place.name]
-        return pieces[(slice(None), slice(None), *self.shard.region)]
+    def contributions(self) -> torch.Tensor | None:
+        pieces = self.oracle.steps[self.place.step].contributions.get(self.place.name)
+        return None if pieces is None else self.shard.of(pieces)
 
     @property
     def is_beyond(self) -> torch.Tensor:
@@ -50,7 +50,7 @@ class _Suspect:
         if step < 0 and quantity is not Quantity.INITIAL:
             return None
         full = self.oracle.reference(quantity, step, self.rank).get(self.place.name)
-        return None if full is None else full[self.shard.region]
+        return None if full is None else self.shard.of(full)
 
     @property
     def _is_parameter(self) -> bool:
@@ -88,7 +88,7 @@ def looks_like(oracle: OracleObservation, place: Place, rank: int, shard: Shard)
         rank=rank,
         shard=shard,
         got=shard.tensor.double(),
-        expected=full[shard.region].double(),
+        expected=shard.of(full).double(),
         allowed=allowed_error(oracle, place),
     )
     if not torch.isfinite(suspect.got).all():
@@ -119,6 +119,8 @@ def _hypotheses(suspect: _Suspect) -> Iterator[_Hypothesis]:
 
 def _of_gradient(suspect: _Suspect) -> Iterator[_Hypothesis]:
     pieces = suspect.contributions
+    if pieces is None:
+        return
     if suspect.oracle.world_size > 1:
         yield from _of_synchronisation(suspect, pieces.sum(0))
     yield from _of_division(suspect)
@@ -193,7 +195,7 @@ def _of_parameter(suspect: _Suspect) -> Iterator[_Hypothesis]:
     step = suspect.place.step
     initial = suspect.earlier(-1)
     if initial is not None:
-        text = "unchanged since initialisation" + _share(suspect, suspect.shard.region[:1])
+        text = "unchanged since initialisation" + _share(suspect)
         yield _Hypothesis(text=text, tensor=initial)
     before = suspect.earlier(step - 1)
     if before is not None and step > 0:
@@ -212,7 +214,7 @@ def _of_loss(suspect: _Suspect) -> Iterator[_Hypothesis]:
 
 
 def _unchanged_rows(suspect: _Suspect) -> str | None:
-    """Name the rows that kept an earlier value, when they are the wrong ones and one block."""
+    """Name the rows, or elements of a flat piece, that kept an earlier value: the wrong ones and one block."""
     if suspect.place.quantity is not Quantity.PARAMETER or suspect.got.dim() == 0:
         return None
     is_wrong = suspect.is_beyond.flatten(1).any(1) if suspect.got.dim() > 1 else suspect.is_beyond
@@ -221,29 +223,32 @@ def _unchanged_rows(suspect: _Suspect) -> str | None:
         return None
     block = slice(rows[0], rows[-1] + 1)
     offset = suspect.shard.offsets[0]
-    where = (slice(offset + block.start, offset + block.stop),)
+    where = range(offset + block.start, offset + block.stop)
+    what = "elements of the flattened parameter" if suspect.shard.is_flat else "rows"
     for text, step in (("unchanged", -1), ("unchanged since the previous step", suspect.place.step - 1)):
         kept = suspect.earlier(step)
         if kept is not None and bool(((suspect.got - kept)[block].abs() <= suspect.allowed).all()):
-            return f"rows {where[0].start}..{where[0].stop - 1}{_share_of(suspect, where)}, {text}"
+            return f"{what} {where.start}..{where.stop - 1}{_share_of(suspect, where)}, {text}"
     return None
 
 
-def _share(suspect: _Suspect, rows: tuple[slice, ...]) -> str:
-    owner = _share_of(suspect, rows)
-    if not owner or suspect.shard.is_whole:
+def _share(suspect: _Suspect) -> str:
+    shard = suspect.shard
+    if shard.is_whole or not shard.offsets:
         return ""
-    return f": rows {rows[0].start}..{rows[0].stop - 1}{owner}"
+    rows = range(shard.offsets[0], shard.offsets[0] + shard.tensor.shape[0])
+    owner = _share_of(suspect, rows)
+    return f": rows {rows.start}..{rows.stop - 1}{owner}" if owner else ""
 
 
-def _share_of(suspect: _Suspect, rows: tuple[slice, ...]) -> str:
+def _share_of(suspect: _Suspect, rows: range) -> str:
     """Say whose share the rows are by torch.chunk's rule, if they are exactly one rank's."""
-    if not rows or suspect.oracle.world_size == 1:
+    if suspect.shard.is_flat or suspect.oracle.world_size == 1:
         return ""
     num_rows = suspect.shard.global_shape[0]
     chunk = -(-num_rows // suspect.oracle.world_size)
-    rank = rows[0].start // chunk
-    if (rank * chunk, min(num_rows, rank * chunk + chunk)) != (rows[0].start, rows[0].stop):
+    rank = rows.start // chunk
+    if (rank * chunk, min(num_rows, rank * chunk + chunk)) != (rows.start, rows.stop):
         return ""
     return f", the share of rank {rank}"
 
@@ -263,10 +268,11 @@ def _rounded_in_reduction(suspect: _Suspect) -> str | None:
     """Recognise rounding: values that a shorter dtype holds exactly, or errors of the size that it makes."""
     if suspect.got.count_nonzero() < 2:
         return None
-    is_gradient = suspect.place.quantity is Quantity.GRADIENT
+    pieces = suspect.contributions if suspect.place.quantity is Quantity.GRADIENT else None
+    is_gradient = pieces is not None
     scale = suspect.expected.abs()
-    if is_gradient:
-        scale = suspect.contributions.abs().sum((0, 1)) / suspect.oracle.divisor
+    if pieces is not None:
+        scale = pieces.abs().sum((0, 1)) / suspect.oracle.divisor
     error = (suspect.got - suspect.expected).abs()
     for dtype in (torch.bfloat16, torch.float16):
         name, eps = str(dtype).removeprefix("torch."), torch.finfo(dtype).eps

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from engine.contract import Accumulation, PreparedModel, Shard, UnsupportedError
+from engine.contract import Engine, Plan, PreparedModel, UnsupportedError
 from engine.registry import resolve
-from harness.case import Batch, LoopOrder, Training, ZeroGrad
-from harness.errors import EngineError
+from harness.case import LoopOrder, Training, ZeroGrad
 from harness.keep import observation_path
 from harness.ledger.entry import Phase
-from harness.loss import loss_weight
-from harness.observation import Observation, StepObservation, save_observation
+from harness.observation import Observation, StepObservation, digest, save_observation
+from harness.pipeline import Pipeline, prepare_pipeline
+from harness.rank_actor import RankActor, copied, copies
 from harness.unit_hooks import watching_units
 from harness.worlds.rank import RankContext
 
@@ -36,36 +33,65 @@ def drive_rank(context: RankContext, training: Training, engine: str) -> str | N
     Returns the engine's words if it refused the plan, which it may do in prepare alone, else None. A refusal
     is not raised: that would stop the other ranks, and whether they refuse too is what has to be seen.
     """
-    torch.manual_seed(_RANK_SEED + context.rank)
     adapter = resolve(engine)
-    mesh = _mesh(context, training)
-    model = training.problem.build().to(context.device)
     try:
-        prepared = adapter.prepare(model, training.plan, mesh)
-    except _REFUSALS as refusal:
-        return f"{type(refusal).__name__}: {refusal}"
-    with watching_units(prepared.named, training.plan.units, context.recorder):
-        observation = train(prepared, training, context)
+        first, *others = (_run(context, training, adapter) for _ in range(training.schedule.repeats))
+    except _RefusedError as refusal:
+        return str(refusal)
+    observation = replace(first, repeat_digests=tuple(map(digest, (first, *others))))
     save_observation(observation, observation_path(context.folder, context.rank))
     return None
 
 
-def train(prepared: PreparedModel, training: Training, context: RankContext) -> Observation:
-    """Run the whole schedule: steps of microbatches, gradients read before the optimizer steps."""
+class _RefusedError(Exception):
+    """The engine refused the plan in prepare."""
+
+
+def _run(context: RankContext, training: Training, adapter: Engine) -> Observation:
+    torch.manual_seed(_RANK_SEED + context.rank)
+    prepared = _prepare(context, training, adapter, training.plan)
+    with watching_units(prepared.named, training.plan.units, context.recorder):
+        return train(prepared, training, context, adapter)
+
+
+def _prepare(context: RankContext, training: Training, adapter: Engine, plan: Plan) -> PreparedModel:
+    mesh = _mesh(context, plan)
+    data = mesh if mesh.mesh_dim_names == plan.data_axes else mesh[plan.data_axes]
+    try:
+        if plan.pipeline_stages > 1:
+            return prepare_pipeline(context, training, adapter, mesh, data)
+        model = training.problem.build().to(context.device)
+        if plan.cut_axis is not None and training.problem.parallelize is not None:
+            training.problem.parallelize(model, mesh[plan.cut_axis])
+        return adapter.prepare(model, plan, data)
+    except _REFUSALS as refusal:
+        raise _RefusedError(f"{type(refusal).__name__}: {refusal}") from refusal
+
+
+def train(
+    prepared: PreparedModel, training: Training, context: RankContext, adapter: Engine | None = None
+) -> Observation:
+    """Run the whole schedule; ``adapter`` is needed where the training resumes in a fresh model."""
     recorder = context.recorder
-    loop = _Loop(prepared, training, context)
+    if training.convert is not None:
+        prepared.convert(training.convert)
     prepared.optimizer(training.optimizer)
+    loop = _Loop(prepared, training, context)
     with recorder.during(Phase.OBSERVE):
-        initial = _copies(prepared.local_parameters())
-    steps = tuple(loop.step(step) for step in range(training.schedule.steps))
+        initial = copies(prepared.local_parameters())
+    steps = []
+    for step in range(training.schedule.steps):
+        if training.resume is not None and step == training.resume.after_steps and adapter is not None:
+            loop.hand_over(_prepare(context, training, adapter, training.resume.plan))
+        steps.append(loop.step(step))
     with recorder.during(Phase.OBSERVE):
         return Observation(
             rank=context.rank,
             input_digest=loop.input_digest,
             initial=initial,
-            steps=steps,
-            optimizer_state=_copies(prepared.local_optimizer_state()),
-            buffers=_copies(prepared.local_buffers()),
+            steps=tuple(steps),
+            optimizer_state=copies(loop.prepared.local_optimizer_state()),
+            buffers=copies(loop.prepared.local_buffers()),
             ledger=recorder.ledger(),
         )
 
@@ -74,24 +100,38 @@ class _Loop:
     """One rank's training loop."""
 
     def __init__(self, prepared: PreparedModel, training: Training, context: RankContext) -> None:
-        self._prepared = prepared
+        self.prepared = prepared
         self._training = training
         self._context = context
         self._inputs = hashlib.sha256()
 
     @property
     def input_digest(self) -> str:
-        """Hash of every input so far."""
+        """Hash of all data so far."""
         return self._inputs.hexdigest()
 
+    def hand_over(self, successor: PreparedModel) -> None:
+        """Go on with another prepared model, which takes over the state of this one."""
+        successor.optimizer(self._training.optimizer)
+        successor.load_full_state(self.prepared.full_state())
+        self.prepared = successor
+
     def step(self, step: int) -> StepObservation:
-        prepared, recorder = self._prepared, self._context.recorder
-        schedule = self._training.schedule
-        weight = loss_weight(self._training, self._context.size, step)
-        losses = tuple(self._microbatch(step, m, weight) for m in range(schedule.microbatches))
+        """Play the script, read gradients, update, read parameters."""
+        prepared, recorder, schedule = self.prepared, self._context.recorder, self._training.schedule
+        actor = RankActor(prepared, self._training, self._context, step, self._inputs)
+        with recorder.during(Phase.BETWEEN, step=step):
+            if isinstance(prepared, Pipeline):
+                prepared.play(actor)
+            else:
+                self._training.script.play(actor)
+        norm = None
+        if schedule.clip is not None:
+            with recorder.during(Phase.STEP, step=step):
+                norm = prepared.clip_grad_norm_(schedule.clip.max_norm, schedule.clip.norm_type)
         with recorder.during(Phase.OBSERVE, step=step):
             gradients = {
-                name: None if shard is None else _copy(shard)
+                name: None if shard is None else copied(shard)
                 for name, shard in prepared.local_gradients().items()
             }
         with recorder.during(Phase.STEP, step=step):
@@ -101,56 +141,24 @@ class _Loop:
             if schedule.order is LoopOrder.STEP_THEN_ZERO:
                 self._zero_grad(step)
         with recorder.during(Phase.OBSERVE, step=step):
-            parameters = _copies(prepared.local_parameters())
-        return StepObservation(losses=losses, gradients=gradients, parameters=parameters)
-
-    def _microbatch(self, step: int, microbatch: int, weight: float) -> float:
-        recorder, rank = self._context.recorder, self._context.rank
-        problem = self._training.problem
-        batch = problem.batch(step=step, microbatch=microbatch, rank=rank)
-        inputs = self._take(batch)
-        with self._synchronisation(microbatch):
-            with recorder.during(Phase.FORWARD, step=step, microbatch=microbatch):
-                loss = problem.loss_sum(self._prepared(*inputs), batch) * weight
-            with recorder.during(Phase.BACKWARD, step=step, microbatch=microbatch):
-                self._prepared.backward(loss)
-        return float(loss.detach())
-
-    def _take(self, batch: Batch) -> Sequence[torch.Tensor]:
-        for tensor in batch.inputs:
-            plain = tensor.contiguous()
-            self._inputs.update(ctypes.string_at(plain.data_ptr(), plain.nbytes))
-        return [tensor.to(self._context.device) for tensor in batch.inputs]
-
-    def _synchronisation(self, microbatch: int) -> AbstractContextManager[None]:
-        is_last = microbatch == self._training.schedule.microbatches - 1
-        if is_last or self._training.plan.accumulation is Accumulation.EVERY_MICROBATCH:
-            return nullcontext()
-        return self._prepared.accumulating()
+            parameters = copies(prepared.local_parameters())
+        return StepObservation(
+            losses=tuple(actor.tape.losses),
+            gradients=gradients,
+            parameters=parameters,
+            norm=norm,
+            facts=tuple(actor.tape.facts),
+            snapshots=actor.tape.snapshots,
+        )
 
     def _zero_grad(self, step: int) -> None:
         alternate = self._training.schedule.zero_grad is ZeroGrad.ALTERNATE
-        self._prepared.zero_grad(set_to_none=not (alternate and step % 2))
+        self.prepared.zero_grad(set_to_none=not (alternate and step % 2))
 
 
-def _copies(shards: Mapping[str, Shard]) -> dict[str, Shard]:
-    return {name: _copy(shard) for name, shard in shards.items()}
-
-
-def _copy(shard: Shard) -> Shard:
-    """Keep what was read as it was read, whatever the adapter handed out, in a plain tensor on the CPU."""
-    if type(shard.tensor) not in {torch.Tensor, torch.nn.Parameter}:
-        raise EngineError(
-            "PreparedModel.local_*",
-            expected="shards of plain tensors",
-            got=type(shard.tensor).__name__,
-            hint="shard_of, which takes DTensors apart",
-        )
-    return replace(shard, tensor=shard.tensor.detach().to("cpu", copy=True))
-
-
-def _mesh(context: RankContext, training: Training) -> DeviceMesh:
-    axes = training.plan.axes(context.size)
+def _mesh(context: RankContext, plan: Plan) -> DeviceMesh:
+    """Make the mesh of all axes; the engine is given that of its own, which tensors and stages are not."""
+    axes = plan.axes(context.size)
     mesh = init_device_mesh(
         context.device.type,
         tuple(axis.size for axis in axes),

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import assert_never
 
 from engine.contract import Capability
-from harness.case import Case
+from harness.case import Case, Refusal
 from harness.keep import Kept
 from harness.law import Evidence, Ruling
 from harness.ledger.agreement import first_disagreement, waiting_for
@@ -47,9 +47,13 @@ class Judgement:
 
 def judge(case: Case, declared: Set[Capability], kept: Kept, oracle: OracleObservation) -> Judgement:
     """Judge every rank of one case; an undeclared capability turns the question into *was it refused?*"""
-    undeclared = case.training.plan.needs - declared
+    undeclared = case.training.needs - declared
     if undeclared:
         return _judge_refusal(undeclared, kept)
+    if case.refusal is not Refusal.WRONG:
+        told = _judge_loud_refusal(case, kept)
+        if told is not None:
+            return told
     if kept.refusals:
         rank, words = min(kept.refusals.items())
         headline = f"rank {rank} refused a plan that the engine declares it can honour: {words}"
@@ -80,6 +84,39 @@ def _judge_refusal(undeclared: Set[Capability], kept: Kept) -> Judgement:
     failure = judge_failure(kept)
     headline = f"needs {needs}, which it does not declare; instead of refusing in prepare: {failure.headline}"
     return replace(failure, headline=headline)
+
+
+def _judge_loud_refusal(case: Case, kept: Kept) -> Judgement | None:
+    """Ask whether an engine that may or must refuse did so on every rank; None when it went on, as it may."""
+    outcomes = _outcome_records(kept.result)
+    words = {**kept.refusals, **_raised(kept.result)}
+    stopped = {o.rank for o in kept.result.outcomes if isinstance(o, Abandoned)}
+    if words and len(words.keys() | stopped) == len(kept.result.outcomes):
+        headline = (
+            f"refused, as it {'must' if case.refusal is Refusal.REQUIRED else 'may'}: {min(words.items())[1]}"
+        )
+        return Judgement(verdict=Verdict.PASSED, headline=headline, outcomes=outcomes)
+    if words and not kept.result.is_clean:
+        return None
+    if words:
+        others = sorted(set(range(len(kept.result.outcomes))) - set(words))
+        headline = (
+            f"refused on rank(s) {sorted(words)} while rank(s) {others} went ahead: {min(words.items())[1]}"
+        )
+        return Judgement(verdict=Verdict.FAILED, headline=headline, outcomes=outcomes)
+    if case.refusal is Refusal.REQUIRED and kept.result.is_clean:
+        headline = "went on with a plan that has no right outcome, without a word"
+        return Judgement(verdict=Verdict.FAILED, headline=headline, outcomes=outcomes)
+    return None
+
+
+def _raised(result: WorldResult) -> dict[int, str]:
+    """Give the words of ranks that raised by themselves; an error of the transport is no refusal."""
+    return {
+        o.rank: f"{o.kind}: {o.message}"
+        for o in result.outcomes
+        if isinstance(o, Raised) and not o.is_symptom and o.kind not in {_MISMATCH, *_DEADLOCKS}
+    }
 
 
 def judge_failure(kept: Kept) -> Judgement:

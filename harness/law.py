@@ -24,6 +24,15 @@ class Evidence:
     ranks: tuple[Observation, ...]
     oracle: OracleObservation
 
+    @property
+    def data_size(self) -> int:
+        """How many ranks have data of their own."""
+        return self.training.plan.data_size(self.world_size)
+
+    def data_rank(self, rank: int) -> int:
+        """Tell whose data a rank was given."""
+        return self.training.plan.data_rank(rank, self.world_size)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ruling:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import ctypes
+import hashlib
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,30 +15,45 @@ from engine.contract import Shard
 from harness.errors import UsageError
 from harness.ledger.entry import Ledger
 
-__all__ = ["Observation", "StepObservation", "load_observation", "save_observation"]
+__all__ = ["Fact", "Observation", "StepObservation", "digest", "load_observation", "save_observation"]
 
 Shards = Mapping[str, Shard]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fact:
+    """Something that was so at a moment of a step: of a unit, of an output, of the engine."""
+
+    moment: str
+    subject: str
+    value: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StepObservation:
     """One optimizer step on one rank.
 
-    ``losses``: this rank's loss of each microbatch, float64 scalars on the scale of the global mean times
-    the world size. ``gradients``: after the last backward, before the optimizer step; None where the engine
-    has none. ``parameters``: after the optimizer step.
+    ``losses``: this rank's losses in the order of the script, one for each microbatch where that is a plain one,
+    on the scale of the global mean times the number of ranks with data. ``gradients``: after the last backward,
+    clipped if so asked, before the optimizer step; None where the engine has none. ``parameters``: after the
+    optimizer step. ``norm``: what clipping returned. ``facts`` and ``snapshots``: what the script had looked
+    at on the way, snapshots being the parameters as the module showed them, by moment.
     """
 
     losses: tuple[float, ...]
     gradients: Mapping[str, Shard | None]
     parameters: Shards
+    norm: float | None = None
+    facts: tuple[Fact, ...] = ()
+    snapshots: Mapping[str, Shards] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Observation:
     """One rank of one training: parameters after prepare, each step, state and buffers at the end, ledger.
 
-    ``input_digest`` is a hash of every input the rank was given, so that equal data on two ranks shows.
+    ``input_digest`` is a hash of all data the rank was given, so that equal data on two ranks shows.
+    ``repeat_digests`` are hashes of all that each of the repeated trainings observed.
     """
 
     rank: int
@@ -46,6 +63,7 @@ class Observation:
     optimizer_state: Shards
     buffers: Shards
     ledger: Ledger
+    repeat_digests: tuple[str, ...] = ()
 
 
 def save_observation(observation: Observation, path: Path) -> None:
@@ -55,13 +73,45 @@ def save_observation(observation: Observation, path: Path) -> None:
         "input_digest": observation.input_digest,
         "initial": _pack(observation.initial),
         "steps": [
-            {"losses": s.losses, "gradients": _pack(s.gradients), "parameters": _pack(s.parameters)}
+            {
+                "losses": s.losses,
+                "gradients": _pack(s.gradients),
+                "parameters": _pack(s.parameters),
+                "norm": s.norm,
+                "facts": [asdict(fact) for fact in s.facts],
+                "snapshots": {moment: _pack(shards) for moment, shards in s.snapshots.items()},
+            }
             for s in observation.steps
         ],
         "optimizer_state": _pack(observation.optimizer_state),
         "buffers": _pack(observation.buffers),
+        "repeat_digests": observation.repeat_digests,
     }
     torch.save(plain, path)
+
+
+def digest(observation: Observation) -> str:
+    """Hash every bit of every tensor, loss and norm of an observation; the ledger plays no part."""
+    seen = hashlib.sha256()
+    for name, shard in _tensors(observation):
+        seen.update(
+            f"{name} {shard.offsets} {shard.is_flat} {shard.tensor.dtype} {tuple(shard.tensor.shape)}".encode()
+        )
+        plain = shard.tensor.contiguous()
+        seen.update(ctypes.string_at(plain.data_ptr(), plain.nbytes))
+    for step in observation.steps:
+        seen.update(repr((step.losses, step.norm)).encode())
+    return seen.hexdigest()
+
+
+def _tensors(observation: Observation) -> Iterator[tuple[str, Shard]]:
+    groups: list[Mapping[str, Shard | None]] = [
+        observation.initial,
+        *(group for step in observation.steps for group in (step.gradients, step.parameters)),
+        observation.optimizer_state,
+        observation.buffers,
+    ]
+    yield from ((name, shard) for group in groups for name, shard in group.items() if shard is not None)
 
 
 def load_observation(path: Path, ledger: Ledger) -> Observation:
@@ -85,11 +135,15 @@ def load_observation(path: Path, ledger: Ledger) -> Observation:
                 losses=tuple(s["losses"]),
                 gradients=_unpack_optional(s["gradients"]),
                 parameters=_unpack(s["parameters"]),
+                norm=s["norm"],
+                facts=tuple(Fact(**fact) for fact in s["facts"]),
+                snapshots={moment: _unpack(shards) for moment, shards in s["snapshots"].items()},
             )
             for s in plain["steps"]
         ),
         optimizer_state=_unpack(plain["optimizer_state"]),
         buffers=_unpack(plain["buffers"]),
+        repeat_digests=tuple(plain["repeat_digests"]),
         ledger=ledger,
     )
 
@@ -97,7 +151,7 @@ def load_observation(path: Path, ledger: Ledger) -> Observation:
 # Any: the plain dicts that torch.save and torch.load exchange.
 def _pack(shards: Mapping[str, Shard | None]) -> dict[str, Any]:
     return {
-        name: None if s is None else (s.tensor, list(s.offsets), list(s.global_shape))
+        name: None if s is None else (s.tensor, list(s.offsets), list(s.global_shape), s.is_flat)
         for name, s in shards.items()
     }
 
@@ -106,7 +160,9 @@ def _unpack_optional(plain: dict[str, Any]) -> dict[str, Shard | None]:
     return {
         name: None
         if packed is None
-        else Shard(tensor=packed[0], offsets=tuple(packed[1]), global_shape=tuple(packed[2]))
+        else Shard(
+            tensor=packed[0], offsets=tuple(packed[1]), global_shape=tuple(packed[2]), is_flat=packed[3]
+        )
         for name, packed in plain.items()
     }
 

@@ -14,15 +14,25 @@ from torch import nn
 
 from engine.contract import Plan
 from harness.case import LoopOrder, Training, ZeroGrad
-from harness.loss import loss_weight
+from harness.oracle_actor import OracleActor, Workshop
 from harness.summation import EXACT_ORDER, Summation, num_reorderings, reordering
 
-__all__ = ["INITIAL_STEP", "LOSSES", "OracleObservation", "OracleStep", "Place", "Quantity", "run_oracle"]
+__all__ = [
+    "INITIAL_STEP",
+    "LOSSES",
+    "NORM",
+    "OracleObservation",
+    "OracleStep",
+    "Place",
+    "Quantity",
+    "run_oracle",
+]
 
 Tensors = Mapping[str, torch.Tensor]
 
 INITIAL_STEP = -1  # the step of what is seen before the first step
-LOSSES = "loss"  # the name under which a step's losses are one tensor [microbatches, world size]
+LOSSES = "loss"  # the name under which a step's losses are one tensor [losses of the script, ranks with data]
+NORM = "norm"  # the name under which the norm that clipping returns is a scalar tensor
 
 
 class Quantity(StrEnum):
@@ -31,6 +41,7 @@ class Quantity(StrEnum):
     INITIAL = "initial parameter"
     LOSS = "loss"
     GRADIENT = "gradient"
+    NORM = "gradient norm"
     PARAMETER = "parameter"
     OPTIMIZER_STATE = "optimizer state"
     BUFFER = "buffer"
@@ -49,15 +60,17 @@ class Place:
 class OracleStep:
     """One optimizer step of the oracle.
 
-    ``losses`` is [microbatches, world size]. ``contributions[name][m, r]`` is the gradient of rank r's loss
-    of microbatch m as that rank computes it, before any averaging: summed over both and divided by the
-    plan's divisor they are the step's gradient. ``gradients`` is what the optimizer finds, None where there is none.
+    ``losses`` is [losses of the script, ranks with data]. ``contributions[name][m, r]`` is the gradient of rank
+    r's loss of microbatch m as that rank computes it, before any averaging: summed over both and divided by
+    the plan's divisor they are the step's gradient. ``gradients`` is what the optimizer finds, clipped if so
+    asked, None where there is none. ``norm`` is that of all gradients before clipping.
     """
 
     losses: torch.Tensor
     contributions: Tensors
     gradients: Mapping[str, torch.Tensor | None]
     parameters: Tensors
+    norm: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -94,6 +107,9 @@ class OracleObservation:
                 return {LOSSES: self.steps[step].losses}
             case Quantity.GRADIENT:
                 return self.steps[step].gradients
+            case Quantity.NORM:
+                norm = self.steps[step].norm
+                return {} if norm is None else {NORM: norm}
             case Quantity.PARAMETER:
                 return self.steps[step].parameters
             case Quantity.OPTIMIZER_STATE:
@@ -122,6 +138,7 @@ class _Run:
         for step, seen in enumerate(self.steps):
             places.append((Quantity.LOSS, step, LOSSES, seen.losses))
             places += [(Quantity.GRADIENT, step, n, t) for n, t in seen.gradients.items() if t is not None]
+            places += [(Quantity.NORM, step, NORM, seen.norm)] if seen.norm is not None else []
             places += [(Quantity.PARAMETER, step, n, t) for n, t in seen.parameters.items()]
         places += [(Quantity.OPTIMIZER_STATE, last, n, t) for n, t in self.optimizer_state.items()]
         for name in self.buffers[0]:
@@ -131,10 +148,14 @@ class _Run:
 
 
 def run_oracle(training: Training, world_size: int) -> OracleObservation:
-    """Train once in float64 and a few times in float32 with other orders of summation; never communicates."""
+    """Train once in float64 and a few times in the parameters' dtype with other orders of summation.
+
+    ``world_size`` counts the ranks that have data of their own. Never communicates.
+    """
     exact = _train(training, world_size, EXACT_ORDER)
+    dtype = training.convert or torch.float32
     noisy = [
-        _train(training, world_size, reordering(k, training.plan))
+        _train(training, world_size, reordering(k, training.plan, dtype))
         for k in range(num_reorderings(training.plan))
     ]
     noise = _largest_deviation(exact.tensors(), [run.tensors() for run in noisy])
@@ -174,15 +195,22 @@ def _train(training: Training, world_size: int, summation: Summation) -> _Run:
     parameters = dict(model.named_parameters())
     initial = _copy(parameters)
     optimizer = training.optimizer(parameters.values())
-    ranks = _RankBuffers(model, world_size)
+    workshop = Workshop(model, world_size, summation)
     steps = []
     for step in range(training.schedule.steps):
-        losses, contributions = _pieces(training, model, ranks, step, summation)
-        _accumulate(parameters, contributions, summation, training.plan)
+        losses, contributions = _pieces(training, workshop, step)
+        for name, pieces in contributions.items():
+            # Cleared before, to None or to zeros; a parameter that no loss reaches keeps what clearing left.
+            parameters[name].grad = summation.reduce(pieces, training.plan)
+        norm = _clip(training, parameters)
         gradients = {n: None if p.grad is None else p.grad.clone() for n, p in parameters.items()}
         _update(training, optimizer, step)
         seen = OracleStep(
-            losses=losses, contributions=contributions, gradients=gradients, parameters=_copy(parameters)
+            losses=losses,
+            contributions=contributions,
+            gradients=gradients,
+            parameters=_copy(parameters),
+            norm=norm,
         )
         steps.append(seen)
     state = {
@@ -191,64 +219,32 @@ def _train(training: Training, world_size: int, summation: Summation) -> _Run:
         for key, value in optimizer.state.get(p, {}).items()
         if isinstance(value, torch.Tensor)
     }
-    return _Run(initial=initial, steps=tuple(steps), optimizer_state=state, buffers=ranks.all())
-
-
-class _RankBuffers:
-    """Buffers of every rank, swapped in and out of the one model: forward changes those of its rank alone."""
-
-    def __init__(self, model: nn.Module, world_size: int) -> None:
-        self._live = dict(model.named_buffers())
-        self._of_rank = [_copy(self._live) for _ in range(world_size)]
-
-    def enter(self, rank: int) -> None:
-        """Make the model's buffers those of ``rank``."""
-        for name, buffer in self._live.items():
-            buffer.copy_(self._of_rank[rank][name])
-
-    def leave(self, rank: int) -> None:
-        """Keep the model's buffers as those of ``rank``."""
-        self._of_rank[rank] = _copy(self._live)
-
-    def all(self) -> tuple[Tensors, ...]:
-        """Give each rank's buffers."""
-        return tuple(self._of_rank)
+    return _Run(initial=initial, steps=tuple(steps), optimizer_state=state, buffers=workshop.buffers())
 
 
 def _pieces(
-    training: Training, model: nn.Module, ranks: _RankBuffers, step: int, summation: Summation
+    training: Training, workshop: Workshop, step: int
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Compute the loss and the gradients of every (microbatch, rank) of a step, each by itself."""
-    world_size, num_microbatches = len(ranks.all()), training.schedule.microbatches
-    weight = loss_weight(training, world_size, step)
-    losses = torch.zeros(num_microbatches, world_size, dtype=summation.dtype)
+    """Play the script of a step for each rank by itself; give losses, and gradients of each (microbatch, rank)."""
+    num_microbatches, world_size = training.schedule.microbatches, workshop.world_size
+    losses = []
     found: dict[str, torch.Tensor] = {}
-    names, parameters = zip(*model.named_parameters(), strict=True)
-    for microbatch in range(num_microbatches):
-        for rank in range(world_size):
-            batch = summation.prepare(training.problem.batch(step=step, microbatch=microbatch, rank=rank))
-            ranks.enter(rank)
-            loss = training.problem.loss_sum(model(*batch.inputs), batch) * weight
-            ranks.leave(rank)
-            losses[microbatch, rank] = loss.detach()
-            for name, gradient in zip(
-                names, torch.autograd.grad(loss, parameters, allow_unused=True), strict=True
-            ):
-                if gradient is not None:
-                    shape = (num_microbatches, world_size, *gradient.shape)
-                    found.setdefault(name, gradient.new_zeros(shape))[microbatch, rank] = gradient
-    return losses, found
+    for rank in range(world_size):
+        actor = OracleActor(workshop, training, step, rank)
+        with workshop.playing(rank):
+            training.script.play(actor)
+        losses.append(torch.tensor(actor.losses, dtype=torch.float64))
+        for (microbatch, name), gradient in actor.gradients.items():
+            shape = (num_microbatches, world_size, *gradient.shape)
+            found.setdefault(name, gradient.new_zeros(shape))[microbatch, rank] = gradient
+    return torch.stack(losses, dim=1), found
 
 
-def _accumulate(
-    parameters: Mapping[str, nn.Parameter],
-    contributions: Tensors,
-    summation: Summation,
-    plan: Plan,
-) -> None:
-    for name, pieces in contributions.items():
-        # Cleared before, to None or to zeros; a parameter that no loss reaches keeps what clearing left.
-        parameters[name].grad = summation.reduce(pieces, plan)
+def _clip(training: Training, parameters: Mapping[str, nn.Parameter]) -> torch.Tensor | None:
+    clip = training.schedule.clip
+    if clip is None:
+        return None
+    return nn.utils.clip_grad_norm_(parameters.values(), clip.max_norm, clip.norm_type).detach()
 
 
 def _update(training: Training, optimizer: torch.optim.Optimizer, step: int) -> None:

@@ -115,7 +115,7 @@ def _moments(evidence: Evidence) -> Iterator[tuple[Place, ...]]:
     last = len(evidence.oracle.steps) - 1
     yield _places(evidence, Quantity.INITIAL, INITIAL_STEP)
     for step in range(last + 1):
-        for quantity in (Quantity.LOSS, Quantity.GRADIENT, Quantity.PARAMETER):
+        for quantity in (Quantity.LOSS, Quantity.NORM, Quantity.GRADIENT, Quantity.PARAMETER):
             yield _places(evidence, quantity, step)
     yield _places(evidence, Quantity.OPTIMIZER_STATE, last)
     yield _places(evidence, Quantity.BUFFER, last)
@@ -139,10 +139,10 @@ def _comparisons(evidence: Evidence, place: Place) -> list[_Comparison]:
 
 
 def _compare(evidence: Evidence, place: Place, piece: Piece, allowed: float) -> _Comparison:
-    full = evidence.oracle.reference(place.quantity, place.step, piece.rank)[place.name]
+    full = evidence.oracle.reference(place.quantity, place.step, evidence.data_rank(piece.rank))[place.name]
     if full is None:
         raise ValueError(f"{_where(place)}: expected a reference tensor, got None")
-    expected = full[piece.shard.region].double()
+    expected = piece.shard.of(full).double()
     got = piece.shard.tensor.double()
     error = torch.where(torch.isfinite(got), (got - expected).abs(), math.inf)
     return _Comparison(piece=piece, expected=expected, error=error, allowed=allowed)
@@ -171,9 +171,11 @@ def _where(place: Place) -> str:
 
 def _wrong_value(evidence: Evidence, place: Place, worst: _Comparison, num_ranks: int) -> _Finding:
     shard = worst.piece.shard
-    record = _record(place, worst, looks_like(evidence.oracle, place, worst.piece.rank, shard))
+    of_whom = evidence.data_rank(worst.piece.rank)
+    record = _record(place, worst, looks_like(evidence.oracle, place, of_whom, shard))
+    form = "flat shard" if shard.is_flat else "shard"
     text = (
-        f"{_where(place)} on rank {record.rank} (shard at {list(shard.offsets)}; wrong on {num_ranks} of "
+        f"{_where(place)} on rank {record.rank} ({form} at {list(shard.offsets)}; wrong on {num_ranks} of "
         f"{evidence.world_size} ranks): {record.looks_like}; at {list(record.index)} got {record.got:.9g}, "
         f"expected {record.expected:.9g}, error {record.error:.3g}, allowed {record.allowed:.3g}, "
         f"{record.share:.1%} of the shard beyond"
@@ -188,7 +190,7 @@ def _record(place: Place, comparison: _Comparison, characterised: str) -> Tensor
         name=place.name,
         step=place.step,
         rank=comparison.piece.rank,
-        index=tuple(o + i for o, i in zip(shard.offsets, index, strict=True)),
+        index=shard.index_of(index),
         got=float(shard.tensor[index].item()),
         expected=float(comparison.expected[index].item()),
         error=comparison.worst_error,
@@ -207,17 +209,16 @@ def _divergence(comparisons: list[_Comparison]) -> str | None:
     holder = torch.full(first.global_shape, -1)
     held = torch.zeros(first.global_shape, dtype=first.tensor.dtype)
     for comparison in comparisons:
-        piece = comparison.piece
-        region = piece.shard.region
-        differs = (holder[region] >= 0) & (held[region] != piece.shard.tensor)
+        shard, rank = comparison.piece.shard, comparison.piece.rank
+        holder_here, held_here = shard.of(holder), shard.of(held)
+        differs = (holder_here >= 0) & (held_here != shard.tensor)
         if bool(differs.any()):
             local = tuple(differs.nonzero()[0].tolist())
-            index = [o + i for o, i in zip(piece.shard.offsets, local, strict=True)]
-            other = int(holder[region][local])
+            other = int(holder_here[local])
             return (
-                f"replicas diverge: at {index} rank {other} holds {held[region][local].item():.9g} and "
-                f"rank {piece.rank} holds {piece.shard.tensor[local].item():.9g}"
+                f"replicas diverge: at {list(shard.index_of(local))} rank {other} holds "
+                f"{held_here[local].item():.9g} and rank {rank} holds {shard.tensor[local].item():.9g}"
             )
-        holder[region] = piece.rank
-        held[region] = piece.shard.tensor
+        holder_here.fill_(rank)
+        held_here.copy_(shard.tensor)
     return None

@@ -14,12 +14,16 @@ import torch
 from engine.registry import BUILT_IN, EngineNotFoundError
 from harness import expectations_file
 from harness.aside import describe
-from harness.case import Case, Training
+from harness.case import Case, Refusal, Training
 from harness.catalogue import collected
+from harness.collection import Refusals, refuse
+from harness.coverage import rows_of
 from harness.errors import HarnessBug, UsageError
 from harness.expectations import expected
+from harness.hunt import NOBODY, Grounds, Hunt
 from harness.law import Law
 from harness.node import Node
+from harness.prey import Breadth
 from harness.provenance import today
 from harness.record import Expectations, Record, to_json
 from harness.run_directory import OBSERVATIONS, read_run, refuse_existing
@@ -29,6 +33,7 @@ from harness.verdict import Verdict
 from harness.worlds.forkserver import warm_up
 from harness.worlds.sizes import Sizes
 from harness.worlds.spec import WorldSpec
+from suites.upstream import UPSTREAM
 
 __all__ = ["Trial"]
 
@@ -36,6 +41,13 @@ _DEFAULT_WORLDS = ["threads:2"]
 _CELLS = pytest.StashKey[Sequence[Cell]]()
 _EXPECTATIONS = pytest.StashKey[Expectations | None]()
 _KEPT = pytest.StashKey[int]()  # how many tests this plugin would run, had nothing else left some out
+_ROWS = frozenset(row.id for row in UPSTREAM)
+_MARKS = (
+    "worlds(sizes): the world sizes that a case makes sense for",
+    "device(name): the only device that can show what a case asks",
+    "rows(id, ...): the upstream tests that a case stands for",
+    "prey(mutant, ..., world=None): the mutants that a case must kill, in one world or in the first that suits it",
+)
 _TO_WORKER = "shardproof.expectations"
 # The world must give its own verdict, with stacks, before pytest-timeout ends the test from outside.
 _BEFORE_TIMEOUT_S = 3.0
@@ -55,9 +67,10 @@ class Trial:
         """How many ranks the world has."""
         return self._cell.world.size
 
-    def holds(self, training: Training, *laws: Law) -> None:
+    def holds(self, training: Training, *laws: Law, refusal: Refusal = Refusal.WRONG) -> None:
         """Judge this engine: every law must hold of the training, on every rank.
 
+        ``refusal`` says what becomes of an engine that declares all that the plan needs and refuses it.
         Fails the test for every verdict that does not conform, skips it for UNSUPPORTED, and lets it fail as
         expected for KNOWN_FAILURE; in any case the verdict is recorded.
         """
@@ -70,7 +83,7 @@ class Trial:
                 got=self._item.nodeid,
                 hint="reporting this",
             )
-        case = Case(id=node.case, training=training, laws=laws)
+        case = Case(id=node.case, training=training, laws=laws, refusal=refusal)
         judged = self._session.run(case, self._cell, suite=node.suite, command=node.command)
         record = expected(judged, self._expectations)
         self._item.user_properties.append((RECORD_PROPERTY, to_json(record)))
@@ -103,6 +116,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--expectations", metavar="FILE", help="known failures (default: suites/expectations.toml)"
     )
     group.addoption("--no-expectations", action="store_true", help="give raw verdicts")
+    group.addoption(
+        "--prey",
+        choices=[str(breadth.value) for breadth in Breadth],
+        help="engines are mutants: give each case those that its prey marks name, or one case each of these, or all",
+    )
     group.addoption("--deadline", type=float, default=60.0, metavar="S", help="seconds a world may take")
 
 
@@ -110,7 +128,8 @@ def pytest_configure(config: pytest.Config) -> None:
     """Read the options, and register the sink in the process that sees all reports; workers send theirs there."""
     # Comparing small tensors gains nothing from more threads, and several workers with several each spin for cores.
     torch.set_num_threads(1)
-    config.addinivalue_line("markers", "worlds(sizes): the world sizes that a case makes sense for")
+    for mark in _MARKS:
+        config.addinivalue_line("markers", mark)
     try:
         config.stash[_CELLS] = _cells(config)
         config.stash[_EXPECTATIONS] = _expectations(config)
@@ -122,6 +141,10 @@ def pytest_configure(config: pytest.Config) -> None:
         out = config.getoption("--out")
         sink = Sink(config, config.stash[_CELLS], config.stash[_EXPECTATIONS], Path(out) if out else None)
         config.pluginmanager.register(sink, "shardproof-sink")
+        config.pluginmanager.register(Refusals(), "shardproof-refusals")
+    if config.getoption("--prey"):
+        grounds = Grounds.of(config.stash[_CELLS], config)
+        config.pluginmanager.register(Hunt(grounds), "shardproof-hunt")
 
 
 # Any: xdist's node, whose package need not be there.
@@ -134,8 +157,8 @@ def pytest_configure_node(node: Any) -> None:
 @pytest.hookimpl(tryfirst=True)  # so that the cell comes first in ids, where Node finds it
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Give every test that asks for a trial one instance per engine and world."""
-    if "trial" not in metafunc.fixturenames:
-        return
+    if "trial" not in metafunc.fixturenames or metafunc.config.getoption("--prey"):
+        return  # the hunt chooses engines and worlds itself
     cells = metafunc.config.stash[_CELLS]
     metafunc.parametrize("cell", cells, ids=[str(c) for c in cells], scope="session")
 
@@ -146,6 +169,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     When replaying, deselect also what the run to replay did not contain.
     """
+    try:
+        for item in items:
+            rows_of(item.iter_markers("rows"), _ROWS, where=item.nodeid)
+    except UsageError as error:
+        refuse(config, items, error)
     catalogue = collected([item.nodeid for item in items], config.args)
     replay = config.getoption("--replay")
     known = {(r.engine, r.case, r.world) for r in read_run(Path(replay)).records} if replay else None
@@ -240,10 +268,11 @@ def _expectations(config: pytest.Config) -> Expectations | None:
 def _makes_sense(item: pytest.Item) -> bool:
     callspec = getattr(item, "callspec", None)
     cell = callspec.params.get("cell") if callspec is not None else None
-    if cell is None:
+    if cell is None or cell.engine == NOBODY:
         return True
     sizes: list[Sizes] = [marker.args[0] for marker in item.iter_markers("worlds")]
-    return all(s.allows(cell.world.size) for s in sizes)
+    devices = {marker.args[0] for marker in item.iter_markers("device")}
+    return all(s.allows(cell.world.size) for s in sizes) and devices <= {cell.world.device}
 
 
 def _is_known(item: pytest.Item, known: set[tuple[str, str, str]] | None) -> bool:

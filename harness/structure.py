@@ -8,9 +8,10 @@ from dataclasses import dataclass
 import torch
 
 from engine.contract import Shard
+from harness.division import is_on_rank
 from harness.law import Evidence
 from harness.observation import Observation
-from harness.oracle import LOSSES, Place, Quantity
+from harness.oracle import LOSSES, NORM, Place, Quantity
 
 __all__ = ["Piece", "Tensors", "observed", "pieces_of", "structural_faults"]
 
@@ -34,7 +35,9 @@ def observed(evidence: Evidence, observation: Observation, quantity: Quantity, s
             return observation.optimizer_state
         case Quantity.BUFFER:
             return observation.buffers
-        case Quantity.LOSS | Quantity.GRADIENT | Quantity.PARAMETER if step >= len(observation.steps):
+        case Quantity.LOSS | Quantity.GRADIENT | Quantity.NORM | Quantity.PARAMETER if step >= len(
+            observation.steps
+        ):
             return {}
         case Quantity.GRADIENT:
             return observation.steps[step].gradients
@@ -42,9 +45,15 @@ def observed(evidence: Evidence, observation: Observation, quantity: Quantity, s
             return observation.steps[step].parameters
         case Quantity.LOSS:
             losses = torch.tensor(observation.steps[step].losses, dtype=torch.float64).unsqueeze(1)
-            shape = (evidence.training.schedule.microbatches, evidence.world_size)
-            column = Shard(tensor=losses, offsets=(0, observation.rank), global_shape=shape)
-            return {LOSSES: column}
+            shape = tuple(evidence.oracle.steps[step].losses.shape)
+            place = (0, evidence.data_rank(observation.rank))
+            return {LOSSES: Shard(tensor=losses, offsets=place, global_shape=shape)}
+        case Quantity.NORM:
+            norm = observation.steps[step].norm
+            if norm is None:
+                return {}
+            whole = torch.tensor(norm, dtype=torch.float64)
+            return {NORM: Shard(tensor=whole, offsets=(), global_shape=())}
 
 
 def structural_faults(evidence: Evidence, place: Place) -> tuple[str, ...]:
@@ -71,7 +80,11 @@ def pieces_of(evidence: Evidence, place: Place) -> tuple[Piece, ...]:
 
 def _fault(evidence: Evidence, observation: Observation, place: Place) -> str | None:
     tensors = observed(evidence, observation, place.quantity, place.step)
-    references = evidence.oracle.reference(place.quantity, place.step, observation.rank)
+    if place.quantity not in {Quantity.LOSS, Quantity.NORM}:
+        name, rank = place.name.partition("/")[0], observation.rank
+        if not is_on_rank(evidence.training, rank, evidence.world_size, name):
+            return "unexpected name, of another stage" if place.name in tensors else None
+    references = evidence.oracle.reference(place.quantity, place.step, evidence.data_rank(observation.rank))
     if place.name not in references:
         return "unexpected name, the oracle has none such" if place.name in tensors else None
     reference, shard = references[place.name], tensors.get(place.name)
@@ -111,12 +124,10 @@ def _misfit(shard: Shard, reference: torch.Tensor, evidence: Evidence, place: Pl
     shape = tuple(reference.shape)
     if shard.global_shape != shape:
         return f"expected global shape {shape}, got {shard.global_shape}"
-    local = tuple(shard.tensor.shape)
-    ends = [offset + size for offset, size in zip(shard.offsets, local, strict=False)]
-    is_inside = all(e <= s for e, s in zip(ends, shape, strict=False)) and min(shard.offsets, default=0) >= 0
-    if len(local) != len(shape) or len(shard.offsets) != len(shape) or not is_inside:
-        return f"expected a shard inside {shape}, got shape {local} at offset {shard.offsets}"
-    if place.quantity is not Quantity.LOSS:
+    if not shard.is_inside:
+        local = f"{'flat ' if shard.is_flat else ''}shape {tuple(shard.tensor.shape)}"
+        return f"expected a shard inside {shape}, got {local} at offset {shard.offsets}"
+    if place.quantity not in {Quantity.LOSS, Quantity.NORM}:
         dtype = evidence.oracle.dtype(place.quantity, place.name)
         if shard.tensor.dtype != dtype:
             return f"expected {dtype}, got {shard.tensor.dtype}"
@@ -130,7 +141,7 @@ def _gap(evidence: Evidence, place: Place) -> str | None:
         return None
     is_held = torch.zeros(reference.shape, dtype=torch.bool)
     for piece in pieces_of(evidence, place):
-        is_held[piece.shard.region] = True
+        piece.shard.of(is_held).fill_(True)
     num_missing = int((~is_held).sum())
     if not num_missing:
         return None

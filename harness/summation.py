@@ -7,13 +7,15 @@ from dataclasses import dataclass
 import torch
 
 from engine.contract import Accumulation, Plan
-from harness.case import Batch
+from harness.script import Batch
 
-__all__ = ["EXACT_ORDER", "Summation", "num_reorderings", "reordering"]
+__all__ = ["EXACT_ORDER", "Rows", "Summation", "num_reorderings", "reordering"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Rows:
+class Rows:
+    """A batch as the oracle sees it."""
+
     inputs: tuple[torch.Tensor, ...]
     target: torch.Tensor
 
@@ -22,7 +24,8 @@ class _Rows:
 class Summation:
     """One way to compute a step's gradient from the pieces of all microbatches and ranks.
 
-    ``seed`` shuffles rows, microbatches and ranks; None keeps their order. ``reduce_dtype`` is what crosses
+    ``dtype`` is that of the parameters, ``compute_dtype`` that of forward and backward. ``seed`` shuffles rows,
+    microbatches and ranks; None keeps their order. ``reduce_dtype`` is what crosses
     between ranks. ``is_tree`` adds in pairs, not one after the other; ``divides_first`` divides before adding,
     as engines do against overflow. ``accumulates_reduced`` keeps the local sum over
     microbatches in ``reduce_dtype``.
@@ -30,19 +33,21 @@ class Summation:
 
     dtype: torch.dtype
     reduce_dtype: torch.dtype
+    compute_dtype: torch.dtype
     seed: int | None = None
     is_tree: bool = False
     divides_first: bool = False
     accumulates_reduced: bool = False
 
     def prepare(self, batch: Batch) -> Batch:
-        """Cast the batch's floats to ``dtype`` and shuffle its rows."""
+        """Cast the inputs' floats to ``compute_dtype``, those of the target to ``dtype``, and shuffle the rows."""
         order = self._order(batch.target.shape[0])
 
-        def cast(tensor: torch.Tensor) -> torch.Tensor:
-            return (tensor.to(self.dtype) if tensor.is_floating_point() else tensor)[order]
+        def cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+            return (tensor.to(dtype) if tensor.is_floating_point() else tensor)[order]
 
-        return _Rows(inputs=tuple(cast(t) for t in batch.inputs), target=cast(batch.target))
+        inputs = tuple(cast(tensor, self.compute_dtype) for tensor in batch.inputs)
+        return Rows(inputs=inputs, target=cast(batch.target, self.dtype))
 
     def reduce(self, pieces: torch.Tensor, plan: Plan) -> torch.Tensor:
         """Add ``pieces`` [microbatches, ranks, ...] over both, divided by the plan's divisor."""
@@ -77,7 +82,7 @@ class Summation:
         return torch.randperm(size, generator=torch.Generator().manual_seed(self.seed * 1_000 + size))
 
 
-EXACT_ORDER = Summation(dtype=torch.float64, reduce_dtype=torch.float64)
+EXACT_ORDER = Summation(dtype=torch.float64, reduce_dtype=torch.float64, compute_dtype=torch.float64)
 
 
 def num_reorderings(plan: Plan) -> int:
@@ -85,16 +90,18 @@ def num_reorderings(plan: Plan) -> int:
 
     A reduction in fewer bits rounds coarsely enough that four runs can all be right by luck.
     """
-    return 4 if plan.reduce_dtype in (None, torch.float32) else 8
+    return 4 if plan.reduction_dtype in (None, torch.float32) else 8
 
 
-def reordering(number: int, plan: Plan) -> Summation:
-    """Give the ``number``-th float32 order; the four combinations of tree and division come first."""
+def reordering(number: int, plan: Plan, dtype: torch.dtype = torch.float32) -> Summation:
+    """Give the ``number``-th order for parameters of ``dtype``; all combinations of tree and division come first."""
     return Summation(
-        dtype=torch.float32,
-        reduce_dtype=plan.reduce_dtype or torch.float32,
+        dtype=dtype,
+        reduce_dtype=plan.reduction_dtype or dtype,
+        compute_dtype=plan.compute_dtype or dtype,
         seed=number,
         is_tree=number % 2 == 1,
-        divides_first=number // 2 % 2 == 1,
+        # The sum of what ranks hold in float16 may overflow: there an engine has to divide first.
+        divides_first=number // 2 % 2 == 1 or plan.reduction_dtype is torch.float16,
         accumulates_reduced=number // 4 % 2 == 1,
     )

@@ -29,12 +29,17 @@ def allowed_error(oracle: OracleObservation, place: Place) -> float:
 
     Zero for exact trainings, for initial parameters (nothing was computed yet) and for integers.
     """
-    dtype = torch.float32 if place.quantity is Quantity.LOSS else oracle.dtype(place.quantity, place.name)
+    is_float = place.quantity in {
+        Quantity.LOSS,
+        Quantity.NORM,
+    }  # as Python floats they have no dtype of their own
+    dtype = torch.float32 if is_float else oracle.dtype(place.quantity, place.name)
     if oracle.is_exact or place.quantity is Quantity.INITIAL or not dtype.is_floating_point:
         return 0.0
     floor = _FLOOR_ROUNDINGS * torch.finfo(dtype).eps * _scale(oracle, place)
-    if place.quantity is Quantity.GRADIENT and oracle.plan.reduce_dtype is not None:
-        floor = max(floor, torch.finfo(oracle.plan.reduce_dtype).eps * _scale(oracle, place))
+    reduced_in = oracle.plan.reduction_dtype
+    if place.quantity is Quantity.GRADIENT and reduced_in is not None:
+        floor = max(floor, torch.finfo(reduced_in).eps * _scale(oracle, place))
     return MULTIPLE * max(oracle.noise[place], floor)
 
 
@@ -42,17 +47,29 @@ def _scale(oracle: OracleObservation, place: Place) -> float:
     """Give the largest value rounded on the way: the result itself may have cancelled to nearly zero."""
     match place.quantity:
         case Quantity.GRADIENT:
-            pieces = oracle.steps[place.step].contributions[place.name]
-            return _largest(pieces.abs().sum((0, 1)) / oracle.divisor)
+            pieces = oracle.steps[place.step].contributions.get(place.name)
+            # None where no loss reached the parameter: what the optimizer finds are the zeros of clearing.
+            if pieces is None:
+                return 0.0
+            return _largest(pieces.abs().sum((0, 1)) / oracle.divisor) * _clipped(oracle, place, pieces)
         case Quantity.PARAMETER:
             history = [oracle.initial[place.name]]
             history += [step.parameters[place.name] for step in oracle.steps[: place.step + 1]]
             return max(_largest(value) for value in history)
         case Quantity.BUFFER:
             return max(_largest(of_rank[place.name]) for of_rank in oracle.buffers)
-        case Quantity.INITIAL | Quantity.LOSS | Quantity.OPTIMIZER_STATE:
+        case Quantity.INITIAL | Quantity.LOSS | Quantity.NORM | Quantity.OPTIMIZER_STATE:
             reference = oracle.reference(place.quantity, place.step, rank=0)[place.name]
             return 0.0 if reference is None else _largest(reference)
+
+
+def _clipped(oracle: OracleObservation, place: Place, pieces: torch.Tensor) -> float:
+    """Give the factor by which clipping made a gradient, and all that was rounded before, smaller."""
+    step = oracle.steps[place.step]
+    gradient, whole = step.gradients[place.name], pieces.sum((0, 1)) / oracle.divisor
+    if step.norm is None or gradient is None or not whole.any():
+        return 1.0
+    return _largest(gradient) / _largest(whole)
 
 
 def _largest(tensor: torch.Tensor) -> float:

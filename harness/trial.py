@@ -66,7 +66,7 @@ class TrialSession:
         folder = self._folder(cell, case.training)
         try:
             kept = self._observe(case.training, cell, folder)
-            oracle = self._oracle(case.training, cell.world.size)
+            oracle = self._oracle(case.training, case.training.plan.data_size(cell.world.size))
             judgement = judge(case, engine.capabilities, kept, oracle)
             ledger = summarize(kept.ledgers)
         except UsageError:
@@ -105,7 +105,7 @@ class TrialSession:
 
     def _oracle(self, training: Training, world_size: int) -> OracleObservation:
         # The engine and most of the plan change neither what is right nor the noise around it.
-        arithmetic = replace(training, plan=_arithmetic(training.plan))
+        arithmetic = replace(training, plan=_arithmetic(training.plan), resume=None)
         key = (_digest(arithmetic), world_size)
         if key not in self._oracles:
             self._oracles[key] = aside(run_oracle, arithmetic, world_size)
@@ -130,7 +130,12 @@ class TrialSession:
 def _arithmetic(plan: Plan) -> Plan:
     """Keep of a plan what changes the oracle: how gradients are divided, in what dtype and portions summed."""
     return Plan(
-        divide_factor=plan.divide_factor, reduce_dtype=plan.reduce_dtype, accumulation=plan.accumulation
+        divide_factor=plan.divide_factor,
+        reduce_dtype=plan.reduce_dtype,
+        compute_dtype=plan.compute_dtype,
+        output_dtype=plan.output_dtype,
+        accumulation=plan.accumulation,
+        demands=plan.demands,  # without them the script is refused
     )
 
 
@@ -141,9 +146,13 @@ def _folder_name(cell: Cell, training: Training) -> Path:
 
 
 def _digest(training: Training) -> str:
-    text = "|".join(
-        [training.problem.name, training.optimizer.name, repr(training.plan), repr(training.schedule)]
-    )
+    parts = [training.problem.name, training.optimizer.name]
+    plans = [training.plan] if training.resume is None else [training.plan, training.resume.plan]
+    for plan in plans:  # a set has no order that two processes agree on
+        parts += [repr(replace(plan, demands=frozenset())), *sorted(c.name for c in plan.demands)]
+    after = None if training.resume is None else training.resume.after_steps
+    parts += [repr(x) for x in (training.schedule, training.script, training.convert, after)]
+    text = "|".join(parts)
     return (
         f"{training.problem.name}-{training.optimizer.name}-{hashlib.sha256(text.encode()).hexdigest()[:10]}"
     )

@@ -25,7 +25,7 @@ def watching_units(model: nn.Module, units: tuple[str, ...], recorder: Recorder)
     handles = []
     known = dict(model.named_modules())
     outputs = _LatestOutput()
-    for unit in ("", *units):
+    for unit in ("", *(name for joint in units for name in joint.split(","))):
         if (module := known.get(unit)) is not None:
             handles.append(module.register_forward_pre_hook(_Enter(unit, recorder), prepend=True))
             handles.append(module.register_forward_hook(_Leave(unit, recorder, outputs), prepend=True))

@@ -51,9 +51,10 @@ def _diverged(evidence: Evidence) -> str | None:
 
 
 def _equal_inputs(evidence: Evidence) -> str | None:
-    counts = Counter(observation.input_digest for observation in evidence.ranks)
-    digest, count = counts.most_common(1)[0]
-    if evidence.world_size == 1 or count == 1:
+    # Ranks of one tensor-parallel group or pipeline are given the same data on purpose.
+    of_rank = {evidence.data_rank(o.rank): o.input_digest for o in evidence.ranks}
+    digest, count = Counter(of_rank.values()).most_common(1)[0]
+    if count == 1:
         return None
     ranks = [o.rank for o in evidence.ranks if o.input_digest == digest]
     return f"ranks {ranks} were given equal inputs, so a missing reduction between them cannot show"
@@ -62,23 +63,27 @@ def _equal_inputs(evidence: Evidence) -> str | None:
 def _idle_ranks(evidence: Evidence) -> str | None:
     """Find a step to whose gradient some rank adds nothing: without that rank, it would come out the same."""
     for step, seen in enumerate(evidence.oracle.steps):
-        for rank in range(evidence.world_size):
+        for rank in range(evidence.data_size):
             if not any(bool(pieces[:, rank].any()) for pieces in seen.contributions.values()):
                 return f"every gradient of rank {rank} is zero in step {step}"
     return None
 
 
 def _independent_parameters(evidence: Evidence) -> str | None:
-    for name in evidence.oracle.initial:
+    idle = evidence.training.problem.idle
+    for name, initial in evidence.oracle.initial.items():
         gradients = [seen.gradients[name] for seen in evidence.oracle.steps]
-        if not any(g is not None and bool(g.any()) for g in gradients):
+        is_used = any(g is not None and bool(g.any()) for g in gradients)
+        if is_used and name in idle:
+            return f"{name!r} is idle by the problem's word, yet the loss depends on it"
+        if not is_used and name not in idle and initial.numel():
             return f"the loss does not depend on {name!r}: its gradient is zero in every step"
     return None
 
 
 def _still_parameters(evidence: Evidence) -> str | None:
     for name, initial in evidence.oracle.initial.items():
-        if not initial.numel():
+        if not initial.numel() or name in evidence.training.problem.idle:
             continue
         moved = (evidence.oracle.steps[-1].parameters[name] - initial).abs().max()
         if moved <= _TOO_SMALL * initial.abs().max():

@@ -43,6 +43,9 @@ class Stuck(DistributedDataParallelEngine):
         (["run", "--world", "threads:0"], "1 to 64 ranks"),
         (["run", "--world", "threads:4:cuda"], "try --world processes:4:cuda"),
         (["run", "--suite", "parrity"], "try --suite parity"),
+        (["mutants", "--suite", "smok"], "try --suite smoke"),
+        (["mutants", "--world", "thread:4"], "try --world threads:4"),
+        (["coverage", "no/such/run"], "no such folder"),
         (["judge", "no/such/run"], "no such folder"),
         (["report", "no/such/run"], "no such folder"),
     ],
@@ -51,7 +54,7 @@ class Stuck(DistributedDataParallelEngine):
 def test_a_wrong_name_is_a_usage_error_with_a_hint(
     arguments: list[str], hint: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    out = ["--out", str(tmp_path / "run")] if arguments[0] == "run" else []
+    out = ["--out", str(tmp_path / "run")] if arguments[0] in {"run", "mutants"} else []
     assert main([*arguments, *out]) == 2
     assert hint in capsys.readouterr().err
     assert not (tmp_path / "run").exists(), "nothing is left of a run that never began"
@@ -61,6 +64,7 @@ def test_list_names_engines_and_suites(capsys: pytest.CaptureFixture[str]) -> No
     assert main(["list"]) == 0
     printed = capsys.readouterr().out
     assert all(name in printed for name in ("torch.ddp", "torch.fsdp2", "torch.replicate", "smoke", "parity"))
+    assert "upstream" not in printed, "a folder without cases is no suite"
 
 
 def test_list_names_every_case_as_records_do() -> None:

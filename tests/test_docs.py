@@ -220,7 +220,7 @@ def _problem(command: list[str]) -> str | None:
 def _check_names(arguments: argparse.Namespace) -> None:
     for world in getattr(arguments, "world", None) or []:
         WorldSpec.parse(world)
-    cli._suites(getattr(arguments, "suite", None))
+    cli.suites(getattr(arguments, "suite", None))
     shown = {f"{match['file']}:{match['name']}" for match in _ADAPTER.finditer(_text(ADAPTERS))}
     for spec in getattr(arguments, "engine", None) or []:
         if spec in BUILT_IN or not (spec in shown or _MEANT_BY_READER.match(spec)):

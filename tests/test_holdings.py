@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from functools import cache
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache, partial
 
 import pytest
 
-from engine.contract import Layout, Plan, Replicas
+from engine.contract import Layout, Plan, Replicas, Shard
 from fixtures.optimizers import SGD
 from fixtures.problems import MLP_UNEVEN
 from harness.case import Schedule, Training
 from harness.holdings import HoldsItsShare
 from harness.law import Evidence, Ruling
+from harness.observation import Observation
 from harness.oracle import OracleObservation, run_oracle
+from tests.flat_pieces import flattened
 from tests.simulated_engine import simulate
 
 WORLD_SIZE = 4
@@ -35,8 +39,8 @@ def _training(plan: Plan) -> Training:
     return Training(problem=MLP_UNEVEN, optimizer=SGD, plan=plan, schedule=Schedule(steps=1))
 
 
-def _ruling(plan: Plan, held: Layout) -> Ruling:
-    ranks = simulate(_training(plan), WORLD_SIZE, layout=held)
+def _ruling(plan: Plan, held: Layout, shown: Callable[[Observation], Observation] = lambda o: o) -> Ruling:
+    ranks = tuple(shown(o) for o in simulate(_training(plan), WORLD_SIZE, layout=held))
     evidence = Evidence(training=_training(plan), world_size=WORLD_SIZE, ranks=ranks, oracle=_oracle())
     return HoldsItsShare().judge(evidence)
 
@@ -49,6 +53,40 @@ def test_holds_for_the_share_that_the_plan_means(asked: str, held: Layout) -> No
     record = _ruling(PLANS[asked], held).record
     assert record.held is is_right
     assert (f"1/{SHARES[asked]} of" in record.summary) or (record.held and "whole" in record.summary)
+
+
+def _flattened_together(observation: Observation, num_shares: int) -> Observation:
+    """Have each rank hold its stretch of one long flat parameter, as engines that flatten a group do."""
+    whole = observation.steps[0].parameters
+    share = -(-sum(s.tensor.numel() for s in whole.values()) // num_shares)
+    first = observation.rank % num_shares * share
+    begin = 0
+    mine = {}
+    for name, shard in whole.items():
+        size = shard.tensor.numel()
+        start, stop = (min(max(end - begin, 0), size) for end in (first, first + share))
+        mine[name] = Shard.flat(shard.tensor.flatten()[start:stop], start, shard.global_shape)
+        begin += size
+    return replace(observation, steps=(replace(observation.steps[0], parameters=mine),))
+
+
+@pytest.mark.parametrize("held", [1, 2, 4], ids="held as {}".format)
+@pytest.mark.parametrize("asked", PLANS)
+def test_flat_pieces_hold_for_the_share_that_the_plan_means(asked: str, held: int) -> None:
+    # Some parameter lies wholly on one rank, and no other has any of it.
+    shown = partial(_flattened_together, num_shares=held)
+    record = _ruling(PLANS[asked], Layout.REPLICATE, shown).record
+    assert record.held is (held == 1 if SHARES[asked] == 1 else held >= SHARES[asked])
+    assert (f"1/{SHARES[asked]} of" in record.summary) or (record.held and "whole" in record.summary)
+
+
+def test_too_many_flat_elements_are_counted() -> None:
+    summary = _ruling(PLANS["shard"], Layout.REPLICATE, flattened).record.summary
+    # MLP_UNEVEN has 1776 elements in 8 parameters; each may need 3 more to be aligned.
+    most = sum(-(-(n + 3) // 4) for n in (481, 37, 1073, 29, 145, 5, 5, 1))
+    assert summary.startswith(
+        f"step 0, rank 0: expected at most {most} elements, 1/4 of the 1776 of all flattened parameters, got 1776"
+    )
 
 
 def test_a_plan_without_a_layout_is_no_question() -> None:

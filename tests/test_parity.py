@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cache
+from itertools import pairwise
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from harness.observation import Observation, StepObservation
 from harness.oracle import INITIAL_STEP, OracleObservation, OracleStep, Place, Quantity, run_oracle
 from harness.parity import MatchesOracle
 from harness.tolerance import allowed_error
+from tests.flat_pieces import flat, flattened
 from tests.simulated_engine import Honest, Moment, accumulate, ring_mean, row_shard, simulate, whole
 
 # Generated cases share two cores with everything else that runs; their own duration says nothing.
@@ -115,6 +117,16 @@ def split(reference: torch.Tensor, world_size: int, dim: int) -> list[Shard]:
     return shards
 
 
+def intervals(reference: torch.Tensor, cuts: list[int]) -> list[Shard]:
+    """Cut the flattened tensor where it is said; ranks between equal cuts own nothing."""
+    ends = [0, *sorted(cuts), reference.numel()]
+    whole_of_it = reference.flatten()
+    return [
+        Shard.flat(whole_of_it[start:stop].clone(), start, tuple(reference.shape))
+        for start, stop in pairwise(ends)
+    ]
+
+
 @st.composite
 def sharded(draw: st.DrawFn) -> tuple[torch.Tensor, list[Shard]]:
     shape = draw(shapes)
@@ -123,6 +135,11 @@ def sharded(draw: st.DrawFn) -> tuple[torch.Tensor, list[Shard]]:
     world_size = draw(worlds)
     if draw(st.booleans()):
         return reference, [whole(reference) for _ in range(world_size)]
+    if draw(st.booleans()):
+        cut = st.integers(0, reference.numel())
+        return reference, intervals(
+            reference, draw(st.lists(cut, min_size=world_size - 1, max_size=world_size - 1))
+        )
     return reference, split(reference, world_size, draw(st.integers(0, len(shape) - 1)))
 
 
@@ -168,7 +185,7 @@ def test_one_element_beyond_what_is_allowed_fails_and_is_located(
     assert not ruling.record.held
     assert ruling.worst is not None
     assert ruling.worst.rank == rank
-    assert ruling.worst.index == tuple(o + i for o, i in zip(shards[rank].offsets, local, strict=True))
+    assert ruling.worst.index == shards[rank].index_of(local)
     assert ruling.worst.share == pytest.approx(1 / shards[rank].tensor.numel())
     assert ruling.worst.ratio == pytest.approx(times, rel=0.1)
 
@@ -214,6 +231,83 @@ def test_a_shard_that_nobody_holds_fails(case: tuple[torch.Tensor, list[Shard]],
         shards[rank] = replace(shards[rank], tensor=shards[rank].tensor.narrow(0, 0, 0))
     ruling = judge(one_tensor(reference, len(shards), 1e3, shards))
     assert "no rank holds" in ruling.record.summary
+
+
+# Flat pieces
+
+REFERENCE = torch.arange(1.0, 25.0).reshape(2, 3, 4)
+
+
+def test_a_wrong_flat_piece_is_located_in_the_whole() -> None:
+    shards = intervals(REFERENCE, [5, 5, 19])
+    shards[2].tensor[8] += 1  # the 13th element
+    ruling = judge(one_tensor(REFERENCE, 4, 0.0, shards))
+    assert ruling.worst is not None
+    assert (ruling.worst.rank, ruling.worst.index, ruling.worst.expected) == (2, (1, 0, 1), 14.0)
+    assert "on rank 2 (flat shard at [5]; wrong on 1 of 4 ranks)" in ruling.record.summary
+
+
+def test_a_gap_between_flat_pieces_fails() -> None:
+    shards = intervals(REFERENCE, [5, 19])
+    shards[1] = Shard.flat(shards[1].tensor[:-2], 5, (2, 3, 4))
+    ruling = judge(one_tensor(REFERENCE, 3, 1e3, shards))
+    assert "no rank holds 2 of 24 elements, the first at (1, 1, 1)" in ruling.record.summary
+
+
+def test_a_flat_piece_that_lies_elsewhere_than_it_says_fails() -> None:
+    shards = intervals(REFERENCE, [5, 19])
+    shards[1] = replace(shards[1], offsets=(6,))
+    assert not judge(one_tensor(REFERENCE, 3, 0.0, shards)).record.held
+    shards[1] = replace(shards[1], offsets=(11,))
+    summary = judge(one_tensor(REFERENCE, 3, 0.0, shards)).record.summary
+    assert "rank 1: expected a shard inside (2, 3, 4), got flat shape (14,) at offset (11,)" in summary
+
+
+def test_flat_pieces_that_overlap_must_agree_bit_by_bit() -> None:
+    shards = [*intervals(REFERENCE, [12]), *intervals(REFERENCE, [6])]
+    assert judge(one_tensor(REFERENCE, 4, 1.0, shards)).record.held
+    shards[3].tensor[5] += 1e-3  # the 11th element, which rank 0 holds as well
+    summary = judge(one_tensor(REFERENCE, 4, 1.0, shards)).record.summary
+    assert "replicas diverge: at [0, 2, 3] rank 0 holds 12 and rank 3 holds 12.001" in summary
+
+
+def test_flat_pieces_and_blocks_are_replicas_of_each_other() -> None:
+    shards = [whole(REFERENCE), *intervals(REFERENCE, [12])]
+    assert judge(one_tensor(REFERENCE, 3, 1.0, shards)).record.held
+    shards[2].tensor[0] += 1e-3
+    summary = judge(one_tensor(REFERENCE, 3, 1.0, shards)).record.summary
+    assert "replicas diverge: at [1, 0, 0] rank 0 holds 13 and rank 2 holds 13.00" in summary
+
+
+@pytest.mark.parametrize("problem", PROBLEMS, ids=lambda p: p.name)
+def test_an_honest_engine_passes_in_flat_pieces(problem: ModelProblem) -> None:
+    training = Training(problem=problem, optimizer=ADAMW, schedule=Schedule(microbatches=2))
+    evidence = evidence_of(training, 4)
+    ruling = judge(replace(evidence, ranks=tuple(flattened(o) for o in evidence.ranks)))
+    assert ruling.record.held, ruling.record.summary
+
+
+@pytest.mark.parametrize(
+    ("kept", "looks_like"),
+    [
+        (slice(None), "unchanged since initialisation"),
+        (slice(2, 9), "elements of the flattened parameter 132..138, unchanged"),
+    ],
+    ids=["all of it", "some"],
+)
+def test_a_flat_piece_that_was_not_updated_is_recognised(
+    honest: Evidence, kept: slice, looks_like: str
+) -> None:
+    rank = 1  # whose rows begin at 10, 130 elements on
+
+    def forget(o: Observation) -> Observation:
+        shard = flat(o.steps[0].parameters[WEIGHT])
+        shard.tensor[kept] = o.initial[WEIGHT].tensor.flatten()[kept]
+        return step_with(o, 0, parameters={**o.steps[0].parameters, WEIGHT: shard})
+
+    worst = on_rank(honest, rank, forget).worst
+    assert worst is not None
+    assert (worst.rank, worst.looks_like) == (rank, looks_like)
 
 
 # Whole trainings

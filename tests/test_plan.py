@@ -5,8 +5,24 @@ from __future__ import annotations
 import math
 
 import pytest
+import torch
 
-from engine.contract import Capability, Layout, Plan, Replicas, UnsupportedError
+from engine.contract import (
+    Accumulation,
+    Buffers,
+    Capability,
+    Grouping,
+    Layout,
+    Offload,
+    Placement,
+    Plan,
+    Prefetch,
+    Replicas,
+    Reshard,
+    Roots,
+    UnsupportedError,
+    Wire,
+)
 
 MESHES = {
     Replicas.ONE: {1: (1, 1), 2: (1, 2), 3: (1, 3), 4: (1, 4), 8: (1, 8)},
@@ -65,3 +81,80 @@ def test_a_factor_is_a_capability_even_where_it_is_the_number_of_ranks() -> None
     assert plan.needs == {Capability.GRADIENT_DIVIDE}
     with pytest.raises(UnsupportedError, match="GRADIENT_DIVIDE"):
         plan.refuse_beyond(frozenset(Capability) - {Capability.GRADIENT_DIVIDE})
+
+
+# One option each, and what it needs.
+OPTIONS = {
+    Capability.REPLICATE: Plan(layout=Layout.REPLICATE),
+    Capability.SHARD: Plan(layout=Layout.SHARD),
+    Capability.HYBRID: Plan(layout=Layout.HYBRID),
+    Capability.SHARD_DIM: Plan(placement=Placement.LARGEST),
+    Capability.CPU_OFFLOAD: Plan(offload=Offload.CPU),
+    Capability.SEVERAL_ROOTS: Plan(roots=Roots.EACH_UNIT),
+    Capability.TENSOR_PARALLEL: Plan(tensor_parallel=2),
+    Capability.PIPELINE: Plan(pipeline_stages=2),
+    Capability.UNITS: Plan(grouping=Grouping.REQUIRED),
+    Capability.IGNORE: Plan(ignored=("weight",)),
+    Capability.RESHARD_POLICY: Plan(reshard=Reshard.KEEP),
+    Capability.GATHER_ONCE: Plan(gathered_once=("embedding",)),
+    Capability.PREFETCH: Plan(prefetch=Prefetch()),
+    Capability.ACCUMULATE: Plan(accumulation=Accumulation.LAST_MICROBATCH),
+    Capability.COMPUTE_DTYPE: Plan(compute_dtype=torch.bfloat16),
+    Capability.REDUCE_DTYPE: Plan(reduce_dtype=torch.bfloat16),
+    Capability.REDUCE_SUM: Plan(wire=Wire.SUM),
+    Capability.REDUCE_BUFFERS: Plan(max_reduce_buffers=1),
+    Capability.BUFFERS: Plan(buffers=Buffers.GROUP),
+    Capability.FORWARD_METHODS: Plan(forward_methods=(("encoder", "encode"),)),
+    Capability.UNIT_STATE: Plan(demands=frozenset({Capability.UNIT_STATE})),
+}
+
+
+@pytest.mark.parametrize("capability", OPTIONS, ids=lambda c: c.name)
+def test_each_option_needs_its_capability_and_no_other(capability: Capability) -> None:
+    plan = OPTIONS[capability]
+    assert plan.needs == {capability}
+    with pytest.raises(UnsupportedError, match=capability.name):
+        plan.refuse_beyond(frozenset(Capability) - {capability})
+    plan.refuse_beyond({capability})
+
+
+def test_an_option_that_goes_further_needs_more() -> None:
+    joint = Plan(units=("norm,head",), grouping=Grouping.REQUIRED)
+    assert joint.needs == {Capability.UNITS, Capability.JOINT_UNITS}
+    assert Plan(reshard=Reshard.TO_PAIRS).needs == {Capability.RESHARD_POLICY, Capability.RESHARD_PART}
+    assert Plan().needs == Plan(units=("norm,head",)).needs == frozenset()
+
+
+def test_stages_are_the_outermost_axis_and_tensors_the_innermost() -> None:
+    plan = Plan(layout=Layout.HYBRID, pipeline_stages=2, tensor_parallel=2)
+    axes = plan.axes(16)
+    assert [(axis.name, axis.size) for axis in axes] == [
+        ("pipe", 2),
+        ("replicate", 2),
+        ("shard", 2),
+        ("tensor", 2),
+    ]
+    assert plan.data_size(16) == 4
+    assert [plan.data_rank(rank, 16) for rank in range(16)] == [0, 0, 1, 1, 2, 2, 3, 3] * 2
+    assert plan.data_axes == ("replicate", "shard")
+
+
+def test_a_world_that_the_model_does_not_divide_is_refused() -> None:
+    with pytest.raises(
+        ValueError, match=r"expected a world size that 2 divides .*, got 3; try --world threads:4"
+    ):
+        Plan(tensor_parallel=2).axes(3)
+
+
+def test_reductions_are_in_the_dtype_of_the_computation_unless_asked_otherwise() -> None:
+    assert Plan().reduction_dtype is None
+    assert Plan(compute_dtype=torch.bfloat16).reduction_dtype is torch.bfloat16
+    mixed = Plan(compute_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    assert mixed.reduction_dtype is torch.float32
+
+
+def test_prefetch_by_distance_asks_for_neighbours_in_the_order_of_use() -> None:
+    prefetch = Prefetch.by_distance(("a", "b", "c"), forward=2, backward=1)
+    assert prefetch.forward == (("a", ("b", "c")), ("b", ("c",)))
+    assert prefetch.backward == (("b", ("a",)), ("c", ("b",)))
+    assert Prefetch.by_distance(("a", "b"), forward=0, backward=0) == Prefetch()

@@ -8,8 +8,10 @@ import pytest
 import torch
 from torch import nn
 
+from fixtures.idle import BORROWED, FROZEN, SOMETIMES
 from fixtures.optimizers import ADAMW, SGD, Sgd
 from fixtures.problems import MLP_EVEN, PROBLEMS, SINGLE_GROUP, ModelProblem
+from fixtures.thin import EMPTY_ROWS, SCALARS, SINGLE_ROWS
 from harness.case import LoopOrder, Schedule, Training
 from harness.law import Evidence
 from harness.oracle import run_oracle
@@ -72,6 +74,40 @@ def test_a_parameter_that_the_loss_ignores_is_vacuous() -> None:
     problem = replace(SINGLE_GROUP, model=WithSpare)
     evidence = evidence_of(Training(problem=problem, optimizer=SGD))
     assert "does not depend on 'spare'" in (vacuous_because(evidence) or "")
+
+
+def test_a_parameter_that_is_idle_by_design_is_not_vacuous() -> None:
+    problem = replace(SINGLE_GROUP, model=WithSpare, idle=("spare",))
+    assert vacuous_because(evidence_of(Training(problem=problem, optimizer=SGD))) is None
+
+
+def test_a_parameter_that_is_called_idle_and_is_not_is_vacuous() -> None:
+    problem = replace(SINGLE_GROUP, idle=("layers.0.bias",))
+    evidence = evidence_of(Training(problem=problem, optimizer=SGD))
+    assert "'layers.0.bias' is idle by the problem's word" in (vacuous_because(evidence) or "")
+
+
+def test_a_model_of_idle_parameters_alone_is_vacuous() -> None:
+    names = tuple(name for name, _ in WithSpare(torch.Generator()).named_parameters())
+    silent = replace(SINGLE_GROUP, model=WithSpare, idle=names, loss=_nothing)
+    assert "is zero in step 0" in (
+        vacuous_because(evidence_of(Training(problem=silent, optimizer=SGD))) or ""
+    )
+
+
+def _nothing(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return 0 * output.sum()
+
+
+@pytest.mark.parametrize(
+    "problem", [SOMETIMES, BORROWED, FROZEN, SINGLE_ROWS, SCALARS, EMPTY_ROWS], ids=lambda p: p.name
+)
+def test_models_with_idle_and_tiny_parameters_can_show_something(problem: ModelProblem) -> None:
+    training = Training(problem=problem, optimizer=SGD, schedule=Schedule(steps=4))
+    evidence = Evidence(
+        training=training, world_size=2, ranks=evidence_of(TRAINING).ranks, oracle=run_oracle(training, 2)
+    )
+    assert vacuous_because(evidence) is None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

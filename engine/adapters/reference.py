@@ -2,48 +2,51 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from typing import Any, ClassVar
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from engine.contract import Capability, Engine, Layout, Plan, PreparedModel, Reshard
-from engine.reference import FSDPModule, MixedPrecisionPolicy, fully_shard, replicate
+from engine import reference
+from engine.adapters.composable import FrontDoor, PreparedComposable, open_door
+from engine.contract import Capability, Engine, Plan, PreparedModel
 
 
-class PreparedReference(PreparedModel):
-    """Modules keep their names; parameters are DTensors."""
+def _set_divide_factor(module: Any, factor: float, num_shards: int) -> None:
+    module.set_gradient_divide_factor(factor)
 
-    @contextmanager
-    def accumulating(self) -> Iterator[None]:
-        """Keep gradients local on this rank."""
-        assert isinstance(self.module, FSDPModule)
-        self.module.set_requires_gradient_sync(False)
-        try:
-            yield
-        finally:
-            self.module.set_requires_gradient_sync(True)
+
+_DOOR = FrontDoor(
+    fully_shard=reference.fully_shard,
+    replicate=reference.replicate,
+    sharded_module=reference.FSDPModule,
+    mixed_precision=reference.MixedPrecisionPolicy,
+    cpu_offload=reference.CPUOffloadPolicy,
+    register_forward_method=reference.register_fsdp_forward_method,
+    share_comm_ctx=reference.share_comm_ctx,
+    set_divide_factor=_set_divide_factor,
+    placed_on=lambda mesh: reference.ShardPlacementResult(mesh=mesh),
+)
+
+
+class PreparedReference(PreparedComposable):
+    """Clips with the engine's own function, which knows empty shards and meshes of several axes."""
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float) -> float:
+        """Clip by the norm over all ranks."""
+        return float(reference.clip_grad_norm_(self.module.parameters(), max_norm, norm_type))
 
 
 class ReferenceEngine(Engine):
     """Shards, or replicates where the plan says so; both are one engine."""
 
     name = "reference"
-    capabilities = frozenset(Capability)
+    # Of CUDA graphs nobody has seen a run yet, and buffers are always the engine's own.
+    capabilities = frozenset(set(Capability) - {Capability.BUFFERS, Capability.GRAPHS})
+    prepared_type: ClassVar[type[PreparedReference]] = PreparedReference
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         """Shard or replicate every unit of the plan, then the root."""
         plan.refuse_beyond(self.capabilities)
-        reshard = {Reshard.NATIVE: None, Reshard.AFTER_FORWARD: True, Reshard.KEEP: False}[plan.reshard]
-        precision = MixedPrecisionPolicy(reduce_dtype=plan.reduce_dtype)
-        for module in (*map(model.get_submodule, plan.units), model):
-            if plan.layout is Layout.REPLICATE:
-                replicate(module, mesh=mesh, mp_policy=precision)
-            else:
-                fully_shard(module, mesh=mesh, reshard_after_forward=reshard, mp_policy=precision)
-        if plan.divide_factor is not None:
-            for module in model.modules():
-                if isinstance(module, FSDPModule):
-                    module.set_gradient_divide_factor(plan.divide_factor)
-        return PreparedReference(model)
+        open_door(_DOOR, model, plan, mesh, plan.layout)
+        return self.prepared_type(model, plan, _DOOR)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 from contextlib import AbstractContextManager
+from typing import Any, ClassVar
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -19,14 +21,47 @@ class PreparedDdp(PreparedModel):
         assert isinstance(self.module, DistributedDataParallel)
         return self.module.no_sync()
 
+    def pipelined(self) -> nn.Module:
+        """Give the wrapper itself: torch's stages know its class, and tell it which backward is the last."""
+        return self.module
+
 
 class DistributedDataParallelEngine(Engine):
     """One all-reduce per bucket of gradients, started from the C++ reducer during backward."""
 
     name = "torch.ddp"
-    capabilities = frozenset({Capability.REPLICATE, Capability.ACCUMULATE})
+    capabilities = frozenset(
+        {
+            Capability.REPLICATE,
+            Capability.ACCUMULATE,
+            Capability.PIPELINE,
+            Capability.UNUSED,
+            Capability.RANK_DEPENDENT,
+            Capability.RECOVER,
+            Capability.CLIP,
+            Capability.STATE,
+            Capability.OWN_BUFFERS,
+        }
+    )
+    prepared_type: ClassVar[type[PreparedDdp]] = PreparedDdp
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         """Wrap the whole model; DDP buckets parameters itself, so ``plan.units`` does not apply."""
         plan.refuse_beyond(self.capabilities)
-        return PreparedDdp(DistributedDataParallel(model, process_group=mesh.get_group()), named=model)
+        finds_unused = bool(plan.demands & {Capability.UNUSED, Capability.RANK_DEPENDENT})
+        ddp = DistributedDataParallel(
+            model,
+            process_group=mesh.get_group(),
+            find_unused_parameters=finds_unused,
+            **_buffer_options(plan),
+        )
+        return self.prepared_type(ddp, named=model)
+
+
+def _buffer_options(plan: Plan) -> dict[str, Any]:
+    """Keep DDP from giving all ranks the buffers of rank 0 before each forward, where the plan says so."""
+    if Capability.OWN_BUFFERS not in plan.demands:
+        return {}
+    # The option has another name since torch 2.13, where the old one warns.
+    names = inspect.signature(DistributedDataParallel.__init__).parameters
+    return {"forward_sync_buffers" if "forward_sync_buffers" in names else "broadcast_buffers": False}

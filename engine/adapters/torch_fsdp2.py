@@ -2,28 +2,66 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from typing import Any, ClassVar
 
+import torch.distributed.fsdp as torch_fsdp
 from torch import nn
+from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule
 
-from engine.contract import Capability, Engine, Plan, PreparedModel, Reshard
+# Public in what shard_placement_fn may return, not yet in where its name lives.
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
+
+from engine.adapters.composable import FrontDoor, PreparedComposable, open_door
+from engine.contract import Capability, Engine, Layout, Plan, PreparedModel
+
+__all__ = ["FSDP2_DOOR", "FullyShardEngine", "PreparedFullyShard"]
 
 
-class PreparedFullyShard(PreparedModel):
+def _set_divide_factor(module: FSDPModule, factor: float, num_shards: int) -> None:
+    """Ask one unit to divide by ``factor``.
+
+    For a factor other than the number of shards FSDP2 would reduce-scatter with PREMUL_SUM, which NCCL alone
+    knows: on a CPU only plain sums, divided afterwards, do. With one shard nothing is scattered, nobody would
+    be sent that op, and to ask for plain sums would bring on the double division that torch 2.13 makes there.
+    """
+    assert isinstance(module, nn.Module)
+    is_on_cpu = all(p.device.type == "cpu" for p in module.parameters())
+    module.set_gradient_divide_factor(factor)
+    if is_on_cpu and num_shards not in {1, factor}:
+        module.set_force_sum_reduction_for_comms(True)
+
+
+def _placed_on(mesh: DeviceMesh) -> Any:
+    return ShardPlacementResult(placement=None, mesh_info=FSDPMeshInfo(mesh=mesh, shard_mesh_dim=0))
+
+
+FSDP2_DOOR = FrontDoor(
+    fully_shard=torch_fsdp.fully_shard,
+    replicate=replicate,
+    sharded_module=FSDPModule,
+    mixed_precision=torch_fsdp.MixedPrecisionPolicy,
+    cpu_offload=torch_fsdp.CPUOffloadPolicy,
+    register_forward_method=torch_fsdp.register_fsdp_forward_method,
+    share_comm_ctx=torch_fsdp.share_comm_ctx,
+    set_divide_factor=_set_divide_factor,
+    placed_on=_placed_on,
+)
+
+
+class PreparedFullyShard(PreparedComposable):
     """FSDP2 swaps module classes in place and keeps names; parameters are DTensors."""
 
-    @contextmanager
-    def accumulating(self) -> Iterator[None]:
-        """Keep gradients local: FSDP2 has a flag where DDP has a context."""
-        assert isinstance(self.module, FSDPModule)
-        self.module.set_requires_gradient_sync(False)
-        try:
-            yield
-        finally:
-            self.module.set_requires_gradient_sync(True)
+    def __init__(self, module: nn.Module, plan: Plan) -> None:
+        super().__init__(module, plan, FSDP2_DOOR)
+        if Capability.ASYNC_GATHER in plan.demands:
+            for root in self._roots():
+                root._set_unshard_async_op(True)  # private in torch, and the only way
+
+    def pipelined(self) -> nn.Module:
+        """Give the module itself: torch's stages know its class."""
+        return self.module
 
 
 class FullyShardEngine(Engine):
@@ -31,29 +69,10 @@ class FullyShardEngine(Engine):
 
     name = "torch.fsdp2"
     capabilities = frozenset(set(Capability) - {Capability.REPLICATE})
+    prepared_type: ClassVar[type[PreparedFullyShard]] = PreparedFullyShard
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         """Shard every unit of the plan, then the root."""
         plan.refuse_beyond(self.capabilities)
-        reshard = {Reshard.NATIVE: None, Reshard.AFTER_FORWARD: True, Reshard.KEEP: False}[plan.reshard]
-        precision = MixedPrecisionPolicy(reduce_dtype=plan.reduce_dtype)
-        for module in (*map(model.get_submodule, plan.units), model):
-            fully_shard(module, mesh=mesh, reshard_after_forward=reshard, mp_policy=precision)
-        if plan.divide_factor is not None:
-            num_shards = mesh.size(mesh.ndim - 1)
-            set_divide_factor(model, plan.divide_factor, num_shards, mesh.device_type)
-        return PreparedFullyShard(model)
-
-
-def set_divide_factor(model: nn.Module, factor: float, num_shards: int, device_type: str) -> None:
-    """Ask every unit of a model to divide by ``factor``; the setters reach one module each.
-
-    For a factor other than the number of shards FSDP2 would reduce-scatter with PREMUL_SUM, which NCCL alone
-    knows: on a CPU only plain sums, divided afterwards, do. With one shard nothing is scattered, nobody would
-    be sent that op, and to ask for plain sums would bring on the double division that torch 2.13 makes there.
-    """
-    needs_plain_sums = device_type == "cpu" and num_shards not in {1, factor}
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.set_gradient_divide_factor(factor)
-            module.set_force_sum_reduction_for_comms(needs_plain_sums)
+        open_door(FSDP2_DOOR, model, plan, mesh, Layout.SHARD)
+        return self.prepared_type(model, plan)

@@ -2,35 +2,37 @@
 
 from __future__ import annotations
 
-from torch import nn
-from torch.distributed._composable.replicate_with_fsdp import replicate
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from typing import ClassVar
 
-from engine.adapters.torch_fsdp2 import PreparedFullyShard, set_divide_factor
-from engine.contract import Capability, Engine, Plan, PreparedModel
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from engine.adapters.composable import open_door
+from engine.adapters.torch_fsdp2 import FSDP2_DOOR, PreparedFullyShard
+from engine.contract import Capability, Engine, Layout, Plan, PreparedModel
+
+_SHARDING_ALONE = {
+    Capability.SHARD,
+    Capability.HYBRID,
+    Capability.SHARD_DIM,
+    Capability.EXPERTS,
+    Capability.RESHARD_POLICY,
+    Capability.RESHARD_PART,
+    Capability.REPLICA_SYNC,
+    Capability.GATHER_ONCE,
+    Capability.GRAPHS,  # torch promises them of fully_shard alone
+}
 
 
 class ReplicateEngine(Engine):
     """Parameters are replicated DTensors; each unit's gradients are all-reduced once."""
 
     name = "torch.replicate"
-    capabilities = frozenset(
-        {
-            Capability.REPLICATE,
-            Capability.ACCUMULATE,
-            Capability.UNITS,
-            Capability.REDUCE_DTYPE,
-            Capability.GRADIENT_DIVIDE,
-        }
-    )
+    capabilities = frozenset(set(Capability) - _SHARDING_ALONE)
+    prepared_type: ClassVar[type[PreparedFullyShard]] = PreparedFullyShard
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         """Replicate every unit of the plan, then the root."""
         plan.refuse_beyond(self.capabilities)
-        precision = MixedPrecisionPolicy(reduce_dtype=plan.reduce_dtype)
-        for module in (*map(model.get_submodule, plan.units), model):
-            replicate(module, mesh=mesh, mp_policy=precision)
-        if plan.divide_factor is not None:
-            set_divide_factor(model, plan.divide_factor, 1, mesh.device_type)
-        return PreparedFullyShard(model)
+        open_door(FSDP2_DOOR, model, plan, mesh, Layout.REPLICATE)
+        return self.prepared_type(model, plan)

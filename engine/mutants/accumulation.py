@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import torch
-from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from engine.adapters.torch_ddp import DistributedDataParallelEngine, PreparedDdp
-from engine.contract import Plan, PreparedModel
+from engine.contract import PreparedModel
 
 __all__ = [
     "DoublesGradientsEveryMicrobatch",
@@ -37,10 +35,7 @@ class KeepsOnlyTheLastMicrobatch(DistributedDataParallelEngine):
     """
 
     name = "mutant.KeepsOnlyTheLastMicrobatch"
-
-    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        """Wrap honestly, then forget before each backward."""
-        return _PreparedForgetful(super().prepare(model, plan, mesh).module, named=model)
+    prepared_type = _PreparedForgetful
 
 
 class _PreparedDoubling(PreparedDdp):
@@ -59,7 +54,4 @@ class DoublesGradientsEveryMicrobatch(DistributedDataParallelEngine):
     """
 
     name = "mutant.DoublesGradientsEveryMicrobatch"
-
-    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        """Wrap honestly, then double before each backward."""
-        return _PreparedDoubling(super().prepare(model, plan, mesh).module, named=model)
+    prepared_type = _PreparedDoubling

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import torch
-from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
 from engine.adapters.torch_fsdp2 import FullyShardEngine, PreparedFullyShard
-from engine.contract import Plan, PreparedModel
 
 __all__ = ["GathersOnceMoreInBackward"]
 
@@ -29,7 +26,4 @@ class GathersOnceMoreInBackward(FullyShardEngine):
     """
 
     name = "mutant.GathersOnceMoreInBackward"
-
-    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        """Shard honestly, then waste one gather per backward."""
-        return _PreparedWasteful(super().prepare(model, plan, mesh).module)
+    prepared_type = _PreparedWasteful

@@ -43,8 +43,8 @@ class ForgetsToSynchroniseOneParameter(DistributedDataParallelEngine):
 class _PreparedFrozen(PreparedFullyShard):
     """Takes back what the optimizer does to some parameters."""
 
-    def __init__(self, module: nn.Module, frozen: Sequence[nn.Parameter]) -> None:
-        super().__init__(module)
+    def __init__(self, module: nn.Module, plan: Plan, frozen: Sequence[nn.Parameter]) -> None:
+        super().__init__(module, plan)
         self._frozen = [_local(p) for p in frozen]
 
     @torch.no_grad()
@@ -66,7 +66,7 @@ class NeverUpdatesOneParameter(ReplicateEngine):
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         """Replicate honestly, then freeze the last parameter."""
         prepared = super().prepare(model, plan, mesh)
-        return _PreparedFrozen(prepared.module, [*prepared.named.parameters()][-1:])
+        return _PreparedFrozen(prepared.module, plan, [*prepared.named.parameters()][-1:])
 
 
 class NeverUpdatesTheLastRanksRows(FullyShardEngine):
@@ -82,7 +82,7 @@ class NeverUpdatesTheLastRanksRows(FullyShardEngine):
         prepared = super().prepare(model, plan, mesh)
         num_shards = mesh.size(mesh.ndim - 1)
         is_last = num_shards > 1 and mesh.get_local_rank(mesh.ndim - 1) == num_shards - 1
-        return _PreparedFrozen(prepared.module, [*prepared.named.parameters()] if is_last else [])
+        return _PreparedFrozen(prepared.module, plan, [*prepared.named.parameters()] if is_last else [])
 
 
 def _local(parameter: nn.Parameter) -> torch.Tensor:

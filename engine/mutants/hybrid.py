@@ -66,7 +66,7 @@ class DividesOneReplicaTwice(FullyShardEngine):
         """Shard honestly; with one replica divide the loss as well."""
         is_one = _is_hybrid(plan) and mesh["replicate"].size() == 1
         module = super().prepare(model, plan, mesh).module
-        return PreparedTimid(module, divisor=mesh.size() if is_one else 1)
+        return PreparedTimid(module, plan, divisor=mesh.size() if is_one else 1)
 
 
 class TransposesTheMesh(FullyShardEngine):
@@ -134,6 +134,6 @@ def _is_hybrid(plan: Plan) -> bool:
 
 
 def _under_hybrid(
-    plan: Plan, honest: PreparedModel, sinner: Callable[[nn.Module], PreparedModel]
+    plan: Plan, honest: PreparedModel, sinner: Callable[[nn.Module, Plan], PreparedModel]
 ) -> PreparedModel:
-    return sinner(honest.module) if _is_hybrid(plan) else honest
+    return sinner(honest.module, plan) if _is_hybrid(plan) else honest

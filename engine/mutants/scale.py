@@ -44,8 +44,8 @@ class SumsInsteadOfAveraging(FullyShardEngine):
 class PreparedTimid(PreparedFullyShard):
     """Divides the loss although the reduction divides the gradients."""
 
-    def __init__(self, module: nn.Module, *, divisor: float) -> None:
-        super().__init__(module)
+    def __init__(self, module: nn.Module, plan: Plan, *, divisor: float) -> None:
+        super().__init__(module, plan)
         self._divisor = divisor
 
     def backward(self, loss: torch.Tensor) -> None:
@@ -64,7 +64,7 @@ class DividesTwice(ReplicateEngine):
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         """Replicate honestly, and divide the loss although the reduction divides too."""
-        return PreparedTimid(super().prepare(model, plan, mesh).module, divisor=mesh.size())
+        return PreparedTimid(super().prepare(model, plan, mesh).module, plan, divisor=mesh.size())
 
 
 class IgnoresTheDivideFactor(FullyShardEngine):
@@ -92,4 +92,4 @@ class DividesByTheFactorTwice(FullyShardEngine):
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         """Shard honestly, and divide the loss by the factor as well."""
         module = super().prepare(model, plan, mesh).module
-        return PreparedTimid(module, divisor=plan.divide_factor or 1)
+        return PreparedTimid(module, plan, divisor=plan.divide_factor or 1)

@@ -17,24 +17,28 @@ from engine.adapters.torch_ddp import DistributedDataParallelEngine
 from engine.adapters.torch_fsdp2 import FullyShardEngine, PreparedFullyShard
 from engine.contract import Plan, PreparedModel
 
-__all__ = ["ComputesWithStaleParameters", "StepsBeforeTheReduction"]
+__all__ = ["ComputesWithStaleParameters", "Stale", "StepsBeforeTheReduction"]
 
 
-class _PreparedStale(PreparedFullyShard):
-    """Keeps the shards of two steps and swaps the older ones in for as long as a step computes."""
+class Stale(PreparedModel):
+    """Keeps the shards of two steps and swaps the older ones in for as long as a step computes; to be mixed in."""
 
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__(module)
+    def __init__(
+        self, *args: Any, **kwargs: Any
+    ) -> None:  # Any: those of the prepared model it is mixed into
+        super().__init__(*args, **kwargs)
         self._older: list[torch.Tensor] = []
         self._newest: list[torch.Tensor] = []
 
     def __call__(self, *inputs: torch.Tensor) -> Any:  # Any: a model returns what it likes
+        """Run forward, from the second step on with old parameters."""
         if self._older and not self._newest:
             self._newest = self._copies()
             self._assign(self._older)
         return super().__call__(*inputs)
 
     def step(self) -> None:
+        """Update the parameters of now, whatever was computed with."""
         # What the optimizer updates, and everybody reads, is up to date: only forward and backward lag.
         if self._newest:
             self._assign(self._newest)
@@ -50,9 +54,13 @@ class _PreparedStale(PreparedFullyShard):
             shard.copy_(value)
 
     def _shards(self) -> Iterator[torch.Tensor]:
-        for parameter in self.named.parameters():
+        for parameter in self.owned_parameters().values():
             whole = parameter.detach()
             yield whole.to_local() if isinstance(whole, DTensor) else whole
+
+
+class _PreparedStale(Stale, PreparedFullyShard):
+    pass
 
 
 class ComputesWithStaleParameters(FullyShardEngine):
@@ -62,10 +70,7 @@ class ComputesWithStaleParameters(FullyShardEngine):
     """
 
     name = "mutant.ComputesWithStaleParameters"
-
-    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        """Shard honestly, then compute one step behind."""
-        return _PreparedStale(super().prepare(model, plan, mesh).module)
+    prepared_type = _PreparedStale
 
 
 class _PreparedHasty(PreparedModel):

@@ -54,10 +54,7 @@ class SynchronisesEveryMicrobatch(FullyShardEngine):
     """
 
     name = "mutant.SynchronisesEveryMicrobatch"
-
-    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        """Shard honestly; the way to accumulate does nothing."""
-        return PreparedWithoutAccumulation(super().prepare(model, plan, mesh).module)
+    prepared_type = PreparedWithoutAccumulation
 
 
 class _PreparedDrifting(PreparedDdp):
@@ -75,8 +72,4 @@ class DriftsByOneBit(DistributedDataParallelEngine):
     """
 
     name = "mutant.DriftsByOneBit"
-
-    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        """Wrap honestly; the step adds the bit."""
-        prepared = super().prepare(model, plan, mesh)
-        return _PreparedDrifting(prepared.module, named=prepared.named)
+    prepared_type = _PreparedDrifting

@@ -112,6 +112,8 @@ class Tree:
             self._last_forward = self._this_forward
         for other in self.units:
             other.drop_guesses()
+            if other is not unit:
+                other.end_partial_forward()
         return True
 
     # Backward ---------------------------------------------------------------------------------------------

@@ -127,6 +127,12 @@ class Unit:
         if self._guess:
             self.reshard()
 
+    def end_partial_forward(self) -> None:
+        """Free what a forward left whole because not all modules of this unit ran in it."""
+        if self._state is UnitState.FORWARD:
+            self._state = UnitState.IDLE
+            self._reshard_after_forward()
+
     def forget_places(self) -> None:
         """Forget where in the order of forwards this unit stood: its next backwards prefetch nothing."""
         self._places.clear()

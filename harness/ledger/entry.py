@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from enum import StrEnum
+from typing import Any
 
 __all__ = [
     "Entry",
@@ -14,6 +15,7 @@ __all__ = [
     "Wait",
     "entry_from_json",
     "entry_to_json",
+    "wait_from_json",
     "wait_to_json",
 ]
 
@@ -40,17 +42,22 @@ class Phase(StrEnum):
     PREPARE = "prepare"  # until the engine has wrapped the model
     FORWARD = "forward"
     BACKWARD = "backward"
+    BETWEEN = "between"  # the loop's own hands, outside forward and backward: units gathered by call
     STEP = "step"  # optimizer step and zero_grad
     OBSERVE = "observe"  # the harness reads; a collective here is the adapter's, not training's
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wait:
-    """Where a collective's result was first waited for (by Work.wait, its future, or a functional wait)."""
+    """Where a collective's result was first waited for (by Work.wait, its future, or a functional wait).
+
+    ``num_issued`` is how many calls the rank had issued by then; None in ledgers that were kept before it was told.
+    """
 
     phase: Phase
     step: int
     microbatch: int
+    num_issued: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,7 +135,23 @@ def entry_to_json(entry: Entry) -> dict[str, object]:
 
 def wait_to_json(wait: Wait) -> dict[str, object]:
     """Give the JSON object of a wait."""
-    return {"phase": wait.phase, "step": wait.step, "microbatch": wait.microbatch}
+    return {
+        "phase": wait.phase,
+        "step": wait.step,
+        "microbatch": wait.microbatch,
+        "num_issued": wait.num_issued,
+    }
+
+
+# Any: JSON.
+def wait_from_json(data: Mapping[str, Any]) -> Wait:
+    """Read what `wait_to_json` wrote, or a release that did not count what was issued."""
+    return Wait(
+        phase=Phase(data["phase"]),
+        step=data["step"],
+        microbatch=data["microbatch"],
+        num_issued=data.get("num_issued"),
+    )
 
 
 def entry_from_json(data: Mapping[str, object]) -> Entry:
@@ -143,8 +166,6 @@ def entry_from_json(data: Mapping[str, object]) -> Entry:
         phase=Phase(str(plain["phase"])),
         shapes=tuple(tuple(s) for s in shapes),
         group=tuple(group),
-        wait=Wait(phase=Phase(wait["phase"]), step=wait["step"], microbatch=wait["microbatch"])
-        if isinstance(wait, dict)
-        else None,
+        wait=wait_from_json(wait) if isinstance(wait, dict) else None,
     )
     return Entry(**plain)  # type: ignore[arg-type]  # JSON is untyped; Entry's own fields name what is missing

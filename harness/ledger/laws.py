@@ -1,9 +1,4 @@
-"""Laws over what crossed between ranks: counts, bytes, order, dtypes, waits; each looks at every rank.
-
-[Note: a blind law] A law that finds no entry where there should be some has proven nothing, so it fails. In
-a world of several ranks that is so for a rank without any entry of its training, and for a selection that
-covers no step or microbatch of the schedule, whatever the law says. A world of one rank need not communicate.
-"""
+"""Laws over what crossed between ranks: counts, bytes, order, dtypes, waits; each looks at every rank."""
 
 from __future__ import annotations
 
@@ -14,14 +9,23 @@ from itertools import pairwise
 from harness.law import Evidence, Ruling
 from harness.ledger.entry import Entry, Ledger, Phase
 from harness.ledger.expectation import Amount, Expectation, evaluate
-from harness.ledger.selection import NOTHING_OBSERVED, Moment, Per, Select, shows_nothing
-from harness.record import LawRecord
+from harness.ledger.ruling import at, blindness, ledgers, pick, rule, when
+from harness.ledger.selection import Moment, Per, Select
 
-__all__ = ["AllWaited", "Bytes", "Count", "Dtype", "InOrder", "Nothing", "OnlyThese", "ReduceOps"]
+__all__ = [
+    "AllWaited",
+    "Asynchronous",
+    "Bytes",
+    "Count",
+    "Dtype",
+    "InOrder",
+    "Nothing",
+    "OnlyThese",
+    "ReadsAreSilent",
+    "ReduceOps",
+]
 
-# Enough to see a pattern over ranks and microbatches; a whole ledger would bury it.
-_MAX_DETAILS = 24
-_MAX_ENTRIES = 6
+_MAX_ENTRIES = 6  # enough to see a pattern; a whole ledger would bury it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,8 +44,8 @@ class Count:
     def judge(self, evidence: Evidence) -> Ruling:
         """Count on every rank in every moment that the selection covers."""
         tally = _Tally(select=self.select, per=self.per, measure=len, noun="collectives")
-        broken = [*_blindness(evidence, (self.select,), self.per), *tally.breaches(evidence, self.expected)]
-        return _rule(self.name, broken, held=f"{tally.spell(evidence)} on every rank")
+        broken = [*blindness(evidence, (self.select,), self.per), *tally.breaches(evidence, self.expected)]
+        return rule(self.name, broken, held=f"{tally.spell(evidence)} on every rank")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,10 +66,10 @@ class Bytes:
         """Add up on every rank in every moment that the selection covers."""
         tally = _Tally(select=self.select, per=self.per, measure=_num_bytes, noun="bytes")
         ratio = self._ratio(max(tally.amounts(evidence), default=0), evidence)
-        broken = [*_blindness(evidence, (self.select,), self.per), *tally.breaches(evidence, self.expected)]
+        broken = [*blindness(evidence, (self.select,), self.per), *tally.breaches(evidence, self.expected)]
         if broken:
             broken.append(f"at worst {ratio}")
-        return _rule(self.name, broken, held=f"{tally.spell(evidence)} on every rank, {ratio}")
+        return rule(self.name, broken, held=f"{tally.spell(evidence)} on every rank, {ratio}")
 
     def _ratio(self, worst: int, evidence: Evidence) -> str:
         minimum = evaluate(self.minimum, evidence.training, evidence.world_size)
@@ -86,14 +90,14 @@ class Nothing:
 
     def judge(self, evidence: Evidence) -> Ruling:
         """Look for what must not be there on every rank."""
-        broken = _blindness(evidence, (self.select,), Per.STEP)
-        for rank, ledger in _ledgers(evidence):
+        broken = blindness(evidence, (self.select,), Per.STEP)
+        for rank, ledger in ledgers(evidence):
             broken += [
-                f"rank {rank} {_when(e)}: expected none, got {e.describe()}"
-                for e in _pick(self.select, ledger, evidence)
+                f"rank {rank} {when(e)}: expected none, got {e.describe()}"
+                for e in pick(self.select, ledger, evidence)
             ]
-        seen = sum(len(ledger) for _, ledger in _ledgers(evidence))
-        return _rule(self.name, broken, held=f"none among {seen} collectives")
+        seen = sum(len(ledger) for _, ledger in ledgers(evidence))
+        return rule(self.name, broken, held=f"none among {seen} collectives")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,17 +118,17 @@ class InOrder:
     def judge(self, evidence: Evidence) -> Ruling:
         """Compare neighbours on every rank in every microbatch."""
         schedule = evidence.training.schedule
-        broken = _blindness(evidence, self.selects, Per.MICROBATCH)
+        broken = blindness(evidence, self.selects, Per.MICROBATCH)
         covered = [set(s.moments(schedule, Per.MICROBATCH)) for s in self.selects]
         moments = sorted(set.intersection(*covered), key=lambda m: (m.step, m.microbatch))
         if not moments and not broken:
             broken.append("expected a microbatch that all selections cover, got none")
-        for rank, ledger in _ledgers(evidence):
+        for rank, ledger in ledgers(evidence):
             for moment in moments:
-                issued = [_at(moment, _pick(s, ledger, evidence)) for s in self.selects]
+                issued = [at(moment, pick(s, ledger, evidence)) for s in self.selects]
                 if any(issued) or evidence.world_size > 1:
                     broken += [f"rank {rank} {moment}: {text}" for text in self._disorder(issued)]
-        return _rule(self.name, broken, held=f"in order on every rank in {len(moments)} microbatches")
+        return rule(self.name, broken, held=f"in order on every rank in {len(moments)} microbatches")
 
     def _disorder(self, issued: Sequence[Ledger]) -> Iterator[str]:
         for select, entries in zip(self.selects, issued, strict=True):
@@ -149,16 +153,16 @@ class OnlyThese:
 
     def judge(self, evidence: Evidence) -> Ruling:
         """List what is left over on every rank."""
-        broken = _blindness(evidence, (self.among,), Per.STEP)
+        broken = blindness(evidence, (self.among,), Per.STEP)
         num_allowed = 0
-        for rank, ledger in _ledgers(evidence):
-            asked = _pick(self.among, ledger, evidence)
-            allowed = {e.seq for s in self.selects for e in _pick(s, asked, evidence)}
+        for rank, ledger in ledgers(evidence):
+            asked = pick(self.among, ledger, evidence)
+            allowed = {e.seq for s in self.selects for e in pick(s, asked, evidence)}
             num_allowed += len(allowed)
             broken += [
-                f"rank {rank} {_when(e)}: left over {e.describe()}" for e in asked if e.seq not in allowed
+                f"rank {rank} {when(e)}: left over {e.describe()}" for e in asked if e.seq not in allowed
             ]
-        return _rule(self.name, broken, held=f"nothing left over beside {num_allowed} collectives")
+        return rule(self.name, broken, held=f"nothing left over beside {num_allowed} collectives")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -192,12 +196,12 @@ class ReadsAreSilent:
     def judge(self, evidence: Evidence) -> Ruling:
         """Look for what ranks issued while they were read."""
         broken = [
-            f"rank {o.rank}, {_when(e)}: the adapter communicated while it was read: {e.describe()}"
+            f"rank {o.rank}, {when(e)}: the adapter communicated while it was read: {e.describe()}"
             for o in evidence.ranks
             for e in o.ledger
             if e.phase is Phase.OBSERVE
         ]
-        return _rule(self.name, broken, held=f"on all {evidence.world_size} ranks")
+        return rule(self.name, broken, held=f"on all {evidence.world_size} ranks")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -218,6 +222,26 @@ class ReduceOps:
         def breach(entry: Entry) -> str | None:
             wanted = "/".join(self.allowed)
             return None if entry.reduce_op in self.allowed else f"expected {wanted}, got {entry.reduce_op}"
+
+        return _each(self.name, self.select, evidence, breach)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asynchronous:
+    """Every selected collective is issued without blocking the rank, which waits for the result by itself."""
+
+    select: Select
+
+    @property
+    def name(self) -> str:
+        """Say the law."""
+        return f"{self.select} is asynchronous"
+
+    def judge(self, evidence: Evidence) -> Ruling:
+        """Look at every selected collective of every rank."""
+
+        def breach(entry: Entry) -> str | None:
+            return None if entry.is_async else "expected a call that returns at once, got one that blocks"
 
         return _each(self.name, self.select, evidence, breach)
 
@@ -252,14 +276,14 @@ class _Tally:
 
     def amounts(self, evidence: Evidence) -> list[int]:
         """Give every amount, rank by rank, moment by moment."""
-        return [self.measure(_at(m, p)) for _, p in self._picked(evidence) for m in self._moments(evidence)]
+        return [self.measure(at(m, p)) for _, p in self._picked(evidence) for m in self._moments(evidence)]
 
     def breaches(self, evidence: Evidence, expected: Expectation) -> Iterator[str]:
         """Tell every moment whose amount is not as expected, and what lies outside all moments."""
         spelt = expected.spell(evidence.training, evidence.world_size)
         for rank, picked in self._picked(evidence):
             for moment in self._moments(evidence):
-                entries = _at(moment, picked)
+                entries = at(moment, picked)
                 got = self.measure(entries)
                 if not expected.allows(got, evidence.training, evidence.world_size):
                     yield f"rank {rank} {moment}: expected {spelt} {self.noun}, got {got}{_list(entries)}"
@@ -275,8 +299,8 @@ class _Tally:
         return f"{low if low == high else f'{low} to {high}'} {self.noun} per {self.per.value}"
 
     def _picked(self, evidence: Evidence) -> Iterator[tuple[int, Ledger]]:
-        for rank, ledger in _ledgers(evidence):
-            yield rank, _pick(self.select, ledger, evidence)
+        for rank, ledger in ledgers(evidence):
+            yield rank, pick(self.select, ledger, evidence)
 
     def _moments(self, evidence: Evidence) -> tuple[Moment, ...]:
         return self.select.moments(evidence.training.schedule, self.per)
@@ -284,33 +308,18 @@ class _Tally:
 
 def _each(name: str, select: Select, evidence: Evidence, breach: Callable[[Entry], str | None]) -> Ruling:
     """Rule on each selected entry by itself; a rank with none selected breaks the law unless it is alone."""
-    broken = _blindness(evidence, (select,), Per.STEP)
+    broken = blindness(evidence, (select,), Per.STEP)
     num_looked_at = 0
-    for rank, ledger in _ledgers(evidence):
-        picked = _pick(select, ledger, evidence)
+    for rank, ledger in ledgers(evidence):
+        picked = pick(select, ledger, evidence)
         num_looked_at += len(picked)
         if not picked and evidence.world_size > 1:
             broken.append(f"rank {rank}: expected {select}, got none")
         for entry in picked:
             text = breach(entry)
             if text is not None:
-                broken.append(f"rank {rank} {_when(entry)}: {text} in {entry.describe()}")
-    return _rule(name, broken, held=f"all {num_looked_at} collectives do")
-
-
-def _blindness(evidence: Evidence, selects: Sequence[Select], per: Per) -> list[str]:
-    """Tell why a law could not have failed, if so; see [Note: a blind law]."""
-    schedule = evidence.training.schedule
-    broken = [
-        f"expected a {per.value} to look at, got none: {select} of {schedule.steps} step(s) with "
-        f"{schedule.microbatches} microbatch(es); try a longer schedule"
-        for select in selects
-        if not select.moments(schedule, per)
-    ]
-    if evidence.world_size > 1:
-        silent = [rank for rank, ledger in _ledgers(evidence) if shows_nothing(ledger)]
-        broken += [f"rank {rank}: {NOTHING_OBSERVED}" for rank in silent]
-    return broken
+                broken.append(f"rank {rank} {when(entry)}: {text} in {entry.describe()}")
+    return rule(name, broken, held=f"all {num_looked_at} collectives do")
 
 
 def _waits_too_late(entry: Entry) -> str | None:
@@ -322,25 +331,8 @@ def _waits_too_late(entry: Entry) -> str | None:
     return f"expected a wait before the optimizer step, got one in {wait.phase} of step {wait.step}"
 
 
-def _ledgers(evidence: Evidence) -> Iterator[tuple[int, Ledger]]:
-    for observation in evidence.ranks:
-        yield observation.rank, observation.ledger
-
-
-def _pick(select: Select, ledger: Ledger, evidence: Evidence) -> Ledger:
-    return select.pick(ledger, evidence.training.schedule)
-
-
-def _at(moment: Moment, entries: Ledger) -> Ledger:
-    return tuple(e for e in entries if moment.holds(e))
-
-
 def _num_bytes(entries: Ledger) -> int:
     return sum(e.num_bytes for e in entries)
-
-
-def _when(entry: Entry) -> str:
-    return str(Moment(step=entry.step, microbatch=None if entry.microbatch < 0 else entry.microbatch))
 
 
 def _list(entries: Sequence[Entry]) -> str:
@@ -348,14 +340,3 @@ def _list(entries: Sequence[Entry]) -> str:
         return ""
     more = f" and {len(entries) - _MAX_ENTRIES} more" if len(entries) > _MAX_ENTRIES else ""
     return ": " + "; ".join(e.describe() for e in entries[:_MAX_ENTRIES]) + more
-
-
-def _rule(name: str, broken: Sequence[str], *, held: str) -> Ruling:
-    if not broken:
-        return Ruling(record=LawRecord(law=name, held=True, summary=held))
-    more = len(broken) - 1
-    summary = broken[0] + (f" (and {more} more)" if more else "")
-    details = tuple(broken[:_MAX_DETAILS])
-    if len(broken) > _MAX_DETAILS:
-        details += (f"and {len(broken) - _MAX_DETAILS} more",)
-    return Ruling(record=LawRecord(law=name, held=False, summary=summary, details=details))

@@ -19,6 +19,7 @@ from harness.ledger.entry import (
     Wait,
     entry_from_json,
     entry_to_json,
+    wait_from_json,
     wait_to_json,
 )
 
@@ -110,7 +111,12 @@ class Recorder:
         with self._lock:
             if seq in self._waits:
                 return
-            wait = Wait(phase=self._phase, step=self._step, microbatch=self._microbatch)
+            wait = Wait(
+                phase=self._phase,
+                step=self._step,
+                microbatch=self._microbatch,
+                num_issued=len(self._entries),
+            )
             self._waits[seq] = wait
             self._write({"wait": seq, **wait_to_json(wait)})
 
@@ -168,7 +174,5 @@ def read_journal(path: Path) -> Ledger:
         if "entry" in line:
             entries.append(entry_from_json(line["entry"]))
         else:
-            waits[line["wait"]] = Wait(
-                phase=Phase(line["phase"]), step=line["step"], microbatch=line["microbatch"]
-            )
+            waits[line["wait"]] = wait_from_json(line)
     return tuple(replace(e, wait=waits.get(e.seq)) for e in entries)

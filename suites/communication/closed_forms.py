@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from math import prod
 
 from harness.case import Training
+from harness.groups import groups_of
+from harness.scripts.microbatches import HoldingBack
 
-__all__ = ["GRADIENT_BYTES", "NUM_GROUPS", "PADDED_BYTES"]
+__all__ = ["GRADIENT_BYTES", "NUM_GROUPS", "NUM_UNHELD_GROUPS", "PADDED_BYTES"]
 
 _BYTES_PER_ELEMENT = 4  # every bundled problem is built in float32
 
@@ -26,16 +28,14 @@ class ClosedForm:
 
 
 def _num_groups(training: Training, world_size: int) -> int:
-    """Count the units that own parameters, and the root if it has some left over."""
-    units = training.plan.units
-    names = [name for name, _ in training.problem.build().named_parameters()]
-    owners = {_owner(name, units) for name in names}
-    return len(owners)
+    """Count the groups that own parameters: units, several modules joined by commas being one, and the root."""
+    return len(groups_of(training))
 
 
-def _owner(parameter: str, units: tuple[str, ...]) -> str:
-    inside = [unit for unit in units if parameter.startswith(f"{unit}.")]
-    return max(inside, key=len, default="")
+def _num_unheld(training: Training, world_size: int) -> int:
+    """Count the groups that the script does not tell to hold their reductions back."""
+    assert isinstance(training.script, HoldingBack)
+    return sum(group.unit not in training.script.units for group in groups_of(training))
 
 
 def _gradient_bytes(training: Training, world_size: int) -> int:
@@ -51,5 +51,6 @@ def _padded_bytes(training: Training, world_size: int) -> int:
 
 
 NUM_GROUPS = ClosedForm(name="communication groups with parameters", formula=_num_groups)
+NUM_UNHELD_GROUPS = ClosedForm(name="groups that hold nothing back", formula=_num_unheld)
 GRADIENT_BYTES = ClosedForm(name="bytes of all gradients", formula=_gradient_bytes)
 PADDED_BYTES = ClosedForm(name="bytes of all gradients, rows padded to the world", formula=_padded_bytes)

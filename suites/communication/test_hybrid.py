@@ -36,6 +36,8 @@ WITHIN_REPLICAS = (
 every_problem = pytest.mark.parametrize("problem", [MLP_EVEN, MLP_UNEVEN], ids=attrgetter("name"))
 
 
+@pytest.mark.rows("T35")
+@pytest.mark.prey("NeverSynchronisesReplicas")
 @pytest.mark.worlds(FOUR_OR_MORE_EVEN)
 @every_problem
 def test_reduces_within_and_across_replicas(trial: Trial, problem: Problem) -> None:
@@ -48,6 +50,8 @@ def test_reduces_within_and_across_replicas(trial: Trial, problem: Problem) -> N
     )
 
 
+@pytest.mark.rows("T35")
+@pytest.mark.prey("TransposesTheMesh")
 @pytest.mark.worlds(SIX_OR_MORE_EVEN)
 @every_problem
 def test_reduces_within_and_across_pairs(trial: Trial, problem: Problem) -> None:
@@ -60,6 +64,7 @@ def test_reduces_within_and_across_pairs(trial: Trial, problem: Problem) -> None
     )
 
 
+@pytest.mark.prey("TransposesTheMesh")
 @pytest.mark.worlds(SEVERAL)
 @every_problem
 def test_one_replica_reduces_within_itself(trial: Trial, problem: Problem) -> None:
@@ -71,6 +76,7 @@ def test_one_replica_reduces_within_itself(trial: Trial, problem: Problem) -> No
     )
 
 
+@pytest.mark.prey("NeverSynchronisesSingles", "TransposesTheMesh")
 @pytest.mark.worlds(SEVERAL)
 @every_problem
 def test_single_ranks_reduce_across_replicas(trial: Trial, problem: Problem) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from operator import attrgetter
 
 import pytest
@@ -16,7 +17,7 @@ from harness.ledger.expectation import Between, Exactly
 from harness.ledger.laws import AllWaited, Bytes, Count, Nothing, OnlyThese
 from harness.ledger.selection import Select
 from harness.pytest_plugin import Trial
-from harness.worlds.sizes import SEVERAL
+from harness.worlds.sizes import FOUR_OR_MORE_EVEN, SEVERAL
 from suites.communication.closed_forms import GRADIENT_BYTES, NUM_GROUPS, PADDED_BYTES
 
 GATHERS_IN_FORWARD = Select(ops=(Op.ALL_GATHER,), phases=(Phase.FORWARD,))
@@ -31,6 +32,8 @@ def _training(problem: Problem, reshard: Reshard) -> Training:
     return Training(problem=problem, optimizer=SGD, plan=plan)
 
 
+@pytest.mark.rows("C06")
+@pytest.mark.prey("GathersOnceMoreInBackward", "TakesAllUnitsForOne")
 @pytest.mark.worlds(SEVERAL)
 @pytest.mark.parametrize("problem", PROBLEMS, ids=attrgetter("name"))
 def test_gathers_each_group_twice_when_freed_after_forward(trial: Trial, problem: Problem) -> None:
@@ -44,6 +47,8 @@ def test_gathers_each_group_twice_when_freed_after_forward(trial: Trial, problem
     )
 
 
+@pytest.mark.rows("C06")
+@pytest.mark.prey("GathersOnceMoreInBackward", "FreesWhatItWasAskedToKeep")
 @pytest.mark.worlds(SEVERAL)
 @pytest.mark.parametrize("problem", PROBLEMS, ids=attrgetter("name"))
 def test_gathers_each_group_once_when_kept(trial: Trial, problem: Problem) -> None:
@@ -57,6 +62,23 @@ def test_gathers_each_group_once_when_kept(trial: Trial, problem: Problem) -> No
     )
 
 
+@pytest.mark.rows("C06")
+@pytest.mark.prey("FreesWholeWhereAPartWasAsked")
+@pytest.mark.worlds(FOUR_OR_MORE_EVEN)
+def test_gathers_each_group_from_its_pair_when_sharded_over_pairs(trial: Trial) -> None:
+    from_pairs = replace(GATHERS_IN_BACKWARD, group_size=2)
+    trial.holds(
+        _training(MLP_UNEVEN, Reshard.TO_PAIRS),
+        Count(select=replace(GATHERS_IN_FORWARD, group_size=trial.world_size), expected=ONCE_PER_GROUP),
+        Count(select=from_pairs, expected=ONCE_PER_GROUP),
+        Count(select=REDUCTIONS, expected=ONCE_PER_GROUP),
+        OnlyThese(selects=(GATHERS_IN_FORWARD, from_pairs, REDUCTIONS)),
+        RanksAgree(),
+    )
+
+
+@pytest.mark.rows("C06")
+@pytest.mark.prey("ReducesInBfloat16")
 @pytest.mark.worlds(SEVERAL)
 @pytest.mark.parametrize("problem", PROBLEMS, ids=attrgetter("name"))
 def test_moves_no_more_than_the_padded_model(trial: Trial, problem: Problem) -> None:

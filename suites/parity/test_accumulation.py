@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from operator import attrgetter
-
 import pytest
 
 from engine.contract import Accumulation, Plan
@@ -14,12 +12,22 @@ from harness.ledger.agreement import RanksAgree
 from harness.parity import MatchesOracle
 from harness.pytest_plugin import Trial
 
-name = attrgetter("name")
+# Each problem, each optimizer, and each number of microbatches with each of the others.
+CASES: list[tuple[Problem, NamedOptimizer, int]] = [
+    (MLP_EVEN, SGD, 3),
+    (MLP_UNEVEN, ADAMW, 3),
+    (MLP_UNEVEN, SGD, 4),
+    (MLP_EVEN, ADAMW, 4),
+]
 
 
-@pytest.mark.parametrize("microbatches", [3, 4], ids="m{}".format)
-@pytest.mark.parametrize("optimizer", [SGD, ADAMW], ids=name)
-@pytest.mark.parametrize("problem", [MLP_EVEN, MLP_UNEVEN], ids=name)
+@pytest.mark.rows("T30")
+@pytest.mark.prey("KeepsOnlyTheLastMicrobatch", "DoublesGradientsEveryMicrobatch")
+@pytest.mark.parametrize(
+    ("problem", "optimizer", "microbatches"),
+    CASES,
+    ids=[f"{problem.name}-{optimizer.name}-m{microbatches}" for problem, optimizer, microbatches in CASES],
+)
 def test_accumulates_every_microbatch(
     trial: Trial, problem: Problem, optimizer: NamedOptimizer, microbatches: int
 ) -> None:

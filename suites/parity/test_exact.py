@@ -14,7 +14,13 @@ from harness.worlds.sizes import POWERS_OF_TWO
 
 
 @pytest.mark.worlds(POWERS_OF_TWO)
-@pytest.mark.parametrize("microbatches", [1, 4], ids="m{}".format)
+@pytest.mark.parametrize(
+    "microbatches",
+    [
+        pytest.param(1, id="m1", marks=pytest.mark.prey("DriftsByOneBit", "SumsInsteadOfAveraging")),
+        pytest.param(4, id="m4", marks=pytest.mark.prey("DriftsByOneBit", "KeepsOnlyTheLastMicrobatch")),
+    ],
+)
 def test_is_exact_to_the_bit(trial: Trial, microbatches: int) -> None:
     training = Training(
         problem=EXACT_LINEAR,

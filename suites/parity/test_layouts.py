@@ -26,19 +26,38 @@ GATHERS_IN_BACKWARD = Select(ops=(Op.ALL_GATHER,), phases=(Phase.BACKWARD,))
 AT_MOST = len(list(MLP_UNEVEN.build().parameters()))
 # One axis of the mesh has a single rank, or neither has; on one rank both have.
 OTHER_REPLICAS = [
-    pytest.param(Replicas.ONE, id="one"),
-    pytest.param(Replicas.SINGLES, id="singles", marks=pytest.mark.worlds(SEVERAL)),
-    pytest.param(Replicas.PAIRS, id="pairs", marks=pytest.mark.worlds(SIX_OR_MORE_EVEN)),
+    pytest.param(Replicas.ONE, id="one", marks=pytest.mark.prey("DividesOneReplicaTwice")),
+    pytest.param(
+        Replicas.SINGLES,
+        id="singles",
+        marks=[pytest.mark.worlds(SEVERAL), pytest.mark.prey("NeverSynchronisesSingles", "AcceptsEveryPlan")],
+    ),
+    pytest.param(
+        Replicas.PAIRS,
+        id="pairs",
+        marks=[pytest.mark.worlds(SIX_OR_MORE_EVEN), pytest.mark.prey("NeverSynchronisesReplicas")],
+    ),
 ]
 
 
+@pytest.mark.rows("T08", "R06")
 @pytest.mark.parametrize("microbatches", [1, 3], ids="m{}".format)
-@pytest.mark.parametrize("layout", [Layout.REPLICATE, Layout.SHARD], ids=lambda x: x.name.lower())
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param(
+            Layout.REPLICATE, id="replicate", marks=pytest.mark.prey("ForgetsToSynchroniseOneParameter")
+        ),
+        pytest.param(Layout.SHARD, id="shard", marks=pytest.mark.prey("ReplicatesInsteadOfSharding")),
+    ],
+)
 def test_trains_the_same_model(trial: Trial, layout: Layout, microbatches: int) -> None:
     plan = Plan(layout=layout, units=MLP_UNEVEN.units)
     trial.holds(_training(plan, SGD, microbatches), *LAWS)
 
 
+@pytest.mark.rows("T09")
+@pytest.mark.prey("KeepsWhatItWasAskedToFree")
 @pytest.mark.worlds(SEVERAL)
 @pytest.mark.parametrize("microbatches", [1, 3], ids="m{}".format)
 def test_frees_after_forward_as_asked(trial: Trial, microbatches: int) -> None:
@@ -47,6 +66,8 @@ def test_frees_after_forward_as_asked(trial: Trial, microbatches: int) -> None:
     trial.holds(_training(plan, SGD, microbatches), *LAWS, gathers_again)
 
 
+@pytest.mark.rows("T09")
+@pytest.mark.prey("FreesWhatItWasAskedToKeep")
 @pytest.mark.worlds(SEVERAL)
 @pytest.mark.parametrize("microbatches", [1, 3], ids="m{}".format)
 def test_keeps_until_backward_as_asked(trial: Trial, microbatches: int) -> None:
@@ -54,8 +75,16 @@ def test_keeps_until_backward_as_asked(trial: Trial, microbatches: int) -> None:
     trial.holds(_training(plan, SGD, microbatches), *LAWS, Nothing(select=GATHERS_IN_BACKWARD))
 
 
+@pytest.mark.rows("T35")
+@pytest.mark.prey("NeverSynchronisesReplicas", "AcceptsEveryPlan")
 @pytest.mark.worlds(EVEN)
-@pytest.mark.parametrize("microbatches", [1, 3], ids="m{}".format)
+@pytest.mark.parametrize(
+    "microbatches",
+    [
+        pytest.param(1, id="m1"),
+        pytest.param(3, id="m3", marks=pytest.mark.prey("LosesMicrobatchesOfReplicas")),
+    ],
+)
 @pytest.mark.parametrize("optimizer", [SGD, ADAMW], ids=attrgetter("name"))
 def test_trains_the_same_model_on_two_replicas(
     trial: Trial, optimizer: NamedOptimizer, microbatches: int
@@ -64,6 +93,7 @@ def test_trains_the_same_model_on_two_replicas(
     trial.holds(_training(plan, optimizer, microbatches), *LAWS)
 
 
+@pytest.mark.rows("T35")
 @pytest.mark.parametrize("microbatches", [1, 3], ids="m{}".format)
 @pytest.mark.parametrize("replicas", OTHER_REPLICAS)
 def test_trains_the_same_model_on_other_replicas(trial: Trial, replicas: Replicas, microbatches: int) -> None:
@@ -71,6 +101,7 @@ def test_trains_the_same_model_on_other_replicas(trial: Trial, replicas: Replica
     trial.holds(_training(plan, SGD, microbatches), *LAWS)
 
 
+@pytest.mark.rows("T35")
 @pytest.mark.parametrize("replicas", OTHER_REPLICAS)
 def test_accumulates_on_other_replicas(trial: Trial, replicas: Replicas) -> None:
     plan = Plan(

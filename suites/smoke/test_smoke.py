@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from fixtures.optimizers import SGD
 from fixtures.problems import MLP_EVEN
 from harness.case import Training
@@ -10,5 +12,7 @@ from harness.parity import MatchesOracle
 from harness.pytest_plugin import Trial
 
 
+@pytest.mark.rows("T07", "R05")
+@pytest.mark.prey("SumsInsteadOfAveraging", "NeverSynchronises", "StepsBeforeTheReduction")
 def test_trains_the_same_model(trial: Trial) -> None:
     trial.holds(Training(problem=MLP_EVEN, optimizer=SGD), MatchesOracle(), RanksAgree())

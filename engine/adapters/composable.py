@@ -1,0 +1,253 @@
+"""What the engines with FSDP2's front door share: from a plan to calls of that door, and handles of its units."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+
+from engine.contract import (
+    Buffers,
+    Capability,
+    Layout,
+    Offload,
+    OptimizerFactory,
+    Placement,
+    Plan,
+    PreparedModel,
+    Reshard,
+    Roots,
+    UnitHandle,
+    Wire,
+)
+
+__all__ = ["ComposableUnit", "FrontDoor", "PreparedComposable", "members", "open_door"]
+
+_RESHARD: Mapping[Reshard, bool | int | None] = {
+    Reshard.NATIVE: None,
+    Reshard.AFTER_FORWARD: True,
+    Reshard.KEEP: False,
+    Reshard.TO_PAIRS: 2,
+}
+
+
+# Any: the engines behind this door share no base class.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FrontDoor:
+    """The public names of one engine; ``set_divide_factor`` gets a module, the factor and the number of shards."""
+
+    fully_shard: Callable[..., Any]
+    replicate: Callable[..., Any]
+    sharded_module: type[Any]
+    mixed_precision: Callable[..., Any]
+    cpu_offload: Callable[..., Any]
+    register_forward_method: Callable[..., None]
+    share_comm_ctx: Callable[..., None]
+    set_divide_factor: Callable[[Any, float, int], None]
+    placed_on: Callable[
+        [DeviceMesh], Any
+    ]  # what shard_placement_fn returns for a parameter with a mesh of its own
+
+
+class ComposableUnit(UnitHandle):
+    """One group of modules; the methods of its first module speak for the group."""
+
+    def __init__(self, modules: tuple[Any, ...], door: FrontDoor) -> None:
+        self._modules = modules
+        self._first = modules[0]
+        self._door = door
+
+    def unshard(self) -> None:
+        """Gather now."""
+        self._first.unshard()
+
+    def unshard_async(self) -> Callable[[], None]:
+        """Start to gather."""
+        wait: Callable[[], None] = self._first.unshard(async_op=True).wait
+        return wait
+
+    def reshard(self) -> None:
+        """Free."""
+        self._first.reshard()
+
+    def is_unsharded(self) -> bool:
+        """Look at the parameters registered: whole ones are plain tensors, shards are DTensors."""
+        return not any(isinstance(p, DTensor) for p in self._own_parameters())
+
+    def set_gradient_sync(self, *, is_on: bool) -> None:
+        """Set the flag of this group alone."""
+        self._first.set_requires_gradient_sync(is_on, recurse=False)
+
+    def set_replica_sync(self, *, is_on: bool) -> None:
+        """Set the flag of this group alone."""
+        self._first.set_requires_all_reduce(is_on, recurse=False)
+
+    def set_last_backward(self, *, is_last: bool) -> None:
+        """Set the flag, which the whole tree shares."""
+        self._first.set_is_last_backward(is_last)
+
+    def set_reshard_after_forward(self, *, is_on: bool) -> None:
+        """Set the flag of this group alone."""
+        self._first.set_reshard_after_forward(is_on, recurse=False)
+
+    def set_reshard_after_backward(self, *, is_on: bool) -> None:
+        """Set the flag of this group alone."""
+        self._first.set_reshard_after_backward(is_on, recurse=False)
+
+    def _own_parameters(self) -> Iterator[nn.Parameter]:
+        for module in self._modules:
+            inner = {m for m in module.modules() if m is not module and self._is_unit(m)}
+            below = {p for m in inner for p in m.parameters()}
+            yield from (p for p in module.parameters() if p not in below)
+
+    def _is_unit(self, module: nn.Module) -> bool:
+        return isinstance(module, self._door.sharded_module)
+
+
+class PreparedComposable(PreparedModel):
+    """Modules keep their names; parameters are DTensors."""
+
+    unit_type: ClassVar[type[ComposableUnit]] = ComposableUnit
+
+    def __init__(self, module: nn.Module, plan: Plan, door: FrontDoor) -> None:
+        super().__init__(module)
+        self.plan = plan
+        self.door = door
+        self._owned: Mapping[str, nn.Parameter] = {}
+
+    def optimizer(self, factory: OptimizerFactory) -> None:
+        """Remember what the optimizer is given: while a unit is gathered, modules show other parameters."""
+        self._owned = dict(self.named.named_parameters())
+        super().optimizer(factory)
+
+    def owned_parameters(self) -> Mapping[str, nn.Parameter]:
+        """Give the shards, whether or not modules show them."""
+        return self._owned or super().owned_parameters()
+
+    @contextmanager
+    def accumulating(self) -> Iterator[None]:
+        """Keep gradients local: a flag where DDP has a context."""
+        self._set_gradient_sync(is_on=False)
+        try:
+            yield
+        finally:
+            self._set_gradient_sync(is_on=True)
+
+    def units(self) -> Mapping[str, UnitHandle]:
+        """Give the groups of the plan; the root is one of them unless each unit is its own."""
+        names = self.plan.units if self.plan.roots is Roots.EACH_UNIT else (*self.plan.units, "")
+        return {name: self.unit_type(members(self.module, name), self.door) for name in names}
+
+    def step(self) -> None:
+        """Update the parameters; then say so by an event where the plan demands it."""
+        super().step()
+        if Capability.STEP_EVENT in self.plan.demands:
+            device = next(self.module.parameters()).device
+            # Not torch.Event, which knows no events of a CPU. Any: torch types each device's events apart.
+            event: Any = torch.get_device_module(device.type).Event()
+            event.record()
+            self._root().set_post_optim_event(event)
+
+    def recover(self) -> None:
+        """Have the root forget what it was in the middle of."""
+        self._root().reset_iter_state()
+
+    def _root(self) -> Any:
+        return self.module
+
+    def _set_gradient_sync(self, *, is_on: bool) -> None:
+        for root in self._roots():
+            root.set_requires_gradient_sync(is_on)
+
+    def _roots(self) -> Iterator[Any]:
+        if self.plan.roots is Roots.MODEL:
+            yield self.module
+        else:
+            yield from (members(self.module, unit)[0] for unit in self.plan.units)
+
+
+def members(model: nn.Module, unit: str) -> tuple[nn.Module, ...]:
+    """Give the modules that form one unit of a plan."""
+    return tuple(model.get_submodule(name) for name in unit.split(","))
+
+
+def open_door(door: FrontDoor, model: nn.Module, plan: Plan, mesh: DeviceMesh, shape: Layout) -> None:
+    """Put the model in the engine's hands; ``shape`` says which of the door's two functions does so."""
+    if shape is Layout.REPLICATE:
+        plan.refuse_options_of_shards()
+    ignored = {model.get_parameter(name) for name in plan.ignored}
+    experts = {model.get_parameter(name) for name in plan.experts}
+    options: dict[str, Any] = {
+        "mesh": _all_ranks(mesh) if experts else mesh,
+        "mp_policy": _precision(door, plan),
+        "ignored_params": ignored,
+    }
+    if plan.offload is not Offload.NONE:
+        options["offload_policy"] = door.cpu_offload(pin_memory=plan.offload is Offload.PINNED)
+    if shape is not Layout.REPLICATE:
+        options["reshard_after_forward"] = _RESHARD[plan.reshard]
+        options["shard_placement_fn"] = _largest_dim if plan.placement is Placement.LARGEST else None
+    if experts:
+        own = door.placed_on(mesh["data"])
+        options["shard_placement_fn"] = lambda parameter: own if parameter in experts else None
+    apply = door.replicate if shape is Layout.REPLICATE else door.fully_shard
+    units = [members(model, unit) for unit in plan.units]
+    if plan.roots is Roots.MODEL:
+        units.append((model,))
+    for modules in units:
+        apply(modules[0] if len(modules) == 1 else list(modules), **options)
+    if plan.roots is Roots.EACH_UNIT:
+        door.share_comm_ctx([modules[0] for modules in units])
+    _set_options(door, model, plan, mesh)
+
+
+def _all_ranks(mesh: DeviceMesh) -> DeviceMesh:
+    """Give the mesh of one axis over all ranks of a mesh of several: all ranks there are."""
+    return init_device_mesh(mesh.device_type, (mesh.size(),), mesh_dim_names=("all",))
+
+
+def _precision(door: FrontDoor, plan: Plan) -> Any:
+    return door.mixed_precision(
+        param_dtype=plan.compute_dtype, reduce_dtype=plan.reduce_dtype, output_dtype=plan.output_dtype
+    )
+
+
+def _largest_dim(parameter: nn.Parameter) -> Shard:
+    return Shard(max(range(parameter.dim()), key=lambda dim: parameter.shape[dim]))
+
+
+def _set_options(door: FrontDoor, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
+    """Call the setters, most of which reach one module each."""
+    managed = [module for module in model.modules() if isinstance(module, door.sharded_module)]
+    for module in managed:
+        if plan.buffers is Buffers.GROUP:
+            module.set_allocate_memory_from_process_group_for_comm(True)
+        if plan.buffers is Buffers.SYMMETRIC:
+            module.set_symm_mem_for_comm()
+        if plan.wire is Wire.SUM:
+            module.set_force_sum_reduction_for_comms(True)
+        if plan.divide_factor is not None:
+            door.set_divide_factor(module, plan.divide_factor, mesh.size(mesh.ndim - 1))
+        if Capability.RANK_DEPENDENT in plan.demands:
+            module.set_reduce_scatter_unused_params(True, recurse=False)
+        if plan.max_reduce_buffers is not None:
+            module.set_reduce_scatter_max_input_buffers(plan.max_reduce_buffers, recurse=False)
+    for unit in plan.gathered_once:
+        _first(model, unit).set_unshard_in_backward(False)
+    if plan.prefetch is not None:
+        for unit, targets in plan.prefetch.forward:
+            _first(model, unit).set_modules_to_forward_prefetch([_first(model, t) for t in targets])
+        for unit, targets in plan.prefetch.backward:
+            _first(model, unit).set_modules_to_backward_prefetch([_first(model, t) for t in targets])
+    for path, method in plan.forward_methods:
+        door.register_forward_method(model.get_submodule(path), method)
+
+
+def _first(model: nn.Module, unit: str) -> Any:
+    return members(model, unit)[0]

@@ -1,0 +1,28 @@
+"""The entries of mutants that do not say what they cannot do."""
+
+from __future__ import annotations
+
+from engine.mutants.mutant import Condition, Mutant, Trace
+from engine.plan import Layout, Plan
+
+__all__ = ["MUTANTS"]
+
+
+MUTANTS: tuple[Mutant, ...] = (
+    Mutant(
+        name="ReplicatesInsteadOfSharding",
+        engine_spec="engine.mutants.honesty:ReplicatesInsteadOfSharding",
+        sin="parameters that were to be sharded are replicated",
+        thread="Tencent-Hunyuan/UniRL#410",
+        kills_on=Condition(plan=Plan(layout=Layout.SHARD), because="one rank's share is the whole"),
+        trace=Trace.COMMUNICATION,
+    ),
+    Mutant(
+        name="AcceptsEveryPlan",
+        engine_spec="engine.mutants.honesty:AcceptsEveryPlan",
+        sin="plans beyond the declared capabilities are accepted without a word",
+        thread="Tencent-Hunyuan/UniRL#410",
+        kills_on=Condition(plan=Plan(layout=Layout.HYBRID), because="a declared plan is honoured"),
+        trace=Trace.REFUSAL,
+    ),
+)

@@ -1,0 +1,216 @@
+"""Mutants that clip by the wrong norm, on the wrong ranks, or not at all."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from engine.adapters.torch_ddp import DistributedDataParallelEngine, PreparedDdp
+from engine.adapters.torch_fsdp2 import FullyShardEngine, PreparedFullyShard
+from engine.contract import Plan
+
+__all__ = [
+    "ClipsByTheLastMicrobatch",
+    "ClipsByTheLocalNorm",
+    "ClipsOnOneRank",
+    "CountsTheNormOncePerReplica",
+    "NeverClips",
+    "ReturnsNoNorm",
+    "ScalesSmallGradientsUp",
+    "TakesTheRootOfAMaximum",
+]
+
+
+def _joint_norm(tensors: list[torch.Tensor], norm_type: float) -> torch.Tensor:
+    """Give the norm of all tensors' elements together, 0 where there are none (0-dimensional)."""
+    elements = torch.cat([*(tensor.flatten() for tensor in tensors), torch.zeros(1)])
+    norm: torch.Tensor = torch.linalg.vector_norm(elements, norm_type)
+    return norm
+
+
+class _PreparedOwnClipping(PreparedFullyShard):
+    """Clips local shards by a norm that is made of local norms in `norm`, and a scale made of it in `scale`."""
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float) -> float:
+        total = self.norm(norm_type)
+        for gradient in self.local():
+            gradient.mul_(self.scale(max_norm, total))
+        return total
+
+    def norm(self, norm_type: float) -> float:
+        """Combine the norms of this rank's shards over the shard axis; a rank may own nothing."""
+        own = self.own_norm(norm_type)
+        group = self.mesh().get_group(self.mesh().ndim - 1)
+        if math.isinf(norm_type):
+            dist.all_reduce(own, op=dist.ReduceOp.MAX, group=group)
+            return float(own)
+        power = own**norm_type
+        dist.all_reduce(power, group=group)
+        return float(power ** (1 / norm_type))
+
+    def scale(self, max_norm: float, total: float) -> float:
+        """Give what gradients are multiplied with."""
+        return min(1.0, max_norm / (total + 1e-6))
+
+    def own_norm(self, norm_type: float) -> torch.Tensor:
+        """Give the norm of this rank's shards."""
+        return _joint_norm([*self.local()], norm_type)
+
+    def local(self) -> Iterator[torch.Tensor]:
+        """Give this rank's shards of all gradients."""
+        for parameter in self.named.parameters():
+            gradient = parameter.grad
+            if isinstance(gradient, DTensor):
+                yield gradient.to_local().detach()
+
+    def mesh(self) -> DeviceMesh:
+        """Give the mesh that the parameters lie on."""
+        mesh = next(p.device_mesh for p in self.named.parameters() if isinstance(p, DTensor))
+        assert isinstance(mesh, DeviceMesh)
+        return mesh
+
+
+class _PreparedLocal(_PreparedOwnClipping):
+    def norm(self, norm_type: float) -> float:
+        return float(self.own_norm(norm_type))
+
+
+class ClipsByTheLocalNorm(FullyShardEngine):
+    """Each rank clips its shards by their own norm, and returns that.
+
+    After pytorch/pytorch#170862: the norm returned was that of the local part of the parameters.
+    """
+
+    name = "mutant.ClipsByTheLocalNorm"
+    prepared_type = _PreparedLocal
+
+
+class _PreparedCounting(_PreparedOwnClipping):
+    def norm(self, norm_type: float) -> float:
+        num_replicas = self.mesh().size(0) if self.mesh().ndim > 1 else 1
+        return float(super().norm(norm_type) * num_replicas ** (1 / norm_type))
+
+
+class CountsTheNormOncePerReplica(FullyShardEngine):
+    """Under a hybrid layout the powers of all ranks are added, replicas or not: the norm grows with their number.
+
+    After ByteDance-Seed/VeOmni#184: they were added over the data-parallel group, not over that of the shards.
+    """
+
+    name = "mutant.CountsTheNormOncePerReplica"
+    prepared_type = _PreparedCounting
+
+
+class _PreparedRooted(_PreparedOwnClipping):
+    def norm(self, norm_type: float) -> float:
+        return (
+            float(super().norm(norm_type) ** (1 / norm_type))
+            if math.isinf(norm_type)
+            else super().norm(norm_type)
+        )
+
+
+class TakesTheRootOfAMaximum(FullyShardEngine):
+    """The norm of infinite order is always one: a root was taken, as of a sum of powers.
+
+    After meta-pytorch/torchrec#3199: to the power of one over infinity, each maximum became one.
+    """
+
+    name = "mutant.TakesTheRootOfAMaximum"
+    prepared_type = _PreparedRooted
+
+
+class _PreparedUnclipped(_PreparedOwnClipping):
+    def scale(self, max_norm: float, total: float) -> float:
+        return 1.0
+
+
+class NeverClips(FullyShardEngine):
+    """The norm is right, and no gradient is scaled by it.
+
+    After deepspeedai/DeepSpeed#5150: the coefficient was computed and never applied.
+    """
+
+    name = "mutant.NeverClips"
+    prepared_type = _PreparedUnclipped
+
+
+class _PreparedLevelling(_PreparedOwnClipping):
+    def scale(self, max_norm: float, total: float) -> float:
+        return max_norm / (total + 1e-6)
+
+
+class ScalesSmallGradientsUp(FullyShardEngine):
+    """Gradients always get the norm that is the most they may have, also where theirs is smaller.
+
+    After DingfanChen/GS-WGAN#5: the coefficient had no bound of one.
+    """
+
+    name = "mutant.ScalesSmallGradientsUp"
+    prepared_type = _PreparedLevelling
+
+
+class _PreparedSilent(PreparedFullyShard):
+    def clip_grad_norm_(self, max_norm: float, norm_type: float) -> float:
+        super().clip_grad_norm_(max_norm, norm_type)
+        return None  # type: ignore[return-value]  # the sin
+
+
+class ReturnsNoNorm(FullyShardEngine):
+    """Gradients are clipped rightly, and nobody is told by what.
+
+    After pytorch/pytorch#87401: clipping returned None.
+    """
+
+    name = "mutant.ReturnsNoNorm"
+    prepared_type = _PreparedSilent
+
+
+class _PreparedForgetting(_PreparedOwnClipping):
+    """Remembers what was accumulated before the last backward, and leaves it out of the norm."""
+
+    def __init__(self, module: nn.Module, plan: Plan) -> None:
+        super().__init__(module, plan)
+        self._before: list[torch.Tensor] = []
+
+    def backward(self, loss: torch.Tensor) -> None:
+        self._before = [gradient.clone() for gradient in self.local()]
+        super().backward(loss)
+
+    def own_norm(self, norm_type: float) -> torch.Tensor:
+        before = self._before or [torch.zeros_like(gradient) for gradient in self.local()]
+        return _joint_norm([now - then for now, then in zip(self.local(), before, strict=True)], norm_type)
+
+
+class ClipsByTheLastMicrobatch(FullyShardEngine):
+    """What was accumulated over all microbatches is clipped by the norm of the last one's gradient.
+
+    After hpcaitech/ColossalAI#5002: gradients accumulated and clipped were others than those of one batch.
+    """
+
+    name = "mutant.ClipsByTheLastMicrobatch"
+    prepared_type = _PreparedForgetting
+
+
+class _PreparedLopsided(PreparedDdp):
+    def clip_grad_norm_(self, max_norm: float, norm_type: float) -> float:
+        if dist.get_rank() == 0:
+            return super().clip_grad_norm_(max_norm, norm_type)
+        gradients = [p.grad for p in self.named.parameters() if p.grad is not None]
+        return float(nn.utils.get_total_norm(gradients, norm_type))
+
+
+class ClipsOnOneRank(DistributedDataParallelEngine):
+    """All ranks know the norm, and one of them clips by it.
+
+    After deepspeedai/DeepSpeed#1801: clipping ran on one rank, and replicated weights parted for ten days.
+    """
+
+    name = "mutant.ClipsOnOneRank"
+    prepared_type = _PreparedLopsided

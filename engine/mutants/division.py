@@ -1,0 +1,127 @@
+"""Mutants that divide by something else, or elsewhere, in some layouts, units or dtypes; some with right numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any  # the engine's methods sit on a class that modules are given at run time
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from engine.adapters.reference import PreparedReference, ReferenceEngine
+from engine.contract import Layout, Plan, PreparedModel, Wire
+from engine.mutants.groups import groups_of
+from engine.reference.group import Group
+from engine.reference.reduction import ReductionPlan
+
+__all__ = [
+    "AveragesOnTheWire",
+    "AveragesReplicasOnTheWire",
+    "AveragesWhateverTheFactor",
+    "DividesByTheSquareOfTheFactor",
+    "HalvesOneUnit",
+    "IgnoresTheDivideFactorOfOneRank",
+]
+
+
+class AveragesWhateverTheFactor(ReferenceEngine):
+    """In every layout gradients are averaged over the ranks, whatever divisor was asked for.
+
+    After deepspeedai/DeepSpeed#5618: gradients were divided by the size of another group than was meant.
+    """
+
+    name = "mutant.AveragesWhateverTheFactor"
+
+    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
+        """Prepare honestly, under a plan without the factor."""
+        return super().prepare(model, replace(plan, divide_factor=None), mesh)
+
+
+class _PreparedTwice(PreparedReference):
+    def backward(self, loss: torch.Tensor) -> None:
+        super().backward(loss / (self.plan.divide_factor or 1))
+
+
+class DividesByTheSquareOfTheFactor(ReferenceEngine):
+    """In every layout gradients are divided by the factor twice; without one they are right.
+
+    After pytorch/pytorch#167178: two branches of the reduction divided, each as if it were the only one.
+    """
+
+    name = "mutant.DividesByTheSquareOfTheFactor"
+    prepared_type = _PreparedTwice
+
+
+class IgnoresTheDivideFactorOfOneRank(ReferenceEngine):
+    """A rank that is alone does not divide at all, whatever divisor was asked for.
+
+    After pytorch/pytorch#167178: with a shard group of one rank the reduction returned before the division.
+    """
+
+    name = "mutant.IgnoresTheDivideFactorOfOneRank"
+
+    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
+        """Prepare honestly; alone, under a plan without the factor."""
+        return super().prepare(model, replace(plan, divide_factor=None) if mesh.size() == 1 else plan, mesh)
+
+
+class HalvesOneUnit(ReferenceEngine):
+    """The gradients of the first unit are half of what they should be, those of all others are right.
+
+    After pytorch/pytorch#160285: parameters that lived in a group of their own were off by its size, which
+    Adam hid.
+    """
+
+    name = "mutant.HalvesOneUnit"
+
+    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
+        """Prepare honestly, and give one unit another factor."""
+        prepared = super().prepare(model, plan, mesh)
+        first = next(iter(plan.units), "").split(",")[0]
+        unit: Any = model.get_submodule(first)
+        unit.set_gradient_divide_factor(2.0 * plan.divisor(mesh.size()))
+        return prepared
+
+
+class AveragesOnTheWire(ReferenceEngine):
+    """Averages cross between ranks although sums alone were asked for; the numbers are right.
+
+    After pytorch/torchtitan#1551: who divides, and by what, was settled in another place than was meant.
+    """
+
+    name = "mutant.AveragesOnTheWire"
+
+    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
+        """Prepare honestly, under a plan that leaves the choice to the engine."""
+        return super().prepare(model, replace(plan, wire=Wire.NATIVE), mesh)
+
+
+class AveragesReplicasOnTheWire(ReferenceEngine):
+    """Within a replica sums alone cross, as asked; across replicas averages do. The numbers are right.
+
+    After pytorch/torchtitan#2318: a change of who divides reached one of two reductions.
+    """
+
+    name = "mutant.AveragesReplicasOnTheWire"
+
+    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
+        """Prepare honestly; under a hybrid layout let the second reduction divide its part."""
+        prepared = super().prepare(model, plan, mesh)
+        if plan.layout is Layout.HYBRID:
+            for group in groups_of(prepared):
+                group._reduction_plan = _averaging_across(group)  # type: ignore[method-assign, assignment]  # of this object alone
+        return prepared
+
+
+def _averaging_across(group: Group) -> Callable[[torch.dtype], ReductionPlan]:
+    honest = group._reduction_plan
+
+    def plan(dtype: torch.dtype) -> ReductionPlan:
+        made = honest(dtype)
+        after = made.division.after / made.mesh.replicate_size
+        return replace(made, division=replace(made.division, reduce_op=dist.ReduceOp.AVG, after=after))
+
+    return plan

@@ -1,0 +1,50 @@
+"""Mutants whose ranks do not all begin with the model that they were given."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from engine.adapters.torch_fsdp2 import FullyShardEngine
+from engine.contract import Layout, Plan, PreparedModel
+
+__all__ = ["ForgetsUnsavedBuffers", "StartsReplicasApart"]
+
+
+class ForgetsUnsavedBuffers(FullyShardEngine):
+    """On all ranks but the first, buffers that no state dict holds are made anew and not filled.
+
+    After EvolvingLMMs-Lab/lmms-engine#185: made on the meta device, then emptied, rotary buffers held whatever
+    was in memory on every rank that had not read the checkpoint.
+    """
+
+    name = "mutant.ForgetsUnsavedBuffers"
+
+    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
+        """Zero them, since zeros are what fresh memory mostly holds; then shard honestly."""
+        if torch.distributed.get_rank() > 0:
+            saved = model.state_dict().keys()
+            for name, buffer in model.named_buffers():
+                if name not in saved:
+                    buffer.zero_()
+        return super().prepare(model, plan, mesh)
+
+
+class StartsReplicasApart(FullyShardEngine):
+    """Under a hybrid layout each replica draws initial weights of its own.
+
+    After allenai/OLMo-core#319: seeds differed between ranks, and sharding broadcasts nothing.
+    """
+
+    name = "mutant.StartsReplicasApart"
+
+    @torch.no_grad()
+    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
+        """Draw anew on all replicas but the first, then shard honestly."""
+        replica = mesh["replicate"].get_local_rank() if plan.layout is Layout.HYBRID else 0
+        if replica:
+            generator = torch.Generator().manual_seed(replica)
+            for parameter in model.parameters():
+                parameter.uniform_(-0.5, 0.5, generator=generator)
+        return super().prepare(model, plan, mesh)

@@ -1,0 +1,73 @@
+"""Mutants that treat what forward is called with in their own way."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from engine.adapters.reference import PreparedReference, ReferenceEngine
+from engine.adapters.torch_fsdp2 import FullyShardEngine
+from engine.contract import Plan, PreparedModel
+
+__all__ = ["CastsOuterInputsAlone", "DetachesNestedInputs", "ReducesOnlyAfterInputs"]
+
+
+def _detach_nested(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    return tuple(tuple(t.detach() for t in x) if isinstance(x, tuple) else x for x in inputs)
+
+
+class DetachesNestedInputs(ReferenceEngine):
+    """Tensors in a tuple reach a unit without their history, so what computed them gets no gradient.
+
+    After facebookresearch/fairscale#1191: inputs were converted where gradients were off, and lost theirs.
+    """
+
+    name = "mutant.DetachesNestedInputs"
+
+    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
+        """Prepare honestly, then put a hook before each unit."""
+        prepared = super().prepare(model, plan, mesh)
+        for unit in plan.units:
+            model.get_submodule(unit).register_forward_pre_hook(_detach_nested)
+        return prepared
+
+
+def _halve_nothing_nested(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Give nested tensors back in the dtype of the model, whatever the one to compute in."""
+    return tuple(tuple(t.float() for t in x) if isinstance(x, tuple) else x for x in inputs)
+
+
+class CastsOuterInputsAlone(FullyShardEngine):
+    """With another dtype to compute in, tensors in a tuple keep their own, and meet parameters of the other.
+
+    After pytorch/pytorch#91078: inputs were prepared by their place, which was another where inputs are nested.
+    """
+
+    name = "mutant.CastsOuterInputsAlone"
+
+    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
+        """Shard honestly, then undo after the engine's own hook."""
+        prepared = super().prepare(model, plan, mesh)
+        if plan.compute_dtype is not None:
+            for unit in plan.units:
+                model.get_submodule(unit).register_forward_pre_hook(_halve_nothing_nested)
+        return prepared
+
+
+class _PreparedBlind(PreparedReference):
+    def __call__(self, *inputs: torch.Tensor) -> Any:  # Any: a model returns what it likes
+        self._set_gradient_sync(is_on=bool(inputs))
+        return super().__call__(*inputs)
+
+
+class ReducesOnlyAfterInputs(ReferenceEngine):
+    """A forward without arguments is followed by no reduction: gradients never reach the shards.
+
+    After pytorch/pytorch#129259: that a unit's backward was over was told by the gradients of its inputs.
+    """
+
+    name = "mutant.ReducesOnlyAfterInputs"
+    prepared_type = _PreparedBlind

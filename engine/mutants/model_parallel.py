@@ -1,0 +1,306 @@
+"""Mutants that sin where data parallelism meets tensors that are cut already, or the stages of a pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from math import prod
+from types import MethodType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
+from torch.nn import functional
+from torch.nn.parallel import DistributedDataParallel
+
+from engine.adapters.reference import PreparedReference, ReferenceEngine
+from engine.adapters.torch_ddp import DistributedDataParallelEngine, PreparedDdp
+from engine.adapters.torch_fsdp2 import FullyShardEngine, PreparedFullyShard
+from engine.contract import Plan, PreparedModel, shard_of
+
+__all__ = [
+    "ClipsOnOneTensorRank",
+    "KeepsNormsOnTheirTensorRank",
+    "KeepsOnlyTheLastMicrobatchOfAPipeline",
+    "LosesTheLastRowsOfUnevenPieces",
+    "MixesExpertsUp",
+    "NeverSynchronisesTheFirstStage",
+    "ReducesBeforeTheLastBackward",
+    "ReducesEveryMicrobatchOfAPipeline",
+    "ScalesByTheTensorRanks",
+    "ScalesExpertsByTheirRanks",
+    "SwapsTheCutsOfOneDim",
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Cut:
+    """Of how many pieces along the tensor-parallel axis this rank has which."""
+
+    num_pieces: int
+    index: int
+
+
+class _PreparedScaled(PreparedReference):
+    def backward(self, loss: torch.Tensor) -> None:
+        super().backward(loss)
+        for parameter in self.named.parameters():
+            if (cut := _tensor_cut(parameter)) is not None and parameter.grad is not None:
+                parameter.grad.mul_(cut.num_pieces)
+
+
+class ScalesByTheTensorRanks(ReferenceEngine):
+    """The gradient of each tensor that is cut is too large by the number of its pieces.
+
+    After pytorch/torchtitan#1551: gradients of expert-parallel weights were averaged over the ranks that had
+    pieces of their own of them, and came out exactly twice as large with two.
+    """
+
+    name = "mutant.ScalesByTheTensorRanks"
+    prepared_type = _PreparedScaled
+
+
+class _PreparedScaledExperts(PreparedReference):
+    def backward(self, loss: torch.Tensor) -> None:
+        super().backward(loss)
+        for name in self.plan.experts:
+            gradient = self.named.get_parameter(name).grad
+            if gradient is not None:
+                gradient.mul_(self.plan.expert_parallel)
+
+
+class ScalesExpertsByTheirRanks(ReferenceEngine):
+    """Experts learn from a gradient that is too large by the number of ranks that share them out.
+
+    After pytorch/torchtitan#1551: weights that only some ranks hold were averaged over these ranks alone.
+    """
+
+    name = "mutant.ScalesExpertsByTheirRanks"
+    prepared_type = _PreparedScaledExperts
+
+
+class _PreparedMixed(PreparedFullyShard):
+    def backward(self, loss: torch.Tensor) -> None:
+        super().backward(loss)
+        for name in self.plan.experts:
+            gradient = self.named.get_parameter(name).grad
+            if isinstance(gradient, DTensor):
+                dist.all_reduce(
+                    gradient.to_local(), dist.ReduceOp.AVG, gradient.device_mesh.get_group("expert")
+                )
+
+
+class MixesExpertsUp(FullyShardEngine):
+    """Gradients of experts are averaged over ranks that hold other experts, as if all held the same.
+
+    After pytorch/torchtitan#1551: data parallelism was applied to expert weights over all ranks.
+    """
+
+    name = "mutant.MixesExpertsUp"
+    prepared_type = _PreparedMixed
+
+
+class KeepsNormsOnTheirTensorRank(ReferenceEngine):
+    """The gradient of a norm is not reduced over the tensor axis, whose ranks see different rows.
+
+    After THUDM/slime#1366: only attention saw to what the ranks that shared a sequence had to add up.
+    """
+
+    name = "mutant.KeepsNormsOnTheirTensorRank"
+
+    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
+        """Shard honestly; norms say of their weights' gradients that they are whole already."""
+        prepared = super().prepare(model, plan, mesh)
+        for module in prepared.module.modules():
+            if isinstance(module, nn.LayerNorm) and isinstance(module.weight, DTensor):
+                module.forward = MethodType(_norm_alone, module)  # type: ignore[method-assign]  # of this one
+        return prepared
+
+
+class _PreparedClippingOnce(PreparedFullyShard):
+    def clip_grad_norm_(self, max_norm: float, norm_type: float) -> float:
+        cuts = (_tensor_cut(p) for p in self.named.parameters())
+        is_idle = any(cut.index > 0 for cut in cuts if cut is not None)
+        return super().clip_grad_norm_(torch.inf if is_idle else max_norm, norm_type)
+
+
+class ClipsOnOneTensorRank(FullyShardEngine):
+    """Gradients are clipped on the first rank of the tensor axis alone, all of which are told the right norm.
+
+    After deepspeedai/DeepSpeed#1801: clipping ran on one tensor-parallel rank, and norms drifted apart for days.
+    """
+
+    name = "mutant.ClipsOnOneTensorRank"
+    prepared_type = _PreparedClippingOnce
+
+
+class _PreparedTruncated(PreparedFullyShard):
+    def backward(self, loss: torch.Tensor) -> None:
+        super().backward(loss)
+        for parameter in self.named.parameters():
+            if isinstance(parameter.grad, DTensor) and (num_cuts := _cuts_of_rows(parameter.grad)) > 2:
+                known = parameter.shape[0] // num_cuts * num_cuts
+                first = shard_of(parameter.grad).offsets[0]
+                parameter.grad.to_local()[max(known - first, 0) :].zero_()
+
+
+class LosesTheLastRowsOfUnevenPieces(FullyShardEngine):
+    """Of rows that both axes cut unevenly the last are thought not to exist, and get no gradient.
+
+    After pytorch/torchtitan#4593: the size of a tensor was inferred from one rank's piece of it.
+    """
+
+    name = "mutant.LosesTheLastRowsOfUnevenPieces"
+    prepared_type = _PreparedTruncated
+
+
+class SwapsTheCutsOfOneDim(FullyShardEngine):
+    """Where both axes cut the rows of a tensor, the pieces lie as if the data axis had cut them first.
+
+    After pytorch/torchtitan#1483: on a mesh of two axes the order of placements was another than was meant.
+    """
+
+    name = "mutant.SwapsTheCutsOfOneDim"
+
+    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
+        """Shard honestly, then hand out the pieces again."""
+        prepared = super().prepare(model, plan, mesh)
+        for parameter in prepared.module.parameters():
+            cut, data = _tensor_cut(parameter), parameter.detach()
+            if isinstance(data, DTensor) and cut is not None and _cuts_of_rows(data) > cut.num_pieces:
+                _swap_cuts(data, mesh, cut)
+        return prepared
+
+
+class _PreparedUnknown(PreparedDdp):
+    def pipelined(self) -> None:  # type: ignore[override]  # the sin: what the honest one hands out, it keeps
+        return None
+
+
+class ReducesBeforeTheLastBackward(DistributedDataParallelEngine):
+    """In a pipeline the last microbatch's forward, not its backward, says that the next backward is the last.
+
+    After NVIDIA/Megatron-LM#1012: gradients were reduced before a deferred one had been added.
+    """
+
+    name = "mutant.ReducesBeforeTheLastBackward"
+    prepared_type = _PreparedUnknown
+
+
+class KeepsOnlyTheLastMicrobatchOfAPipeline(DistributedDataParallelEngine):
+    """Of the microbatches of a pipeline the last alone reaches the optimizer.
+
+    After NVIDIA/Megatron-LM#7166: under a schedule of microbatches the window in which gradients were taken
+    closed after the first of two contributions.
+    """
+
+    name = "mutant.KeepsOnlyTheLastMicrobatchOfAPipeline"
+
+    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
+        """Wrap honestly; in a pipeline what is not to be synchronised is lost."""
+        prepared = super().prepare(model, plan, mesh)
+        if plan.pipeline_stages > 1:
+            ddp = prepared.module
+            assert isinstance(ddp, DistributedDataParallel)
+            ddp.no_sync = MethodType(_forgetting, ddp)  # type: ignore[method-assign]  # of this one
+        return prepared
+
+
+class NeverSynchronisesTheFirstStage(DistributedDataParallelEngine):
+    """Replicas of a pipeline's first stage train on their own data alone.
+
+    After pytorch/pytorch#63916: what was not where the wrapper looked for it was left out of every reduction.
+    """
+
+    name = "mutant.NeverSynchronisesTheFirstStage"
+
+    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
+        """Wrap honestly; the ranks of the first stage hand each bucket back as it is."""
+        prepared = super().prepare(model, plan, mesh)
+        is_first = dist.get_rank() < dist.get_world_size() // plan.pipeline_stages
+        if plan.pipeline_stages > 1 and is_first:
+            assert isinstance(prepared.module, DistributedDataParallel)
+            # A lambda: torch would resolve the annotations of a function, which are strings here.
+            prepared.module.register_comm_hook(None, lambda state, bucket: _unreduced(bucket))
+        return prepared
+
+
+class _PreparedEager(PreparedReference):
+    @contextmanager
+    def accumulating(self) -> Iterator[None]:
+        if self.plan.pipeline_stages > 1:
+            yield
+            return
+        with super().accumulating():
+            yield
+
+
+class ReducesEveryMicrobatchOfAPipeline(ReferenceEngine):
+    """In a pipeline each microbatch pays for the whole reduction; the numbers are right.
+
+    After NVIDIA/cosmos-framework#161: the gate that holds synchronisation back knew one engine and one loop.
+    """
+
+    name = "mutant.ReducesEveryMicrobatchOfAPipeline"
+    prepared_type = _PreparedEager
+
+
+def _tensor_cut(parameter: torch.Tensor) -> _Cut | None:
+    """Tell how the tensor-parallel axis cuts a parameter; None where it does not."""
+    if not isinstance(parameter, DTensor):
+        return None
+    mesh = parameter.device_mesh
+    names, coordinate = mesh.mesh_dim_names or (), mesh.get_coordinate()
+    if "tensor" not in names or coordinate is None:
+        return None
+    axis = names.index("tensor")
+    if isinstance(parameter.placements[axis], Replicate):
+        return None
+    return _Cut(num_pieces=mesh.size(axis), index=coordinate[axis])
+
+
+def _cuts_of_rows(parameter: DTensor) -> int:
+    """Give into how many pieces all axes together cut the first dim."""
+    sizes = (parameter.device_mesh.size(axis) for axis in range(parameter.device_mesh.ndim))
+    placements = zip(parameter.placements, sizes, strict=True)
+    return prod(size for placement, size in placements if getattr(placement, "dim", None) == 0)
+
+
+def _swap_cuts(parameter: DTensor, mesh: DeviceMesh, cut: _Cut) -> None:
+    """Copy the piece that a rank would have under the other order; where it has another size, leave it."""
+    whole = parameter.full_tensor()
+    mine = whole.tensor_split(mesh.size())[mesh.get_local_rank()].tensor_split(cut.num_pieces)[cut.index]
+    local = parameter.to_local()
+    if mine.shape == local.shape:
+        local.copy_(mine)
+
+
+def _norm_alone(self: nn.LayerNorm, rows: DTensor) -> torch.Tensor:
+    """Normalise this rank's rows with weights whose gradients are taken for whole."""
+    whole = [Replicate()]
+    weight, bias = (
+        p.to_local(grad_placements=whole) for p in (self.weight, self.bias) if isinstance(p, DTensor)
+    )
+    local = functional.layer_norm(rows.to_local(), self.normalized_shape, weight, bias, self.eps)
+    return DTensor.from_local(
+        local, rows.device_mesh, rows.placements, run_check=False, shape=rows.shape, stride=rows.stride()
+    )
+
+
+@contextmanager
+def _forgetting(self: DistributedDataParallel) -> Iterator[None]:
+    with DistributedDataParallel.no_sync(self):
+        yield
+    for parameter in self.parameters():
+        parameter.grad = None
+
+
+# Any: torch's buckets have no public type that checkers know.
+def _unreduced(bucket: Any) -> torch.futures.Future[torch.Tensor]:
+    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    future.set_result(bucket.buffer())
+    return future

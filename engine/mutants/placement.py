@@ -1,0 +1,238 @@
+"""Mutants that cut parameters along another dim, put them together wrongly, or show what is not theirs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.nn import functional
+
+from engine.adapters.reference import ReferenceEngine
+from engine.adapters.torch_fsdp2 import FullyShardEngine, PreparedFullyShard
+from engine.contract import Placement, Plan, PreparedModel, Reshard, Shard, shard_of
+
+__all__ = [
+    "DropsWhatTheLayoutExcludes",
+    "HandsOutStridedGradients",
+    "InfersTheSizeFromItsShard",
+    "KeepsWholeOptimizerState",
+    "ReassemblesAlongTheFirstDim",
+    "ShardsTheFirstDim",
+    "ShowsPaddingRows",
+    "ShowsStridedParameters",
+]
+
+
+class ShardsTheFirstDim(ReferenceEngine):
+    """Whatever dim was asked for, the first is sharded; the numbers are right.
+
+    After pytorch/torchtitan#1483: parameters lay on ranks in another way than the rest of the system took them to.
+    """
+
+    name = "mutant.ShardsTheFirstDim"
+
+    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
+        """Shard honestly, under a plan that asks for no dim."""
+        return super().prepare(model, replace(plan, placement=Placement.FIRST), mesh)
+
+
+class DropsWhatTheLayoutExcludes(ReferenceEngine):
+    """Of two options that exclude each other the one that fits the layout wins, without a word.
+
+    After Tencent-Hunyuan/UniRL#410: an option that could not be honoured was dropped, and training went on.
+    """
+
+    name = "mutant.DropsWhatTheLayoutExcludes"
+
+    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
+        """Prepare honestly, under a plan without placement, and without a policy that does not fit."""
+        plan.refuse_beyond(self.capabilities)
+        return super().prepare(model, replace(plan, placement=Placement.FIRST, reshard=Reshard.NATIVE), mesh)
+
+
+class ReassemblesAlongTheFirstDim(ReferenceEngine):
+    """Shards of the second dim are put together in forward as if they were shards of the first.
+
+    After pytorch/torchtitan#1483: weights were permuted by the order of two axes.
+    """
+
+    name = "mutant.ReassemblesAlongTheFirstDim"
+
+    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
+        """Shard honestly; in forward permute what was gathered."""
+        prepared = super().prepare(model, plan, mesh)
+        num_shards = mesh.size(mesh.ndim - 1)
+        for module, name, parameter in _parameters(model):
+            if _sharded_dim(parameter) == 1:
+                module.register_forward_pre_hook(_permuting(name, num_shards))
+        return prepared
+
+
+def _permuting(name: str, num_shards: int) -> Callable[[nn.Module, Any], None]:
+    def permute(module: nn.Module, inputs: Any) -> None:
+        whole = module.get_parameter(name)
+        with torch.no_grad():
+            pieces = [piece.reshape(-1) for piece in whole.detach().chunk(num_shards, dim=1)]
+            whole.copy_(torch.cat(pieces).view(whole.shape))
+
+    return permute
+
+
+class ShowsPaddingRows(FullyShardEngine):
+    """Where ranks do not divide the rows of the last weight, forward sees the rows that pad them.
+
+    After Lightning-AI/lightning-thunder#908: padding was not taken away again in one order of wrapping.
+    """
+
+    name = "mutant.ShowsPaddingRows"
+
+    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
+        """Shard honestly; in forward pad the last parameter of two dims."""
+        prepared = super().prepare(model, plan, mesh)
+        num_shards = mesh.size(mesh.ndim - 1)
+        *_, (module, name) = ((m, n) for m, n, p in _parameters(model) if p.dim() == 2)
+        module.register_forward_pre_hook(_padding(name, num_shards))
+        return prepared
+
+
+def _padding(name: str, num_shards: int) -> Callable[[nn.Module, Any], None]:
+    def pad(module: nn.Module, inputs: Any) -> None:
+        whole = module._parameters[name]
+        assert whole is not None
+        num_padding = -len(whole) % num_shards
+        # No Parameter: gradients reach the one that the engine knows, whose rows are the first.
+        padded: Any = functional.pad(whole, (0, 0, 0, num_padding))
+        module._parameters[name] = padded
+
+    return pad
+
+
+class _PreparedInferring(PreparedFullyShard):
+    def local_gradients(self) -> Mapping[str, Shard | None]:
+        return {
+            name: None if p.grad is None else _inferred(p.grad) for name, p in self.named.named_parameters()
+        }
+
+
+class InfersTheSizeFromItsShard(FullyShardEngine):
+    """A gradient's size is taken to be that of this rank's shard times the number of shards.
+
+    After pytorch/torchtitan#4593: of a dim that ranks do not divide the wrong size was inferred.
+    """
+
+    name = "mutant.InfersTheSizeFromItsShard"
+    prepared_type = _PreparedInferring
+
+
+def _inferred(tensor: torch.Tensor) -> Shard:
+    honest = shard_of(tensor)
+    if not isinstance(tensor, DTensor):
+        return honest
+    num_shards = tensor.device_mesh.size(tensor.device_mesh.ndim - 1)
+    rows = honest.tensor.shape[0] * num_shards
+    return replace(honest, global_shape=(rows, *honest.global_shape[1:]))
+
+
+class _PreparedHoarding(PreparedFullyShard):
+    """Gathers the optimizer's state after each step and keeps it."""
+
+    def __init__(self, module: nn.Module, plan: Plan) -> None:
+        super().__init__(module, plan)
+        self._whole: dict[str, Shard] = {}
+
+    def step(self) -> None:
+        super().step()
+        state = self._built_optimizer().state
+        self._whole = {
+            f"{name}/{key}": shard_of(value.full_tensor())
+            for name, p in self.named.named_parameters()
+            for key, value in state.get(p, {}).items()
+            if isinstance(value, DTensor)
+        }
+
+    def local_optimizer_state(self) -> Mapping[str, Shard]:
+        return {**super().local_optimizer_state(), **self._whole}
+
+
+class KeepsWholeOptimizerState(FullyShardEngine):
+    """Each rank keeps the state of whole parameters, of which it updates its shard; the numbers are right.
+
+    After huggingface/accelerate#3859: state was made for parameters that were not sharded yet, and kept their shape.
+    """
+
+    name = "mutant.KeepsWholeOptimizerState"
+    prepared_type = _PreparedHoarding
+
+
+class ShowsStridedParameters(ReferenceEngine):
+    """Forward sees parameters of two dims as transposed views; the numbers are right.
+
+    After pytorch/torchtitan#1483: what was gathered lay in memory in another order than its shape says.
+    """
+
+    name = "mutant.ShowsStridedParameters"
+
+    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
+        """Shard honestly; in forward show a view of a transposed copy."""
+        prepared = super().prepare(model, plan, mesh)
+        for module, name, parameter in _parameters(model):
+            if parameter.dim() == 2:
+                module.register_forward_pre_hook(_transposing(name))
+        return prepared
+
+
+def _transposing(name: str) -> Callable[[nn.Module, Any], None]:
+    def transpose(module: nn.Module, inputs: Any) -> None:
+        whole = module._parameters[name]
+        assert whole is not None
+        view: Any = whole.t().contiguous().t()
+        module._parameters[name] = view
+
+    return transpose
+
+
+class _PreparedTransposing(PreparedFullyShard):
+    @torch.no_grad()
+    def backward(self, loss: torch.Tensor) -> None:
+        with torch.enable_grad():
+            super().backward(loss)
+        for parameter in self.named.parameters():
+            gradient = parameter.grad
+            if isinstance(gradient, DTensor) and gradient.dim() == 2:
+                strided = gradient.to_local().t().contiguous().t()
+                parameter.grad = DTensor.from_local(
+                    strided,
+                    gradient.device_mesh,
+                    gradient.placements,
+                    run_check=False,
+                    shape=gradient.shape,
+                    stride=gradient.stride(),
+                )
+
+
+class HandsOutStridedGradients(FullyShardEngine):
+    """Gradients of two dims are handed out as transposed views; the numbers are right.
+
+    After pytorch/torchtitan#4593: a shard that was taken out of a tensor did not have what the tensor had.
+    """
+
+    name = "mutant.HandsOutStridedGradients"
+    prepared_type = _PreparedTransposing
+
+
+def _parameters(model: nn.Module) -> list[tuple[nn.Module, str, nn.Parameter]]:
+    return [
+        (module, name, parameter)
+        for module in model.modules()
+        for name, parameter in module.named_parameters(recurse=False)
+    ]
+
+
+def _sharded_dim(parameter: nn.Parameter) -> int:
+    placement = parameter.placements[-1] if isinstance(parameter, DTensor) else None
+    return getattr(placement, "dim", 0)

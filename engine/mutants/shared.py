@@ -1,0 +1,127 @@
+"""Mutants that mistake parameters for each other: one parameter for two, or two for one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from engine.adapters.composable import members
+from engine.adapters.reference import PreparedReference, ReferenceEngine
+from engine.adapters.torch_fsdp2 import FullyShardEngine, PreparedFullyShard
+from engine.contract import Plan, PreparedModel, Shard
+
+__all__ = ["LosesTheLastRowsOfSharedParameters", "TellsParametersApartByName", "UntiesSharedParameters"]
+
+
+class _PreparedUntied(PreparedReference):
+    """Shows nobody the copies."""
+
+    copies: frozenset[str] = frozenset()
+
+    def local_parameters(self) -> Mapping[str, Shard]:
+        return {n: s for n, s in super().local_parameters().items() if n not in self.copies}
+
+    def local_gradients(self) -> Mapping[str, Shard | None]:
+        return {n: s for n, s in super().local_gradients().items() if n not in self.copies}
+
+    def local_optimizer_state(self) -> Mapping[str, Shard]:
+        state = super().local_optimizer_state()
+        return {n: s for n, s in state.items() if n.rpartition("/")[0] not in self.copies}
+
+
+class UntiesSharedParameters(ReferenceEngine):
+    """Each module that uses a tied parameter gets one of its own, with the same values at first.
+
+    After verl-project/verl#7834: tied weights were loaded into two parameters, which then drifted apart.
+    """
+
+    name = "mutant.UntiesSharedParameters"
+    prepared_type = _PreparedUntied
+
+    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
+        """Untie, then prepare honestly."""
+        plan.refuse_beyond(self.capabilities)
+        copies = frozenset(name for _, *others in _ties(model) for name in others)
+        for name in copies:
+            path, _, last = name.rpartition(".")
+            setattr(model.get_submodule(path), last, nn.Parameter(model.get_parameter(name).detach().clone()))
+        prepared = super().prepare(model, plan, mesh)
+        assert isinstance(prepared, _PreparedUntied)
+        prepared.copies = copies
+        return prepared
+
+
+class _PreparedForgetfulOfRows(PreparedFullyShard):
+    lost: tuple[nn.Parameter, ...] = ()
+
+    @torch.no_grad()
+    def step(self) -> None:
+        shards = [p.to_local().detach() for p in self.lost if isinstance(p, DTensor)]
+        kept = [shard.clone() for shard in shards]
+        super().step()
+        for shard, before in zip(shards, kept, strict=True):
+            shard.copy_(before)
+
+
+class LosesTheLastRowsOfSharedParameters(FullyShardEngine):
+    """Takes tied parameters of several units into one, and never updates what the last rank holds of them.
+
+    After pytorch/pytorch#176076: of a weight tied across two groups, with rows that do not divide evenly, the
+    rows of the last rank kept their initial values.
+    """
+
+    name = "mutant.LosesTheLastRowsOfSharedParameters"
+    prepared_type = _PreparedForgetfulOfRows
+
+    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
+        """Join the units that share, shard honestly, and freeze the last rank's rows."""
+        plan.refuse_beyond(self.capabilities)
+        shared = [first for first, *_ in _ties(model)]
+        prepared = super().prepare(model, replace(plan, units=_joined(model, plan.units)), mesh)
+        assert isinstance(prepared, _PreparedForgetfulOfRows)
+        if mesh.get_local_rank() == mesh.size() - 1 > 0:
+            prepared.lost = tuple(model.get_parameter(name) for name in shared)
+        return prepared
+
+
+class TellsParametersApartByName(FullyShardEngine):
+    """Refuses a second model whose parameters are named and shaped like those of the first.
+
+    After pytorch/pytorch#176225: parameters were remembered by an id that others were given later, so layers
+    made one after another were taken for each other.
+    """
+
+    name = "mutant.TellsParametersApartByName"
+
+    def __init__(self) -> None:
+        self._known: set[tuple[str, torch.Size]] = set()
+
+    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
+        """Look whether it knows the parameters, then shard honestly."""
+        plan.refuse_beyond(self.capabilities)
+        for name, parameter in model.named_parameters():
+            key = (name, parameter.shape)
+            if key in self._known:
+                raise ValueError(f"parameter {name!r} is managed by another group already")
+            self._known.add(key)
+        return super().prepare(model, plan, mesh)
+
+
+def _ties(model: nn.Module) -> list[list[str]]:
+    """Name all uses of each parameter that has several."""
+    uses: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        uses.setdefault(parameter, []).append(name)
+    return [names for names in uses.values() if len(names) > 1]
+
+
+def _joined(model: nn.Module, units: tuple[str, ...]) -> tuple[str, ...]:
+    """Make one unit of all that use a tied parameter."""
+    tied = {model.get_parameter(first) for first, *_ in _ties(model)}
+    sharing = [unit for unit in units if any(tied & {*m.parameters()} for m in members(model, unit))]
+    return (*(unit for unit in units if unit not in sharing), *([",".join(sharing)] if sharing else []))

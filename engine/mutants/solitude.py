@@ -1,0 +1,39 @@
+"""Mutants that sin in a world of one rank alone, where there is nobody to communicate with."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from engine.adapters.torch_fsdp2 import FullyShardEngine, PreparedFullyShard
+from engine.contract import Plan, PreparedModel
+
+__all__ = ["CommunicatesAlone"]
+
+
+class _PreparedTalkative(PreparedFullyShard):
+    def __init__(self, module: nn.Module, plan: Plan, group: dist.ProcessGroup) -> None:
+        super().__init__(module, plan)
+        self._group = group
+
+    def backward(self, loss: torch.Tensor) -> None:
+        super().backward(loss)
+        if self._group.size() == 1:
+            dist.all_reduce(loss.detach().clone(), group=self._group)
+
+
+class CommunicatesAlone(FullyShardEngine):
+    """One rank reduces what it has with itself; the numbers are right.
+
+    After NVIDIA/Megatron-LM#6660: a group of one rank was reduced like any other.
+    """
+
+    name = "mutant.CommunicatesAlone"
+
+    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
+        """Shard honestly; alone, reduce once more."""
+        return _PreparedTalkative(
+            super().prepare(model, plan, mesh).module, plan, mesh.get_group(mesh.ndim - 1)
+        )

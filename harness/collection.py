@@ -1,0 +1,36 @@
+"""Wrong marks: how a session ends that found one while collecting, in this process or in a worker of xdist."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from harness.errors import UsageError
+
+__all__ = ["Refusals", "refuse"]
+
+_FROM_WORKER = "shardproof.refusal"
+
+
+class Refusals:
+    """A pytest plugin object that ends the session for what a worker refused."""
+
+    # Any: xdist's node, whose package need not be there.
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: Any) -> None:
+        """Refuse here what a worker refused there."""
+        refused = getattr(node, "workeroutput", {}).get(_FROM_WORKER)
+        if refused is not None:
+            raise pytest.UsageError(refused)
+
+
+def refuse(config: pytest.Config, items: list[pytest.Item], error: UsageError) -> None:
+    """End the session for ``error``, with nothing collected: else a run of nothing would be kept.
+
+    A worker passes the error on: what it raised would come out as a fault of xdist.
+    """
+    items.clear()
+    if not hasattr(config, "workeroutput"):
+        raise pytest.UsageError(str(error)) from error
+    config.workeroutput[_FROM_WORKER] = str(error)

@@ -1,0 +1,58 @@
+"""The command ``shardproof coverage``: collect the cases with their rows, read runs, print the table."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from harness.coverage import Coverage, cover
+from harness.node import Node
+from harness.pytest_call import CONFORMS, DOES_NOT_CONFORM, OUR_FAULT, USAGE, call_pytest, suites
+from harness.run_directory import read_run
+from reports.coverage import render, render_markdown
+from suites.upstream import UPSTREAM
+
+__all__ = ["collect", "show_coverage"]
+
+
+class _CasesWithRows:
+    """A pytest plugin that keeps the rows of every case collected."""
+
+    def __init__(self) -> None:
+        self.rows: dict[str, set[str]] = {}
+
+    def pytest_itemcollected(self, item: pytest.Item) -> None:
+        """Keep one case, whatever world it makes sense in; marks were not checked yet, so they may hold anything."""
+        node = Node.parse(item.nodeid)
+        if node is not None:
+            named = {str(row) for mark in item.iter_markers("rows") for row in mark.args}
+            self.rows.setdefault(node.case, set()).update(named)
+
+
+def show_coverage(folders: Sequence[Path], *, is_markdown: bool) -> int:
+    """Print which cases stand for each row and what the runs say; returns 1 where a row has no case."""
+    records = [record for folder in folders for record in read_run(folder).records]
+    found, said = _CasesWithRows(), io.StringIO()
+    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+        code = collect(suites(None), found)
+    if code:
+        print(said.getvalue(), file=sys.stderr)
+        return USAGE if code == pytest.ExitCode.USAGE_ERROR else OUR_FAULT
+    covered = cover(UPSTREAM, found.rows, records)
+    print(_rendered(covered, is_markdown=is_markdown))
+    return DOES_NOT_CONFORM if covered.missing else CONFORMS
+
+
+def collect(folders: Sequence[Path], plugin: object) -> int:
+    """Let pytest collect every case once, for an engine and a world that are never asked for anything."""
+    arguments = [*map(str, folders), "--collect-only", "--engine=torch.ddp", "--world=threads:4"]
+    return call_pytest([*arguments, "--no-expectations"], plugin)
+
+
+def _rendered(covered: Coverage, *, is_markdown: bool) -> str:
+    return render_markdown(covered) if is_markdown else render(covered)

@@ -1,0 +1,59 @@
+"""Which parameters a plan puts into which communication group; worked out from names, never asked of an engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+
+from torch import nn
+
+from engine.contract import Roots
+from harness.case import Training
+
+__all__ = ["ROOT", "Group", "groups_of"]
+
+ROOT = ""  # the unit of what no other unit takes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """The parameters of one unit of a plan; ``shapes`` are whole, one for each parameter however often registered."""
+
+    unit: str
+    shapes: tuple[tuple[int, ...], ...]
+    bytes_per_element: int
+
+    @property
+    def num_bytes(self) -> int:
+        """Count the bytes of the parameters themselves."""
+        return sum(map(prod, self.shapes)) * self.bytes_per_element
+
+    def padded_bytes(self, num_ranks: int) -> int:
+        """Count bytes where the first dim of each parameter is rounded up to a multiple of the ranks."""
+        rounded = (-(-s[0] // num_ranks) * num_ranks * prod(s[1:]) if s else num_ranks for s in self.shapes)
+        return sum(rounded) * self.bytes_per_element
+
+
+def groups_of(training: Training) -> tuple[Group, ...]:
+    """Give the groups that own parameters: units in the order of the plan, then the root.
+
+    A parameter belongs to the first unit that contains it, so inner units must come before those around them.
+    """
+    return tuple(_groups(training))
+
+
+def _groups(training: Training) -> Iterator[Group]:
+    plan, model = training.plan, training.problem.build()
+    taken = {model.get_parameter(name) for name in plan.ignored}
+    # With several roots nobody owns what is outside of them.
+    units = plan.units if plan.roots is Roots.EACH_UNIT else (*plan.units, ROOT)
+    for unit in units:
+        inside = (p for name in unit.split(",") for p in model.get_submodule(name).parameters())
+        own: dict[nn.Parameter, None] = dict.fromkeys(p for p in inside if p not in taken)
+        taken |= own.keys()
+        if own:
+            first = next(iter(own))
+            yield Group(
+                unit=unit, shapes=tuple(tuple(p.shape) for p in own), bytes_per_element=first.element_size()
+            )

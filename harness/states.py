@@ -1,0 +1,146 @@
+"""Laws over what a script had looked at: which units were gathered when, what modules showed, what was noted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from harness.law import Evidence, Ruling
+from harness.observation import StepObservation
+from harness.oracle import INITIAL_STEP, Place, Quantity
+from harness.record import LawRecord
+from harness.tolerance import allowed_error
+
+__all__ = ["Notes", "ShowsTheModel", "UnitState", "UnitsAre"]
+
+_MAX_DETAILS = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnitState:
+    """At a moment a unit is gathered (``unsharded``), or each rank has its share alone (``sharded``)."""
+
+    moment: str
+    unit: str
+    is_unsharded: bool
+
+    @property
+    def value(self) -> str:
+        """Spell the state as it is observed."""
+        return "unsharded" if self.is_unsharded else "sharded"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnitsAre:
+    """At each moment of every step each unit is in the state named, on every rank."""
+
+    states: tuple[UnitState, ...]
+
+    @property
+    def name(self) -> str:
+        """Say how many states are asked for."""
+        moments = dict.fromkeys(s.moment for s in self.states)
+        return f"units are gathered and freed as planned ({', '.join(moments)})"
+
+    def judge(self, evidence: Evidence) -> Ruling:
+        """Look each state up."""
+        broken = [
+            f"step {step}, rank {rank}, {wanted.moment}: expected unit {wanted.unit!r} {wanted.value}, got {got}"
+            for rank, step, seen in _steps(evidence)
+            for wanted in self.states
+            if (got := _value(seen, wanted.moment, f"unit {wanted.unit!r}")) != wanted.value
+        ]
+        return _rule(
+            self.name, broken, f"{len(self.states)} states in every step on {evidence.world_size} ranks"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Notes:
+    """The script noted this of a subject, in every step on every rank."""
+
+    subject: str
+    value: str
+
+    @property
+    def name(self) -> str:
+        """Say the law."""
+        return f"{self.subject} is {self.value}"
+
+    def judge(self, evidence: Evidence) -> Ruling:
+        """Look the subject up."""
+        broken = []
+        for rank, step, seen in _steps(evidence):
+            values = [fact.value for fact in seen.facts if fact.subject == self.subject] or ["nothing"]
+            broken += [
+                f"step {step}, rank {rank}: expected {self.subject} {self.value}, got {value}"
+                for value in values
+                if value != self.value
+            ]
+        return _rule(self.name, broken, f"in every step on {evidence.world_size} ranks")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShowsTheModel:
+    """Whatever a module shows of a parameter at these moments is the oracle's, from before the step's update."""
+
+    moments: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        """Say the law."""
+        return f"modules show the oracle's parameters ({', '.join(self.moments)})"
+
+    def judge(self, evidence: Evidence) -> Ruling:
+        """Compare every parameter shown, whole or share, on every rank."""
+        broken = [
+            text
+            for rank, step, seen in _steps(evidence)
+            for moment in self.moments
+            for text in self._wrong(evidence, step, seen, moment, f"step {step}, rank {rank}, {moment}")
+        ]
+        return _rule(self.name, broken, f"in every step on {evidence.world_size} ranks")
+
+    def _wrong(
+        self, evidence: Evidence, step: int, seen: StepObservation, moment: str, where: str
+    ) -> Iterator[str]:
+        shown = seen.snapshots.get(moment, {})
+        quantity = Quantity.INITIAL if step == 0 else Quantity.PARAMETER
+        before = INITIAL_STEP if step == 0 else step - 1
+        for name, whole in evidence.oracle.reference(quantity, before, rank=0).items():
+            if name not in shown:
+                yield f"{where}: expected parameter {name!r}, got nothing"
+                continue
+            place = Place(quantity=quantity, step=before, name=name)
+            assert whole is not None
+            error = _error(shown[name].tensor, shown[name].of(whole))
+            allowed = allowed_error(evidence.oracle, place)
+            if not error <= allowed:  # NaN is wrong too
+                yield f"{where}: parameter {name!r} is off by {error:.3g}, allowed {allowed:.3g}"
+
+
+def _error(got: torch.Tensor, expected: torch.Tensor) -> float:
+    if got.shape != expected.shape:
+        return float("inf")
+    return (got.double() - expected.double()).abs().max().item() if got.numel() else 0.0
+
+
+def _steps(evidence: Evidence) -> Iterator[tuple[int, int, StepObservation]]:
+    for observation in evidence.ranks:
+        for step, seen in enumerate(observation.steps):
+            yield observation.rank, step, seen
+
+
+def _value(seen: StepObservation, moment: str, subject: str) -> str:
+    found = (f.value for f in seen.facts if (f.moment, f.subject) == (moment, subject))
+    return next(found, "nothing")
+
+
+def _rule(name: str, broken: list[str], held: str) -> Ruling:
+    if not broken:
+        return Ruling(record=LawRecord(law=name, held=True, summary=held))
+    more = f" (and {len(broken) - 1} more)" if len(broken) > 1 else ""
+    record = LawRecord(law=name, held=False, summary=broken[0] + more, details=tuple(broken[:_MAX_DETAILS]))
+    return Ruling(record=record)

@@ -1,0 +1,155 @@
+"""The kill matrix for a terminal, as Markdown and as JSON: which mutants died on which cases, and who did not."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from tabulate import tabulate
+
+from harness.kills import Fate, KillMatrix, Met, MutantRow
+from harness.run_directory import write_file
+from reports.case_names import by_test
+from reports.text import duration, one_line
+
+__all__ = ["render", "render_json", "render_markdown", "summary", "write_kills"]
+
+_NUM_TESTS = 2  # named in a row of the terminal's table, where a line should stay a line
+_NUM_LISTED = 50  # beyond these a terminal scrolls them away anyway
+_SCHEMA = 1
+
+
+def render(matrix: KillMatrix, *, duration_s: float) -> str:
+    """Render for a terminal; the last line sums up."""
+    parts = [
+        tabulate(
+            [[row.target.name, *_counts(row), _killers(row, limit=_NUM_TESTS)] for row in matrix.mutants],
+            headers=["mutant", "pairs", "kills", "by"],
+            tablefmt="simple",
+            disable_numparse=True,
+        ),
+        *_findings(matrix, limit=_NUM_LISTED),
+        summary(matrix, duration_s=duration_s),
+    ]
+    return "\n\n".join(part for part in parts if part)
+
+
+def render_markdown(matrix: KillMatrix) -> str:
+    """Render as Markdown: without times, so that an unchanged matrix is an unchanged file."""
+    table = tabulate(
+        [
+            [f"`{row.target.name}`", row.target.sin, *_counts(row), _killers(row, limit=None)]
+            for row in matrix.mutants
+        ],
+        headers=["mutant", "sin", "pairs", "kills", "by"],
+        tablefmt="github",
+        disable_numparse=True,
+    )
+    parts = ["# Kill matrix", _score(matrix), table, *_findings(matrix, limit=None)]
+    return "\n\n".join(parts) + "\n"
+
+
+def render_json(matrix: KillMatrix) -> str:
+    """Render as JSON: every mutant, every case, every pair with its fate."""
+    harmless = {idle.case: idle.why for idle in matrix.harmless}
+    plain = {
+        "schema": _SCHEMA,
+        "is_whole": matrix.is_whole,
+        "is_proven": matrix.is_proven,
+        "mutants": [
+            {
+                "name": row.target.name,
+                "engine": row.target.engine,
+                "sin": row.target.sin,
+                "trace": row.target.trace,
+                "killed_by": list(row.killers),
+            }
+            for row in matrix.mutants
+        ],
+        "cases": [
+            {"case": case, "kills": _killed_by(matrix, case), "why_none": harmless.get(case)}
+            for case in matrix.cases
+        ],
+        "pairs": [
+            {
+                "mutant": met.pair.mutant,
+                "case": met.pair.case,
+                "world": met.pair.world,
+                "is_prey": met.pair.is_prey,
+                "fate": met.fate.value,
+                "verdict": None if met.verdict is None else str(met.verdict),
+            }
+            for met in matrix.met
+        ],
+    }
+    return json.dumps(plain, indent=1) + "\n"
+
+
+def write_kills(folder: Path, matrix: KillMatrix) -> tuple[Path, ...]:
+    """Write kills.json and kills.md, each whole or not at all."""
+    texts = {"kills.json": render_json(matrix), "kills.md": render_markdown(matrix)}
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in texts.items():
+        write_file(folder / name, text)
+    return tuple(folder / name for name in texts)
+
+
+def summary(matrix: KillMatrix, *, duration_s: float) -> str:
+    """Say in one line what the matrix shows."""
+    return f"{_score(matrix)}; {len(matrix.met)} pairs in {duration(duration_s)}"
+
+
+def _score(matrix: KillMatrix) -> str:
+    num_killed, num_cases = sum(bool(row.killers) for row in matrix.mutants), len(matrix.cases)
+    told = [
+        f"{num_killed} of {len(matrix.mutants)} mutants killed",
+        f"{num_cases - len(matrix.harmless)} of {num_cases} cases kill at least one",
+        *([f"{len(matrix.survivors)} prey survived"] if matrix.survivors else []),
+        *([f"{len(matrix.unknown)} without a verdict"] if matrix.unknown else []),
+    ]
+    return ", ".join(told)
+
+
+def _counts(row: MutantRow) -> tuple[str, str]:
+    return str(row.num_pairs), str(len(row.killers))
+
+
+def _killers(row: MutantRow, *, limit: int | None) -> str:
+    return ", ".join(by_test(row.killers, limit=limit)).replace("|", "\\|") or "-"
+
+
+def _killed_by(matrix: KillMatrix, case: str) -> list[str]:
+    return [m.pair.mutant for m in matrix.met if m.pair.case == case and m.fate is Fate.KILLED]
+
+
+def _findings(matrix: KillMatrix, *, limit: int | None) -> list[str]:
+    """List what is wrong or left out, each kind under its heading; empty where nothing is."""
+    unknown = [_told(met) for met in matrix.unknown]
+    survivors = [_told(met) for met in matrix.survivors]
+    unkilled = [f"{target.name}: {target.sin}" for target in matrix.unkilled]
+    harmless = [f"{one_line(idle.case)}: {one_line(idle.why)}" for idle in matrix.harmless]
+    elsewhere = [f"{p.mutant} in {p.world} on {one_line(p.case)}" for p in matrix.elsewhere]
+    return [
+        *_section("No verdict, which is our own fault:", unknown, limit),
+        *_section("Prey that survived:", survivors, limit),
+        *_section("Mutants that no case kills:", unkilled, limit),
+        *_section("Cases that kill no mutant:", harmless, limit),
+        *_section("Left out, because the device is not here:", elsewhere, limit),
+    ]
+
+
+def _told(met: Met) -> str:
+    verdict = "no verdict" if met.verdict is None else str(met.verdict)
+    where = f"{met.pair.mutant} in {met.pair.world} on {one_line(met.pair.case)}"
+    return f"{where}: {verdict}: {one_line(met.headline, limit=200)}"
+
+
+def _section(title: str, texts: Sequence[str], limit: int | None) -> Iterable[str]:
+    if not texts:
+        return []
+    shown = texts if limit is None else texts[:limit]
+    lines = [f"- {text}" for text in shown]
+    if len(shown) < len(texts):
+        lines.append(f"- and {len(texts) - len(shown)} more; kills.md has them all")
+    return ["\n".join([title, "", *lines])]

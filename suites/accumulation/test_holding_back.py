@@ -1,0 +1,130 @@
+"""Units that are told to hold their reductions back reduce once a step, the others in every microbatch.
+
+With G groups, h of them held back, and m microbatches that makes G + (G - h)(m - 1) reductions in a step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from engine.contract import Accumulation, Grouping, Layout, Plan, Reshard
+from fixtures.chain import CHAIN
+from fixtures.optimizers import SGD
+from harness.case import Schedule, Training
+from harness.ledger.agreement import RanksAgree
+from harness.ledger.entry import Op, Phase
+from harness.ledger.expectation import Exactly
+from harness.ledger.laws import Count, Nothing, OnlyThese
+from harness.ledger.selection import Microbatches, Select
+from harness.parity import MatchesOracle
+from harness.pytest_plugin import Trial
+from harness.scripts.microbatches import Holding, HoldingBack
+from harness.worlds.sizes import FOUR_OR_MORE_EVEN, SEVERAL
+from suites.communication.closed_forms import NUM_GROUPS, NUM_UNHELD_GROUPS
+
+NUM_MICROBATCHES = 3
+ROOT = ""
+EVERY_UNIT = (*CHAIN.units, ROOT)
+IN_FORWARD = Select(ops=(Op.ALL_GATHER,), phases=(Phase.FORWARD,))
+IN_BACKWARD = Select(ops=(Op.ALL_GATHER,), phases=(Phase.BACKWARD,))
+SCATTERS = Select(ops=(Op.REDUCE_SCATTER,), phases=(Phase.BACKWARD,))
+SUMS = Select(ops=(Op.ALL_REDUCE,), phases=(Phase.BACKWARD,))
+ALL_GROUPS = Exactly(NUM_GROUPS)
+FREED = (Count(select=IN_FORWARD, expected=ALL_GROUPS), Count(select=IN_BACKWARD, expected=ALL_GROUPS))
+RIGHT = (MatchesOracle(), RanksAgree())
+HELD = [
+    pytest.param(EVERY_UNIT, id="all", marks=pytest.mark.prey("IgnoresSingleHolds", "LosesWhatItHeldBack")),
+    pytest.param((ROOT,), id="root", marks=pytest.mark.prey("IgnoresSingleHolds", "HoldsTheWholeTreeBack")),
+    pytest.param(
+        CHAIN.units[1:3], id="some", marks=pytest.mark.prey("IgnoresSingleHolds", "LosesWhatItHeldBack")
+    ),
+]
+
+
+def _reduces(select: Select) -> tuple[Count, Count]:
+    """Say how many groups reduce before the last microbatch, and that all do in the last."""
+    early = replace(select, microbatches=Microbatches.ALL_BUT_LAST)
+    return (
+        Count(select=early, expected=Exactly(NUM_UNHELD_GROUPS)),
+        Count(select=replace(select, microbatches=Microbatches.LAST), expected=ALL_GROUPS),
+    )
+
+
+@pytest.mark.rows("T30")
+@pytest.mark.worlds(SEVERAL)
+@pytest.mark.parametrize("units", HELD)
+def test_shards_reduce_as_told(trial: Trial, units: tuple[str, ...]) -> None:
+    training = _training(Layout.SHARD, HoldingBack(units=units))
+    only = OnlyThese(selects=(IN_FORWARD, IN_BACKWARD, SCATTERS))
+    trial.holds(training, *FREED, *_reduces(SCATTERS), only, *RIGHT)
+
+
+@pytest.mark.rows("R14")
+@pytest.mark.worlds(SEVERAL)
+@pytest.mark.parametrize("units", HELD)
+def test_replicas_reduce_as_told(trial: Trial, units: tuple[str, ...]) -> None:
+    training = _training(Layout.REPLICATE, HoldingBack(units=units))
+    trial.holds(training, *_reduces(SUMS), OnlyThese(selects=(SUMS,)), *RIGHT)
+
+
+@pytest.mark.rows("T30")
+@pytest.mark.prey("IgnoresSingleHolds", "LosesWhatItHeldBack")
+@pytest.mark.worlds(FOUR_OR_MORE_EVEN)
+def test_shards_of_replicas_reduce_as_told(trial: Trial) -> None:
+    training = _training(Layout.HYBRID, HoldingBack(units=CHAIN.units[1:3]))
+    trial.holds(training, *FREED, *_reduces(SCATTERS), *_reduces(SUMS), *RIGHT)
+
+
+@pytest.mark.rows("T30")
+@pytest.mark.prey("ReducesReplicasAllTheSame")
+@pytest.mark.worlds(FOUR_OR_MORE_EVEN)
+@pytest.mark.parametrize(
+    "units", [pytest.param(EVERY_UNIT, id="all"), pytest.param(CHAIN.units[1:3], id="some")]
+)
+def test_replicas_wait_for_the_last_microbatch_as_told(trial: Trial, units: tuple[str, ...]) -> None:
+    script = HoldingBack(units=units, holding=Holding.REPLICAS)
+    every_time = Count(select=SCATTERS, expected=ALL_GROUPS)
+    trial.holds(_training(Layout.HYBRID, script), *FREED, every_time, *_reduces(SUMS), *RIGHT)
+
+
+@pytest.mark.rows("T30")
+@pytest.mark.prey("FreesHeldUnitsAfterBackward")
+@pytest.mark.worlds(SEVERAL)
+@pytest.mark.parametrize("units", [pytest.param(EVERY_UNIT, id="all"), pytest.param((ROOT,), id="root")])
+def test_units_kept_after_backward_are_gathered_once(trial: Trial, units: tuple[str, ...]) -> None:
+    training = _training(Layout.SHARD, HoldingBack(units=units, keeps=True), Reshard.KEEP)
+    first = replace(IN_FORWARD, microbatches=(0,))
+    later = replace(IN_FORWARD, microbatches=tuple(range(1, NUM_MICROBATCHES)))
+    trial.holds(
+        training,
+        Count(select=first, expected=ALL_GROUPS),
+        Count(select=later, expected=Exactly(NUM_UNHELD_GROUPS)),
+        Nothing(select=IN_BACKWARD),
+        *_reduces(SCATTERS),
+        *RIGHT,
+    )
+
+
+@pytest.mark.rows("T30")
+@pytest.mark.prey("KeepsTheRootWhileAccumulating", "SynchronisesEveryMicrobatch")
+@pytest.mark.worlds(SEVERAL)
+def test_gathers_as_often_whether_accumulating_or_not(trial: Trial) -> None:
+    script = HoldingBack(units=())
+    training = _training(Layout.SHARD, script)
+    plan = replace(training.plan, accumulation=Accumulation.LAST_MICROBATCH)
+    early = replace(SCATTERS, microbatches=Microbatches.ALL_BUT_LAST)
+    trial.holds(replace(training, plan=plan), *FREED, Nothing(select=early), *RIGHT)
+
+
+def _training(layout: Layout, script: HoldingBack, reshard: Reshard = Reshard.AFTER_FORWARD) -> Training:
+    plan = Plan(
+        layout=layout,
+        units=CHAIN.units,
+        grouping=Grouping.REQUIRED,
+        reshard=Reshard.NATIVE if layout is Layout.REPLICATE else reshard,
+        demands=script.demands,
+    )
+    schedule = Schedule(microbatches=NUM_MICROBATCHES)
+    return Training(problem=CHAIN, optimizer=SGD, plan=plan, schedule=schedule, script=script)

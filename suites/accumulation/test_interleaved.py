@@ -1,0 +1,89 @@
+"""Forwards of later microbatches run before backwards of earlier ones, as on a stage of a pipeline."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from engine.contract import Accumulation, Grouping, Layout, Plan, Reshard
+from fixtures.chain import CHAIN
+from fixtures.optimizers import SGD
+from harness.case import Schedule, Training
+from harness.ledger.agreement import RanksAgree
+from harness.ledger.entry import Op, Phase
+from harness.ledger.expectation import Exactly
+from harness.ledger.laws import Count, Nothing
+from harness.ledger.selection import Microbatches, Per, Select
+from harness.parity import MatchesOracle
+from harness.pytest_plugin import Trial
+from harness.scripts.microbatches import Interleaved
+from harness.worlds.sizes import SEVERAL
+from suites.communication.closed_forms import NUM_GROUPS
+
+NUM_MICROBATCHES = 3
+GATHERS = Select(ops=(Op.ALL_GATHER,))
+LAST = Microbatches.LAST
+REDUCTIONS = Select(ops=(Op.REDUCE_SCATTER, Op.ALL_REDUCE), phases=(Phase.BACKWARD,))
+ONCE = (
+    Nothing(select=replace(REDUCTIONS, microbatches=Microbatches.ALL_BUT_LAST)),
+    Count(select=replace(REDUCTIONS, microbatches=LAST), expected=Exactly(NUM_GROUPS)),
+)
+RIGHT = (MatchesOracle(), RanksAgree())
+
+
+@pytest.mark.rows("T31")
+@pytest.mark.worlds(SEVERAL)
+@pytest.mark.parametrize(
+    ("layout", "reshard"),
+    [
+        pytest.param(Layout.SHARD, Reshard.AFTER_FORWARD, id="freed"),
+        pytest.param(Layout.SHARD, Reshard.KEEP, id="kept"),
+        pytest.param(Layout.REPLICATE, Reshard.NATIVE, id="replicated", marks=pytest.mark.rows("R15")),
+    ],
+)
+@pytest.mark.prey("ForgetsEarlierForwards")
+def test_one_forward_one_backward_reduces_once(trial: Trial, layout: Layout, reshard: Reshard) -> None:
+    trial.holds(_training(layout, reshard, Interleaved(ahead=1)), *ONCE, *RIGHT)
+
+
+@pytest.mark.rows("T31")
+@pytest.mark.prey("ForgetsEarlierForwards", "FreesHeldUnitsAfterBackward", "SynchronisesEveryMicrobatch")
+@pytest.mark.worlds(SEVERAL)
+def test_units_kept_all_step_are_gathered_once(trial: Trial) -> None:
+    once = Count(select=GATHERS, expected=Exactly(NUM_GROUPS), per=Per.STEP)
+    trial.holds(_training(Layout.SHARD, Reshard.KEEP, Interleaved(ahead=1, keeps=True)), once, *ONCE, *RIGHT)
+
+
+@pytest.mark.rows("T31")
+@pytest.mark.prey("ForgetsTheSecondBackward", "ForgetsEarlierForwards")
+@pytest.mark.parametrize(
+    "accumulation",
+    [
+        pytest.param(Accumulation.EVERY_MICROBATCH, id="each"),
+        pytest.param(Accumulation.LAST_MICROBATCH, id="last"),
+    ],
+)
+def test_all_forwards_may_come_first(trial: Trial, accumulation: Accumulation) -> None:
+    training = _training(
+        Layout.SHARD, Reshard.AFTER_FORWARD, Interleaved(ahead=NUM_MICROBATCHES), accumulation
+    )
+    trial.holds(training, *RIGHT)
+
+
+def _training(
+    layout: Layout,
+    reshard: Reshard,
+    script: Interleaved,
+    accumulation: Accumulation = Accumulation.LAST_MICROBATCH,
+) -> Training:
+    plan = Plan(
+        layout=layout,
+        units=CHAIN.units,
+        grouping=Grouping.REQUIRED,
+        reshard=reshard,
+        accumulation=accumulation,
+        demands=script.demands,
+    )
+    schedule = Schedule(microbatches=NUM_MICROBATCHES)
+    return Training(problem=CHAIN, optimizer=SGD, plan=plan, schedule=schedule, script=script)

@@ -1,0 +1,1 @@
+"""Buffers: what is no parameter stays each rank's own, whatever forward makes of it."""

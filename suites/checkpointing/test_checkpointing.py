@@ -1,0 +1,135 @@
+"""Activation checkpointing within units, around them, and across groups of several modules."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+
+from engine.contract import Grouping, Layout, Plan, Reshard
+from fixtures.checkpointed import (
+    CHECKPOINTED,
+    CHECKPOINTED_REENTRANT,
+    CHECKPOINTED_TIED,
+    CHECKPOINTED_TIED_REENTRANT,
+)
+from fixtures.optimizers import SGD
+from harness.case import Problem, Schedule, Training
+from harness.ledger.agreement import RanksAgree
+from harness.ledger.entry import Op, Phase
+from harness.ledger.expectation import Exactly
+from harness.ledger.laws import Count, Nothing
+from harness.ledger.selection import Select
+from harness.parity import MatchesOracle
+from harness.pytest_plugin import Trial
+from harness.scripts.parts import AllForwardsFirst, Backwards
+from harness.worlds.sizes import SEVERAL
+
+LAWS = (MatchesOracle(), RanksAgree())
+GATHERS_IN_BACKWARD = Select(ops=(Op.ALL_GATHER,), phases=(Phase.BACKWARD,))
+# A checkpoint holds the unit, or the unit holds the checkpoint.
+HELD, HOLDING = ("blocks.0.inner", "blocks.1.inner"), ("blocks.0", "blocks.1")
+# The root owns nothing; what the embeddings' backward needs is not their parameters.
+EMBEDDINGS = "token,position"
+GROUPS = (EMBEDDINGS, "blocks.0.inner,blocks.1.inner", "norm,head")
+TIED_GROUPS = ("token,position,head", *HELD)
+NESTED = ("blocks.0.inner.attention", "blocks.1.inner.attention", *HELD)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GathersOfFreedUnits:
+    """Each unit, and the root if it owns parameters, is gathered once, but for those gathered once for all."""
+
+    root_owns: int
+    name: str = "groups that backward needs"
+
+    def __call__(self, training: Training, world_size: int) -> int:
+        """Count them."""
+        plan = training.plan
+        return len(plan.units) + self.root_owns - len(plan.gathered_once)
+
+
+@pytest.mark.worlds(SEVERAL)
+@pytest.mark.rows("T16")
+@pytest.mark.prey("CountsRecomputedGradientsTwice")
+@pytest.mark.parametrize(
+    ("problem", "units", "root_owns"),
+    [
+        pytest.param(
+            CHECKPOINTED_REENTRANT,
+            HELD,
+            1,
+            id="held-reentrant",
+            marks=pytest.mark.prey("GathersAgainAfterARecompute", "RecomputesBeforeTheGatherIsOver"),
+        ),
+        pytest.param(
+            CHECKPOINTED, HOLDING, 1, id="holding", marks=pytest.mark.prey("GathersOnceMoreInBackward")
+        ),
+        pytest.param(
+            CHECKPOINTED,
+            GROUPS,
+            0,
+            id="groups",
+            marks=pytest.mark.prey("GathersWhatBackwardDoesWithout", "RecomputesBeforeTheGatherIsOver"),
+        ),
+    ],
+)
+def test_freed_parameters_are_gathered_once_for_recompute_and_backward(
+    trial: Trial, problem: Problem, units: tuple[str, ...], root_owns: int
+) -> None:
+    plan = Plan(
+        layout=Layout.SHARD,
+        units=units,
+        grouping=Grouping.REQUIRED,
+        reshard=Reshard.AFTER_FORWARD,
+        gathered_once=(EMBEDDINGS,) if EMBEDDINGS in units else (),
+    )
+    once = Count(select=GATHERS_IN_BACKWARD, expected=Exactly(GathersOfFreedUnits(root_owns=root_owns)))
+    trial.holds(Training(problem=problem, optimizer=SGD, plan=plan), *LAWS, once)
+
+
+@pytest.mark.worlds(SEVERAL)
+@pytest.mark.rows("T16", "T26")
+@pytest.mark.prey("CountsRecomputedGradientsTwice", "RecomputesBeforeTheGatherIsOver")
+@pytest.mark.parametrize(
+    ("problem", "units"),
+    [
+        pytest.param(CHECKPOINTED, HELD, id="held"),
+        pytest.param(CHECKPOINTED_TIED_REENTRANT, TIED_GROUPS, id="tied-reentrant"),
+    ],
+)
+def test_kept_parameters_are_not_gathered_for_a_recompute(
+    trial: Trial, problem: Problem, units: tuple[str, ...]
+) -> None:
+    plan = Plan(layout=Layout.SHARD, units=units, grouping=Grouping.REQUIRED, reshard=Reshard.KEEP)
+    none = Nothing(select=GATHERS_IN_BACKWARD)
+    trial.holds(Training(problem=problem, optimizer=SGD, plan=plan), *LAWS, none)
+
+
+@pytest.mark.rows("R12", "R13")
+@pytest.mark.prey("CountsRecomputedGradientsTwice")
+@pytest.mark.parametrize("problem", [CHECKPOINTED_REENTRANT, CHECKPOINTED_TIED], ids=lambda p: p.name)
+def test_replicas_recompute_alike(trial: Trial, problem: Problem) -> None:
+    plan = Plan(layout=Layout.REPLICATE, units=HELD)
+    trial.holds(Training(problem=problem, optimizer=SGD, plan=plan), *LAWS)
+
+
+@pytest.mark.rows("T22")
+@pytest.mark.prey("ForgetsEarlierForwards", "CountsRecomputedGradientsTwice")
+@pytest.mark.parametrize(
+    "reshard",
+    [pytest.param(Reshard.AFTER_FORWARD, id="freed"), pytest.param(Reshard.KEEP, id="kept")],
+)
+def test_two_forwards_through_nested_groups_both_count(trial: Trial, reshard: Reshard) -> None:
+    script = AllForwardsFirst(backwards=Backwards.AT_ONCE)
+    plan = Plan(
+        layout=Layout.SHARD,
+        units=NESTED,
+        grouping=Grouping.REQUIRED,
+        reshard=reshard,
+        demands=script.demands,
+    )
+    training = Training(
+        problem=CHECKPOINTED, optimizer=SGD, plan=plan, schedule=Schedule(microbatches=2), script=script
+    )
+    trial.holds(training, *LAWS)

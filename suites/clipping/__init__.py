@@ -1,0 +1,1 @@
+"""Clipping: gradients are scaled by their norm over all parameters and ranks."""

@@ -1,0 +1,85 @@
+"""Gradients are clipped by the norm of the whole gradient, which every rank is told."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from engine.contract import Capability, Layout, Plan
+from fixtures.optimizers import SGD
+from fixtures.problems import MLP_EVEN, MLP_UNEVEN
+from fixtures.thin import SINGLE_ROWS
+from harness.case import Clip, Problem, Schedule, Training
+from harness.ledger.agreement import RanksAgree
+from harness.parity import MatchesOracle
+from harness.pytest_plugin import Trial
+from harness.worlds.sizes import EVEN, SEVERAL
+
+LAWS = (MatchesOracle(), RanksAgree())
+prey = pytest.mark.prey
+# A third to an eighth of the norms that occur, so that the parameters still move; and far above all of them.
+LIMITS = {1.0: 20.0, 2.0: 0.3, math.inf: 0.1}
+PLENTY = 1000.0
+
+
+def _order(norm_type: float, *hunted: str) -> object:
+    return pytest.param(norm_type, id=f"norm_{norm_type:g}", marks=prey(*hunted))
+
+
+@pytest.mark.worlds(SEVERAL)
+@pytest.mark.parametrize(
+    "norm_type",
+    [
+        _order(1.0, "ClipsByTheLocalNorm", "NeverClips"),
+        _order(2.0, "ClipsByTheLocalNorm", "NeverClips", "ReturnsNoNorm"),
+        _order(math.inf, "ClipsByTheLocalNorm", "TakesTheRootOfAMaximum"),
+    ],
+)
+def test_clips_shards_by_the_norm_of_the_whole(trial: Trial, norm_type: float) -> None:
+    trial.holds(_training(Layout.SHARD, Clip(max_norm=LIMITS[norm_type], norm_type=norm_type)), *LAWS)
+
+
+@pytest.mark.worlds(EVEN)
+@pytest.mark.parametrize(
+    "norm_type",
+    [
+        _order(1.0, "CountsTheNormOncePerReplica"),
+        _order(2.0, "CountsTheNormOncePerReplica"),
+        _order(math.inf, "TakesTheRootOfAMaximum"),
+    ],
+)
+def test_counts_a_replica_once(trial: Trial, norm_type: float) -> None:
+    trial.holds(_training(Layout.HYBRID, Clip(max_norm=LIMITS[norm_type], norm_type=norm_type)), *LAWS)
+
+
+@pytest.mark.worlds(SEVERAL)
+@pytest.mark.prey("ClipsOnOneRank")
+def test_clips_replicas_alike(trial: Trial) -> None:
+    trial.holds(_training(Layout.REPLICATE, Clip(max_norm=LIMITS[2.0]), problem=MLP_UNEVEN), *LAWS)
+
+
+@pytest.mark.prey("ScalesSmallGradientsUp")
+def test_leaves_small_gradients_alone(trial: Trial) -> None:
+    trial.holds(_training(Layout.NATIVE, Clip(max_norm=PLENTY)), *LAWS)
+
+
+@pytest.mark.prey("ClipsByTheLastMicrobatch", "NeverClips")
+def test_clips_what_all_microbatches_accumulated(trial: Trial) -> None:
+    trial.holds(_training(Layout.NATIVE, Clip(max_norm=LIMITS[2.0]), microbatches=3), *LAWS)
+
+
+@pytest.mark.worlds(SEVERAL)
+@pytest.mark.parametrize(
+    "norm_type",
+    [_order(2.0, "ClipsByTheLocalNorm"), _order(math.inf, "ClipsByTheLocalNorm", "TakesTheRootOfAMaximum")],
+)
+def test_clips_where_most_ranks_own_nothing(trial: Trial, norm_type: float) -> None:
+    clip = Clip(max_norm=LIMITS[norm_type], norm_type=norm_type)
+    trial.holds(_training(Layout.SHARD, clip, problem=SINGLE_ROWS), *LAWS)
+
+
+def _training(layout: Layout, clip: Clip, *, problem: Problem = MLP_EVEN, microbatches: int = 1) -> Training:
+    plan = Plan(layout=layout, units=problem.units, demands=frozenset({Capability.CLIP}))
+    schedule = Schedule(microbatches=microbatches, clip=clip)
+    return Training(problem=problem, optimizer=SGD, plan=plan, schedule=schedule)

@@ -1,0 +1,30 @@
+"""A rank that is alone has nobody to communicate with, and trains the same model without a collective."""
+
+from __future__ import annotations
+
+import pytest
+
+from engine.contract import Layout, Plan
+from fixtures.optimizers import ADAMW
+from fixtures.placements import UNEVEN_GROUP
+from harness.case import Schedule, Training
+from harness.ledger.laws import Nothing
+from harness.ledger.selection import Select, Window
+from harness.parity import MatchesOracle
+from harness.pytest_plugin import Trial
+from harness.worlds.sizes import ALONE
+
+ANYTHING = Select(window=Window.TRAINING)
+
+
+@pytest.mark.rows("T38", "C30")
+@pytest.mark.prey("CommunicatesAlone")
+@pytest.mark.worlds(ALONE)
+def test_a_lone_rank_communicates_nothing(trial: Trial) -> None:
+    training = Training(
+        problem=UNEVEN_GROUP,
+        optimizer=ADAMW,
+        plan=Plan(layout=Layout.SHARD),
+        schedule=Schedule(microbatches=2),
+    )
+    trial.holds(training, Nothing(select=ANYTHING), MatchesOracle())

@@ -1,0 +1,61 @@
+"""No more reductions hold their input at once than the plan allows, and the bound changes nothing that is learnt."""
+
+from __future__ import annotations
+
+import pytest
+
+from engine.contract import Grouping, Layout, Plan, Reshard
+from fixtures.chain import CHAIN
+from fixtures.optimizers import SGD
+from harness.case import Refusal, Training
+from harness.ledger.agreement import RanksAgree
+from harness.ledger.entry import Op, Phase
+from harness.ledger.expectation import Exactly
+from harness.ledger.flight import InFlight
+from harness.ledger.laws import AllWaited, Count
+from harness.ledger.selection import Select
+from harness.parity import MatchesOracle
+from harness.pytest_plugin import Trial
+from harness.worlds.sizes import FOUR_OR_MORE_EVEN, SEVERAL
+from suites.communication.closed_forms import NUM_GROUPS
+
+REDUCTIONS = Select(ops=(Op.REDUCE_SCATTER,), phases=(Phase.BACKWARD,))
+
+
+@pytest.mark.rows("C09", "C10")
+@pytest.mark.prey("ReducesWithoutBound")
+@pytest.mark.worlds(SEVERAL)
+@pytest.mark.parametrize(
+    ("layout", "most"),
+    [
+        pytest.param(Layout.SHARD, 1, id="one"),
+        pytest.param(Layout.SHARD, 3, id="three"),
+        pytest.param(Layout.HYBRID, 2, id="hybrid-two", marks=pytest.mark.worlds(FOUR_OR_MORE_EVEN)),
+    ],
+)
+def test_no_more_reductions_are_in_flight_than_allowed(trial: Trial, layout: Layout, most: int) -> None:
+    trial.holds(
+        _training(layout, most),
+        InFlight(select=REDUCTIONS, at_most=most),
+        Count(select=REDUCTIONS, expected=Exactly(NUM_GROUPS)),
+        AllWaited(select=REDUCTIONS),
+        MatchesOracle(),
+        RanksAgree(),
+    )
+
+
+@pytest.mark.rows("C11")
+@pytest.mark.prey("AcceptsNoReduceBuffers")
+def test_a_bound_of_none_is_refused(trial: Trial) -> None:
+    trial.holds(_training(Layout.SHARD, 0), MatchesOracle(), refusal=Refusal.REQUIRED)
+
+
+def _training(layout: Layout, most: int) -> Training:
+    plan = Plan(
+        layout=layout,
+        units=CHAIN.units,
+        grouping=Grouping.REQUIRED,
+        reshard=Reshard.AFTER_FORWARD,
+        max_reduce_buffers=most,
+    )
+    return Training(problem=CHAIN, optimizer=SGD, plan=plan)

@@ -1,0 +1,54 @@
+"""Where a plan asks for sums, nothing but sums crosses between ranks; who divides is then the engine's affair."""
+
+from __future__ import annotations
+
+import pytest
+
+from engine.contract import Layout, Plan, Wire
+from fixtures.optimizers import SGD
+from fixtures.problems import MLP_UNEVEN
+from harness.case import Training
+from harness.ledger.agreement import RanksAgree
+from harness.ledger.entry import Op, Phase
+from harness.ledger.laws import ReduceOps
+from harness.ledger.selection import Select
+from harness.parity import MatchesOracle
+from harness.pytest_plugin import Trial
+from harness.worlds.sizes import FOUR_OR_MORE_EVEN, SEVERAL
+
+SCATTERS = Select(ops=(Op.REDUCE_SCATTER,), phases=(Phase.BACKWARD,))
+REDUCTIONS = Select(ops=(Op.ALL_REDUCE,), phases=(Phase.BACKWARD,))
+ACROSS = Select(ops=(Op.ALL_REDUCE,), axis="replicate", phases=(Phase.BACKWARD,))
+
+
+def _training(layout: Layout) -> Training:
+    plan = Plan(layout=layout, units=MLP_UNEVEN.units, wire=Wire.SUM)
+    return Training(problem=MLP_UNEVEN, optimizer=SGD, plan=plan)
+
+
+@pytest.mark.rows("C27")
+@pytest.mark.prey("AveragesOnTheWire")
+@pytest.mark.worlds(SEVERAL)
+def test_shards_are_reduced_by_sums(trial: Trial) -> None:
+    by_sums = ReduceOps(select=SCATTERS, allowed=("sum",))
+    trial.holds(_training(Layout.SHARD), by_sums, MatchesOracle(), RanksAgree())
+
+
+@pytest.mark.prey("AveragesOnTheWire")
+@pytest.mark.worlds(SEVERAL)
+def test_replicas_are_reduced_by_sums(trial: Trial) -> None:
+    by_sums = ReduceOps(select=REDUCTIONS, allowed=("sum",))
+    trial.holds(_training(Layout.REPLICATE), by_sums, MatchesOracle(), RanksAgree())
+
+
+@pytest.mark.rows("C28")
+@pytest.mark.prey("AveragesOnTheWire", "AveragesReplicasOnTheWire")
+@pytest.mark.worlds(FOUR_OR_MORE_EVEN)
+def test_shards_of_replicas_are_reduced_by_sums_twice(trial: Trial) -> None:
+    trial.holds(
+        _training(Layout.HYBRID),
+        ReduceOps(select=SCATTERS, allowed=("sum",)),
+        ReduceOps(select=ACROSS, allowed=("sum",)),
+        MatchesOracle(),
+        RanksAgree(),
+    )

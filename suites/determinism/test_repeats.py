@@ -1,0 +1,31 @@
+"""The same training on the same ranks comes out the same ten times over, in every bit."""
+
+from __future__ import annotations
+
+import pytest
+
+from engine.contract import Accumulation, Layout, Plan
+from fixtures.optimizers import ADAMW, SGD
+from fixtures.problems import MLP_UNEVEN, TRANSFORMER
+from harness.case import Schedule, Training
+from harness.parity import MatchesOracle
+from harness.pytest_plugin import Trial
+from harness.repeatable import Repeatable
+from harness.worlds.sizes import EVEN
+
+LAWS = (Repeatable(), MatchesOracle())
+pytestmark = pytest.mark.prey("SumsInAnotherOrderEachTime")
+
+
+@pytest.mark.parametrize("microbatches", [1, 3], ids="m{}".format)
+def test_repeats_itself(trial: Trial, microbatches: int) -> None:
+    plan = Plan(units=MLP_UNEVEN.units, accumulation=Accumulation.LAST_MICROBATCH)
+    schedule = Schedule(steps=1, microbatches=microbatches, repeats=10)
+    trial.holds(Training(problem=MLP_UNEVEN, optimizer=SGD, plan=plan, schedule=schedule), *LAWS)
+
+
+@pytest.mark.worlds(EVEN)
+def test_repeats_itself_on_two_replicas(trial: Trial) -> None:
+    plan = Plan(layout=Layout.HYBRID, units=TRANSFORMER.units)
+    schedule = Schedule(steps=1, repeats=10)
+    trial.holds(Training(problem=TRANSFORMER, optimizer=ADAMW, plan=plan, schedule=schedule), *LAWS)

@@ -1,0 +1,72 @@
+"""Experts that ranks share out are reduced over the ranks that hold the same ones, beside weights of all ranks."""
+
+from __future__ import annotations
+
+import pytest
+
+from engine.contract import Accumulation, Grouping, Layout, Plan, Reshard
+from fixtures.experts import MIXTURE
+from fixtures.optimizers import ADAMW, SGD
+from harness.case import NamedOptimizer, Schedule, Training
+from harness.ledger.agreement import RanksAgree
+from harness.ledger.entry import Op, Phase
+from harness.ledger.expectation import Exactly
+from harness.ledger.laws import AllWaited, Count, Nothing
+from harness.ledger.selection import Microbatches, Per, Select
+from harness.parity import MatchesOracle
+from harness.pytest_plugin import Trial
+from harness.worlds.sizes import FOUR_OR_MORE_EVEN
+
+EXPERTS = tuple(f"{unit}.experts.{weight}" for unit in MIXTURE.units for weight in ("inward", "outward"))
+OF_EXPERTS = Select(ops=(Op.REDUCE_SCATTER,), axis="data", phases=(Phase.BACKWARD,))
+GATHERS_AGAIN = Select(ops=(Op.ALL_GATHER,), axis="data", phases=(Phase.BACKWARD,))
+ONCE_PER_BLOCK = Exactly(len(MIXTURE.units))
+
+pytestmark = [pytest.mark.rows("T33"), pytest.mark.worlds(FOUR_OR_MORE_EVEN)]
+
+
+@pytest.mark.prey("ScalesExpertsByTheirRanks", "MixesExpertsUp")
+@pytest.mark.parametrize(
+    ("reshard", "optimizer"),
+    [
+        pytest.param(Reshard.AFTER_FORWARD, SGD, id="freed-sgd"),
+        pytest.param(Reshard.KEEP, ADAMW, id="kept-adamw"),
+    ],
+)
+def test_experts_train_beside_weights_of_all_ranks(
+    trial: Trial, reshard: Reshard, optimizer: NamedOptimizer
+) -> None:
+    gathers = Count(select=GATHERS_AGAIN, expected=ONCE_PER_BLOCK)
+    trial.holds(
+        Training(problem=MIXTURE, optimizer=optimizer, plan=_plan(reshard)),
+        MatchesOracle(),
+        Nothing(select=GATHERS_AGAIN) if reshard is Reshard.KEEP else gathers,
+        Count(select=OF_EXPERTS, expected=ONCE_PER_BLOCK),
+        AllWaited(select=OF_EXPERTS),
+        RanksAgree(),
+    )
+
+
+@pytest.mark.prey("ScalesExpertsByTheirRanks", "MixesExpertsUp")
+def test_experts_accumulate_until_the_last_microbatch(trial: Trial) -> None:
+    before = Select(ops=OF_EXPERTS.ops, axis="data", microbatches=Microbatches.ALL_BUT_LAST)
+    plan = _plan(Reshard.AFTER_FORWARD, Accumulation.LAST_MICROBATCH)
+    trial.holds(
+        Training(problem=MIXTURE, optimizer=SGD, plan=plan, schedule=Schedule(microbatches=3)),
+        MatchesOracle(),
+        Count(select=OF_EXPERTS, expected=ONCE_PER_BLOCK, per=Per.STEP),
+        Nothing(select=before),
+        RanksAgree(),
+    )
+
+
+def _plan(reshard: Reshard, accumulation: Accumulation = Accumulation.EVERY_MICROBATCH) -> Plan:
+    return Plan(
+        layout=Layout.SHARD,
+        expert_parallel=2,
+        experts=EXPERTS,
+        units=MIXTURE.units,
+        grouping=Grouping.REQUIRED,
+        reshard=reshard,
+        accumulation=accumulation,
+    )

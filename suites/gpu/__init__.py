@@ -1,0 +1,1 @@
+"""What only a CUDA device can show; deselected in every other world."""

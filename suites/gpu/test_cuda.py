@@ -1,0 +1,90 @@
+"""Graphs, fused kernels, memory of collectives, pinned memory: what a CUDA device alone can show."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from engine.contract import Buffers, Capability, Layout, Offload, Plan, Wire
+from fixtures.optimizers import ADAMW, SGD
+from fixtures.placements import MANY_PARAMETERS
+from fixtures.problems import MLP_EVEN, TRANSFORMER
+from harness.case import Schedule, Training
+from harness.ledger.agreement import RanksAgree
+from harness.parity import MatchesOracle
+from harness.pytest_plugin import Trial
+from harness.scripts.cuda import (
+    COPIES,
+    EQUAL,
+    FEW,
+    OWN_POOL,
+    POOL,
+    REPLAY,
+    CountsCopies,
+    ReplaysAGraph,
+    WatchesPools,
+)
+from harness.scripts.forms import HOMES, PINNED, NotesForms
+from harness.states import Notes
+from harness.worlds.sizes import SEVERAL
+
+pytestmark = pytest.mark.device("cuda")
+WORLD = "processes:2:cuda"
+WIRES = [
+    pytest.param(Wire.SUM, id="sum", marks=pytest.mark.rows("C25")),
+    pytest.param(Wire.NATIVE, id="native", marks=pytest.mark.rows("C26")),
+]
+
+
+@pytest.mark.rows("T39")
+@pytest.mark.prey("CountsOnTheHost", world=WORLD)
+@pytest.mark.worlds(SEVERAL)
+def test_a_replayed_graph_equals_the_eager_step(trial: Trial) -> None:
+    training = Training(
+        problem=MLP_EVEN,
+        optimizer=SGD,
+        plan=Plan(layout=Layout.SHARD, units=MLP_EVEN.units, demands=frozenset({Capability.GRAPHS})),
+        schedule=Schedule(steps=2),
+        script=ReplaysAGraph(),
+    )
+    trial.holds(training, MatchesOracle(), Notes(subject=REPLAY, value=EQUAL))
+
+
+@pytest.mark.rows("C05")
+@pytest.mark.prey("CopiesGradientsOneByOne", world=WORLD)
+@pytest.mark.worlds(SEVERAL)
+def test_packs_gradients_of_one_group_together(trial: Trial) -> None:
+    plan = Plan(layout=Layout.SHARD, compute_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    training = Training(problem=MANY_PARAMETERS, optimizer=SGD, plan=plan, script=CountsCopies())
+    trial.holds(training, MatchesOracle(), Notes(subject=COPIES, value=FEW), RanksAgree())
+
+
+@pytest.mark.rows("C23")
+@pytest.mark.prey("BuffersWhereItLikes", world=WORLD)
+@pytest.mark.worlds(SEVERAL)
+def test_communicates_from_memory_of_the_group(trial: Trial) -> None:
+    plan = Plan(layout=Layout.SHARD, units=MLP_EVEN.units, buffers=Buffers.GROUP)
+    training = Training(problem=MLP_EVEN, optimizer=SGD, plan=plan, script=WatchesPools())
+    trial.holds(training, MatchesOracle(), Notes(subject=POOL, value=OWN_POOL), RanksAgree())
+
+
+@pytest.mark.prey("SumsInsteadOfAveraging", world=WORLD)
+@pytest.mark.worlds(SEVERAL)
+@pytest.mark.parametrize("wire", WIRES)
+def test_trains_the_same_model_over_symmetric_memory(trial: Trial, wire: Wire) -> None:
+    plan = Plan(layout=Layout.SHARD, units=MLP_EVEN.units, buffers=Buffers.SYMMETRIC, wire=wire)
+    trial.holds(Training(problem=MLP_EVEN, optimizer=SGD, plan=plan), MatchesOracle(), RanksAgree())
+
+
+@pytest.mark.rows("T10", "R07")
+@pytest.mark.prey("DropsThePinnedCopy", world=WORLD)
+def test_trains_the_same_transformer_from_pinned_memory(trial: Trial) -> None:
+    plan = Plan(offload=Offload.PINNED, units=TRANSFORMER.units)
+    training = Training(problem=TRANSFORMER, optimizer=ADAMW, plan=plan, script=NotesForms())
+    trial.holds(
+        training,
+        MatchesOracle(),
+        Notes(subject=HOMES, value="cpu"),
+        Notes(subject=PINNED, value="pinned"),
+        RanksAgree(),
+    )

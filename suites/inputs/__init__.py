@@ -1,0 +1,1 @@
+"""Inputs: forward takes them nested, or not at all, wherever they come from."""

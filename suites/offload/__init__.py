@@ -1,0 +1,1 @@
+"""Offload: parameters, gradients and optimizer state live on the host, and train alike."""

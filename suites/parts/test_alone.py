@@ -1,0 +1,44 @@
+"""Parts of a model that are called by themselves, and methods other than forward."""
+
+from __future__ import annotations
+
+import pytest
+
+from engine.contract import Grouping, Layout, Plan
+from fixtures.optimizers import ADAMW, SGD
+from fixtures.patches import PATCHES
+from fixtures.problems import MLP_EVEN
+from harness.case import Training
+from harness.ledger.agreement import RanksAgree
+from harness.parity import MatchesOracle
+from harness.pytest_plugin import Trial
+from harness.scripts.parts import OnePartOnOddSteps
+from harness.worlds.sizes import SEVERAL
+
+both_layouts = pytest.mark.parametrize(
+    "layout", [Layout.REPLICATE, Layout.SHARD], ids=lambda layout: layout.name.lower()
+)
+
+
+@pytest.mark.rows("T12", "R08")
+@pytest.mark.prey("NeverReducesParts")
+@both_layouts
+def test_a_step_through_one_unit_updates_it_alone(trial: Trial, layout: Layout) -> None:
+    script = OnePartOnOddSteps(part="layers.0")
+    plan = Plan(layout=layout, units=MLP_EVEN.units, grouping=Grouping.REQUIRED, demands=script.demands)
+    training = Training(problem=MLP_EVEN, optimizer=SGD, plan=plan, script=script)
+    trial.holds(training, MatchesOracle(), RanksAgree())
+
+
+@pytest.mark.worlds(SEVERAL)  # a lone rank has everything at hand, and nothing to reduce
+@pytest.mark.rows("T36", "R16")
+@pytest.mark.prey("IgnoresForwardMethods", "NeverReducesForwardMethods")
+@both_layouts
+def test_a_method_trains_like_forward(trial: Trial, layout: Layout) -> None:
+    plan = Plan(
+        layout=layout,
+        units=PATCHES.units,
+        grouping=Grouping.REQUIRED,
+        forward_methods=(("encoder", "encode"),),
+    )
+    trial.holds(Training(problem=PATCHES, optimizer=ADAMW, plan=plan), MatchesOracle(), RanksAgree())

@@ -1,0 +1,125 @@
+"""A head that runs on chunks of what the trunk gave, each with its own backward, in one group with the norm."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from engine.contract import Accumulation, Grouping, Layout, Plan, Reshard
+from fixtures.optimizers import SGD
+from fixtures.trunk_and_head import TRUNK_AND_HEAD, TRUNK_AND_TIED_HEAD
+from fixtures.widening import WIDENING
+from harness.case import Problem, Schedule, Training
+from harness.ledger.agreement import RanksAgree
+from harness.ledger.entry import Op, Phase
+from harness.ledger.laws import Nothing
+from harness.ledger.selection import Microbatches, Select
+from harness.parity import MatchesOracle
+from harness.pytest_plugin import Trial
+from harness.scripts.parts import ChunksOfTheHead, FlaggedChunks, TrunkTwiceOnOddSteps
+from harness.worlds.sizes import SEVERAL
+
+UNGROUPED = ("embed", "body", "norm", "head")
+EARLY_REDUCTIONS = Select(
+    ops=(Op.ALL_REDUCE, Op.REDUCE_SCATTER),
+    phases=(Phase.BACKWARD,),
+    dtypes=("float32",),
+    microbatches=Microbatches.ALL_BUT_LAST,
+)
+
+
+@pytest.mark.rows("T17")
+@pytest.mark.prey("CountsTheFirstUseAlone", "NeverReducesParts")
+@pytest.mark.parametrize(
+    ("problem", "reshard"),
+    [
+        pytest.param(TRUNK_AND_HEAD, Reshard.AFTER_FORWARD, id="grouped-freed"),
+        pytest.param(TRUNK_AND_TIED_HEAD, Reshard.KEEP, id="tied-kept"),
+    ],
+)
+def test_every_chunk_adds_to_the_gradient(trial: Trial, problem: Problem, reshard: Reshard) -> None:
+    script = ChunksOfTheHead(stop="norm", head="head", num_chunks=3)
+    plan = Plan(
+        layout=Layout.SHARD,
+        units=problem.units,
+        grouping=Grouping.REQUIRED,
+        reshard=reshard,
+        demands=script.demands,
+    )
+    training = Training(problem=problem, optimizer=SGD, plan=plan, script=script)
+    trial.holds(training, MatchesOracle(), RanksAgree())
+
+
+@pytest.mark.worlds(SEVERAL)
+@pytest.mark.rows("T19")
+@pytest.mark.parametrize(
+    ("units", "reshard"),
+    [
+        pytest.param(
+            TRUNK_AND_HEAD.units,
+            Reshard.KEEP,
+            id="grouped-kept",
+            marks=pytest.mark.prey("IgnoresTheFlagsOfGroups", "CountsTheFirstUseAlone"),
+        ),
+        pytest.param(
+            UNGROUPED,
+            Reshard.AFTER_FORWARD,
+            id="ungrouped-freed",
+            marks=pytest.mark.prey("CountsTheFirstUseAlone"),
+        ),
+    ],
+)
+def test_chunks_accumulate_until_the_last_microbatch(
+    trial: Trial, units: tuple[str, ...], reshard: Reshard
+) -> None:
+    chunks = ChunksOfTheHead(stop="norm", head="head", num_chunks=2)
+    script = FlaggedChunks(chunks=chunks, units=units)
+    plan = Plan(
+        layout=Layout.SHARD,
+        units=units,
+        grouping=Grouping.REQUIRED,
+        reshard=reshard,
+        accumulation=Accumulation.LAST_MICROBATCH,
+        demands=script.demands,
+    )
+    training = Training(
+        problem=TRUNK_AND_HEAD,
+        optimizer=SGD,
+        plan=plan,
+        schedule=Schedule(microbatches=3),
+        script=script,
+    )
+    trial.holds(training, MatchesOracle(), RanksAgree(), Nothing(select=EARLY_REDUCTIONS))
+
+
+@pytest.mark.rows("T23")
+@pytest.mark.prey("NeverReducesGroupsRunInPart", "ForgetsEarlierForwards")
+def test_a_group_run_in_part_is_reduced(trial: Trial) -> None:
+    script = TrunkTwiceOnOddSteps(stop="norm")
+    plan = Plan(
+        layout=Layout.SHARD,
+        units=TRUNK_AND_HEAD.units,
+        grouping=Grouping.REQUIRED,
+        demands=script.demands,
+    )
+    training = Training(
+        problem=TRUNK_AND_HEAD,
+        optimizer=SGD,
+        plan=plan,
+        schedule=Schedule(microbatches=2),
+        script=script,
+    )
+    trial.holds(training, MatchesOracle(), RanksAgree())
+
+
+@pytest.mark.rows("T18")
+@pytest.mark.prey("CastsTheFirstInputsAlone")
+def test_casts_the_inputs_of_every_module_of_a_group(trial: Trial) -> None:
+    plan = Plan(
+        layout=Layout.SHARD,
+        units=WIDENING.units,
+        grouping=Grouping.REQUIRED,
+        compute_dtype=torch.bfloat16,
+        reduce_dtype=torch.float32,
+    )
+    trial.holds(Training(problem=WIDENING, optimizer=SGD, plan=plan), MatchesOracle(), RanksAgree())

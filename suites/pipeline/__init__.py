@@ -1,0 +1,1 @@
+"""Pipelines: stages on different ranks, data parallelism inside each stage."""

@@ -1,0 +1,104 @@
+"""Stages of a pipeline, each data-parallel: under every order of microbatches right, and reduced once a step."""
+
+from __future__ import annotations
+
+import pytest
+
+from engine.contract import Accumulation, Grouping, Layout, Plan
+from fixtures.optimizers import SGD
+from fixtures.pipeline import STAGED
+from harness.case import Schedule, Training
+from harness.division import num_stages
+from harness.ledger.agreement import RanksAgree
+from harness.ledger.entry import Op, Phase
+from harness.ledger.expectation import Between, Exactly
+from harness.ledger.laws import AllWaited, Count, Nothing
+from harness.ledger.selection import Microbatches, Per, Select
+from harness.parity import MatchesOracle
+from harness.pytest_plugin import Trial
+from harness.scripts.pipelined import Order, Pipelined
+from harness.worlds.sizes import FOUR_OR_MORE_EVEN
+from suites.communication.closed_forms import ClosedForm
+
+NUM_MICROBATCHES = 4
+SENDS = Select(ops=(Op.SEND,), axis="pipe")
+RECEIVES = Select(ops=(Op.RECV,), axis="pipe")
+SCATTERS = Select(ops=(Op.REDUCE_SCATTER,), axis="data")
+SUMS = Select(ops=(Op.ALL_REDUCE,), axis="data")
+EARLY = Select(ops=(Op.REDUCE_SCATTER, Op.ALL_REDUCE), microbatches=Microbatches.ALL_BUT_LAST)
+
+
+def _messages_per_rank(training: Training, world_size: int) -> int:
+    """Count an activation and a gradient per microbatch and pair of neighbours, shared by the ranks of the ring."""
+    neighbours = num_stages(training) - 1
+    return 2 * neighbours * training.schedule.microbatches // training.plan.pipeline_stages
+
+
+def _groups_per_rank(training: Training, world_size: int) -> int:
+    """Count a rank's units, and the root of the first or the last stage, which has a layer of its own."""
+    return len(training.problem.units) // training.plan.pipeline_stages + 1
+
+
+MESSAGES = ClosedForm(name="messages between neighbouring stages", formula=_messages_per_rank)
+GROUPS = ClosedForm(name="communication groups of a rank's stages", formula=_groups_per_rank)
+THE_MESSAGES = (
+    Count(select=SENDS, expected=Exactly(MESSAGES), per=Per.STEP),
+    Count(select=RECEIVES, expected=Exactly(MESSAGES), per=Per.STEP),
+    AllWaited(select=RECEIVES),
+)
+every_order = pytest.mark.parametrize("order", Order, ids=lambda order: order.name.lower())
+
+
+@pytest.mark.rows("T31")
+@pytest.mark.prey("ReducesEveryMicrobatchOfAPipeline")
+@pytest.mark.worlds(FOUR_OR_MORE_EVEN)
+@every_order
+def test_sharded_stages_train_as_one_model(trial: Trial, order: Order) -> None:
+    last = Select(ops=SCATTERS.ops, axis="data", phases=(Phase.BACKWARD,), microbatches=Microbatches.LAST)
+    trial.holds(
+        _training(Layout.SHARD, order),
+        MatchesOracle(),
+        Count(select=last, expected=Exactly(GROUPS)),
+        Nothing(select=EARLY),
+        AllWaited(select=SCATTERS),
+        *THE_MESSAGES,
+        RanksAgree(),
+    )
+
+
+@pytest.mark.rows("R15")
+@pytest.mark.prey(
+    "ReducesEveryMicrobatchOfAPipeline",
+    "ReducesBeforeTheLastBackward",
+    "KeepsOnlyTheLastMicrobatchOfAPipeline",
+    "NeverSynchronisesTheFirstStage",
+)
+@pytest.mark.worlds(FOUR_OR_MORE_EVEN)
+@every_order
+def test_replicated_stages_train_as_one_model(trial: Trial, order: Order) -> None:
+    last = Select(ops=SUMS.ops, axis="data", phases=(Phase.BACKWARD,), microbatches=Microbatches.LAST)
+    trial.holds(
+        _training(Layout.REPLICATE, order),
+        MatchesOracle(),
+        Count(select=last, expected=Between(order.stages_per_rank, GROUPS)),
+        Nothing(select=EARLY),
+        AllWaited(select=last),
+        *THE_MESSAGES,
+        RanksAgree(),
+    )
+
+
+def _training(layout: Layout, order: Order) -> Training:
+    plan = Plan(
+        layout=layout,
+        pipeline_stages=2,
+        units=STAGED.units,
+        # DDP makes buckets of its own, in sharded layouts each block is a group.
+        grouping=Grouping.REQUIRED if layout is Layout.SHARD else Grouping.HINT,
+        accumulation=Accumulation.LAST_MICROBATCH,
+        demands=Pipelined.demands,
+    )
+    schedule = Schedule(microbatches=NUM_MICROBATCHES)
+    return Training(
+        problem=STAGED, optimizer=SGD, plan=plan, schedule=schedule, script=Pipelined(order=order)
+    )

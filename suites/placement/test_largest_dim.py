@@ -1,0 +1,52 @@
+"""Each parameter is sharded on its largest dim: the same model, and shards that lie as asked and are contiguous."""
+
+from __future__ import annotations
+
+from operator import attrgetter
+
+import pytest
+
+from engine.contract import Layout, Placement, Plan
+from fixtures.optimizers import ADAMW
+from fixtures.placements import DIVISIBLE_MLP, DIVISIBLE_TRANSFORMER
+from harness.case import Problem, Training
+from harness.holdings import HoldsItsShare
+from harness.ledger.agreement import RanksAgree
+from harness.parity import MatchesOracle
+from harness.placement import LiesOnTheDimAskedFor, StateLiesWithItsParameter
+from harness.pytest_plugin import Trial
+from harness.scripts.forms import FORWARD, LAYOUTS, NotesForms
+from harness.states import Notes
+from harness.worlds.sizes import POWERS_OF_TWO, SEVERAL
+
+
+@pytest.mark.rows("T25")
+@pytest.mark.prey(
+    "ShardsTheFirstDim",
+    "ReassemblesAlongTheFirstDim",
+    "KeepsWholeOptimizerState",
+    "ShowsStridedParameters",
+    "HandsOutStridedGradients",
+)
+@pytest.mark.worlds(SEVERAL)
+@pytest.mark.worlds(POWERS_OF_TWO)  # so that the ranks divide each largest dim
+@pytest.mark.parametrize(
+    "problem",
+    [
+        pytest.param(DIVISIBLE_MLP, marks=pytest.mark.rows("T08")),
+        pytest.param(DIVISIBLE_TRANSFORMER, marks=pytest.mark.rows("T24")),
+    ],
+    ids=attrgetter("name"),
+)
+def test_shards_the_largest_dim(trial: Trial, problem: Problem) -> None:
+    plan = Plan(layout=Layout.SHARD, placement=Placement.LARGEST, units=problem.units)
+    trial.holds(
+        Training(problem=problem, optimizer=ADAMW, plan=plan, script=NotesForms()),
+        MatchesOracle(),
+        HoldsItsShare(),
+        LiesOnTheDimAskedFor(),
+        StateLiesWithItsParameter(),
+        Notes(subject=FORWARD, value="contiguous"),
+        Notes(subject=LAYOUTS, value="contiguous"),
+        RanksAgree(),
+    )

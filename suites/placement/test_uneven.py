@@ -1,0 +1,32 @@
+"""One group over dims that no world divides, or that have fewer rows than there are ranks."""
+
+from __future__ import annotations
+
+from operator import attrgetter
+
+import pytest
+
+from engine.contract import Layout, Plan
+from fixtures.optimizers import ADAMW, SGD
+from fixtures.placements import UNEVEN_GROUP
+from harness.case import NamedOptimizer, Training
+from harness.holdings import HoldsItsShare
+from harness.ledger.agreement import RanksAgree
+from harness.parity import MatchesOracle
+from harness.placement import StateLiesWithItsParameter
+from harness.pytest_plugin import Trial
+
+
+@pytest.mark.rows("T07")
+@pytest.mark.prey("ShowsPaddingRows", "InfersTheSizeFromItsShard", "NeverUpdatesTheLastRanksRows")
+@pytest.mark.parametrize("optimizer", [SGD, ADAMW], ids=attrgetter("name"))
+def test_shards_rows_that_ranks_do_not_divide(trial: Trial, optimizer: NamedOptimizer) -> None:
+    training = Training(problem=UNEVEN_GROUP, optimizer=optimizer, plan=Plan(layout=Layout.SHARD))
+    trial.holds(training, MatchesOracle(), HoldsItsShare(), StateLiesWithItsParameter(), RanksAgree())
+
+
+@pytest.mark.rows("R05")
+@pytest.mark.prey("DividesTwice", "NeverUpdatesOneParameter")
+def test_replicates_rows_that_ranks_do_not_divide(trial: Trial) -> None:
+    training = Training(problem=UNEVEN_GROUP, optimizer=SGD, plan=Plan(layout=Layout.REPLICATE))
+    trial.holds(training, MatchesOracle(), HoldsItsShare(), RanksAgree())

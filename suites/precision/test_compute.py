@@ -1,0 +1,101 @@
+"""Forward and backward compute in the dtype asked for; masters, accumulation and reduction have dtypes of their own."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from operator import attrgetter
+
+import pytest
+import torch
+
+from engine.contract import Grouping, Layout, Plan
+from fixtures.optimizers import SGD
+from fixtures.precision import JOINT_CASTS
+from fixtures.problems import MLP_UNEVEN, TRANSFORMER
+from harness.case import Problem, Schedule, Training
+from harness.ledger.agreement import RanksAgree
+from harness.ledger.entry import Op, Phase
+from harness.ledger.laws import Dtype
+from harness.ledger.selection import Select
+from harness.parity import MatchesOracle
+from harness.pytest_plugin import Trial
+from harness.scripts.forms import OUTPUT_DTYPE, NotesForms
+from harness.states import Notes
+from harness.worlds.sizes import FOUR_OR_MORE_EVEN, SEVERAL
+
+REDUCTIONS = Select(ops=(Op.ALL_REDUCE, Op.REDUCE_SCATTER), phases=(Phase.BACKWARD,))
+LOW = Plan(compute_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+
+def _training(problem: Problem, plan: Plan, microbatches: int = 1) -> Training:
+    return Training(
+        problem=problem,
+        optimizer=SGD,
+        plan=replace(plan, units=problem.units),
+        schedule=Schedule(microbatches=microbatches),
+        script=NotesForms(),
+    )
+
+
+@pytest.mark.rows("C08")
+@pytest.mark.prey(
+    "HalvesOneUnit", "ForgetsMicrobatchesInLowPrecision", "IgnoresTheComputeDtype", "SumsInsteadOfAveraging"
+)
+@pytest.mark.worlds(SEVERAL)
+@pytest.mark.parametrize("problem", [MLP_UNEVEN, TRANSFORMER], ids=attrgetter("name"))
+def test_computes_in_bfloat16_and_reduces_in_float32(trial: Trial, problem: Problem) -> None:
+    trial.holds(
+        _training(problem, LOW, microbatches=3),
+        MatchesOracle(),
+        Notes(subject=OUTPUT_DTYPE, value="torch.bfloat16"),
+        Dtype(select=REDUCTIONS, dtype="float32"),
+        RanksAgree(),
+    )
+
+
+@pytest.mark.prey("IgnoresTheComputeDtype", "HalvesOneUnit", "ForgetsMicrobatchesInLowPrecision")
+@pytest.mark.worlds(SEVERAL)
+def test_gathers_and_reduces_in_the_compute_dtype_when_asked_for_nothing_else(trial: Trial) -> None:
+    in_bfloat16 = Dtype(select=Select(phases=(Phase.FORWARD, Phase.BACKWARD)), dtype="bfloat16")
+    plan = Plan(compute_dtype=torch.bfloat16)
+    trial.holds(
+        _training(MLP_UNEVEN, plan, microbatches=3),
+        MatchesOracle(),
+        Notes(subject=OUTPUT_DTYPE, value="torch.bfloat16"),
+        in_bfloat16,
+        RanksAgree(),
+    )
+
+
+@pytest.mark.prey("ReturnsTheComputeDtype")
+def test_returns_the_dtype_asked_for(trial: Trial) -> None:
+    plan = replace(LOW, output_dtype=torch.float32)
+    trial.holds(
+        _training(MLP_UNEVEN, plan), MatchesOracle(), Notes(subject=OUTPUT_DTYPE, value="torch.float32")
+    )
+
+
+@pytest.mark.rows("T18")
+@pytest.mark.prey("CastsInputsOfTheFirstModuleAlone")
+def test_casts_the_inputs_of_each_module_of_a_group(trial: Trial) -> None:
+    plan = replace(LOW, grouping=Grouping.REQUIRED)
+    trial.holds(
+        _training(JOINT_CASTS, plan),
+        MatchesOracle(),
+        Notes(subject=OUTPUT_DTYPE, value="torch.bfloat16"),
+    )
+
+
+@pytest.mark.prey("ReducesReplicasInBfloat16")
+@pytest.mark.worlds(FOUR_OR_MORE_EVEN)
+def test_reduces_across_replicas_in_float32_too(trial: Trial) -> None:
+    plan = replace(LOW, layout=Layout.HYBRID)
+    across = Select(ops=(Op.ALL_REDUCE,), axis="replicate", phases=(Phase.BACKWARD,))
+    within = Select(ops=(Op.REDUCE_SCATTER,), axis="shard", phases=(Phase.BACKWARD,))
+    trial.holds(
+        _training(MLP_UNEVEN, plan),
+        MatchesOracle(),
+        Dtype(select=across, dtype="float32"),
+        Dtype(select=within, dtype="float32"),
+        RanksAgree(),
+    )

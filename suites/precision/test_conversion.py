@@ -1,0 +1,27 @@
+"""A model converted once it is prepared trains in the new dtype, from the parameters to what crosses between ranks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from engine.contract import Capability, Plan
+from fixtures.optimizers import ADAMW
+from fixtures.problems import MLP_UNEVEN
+from harness.case import Schedule, Training
+from harness.ledger.agreement import RanksAgree
+from harness.parity import MatchesOracle
+from harness.pytest_plugin import Trial
+
+
+@pytest.mark.rows("T06", "R04")
+@pytest.mark.prey("ReducesInTheDtypeOfBefore")
+def test_trains_in_float64_once_converted(trial: Trial) -> None:
+    training = Training(
+        problem=MLP_UNEVEN,
+        optimizer=ADAMW,
+        plan=Plan(units=MLP_UNEVEN.units, demands=frozenset({Capability.CONVERT})),
+        schedule=Schedule(microbatches=2),
+        convert=torch.float64,
+    )
+    trial.holds(training, MatchesOracle(), RanksAgree())

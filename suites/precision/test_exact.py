@@ -1,0 +1,72 @@
+"""Integers that each dtype holds one by one: what is added must lose nothing that the dtype of the sum can hold."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from engine.contract import Accumulation, Capability, Plan
+from fixtures.optimizers import EXACT_SGD
+from fixtures.precision import EXACT_LATE, EXACT_OVERFLOW, EXACT_WIDE
+from harness.case import Problem, Schedule, Training
+from harness.ledger.agreement import RanksAgree
+from harness.ledger.entry import Op, Phase
+from harness.ledger.laws import Dtype
+from harness.ledger.selection import Select, Window
+from harness.parity import MatchesOracle
+from harness.pytest_plugin import Trial
+from harness.worlds.sizes import POWERS_OF_TWO, SEVERAL
+
+# One step: the next one's parameters would need more bits than forward has.
+REDUCTIONS = Select(ops=(Op.ALL_REDUCE, Op.REDUCE_SCATTER), phases=(Phase.BACKWARD,), window=Window.TRAINING)
+
+
+def _training(problem: Problem, plan: Plan, microbatches: int = 1) -> Training:
+    schedule = Schedule(steps=1, microbatches=microbatches)
+    return Training(problem=problem, optimizer=EXACT_SGD, plan=plan, schedule=schedule)
+
+
+@pytest.mark.rows("C02")
+@pytest.mark.prey("ReducesInBfloat16")
+@pytest.mark.worlds(SEVERAL)
+@pytest.mark.worlds(POWERS_OF_TWO)
+def test_reduces_in_float32_without_a_loss(trial: Trial) -> None:
+    plan = Plan(units=EXACT_WIDE.units, reduce_dtype=torch.float32)
+    reduces_as_asked = Dtype(select=REDUCTIONS, dtype="float32")
+    trial.holds(_training(EXACT_WIDE, plan), MatchesOracle(), reduces_as_asked, RanksAgree())
+
+
+@pytest.mark.rows("C03")
+@pytest.mark.prey("DividesFloat16AfterTheSum", "ReducesInBfloat16")
+@pytest.mark.worlds(SEVERAL)
+@pytest.mark.worlds(POWERS_OF_TWO)
+def test_reduces_in_float16_without_overflow(trial: Trial) -> None:
+    plan = Plan(units=EXACT_OVERFLOW.units, reduce_dtype=torch.float16)
+    reduces_as_asked = Dtype(select=REDUCTIONS, dtype="float16")
+    trial.holds(_training(EXACT_OVERFLOW, plan), MatchesOracle(), reduces_as_asked, RanksAgree())
+
+
+@pytest.mark.rows("C08")
+@pytest.mark.prey("AccumulatesInBfloat16", "KeepsNoMasterWeights")
+@pytest.mark.worlds(POWERS_OF_TWO)
+def test_accumulates_in_the_dtype_of_the_reduction(trial: Trial) -> None:
+    plan = Plan(
+        units=EXACT_WIDE.units,
+        compute_dtype=torch.bfloat16,
+        reduce_dtype=torch.float32,
+        accumulation=Accumulation.LAST_MICROBATCH,
+    )
+    trial.holds(_training(EXACT_WIDE, plan, microbatches=4), MatchesOracle(), RanksAgree())
+
+
+@pytest.mark.rows("C04")
+@pytest.mark.prey("RoundsWhereDtypesAreMixed", "AccumulatesInBfloat16")
+@pytest.mark.worlds(POWERS_OF_TWO)
+def test_reduces_fresh_and_accumulated_gradients_together(trial: Trial) -> None:
+    plan = Plan(
+        compute_dtype=torch.bfloat16,
+        reduce_dtype=torch.float32,
+        accumulation=Accumulation.LAST_MICROBATCH,
+        demands=frozenset({Capability.UNUSED}),
+    )
+    trial.holds(_training(EXACT_LATE, plan, microbatches=4), MatchesOracle(), RanksAgree())

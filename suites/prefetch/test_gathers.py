@@ -1,0 +1,71 @@
+"""When a gather may start and who it blocks: after the optimizer step, at once if asked, for unused modules too."""
+
+from __future__ import annotations
+
+import pytest
+
+from engine.contract import Capability, Grouping, Layout, Plan, Reshard
+from fixtures.chain import CHAIN, SPARE_CHAIN
+from fixtures.optimizers import SGD
+from harness.case import Training
+from harness.ledger.agreement import RanksAgree
+from harness.ledger.entry import Op, Phase
+from harness.ledger.expectation import Exactly
+from harness.ledger.laws import AllWaited, Asynchronous, Count
+from harness.ledger.order import Gathers, Order
+from harness.ledger.selection import Select
+from harness.parity import MatchesOracle
+from harness.pytest_plugin import Trial
+from harness.worlds.sizes import SEVERAL
+from suites.communication.closed_forms import NUM_GROUPS
+
+GATHERS = Select(ops=(Op.ALL_GATHER,))
+REDUCTIONS = Select(ops=(Op.REDUCE_SCATTER,), phases=(Phase.BACKWARD,))
+RIGHT = (MatchesOracle(), RanksAgree())
+
+
+@pytest.mark.rows("T15", "R11")
+@pytest.mark.prey("IgnoresTheStepEvent")
+@pytest.mark.parametrize("layout", [Layout.SHARD, Layout.REPLICATE], ids=lambda x: x.name.lower())
+def test_forward_sees_the_update_that_an_event_announces(trial: Trial, layout: Layout) -> None:
+    plan = Plan(layout=layout, units=CHAIN.units, demands=frozenset({Capability.STEP_EVENT}))
+    trial.holds(Training(problem=CHAIN, optimizer=SGD, plan=plan), *RIGHT)
+
+
+@pytest.mark.rows("T11")
+@pytest.mark.prey("GathersSynchronously", "ReadsTheGatherTooEarly")
+@pytest.mark.worlds(SEVERAL)
+def test_gathers_block_nobody_when_asked(trial: Trial) -> None:
+    plan = Plan(
+        layout=Layout.SHARD,
+        units=CHAIN.units,
+        reshard=Reshard.AFTER_FORWARD,
+        demands=frozenset({Capability.ASYNC_GATHER}),
+    )
+    trial.holds(
+        Training(problem=CHAIN, optimizer=SGD, plan=plan),
+        Asynchronous(select=GATHERS),
+        AllWaited(select=GATHERS),
+        *RIGHT,
+    )
+
+
+@pytest.mark.rows("C18")
+@pytest.mark.prey("GathersTheLastUnitFirst", "NeverReducesGroupsRunInPart")
+@pytest.mark.worlds(SEVERAL)
+def test_a_group_with_an_unused_module_is_treated_like_any_other(trial: Trial) -> None:
+    first, last = SPARE_CHAIN.units
+    plan = Plan(
+        layout=Layout.SHARD,
+        units=(first, last),
+        grouping=Grouping.REQUIRED,
+        reshard=Reshard.AFTER_FORWARD,
+        demands=frozenset({Capability.UNUSED}),
+    )
+    trial.holds(
+        Training(problem=SPARE_CHAIN, optimizer=SGD, plan=plan),
+        Order(select=Select(phases=(Phase.FORWARD,)), events=(Gathers(first), Gathers(last))),
+        Order(select=Select(phases=(Phase.BACKWARD,)), events=(Gathers(last), Gathers(first))),
+        Count(select=REDUCTIONS, expected=Exactly(NUM_GROUPS)),
+        *RIGHT,
+    )

@@ -1,0 +1,103 @@
+"""Units are gathered in the order of their use and reduced in the reverse of it, whatever is prefetched.
+
+How far ahead an engine gathers when nobody tells it to is its own affair, so gathers and reductions are held to
+their orders apart from each other.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from engine.contract import Capability, Grouping, Layout, Plan, Reshard
+from fixtures.chain import CHAIN, CHECKPOINTED_CHAIN, LOOPED_CHAIN
+from fixtures.optimizers import SGD
+from harness.case import Problem, Schedule, Training
+from harness.ledger.agreement import RanksAgree
+from harness.ledger.entry import Op, Phase
+from harness.ledger.laws import Nothing
+from harness.ledger.order import Gathers, Order, Reduces
+from harness.ledger.selection import Microbatches, Select
+from harness.parity import MatchesOracle
+from harness.pytest_plugin import Trial
+from harness.scripts.microbatches import SumOfForwards
+from harness.worlds.sizes import FOUR_OR_MORE_EVEN, SEVERAL
+
+FORWARD = Select(phases=(Phase.FORWARD,))
+BACKWARD = Select(phases=(Phase.BACKWARD,))
+GATHERS_IN_BACKWARD = Select(ops=(Op.ALL_GATHER,), phases=(Phase.BACKWARD,))
+INWARDS = ("", "blocks.0", "blocks.1", "blocks.2", "blocks.3")
+OUTWARDS = ("blocks.3", "blocks.2", "blocks.1", "blocks.0", "")
+GATHERED = Order(select=FORWARD, events=tuple(map(Gathers, INWARDS)))
+# Backward comes to the root first of all: its output is the root's.
+GATHERED_AGAIN = Order(select=BACKWARD, events=tuple(map(Gathers, ("", *OUTWARDS[:-1]))))
+REDUCED = Order(select=BACKWARD, events=tuple(map(Reduces, OUTWARDS)))
+RIGHT = (MatchesOracle(), RanksAgree())
+
+
+@pytest.mark.rows("C13", "T09")
+@pytest.mark.prey("GathersTheLastUnitFirst", "ReducesInTheOrderOfForward", "ReadsTheGatherTooEarly")
+@pytest.mark.worlds(SEVERAL)
+@pytest.mark.parametrize(
+    ("problem", "reshard"),
+    [
+        pytest.param(CHAIN, Reshard.AFTER_FORWARD, id="freed"),
+        pytest.param(CHECKPOINTED_CHAIN, Reshard.AFTER_FORWARD, id="checkpointed"),
+        pytest.param(CHAIN, Reshard.TO_PAIRS, id="pairs", marks=pytest.mark.worlds(FOUR_OR_MORE_EVEN)),
+    ],
+)
+def test_gathers_as_used_and_again_in_reverse(trial: Trial, problem: Problem, reshard: Reshard) -> None:
+    trial.holds(_training(problem, _plan(reshard=reshard)), GATHERED, GATHERED_AGAIN, REDUCED, *RIGHT)
+
+
+@pytest.mark.rows("C13", "T09")
+@pytest.mark.prey("GathersTheLastUnitFirst", "ReducesInTheOrderOfForward", "ReadsTheGatherTooEarly")
+@pytest.mark.worlds(SEVERAL)
+def test_gathers_kept_units_in_forward_alone(trial: Trial) -> None:
+    training = _training(CHAIN, _plan(reshard=Reshard.KEEP))
+    trial.holds(training, GATHERED, Nothing(select=GATHERS_IN_BACKWARD), REDUCED, *RIGHT)
+
+
+@pytest.mark.rows("R06")
+@pytest.mark.prey("ReducesInTheOrderOfForward")
+@pytest.mark.worlds(SEVERAL)
+def test_replicas_reduce_in_reverse(trial: Trial) -> None:
+    plan = Plan(layout=Layout.REPLICATE, units=CHAIN.units, grouping=Grouping.REQUIRED)
+    trial.holds(_training(CHAIN, plan), REDUCED, Nothing(select=Select(ops=(Op.ALL_GATHER,))), *RIGHT)
+
+
+@pytest.mark.rows("C13")
+@pytest.mark.prey("ReducesInTheOrderOfForward", "ReadsTheGatherTooEarly")
+@pytest.mark.worlds(SEVERAL)
+def test_reduces_a_unit_used_twice_once(trial: Trial) -> None:
+    trial.holds(_training(LOOPED_CHAIN, _plan()), REDUCED, *RIGHT)
+
+
+@pytest.mark.rows("C13")
+@pytest.mark.prey("ForgetsEarlierForwards", "GathersTheLastUnitFirst", "ReducesInTheOrderOfForward")
+@pytest.mark.worlds(SEVERAL)
+def test_two_forwards_and_one_backward_reduce_once(trial: Trial) -> None:
+    training = Training(
+        problem=CHAIN,
+        optimizer=SGD,
+        plan=_plan(demands=frozenset({Capability.INTERLEAVE})),
+        schedule=Schedule(microbatches=2),
+        script=SumOfForwards(),
+    )
+    of_last = replace(BACKWARD, microbatches=Microbatches.LAST)
+    trial.holds(training, GATHERED, replace(REDUCED, select=of_last), *RIGHT)
+
+
+def _plan(reshard: Reshard = Reshard.AFTER_FORWARD, demands: frozenset[Capability] = frozenset()) -> Plan:
+    return Plan(
+        layout=Layout.SHARD,
+        units=CHAIN.units,
+        grouping=Grouping.REQUIRED,
+        reshard=reshard,
+        demands=demands,
+    )
+
+
+def _training(problem: Problem, plan: Plan) -> Training:
+    return Training(problem=problem, optimizer=SGD, plan=plan)

@@ -1,0 +1,1 @@
+"""Training goes on after an exception, and around evaluations, as if there had been none."""

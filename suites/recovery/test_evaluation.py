@@ -1,0 +1,38 @@
+"""Evaluations before and amid training: they change nothing of it."""
+
+from __future__ import annotations
+
+import pytest
+
+from engine.contract import Layout, Plan
+from fixtures.optimizers import SGD
+from fixtures.problems import MLP_EVEN
+from harness.case import Training
+from harness.ledger.agreement import RanksAgree
+from harness.parity import MatchesOracle
+from harness.pytest_plugin import Trial
+from harness.script import Evaluation
+from harness.scripts.recovery import Evaluates, Moment
+
+# The root owns the last layer: engines keep its parameters longest.
+UNITS = MLP_EVEN.units[:-1]
+LAWS = (MatchesOracle(), RanksAgree())
+both_layouts = pytest.mark.parametrize(
+    "layout", [Layout.REPLICATE, Layout.SHARD], ids=lambda layout: layout.name.lower()
+)
+
+
+@pytest.mark.prey("ComputesWithWhatAnEvaluationSaw")
+@both_layouts
+def test_an_evaluation_before_the_step_leaves_nothing_stale(trial: Trial, layout: Layout) -> None:
+    script = Evaluates(moment=Moment.BEFORE_STEP)
+    plan = Plan(layout=layout, units=UNITS)
+    trial.holds(Training(problem=MLP_EVEN, optimizer=SGD, plan=plan, script=script), *LAWS)
+
+
+@pytest.mark.prey("KeepsAnInferenceTensor")
+@both_layouts
+def test_trains_after_an_evaluation_in_inference_mode(trial: Trial, layout: Layout) -> None:
+    script = Evaluates(moment=Moment.BEFORE_TRAINING, how=Evaluation.INFERENCE)
+    plan = Plan(layout=layout, units=UNITS)
+    trial.holds(Training(problem=MLP_EVEN, optimizer=SGD, plan=plan, script=script), *LAWS)

@@ -1,0 +1,1 @@
+"""Shapes too small to cut: had as asked or refused loudly, never wrong."""

@@ -1,0 +1,45 @@
+"""Parameters with fewer rows than there are ranks, none at all, or no dim: trained or refused, never wrong."""
+
+from __future__ import annotations
+
+import pytest
+
+from engine.contract import Layout, Plan
+from fixtures.optimizers import SGD
+from fixtures.thin import EMPTY_ROWS, SCALARS, SINGLE_ROWS
+from harness.case import Problem, Refusal, Training
+from harness.holdings import HoldsItsShare
+from harness.ledger.agreement import RanksAgree
+from harness.parity import MatchesOracle
+from harness.pytest_plugin import Trial
+from harness.worlds.sizes import EVEN, SEVERAL
+
+LAWS = (MatchesOracle(), RanksAgree())
+
+
+@pytest.mark.prey("GivesSmallParametersNoGradient")
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param(Layout.SHARD, id="shard"),
+        pytest.param(Layout.HYBRID, id="hybrid", marks=pytest.mark.worlds(EVEN)),
+    ],
+)
+def test_trains_single_rows_of_which_most_ranks_own_nothing(trial: Trial, layout: Layout) -> None:
+    plan = Plan(layout=layout, units=SINGLE_ROWS.units)
+    trial.holds(Training(problem=SINGLE_ROWS, optimizer=SGD, plan=plan), *LAWS, HoldsItsShare())
+
+
+@pytest.mark.worlds(SEVERAL)
+@pytest.mark.parametrize(
+    "problem",
+    [
+        pytest.param(SCALARS, id="scalars", marks=pytest.mark.prey("ForgetsScalars")),
+        pytest.param(
+            EMPTY_ROWS, id="empty_rows", marks=pytest.mark.prey("MistakesTheNeighbourOfAnEmptyParameter")
+        ),
+    ],
+)
+def test_trains_or_refuses_parameters_that_cannot_be_cut(trial: Trial, problem: Problem) -> None:
+    training = Training(problem=problem, optimizer=SGD, plan=Plan(units=problem.units))
+    trial.holds(training, *LAWS, refusal=Refusal.ALLOWED)

@@ -1,0 +1,149 @@
+"""Units that the caller gathers by hand show the model, and are gathered no second time."""
+
+from __future__ import annotations
+
+import pytest
+
+from engine.contract import Grouping, Layout, Plan, Reshard
+from fixtures.heads import TALKATIVE
+from fixtures.odd_shapes import ODD_SHAPES
+from fixtures.optimizers import SGD
+from fixtures.problems import MLP_UNEVEN
+from harness.case import Problem, Training
+from harness.ledger.agreement import RanksAgree
+from harness.ledger.entry import Op, Phase
+from harness.ledger.expectation import Exactly
+from harness.ledger.laws import AllWaited, Count, OnlyThese
+from harness.ledger.selection import Per, Select, Window
+from harness.parity import MatchesOracle
+from harness.pytest_plugin import Trial
+from harness.scripts.unit_state import (
+    AFTER_BACKWARD,
+    BEFORE_BACKWARD,
+    BEFORE_FORWARD,
+    Gather,
+    UnshardByHand,
+)
+from harness.states import ShowsTheModel, UnitsAre
+from harness.worlds.sizes import FOUR_OR_MORE_EVEN, SEVERAL
+from suites.sharding_state.states import states
+
+GATHERS = Select(ops=(Op.ALL_GATHER,), window=Window.TRAINING)
+BY_HAND = Select(ops=(Op.ALL_GATHER,), phases=(Phase.BETWEEN,), window=Window.TRAINING)
+INNER = ("layers.0", "layers.1")  # the root owns the other two layers
+EVERY_LAYER = MLP_UNEVEN.units  # the root owns nothing
+
+
+def _training(
+    problem: Problem, layout: Layout, reshard: Reshard, units: tuple[str, ...], gather: Gather
+) -> Training:
+    script = UnshardByHand(units=(*units, ""), gather=gather)
+    plan = Plan(
+        layout=layout, units=units, grouping=Grouping.REQUIRED, reshard=reshard, demands=script.demands
+    )
+    return Training(problem=problem, optimizer=SGD, plan=plan, script=script)
+
+
+def _gathers_by_hand(number: int) -> tuple[Count, OnlyThese, AllWaited]:
+    return (
+        Count(select=BY_HAND, expected=Exactly(number), per=Per.STEP),
+        OnlyThese(selects=(BY_HAND,), among=GATHERS),
+        AllWaited(select=GATHERS),
+    )
+
+
+@pytest.mark.rows("C01", "C22")
+@pytest.mark.worlds(SEVERAL)
+@pytest.mark.parametrize(
+    ("gather", "reshard"),
+    [
+        pytest.param(
+            Gather.BLOCKING,
+            Reshard.AFTER_FORWARD,
+            id="blocking-after_forward",
+            marks=pytest.mark.prey("ShowsPaddedRows", "GathersInForwardAlone"),
+        ),
+        pytest.param(
+            Gather.AWAITED,
+            Reshard.AFTER_FORWARD,
+            id="awaited-after_forward",
+            marks=pytest.mark.prey("ShowsPaddedRows", "LeavesOthersRowsStale"),
+        ),
+        pytest.param(
+            Gather.BLOCKING,
+            Reshard.TO_PAIRS,
+            id="blocking-to_pairs",
+            marks=[
+                pytest.mark.worlds(FOUR_OR_MORE_EVEN),
+                pytest.mark.prey("ShowsPaddedRows", "GathersInForwardAlone"),
+            ],
+        ),
+    ],
+)
+def test_shows_odd_shapes_whole(trial: Trial, gather: Gather, reshard: Reshard) -> None:
+    trial.holds(
+        _training(ODD_SHAPES, Layout.SHARD, reshard, (), gather),
+        UnitsAre(
+            states=(
+                *states(BEFORE_FORWARD, unsharded=("",)),
+                *states(BEFORE_BACKWARD, unsharded=("",)),
+                *states(AFTER_BACKWARD, sharded=("",)),
+            )
+        ),
+        ShowsTheModel(moments=(BEFORE_FORWARD, BEFORE_BACKWARD, AFTER_BACKWARD)),
+        *_gathers_by_hand(2),
+        MatchesOracle(),
+        RanksAgree(),
+    )
+
+
+@pytest.mark.rows("C20", "C22")
+@pytest.mark.worlds(SEVERAL)
+@pytest.mark.prey("GathersInForwardAlone", "GathersWhenWaitedFor")
+@pytest.mark.parametrize(
+    ("reshard", "times"),
+    [
+        pytest.param(Reshard.KEEP, 1, id="keep"),
+        pytest.param(Reshard.AFTER_FORWARD, 2, id="after_forward"),
+    ],
+)
+def test_gathers_ahead_between_other_collectives(trial: Trial, reshard: Reshard, times: int) -> None:
+    trial.holds(
+        _training(TALKATIVE, Layout.SHARD, reshard, TALKATIVE.units, Gather.UNAWAITED),
+        *_gathers_by_hand(times * len(TALKATIVE.units)),
+        MatchesOracle(),
+        RanksAgree(),
+    )
+
+
+@pytest.mark.rows("C21", "C22")
+@pytest.mark.worlds(SEVERAL)
+@pytest.mark.prey("WaitsForNoGather")
+def test_gathers_a_root_that_owns_nothing(trial: Trial) -> None:
+    trial.holds(
+        _training(MLP_UNEVEN, Layout.SHARD, Reshard.KEEP, EVERY_LAYER, Gather.AWAITED),
+        UnitsAre(
+            states=(
+                *states(BEFORE_FORWARD, unsharded=EVERY_LAYER),
+                *states(AFTER_BACKWARD, sharded=EVERY_LAYER),
+            )
+        ),
+        ShowsTheModel(moments=(BEFORE_FORWARD, AFTER_BACKWARD)),
+        *_gathers_by_hand(len(EVERY_LAYER)),
+        MatchesOracle(),
+        RanksAgree(),
+    )
+
+
+@pytest.mark.rows("C22", "R02")
+@pytest.mark.worlds(SEVERAL)
+@pytest.mark.prey("GathersInForwardAlone")
+def test_shows_replicas_whole(trial: Trial) -> None:
+    groups = (*INNER, "")
+    trial.holds(
+        _training(MLP_UNEVEN, Layout.REPLICATE, Reshard.NATIVE, INNER, Gather.AWAITED),
+        UnitsAre(states=(*states(BEFORE_FORWARD, unsharded=groups), *states(AFTER_BACKWARD, sharded=groups))),
+        ShowsTheModel(moments=(BEFORE_FORWARD, BEFORE_BACKWARD, AFTER_BACKWARD)),
+        MatchesOracle(),
+        RanksAgree(),
+    )

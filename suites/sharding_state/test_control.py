@@ -1,0 +1,142 @@
+"""What the caller tells single units later on has effect, and on those units alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+
+from engine.contract import Grouping, Layout, Plan, Reshard
+from fixtures.heads import TIED_HEAD, TRUNK_AND_HEAD
+from fixtures.optimizers import SGD
+from fixtures.problems import MLP_UNEVEN
+from harness.case import Problem, Schedule, Training
+from harness.ledger.agreement import RanksAgree
+from harness.ledger.entry import Op, Phase
+from harness.ledger.expectation import Exactly
+from harness.ledger.laws import Count
+from harness.ledger.selection import Select
+from harness.parity import MatchesOracle
+from harness.pytest_plugin import Trial
+from harness.scripts.chunks import NUM_CHUNKS, HoldHeadOpen, after_chunk
+from harness.scripts.unit_state import (
+    AFTER_BACKWARD,
+    AFTER_FORWARD_FREED,
+    AFTER_FORWARD_KEPT,
+    ToggleReshard,
+)
+from harness.states import ShowsTheModel, UnitsAre
+from harness.worlds.sizes import SEVERAL
+from suites.sharding_state.states import states
+
+INNER = ("layers.0", "layers.1")
+ALL = (*INNER, "")
+TOLD_TO_FREE, TOLD_TO_KEEP = (0,), (1,)  # the microbatches of ToggleReshard
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Told:
+    """Which units are told, under which policy of the plan, and which the plan alone keeps after forward."""
+
+    units: tuple[str, ...]
+    reshard: Reshard
+    kept: frozenset[str]
+
+
+@pytest.mark.rows("C12")
+@pytest.mark.worlds(SEVERAL)
+@pytest.mark.parametrize(
+    "told",
+    [
+        pytest.param(
+            Told(units=ALL, reshard=Reshard.NATIVE, kept=frozenset({""})),
+            id="all-native",
+            marks=pytest.mark.prey("IgnoresALaterPolicy"),
+        ),
+        pytest.param(
+            Told(units=("",), reshard=Reshard.KEEP, kept=frozenset(ALL)),
+            id="root-keep",
+            marks=pytest.mark.prey("IgnoresALaterPolicy", "TellsAllWhatOneWasTold"),
+        ),
+        pytest.param(
+            Told(units=("",), reshard=Reshard.AFTER_FORWARD, kept=frozenset()),
+            id="root-after_forward",
+            marks=pytest.mark.prey("IgnoresALaterPolicy", "TellsAllWhatOneWasTold"),
+        ),
+    ],
+)
+def test_frees_as_told_last(trial: Trial, told: Told) -> None:
+    script = ToggleReshard(units=told.units)
+    plan = Plan(
+        layout=Layout.SHARD,
+        units=INNER,
+        grouping=Grouping.REQUIRED,
+        reshard=told.reshard,
+        demands=script.demands,
+    )
+    kept_first = tuple(u for u in ALL if u in told.kept and u not in told.units)
+    kept_then = tuple(u for u in ALL if u in told.kept or u in told.units)
+    trial.holds(
+        Training(
+            problem=MLP_UNEVEN,
+            optimizer=SGD,
+            plan=plan,
+            schedule=Schedule(microbatches=2),
+            script=script,
+        ),
+        UnitsAre(
+            states=(
+                *states(AFTER_FORWARD_FREED, unsharded=kept_first, sharded=_others(kept_first)),
+                *states(AFTER_FORWARD_KEPT, unsharded=kept_then, sharded=_others(kept_then)),
+                *states(AFTER_BACKWARD, sharded=ALL),
+            )
+        ),
+        _gathers_again(len(ALL) - len(kept_first), TOLD_TO_FREE),
+        _gathers_again(len(ALL) - len(kept_then), TOLD_TO_KEEP),
+        ShowsTheModel(moments=(AFTER_FORWARD_FREED, AFTER_FORWARD_KEPT)),
+        MatchesOracle(),
+        RanksAgree(),
+    )
+
+
+@pytest.mark.rows("T20")
+@pytest.mark.worlds(SEVERAL)
+@pytest.mark.parametrize(
+    ("problem", "reshard"),
+    [
+        pytest.param(TRUNK_AND_HEAD, Reshard.KEEP, id="untied-keep"),
+        pytest.param(TIED_HEAD, Reshard.AFTER_FORWARD, id="tied-after_forward"),
+    ],
+)
+@pytest.mark.prey("FreesHeldUnitsAfterBackward", "ReshardsTheRootAlone")
+def test_holds_the_head_through_all_chunks(trial: Trial, problem: Problem, reshard: Reshard) -> None:
+    head = next(unit for unit in problem.units if unit.endswith("head"))
+    plan = Plan(
+        layout=Layout.SHARD,
+        units=problem.units,
+        grouping=Grouping.REQUIRED,
+        reshard=reshard,
+        demands=HoldHeadOpen.demands,
+    )
+    chunks = tuple(after_chunk(chunk) for chunk in range(NUM_CHUNKS))
+    trial.holds(
+        Training(problem=problem, optimizer=SGD, plan=plan, script=HoldHeadOpen(unit=head)),
+        UnitsAre(
+            states=(
+                *(s for moment in chunks for s in states(moment, unsharded=(head,))),
+                *states(HoldHeadOpen.freed, sharded=(head,)),
+            )
+        ),
+        ShowsTheModel(moments=(*chunks, HoldHeadOpen.freed)),
+        MatchesOracle(),
+        RanksAgree(),
+    )
+
+
+def _others(units: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(u for u in ALL if u not in units)
+
+
+def _gathers_again(num_units: int, microbatches: tuple[int, ...]) -> Count:
+    select = Select(ops=(Op.ALL_GATHER,), phases=(Phase.BACKWARD,), microbatches=microbatches)
+    return Count(select=select, expected=Exactly(num_units))

@@ -1,0 +1,202 @@
+"""After forward units are gathered or freed as the plan says, after backward all are freed, in every step alike."""
+
+from __future__ import annotations
+
+import pytest
+
+from engine.contract import Capability, Grouping, Layout, Plan, Reshard
+from fixtures.heads import TWO_HEADS
+from fixtures.optimizers import SGD
+from fixtures.problems import MLP_EVEN, MLP_UNEVEN
+from harness.case import Problem, Training
+from harness.law import Law
+from harness.ledger.agreement import RanksAgree
+from harness.ledger.entry import Op, Phase
+from harness.ledger.expectation import Exactly
+from harness.ledger.laws import Count, Nothing, OnlyThese
+from harness.ledger.selection import Select, Window
+from harness.parity import MatchesOracle
+from harness.pytest_plugin import Trial
+from harness.scripts.unit_state import (
+    AFTER_BACKWARD,
+    AFTER_FORWARD,
+    BEFORE_BACKWARD,
+    BEFORE_FORWARD,
+    AlternateHeads,
+    LookAround,
+)
+from harness.states import ShowsTheModel, UnitsAre
+from harness.worlds.sizes import FOUR_OR_MORE_EVEN, POWERS_OF_TWO, SEVERAL
+from suites.sharding_state.states import states
+
+# Every step, the first included: nothing that a step leaves behind may change what the next one gathers.
+GATHERS = Select(ops=(Op.ALL_GATHER,), window=Window.TRAINING)
+GATHERS_IN_FORWARD = Select(ops=(Op.ALL_GATHER,), phases=(Phase.FORWARD,), window=Window.TRAINING)
+GATHERS_IN_BACKWARD = Select(ops=(Op.ALL_GATHER,), phases=(Phase.BACKWARD,), window=Window.TRAINING)
+FROM_PAIRS = Select(ops=(Op.ALL_GATHER,), phases=(Phase.BACKWARD,), window=Window.TRAINING, group_size=2)
+INNER = ("layers.0", "layers.1")  # the root owns the other layers
+ALL = (*INNER, "")
+MOMENTS = (BEFORE_FORWARD, AFTER_FORWARD, AFTER_BACKWARD)
+
+
+def _plan(layout: Layout, reshard: Reshard = Reshard.NATIVE, units: tuple[str, ...] = INNER) -> Plan:
+    return Plan(
+        layout=layout,
+        units=units,
+        grouping=Grouping.REQUIRED,
+        reshard=reshard,
+        demands=frozenset({Capability.UNIT_STATE}),
+    )
+
+
+def _laws(moments: tuple[str, ...]) -> tuple[Law, ...]:
+    return (ShowsTheModel(moments=moments), MatchesOracle(), RanksAgree())
+
+
+@pytest.mark.rows("T03", "T04", "T05")
+@pytest.mark.worlds(SEVERAL)
+@pytest.mark.parametrize(
+    ("reshard", "kept"),
+    [
+        pytest.param(
+            Reshard.AFTER_FORWARD,
+            (),
+            id="after_forward",
+            marks=pytest.mark.prey(
+                "KeepsRootsWhateverAsked", "FreesInTheFirstStepAlone", "LeaksAfterBackward"
+            ),
+        ),
+        pytest.param(Reshard.KEEP, ALL, id="keep", marks=pytest.mark.prey("FreesWhatItWasAskedToKeep")),
+        pytest.param(Reshard.NATIVE, ("",), id="native", marks=pytest.mark.prey("FreesTheRootByDefault")),
+    ],
+)
+def test_shows_what_the_policy_says(trial: Trial, reshard: Reshard, kept: tuple[str, ...]) -> None:
+    trial.holds(
+        Training(problem=MLP_UNEVEN, optimizer=SGD, plan=_plan(Layout.SHARD, reshard), script=LookAround()),
+        UnitsAre(
+            states=(
+                *states(BEFORE_FORWARD, sharded=ALL),
+                *states(AFTER_FORWARD, unsharded=kept, sharded=tuple(u for u in ALL if u not in kept)),
+                *states(AFTER_BACKWARD, sharded=ALL),
+            )
+        ),
+        Count(select=GATHERS_IN_FORWARD, expected=Exactly(len(ALL))),
+        Count(select=GATHERS_IN_BACKWARD, expected=Exactly(len(ALL) - len(kept))),
+        *_laws(MOMENTS),
+    )
+
+
+@pytest.mark.rows("T03", "T04")
+@pytest.mark.worlds(SEVERAL)
+@pytest.mark.prey("FreesTheRootByDefault")
+def test_keeps_a_single_group_by_default(trial: Trial) -> None:
+    trial.holds(
+        Training(problem=MLP_UNEVEN, optimizer=SGD, plan=_plan(Layout.SHARD, units=()), script=LookAround()),
+        UnitsAre(
+            states=(
+                *states(BEFORE_FORWARD, sharded=("",)),
+                *states(AFTER_FORWARD, unsharded=("",)),
+                *states(AFTER_BACKWARD, sharded=("",)),
+            )
+        ),
+        Count(select=GATHERS, expected=Exactly(1)),
+        *_laws(MOMENTS),
+    )
+
+
+@pytest.mark.rows("T03", "T04", "C01")
+@pytest.mark.worlds(FOUR_OR_MORE_EVEN)
+@pytest.mark.prey("FreesWholeWhereAPartWasAsked", "KeepsRootsWhateverAsked")
+@pytest.mark.parametrize(
+    "problem",
+    [
+        pytest.param(MLP_EVEN, id="even", marks=pytest.mark.worlds(POWERS_OF_TWO)),
+        pytest.param(MLP_UNEVEN, id="uneven"),
+    ],
+)
+def test_gathers_again_from_pairs(trial: Trial, problem: Problem) -> None:
+    trial.holds(
+        Training(
+            problem=problem,
+            optimizer=SGD,
+            plan=_plan(Layout.SHARD, Reshard.TO_PAIRS),
+            script=LookAround(),
+        ),
+        UnitsAre(
+            states=tuple(s for moment in MOMENTS for s in states(moment, sharded=ALL)),
+        ),
+        Count(select=GATHERS_IN_FORWARD, expected=Exactly(len(ALL))),
+        Count(select=FROM_PAIRS, expected=Exactly(len(ALL))),
+        Count(select=GATHERS, expected=Exactly(2 * len(ALL))),
+        *_laws(MOMENTS),
+    )
+
+
+@pytest.mark.rows("C07", "T03")
+@pytest.mark.worlds(SEVERAL)
+@pytest.mark.prey("ReshardsTheRootAlone")
+def test_gathers_again_what_was_freed_by_hand(trial: Trial) -> None:
+    trial.holds(
+        Training(
+            problem=MLP_UNEVEN,
+            optimizer=SGD,
+            plan=_plan(Layout.SHARD, Reshard.KEEP),
+            script=LookAround(frees=ALL),
+        ),
+        UnitsAre(
+            states=(
+                *states(AFTER_FORWARD, unsharded=ALL),
+                *states(BEFORE_BACKWARD, sharded=ALL),
+                *states(AFTER_BACKWARD, sharded=ALL),
+            )
+        ),
+        Count(select=GATHERS_IN_FORWARD, expected=Exactly(len(ALL))),
+        Count(select=GATHERS_IN_BACKWARD, expected=Exactly(len(ALL))),
+        *_laws((*MOMENTS, BEFORE_BACKWARD)),
+    )
+
+
+@pytest.mark.rows("R02", "R03")
+@pytest.mark.worlds(SEVERAL)
+@pytest.mark.prey("ReshardsTheRootAlone", "LeaksAfterBackward")
+def test_shows_replicas_whole_until_freed(trial: Trial) -> None:
+    trial.holds(
+        Training(
+            problem=MLP_UNEVEN,
+            optimizer=SGD,
+            plan=_plan(Layout.REPLICATE),
+            script=LookAround(frees=ALL),
+        ),
+        UnitsAre(
+            states=(
+                *states(BEFORE_FORWARD, sharded=ALL),
+                *states(AFTER_FORWARD, unsharded=ALL),
+                *states(BEFORE_BACKWARD, sharded=ALL),
+                *states(AFTER_BACKWARD, sharded=ALL),
+            )
+        ),
+        Nothing(select=GATHERS),
+        *_laws((*MOMENTS, BEFORE_BACKWARD)),
+    )
+
+
+@pytest.mark.rows("T04", "R03")
+@pytest.mark.worlds(SEVERAL)
+@pytest.mark.prey("FreesOnlyWhatGotGradients")
+@pytest.mark.parametrize("layout", [Layout.SHARD, Layout.REPLICATE], ids=lambda x: x.name.lower())
+def test_frees_what_backward_never_entered(trial: Trial, layout: Layout) -> None:
+    reshard = Reshard.KEEP if layout is Layout.SHARD else Reshard.NATIVE
+    groups = (*TWO_HEADS.units, "")
+    plan = Plan(
+        layout=layout,
+        units=TWO_HEADS.units,
+        grouping=Grouping.REQUIRED,
+        reshard=reshard,
+        demands=AlternateHeads.demands,
+    )
+    trial.holds(
+        Training(problem=TWO_HEADS, optimizer=SGD, plan=plan, script=AlternateHeads()),
+        UnitsAre(states=(*states(AFTER_FORWARD, unsharded=groups), *states(AFTER_BACKWARD, sharded=groups))),
+        OnlyThese(selects=(GATHERS_IN_FORWARD,), among=GATHERS),
+        *_laws((AFTER_FORWARD, AFTER_BACKWARD)),
+    )

@@ -1,0 +1,83 @@
+"""Several roots beside each other train one model, each freed as asked, with their collectives in one order."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from engine.contract import Accumulation, Capability, Grouping, Layout, Plan, Reshard, Roots
+from fixtures.optimizers import SGD
+from fixtures.problems import MLP_UNEVEN
+from harness.case import Schedule, Training
+from harness.ledger.agreement import RanksAgree
+from harness.ledger.entry import Op, Phase
+from harness.ledger.expectation import Exactly
+from harness.ledger.laws import Count, Nothing
+from harness.ledger.selection import Microbatches, Select
+from harness.parity import MatchesOracle
+from harness.pytest_plugin import Trial
+from harness.scripts.unit_state import AFTER_BACKWARD, AFTER_FORWARD, BEFORE_FORWARD, LookAround
+from harness.states import ShowsTheModel, UnitsAre
+from harness.worlds.sizes import SEVERAL
+from suites.sharding_state.states import states
+
+ROOTS = MLP_UNEVEN.units
+REDUCTIONS = Select(ops=(Op.REDUCE_SCATTER, Op.ALL_REDUCE), phases=(Phase.BACKWARD,), dtypes=("float32",))
+MOMENTS = (BEFORE_FORWARD, AFTER_FORWARD, AFTER_BACKWARD)
+
+
+@pytest.mark.rows("T37")
+@pytest.mark.worlds(SEVERAL)
+@pytest.mark.parametrize(
+    ("layout", "reshard"),
+    [
+        pytest.param(
+            Layout.SHARD,
+            Reshard.AFTER_FORWARD,
+            id="shard-after_forward",
+            marks=pytest.mark.prey("KeepsRootsWhateverAsked"),
+        ),
+        pytest.param(
+            Layout.SHARD, Reshard.NATIVE, id="shard-native", marks=pytest.mark.prey("FreesTheRootByDefault")
+        ),
+        pytest.param(Layout.REPLICATE, Reshard.NATIVE, id="replicate"),
+    ],
+)
+@pytest.mark.prey("HoldsBackTheFirstRootAlone")
+def test_trains_roots_beside_each_other(trial: Trial, layout: Layout, reshard: Reshard) -> None:
+    plan = Plan(
+        layout=layout,
+        roots=Roots.EACH_UNIT,
+        units=ROOTS,
+        grouping=Grouping.REQUIRED,
+        reshard=reshard,
+        accumulation=Accumulation.LAST_MICROBATCH,
+        demands=frozenset({Capability.UNIT_STATE}),
+    )
+    is_freed = reshard is Reshard.AFTER_FORWARD
+    trial.holds(
+        Training(
+            problem=MLP_UNEVEN,
+            optimizer=SGD,
+            plan=plan,
+            schedule=Schedule(microbatches=2),
+            script=LookAround(),
+        ),
+        UnitsAre(
+            states=(
+                *states(BEFORE_FORWARD, sharded=ROOTS),
+                *(
+                    states(AFTER_FORWARD, sharded=ROOTS)
+                    if is_freed
+                    else states(AFTER_FORWARD, unsharded=ROOTS)
+                ),
+                *states(AFTER_BACKWARD, sharded=ROOTS),
+            )
+        ),
+        ShowsTheModel(moments=MOMENTS),
+        Nothing(select=replace(REDUCTIONS, microbatches=Microbatches.ALL_BUT_LAST)),
+        Count(select=replace(REDUCTIONS, microbatches=Microbatches.LAST), expected=Exactly(len(ROOTS))),
+        MatchesOracle(),
+        RanksAgree(),
+    )

@@ -1,0 +1,1 @@
+"""One parameter in several places, and several models in one place."""

@@ -1,0 +1,56 @@
+"""An embedding that is the head as well: in one group, and over two."""
+
+from __future__ import annotations
+
+import pytest
+
+from engine.contract import Grouping, Layout, Plan, Reshard
+from fixtures.optimizers import ADAMW, SGD
+from fixtures.tied import TIED
+from harness.case import Refusal, Schedule, Training
+from harness.holdings import HoldsItsShare
+from harness.ledger.agreement import RanksAgree
+from harness.movement import EveryRowMoves
+from harness.parity import MatchesOracle
+from harness.pytest_plugin import Trial
+from harness.worlds.sizes import SEVERAL
+
+LAWS = (MatchesOracle(), EveryRowMoves(parameter="token.weight"), HoldsItsShare(), RanksAgree())
+ONE_GROUP = ("token,head", "blocks.0", "blocks.1")
+TWO_GROUPS = ("token", "head")
+
+
+@pytest.mark.worlds(SEVERAL)  # of one rank, no row is the last rank's
+@pytest.mark.rows("T27")
+@pytest.mark.prey("UntiesSharedParameters", "LosesTheLastRowsOfSharedParameters")
+@pytest.mark.parametrize(
+    "reshard",
+    [pytest.param(Reshard.AFTER_FORWARD, id="freed"), pytest.param(Reshard.KEEP, id="kept")],
+)
+def test_every_row_of_a_tied_parameter_learns(trial: Trial, reshard: Reshard) -> None:
+    plan = Plan(layout=Layout.SHARD, units=ONE_GROUP, grouping=Grouping.REQUIRED, reshard=reshard)
+    trial.holds(Training(problem=TIED, optimizer=ADAMW, plan=plan), *LAWS)
+
+
+@pytest.mark.rows("T26", "R13")
+@pytest.mark.prey("UntiesSharedParameters", "CountsTheFirstUseAlone")
+@pytest.mark.parametrize("layout", [Layout.REPLICATE, Layout.SHARD], ids=lambda layout: layout.name.lower())
+def test_a_parameter_tied_within_the_root_learns_from_both_uses(trial: Trial, layout: Layout) -> None:
+    plan = Plan(layout=layout, units=TIED.units)
+    trial.holds(Training(problem=TIED, optimizer=SGD, plan=plan), *LAWS)
+
+
+@pytest.mark.worlds(SEVERAL)
+@pytest.mark.rows("T28")
+@pytest.mark.prey("UntiesSharedParameters", "LosesTheLastRowsOfSharedParameters")
+def test_a_parameter_tied_over_two_groups_is_refused_or_learns_from_both(trial: Trial) -> None:
+    plan = Plan(layout=Layout.SHARD, units=TWO_GROUPS, grouping=Grouping.REQUIRED)
+    trial.holds(Training(problem=TIED, optimizer=SGD, plan=plan), *LAWS, refusal=Refusal.ALLOWED)
+
+
+@pytest.mark.rows("T29")
+@pytest.mark.prey("TellsParametersApartByName")
+def test_models_made_one_after_another_are_told_apart(trial: Trial) -> None:
+    plan = Plan(layout=Layout.SHARD, units=TIED.units, grouping=Grouping.REQUIRED)
+    training = Training(problem=TIED, optimizer=SGD, plan=plan, schedule=Schedule(steps=2, repeats=3))
+    trial.holds(training, *LAWS)

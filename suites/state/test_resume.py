@@ -1,0 +1,68 @@
+"""State handed to a fresh model, under the same layout or another, and trained on as if nothing had been."""
+
+from __future__ import annotations
+
+from operator import attrgetter
+
+import pytest
+
+from engine.contract import Capability, Layout, Plan
+from fixtures.optimizers import ADAMW, SGD
+from fixtures.problems import MLP_EVEN, MLP_UNEVEN
+from fixtures.tied import TIED
+from harness.case import NamedOptimizer, Problem, Resume, Schedule, Training
+from harness.ledger.agreement import RanksAgree
+from harness.parity import MatchesOracle
+from harness.pytest_plugin import Trial
+from harness.worlds.sizes import EVEN, SEVERAL
+
+LAWS = (MatchesOracle(), RanksAgree())
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        pytest.param(SGD, id="sgd", marks=pytest.mark.prey("LosesOptimizerState", "PermutesOptimizerState")),
+        pytest.param(
+            ADAMW,
+            id="adamw",
+            marks=pytest.mark.prey(
+                "ResetsTheStepCount", "StartsAdamAtStepOne", "StepsOldParametersAfterAResume"
+            ),
+        ),
+    ],
+)
+def test_resumes_as_it_was(trial: Trial, optimizer: NamedOptimizer) -> None:
+    """Units of equal shapes: the state of one fits another."""
+    trial.holds(_training(MLP_EVEN, optimizer, Layout.NATIVE, Layout.NATIVE), *LAWS)
+
+
+@pytest.mark.worlds(EVEN)
+@pytest.mark.prey("LosesOptimizerState")
+@pytest.mark.parametrize("optimizer", [SGD, ADAMW], ids=attrgetter("name"))
+def test_resumes_on_two_replicas_what_all_ranks_shared(trial: Trial, optimizer: NamedOptimizer) -> None:
+    """Shards over n ranks become shards over n / 2: what a change of world size asks of a state."""
+    trial.holds(_training(MLP_UNEVEN, optimizer, Layout.SHARD, Layout.HYBRID), *LAWS)
+
+
+@pytest.mark.worlds(SEVERAL)
+@pytest.mark.prey("LosesStateOfOtherRanks")
+def test_resumes_in_shards_what_was_replicated(trial: Trial) -> None:
+    trial.holds(_training(MLP_UNEVEN, ADAMW, Layout.REPLICATE, Layout.SHARD), *LAWS)
+
+
+@pytest.mark.prey("LosesOptimizerState")
+def test_resumes_tied_parameters(trial: Trial) -> None:
+    trial.holds(_training(TIED, ADAMW, Layout.NATIVE, Layout.NATIVE), *LAWS)
+
+
+def _training(problem: Problem, optimizer: NamedOptimizer, before: Layout, after: Layout) -> Training:
+    demands = frozenset({Capability.STATE})
+    plans = [Plan(layout=layout, units=problem.units, demands=demands) for layout in (before, after)]
+    return Training(
+        problem=problem,
+        optimizer=optimizer,
+        plan=plans[0],
+        schedule=Schedule(steps=4),
+        resume=Resume(after_steps=2, plan=plans[1]),
+    )

@@ -1,0 +1,132 @@
+"""Tensors that a tensor-parallel axis has cut already: trained as one model, reduced over the data axes alone."""
+
+from __future__ import annotations
+
+from operator import attrgetter
+
+import pytest
+
+from engine.contract import Accumulation, Capability, Grouping, Layout, Plan, Reshard
+from fixtures.optimizers import ADAMW, SGD
+from fixtures.tensor_parallel import STACK_3, STACK_5, STACK_16, STACK_17
+from harness.case import Clip, Problem, Schedule, Training
+from harness.ledger.agreement import RanksAgree
+from harness.ledger.entry import Op, Phase
+from harness.ledger.expectation import Exactly
+from harness.ledger.laws import AllWaited, Count, Nothing
+from harness.ledger.selection import Microbatches, Per, Select
+from harness.parity import MatchesOracle
+from harness.pytest_plugin import Trial
+from harness.worlds.sizes import FOUR_OR_MORE_EVEN, FOURS
+from suites.communication.closed_forms import NUM_GROUPS
+
+GATHERS = Select(ops=(Op.ALL_GATHER,), axis="data", phases=(Phase.FORWARD,))
+GATHERS_AGAIN = Select(ops=(Op.ALL_GATHER,), axis="data", phases=(Phase.BACKWARD,))
+SCATTERS = Select(ops=(Op.REDUCE_SCATTER,), axis="data", phases=(Phase.BACKWARD,))
+SUMS = Select(ops=(Op.ALL_REDUCE,), axis="data", phases=(Phase.BACKWARD,))
+ACROSS = Select(ops=(Op.ALL_REDUCE,), axis="replicate", phases=(Phase.BACKWARD,))
+ONCE_PER_GROUP = Exactly(NUM_GROUPS)
+SEEN_IN_EVERY_WIDTH = ("ScalesByTheTensorRanks", "KeepsNormsOnTheirTensorRank", "SwapsTheCutsOfOneDim")
+
+uneven = pytest.mark.prey(*SEEN_IN_EVERY_WIDTH, "LosesTheLastRowsOfUnevenPieces")
+even = pytest.mark.prey(*SEEN_IN_EVERY_WIDTH)
+
+
+@pytest.mark.rows("T32")
+@pytest.mark.worlds(FOUR_OR_MORE_EVEN)
+@pytest.mark.parametrize(
+    "problem",
+    [
+        pytest.param(STACK_3, marks=uneven),
+        pytest.param(STACK_16, marks=even),
+        pytest.param(STACK_17, marks=uneven),
+    ],
+    ids=attrgetter("name"),
+)
+def test_shards_of_cut_tensors_train_as_one_model(trial: Trial, problem: Problem) -> None:
+    trial.holds(
+        _training(problem, Layout.SHARD, reshard=Reshard.AFTER_FORWARD),
+        MatchesOracle(),
+        Count(select=GATHERS, expected=ONCE_PER_GROUP),
+        Count(select=GATHERS_AGAIN, expected=ONCE_PER_GROUP),
+        Count(select=SCATTERS, expected=ONCE_PER_GROUP),
+        AllWaited(select=SCATTERS),
+        RanksAgree(),
+    )
+
+
+@pytest.mark.rows("T32")
+@pytest.mark.prey("KeepsNormsOnTheirTensorRank", "LosesTheLastRowsOfUnevenPieces", "SwapsTheCutsOfOneDim")
+@pytest.mark.worlds(FOUR_OR_MORE_EVEN)
+def test_shards_of_cut_tensors_accumulate(trial: Trial) -> None:
+    plan = Plan(
+        layout=Layout.SHARD,
+        tensor_parallel=2,
+        units=STACK_5.units,
+        grouping=Grouping.REQUIRED,
+        reshard=Reshard.KEEP,
+        accumulation=Accumulation.LAST_MICROBATCH,
+    )
+    before = Select(ops=SCATTERS.ops, axis="data", microbatches=Microbatches.ALL_BUT_LAST)
+    trial.holds(
+        Training(problem=STACK_5, optimizer=ADAMW, plan=plan, schedule=Schedule(microbatches=3)),
+        MatchesOracle(),
+        Count(select=SCATTERS, expected=ONCE_PER_GROUP, per=Per.STEP),
+        Nothing(select=before),
+        Nothing(select=GATHERS_AGAIN),
+        RanksAgree(),
+    )
+
+
+@pytest.mark.rows("T32")
+@pytest.mark.prey("ClipsOnOneTensorRank")
+@pytest.mark.worlds(FOUR_OR_MORE_EVEN)
+def test_clips_by_the_norm_over_all_axes(trial: Trial) -> None:
+    plan = Plan(
+        layout=Layout.SHARD,
+        tensor_parallel=2,
+        units=STACK_5.units,
+        demands=frozenset({Capability.CLIP}),
+    )
+    schedule = Schedule(clip=Clip(max_norm=0.5))
+    trial.holds(Training(problem=STACK_5, optimizer=SGD, plan=plan, schedule=schedule), MatchesOracle())
+
+
+@pytest.mark.rows("T34")
+@pytest.mark.worlds(FOURS)
+@pytest.mark.prey("ScalesByTheTensorRanks", "KeepsNormsOnTheirTensorRank", "NeverSynchronisesReplicas")
+@pytest.mark.parametrize("problem", [STACK_5, STACK_16], ids=attrgetter("name"))
+def test_replicas_of_shards_of_cut_tensors_train_as_one_model(trial: Trial, problem: Problem) -> None:
+    trial.holds(
+        _training(problem, Layout.HYBRID, reshard=Reshard.AFTER_FORWARD),
+        MatchesOracle(),
+        Count(select=ACROSS, expected=ONCE_PER_GROUP),
+        AllWaited(select=ACROSS),
+        RanksAgree(),
+    )
+
+
+@pytest.mark.rows("R17")
+@pytest.mark.worlds(FOUR_OR_MORE_EVEN)
+@pytest.mark.prey("ScalesByTheTensorRanks", "KeepsNormsOnTheirTensorRank")
+@pytest.mark.parametrize("problem", [STACK_5, STACK_16], ids=attrgetter("name"))
+def test_replicas_of_cut_tensors_train_as_one_model(trial: Trial, problem: Problem) -> None:
+    trial.holds(
+        _training(problem, Layout.REPLICATE),
+        MatchesOracle(),
+        Count(select=SUMS, expected=ONCE_PER_GROUP),
+        Nothing(select=Select(ops=(Op.ALL_GATHER, Op.REDUCE_SCATTER), axis="data")),
+        AllWaited(select=SUMS),
+        RanksAgree(),
+    )
+
+
+def _training(problem: Problem, layout: Layout, reshard: Reshard = Reshard.NATIVE) -> Training:
+    plan = Plan(
+        layout=layout,
+        tensor_parallel=2,
+        units=problem.units,
+        grouping=Grouping.REQUIRED,
+        reshard=reshard,
+    )
+    return Training(problem=problem, optimizer=SGD, plan=plan)

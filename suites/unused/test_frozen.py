@@ -1,0 +1,47 @@
+"""Frozen parameters are gathered like others, get no gradient, stay as they are, and are freed again."""
+
+from __future__ import annotations
+
+import pytest
+
+from engine.contract import Grouping, Layout, Plan, Reshard
+from fixtures.idle import FROZEN
+from fixtures.optimizers import ADAMW, SGD
+from harness.case import Training
+from harness.holdings import HoldsItsShare
+from harness.ledger.agreement import RanksAgree
+from harness.ledger.entry import Op, Phase
+from harness.ledger.expectation import Exactly
+from harness.ledger.laws import Count
+from harness.ledger.selection import Select
+from harness.parity import MatchesOracle
+from harness.pytest_plugin import Trial
+from harness.worlds.sizes import SEVERAL
+from suites.communication.closed_forms import NUM_GROUPS
+
+LAWS = (MatchesOracle(), RanksAgree())
+GATHERS = Select(ops=(Op.ALL_GATHER,), phases=(Phase.FORWARD,))
+REDUCTIONS = Select(ops=(Op.REDUCE_SCATTER,), phases=(Phase.BACKWARD,))
+# Those of the units with a parameter that is not frozen: the adapter's and the head's.
+NUM_TRAINED = 2
+
+
+@pytest.mark.prey("TrainsFrozenParameters")
+def test_trains_around_frozen_parameters(trial: Trial) -> None:
+    """With AdamW: its weight decay would move a frozen parameter that had a gradient of zeros."""
+    trial.holds(Training(problem=FROZEN, optimizer=ADAMW, plan=Plan(units=FROZEN.units)), *LAWS)
+
+
+@pytest.mark.worlds(SEVERAL)
+@pytest.mark.prey("NeverFreesFrozenUnits", "TrainsFrozenParameters")
+def test_frees_frozen_units_and_reduces_none_of_them(trial: Trial) -> None:
+    plan = Plan(
+        layout=Layout.SHARD, units=FROZEN.units, grouping=Grouping.REQUIRED, reshard=Reshard.AFTER_FORWARD
+    )
+    trial.holds(
+        Training(problem=FROZEN, optimizer=SGD, plan=plan),
+        *LAWS,
+        HoldsItsShare(),
+        Count(select=GATHERS, expected=Exactly(NUM_GROUPS)),
+        Count(select=REDUCTIONS, expected=Exactly(NUM_TRAINED)),
+    )

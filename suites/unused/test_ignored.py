@@ -1,0 +1,63 @@
+"""Ignored parameters stay whole on every rank and cross between none.
+
+Those here are frozen: what becomes of the gradients of a trained one is the caller's affair, so ranks may part
+over it, and no oracle says what is right.
+"""
+
+from __future__ import annotations
+
+from math import prod
+
+import pytest
+import torch
+
+from engine.contract import Layout, Plan, Reshard
+from fixtures.idle import FROZEN
+from fixtures.optimizers import SGD
+from harness.case import Training
+from harness.holdings import HoldsItsShare
+from harness.ledger.agreement import RanksAgree
+from harness.ledger.entry import Op, Phase
+from harness.ledger.expectation import Between
+from harness.ledger.laws import Bytes
+from harness.ledger.selection import Select
+from harness.parity import MatchesOracle
+from harness.pytest_plugin import Trial
+from harness.worlds.sizes import SEVERAL
+from suites.communication.closed_forms import ClosedForm
+
+GATHERS = Select(ops=(Op.ALL_GATHER,), phases=(Phase.FORWARD,))
+# A whole unit, and one parameter of a unit that has others.
+IGNORED = ("base.weight", "base.bias", "head.bias")
+
+
+def _bytes_of_the_rest(training: Training, world_size: int) -> int:
+    return sum(4 * p.numel() for p in _rest(training))
+
+
+def _padded_bytes_of_the_rest(training: Training, world_size: int) -> int:
+    shapes = [p.shape for p in _rest(training)]
+    return sum(4 * -(-shape[0] // world_size) * world_size * prod(shape[1:]) for shape in shapes)
+
+
+def _rest(training: Training) -> list[torch.Tensor]:
+    named = training.problem.build().named_parameters()
+    return [p for name, p in named if name not in training.plan.ignored]
+
+
+OTHERS = ClosedForm(name="bytes of the parameters that are not ignored", formula=_bytes_of_the_rest)
+PADDED = ClosedForm(name="those bytes, rows padded to the world", formula=_padded_bytes_of_the_rest)
+
+
+@pytest.mark.worlds(SEVERAL)
+@pytest.mark.prey("ShardsIgnoredParameters")
+def test_leaves_ignored_parameters_whole(trial: Trial) -> None:
+    units = tuple(unit for unit in FROZEN.units if unit != "base")
+    plan = Plan(layout=Layout.SHARD, units=units, ignored=IGNORED, reshard=Reshard.AFTER_FORWARD)
+    trial.holds(
+        Training(problem=FROZEN, optimizer=SGD, plan=plan),
+        MatchesOracle(),
+        HoldsItsShare(),
+        RanksAgree(),
+        Bytes(select=GATHERS, expected=Between(OTHERS, PADDED), minimum=OTHERS),
+    )

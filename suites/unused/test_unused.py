@@ -1,0 +1,56 @@
+"""A parameter that no loss reached has no gradient and does not move, on any rank; one that another rank used does."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from operator import attrgetter
+
+import pytest
+
+from engine.contract import Accumulation, Capability, Layout, Plan
+from fixtures.idle import BORROWED, SOMETIMES
+from fixtures.optimizers import ADAMW, SGD
+from harness.case import NamedOptimizer, Schedule, Training
+from harness.ledger.agreement import RanksAgree
+from harness.parity import MatchesOracle
+from harness.pytest_plugin import Trial
+from harness.worlds.sizes import EVEN, SEVERAL
+
+LAWS = (MatchesOracle(), RanksAgree())
+
+
+@pytest.mark.prey("GivesZerosToUnusedParameters")
+@pytest.mark.parametrize("optimizer", [SGD, ADAMW], ids=attrgetter("name"))
+def test_leaves_unused_parameters_without_a_gradient(trial: Trial, optimizer: NamedOptimizer) -> None:
+    """The side layer goes unused in steps 2 and 3: after clearing to zeros it coasts on, after None it rests."""
+    plan = Plan(units=SOMETIMES.units, demands=frozenset({Capability.UNUSED}))
+    training = Training(problem=SOMETIMES, optimizer=optimizer, plan=plan, schedule=Schedule(steps=4))
+    trial.holds(training, *LAWS)
+
+
+@pytest.mark.worlds(SEVERAL)
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param(Layout.NATIVE, id="native", marks=pytest.mark.prey("ReducesWhatEachRankUsed")),
+        pytest.param(
+            Layout.HYBRID,
+            id="hybrid",
+            marks=[pytest.mark.prey("ReducesWhatEachRankUsed"), pytest.mark.worlds(EVEN)],
+        ),
+    ],
+)
+def test_reduces_what_only_some_ranks_used(trial: Trial, layout: Layout) -> None:
+    trial.holds(_borrowed(Plan(layout=layout)), *LAWS)
+
+
+@pytest.mark.worlds(SEVERAL)
+@pytest.mark.prey("ReducesWhatEachRankUsed")
+def test_accumulates_what_only_some_ranks_used(trial: Trial) -> None:
+    trial.holds(_borrowed(Plan(accumulation=Accumulation.LAST_MICROBATCH), microbatches=3), *LAWS)
+
+
+def _borrowed(plan: Plan, *, microbatches: int = 1) -> Training:
+    demands = frozenset({Capability.UNUSED, Capability.RANK_DEPENDENT})
+    plan = replace(plan, units=BORROWED.units, demands=demands)
+    return Training(problem=BORROWED, optimizer=SGD, plan=plan, schedule=Schedule(microbatches=microbatches))

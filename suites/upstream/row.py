@@ -1,0 +1,23 @@
+"""One upstream test and what it promises, in words that fit any engine. No torch here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["UpstreamRow"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpstreamRow:
+    """A test of torch's own; suites say by ``@pytest.mark.rows(id)`` which of their tests stand for it."""
+
+    id: str
+    file: str
+    test: str  # the class, its common prefix left out, and the test
+    promise: str
+    why_gpu: str = ""  # why only a GPU can show it; empty where any machine can
+
+    @property
+    def needs_gpu(self) -> bool:
+        """Whether only a GPU can show it."""
+        return bool(self.why_gpu)

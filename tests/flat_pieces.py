@@ -1,0 +1,40 @@
+"""What a simulated engine showed by rows, shown as the intervals of the flattened tensors that rows are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from math import prod
+from typing import TypeVar
+
+from engine.contract import Shard
+from harness.observation import Observation
+
+MaybeShard = TypeVar("MaybeShard", bound=Shard | None)
+
+
+def flattened(observation: Observation) -> Observation:
+    """Give the same observation in flat pieces, but for losses and buffers."""
+    steps = tuple(
+        replace(seen, gradients=_flattened(seen.gradients), parameters=_flattened(seen.parameters))
+        for seen in observation.steps
+    )
+    return replace(
+        observation,
+        initial=_flattened(observation.initial),
+        steps=steps,
+        optimizer_state=_flattened(observation.optimizer_state),
+    )
+
+
+def _flattened(shards: Mapping[str, MaybeShard]) -> dict[str, MaybeShard]:
+    return {
+        name: shard if shard is None or not shard.offsets else flat(shard)  # type: ignore[misc]  # a Shard stays one
+        for name, shard in shards.items()
+    }
+
+
+def flat(shard: Shard) -> Shard:
+    """Give a shard by rows as a flat piece."""
+    row = prod(shard.global_shape[1:])
+    return Shard.flat(shard.tensor.flatten().clone(), shard.offsets[0] * row, shard.global_shape)

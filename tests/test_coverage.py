@@ -1,0 +1,200 @@
+"""Every upstream test is a row; marks say which cases stand for it, and a run's verdicts add up to the row's."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from harness.coverage import Coverage, cover, judge_row, rows_of
+from harness.errors import UsageError
+from harness.record import Record
+from harness.verdict import Verdict
+from reports.coverage import render, render_markdown
+from suites.upstream import UPSTREAM
+
+ROOT = Path(__file__).resolve().parents[1]
+IDS = [row.id for row in UPSTREAM]
+
+
+@dataclass(frozen=True)
+class ARow:
+    """A made-up upstream test."""
+
+    id: str
+    test: str = "Class.test_x"
+    promise: str = "it trains"
+    why_gpu: str = ""
+
+
+def a_record(engine: str, case: str, verdict: Verdict, world: str = "threads:2") -> Record:
+    return Record(
+        engine=engine,
+        case=case,
+        world=world,
+        verdict=verdict,
+        headline="",
+        suite="parity",
+        engine_version="",
+    )
+
+
+# The table
+
+
+def test_the_table_has_every_upstream_test_once() -> None:
+    expected = [
+        f"{letter}{n:02}" for letter, last in (("T", 39), ("C", 30), ("R", 17)) for n in range(1, last + 1)
+    ]
+    assert expected == IDS
+    assert len({(row.file, row.test) for row in UPSTREAM}) == len({row.promise for row in UPSTREAM}) == 86
+    assert all(re.fullmatch(r"\w+\.test_\w+", row.test) for row in UPSTREAM)
+    assert all(len(row.promise) <= 100 and row.promise.isascii() for row in UPSTREAM)
+
+
+def test_rows_that_need_a_gpu_say_why() -> None:
+    assert [row.id for row in UPSTREAM if row.needs_gpu] == ["T39", "C05", "C23", "C25", "C26"]
+
+
+def test_the_table_needs_no_torch() -> None:
+    code = "import sys; import suites.upstream, harness.coverage; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False, timeout=60).returncode == 0
+
+
+# Marks
+
+
+def test_marks_add_up() -> None:
+    marks = [pytest.mark.rows("T07", "R05"), pytest.mark.rows("R05", "T08")]
+    assert rows_of(marks, IDS, where="x") == ("T07", "R05", "T08")
+
+
+@pytest.mark.parametrize(
+    ("mark", "hint"),
+    [
+        (pytest.mark.rows("T7"), "got 'T7'; try 'T07'"),
+        (pytest.mark.rows("T70"), "got 'T70'"),
+        (pytest.mark.rows(), 'try @pytest.mark.rows("T07", "R05")'),
+        (pytest.mark.rows.with_args(7), "got 7"),
+    ],
+)
+def test_what_is_no_row_is_a_usage_error(mark: pytest.MarkDecorator, hint: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        rows_of([mark], IDS, where="x")
+    assert hint in str(caught.value)
+
+
+# Verdicts
+
+
+@pytest.mark.parametrize(
+    ("verdicts", "expected"),
+    [
+        ([], None),
+        (["PASSED", "PASSED"], "PASSED"),
+        (["PASSED", "UNSUPPORTED"], "PASSED"),
+        (["UNSUPPORTED", "UNSUPPORTED"], "UNSUPPORTED"),
+        (["PASSED", "KNOWN_FAILURE", "UNSUPPORTED"], "KNOWN_FAILURE"),
+        (["UNSUPPORTED", "KNOWN_FAILURE"], "KNOWN_FAILURE"),
+        (["PASSED", "VACUOUS"], "VACUOUS"),
+        (["KNOWN_FAILURE", "NOT_RUN", "ERRORED"], "ERRORED"),
+        (["HUNG", "PASSED", "FAILED", "CRASHED"], "FAILED"),
+    ],
+)
+def test_a_row_is_as_good_as_its_worst_case(verdicts: list[str], expected: str | None) -> None:
+    assert judge_row([Verdict(v) for v in verdicts]) == expected
+
+
+def test_every_verdict_has_its_place() -> None:
+    assert {judge_row([verdict]) for verdict in Verdict} == set(Verdict)
+
+
+CASES = {
+    "parity/test_a.py::test_x[m1]": {"T01"},
+    "parity/test_a.py::test_x[m3]": {"T01"},
+    "parity/test_b.py::test_y": {"T01", "T02"},
+    "parity/test_b.py::test_no_row": set[str](),
+}
+ROWS = [ARow("T01"), ARow("T02"), ARow("T03"), ARow("T04", why_gpu="graphs are CUDA's")]
+RECORDS = [
+    a_record("mine", "parity/test_a.py::test_x[m1]", Verdict.PASSED),
+    a_record("mine", "parity/test_b.py::test_y", Verdict.PASSED),
+    a_record("mine", "parity/test_b.py::test_y", Verdict.FAILED, world="threads:4"),
+    a_record("yours", "parity/test_a.py::test_x[m1]", Verdict.PASSED),
+    a_record("yours", "elsewhere", Verdict.FAILED),
+]
+
+
+def covered() -> Coverage:
+    return cover(ROWS, CASES, RECORDS)
+
+
+def test_joins_rows_cases_and_records() -> None:
+    found = covered()
+    assert found.engines == ("mine", "yours")
+    assert [len(row.cases) for row in found.rows] == [3, 1, 0, 0]
+    assert [[v.verdict for v in row.verdicts] for row in found.rows[:2]] == [
+        ["FAILED", "PASSED"],
+        ["FAILED", None],
+    ]
+    assert [v.num_judged for v in found.rows[0].verdicts] == [2, 1]
+    assert [row.id for row in found.missing] == ["T03", "T04"]
+    assert found.num_passed("yours") == 1
+
+
+@pytest.mark.parametrize("rendered", [render, render_markdown])
+def test_the_table_tells_it_all(rendered: Callable[[Coverage], str]) -> None:
+    text = rendered(covered())
+    assert f"parity/a::x (2), {'and 1 more' if rendered is render else 'parity/b::y'}" in text
+    assert "FAILED (2 of 3)" in text
+    assert "PASSED (1 of 3)" in text
+    assert "- T04: graphs are CUDA's" in text
+    assert "No case stands for: T03, T04" in text
+    assert text.endswith("2 of 4 rows have cases; PASSED by mine: 0, yours: 1")
+    lines = {
+        line.strip("| ").split()[0]: line.split() for line in text.splitlines() if re.match(r"\W*T0\d ", line)
+    }
+    assert [word for word in lines["T02"] if word == "-"] == ["-"]
+    assert lines["T04"].count("GPU") == 2
+
+
+# Sessions
+
+TYPO = """
+import pytest
+from harness.pytest_plugin import Trial
+
+@pytest.mark.rows("T7")
+def test_x(trial: Trial): ...
+"""
+SESSIONS = """
+import sys, pytest
+from harness.cli import main
+from harness.pytest_call import call_pytest
+refused = call_pytest([sys.argv[1], "--collect-only"])
+print("codes", refused, main(["coverage", "--markdown"]))
+"""
+
+
+@pytest.mark.slow
+def test_a_wrong_mark_ends_a_session_and_the_command_names_rows_without_a_case(tmp_path: Path) -> None:
+    file = tmp_path / "test_typo.py"
+    file.write_text(TYPO)
+    done = subprocess.run(
+        [sys.executable, "-c", SESSIONS, str(file)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
+    )
+    assert "got 'T7'; try 'T07'" in done.stderr
+    assert re.search(r"^\| T07 .*trains_the_same_model", done.stdout, re.M), done.stdout + done.stderr
+    (num,) = re.findall(r"^(\d+) of 86 rows have cases$", done.stdout, re.M)
+    assert ("No case stands for:" in done.stdout) is (num != "86")
+    assert done.stdout.splitlines()[-1] == f"codes {int(pytest.ExitCode.USAGE_ERROR)} {int(num != '86')}"

@@ -1,0 +1,122 @@
+"""The laws of order, of bounds and of waiting: calls that come too early, too late, too many or for nobody are told."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from engine.contract import Plan
+from fixtures.chain import CHAIN
+from fixtures.problems import EXACT_LINEAR
+from harness.law import Evidence
+from harness.ledger.entry import Ledger, Op, Phase, Wait, wait_from_json, wait_to_json
+from harness.ledger.flight import InFlight
+from harness.ledger.laws import Asynchronous
+from harness.ledger.order import Gathers, Order, Reduces
+from harness.ledger.selection import Select
+from tests.ledgers import changed, entry, evidence, numbered, sharding_ledger
+
+BYTES_OF = {"": 18 * 4, "blocks.0": 108 * 4, "blocks.1": 520 * 4, "blocks.2": 820 * 4, "blocks.3": 210 * 4}
+IN_TURN = Order(
+    select=Select(),
+    events=(Gathers("blocks.3"), Gathers("blocks.2", "blocks.3"), Reduces("blocks.3"), Reduces("")),
+)
+OUT_OF_TURN: tuple[tuple[tuple[str, ...], str], ...] = (
+    (("G3", "R3", "G2", "R"), "expected gather blocks.2 during blocks.3 as #1, got reduce blocks.3"),
+    (("G3", "G1", "R3", "R"), "got gather blocks.1 during blocks.3"),
+    (("G3", "G2", "R3"), "expected reduce the root as #3, got no more"),
+    (("G3", "G2", "R3", "R", "R"), "expected no more as #4, got reduce the root"),
+)
+
+
+def chain_ledger(*order: str, world_size: int = 2) -> Ledger:
+    """Write one step's backward of a chain: ``G`` gathers and ``R`` reduces the unit whose number follows."""
+    entries = []
+    for step in range(2):
+        for word in order:
+            unit = "" if word[1:] == "" else f"blocks.{word[1:]}"
+            op = Op.ALL_GATHER if word[0] == "G" else Op.REDUCE_SCATTER
+            made = entry(op, world_size=world_size, step=step, num_bytes=BYTES_OF[unit], unit="blocks.3")
+            entries.append(made)
+    return numbered(entries)
+
+
+def chain_evidence(*ledgers: Ledger) -> Evidence:
+    plan = Plan(units=CHAIN.units)
+    plain = evidence(*ledgers, steps=2, microbatches=1)
+    return replace(plain, training=replace(plain.training, problem=CHAIN, plan=plan))
+
+
+def test_order_of_units_is_told_by_size() -> None:
+    ledger = chain_ledger("G3", "G2", "R3", "R")
+    assert IN_TURN.judge(chain_evidence(ledger, ledger)).record.held
+    gathers = replace(IN_TURN, events=IN_TURN.events[:2])
+    assert gathers.judge(chain_evidence(ledger, ledger)).record.held  # reductions are left out of account
+
+
+@pytest.mark.parametrize(("order", "text"), OUT_OF_TURN)
+def test_order_of_units_is_broken_by_one_rank(order: tuple[str, ...], text: str) -> None:
+    honest = chain_ledger("G3", "G2", "R3", "R")
+    record = IN_TURN.judge(chain_evidence(honest, chain_ledger(*order))).record
+    assert not record.held
+    assert text in record.summary
+    assert "rank 1" in record.summary
+
+
+def test_order_of_units_asks_whose_turn_it_was_and_what_the_call_carried() -> None:
+    honest = chain_ledger("G3", "G2", "R3", "R")
+    late = changed(honest, lambda e: e.step == 1 and e.seq % 4 == 1, unit="blocks.2")
+    assert "during blocks.2" in IN_TURN.judge(chain_evidence(honest, late)).record.summary
+    odd = changed(honest, lambda e: e.step == 1 and e.seq % 4 == 2, num_bytes=4)
+    assert "of 4 bytes, which no unit has" in IN_TURN.judge(chain_evidence(honest, odd)).record.summary
+
+
+def test_order_of_units_of_one_size_proves_nothing() -> None:
+    ledger = sharding_ledger(microbatches=1)
+    plain = evidence(ledger, ledger, microbatches=1)
+    plan = Plan(units=EXACT_LINEAR.units)
+    twins = replace(plain, training=replace(plain.training, problem=EXACT_LINEAR, plan=plan))
+    record = Order(select=Select(), events=(Gathers("left"),)).judge(twins).record
+    assert "which 2 ranks cannot tell apart" in record.summary
+
+
+def test_order_of_nothing_is_refused() -> None:
+    with pytest.raises(ValueError, match="expected some event"):
+        Order(select=Select(), events=())
+
+
+def reductions(*issued_at_wait: int | None) -> Ledger:
+    """Write reductions of one step, each waited for when so many calls had been issued."""
+    entries = numbered([entry(Op.REDUCE_SCATTER, step=1) for _ in issued_at_wait])
+    waits = [Wait(phase=Phase.BACKWARD, step=1, microbatch=0, num_issued=n) for n in issued_at_wait]
+    return tuple(replace(e, wait=w) for e, w in zip(entries, waits, strict=True))
+
+
+def test_reductions_in_flight_are_counted_until_waited_for() -> None:
+    two = InFlight(select=Select(), at_most=2)
+    bounded = reductions(2, 3, 3)
+    assert two.judge(evidence(bounded, bounded, steps=2, microbatches=1)).record.held
+    for ledger, count in ((reductions(3, 3, 3), 3), (reductions(None, 2, 3), 2)):
+        one = InFlight(select=Select(), at_most=count - 1)
+        record = one.judge(evidence(bounded if count == 3 else reductions(1, 2, 3), ledger, steps=2)).record
+        assert not record.held
+        assert f"expected at most {count - 1} in flight, got {count}" in record.summary
+    assert not two.judge(evidence((), (), steps=2, microbatches=1)).record.held
+
+
+def test_waits_of_older_journals_are_read() -> None:
+    made = reductions(3)[0]
+    assert made.wait is not None
+    plain = wait_to_json(made.wait)
+    assert wait_from_json(plain) == made.wait
+    del plain["num_issued"]
+    assert wait_from_json(plain) == replace(made.wait, num_issued=None)
+
+
+def test_calls_that_block_are_not_asynchronous() -> None:
+    law = Asynchronous(select=Select())
+    blocking = sharding_ledger()
+    swift = tuple(replace(e, is_async=True) for e in blocking)
+    assert law.judge(evidence(swift, swift)).record.held
+    assert "got one that blocks" in law.judge(evidence(swift, blocking)).record.summary

@@ -1,0 +1,139 @@
+"""Laws over what a script looked at: each holds of what a right engine shows, and names what a wrong one shows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+
+import pytest
+
+from engine.contract import Capability, Layout, Plan
+from fixtures.optimizers import SGD
+from fixtures.problems import MLP_EVEN
+from harness.case import Clip, Resume, Schedule, Training
+from harness.law import Evidence, Law
+from harness.observation import Fact, Observation, StepObservation, digest
+from harness.oracle import OracleObservation, run_oracle
+from harness.record import LawRecord
+from harness.repeatable import Repeatable
+from harness.states import Notes, ShowsTheModel, UnitsAre, UnitState
+from tests.simulated_engine import simulate
+
+TRAINING = Training(problem=MLP_EVEN, optimizer=SGD, schedule=Schedule(steps=2))
+WORLD_SIZE = 2
+FREED = UnitsAre(states=(UnitState(moment="after forward", unit="layers.0", is_unsharded=False),))
+CAST = Notes(subject="output", value="torch.bfloat16")
+SHOWN = ShowsTheModel(moments=("after forward",))
+Change = Callable[[StepObservation], StepObservation]
+
+
+@cache
+def _oracle() -> OracleObservation:
+    return run_oracle(TRAINING, WORLD_SIZE)
+
+
+def _looked_at(observation: Observation) -> Observation:
+    """Add what a right engine would have shown: the parameters of before each update."""
+    before = [observation.initial, *(step.parameters for step in observation.steps)]
+    facts = (
+        Fact(moment="after forward", subject="unit 'layers.0'", value="sharded"),
+        Fact(moment="", subject="output", value="torch.bfloat16"),
+    )
+    steps = tuple(
+        replace(step, facts=facts, snapshots={"after forward": shown})
+        for step, shown in zip(observation.steps, before, strict=False)
+    )
+    return replace(observation, steps=steps)
+
+
+def _rule(law: Law, change: Change = lambda s: s) -> LawRecord:
+    """Judge two ranks of which the second shows something else in its last step."""
+    first, second = (_looked_at(o) for o in simulate(TRAINING, WORLD_SIZE, layout=Layout.REPLICATE))
+    second = replace(second, steps=(*second.steps[:-1], change(second.steps[-1])))
+    evidence = Evidence(training=TRAINING, world_size=WORLD_SIZE, ranks=(first, second), oracle=_oracle())
+    return law.judge(evidence).record
+
+
+@pytest.mark.parametrize("law", [FREED, CAST, SHOWN], ids=lambda law: type(law).__name__)
+def test_holds_of_what_a_right_engine_shows(law: Law) -> None:
+    assert _rule(law).held
+
+
+@pytest.mark.parametrize("law", [FREED, CAST, SHOWN], ids=lambda law: type(law).__name__)
+def test_is_broken_where_one_rank_shows_nothing(law: Law) -> None:
+    record = _rule(law, lambda step: replace(step, facts=(), snapshots={}))
+    assert not record.held
+    assert "step 1, rank 1" in record.summary
+    assert "got nothing" in record.summary
+
+
+def test_a_unit_kept_on_one_rank_is_named() -> None:
+    kept = Fact(moment="after forward", subject="unit 'layers.0'", value="unsharded")
+    record = _rule(FREED, lambda step: replace(step, facts=(kept, *step.facts)))
+    assert record.summary == "step 1, rank 1, after forward: expected unit 'layers.0' sharded, got unsharded"
+
+
+def test_every_note_of_a_subject_counts() -> None:
+    other = Fact(moment="", subject="output", value="torch.float32")
+    record = _rule(CAST, lambda step: replace(step, facts=(*step.facts, other)))
+    assert not record.held
+    assert "expected output torch.bfloat16, got torch.float32" in record.summary
+
+
+def test_parameters_of_after_the_update_are_not_those_of_before() -> None:
+    record = _rule(SHOWN, lambda step: replace(step, snapshots={"after forward": step.parameters}))
+    assert not record.held
+    assert "step 1, rank 1, after forward: parameter 'layers.0.weight' is off by" in record.summary
+
+
+def test_a_share_of_another_size_is_off() -> None:
+    def halved(step: StepObservation) -> StepObservation:
+        shown = dict(step.snapshots["after forward"])
+        first = shown["layers.0.weight"]
+        shown["layers.0.weight"] = replace(first, tensor=first.tensor * float("nan"))
+        return replace(step, snapshots={"after forward": shown})
+
+    assert "is off by nan" in _rule(SHOWN, halved).summary
+
+
+def test_repetitions_agree_or_the_first_that_differs_is_named() -> None:
+    training = replace(TRAINING, schedule=Schedule(steps=2, repeats=3))
+    ranks = tuple(simulate(TRAINING, WORLD_SIZE, layout=Layout.REPLICATE))
+
+    def rule(*digests: str) -> LawRecord:
+        seen = (ranks[0], replace(ranks[1], repeat_digests=digests))
+        seen = (replace(seen[0], repeat_digests=("a", "a", "a")), seen[1])
+        evidence = Evidence(training=training, world_size=WORLD_SIZE, ranks=seen, oracle=_oracle())
+        return Repeatable().judge(evidence).record
+
+    assert rule("a", "a", "a").held
+    assert rule("a", "a", "b").summary == "rank 1: repetition 2 of 3 differs from the first"
+    assert "expected several repetitions, got 1" in rule("a").summary
+
+
+def test_a_digest_tells_one_bit_from_another() -> None:
+    first = simulate(TRAINING, WORLD_SIZE, layout=Layout.REPLICATE)[0]
+    assert digest(first) == digest(first)
+    step = first.steps[-1]
+    weight = step.parameters["layers.0.weight"]
+    nudged = weight.tensor.clone()
+    nudged[0, 0] = nudged[0, 0].nextafter(nudged[0, 0] + 1)
+    parameters = {**step.parameters, "layers.0.weight": replace(weight, tensor=nudged)}
+    other = replace(first, steps=(*first.steps[:-1], replace(step, parameters=parameters)))
+    assert digest(other) != digest(first)
+
+
+ASKED = {
+    Capability.CLIP: {"schedule": Schedule(clip=Clip(max_norm=1.0))},
+    Capability.STATE: {"resume": Resume(after_steps=1, plan=Plan())},
+}
+
+
+@pytest.mark.parametrize("capability", ASKED, ids=lambda c: c.name)
+def test_what_a_training_asks_its_plan_must_demand(capability: Capability) -> None:
+    asked = ASKED[capability]
+    with pytest.raises(ValueError, match=f"expected {capability.name} among the demands of its plan"):
+        replace(TRAINING, **asked)  # type: ignore[arg-type]  # one field each
+    plan = Plan(demands=frozenset({capability}))
+    assert replace(TRAINING, plan=plan, **asked).plan.needs == {capability}  # type: ignore[arg-type]
