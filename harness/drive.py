@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import replace
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -14,7 +15,6 @@ from harness.case import LoopOrder, Training, ZeroGrad
 from harness.keep import observation_path
 from harness.ledger.entry import Phase
 from harness.observation import Observation, StepObservation, digest, save_observation
-from harness.pipeline import Pipeline, prepare_pipeline
 from harness.rank_actor import RankActor, copied, copies
 from harness.unit_hooks import watching_units
 from harness.worlds.rank import RankContext
@@ -43,6 +43,14 @@ def drive_rank(context: RankContext, training: Training, engine: str) -> str | N
     return None
 
 
+@runtime_checkable
+class _TakesSteps(Protocol):
+    """A prepared model that has a schedule of its own for the microbatches of a step, as a pipeline has."""
+
+    def play(self, actor: RankActor) -> None:
+        """Take all microbatches of a step."""
+
+
 class _RefusedError(Exception):
     """The engine refused the plan in prepare."""
 
@@ -59,6 +67,8 @@ def _prepare(context: RankContext, training: Training, adapter: Engine, plan: Pl
     data = mesh if mesh.mesh_dim_names == plan.data_axes else mesh[plan.data_axes]
     try:
         if plan.pipeline_stages > 1:
+            from harness.pipeline import prepare_pipeline  # here, because torch's part of it imports slowly
+
             return prepare_pipeline(context, training, adapter, mesh, data)
         model = training.problem.build().to(context.device)
         if plan.cut_axis is not None and training.problem.parallelize is not None:
@@ -121,7 +131,7 @@ class _Loop:
         prepared, recorder, schedule = self.prepared, self._context.recorder, self._training.schedule
         actor = RankActor(prepared, self._training, self._context, step, self._inputs)
         with recorder.during(Phase.BETWEEN, step=step):
-            if isinstance(prepared, Pipeline):
+            if isinstance(prepared, _TakesSteps):
                 prepared.play(actor)
             else:
                 self._training.script.play(actor)

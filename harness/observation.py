@@ -9,11 +9,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from engine.contract import Shard
 from harness.errors import UsageError
 from harness.ledger.entry import Ledger
+from harness.tensor_file import read_tree, write_tree
 
 __all__ = ["Fact", "Observation", "StepObservation", "digest", "load_observation", "save_observation"]
 
@@ -87,7 +86,7 @@ def save_observation(observation: Observation, path: Path) -> None:
         "buffers": _pack(observation.buffers),
         "repeat_digests": observation.repeat_digests,
     }
-    torch.save(plain, path)
+    write_tree(plain, path)
 
 
 def digest(observation: Observation) -> str:
@@ -117,8 +116,7 @@ def _tensors(observation: Observation) -> Iterator[tuple[str, Shard]]:
 def load_observation(path: Path, ledger: Ledger) -> Observation:
     """Read what `save_observation` wrote; raises UsageError for a missing or truncated file."""
     try:
-        # weights_only: a run directory may come from elsewhere and must not be able to run code.
-        plain = torch.load(path, weights_only=True)
+        plain = read_tree(path)
     except Exception as error:  # torch raises a different type for each way in which a file can be broken
         raise UsageError(
             f"observation {path}",
@@ -148,7 +146,7 @@ def load_observation(path: Path, ledger: Ledger) -> Observation:
     )
 
 
-# Any: the plain dicts that torch.save and torch.load exchange.
+# Any: the trees that files hold.
 def _pack(shards: Mapping[str, Shard | None]) -> dict[str, Any]:
     return {
         name: None if s is None else (s.tensor, list(s.offsets), list(s.global_shape), s.is_flat)

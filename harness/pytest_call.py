@@ -41,6 +41,7 @@ def call_pytest(arguments: Sequence[str], *plugins: object) -> int:
                 *config,
                 f"--rootdir={ROOT}",
                 *("-p", "harness.pytest_plugin", "-p", "no:cacheprovider"),
+                *("-p", "no:hypothesispytest"),  # no case needs it, and it is slow to import
                 *("--no-header", "-q", "-rN"),
             ],
             plugins,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -199,7 +200,10 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         config.workeroutput[FROM_WORKER] = pickle.dumps(config.stash[CATALOGUE])
     will_run = not (config.option.collectonly or config.getoption("--replay"))
     if will_run and any("trial" in getattr(item, "fixturenames", ()) for item in session.items):
-        warm_up()
+        # What cases send to their worlds comes from these; each world would else import them anew.
+        warm_up(
+            tuple(name for name in sorted(sys.modules) if name.startswith(("fixtures.", "harness.scripts.")))
+        )
 
 
 @pytest.fixture

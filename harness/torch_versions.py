@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
-from functools import reduce
+from functools import cache, reduce
 from operator import or_
 from typing import Any, NamedTuple
 
@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, HashStore, Store
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
 __all__ = [
@@ -36,7 +37,7 @@ __all__ = [
     "replace_split_group",
     "replace_world",
     "replaced_kernels",
-    "serial_shape_propagation",
+    "shared_shape_propagation",
     "thread_isolation",
 ]
 
@@ -90,7 +91,8 @@ def generator_address(generator: torch.Generator) -> int:
     return int(untyped._cdata)
 
 
-def random_operators() -> list[str]:
+@cache
+def random_operators() -> tuple[str, ...]:
     """Name the aten operators that draw random numbers on CPU and can be told from which generator."""
     names = []
     for full_name in torch._C._dispatch_get_all_op_names():
@@ -103,7 +105,7 @@ def random_operators() -> list[str]:
             continue
         if any(a.name == "generator" for a in operator._schema.arguments):
             names.append(name)
-    return sorted(names)
+    return tuple(sorted(names))
 
 
 @contextmanager
@@ -225,21 +227,69 @@ def owned_meshes(owner: Callable[[], int | None]) -> Iterator[None]:
 
 
 @contextmanager
-def serial_shape_propagation() -> Iterator[None]:
-    """Let one thread at a time work out a DTensor operator's shapes: torch's fake mode is not made for more."""
+def shared_shape_propagation() -> Iterator[None]:
+    """Let threads work out the shapes of DTensor operators one at a time, and each only once for all of them.
+
+    One at a time, because torch's fake mode is not made for more. Shapes are global: no rank's differ from another's.
+    """
     propagator: Any = (
-        ShardingPropagator  # Any: torch 2.11 has no such attribute, later ones declare a null one
+        ShardingPropagator  # Any: torch 2.11 has no such attributes, later ones declare a null one
     )
+    lock = threading.RLock()
+    replacements = {
+        "_fake_mode_lock": lock,
+        "_propagate_tensor_meta_non_cached": _remembered(propagator._propagate_tensor_meta_non_cached, lock),
+    }
     missing = object()
-    original = getattr(propagator, "_fake_mode_lock", missing)
-    propagator._fake_mode_lock = threading.RLock()
+    originals = {name: getattr(propagator, name, missing) for name in replacements}
+    for name, replacement in replacements.items():
+        setattr(propagator, name, replacement)
     try:
         yield
     finally:
-        if original is missing:
-            del propagator._fake_mode_lock
-        else:
-            propagator._fake_mode_lock = original
+        for name, original in originals.items():
+            if original is missing:
+                delattr(propagator, name)
+            else:
+                setattr(propagator, name, original)
+
+
+def _remembered(propagate: Callable[[Any, Any], Any], lock: threading.RLock) -> Callable[[Any, Any], Any]:
+    known: dict[Any, Any] = {}
+
+    def look_up(propagator: Any, schema: Any) -> Any:
+        try:
+            arguments = (_shape_key(schema.args_schema), _shape_key(schema.kwargs_schema))
+        except _NoKeyError:
+            return propagate(propagator, schema)
+        key = (schema.op, torch.get_default_dtype(), arguments)
+        with lock:  # ranks ask for the same at the same time
+            if key not in known:
+                known[key] = propagate(propagator, schema)
+        found = known[key]
+        return [*found] if isinstance(found, list) else found
+
+    return look_up
+
+
+class _NoKeyError(Exception):
+    """An operator has an argument that we do not know how to compare."""
+
+
+def _shape_key(argument: object) -> object:
+    """Give what the shape of an operator's result can depend on; 1, 1.0 and True are three things."""
+    if isinstance(argument, DTensorSpec):
+        return argument.tensor_meta
+    if isinstance(argument, tuple | list):
+        return (type(argument), *map(_shape_key, argument))
+    if isinstance(argument, dict):
+        return tuple((name, _shape_key(value)) for name, value in sorted(argument.items()))
+    if argument is None or type(argument) in _PLAIN:
+        return type(argument), argument
+    raise _NoKeyError
+
+
+_PLAIN = {bool, int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format}
 
 
 def fake_backend(rank: int, size: int) -> Any:  # Any: no stub declares it

@@ -40,7 +40,7 @@ from harness.errors import UsageError
 from harness.expectations_file import read
 from harness.law import Law
 from harness.ledger.selection import Select
-from harness.record import Record, from_json
+from harness.record import Expectations, Record, from_json
 from harness.tolerance import MULTIPLE
 from harness.verdict import Verdict
 from harness.worlds.spec import WorldSpec
@@ -50,6 +50,7 @@ PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob
 ADAPTERS = ROOT / "docs" / "write-an-adapter.md"
 CASES = ROOT / "docs" / "write-a-case.md"
 REPORTS = ROOT / "docs" / "read-a-report.md"
+FOUND = ROOT / "docs" / "what-it-found.md"
 KNOWN_FAILURES = ROOT / "docs" / "known-failures.md"
 
 _ADAPTER = re.compile(
@@ -363,3 +364,32 @@ def test_pages_are_ascii_and_pictures_well_formed() -> None:
     pictures = list((ROOT / "docs").glob("*.svg"))
     assert pictures
     assert all(ElementTree.parse(picture).getroot().tag.endswith("svg") for picture in pictures)
+
+
+# What it found
+
+
+def test_every_divergence_is_a_known_failure_of_its_engine() -> None:
+    known = _known().entries
+    commands = re.findall(
+        r"^pytest suites/(\S+) --engine (\S+) --world \S+ --no-expectations", _text(FOUND), re.M
+    )
+    assert len(commands) == len(re.findall(r"^## \d+\. ", _text(FOUND), re.M)) >= 10
+    for file, name in commands:
+        assert any(entry.engine == name and entry.case.startswith(f"{file}::") for entry in known), (
+            file,
+            name,
+        )
+
+
+def test_every_known_failure_is_told() -> None:
+    assert (
+        sorted(
+            {entry.link for entry in _known().entries} - set(re.findall(r"\((https:[^)]+)\)", _text(FOUND)))
+        )
+        == []
+    )
+
+
+def _known() -> Expectations:
+    return read(ROOT / "suites" / "expectations.toml", today=date(2026, 1, 1))

@@ -24,12 +24,12 @@ CASES = " or ".join(
     [
         "(multi_group and mlp_uneven-sgd-m3)",
         "(parity and accumulation and mlp_uneven-sgd-m4)",
-        "(layouts and shard-m3)",
+        "(layouts and shard)",
         "(tied_within_the_root)",
         "(reduces_what_only_some_ranks_used)",
         "(resumes_as_it_was and sgd)",
         "(a_forward_that_raised)",
-        "(replicas_reduce_once_per_step and m3)",
+        "(reduces_each_gradient_once and mlp_even)",
         "(gathers_each_group_once_when_kept and mlp_even)",
     ]
 )

@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+import gc
+
 import torch
 import torch._dynamo  # torch.optim and DDP import it on first use, a second each time
 import torch.distributed.fsdp
 import torch.distributed.tensor
 import torch.nn.parallel
-from torch.distributed._composable import replicate_with_fsdp  # noqa: F401
 
 import harness.drive
+import harness.pipeline
 import harness.worlds.host  # noqa: F401
+from engine.registry import BUILT_IN, resolve
+from harness.torch_versions import random_operators
+
+for name in BUILT_IN:
+    resolve(name)
+random_operators()  # looks at every operator that there is, and remembers
 
 # A fork of a process whose OpenMP pool has run with more threads hangs in its first parallel region.
 torch.set_num_threads(1)
+# What is here stays: the collector of a fork need not look at it again, and so does not copy its pages.
+gc.collect()
+gc.freeze()

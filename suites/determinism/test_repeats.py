@@ -6,7 +6,7 @@ import pytest
 
 from engine.contract import Accumulation, Layout, Plan
 from fixtures.optimizers import ADAMW, SGD
-from fixtures.problems import MLP_UNEVEN, TRANSFORMER
+from fixtures.problems import MLP_UNEVEN
 from harness.case import Schedule, Training
 from harness.parity import MatchesOracle
 from harness.pytest_plugin import Trial
@@ -26,6 +26,6 @@ def test_repeats_itself(trial: Trial, microbatches: int) -> None:
 
 @pytest.mark.worlds(EVEN)
 def test_repeats_itself_on_two_replicas(trial: Trial) -> None:
-    plan = Plan(layout=Layout.HYBRID, units=TRANSFORMER.units)
+    plan = Plan(layout=Layout.HYBRID, units=MLP_UNEVEN.units)
     schedule = Schedule(steps=1, repeats=10)
-    trial.holds(Training(problem=TRANSFORMER, optimizer=ADAMW, plan=plan, schedule=schedule), *LAWS)
+    trial.holds(Training(problem=MLP_UNEVEN, optimizer=ADAMW, plan=plan, schedule=schedule), *LAWS)

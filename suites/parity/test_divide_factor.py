@@ -20,47 +20,27 @@ from harness.worlds.sizes import ALONE, FOUR_OR_MORE_EVEN, SEVERAL
 LAWS = (MatchesOracle(), HoldsItsShare(), RanksAgree())
 WORLD = None  # the number of ranks: what an engine divides by when nobody asks
 # float64 beside float32: it is one of the dtypes in which engines divide partly before and partly after the sum.
-DTYPES = [pytest.param(None, id="float32"), pytest.param(torch.float64, id="float64")]
 FACTORS = [
-    pytest.param(1, id="one", marks=pytest.mark.prey("AveragesWhateverTheFactor")),
-    pytest.param(2, id="two", marks=pytest.mark.prey("DividesByTheSquareOfTheFactor")),
+    pytest.param(1, None, id="one-float32", marks=pytest.mark.prey("AveragesWhateverTheFactor")),
+    pytest.param(2, None, id="two-float32", marks=pytest.mark.prey("DividesByTheSquareOfTheFactor")),
+    pytest.param(2, torch.float64, id="two-float64", marks=pytest.mark.prey("DividesByTheSquareOfTheFactor")),
     pytest.param(
         WORLD,
-        id="world",
+        torch.float64,
+        id="world-float64",
         marks=[pytest.mark.worlds(SEVERAL), pytest.mark.prey("DividesByTheSquareOfTheFactor")],
     ),
 ]
-TWO = pytest.mark.worlds(FOUR_OR_MORE_EVEN)
-SINGLES = pytest.mark.worlds(SEVERAL)
 FACTORS_OF_REPLICAS = [
-    pytest.param(Replicas.TWO, 1, id="two-one", marks=[TWO, pytest.mark.prey("IgnoresTheDivideFactor")]),
-    pytest.param(Replicas.TWO, 2, id="two-two", marks=[TWO, pytest.mark.prey("DividesByTheFactorTwice")]),
-    pytest.param(
-        Replicas.TWO, WORLD, id="two-world", marks=[TWO, pytest.mark.prey("DividesByTheFactorTwice")]
-    ),
-    pytest.param(
-        Replicas.SINGLES,
-        1,
-        id="singles-one",
-        marks=[SINGLES, pytest.mark.prey("IgnoresTheDivideFactorOfSingles")],
-    ),
-    pytest.param(
-        Replicas.SINGLES, 2, id="singles-two", marks=[SINGLES, pytest.mark.prey("DividesByTheFactorTwice")]
-    ),
-    pytest.param(
-        Replicas.SINGLES,
-        WORLD,
-        id="singles-world",
-        marks=[SINGLES, pytest.mark.prey("DividesByTheFactorTwice")],
-    ),
+    pytest.param(1, None, id="one-float32", marks=pytest.mark.prey("IgnoresTheDivideFactor")),
+    pytest.param(2, None, id="two-float32", marks=pytest.mark.prey("DividesByTheFactorTwice")),
+    pytest.param(2, torch.float64, id="two-float64", marks=pytest.mark.prey("DividesByTheFactorTwice")),
+    pytest.param(WORLD, torch.float64, id="world-float64", marks=pytest.mark.prey("DividesByTheFactorTwice")),
 ]
-every_factor = pytest.mark.parametrize("factor", FACTORS)
-both_dtypes = pytest.mark.parametrize("reduce_dtype", DTYPES)
 
 
 @pytest.mark.rows("C08")
-@both_dtypes
-@every_factor
+@pytest.mark.parametrize(("factor", "reduce_dtype"), FACTORS)
 @pytest.mark.parametrize("layout", [Layout.REPLICATE, Layout.SHARD], ids=lambda x: x.name.lower())
 def test_divides_as_asked(
     trial: Trial, layout: Layout, factor: int | None, reduce_dtype: torch.dtype | None
@@ -69,13 +49,27 @@ def test_divides_as_asked(
 
 
 @pytest.mark.rows("C08")
-@both_dtypes
-@pytest.mark.parametrize(("replicas", "factor"), FACTORS_OF_REPLICAS)
+@pytest.mark.parametrize(("factor", "reduce_dtype"), FACTORS_OF_REPLICAS)
+@pytest.mark.parametrize(
+    "replicas",
+    [
+        pytest.param(Replicas.TWO, id="two", marks=pytest.mark.worlds(FOUR_OR_MORE_EVEN)),
+        pytest.param(Replicas.SINGLES, id="singles", marks=pytest.mark.worlds(SEVERAL)),
+    ],
+)
 def test_divides_as_asked_on_replicas(
     trial: Trial, replicas: Replicas, factor: int | None, reduce_dtype: torch.dtype | None
 ) -> None:
     plan = Plan(layout=Layout.HYBRID, replicas=replicas, reduce_dtype=reduce_dtype)
     trial.holds(_training(plan, factor or trial.world_size), *LAWS)
+
+
+@pytest.mark.rows("C08")
+@pytest.mark.prey("IgnoresTheDivideFactorOfSingles")
+@pytest.mark.worlds(SEVERAL)
+def test_divides_by_one_on_single_ranks(trial: Trial) -> None:
+    plan = Plan(layout=Layout.HYBRID, replicas=Replicas.SINGLES, reduce_dtype=torch.float32)
+    trial.holds(_training(plan, 1), *LAWS)
 
 
 @pytest.mark.rows("C08")

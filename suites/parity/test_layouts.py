@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from operator import attrgetter
-
 import pytest
 
 from engine.contract import Accumulation, Layout, Plan, Replicas, Reshard
@@ -41,7 +39,6 @@ OTHER_REPLICAS = [
 
 
 @pytest.mark.rows("T08", "R06")
-@pytest.mark.parametrize("microbatches", [1, 3], ids="m{}".format)
 @pytest.mark.parametrize(
     "layout",
     [
@@ -51,41 +48,38 @@ OTHER_REPLICAS = [
         pytest.param(Layout.SHARD, id="shard", marks=pytest.mark.prey("ReplicatesInsteadOfSharding")),
     ],
 )
-def test_trains_the_same_model(trial: Trial, layout: Layout, microbatches: int) -> None:
+def test_trains_the_same_model(trial: Trial, layout: Layout) -> None:
     plan = Plan(layout=layout, units=MLP_UNEVEN.units)
-    trial.holds(_training(plan, SGD, microbatches), *LAWS)
+    trial.holds(_training(plan, SGD, 3), *LAWS)
 
 
 @pytest.mark.rows("T09")
 @pytest.mark.prey("KeepsWhatItWasAskedToFree")
 @pytest.mark.worlds(SEVERAL)
-@pytest.mark.parametrize("microbatches", [1, 3], ids="m{}".format)
-def test_frees_after_forward_as_asked(trial: Trial, microbatches: int) -> None:
+def test_frees_after_forward_as_asked(trial: Trial) -> None:
     plan = Plan(layout=Layout.SHARD, units=MLP_UNEVEN.units, reshard=Reshard.AFTER_FORWARD)
     gathers_again = Count(select=GATHERS_IN_BACKWARD, expected=Between(1, AT_MOST))
-    trial.holds(_training(plan, SGD, microbatches), *LAWS, gathers_again)
+    trial.holds(_training(plan, SGD, 3), *LAWS, gathers_again)
 
 
 @pytest.mark.rows("T09")
 @pytest.mark.prey("FreesWhatItWasAskedToKeep")
 @pytest.mark.worlds(SEVERAL)
-@pytest.mark.parametrize("microbatches", [1, 3], ids="m{}".format)
-def test_keeps_until_backward_as_asked(trial: Trial, microbatches: int) -> None:
+def test_keeps_until_backward_as_asked(trial: Trial) -> None:
     plan = Plan(layout=Layout.SHARD, units=MLP_UNEVEN.units, reshard=Reshard.KEEP)
-    trial.holds(_training(plan, SGD, microbatches), *LAWS, Nothing(select=GATHERS_IN_BACKWARD))
+    trial.holds(_training(plan, SGD, 3), *LAWS, Nothing(select=GATHERS_IN_BACKWARD))
 
 
 @pytest.mark.rows("T35")
 @pytest.mark.prey("NeverSynchronisesReplicas", "AcceptsEveryPlan")
 @pytest.mark.worlds(EVEN)
 @pytest.mark.parametrize(
-    "microbatches",
+    ("optimizer", "microbatches"),
     [
-        pytest.param(1, id="m1"),
-        pytest.param(3, id="m3", marks=pytest.mark.prey("LosesMicrobatchesOfReplicas")),
+        pytest.param(SGD, 1, id="sgd-m1"),
+        pytest.param(ADAMW, 3, id="adamw-m3", marks=pytest.mark.prey("LosesMicrobatchesOfReplicas")),
     ],
 )
-@pytest.mark.parametrize("optimizer", [SGD, ADAMW], ids=attrgetter("name"))
 def test_trains_the_same_model_on_two_replicas(
     trial: Trial, optimizer: NamedOptimizer, microbatches: int
 ) -> None:
@@ -94,11 +88,10 @@ def test_trains_the_same_model_on_two_replicas(
 
 
 @pytest.mark.rows("T35")
-@pytest.mark.parametrize("microbatches", [1, 3], ids="m{}".format)
 @pytest.mark.parametrize("replicas", OTHER_REPLICAS)
-def test_trains_the_same_model_on_other_replicas(trial: Trial, replicas: Replicas, microbatches: int) -> None:
+def test_trains_the_same_model_on_other_replicas(trial: Trial, replicas: Replicas) -> None:
     plan = Plan(layout=Layout.HYBRID, replicas=replicas, units=MLP_UNEVEN.units)
-    trial.holds(_training(plan, SGD, microbatches), *LAWS)
+    trial.holds(_training(plan, SGD, 3), *LAWS)
 
 
 @pytest.mark.rows("T35")
