@@ -53,7 +53,12 @@ def is_expired(entry: Expectation, today: str) -> bool:
 
 
 def matches(pattern: str, text: str) -> bool:
-    """Match with ``*`` and ``?``; brackets stand for themselves, because the ids of cases are full of them."""
+    """Match with ``*`` and ``?``; a leading ``!`` means all that the rest does not match.
+
+    Brackets stand for themselves, because the ids of cases are full of them.
+    """
+    if pattern.startswith("!"):
+        return not matches(pattern[1:], text)
     return fnmatchcase(text, pattern.replace("[", "[[]"))
 
 

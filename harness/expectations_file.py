@@ -153,7 +153,10 @@ def _world(table: Mapping[str, Any], what: str) -> str:
     )
     if not any(matches(pattern, spelling) for spelling in spellings):
         raise UsageError(
-            f"{what}: world", expected="a glob on KIND:SIZE", got=repr(pattern), hint="'threads:*', or '*:1'"
+            f"{what}: world",
+            expected="a glob on KIND:SIZE",
+            got=repr(pattern),
+            hint="'threads:*', '*:1' or '!*:1'",
         )
     return pattern
 

@@ -102,6 +102,7 @@ def test_no_other_verdict_is_changed(verdict: Verdict) -> None:
         {"case": "parity/test_x.py::test_y?mlp"},
         {"world": "threads:1"},
         {"world": "processes:*"},
+        {"world": "!threads:2"},
         {"version": "torch <2.13"},
         {"version": "torchtitan >=2"},
     ],

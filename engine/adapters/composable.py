@@ -204,7 +204,8 @@ def open_door(door: FrontDoor, model: nn.Module, plan: Plan, mesh: DeviceMesh, s
         apply(modules[0] if len(modules) == 1 else list(modules), **options)
     if plan.roots is Roots.EACH_UNIT:
         door.share_comm_ctx([modules[0] for modules in units])
-    _set_options(door, model, plan, mesh)
+    num_shards = 1 if shape is Layout.REPLICATE else mesh.size(mesh.ndim - 1)
+    _set_options(door, model, plan, num_shards)
 
 
 def _all_ranks(mesh: DeviceMesh) -> DeviceMesh:
@@ -222,7 +223,7 @@ def _largest_dim(parameter: nn.Parameter) -> Shard:
     return Shard(max(range(parameter.dim()), key=lambda dim: parameter.shape[dim]))
 
 
-def _set_options(door: FrontDoor, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
+def _set_options(door: FrontDoor, model: nn.Module, plan: Plan, num_shards: int) -> None:
     """Call the setters, most of which reach one module each."""
     managed = [module for module in model.modules() if isinstance(module, door.sharded_module)]
     for module in managed:
@@ -233,7 +234,7 @@ def _set_options(door: FrontDoor, model: nn.Module, plan: Plan, mesh: DeviceMesh
         if plan.wire is Wire.SUM:
             module.set_force_sum_reduction_for_comms(True)
         if plan.divide_factor is not None:
-            door.set_divide_factor(module, plan.divide_factor, mesh.size(mesh.ndim - 1))
+            door.set_divide_factor(module, plan.divide_factor, num_shards)
         if Capability.RANK_DEPENDENT in plan.demands:
             module.set_reduce_scatter_unused_params(True, recurse=False)
         if plan.max_reduce_buffers is not None:
