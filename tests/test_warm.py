@@ -1,0 +1,47 @@
+"""What worlds and oracles are forks of has changed nothing of torch: engines that are built in patch nothing."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+
+# Everything that a training could meet, by identity, before and after the imports; names that are new do not count.
+_SCRIPT = """
+import sys
+import torch
+import torch._dynamo
+import torch.distributed.fsdp
+import torch.distributed.pipelining
+import torch.distributed.tensor
+import torch.optim
+
+def seen():
+    owners = {name: m for name, m in sys.modules.items() if name.partition(".")[0] == "torch" and m is not None}
+    for name, module in list(owners.items()):
+        for key, value in list(vars(module).items()):
+            if isinstance(value, type) and value.__module__ == name:
+                owners[f"{name}.{key}"] = value
+    return {
+        f"{name}:{key}": id(value)
+        for name, owner in owners.items()
+        for key, value in list(vars(owner).items())
+        if callable(value)
+    }
+
+before = seen()
+import harness.worlds.warm
+after = seen()
+assert len(before) > 10_000, len(before)
+assert "engine.reference" in sys.modules
+print("changed", sorted(key for key, value in before.items() if after.get(key) != value))
+"""
+
+
+def test_what_is_imported_once_for_all_changes_nothing_of_torch() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", _SCRIPT], cwd=ROOT, capture_output=True, text=True, timeout=100, check=False
+    )
+    assert done.stdout.strip() == "changed []", done.stdout[-2000:] + done.stderr[-2000:]
