@@ -16,7 +16,7 @@ from engine.registry import BUILT_IN, EngineNotFoundError, resolve
 from harness.catalogue import SUITES
 from harness.errors import ShardproofError, UsageError
 from harness.node import Node
-from harness.prey import Breadth
+from harness.prey import WORLDS, Breadth
 from harness.pytest_call import (
     CONFORMS,
     DOES_NOT_CONFORM,
@@ -147,7 +147,6 @@ def mutants(arguments: argparse.Namespace) -> int:
     Returns 1 where one of them survives, where a mutant is killed by no case, or where a case kills no mutant.
     """
     from harness.mutants_command import Request, hunt, shipped
-    from harness.prey import WORLDS
 
     now = f"{datetime.now(UTC):%Y%m%d-%H%M%S}"
     return hunt(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -12,7 +13,10 @@ from harness.record import LawRecord, TensorRecord
 if TYPE_CHECKING:
     from harness.oracle import OracleObservation
 
-__all__ = ["Evidence", "Law", "Ruling"]
+__all__ = ["Evidence", "Law", "Ruling", "rule"]
+
+# Enough to see a pattern over ranks and microbatches; a whole ledger would bury it.
+_MAX_DETAILS = 24
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -51,3 +55,15 @@ class Law(Protocol):
 
     def judge(self, evidence: Evidence) -> Ruling:
         """Rule on the evidence; looks at every rank."""
+
+
+def rule(name: str, broken: Sequence[str], *, held: str) -> Ruling:
+    """Rule: the law holds, as ``held`` tells, unless something of ``broken`` says otherwise."""
+    if not broken:
+        return Ruling(record=LawRecord(law=name, held=True, summary=held))
+    more = len(broken) - 1
+    summary = broken[0] + (f" (and {more} more)" if more else "")
+    details = tuple(broken[:_MAX_DETAILS])
+    if len(broken) > _MAX_DETAILS:
+        details += (f"and {len(broken) - _MAX_DETAILS} more",)
+    return Ruling(record=LawRecord(law=name, held=False, summary=summary, details=details))

@@ -6,12 +6,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from engine.contract import Placement, Shard
-from harness.law import Evidence, Ruling
-from harness.record import LawRecord
+from harness.law import Evidence, Ruling, rule
 
 __all__ = ["LiesOnTheDimAskedFor", "StateLiesWithItsParameter"]
-
-_MAX_DETAILS = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +29,7 @@ class LiesOnTheDimAskedFor:
             for where, shard in _shards(evidence)
             if shard.is_flat or not _lies_along(shard, _dim(shard, placement))
         ]
-        return _rule(self.name, broken, f"{placement.value} on {evidence.world_size} ranks")
+        return rule(self.name, broken, held=f"{placement.value} on {evidence.world_size} ranks")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +57,7 @@ class StateLiesWithItsParameter:
             broken.append(
                 "expected optimizer state of some parameter's shape, got none: nothing was observed"
             )
-        return _rule(self.name, broken, f"{num_seen} tensors on {evidence.world_size} ranks")
+        return rule(self.name, broken, held=f"{num_seen} tensors on {evidence.world_size} ranks")
 
 
 def _shards(evidence: Evidence) -> Iterator[tuple[str, Shard]]:
@@ -88,11 +85,3 @@ def _lies_along(shard: Shard, dim: int) -> bool:
     local = tuple(shard.tensor.shape)
     others = [d for d in range(len(local)) if d != dim]
     return all((shard.offsets[d], local[d]) == (0, shard.global_shape[d]) for d in others)
-
-
-def _rule(name: str, broken: list[str], held: str) -> Ruling:
-    if not broken:
-        return Ruling(record=LawRecord(law=name, held=True, summary=held))
-    more = f" (and {len(broken) - 1} more)" if len(broken) > 1 else ""
-    record = LawRecord(law=name, held=False, summary=broken[0] + more, details=tuple(broken[:_MAX_DETAILS]))
-    return Ruling(record=record)

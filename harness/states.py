@@ -7,15 +7,12 @@ from dataclasses import dataclass
 
 import torch
 
-from harness.law import Evidence, Ruling
+from harness.law import Evidence, Ruling, rule
 from harness.observation import StepObservation
 from harness.oracle import INITIAL_STEP, Place, Quantity
-from harness.record import LawRecord
 from harness.tolerance import allowed_error
 
 __all__ = ["Notes", "ShowsTheModel", "UnitState", "UnitsAre"]
-
-_MAX_DETAILS = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,8 +49,8 @@ class UnitsAre:
             for wanted in self.states
             if (got := _value(seen, wanted.moment, f"unit {wanted.unit!r}")) != wanted.value
         ]
-        return _rule(
-            self.name, broken, f"{len(self.states)} states in every step on {evidence.world_size} ranks"
+        return rule(
+            self.name, broken, held=f"{len(self.states)} states in every step on {evidence.world_size} ranks"
         )
 
 
@@ -79,7 +76,7 @@ class Notes:
                 for value in values
                 if value != self.value
             ]
-        return _rule(self.name, broken, f"in every step on {evidence.world_size} ranks")
+        return rule(self.name, broken, held=f"in every step on {evidence.world_size} ranks")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,7 +98,7 @@ class ShowsTheModel:
             for moment in self.moments
             for text in self._wrong(evidence, step, seen, moment, f"step {step}, rank {rank}, {moment}")
         ]
-        return _rule(self.name, broken, f"in every step on {evidence.world_size} ranks")
+        return rule(self.name, broken, held=f"in every step on {evidence.world_size} ranks")
 
     def _wrong(
         self, evidence: Evidence, step: int, seen: StepObservation, moment: str, where: str
@@ -136,11 +133,3 @@ def _steps(evidence: Evidence) -> Iterator[tuple[int, int, StepObservation]]:
 def _value(seen: StepObservation, moment: str, subject: str) -> str:
     found = (f.value for f in seen.facts if (f.moment, f.subject) == (moment, subject))
     return next(found, "nothing")
-
-
-def _rule(name: str, broken: list[str], held: str) -> Ruling:
-    if not broken:
-        return Ruling(record=LawRecord(law=name, held=True, summary=held))
-    more = f" (and {len(broken) - 1} more)" if len(broken) > 1 else ""
-    record = LawRecord(law=name, held=False, summary=broken[0] + more, details=tuple(broken[:_MAX_DETAILS]))
-    return Ruling(record=record)

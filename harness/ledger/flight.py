@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from harness.law import Evidence, Ruling
+from harness.law import Evidence, Ruling, rule
 from harness.ledger.entry import Entry, Ledger
 from harness.ledger.expectation import Amount, evaluate
-from harness.ledger.ruling import blindness, ledgers, pick, rule, when
+from harness.ledger.ruling import blindness, ledgers, pick, when
 from harness.ledger.selection import Per, Select
 
 __all__ = ["InFlight"]

@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from harness.law import Evidence, Ruling
+from harness.law import Evidence, Ruling, rule
 from harness.ledger.entry import Entry, Ledger, Phase
 from harness.ledger.expectation import Amount, Expectation, evaluate
-from harness.ledger.ruling import at, blindness, ledgers, pick, rule, when
+from harness.ledger.ruling import at, blindness, ledgers, pick, when
 from harness.ledger.selection import Moment, Per, Select
 
 __all__ = [

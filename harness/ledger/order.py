@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from itertools import combinations, zip_longest
 
 from harness.groups import ROOT, Group, groups_of
-from harness.law import Evidence, Ruling
+from harness.law import Evidence, Ruling, rule
 from harness.ledger.entry import Entry, Op
-from harness.ledger.ruling import at, blindness, ledgers, pick, rule
+from harness.ledger.ruling import at, blindness, ledgers, pick
 from harness.ledger.selection import Per, Select
 
 __all__ = ["Event", "Gathers", "Order", "Reduces"]

@@ -1,4 +1,4 @@
-"""What the laws over ledgers share: looking at every rank, moment by moment, and putting the ruling into words.
+"""What the laws over ledgers share: looking at every rank, moment by moment.
 
 [Note: a blind law] A law that finds no entry where there should be some has proven nothing, so it fails. In
 a world of several ranks that is so for a rank without any entry of its training, and for a selection that
@@ -9,15 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from harness.law import Evidence, Ruling
+from harness.law import Evidence
 from harness.ledger.entry import Entry, Ledger
 from harness.ledger.selection import NOTHING_OBSERVED, Moment, Per, Select, shows_nothing
-from harness.record import LawRecord
 
-__all__ = ["at", "blindness", "ledgers", "pick", "rule", "when"]
-
-# Enough to see a pattern over ranks and microbatches; a whole ledger would bury it.
-_MAX_DETAILS = 24
+__all__ = ["at", "blindness", "ledgers", "pick", "when"]
 
 
 def blindness(evidence: Evidence, selects: Sequence[Select], per: Per) -> list[str]:
@@ -54,15 +50,3 @@ def at(moment: Moment, entries: Ledger) -> Ledger:
 def when(entry: Entry) -> str:
     """Spell the moment of an entry."""
     return str(Moment(step=entry.step, microbatch=None if entry.microbatch < 0 else entry.microbatch))
-
-
-def rule(name: str, broken: Sequence[str], *, held: str) -> Ruling:
-    """Rule: the law holds, as ``held`` tells, unless something of ``broken`` says otherwise."""
-    if not broken:
-        return Ruling(record=LawRecord(law=name, held=True, summary=held))
-    more = len(broken) - 1
-    summary = broken[0] + (f" (and {more} more)" if more else "")
-    details = tuple(broken[:_MAX_DETAILS])
-    if len(broken) > _MAX_DETAILS:
-        details += (f"and {len(broken) - _MAX_DETAILS} more",)
-    return Ruling(record=LawRecord(law=name, held=False, summary=summary, details=details))

@@ -2,81 +2,19 @@
 
 from __future__ import annotations
 
-from engine.mutants.catalogue import (
-    accumulation,
-    buffers,
-    clipping,
-    communication,
-    control,
-    coverage,
-    determinism,
-    device,
-    division,
-    evaluation,
-    holding_back,
-    honesty,
-    hybrid,
-    initialisation,
-    inputs,
-    lifetime,
-    model_parallel,
-    offload,
-    order,
-    parts,
-    placement,
-    precision,
-    randomness,
-    recompute,
-    recovery,
-    reuse,
-    scale,
-    shapes,
-    shared,
-    solitude,
-    staleness,
-    state,
-    synchronisation,
-    unused,
-)
+import importlib
+import pkgutil
+from collections.abc import Iterator
+
 from engine.mutants.mutant import Mutant
 
 __all__ = ["MUTANTS"]
 
-_CLASSES = (
-    accumulation,
-    buffers,
-    clipping,
-    communication,
-    control,
-    coverage,
-    determinism,
-    device,
-    division,
-    evaluation,
-    holding_back,
-    honesty,
-    hybrid,
-    initialisation,
-    inputs,
-    lifetime,
-    model_parallel,
-    offload,
-    order,
-    parts,
-    placement,
-    precision,
-    randomness,
-    recompute,
-    recovery,
-    reuse,
-    scale,
-    shapes,
-    shared,
-    solitude,
-    staleness,
-    state,
-    synchronisation,
-    unused,
-)
 
-MUTANTS: tuple[Mutant, ...] = tuple(mutant for of_class in _CLASSES for mutant in of_class.MUTANTS)
+def _all() -> Iterator[Mutant]:
+    """Give the entries of every file of this folder, files in the order of their names."""
+    for found in pkgutil.iter_modules(__path__):
+        yield from importlib.import_module(f"{__name__}.{found.name}").MUTANTS
+
+
+MUTANTS: tuple[Mutant, ...] = tuple(_all())
