@@ -47,6 +47,7 @@ class Capability(Enum):
     UNIT_SYNC = "holds back single units' reductions"
     REPLICA_SYNC = "holds back the reduction across replicas alone"
     KEEP_AFTER_BACKWARD = "keeps gathered parameters after backward, as asked"
+    WRAPPER = "has the options and methods of FullyShardedDataParallel"
     # Training loops other than forward, backward, step.
     INTERLEAVE = "lets forwards of later microbatches precede backwards of earlier ones"
     PARTS = "lets parts of the model be called by themselves"

@@ -30,10 +30,12 @@ from engine.plan import (
     Wire,
 )
 from engine.shard import Shard, shard_of
+from engine.wrapper import BackwardGather, Wrapper, WrapperNames
 
 __all__ = [
     "Accumulation",
     "Axis",
+    "BackwardGather",
     "Buffers",
     "Capability",
     "Engine",
@@ -53,6 +55,8 @@ __all__ = [
     "UnitHandle",
     "UnsupportedError",
     "Wire",
+    "Wrapper",
+    "WrapperNames",
     "shard_of",
 ]
 
@@ -156,6 +160,10 @@ class PreparedModel:
     def part(self, name: str) -> nn.Module:
         """Give the submodule of that name as the training loop may call it."""
         return self.named.get_submodule(name)
+
+    def wrapper(self) -> WrapperNames:
+        """Give the engine's own things behind the names of ``torch.distributed.fsdp``, for cases that call them."""
+        raise MissingMethodError("wrapper", Capability.WRAPPER)
 
     def convert(self, dtype: torch.dtype) -> None:
         """Convert the model's floating-point parameters and buffers; called before `optimizer`."""

@@ -10,6 +10,7 @@ from enum import Enum
 import torch
 
 from engine.capability import Capability, UnsupportedError
+from engine.wrapper import Wrapper
 
 __all__ = [
     "Accumulation",
@@ -150,7 +151,8 @@ class Plan:
     ``experts`` names parameters that the model has cut over ``expert_parallel`` ranks, each of which has data of its
     own: of the mesh ``(data, expert)`` that the engine is then given, they are sharded and averaged over ``data``
     alone, all other parameters over both axes. ``forward_methods`` are ``(module, method)`` that start that module's
-    forward. ``demands`` are what the training will do with the model beyond forward, backward and step.
+    forward. ``wrapper`` chooses options that only ``FullyShardedDataParallel`` has; None leaves them to the adapter.
+    ``demands`` are what the training will do with the model beyond forward, backward and step.
     """
 
     layout: Layout = Layout.NATIVE
@@ -177,6 +179,7 @@ class Plan:
     buffers: Buffers = Buffers.NATIVE
     divide_factor: float | None = None
     forward_methods: tuple[tuple[str, str], ...] = ()
+    wrapper: Wrapper | None = None
     demands: frozenset[Capability] = frozenset()
 
     def __post_init__(self) -> None:
@@ -311,6 +314,7 @@ class Plan:
             Capability.BUFFERS: self.buffers is not Buffers.NATIVE,
             Capability.GRADIENT_DIVIDE: self.divide_factor is not None,
             Capability.FORWARD_METHODS: bool(self.forward_methods),
+            Capability.WRAPPER: self.wrapper is not None,
         }
         return self.demands | {c for c, is_wanted in wanted.items() if c is not None and is_wanted}
 

@@ -149,6 +149,9 @@ class OracleActor(Actor):
     def note(self, subject: str, value: object) -> None:
         """Observe nothing."""
 
+    def bench(self) -> None:
+        """Give nothing: there is no engine."""
+
     def recover(self) -> None:
         """Do nothing."""
 

@@ -17,7 +17,7 @@ from harness.errors import EngineError
 from harness.ledger.entry import Phase
 from harness.loss import loss_weight
 from harness.observation import Fact
-from harness.script import Actor, Batch, Evaluation
+from harness.script import Actor, Batch, Bench, Evaluation
 from harness.worlds.rank import RankContext
 
 __all__ = ["RankActor", "Tape", "copied", "copies"]
@@ -123,6 +123,17 @@ class RankActor(Actor):
     def note(self, subject: str, value: object) -> None:
         """Write it down."""
         self.tape.facts.append(Fact(moment="", subject=subject, value=str(value)))
+
+    def bench(self) -> Bench:
+        """Name this rank and the engine's interface."""
+        context = self._context
+        return Bench(
+            names=self._prepared.wrapper(),
+            rank=context.rank,
+            size=context.size,
+            device=context.device,
+            note=self.note,
+        )
 
     def recover(self) -> None:
         """Pass it on."""

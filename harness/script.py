@@ -8,7 +8,7 @@ order, when losses go backward, what it does to units meanwhile. It knows neithe
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import Enum
@@ -17,9 +17,9 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import nn
 
-from engine.contract import Capability, UnitHandle
+from engine.contract import Capability, UnitHandle, WrapperNames
 
-__all__ = ["Actor", "Batch", "EachMicrobatch", "Evaluation", "Script"]
+__all__ = ["Actor", "Batch", "Bench", "EachMicrobatch", "Evaluation", "Script"]
 
 
 class Evaluation(Enum):
@@ -44,6 +44,17 @@ class Batch(Protocol):
     @property
     def target(self) -> torch.Tensor:
         """What the loss compares the output with, rows first."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bench:
+    """What calls of an engine's own interface work with, on one rank: its names, and whom to tell what was seen."""
+
+    names: WrapperNames
+    rank: int
+    size: int
+    device: torch.device
+    note: Callable[[str, object], None]
 
 
 class Actor(ABC):
@@ -96,6 +107,10 @@ class Actor(ABC):
     @abstractmethod
     def note(self, subject: str, value: object) -> None:
         """Have a fact observed."""
+
+    @abstractmethod
+    def bench(self) -> Bench | None:
+        """Give what calls of the engine's own interface need; None where there is no engine."""
 
     @abstractmethod
     def recover(self) -> None:

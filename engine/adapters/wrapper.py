@@ -1,0 +1,185 @@
+"""What engines with the interface of ``FullyShardedDataParallel`` share: from a plan to calls of it, and reads."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import BackwardPrefetch, MixedPrecision, ShardingStrategy
+
+from engine.contract import (
+    BackwardGather,
+    Layout,
+    Plan,
+    PreparedModel,
+    Reshard,
+    Shard,
+    Wrapper,
+    WrapperNames,
+    shard_of,
+)
+
+__all__ = ["PREFIX", "Piece", "PreparedWrapper", "open_wrapper"]
+
+# What the wrapper puts into the names of everything inside a module that it wraps.
+PREFIX = "_fsdp_wrapped_module."
+
+_PREFETCH = {
+    BackwardGather.BEFORE: BackwardPrefetch.BACKWARD_PRE,
+    BackwardGather.AFTER: BackwardPrefetch.BACKWARD_POST,
+    BackwardGather.WHEN_NEEDED: None,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Piece:
+    """What a rank has of one parameter of that name and shape: ``numel`` elements of the flattened one from ``start``.
+
+    ``owner`` is the parameter that the optimizer has: the piece itself, or the flat one in which the piece begins
+    at ``offset``; ``is_flat`` tells which.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    start: int
+    numel: int
+    owner: nn.Parameter
+    is_flat: bool
+    offset: int = 0
+
+    def of(self, tensor: torch.Tensor) -> Shard:
+        """Describe this piece's part of a tensor that belongs to its owner; whole where it has another form."""
+        read = shard_of(tensor)
+        if not self.is_flat and tensor.shape == self.owner.shape:
+            return Shard.flat(read.tensor, self.start, self.shape)
+        if self.is_flat and tensor.dim() == 1:
+            return Shard.flat(
+                read.tensor[self.offset : self.offset + self.numel].clone(), self.start, self.shape
+            )
+        return read
+
+
+class PreparedWrapper(PreparedModel):
+    """Between forward and backward parameters are pieces of the unit's flat one: intervals, where it is sharded.
+
+    ``pieces`` finds those of the units that are sharded or flat; all other parameters are read as they are.
+    """
+
+    def __init__(
+        self,
+        module: Any,  # the engine's wrapper
+        model: nn.Module,
+        names: WrapperNames,
+        pieces: Callable[[nn.Module], Iterator[Piece]],
+    ) -> None:
+        super().__init__(module, named=model)
+        self._root = module
+        self._names = names
+        self._pieces = pieces
+
+    def wrapper(self) -> WrapperNames:
+        """Give the engine's names."""
+        return self._names
+
+    def accumulating(self) -> AbstractContextManager[None]:
+        """Use the wrapper's own no_sync, which keeps whole gradients on every rank."""
+        context: AbstractContextManager[None] = self._root.no_sync()
+        return context
+
+    def local_parameters(self) -> Mapping[str, Shard]:
+        """Read this rank's piece of every parameter."""
+        return {name: read(owner.detach()) for name, owner, read in self._owned()}
+
+    def local_gradients(self) -> Mapping[str, Shard | None]:
+        """Read this rank's piece of every gradient, or all of it where it was not reduced yet."""
+        return {name: None if owner.grad is None else read(owner.grad) for name, owner, read in self._owned()}
+
+    def local_buffers(self) -> Mapping[str, Shard]:
+        """Read this rank's buffers, which the wrapper leaves alone."""
+        return {name.replace(PREFIX, ""): shard_of(b) for name, b in self.named.named_buffers()}
+
+    def local_optimizer_state(self) -> Mapping[str, Shard]:
+        """Read this rank's state: of pieces like the pieces, but for what is one number."""
+        state = self._built_optimizer().state
+        return {
+            f"{name}/{key}": read(value)
+            for name, owner, read in self._owned()
+            for key, value in state.get(owner, {}).items()
+            if isinstance(value, torch.Tensor)
+        }
+
+    def _owned(self) -> Iterator[tuple[str, nn.Parameter, Callable[[torch.Tensor], Shard]]]:
+        """Give each parameter's name, whom the optimizer updates for it, and how to read a tensor of that one."""
+        pieces = list(self._pieces(self.module))
+        owners = {piece.owner for piece in pieces}
+        for piece in pieces:
+            yield piece.name, piece.owner, piece.of
+        for name, parameter in self.named.named_parameters():
+            if parameter not in owners:
+                yield name.replace(PREFIX, ""), parameter, shard_of
+
+
+def open_wrapper(names: WrapperNames, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> Any:
+    """Wrap every unit of the plan, then the root; gives the root's wrapper."""
+    if plan.layout is Layout.REPLICATE:
+        plan.refuse_options_of_shards()
+    _expect_warnings()
+    units = {model.get_submodule(name) for unit in plan.units for name in unit.split(",")}
+    options = plan.wrapper or Wrapper()
+    wrap = partial(
+        names.FullyShardedDataParallel,
+        device_id=next(model.parameters()).device,
+        sharding_strategy=_strategy(plan),
+        mixed_precision=_precision(plan),
+        use_orig_params=options.use_orig_params,
+        backward_prefetch=_PREFETCH[options.backward_prefetch],
+        forward_prefetch=options.forward_prefetch,
+        limit_all_gathers=options.limit_all_gathers,
+        **_ranks(plan, mesh, by_groups=options.by_groups),
+    )
+    root = wrap(model, auto_wrap_policy=names.CustomPolicy(lambda module: module in units))
+    if plan.reshard is Reshard.AFTER_FORWARD:
+        # The root keeps what it gathered until backward, always: let the root be one that owns nothing.
+        root = wrap(root)
+    return root
+
+
+def _ranks(plan: Plan, mesh: DeviceMesh, *, by_groups: bool) -> dict[str, Any]:
+    if not by_groups:
+        return {"device_mesh": mesh}
+    if plan.layout is Layout.HYBRID:
+        return {"process_group": (mesh.get_group("shard"), mesh.get_group("replicate"))}
+    return {"process_group": mesh.get_group()}
+
+
+def _strategy(plan: Plan) -> ShardingStrategy:
+    keeps = plan.reshard is Reshard.KEEP
+    match plan.layout:
+        case Layout.NATIVE | Layout.SHARD:
+            return ShardingStrategy.SHARD_GRAD_OP if keeps else ShardingStrategy.FULL_SHARD
+        case Layout.HYBRID:
+            return ShardingStrategy._HYBRID_SHARD_ZERO2 if keeps else ShardingStrategy.HYBRID_SHARD
+        case Layout.REPLICATE:
+            return ShardingStrategy.NO_SHARD
+
+
+def _precision(plan: Plan) -> MixedPrecision | None:
+    if plan.reduce_dtype is None:
+        return None
+    # No exceptions by class: for them units would be made that the plan does not have.
+    return MixedPrecision(reduce_dtype=plan.reduce_dtype, _module_classes_to_ignore=())
+
+
+def _expect_warnings() -> None:
+    """Silence what is said of plans that ask for it; for good, since ranks that are threads share filters."""
+    # Replication is what such a plan asks for.
+    warnings.filterwarnings("ignore", "The `NO_SHARD` sharding strategy is deprecated", FutureWarning)
+    # Of a group of one rank, where to shard and to replicate are the same.
+    warnings.filterwarnings("ignore", "FSDP is switching to use `NO_SHARD` instead of", UserWarning)
