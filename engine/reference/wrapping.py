@@ -1,0 +1,299 @@
+"""Which submodules of a model become units of their own, and putting wrappers in their places; knows no wrapper."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeAlias
+
+from torch import nn
+
+__all__ = [
+    "CustomPolicy",
+    "ModuleWrapPolicy",
+    "WrapPolicy",
+    "always_wrap_policy",
+    "enable_wrap",
+    "lambda_auto_wrap_policy",
+    "size_based_auto_wrap_policy",
+    "transformer_auto_wrap_policy",
+    "wrap",
+    "wrap_below",
+]
+
+# Any: what a wrapper is given by name is the wrapper's own affair.
+Options: TypeAlias = Mapping[str, Any]
+Wrap: TypeAlias = Callable[[nn.Module, Options], nn.Module]
+
+
+class ModuleWrapPolicy:
+    """Choose every module that is an instance of one of ``module_classes``."""
+
+    def __init__(self, module_classes: Iterable[type[nn.Module]]) -> None:
+        self.module_classes = frozenset(module_classes)
+
+    def options_for(self, module: nn.Module) -> Options | None:
+        """Give what ``module`` is wrapped with beside the root's own options; None leaves it as it is."""
+        return {} if isinstance(module, tuple(self.module_classes)) else None
+
+    def __call__(self, module: nn.Module, recurse: bool, nonwrapped_numel: int = -1) -> bool:
+        """Answer like a policy that is a function, so that one may be part of another."""
+        return recurse or self.options_for(module) is not None
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({{{', '.join(sorted(c.__name__ for c in self.module_classes))}}})"
+
+
+class CustomPolicy:
+    """Choose by a function of the module: whether to wrap it, or with which options of its own (none: do not)."""
+
+    def __init__(self, lambda_fn: Callable[[nn.Module], bool | dict[str, Any]]) -> None:
+        self._decide = lambda_fn
+
+    def options_for(self, module: nn.Module) -> Options | None:
+        """Give what ``module`` is wrapped with beside the root's own options; None leaves it as it is."""
+        decided = self._decide(module)
+        if not isinstance(decided, bool | dict):
+            raise ValueError(
+                f"the lambda_fn passed to CustomPolicy should return False/True or a kwarg dict, but for a "
+                f"{type(module).__name__} it returned {decided!r}; return True to wrap with the root's options"
+            )
+        if not decided:
+            return None
+        return decided if isinstance(decided, dict) else {}
+
+
+class _PolicyOfTorch(Protocol):
+    """What torch's policies that are objects have in common; its CustomPolicy can be asked in no public way."""
+
+    def _run_policy(
+        self, root_module: nn.Module, ignored_modules: set[nn.Module], root_kwargs: dict[str, Any]
+    ) -> dict[nn.Module, dict[str, Any]]: ...
+
+
+# A function is called with ``module``, ``recurse`` and ``nonwrapped_numel``: with ``recurse`` it says whether
+# to look below the module, else whether to wrap the module itself.
+WrapPolicy: TypeAlias = "ModuleWrapPolicy | CustomPolicy | _PolicyOfTorch | Callable[..., bool]"
+
+
+def always_wrap_policy(*args: object, **kwargs: object) -> bool:
+    """Choose every module."""
+    return True
+
+
+def lambda_auto_wrap_policy(
+    module: nn.Module, recurse: bool, nonwrapped_numel: int, lambda_fn: Callable[[nn.Module], bool]
+) -> bool:
+    """Choose the modules for which ``lambda_fn`` is true, at any depth."""
+    return recurse or lambda_fn(module)
+
+
+def transformer_auto_wrap_policy(
+    module: nn.Module,
+    recurse: bool,
+    nonwrapped_numel: int,
+    transformer_layer_cls: Iterable[type[nn.Module]],
+) -> bool:
+    """Choose the layers of a transformer by their classes, so that tied embeddings stay together outside them."""
+    return recurse or isinstance(module, tuple(transformer_layer_cls))
+
+
+def size_based_auto_wrap_policy(
+    module: nn.Module,
+    recurse: bool,
+    nonwrapped_numel: int,
+    min_num_params: int = int(1e8),
+    force_leaf_modules: Iterable[type[nn.Module]] | None = None,
+    exclude_wrap_modules: Iterable[type[nn.Module]] | None = None,
+) -> bool:
+    """Choose modules in which ``min_num_params`` elements or more are in no unit yet.
+
+    ``force_leaf_modules`` are neither looked into nor wrapped, ``exclude_wrap_modules`` only not wrapped. The
+    defaults are attributes of this function.
+    """
+    own: Any = size_based_auto_wrap_policy  # Any: a function's attributes have no types
+    if recurse:
+        barred = own.FORCE_LEAF_MODULES if force_leaf_modules is None else force_leaf_modules
+    else:
+        barred = own.EXCLUDE_WRAP_MODULES if exclude_wrap_modules is None else exclude_wrap_modules
+    return nonwrapped_numel >= min_num_params and not isinstance(module, tuple(barred))
+
+
+# Attention reads the weights of its parts without calling them; containers are never called at all.
+size_based_auto_wrap_policy.FORCE_LEAF_MODULES = {nn.MultiheadAttention}  # type: ignore[attr-defined]
+size_based_auto_wrap_policy.EXCLUDE_WRAP_MODULES = {nn.ModuleList, nn.ModuleDict}  # type: ignore[attr-defined]
+
+
+def wrap_below(
+    root: nn.Module,
+    policy: WrapPolicy,
+    *,
+    wrap: Wrap,
+    is_wrapped: Callable[[nn.Module], bool],
+    ignored_modules: Collection[nn.Module] = (),
+    ignored_parameters: Collection[nn.Parameter] = (),
+    also: Mapping[nn.Module, Options] | None = None,
+) -> None:
+    """Replace each chosen submodule of ``root`` by ``wrap(submodule, options)``, what lies deeper first.
+
+    ``root`` itself is left to the caller. Ignored modules are skipped with all below them; ignored parameters
+    do not count for a policy that goes by size. ``also`` names modules to wrap with the given options whatever
+    the policy says of them; its options go before the policy's. A module registered in several places is
+    wrapped once and replaced in all of them. Raises ValueError, before anything is replaced, where
+    ``is_wrapped`` holds of ``root`` or a module below it.
+    """
+    _refuse_wrapped(root, is_wrapped)
+    ignored = {below for module in ignored_modules for below in module.modules()}
+    wanted = {m: o for m, o in (also or {}).items() if m is not root and m not in ignored}
+    chosen = _choose(root, policy, ignored, ignored_parameters, wanted)
+    places = _places(root)
+    for module in _children_first(root):
+        if module in chosen:
+            wrapper = wrap(module, chosen[module])
+            for parent, name in places[module]:
+                setattr(parent, name, wrapper)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Wrapping:
+    """What ``enable_wrap`` is told."""
+
+    wrapper_cls: Callable[..., nn.Module]
+    options: Options
+
+
+# A rank that is a thread begins with a context of its own, so that ranks do not see each other's.
+_WRAPPING: ContextVar[_Wrapping | None] = ContextVar("wrapping", default=None)
+
+
+@contextmanager
+def enable_wrap(*, wrapper_cls: Callable[..., nn.Module], **wrapper_kwargs: Any) -> Iterator[None]:
+    """Have ``wrap`` apply ``wrapper_cls`` with these options in this thread; an inner context stands alone."""
+    before = _WRAPPING.set(_Wrapping(wrapper_cls=wrapper_cls, options=wrapper_kwargs))
+    try:
+        yield
+    finally:
+        _WRAPPING.reset(before)
+
+
+def wrap(module: nn.Module, **wrap_overrides: Any) -> nn.Module:
+    """Wrap ``module`` as the surrounding ``enable_wrap`` says, but for overrides; outside of any, give it back."""
+    wrapping = _WRAPPING.get()
+    if wrapping is None:
+        return module
+    return wrapping.wrapper_cls(module, **{**wrapping.options, **wrap_overrides})
+
+
+# --- who is chosen ------------------------------------------------------------------------------------------------
+
+
+def _refuse_wrapped(root: nn.Module, is_wrapped: Callable[[nn.Module], bool]) -> None:
+    for name, module in root.named_modules():
+        if is_wrapped(module):
+            where = f"submodule {name!r}" if name else "the module itself"
+            raise ValueError(
+                f"auto wrapping of {type(root).__name__}: expected modules to not already have FSDP applied, "
+                f"got {where} ({type(module).__name__}) wrapped; wrap by hand without auto_wrap_policy, or "
+                "wrap nothing by hand"
+            )
+
+
+def _choose(
+    root: nn.Module,
+    policy: WrapPolicy,
+    ignored: set[nn.Module],
+    ignored_parameters: Collection[nn.Parameter],
+    also: Mapping[nn.Module, Options],
+) -> dict[nn.Module, Options]:
+    """Ask the policy about everything below ``root`` before anything is replaced."""
+    chosen: dict[nn.Module, Options] = {}
+    if isinstance(policy, ModuleWrapPolicy | CustomPolicy):
+        for module in root.modules():
+            options = None if module in ignored else policy.options_for(module)
+            if options is not None:
+                chosen[module] = options
+    elif hasattr(policy, "_run_policy"):
+        chosen.update(policy._run_policy(root, ignored, {}))
+    elif callable(policy):
+        survey = _Survey(policy=policy, also=also, visited={root, *ignored}, claimed={*ignored_parameters})
+        survey.look_below(root)
+        chosen.update((module, {}) for module in survey.chosen)
+    else:
+        raise TypeError(
+            f"auto_wrap_policy: expected a function or a policy object, got {policy!r}; "
+            "try ModuleWrapPolicy({YourBlock})"
+        )
+    chosen.pop(root, None)
+    return chosen | {module: {**chosen.get(module, {}), **options} for module, options in also.items()}
+
+
+class _Survey:
+    """One walk that asks a policy that is a function, and tells it how many elements no unit has yet."""
+
+    def __init__(
+        self,
+        *,
+        policy: Callable[..., bool],
+        also: Collection[nn.Module],
+        visited: set[nn.Module],
+        claimed: set[nn.Parameter],
+    ) -> None:
+        self.chosen: list[nn.Module] = []
+        self._policy = policy
+        self._also = also
+        self._visited = visited
+        self._claimed = claimed
+
+    def look_below(self, module: nn.Module) -> bool:
+        """Choose among what lies below ``module``, unless the policy will not look there; say whether it did."""
+        if not self._policy(module=module, recurse=True, nonwrapped_numel=self._num_free(module)):
+            return False
+        for child in module.children():
+            if child in self._visited:
+                continue
+            self._visited.add(child)
+            looked = self.look_below(child)
+            if (looked and self._is_wanted(child)) or child in self._also:
+                self.chosen.append(child)
+                self._claimed.update(child.parameters())
+        return True
+
+    def _is_wanted(self, module: nn.Module) -> bool:
+        return self._policy(module=module, recurse=False, nonwrapped_numel=self._num_free(module))
+
+    def _num_free(self, module: nn.Module) -> int:
+        """Count elements outside of all units: a parameter tied to one inside is none of them."""
+        return sum(p.numel() for p in module.parameters() if p not in self._claimed)
+
+
+# --- where they are -----------------------------------------------------------------------------------------------
+
+
+def _places(root: nn.Module) -> dict[nn.Module, list[tuple[nn.Module, str]]]:
+    """Give each module's parents with its name there, all of them: the same module may have several."""
+    modules = dict(root.named_modules(remove_duplicate=False))
+    places: dict[nn.Module, list[tuple[nn.Module, str]]] = {}
+    for path, module in modules.items():
+        parent, _, name = path.rpartition(".")
+        place = (modules[parent], name)
+        if path and place not in places.setdefault(module, []):
+            places[module].append(place)
+    return places
+
+
+def _children_first(root: nn.Module) -> list[nn.Module]:
+    """List what lies below ``root``, each module after all below it, siblings in the order of registration."""
+    found: list[nn.Module] = []
+    seen = {root}
+
+    def visit(module: nn.Module) -> None:
+        for child in module.children():
+            if child not in seen:
+                seen.add(child)
+                visit(child)
+                found.append(child)
+
+    visit(root)
+    return found
