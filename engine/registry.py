@@ -17,6 +17,7 @@ __all__ = ["BUILT_IN", "EngineNotFoundError", "resolve"]
 # Adapters load when named, so that listing engines costs no import and one missing package hurts nobody else.
 BUILT_IN = {
     "reference": "engine.adapters.reference:ReferenceEngine",
+    "reference.wrapper": "engine.adapters.reference_wrapper:ReferenceWrapperEngine",
     "torch.ddp": "engine.adapters.torch_ddp:DistributedDataParallelEngine",
     "torch.fsdp1": "engine.adapters.torch_fsdp1:FullyShardedDataParallelEngine",
     "torch.fsdp2": "engine.adapters.torch_fsdp2:FullyShardEngine",

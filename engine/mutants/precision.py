@@ -19,7 +19,7 @@ from engine.mutants.accumulation import Forgetful
 from engine.mutants.groups import groups_of
 from engine.reference.division import Division
 from engine.reference.group import Group
-from engine.reference.parameter import ShardedParameter
+from engine.reference.parameter import ManagedParameter
 from engine.reference.reduction import ReductionPlan
 
 __all__ = [
@@ -172,7 +172,7 @@ class AccumulatesInBfloat16(ReferenceEngine):
         return prepared
 
 
-def _rounding(parameter: ShardedParameter) -> Callable[[torch.dtype | None], None]:
+def _rounding(parameter: ManagedParameter) -> Callable[[torch.dtype | None], None]:
     honest = parameter.hold_gradient
 
     def hold(dtype: torch.dtype | None) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 import torch
@@ -13,10 +13,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from engine.reference import stepping as _stepping  # noqa: F401  # hears of optimizer steps from here on
+from engine.reference.arrangement import SideBySide
+from engine.reference.discovery import unmanaged
 from engine.reference.group import Group
 from engine.reference.mesh import DataMesh, compute_device, replicating_mesh, sharding_mesh
 from engine.reference.module import FSDPModule, ReplicateModule, managed_class
-from engine.reference.parameter import ShardedParameter, Site, cut_parameter, plan_cut
+from engine.reference.parameter import Site
 from engine.reference.policies import (
     CPUOffloadPolicy,
     DTypes,
@@ -24,6 +26,7 @@ from engine.reference.policies import (
     OffloadPolicy,
     ShardPlacementResult,
 )
+from engine.reference.sharded_parameter import ShardedParameter, cut_parameter, plan_cut
 from engine.reference.unit import Unit, unit_of
 
 __all__ = ["fully_shard", "register_fsdp_forward_method", "replicate", "share_comm_ctx"]
@@ -203,7 +206,7 @@ def _make_unit(
     home = torch.device("cpu") if isinstance(offload, CPUOffloadPolicy) else device
     pins = isinstance(offload, CPUOffloadPolicy) and offload.pin_memory and device.type != "cpu"
     planned = []
-    for parameter, sites in _unmanaged(modules, ignored).items():
+    for parameter, sites in unmanaged(modules, ignored).items():
         _check_tensor_parallel(parameter, sites, reshard)
         own_mesh, placement = _place(parameter, placement_fn, mesh)
         planned.append((parameter, sites, own_mesh, plan_cut(parameter, sites, own_mesh, placement)))
@@ -211,33 +214,11 @@ def _make_unit(
     for parameter, sites, own_mesh, geometry in planned:  # none was refused, so all may be changed
         cut = cut_parameter(parameter, sites, own_mesh, geometry, home=home, pins=pins)
         by_mesh.setdefault(own_mesh, []).append(cut)
-    groups = [Group(cut, own, device, dtypes, offload) for own, cut in by_mesh.items()]
+    groups = [
+        Group(SideBySide(cut, own.shard_size), own, device, dtypes, offload) for own, cut in by_mesh.items()
+    ]
     _keep_sharded_in_state_dicts(groups)
     return Unit(modules, tuple(groups), device=device, dtypes=dtypes, reshard_after_forward=reshard)
-
-
-def _unmanaged(
-    modules: Iterable[nn.Module], ignored: set[nn.Parameter]
-) -> dict[nn.Parameter, tuple[Site, ...]]:
-    """Find the parameters that no unit below has taken, each with every place where it is registered."""
-    sites: dict[nn.Parameter, list[Site]] = {}
-    for module in _outside_units(modules):
-        for name, parameter in module._parameters.items():
-            if parameter is not None and parameter not in ignored:
-                sites.setdefault(parameter, []).append(Site(module, name))
-    return {parameter: tuple(found) for parameter, found in sites.items()}
-
-
-def _outside_units(modules: Iterable[nn.Module]) -> Iterator[nn.Module]:
-    seen: set[nn.Module] = set()
-    stack = list(reversed(list(modules)))
-    while stack:
-        module = stack.pop()
-        if module in seen or unit_of(module) is not None:
-            continue
-        seen.add(module)
-        yield module
-        stack.extend(reversed(list(module.children())))
 
 
 def _place(

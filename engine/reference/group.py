@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 
 import torch
 import torch.distributed as dist
 
+from engine.reference.arrangement import Arrangement, whereabouts
 from engine.reference.checks import check_memory
 from engine.reference.collectives import AllGather, DefaultAllGather, DefaultReduceScatter, ReduceScatter
-from engine.reference.division import division
+from engine.reference.division import Division, division
 from engine.reference.lanes import Lanes
-from engine.reference.mesh import DataMesh
-from engine.reference.parameter import ShardedParameter
+from engine.reference.mesh import Ranks
+from engine.reference.parameter import ManagedParameter
 from engine.reference.policies import CPUOffloadPolicy, DTypes, OffloadPolicy
-from engine.reference.reduction import Partial, ReductionPlan, cut, keep, reduction
-from engine.reference.shards import pack, whereabouts
+from engine.reference.reduction import CommHook, Partial, ReductionPlan, cut, keep, reduction
 from engine.reference.unsharded import Unsharded
 
 __all__ = ["Group", "GroupState"]
@@ -48,13 +48,14 @@ class Group:
 
     def __init__(
         self,
-        parameters: Sequence[ShardedParameter],
-        mesh: DataMesh,
+        arrangement: Arrangement,
+        mesh: Ranks,
         device: torch.device,
         dtypes: DTypes,
         offload: OffloadPolicy,
     ) -> None:
-        self.parameters = tuple(parameters)
+        self.arrangement = arrangement
+        self.parameters = tuple(arrangement.parameters)
         self.mesh = mesh
         self.offload = offload
         self.state = GroupState.SHARDED
@@ -68,13 +69,15 @@ class Group:
         self.scatter_group: dist.ProcessGroup | None = None
         self.unshards_in_backward = True
         self.all_reduce_hook: Callable[[torch.Tensor], None] | None = None
+        self.comm_hook: CommHook | None = None
+        self.keeps_reduce_dtype = False
         self.all_gather: AllGather = DefaultAllGather()
         self.reduce_scatter: ReduceScatter = DefaultReduceScatter()
         self.gradient_arrived: Callable[[Group, bool], None] = _ignored
         self.is_complete = False
         self._is_reduced = False
         self._was_reduced = False
-        self._device = device
+        self.device = device
         self._dtypes = dtypes
         self._home = torch.device("cpu") if isinstance(offload, CPUOffloadPolicy) else device
         self._whereabouts: tuple[object, ...] = ()
@@ -83,7 +86,7 @@ class Group:
         self._kept: torch.Tensor | None = None
         self._part_group: dist.ProcessGroup | None = None
         self._is_stale = False
-        self._partial = Partial()
+        self._partial = Partial(arrangement)
         self._arrived: set[int] = set()
         for parameter in self.parameters:
             parameter.watch_writes(self.shards_were_written)
@@ -172,17 +175,12 @@ class Group:
 
     def take_over(self) -> None:
         """Adopt parameters that were replaced, moved or cast, as by loading."""
-        for parameter in self.parameters:
-            parameter.adopt()
+        self.arrangement.adopt()
         whereabouts = self._whereabouts_that_matter()
         if self._unsharded is None or whereabouts != self._whereabouts:
             self._whereabouts = whereabouts
-            self._unsharded = Unsharded(
-                self.parameters,
-                ranks=self.mesh.shard_size,
-                dtype=self._dtypes.param_dtype,
-                device=self._device,
-                on_gradient=self._count,
+            self._unsharded = self.arrangement.whole(
+                dtype=self._dtypes.param_dtype, device=self.device, on_gradient=self._count
             )
 
     # Gradients --------------------------------------------------------------------------------------------
@@ -199,7 +197,7 @@ class Group:
             return
         chosen = [p for p in self.parameters if p.has_gradient or self._adds_zeros(p)]
         self._is_reduced = True
-        self._was_reduced |= self.all_reduces or self.mesh.replicate_axis is None
+        self._was_reduced |= self.all_reduces or not self.mesh.is_replicated
         gradients = [p.take_gradient(self._reduce_dtype) for p in chosen]
         plan = self._reduction_plan(self._reduce_dtype or gradients[0].dtype)
         with torch.no_grad():
@@ -230,7 +228,7 @@ class Group:
     def _reduce_dtype(self) -> torch.dtype | None:
         return self._dtypes.reduce_dtype or self._dtypes.param_dtype
 
-    def _adds_zeros(self, parameter: ShardedParameter) -> bool:
+    def _adds_zeros(self, parameter: ManagedParameter) -> bool:
         """Whether a parameter without a gradient takes part: other ranks may have one, or microbatches before."""
         if not self.reduces or parameter.unsharded is None or not parameter.unsharded.requires_grad:
             return False
@@ -240,21 +238,29 @@ class Group:
 
     def _reduction_plan(self, dtype: torch.dtype) -> ReductionPlan:
         return ReductionPlan(
+            arrangement=self.arrangement,
             mesh=self.mesh,
-            division=division(
-                dtype=dtype,
-                shard_size=self.mesh.shard_size,
-                replicate_size=self.mesh.replicate_size,
-                factor=self.divide_factor,
-                only_sums=self.only_sums,
-            ),
+            division=self._division(dtype),
             dtype=dtype,
+            final_dtype=dtype if self.keeps_reduce_dtype else self.parameters[0].local.dtype,
             home=self._home,
             scatter=self.reduce_scatter,
             scatter_group=self.scatter_group or self.mesh.shard_group,
             all_reduces=self.all_reduces,
             hook=self.all_reduce_hook,
+            comm_hook=self.comm_hook,
             partial=self._partial,
+        )
+
+    def _division(self, dtype: torch.dtype) -> Division:
+        if self.comm_hook is not None:
+            return Division()  # the hook divides
+        return division(
+            dtype=dtype,
+            shard_size=self.mesh.shard_size,
+            replicate_size=self.mesh.replicate_size,
+            factor=self.divide_factor,
+            only_sums=self.only_sums,
         )
 
     def _issue_gather(self) -> _Gather:
@@ -270,7 +276,7 @@ class Group:
             output = self._gather_buffer(self.mesh.shard_size * numel, dtype) if direct is None else direct
             source = output.chunk(group.size())[group.rank()] if output.numel() else output
             if kept is None:
-                pack(self.parameters, source)
+                self.arrangement.pack(source)
             else:
                 source.copy_(kept)
             work = None
@@ -286,8 +292,8 @@ class Group:
         direct = self._unsharded.direct()
         if direct is None:
             numel, dtype = self._unsharded.wire_numel, self._unsharded.wire_dtype
-            direct = torch.empty(numel, dtype=dtype, device=self._device)
-        pack(self.parameters, direct)
+            direct = torch.empty(numel, dtype=dtype, device=self.device)
+        self.arrangement.pack(direct)
         return direct
 
     def _whereabouts_that_matter(self) -> tuple[object, ...]:
@@ -307,8 +313,8 @@ class Group:
 
     def _gather_buffer(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         if isinstance(self.all_gather, DefaultAllGather):
-            return self.lanes.buffer(numel, dtype, self._device)
-        return self.all_gather.allocate((numel,), dtype=dtype, device=self._device)
+            return self.lanes.buffer(numel, dtype, self.device)
+        return self.all_gather.allocate((numel,), dtype=dtype, device=self.device)
 
     def _free(self) -> None:
         for parameter in self.parameters:

@@ -3,13 +3,84 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Placement, Replicate
 
-__all__ = ["DataMesh", "compute_device", "part_group", "replicating_mesh", "sharding_mesh"]
+__all__ = [
+    "DataMesh",
+    "RankGroups",
+    "Ranks",
+    "compute_device",
+    "part_group",
+    "replicating_mesh",
+    "sharding_mesh",
+]
+
+
+class Ranks(Protocol):
+    """The ranks that hold one copy of the parameters together, and those that hold what this one does."""
+
+    @property
+    def shard_size(self) -> int:
+        """Over how many ranks a parameter is split."""
+        ...
+
+    @property
+    def shard_rank(self) -> int:
+        """Which of the shards this rank holds."""
+        ...
+
+    @property
+    def replicate_size(self) -> int:
+        """How many copies of each shard exist."""
+        ...
+
+    @property
+    def shard_group(self) -> dist.ProcessGroup | None:
+        """The ranks that together hold one copy; None: this rank alone."""
+        ...
+
+    @property
+    def replicate_group(self) -> dist.ProcessGroup | None:
+        """The ranks that hold the same shard; None: this rank alone."""
+        ...
+
+    @property
+    def is_replicated(self) -> bool:
+        """Whether there is a group of replicas, if only of one rank."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankGroups:
+    """Ranks by their process groups alone."""
+
+    shard_group: dist.ProcessGroup | None
+    replicate_group: dist.ProcessGroup | None
+
+    @property
+    def shard_size(self) -> int:
+        """Over how many ranks a parameter is split."""
+        return 1 if self.shard_group is None else self.shard_group.size()
+
+    @property
+    def shard_rank(self) -> int:
+        """Which of the shards this rank holds."""
+        return 0 if self.shard_group is None else self.shard_group.rank()
+
+    @property
+    def replicate_size(self) -> int:
+        """How many copies of each shard exist."""
+        return 1 if self.replicate_group is None else self.replicate_group.size()
+
+    @property
+    def is_replicated(self) -> bool:
+        """Whether there is a group of replicas."""
+        return self.replicate_group is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +118,11 @@ class DataMesh:
     def replicate_group(self) -> dist.ProcessGroup | None:
         """The ranks that hold the same shard."""
         return None if self.replicate_axis is None else self.mesh.get_group(self.replicate_axis)
+
+    @property
+    def is_replicated(self) -> bool:
+        """Whether there is an axis of replicas."""
+        return self.replicate_axis is not None
 
     def placements(self, shard: Placement) -> tuple[Placement, ...]:
         """Give one placement per mesh axis for a tensor split by ``shard``."""
@@ -92,9 +168,7 @@ def compute_device(mesh: DeviceMesh) -> torch.device:
     return torch.device(mesh.device_type, torch.get_device_module(mesh.device_type).current_device())
 
 
-def part_group(
-    mesh: DataMesh, size: int, known: dict[tuple[int, ...], dist.ProcessGroup]
-) -> dist.ProcessGroup:
+def part_group(mesh: Ranks, size: int, known: dict[tuple[int, ...], dist.ProcessGroup]) -> dist.ProcessGroup:
     """Give the process group of ``size`` neighbours in the shard group that this rank is one of.
 
     Groups in ``known`` are used again, new ones added: a collective call over each group's own ranks.

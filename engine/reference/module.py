@@ -154,7 +154,7 @@ class FSDPModule:
         """
         made: dict[tuple[int, ...], dist.ProcessGroup] = {}
         for group in _groups(self, recurse):
-            if not enable or group.mesh.shard_axis is None:
+            if not enable or group.mesh.shard_group is None:
                 group.scatter_group = None
             elif group.scatter_group is None:
                 group.scatter_group = part_group(group.mesh, group.mesh.shard_size, made)
@@ -177,7 +177,7 @@ class FSDPModule:
         Raises ValueError for ``stream`` where replicas are reduced natively: that has a stream of its own.
         """
         for group in _unit(self).groups:
-            if stream is not None and group.mesh.replicate_axis is not None:
+            if stream is not None and group.mesh.is_replicated:
                 raise ValueError(
                     "set_all_reduce_hook: expected no stream for a mesh with a replicate axis, whose all-reduce "
                     f"runs on a stream already, got {stream}; leave it out"

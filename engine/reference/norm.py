@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
-__all__ = ["clip_grad_norm_"]
+__all__ = ["Spread", "clip_grad_norm_", "clip_scale", "norm_over"]
 
 _EPSILON = 1e-6  # torch.nn.utils.clip_grad_norm_ adds the same to the norm it divides by
 
@@ -45,41 +44,53 @@ def clip_grad_norm_(
             f"clip_grad_norm_: expected a finite norm of order {norm_type}, got {total.item()}; "
             "look for the gradient that overflowed, or pass error_if_nonfinite=False"
         )
-    scale = torch.clamp(max_norm / (total + _EPSILON), max=1.0)
+    scale = clip_scale(max_norm, total)
     for gradient in gradients:
         local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
         local.mul_(scale.to(device=local.device, dtype=local.dtype))
     return total
 
 
-Spread = tuple[DeviceMesh, tuple[int, ...]]
-"""A mesh and those of its axes that a tensor is sharded over."""
+def clip_scale(max_norm: float, total: torch.Tensor) -> torch.Tensor:
+    """Give what gradients of that norm are multiplied with: torch.nn.utils.clip_grad_norm_'s formula."""
+    return torch.clamp(max_norm / (total + _EPSILON), max=1.0)
+
+
+Spread = tuple[dist.ProcessGroup, ...]
+"""The groups of ranks that a tensor is sharded over, none for one that every rank has whole."""
 
 
 def _norm(parameters: list[torch.Tensor], order: float) -> torch.Tensor:
-    """Combine local norms first within each way of being spread, over its axes, then with each other."""
-    by_spread: dict[Spread | None, list[torch.Tensor]] = {}
+    by_spread: dict[Spread, list[torch.Tensor]] = {}
     # At least float32: a sum of bfloat16 squares has a tenth of a percent of rounding in every term. From the
     # parameters, which all ranks have; gradients may be missing on some.
     dtype = functools.reduce(torch.promote_types, (p.dtype for p in parameters), torch.float32)
     for parameter in parameters:
-        spread = _spread(parameter)
-        norms = by_spread.setdefault(spread, [])
+        gradients = by_spread.setdefault(_spread(parameter), [])
         if parameter.grad is not None:
             gradient = parameter.grad
-            local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
-            norms.append(_local_norm(local, order, dtype))
+            gradients.append(gradient.to_local() if isinstance(gradient, DTensor) else gradient)
     device = next((p.device for p in parameters), torch.device("cpu"))
-    totals = [
-        _over_ranks(_joined(norms, order, device, dtype), spread, order)
-        for spread, norms in by_spread.items()
-    ]
+    return norm_over(by_spread, order, device, dtype)
+
+
+def norm_over(
+    gradients: Mapping[Spread, Sequence[torch.Tensor]], order: float, device: torch.device, dtype: torch.dtype
+) -> torch.Tensor:
+    """Give the joint norm (0-dim, of ``dtype``, on ``device``) of local gradients by how they are spread.
+
+    Norms are combined first within each spread, over its ranks, then with each other. Collective over the groups.
+    """
+    totals = []
+    for spread, locals_ in gradients.items():
+        norms = [_local_norm(local, order, dtype) for local in locals_]
+        totals.append(_over_ranks(_joined(norms, order, device, dtype), spread, order))
     return _joined(totals, order, device, dtype)
 
 
-def _spread(parameter: torch.Tensor) -> Spread | None:
+def _spread(parameter: torch.Tensor) -> Spread:
     if not isinstance(parameter, DTensor):
-        return None
+        return ()
     for placement in parameter.placements:
         if placement.is_partial():
             raise ValueError(
@@ -87,7 +98,7 @@ def _spread(parameter: torch.Tensor) -> Spread | None:
                 f"for one of shape {tuple(parameter.shape)}"
             )
     axes = (i for i, placement in enumerate(parameter.placements) if not isinstance(placement, Replicate))
-    return parameter.device_mesh, tuple(axes)
+    return tuple(parameter.device_mesh.get_group(axis) for axis in axes)
 
 
 def _local_norm(local: torch.Tensor, order: float, dtype: torch.dtype) -> torch.Tensor:
@@ -107,17 +118,14 @@ def _joined(
     return stacked.sum() if order == 0 else torch.linalg.vector_norm(stacked, order)
 
 
-def _over_ranks(norm: torch.Tensor, spread: Spread | None, order: float) -> torch.Tensor:
-    if spread is None:
-        return norm
-    mesh, axes = spread
-    for axis in axes:
-        if mesh.size(axis) == 1:
+def _over_ranks(norm: torch.Tensor, spread: Spread, order: float) -> torch.Tensor:
+    for group in spread:
+        if group.size() == 1:
             continue
         if math.isinf(order):
-            dist.all_reduce(norm, op=dist.ReduceOp.MAX, group=mesh.get_group(axis))
+            dist.all_reduce(norm, op=dist.ReduceOp.MAX, group=group)
             continue
         power = norm if order == 0 else norm.pow(order)
-        dist.all_reduce(power, group=mesh.get_group(axis))
+        dist.all_reduce(power, group=group)
         norm = power if order == 0 else power.pow(1.0 / order)
     return norm

@@ -1,20 +1,16 @@
-"""One sharded parameter: the DTensor that the optimizer owns, and the plain tensor that forward computes with."""
+"""One managed parameter: what the optimizer owns of it, and the plain tensor that forward computes with."""
 
 from __future__ import annotations
 
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, Placement, Shard
 
-from engine.reference.geometry import Geometry
-from engine.reference.mesh import DataMesh
-from engine.reference.torch_internals import concatenated, local_tensor, sharded_like, strided_shard
-
-__all__ = ["WRITE_MARK", "ShardedParameter", "Site", "WriteMark", "cut_parameter", "plan_cut"]
+__all__ = ["WRITE_MARK", "ManagedParameter", "Site", "WriteMark"]
 
 _MARK = "_is_sharded_elsewhere"
 WRITE_MARK = "_write_mark"
@@ -56,87 +52,72 @@ class WriteMark:
             on_write()
 
 
-class ShardedParameter:
-    """A parameter in its two forms.
+class ManagedParameter(ABC):
+    """A parameter in its two forms: this rank's part of it, and the whole of it while it is gathered.
 
-    ``sharded`` is a DTensor over the data-parallel mesh (and the tensor-parallel one, if it was a DTensor
-    before). ``unsharded`` is made once per home in memory and keeps its identity, because autograd saves it
-    in forward and reads it in backward: only the memory beneath it comes and goes.
+    ``unsharded`` is made once per home in memory and keeps its identity, because autograd saves it in forward and
+    reads it in backward: only the memory beneath it comes and goes.
     """
 
-    def __init__(
-        self, *, sharded: nn.Parameter, origin: nn.Parameter, sites: tuple[Site, ...], geometry: Geometry
-    ) -> None:
-        self.sharded = sharded
+    def __init__(self, *, origin: nn.Parameter, sites: tuple[Site, ...], shape: torch.Size) -> None:
         self.sites = sites
-        self.geometry = geometry
-        self._inner = _described(origin)
+        self.shape = shape
         self.name = sites[0].name
         # The mark is the parameter's own: an id could be another object's by now.
         self.is_tied_elsewhere = getattr(origin, _MARK, False)
         setattr(origin, _MARK, True)
         self.unsharded: nn.Parameter | None = None
-        self._write_mark = WriteMark()
         self._held: torch.Tensor | None = None
 
     @property
+    @abstractmethod
     def local(self) -> torch.Tensor:
-        """This rank's shard, of shape ``geometry.shard_shape``."""
-        return local_tensor(self._template)
+        """This rank's part."""
 
+    @property
+    @abstractmethod
+    def owned(self) -> nn.Parameter:
+        """What the optimizer updates: the part as a parameter, or a parameter that it lies in."""
+
+    @abstractmethod
     def watch_writes(self, on_write: Callable[[], None]) -> None:
         """Have ``on_write`` called when one of torch's optimizers has stepped over this parameter."""
-        self._write_mark = WriteMark(on_write)
-        setattr(self.sharded, WRITE_MARK, self._write_mark)
 
-    def current(self) -> nn.Parameter:
-        """Give the sharded parameter as the modules hold it, replaced or not."""
-        found = self.sites[0].holds()
-        return self.sharded if found is None or found is self.unsharded else found
+    @abstractmethod
+    def current(self) -> torch.Tensor:
+        """Give this rank's part as the modules hold it, replaced or not."""
 
-    def adopt(self) -> None:
-        """Take over a parameter that was registered in place of the sharded one, as loading may do."""
-        found = self.current()
-        if found is self.sharded:
-            setattr(found, WRITE_MARK, self._write_mark)  # torch swaps attributes too when it converts
-            return
-        if not isinstance(found, DTensor) or found.placements != self._template.placements:
-            raise RuntimeError(
-                f"parameter {self.name!r}: expected a DTensor with placements {self._template.placements}, "
-                f"got {type(found).__name__} of shape {tuple(found.shape)} registered in its place; "
-                "change parameters before sharding, or load DTensors"
-            )
-        self.sharded = found
-        setattr(found, WRITE_MARK, self._write_mark)
-        self.register_sharded()
+    @abstractmethod
+    def register_unsharded(self) -> None:
+        """Let modules see the whole parameter."""
+
+    @abstractmethod
+    def register_sharded(self) -> None:
+        """Let modules see this rank's part."""
+
+    @abstractmethod
+    def accept_gradient(self, local: torch.Tensor) -> None:
+        """Add a reduced gradient (this rank's part) to that of what the optimizer owns."""
+
+    @abstractmethod
+    def _whole(self, memory: torch.Tensor) -> torch.Tensor:
+        """View 1-D memory in natural order as the whole parameter."""
 
     def dress(self, memory: torch.Tensor, on_gradient: Callable[[torch.Tensor], None]) -> None:
         """Make the unsharded parameter over ``memory`` (1-D); ``on_gradient`` runs when its gradient is whole."""
         if self.unsharded is not None and self.unsharded.grad is not None:
             self._held = self.take_gradient(None)  # what waits to be reduced outlives a cast
-        # .data: a version counter of its own, so that gathering again does not look to autograd like an
-        # in-place change of what forward saved.
-        whole = self.geometry.whole_part(memory).data
-        if self._inner is not None:
-            whole = sharded_like(self._inner, whole)
-        self.unsharded = nn.Parameter(whole, requires_grad=self.sharded.requires_grad)
+        self.unsharded = nn.Parameter(self._whole(memory), requires_grad=self.owned.requires_grad)
         self._on_gradient = on_gradient
         self._is_hooked = False
         self._hook()
 
-    def register_unsharded(self) -> None:
-        """Let modules see the plain tensor."""
+    def follow_requires_grad(self) -> None:
+        """Freeze or thaw the whole parameter as the optimizer's is by now."""
         assert self.unsharded is not None
-        if self.unsharded.requires_grad != self.sharded.requires_grad:
-            self.unsharded.requires_grad_(self.sharded.requires_grad)
+        if self.unsharded.requires_grad != self.owned.requires_grad:
+            self.unsharded.requires_grad_(self.owned.requires_grad)
             self._hook()
-        for site in self.sites:
-            site.put(self.unsharded)
-
-    def register_sharded(self) -> None:
-        """Let modules see the DTensor."""
-        for site in self.sites:
-            site.put(self.sharded)
 
     @property
     def has_gradient(self) -> bool:
@@ -151,7 +132,7 @@ class ShardedParameter:
         self._held = self.take_gradient(dtype).to(dtype)
 
     def take_gradient(self, dtype: torch.dtype | None) -> torch.Tensor:
-        """Hand over what was held plus the fresh gradient: plain, of shape ``geometry.shape``; zeros if none.
+        """Hand over what was held plus the fresh gradient: plain, of shape ``shape``; zeros if none.
 
         ``dtype`` is that of a reduction over tensor-parallel ranks, should one be needed.
         """
@@ -165,32 +146,13 @@ class ShardedParameter:
         if held is not None:
             return held
         assert self.unsharded is not None
-        return torch.zeros(
-            self.geometry.shape, dtype=dtype or self.unsharded.dtype, device=self.unsharded.device
-        )
+        return torch.zeros(self.shape, dtype=dtype or self.unsharded.dtype, device=self.unsharded.device)
 
     def drop_gradient(self) -> None:
         """Forget unsharded gradients: those of an iteration that failed."""
         self._held = None
         if self.unsharded is not None:
             self.unsharded.grad = None
-
-    def accept_gradient(self, local: torch.Tensor) -> None:
-        """Add a reduced gradient (this rank's shard) to the sharded parameter's."""
-        if self.sharded.grad is None:
-            self.sharded.grad = sharded_like(self._template, local)
-            return
-        existing = self.sharded.grad
-        (local_tensor(existing) if isinstance(existing, DTensor) else existing).add_(local)
-
-    @property
-    def _template(self) -> DTensor:
-        if not isinstance(self.sharded, DTensor):
-            raise RuntimeError(
-                f"parameter {self.name!r}: expected the DTensor that fully_shard made, got a "
-                f"{type(self.sharded).__name__}; load DTensors, or load before sharding"
-            )
-        return self.sharded
 
     def _hook(self) -> None:
         if self.unsharded is not None and self.unsharded.requires_grad and not self._is_hooked:
@@ -206,113 +168,5 @@ class ShardedParameter:
             self._is_hooked = True
 
     def _plain(self, gradient: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
-        """Give this rank's part of a tensor-parallel gradient, laid out as the parameter is."""
-        if not isinstance(gradient, DTensor) or self._inner is None:
-            return gradient
-        if gradient.placements != self._inner.placements:
-            # Cast first: this may reduce over the tensor-parallel axis, and must do so in ``dtype``.
-            wide = gradient if dtype is None else gradient.to(dtype)
-            assert isinstance(wide, DTensor)
-            gradient = wide.redistribute(placements=self._inner.placements)
-        return gradient.to_local()
-
-
-def _described(origin: nn.Parameter) -> DTensor | None:
-    """Keep how a parameter lay on ranks before it was sharded, without its memory."""
-    detached: torch.Tensor = origin.detach()
-    if not isinstance(detached, DTensor):
-        return None
-    return sharded_like(detached, torch.empty(0, dtype=detached.dtype))
-
-
-def plan_cut(
-    parameter: nn.Parameter, sites: tuple[Site, ...], mesh: DataMesh, placement: Shard | None
-) -> Geometry:
-    """Say how ``parameter`` will be cut over ``mesh``; changes nothing.
-
-    Raises ValueError for scalars and NotImplementedError for what cannot be sharded: tensors that are not
-    contiguous, and uneven dims other than 0.
-    """
-    name = sites[0].name
-    local = _local_part(parameter)
-    if local.dim() == 0:
-        raise ValueError(
-            f"fully_shard doesn't support scalar parameters: {name!r} has no dim to shard; "
-            "make it a 1D tensor of one element"
-        )
-    if not local.is_contiguous():
-        raise NotImplementedError(
-            f"fully_shard: does not support non-contiguous parameters: {name!r} has shape "
-            f"{tuple(local.shape)} and stride {local.stride()}; call .contiguous() on it before"
-        )
-    geometry = Geometry(
-        shape=local.shape, dim=_shard_dim(placement, local, name), ranks=mesh.shard_size, rank=mesh.shard_rank
-    )
-    if geometry.dim and not geometry.is_even:
-        raise NotImplementedError(
-            f"fully_shard: does not support uneven sharding on dim {geometry.dim}: {name!r} of shape "
-            f"{tuple(local.shape)} over {geometry.ranks} ranks; return a dim that they divide, or Shard(0)"
-        )
-    return geometry
-
-
-def cut_parameter(
-    parameter: nn.Parameter,
-    sites: tuple[Site, ...],
-    mesh: DataMesh,
-    geometry: Geometry,
-    *,
-    home: torch.device,
-    pins: bool,
-) -> ShardedParameter:
-    """Shard ``parameter`` over ``mesh``, keep the shard on ``home`` and register the result at its sites."""
-    whole = parameter.detach()
-    shard = geometry.shard_of(_local_part(parameter)).clone(memory_format=torch.contiguous_format)
-    spread = _over_all_axes(shard, whole, mesh, geometry.dim)
-    if not shard.is_meta:
-        kept = shard.to(home)  # from_local moves what lies elsewhere to the mesh
-        spread = sharded_like(spread, kept.pin_memory() if pins else kept)
-    sharded = nn.Parameter(spread, requires_grad=parameter.requires_grad)
-    made = ShardedParameter(sharded=sharded, origin=parameter, sites=sites, geometry=geometry)
-    made.register_sharded()
-    return made
-
-
-def _local_part(parameter: nn.Parameter) -> torch.Tensor:
-    """Give the tensor that data-parallel ranks share: this rank's part where it is a DTensor already."""
-    whole: torch.Tensor = parameter.detach()
-    return local_tensor(whole) if isinstance(whole, DTensor) else whole
-
-
-def _shard_dim(placement: Shard | None, local: torch.Tensor, name: str) -> int:
-    dim = 0 if placement is None else placement.dim
-    if not -local.dim() <= dim < local.dim():
-        raise ValueError(
-            f"shard_placement_fn: expected Shard of a dim below {local.dim()} for {name!r} of shape "
-            f"{tuple(local.shape)}, got {placement}"
-        )
-    return dim % local.dim()
-
-
-def _over_all_axes(shard: torch.Tensor, whole: torch.Tensor, mesh: DataMesh, dim: int) -> DTensor:
-    """Wrap this rank's shard as a DTensor over the data-parallel axes and those it already lay on."""
-    device_mesh = mesh.mesh
-    inner: tuple[Placement, ...] = ()
-    placement: Placement = Shard(dim)
-    if isinstance(whole, DTensor):
-        device_mesh, inner = concatenated(mesh.mesh, whole.device_mesh), whole.placements
-        split = _inner_shards(whole, dim)
-        # The tensor-parallel axis cut the dim first although it comes last in the mesh.
-        placement = strided_shard(dim, split) if split > 1 else placement
-    outer = mesh.placements(placement)
-    return DTensor.from_local(
-        shard, device_mesh, (*outer, *inner), run_check=False, shape=whole.shape, stride=whole.stride()
-    )
-
-
-def _inner_shards(whole: DTensor, dim: int) -> int:
-    split = 1
-    for axis, placement in enumerate(whole.placements):
-        if isinstance(placement, Shard) and placement.dim == dim:
-            split *= whole.device_mesh.size(axis)
-    return split
+        """Give a whole gradient as a plain tensor."""
+        return gradient

@@ -2,49 +2,54 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from engine.reference.arrangement import Arrangement
 from engine.reference.collectives import ReduceScatter
 from engine.reference.division import Division
 from engine.reference.lanes import InFlight, Reduction
-from engine.reference.mesh import DataMesh
-from engine.reference.parameter import ShardedParameter
-from engine.reference.torch_internals import post_accumulate_hooks
+from engine.reference.mesh import Ranks
+from engine.reference.parameter import ManagedParameter
 
-__all__ = ["Partial", "ReductionPlan", "cut", "keep", "reduction"]
+__all__ = ["CommHook", "Partial", "ReductionPlan", "cut", "keep", "reduction"]
+
+CommHook = Callable[..., Any]
+"""Reduces in place of the engine: ``hook(gradients, row)`` where there are shards, else ``hook(gradients)``."""
 
 
 class Partial:
     """Gradients that were reduce-scattered but not yet all-reduced over replicas: 1-D padded shards."""
 
-    def __init__(self) -> None:
-        self._expected: set[ShardedParameter] = set()
-        self._sums: dict[ShardedParameter, torch.Tensor] = {}
+    def __init__(self, arrangement: Arrangement) -> None:
+        self._arrangement = arrangement
+        self._expected: set[ManagedParameter] = set()
+        self._sums: dict[ManagedParameter, torch.Tensor] = {}
 
-    def __contains__(self, parameter: ShardedParameter) -> bool:
+    def __contains__(self, parameter: ManagedParameter) -> bool:
         """Whether something of ``parameter`` is here, or on its way."""
         return parameter in self._expected
 
-    def expect(self, parameters: Sequence[ShardedParameter], *, all_reduces: bool) -> None:
+    def expect(self, parameters: Sequence[ManagedParameter], *, all_reduces: bool) -> None:
         """Note, when a reduction is issued, whether it will leave something here or take everything away."""
         if all_reduces:
             self._expected.difference_update(parameters)
         else:
             self._expected.update(parameters)
 
-    def add(self, parameters: Sequence[ShardedParameter], reduced: torch.Tensor) -> None:
+    def add(self, parameters: Sequence[ManagedParameter], reduced: torch.Tensor) -> None:
         """Sum the parameters' parts of ``reduced`` into what is there."""
-        for parameter, part in _parts(parameters, reduced):
+        for parameter, part in self._arrangement.parts(parameters, reduced):
             earlier = self._sums.get(parameter)
             self._sums[parameter] = part if earlier is None else earlier.add_(part)
 
-    def move_to(self, parameters: Sequence[ShardedParameter], reduced: torch.Tensor) -> None:
+    def move_to(self, parameters: Sequence[ManagedParameter], reduced: torch.Tensor) -> None:
         """Sum what is there into the parameters' parts of ``reduced``, and forget it."""
-        for parameter, part in _parts(parameters, reduced):
+        for parameter, part in self._arrangement.parts(parameters, reduced):
             earlier = self._sums.pop(parameter, None)
             if earlier is not None:
                 part.add_(earlier)
@@ -57,34 +62,42 @@ class Partial:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ReductionPlan:
-    """What a group asks of one reduction; ``dtype`` is that on the wire, ``home`` where gradients end up."""
+    """What a group asks of one reduction.
 
-    mesh: DataMesh
+    ``dtype`` is that on the wire, ``final_dtype`` and ``home`` are where gradients end up.
+    """
+
+    arrangement: Arrangement
+    mesh: Ranks
     division: Division
     dtype: torch.dtype
+    final_dtype: torch.dtype
     home: torch.device
     scatter: ReduceScatter
     scatter_group: dist.ProcessGroup | None
     all_reduces: bool
     hook: Callable[[torch.Tensor], None] | None
+    comm_hook: CommHook | None
     partial: Partial
 
     @property
     def is_alone(self) -> bool:
         """Whether there is nobody to communicate with, and nothing else to do."""
-        return self.mesh.shard_size * self.mesh.replicate_size == 1 and self.hook is None
+        is_lone = self.mesh.shard_size * self.mesh.replicate_size == 1
+        return is_lone and self.hook is None and self.comm_hook is None and self.arrangement.keeps_apart
 
 
-def reduction(parameters: Sequence[ShardedParameter], flat: torch.Tensor, plan: ReductionPlan) -> Reduction:
+def reduction(parameters: Sequence[ManagedParameter], flat: torch.Tensor, plan: ReductionPlan) -> Reduction:
     """Reduce gradients that were ``cut`` into ``flat`` into the sharded parameters' gradients.
 
     Yields each collective that must be waited for before going on; runs without autograd.
     """
+    if plan.comm_hook is not None:
+        _hand_out(_reduced_by_hook(flat, plan.comm_hook, plan), parameters, plan)
+        return
     reduced = flat
     if plan.mesh.shard_size > 1 and flat.numel():
-        reduced = plan.scatter.allocate(
-            (flat.numel() // plan.mesh.shard_size,), dtype=flat.dtype, device=flat.device
-        )
+        reduced = _row(flat, plan)
         assert plan.scatter_group is not None
         work = plan.scatter(
             output_tensor=reduced,
@@ -96,7 +109,7 @@ def reduction(parameters: Sequence[ShardedParameter], flat: torch.Tensor, plan: 
         if work is not None:
             yield InFlight(work, reduced)
     del flat
-    if plan.mesh.replicate_axis is not None:
+    if plan.mesh.is_replicated:
         with torch.no_grad():
             if not plan.all_reduces:
                 plan.partial.add(parameters, reduced)
@@ -116,7 +129,7 @@ def reduction(parameters: Sequence[ShardedParameter], flat: torch.Tensor, plan: 
         _hand_out(reduced, parameters, plan)
 
 
-def keep(parameters: Sequence[ShardedParameter], gradients: list[torch.Tensor], plan: ReductionPlan) -> None:
+def keep(parameters: Sequence[ManagedParameter], gradients: list[torch.Tensor], plan: ReductionPlan) -> None:
     """Make whole gradients the reduced ones, where there is one rank; rounded as the wire would round them."""
     for parameter, gradient in zip(parameters, gradients, strict=True):
         own = gradient.to(plan.dtype)
@@ -126,41 +139,37 @@ def keep(parameters: Sequence[ShardedParameter], gradients: list[torch.Tensor], 
 
 
 def cut(
-    parameters: Sequence[ShardedParameter], gradients: list[torch.Tensor], plan: ReductionPlan
+    parameters: Sequence[ManagedParameter], gradients: list[torch.Tensor], plan: ReductionPlan
 ) -> torch.Tensor:
-    """Lay gradients (plain, whole, one per parameter) out rank by rank; empties the list.
+    """Lay whole gradients out rank by rank, 1-D and in ``plan.dtype``; empties the list."""
+    device = gradients[0].device
 
-    Gives 1-D, in ``plan.dtype``: ``shard_size`` rows of all parameters' padded shards.
-    """
-    ranks = plan.mesh.shard_size
-    sizes = [p.geometry.padded_numel for p in parameters]
-    flat = plan.scatter.allocate((ranks * sum(sizes),), dtype=plan.dtype, device=gradients[0].device)
-    by_rank = flat.view(ranks, sum(sizes))
-    if ranks == 1 or all(p.geometry.is_even and p.geometry.dim == 0 for p in parameters):
-        rows = [g.reshape(ranks, n) for g, n in zip(gradients, sizes, strict=True)]
-        torch.cat(rows, dim=1, out=by_rank)
-    else:
-        for parameter, gradient, out in zip(parameters, gradients, by_rank.split(sizes, dim=1), strict=True):
-            parameter.geometry.cut(gradient, out)
-    gradients.clear()
+    def allocate(numel: int) -> torch.Tensor:
+        return plan.scatter.allocate((numel,), dtype=plan.dtype, device=device)
+
+    flat = plan.arrangement.cut(parameters, gradients, allocate)
     if plan.division.before != 1:
         flat.div_(plan.division.before)
     return flat
 
 
-def _hand_out(reduced: torch.Tensor, parameters: Sequence[ShardedParameter], plan: ReductionPlan) -> None:
-    """Give each parameter its part of the reduced tensor, as a view where dtype and device allow."""
-    dtype = parameters[0].local.dtype
-    reduced = reduced.to(device=plan.home, dtype=dtype)
-    for parameter, part in _parts(parameters, reduced):
-        parameter.accept_gradient(parameter.geometry.own_part(part))
-        for hook in post_accumulate_hooks(parameter.sharded):
-            hook(parameter.sharded)
+def _row(flat: torch.Tensor, plan: ReductionPlan) -> torch.Tensor:
+    """Give memory for this rank's row of the sum."""
+    size = (flat.numel() // plan.mesh.shard_size,)
+    return plan.scatter.allocate(size, dtype=flat.dtype, device=flat.device)
 
 
-def _parts(
-    parameters: Sequence[ShardedParameter], reduced: torch.Tensor
-) -> Iterator[tuple[ShardedParameter, torch.Tensor]]:
-    """Give each parameter with its padded shard in ``reduced``, as a view."""
-    sizes = [p.geometry.padded_numel for p in parameters]
-    yield from zip(parameters, reduced.split(sizes), strict=True)
+def _reduced_by_hook(flat: torch.Tensor, hook: CommHook, plan: ReductionPlan) -> torch.Tensor:
+    """Have the caller's hook reduce, divisions included."""
+    with torch.no_grad():
+        if plan.mesh.shard_size == 1:
+            hook(flat)
+            return flat
+        row = _row(flat, plan)
+        hook(flat, row)
+        return row
+
+
+def _hand_out(reduced: torch.Tensor, parameters: Sequence[ManagedParameter], plan: ReductionPlan) -> None:
+    """Bring the reduced row home, as a view where dtype and device allow."""
+    plan.arrangement.hand_out(parameters, reduced.to(device=plan.home, dtype=plan.final_dtype))

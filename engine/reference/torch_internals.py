@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.autograd import Variable
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import ShardingStrategy
 from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -18,6 +19,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 __all__ = [
+    "HYBRID_SHARD_ZERO2",
     "at_end_of_backward",
     "concatenated",
     "eager",
@@ -27,6 +29,10 @@ __all__ = [
     "sharded_like",
     "strided_shard",
 ]
+
+
+HYBRID_SHARD_ZERO2 = ShardingStrategy._HYBRID_SHARD_ZERO2
+"""The strategy that keeps parameters from forward to backward within replicas; it has no public name."""
 
 
 def at_end_of_backward(callback: Callable[[], None]) -> None:

@@ -71,6 +71,11 @@ class Tree:
             (group.most_in_flight for unit in self.units for group in unit.groups), default=1
         )
 
+    @property
+    def is_running(self) -> bool:
+        """Whether a forward or a backward runs."""
+        return self._outermost is not None or self._backward_runs
+
     # Forward ----------------------------------------------------------------------------------------------
 
     def enter_forward(self, unit: Unit) -> bool:

@@ -20,7 +20,7 @@ from engine.reference.policies import DTypes
 from engine.reference.torch_internals import eager, inside_backward
 from engine.reference.tree import Tree
 
-__all__ = ["Unit", "unit_of"]
+__all__ = ["BackwardGuess", "Unit", "unit_of"]
 
 _ATTRIBUTE = "_sharding_unit"
 
@@ -31,6 +31,14 @@ class UnitState(Enum):
     IDLE = "a forward -> FORWARD; the gradient of an output -> BACKWARD"
     FORWARD = "all its modules have run -> IDLE"
     BACKWARD = "the gradients of its inputs are there, or backward is over -> IDLE"
+
+
+class BackwardGuess(Enum):
+    """When a unit's backward gathers the unit that is predicted to come next."""
+
+    FIRST = "before its own gradients are computed"
+    LAST = "after its own gradients were computed"
+    NEVER = "not at all"
 
 
 class Unit:
@@ -57,6 +65,8 @@ class Unit:
         self.reshards_after_backward = True
         self.forward_prefetch: tuple[Unit, ...] = ()
         self.backward_prefetch: tuple[Unit, ...] = ()
+        self.guesses_in_forward = True
+        self.guesses_in_backward = BackwardGuess.FIRST
         self.post_optim_event: Any | None = None  # torch types each device's events apart
         self.tree: Tree | None = None
         self.is_last_backward = True  # of the tree to come
@@ -67,6 +77,7 @@ class Unit:
         self._left: set[nn.Module] = set()
         self._guess = False
         self._places: list[int] = []
+        self._place = 0
         # Calls whose backward is still to come: those whose inputs will tell of its end, and the others.
         self._watched_calls = 0
         self._other_calls = 0
@@ -237,6 +248,8 @@ class Unit:
     def _prefetch_in_forward(self, tree: Tree) -> None:
         for unit in self.forward_prefetch:
             unit.unshard()
+        if not self.guesses_in_forward:
+            return
         if not self.forward_prefetch and (guess := tree.next_in_forward()) is not None:
             guess.guess()
 
@@ -306,14 +319,19 @@ class Unit:
                 group.wait()
         self._guess = False
         if begins:
+            self._place = self._places.pop() if self._places else 0
             self._prefetch_in_backward(self.tree)
         self.tree.lanes.forget_buffer()
 
     def _prefetch_in_backward(self, tree: Tree) -> None:
-        place = self._places.pop() if self._places else 0
         for unit in self.backward_prefetch:
             unit.guess_in_backward()
-        if not self.backward_prefetch and (guess := tree.next_in_backward(place)) is not None:
+        if not self.backward_prefetch and self.guesses_in_backward is BackwardGuess.FIRST:
+            self._guess_next(tree)
+
+    def _guess_next(self, tree: Tree) -> None:
+        guess = tree.next_in_backward(self._place)
+        if guess is not None:
             guess.guess_in_backward()
 
     def guess_in_backward(self) -> None:
@@ -336,6 +354,8 @@ class Unit:
         if calls_to_come and not all(group.is_complete for group in self.groups):
             return
         self._end_of_backward(frees=True)
+        if self.guesses_in_backward is BackwardGuess.LAST and self.tree is not None:
+            self._guess_next(self.tree)
 
     def _end_of_backward(self, *, frees: bool) -> None:
         self._state = UnitState.IDLE

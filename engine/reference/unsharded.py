@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
-from engine.reference.parameter import ShardedParameter
-
-__all__ = ["Unsharded"]
+__all__ = ["Unsharded", "carved"]
 
 _ALIGNMENT_BYTES = 64  # a cache line, and what vectorised kernels like
 
@@ -16,38 +14,31 @@ _ALIGNMENT_BYTES = 64  # a cache line, and what vectorised kernels like
 class Unsharded:
     """Whole parameters as views of one block of memory.
 
-    Where nothing is gathered and nothing cast, the block is the shards' own: a replicated parameter exists
-    once. Otherwise it is allocated when filled; a single parameter is gathered straight into it.
+    Without a ``block`` they are views of the shards' own: a replicated parameter exists once. ``targets`` are
+    (ranks, ...) views of each parameter's whole memory, ``numels`` the elements that a rank sends of each,
+    ``dtypes`` what they are in; ``is_flat`` tells that each target is a row per rank. A gather writes straight
+    into ``single``, if there is one: nothing has to be rearranged.
     """
 
     def __init__(
         self,
-        parameters: Sequence[ShardedParameter],
+        block: torch.Tensor | None,
+        targets: Sequence[torch.Tensor],
         *,
-        ranks: int,
-        dtype: torch.dtype | None,
-        device: torch.device,
-        on_gradient: Callable[[torch.Tensor], None],
+        numels: Sequence[int],
+        dtypes: Sequence[torch.dtype],
+        is_flat: bool,
+        single: torch.Tensor | None,
     ) -> None:
-        self._ranks = ranks
-        locals_ = [p.local for p in parameters]
-        numels = [p.geometry.padded_numel for p in parameters]
-        self._dtypes = [dtype if dtype and t.is_floating_point() else t.dtype for t in locals_]
-        self._is_shared = ranks == 1 and all(
-            d == t.dtype and t.device == device for d, t in zip(self._dtypes, locals_, strict=True)
-        )
-        if self._is_shared:
-            views = [t.view(-1) for t in locals_]
-        else:
-            self._block, views = _carve([ranks * n for n in numels], self._dtypes, device)
-        self._travels_as_bytes = len(set(self._dtypes)) > 1
-        for parameter, view in zip(parameters, views, strict=True):
-            parameter.dress(view, on_gradient)
-        self._targets = [p.geometry.by_rank(v) for p, v in zip(parameters, views, strict=True)]
-        self._is_flat = all(p.geometry.dim == 0 for p in parameters)
-        width = [d.itemsize if self._travels_as_bytes else 1 for d in self._dtypes]
+        self._block = block
+        self._targets = list(targets)
+        self._ranks = targets[0].shape[0] if targets else 1
+        self._dtypes = list(dtypes)
+        self._travels_as_bytes = len(set(dtypes)) > 1
+        self._is_flat = is_flat
+        width = [d.itemsize if self._travels_as_bytes else 1 for d in dtypes]
         self._sizes = [n * w for n, w in zip(numels, width, strict=True)]
-        self._single = views[0] if len(views) == 1 and self._is_flat and not self._is_shared else None
+        self._single = single
         self.free()
 
     @property
@@ -63,7 +54,7 @@ class Unsharded:
     @property
     def is_shared(self) -> bool:
         """Whether this memory is the shards' own."""
-        return self._is_shared
+        return self._block is None
 
     @property
     def is_direct(self) -> bool:
@@ -79,11 +70,11 @@ class Unsharded:
 
     def is_in(self, gathered: torch.Tensor) -> bool:
         """Whether ``gathered`` is this memory, and not a buffer to give back."""
-        return self._is_shared or gathered is self._single
+        return self._block is None or gathered is self._single
 
     def fill(self, gathered: torch.Tensor) -> None:
         """Copy a gather's output (1-D: rank by rank, all parameters' padded shards) to where it belongs."""
-        if self._is_shared or gathered is self._single:
+        if self._block is None or gathered is self._single:
             return
         self._allocate()
         parts = gathered.view(self._ranks, -1)
@@ -106,16 +97,17 @@ class Unsharded:
 
     def free(self) -> None:
         """Give the memory back; tensors that autograd saved keep their identity and see the next gather's."""
-        if not self._is_shared:
+        if self._block is not None:
             self._block.untyped_storage().resize_(0)
 
     def _allocate(self) -> None:
+        assert self._block is not None
         storage = self._block.untyped_storage()
         if storage.size() != self._block.numel():
             storage.resize_(self._block.numel())
 
 
-def _carve(
+def carved(
     numels: Sequence[int], dtypes: Sequence[torch.dtype], device: torch.device
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """Lay typed views over one block of bytes, each aligned."""

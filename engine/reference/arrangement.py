@@ -1,0 +1,166 @@
+"""How the parameters of a group lie side by side: on the wire as shards, and in memory as whole tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol
+
+import torch
+
+from engine.reference.parameter import ManagedParameter
+from engine.reference.sharded_parameter import ShardedParameter
+from engine.reference.torch_internals import post_accumulate_hooks
+from engine.reference.unsharded import Unsharded, carved
+
+__all__ = ["Arrangement", "SideBySide", "whereabouts"]
+
+Allocate = Callable[[int], torch.Tensor]
+
+
+class Arrangement(Protocol):
+    """One way to lay out a group's parameters. All ranks of a group use the same."""
+
+    @property
+    def parameters(self) -> Sequence[ManagedParameter]:
+        """The group's parameters."""
+        ...
+
+    @property
+    def keeps_apart(self) -> bool:
+        """Whether one parameter's gradient may be handed out without the others'."""
+        ...
+
+    def adopt(self) -> None:
+        """Take over parameters that were replaced, moved or cast, as by loading."""
+
+    def whole(
+        self, *, dtype: torch.dtype | None, device: torch.device, on_gradient: Callable[[torch.Tensor], None]
+    ) -> Unsharded:
+        """Make the memory of whole parameters, in ``dtype`` where they are floating-point, on ``device``."""
+        ...
+
+    def pack(self, out: torch.Tensor) -> None:
+        """Copy this rank's shards into ``out`` (1-D), cast to its dtype."""
+
+    def cut(
+        self, parameters: Sequence[ManagedParameter], gradients: list[torch.Tensor], allocate: Allocate
+    ) -> torch.Tensor:
+        """Lay whole gradients (plain, one per parameter) out rank by rank in memory (1-D) from ``allocate``.
+
+        Empties the list.
+        """
+        ...
+
+    def parts(
+        self, parameters: Sequence[ManagedParameter], reduced: torch.Tensor
+    ) -> Iterator[tuple[ManagedParameter, torch.Tensor]]:
+        """Give each parameter with its part of this rank's row of what was cut for them, as a view (1-D)."""
+        ...
+
+    def hand_out(self, parameters: Sequence[ManagedParameter], reduced: torch.Tensor) -> None:
+        """Add a reduced row to the gradients of what the optimizer owns, as views where there are none yet."""
+
+
+class SideBySide:
+    """Each parameter is cut by itself; a rank sends its shards of all of them one after the other, each padded."""
+
+    keeps_apart = True
+
+    def __init__(self, parameters: Sequence[ShardedParameter], ranks: int) -> None:
+        self.parameters = tuple(parameters)
+        self._ranks = ranks
+
+    def adopt(self) -> None:
+        """Adopt each."""
+        for parameter in self.parameters:
+            parameter.adopt()
+
+    def whole(
+        self, *, dtype: torch.dtype | None, device: torch.device, on_gradient: Callable[[torch.Tensor], None]
+    ) -> Unsharded:
+        """Make one block for all; where nothing is gathered and nothing cast, it is the shards' own memory."""
+        locals_ = [p.local for p in self.parameters]
+        dtypes = [dtype if dtype and t.is_floating_point() else t.dtype for t in locals_]
+        numels = [p.geometry.padded_numel for p in self.parameters]
+        block = None
+        if self._ranks == 1 and all(
+            d == t.dtype and t.device == device for d, t in zip(dtypes, locals_, strict=True)
+        ):
+            views = [t.view(-1) for t in locals_]
+        else:
+            block, views = carved([self._ranks * n for n in numels], dtypes, device)
+        for parameter, view in zip(self.parameters, views, strict=True):
+            parameter.dress(view, on_gradient)
+        is_flat = all(p.geometry.dim == 0 for p in self.parameters)
+        return Unsharded(
+            block,
+            [p.geometry.by_rank(v) for p, v in zip(self.parameters, views, strict=True)],
+            numels=numels,
+            dtypes=dtypes,
+            is_flat=is_flat,
+            single=views[0] if len(views) == 1 and is_flat and block is not None else None,
+        )
+
+    def pack(self, out: torch.Tensor) -> None:
+        """Copy shards side by side, each padded to the size of the largest; byte for byte, if ``out`` is bytes.
+
+        ``out`` is this rank's part of the gather's output, so that the gather needs no input of its own.
+        """
+        locals_ = [p.local for p in self.parameters]
+        as_bytes = out.dtype == torch.uint8
+        if not as_bytes and all(
+            p.geometry.is_even and local.device == out.device
+            for p, local in zip(self.parameters, locals_, strict=True)
+        ):
+            torch.cat([local.reshape(-1) for local in locals_], out=out)
+            return
+        start = 0
+        for parameter, local in zip(self.parameters, locals_, strict=True):
+            flat = local.reshape(-1).view(torch.uint8) if as_bytes else local.reshape(-1)
+            width = local.element_size() if as_bytes else 1
+            end = start + parameter.geometry.padded_numel * width
+            out[start : start + flat.numel()].copy_(flat, non_blocking=True)
+            out[start + flat.numel() : end].zero_()
+            start = end
+
+    def cut(
+        self, parameters: Sequence[ManagedParameter], gradients: list[torch.Tensor], allocate: Allocate
+    ) -> torch.Tensor:
+        """Lay out as many rows as there are ranks, of all parameters' padded shards."""
+        chosen = _sharded(parameters)
+        sizes = [p.geometry.padded_numel for p in chosen]
+        flat = allocate(self._ranks * sum(sizes))
+        by_rank = flat.view(self._ranks, sum(sizes))
+        if self._ranks == 1 or all(p.geometry.is_even and p.geometry.dim == 0 for p in chosen):
+            rows = [g.reshape(self._ranks, n) for g, n in zip(gradients, sizes, strict=True)]
+            torch.cat(rows, dim=1, out=by_rank)
+        else:
+            for parameter, gradient, out in zip(chosen, gradients, by_rank.split(sizes, dim=1), strict=True):
+                parameter.geometry.cut(gradient, out)
+        gradients.clear()
+        return flat
+
+    def parts(
+        self, parameters: Sequence[ManagedParameter], reduced: torch.Tensor
+    ) -> Iterator[tuple[ManagedParameter, torch.Tensor]]:
+        """Give each its padded shard."""
+        chosen = _sharded(parameters)
+        yield from zip(chosen, reduced.split([p.geometry.padded_numel for p in chosen]), strict=True)
+
+    def hand_out(self, parameters: Sequence[ManagedParameter], reduced: torch.Tensor) -> None:
+        """Give each parameter its part, without the padding."""
+        for parameter, part in self.parts(parameters, reduced):
+            assert isinstance(parameter, ShardedParameter)
+            parameter.accept_gradient(parameter.geometry.own_part(part))
+            for hook in post_accumulate_hooks(parameter.owned):
+                hook(parameter.owned)
+
+
+def whereabouts(parameters: Sequence[ManagedParameter]) -> tuple[object, ...]:
+    """Describe where the shards are and in which dtype, to tell when they were moved or cast."""
+    return tuple((p.local.dtype, p.local.device, p.local.data_ptr()) for p in parameters)
+
+
+def _sharded(parameters: Sequence[ManagedParameter]) -> list[ShardedParameter]:
+    """Know the parameters of a group of this arrangement by their class."""
+    return [p for p in parameters if isinstance(p, ShardedParameter)]

@@ -1,0 +1,321 @@
+"""Parameters end to end: one flat parameter for each unit, of which a rank holds an interval."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import nn
+
+from engine.reference.arrangement import Allocate
+from engine.reference.mesh import Ranks
+from engine.reference.parameter import WRITE_MARK, ManagedParameter, Site, WriteMark
+from engine.reference.torch_internals import post_accumulate_hooks
+from engine.reference.unsharded import Unsharded
+
+__all__ = ["FLAT_NAME", "EndToEnd", "FlatParameter", "FlatPiece"]
+
+FLAT_NAME = "_flat_param"
+"""The name under which a wrapper registers its flat parameter."""
+
+_ALIGNMENT_BYTES = 16  # what vectorised kernels load at once
+
+
+class FlatParameter(nn.Parameter):
+    """This rank's share of all parameters of one unit as one 1-D tensor: what the optimizer updates."""
+
+
+class FlatPiece(ManagedParameter):
+    """One parameter of a unit: from ``start`` on in the flat one; this rank has ``local_numel`` elements of it.
+
+    Those begin ``offset`` elements into the rank's share, and ``first`` into the flattened parameter. With
+    ``is_visible`` modules show them as a parameter of their own, else as a plain tensor beside the flat one.
+    """
+
+    def __init__(
+        self, flat: EndToEnd, origin: nn.Parameter, sites: tuple[Site, ...], start: int, *, is_visible: bool
+    ) -> None:
+        super().__init__(origin=origin, sites=sites, shape=origin.shape)
+        self.start = start
+        self._flat = flat
+        share = flat.share_numel
+        begin = min(max(start, flat.rank * share), start + origin.numel())
+        end = max(min(start + origin.numel(), (flat.rank + 1) * share), begin)
+        self.local_numel = end - begin
+        self.offset = begin - flat.rank * share if self.local_numel else 0
+        self.first = begin - start if self.local_numel else 0
+        self._visible = nn.Parameter(torch.empty(0), origin.requires_grad) if is_visible else None
+
+    @property
+    def local(self) -> torch.Tensor:
+        """This rank's elements: 1-D, or of the parameter's own shape where one rank has everything."""
+        part = self._flat.memory[self.offset : self.offset + self.local_numel]
+        return part.view(self.shape) if self._flat.num_ranks == 1 else part
+
+    @property
+    def is_visible(self) -> bool:
+        """Whether modules show this part as a parameter."""
+        return self._visible is not None
+
+    @property
+    def owned(self) -> nn.Parameter:
+        """The visible parameter, or the flat one."""
+        if self._visible is not None:
+            return self._visible
+        assert self._flat.flat_parameter is not None
+        return self._flat.flat_parameter
+
+    def watch_writes(self, on_write: Callable[[], None]) -> None:
+        """Mark what the optimizer owns."""
+        self._write_mark = WriteMark(on_write)
+        setattr(self.owned, WRITE_MARK, self._write_mark)
+
+    def current(self) -> torch.Tensor:
+        """Give what the modules show, but for the whole parameter."""
+        if self._visible is None:
+            return self.local
+        found = self.sites[0].holds()
+        return self._visible if found is None else found
+
+    def is_in_place(self) -> bool:
+        """Whether the visible parameter still is a view of the rank's share."""
+        found, local = self.current(), self.local
+        is_same = found is self._visible and found.dtype == local.dtype and found.device == local.device
+        return is_same and (not self.local_numel or found.data_ptr() == local.data_ptr())
+
+    def rebind(self) -> None:
+        """Let what modules show be a view of the rank's share again; a parameter put in its place is adopted."""
+        if self._visible is not None:
+            found = self.current()
+            assert isinstance(found, nn.Parameter)
+            self._visible = found
+            self._visible.data = self.local
+        if hasattr(self, "_write_mark"):
+            setattr(self.owned, WRITE_MARK, self._write_mark)
+        self.register_sharded()
+
+    def register_unsharded(self) -> None:
+        """Show the whole tensor; what the optimizer owns stays registered behind it."""
+        self.follow_requires_grad()
+        assert self.unsharded is not None
+        for site in self.sites:
+            site.module.__dict__[site.name] = self.unsharded
+
+    def register_sharded(self) -> None:
+        """Show this rank's elements: as a parameter, or past the module's registry beside the flat one."""
+        for site in self.sites:
+            if self._visible is None:
+                site.module._parameters.pop(site.name, None)
+                site.module.__dict__[site.name] = self.local
+            else:
+                site.module.__dict__.pop(site.name, None)
+                site.put(self._visible)
+
+    def show_whole(self, whole: nn.Parameter) -> None:
+        """Show ``whole`` as the module's parameter, in the place of what the optimizer owns."""
+        for site in self.sites:
+            site.module.__dict__.pop(site.name, None)
+            site.put(whole)
+
+    def accept_gradient(self, local: torch.Tensor) -> None:
+        """Add this rank's elements of a reduced gradient to those of the visible parameter."""
+        assert self._visible is not None
+        _add_gradient(self._visible, local.view(self._visible.shape))
+
+    def _whole(self, memory: torch.Tensor) -> torch.Tensor:
+        # .data: a version counter of its own, see ShardedParameter.
+        return memory.view(self.shape).data
+
+
+class EndToEnd:
+    """Parameters one after the other, aligned, then cut into equal shares. Implements `Arrangement`.
+
+    ``parameters``: with all places of each. ``holder`` is the module that a flat parameter is registered on; None
+    leaves every parameter visible under its name. Raises ValueError for dtypes, or trainable and frozen parameters,
+    that one flat parameter cannot hold together.
+    """
+
+    keeps_apart = False
+
+    def __init__(
+        self,
+        parameters: Sequence[tuple[nn.Parameter, tuple[Site, ...]]],
+        ranks: Ranks,
+        *,
+        home: torch.device,
+        pins: bool,
+        holder: nn.Module | None,
+    ) -> None:
+        origins = [origin for origin, _ in parameters]
+        _check_uniform(parameters, is_one=holder is not None)
+        self.num_ranks = ranks.shard_size
+        self.rank = ranks.shard_rank
+        starts, total = _laid_out(origins, is_aligned=ranks.shard_size > 1)
+        self.share_numel = -(-total // self.num_ranks)
+        whole = torch.zeros(
+            self.share_numel * self.num_ranks, dtype=origins[0].dtype, device=origins[0].device
+        )
+        for origin, start in zip(origins, starts, strict=True):
+            whole[start : start + origin.numel()].copy_(origin.detach().reshape(-1))
+        share = self.share_of(whole).clone().to(home)
+        self.memory = share.pin_memory() if pins else share
+        self.holder = holder
+        self.flat_parameter: FlatParameter | None = None
+        if holder is not None:
+            self.flat_parameter = FlatParameter(self.memory, origins[0].requires_grad)
+            holder.register_parameter(FLAT_NAME, self.flat_parameter)
+        self.parameters = tuple(
+            FlatPiece(self, origin, sites, start, is_visible=holder is None)
+            for (origin, sites), start in zip(parameters, starts, strict=True)
+        )
+        for piece in self.parameters:
+            piece.rebind()
+
+    def adopt(self) -> None:
+        """Take the rank's share to where its parameters were moved, or cast."""
+        if self.holder is not None:
+            found = self.holder._parameters[FLAT_NAME]
+            assert isinstance(found, nn.Parameter)
+            detached: torch.Tensor = found.detach()
+            if found is self.flat_parameter and detached.data_ptr() == self.memory.data_ptr():
+                return
+            self.flat_parameter = found  # type: ignore[assignment]  # torch keeps a parameter's class as it likes
+            self.memory = detached
+        elif all(piece.is_in_place() for piece in self.parameters):
+            return
+        else:
+            self.memory = self._collected()
+        for piece in self.parameters:
+            piece.rebind()
+
+    def whole(
+        self, *, dtype: torch.dtype | None, device: torch.device, on_gradient: Callable[[torch.Tensor], None]
+    ) -> Unsharded:
+        """Make one tensor for all, into which gathers write; of one rank in the same dtype, its share."""
+        dtype = dtype if dtype is not None and self.memory.is_floating_point() else self.memory.dtype
+        block, flat = None, self.memory
+        if self.num_ranks > 1 or dtype != self.memory.dtype or device != self.memory.device:
+            numel = self.num_ranks * self.share_numel
+            with torch.inference_mode(False):
+                block = torch.empty(numel * dtype.itemsize, dtype=torch.uint8, device=device)
+                flat = block.view(dtype)
+        for piece in self.parameters:
+            piece.dress(flat[piece.start : piece.start + piece.shape.numel()], on_gradient)
+        return Unsharded(
+            block,
+            [flat.view(self.num_ranks, self.share_numel)],
+            numels=[self.share_numel],
+            dtypes=[dtype],
+            is_flat=True,
+            single=None if block is None else flat,
+        )
+
+    def share_of(self, whole: torch.Tensor) -> torch.Tensor:
+        """View this rank's share of a whole flat tensor."""
+        return whole.view(self.num_ranks, self.share_numel)[self.rank]
+
+    def pack(self, out: torch.Tensor) -> None:
+        """Copy the share."""
+        out.copy_(self.memory, non_blocking=True)
+
+    def cut(
+        self, parameters: Sequence[ManagedParameter], gradients: list[torch.Tensor], allocate: Allocate
+    ) -> torch.Tensor:
+        """Lay gradients out as the parameters are, with zeros for those that have none and between them."""
+        flat = allocate(self.num_ranks * self.share_numel)
+        found = dict(zip(parameters, gradients, strict=True))
+        gradients.clear()
+        rows, end = [], 0
+        for piece in (*self.parameters, None):
+            start = flat.numel() if piece is None else piece.start
+            if start > end:
+                rows.append(torch.zeros((), dtype=flat.dtype, device=flat.device).expand(start - end))
+            if piece is None:
+                break
+            gradient = found.pop(piece, None)
+            end = start + piece.shape.numel() if gradient is not None else start
+            if gradient is not None:
+                rows.append(gradient.reshape(-1))
+        torch.cat(rows, out=flat)
+        return flat
+
+    def parts(
+        self, parameters: Sequence[ManagedParameter], reduced: torch.Tensor
+    ) -> Iterator[tuple[ManagedParameter, torch.Tensor]]:
+        """Give each its elements."""
+        for piece in parameters:
+            assert isinstance(piece, FlatPiece)
+            yield piece, reduced[piece.offset : piece.offset + piece.local_numel]
+
+    def hand_out(self, parameters: Sequence[ManagedParameter], reduced: torch.Tensor) -> None:
+        """Add to the gradient of the flat parameter, or to those of the visible ones."""
+        if self.flat_parameter is not None:
+            _add_gradient(self.flat_parameter, reduced)
+            _call_hooks(self.flat_parameter)
+            return
+        for piece, part in self.parts(parameters, reduced):
+            piece.accept_gradient(part)
+            _call_hooks(piece.owned)
+
+    def _collected(self) -> torch.Tensor:
+        """Bring what modules show now together again."""
+        found = [piece.current().detach() for piece in self.parameters]
+        kinds = {(t.dtype, t.device) for t in found}
+        if len(kinds) > 1:
+            raise RuntimeError(
+                f"parameters {[p.name for p in self.parameters]}: expected one dtype and device, as they are parts of "
+                f"one flat parameter, got {sorted(map(str, kinds))}; convert the whole model"
+            )
+        memory = torch.zeros(self.share_numel, dtype=found[0].dtype, device=found[0].device)
+        for piece, tensor in zip(self.parameters, found, strict=True):
+            if tensor.numel() != piece.local_numel:
+                raise RuntimeError(
+                    f"parameter {piece.name!r}: expected the {piece.local_numel} elements of this rank, got "
+                    f"{tensor.numel()} registered in their place; change parameters in summon_full_params"
+                )
+            memory[piece.offset : piece.offset + piece.local_numel].copy_(tensor.reshape(-1))
+        return memory
+
+
+def _laid_out(origins: Sequence[nn.Parameter], *, is_aligned: bool) -> tuple[list[int], int]:
+    """Give where each parameter starts, in elements, and where the last one ends.
+
+    Replicas are not aligned: what is between parameters would be all-reduced with the gradients.
+    """
+    step = max(1, _ALIGNMENT_BYTES // origins[0].dtype.itemsize) if is_aligned else 1
+    starts, end = [], 0
+    for origin in origins:
+        starts.append(math.ceil(end / step) * step)
+        end = starts[-1] + origin.numel()
+    return starts, end
+
+
+def _check_uniform(parameters: Sequence[tuple[nn.Parameter, tuple[Site, ...]]], *, is_one: bool) -> None:
+    dtypes = {origin.dtype for origin, _ in parameters}
+    names = [sites[0].name for _, sites in parameters]
+    if len(dtypes) > 1:
+        raise ValueError(
+            f"flat parameter of {names}: Must flatten tensors with uniform dtype, got {sorted(map(str, dtypes))}; "
+            "cast them, or wrap the modules of each dtype apart"
+        )
+    if is_one and len({origin.requires_grad for origin, _ in parameters}) > 1:
+        raise ValueError(
+            f"flat parameter of {names}: Must flatten tensors with uniform requires_grad when use_orig_params=False, "
+            "got trainable and frozen ones; wrap them apart, or try use_orig_params=True"
+        )
+
+
+def _add_gradient(parameter: nn.Parameter, gradient: torch.Tensor) -> None:
+    if parameter.grad is not None:
+        parameter.grad.add_(gradient)
+    elif gradient.dtype == parameter.dtype:
+        parameter.grad = gradient
+    else:  # autograd wants a gradient of the parameter's dtype; who asked for another one gets it through .data
+        parameter.grad = torch.empty_like(parameter)
+        parameter.grad.data = gradient
+
+
+def _call_hooks(parameter: nn.Parameter) -> None:
+    for hook in post_accumulate_hooks(parameter):
+        hook(parameter)

@@ -1,0 +1,210 @@
+"""The wrapper's methods around state dicts of models and optimizers, with torch's names and arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import (
+    OptimStateDictConfig,
+    OptimStateKeyType,
+    StateDictConfig,
+    StateDictSettings,
+    StateDictType,
+)
+
+from engine.reference.optimizer_state import (
+    NamedState,
+    broadcast_from_first,
+    loadable,
+    local_state,
+    rekeyed,
+    sharded_state,
+    whole_state,
+)
+from engine.reference.wrapper_base import WrapperBase, wrappers_in
+from engine.reference.wrapper_state import export_states, settings_for
+
+__all__ = ["StateDictMethods"]
+
+Group = dist.ProcessGroup | None
+
+
+class StateDictMethods(WrapperBase):
+    """State dicts of a wrapper; the static methods take any module with wrappers in it.
+
+    Optimizer states are named states, see `engine.reference.optimizer_state`. ``optim_input`` is taken for torch's
+    sake and not needed: the optimizer knows its parameters.
+    """
+
+    # Any: values of state dicts are tensors, numbers, whatever optimizers keep.
+    def state_dict(  # type: ignore[override]  # torch spells the two forms apart
+        self, *, destination: dict[str, Any] | None = None, prefix: str = "", keep_vars: bool = False
+    ) -> dict[str, Any]:
+        """Give the model's state in the form that was chosen by ``set_state_dict_type``. Collective."""
+        save: Callable[..., Any] = super().state_dict
+        return export_states(self, save, destination, prefix, keep_vars)
+
+    @staticmethod
+    def set_state_dict_type(
+        module: nn.Module,
+        state_dict_type: StateDictType,
+        state_dict_config: StateDictConfig | None = None,
+        optim_state_dict_config: OptimStateDictConfig | None = None,
+    ) -> StateDictSettings:
+        """Choose the form of state dicts for every wrapper in ``module``; gives what was chosen before.
+
+        Raises RuntimeError for a config of another type, AssertionError where wrappers differed.
+        """
+        chosen = settings_for(state_dict_type, state_dict_config, optim_state_dict_config)
+        before = StateDictMethods.get_state_dict_type(module)
+        for wrapper in wrappers_in(module):
+            wrapper.state_dict_settings = chosen
+        return before
+
+    @staticmethod
+    def get_state_dict_type(module: nn.Module) -> StateDictSettings:
+        """Give the form of state dicts of the wrappers in ``module``; raises AssertionError where they differ."""
+        found = [wrapper.state_dict_settings for wrapper in wrappers_in(module)]
+        if not found:
+            raise AssertionError(
+                f"state dict type: expected a module with wrappers, got {type(module).__name__}"
+            )
+        for settings in found:
+            if settings != found[0]:
+                raise AssertionError(
+                    "All FSDP modules must have the same state dict settings: expected "
+                    f"{found[0]} on every wrapper, got {settings} on one; call set_state_dict_type on the root"
+                )
+        return found[0]
+
+    @staticmethod
+    @contextmanager
+    def state_dict_type(
+        module: nn.Module,
+        state_dict_type: StateDictType,
+        state_dict_config: StateDictConfig | None = None,
+        optim_state_dict_config: OptimStateDictConfig | None = None,
+    ) -> Iterator[None]:
+        """Choose the form of state dicts within a context; what held before holds after it, however it ends."""
+        before = StateDictMethods.set_state_dict_type(
+            module, state_dict_type, state_dict_config, optim_state_dict_config
+        )
+        try:
+            yield
+        finally:
+            for wrapper in wrappers_in(module):
+                wrapper.state_dict_settings = before
+
+    # Optimizer --------------------------------------------------------------------------------------------
+
+    @staticmethod
+    def optim_state_dict(
+        model: nn.Module,
+        optim: torch.optim.Optimizer,
+        optim_state_dict: dict[str, Any] | None = None,
+        group: Group = None,
+    ) -> NamedState:
+        """Give the optimizer's state (or ``optim_state_dict``, a state dict of it) in the form chosen. Collective."""
+        settings = StateDictMethods.get_state_dict_type(model)
+        config = settings.optim_state_dict_config
+        states = optim.state_dict() if optim_state_dict is None else optim_state_dict
+        match settings.state_dict_type:
+            case StateDictType.FULL_STATE_DICT:
+                whole = whole_state(model, optim, states, offloads=config.offload_to_cpu)
+                return {} if getattr(config, "rank0_only", False) and dist.get_rank(group) else whole
+            case StateDictType.SHARDED_STATE_DICT:
+                return sharded_state(model, optim, states, offloads=config.offload_to_cpu)
+            case StateDictType.LOCAL_STATE_DICT:
+                return local_state(model, optim, states)
+
+    @staticmethod
+    def optim_state_dict_to_load(
+        model: nn.Module,
+        optim: torch.optim.Optimizer,
+        optim_state_dict: NamedState,
+        is_named_optimizer: bool = False,
+        load_directly: bool = False,
+        group: Group = None,
+    ) -> dict[str, Any]:
+        """Turn what ``optim_state_dict`` gave, maybe of another wrapping, into what ``optim`` loads. Collective."""
+        settings = StateDictMethods.get_state_dict_type(model)
+        if getattr(settings.optim_state_dict_config, "rank0_only", False):
+            optim_state_dict = broadcast_from_first(optim_state_dict, group)
+        is_local = settings.state_dict_type is StateDictType.LOCAL_STATE_DICT
+        made = loadable(model, optim, optim_state_dict, is_local=is_local, by_name=is_named_optimizer)
+        if load_directly:
+            optim.load_state_dict(made)
+        return made
+
+    @staticmethod
+    def full_optim_state_dict(
+        model: nn.Module,
+        optim: torch.optim.Optimizer,
+        optim_input: object = None,
+        rank0_only: bool = True,
+        group: Group = None,
+    ) -> NamedState:
+        """Gather the whole state to the host; on rank 0 alone unless told otherwise. Collective."""
+        whole = whole_state(model, optim, optim.state_dict(), offloads=True)
+        return {} if rank0_only and dist.get_rank(group) else whole
+
+    @staticmethod
+    def sharded_optim_state_dict(
+        model: nn.Module, optim: torch.optim.Optimizer, group: Group = None
+    ) -> NamedState:
+        """Give the state as DTensors, sharded on dim 0. Collective."""
+        return sharded_state(model, optim, optim.state_dict(), offloads=False)
+
+    @staticmethod
+    def shard_full_optim_state_dict(
+        full_optim_state_dict: NamedState,
+        model: nn.Module,
+        optim_input: object = None,
+        optim: torch.optim.Optimizer | None = None,
+    ) -> dict[str, Any]:
+        """Turn a whole state, which every rank has, into what this rank's optimizer loads."""
+        return loadable(model, _expected(optim), full_optim_state_dict, is_local=False, by_name=False)
+
+    @staticmethod
+    def flatten_sharded_optim_state_dict(
+        sharded_optim_state_dict: NamedState, model: nn.Module, optim: torch.optim.Optimizer
+    ) -> dict[str, Any]:
+        """Turn a state of DTensors into what this rank's optimizer loads. Collective."""
+        return loadable(model, optim, sharded_optim_state_dict, is_local=False, by_name=False)
+
+    @staticmethod
+    def scatter_full_optim_state_dict(
+        full_optim_state_dict: NamedState | None,
+        model: nn.Module,
+        optim_input: object = None,
+        optim: torch.optim.Optimizer | None = None,
+        group: Group = None,
+    ) -> dict[str, Any]:
+        """Turn a whole state that rank 0 has into what each rank's optimizer loads. Collective."""
+        received = broadcast_from_first(full_optim_state_dict, group)
+        return loadable(model, _expected(optim), received, is_local=False, by_name=False)
+
+    @staticmethod
+    def rekey_optim_state_dict(
+        optim_state_dict: Mapping[str, Any],
+        optim_state_key_type: OptimStateKeyType,
+        model: nn.Module,
+        optim_input: Iterable[nn.Parameter] | list[dict[str, Any]] | None = None,
+        optim: torch.optim.Optimizer | None = None,
+    ) -> dict[str, Any]:
+        """Name the parameters of a state by number, or by name; ``model`` is not wrapped.
+
+        Numbers go by the order of ``optim``, or of ``model.parameters()`` where there is none.
+        """
+        return rekeyed(optim_state_dict, optim_state_key_type, model, optim)
+
+
+def _expected(optimizer: torch.optim.Optimizer | None) -> torch.optim.Optimizer:
+    if optimizer is None:
+        raise ValueError("optim: expected the optimizer whose state is loaded, got None; pass optim=...")
+    return optimizer

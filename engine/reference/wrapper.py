@@ -1,0 +1,336 @@
+"""The wrapper front door: ``FullyShardedDataParallel``, with the interface of torch's class of that name."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
+
+from engine.reference import stepping as _stepping  # noqa: F401  # hears of optimizer steps from here on
+from engine.reference.discovery import unmanaged
+from engine.reference.flat import EndToEnd
+from engine.reference.group import Group
+from engine.reference.original_names import clean_name
+from engine.reference.policies import CPUOffloadPolicy, OffloadPolicy
+from engine.reference.state_dict_methods import StateDictMethods
+from engine.reference.summoning import cast_buffers, clip_by_norm, summoned
+from engine.reference.tree import Tree
+from engine.reference.unit import BackwardGuess, Unit
+from engine.reference.whole import Showing
+from engine.reference.wrapper_options import (
+    HYBRID,
+    Ignored,
+    ProcessGroups,
+    WrapperPrecision,
+    ignored_states,
+    rank_groups,
+)
+from engine.reference.wrapper_setup import prepare_states, wrap_inside
+from engine.reference.wrapper_state import Importer, default_settings
+
+__all__ = ["FullyShardedDataParallel"]
+
+_FREED_AFTER_FORWARD = frozenset({ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHARD})
+
+_GUESSES = {
+    BackwardPrefetch.BACKWARD_PRE: BackwardGuess.FIRST,
+    BackwardPrefetch.BACKWARD_POST: BackwardGuess.LAST,
+    None: BackwardGuess.NEVER,
+}
+
+
+class FullyShardedDataParallel(StateDictMethods):
+    """Shard the parameters of ``module`` that no wrapper below has taken, end to end, as one communication group.
+
+    Takes the arguments of ``torch.distributed.fsdp.FullyShardedDataParallel``, whose enums and configs it shares.
+    A rank holds an interval of the flattened parameters: with ``use_orig_params`` the optimizer is given each
+    parameter's part of it by name (1-D, maybe empty), else one `FlatParameter`. Build the optimizer afterwards.
+
+    Raises ValueError, TypeError or RuntimeError for arguments that exclude each other and for what cannot be sharded.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        process_group: ProcessGroups = None,
+        sharding_strategy: ShardingStrategy | None = None,
+        cpu_offload: CPUOffload | None = None,
+        auto_wrap_policy: Any = None,
+        backward_prefetch: BackwardPrefetch | None = BackwardPrefetch.BACKWARD_PRE,
+        mixed_precision: MixedPrecision | None = None,
+        ignored_modules: Iterable[nn.Module] | None = None,
+        param_init_fn: Callable[[nn.Module], None] | None = None,
+        device_id: int | torch.device | None = None,
+        sync_module_states: bool = False,
+        forward_prefetch: bool = False,
+        limit_all_gathers: bool = True,
+        use_orig_params: bool = False,
+        ignored_states: Iterable[nn.Parameter] | Iterable[nn.Module] | None = None,
+        device_mesh: DeviceMesh | None = None,
+    ) -> None:
+        super().__init__()
+        if isinstance(module, nn.ModuleList | nn.ModuleDict):
+            warnings.warn(
+                f"FSDP will not all-gather parameters for containers that do not implement forward: {type(module)}",
+                stacklevel=2,
+            )
+        self.sharding_strategy = sharding_strategy or ShardingStrategy.FULL_SHARD
+        self.mixed_precision = mixed_precision or MixedPrecision()
+        self.cpu_offload = cpu_offload or CPUOffload()
+        # Here a unit asks for its own gather and for the next one, never for more, whatever the limit says.
+        self.limit_all_gathers = limit_all_gathers
+        self.is_flat = not use_orig_params
+        self.state_dict_settings = default_settings()
+        self.is_summoned = False
+        self.buffer_dtypes: dict[tuple[nn.Module, str], torch.dtype] = {}
+        self.ignored = _ignored(module, ignored_modules, ignored_states)
+        self.ranks = rank_groups(
+            self.sharding_strategy, process_group, device_mesh, is_shared=auto_wrap_policy is not None
+        )
+        if auto_wrap_policy is not None:
+            wrap_inside(
+                FullyShardedDataParallel,
+                module,
+                auto_wrap_policy,
+                self.ignored,
+                {
+                    "process_group": None
+                    if device_mesh is not None
+                    else self._groups_of_children(process_group),
+                    "sharding_strategy": sharding_strategy,
+                    "cpu_offload": cpu_offload,
+                    "backward_prefetch": backward_prefetch,
+                    "mixed_precision": mixed_precision,
+                    "param_init_fn": param_init_fn,
+                    "device_id": device_id,
+                    "sync_module_states": sync_module_states,
+                    "forward_prefetch": forward_prefetch,
+                    "limit_all_gathers": limit_all_gathers,
+                    "use_orig_params": use_orig_params,
+                    "ignored_states": self.ignored.parameters,
+                    "device_mesh": device_mesh,
+                },
+            )
+        self.compute_device = prepare_states(
+            module, self.ignored, param_init_fn, device_id, self.process_group if sync_module_states else None
+        )
+        self._unit = self._make_unit(module, backward_prefetch, forward_prefetch)
+        self._fsdp_wrapped_module = module
+        self.register_forward_pre_hook(self._begin_training, prepend=True)
+        self._importer = Importer(self)
+
+    # The module inside ------------------------------------------------------------------------------------
+
+    @property
+    def module(self) -> nn.Module:
+        """The innermost module: that inside a checkpoint wrapper, if the wrapped one is such."""
+        inner: nn.Module = getattr(
+            self._fsdp_wrapped_module, "_checkpoint_wrapped_module", self._fsdp_wrapped_module
+        )
+        return inner
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the wrapped module on whole parameters: the unit's hooks gather and free them around this."""
+        return self._fsdp_wrapped_module(*args, **kwargs)
+
+    # The tree of wrappers ---------------------------------------------------------------------------------
+
+    def check_is_root(self) -> bool:
+        """Say whether this wrapper is the outermost one; settles that for all wrappers inside."""
+        return self._tree().root is self._unit
+
+    @staticmethod
+    def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[FullyShardedDataParallel]:
+        """List the wrappers in ``module``, itself included; with ``root_only`` those inside no other one."""
+        found = [m for m in module.modules() if isinstance(m, FullyShardedDataParallel)]
+        if not root_only:
+            return found
+        inner = {m for outer in found for m in outer.modules() if m is not outer}
+        return [m for m in found if m not in inner]
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Let backwards accumulate whole gradients on each rank; the first backward afterwards reduces them all.
+
+        Raises RuntimeError for a wrapper that is not the root.
+        """
+        self._expect_root("no_sync", RuntimeError)
+        units = [wrapper._unit for wrapper in self.fsdp_modules(self)]
+        before = [(unit, unit.reshards_after_backward) for unit in units]
+        for wrapper in self.fsdp_modules(self):
+            # Who keeps parameters from forward to backward keeps them from one microbatch to the next.
+            wrapper._unit.reshards_after_backward = wrapper.sharding_strategy in _FREED_AFTER_FORWARD
+            for group in wrapper.groups:
+                group.reduces = False
+        try:
+            yield
+        finally:
+            for unit, reshards in before:
+                unit.reshards_after_backward = reshards
+                for group in unit.groups:
+                    group.reduces = True
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """Scale all gradients so that their joint norm is at most ``max_norm``; give the norm before.
+
+        Norms are combined in float32 at least, and given back in the gradients' dtype, or the widest of them.
+        Collective. Raises RuntimeError for a wrapper that is not the root.
+        """
+        self._expect_root("clip_grad_norm_", RuntimeError)
+        return clip_by_norm(self, float(max_norm), float(norm_type))
+
+    def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
+        """Have ``hook`` reduce the gradients of every wrapper inside, divisions included.
+
+        It is called as ``hook(state, gradients, row)``: ``gradients`` (1-D) of all ranks' equal rows, of which this
+        rank's sum goes into ``row``; of NO_SHARD as ``hook(state, gradients)``, in place.
+
+        Raises AssertionError for a wrapper that is not the root, has a hook, or is hybrid; ValueError for no callable.
+        """
+        self._expect_root("register_comm_hook", AssertionError)
+        if not callable(hook):
+            raise ValueError(f"register_comm_hook: expected a callable hook, got {hook!r}")
+        for wrapper in self.fsdp_modules(self):
+            if wrapper.sharding_strategy in HYBRID:
+                raise AssertionError(
+                    f"register_comm_hook: expected no hybrid strategy, got {wrapper.sharding_strategy}: "
+                    "its reductions are two; try FULL_SHARD"
+                )
+            if any(group.comm_hook is not None for group in wrapper.groups):
+                raise AssertionError(
+                    "register_comm_hook: expected no hook yet, got one; hooks are registered once"
+                )
+        for wrapper in self.fsdp_modules(self):
+            for group in wrapper.groups:
+                group.comm_hook = _with_state(hook, state)
+
+    # Whole parameters -------------------------------------------------------------------------------------
+
+    @staticmethod
+    @contextmanager
+    def summon_full_params(
+        module: nn.Module,
+        recurse: bool = True,
+        writeback: bool = True,
+        rank0_only: bool = False,
+        offload_to_cpu: bool = False,
+        with_grads: bool = False,
+    ) -> Iterator[None]:
+        """Show the whole parameters of the wrappers in ``module`` under their own names; see `summoned`."""
+        how = Showing(
+            writeback=writeback, rank0_only=rank0_only, offloads=offload_to_cpu, with_grads=with_grads
+        )
+        with summoned(_wrappers(module, recurse), how):
+            yield
+
+    def apply(self, fn: Callable[[nn.Module], Any]) -> FullyShardedDataParallel:
+        """Call ``fn`` on all modules while their parameters are whole; what it writes lasts.
+
+        Raises ValueError between forward and backward's end.
+        """
+        if self.is_running:
+            raise ValueError("apply: expected a model between two iterations, got one in forward or backward")
+        self._tree()
+        with summoned([self], Showing(writeback=True)):
+            super().apply(fn)
+        return self
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """Name parameters; without the wrappers' own part of the names while they are summoned."""
+        for name, parameter in super().named_parameters(*args, **kwargs):
+            yield self._shown_name(name), parameter
+
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        """Name buffers; without the wrappers' own part of the names while parameters are summoned."""
+        for name, buffer in super().named_buffers(*args, **kwargs):
+            yield self._shown_name(name), buffer
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        """Convert what this rank holds: nn.Module comes here for ``to`` and ``cuda``."""
+        self._unit.reshard()
+        converted = super()._apply(fn, recurse)
+        for group in self.groups:
+            group.take_over()
+        return converted
+
+    # ------------------------------------------------------------------------------------------------------
+
+    def _make_unit(self, module: nn.Module, backward: BackwardPrefetch | None, forward: bool) -> Unit:
+        offloads = self.cpu_offload.offload_params
+        pins = offloads and self.compute_device.type != "cpu"
+        found = list(unmanaged((module,), set(self.ignored.parameters)).items())
+        precision = WrapperPrecision(self.mixed_precision, self._is_known_root)
+        groups = []
+        if found:
+            flat = EndToEnd(
+                found,
+                self.ranks,
+                home=torch.device("cpu") if offloads else self.compute_device,
+                pins=pins,
+                holder=self if self.is_flat else None,
+            )
+            policy = CPUOffloadPolicy(pin_memory=pins) if offloads else OffloadPolicy()
+            groups.append(Group(flat, self.ranks, self.compute_device, precision, policy))
+            groups[0].keeps_reduce_dtype = self.mixed_precision.keep_low_precision_grads
+        frees = None if self.sharding_strategy in _FREED_AFTER_FORWARD else False
+        unit = Unit(
+            (self,), tuple(groups), device=self.compute_device, dtypes=precision, reshard_after_forward=frees
+        )
+        unit.guesses_in_forward = forward
+        unit.guesses_in_backward = _GUESSES[backward]
+        return unit
+
+    def _groups_of_children(self, given: ProcessGroups) -> ProcessGroups:
+        if self.sharding_strategy not in HYBRID:
+            return given
+        assert self.ranks.shard_group is not None
+        assert self.ranks.replicate_group is not None
+        return (self.ranks.shard_group, self.ranks.replicate_group)
+
+    def _tree(self) -> Tree:
+        """Settle who the root is: whoever is asked first; its wrappers and itself become one tree."""
+        if self._unit.tree is None:
+            self._unit.become_root()
+            cast_buffers(self)
+        assert self._unit.tree is not None
+        return self._unit.tree
+
+    def _begin_training(self, *_: Any) -> None:
+        self._tree()
+
+    def _is_known_root(self) -> bool:
+        return self._unit.tree is not None and self._unit.tree.root is self._unit
+
+    def _expect_root(self, method: str, error: type[Exception]) -> None:
+        if not self.check_is_root():
+            raise error(
+                f"`{method}()` on inner FSDP instances is not supported: expected the root, got a wrapped "
+                f"{type(self.module).__name__} inside it; call it on the outermost wrapper"
+            )
+
+    def _shown_name(self, name: str) -> str:
+        return clean_name(name) if self.is_summoned else name
+
+
+def _ignored(module: nn.Module, modules: Any, states: Any) -> Ignored:
+    return ignored_states(module, modules, states, lambda m: isinstance(m, FullyShardedDataParallel))
+
+
+def _wrappers(module: nn.Module, recurse: bool) -> list[FullyShardedDataParallel]:
+    if recurse:
+        return FullyShardedDataParallel.fsdp_modules(module)
+    return [module] if isinstance(module, FullyShardedDataParallel) else []
+
+
+def _with_state(hook: Callable[..., Any], state: object) -> Callable[..., Any]:
+    def bound(*tensors: torch.Tensor) -> Any:
+        return hook(state, *tensors)
+
+    return bound

@@ -1,0 +1,227 @@
+"""Model state dicts of wrappers: whole, sharded or local, under the names of the model that was wrapped."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import (
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    LocalOptimStateDictConfig,
+    LocalStateDictConfig,
+    OptimStateDictConfig,
+    ShardedOptimStateDictConfig,
+    ShardedStateDictConfig,
+    StateDictConfig,
+    StateDictSettings,
+    StateDictType,
+)
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from engine.reference.flat import FLAT_NAME, FlatPiece
+from engine.reference.group import Group
+from engine.reference.original_names import PREFIX, clean_name
+from engine.reference.summoning import own_modules
+from engine.reference.whole import Showing, arrangement_of, showing_whole
+from engine.reference.wrapper_base import WrapperBase
+
+__all__ = ["Importer", "default_settings", "export_states", "own_names", "settings_for", "sharded_over"]
+
+_CONFIGS: dict[StateDictType, tuple[type[StateDictConfig], type[OptimStateDictConfig]]] = {
+    StateDictType.FULL_STATE_DICT: (FullStateDictConfig, FullOptimStateDictConfig),
+    StateDictType.SHARDED_STATE_DICT: (ShardedStateDictConfig, ShardedOptimStateDictConfig),
+    StateDictType.LOCAL_STATE_DICT: (LocalStateDictConfig, LocalOptimStateDictConfig),
+}
+
+
+def default_settings() -> StateDictSettings:
+    """Give what holds until somebody chooses: whole states on every rank."""
+    return settings_for(StateDictType.FULL_STATE_DICT, None, None)
+
+
+def settings_for(
+    kind: StateDictType, model: StateDictConfig | None, optimizer: OptimStateDictConfig | None
+) -> StateDictSettings:
+    """Join a type with configs of its own classes; raises RuntimeError for those of another type."""
+    model_class, optimizer_class = _CONFIGS[kind]
+    model = model_class() if model is None else model
+    optimizer = optimizer_class() if optimizer is None else optimizer
+    for config, expected in ((model, model_class), (optimizer, optimizer_class)):
+        if type(config) is not expected:
+            raise RuntimeError(
+                f"set_state_dict_type: expected a {expected.__name__} for {kind}, got {type(config).__name__}"
+            )
+    return StateDictSettings(kind, model, optimizer)
+
+
+def own_names(wrapper: WrapperBase) -> Iterator[tuple[str, FlatPiece]]:
+    """Give each name of each of the wrapper's own parameters, as seen from the module that it wraps."""
+    paths = {module: name for name, module in wrapper.wrapped.named_modules()}
+    for group in wrapper.groups:
+        for piece in arrangement_of(group).parameters:
+            for site in piece.sites:
+                path = paths[site.module]
+                yield clean_name(f"{path}.{site.name}" if path else site.name), piece
+
+
+def sharded_over(whole: torch.Tensor, group: Group) -> DTensor:
+    """Shard ``whole``, which every rank has, over the group's ranks on dim 0; what has no dim is replicated."""
+    assert group.mesh.shard_group is not None
+    mesh = DeviceMesh.from_group(group.mesh.shard_group, group.device.type)
+    placement = Shard(0) if whole.dim() else Replicate()
+    return distribute_tensor(whole.detach().clone(), mesh, [placement], src_data_rank=None)
+
+
+# Saving ---------------------------------------------------------------------------------------------------
+
+
+def export_states(
+    wrapper: WrapperBase,
+    save: Callable[..., Any],
+    destination: dict[str, Any] | None,
+    prefix: str,
+    keep_vars: bool,
+) -> dict[str, Any]:
+    """Have ``save`` (nn.Module.state_dict of the wrapper) write into ``destination`` what the settings ask for."""
+    settings = wrapper.state_dict_settings
+    _expect_shards(wrapper, settings.state_dict_type)
+    if destination is None:
+        made: Any = OrderedDict()
+        made._metadata = OrderedDict()
+        destination = made
+    num_before = len(destination)
+    with ExitStack() as shown:
+        if settings.state_dict_type is not StateDictType.LOCAL_STATE_DICT:
+            how = Showing(rank0_only=getattr(settings.state_dict_config, "rank0_only", False))
+            for group in wrapper.groups:
+                shown.enter_context(showing_whole(group, how))
+        save(destination=destination, prefix=prefix, keep_vars=keep_vars)
+        _rename(destination, list(islice(destination, num_before, None)), f"{prefix}{PREFIX}", prefix)
+        _restore_buffers(wrapper, destination, prefix)
+        _EXPORTS[settings.state_dict_type](wrapper, destination, prefix, keep_vars)
+    return destination
+
+
+def _rename(states: dict[str, Any], keys: list[str], old: str, new: str) -> None:
+    """Replace a prefix, and keep the order."""
+    for key in keys:
+        name = f"{new}{key.removeprefix(old)}" if key.startswith(old) else key
+        states[name] = states.pop(key)
+
+
+def _restore_buffers(wrapper: WrapperBase, states: dict[str, Any], prefix: str) -> None:
+    paths = {module: name for name, module in wrapper.wrapped.named_modules()}
+    for (module, name), dtype in wrapper.buffer_dtypes.items():
+        key = prefix + clean_name(f"{paths[module]}.{name}".removeprefix("."))
+        if key in states:
+            states[key] = states[key].to(dtype)
+
+
+def _export_full(wrapper: WrapperBase, states: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+    config = wrapper.state_dict_settings.state_dict_config
+    if getattr(config, "rank0_only", False) and wrapper.process_group.rank():
+        paths = {module: name for name, module in wrapper.wrapped.named_modules()}
+        for module in own_modules(wrapper):
+            for name in module._buffers:
+                states.pop(prefix + clean_name(f"{paths[module]}.{name}".removeprefix(".")), None)
+        for name, _ in own_names(wrapper):
+            states.pop(prefix + name, None)
+        states.pop(prefix + FLAT_NAME, None)
+        return
+    for name, _ in own_names(wrapper):
+        value = states[prefix + name]
+        if config.offload_to_cpu:
+            states[prefix + name] = value.detach().to("cpu", copy=True)
+        elif not keep_vars:
+            states[prefix + name] = value.detach().clone()
+
+
+def _export_sharded(wrapper: WrapperBase, states: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+    offloads = wrapper.state_dict_settings.state_dict_config.offload_to_cpu
+    for group in wrapper.groups:
+        for name, _ in own_names(wrapper):
+            spread = sharded_over(states[prefix + name], group)
+            states[prefix + name] = spread.cpu() if offloads else spread
+
+
+def _export_local(wrapper: WrapperBase, states: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+    for name, _ in own_names(wrapper):
+        states.pop(prefix + name, None)
+    for group in wrapper.groups:
+        states[prefix + FLAT_NAME] = arrangement_of(group).memory.detach().clone()
+
+
+_EXPORTS = {
+    StateDictType.FULL_STATE_DICT: _export_full,
+    StateDictType.SHARDED_STATE_DICT: _export_sharded,
+    StateDictType.LOCAL_STATE_DICT: _export_local,
+}
+
+
+def _expect_shards(wrapper: WrapperBase, kind: StateDictType) -> None:
+    is_whole = any(group.mesh.shard_group is None for group in wrapper.groups)
+    if is_whole and kind is not StateDictType.FULL_STATE_DICT:
+        raise RuntimeError(
+            f"{kind.name.lower()}: can only be used when parameters are flatten and sharded, got NO_SHARD; "
+            "try FULL_STATE_DICT"
+        )
+
+
+# Loading --------------------------------------------------------------------------------------------------
+
+
+class Importer:
+    """Takes state dicts for one wrapper: its hooks run before and after nn.Module loads what is inside."""
+
+    def __init__(self, wrapper: WrapperBase) -> None:
+        self._shown = ExitStack()
+        wrapper.register_load_state_dict_pre_hook(self.before)
+        wrapper.register_load_state_dict_post_hook(self.after)
+
+    def before(self, wrapper: WrapperBase, states: dict[str, Any], prefix: str, *_: object) -> None:
+        """Show whole parameters for nn.Module to write to, and give the entries the names that it looks for."""
+        kind = wrapper.state_dict_settings.state_dict_type
+        _expect_shards(wrapper, kind)
+        for group in wrapper.groups:
+            if kind is StateDictType.LOCAL_STATE_DICT:
+                group.reshard()
+                _load_local(wrapper, group, states, prefix)
+            else:
+                self._shown.enter_context(showing_whole(group, Showing(writeback=True)))
+        for key, value in states.items():
+            if isinstance(value, DTensor):
+                states[key] = value.full_tensor()
+        keys = [key for key in states if key.startswith(prefix) and key != prefix + FLAT_NAME]
+        _rename(states, keys, prefix, f"{prefix}{PREFIX}")
+
+    def after(self, wrapper: nn.Module, incompatible: Any) -> None:
+        """Keep this rank's share of what was loaded."""
+        for keys in (incompatible.missing_keys, incompatible.unexpected_keys):
+            keys[:] = [clean_name(key) for key in keys]
+        self._shown.close()
+
+
+def _load_local(wrapper: WrapperBase, group: Group, states: dict[str, Any], prefix: str) -> None:
+    key, flat = prefix + FLAT_NAME, arrangement_of(group)
+    if key not in states:
+        return  # nn.Module tells what is missing
+    share = states[key]
+    if share.shape != flat.memory.shape:
+        raise RuntimeError(
+            f"load_state_dict: expected {key!r} of shape {tuple(flat.memory.shape)}, as this rank holds, got "
+            f"{tuple(share.shape)}; local states fit the wrapping and the world that they were saved from"
+        )
+    with torch.no_grad():
+        flat.memory.copy_(share)
+    group.shards_were_written()
+    if flat.flat_parameter is None:
+        del states[key]
+        for name, piece in own_names(wrapper):  # nn.Module shall find what it looks for
+            states[prefix + name] = piece.local
