@@ -71,6 +71,7 @@ class Group:
         self.all_reduce_hook: Callable[[torch.Tensor], None] | None = None
         self.comm_hook: CommHook | None = None
         self.keeps_reduce_dtype = False
+        self.shows_accumulation = False
         self.all_gather: AllGather = DefaultAllGather()
         self.reduce_scatter: ReduceScatter = DefaultReduceScatter()
         self.gradient_arrived: Callable[[Group, bool], None] = _ignored
@@ -87,6 +88,7 @@ class Group:
         self._part_group: dist.ProcessGroup | None = None
         self._is_stale = False
         self._partial = Partial(arrangement)
+        self._shown: list[ManagedParameter] = []
         self._arrived: set[int] = set()
         for parameter in self.parameters:
             parameter.watch_writes(self.shards_were_written)
@@ -151,13 +153,17 @@ class Group:
         self._is_stale = True
 
     def refresh(self, *, begins_iteration: bool) -> None:
-        """Give up whole parameters of before an optimizer step.
+        """Give up whole parameters of before an optimizer step, and accumulated gradients that were cleared.
 
         Decided by what every rank does alike, as a gather is collective: torch's optimizers tell of their steps,
         and before a new iteration whoever else updates parameters has had the reduced gradients.
         """
         if self._is_stale or (begins_iteration and self._was_reduced):
             self.reshard()
+        for parameter in self._shown:
+            if parameter.owned.grad is None:
+                parameter.drop_gradient()
+        self._shown.clear()
 
     def check_unchanged(self) -> None:
         """Raise RuntimeError if backward would compute with other values than forward did.
@@ -194,6 +200,8 @@ class Group:
         if not self.reduces:
             for parameter in self.parameters:
                 parameter.hold_gradient(self._reduce_dtype)
+            if self.shows_accumulation:
+                self._show_accumulation()
             return
         chosen = [p for p in self.parameters if p.has_gradient or self._adds_zeros(p)]
         self._is_reduced = True
@@ -208,6 +216,13 @@ class Group:
             flat = cut(chosen, gradients, plan)
             self._partial.expect(chosen, all_reduces=plan.all_reduces)
             self.lanes.reduce(flat, reduction(chosen, flat, plan))
+
+    def _show_accumulation(self) -> None:
+        """Let what the optimizer owns have a gradient while one accumulates, so that it shows when that is cleared."""
+        self._shown = [p for p in self.parameters if p.has_gradient]
+        for parameter in self._shown:
+            if parameter.owned.grad is None:
+                parameter.owned.grad = torch.zeros_like(parameter.owned)
 
     def forget_backward(self) -> None:
         """Note that a backward is over: what arrives next belongs to another one."""

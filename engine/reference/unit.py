@@ -155,7 +155,9 @@ class Unit:
                 self.reshard()  # prefetched, and not used
             self._places.clear()
             self._watched_calls = self._other_calls = 0
-        self._end_of_backward(frees=frees)
+        if frees:
+            self._free_after_backward()
+        self._reduce()
         for group in self.groups:
             group.forget_backward()
 
@@ -353,16 +355,22 @@ class Unit:
         calls_to_come = self._watched_calls + self._other_calls
         if calls_to_come and not all(group.is_complete for group in self.groups):
             return
-        self._end_of_backward(frees=True)
+        self._free_after_backward()
         if self.guesses_in_backward is BackwardGuess.LAST and self.tree is not None:
-            self._guess_next(self.tree)
+            self._guess_next(
+                self.tree
+            )  # before the reduction: the next unit's gradients need not wait for that
+        self._reduce()
 
-    def _end_of_backward(self, *, frees: bool) -> None:
+    def _free_after_backward(self) -> None:
+        """Free before reducing: the reduction needs memory, and the gradients have their own."""
+        for group in self.groups:
+            if self.reshards_after_backward and group.state is not GroupState.GATHERING:
+                group.reshard()
+
+    def _reduce(self) -> None:
         self._state = UnitState.IDLE
         for group in reversed(self.groups):
-            # Freed first: the reduction needs memory, and the gradients have their own.
-            if frees and self.reshards_after_backward and group.state is not GroupState.GATHERING:
-                group.reshard()
             group.reduce_gradients()
 
     # ------------------------------------------------------------------------------------------------------

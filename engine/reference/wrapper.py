@@ -158,11 +158,15 @@ class FullyShardedDataParallel(StateDictMethods):
     def no_sync(self) -> Iterator[None]:
         """Let backwards accumulate whole gradients on each rank; the first backward afterwards reduces them all.
 
+        Meanwhile ``.grad`` of what was accumulated for is not None, but zeros if nothing was reduced before: setting
+        it to None, as ``zero_grad()`` does, forgets what was accumulated too.
+
         Raises RuntimeError for a wrapper that is not the root.
         """
         self._expect_root("no_sync", RuntimeError)
         units = [wrapper._unit for wrapper in self.fsdp_modules(self)]
-        before = [(unit, unit.reshards_after_backward) for unit in units]
+        reshards = [(unit, unit.reshards_after_backward) for unit in units]
+        reduces = [(group, group.reduces) for unit in units for group in unit.groups]
         for wrapper in self.fsdp_modules(self):
             # Who keeps parameters from forward to backward keeps them from one microbatch to the next.
             wrapper._unit.reshards_after_backward = wrapper.sharding_strategy in _FREED_AFTER_FORWARD
@@ -171,10 +175,10 @@ class FullyShardedDataParallel(StateDictMethods):
         try:
             yield
         finally:
-            for unit, reshards in before:
-                unit.reshards_after_backward = reshards
-                for group in unit.groups:
-                    group.reduces = True
+            for unit, reshards_before in reshards:
+                unit.reshards_after_backward = reshards_before
+            for group, reduces_before in reduces:
+                group.reduces = reduces_before
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
@@ -278,6 +282,7 @@ class FullyShardedDataParallel(StateDictMethods):
             )
             policy = CPUOffloadPolicy(pin_memory=pins) if offloads else OffloadPolicy()
             groups.append(Group(flat, self.ranks, self.compute_device, precision, policy))
+            groups[0].shows_accumulation = True
             groups[0].keeps_reduce_dtype = self.mixed_precision.keep_low_precision_grads
         frees = None if self.sharding_strategy in _FREED_AFTER_FORWARD else False
         unit = Unit(

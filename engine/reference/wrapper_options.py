@@ -153,7 +153,7 @@ def ignored_states(
     states: Iterable[nn.Parameter] | Iterable[nn.Module] | None,
     is_wrapper: Callable[[nn.Module], bool],
 ) -> Ignored:
-    """Read the two ways of saying what to ignore; raises ValueError or TypeError for what is neither."""
+    """Read the two ways of saying what to ignore; raises ValueError for what is neither."""
     if modules is not None and states is not None:
         raise ValueError(
             "FullyShardedDataParallel: Cannot pass both ignored_modules and ignored_states at the same time; "
@@ -163,7 +163,7 @@ def ignored_states(
     chosen = [m for m in given if isinstance(m, nn.Module)]
     parameters = [p for p in given if isinstance(p, nn.Parameter)]
     if modules is not None and len(chosen) < len(given):
-        raise TypeError(
+        raise ValueError(
             f"ignored_modules: expected modules, got {sorted({type(g).__name__ for g in given})}; "
             "pass parameters as ignored_states"
         )
