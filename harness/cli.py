@@ -273,7 +273,7 @@ def _add_proofs(commands: Any) -> None:
     sub = commands.add_parser(
         "mutants", help="show that every case kills an engine wrong on purpose", description=mutants.__doc__
     )
-    _add_selection(sub, worlds="threads:2, 4, 3, 6 and 1, each case in the first that suits it")
+    _add_selection(sub, worlds="threads:2, 4, 3, 6 and 1, processes:2, each case in the first that suits it")
     breadth = sub.add_mutually_exclusive_group()
     breadth.add_argument(
         "--full",

@@ -44,7 +44,7 @@ _EXPECTATIONS = pytest.StashKey[Expectations | None]()
 _KEPT = pytest.StashKey[int]()  # how many tests this plugin would run, had nothing else left some out
 _TABLES = (TESTS, *TABLES.values())
 _MARKS = (
-    "worlds(sizes): the world sizes that a case makes sense for",
+    "worlds(sizes): the worlds that a case makes sense for",
     "device(name): the only device that can show what a case asks",
     "rows(id, ...): the upstream tests that a case stands for",
     "api(name, ...): the names of FullyShardedDataParallel's interface that a case stands for",
@@ -277,7 +277,7 @@ def _makes_sense(item: pytest.Item) -> bool:
         return True
     sizes: list[Sizes] = [marker.args[0] for marker in item.iter_markers("worlds")]
     devices = {marker.args[0] for marker in item.iter_markers("device")}
-    return all(s.allows(cell.world.size) for s in sizes) and devices <= {cell.world.device}
+    return all(s.suits(cell.world) for s in sizes) and devices <= {cell.world.device}
 
 
 def _is_known(item: pytest.Item, known: set[tuple[str, str, str]] | None) -> bool:

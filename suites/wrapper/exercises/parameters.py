@@ -76,11 +76,11 @@ def shows_states(bench: Bench, strategy: ShardingStrategy, use_orig_params: bool
     root = wrap(
         bench, model, **_over(bench, strategy), auto_wrap_policy=bench.names.ModuleWrapPolicy({Block})
     )
-    weight = model.blocks[0].first
+    layer, _ = model.layers()
     shape = tuple(Block().first.weight.shape)
 
     def look(moment: str) -> None:
-        bench.note(moment, "whole" if tuple(weight.weight.shape) == shape else "sharded")
+        bench.note(moment, "whole" if tuple(layer.weight.shape) == shape else "sharded")
 
     look("before forward")
     output = root(rows(bench.rank).to(bench.device))
@@ -102,7 +102,9 @@ def shards_over_a_group(bench: Bench, kind: str) -> None:
     half = bench.size // 2
     mesh = init_device_mesh(bench.device.type, (2, half), mesh_dim_names=("outer", "inner"))
     inner = mesh["inner"]
-    options = {"process_group": inner.get_group()} if kind == "group" else {"device_mesh": inner}
+    options: dict[str, Any] = (
+        {"process_group": inner.get_group()} if kind == "group" else {"device_mesh": inner}
+    )
     takes_the_step_of(bench, range(bench.rank // half * half, (bench.rank // half + 1) * half), **options)
 
 
@@ -111,7 +113,7 @@ def trains_in_replicas(bench: Bench, kind: str, strategy: ShardingStrategy) -> N
     half = bench.size // 2
     mesh = init_device_mesh(bench.device.type, (2, half), mesh_dim_names=("replicate", "shard"))
     groups = (mesh.get_group("shard"), mesh.get_group("replicate"))
-    options = {"process_group": groups} if kind == "groups" else {"device_mesh": mesh}
+    options: dict[str, Any] = {"process_group": groups} if kind == "groups" else {"device_mesh": mesh}
     total = sum(p.numel() for p in Tower().parameters())
     policy = bench.names.ModuleWrapPolicy({Block})
     root = takes_the_step_of(
@@ -125,7 +127,7 @@ def trains_in_replicas(bench: Bench, kind: str, strategy: ShardingStrategy) -> N
 def ignores(bench: Bench, kind: str) -> None:
     """Leave the head alone: named as a module, or by its parameters. Its gradient is the rank's own."""
     model, plain = Tower(), Tower()
-    given = {
+    given: dict[str, dict[str, Any]] = {
         "ignored_modules": {"ignored_modules": [model.head]},
         "ignored_states of modules": {"ignored_states": [model.head]},
         "ignored_states of parameters": {"ignored_states": list(model.head.parameters())},

@@ -86,8 +86,8 @@ def hands_down_options(bench: Bench) -> None:
     wrap_all = partial(wrap, bench, auto_wrap_policy=bench.names.ModuleWrapPolicy({Block}))
     strategy = ShardingStrategy.SHARD_GRAD_OP
     root = wrap_all(model, mixed_precision=low, sharding_strategy=strategy)
-    inside = model.blocks[0].first
-    inside.register_forward_pre_hook(lambda module, _: bench.note("dtype inside", module.weight.dtype))
+    inside, _ = model.layers()
+    inside.register_forward_pre_hook(lambda *_: bench.note("dtype inside", inside.weight.dtype))
     output = root(rows(bench.rank).to(bench.device))
     bench.note("kept inside", inside.weight.dim() == 2)
     output.sum().backward()
@@ -101,10 +101,9 @@ def overrides_options_of_one(bench: Bench) -> None:
     kept = model.blocks[0]
     own = {"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP}
     policy = bench.names.CustomPolicy(lambda module: own if module is kept else isinstance(module, Block))
-    layers = [block.first for block in model.blocks]
     root = wrap(bench, model, auto_wrap_policy=policy)
     output = root(rows(bench.rank).to(bench.device))
-    bench.note("kept after forward", [layer.weight.dim() == 2 for layer in layers])
+    bench.note("kept after forward", [layer.weight.dim() == 2 for layer in model.layers()])
     output.sum().backward()
     bench.note(UNITS, units_of(bench, root, Tower()))
 
