@@ -135,10 +135,14 @@ def doctor(arguments: argparse.Namespace) -> int:
 
 
 def coverage(arguments: argparse.Namespace) -> int:
-    """Say which cases stand for each test of torch's own, and what runs say of them; 1 where one has no case."""
+    """Say which cases stand for each test of torch's own, and what runs say of them; 1 where one has no case.
+
+    With --api the same of each name of an interface of torch's.
+    """
     from harness.coverage_command import show_coverage
 
-    return show_coverage([Path(folder) for folder in arguments.runs], is_markdown=arguments.markdown)
+    folders = [Path(folder) for folder in arguments.runs]
+    return show_coverage(folders, api=arguments.api, is_markdown=arguments.markdown)
 
 
 def mutants(arguments: argparse.Namespace) -> int:
@@ -263,12 +267,13 @@ def _add_proofs(commands: Any) -> None:
         "coverage", help="which of torch's own tests the cases stand for", description=coverage.__doc__
     )
     sub.add_argument("runs", metavar="DIR", nargs="*", help="folders of runs, whose verdicts are shown")
+    sub.add_argument("--api", metavar="NAME", help="lines of this interface instead of tests: fsdp1")
     sub.add_argument("--markdown", action="store_true", help="print the table as Markdown")
     sub.set_defaults(command=coverage)
     sub = commands.add_parser(
         "mutants", help="show that every case kills an engine wrong on purpose", description=mutants.__doc__
     )
-    _add_selection(sub, worlds="threads:2, 4, 3, 6 and 1, each case in the first that suits it")
+    _add_selection(sub, worlds="threads:2, 4, 3, 6 and 1, processes:2, each case in the first that suits it")
     breadth = sub.add_mutually_exclusive_group()
     breadth.add_argument(
         "--full",

@@ -1,6 +1,7 @@
-"""Coverage: which cases stand for which upstream test, and what a run says of each. Values only; no pytest here.
+"""Coverage: which cases stand for which line of a table, and what a run says of each. Values only; no pytest here.
 
-A suite's test says ``@pytest.mark.rows("T07", "R05", ...)``.
+A suite's test says ``@pytest.mark.rows("T07", "R05", ...)`` of upstream tests, ``@pytest.mark.api("no_sync", ...)`` of
+an interface.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from harness.prey import Mark
 from harness.record import Record
 from harness.verdict import Verdict
 
-__all__ = ["Coverage", "Row", "RowCoverage", "RowVerdict", "cover", "judge_row", "rows_of"]
+__all__ = ["Coverage", "Row", "RowCoverage", "RowVerdict", "Table", "cover", "judge_row"]
 
 # What is worst for an engine first; after these come the ones that conform.
 _WORST_FIRST = (
@@ -34,15 +35,15 @@ _WORST_FIRST = (
 
 
 class Row(Protocol):
-    """What is needed of an upstream test."""
+    """What is needed of an upstream test, or of a name in an interface."""
 
     @property
     def id(self) -> str:
-        """Its short name, such as T07."""
+        """Its short name, such as T07 or no_sync."""
 
     @property
     def test(self) -> str:
-        """Its class and name upstream."""
+        """Its whole name upstream: of a test, class and test."""
 
     @property
     def promise(self) -> str:
@@ -51,6 +52,35 @@ class Row(Protocol):
     @property
     def why_gpu(self) -> str:
         """Why only a GPU can show it; empty where any machine can."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Table:
+    """Rows that cases stand for, the mark by which these say so, and what both are called."""
+
+    mark: str
+    rows: Sequence[Row]
+    column: str  # what is in the column of whole names
+    ids: str
+    example: str  # of the mark
+    command: str  # that lists the rows
+
+    def rows_of(self, marks: Iterable[Mark], *, where: str) -> tuple[str, ...]:
+        """Read this table's marks, all of them together; raises UsageError for what is no row."""
+        known = [row.id for row in self.rows]
+        found: dict[str, None] = {}
+        for mark in marks:
+            if mark.kwargs or not mark.args:
+                raise self._refusal(where, f"{self.mark}() without one, or with names", self.example)
+            for row in mark.args:
+                if row not in known:
+                    raise self._refusal(where, repr(row), _near(str(row), known) or f"`{self.command}`")
+                found[row] = None
+        return tuple(found)
+
+    def _refusal(self, where: str, got: str, hint: str) -> UsageError:
+        expected = f"{self.ids}, such as {self.rows[0].id!r}"
+        return UsageError(f"the {self.mark} mark of {where}", expected=expected, got=got, hint=hint)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +93,7 @@ class RowVerdict:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowCoverage:
-    """One upstream test with the cases that stand for it, and a verdict per engine in the order of the table."""
+    """One row with the cases that stand for it, and a verdict per engine in the order of the table."""
 
     row: Row
     cases: tuple[str, ...]
@@ -72,8 +102,9 @@ class RowCoverage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Coverage:
-    """Every upstream test."""
+    """Every row of a table."""
 
+    table: Table
     engines: tuple[str, ...]
     rows: tuple[RowCoverage, ...]
 
@@ -88,27 +119,14 @@ class Coverage:
         return sum(found.verdicts[place].verdict is Verdict.PASSED for found in self.rows)
 
 
-def rows_of(marks: Iterable[Mark], known: Collection[str], *, where: str) -> tuple[str, ...]:
-    """Read ``rows`` marks, all of them together; raises UsageError for what is no row."""
-    found: dict[str, None] = {}
-    for mark in marks:
-        if mark.kwargs or not mark.args:
-            raise _refusal(where, "rows() without one, or with names", '@pytest.mark.rows("T07", "R05")')
-        for row in mark.args:
-            if row not in known:
-                raise _refusal(where, repr(row), _near(str(row), known))
-            found[row] = None
-    return tuple(found)
-
-
-def cover(rows: Sequence[Row], cases: Mapping[str, Collection[str]], records: Sequence[Record]) -> Coverage:
-    """Join rows with the cases that name them, ``cases`` giving the rows of each, and with what was recorded."""
+def cover(table: Table, cases: Mapping[str, Collection[str]], records: Sequence[Record]) -> Coverage:
+    """Join a table's rows with cases that name them, ``cases`` giving the rows of each, and with what runs say."""
     engines = tuple(dict.fromkeys(record.engine for record in records))
     verdicts: dict[tuple[str, str], list[Verdict]] = {}
     for record in records:
         verdicts.setdefault((record.engine, record.case), []).append(record.verdict)
     covered = []
-    for row in rows:
+    for row in table.rows:
         standing = tuple(sorted(case for case, named in cases.items() if row.id in named))
         judged = [[v for case in standing if (v := verdicts.get((e, case)))] for e in engines]
         told = tuple(
@@ -116,7 +134,7 @@ def cover(rows: Sequence[Row], cases: Mapping[str, Collection[str]], records: Se
             for lists in judged
         )
         covered.append(RowCoverage(row=row, cases=standing, verdicts=told))
-    return Coverage(engines=engines, rows=tuple(covered))
+    return Coverage(table=table, engines=engines, rows=tuple(covered))
 
 
 def judge_row(verdicts: Collection[Verdict]) -> Verdict | None:
@@ -124,13 +142,7 @@ def judge_row(verdicts: Collection[Verdict]) -> Verdict | None:
     return min(verdicts, key=_WORST_FIRST.index, default=None)
 
 
-def _near(row: str, known: Collection[str]) -> str:
+def _near(row: str, known: Sequence[str]) -> str:
     padded = f"{row[:1].upper()}{row[1:].zfill(2)}"  # T7 is as near to T37 as to T07
     near = [padded] if padded in known else difflib.get_close_matches(row, known, n=1, cutoff=0.4)
-    return repr(near[0]) if near else "`shardproof coverage`"
-
-
-def _refusal(where: str, got: str, hint: str) -> UsageError:
-    return UsageError(
-        f"the rows mark of {where}", expected="ids of upstream tests, such as 'T07'", got=got, hint=hint
-    )
+    return repr(near[0]) if near else ""

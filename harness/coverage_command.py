@@ -1,4 +1,4 @@
-"""The command ``shardproof coverage``: collect the cases with their rows, read runs, print the table."""
+"""The command ``shardproof coverage``: collect the cases with their rows, read runs, print a table."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from harness.coverage import Coverage, cover
+from harness.coverage import Coverage, Table, cover
+from harness.errors import UsageError
 from harness.node import Node
 from harness.pytest_call import CONFORMS, DOES_NOT_CONFORM, OUR_FAULT, USAGE, call_pytest, suites
 from harness.run_directory import read_run
 from reports.coverage import render, render_markdown
-from suites.upstream import UPSTREAM
+from suites.upstream import TABLES, TESTS
 
 __all__ = ["collect", "show_coverage"]
 
@@ -23,27 +24,32 @@ __all__ = ["collect", "show_coverage"]
 class _CasesWithRows:
     """A pytest plugin that keeps the rows of every case collected."""
 
-    def __init__(self) -> None:
+    def __init__(self, table: Table) -> None:
+        self._table = table
         self.rows: dict[str, set[str]] = {}
 
     def pytest_itemcollected(self, item: pytest.Item) -> None:
         """Keep one case, whatever world it makes sense in; marks were not checked yet, so they may hold anything."""
         node = Node.parse(item.nodeid)
         if node is not None:
-            named = {str(row) for mark in item.iter_markers("rows") for row in mark.args}
+            named = {str(row) for mark in item.iter_markers(self._table.mark) for row in mark.args}
             self.rows.setdefault(node.case, set()).update(named)
 
 
-def show_coverage(folders: Sequence[Path], *, is_markdown: bool) -> int:
-    """Print which cases stand for each row and what the runs say; returns 1 where a row has no case."""
+def show_coverage(folders: Sequence[Path], *, api: str | None, is_markdown: bool) -> int:
+    """Print which cases stand for each row and what the runs say; returns 1 where a row has no case.
+
+    The rows are the names of the interface ``api``, or upstream tests without one; raises UsageError for no interface.
+    """
+    table = _table(api)
     records = [record for folder in folders for record in read_run(folder).records]
-    found, said = _CasesWithRows(), io.StringIO()
+    found, said = _CasesWithRows(table), io.StringIO()
     with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
         code = collect(suites(None), found)
     if code:
         print(said.getvalue(), file=sys.stderr)
         return USAGE if code == pytest.ExitCode.USAGE_ERROR else OUR_FAULT
-    covered = cover(UPSTREAM, found.rows, records)
+    covered = cover(table, found.rows, records)
     print(_rendered(covered, is_markdown=is_markdown))
     return DOES_NOT_CONFORM if covered.missing else CONFORMS
 
@@ -52,6 +58,15 @@ def collect(folders: Sequence[Path], plugin: object) -> int:
     """Let pytest collect every case once, for an engine and a world that are never asked for anything."""
     arguments = [*map(str, folders), "--collect-only", "--engine=torch.ddp", "--world=threads:4"]
     return call_pytest([*arguments, "--no-expectations"], plugin)
+
+
+def _table(api: str | None) -> Table:
+    if api is None:
+        return TESTS
+    if api not in TABLES:
+        known = ", ".join(TABLES)
+        raise UsageError("--api", expected=f"one of: {known}", got=repr(api), hint="leaving it out for tests")
+    return TABLES[api]
 
 
 def _rendered(covered: Coverage, *, is_markdown: bool) -> str:

@@ -38,7 +38,8 @@ __all__ = [
 
 # In the order of preference: a case is asked in the first that it makes sense in. Two ranks are the cheapest that
 # communicate, four the fewest with two replicas of two, three give uneven shards; one rank has nobody to fail.
-WORLDS = ("threads:2", "threads:4", "threads:3", "threads:6", "threads:1")
+# Processes are dear: they are for ranks that must share none.
+WORLDS = ("threads:2", "threads:4", "threads:3", "threads:6", "threads:1", "processes:2")
 _FILE = "prey.json"
 _SCHEMA = 1
 
@@ -79,7 +80,7 @@ class Prey:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MarkedCase:
-    """A case as its marks tell: what it must kill, and the world sizes that it makes sense for."""
+    """A case as its marks tell: what it must kill, and the worlds that it makes sense for."""
 
     id: str
     prey: frozenset[Prey] = frozenset()
@@ -87,7 +88,7 @@ class MarkedCase:
 
     def suits(self, world: str) -> bool:
         """Whether the case makes sense in this world."""
-        return all(sizes.allows(WorldSpec.parse(world).size) for sizes in self.sizes)
+        return all(sizes.suits(WorldSpec.parse(world)) for sizes in self.sizes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,6 +6,7 @@ import pickle
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,6 @@ from harness.aside import describe
 from harness.case import Case, Refusal, Training
 from harness.catalogue import collected
 from harness.collection import Refusals, refuse
-from harness.coverage import rows_of
 from harness.errors import HarnessBug, UsageError
 from harness.expectations import expected
 from harness.hunt import NOBODY, Grounds, Hunt
@@ -34,7 +34,7 @@ from harness.verdict import Verdict
 from harness.worlds.forkserver import warm_up
 from harness.worlds.sizes import Sizes
 from harness.worlds.spec import WorldSpec
-from suites.upstream import UPSTREAM
+from suites.upstream import TABLES, TESTS
 
 __all__ = ["Trial"]
 
@@ -42,11 +42,12 @@ _DEFAULT_WORLDS = ["threads:2"]
 _CELLS = pytest.StashKey[Sequence[Cell]]()
 _EXPECTATIONS = pytest.StashKey[Expectations | None]()
 _KEPT = pytest.StashKey[int]()  # how many tests this plugin would run, had nothing else left some out
-_ROWS = frozenset(row.id for row in UPSTREAM)
+_TABLES = (TESTS, *TABLES.values())
 _MARKS = (
-    "worlds(sizes): the world sizes that a case makes sense for",
+    "worlds(sizes): the worlds that a case makes sense for",
     "device(name): the only device that can show what a case asks",
     "rows(id, ...): the upstream tests that a case stands for",
+    "api(name, ...): the names of FullyShardedDataParallel's interface that a case stands for",
     "prey(mutant, ..., world=None): the mutants that a case must kill, in one world or in the first that suits it",
 )
 _TO_WORKER = "shardproof.expectations"
@@ -171,8 +172,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     When replaying, deselect also what the run to replay did not contain.
     """
     try:
-        for item in items:
-            rows_of(item.iter_markers("rows"), _ROWS, where=item.nodeid)
+        for table, item in product(_TABLES, items):
+            table.rows_of(item.iter_markers(table.mark), where=item.nodeid)
     except UsageError as error:
         refuse(config, items, error)
     catalogue = collected([item.nodeid for item in items], config.args)
@@ -276,7 +277,7 @@ def _makes_sense(item: pytest.Item) -> bool:
         return True
     sizes: list[Sizes] = [marker.args[0] for marker in item.iter_markers("worlds")]
     devices = {marker.args[0] for marker in item.iter_markers("device")}
-    return all(s.allows(cell.world.size) for s in sizes) and devices <= {cell.world.device}
+    return all(s.suits(cell.world) for s in sizes) and devices <= {cell.world.device}
 
 
 def _is_known(item: pytest.Item, known: set[tuple[str, str, str]] | None) -> bool:

@@ -39,7 +39,7 @@ def render_markdown(covered: Coverage) -> str:
         ]
         for found in covered.rows
     ]
-    headers = ["row", "upstream test", *_headers(covered)[1:]]
+    headers = ["row", covered.table.column, *_headers(covered)[1:]]
     table = tabulate(rows, headers=headers, tablefmt="github", disable_numparse=True)
     return "\n\n".join(part for part in (table, *_notes(covered), _summary(covered)) if part)
 

@@ -46,6 +46,7 @@ class Stuck(DistributedDataParallelEngine):
         (["mutants", "--suite", "smok"], "try --suite smoke"),
         (["mutants", "--world", "thread:4"], "try --world threads:4"),
         (["coverage", "no/such/run"], "no such folder"),
+        (["coverage", "--api", "fsdp9"], "expected one of: fsdp1, got 'fsdp9'"),
         (["judge", "no/such/run"], "no such folder"),
         (["report", "no/such/run"], "no such folder"),
     ],

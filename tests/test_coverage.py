@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 import subprocess
 import sys
@@ -10,15 +11,27 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from torch.distributed import fsdp
 
-from harness.coverage import Coverage, cover, judge_row, rows_of
+from harness.coverage import Coverage, Table, cover, judge_row
 from harness.errors import UsageError
 from harness.record import Record
 from harness.verdict import Verdict
 from reports.coverage import render, render_markdown
-from suites.upstream import UPSTREAM
+from suites.upstream import FSDP1, TESTS, UPSTREAM, WRAPPER
 
 ROOT = Path(__file__).resolve().parents[1]
+_OF_FSDP2 = {
+    "CPUOffloadPolicy",
+    "DataParallelMeshDims",
+    "FSDPModule",
+    "MixedPrecisionPolicy",
+    "OffloadPolicy",
+    "UnshardHandle",
+    "fully_shard",
+    "register_fsdp_forward_method",
+    "share_comm_ctx",
+}
 IDS = [row.id for row in UPSTREAM]
 
 
@@ -57,6 +70,20 @@ def test_the_table_has_every_upstream_test_once() -> None:
     assert all(len(row.promise) <= 100 and row.promise.isascii() for row in UPSTREAM)
 
 
+def test_the_interface_has_every_name_once() -> None:
+    assert len({row.id for row in WRAPPER}) == len({row.promise for row in WRAPPER}) == len(WRAPPER) == 72
+    assert all(len(row.promise) <= 100 and row.promise.isascii() for row in WRAPPER)
+    assert {"init.module", "module", "clip_grad_norm_", "CustomPolicy"} <= {row.id for row in WRAPPER}
+
+
+def test_every_public_name_of_fsdp1_has_a_row() -> None:
+    # Public means exported: what a newer torch exports must be given a row, or be named here.
+    ids = {row.id.partition(".")[0] for row in WRAPPER}
+    assert set(fsdp.__all__) - ids - _OF_FSDP2 == {"FullyShardedDataParallel"}
+    arguments = set(inspect.signature(fsdp.FullyShardedDataParallel.__init__).parameters) - {"self", "module"}
+    assert arguments <= ids
+
+
 def test_rows_that_need_a_gpu_say_why() -> None:
     assert [row.id for row in UPSTREAM if row.needs_gpu] == ["T39", "C05", "C23", "C25", "C26"]
 
@@ -71,7 +98,7 @@ def test_the_table_needs_no_torch() -> None:
 
 def test_marks_add_up() -> None:
     marks = [pytest.mark.rows("T07", "R05"), pytest.mark.rows("R05", "T08")]
-    assert rows_of(marks, IDS, where="x") == ("T07", "R05", "T08")
+    assert TESTS.rows_of(marks, where="x") == ("T07", "R05", "T08")
 
 
 @pytest.mark.parametrize(
@@ -81,12 +108,21 @@ def test_marks_add_up() -> None:
         (pytest.mark.rows("T70"), "got 'T70'"),
         (pytest.mark.rows(), 'try @pytest.mark.rows("T07", "R05")'),
         (pytest.mark.rows.with_args(7), "got 7"),
+        (pytest.mark.rows("qqq"), "try `shardproof coverage`"),
     ],
 )
 def test_what_is_no_row_is_a_usage_error(mark: pytest.MarkDecorator, hint: str) -> None:
     with pytest.raises(UsageError) as caught:
-        rows_of([mark], IDS, where="x")
+        TESTS.rows_of([mark], where="x")
     assert hint in str(caught.value)
+
+
+def test_names_of_an_interface_are_checked_alike() -> None:
+    assert FSDP1.rows_of([pytest.mark.api("no_sync", "init.module")], where="x") == ("no_sync", "init.module")
+    with pytest.raises(UsageError) as caught:
+        FSDP1.rows_of([pytest.mark.api("clip_grad_norm")], where="x")
+    assert "the api mark of x" in str(caught.value)
+    assert "got 'clip_grad_norm'; try 'clip_grad_norm_'" in str(caught.value)
 
 
 # Verdicts
@@ -131,7 +167,10 @@ RECORDS = [
 
 
 def covered() -> Coverage:
-    return cover(ROWS, CASES, RECORDS)
+    table = Table(
+        mark="rows", rows=ROWS, column="upstream test", ids="ids", example="rows(T01)", command="coverage"
+    )
+    return cover(table, CASES, RECORDS)
 
 
 def test_joins_rows_cases_and_records() -> None:
@@ -177,7 +216,7 @@ import sys, pytest
 from harness.cli import main
 from harness.pytest_call import call_pytest
 refused = call_pytest([sys.argv[1], "--collect-only"])
-print("codes", refused, main(["coverage", "--markdown"]))
+print("codes", refused, main(["coverage", "--markdown"]), main(["coverage", "--api", "fsdp1"]))
 """
 
 
@@ -196,5 +235,7 @@ def test_a_wrong_mark_ends_a_session_and_the_command_names_rows_without_a_case(t
     assert "got 'T7'; try 'T07'" in done.stderr
     assert re.search(r"^\| T07 .*trains_the_same_model", done.stdout, re.M), done.stdout + done.stderr
     (num,) = re.findall(r"^(\d+) of 86 rows have cases$", done.stdout, re.M)
-    assert ("No case stands for:" in done.stdout) is (num != "86")
-    assert done.stdout.splitlines()[-1] == f"codes {int(pytest.ExitCode.USAGE_ERROR)} {int(num != '86')}"
+    (names,) = re.findall(r"^(\d+) of 72 rows have cases$", done.stdout, re.M)
+    assert done.stdout.count("No case stands for:") == (num != "86") + (names != "72")
+    codes = (pytest.ExitCode.USAGE_ERROR, num != "86", names != "72")
+    assert done.stdout.splitlines()[-1] == f"codes {' '.join(str(int(code)) for code in codes)}"

@@ -13,7 +13,7 @@ from harness.law import Evidence
 from harness.ledger.entry import Ledger, Op, Phase, Wait, wait_from_json, wait_to_json
 from harness.ledger.flight import InFlight
 from harness.ledger.laws import Asynchronous
-from harness.ledger.order import Gathers, Order, Reduces
+from harness.ledger.order import Computes, Gathers, Order, Reduces
 from harness.ledger.selection import Select
 from tests.ledgers import changed, entry, evidence, numbered, sharding_ledger
 
@@ -31,13 +31,14 @@ OUT_OF_TURN: tuple[tuple[tuple[str, ...], str], ...] = (
 
 
 def chain_ledger(*order: str, world_size: int = 2) -> Ledger:
-    """Write one step's backward of a chain: ``G`` gathers and ``R`` reduces the unit whose number follows."""
+    """Write one step's backward of a chain: ``G`` gathers, ``R`` reduces, ``C`` computes the unit of that number."""
     entries = []
     for step in range(2):
         for word in order:
             unit = "" if word[1:] == "" else f"blocks.{word[1:]}"
-            op = Op.ALL_GATHER if word[0] == "G" else Op.REDUCE_SCATTER
-            made = entry(op, world_size=world_size, step=step, num_bytes=BYTES_OF[unit], unit="blocks.3")
+            op = {"G": Op.ALL_GATHER, "R": Op.REDUCE_SCATTER, "C": Op.BROADCAST}[word[0]]
+            during = unit if op is Op.BROADCAST else "blocks.3"
+            made = entry(op, world_size=world_size, step=step, num_bytes=BYTES_OF[unit], unit=during)
             entries.append(made)
     return numbered(entries)
 
@@ -79,6 +80,16 @@ def test_order_of_units_of_one_size_proves_nothing() -> None:
     twins = replace(plain, training=replace(plain.training, problem=EXACT_LINEAR, plan=plan))
     record = Order(select=Select(), events=(Gathers("left"),)).judge(twins).record
     assert "which 2 ranks cannot tell apart" in record.summary
+
+
+def test_order_of_computation_is_told_by_what_modules_broadcast() -> None:
+    before = replace(IN_TURN, events=(Gathers("blocks.2"), Computes("blocks.3"), Reduces("blocks.3")))
+    early, late = chain_ledger("G2", "C3", "R3"), chain_ledger("C3", "G2", "R3")
+    assert before.judge(chain_evidence(early, early)).record.held
+    record = before.judge(chain_evidence(early, late)).record
+    assert "expected gather blocks.2 as #0, got compute gradients of blocks.3" in record.summary
+    untold = replace(IN_TURN, events=(Gathers("blocks.2"), Reduces("blocks.3")))
+    assert untold.judge(chain_evidence(early, late)).record.held  # broadcasts are left out of account
 
 
 def test_order_of_nothing_is_refused() -> None:

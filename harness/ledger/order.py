@@ -7,7 +7,7 @@ model in which two units could be mistaken for each other proves nothing about o
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations, zip_longest
 
@@ -17,10 +17,9 @@ from harness.ledger.entry import Entry, Op
 from harness.ledger.ruling import at, blindness, ledgers, pick
 from harness.ledger.selection import Per, Select
 
-__all__ = ["Event", "Gathers", "Order", "Reduces"]
+__all__ = ["Computes", "Event", "Gathers", "Order", "Reduces"]
 
 _ALIGNED_BYTES = 16  # as far as engines are known to align each parameter in a buffer
-_REDUCING = frozenset({Op.REDUCE_SCATTER, Op.ALL_REDUCE})
 
 
 @dataclass(frozen=True, slots=True)  # positional: `Gathers("blocks.0")` reads aloud
@@ -45,15 +44,34 @@ class Reduces:
         return f"reduce {_spell(self.unit)}"
 
 
-Event = Gathers | Reduces
+@dataclass(frozen=True, slots=True)  # positional: as above
+class Computes:
+    """The gradients of a unit are about to be computed: the unit's own module broadcasts to tell so."""
+
+    unit: str
+
+    def __str__(self) -> str:
+        return f"compute gradients of {_spell(self.unit)}"
+
+
+Event = Gathers | Reduces | Computes
+
+
+_KINDS: Mapping[Op, type[Event]] = {
+    Op.ALL_GATHER: Gathers,
+    Op.REDUCE_SCATTER: Reduces,
+    Op.ALL_REDUCE: Reduces,
+    Op.BROADCAST: Computes,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Order:
     """In each microbatch these gathers and reductions are issued, in this order, and no others.
 
-    Where no event is a reduction, reductions are left out of account, and so are gathers; ``select`` narrows
-    further. Sizes identify units, so the parameters must travel in the dtype in which the model was built.
+    Where no event is a reduction, reductions are left out of account, and so are gathers, and the broadcasts by
+    which modules tell what they compute; ``select`` narrows further. Sizes identify units, so the parameters must
+    travel in the dtype in which the model was built.
     """
 
     select: Select
@@ -81,7 +99,7 @@ class Order:
         return rule(self.name, broken, held=f"in order on every rank in {len(moments)} microbatches")
 
     def _is_asked(self, entry: Entry) -> bool:
-        kind = Gathers if entry.op is Op.ALL_GATHER else Reduces if entry.op in _REDUCING else None
+        kind = _KINDS.get(entry.op)
         return kind is not None and any(isinstance(event, kind) for event in self.events)
 
     def _disorder(self, told: Sequence[Event | str]) -> Iterator[str]:
@@ -100,6 +118,8 @@ def _is_met(wanted: Event | None, got: Event | str | None) -> bool:
 
 def _event(entry: Entry, groups: Sequence[Group], num_ranks: int) -> Event | str:
     """Tell whose parameters an entry carries; a text where no unit is of that size."""
+    if entry.op is Op.BROADCAST and entry.unit is not None:
+        return Computes(entry.unit)
     # A replica's part of the gradients is reduced across replicas: as many times smaller as it has ranks.
     share = num_ranks // len(entry.group) if entry.op is Op.ALL_REDUCE else 1
     for group in groups:

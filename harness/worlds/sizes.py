@@ -1,12 +1,15 @@
-"""The world sizes that a case makes sense for; suites say so with ``@pytest.mark.worlds(SIZES)``."""
+"""The worlds that a case makes sense for; suites say so with ``@pytest.mark.worlds(SIZES)``."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from harness.worlds.spec import WorldKind, WorldSpec
+
 __all__ = [
     "ALONE",
+    "APART",
     "EVEN",
     "FOURS",
     "FOUR_OR_MORE_EVEN",
@@ -20,14 +23,21 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """A named set of world sizes."""
+    """A named set of world sizes; with ``kind`` those of worlds in which ranks live so."""
 
     name: str
     allows: Callable[[int], bool]
+    kind: WorldKind | None = None
+
+    def suits(self, world: WorldSpec) -> bool:
+        """Whether this world is one of them."""
+        return self.allows(world.size) and self.kind in {None, world.kind}
 
 
 ALONE = Sizes(name="one rank", allows=lambda size: size == 1)
 SEVERAL = Sizes(name="two ranks or more", allows=lambda size: size > 1)
+# For calls of an engine that keeps something for the whole process, so that ranks which share one disturb each other.
+APART = Sizes(name="ranks that share no process", allows=lambda size: size > 1, kind=WorldKind.PROCESSES)
 EVEN = Sizes(name="two replicas of equal size", allows=lambda size: size % 2 == 0)
 FOUR_OR_MORE_EVEN = Sizes(
     name="two replicas of several ranks", allows=lambda size: size >= 4 and size % 2 == 0

@@ -1,0 +1,111 @@
+"""Arguments of the wrapper that have no right meaning, and what it makes of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import ShardingStrategy
+
+from fixtures.tower import Block, Tower
+from harness.script import Bench
+from suites.wrapper.exercises.wrapped import raised, wrap
+
+__all__ = ["REFUSAL", "refuses"]
+
+REFUSAL = "refused with"
+_HYBRID = ShardingStrategy.HYBRID_SHARD
+
+
+class _Scalar(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(1.0))
+
+
+def _mesh(bench: Bench) -> DeviceMesh:
+    return init_device_mesh(bench.device.type, (bench.size,))
+
+
+def _group(bench: Bench) -> dist.ProcessGroup:
+    return _mesh(bench).get_group()
+
+
+def _groups_and_mesh(bench: Bench) -> object:
+    return wrap(bench, Tower(), process_group=_group(bench), device_mesh=_mesh(bench))
+
+
+def _ignored_twice(bench: Bench) -> object:
+    model = Tower()
+    return wrap(bench, model, ignored_modules=[model.head], ignored_states=[model.stem])
+
+
+def _ignored_mixture(bench: Bench) -> object:
+    model = Tower()
+    return wrap(bench, model, ignored_states=[model.head, model.stem.weight])
+
+
+def _ignored_parameters_as_modules(bench: Bench) -> object:
+    model = Tower()
+    return wrap(bench, model, ignored_modules=[model.head.weight])
+
+
+def _hybrid_on_one_axis(bench: Bench) -> object:
+    return wrap(bench, Tower(), sharding_strategy=_HYBRID, device_mesh=_mesh(bench))
+
+
+def _hybrid_in_one_group(bench: Bench) -> object:
+    return wrap(bench, Tower(), sharding_strategy=_HYBRID, process_group=_group(bench))
+
+
+def _hybrid_nowhere(bench: Bench) -> object:
+    return wrap(bench, Tower(), sharding_strategy=_HYBRID)
+
+
+def _scalar(bench: Bench) -> object:
+    return wrap(bench, _Scalar())
+
+
+def _initialiser(bench: Bench) -> object:
+    return wrap(bench, nn.Linear(2, 2, device="meta"), param_init_fn="zeros")
+
+
+def _policy_of_numbers(bench: Bench) -> object:
+    return wrap(bench, Tower(), auto_wrap_policy=bench.names.CustomPolicy(lambda module: 3))
+
+
+def _wrapped_before(bench: Bench) -> object:
+    model = Tower()
+    model.blocks[0] = wrap(bench, model.blocks[0])
+    return wrap(bench, model, auto_wrap_policy=bench.names.ModuleWrapPolicy({Block}))
+
+
+def _frozen_in_part(bench: Bench) -> object:
+    model = Tower()
+    model.blocks[0].first.requires_grad_(False)
+    policy = bench.names.ModuleWrapPolicy({Block})
+    return wrap(bench, model, auto_wrap_policy=policy, use_orig_params=False)
+
+
+_ATTEMPTS: dict[str, Callable[[Bench], object]] = {
+    "groups and mesh": _groups_and_mesh,
+    "ignored twice": _ignored_twice,
+    "ignored mixture": _ignored_mixture,
+    "ignored parameters as modules": _ignored_parameters_as_modules,
+    "hybrid on one axis": _hybrid_on_one_axis,
+    "hybrid in one group": _hybrid_in_one_group,
+    "hybrid nowhere": _hybrid_nowhere,
+    "scalar": _scalar,
+    "initialiser": _initialiser,
+    "policy of numbers": _policy_of_numbers,
+    "wrapped before": _wrapped_before,
+    "frozen in part": _frozen_in_part,
+}
+
+
+def refuses(bench: Bench, attempt: str) -> None:
+    """Try, and note what became of it."""
+    bench.note(REFUSAL, raised(lambda: _ATTEMPTS[attempt](bench), ValueError))

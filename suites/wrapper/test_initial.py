@@ -1,0 +1,48 @@
+"""param_init_fn, device_id and sync_module_states: where parameters begin."""
+
+from __future__ import annotations
+
+import pytest
+
+from harness.parity import MatchesOracle
+from harness.pytest_plugin import Trial
+from harness.states import Notes
+from harness.worlds.sizes import SEVERAL
+from suites.wrapper.exercises.initial import DIFFERS, VALUES, initialises, moves, resets, synchronises
+from suites.wrapper.exercising import exercise
+
+
+@pytest.mark.api("param_init_fn", "device_id")
+def test_modules_without_memory_reset_themselves(trial: Trial) -> None:
+    trial.holds(
+        exercise(resets),
+        Notes(subject=VALUES, value="reset"),
+        Notes(subject="buffers", value="[4.0, 5.0]"),
+        MatchesOracle(),
+    )
+
+
+@pytest.mark.api("param_init_fn")
+def test_a_function_initialises_each_module_once(trial: Trial) -> None:
+    trial.holds(
+        exercise(initialises),
+        Notes(subject=VALUES, value="[[4.0], [-4.0], [5.0], [-5.0]]"),
+        Notes(subject="calls", value="[1, 1]"),
+        MatchesOracle(),
+    )
+
+
+@pytest.mark.api("device_id")
+def test_initialises_and_runs_on_the_device(trial: Trial) -> None:
+    trial.holds(
+        exercise(moves),
+        Notes(subject="tensors are on the device", value="True"),
+        Notes(subject="the output is on the device", value="True"),
+        MatchesOracle(),
+    )
+
+
+@pytest.mark.api("sync_module_states")
+@pytest.mark.worlds(SEVERAL)  # a lone rank is rank 0
+def test_no_rank_starts_with_values_of_its_own(trial: Trial) -> None:
+    trial.holds(exercise(synchronises), Notes(subject=DIFFERS, value="False"), MatchesOracle())

@@ -1,0 +1,104 @@
+"""backward_prefetch, forward_prefetch and limit_all_gathers: when units are gathered, and how many at a time.
+
+A gather that forward issues early is issued during another unit's forward. In backward blocks tell when their
+gradients are about to be computed: the next gather comes before that, or after it, or after the reduction.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from engine.contract import BackwardGather, Grouping, Layout, Plan, Reshard, Wrapper
+from fixtures.chain import CHAIN, TELLING_CHAIN
+from fixtures.optimizers import SGD
+from harness.case import Problem, Training
+from harness.ledger.agreement import RanksAgree
+from harness.ledger.entry import Op, Phase
+from harness.ledger.flight import InFlight
+from harness.ledger.order import Computes, Event, Gathers, Order, Reduces
+from harness.ledger.selection import Select
+from harness.parity import MatchesOracle
+from harness.pytest_plugin import Trial
+from harness.worlds.sizes import SEVERAL
+
+FORWARD = Select(phases=(Phase.FORWARD,))
+BACKWARD = Select(phases=(Phase.BACKWARD,))
+GATHERS = Select(ops=(Op.ALL_GATHER,))
+RIGHT = (MatchesOracle(), RanksAgree())
+ROOT = ""
+B0, B1, B2, B3 = CHAIN.units
+BEGIN = (Gathers(ROOT), Gathers(B3))
+END = (Computes(B0), Reduces(B0), Reduces(ROOT))
+BEFORE = (
+    *BEGIN,
+    *(Gathers(B2), Computes(B3), Reduces(B3), Gathers(B1), Computes(B2), Reduces(B2)),
+    *(Gathers(B0), Computes(B1), Reduces(B1)),
+    *END,
+)
+AFTER = (
+    *BEGIN,
+    *(Computes(B3), Gathers(B2), Reduces(B3), Computes(B2), Gathers(B1), Reduces(B2)),
+    *(Computes(B1), Gathers(B0), Reduces(B1)),
+    *END,
+)
+WHEN_NEEDED = (
+    *BEGIN,
+    *(Computes(B3), Reduces(B3), Gathers(B2), Computes(B2), Reduces(B2), Gathers(B1)),
+    *(Computes(B1), Reduces(B1), Gathers(B0)),
+    *END,
+)
+IN_TURN = (Gathers(ROOT), Gathers(B0), Gathers(B1, B1), Gathers(B2, B2), Gathers(B3, B3))
+AHEAD = (Gathers(ROOT), Gathers(B0), Gathers(B1, B0), Gathers(B2, B1), Gathers(B3, B2))
+
+
+@pytest.mark.api("backward_prefetch", "BackwardPrefetch")
+@pytest.mark.worlds(SEVERAL)
+@pytest.mark.parametrize(
+    ("gather", "events"),
+    [
+        pytest.param(BackwardGather.BEFORE, BEFORE, id="before"),
+        pytest.param(BackwardGather.AFTER, AFTER, id="after"),
+        pytest.param(BackwardGather.WHEN_NEEDED, WHEN_NEEDED, id="when-needed"),
+    ],
+)
+def test_backward_gathers_the_next_unit(
+    trial: Trial, gather: BackwardGather, events: tuple[Event, ...]
+) -> None:
+    training = _training(TELLING_CHAIN, Wrapper(backward_prefetch=gather))
+    trial.holds(training, Order(select=BACKWARD, events=events), *RIGHT)
+
+
+@pytest.mark.api("forward_prefetch")
+@pytest.mark.worlds(SEVERAL)
+@pytest.mark.parametrize(
+    ("is_ahead", "events"),
+    [pytest.param(False, IN_TURN, id="in-turn"), pytest.param(True, AHEAD, id="ahead")],
+)
+def test_forward_gathers_the_next_unit(trial: Trial, is_ahead: bool, events: tuple[Event, ...]) -> None:
+    training = _training(CHAIN, Wrapper(forward_prefetch=is_ahead))
+    trial.holds(training, Order(select=FORWARD, events=events), *RIGHT)
+
+
+@pytest.mark.api("limit_all_gathers")
+@pytest.mark.worlds(SEVERAL)
+@pytest.mark.parametrize("is_ahead", [False, True], ids=["in-turn", "ahead"])
+def test_no_more_than_two_gathers_are_in_flight(trial: Trial, is_ahead: bool) -> None:
+    training = _training(CHAIN, Wrapper(limit_all_gathers=True, forward_prefetch=is_ahead))
+    trial.holds(training, InFlight(select=GATHERS, at_most=2), *RIGHT)
+
+
+@pytest.mark.api("limit_all_gathers")
+@pytest.mark.worlds(SEVERAL)
+def test_without_a_limit_trains_the_same_model(trial: Trial) -> None:
+    trial.holds(_training(CHAIN, Wrapper(limit_all_gathers=False, forward_prefetch=True)), *RIGHT)
+
+
+def _training(problem: Problem, wrapper: Wrapper) -> Training:
+    plan = Plan(
+        layout=Layout.SHARD,
+        units=problem.units,
+        grouping=Grouping.REQUIRED,
+        reshard=Reshard.AFTER_FORWARD,
+        wrapper=wrapper,
+    )
+    return Training(problem=problem, optimizer=SGD, plan=plan)

@@ -1,0 +1,37 @@
+"""Arguments that contradict each other, or that mean nothing, are refused where the wrapper is made."""
+
+from __future__ import annotations
+
+import pytest
+
+from harness.parity import MatchesOracle
+from harness.pytest_plugin import Trial
+from harness.states import Notes
+from suites.wrapper.exercises.refusals import REFUSAL, refuses
+from suites.wrapper.exercising import exercise
+
+ATTEMPTS = {
+    "groups and mesh": ("process_group", "device_mesh"),
+    "ignored twice": ("ignored_modules", "ignored_states"),
+    "ignored mixture": ("ignored_states",),
+    "ignored parameters as modules": ("ignored_modules",),
+    "hybrid on one axis": ("device_mesh", "sharding_strategy"),
+    "hybrid in one group": ("process_group", "sharding_strategy"),
+    "hybrid nowhere": ("sharding_strategy",),
+    "scalar": ("init.module",),
+    "initialiser": ("param_init_fn",),
+    "policy of numbers": ("auto_wrap_policy", "CustomPolicy"),
+    "wrapped before": ("auto_wrap_policy",),
+    "frozen in part": ("use_orig_params", "auto_wrap_policy"),
+}
+
+
+@pytest.mark.parametrize(
+    "attempt",
+    [
+        pytest.param(attempt, id=attempt.replace(" ", "-"), marks=pytest.mark.api(*names))
+        for attempt, names in ATTEMPTS.items()
+    ],
+)
+def test_refuses_what_has_no_meaning(trial: Trial, attempt: str) -> None:
+    trial.holds(exercise(refuses, attempt), Notes(subject=REFUSAL, value="ValueError"), MatchesOracle())
