@@ -47,6 +47,7 @@ _MARKS = (
     "worlds(sizes): the world sizes that a case makes sense for",
     "device(name): the only device that can show what a case asks",
     "rows(id, ...): the upstream tests that a case stands for",
+    "api(name, ...): the lines of an API table that a case stands for",
     "prey(mutant, ..., world=None): the mutants that a case must kill, in one world or in the first that suits it",
 )
 _TO_WORKER = "shardproof.expectations"
