@@ -35,7 +35,7 @@ def test_sets_the_type_and_tells_what_was_before(trial: Trial) -> None:
 
 
 @pytest.mark.api("set_state_dict_type", "get_state_dict_type")
-@pytest.mark.prey("SetsTheTypeOfRootsAlone")
+@pytest.mark.prey("SetsTheTypeOfTheFirstRootAlone")
 def test_sets_the_type_of_all_wrapped_modules_below(trial: Trial) -> None:
     hold(trial, settings.set_types_of_others, "what each tells")
 
@@ -58,7 +58,7 @@ def test_refuses_configs_of_another_type(trial: Trial) -> None:
 
 
 @pytest.mark.api("get_state_dict_type", "set_state_dict_type")
-@pytest.mark.prey("TellsTheTypeOfTheFirstUnit")
+@pytest.mark.prey("TellsTheTypeOfSomeUnit")
 def test_refuses_units_of_several_types(trial: Trial) -> None:
     subjects = (
         "asking units that differ",

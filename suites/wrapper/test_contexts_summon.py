@@ -23,7 +23,7 @@ STRATEGIES = pytest.mark.parametrize(
 @FORMS
 @STRATEGIES
 @pytest.mark.worlds(SEVERAL)
-@pytest.mark.prey("SummonsTransposed")
+@pytest.mark.prey("MisalignsWhatItSummons")
 def test_shows_whole_parameters_by_their_names(trial: Trial, strategy: ShardingStrategy, form: Form) -> None:
     subjects = (
         "parameters inside",
@@ -34,7 +34,7 @@ def test_shows_whole_parameters_by_their_names(trial: Trial, strategy: ShardingS
     hold(trial, summoning.summon_values, *subjects, arguments=(strategy, form))
 
 
-@pytest.mark.prey("SummonsTransposed")
+@pytest.mark.prey("MisalignsWhatItSummons")
 def test_shows_those_of_all_wrapped_modules_below(trial: Trial) -> None:
     hold(trial, summoning.summon_of_others, "parameters inside")
 

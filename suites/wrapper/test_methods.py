@@ -14,7 +14,7 @@ FORMS = pytest.mark.parametrize("form", Form, ids=lambda form: form.name.lower()
 
 
 @pytest.mark.api("module")
-@pytest.mark.prey("ShowsItselfAsItsModule")
+@pytest.mark.prey("WrapsItsModuleAgain")
 def test_shows_the_module_that_it_wraps(trial: Trial) -> None:
     hold(trial, access.reach_module, "the module of the root", "the module of a unit")
 
@@ -33,20 +33,20 @@ def test_passes_on_items(trial: Trial) -> None:
 
 
 @pytest.mark.api("check_is_root")
-@pytest.mark.prey("CallsEveryUnitTheRoot")
+@pytest.mark.prey("KnowsNoRootBeforeForward")
 def test_tells_who_is_the_root(trial: Trial) -> None:
     subjects = ("the root before forward", "the root after forward", "a unit that is asked first")
     hold(trial, access.tell_the_root, *subjects)
 
 
 @pytest.mark.api("fsdp_modules")
-@pytest.mark.prey("ListsUnitsInnermostFirst")
+@pytest.mark.prey("TakesUnitsForRoots")
 def test_lists_units_in_the_order_of_modules(trial: Trial) -> None:
     hold(trial, access.list_units, "all units", "the units of a unit", "the root alone", "their class")
 
 
 @pytest.mark.api("fsdp_modules")
-@pytest.mark.prey("ListsTheFirstRootAlone")
+@pytest.mark.prey("TakesUnitsForRoots")
 def test_lists_units_of_a_model_that_is_not_wrapped_itself(trial: Trial) -> None:
     hold(trial, access.list_units_of_others, "all units below", "the roots below", "units of a model without")
 
@@ -59,7 +59,7 @@ def test_applies_to_whole_parameters_and_keeps_what_it_did(trial: Trial) -> None
 
 
 @pytest.mark.api("apply")
-@pytest.mark.prey("AppliesInForward")
+@pytest.mark.prey("AppliesInSilence")
 def test_refuses_to_apply_in_forward(trial: Trial) -> None:
     hold(trial, access.apply_while_it_runs, "apply in forward")
 
@@ -106,7 +106,7 @@ def test_names_buffers_as_the_model_does_inside_summon(trial: Trial) -> None:
 
 @FORMS
 @pytest.mark.api("to")
-@pytest.mark.prey("ConvertsBuffersAlone")
+@pytest.mark.prey("CastsInputsInsteadOfItself")
 @pytest.mark.parametrize("how", Conversion, ids=lambda how: how.name.lower())
 def test_trains_in_the_dtype_that_it_was_converted_to(trial: Trial, how: Conversion, form: Form) -> None:
     subjects = ("what it returns", "the output's dtype", "dtypes of gradients", "parameters afterwards")
