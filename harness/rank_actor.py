@@ -133,6 +133,7 @@ class RankActor(Actor):
             size=context.size,
             device=context.device,
             note=self.note,
+            ledger=context.recorder.ledger,
         )
 
     def recover(self) -> None:

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from engine.contract import Capability, UnitHandle, WrapperNames
+from harness.ledger.entry import Ledger
 
 __all__ = ["Actor", "Batch", "Bench", "EachMicrobatch", "Evaluation", "Script"]
 
@@ -48,13 +49,17 @@ class Batch(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bench:
-    """What calls of an engine's own interface work with, on one rank: its names, and whom to tell what was seen."""
+    """What calls of an engine's own interface work with, on one rank: its names, and whom to tell what was seen.
+
+    ``ledger`` gives what this rank has communicated so far.
+    """
 
     names: WrapperNames
     rank: int
     size: int
     device: torch.device
     note: Callable[[str, object], None]
+    ledger: Callable[[], Ledger]
 
 
 class Actor(ABC):

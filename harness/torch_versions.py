@@ -30,6 +30,7 @@ __all__ = [
     "generator_address",
     "keep_backward_in_thread",
     "owned_meshes",
+    "owned_timers",
     "random_operators",
     "raw_access",
     "register_in_thread",
@@ -224,6 +225,44 @@ def owned_meshes(owner: Callable[[], int | None]) -> Iterator[None]:
         yield
     finally:
         delattr(DeviceMesh, field)
+
+
+class _OwnNames(threading.local):
+    """A set of names, of which every thread has its own."""
+
+    def __init__(self) -> None:
+        self._names: set[str] = set()
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._names
+
+    def add(self, name: str) -> None:
+        self._names.add(name)
+
+    def remove(self, name: str) -> None:
+        self._names.remove(name)
+
+    def clear(self) -> None:
+        self._names.clear()
+
+
+@contextmanager
+def owned_timers() -> Iterator[None]:
+    """Let threads save and load state of FSDP1 at the same time, each of which torch times.
+
+    torch refuses to time what is being timed already, and keeps what that is once per process.
+    """
+    from torch.distributed.fsdp import (
+        _debug_utils,
+    )  # here, because it imports slowly where nobody hosts ranks
+
+    profiler: Any = _debug_utils.SimpleProfiler
+    original = profiler.profiling
+    profiler.profiling = _OwnNames()
+    try:
+        yield
+    finally:
+        profiler.profiling = original
 
 
 @contextmanager

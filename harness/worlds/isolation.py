@@ -47,6 +47,7 @@ def isolate_threads() -> Iterator[None]:
         stack.enter_context(torch_versions.replace_world(_WorldOfThread()))
         stack.enter_context(torch_versions.thread_isolation())
         stack.enter_context(torch_versions.owned_meshes(current_rank))
+        stack.enter_context(torch_versions.owned_timers())
         stack.enter_context(torch_versions.shared_shape_propagation())
         stack.enter_context(torch_versions.replace_split_group(split_group, split_method))
         stack.enter_context(rank_generators())

@@ -1,0 +1,249 @@
+"""Mutants that sin in how a module in FullyShardedDataParallel is reached, named, applied to, called and converted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+
+from engine.adapters.torch_fsdp1 import NAMES, FullyShardedDataParallelEngine
+from engine.contract import WrapperNames
+
+__all__ = [
+    "AppliesInSilence",
+    "AppliesToShards",
+    "CastsInputsInsteadOfItself",
+    "CountsItemsFromOne",
+    "DropsKeywords",
+    "ForgetsWhatWasApplied",
+    "HidesAttributes",
+    "KeepsItsPrefixInside",
+    "KeepsItsPrefixOfBuffersInside",
+    "KnowsNoRootBeforeForward",
+    "StripsItsPrefixAlways",
+    "TakesUnitsForRoots",
+    "WrapsItsModuleAgain",
+    "names_with",
+]
+
+_PREFIX = "_fsdp_wrapped_module."
+
+# Any, in all that follows: what torch's own methods take and give.
+
+
+def names_with(wrapper: type[FullyShardedDataParallel]) -> WrapperNames:
+    """Put a sinner in the wrapper's place, among names that are torch's otherwise."""
+    return replace(NAMES, FullyShardedDataParallel=wrapper)
+
+
+class _WrapsItsModuleAgain(FullyShardedDataParallel):
+    @property
+    def module(self) -> nn.Module:
+        return nn.Sequential(super().module)
+
+
+class WrapsItsModuleAgain(FullyShardedDataParallelEngine):
+    """What ``module`` gives is not what was wrapped, but a module around it.
+
+    After pytorch/pytorch#87950: of a module that another wrapper was put around, ``module`` gave that wrapper.
+    """
+
+    name = "mutant.WrapsItsModuleAgain"
+    names: ClassVar[WrapperNames] = names_with(_WrapsItsModuleAgain)
+
+
+class _HidesAttributes(FullyShardedDataParallel):
+    def __getattr__(self, name: str) -> Any:
+        found = super().__getattr__(name)
+        if name.startswith("_") or isinstance(found, nn.Module | torch.Tensor):
+            return found
+        raise AttributeError(name)
+
+
+class HidesAttributes(FullyShardedDataParallelEngine):
+    """Submodules and tensors are found through the wrapper, plain attributes and methods are not.
+
+    After pytorch/pytorch#83351: some of what a plain module offers did not work through a wrapper.
+    """
+
+    name = "mutant.HidesAttributes"
+    names: ClassVar[WrapperNames] = names_with(_HidesAttributes)
+
+
+class _CountsItemsFromOne(FullyShardedDataParallel):
+    def __getitem__(self, key: Any) -> Any:
+        return super().__getitem__(key - 1 if isinstance(key, int) and key > 0 else key)
+
+
+class CountsItemsFromOne(FullyShardedDataParallelEngine):
+    """An index is passed on to the wrapped list less by one.
+
+    After pytorch/pytorch#83351: some of what a plain module offers did not work through a wrapper.
+    """
+
+    name = "mutant.CountsItemsFromOne"
+    names: ClassVar[WrapperNames] = names_with(_CountsItemsFromOne)
+
+
+class _KnowsNoRootBeforeForward(FullyShardedDataParallel):
+    def check_is_root(self) -> bool:
+        return bool(self._is_root)
+
+
+class KnowsNoRootBeforeForward(FullyShardedDataParallelEngine):
+    """Nobody is the root until something else has found out who is.
+
+    After facebookresearch/fairscale#490: who the root is was found out too early or too late, by whoever came first.
+    """
+
+    name = "mutant.KnowsNoRootBeforeForward"
+    names: ClassVar[WrapperNames] = names_with(_KnowsNoRootBeforeForward)
+
+
+class _TakesUnitsForRoots(FullyShardedDataParallel):
+    @staticmethod
+    def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[FullyShardedDataParallel]:
+        return FullyShardedDataParallel.fsdp_modules(module)
+
+
+class TakesUnitsForRoots(FullyShardedDataParallelEngine):
+    """Asked for roots alone, all units are listed.
+
+    After facebookresearch/fairscale#490: units inside the root were marked as roots themselves.
+    """
+
+    name = "mutant.TakesUnitsForRoots"
+    names: ClassVar[WrapperNames] = names_with(_TakesUnitsForRoots)
+
+
+class _AppliesToShards(FullyShardedDataParallel):
+    def apply(self, fn: Callable[[nn.Module], None]) -> Any:
+        return nn.Module.apply(self, fn)
+
+
+class AppliesToShards(FullyShardedDataParallelEngine):
+    """``apply`` gathers nothing: functions see what each rank has.
+
+    After facebookresearch/fairscale#543: weights were to be initialised by ``apply``, and it showed shards.
+    """
+
+    name = "mutant.AppliesToShards"
+    names: ClassVar[WrapperNames] = names_with(_AppliesToShards)
+
+
+class _ForgetsWhatWasApplied(FullyShardedDataParallel):
+    def apply(self, fn: Callable[[nn.Module], None]) -> Any:
+        with FullyShardedDataParallel.summon_full_params(self, writeback=False):
+            return nn.Module.apply(self, fn)
+
+
+class ForgetsWhatWasApplied(FullyShardedDataParallelEngine):
+    """What functions do to whole parameters in ``apply`` is not written back.
+
+    After pytorch/pytorch#107081: parameters were as before once their context had ended.
+    """
+
+    name = "mutant.ForgetsWhatWasApplied"
+    names: ClassVar[WrapperNames] = names_with(_ForgetsWhatWasApplied)
+
+
+class _AppliesInSilence(FullyShardedDataParallel):
+    def apply(self, fn: Callable[[nn.Module], None]) -> Any:
+        try:
+            return super().apply(fn)
+        except (AssertionError, ValueError):
+            return self
+
+
+class AppliesInSilence(FullyShardedDataParallelEngine):
+    """Where ``apply`` is refused, it does nothing and says nothing.
+
+    After Lightning-AI/pytorch-lightning#19755: ``apply`` was called where nobody meant its whole parameters.
+    """
+
+    name = "mutant.AppliesInSilence"
+    names: ClassVar[WrapperNames] = names_with(_AppliesInSilence)
+
+
+class _DropsKeywords(FullyShardedDataParallel):
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return super().forward(*args, **{k: v for k, v in kwargs.items() if not isinstance(v, int)})
+
+
+class DropsKeywords(FullyShardedDataParallelEngine):
+    """Of the keywords of forward, plain numbers are dropped.
+
+    After pytorch/pytorch#147531: what forward was called with was lost where there was nothing to move.
+    """
+
+    name = "mutant.DropsKeywords"
+    names: ClassVar[WrapperNames] = names_with(_DropsKeywords)
+
+
+class _KeepsItsPrefixInside(FullyShardedDataParallel):
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        return nn.Module.named_parameters(self, *args, **kwargs)
+
+
+class KeepsItsPrefixInside(FullyShardedDataParallelEngine):
+    """Names of parameters tell of the wrapper wherever one asks.
+
+    After pytorch/pytorch#83351: code that relies on names of parameters met those of the wrapper.
+    """
+
+    name = "mutant.KeepsItsPrefixInside"
+    names: ClassVar[WrapperNames] = names_with(_KeepsItsPrefixInside)
+
+
+class _StripsItsPrefixAlways(FullyShardedDataParallel):
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        for name, parameter in super().named_parameters(*args, **kwargs):
+            yield name.replace(_PREFIX, ""), parameter
+
+
+class StripsItsPrefixAlways(FullyShardedDataParallelEngine):
+    """Names of parameters hide the wrapper even where what they name is a shard.
+
+    After pytorch/pytorch#83351: names inside and outside ``summon_full_params`` were to be told apart.
+    """
+
+    name = "mutant.StripsItsPrefixAlways"
+    names: ClassVar[WrapperNames] = names_with(_StripsItsPrefixAlways)
+
+
+class _KeepsItsPrefixOfBuffersInside(FullyShardedDataParallel):
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        return nn.Module.named_buffers(self, *args, **kwargs)
+
+
+class KeepsItsPrefixOfBuffersInside(FullyShardedDataParallelEngine):
+    """Names of buffers tell of the wrapper wherever one asks.
+
+    After pytorch/pytorch#83351: code that relies on names of buffers met those of the wrapper.
+    """
+
+    name = "mutant.KeepsItsPrefixOfBuffersInside"
+    names: ClassVar[WrapperNames] = names_with(_KeepsItsPrefixOfBuffersInside)
+
+
+class _CastsInputsInsteadOfItself(FullyShardedDataParallel):
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        return self
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        dtype = next(self.parameters()).dtype
+        return super().forward(*(a.to(dtype) if a.is_floating_point() else a for a in args), **kwargs)
+
+
+class CastsInputsInsteadOfItself(FullyShardedDataParallelEngine):
+    """A conversion once wrapped changes nothing; inputs are cast to what the model was made in.
+
+    After pytorch/pytorch#90838: the dtype that parameters had in the constructor was gone by for ever.
+    """
+
+    name = "mutant.CastsInputsInsteadOfItself"
+    names: ClassVar[WrapperNames] = names_with(_CastsInputsInsteadOfItself)

@@ -1,0 +1,193 @@
+"""Mutants that sin in the state of optimizers of what FullyShardedDataParallel wraps."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel, OptimStateKeyType
+
+from engine.adapters.torch_fsdp1 import FullyShardedDataParallelEngine
+from engine.contract import WrapperNames
+from engine.mutants.wrapper_methods import names_with
+
+__all__ = [
+    "IgnoresTheStateGiven",
+    "LosesMomentum",
+    "LosesMomentumWhenItSaves",
+    "NamesTheWrapperInOptimizerStates",
+    "PermutesGroups",
+    "RekeysToEachOther",
+    "RestartsTheCountOfSteps",
+]
+
+# Any, in all that follows: what torch's own methods take and give.
+
+
+class _NamesTheWrapperInOptimizerStates(FullyShardedDataParallel):
+    @staticmethod
+    def optim_state_dict(*args: Any, **kwargs: Any) -> dict[str, Any]:
+        found = FullyShardedDataParallel.optim_state_dict(*args, **kwargs)
+        return found | {"state": {f"_fsdp_wrapped_module.{k}": v for k, v in found["state"].items()}}
+
+
+class NamesTheWrapperInOptimizerStates(FullyShardedDataParallelEngine):
+    """Names in the state of optimizers tell of the wrapper.
+
+    After pytorch/pytorch#96252: a prefix of another wrapper was in the names of an optimizer's state.
+    """
+
+    name = "mutant.NamesTheWrapperInOptimizerStates"
+    names: ClassVar[WrapperNames] = names_with(_NamesTheWrapperInOptimizerStates)
+
+
+def _without_momentum(found: dict[str, Any]) -> dict[str, Any]:
+    """Copy a state with zeros in place of every tensor that is no number."""
+    kept = copy.deepcopy(found)
+    for state in kept.get("state", {}).values():
+        for key, value in state.items():
+            if isinstance(value, torch.Tensor) and value.dim():
+                state[key] = torch.zeros_like(value)
+    return kept
+
+
+class _LosesMomentumWhenItSaves(FullyShardedDataParallel):
+    @staticmethod
+    def optim_state_dict(*args: Any, **kwargs: Any) -> dict[str, Any]:
+        return _without_momentum(FullyShardedDataParallel.optim_state_dict(*args, **kwargs))
+
+
+class LosesMomentumWhenItSaves(FullyShardedDataParallelEngine):
+    """In the state that is saved of an optimizer, moments are zero.
+
+    After pytorch/pytorch#76671: some of an optimizer's parameters had no state where it was looked for.
+    """
+
+    name = "mutant.LosesMomentumWhenItSaves"
+    names: ClassVar[WrapperNames] = names_with(_LosesMomentumWhenItSaves)
+
+
+class _Loader(FullyShardedDataParallel):
+    """Changes whatever is about to be loaded into an optimizer."""
+
+    @staticmethod
+    def changed(loadable: dict[str, Any]) -> dict[str, Any]:
+        return loadable
+
+    @classmethod
+    def optim_state_dict_to_load(  # type: ignore[override]
+        cls, model: nn.Module, optim: Any, osd: Any, *, load_directly: bool = False
+    ) -> dict[str, Any]:
+        loadable = cls.changed(FullyShardedDataParallel.optim_state_dict_to_load(model, optim, osd))
+        if load_directly:
+            optim.load_state_dict(loadable)
+        return loadable
+
+    @classmethod
+    def shard_full_optim_state_dict(cls, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        return cls.changed(FullyShardedDataParallel.shard_full_optim_state_dict(*args, **kwargs))
+
+    @classmethod
+    def scatter_full_optim_state_dict(cls, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        return cls.changed(FullyShardedDataParallel.scatter_full_optim_state_dict(*args, **kwargs))
+
+    @classmethod
+    def flatten_sharded_optim_state_dict(cls, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        return cls.changed(FullyShardedDataParallel.flatten_sharded_optim_state_dict(*args, **kwargs))
+
+    @classmethod
+    def rekey_optim_state_dict(cls, osd: Any, key: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+        keyed = FullyShardedDataParallel.rekey_optim_state_dict(osd, key, *args, **kwargs)
+        return cls.changed(keyed) if key is OptimStateKeyType.PARAM_ID else keyed
+
+
+class _LosesMomentum(_Loader):
+    @staticmethod
+    def changed(loadable: dict[str, Any]) -> dict[str, Any]:
+        return _without_momentum(loadable)
+
+
+class LosesMomentum(FullyShardedDataParallelEngine):
+    """What is loaded into an optimizer has moments of zero.
+
+    After facebookresearch/fairscale#601: resumed training went on as if from scratch.
+    """
+
+    name = "mutant.LosesMomentum"
+    names: ClassVar[WrapperNames] = names_with(_LosesMomentum)
+
+
+class _RestartsTheCountOfSteps(_Loader):
+    @staticmethod
+    def changed(loadable: dict[str, Any]) -> dict[str, Any]:
+        kept = copy.deepcopy(loadable)
+        for state in kept["state"].values():
+            if "step" in state:
+                state["step"] = torch.zeros_like(torch.as_tensor(state["step"]))
+        return kept
+
+
+class RestartsTheCountOfSteps(FullyShardedDataParallelEngine):
+    """What is loaded into an optimizer counts its steps from zero.
+
+    After huggingface/accelerate#3971: the count of steps could not be found in what was saved.
+    """
+
+    name = "mutant.RestartsTheCountOfSteps"
+    names: ClassVar[WrapperNames] = names_with(_RestartsTheCountOfSteps)
+
+
+class _IgnoresTheStateGiven(FullyShardedDataParallel):
+    @staticmethod
+    def optim_state_dict(model: nn.Module, optim: Any, *_: Any, **__: Any) -> dict[str, Any]:
+        return FullyShardedDataParallel.optim_state_dict(model, optim)
+
+
+class IgnoresTheStateGiven(FullyShardedDataParallelEngine):
+    """The state of the optimizer is saved although another was given.
+
+    After pytorch/pytorch#99117: what was taken from the state given, and what from the optimizer, was mixed up.
+    """
+
+    name = "mutant.IgnoresTheStateGiven"
+    names: ClassVar[WrapperNames] = names_with(_IgnoresTheStateGiven)
+
+
+class _PermutesGroups(FullyShardedDataParallel):
+    @staticmethod
+    def optim_state_dict(*args: Any, **kwargs: Any) -> dict[str, Any]:
+        found = FullyShardedDataParallel.optim_state_dict(*args, **kwargs)
+        groups = found["param_groups"]
+        members = [group["params"] for group in reversed(groups)]
+        pairs = zip(groups, members, strict=True)
+        return found | {"param_groups": [group | {"params": names} for group, names in pairs]}
+
+
+class PermutesGroups(FullyShardedDataParallelEngine):
+    """Groups of parameters are saved with each other's members.
+
+    After pytorch/pytorch#54736: parameters that take turns in groups were numbered in another order.
+    """
+
+    name = "mutant.PermutesGroups"
+    names: ClassVar[WrapperNames] = names_with(_PermutesGroups)
+
+
+class _RekeysToEachOther(FullyShardedDataParallel):
+    @staticmethod
+    def rekey_optim_state_dict(osd: Any, key: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+        keyed = FullyShardedDataParallel.rekey_optim_state_dict(osd, key, *args, **kwargs)
+        states = [keyed["state"][k] for k in sorted(keyed["state"], reverse=True)]
+        return keyed | {"state": dict(zip(sorted(keyed["state"]), states, strict=True))}
+
+
+class RekeysToEachOther(FullyShardedDataParallelEngine):
+    """Rekeyed, a parameter's state is that of another.
+
+    After pytorch/pytorch#54736: the numbers of parameters did not belong to the state that they came with.
+    """
+
+    name = "mutant.RekeysToEachOther"
+    names: ClassVar[WrapperNames] = names_with(_RekeysToEachOther)

@@ -1,0 +1,218 @@
+"""Mutants that sin in summon_full_params of FullyShardedDataParallel."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, ClassVar
+
+import torch
+from torch import distributed, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+
+from engine.adapters.torch_fsdp1 import FullyShardedDataParallelEngine
+from engine.contract import WrapperNames
+from engine.mutants.wrapper_methods import names_with
+
+__all__ = [
+    "AlwaysSummonsAll",
+    "AlwaysWritesBack",
+    "MisalignsWhatItSummons",
+    "NeverWritesBack",
+    "SummonsAnywhere",
+    "SummonsNoGradients",
+    "SummonsOnAllRanks",
+    "TakesEveryCombination",
+    "WritesBackFromRank0",
+]
+
+# Any, in all that follows: what torch's own methods take and give.
+
+_summon: Any = FullyShardedDataParallel.summon_full_params
+
+
+class _Summoner(FullyShardedDataParallel):
+    """Summons with options changed."""
+
+    @staticmethod
+    def changed(module: nn.Module, options: dict[str, Any]) -> dict[str, Any]:
+        return options
+
+    @classmethod
+    @contextmanager
+    def summon_full_params(cls, module: nn.Module, **options: Any) -> Iterator[None]:  # type: ignore[override]
+        with _summon(module, **cls.changed(module, options)):
+            yield
+
+
+class _NeverWritesBack(_Summoner):
+    @staticmethod
+    def changed(module: nn.Module, options: dict[str, Any]) -> dict[str, Any]:
+        return options | {"writeback": False}
+
+
+class NeverWritesBack(FullyShardedDataParallelEngine):
+    """What is changed inside ``summon_full_params`` is lost.
+
+    After pytorch/pytorch#107081: parameters were as before once the context had ended.
+    """
+
+    name = "mutant.NeverWritesBack"
+    names: ClassVar[WrapperNames] = names_with(_NeverWritesBack)
+
+
+class _AlwaysWritesBack(_Summoner):
+    @staticmethod
+    def changed(module: nn.Module, options: dict[str, Any]) -> dict[str, Any]:
+        return options | {"writeback": not options.get("rank0_only", False)}
+
+
+class AlwaysWritesBack(FullyShardedDataParallelEngine):
+    """What is changed inside ``summon_full_params`` stays although it was not to be written back.
+
+    After pytorch/pytorch#73903: the argument that says so was ignored in silence, on some of the ranks.
+    """
+
+    name = "mutant.AlwaysWritesBack"
+    names: ClassVar[WrapperNames] = names_with(_AlwaysWritesBack)
+
+
+class _WritesBackFromRank0(FullyShardedDataParallel):
+    @staticmethod
+    @contextmanager
+    def summon_full_params(module: nn.Module, **options: Any) -> Iterator[None]:  # type: ignore[override]
+        with _summon(module, **options):
+            yield
+            if options.get("writeback", True):
+                for parameter in module.parameters():
+                    distributed.broadcast(parameter.detach(), 0)
+
+
+class WritesBackFromRank0(FullyShardedDataParallelEngine):
+    """What rank 0 wrote is written back to the shares of all ranks.
+
+    After pytorch/pytorch#93938: rank 0 was to hand its parameters to the others before they are written back.
+    """
+
+    name = "mutant.WritesBackFromRank0"
+    names: ClassVar[WrapperNames] = names_with(_WritesBackFromRank0)
+
+
+class _AlwaysSummonsAll(_Summoner):
+    @staticmethod
+    def changed(module: nn.Module, options: dict[str, Any]) -> dict[str, Any]:
+        return options | {"recurse": True}
+
+
+class AlwaysSummonsAll(FullyShardedDataParallelEngine):
+    """Units inside are summoned too although the root's own parameters were asked for.
+
+    After pytorch/pytorch#92235: a refactoring in which it was decided anew which units are summoned.
+    """
+
+    name = "mutant.AlwaysSummonsAll"
+    names: ClassVar[WrapperNames] = names_with(_AlwaysSummonsAll)
+
+
+class _SummonsOnAllRanks(_Summoner):
+    @staticmethod
+    def changed(module: nn.Module, options: dict[str, Any]) -> dict[str, Any]:
+        return options | {"rank0_only": False}
+
+
+class SummonsOnAllRanks(FullyShardedDataParallelEngine):
+    """Every rank is shown whole parameters although rank 0 alone was to be.
+
+    After pytorch/pytorch#73903: before there was the option, all ranks paid for the memory.
+    """
+
+    name = "mutant.SummonsOnAllRanks"
+    names: ClassVar[WrapperNames] = names_with(_SummonsOnAllRanks)
+
+
+class _SummonsNoGradients(_Summoner):
+    @staticmethod
+    def changed(module: nn.Module, options: dict[str, Any]) -> dict[str, Any]:
+        return options | {"with_grads": False}
+
+
+class SummonsNoGradients(FullyShardedDataParallelEngine):
+    """Gradients are not summoned although they were asked for.
+
+    After pytorch/pytorch#98817: whether gradients can be summoned depended on what they were left at.
+    """
+
+    name = "mutant.SummonsNoGradients"
+    names: ClassVar[WrapperNames] = names_with(_SummonsNoGradients)
+
+
+class _TakesEveryCombination(_Summoner):
+    @staticmethod
+    def changed(module: nn.Module, options: dict[str, Any]) -> dict[str, Any]:
+        return options | {
+            "writeback": options.get("writeback", True) and not options.get("rank0_only", False),
+            "with_grads": False,
+            "offload_to_cpu": False,
+        }
+
+
+class TakesEveryCombination(FullyShardedDataParallelEngine):
+    """Of options that exclude each other some are ignored, in silence.
+
+    After pytorch/pytorch#93938: whether such options are refused or done somehow was left to the reader.
+    """
+
+    name = "mutant.TakesEveryCombination"
+    names: ClassVar[WrapperNames] = names_with(_TakesEveryCombination)
+
+
+class _SummonsAnywhere(FullyShardedDataParallel):
+    @staticmethod
+    @contextmanager
+    def summon_full_params(module: nn.Module, **options: Any) -> Iterator[None]:  # type: ignore[override]
+        context = _summon(module, **options)
+        try:
+            context.__enter__()
+        except AssertionError:
+            yield
+            return
+        try:
+            yield
+        finally:
+            context.__exit__(None, None, None)
+
+
+class SummonsAnywhere(FullyShardedDataParallelEngine):
+    """Where parameters cannot be summoned nothing happens and nothing is said.
+
+    After pytorch/pytorch#104504: parameters were summoned between forward and backward, and training broke later.
+    """
+
+    name = "mutant.SummonsAnywhere"
+    names: ClassVar[WrapperNames] = names_with(_SummonsAnywhere)
+
+
+class _MisalignsWhatItSummons(FullyShardedDataParallel):
+    @staticmethod
+    @contextmanager
+    def summon_full_params(module: nn.Module, **options: Any) -> Iterator[None]:  # type: ignore[override]
+        with _summon(module, **options):
+            _roll(module, 1)
+            yield
+            _roll(module, -1)
+
+
+class MisalignsWhatItSummons(FullyShardedDataParallelEngine):
+    """Every parameter is shown one element off.
+
+    After pytorch/pytorch#97667: padding was put between parameters, and where each begins changed.
+    """
+
+    name = "mutant.MisalignsWhatItSummons"
+    names: ClassVar[WrapperNames] = names_with(_MisalignsWhatItSummons)
+
+
+@torch.no_grad()
+def _roll(module: nn.Module, by: int) -> None:
+    for parameter in module.parameters():
+        parameter.copy_(parameter.roll(by))

@@ -1,0 +1,232 @@
+"""Exercises of a wrapped model's state dicts: full, sharded and local, and what other models make of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import distributed
+from torch.distributed.fsdp import FullStateDictConfig, ShardedStateDictConfig, StateDictType
+from torch.distributed.tensor import DTensor
+
+from harness.script import Bench
+from suites.wrapper.claims import Claims
+from suites.wrapper.specimens import (
+    Form,
+    Tower,
+    Wrapping,
+    batch,
+    parameters,
+    summoned,
+    tower,
+    train,
+    trained_alone,
+)
+
+__all__ = [
+    "blank",
+    "copy_it",
+    "exchange_with_a_plain_model",
+    "hand_over",
+    "hand_over_local",
+    "save_full",
+    "save_in_part",
+    "save_on_rank_0",
+    "save_sharded",
+    "save_shards_to_host",
+    "save_to_host",
+]
+
+_LR = 0.25
+
+
+def save_full(bench: Bench, wrapping: Wrapping) -> None:
+    """Note names and values of a full state dict, before and after training."""
+    claims = Claims(bench)
+    root = wrapping.wrap(bench, tower())
+    claims.same("the state at first", _sorted(_full(bench, root)), _sorted(tower().state_dict()))
+    _train(bench, root)
+    claims.same(
+        "the state after training", _sorted(_full(bench, root)), _sorted(_trained(bench).state_dict())
+    )
+
+
+def save_in_part(bench: Bench) -> None:
+    """Note names and values of the full state dict of a unit, and of a prefixed one."""
+    claims = Claims(bench)
+    engine, root = bench.names.FullyShardedDataParallel, Wrapping().wrap(bench, tower())
+    whole = tower().state_dict()
+    root.check_is_root()  # a unit that is asked first would take itself for the root
+    with engine.state_dict_type(root, StateDictType.FULL_STATE_DICT):
+        unit, prefixed = root.middle.state_dict(), root.state_dict(prefix="model.")
+    own = {name.removeprefix("middle."): value for name, value in whole.items() if name.startswith("middle.")}
+    claims.same("the state of a unit", _sorted(unit), _sorted(own))
+    claims.same(
+        "the state under a prefix", _sorted(prefixed), {f"model.{k}": v for k, v in _sorted(whole).items()}
+    )
+
+
+def copy_it(bench: Bench) -> None:
+    """Train on after saving; note that what was saved stays as it was."""
+    claims = Claims(bench)
+    root = Wrapping().wrap(bench, tower())
+    saved = _full(bench, root)
+    _train(bench, root)
+    claims.same("what was saved", _sorted(saved), _sorted(tower().state_dict()))
+
+
+def save_on_rank_0(bench: Bench) -> None:
+    """Note that rank 0 alone is given a full state dict, and that the model can be trained on."""
+    claims = Claims(bench)
+    root = Wrapping().wrap(bench, tower())
+    saved = _full(bench, root, FullStateDictConfig(rank0_only=True))
+    expected = _sorted(tower().state_dict()) if bench.rank == 0 else {}
+    claims.same("what the rank is given", _sorted(saved), expected)
+    _train(bench, root)
+    claims.same("parameters afterwards", summoned(bench, root), parameters(_trained(bench)))
+
+
+def save_to_host(bench: Bench) -> None:
+    """Note where a full state dict is that was asked for on the host, and what is in it."""
+    claims = Claims(bench)
+    saved = _full(bench, Wrapping().wrap(bench, tower()), FullStateDictConfig(offload_to_cpu=True))
+    claims.same("where it is", {value.device.type for value in saved.values()}, {"cpu"})
+    claims.same("what it is", _sorted(saved), _sorted(tower().state_dict()))
+
+
+def save_shards_to_host(bench: Bench) -> None:
+    """Note where a sharded state dict is that was asked for on the host, and that it can be loaded."""
+    claims = Claims(bench)
+    engine, root = bench.names.FullyShardedDataParallel, Wrapping().wrap(bench, tower())
+    other = Wrapping().wrap(bench, blank())
+    config = ShardedStateDictConfig(offload_to_cpu=True)
+    with engine.state_dict_type(root, StateDictType.SHARDED_STATE_DICT, config):
+        saved = root.state_dict()
+    claims.same("where it is", {value.device.type for value in saved.values()}, {"cpu"})
+    with engine.state_dict_type(other, StateDictType.SHARDED_STATE_DICT, config):
+        other.load_state_dict(saved)
+    claims.same("parameters afterwards", summoned(bench, other), parameters(tower()))
+
+
+def save_sharded(bench: Bench, wrapping: Wrapping) -> None:
+    """Note names, sizes and values of a sharded state dict, and that ranks share it."""
+    claims = Claims(bench)
+    engine, root = bench.names.FullyShardedDataParallel, wrapping.wrap(bench, tower())
+    with engine.state_dict_type(root, StateDictType.SHARDED_STATE_DICT):
+        saved = root.state_dict()
+    whole = tower().state_dict()
+    claims.same("names", sorted(saved), sorted(whole))
+    claims.same(
+        "sizes",
+        {k: list(saved[k].size()) for k in sorted(saved)},
+        {k: list(whole[k].shape) for k in sorted(whole)},
+    )
+    owned = sum(_share(saved[name], whole[name], claims) for name in parameters(tower()))
+    shares = torch.tensor([owned if bench.rank == 0 or wrapping.is_sharded else 0])
+    distributed.all_reduce(shares)
+    claims.same("elements of all ranks", int(shares), sum(p.numel() for p in tower().parameters()))
+
+
+def hand_over(bench: Bench, kind: StateDictType, before: Wrapping, after: Wrapping) -> None:
+    """Train, save, and load into a model of other values that is wrapped in another way."""
+    claims = Claims(bench)
+    engine = bench.names.FullyShardedDataParallel
+    first, second = before.wrap(bench, tower()), after.wrap(bench, blank())
+    _train(bench, first)
+    with engine.state_dict_type(first, kind):
+        saved = first.state_dict()
+    with engine.state_dict_type(second, kind):
+        claims.same("what loading says", _spelt(second.load_state_dict(saved)), [[], []])
+    claims.same("parameters afterwards", summoned(bench, second), parameters(_trained(bench)))
+    claims.same("buffers afterwards", _buffers(second), _buffers(tower()))
+    alone = _trained(bench)(batch(bench.rank)).detach()
+    claims.same("an output afterwards", second(batch(bench.rank)).detach(), alone)
+
+
+def hand_over_local(bench: Bench, form: Form) -> None:
+    """As `hand_over`, by each rank's own part, into a model that is wrapped in the same way."""
+    claims = Claims(bench)
+    engine, wrapping = bench.names.FullyShardedDataParallel, Wrapping(form=form)
+    first, second = wrapping.wrap(bench, tower()), wrapping.wrap(bench, blank())
+    _train(bench, first)
+    with engine.state_dict_type(first, StateDictType.LOCAL_STATE_DICT):
+        saved = first.state_dict()
+    with engine.state_dict_type(second, StateDictType.LOCAL_STATE_DICT):
+        claims.same("what loading says", _spelt(second.load_state_dict(saved, strict=False)), [[], []])
+    claims.same("parameters afterwards", summoned(bench, second), parameters(_trained(bench)))
+    claims.same("buffers afterwards", _buffers(second), _buffers(tower()))
+
+
+def exchange_with_a_plain_model(bench: Bench, wrapping: Wrapping) -> None:
+    """Load what a plain model saved, train, and let a plain model load that."""
+    claims = Claims(bench)
+    engine, root = bench.names.FullyShardedDataParallel, wrapping.wrap(bench, blank())
+    with engine.state_dict_type(root, StateDictType.FULL_STATE_DICT):
+        root.load_state_dict(tower().state_dict())
+    claims.same("parameters of the wrapped", summoned(bench, root), parameters(tower()))
+    _train(bench, root)
+    plain = blank()
+    plain.load_state_dict(_full(bench, root))
+    claims.same("parameters of the plain", parameters(plain), parameters(_trained(bench)))
+    claims.same("buffers of the plain", _buffers(plain), _buffers(tower()))
+
+
+def blank() -> Tower:
+    """Make a tower whose values are all wrong."""
+    model = tower()
+    with torch.no_grad():
+        for tensor in (*model.parameters(), *model.buffers()):
+            tensor.fill_(9)
+    return model
+
+
+def _train(bench: Bench, root: Any) -> None:
+    optimizer = torch.optim.SGD(root.parameters(), lr=_LR)
+    train(bench, root)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def _trained(bench: Bench) -> Tower:
+    model = tower()
+    model.load_state_dict(trained_alone(bench.size, lr=_LR), strict=False)
+    return model
+
+
+def _full(bench: Bench, root: Any, config: FullStateDictConfig | None = None) -> dict[str, Any]:
+    with bench.names.FullyShardedDataParallel.state_dict_type(root, StateDictType.FULL_STATE_DICT, config):
+        saved: dict[str, Any] = root.state_dict()
+    return saved
+
+
+def _sorted(state: Any) -> dict[str, Any]:
+    return {name: state[name] for name in sorted(state)}
+
+
+def _spelt(result: Any) -> list[list[str]]:
+    return [list(result.missing_keys), list(result.unexpected_keys)]
+
+
+def _buffers(model: Any) -> list[torch.Tensor]:
+    """Give the buffers that are saved."""
+    return [model.offset.detach().clone().cpu(), model.middle.calls.detach().clone().cpu()]
+
+
+def _share(saved: Any, whole: torch.Tensor, claims: Claims) -> int:
+    """Compare what this rank has of a tensor with the whole, and count it."""
+    if isinstance(saved, DTensor):
+        claims.same("values", saved.full_tensor(), whole)
+        return int(saved.to_local().numel())
+    if not hasattr(saved, "local_shards"):
+        claims.same("values", saved, whole)
+        return int(saved.numel())
+    own = 0
+    for shard in saved.local_shards():
+        piece = whole
+        for dim, (start, length) in enumerate(
+            zip(shard.metadata.shard_offsets, shard.metadata.shard_sizes, strict=True)
+        ):
+            piece = piece.narrow(dim, start, length)
+        claims.same("values", shard.tensor.detach().clone(), piece)
+        own += shard.tensor.numel()
+    return own
