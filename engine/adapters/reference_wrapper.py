@@ -9,8 +9,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from engine import reference
-from engine.adapters.wrapper import Piece, PreparedWrapper, open_wrapper
-from engine.contract import Capability, Engine, Plan, PreparedModel, WrapperNames
+from engine.adapters.wrapper import CAPABILITIES, Piece, PreparedWrapper, open_wrapper
+from engine.contract import Engine, Plan, PreparedModel, WrapperNames
 from engine.reference import comm_hooks, wrapping
 from engine.reference.original_names import clean_name
 from engine.reference.scaler import ShardedGradScaler
@@ -52,18 +52,7 @@ class ReferenceWrapperEngine(Engine):
     """Each unit is one flat parameter: gathered before use, its gradient reduce-scattered after backward."""
 
     name = "reference.wrapper"
-    capabilities = frozenset(
-        {
-            Capability.REPLICATE,
-            Capability.SHARD,
-            Capability.HYBRID,
-            Capability.UNITS,
-            Capability.RESHARD_POLICY,
-            Capability.ACCUMULATE,
-            Capability.REDUCE_DTYPE,
-            Capability.WRAPPER,
-        }
-    )
+    capabilities = CAPABILITIES
     names: ClassVar[WrapperNames] = NAMES
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:

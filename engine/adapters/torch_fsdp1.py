@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FlatParameter, FullyShardedDataParallel, wrap
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
-from engine.adapters.wrapper import PREFIX, Piece, PreparedWrapper, open_wrapper
+from engine.adapters.wrapper import CAPABILITIES, PREFIX, Piece, PreparedWrapper, open_wrapper
 from engine.contract import Capability, Engine, Plan, PreparedModel, WrapperNames
 
 __all__ = ["NAMES", "FullyShardedDataParallelEngine", "PreparedFsdp1", "pieces"]
@@ -48,18 +48,8 @@ class FullyShardedDataParallelEngine(Engine):
     """Each unit is one flat parameter: gathered before use, its gradient reduce-scattered after backward."""
 
     name = "torch.fsdp1"
-    capabilities = frozenset(
-        {
-            Capability.REPLICATE,
-            Capability.SHARD,
-            Capability.HYBRID,
-            Capability.UNITS,
-            Capability.RESHARD_POLICY,
-            Capability.ACCUMULATE,
-            Capability.REDUCE_DTYPE,
-            Capability.WRAPPER,
-        }
-    )
+    # Without an accelerator it refuses to offload, when training is under way.
+    capabilities = CAPABILITIES - {Capability.CPU_OFFLOAD}
     names: ClassVar[WrapperNames] = NAMES
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:

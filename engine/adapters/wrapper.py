@@ -12,11 +12,19 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import BackwardPrefetch, MixedPrecision, ShardingStrategy
+from torch.distributed.fsdp import (
+    BackwardPrefetch,
+    CPUOffload,
+    MixedPrecision,
+    ShardingStrategy,
+    StateDictType,
+)
 
 from engine.contract import (
     BackwardGather,
+    Capability,
     Layout,
+    Offload,
     Plan,
     PreparedModel,
     Reshard,
@@ -26,10 +34,29 @@ from engine.contract import (
     shard_of,
 )
 
-__all__ = ["PREFIX", "Piece", "PreparedWrapper", "open_wrapper"]
+__all__ = ["CAPABILITIES", "PREFIX", "Piece", "PreparedWrapper", "open_wrapper"]
 
 # What the wrapper puts into the names of everything inside a module that it wraps.
 PREFIX = "_fsdp_wrapped_module."
+
+CAPABILITIES = frozenset(
+    {
+        Capability.REPLICATE,
+        Capability.SHARD,
+        Capability.HYBRID,
+        Capability.IGNORE,
+        Capability.UNITS,
+        Capability.RESHARD_POLICY,
+        Capability.ACCUMULATE,
+        Capability.REDUCE_DTYPE,
+        Capability.CPU_OFFLOAD,
+        Capability.CONVERT,
+        Capability.CLIP,
+        Capability.STATE,
+        Capability.WRAPPER,
+    }
+)
+"""What this adapter asks of either engine."""
 
 _PREFETCH = {
     BackwardGather.BEFORE: BackwardPrefetch.BACKWARD_PRE,
@@ -93,13 +120,34 @@ class PreparedWrapper(PreparedModel):
         context: AbstractContextManager[None] = self._root.no_sync()
         return context
 
+    def clip_grad_norm_(self, max_norm: float, norm_type: float) -> float:
+        """Use the wrapper's own."""
+        return float(self._root.clip_grad_norm_(max_norm, norm_type))
+
+    def full_state(self) -> dict[str, Any]:
+        """Use the wrapper's state dicts: whole, on every rank."""
+        wrapper = self._names.FullyShardedDataParallel
+        with wrapper.state_dict_type(self._root, StateDictType.FULL_STATE_DICT):
+            return {
+                "model": self._root.state_dict(),
+                "optimizer": wrapper.optim_state_dict(self._root, self._built_optimizer()),
+            }
+
+    def load_full_state(self, state: dict[str, Any]) -> None:
+        """Use the wrapper's functions; may be given what another wrapping gave."""
+        wrapper, optimizer = self._names.FullyShardedDataParallel, self._built_optimizer()
+        with wrapper.state_dict_type(self._root, StateDictType.FULL_STATE_DICT):
+            self._root.load_state_dict(state["model"])
+            made = wrapper.optim_state_dict_to_load(self._root, optimizer, state["optimizer"])
+        optimizer.load_state_dict(made)
+
     def local_parameters(self) -> Mapping[str, Shard]:
         """Read this rank's piece of every parameter."""
         return {name: read(owner.detach()) for name, owner, read in self._owned()}
 
     def local_gradients(self) -> Mapping[str, Shard | None]:
         """Read this rank's piece of every gradient, or all of it where it was not reduced yet."""
-        return {name: None if owner.grad is None else read(owner.grad) for name, owner, read in self._owned()}
+        return {name: _gradient(owner, read) for name, owner, read in self._owned()}
 
     def local_buffers(self) -> Mapping[str, Shard]:
         """Read this rank's buffers, which the wrapper leaves alone."""
@@ -126,6 +174,13 @@ class PreparedWrapper(PreparedModel):
                 yield name.replace(PREFIX, ""), parameter, shard_of
 
 
+def _gradient(owner: nn.Parameter, read: Callable[[torch.Tensor], Shard]) -> Shard | None:
+    """Read one; of no elements nothing can be missing, and whether they have a gradient is left to chance."""
+    if owner.grad is not None:
+        return read(owner.grad)
+    return read(torch.empty_like(owner)) if owner.requires_grad and not owner.numel() else None
+
+
 def open_wrapper(names: WrapperNames, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> Any:
     """Wrap every unit of the plan, then the root; gives the root's wrapper."""
     if plan.layout is Layout.REPLICATE:
@@ -138,6 +193,8 @@ def open_wrapper(names: WrapperNames, model: nn.Module, plan: Plan, mesh: Device
         device_id=next(model.parameters()).device,
         sharding_strategy=_strategy(plan),
         mixed_precision=_precision(plan),
+        cpu_offload=CPUOffload(offload_params=plan.offload is not Offload.NONE),
+        ignored_states=[model.get_parameter(name) for name in plan.ignored] or None,
         use_orig_params=options.use_orig_params,
         backward_prefetch=_PREFETCH[options.backward_prefetch],
         forward_prefetch=options.forward_prefetch,
