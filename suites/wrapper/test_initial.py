@@ -12,6 +12,7 @@ from suites.wrapper.exercises.initial import DIFFERS, VALUES, initialises, moves
 from suites.wrapper.exercising import exercise
 
 
+@pytest.mark.prey("NeverResets")
 @pytest.mark.api("param_init_fn", "device_id")
 def test_modules_without_memory_reset_themselves(trial: Trial) -> None:
     trial.holds(
@@ -22,6 +23,7 @@ def test_modules_without_memory_reset_themselves(trial: Trial) -> None:
     )
 
 
+@pytest.mark.prey("IgnoresTheInitialiser")
 @pytest.mark.api("param_init_fn")
 def test_a_function_initialises_each_module_once(trial: Trial) -> None:
     trial.holds(
@@ -32,6 +34,7 @@ def test_a_function_initialises_each_module_once(trial: Trial) -> None:
     )
 
 
+@pytest.mark.prey("LeavesBuffersWithoutMemory")
 @pytest.mark.api("device_id")
 def test_initialises_and_runs_on_the_device(trial: Trial) -> None:
     trial.holds(
@@ -42,6 +45,7 @@ def test_initialises_and_runs_on_the_device(trial: Trial) -> None:
     )
 
 
+@pytest.mark.prey("StartsEachRankOnItsOwn")
 @pytest.mark.api("sync_module_states")
 @pytest.mark.worlds(SEVERAL)  # a lone rank is rank 0
 def test_no_rank_starts_with_values_of_its_own(trial: Trial) -> None:

@@ -29,7 +29,11 @@ FULL, ZERO2, NO = ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, S
 HYBRID, HYBRID_ZERO2 = ShardingStrategy.HYBRID_SHARD, ShardingStrategy["_HYBRID_SHARD_ZERO2"]
 ALL_BUT_HEAD = ["", *(f"blocks.{i}.{layer}" for i in range(2) for layer in ("first", "second")), "stem"]
 
+KEEPS, FREES = pytest.mark.prey("KeepsWhatTheStrategyFrees"), pytest.mark.prey("FreesWhatTheStrategyKeeps")
+SHARDS = pytest.mark.prey("ShardsWhatTheStrategyReplicates")
 
+
+@pytest.mark.prey("AlwaysShowsFlatParameters")
 @pytest.mark.api("use_orig_params")
 @pytest.mark.worlds(SEVERAL)  # for a lone rank the pieces are the parameters
 def test_shows_pieces_under_the_old_names(trial: Trial) -> None:
@@ -42,6 +46,7 @@ def test_shows_pieces_under_the_old_names(trial: Trial) -> None:
     )
 
 
+@pytest.mark.prey("AlwaysShowsNames")
 @pytest.mark.api("use_orig_params", "FlatParameter")
 @pytest.mark.worlds(SEVERAL)  # for a lone rank the pieces are the parameters
 def test_shows_one_flat_parameter_for_each_unit(trial: Trial) -> None:
@@ -59,20 +64,29 @@ def test_shows_one_flat_parameter_for_each_unit(trial: Trial) -> None:
 @pytest.mark.parametrize(
     ("strategy", "between", "outside"),
     [
-        pytest.param(FULL, "sharded", "sharded", marks=pytest.mark.api("ShardingStrategy.FULL_SHARD")),
-        pytest.param(ZERO2, "whole", "sharded", marks=pytest.mark.api("ShardingStrategy.SHARD_GRAD_OP")),
-        pytest.param(NO, "whole", "whole", marks=pytest.mark.api("ShardingStrategy.NO_SHARD")),
+        pytest.param(
+            FULL, "sharded", "sharded", marks=[KEEPS, pytest.mark.api("ShardingStrategy.FULL_SHARD")]
+        ),
+        pytest.param(
+            ZERO2, "whole", "sharded", marks=[FREES, pytest.mark.api("ShardingStrategy.SHARD_GRAD_OP")]
+        ),
+        pytest.param(NO, "whole", "whole", marks=[SHARDS, pytest.mark.api("ShardingStrategy.NO_SHARD")]),
         pytest.param(
             HYBRID,
             "sharded",
             "sharded",
-            marks=[pytest.mark.worlds(FOUR_OR_MORE_EVEN), pytest.mark.api("ShardingStrategy.HYBRID_SHARD")],
+            marks=[
+                KEEPS,
+                pytest.mark.worlds(FOUR_OR_MORE_EVEN),
+                pytest.mark.api("ShardingStrategy.HYBRID_SHARD"),
+            ],
         ),
         pytest.param(
             HYBRID_ZERO2,
             "whole",
             "sharded",
             marks=[
+                FREES,
                 pytest.mark.worlds(FOUR_OR_MORE_EVEN),
                 pytest.mark.api("ShardingStrategy._HYBRID_SHARD_ZERO2"),
             ],
@@ -96,14 +110,17 @@ def test_shards_and_frees_as_the_strategy_says(
 @pytest.mark.parametrize(
     "kind",
     [
-        pytest.param("group", marks=pytest.mark.api("process_group")),
-        pytest.param("mesh", marks=pytest.mark.api("device_mesh")),
+        pytest.param(
+            "group", marks=[pytest.mark.prey("IgnoresTheGroupGiven"), pytest.mark.api("process_group")]
+        ),
+        pytest.param("mesh", marks=[pytest.mark.prey("IgnoresTheMeshGiven"), pytest.mark.api("device_mesh")]),
     ],
 )
 def test_shards_over_the_ranks_given(trial: Trial, kind: str) -> None:
     trial.holds(exercise(shards_over_a_group, kind), Notes(subject=GRADIENTS, value=TRUE), MatchesOracle())
 
 
+@pytest.mark.prey("NeverMeetsReplicas")
 @pytest.mark.worlds(FOUR_OR_MORE_EVEN)
 @pytest.mark.parametrize(
     ("kind", "strategy"),
@@ -123,6 +140,7 @@ def test_trains_one_model_in_two_replicas(trial: Trial, kind: str, strategy: Sha
     )
 
 
+@pytest.mark.prey("ForgetsWhatToIgnore")
 @pytest.mark.worlds(SEVERAL)
 @pytest.mark.parametrize(
     "kind",
@@ -141,6 +159,7 @@ def test_leaves_ignored_modules_alone(trial: Trial, kind: str) -> None:
     )
 
 
+@pytest.mark.prey("ForgetsWhatToIgnore")
 @pytest.mark.api("ignored_states")
 @pytest.mark.worlds(SEVERAL)
 def test_leaves_ignored_parameters_alone(trial: Trial) -> None:
@@ -152,6 +171,7 @@ def test_leaves_ignored_parameters_alone(trial: Trial) -> None:
     )
 
 
+@pytest.mark.prey("ReadsOffloadedGradientsTooEarly")
 @pytest.mark.api("cpu_offload", "CPUOffload")
 def test_keeps_what_is_offloaded_on_the_host(trial: Trial) -> None:
     trial.holds(

@@ -5,10 +5,12 @@ Each value of each option meets each value of every other, and all of them do no
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from engine.contract import Accumulation, Layout, Plan, Reshard, Wrapper
-from fixtures.optimizers import ADAMW, SGD
+from fixtures.optimizers import SGD
 from fixtures.problems import MLP_UNEVEN
 from harness.case import Schedule, Training
 from harness.ledger.agreement import RanksAgree
@@ -23,56 +25,69 @@ REDUCING = (Op.ALL_REDUCE, Op.REDUCE_SCATTER)
 EARLY = Select(ops=REDUCING, phases=(Phase.BACKWARD,), microbatches=Microbatches.ALL_BUT_LAST)
 SHARD, HYBRID, REPLICATE = Layout.SHARD, Layout.HYBRID, Layout.REPLICATE
 FREED, KEPT, NATIVE = Reshard.AFTER_FORWARD, Reshard.KEEP, Reshard.NATIVE
-EVERY, LAST = Accumulation.EVERY_MICROBATCH, Accumulation.LAST_MICROBATCH
-replicas = [pytest.mark.worlds(FOUR_OR_MORE_EVEN), pytest.mark.api("ShardingStrategy.HYBRID_SHARD")]
-zero2_replicas = [
-    pytest.mark.worlds(FOUR_OR_MORE_EVEN),
-    pytest.mark.api("ShardingStrategy._HYBRID_SHARD_ZERO2"),
-]
-full = pytest.mark.api("ShardingStrategy.FULL_SHARD")
-zero2 = pytest.mark.api("ShardingStrategy.SHARD_GRAD_OP")
-no = pytest.mark.api("ShardingStrategy.NO_SHARD")
+FULL, ZERO2 = "ShardingStrategy.FULL_SHARD", "ShardingStrategy.SHARD_GRAD_OP"
+HYBRID_FULL, HYBRID_ZERO2 = "ShardingStrategy.HYBRID_SHARD", "ShardingStrategy._HYBRID_SHARD_ZERO2"
+in_replicas = pytest.mark.worlds(FOUR_OR_MORE_EVEN)
 
 
-@pytest.mark.worlds(SEVERAL)
-@pytest.mark.api("sharding_strategy", "use_orig_params", "process_group", "device_mesh")
-@pytest.mark.parametrize(
-    ("layout", "reshard", "names", "groups", "accumulation"),
+# Any: pytest gives no public name to what pytest.param makes.
+def _case(strategy: str, layout: Layout, reshard: Reshard, wrapper: Wrapper) -> Any:
+    marks = [pytest.mark.api(strategy), *([in_replicas] if layout is HYBRID else [])]
+    form = "names" if wrapper.use_orig_params else "flat"
+    ranks = "groups" if wrapper.by_groups else "mesh"
+    name = strategy.partition(".")[2].strip("_").lower()
+    return pytest.param(layout, reshard, wrapper, id=f"{name}-{form}-{ranks}", marks=marks)
+
+
+NAMES, FLAT = Wrapper(use_orig_params=True), Wrapper(use_orig_params=False)
+NAMES_IN_GROUPS = Wrapper(use_orig_params=True, by_groups=True)
+FLAT_IN_GROUPS = Wrapper(use_orig_params=False, by_groups=True)
+every_strategy = pytest.mark.parametrize(
+    ("layout", "reshard", "wrapper"),
     [
-        pytest.param(SHARD, FREED, True, False, EVERY, id="full-names-mesh-every", marks=full),
-        pytest.param(SHARD, FREED, False, True, LAST, id="full-flat-groups-last", marks=full),
-        pytest.param(SHARD, KEPT, True, True, LAST, id="zero2-names-groups-last", marks=zero2),
-        pytest.param(SHARD, KEPT, False, False, EVERY, id="zero2-flat-mesh-every", marks=zero2),
-        pytest.param(REPLICATE, NATIVE, True, True, EVERY, id="no-names-groups-every", marks=no),
-        pytest.param(REPLICATE, NATIVE, False, False, LAST, id="no-flat-mesh-last", marks=no),
-        pytest.param(HYBRID, FREED, True, False, LAST, id="hybrid-names-mesh-last", marks=replicas),
-        pytest.param(HYBRID, FREED, False, True, EVERY, id="hybrid-flat-groups-every", marks=replicas),
-        pytest.param(HYBRID, KEPT, True, True, EVERY, id="hybrid2-names-groups-every", marks=zero2_replicas),
-        pytest.param(HYBRID, KEPT, False, False, LAST, id="hybrid2-flat-mesh-last", marks=zero2_replicas),
+        _case(FULL, SHARD, FREED, NAMES),
+        _case(FULL, SHARD, FREED, FLAT_IN_GROUPS),
+        _case(ZERO2, SHARD, KEPT, NAMES_IN_GROUPS),
+        _case(ZERO2, SHARD, KEPT, FLAT),
+        _case("ShardingStrategy.NO_SHARD", REPLICATE, NATIVE, NAMES_IN_GROUPS),
+        _case("ShardingStrategy.NO_SHARD", REPLICATE, NATIVE, FLAT),
+        _case(HYBRID_FULL, HYBRID, FREED, NAMES),
+        _case(HYBRID_FULL, HYBRID, FREED, FLAT_IN_GROUPS),
+        _case(HYBRID_ZERO2, HYBRID, KEPT, NAMES_IN_GROUPS),
+        _case(HYBRID_ZERO2, HYBRID, KEPT, FLAT),
     ],
 )
+pytestmark = [
+    pytest.mark.worlds(SEVERAL),
+    pytest.mark.api("sharding_strategy", "use_orig_params", "process_group", "device_mesh"),
+]
+
+
+@pytest.mark.prey("DividesWrappedGradientsTwice")
 @pytest.mark.parametrize("microbatches", [1, 3], ids="m{}".format)
+@every_strategy
 def test_trains_the_same_model(
-    trial: Trial,
-    layout: Layout,
-    reshard: Reshard,
-    names: bool,
-    groups: bool,
-    accumulation: Accumulation,
-    microbatches: int,
+    trial: Trial, layout: Layout, reshard: Reshard, wrapper: Wrapper, microbatches: int
+) -> None:
+    plan = Plan(layout=layout, reshard=reshard, units=MLP_UNEVEN.units, wrapper=wrapper)
+    trial.holds(_training(plan, microbatches), MatchesOracle(), RanksAgree())
+
+
+@pytest.mark.prey("DividesWrappedGradientsTwice", "ReducesDespiteNoSync")
+@every_strategy
+def test_adds_up_microbatches_and_reduces_once(
+    trial: Trial, layout: Layout, reshard: Reshard, wrapper: Wrapper
 ) -> None:
     plan = Plan(
         layout=layout,
         reshard=reshard,
         units=MLP_UNEVEN.units,
-        accumulation=accumulation,
-        wrapper=Wrapper(use_orig_params=names, by_groups=groups),
+        accumulation=Accumulation.LAST_MICROBATCH,
+        wrapper=wrapper,
     )
-    training = Training(
-        problem=MLP_UNEVEN,
-        optimizer=SGD if microbatches == 1 else ADAMW,
-        plan=plan,
-        schedule=Schedule(microbatches=microbatches),
-    )
-    silence = [Nothing(select=EARLY)] if accumulation is LAST and microbatches > 1 else []
-    trial.holds(training, MatchesOracle(), RanksAgree(), *silence)
+    trial.holds(_training(plan, 3), MatchesOracle(), RanksAgree(), Nothing(select=EARLY))
+
+
+def _training(plan: Plan, microbatches: int) -> Training:
+    schedule = Schedule(microbatches=microbatches)
+    return Training(problem=MLP_UNEVEN, optimizer=SGD, plan=plan, schedule=schedule)

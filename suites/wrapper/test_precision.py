@@ -21,13 +21,21 @@ pytestmark = pytest.mark.api("mixed_precision", "MixedPrecision")
 @pytest.mark.parametrize(
     ("precision", "root", "unit", "output"),
     [
-        pytest.param(MixedPrecision(), FULL, FULL, HIGH, id="nothing"),
+        pytest.param(
+            MixedPrecision(),
+            FULL,
+            FULL,
+            HIGH,
+            id="nothing",
+            marks=pytest.mark.prey("ComputesInBfloat16Unasked"),
+        ),
         pytest.param(
             MixedPrecision(param_dtype=LOW),
             "bfloat16, bfloat16, float32",
             "float32, bfloat16, float32",  # inputs of units are left as they are unless told otherwise
             LOW,
             id="parameters",
+            marks=pytest.mark.prey("IgnoresMixedPrecision"),
         ),
         pytest.param(
             MixedPrecision(param_dtype=LOW, cast_root_forward_inputs=False),
@@ -35,6 +43,7 @@ pytestmark = pytest.mark.api("mixed_precision", "MixedPrecision")
             "float32, bfloat16, float32",
             LOW,
             id="no-inputs",
+            marks=pytest.mark.prey("IgnoresCastFlags", "IgnoresMixedPrecision"),
         ),
         pytest.param(
             MixedPrecision(param_dtype=LOW, cast_forward_inputs=True),
@@ -42,6 +51,7 @@ pytestmark = pytest.mark.api("mixed_precision", "MixedPrecision")
             "bfloat16, bfloat16, float32",
             LOW,
             id="all-inputs",
+            marks=pytest.mark.prey("IgnoresCastFlags", "IgnoresMixedPrecision"),
         ),
         pytest.param(
             MixedPrecision(buffer_dtype=LOW),
@@ -49,8 +59,16 @@ pytestmark = pytest.mark.api("mixed_precision", "MixedPrecision")
             "float32, float32, bfloat16",
             HIGH,
             id="buffers",
+            marks=pytest.mark.prey("IgnoresMixedPrecision"),
         ),
-        pytest.param(MixedPrecision(reduce_dtype=LOW), FULL, FULL, HIGH, id="reductions"),
+        pytest.param(
+            MixedPrecision(reduce_dtype=LOW),
+            FULL,
+            FULL,
+            HIGH,
+            id="reductions",
+            marks=pytest.mark.prey("ComputesInTheReduceDtype"),
+        ),
     ],
 )
 def test_computes_in_the_dtypes_named(
@@ -68,9 +86,24 @@ def test_computes_in_the_dtypes_named(
 @pytest.mark.parametrize(
     ("precision", "gradients"),
     [
-        pytest.param(MixedPrecision(param_dtype=LOW), HIGH, id="full"),
-        pytest.param(MixedPrecision(param_dtype=LOW, keep_low_precision_grads=True), LOW, id="low"),
-        pytest.param(MixedPrecision(reduce_dtype=LOW), HIGH, id="reduced-low"),
+        pytest.param(
+            MixedPrecision(param_dtype=LOW),
+            HIGH,
+            id="full",
+            marks=pytest.mark.prey("KeepsLowGradients", "RoundsTheShards"),
+        ),
+        pytest.param(
+            MixedPrecision(param_dtype=LOW, keep_low_precision_grads=True),
+            LOW,
+            id="low",
+            marks=pytest.mark.prey("IgnoresMixedPrecision", "RoundsTheShards"),
+        ),
+        pytest.param(
+            MixedPrecision(reduce_dtype=LOW),
+            HIGH,
+            id="reduced-low",
+            marks=pytest.mark.prey("RoundsTheShards"),
+        ),
     ],
 )
 def test_keeps_shards_in_full_precision(
@@ -89,10 +122,24 @@ def test_keeps_shards_in_full_precision(
 @pytest.mark.parametrize(
     ("precision", "is_precise"),
     [
-        pytest.param(MixedPrecision(), True, id="nothing"),
-        pytest.param(MixedPrecision(reduce_dtype=LOW), False, id="low"),
-        pytest.param(MixedPrecision(param_dtype=LOW), False, id="as-computed"),
-        pytest.param(MixedPrecision(param_dtype=LOW, reduce_dtype=HIGH), True, id="high"),
+        pytest.param(
+            MixedPrecision(), True, id="nothing", marks=pytest.mark.prey("ComputesInBfloat16Unasked")
+        ),
+        pytest.param(
+            MixedPrecision(reduce_dtype=LOW), False, id="low", marks=pytest.mark.prey("IgnoresMixedPrecision")
+        ),
+        pytest.param(
+            MixedPrecision(param_dtype=LOW),
+            False,
+            id="as-computed",
+            marks=pytest.mark.prey("IgnoresMixedPrecision"),
+        ),
+        pytest.param(
+            MixedPrecision(param_dtype=LOW, reduce_dtype=HIGH),
+            True,
+            id="high",
+            marks=pytest.mark.prey("ReducesInTheComputeDtype"),
+        ),
     ],
 )
 def test_reduces_in_the_dtype_named(trial: Trial, precision: MixedPrecision, is_precise: bool) -> None:
@@ -104,6 +151,7 @@ def test_reduces_in_the_dtype_named(trial: Trial, precision: MixedPrecision, is_
     )
 
 
+@pytest.mark.prey("CastsBatchNorm")
 @pytest.mark.api("auto_wrap_policy")
 def test_batch_norm_computes_in_full_precision(trial: Trial) -> None:
     trial.holds(

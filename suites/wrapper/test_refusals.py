@@ -10,6 +10,7 @@ from harness.states import Notes
 from suites.wrapper.exercises.refusals import REFUSAL, refuses
 from suites.wrapper.exercising import exercise
 
+# The names of the interface that an attempt is about.
 ATTEMPTS = {
     "groups and mesh": ("process_group", "device_mesh"),
     "ignored twice": ("ignored_modules", "ignored_states"),
@@ -24,12 +25,17 @@ ATTEMPTS = {
     "wrapped before": ("auto_wrap_policy",),
     "frozen in part": ("use_orig_params", "auto_wrap_policy"),
 }
+ACCEPTS = {"policy of numbers": "IgnoresOverridesOfAPolicy"}
 
 
 @pytest.mark.parametrize(
     "attempt",
     [
-        pytest.param(attempt, id=attempt.replace(" ", "-"), marks=pytest.mark.api(*names))
+        pytest.param(
+            attempt,
+            id=attempt.replace(" ", "-"),
+            marks=[pytest.mark.api(*names), pytest.mark.prey(ACCEPTS.get(attempt, "AcceptsContradictions"))],
+        )
         for attempt, names in ATTEMPTS.items()
     ],
 )

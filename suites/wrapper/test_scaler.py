@@ -7,10 +7,13 @@ import pytest
 from harness.parity import MatchesOracle
 from harness.pytest_plugin import Trial
 from harness.states import Notes
+from harness.worlds.sizes import SEVERAL
 from suites.wrapper.exercises.scaler import skips_together
 from suites.wrapper.exercising import exercise
 
 
+@pytest.mark.prey("KeepsOverflowLocal")
+@pytest.mark.worlds(SEVERAL)  # a lone rank is all ranks
 @pytest.mark.api("ShardedGradScaler")
 @pytest.mark.parametrize("is_last", [False, True], ids=["first", "last"])
 def test_an_infinite_gradient_on_one_rank_stops_all(trial: Trial, is_last: bool) -> None:

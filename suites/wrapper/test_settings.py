@@ -22,6 +22,7 @@ TRUE = "True"
 FULL = pytest.mark.api("FullStateDictConfig", "FullOptimStateDictConfig")
 LOCAL = pytest.mark.api("LocalStateDictConfig", "LocalOptimStateDictConfig")
 SHARDED = pytest.mark.api("ShardedStateDictConfig", "ShardedOptimStateDictConfig")
+WHOLE = pytest.mark.prey("GivesShardsForWholes")
 every_type = pytest.mark.parametrize(
     "kind",
     [
@@ -30,11 +31,15 @@ every_type = pytest.mark.parametrize(
         pytest.param(StateDictType.SHARDED_STATE_DICT, id="sharded", marks=SHARDED),
     ],
 )
-every_form = pytest.mark.parametrize(
-    "kind", ["full", "full on rank 0", "sharded"], ids=["full", "rank0", "sharded"]
-)
+FORMS = [
+    pytest.param("full", id="full", marks=WHOLE),
+    pytest.param("full on rank 0", id="rank0", marks=pytest.mark.prey("IgnoresStateConfigs")),
+    pytest.param("sharded", id="sharded", marks=pytest.mark.prey("GivesWholesForShards")),
+]
+ON_THE_HOST = pytest.param("full on the host", id="host", marks=[WHOLE, pytest.mark.api("StateDictConfig")])
 
 
+@pytest.mark.prey("IgnoresStateConfigs")
 @pytest.mark.api("StateDictType", "StateDictSettings", "StateDictConfig", "OptimStateDictConfig")
 @every_type
 def test_keeps_the_settings(trial: Trial, kind: StateDictType) -> None:
@@ -50,6 +55,7 @@ def test_keeps_the_settings(trial: Trial, kind: StateDictType) -> None:
     )
 
 
+@pytest.mark.prey("IgnoresStateConfigs")
 @pytest.mark.api("StateDictType")
 @every_type
 def test_refuses_configs_of_another_type(trial: Trial, kind: StateDictType) -> None:
@@ -63,15 +69,7 @@ def test_refuses_configs_of_another_type(trial: Trial, kind: StateDictType) -> N
 
 @pytest.mark.api("StateDictType", "FullStateDictConfig", "ShardedStateDictConfig")
 @pytest.mark.worlds(SEVERAL)
-@pytest.mark.parametrize(
-    "kind",
-    [
-        pytest.param("full", id="full"),
-        pytest.param("full on the host", id="host", marks=pytest.mark.api("StateDictConfig")),
-        pytest.param("full on rank 0", id="rank0"),
-        pytest.param("sharded", id="sharded"),
-    ],
-)
+@pytest.mark.parametrize("kind", [*FORMS, ON_THE_HOST])
 def test_parameters_come_in_the_form_set(trial: Trial, kind: str) -> None:
     trial.holds(exercise(forms_of_parameters, kind), Notes(subject="form", value="as asked"), MatchesOracle())
 
@@ -79,13 +77,14 @@ def test_parameters_come_in_the_form_set(trial: Trial, kind: str) -> None:
 # Torch counts in one place for the whole process what it measures while it gathers optimizer state.
 @pytest.mark.api("StateDictType", "FullOptimStateDictConfig", "ShardedOptimStateDictConfig")
 @pytest.mark.worlds(APART)
-@every_form
+@pytest.mark.parametrize("kind", FORMS)
 def test_optimizer_state_comes_in_the_form_set(trial: Trial, kind: str) -> None:
     trial.holds(
         exercise(forms_of_optimizer_state, kind), Notes(subject="form", value="as asked"), MatchesOracle()
     )
 
 
+@pytest.mark.prey("NumbersStateByName")
 @pytest.mark.api("OptimStateKeyType")
 @pytest.mark.worlds(APART)  # as above
 def test_optimizer_state_goes_by_name_or_id(trial: Trial) -> None:
