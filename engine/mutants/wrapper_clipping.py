@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
 from torch import distributed, nn
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 
-from engine.adapters.torch_fsdp1 import FullyShardedDataParallelEngine
+from engine.adapters.torch_fsdp1 import NAMES, FullyShardedDataParallelEngine
 from engine.contract import WrapperNames
 from engine.mutants.wrapper_methods import names_with
 
@@ -18,6 +19,8 @@ __all__ = [
     "ClipsAndTellsNothing",
     "ClipsShardsByTheirOwnNorm",
     "ClipsUnitsAlone",
+    "CompressesNothing",
+    "GivesHooksCopies",
     "ScalesLittleUp",
     "SumsNormsOfReplicas",
     "SumsTheLargest",
@@ -77,6 +80,41 @@ class CallsHooksTwice(FullyShardedDataParallelEngine):
 
     name = "mutant.CallsHooksTwice"
     names: ClassVar[WrapperNames] = names_with(_CallsHooksTwice)
+
+
+class _GivesHooksCopies(FullyShardedDataParallel):
+    def register_comm_hook(self, state: object, hook: Any) -> None:
+        def copying(state: object, *tensors: torch.Tensor) -> None:
+            hook(state, *(tensor.clone() for tensor in tensors))
+
+        super().register_comm_hook(state, copying)
+
+
+class GivesHooksCopies(FullyShardedDataParallelEngine):
+    """What a communication hook makes of a gradient reaches a copy of it.
+
+    After pytorch/pytorch#43307: what a hook gave was put elsewhere than where it was looked for.
+    """
+
+    name = "mutant.GivesHooksCopies"
+    names: ClassVar[WrapperNames] = names_with(_GivesHooksCopies)
+
+
+def _reduce(state: Any, gradient: torch.Tensor, output: torch.Tensor | None = None) -> None:
+    if output is None:
+        NAMES.allreduce_hook(state, gradient)
+    else:
+        NAMES.reduce_scatter_hook(state, gradient, output)
+
+
+class CompressesNothing(FullyShardedDataParallelEngine):
+    """The hooks that compress gradients communicate them as they are.
+
+    After pytorch/pytorch#81711: gradients were cast by the hook, or by the mixed precision, or by both.
+    """
+
+    name = "mutant.CompressesNothing"
+    names: ClassVar[WrapperNames] = replace(NAMES, fp16_compress_hook=_reduce, bf16_compress_hook=_reduce)
 
 
 def _norm(wrapper: FullyShardedDataParallel, norm_type: float) -> torch.Tensor:

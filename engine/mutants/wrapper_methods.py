@@ -91,11 +91,13 @@ class CountsItemsFromOne(FullyShardedDataParallelEngine):
 
 class _KnowsNoRootBeforeForward(FullyShardedDataParallel):
     def check_is_root(self) -> bool:
-        return bool(self._is_root)
+        was_asked = self.__dict__.get("was_asked", False)
+        self.__dict__["was_asked"] = True
+        return super().check_is_root() and was_asked
 
 
 class KnowsNoRootBeforeForward(FullyShardedDataParallelEngine):
-    """Nobody is the root until something else has found out who is.
+    """Nobody is told to be the root who asks for the first time.
 
     After facebookresearch/fairscale#490: who the root is was found out too early or too late, by whoever came first.
     """
@@ -138,7 +140,9 @@ class AppliesToShards(FullyShardedDataParallelEngine):
 class _ForgetsWhatWasApplied(FullyShardedDataParallel):
     def apply(self, fn: Callable[[nn.Module], None]) -> Any:
         with FullyShardedDataParallel.summon_full_params(self, writeback=False):
-            return nn.Module.apply(self, fn)
+            for module in self.modules():
+                fn(module)
+        return self
 
 
 class ForgetsWhatWasApplied(FullyShardedDataParallelEngine):

@@ -21,6 +21,8 @@ __all__ = [
     "PermutesGroups",
     "RekeysToEachOther",
     "RestartsTheCountOfSteps",
+    "SavesTheLastMomentAsAll",
+    "SharesTheCountOfSteps",
 ]
 
 # Any, in all that follows: what torch's own methods take and give.
@@ -139,6 +141,46 @@ class RestartsTheCountOfSteps(FullyShardedDataParallelEngine):
     names: ClassVar[WrapperNames] = names_with(_RestartsTheCountOfSteps)
 
 
+class _SavesTheLastMomentAsAll(FullyShardedDataParallel):
+    @staticmethod
+    def optim_state_dict(*args: Any, **kwargs: Any) -> dict[str, Any]:
+        found = FullyShardedDataParallel.optim_state_dict(*args, **kwargs)
+        for state in found["state"].values():
+            if "exp_avg" in state:
+                state["exp_avg"] = state["exp_avg_sq"]
+        return found
+
+
+class SavesTheLastMomentAsAll(FullyShardedDataParallelEngine):
+    """All moments in the state that is saved of an optimizer are the last one.
+
+    After pytorch/pytorch#108298: states were gathered one after the other into one buffer.
+    """
+
+    name = "mutant.SavesTheLastMomentAsAll"
+    names: ClassVar[WrapperNames] = names_with(_SavesTheLastMomentAsAll)
+
+
+class _SharesTheCountOfSteps(FullyShardedDataParallel):
+    @staticmethod
+    def optim_state_dict(*args: Any, **kwargs: Any) -> dict[str, Any]:
+        found = FullyShardedDataParallel.optim_state_dict(*args, **kwargs)
+        shared = next((state["step"] for state in found["state"].values() if "step" in state), None)
+        for state in found["state"].values():
+            state["step"] = shared
+        return found
+
+
+class SharesTheCountOfSteps(FullyShardedDataParallelEngine):
+    """The count of steps in the state that is saved of an optimizer is one tensor, which all parameters advance.
+
+    After databricks/flashoptim#3: the first forward after a resume was exact, and the first step exploded.
+    """
+
+    name = "mutant.SharesTheCountOfSteps"
+    names: ClassVar[WrapperNames] = names_with(_SharesTheCountOfSteps)
+
+
 class _IgnoresTheStateGiven(FullyShardedDataParallel):
     @staticmethod
     def optim_state_dict(model: nn.Module, optim: Any, *_: Any, **__: Any) -> dict[str, Any]:
@@ -179,8 +221,13 @@ class _RekeysToEachOther(FullyShardedDataParallel):
     @staticmethod
     def rekey_optim_state_dict(osd: Any, key: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         keyed = FullyShardedDataParallel.rekey_optim_state_dict(osd, key, *args, **kwargs)
-        states = [keyed["state"][k] for k in sorted(keyed["state"], reverse=True)]
-        return keyed | {"state": dict(zip(sorted(keyed["state"]), states, strict=True))}
+        state = dict(keyed["state"])
+        shapes: dict[Any, Any] = {}
+        for k in sorted(state):
+            shape = [v.shape for v in state[k].values() if isinstance(v, torch.Tensor)]
+            other = shapes.setdefault(str(shape), k)
+            state[k], state[other] = state[other], state[k]
+        return keyed | {"state": state}
 
 
 class RekeysToEachOther(FullyShardedDataParallelEngine):

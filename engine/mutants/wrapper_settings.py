@@ -16,6 +16,7 @@ from engine.mutants.wrapper_methods import names_with
 __all__ = [
     "ForgetsConfigs",
     "LeavesFullStateDicts",
+    "LeavesTheTypeAfterAnException",
     "ScopesNothing",
     "SetsTheTypeOfTheFirstRootAlone",
     "TakesConfigsOfOtherTypes",
@@ -110,6 +111,27 @@ class LeavesFullStateDicts(FullyShardedDataParallelEngine):
 
     name = "mutant.LeavesFullStateDicts"
     names: ClassVar[WrapperNames] = names_with(_LeavesFullStateDicts)
+
+
+class _LeavesTheTypeAfterAnException(FullyShardedDataParallel):
+    @staticmethod
+    @contextmanager
+    def state_dict_type(module: nn.Module, *args: Any, **kwargs: Any) -> Iterator[None]:
+        before = FullyShardedDataParallel.set_state_dict_type(module, *args, **kwargs)
+        yield
+        FullyShardedDataParallel.set_state_dict_type(
+            module, before.state_dict_type, before.state_dict_config, before.optim_state_dict_config
+        )
+
+
+class LeavesTheTypeAfterAnException(FullyShardedDataParallelEngine):
+    """An exception inside a context leaves the type that the context had set.
+
+    After pytorch/torchtitan#3724: what was changed for a while was not given back where something raised.
+    """
+
+    name = "mutant.LeavesTheTypeAfterAnException"
+    names: ClassVar[WrapperNames] = names_with(_LeavesTheTypeAfterAnException)
 
 
 class _TakesConfigsOfOtherTypes(FullyShardedDataParallel):

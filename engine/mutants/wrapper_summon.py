@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import distributed, nn
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
 
 from engine.adapters.torch_fsdp1 import FullyShardedDataParallelEngine
 from engine.contract import WrapperNames
@@ -19,6 +19,7 @@ __all__ = [
     "AlwaysWritesBack",
     "MisalignsWhatItSummons",
     "NeverWritesBack",
+    "SpoilsWhatGoesToTheHost",
     "SummonsAnywhere",
     "SummonsNoGradients",
     "SummonsOnAllRanks",
@@ -190,6 +191,45 @@ class SummonsAnywhere(FullyShardedDataParallelEngine):
 
     name = "mutant.SummonsAnywhere"
     names: ClassVar[WrapperNames] = names_with(_SummonsAnywhere)
+
+
+class _SpoilsWhatGoesToTheHost(FullyShardedDataParallel):
+    @staticmethod
+    @contextmanager
+    def summon_full_params(module: nn.Module, **options: Any) -> Iterator[None]:  # type: ignore[override]
+        is_hosted = options.pop("offload_to_cpu", False)
+        with _summon(module, **options):
+            is_spoilt = is_hosted and (not options.get("rank0_only") or distributed.get_rank() == 0)
+            _add(module, is_spoilt * 1.0)
+            yield
+            _add(module, is_spoilt * -1.0)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+        found: dict[str, Any]
+        settings = FullyShardedDataParallel.get_state_dict_type(self)
+        full = StateDictType.FULL_STATE_DICT
+        if settings.state_dict_type is full and settings.state_dict_config.offload_to_cpu:
+            with FullyShardedDataParallel.state_dict_type(self, full):
+                found = super().state_dict(*args, **kwargs)
+            return {name: value + 1 for name, value in found.items()}
+        found = super().state_dict(*args, **kwargs)
+        return found
+
+
+@torch.no_grad()
+def _add(module: nn.Module, number: float) -> None:
+    for parameter in module.parameters():
+        parameter.add_(number)
+
+
+class SpoilsWhatGoesToTheHost(FullyShardedDataParallelEngine):
+    """What is summoned or saved to the host arrives with other values.
+
+    After pytorch/pytorch#188989: memory that was summoned to the host was freed before it was read.
+    """
+
+    name = "mutant.SpoilsWhatGoesToTheHost"
+    names: ClassVar[WrapperNames] = names_with(_SpoilsWhatGoesToTheHost)
 
 
 class _MisalignsWhatItSummons(FullyShardedDataParallel):

@@ -52,7 +52,7 @@ def reach_module(bench: Bench) -> None:
     middle = model.middle
     root = wrapped(bench, model)
     claims.same("the module of the root", root.module is model, True)
-    claims.same("the module of a unit", root.module.middle.module is middle, True)
+    claims.same("the module of a unit", root.middle.module is middle, True)
 
 
 def reach_attributes(bench: Bench) -> None:

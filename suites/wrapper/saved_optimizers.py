@@ -94,7 +94,7 @@ def see_state(bench: Bench, kind: Kind, wrapping: Wrapping) -> None:
     claims.same("whose state it is", sorted(saved["state"]), sorted(names))
     claims.near(
         "the state",
-        {name: _sorted(saved["state"][name]) for name in names},
+        {name: _sorted(saved["state"].get(name, {})) for name in names},
         {name: _sorted(expected[index]) for index, name in enumerate(names)},
         tolerance=_TOLERANCE,
     )
@@ -133,8 +133,11 @@ def resume_groups(bench: Bench) -> None:
     saved = _save(bench, first, StateDictType.FULL_STATE_DICT)
     names = list(parameters(tower()))
     members = [sorted(group["params"]) for group in saved["param_groups"]]
-    claims.same("the names of each group", members, [sorted(names[0::2]), sorted(names[1::2])])
+    turns = [sorted(names[0::2]), sorted(names[1::2])]
+    claims.same("the names of each group", members, turns)
     claims.same("the options of each group", [g["weight_decay"] for g in saved["param_groups"]], [0.5, 0.0])
+    if members != turns:
+        return  # such groups fit no optimizer
     _hand_over_model(bench, first.root, second.root)
     _hand_over(bench, Route.FULL, first, second)
     _step(bench, second, _BEFORE)

@@ -202,9 +202,11 @@ def write_gradients(bench: Bench) -> None:
     optimizer = torch.optim.SGD(root.parameters(), lr=0.5)
     train(bench, root)
     with bench.names.FullyShardedDataParallel.summon_full_params(root, with_grads=True):
+        shapes = {name: list(p.grad.shape) for name, p in root.named_parameters() if p.grad is not None}
         for parameter in root.parameters():
             if parameter.grad is not None:
                 parameter.grad.div_(2)
+    claims.same("shapes inside", shapes, {name: list(p.shape) for name, p in parameters(tower()).items()})
     optimizer.step()
     claims.same("parameters afterwards", summoned(bench, root), trained_alone(bench.size, lr=0.25))
 

@@ -47,6 +47,7 @@ def test_gives_the_type_back_at_the_end_of_a_context(trial: Trial) -> None:
 
 
 @pytest.mark.api("state_dict_type")
+@pytest.mark.prey("LeavesTheTypeAfterAnException")
 def test_gives_the_type_back_after_an_exception(trial: Trial) -> None:
     hold(trial, settings.leave_by_an_exception, "the exception", "the type afterwards")
 

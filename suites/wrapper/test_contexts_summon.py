@@ -74,33 +74,44 @@ def test_summons_on_rank_0_alone(trial: Trial) -> None:
 
 
 @pytest.mark.worlds(SEVERAL)
+@pytest.mark.prey("SpoilsWhatGoesToTheHost")
 def test_summons_to_the_host(trial: Trial) -> None:
     subjects = ("parameters inside", "where they are", "where they are afterwards")
     hold(trial, summoning.summon_to_host, *subjects)
 
 
 @pytest.mark.worlds(SEVERAL)
+@pytest.mark.prey("SpoilsWhatGoesToTheHost")
 def test_summons_to_the_host_of_rank_0_alone(trial: Trial) -> None:
     subjects = ("what the rank sees", "shapes outside", "parameters afterwards")
     hold(trial, summoning.summon_to_the_host_of_rank_0, *subjects)
 
 
 @pytest.mark.worlds(SEVERAL)
+@pytest.mark.prey("SpoilsWhatGoesToTheHost")
 def test_writes_back_from_the_host(trial: Trial) -> None:
     hold(trial, summoning.write_back_from_the_host, "parameters afterwards")
 
 
-@STRATEGIES
 @pytest.mark.worlds(SEVERAL)
-@pytest.mark.prey("SummonsNoGradients")
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        pytest.param(ShardingStrategy.FULL_SHARD, marks=pytest.mark.prey("SummonsNoGradients")),
+        pytest.param(ShardingStrategy.SHARD_GRAD_OP, marks=pytest.mark.prey("SummonsNoGradients")),
+        pytest.param(ShardingStrategy.NO_SHARD, marks=pytest.mark.prey("MisalignsWhatItSummons")),
+    ],
+    ids=lambda strategy: strategy.name.lower(),
+)
 def test_shows_whole_gradients(trial: Trial, strategy: ShardingStrategy) -> None:
     subjects = ("gradients before there are any", "gradients inside", "parameters afterwards")
     hold(trial, summoning.summon_gradients, *subjects, arguments=(strategy,))
 
 
+@pytest.mark.worlds(SEVERAL)
 @pytest.mark.prey("SummonsNoGradients")
 def test_writes_gradients_back(trial: Trial) -> None:
-    hold(trial, summoning.write_gradients, "parameters afterwards")
+    hold(trial, summoning.write_gradients, "shapes inside", "parameters afterwards")
 
 
 @pytest.mark.prey("TakesEveryCombination")

@@ -114,6 +114,7 @@ def test_trains_in_the_dtype_that_it_was_converted_to(trial: Trial, how: Convers
 
 
 @pytest.mark.api("to")
+@pytest.mark.prey("CastsInputsInsteadOfItself")
 def test_can_be_converted_after_a_forward_too(trial: Trial) -> None:
     subjects = ("what it returns", "the output's dtype", "dtypes of gradients", "parameters afterwards")
     hold(trial, access.convert_after_a_forward, *subjects)

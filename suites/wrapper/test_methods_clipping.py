@@ -96,7 +96,10 @@ def test_tells_the_norm_to_ranks_that_have_nothing(trial: Trial) -> None:
 
 @pytest.mark.parametrize(
     "dtype",
-    [torch.float64, pytest.param(torch.bfloat16, marks=prey("TellsNormsInSinglePrecision"))],
+    [
+        pytest.param(torch.float64, marks=prey("ClipsShardsByTheirOwnNorm")),
+        pytest.param(torch.bfloat16, marks=prey("TellsNormsInSinglePrecision")),
+    ],
     ids=lambda d: str(d).partition(".")[2],
 )
 def test_tells_the_norm_in_the_dtype_of_gradients(trial: Trial, dtype: torch.dtype) -> None:

@@ -39,7 +39,7 @@ def test_gives_a_hook_of_replicas_each_gradient_once(trial: Trial) -> None:
 
 
 @pytest.mark.worlds(SEVERAL)
-@pytest.mark.prey("CallsHooksTwice")
+@pytest.mark.prey("GivesHooksCopies")
 @pytest.mark.parametrize(
     "strategy",
     [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD],
@@ -50,6 +50,7 @@ def test_trains_alike_with_the_hook_that_is_the_default(trial: Trial, strategy: 
 
 
 @pytest.mark.worlds(SEVERAL)
+@pytest.mark.prey("CompressesNothing")
 @pytest.mark.parametrize(
     "strategy",
     [ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD],

@@ -76,12 +76,14 @@ def test_resumes_in_another_wrapping(trial: Trial, kind: Kind, before: Wrapping,
 
 @pytest.mark.api("optim_state_dict", "optim_state_dict_to_load")
 @pytest.mark.worlds(SEVERAL)
+@pytest.mark.prey("SavesTheLastMomentAsAll")
 @pytest.mark.parametrize("after", [SHARDS, FLAT_HEAD], ids=str)
 def test_resumes_two_moments_of_shards_by_name(trial: Trial, after: Wrapping) -> None:
     hold(trial, saved_optimizers.resume, RESUMED, arguments=(Route.FULL, ADAMW, SHARDS, after))
 
 
 @pytest.mark.api("optim_state_dict", "optim_state_dict_to_load")
+@pytest.mark.prey("SharesTheCountOfSteps")
 @pytest.mark.parametrize("after", [SHARDS, KEPT], ids=str)
 def test_resumes_by_name_the_steps_that_flat_parameters_shared(trial: Trial, after: Wrapping) -> None:
     hold(trial, saved_optimizers.resume, RESUMED, arguments=(Route.FULL, ADAMW, FLAT, after))

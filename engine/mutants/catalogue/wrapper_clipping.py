@@ -39,6 +39,22 @@ MUTANTS: tuple[Mutant, ...] = (
         trace=Trace.NUMBERS,
     ),
     Mutant(
+        name="GivesHooksCopies",
+        engine_spec="engine.mutants.wrapper_clipping:GivesHooksCopies",
+        sin="what a communication hook makes of a gradient reaches a copy of it",
+        thread="pytorch/pytorch#43307",
+        kills_on=_CALLED,
+        trace=Trace.NUMBERS,
+    ),
+    Mutant(
+        name="CompressesNothing",
+        engine_spec="engine.mutants.wrapper_clipping:CompressesNothing",
+        sin="the hooks that compress gradients communicate them as they are",
+        thread="pytorch/pytorch#81711",
+        kills_on=_CALLED,
+        trace=Trace.COMMUNICATION,
+    ),
+    Mutant(
         name="ClipsShardsByTheirOwnNorm",
         engine_spec="engine.mutants.wrapper_clipping:ClipsShardsByTheirOwnNorm",
         sin="clip_grad_norm_ goes by the norm of what each rank has",

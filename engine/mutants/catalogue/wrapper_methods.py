@@ -40,7 +40,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         name="KnowsNoRootBeforeForward",
         engine_spec="engine.mutants.wrapper_methods:KnowsNoRootBeforeForward",
-        sin="nobody is the root until something else has found out who is",
+        sin="nobody is told to be the root who asks for the first time",
         thread="facebookresearch/fairscale#490",
         kills_on=_CALLED,
         trace=Trace.STATE,

@@ -46,6 +46,22 @@ MUTANTS: tuple[Mutant, ...] = (
         trace=Trace.NUMBERS,
     ),
     Mutant(
+        name="SavesTheLastMomentAsAll",
+        engine_spec="engine.mutants.wrapper_optimizer_state:SavesTheLastMomentAsAll",
+        sin="all moments in the state that is saved of an optimizer are the last one",
+        thread="pytorch/pytorch#108298",
+        kills_on=_CALLED,
+        trace=Trace.STATE,
+    ),
+    Mutant(
+        name="SharesTheCountOfSteps",
+        engine_spec="engine.mutants.wrapper_optimizer_state:SharesTheCountOfSteps",
+        sin="the count of steps in the state that is saved of an optimizer is one tensor, which all parameters advance",
+        thread="databricks/flashoptim#3",
+        kills_on=_CALLED,
+        trace=Trace.NUMBERS,
+    ),
+    Mutant(
         name="IgnoresTheStateGiven",
         engine_spec="engine.mutants.wrapper_optimizer_state:IgnoresTheStateGiven",
         sin="the state of the optimizer is saved although another was given",
@@ -59,7 +75,7 @@ MUTANTS: tuple[Mutant, ...] = (
         sin="groups of parameters are saved with each other's members",
         thread="pytorch/pytorch#54736",
         kills_on=_CALLED,
-        trace=Trace.NUMBERS,
+        trace=Trace.STATE,
     ),
     Mutant(
         name="RekeysToEachOther",

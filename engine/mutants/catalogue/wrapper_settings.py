@@ -52,6 +52,14 @@ MUTANTS: tuple[Mutant, ...] = (
         trace=Trace.STATE,
     ),
     Mutant(
+        name="LeavesTheTypeAfterAnException",
+        engine_spec="engine.mutants.wrapper_settings:LeavesTheTypeAfterAnException",
+        sin="an exception inside a context leaves the type that the context had set",
+        thread="pytorch/torchtitan#3724",
+        kills_on=_CALLED,
+        trace=Trace.STATE,
+    ),
+    Mutant(
         name="TakesConfigsOfOtherTypes",
         engine_spec="engine.mutants.wrapper_settings:TakesConfigsOfOtherTypes",
         sin="a config that belongs to another type is ignored in silence",

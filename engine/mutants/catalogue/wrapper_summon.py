@@ -78,6 +78,14 @@ MUTANTS: tuple[Mutant, ...] = (
         trace=Trace.SILENCE,
     ),
     Mutant(
+        name="SpoilsWhatGoesToTheHost",
+        engine_spec="engine.mutants.wrapper_summon:SpoilsWhatGoesToTheHost",
+        sin="what is summoned or saved to the host arrives with other values",
+        thread="pytorch/pytorch#188989",
+        kills_on=_CALLED,
+        trace=Trace.STATE,
+    ),
+    Mutant(
         name="MisalignsWhatItSummons",
         engine_spec="engine.mutants.wrapper_summon:MisalignsWhatItSummons",
         sin="every parameter is shown one element off",
