@@ -11,7 +11,7 @@ from engine.adapters.composable import open_door
 from engine.adapters.torch_fsdp2 import FSDP2_DOOR, PreparedFullyShard
 from engine.contract import Capability, Engine, Layout, Plan, PreparedModel
 
-_SHARDING_ALONE = {
+_NOT_OF_REPLICAS = {
     Capability.SHARD,
     Capability.HYBRID,
     Capability.SHARD_DIM,
@@ -21,6 +21,7 @@ _SHARDING_ALONE = {
     Capability.REPLICA_SYNC,
     Capability.GATHER_ONCE,
     Capability.GRAPHS,  # torch promises them of fully_shard alone
+    Capability.WRAPPER,
 }
 
 
@@ -28,7 +29,7 @@ class ReplicateEngine(Engine):
     """Parameters are replicated DTensors; each unit's gradients are all-reduced once."""
 
     name = "torch.replicate"
-    capabilities = frozenset(set(Capability) - _SHARDING_ALONE)
+    capabilities = frozenset(set(Capability) - _NOT_OF_REPLICAS)
     prepared_type: ClassVar[type[PreparedFullyShard]] = PreparedFullyShard
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:

@@ -6,10 +6,10 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from engine.adapters.torch_fsdp2 import FullyShardEngine, PreparedFullyShard
-from engine.contract import Layout, Plan, PreparedModel
+from engine.contract import Layout, Plan, PreparedModel, Replicas
 from engine.mutants.accumulation import Forgetful
 from engine.mutants.scale import PreparedTimid
 from engine.mutants.synchronisation import PreparedWithoutAccumulation
@@ -21,6 +21,7 @@ __all__ = [
     "NeverSynchronisesReplicas",
     "NeverSynchronisesSingles",
     "ReducesReplicasEveryMicrobatch",
+    "ShardsOverReplicas",
     "TransposesTheMesh",
 ]
 
@@ -51,6 +52,23 @@ class NeverSynchronisesSingles(FullyShardEngine):
         """Forget the other axis when the shard axis has one rank."""
         is_single = _is_hybrid(plan) and mesh["shard"].size() == 1
         return super().prepare(model, plan, mesh["shard"] if is_single else mesh)
+
+
+class ShardsOverReplicas(FullyShardEngine):
+    """Under a hybrid layout parameters are sharded over all ranks; the numbers are right.
+
+    After Tencent-Hunyuan/UniRL#410: a hybrid layout was asked for, and what was built was a flat one.
+    """
+
+    name = "mutant.ShardsOverReplicas"
+
+    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
+        """Shard over a mesh of one axis, as another plan would have it."""
+        plan.refuse_beyond(self.capabilities)
+        if _is_hybrid(plan):
+            plan = replace(plan, layout=Layout.SHARD, replicas=Replicas.TWO)
+            mesh = init_device_mesh(mesh.device_type, (mesh.size(),), mesh_dim_names=("shard",))
+        return super().prepare(model, plan, mesh)
 
 
 class DividesOneReplicaTwice(FullyShardEngine):

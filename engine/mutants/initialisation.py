@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from engine.adapters.torch_fsdp2 import FullyShardEngine
 from engine.contract import Layout, Plan, PreparedModel
 
-__all__ = ["ForgetsUnsavedBuffers", "StartsReplicasApart"]
+__all__ = ["ForgetsUnsavedBuffers", "StartsOtherRanksAnew", "StartsReplicasApart"]
 
 
 class ForgetsUnsavedBuffers(FullyShardEngine):
@@ -45,6 +45,26 @@ class StartsReplicasApart(FullyShardEngine):
         replica = mesh["replicate"].get_local_rank() if plan.layout is Layout.HYBRID else 0
         if replica:
             generator = torch.Generator().manual_seed(replica)
+            for parameter in model.parameters():
+                parameter.uniform_(-0.5, 0.5, generator=generator)
+        return super().prepare(model, plan, mesh)
+
+
+class StartsOtherRanksAnew(FullyShardEngine):
+    """All ranks but the first draw initial weights of their own, of which each keeps its shard.
+
+    After pytorch/pytorch#105840: ranks that had made the model on the meta device initialised it themselves, and
+    the weights that the first rank had read were not what training began with.
+    """
+
+    name = "mutant.StartsOtherRanksAnew"
+
+    @torch.no_grad()
+    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
+        """Draw anew on all ranks but the first, then shard honestly."""
+        rank = torch.distributed.get_rank()
+        if rank:
+            generator = torch.Generator().manual_seed(rank)
             for parameter in model.parameters():
                 parameter.uniform_(-0.5, 0.5, generator=generator)
         return super().prepare(model, plan, mesh)

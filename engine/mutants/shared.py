@@ -15,7 +15,12 @@ from engine.adapters.reference import PreparedReference, ReferenceEngine
 from engine.adapters.torch_fsdp2 import FullyShardEngine, PreparedFullyShard
 from engine.contract import Plan, PreparedModel, Shard
 
-__all__ = ["LosesTheLastRowsOfSharedParameters", "TellsParametersApartByName", "UntiesSharedParameters"]
+__all__ = [
+    "LosesTheLastRowsOfSharedParameters",
+    "SplitsTiedModules",
+    "TellsParametersApartByName",
+    "UntiesSharedParameters",
+]
 
 
 class _PreparedUntied(PreparedReference):
@@ -110,6 +115,25 @@ class TellsParametersApartByName(FullyShardEngine):
                 raise ValueError(f"parameter {name!r} is managed by another group already")
             self._known.add(key)
         return super().prepare(model, plan, mesh)
+
+
+class SplitsTiedModules(ReferenceEngine):
+    """Modules of one group that share a parameter become groups of their own, and forward finds that out.
+
+    After huggingface/accelerate#4171: the last layers were grouped apart from the embedding that they were tied
+    to, and no such model could run.
+    """
+
+    name = "mutant.SplitsTiedModules"
+
+    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
+        """Split the groups that share, then prepare honestly."""
+        tied = {model.get_parameter(first) for first, *_ in _ties(model)}
+        units: list[str] = []
+        for unit in plan.units:
+            shares = any(tied & {*m.parameters()} for m in members(model, unit))
+            units += unit.split(",") if shares else [unit]
+        return super().prepare(model, replace(plan, units=tuple(units)), mesh)
 
 
 def _ties(model: nn.Module) -> list[list[str]]:

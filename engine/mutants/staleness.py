@@ -13,11 +13,18 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from engine.adapters.torch_ddp import DistributedDataParallelEngine
+from engine.adapters.torch_ddp import DistributedDataParallelEngine, PreparedDdp
 from engine.adapters.torch_fsdp2 import FullyShardEngine, PreparedFullyShard
 from engine.contract import Plan, PreparedModel
 
-__all__ = ["ComputesWithStaleParameters", "Stale", "StepsBeforeTheReduction"]
+__all__ = [
+    "AddsGradientsToParameters",
+    "ComputesWithStaleParameters",
+    "KeepsOneOldGradient",
+    "RepeatsTheSecondGradients",
+    "Stale",
+    "StepsBeforeTheReduction",
+]
 
 
 class Stale(PreparedModel):
@@ -131,3 +138,74 @@ class StepsBeforeTheReduction(DistributedDataParallelEngine):
         assert isinstance(ddp, DistributedDataParallel)
         ddp.require_backward_grad_sync = False
         return _PreparedHasty(ddp, named=model, group=mesh.get_group())
+
+
+class _PreparedReusing(PreparedFullyShard):
+    _has_stepped = False
+
+    def step(self) -> None:
+        super().step()
+        self._has_stepped = True
+
+    def backward(self, loss: torch.Tensor) -> None:
+        for parameter in self.owned_parameters().values() if self._has_stepped else ():
+            parameter.grad = parameter.detach().clone()
+        self._has_stepped = False
+        super().backward(loss)
+
+
+class AddsGradientsToParameters(FullyShardEngine):
+    """From the second step on gradients are added to what lies where parameters were gathered.
+
+    After NVIDIA/Megatron-LM#4609: one buffer was for gathered parameters and for gradients, and was not cleared
+    in between.
+    """
+
+    name = "mutant.AddsGradientsToParameters"
+    prepared_type = _PreparedReusing
+
+
+class _PreparedRepeating(PreparedDdp):
+    def __init__(self, module: nn.Module, *, named: nn.Module) -> None:
+        super().__init__(module, named=named)
+        self._num_steps = 0
+        self._second: list[torch.Tensor | None] = []
+
+    def step(self) -> None:
+        gradients = [p.grad for p in self.named.parameters()]
+        if self._num_steps == 1:
+            self._second = [None if g is None else g.clone() for g in gradients]
+        for gradient, old in zip(gradients, self._second, strict=True) if self._num_steps > 1 else ():
+            if gradient is not None and old is not None:
+                gradient.copy_(old)
+        self._num_steps += 1
+        super().step()
+
+
+class RepeatsTheSecondGradients(DistributedDataParallelEngine):
+    """From the third step on the optimizer is given the gradients of the second.
+
+    After pytorch/pytorch#43307: what gradients were views of was exchanged, and what was copied later went where
+    nobody looked; two iterations were right.
+    """
+
+    name = "mutant.RepeatsTheSecondGradients"
+    prepared_type = _PreparedRepeating
+
+
+class _PreparedKeeping(PreparedDdp):
+    def zero_grad(self, *, set_to_none: bool) -> None:
+        *_, last = self.named.parameters()
+        kept = None if last.grad is None else last.grad.clone()
+        super().zero_grad(set_to_none=set_to_none)
+        last.grad = kept
+
+
+class KeepsOneOldGradient(DistributedDataParallelEngine):
+    """Clearing the gradients does not reach that of the last parameter.
+
+    After pytorch/pytorch#94258: gradients that were to be reset to None in the reducer were still there.
+    """
+
+    name = "mutant.KeepsOneOldGradient"
+    prepared_type = _PreparedKeeping

@@ -14,6 +14,9 @@ from engine.adapters.torch_fsdp2 import FullyShardEngine, PreparedFullyShard
 from engine.contract import OptimizerFactory
 
 __all__ = [
+    "FailsToLoadEmptyShards",
+    "LoadsNoBuffers",
+    "LoadsNoParameters",
     "LosesOptimizerState",
     "LosesStateOfOtherRanks",
     "PermutesOptimizerState",
@@ -135,6 +138,66 @@ class StartsAdamAtStepOne(FullyShardEngine):
 
     name = "mutant.StartsAdamAtStepOne"
     prepared_type = _PreparedEarly
+
+
+class _PreparedWithItsOwnBuffers(PreparedFullyShard):
+    def load_full_state(self, state: dict[str, Any]) -> None:
+        kept = [(buffer, buffer.clone()) for buffer in self.named.buffers()]
+        super().load_full_state(state)
+        for buffer, before in kept:
+            buffer.copy_(before)
+
+
+class LoadsNoBuffers(FullyShardEngine):
+    """After a resume parameters and optimizer are as they were, and buffers as they are in a fresh model.
+
+    After huggingface/accelerate#3898: what loads a state knew sharded parameters, and buffers are not sharded.
+    """
+
+    name = "mutant.LoadsNoBuffers"
+    prepared_type = _PreparedWithItsOwnBuffers
+
+
+class _PreparedWithItsOwnParameters(PreparedFullyShard):
+    @torch.no_grad()
+    def load_full_state(self, state: dict[str, Any]) -> None:
+        kept = [(shard, shard.clone()) for shard in map(_local, self.named.parameters())]
+        super().load_full_state(state)
+        for shard, before in kept:
+            shard.copy_(before)
+
+
+class LoadsNoParameters(FullyShardEngine):
+    """After a resume the optimizer is as it was, and the parameters are those of a fresh model.
+
+    After NVIDIA/Megatron-LM#2769: the first loss after a checkpoint was loaded was that of an untrained model.
+    """
+
+    name = "mutant.LoadsNoParameters"
+    prepared_type = _PreparedWithItsOwnParameters
+
+
+class _PreparedOfSlices(PreparedReference):
+    def load_full_state(self, state: dict[str, Any]) -> None:
+        whole = dict(state["model"])  # torch puts what it loads in place of what it was given
+        super().load_full_state(state)
+        for name, parameter in self.owned_parameters().items():
+            if isinstance(parameter, DTensor):
+                rank, num_ranks = parameter.device_mesh.get_local_rank(-1), parameter.device_mesh.size(-1)
+                chunks = whole[name].chunk(num_ranks)
+                # For a rank beyond the last chunk there is a piece of no dims but the first.
+                piece = chunks[rank] if rank < len(chunks) else chunks[0].new_empty(0)
+                parameter.to_local().detach().copy_(piece)
+
+
+class FailsToLoadEmptyShards(ReferenceEngine):
+    """A whole state dict cannot be loaded where a rank owns no row of a parameter: the shapes do not match.
+
+    After pytorch/pytorch#136228: of fewer rows than ranks, the last ranks' empty shards had lost the other dims.
+    """
+
+    name = "mutant.FailsToLoadEmptyShards"
+    prepared_type = _PreparedOfSlices
 
 
 def _local(parameter: nn.Parameter) -> torch.Tensor:

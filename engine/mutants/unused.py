@@ -14,6 +14,7 @@ from engine.contract import Capability, Plan, PreparedModel
 
 __all__ = [
     "GivesZerosToUnusedParameters",
+    "IgnoresMoreOnTheLastRank",
     "NeverFreesFrozenUnits",
     "ReducesWhatEachRankUsed",
     "ShardsIgnoredParameters",
@@ -96,3 +97,20 @@ class ShardsIgnoredParameters(FullyShardEngine):
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         """Shard honestly, under a plan that ignores nothing."""
         return super().prepare(model, replace(plan, ignored=()), mesh)
+
+
+class IgnoresMoreOnTheLastRank(FullyShardEngine):
+    """The last rank leaves a parameter alone that the others shard.
+
+    After pytorch/pytorch#68803: ranks that were told to ignore different parameters sent messages of different
+    sizes in the first broadcast, and waited for each other for ever.
+    """
+
+    name = "mutant.IgnoresMoreOnTheLastRank"
+
+    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
+        """Shard honestly; on the last rank under a plan that ignores the last parameter too."""
+        *_, last = (name for name, _ in model.named_parameters())
+        if torch.distributed.get_rank() == torch.distributed.get_world_size() - 1 > 0:
+            plan = replace(plan, ignored=(*plan.ignored, last))
+        return super().prepare(model, plan, mesh)

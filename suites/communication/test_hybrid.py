@@ -37,7 +37,7 @@ every_problem = pytest.mark.parametrize("problem", [MLP_EVEN, MLP_UNEVEN], ids=a
 
 
 @pytest.mark.rows("T35")
-@pytest.mark.prey("NeverSynchronisesReplicas")
+@pytest.mark.prey("NeverSynchronisesReplicas", "ShardsOverReplicas")
 @pytest.mark.worlds(FOUR_OR_MORE_EVEN)
 @every_problem
 def test_reduces_within_and_across_replicas(trial: Trial, problem: Problem) -> None:

@@ -22,7 +22,8 @@ CASES: list[tuple[Problem, NamedOptimizer, int]] = [
 
 
 @pytest.mark.rows("T30")
-@pytest.mark.prey("KeepsOnlyTheLastMicrobatch", "DoublesGradientsEveryMicrobatch")
+@pytest.mark.prey("KeepsOnlyTheLastMicrobatch", "DoublesGradientsEveryMicrobatch", "DividesWhatItAccumulated")
+@pytest.mark.prey("StepsAfterEveryMicrobatch", "AssignsWholeGradientsToShards")
 @pytest.mark.parametrize(
     ("problem", "optimizer", "microbatches"),
     CASES,

@@ -22,7 +22,7 @@ TWO_GROUPS = ("token", "head")
 
 @pytest.mark.worlds(SEVERAL)  # of one rank, no row is the last rank's
 @pytest.mark.rows("T27")
-@pytest.mark.prey("UntiesSharedParameters", "LosesTheLastRowsOfSharedParameters")
+@pytest.mark.prey("UntiesSharedParameters", "LosesTheLastRowsOfSharedParameters", "SplitsTiedModules")
 @pytest.mark.parametrize(
     "reshard",
     [pytest.param(Reshard.AFTER_FORWARD, id="freed"), pytest.param(Reshard.KEEP, id="kept")],

@@ -8,7 +8,7 @@ import pytest
 
 from engine.contract import Capability, Layout, Plan
 from fixtures.optimizers import ADAMW, SGD
-from fixtures.problems import MLP_EVEN, MLP_UNEVEN
+from fixtures.problems import MLP_BUFFERS, MLP_EVEN, MLP_UNEVEN
 from fixtures.tied import TIED
 from harness.case import NamedOptimizer, Problem, Resume, Schedule, Training
 from harness.ledger.agreement import RanksAgree
@@ -22,7 +22,11 @@ LAWS = (MatchesOracle(), RanksAgree())
 @pytest.mark.parametrize(
     "optimizer",
     [
-        pytest.param(SGD, id="sgd", marks=pytest.mark.prey("LosesOptimizerState", "PermutesOptimizerState")),
+        pytest.param(
+            SGD,
+            id="sgd",
+            marks=pytest.mark.prey("LosesOptimizerState", "PermutesOptimizerState", "LoadsNoParameters"),
+        ),
         pytest.param(
             ADAMW,
             id="adamw",
@@ -46,7 +50,7 @@ def test_resumes_on_two_replicas_what_all_ranks_shared(trial: Trial, optimizer: 
 
 
 @pytest.mark.worlds(SEVERAL)
-@pytest.mark.prey("LosesStateOfOtherRanks")
+@pytest.mark.prey("LosesStateOfOtherRanks", "FailsToLoadEmptyShards")
 def test_resumes_in_shards_what_was_replicated(trial: Trial) -> None:
     trial.holds(_training(MLP_UNEVEN, ADAMW, Layout.REPLICATE, Layout.SHARD), *LAWS)
 
@@ -54,6 +58,12 @@ def test_resumes_in_shards_what_was_replicated(trial: Trial) -> None:
 @pytest.mark.prey("LosesOptimizerState")
 def test_resumes_tied_parameters(trial: Trial) -> None:
     trial.holds(_training(TIED, ADAMW, Layout.NATIVE, Layout.NATIVE), *LAWS)
+
+
+@pytest.mark.prey("LoadsNoBuffers")
+def test_resumes_buffers_where_they_were(trial: Trial) -> None:
+    """Each forward changes them, and the loss depends on them."""
+    trial.holds(_training(MLP_BUFFERS, SGD, Layout.NATIVE, Layout.NATIVE), *LAWS)
 
 
 def _training(problem: Problem, optimizer: NamedOptimizer, before: Layout, after: Layout) -> Training:

@@ -19,7 +19,7 @@ from harness.worlds.sizes import EVEN, SEVERAL
 LAWS = (MatchesOracle(), RanksAgree())
 
 
-@pytest.mark.prey("GivesZerosToUnusedParameters")
+@pytest.mark.prey("GivesZerosToUnusedParameters", "TakesTheFirstGraphForAll")
 @pytest.mark.parametrize("optimizer", [SGD, ADAMW], ids=attrgetter("name"))
 def test_leaves_unused_parameters_without_a_gradient(trial: Trial, optimizer: NamedOptimizer) -> None:
     """The side layer goes unused in steps 2 and 3: after clearing to zeros it coasts on, after None it rests."""

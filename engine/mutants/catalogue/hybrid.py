@@ -75,4 +75,17 @@ MUTANTS: tuple[Mutant, ...] = (
             microbatches=2, plan=Plan(layout=Layout.HYBRID), because="other layouts are honest"
         ),
     ),
+    Mutant(
+        name="ShardsOverReplicas",
+        engine_spec="engine.mutants.hybrid:ShardsOverReplicas",
+        sin="under a hybrid layout parameters are sharded over all ranks",
+        thread="Tencent-Hunyuan/UniRL#410",
+        kills_on=Condition(
+            world_size=4,
+            steps=2,
+            plan=Plan(layout=Layout.HYBRID),
+            because="with two ranks an axis is of one; counts hold from the second step on",
+        ),
+        trace=Trace.COMMUNICATION,
+    ),
 )

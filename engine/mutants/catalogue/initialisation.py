@@ -22,4 +22,11 @@ MUTANTS: tuple[Mutant, ...] = (
         thread="allenai/OLMo-core#319",
         kills_on=Condition(plan=Plan(layout=Layout.HYBRID), because="other layouts have no replicas"),
     ),
+    Mutant(
+        name="StartsOtherRanksAnew",
+        engine_spec="engine.mutants.initialisation:StartsOtherRanksAnew",
+        sin="all ranks but the first draw initial weights of their own",
+        thread="pytorch/pytorch#105840",
+        kills_on=Condition(because="the first rank is honest"),
+    ),
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from engine.mutants.mutant import Condition, Mutant, Trace
+from engine.plan import Grouping, Plan
 
 __all__ = ["MUTANTS"]
 
@@ -29,6 +30,16 @@ MUTANTS: tuple[Mutant, ...] = (
         thread="pytorch/pytorch#176225",
         kills_on=Condition(
             world_size=1, because="the first model of a training is the only one of its names"
+        ),
+        trace=Trace.CRASH,
+    ),
+    Mutant(
+        name="SplitsTiedModules",
+        engine_spec="engine.mutants.shared:SplitsTiedModules",
+        sin="modules of one group that share a parameter become groups of their own",
+        thread="huggingface/accelerate#4171",
+        kills_on=Condition(
+            plan=Plan(grouping=Grouping.REQUIRED), because="needs a group of modules that are tied"
         ),
         trace=Trace.CRASH,
     ),

@@ -22,4 +22,25 @@ MUTANTS: tuple[Mutant, ...] = (
         thread="pytorch/pytorch#180666",
         kills_on=Condition(because="one rank's gradients are reduced already"),
     ),
+    Mutant(
+        name="AddsGradientsToParameters",
+        engine_spec="engine.mutants.staleness:AddsGradientsToParameters",
+        sin="from the second step on gradients are added to the parameters",
+        thread="NVIDIA/Megatron-LM#4609",
+        kills_on=Condition(world_size=1, steps=2, because="the first step begins with an empty buffer"),
+    ),
+    Mutant(
+        name="RepeatsTheSecondGradients",
+        engine_spec="engine.mutants.staleness:RepeatsTheSecondGradients",
+        sin="from the third step on the optimizer is given the gradients of the second",
+        thread="pytorch/pytorch#43307",
+        kills_on=Condition(world_size=1, steps=3, because="two steps are right"),
+    ),
+    Mutant(
+        name="KeepsOneOldGradient",
+        engine_spec="engine.mutants.staleness:KeepsOneOldGradient",
+        sin="clearing the gradients does not reach that of the last parameter",
+        thread="pytorch/pytorch#94258",
+        kills_on=Condition(world_size=1, steps=2, because="before the first step there is nothing to clear"),
+    ),
 )

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from engine.capability import Capability
-from engine.mutants.mutant import Condition, Mutant
-from engine.plan import Plan
+from engine.mutants.mutant import Condition, Mutant, Trace
+from engine.plan import Layout, Plan
 
 __all__ = ["MUTANTS"]
 
@@ -63,5 +63,34 @@ MUTANTS: tuple[Mutant, ...] = (
         sin="the optimizer has stepped once before training",
         thread="NVIDIA/Megatron-LM#5974",
         kills_on=Condition(world_size=1, because="an optimizer that does not count cannot show it"),
+    ),
+    Mutant(
+        name="LoadsNoBuffers",
+        engine_spec="engine.mutants.state:LoadsNoBuffers",
+        sin="a resumed model has the buffers of a fresh one",
+        thread="huggingface/accelerate#3898",
+        kills_on=Condition(
+            world_size=1, steps=2, plan=_STATE, because="before a step buffers are those of a fresh model"
+        ),
+    ),
+    Mutant(
+        name="LoadsNoParameters",
+        engine_spec="engine.mutants.state:LoadsNoParameters",
+        sin="a resumed model has the parameters of a fresh one",
+        thread="NVIDIA/Megatron-LM#2769",
+        kills_on=Condition(
+            world_size=1, steps=2, plan=_STATE, because="before a step parameters are those of a fresh model"
+        ),
+    ),
+    Mutant(
+        name="FailsToLoadEmptyShards",
+        engine_spec="engine.mutants.state:FailsToLoadEmptyShards",
+        sin="a whole state dict cannot be loaded where a rank owns no row of a parameter",
+        thread="pytorch/pytorch#136228",
+        kills_on=Condition(
+            plan=Plan(layout=Layout.SHARD, demands=_STATE.demands),
+            because="needs a parameter of fewer rows than ranks, and of two dims",
+        ),
+        trace=Trace.CRASH,
     ),
 )

@@ -62,4 +62,12 @@ MUTANTS: tuple[Mutant, ...] = (
         ),
         trace=Trace.STATE,
     ),
+    Mutant(
+        name="IgnoresMoreOnTheLastRank",
+        engine_spec="engine.mutants.unused:IgnoresMoreOnTheLastRank",
+        sin="the last rank leaves a parameter alone that the others shard",
+        thread="pytorch/pytorch#68803",
+        kills_on=Condition(because="a lone rank agrees with itself"),
+        trace=Trace.COMMUNICATION,
+    ),
 )

@@ -1,0 +1,44 @@
+"""What ranks do with the gradient scaler of the wrapper's interface, for cases to judge."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import nn
+
+from harness.script import Bench
+
+__all__ = ["AFTER_AN_INFINITE", "AFTER_A_FINITE", "AFTER_NONE", "scales_together"]
+
+AFTER_AN_INFINITE = "after an infinite gradient of one rank"
+AFTER_NONE = "after a step in which one rank had no gradient"
+AFTER_A_FINITE = "after finite gradients"
+
+
+def scales_together(bench: Bench, is_fused: bool) -> None:
+    """Step thrice: one rank's gradient is infinite, the other end's rank has none, all are finite.
+
+    Gradients are what a shard's would be, of ranks that hold one element each.
+    """
+    parameter = nn.Parameter(torch.zeros(1, device=bench.device))
+    optimizer = torch.optim.SGD([parameter], lr=0.5, fused=is_fused)
+    scaler = bench.names.ShardedGradScaler(bench.device.type, init_scale=8.0, growth_interval=2)
+    last = bench.size - 1
+    for moment, value in (
+        (AFTER_AN_INFINITE, math.inf if bench.rank == last else 1.0),
+        (AFTER_NONE, None if bench.rank == 0 else 1.0),
+        (AFTER_A_FINITE, 1.0),
+    ):
+        optimizer.zero_grad()
+        scale = scaler.scale(torch.ones((), device=bench.device))
+        if value is not None:
+            parameter.grad = torch.full_like(parameter, value) * scale
+        before = parameter.detach().clone()
+        scaler.step(optimizer)
+        scaler.update()
+        moved = float((before - parameter.detach()).sum())
+        is_right = moved == (0.0 if value is None or moment == AFTER_AN_INFINITE else 0.5)
+        bench.note(
+            moment, f"{'as it should' if is_right else f'moved by {moved}'}, scale {scaler.get_scale()}"
+        )

@@ -1,0 +1,33 @@
+"""A gradient scaler for shards: what one rank saw of its gradients, all ranks act on."""
+
+from __future__ import annotations
+
+import pytest
+
+from engine.contract import Layout, Plan
+from fixtures.optimizers import SGD
+from fixtures.problems import MLP_EVEN
+from harness.case import Schedule, Training
+from harness.parity import MatchesOracle
+from harness.pytest_plugin import Trial
+from harness.scripts.exercise import Exercise
+from harness.states import Notes
+from harness.worlds.sizes import SEVERAL
+from suites.precision.scaling import AFTER_A_FINITE, AFTER_AN_INFINITE, AFTER_NONE, scales_together
+
+
+@pytest.mark.worlds(SEVERAL)
+@pytest.mark.api("ShardedGradScaler")
+@pytest.mark.prey("ScalesAlone")
+@pytest.mark.parametrize("is_fused", [False, True], ids=["plain", "fused"])
+def test_ranks_skip_steps_and_change_the_scale_together(trial: Trial, is_fused: bool) -> None:
+    """Half the scale after the infinite gradient, twice the scale after two steps without one."""
+    script = Exercise(body=scales_together, arguments=(is_fused,))
+    plan = Plan(layout=Layout.SHARD, demands=script.demands)
+    trial.holds(
+        Training(problem=MLP_EVEN, optimizer=SGD, plan=plan, schedule=Schedule(steps=1), script=script),
+        Notes(subject=AFTER_AN_INFINITE, value="as it should, scale 4.0"),
+        Notes(subject=AFTER_NONE, value="as it should, scale 4.0"),
+        Notes(subject=AFTER_A_FINITE, value="as it should, scale 8.0"),
+        MatchesOracle(),
+    )
