@@ -22,7 +22,7 @@ FULL, SHARDED = StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT
 LOADED = ("what loading says", "parameters afterwards", "buffers afterwards", "an output afterwards")
 
 
-@pytest.mark.api("state_dict", "StateDictType.FULL_STATE_DICT")
+@pytest.mark.api("state_dict", "StateDictType")
 @pytest.mark.prey("NamesTheWrapperInStates", "MixesUpBuffers")
 @pytest.mark.parametrize("wrapping", [SHARDS, FLAT, KEPT, WHOLE, WHOLE_FLAT, HYBRID], ids=str)
 def test_saves_the_model_as_if_nobody_had_wrapped_it(trial: Trial, wrapping: Wrapping) -> None:
@@ -30,13 +30,13 @@ def test_saves_the_model_as_if_nobody_had_wrapped_it(trial: Trial, wrapping: Wra
     hold(trial, saved_models.save_full, *subjects, arguments=(wrapping,))
 
 
-@pytest.mark.api("state_dict", "StateDictType.FULL_STATE_DICT")
+@pytest.mark.api("state_dict", "StateDictType")
 @pytest.mark.prey("NamesTheWrapperInStates")
 def test_saves_parts_and_prefixes(trial: Trial) -> None:
     hold(trial, saved_models.save_in_part, "the state of a unit", "the state under a prefix")
 
 
-@pytest.mark.api("state_dict", "StateDictType.FULL_STATE_DICT")
+@pytest.mark.api("state_dict", "StateDictType")
 @pytest.mark.prey("ReusesWhatItSaved")
 def test_saves_a_copy(trial: Trial) -> None:
     hold(trial, saved_models.copy_it, "what was saved")
@@ -62,7 +62,7 @@ def test_gives_shards_to_the_host(trial: Trial) -> None:
     hold(trial, saved_models.save_shards_to_host, "elsewhere than on the host", "parameters afterwards")
 
 
-@pytest.mark.api("state_dict", "StateDictType.SHARDED_STATE_DICT", "ShardedStateDictConfig")
+@pytest.mark.api("state_dict", "StateDictType", "ShardedStateDictConfig")
 @pytest.mark.worlds(SEVERAL)
 @pytest.mark.parametrize(
     "wrapping",
@@ -79,7 +79,7 @@ def test_saves_each_element_on_one_rank(trial: Trial, wrapping: Wrapping) -> Non
     hold(trial, saved_models.save_sharded, *subjects, arguments=(wrapping,))
 
 
-@pytest.mark.api("state_dict", "StateDictType.FULL_STATE_DICT")
+@pytest.mark.api("state_dict", "load_state_dict", "StateDictType")
 @pytest.mark.prey("LoadsParametersAlone")
 @pytest.mark.parametrize(
     ("before", "after"),
@@ -98,7 +98,7 @@ def test_loads_what_another_wrapping_saved(trial: Trial, before: Wrapping, after
     hold(trial, saved_models.hand_over, *LOADED, arguments=(FULL, before, after))
 
 
-@pytest.mark.api("state_dict", "StateDictType.SHARDED_STATE_DICT")
+@pytest.mark.api("state_dict", "load_state_dict", "StateDictType")
 @pytest.mark.worlds(SEVERAL)
 @pytest.mark.prey("IgnoresShardedStates")
 @pytest.mark.parametrize(
@@ -110,7 +110,7 @@ def test_loads_shards_that_another_wrapping_saved(trial: Trial, before: Wrapping
     hold(trial, saved_models.hand_over, *LOADED, arguments=(SHARDED, before, after))
 
 
-@pytest.mark.api("state_dict", "StateDictType.LOCAL_STATE_DICT", "LocalStateDictConfig")
+@pytest.mark.api("state_dict", "load_state_dict", "StateDictType", "LocalStateDictConfig")
 @pytest.mark.prey("IgnoresLocalStates")
 @pytest.mark.parametrize("form", Form, ids=lambda form: form.name.lower())
 def test_loads_what_each_rank_saved_of_its_own(trial: Trial, form: Form) -> None:
@@ -118,7 +118,7 @@ def test_loads_what_each_rank_saved_of_its_own(trial: Trial, form: Form) -> None
     hold(trial, saved_models.hand_over_local, *subjects, arguments=(form,))
 
 
-@pytest.mark.api("state_dict", "StateDictType.FULL_STATE_DICT")
+@pytest.mark.api("state_dict", "load_state_dict", "StateDictType")
 @pytest.mark.prey("LoadsParametersAlone")
 @pytest.mark.parametrize("wrapping", [SHARDS, FLAT, WHOLE], ids=str)
 def test_exchanges_states_with_a_model_that_nobody_wrapped(trial: Trial, wrapping: Wrapping) -> None:
