@@ -162,7 +162,11 @@ def rekeyed(
     is_named = key_type is OptimStateKeyType.PARAM_NAME
     new_keys: dict[Any, Any] = dict(enumerate(ordered)) if is_named else {n: i for i, n in enumerate(ordered)}
 
+    kept = str if is_named else int
+
     def new_key(key: Any) -> Any:
+        if isinstance(key, kept):
+            return key
         if key not in new_keys:
             raise ValueError(
                 f"optim_state_dict: expected keys of {len(ordered)} parameters of the model, got {key!r}"

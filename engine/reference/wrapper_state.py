@@ -90,22 +90,21 @@ def export_states(
     keep_vars: bool,
 ) -> dict[str, Any]:
     """Have ``save`` (nn.Module.state_dict of the wrapper) write into ``destination`` what the settings ask for."""
-    settings = wrapper.state_dict_settings
-    _expect_shards(wrapper, settings.state_dict_type)
+    settings, kind = wrapper.state_dict_settings, _kind(wrapper)
     if destination is None:
         made: Any = OrderedDict()
         made._metadata = OrderedDict()
         destination = made
     num_before = len(destination)
     with ExitStack() as shown:
-        if settings.state_dict_type is not StateDictType.LOCAL_STATE_DICT:
+        if kind is not StateDictType.LOCAL_STATE_DICT:
             how = Showing(rank0_only=getattr(settings.state_dict_config, "rank0_only", False))
             for group in wrapper.groups:
                 shown.enter_context(showing_whole(group, how))
         save(destination=destination, prefix=prefix, keep_vars=keep_vars)
         _rename(destination, list(islice(destination, num_before, None)), f"{prefix}{PREFIX}", prefix)
         _restore_buffers(wrapper, destination, prefix)
-        _EXPORTS[settings.state_dict_type](wrapper, destination, prefix, keep_vars)
+        _EXPORTS[kind](wrapper, destination, prefix, keep_vars)
     return destination
 
 
@@ -165,13 +164,11 @@ _EXPORTS = {
 }
 
 
-def _expect_shards(wrapper: WrapperBase, kind: StateDictType) -> None:
-    is_whole = any(group.mesh.shard_group is None for group in wrapper.groups)
-    if is_whole and kind is not StateDictType.FULL_STATE_DICT:
-        raise RuntimeError(
-            f"{kind.name.lower()}: can only be used when parameters are flatten and sharded, got NO_SHARD; "
-            "try FULL_STATE_DICT"
-        )
+def _kind(wrapper: WrapperBase) -> StateDictType:
+    """Give what was chosen; where every rank has everything there is but the whole state."""
+    if any(group.mesh.shard_group is None for group in wrapper.groups):
+        return StateDictType.FULL_STATE_DICT
+    return wrapper.state_dict_settings.state_dict_type
 
 
 # Loading --------------------------------------------------------------------------------------------------
@@ -187,8 +184,7 @@ class Importer:
 
     def before(self, wrapper: WrapperBase, states: dict[str, Any], prefix: str, *_: object) -> None:
         """Show whole parameters for nn.Module to write to, and give the entries the names that it looks for."""
-        kind = wrapper.state_dict_settings.state_dict_type
-        _expect_shards(wrapper, kind)
+        kind = _kind(wrapper)
         for group in wrapper.groups:
             if kind is StateDictType.LOCAL_STATE_DICT:
                 group.reshard()

@@ -19,7 +19,6 @@ ATTEMPTS = {
     "hybrid on one axis": ("device_mesh", "sharding_strategy"),
     "hybrid in one group": ("process_group", "sharding_strategy"),
     "hybrid nowhere": ("sharding_strategy",),
-    "scalar": ("init.module",),
     "initialiser": ("param_init_fn",),
     "policy of numbers": ("auto_wrap_policy", "CustomPolicy"),
     "wrapped before": ("auto_wrap_policy",),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -18,12 +17,6 @@ __all__ = ["REFUSAL", "refuses"]
 
 REFUSAL = "refused with"
 _HYBRID = ShardingStrategy.HYBRID_SHARD
-
-
-class _Scalar(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.tensor(1.0))
 
 
 def _mesh(bench: Bench) -> DeviceMesh:
@@ -65,10 +58,6 @@ def _hybrid_nowhere(bench: Bench) -> object:
     return wrap(bench, Tower(), sharding_strategy=_HYBRID)
 
 
-def _scalar(bench: Bench) -> object:
-    return wrap(bench, _Scalar())
-
-
 def _initialiser(bench: Bench) -> object:
     return wrap(bench, nn.Linear(2, 2, device="meta"), param_init_fn="zeros")
 
@@ -98,7 +87,6 @@ _ATTEMPTS: dict[str, Callable[[Bench], object]] = {
     "hybrid on one axis": _hybrid_on_one_axis,
     "hybrid in one group": _hybrid_in_one_group,
     "hybrid nowhere": _hybrid_nowhere,
-    "scalar": _scalar,
     "initialiser": _initialiser,
     "policy of numbers": _policy_of_numbers,
     "wrapped before": _wrapped_before,
