@@ -32,7 +32,7 @@ from harness.prey import (
 from harness.pytest_call import CONFORMS, DOES_NOT_CONFORM, OUR_FAULT
 from harness.record import Record
 from harness.verdict import Verdict
-from harness.worlds.sizes import FOUR_OR_MORE_EVEN, SEVERAL, Sizes
+from harness.worlds.sizes import APART, FOUR_OR_MORE_EVEN, SEVERAL, Sizes
 from reports.kills import render, render_json, render_markdown, summary
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -121,7 +121,12 @@ def test_a_mutant_goes_by_its_name_in_the_catalogue() -> None:
 
 @pytest.mark.parametrize(
     ("sizes", "world"),
-    [((), "threads:2"), ((SEVERAL,), "threads:2"), ((SEVERAL, FOUR_OR_MORE_EVEN), "threads:4")],
+    [
+        ((), "threads:2"),
+        ((SEVERAL,), "threads:2"),
+        ((SEVERAL, FOUR_OR_MORE_EVEN), "threads:4"),
+        ((APART,), "processes:2"),
+    ],
 )
 def test_asks_in_the_first_world_that_suits_the_case(sizes: tuple[Sizes, ...], world: str) -> None:
     found = pairs(a_case(Prey(mutant="A"), sizes=sizes), ["A", "B"], WORLDS, Breadth.MARKED)

@@ -1,16 +1,16 @@
-"""Mutants that forget, invert or misread one option of FullyShardedDataParallel."""
+"""Mutants that forget or misread which units, ranks and strategy FullyShardedDataParallel is given."""
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any, ClassVar
 
-import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import BackwardPrefetch, FullyShardedDataParallel, ShardingStrategy, wrap
+from torch.distributed.fsdp import (
+    FullyShardedDataParallel,
+    ShardingStrategy,
+    wrap,
+)
 
 from engine.adapters.torch_fsdp1 import NAMES, FullyShardedDataParallelEngine
 from engine.contract import WrapperNames
@@ -22,21 +22,14 @@ __all__ = [
     "AlwaysShowsNames",
     "ForgetsWhatToIgnore",
     "FreesWhatTheStrategyKeeps",
-    "GathersAllUnitsAtOnce",
+    "GivesUnitsNoOptions",
+    "IgnoresOverridesOfAPolicy",
     "IgnoresTheGroupGiven",
-    "IgnoresTheInitialiser",
     "IgnoresTheMeshGiven",
     "IgnoresThePolicy",
-    "InvertsForwardPrefetch",
     "KeepsWhatTheStrategyFrees",
-    "LeavesBuffersWithoutMemory",
     "NeverMeetsReplicas",
-    "NeverResets",
-    "ReadsOffloadedGradientsTooEarly",
     "ShardsWhatTheStrategyReplicates",
-    "StartsEachRankOnItsOwn",
-    "SwapsBackwardPrefetch",
-    "WrapsContainersSilently",
     "WrapsLayersUnasked",
 ]
 
@@ -69,6 +62,40 @@ class WrapsLayersUnasked(FullyShardedDataParallelEngine):
 
     name = "mutant.WrapsLayersUnasked"
     names: ClassVar[WrapperNames] = with_options(_with_layers)
+
+
+class _Stingy(wrap.ModuleWrapPolicy):
+    # Any: options of units.
+    def _run_policy(
+        self, root_module: nn.Module, ignored_modules: set[nn.Module], root_kwargs: dict[str, Any]
+    ) -> dict[nn.Module, dict[str, Any]]:
+        lost = {"sharding_strategy": None, "use_orig_params": True}
+        return super()._run_policy(root_module, ignored_modules, {**root_kwargs, **lost})
+
+
+class GivesUnitsNoOptions(FullyShardedDataParallelEngine):
+    """Units by class have the default strategy and show names, whatever the root was given.
+
+    After speechbrain/speechbrain#2010: what was asked of the whole reached the first of its modules alone.
+    """
+
+    name = "mutant.GivesUnitsNoOptions"
+    names: ClassVar[WrapperNames] = replace(NAMES, ModuleWrapPolicy=_Stingy)
+
+
+# Any: what a policy's function says.
+def _policy_of_answers(function: Any) -> wrap.CustomPolicy:
+    return wrap.CustomPolicy(lambda module: bool(function(module)))
+
+
+class IgnoresOverridesOfAPolicy(FullyShardedDataParallelEngine):
+    """Of what a policy's function says of a module, only whether it is a unit counts.
+
+    After NVIDIA/cosmos-framework#162: an option was honoured for some modules, and dropped for the others.
+    """
+
+    name = "mutant.IgnoresOverridesOfAPolicy"
+    names: ClassVar[WrapperNames] = replace(NAMES, CustomPolicy=_policy_of_answers)
 
 
 class AlwaysShowsNames(FullyShardedDataParallelEngine):
@@ -177,162 +204,6 @@ class ForgetsWhatToIgnore(FullyShardedDataParallelEngine):
 
     name = "mutant.ForgetsWhatToIgnore"
     names: ClassVar[WrapperNames] = leaving_out("ignored_modules", "ignored_states")
-
-
-class _Early(FullyShardedDataParallel):
-    # Any: arguments of the wrapper, and of the module.
-    def __init__(self, module: nn.Module, cpu_offload: Any = None, **options: Any) -> None:
-        super().__init__(module, **options)
-        self._is_early = cpu_offload is not None and cpu_offload.offload_params
-
-    def forward(self, *inputs: Any, **named: Any) -> Any:
-        output = super().forward(*inputs, **named)
-        if self._is_early:
-            output.register_hook(torch.zeros_like)
-        return output
-
-
-class ReadsOffloadedGradientsTooEarly(FullyShardedDataParallelEngine):
-    """With CPUOffload the optimizer reads gradients on the host before they are there: it finds zeros.
-
-    After pytorch/pytorch#180665: the copy of gradients to the host was not waited for.
-    """
-
-    name = "mutant.ReadsOffloadedGradientsTooEarly"
-    names: ClassVar[WrapperNames] = replace(NAMES, FullyShardedDataParallel=_Early)
-
-
-class SwapsBackwardPrefetch(FullyShardedDataParallelEngine):
-    """BACKWARD_PRE gathers after gradients, BACKWARD_POST when needed, None before; the numbers are right.
-
-    After pytorch/pytorch#107058: nothing would have shown whether backward prefetches at all.
-    """
-
-    name = "mutant.SwapsBackwardPrefetch"
-    names: ClassVar[WrapperNames] = swapping(
-        "backward_prefetch",
-        {
-            BackwardPrefetch.BACKWARD_PRE: BackwardPrefetch.BACKWARD_POST,
-            BackwardPrefetch.BACKWARD_POST: None,
-            None: BackwardPrefetch.BACKWARD_PRE,
-        },
-    )
-
-
-class InvertsForwardPrefetch(FullyShardedDataParallelEngine):
-    """Forward prefetches unless it is asked to; the numbers are right.
-
-    After pytorch/pytorch#106030: nothing would have shown whether forward prefetches at all.
-    """
-
-    name = "mutant.InvertsForwardPrefetch"
-    names: ClassVar[WrapperNames] = swapping("forward_prefetch", {False: True, True: False})
-
-
-class _Greedy(FullyShardedDataParallel):
-    # Any: a module takes and returns what it likes.
-    def forward(self, *inputs: Any, **named: Any) -> Any:
-        works = [*self._gathers_of_units()]
-        output = super().forward(*inputs, **named)
-        for work in works:
-            work.wait()
-        return output
-
-    def _gathers_of_units(self) -> Iterable[Any]:
-        for unit in FullyShardedDataParallel.fsdp_modules(self):
-            handle = unit._handle
-            if handle is not None and handle.world_size > 1:
-                shard = handle.flat_param.detach()
-                whole = shard.new_empty(shard.numel() * handle.world_size)
-                yield dist.all_gather_into_tensor(whole, shard, group=handle.process_group, async_op=True)
-
-
-class GathersAllUnitsAtOnce(FullyShardedDataParallelEngine):
-    """The root starts to gather every unit before the first one runs, limit or not; the numbers are right.
-
-    After pytorch/pytorch#107058: nothing would have shown what is gathered when.
-    """
-
-    name = "mutant.GathersAllUnitsAtOnce"
-    names: ClassVar[WrapperNames] = replace(NAMES, FullyShardedDataParallel=_Greedy)
-
-
-class IgnoresTheInitialiser(FullyShardedDataParallelEngine):
-    """Modules without memory reset themselves, although a function was given that initialises.
-
-    After pytorch/pytorch#105840: with param_init_fn a model began with other values than those that it was given.
-    """
-
-    name = "mutant.IgnoresTheInitialiser"
-    names: ClassVar[WrapperNames] = leaving_out("param_init_fn")
-
-
-def _empty(module: nn.Module) -> None:
-    module.to_empty(device="cpu", recurse=False)
-    with torch.no_grad():
-        for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
-            tensor.zero_()
-
-
-class NeverResets(FullyShardedDataParallelEngine):
-    """Modules without memory are given some, and nothing is put there.
-
-    After EvolvingLMMs-Lab/lmms-engine#185: what was made without memory was never initialised.
-    """
-
-    name = "mutant.NeverResets"
-    names: ClassVar[WrapperNames] = with_options(lambda module, options: {"param_init_fn": _empty, **options})
-
-
-class _Lossy(FullyShardedDataParallel):
-    # Any: arguments of the wrapper.
-    def __init__(self, module: nn.Module, **options: Any) -> None:
-        lost = [m for m in module.modules() for b in m.buffers(recurse=False) if b.is_meta]
-        super().__init__(module, **options)
-        for owner in lost:
-            for name, buffer in list(owner.named_buffers(recurse=False)):
-                setattr(owner, name, buffer.to("meta"))
-
-
-class LeavesBuffersWithoutMemory(FullyShardedDataParallelEngine):
-    """Of modules without memory, parameters are brought to the device, and buffers are left.
-
-    After verl-project/verl#7834: what was made without memory was not what it should be once it had some.
-    """
-
-    name = "mutant.LeavesBuffersWithoutMemory"
-    names: ClassVar[WrapperNames] = replace(NAMES, FullyShardedDataParallel=_Lossy)
-
-
-class StartsEachRankOnItsOwn(FullyShardedDataParallelEngine):
-    """sync_module_states has no effect: each rank starts with values of its own.
-
-    After allenai/OLMo-core#319: ranks were initialised apart, and nothing was broadcast.
-    """
-
-    name = "mutant.StartsEachRankOnItsOwn"
-    names: ClassVar[WrapperNames] = leaving_out("sync_module_states")
-
-
-class _Silent(FullyShardedDataParallel):
-    # Any: arguments of the wrapper.
-    def __init__(self, module: nn.Module, **options: Any) -> None:
-        if not isinstance(module, nn.ModuleList | nn.ModuleDict):
-            super().__init__(module, **options)
-            return
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            super().__init__(module, **options)
-
-
-class WrapsContainersSilently(FullyShardedDataParallelEngine):
-    """A bare list of modules, whose forward nobody calls, is wrapped without a warning.
-
-    After pytorch/pytorch#109385: modules ran on shards, for what gathers them hangs on a forward that is not called.
-    """
-
-    name = "mutant.WrapsContainersSilently"
-    names: ClassVar[WrapperNames] = replace(NAMES, FullyShardedDataParallel=_Silent)
 
 
 def _resolved(module: nn.Module, options: Options) -> Options:

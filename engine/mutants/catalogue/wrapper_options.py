@@ -1,4 +1,4 @@
-"""The entries of mutants that forget, invert or misread one option of FullyShardedDataParallel."""
+"""The entries of mutants that forget or misread which units, ranks and strategy FullyShardedDataParallel is given."""
 
 from __future__ import annotations
 
@@ -10,158 +10,114 @@ __all__ = ["MUTANTS"]
 
 _PLAN = Plan(layout=Layout.SHARD, wrapper=Wrapper())
 
-
-def _mutant(
-    name: str, sin: str, thread: str, because: str, trace: Trace = Trace.STATE, ranks: int = 2
-) -> Mutant:
-    return Mutant(
-        name=name,
-        engine_spec=f"engine.mutants.wrapper_options:{name}",
-        sin=sin,
-        thread=thread,
-        kills_on=Condition(world_size=ranks, plan=_PLAN, because=because),
-        trace=trace,
-    )
-
-
 MUTANTS: tuple[Mutant, ...] = (
-    _mutant(
-        "IgnoresThePolicy",
-        "whatever wrap policy is given, the root is the only unit",
-        "Tencent-Hunyuan/UniRL#410",
-        "a model of one unit needs no policy",
+    Mutant(
+        name="IgnoresThePolicy",
+        engine_spec="engine.mutants.wrapper_options:IgnoresThePolicy",
+        sin="whatever wrap policy is given, the root is the only unit",
+        thread="Tencent-Hunyuan/UniRL#410",
+        kills_on=Condition(plan=_PLAN, because="a model of one unit needs no policy"),
+        trace=Trace.STATE,
     ),
-    _mutant(
-        "WrapsLayersUnasked",
-        "without a wrap policy every layer is a unit",
-        "huggingface/accelerate#4171",
-        "units that a policy names are those",
+    Mutant(
+        name="WrapsLayersUnasked",
+        engine_spec="engine.mutants.wrapper_options:WrapsLayersUnasked",
+        sin="without a wrap policy every layer is a unit",
+        thread="huggingface/accelerate#4171",
+        kills_on=Condition(plan=_PLAN, because="units that a policy names are those"),
+        trace=Trace.STATE,
     ),
-    _mutant(
-        "AlwaysShowsNames",
-        "parameters keep their names although flat ones were asked for",
-        "huggingface/accelerate#3859",
-        "names are what is asked for otherwise",
+    Mutant(
+        name="GivesUnitsNoOptions",
+        engine_spec="engine.mutants.wrapper_options:GivesUnitsNoOptions",
+        sin="units that a policy names by class have another strategy and form than the root",
+        thread="speechbrain/speechbrain#2010",
+        kills_on=Condition(plan=_PLAN, because="the root has its options"),
+        trace=Trace.STATE,
     ),
-    _mutant(
-        "AlwaysShowsFlatParameters",
-        "parameters are flat although their names were asked for",
-        "pytorch/pytorch#90546",
-        "flat is what is asked for otherwise",
+    Mutant(
+        name="IgnoresOverridesOfAPolicy",
+        engine_spec="engine.mutants.wrapper_options:IgnoresOverridesOfAPolicy",
+        sin="options that a policy gives to one unit have no effect",
+        thread="NVIDIA/cosmos-framework#162",
+        kills_on=Condition(plan=_PLAN, because="other options are those of the root"),
+        trace=Trace.STATE,
     ),
-    _mutant(
-        "KeepsWhatTheStrategyFrees",
-        "units stay whole after forward although the strategy frees them",
-        "pytorch/pytorch#103682",
-        "other strategies keep",
+    Mutant(
+        name="AlwaysShowsNames",
+        engine_spec="engine.mutants.wrapper_options:AlwaysShowsNames",
+        sin="parameters keep their names although flat ones were asked for",
+        thread="huggingface/accelerate#3859",
+        kills_on=Condition(plan=_PLAN, because="names are what is asked for otherwise"),
+        trace=Trace.STATE,
     ),
-    _mutant(
-        "FreesWhatTheStrategyKeeps",
-        "units are freed after forward although the strategy keeps them",
-        "pytorch/pytorch#105635",
-        "other strategies free",
+    Mutant(
+        name="AlwaysShowsFlatParameters",
+        engine_spec="engine.mutants.wrapper_options:AlwaysShowsFlatParameters",
+        sin="parameters are flat although their names were asked for",
+        thread="pytorch/pytorch#90546",
+        kills_on=Condition(plan=_PLAN, because="flat is what is asked for otherwise"),
+        trace=Trace.STATE,
     ),
-    _mutant(
-        "ShardsWhatTheStrategyReplicates",
-        "NO_SHARD shards",
-        "Tencent-Hunyuan/UniRL#410",
-        "other strategies shard",
+    Mutant(
+        name="KeepsWhatTheStrategyFrees",
+        engine_spec="engine.mutants.wrapper_options:KeepsWhatTheStrategyFrees",
+        sin="units stay whole after forward although the strategy frees them",
+        thread="pytorch/pytorch#103682",
+        kills_on=Condition(plan=_PLAN, because="other strategies keep"),
+        trace=Trace.STATE,
     ),
-    _mutant(
-        "IgnoresTheGroupGiven",
-        "the wrapper shards over all ranks whatever group is given",
-        "pytorch/torchtitan#1551",
-        "a group of all ranks is what is used",
-        Trace.NUMBERS,
-        ranks=4,
+    Mutant(
+        name="FreesWhatTheStrategyKeeps",
+        engine_spec="engine.mutants.wrapper_options:FreesWhatTheStrategyKeeps",
+        sin="units are freed after forward although the strategy keeps them",
+        thread="pytorch/pytorch#105635",
+        kills_on=Condition(plan=_PLAN, because="other strategies free"),
+        trace=Trace.STATE,
     ),
-    _mutant(
-        "IgnoresTheMeshGiven",
-        "the wrapper shards over all ranks whatever mesh is given",
-        "deepspeedai/DeepSpeed#5618",
-        "a mesh of all ranks is what is used",
-        Trace.NUMBERS,
-        ranks=4,
+    Mutant(
+        name="ShardsWhatTheStrategyReplicates",
+        engine_spec="engine.mutants.wrapper_options:ShardsWhatTheStrategyReplicates",
+        sin="NO_SHARD shards",
+        thread="Tencent-Hunyuan/UniRL#410",
+        kills_on=Condition(plan=_PLAN, because="other strategies shard"),
+        trace=Trace.STATE,
     ),
-    _mutant(
-        "NeverMeetsReplicas",
-        "hybrid strategies shard in one group and know of no other",
-        "verl-project/verl#7494",
-        "other strategies have one group",
-        Trace.NUMBERS,
-        ranks=4,
+    Mutant(
+        name="IgnoresTheGroupGiven",
+        engine_spec="engine.mutants.wrapper_options:IgnoresTheGroupGiven",
+        sin="the wrapper shards over all ranks whatever group is given",
+        thread="pytorch/torchtitan#1551",
+        kills_on=Condition(world_size=4, plan=_PLAN, because="a group of all ranks is what is used"),
     ),
-    _mutant(
-        "ForgetsWhatToIgnore",
-        "what is to be ignored is sharded",
-        "pytorch/pytorch#68803",
-        "nothing else is ignored",
+    Mutant(
+        name="IgnoresTheMeshGiven",
+        engine_spec="engine.mutants.wrapper_options:IgnoresTheMeshGiven",
+        sin="the wrapper shards over all ranks whatever mesh is given",
+        thread="deepspeedai/DeepSpeed#5618",
+        kills_on=Condition(world_size=4, plan=_PLAN, because="a mesh of all ranks is what is used"),
     ),
-    _mutant(
-        "ReadsOffloadedGradientsTooEarly",
-        "offloaded gradients are read before they are there",
-        "pytorch/pytorch#180665",
-        "nothing else is offloaded",
-        Trace.NUMBERS,
+    Mutant(
+        name="NeverMeetsReplicas",
+        engine_spec="engine.mutants.wrapper_options:NeverMeetsReplicas",
+        sin="hybrid strategies shard in one group and know of no other",
+        thread="verl-project/verl#7494",
+        kills_on=Condition(world_size=4, plan=_PLAN, because="other strategies have one group"),
     ),
-    _mutant(
-        "SwapsBackwardPrefetch",
-        "each moment of backward prefetch is taken for another",
-        "pytorch/pytorch#107058",
-        "only the order of calls shows it",
-        Trace.COMMUNICATION,
+    Mutant(
+        name="ForgetsWhatToIgnore",
+        engine_spec="engine.mutants.wrapper_options:ForgetsWhatToIgnore",
+        sin="what is to be ignored is sharded",
+        thread="pytorch/pytorch#68803",
+        kills_on=Condition(plan=_PLAN, because="nothing else is ignored"),
+        trace=Trace.STATE,
     ),
-    _mutant(
-        "InvertsForwardPrefetch",
-        "forward prefetches unless asked to",
-        "pytorch/pytorch#106030",
-        "only the order of calls shows it",
-        Trace.COMMUNICATION,
-    ),
-    _mutant(
-        "GathersAllUnitsAtOnce",
-        "every unit is being gathered before the first one runs",
-        "pytorch/pytorch#107058",
-        "a lone rank gathers nothing",
-        Trace.COMMUNICATION,
-    ),
-    _mutant(
-        "IgnoresTheInitialiser",
-        "param_init_fn is never called",
-        "pytorch/pytorch#105840",
-        "models with memory need none",
-    ),
-    _mutant(
-        "NeverResets",
-        "modules without memory are left at zeros",
-        "EvolvingLMMs-Lab/lmms-engine#185",
-        "models with memory are left as they are",
-    ),
-    _mutant(
-        "LeavesBuffersWithoutMemory",
-        "buffers without memory are left without",
-        "verl-project/verl#7834",
-        "models with memory are left as they are",
-        Trace.CRASH,
-    ),
-    _mutant(
-        "StartsEachRankOnItsOwn",
-        "sync_module_states has no effect",
-        "allenai/OLMo-core#319",
-        "ranks that start alike need no broadcast",
-    ),
-    _mutant(
-        "WrapsContainersSilently",
-        "a list of modules is wrapped without a warning",
-        "pytorch/pytorch#109385",
-        "other modules are wrapped silently, and rightly",
-        Trace.STATE,
-        ranks=1,
-    ),
-    _mutant(
-        "AcceptsContradictions",
-        "arguments that contradict each other are accepted",
-        "hpcaitech/ColossalAI#2496",
-        "others are honoured",
+    Mutant(
+        name="AcceptsContradictions",
+        engine_spec="engine.mutants.wrapper_options:AcceptsContradictions",
+        sin="arguments that contradict each other are accepted",
+        thread="hpcaitech/ColossalAI#2496",
+        kills_on=Condition(plan=_PLAN, because="others are honoured"),
+        trace=Trace.STATE,
     ),
 )
