@@ -15,7 +15,6 @@ from suites.wrapper.exercising import exercise
 @pytest.mark.prey("KeepsOverflowLocal")
 @pytest.mark.worlds(SEVERAL)  # a lone rank is all ranks
 @pytest.mark.api("ShardedGradScaler")
-@pytest.mark.prey("ScalesAlone")
 @pytest.mark.parametrize("is_last", [False, True], ids=["first", "last"])
 def test_an_infinite_gradient_on_one_rank_stops_all(trial: Trial, is_last: bool) -> None:
     trial.holds(
