@@ -1,7 +1,7 @@
-"""What a training step costs: our reference engine beside FSDP2 and DDP, in one world, in turn, in one run.
+"""What a training step costs: our reference engine beside torch's, in one world, in turn, in one run.
 
-The ranks of each world build all three engines and take turns step by step; a ratio is taken within one round.
-Run: ``python -m benchmarks.engine_step [--quick] [--world processes:2] [--rounds 6] [--blocks 8] [--width 256]``
+The ranks of each world build all engines and take turns step by step; a ratio is taken within one round.
+Run: ``python -m benchmarks.engine_step [--quick] [--wrapper] [--world processes:2] [--rounds 6]``
 """
 
 from __future__ import annotations
@@ -21,7 +21,10 @@ from statistics import median, quantiles
 from tabulate import tabulate
 
 from benchmarks.engine_work import (
+    COMPOSABLE,
+    FLAT_WRAPPERS,
     LOSS_TOLERANCE,
+    WRAPPERS,
     Name,
     Reshard,
     Taken,
@@ -45,7 +48,7 @@ HEADERS = (
     "accumulation",
     "engine",
     "step ms",
-    "reference/this",
+    "first/this",
     "peak MiB",
     "sent/min",
 )
@@ -84,6 +87,11 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=6, help="paired rounds; a multiple of six is fairest")
     parser.add_argument("--blocks", type=int, default=8)
     parser.add_argument("--width", type=int, default=256, help="a multiple of 8, the number of heads")
+    parser.add_argument(
+        "--wrapper",
+        action="store_true",
+        help="our FullyShardedDataParallel beside torch's, not FSDP2 and DDP",
+    )
     parser.add_argument("--quick", action="store_true", help="one tiny configuration, to see that it runs")
     arguments = parser.parse_args()
     if arguments.rounds < 2:
@@ -103,10 +111,14 @@ def _configurations(arguments: argparse.Namespace) -> Iterator[tuple[str, Work]]
                 reshard=Reshard.AFTER_FORWARD,
                 num_microbatches=2,
                 num_rounds=2,
+                names=WRAPPERS if arguments.wrapper else COMPOSABLE,
             ),
         )
         return
-    for text, reshard, num_microbatches in product(arguments.world or WORLDS, Reshard, ACCUMULATION):
+    sets = (WRAPPERS, FLAT_WRAPPERS) if arguments.wrapper else (COMPOSABLE,)
+    for text, names, reshard, num_microbatches in product(
+        arguments.world or WORLDS, sets, Reshard, ACCUMULATION
+    ):
         yield (
             text,
             Work(
@@ -117,6 +129,7 @@ def _configurations(arguments: argparse.Namespace) -> Iterator[tuple[str, Work]]
                 reshard=reshard,
                 num_microbatches=num_microbatches,
                 num_rounds=arguments.rounds,
+                names=names,
             ),
         )
 
@@ -162,18 +175,19 @@ def _on_processes(spec: WorldSpec, work: Work, folder: Path) -> list[tuple[Taken
 
 def _cells(ranks: Sequence[dict[Name, Taken]]) -> Iterator[list[str]]:
     """Give the cells of each engine; a round took as long as its slowest rank, the rest is the worst rank's."""
+    names = list(ranks[0])
     rounds = {
         name: [max(seconds) for seconds in zip(*(taken[name].seconds for taken in ranks), strict=True)]
-        for name in Name
+        for name in names
     }
-    for name in Name:
-        ratios = list(map(truediv, rounds[Name.REFERENCE], rounds[name]))
+    for name in names:
+        ratios = list(map(truediv, rounds[names[0]], rounds[name]))
         peaks = [peak for taken in ranks if (peak := taken[name].peak_bytes) is not None]
         first, _, third = quantiles(ratios, n=4, method="inclusive")
         yield [
             name,
             f"{median(rounds[name]) * 1e3:.1f}",
-            "" if name is Name.REFERENCE else f"{median(ratios):.2f} [{first:.2f}, {third:.2f}]",
+            "" if name is names[0] else f"{median(ratios):.2f} [{first:.2f}, {third:.2f}]",
             f"{max(peaks) / 2**20:.1f}" if peaks else "",
             f"{max(t[name].sent_bytes / t[name].least_bytes for t in ranks):.3f}",
         ]

@@ -48,6 +48,15 @@ class Name(StrEnum):
     REFERENCE = "reference"
     FSDP2 = "FSDP2"
     DDP = "DDP"
+    WRAPPER = "reference wrapper"
+    FSDP1 = "FSDP1"
+    FLAT_WRAPPER = "reference wrapper, flat"
+    FLAT_FSDP1 = "FSDP1, flat"
+
+
+COMPOSABLE = (Name.REFERENCE, Name.FSDP2, Name.DDP)
+WRAPPERS = (Name.WRAPPER, Name.FSDP1)
+FLAT_WRAPPERS = (Name.FLAT_WRAPPER, Name.FLAT_FSDP1)
 
 
 class Reshard(StrEnum):
@@ -59,8 +68,9 @@ class Reshard(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """One configuration; ``num_blocks`` units and the root."""
+    """One configuration; ``num_blocks`` units and the root. The first of ``names`` is held against the others."""
 
+    names: tuple[Name, ...] = COMPOSABLE
     num_blocks: int
     width: int
     num_rows: int
@@ -146,7 +156,7 @@ def compare_as_process(rank: int, size: int, folder: Path, work: Work) -> None:
         return recorder.ledger()
 
     torch.set_num_threads(1)
-    peaks = {name: _peak_bytes(name, work, _microbatches(work, rank)) for name in Name}
+    peaks = {name: _peak_bytes(name, work, _microbatches(work, rank)) for name in work.names}
     gc.collect()  # the modules just measured hold each other in cycles
     taken = [replace(t, peak_bytes=peaks[t.name]) for t in _compare(rank, size, work, counted)]
     rank_file(folder, rank).write_bytes(pickle.dumps(taken))
@@ -173,8 +183,8 @@ def rank_file(folder: Path, rank: int) -> Path:
 def _compare(rank: int, size: int, work: Work, counted: Counted) -> tuple[Taken, ...]:
     torch.set_num_threads(1)
     microbatches = _microbatches(work, rank)
-    contenders = [_contender(name, work) for name in Name]
-    seconds: dict[Name, list[float]] = {name: [] for name in Name}
+    contenders = [_contender(name, work) for name in work.names]
+    seconds: dict[Name, list[float]] = {name: [] for name in work.names}
     losses: dict[Name, float] = {}
     # Every order in turn, so that nobody is always first nor always after the same one.
     orders = list(permutations(contenders))
@@ -193,7 +203,7 @@ def _compare(rank: int, size: int, work: Work, counted: Counted) -> tuple[Taken,
             least_bytes=_least_bytes(name, work, size),
             loss=losses[name],
         )
-        for name in Name
+        for name in work.names
     )
 
 
@@ -215,6 +225,10 @@ def _contender(name: Name, work: Work) -> Contender:
             return _sharded(name, model, work, fsdp.fully_shard)
         case Name.REFERENCE:
             return _sharded(name, model, work, reference.fully_shard)
+        case Name.FSDP1 | Name.FLAT_FSDP1:
+            return _wrapped(name, model, work, fsdp.FullyShardedDataParallel)
+        case Name.WRAPPER | Name.FLAT_WRAPPER:
+            return _wrapped(name, model, work, reference.FullyShardedDataParallel)
 
 
 def _sharded(name: Name, model: Transformer, work: Work, fully_shard: Callable[..., Any]) -> Contender:
@@ -233,6 +247,23 @@ def _sharded(name: Name, model: Transformer, work: Work, fully_shard: Callable[.
             root.set_requires_gradient_sync(True)
 
     return Contender(name=name, module=model, optimizer=_sgd(model), accumulating=accumulating)
+
+
+def _wrapped(name: Name, model: Transformer, work: Work, wrapper: Any) -> Contender:
+    """Wrap with an engine that has FSDP1's front door; ``Any``, for the engines share no base class."""
+    is_kept = work.reshard is Reshard.KEEP
+    wrap = partial(
+        wrapper,
+        sharding_strategy=fsdp.ShardingStrategy.SHARD_GRAD_OP
+        if is_kept
+        else fsdp.ShardingStrategy.FULL_SHARD,
+        use_orig_params=name in WRAPPERS,
+        device_id=torch.device("cpu"),
+    )
+    for index, block in enumerate(model.blocks):
+        model.blocks[index] = wrap(block)
+    root = wrap(model)
+    return Contender(name=name, module=root, optimizer=_sgd(root), accumulating=root.no_sync)
 
 
 def _sgd(module: nn.Module) -> torch.optim.Optimizer:

@@ -10,7 +10,7 @@ from torch import nn
 
 from engine.reference.arrangement import Allocate
 from engine.reference.mesh import Ranks
-from engine.reference.parameter import WRITE_MARK, ManagedParameter, Site, WriteMark
+from engine.reference.parameter import WRITE_MARK, ManagedParameter, Site, WriteMark, is_promise
 from engine.reference.torch_internals import post_accumulate_hooks
 from engine.reference.unsharded import Unsharded
 
@@ -307,7 +307,7 @@ def _check_uniform(parameters: Sequence[tuple[nn.Parameter, tuple[Site, ...]]], 
 
 
 def _add_gradient(parameter: nn.Parameter, gradient: torch.Tensor) -> None:
-    if parameter.grad is not None:
+    if parameter.grad is not None and not is_promise(parameter.grad):
         parameter.grad.add_(gradient)
     elif gradient.dtype == parameter.dtype:
         parameter.grad = gradient

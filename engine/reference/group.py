@@ -15,7 +15,7 @@ from engine.reference.collectives import AllGather, DefaultAllGather, DefaultRed
 from engine.reference.division import Division, division
 from engine.reference.lanes import Lanes
 from engine.reference.mesh import Ranks
-from engine.reference.parameter import ManagedParameter
+from engine.reference.parameter import ManagedParameter, promise
 from engine.reference.policies import CPUOffloadPolicy, DTypes, OffloadPolicy
 from engine.reference.reduction import CommHook, Partial, ReductionPlan, cut, keep, reduction
 from engine.reference.unsharded import Unsharded
@@ -222,7 +222,7 @@ class Group:
         self._shown = [p for p in self.parameters if p.has_gradient]
         for parameter in self._shown:
             if parameter.owned.grad is None:
-                parameter.owned.grad = torch.zeros_like(parameter.owned)
+                parameter.owned.grad = promise(parameter.owned)
 
     def forget_backward(self) -> None:
         """Note that a backward is over: what arrives next belongs to another one."""

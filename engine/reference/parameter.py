@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-__all__ = ["WRITE_MARK", "ManagedParameter", "Site", "WriteMark"]
+__all__ = ["WRITE_MARK", "ManagedParameter", "Site", "WriteMark", "is_promise", "promise"]
 
 _MARK = "_is_sharded_elsewhere"
 WRITE_MARK = "_write_mark"
@@ -50,6 +50,16 @@ class WriteMark:
         on_write = None if self._on_write is None else self._on_write()
         if on_write is not None:
             on_write()
+
+
+def promise(parameter: torch.Tensor) -> torch.Tensor:
+    """Make a gradient of zeros, in the memory of one, that stands for what is accumulated elsewhere."""
+    return torch.zeros((), dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)
+
+
+def is_promise(gradient: torch.Tensor) -> bool:
+    """Whether a gradient was made by `promise`: nothing can be added to its memory."""
+    return gradient.numel() > 1 and not any(gradient.stride())
 
 
 class ManagedParameter(ABC):
