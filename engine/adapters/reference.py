@@ -42,7 +42,7 @@ class ReferenceEngine(Engine):
 
     name = "reference"
     # Of CUDA graphs nobody has seen a run yet, and buffers are always the engine's own.
-    capabilities = frozenset(set(Capability) - {Capability.BUFFERS, Capability.GRAPHS})
+    capabilities = frozenset(set(Capability) - {Capability.BUFFERS, Capability.GRAPHS, Capability.WRAPPER})
     prepared_type: ClassVar[type[PreparedReference]] = PreparedReference
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:

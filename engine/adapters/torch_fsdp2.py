@@ -68,7 +68,7 @@ class FullyShardEngine(Engine):
     """Each unit is gathered before use and its gradients are reduce-scattered after backward."""
 
     name = "torch.fsdp2"
-    capabilities = frozenset(set(Capability) - {Capability.REPLICATE})
+    capabilities = frozenset(set(Capability) - {Capability.REPLICATE, Capability.WRAPPER})
     prepared_type: ClassVar[type[PreparedFullyShard]] = PreparedFullyShard
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:

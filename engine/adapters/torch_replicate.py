@@ -21,6 +21,7 @@ _SHARDING_ALONE = {
     Capability.REPLICA_SYNC,
     Capability.GATHER_ONCE,
     Capability.GRAPHS,  # torch promises them of fully_shard alone
+    Capability.WRAPPER,
 }
 
 
