@@ -64,6 +64,7 @@ def test_shows_one_flat_parameter_for_each_unit(trial: Trial) -> None:
 @pytest.mark.parametrize(
     ("strategy", "between", "outside"),
     [
+        pytest.param(None, "sharded", "sharded", id="default", marks=KEEPS),
         pytest.param(
             FULL, "sharded", "sharded", marks=[KEEPS, pytest.mark.api("ShardingStrategy.FULL_SHARD")]
         ),
@@ -95,7 +96,7 @@ def test_shows_one_flat_parameter_for_each_unit(trial: Trial) -> None:
     ids=lambda x: x.name.strip("_").lower() if isinstance(x, ShardingStrategy) else "",
 )
 def test_shards_and_frees_as_the_strategy_says(
-    trial: Trial, strategy: ShardingStrategy, between: str, outside: str
+    trial: Trial, strategy: ShardingStrategy | None, between: str, outside: str
 ) -> None:
     trial.holds(
         exercise(shows_states, strategy),

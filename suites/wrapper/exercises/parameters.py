@@ -70,7 +70,7 @@ def _unit_of(name: str) -> str:
     return ".".join(name.split(".")[:2]) if name.startswith("blocks.") else ""
 
 
-def shows_states(bench: Bench, strategy: ShardingStrategy, use_orig_params: bool = True) -> None:
+def shows_states(bench: Bench, strategy: ShardingStrategy | None) -> None:
     """Note of one unit whether it is whole: before forward, after it, and after backward."""
     model = Tower()
     root = wrap(
@@ -90,7 +90,9 @@ def shows_states(bench: Bench, strategy: ShardingStrategy, use_orig_params: bool
 
 
 # Any: options of the wrapper.
-def _over(bench: Bench, strategy: ShardingStrategy) -> dict[str, Any]:
+def _over(bench: Bench, strategy: ShardingStrategy | None) -> dict[str, Any]:
+    if strategy is None:
+        return {}
     if "HYBRID" not in strategy.name:
         return {"sharding_strategy": strategy}
     mesh = init_device_mesh(bench.device.type, (2, bench.size // 2), mesh_dim_names=("replicate", "shard"))
