@@ -1,0 +1,93 @@
+"""What exercises claim: a claim that is wrong is noted as what was got, and never as right."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from engine.adapters.torch_fsdp1 import NAMES
+from harness.script import Bench
+from suites.wrapper.claims import RIGHT, Claims
+
+ONE = torch.tensor([1.0, 2.0])
+
+
+def _noted(claim: Callable[[Claims], None]) -> str:
+    notes: list[str] = []
+    bench = Bench(
+        names=NAMES,
+        rank=0,
+        size=1,
+        device=torch.device("cpu"),
+        note=lambda subject, value: notes.append(f"{subject}: {value}"),
+        ledger=tuple,
+    )
+    claim(Claims(bench))
+    (note,) = notes
+    return note.removeprefix("it: ")
+
+
+@pytest.mark.parametrize(
+    "value",
+    [3, "text", None, ONE, torch.tensor(1), [ONE, {"a": ONE}], {"a": 1.5, "b": (ONE,)}, {1, 2}],
+    ids=repr,
+)
+def test_equal_values_are_right(value: object) -> None:
+    assert _noted(lambda claims: claims.same("it", value, value)) == RIGHT
+
+
+@pytest.mark.parametrize(
+    ("got", "expected"),
+    [
+        (1, 2),
+        (None, ONE),
+        (ONE, None),
+        (ONE.double(), ONE),
+        (ONE.view(1, 2), ONE),
+        (ONE + 1e-6, ONE),
+        (torch.tensor([1.0, math.nan]), ONE),
+        ([ONE], [ONE, ONE]),
+        ((ONE,), [ONE]),
+        ({"a": ONE}, {"b": ONE}),
+        ({"b": 1, "a": 1}, {"a": 1, "b": 1}),
+        ({}, {"a": 1}),
+        ({"a": 1}, {}),
+    ],
+    ids=repr,
+)
+def test_values_that_differ_are_told(got: object, expected: object) -> None:
+    noted = _noted(lambda claims: claims.same("it", got, expected))
+    assert noted != RIGHT
+    assert "expected" in noted
+
+
+def test_near_is_a_share_of_the_largest_of_a_tensor() -> None:
+    def near(difference: float) -> str:
+        return _noted(lambda claims: claims.near("it", ONE + difference, ONE, tolerance=1e-3))
+
+    assert near(1.9e-3) == RIGHT
+    assert near(2.1e-3) != RIGHT
+    assert near(math.nan) != RIGHT
+
+
+def test_near_compares_numbers_that_are_no_floats_exactly() -> None:
+    counts = torch.tensor([1000])
+    assert _noted(lambda claims: claims.near("it", counts + 1, counts, tolerance=0.5)) != RIGHT
+
+
+def _raise(error: Exception) -> None:
+    raise error
+
+
+def test_a_refusal_is_an_error_by_which_one_says_no() -> None:
+    assert _noted(lambda claims: claims.refuses("it", lambda: _raise(ValueError("no")))) == RIGHT
+    assert "KeyError" in _noted(lambda claims: claims.refuses("it", lambda: _raise(KeyError("lost"))))
+    assert "accepted" in _noted(lambda claims: claims.refuses("it", lambda: None))
+
+
+def test_a_refusal_by_another_error_than_promised_is_none() -> None:
+    noted = _noted(lambda claims: claims.refuses("it", lambda: _raise(ValueError("no")), RuntimeError))
+    assert noted == "ValueError: no"
