@@ -20,6 +20,8 @@ from harness.keep import Kept, keep_result, load_kept
 from harness.ledger.summary import summarize
 from harness.oracle import OracleObservation, run_oracle
 from harness.record import Record
+from harness.script import EachMicrobatch
+from harness.scripts.exercise import Exercise
 from harness.verdict import Verdict
 from harness.worlds.launch import WorldPool, launch
 from harness.worlds.spec import WorldSpec
@@ -63,9 +65,12 @@ class TrialSession:
         """Judge one case in one cell; our own errors become the verdict ERRORED, the caller's are raised."""
         started = time.monotonic()
         engine = describe(cell.engine)
-        folder = self._folder(cell, case.training)
+        training = case.training
+        if not training.needs <= engine.capabilities:
+            training = _unexercised(training)  # what it would call plays no part in whether a plan is refused
+        folder = self._folder(cell, training)
         try:
-            kept = self._observe(case.training, cell, folder)
+            kept = self._observe(training, cell, folder)
             oracle = self._oracle(case.training, case.training.plan.data_size(cell.world.size))
             judgement = judge(case, engine.capabilities, kept, oracle)
             ledger = summarize(kept.ledgers)
@@ -105,7 +110,7 @@ class TrialSession:
 
     def _oracle(self, training: Training, world_size: int) -> OracleObservation:
         # The engine and most of the plan change neither what is right nor the noise around it.
-        arithmetic = replace(training, plan=_arithmetic(training.plan), resume=None)
+        arithmetic = replace(_unexercised(training), plan=_arithmetic(training.plan), resume=None)
         key = (_digest(arithmetic), world_size)
         if key not in self._oracles:
             self._oracles[key] = aside(run_oracle, arithmetic, world_size)
@@ -125,6 +130,11 @@ class TrialSession:
         run = launch if cell.world.device == "cpu" else self._pool.run
         result = run(cell.world, drive_rank, training, cell.engine, folder=folder)
         keep_result(result, folder)
+
+
+def _unexercised(training: Training) -> Training:
+    """Leave out the calls of an engine's own interface: the same for all exercises of one model."""
+    return replace(training, script=EachMicrobatch()) if isinstance(training.script, Exercise) else training
 
 
 def _arithmetic(plan: Plan) -> Plan:
