@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from engine.reference.norm import Spread, clip_scale, norm_over
+from engine.reference.parameter import is_promise
 from engine.reference.whole import Showing, showing_whole
 from engine.reference.wrapper_base import WrapperBase, wrappers_in
 
@@ -85,6 +86,8 @@ def clip_by_norm(root: WrapperBase, max_norm: float, order: float) -> torch.Tens
     total = norm_over(by_spread, order, root.compute_device, wide)
     scale = clip_scale(max_norm, total)
     for gradient in gradients:
+        if is_promise(gradient):
+            continue  # zeros
         gradient.mul_(scale.to(device=gradient.device, dtype=gradient.dtype))
     if not gradients:
         warnings.warn(

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
@@ -118,7 +119,7 @@ class FullyShardedDataParallel(StateDictMethods):
                 },
             )
         self.compute_device = prepare_states(
-            module, self.ignored, param_init_fn, device_id, self.process_group if sync_module_states else None
+            module, self.ignored, param_init_fn, device_id, self._all_groups() if sync_module_states else ()
         )
         self._unit = self._make_unit(module, backward_prefetch, forward_prefetch)
         self._fsdp_wrapped_module = module
@@ -291,6 +292,11 @@ class FullyShardedDataParallel(StateDictMethods):
         unit.guesses_in_forward = forward
         unit.guesses_in_backward = _GUESSES[backward]
         return unit
+
+    def _all_groups(self) -> tuple[dist.ProcessGroup, ...]:
+        """Give the groups over which what one rank has reaches all others: within a replica, then across."""
+        groups = (self.ranks.shard_group, self.ranks.replicate_group)
+        return tuple(group for group in groups if group is not None)
 
     def _groups_of_children(self, given: ProcessGroups) -> ProcessGroups:
         if self.sharding_strategy not in HYBRID:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -83,18 +83,25 @@ def prepare_states(
     ignored: Ignored,
     param_init_fn: Callable[[nn.Module], None] | None,
     device_id: int | torch.device | None,
-    synchronised_by: dist.ProcessGroup | None,
+    synchronised_by: Sequence[dist.ProcessGroup],
 ) -> torch.device:
-    """Give memory, a device and, by a broadcast over the group given, rank 0's values to all that is not wrapped yet.
+    """Give memory, a device and, by broadcasts over the groups given, rank 0's values to all that is not wrapped yet.
 
     Gives the device. Leaves ignored states and those of wrappers inside as they are.
     """
-    modules = {*ignored.modules, *(m for wrapper in wrappers_in(module) for m in wrapper.modules())}
+    inside = wrappers_in(module)
+    modules = {*ignored.modules, *(m for wrapper in inside for m in wrapper.modules())}
     device = torch.device("cpu") if device_id is None else torch.device(device_id)
     materialize(module, param_init_fn=param_init_fn, device=device, ignored_modules=modules)
-    device = move_to_device(module, device_id, ignored_modules=modules, ignored_parameters=ignored.parameters)
-    if synchronised_by is not None:
-        broadcast_states(
-            module, synchronised_by, ignored_modules=modules, ignored_parameters=ignored.parameters
-        )
-    return device
+    own_device = move_to_device(
+        module, device_id, ignored_modules=modules, ignored_parameters=ignored.parameters
+    )
+    for group in synchronised_by:
+        broadcast_states(module, group, ignored_modules=modules, ignored_parameters=ignored.parameters)
+    has_own = any(
+        p not in ignored.parameters
+        for m in module.modules()
+        if m not in modules
+        for p in m._parameters.values()
+    )
+    return own_device if has_own or not inside else inside[0].compute_device

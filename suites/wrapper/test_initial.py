@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import pytest
+from torch.distributed.fsdp import ShardingStrategy
 
 from harness.parity import MatchesOracle
 from harness.pytest_plugin import Trial
 from harness.states import Notes
-from harness.worlds.sizes import SEVERAL
+from harness.worlds.sizes import EVEN, SEVERAL
 from suites.wrapper.exercises.initial import DIFFERS, VALUES, initialises, moves, resets, synchronises
 from suites.wrapper.exercising import exercise
 
@@ -49,4 +50,13 @@ def test_initialises_and_runs_on_the_device(trial: Trial) -> None:
 @pytest.mark.api("sync_module_states")
 @pytest.mark.worlds(SEVERAL)  # a lone rank is rank 0
 def test_no_rank_starts_with_values_of_its_own(trial: Trial) -> None:
-    trial.holds(exercise(synchronises), Notes(subject=DIFFERS, value="False"), MatchesOracle())
+    shards = exercise(synchronises, ShardingStrategy.FULL_SHARD)
+    trial.holds(shards, Notes(subject=DIFFERS, value="False"), MatchesOracle())
+
+
+@pytest.mark.prey("StartsEachReplicaOnItsOwn")
+@pytest.mark.api("sync_module_states", "ShardingStrategy.HYBRID_SHARD")
+@pytest.mark.worlds(EVEN)
+def test_no_replica_starts_with_values_of_its_own(trial: Trial) -> None:
+    replicas = exercise(synchronises, ShardingStrategy.HYBRID_SHARD)
+    trial.holds(replicas, Notes(subject=DIFFERS, value="False"), MatchesOracle())

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import ShardingStrategy
 
 from fixtures.tower import fill, whole_numbers
 from harness.script import Bench
@@ -92,8 +95,8 @@ def moves(bench: Bench) -> None:
     bench.note("the output is on the device", output.device.type == bench.device.type)
 
 
-def synchronises(bench: Bench) -> None:
-    """Start with other values on each rank: note whether any goes on with its own.
+def synchronises(bench: Bench, strategy: ShardingStrategy) -> None:
+    """Start with other values on each rank: note whether any goes on with its own; hybrid ones have two replicas.
 
     Where tensors are on the host an engine may refuse, since the wrapper promises to send between devices alone.
     """
@@ -103,8 +106,14 @@ def synchronises(bench: Bench) -> None:
         buffer.copy_(whole_numbers(buffer.shape, 50 + 10 * bench.rank + position))
     first = _model("cpu")
     fill(first, 0)
+    options: dict[str, Any] = {"sharding_strategy": strategy}
+    if strategy is ShardingStrategy.HYBRID_SHARD:
+        shape = (2, bench.size // 2)
+        options["device_mesh"] = init_device_mesh(
+            bench.device.type, shape, mesh_dim_names=("replicate", "shard")
+        )
     try:
-        root = wrap(bench, model, sync_module_states=True)
+        root = wrap(bench, model, sync_module_states=True, **options)
     except ValueError:
         bench.note(DIFFERS, bench.device.type != "cpu")
         return
