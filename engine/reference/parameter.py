@@ -59,7 +59,7 @@ def promise(parameter: torch.Tensor) -> torch.Tensor:
 
 def is_promise(gradient: torch.Tensor) -> bool:
     """Whether a gradient was made by `promise`: nothing can be added to its memory."""
-    return gradient.dim() > 0 and gradient.numel() > 0 and not any(gradient.stride())
+    return gradient.dim() > 0 and not any(gradient.stride())
 
 
 class ManagedParameter(ABC):
