@@ -11,12 +11,13 @@ from torch.distributed.fsdp import ShardingStrategy
 
 from harness.script import Bench
 from suites.wrapper.claims import Claims
-from suites.wrapper.specimens import Form, batch, copies, gradients, tower, train, wrapped
+from suites.wrapper.specimens import Form, Wrapping, batch, copies, gradients, tower, train, wrapped
 
 __all__ = [
     "clip",
     "clip_a_mixture",
     "clip_beside_ignored",
+    "clip_hybrid",
     "clip_in_dtype",
     "clip_little",
     "clip_nothing",
@@ -33,6 +34,12 @@ def clip(bench: Bench, strategy: ShardingStrategy, form: Form, norm_type: float)
     claims = Claims(bench)
     root = wrapped(bench, tower(), sharding_strategy=strategy, use_orig_params=form.use_orig_params)
     _clip_to_a_quarter(bench, root, claims, gradients(tower(), bench.size), norm_type)
+
+
+def clip_hybrid(bench: Bench, norm_type: float) -> None:
+    """Clip a model of which replicas have shards each."""
+    root = Wrapping(strategy=ShardingStrategy.HYBRID_SHARD).wrap(bench, tower())
+    _clip_to_a_quarter(bench, root, Claims(bench), gradients(tower(), bench.size), norm_type)
 
 
 def clip_a_mixture(bench: Bench, norm_type: float) -> None:

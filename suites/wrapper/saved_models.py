@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -125,7 +126,9 @@ def save_sharded(bench: Bench, wrapping: Wrapping) -> None:
         {k: list(saved[k].size()) for k in sorted(saved)},
         {k: list(whole[k].shape) for k in sorted(whole)},
     )
-    owned = sum(_share(saved[name], whole[name], claims) for name in parameters(tower()))
+    held = [_held(saved[name], whole[name]) for name in parameters(tower())]
+    claims.same("values", [h.got for h in held], [h.right for h in held])
+    owned = sum(h.numel for h in held)
     shares = torch.tensor([owned if bench.rank == 0 or wrapping.is_sharded else 0])
     distributed.all_reduce(shares)
     claims.same("elements of all ranks", int(shares), sum(p.numel() for p in tower().parameters()))
@@ -222,21 +225,25 @@ def _places(saved: Any) -> set[str]:
     return {tensor.device.type for tensor in held}
 
 
-def _share(saved: Any, whole: torch.Tensor, claims: Claims) -> int:
-    """Compare what this rank has of a tensor with the whole, and count it."""
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Held:
+    """What can be read on a rank of a saved tensor, what is right there, and how many elements are the rank's own."""
+
+    got: list[torch.Tensor]
+    right: list[torch.Tensor]
+    numel: int
+
+
+def _held(saved: Any, whole: torch.Tensor) -> _Held:
     if isinstance(saved, DTensor):
-        claims.same("values", saved.full_tensor(), whole)
-        return int(saved.to_local().numel())
+        return _Held(got=[saved.full_tensor()], right=[whole], numel=saved.to_local().numel())
     if not hasattr(saved, "local_shards"):
-        claims.same("values", saved, whole)
-        return int(saved.numel())
-    own = 0
-    for shard in saved.local_shards():
+        return _Held(got=[saved], right=[whole], numel=saved.numel())
+    got, right = [], []
+    for shard in saved.local_shards():  # none, on a rank that rows did not suffice for
         piece = whole
-        for dim, (start, length) in enumerate(
-            zip(shard.metadata.shard_offsets, shard.metadata.shard_sizes, strict=True)
-        ):
-            piece = piece.narrow(dim, start, length)
-        claims.same("values", shard.tensor.detach().clone(), piece)
-        own += shard.tensor.numel()
-    return own
+        for dim, start in enumerate(shard.metadata.shard_offsets):
+            piece = piece.narrow(dim, start, shard.metadata.shard_sizes[dim])
+        got.append(shard.tensor.detach().clone())
+        right.append(piece)
+    return _Held(got=got, right=right, numel=sum(tensor.numel() for tensor in got))

@@ -9,7 +9,7 @@ import torch
 from torch.distributed.fsdp import ShardingStrategy
 
 from harness.pytest_plugin import Trial
-from harness.worlds.sizes import SEVERAL
+from harness.worlds.sizes import FOUR_OR_MORE_EVEN, SEVERAL
 from suites.wrapper import norms
 from suites.wrapper.exercised import hold
 from suites.wrapper.specimens import Form
@@ -50,6 +50,19 @@ def test_clips_shards_by_the_norm_of_the_whole(trial: Trial, norm_type: float, f
 def test_counts_what_is_replicated_once(trial: Trial, norm_type: float) -> None:
     arguments = (ShardingStrategy.NO_SHARD, Form.ORIGINAL, norm_type)
     hold(trial, norms.clip, *CLIPPED, arguments=arguments)
+
+
+@pytest.mark.worlds(FOUR_OR_MORE_EVEN)
+@pytest.mark.parametrize(
+    "norm_type",
+    [
+        _order(1.0, "SumsNormsOfReplicas"),
+        _order(2.0, "SumsNormsOfReplicas"),
+        _order(math.inf, "SumsTheLargest"),
+    ],
+)
+def test_counts_shards_of_several_replicas_once(trial: Trial, norm_type: float) -> None:
+    hold(trial, norms.clip_hybrid, *CLIPPED, arguments=(norm_type,))
 
 
 @pytest.mark.worlds(SEVERAL)
