@@ -17,15 +17,9 @@ from torch.distributed.fsdp import (
     StateDictType,
 )
 
-from engine.reference.optimizer_state import (
-    NamedState,
-    broadcast_from_first,
-    loadable,
-    local_state,
-    rekeyed,
-    sharded_state,
-    whole_state,
-)
+from engine.reference.optimizer_export import local_state, sharded_state, whole_state
+from engine.reference.optimizer_import import broadcast_from_first, loadable, rekeyed
+from engine.reference.optimizer_state import NamedState
 from engine.reference.wrapper_base import WrapperBase, wrappers_in
 from engine.reference.wrapper_state import export_states, settings_for
 

@@ -96,7 +96,7 @@ class FullyShardedDataParallel(StateDictMethods):
         )
         if auto_wrap_policy is not None:
             wrap_inside(
-                FullyShardedDataParallel,
+                type(self),
                 module,
                 auto_wrap_policy,
                 self.ignored,
