@@ -40,9 +40,9 @@ class Storages:
         self._ended: deque[weakref.ref[torch.UntypedStorage]] = deque()
 
     def key(self, storage: torch.UntypedStorage) -> int:
-        """Give a storage's key; call only when nothing is left to be told by ``ended``."""
+        """Give a storage's key."""
         found = self._refs.get(id(storage))
-        if found is None:
+        if found is None or found() is not storage:  # one that ended a moment ago was at the same address
             found = _Ref(storage, self._ended.append)
             found.key = next(self._keys)
             self._refs[id(storage)] = found
@@ -55,7 +55,7 @@ class Storages:
             assert isinstance(ref, _Ref)
             if self._refs.get(ref.address) is ref:
                 del self._refs[ref.address]
-                yield ref.key
+            yield ref.key
 
 
 def is_memory(tensor: torch.Tensor) -> bool:

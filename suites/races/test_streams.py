@@ -27,13 +27,16 @@ of_one_unit = pytest.mark.prey(
     "CopiesOutDuringTheGather",
     "ReducesBeforeGradientsAreThere",
     "GathersDuringTheStep",
-    "FreesTheReduceInput",
     "ReducesBeforeTheCut",
     "GathersWhileTheStepWrites",
     "StepsWhileGradientsAreReduced",
 )
 of_several_units = pytest.mark.prey(
-    "ReusesTheReduceInput", "FreesTheGatherOutput", "FreesTheCopiedBuffer", "RefillsTheReduceInput"
+    "FreesTheReduceInput",
+    "ReusesTheReduceInput",
+    "FreesTheGatherOutput",
+    "FreesTheCopiedBuffer",
+    "RefillsTheReduceInput",
 )
 on_a_cpu = pytest.mark.device("cpu")  # elsewhere streams are the device's own, and are not watched
 of_four = pytest.mark.worlds(FOUR_OR_MORE_EVEN)
