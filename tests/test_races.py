@@ -404,7 +404,7 @@ EXPECTED = {
         waiting="reduce_scatter_stream",
         awaited=DEFAULT,
     ),
-    "StepsBeforeTheReduction": Expected(
+    "EndsBackwardWithoutAWait": Expected(
         races=((RAW, "add_", "clone", None),),
         waiting=DEFAULT,
         awaited="reduce_scatter_stream",

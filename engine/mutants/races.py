@@ -18,10 +18,11 @@ from engine.adapters.torch_fsdp2 import FullyShardEngine
 from engine.contract import Plan, PreparedModel
 from engine.reference.group import Group
 from engine.reference.lanes import Lanes
-from engine.reference.unit import unit_of
+from engine.reference.unit import Unit, unit_of
 
 __all__ = [
     "CopiesOutDuringTheGather",
+    "EndsBackwardWithoutAWait",
     "FreesTheCopiedBuffer",
     "FreesTheGatherOutput",
     "FreesTheReduceInput",
@@ -35,7 +36,6 @@ __all__ = [
     "ReducesReplicasBeforeTheScatter",
     "RefillsTheReduceInput",
     "ReusesTheReduceInput",
-    "StepsBeforeTheReduction",
     "StepsWhileGradientsAreReduced",
 ]
 
@@ -86,13 +86,13 @@ class ReducesBeforeGradientsAreThere(FullyShardEngine):
         return _in_context(super().prepare(model, plan, mesh), _deaf("reduce_scatter_stream"))
 
 
-class StepsBeforeTheReduction(FullyShardEngine):
+class EndsBackwardWithoutAWait(FullyShardEngine):
     """Nobody waits for what follows the last reductions, so the optimizer may read gradients in the making.
 
     After flagos-ai/Torch-FL#62: gradients were read while their reduction was under way on another stream.
     """
 
-    name = "mutant.StepsBeforeTheReduction"
+    name = "mutant.EndsBackwardWithoutAWait"
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         """Shard honestly, then forget the events for which the end of backward is to wait."""
@@ -352,14 +352,18 @@ def _groups(prepared: PreparedModel) -> list[Any]:
 # The insides of the reference engine ------------------------------------------------------------------------
 
 
+def _units(prepared: PreparedModel) -> list[Unit]:
+    found = (unit_of(module) for module in prepared.module.modules())
+    return list(dict.fromkeys(unit for unit in found if unit is not None))
+
+
 def _reference_groups(prepared: PreparedModel) -> list[Group]:
-    units = [unit for module in prepared.module.modules() if (unit := unit_of(module)) is not None]
-    return [group for unit in dict.fromkeys(units) for group in unit.groups]
+    return [group for unit in _units(prepared) for group in unit.groups]
 
 
 def _lanes(prepared: PreparedModel) -> list[Lanes]:
-    """Give the lanes of all units; the root's are everybody's once it has run."""
-    return list(dict.fromkeys(group.lanes for group in _reference_groups(prepared)))
+    """Give the lanes of all units; the root's, which may have no group, are everybody's once it has run."""
+    return [unit.lanes for unit in _units(prepared)]
 
 
 def _unless_given(gather_after: Callable[..., None]) -> Callable[..., None]:

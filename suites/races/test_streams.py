@@ -9,6 +9,7 @@ import torch
 
 from engine.contract import Accumulation, Capability, Grouping, Layout, Plan, Prefetch, Reshard
 from fixtures.chain import CHAIN, CHECKPOINTED_CHAIN, LOOPED_CHAIN
+from fixtures.idle import FROZEN
 from fixtures.optimizers import SGD
 from harness.case import Problem, Schedule, Training, Watch
 from harness.ledger.agreement import RanksAgree
@@ -92,7 +93,7 @@ def test_streams_of_replicas_wait(trial: Trial) -> None:
 
 
 @on_a_cpu
-@pytest.mark.prey("ReducesReplicasBeforeTheScatter", "StepsBeforeTheReduction", "ReducesBeforeTheCut")
+@pytest.mark.prey("ReducesReplicasBeforeTheScatter", "EndsBackwardWithoutAWait", "ReducesBeforeTheCut")
 @pytest.mark.worlds(FOUR_OR_MORE_EVEN)
 @pytest.mark.parametrize(
     "reduce_dtype",
@@ -108,6 +109,13 @@ def test_streams_of_a_hybrid_wait(trial: Trial, reduce_dtype: torch.dtype | None
 @on_a_cpu
 @pytest.mark.prey("GathersBeforeTheCopyIn", "ReducesBeforeGradientsAreThere", "ReducesBeforeTheCut")
 @pytest.mark.worlds(SEVERAL)
+def test_streams_wait_around_frozen_parameters(trial: Trial) -> None:
+    _holds(trial, replace(SHARDED, units=FROZEN.units), problem=FROZEN)
+
+
+@on_a_cpu
+@pytest.mark.prey("GathersBeforeTheCopyIn", "ReducesBeforeGradientsAreThere", "ReducesBeforeTheCut")
+@pytest.mark.worlds(SEVERAL)
 @pytest.mark.parametrize(
     ("layout", "accumulation"),
     [
@@ -115,7 +123,7 @@ def test_streams_of_a_hybrid_wait(trial: Trial, reduce_dtype: torch.dtype | None
             Layout.SHARD,
             Accumulation.EVERY_MICROBATCH,
             id="shard-every",
-            marks=pytest.mark.prey("StepsBeforeTheReduction"),
+            marks=pytest.mark.prey("EndsBackwardWithoutAWait"),
         ),
         pytest.param(Layout.SHARD, Accumulation.LAST_MICROBATCH, id="shard-last"),
         pytest.param(Layout.HYBRID, Accumulation.EVERY_MICROBATCH, id="hybrid-every", marks=of_four),

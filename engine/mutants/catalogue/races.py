@@ -41,8 +41,8 @@ MUTANTS: tuple[Mutant, ...] = (
         trace=Trace.RACES,
     ),
     Mutant(
-        name="StepsBeforeTheReduction",
-        engine_spec="engine.mutants.races:StepsBeforeTheReduction",
+        name="EndsBackwardWithoutAWait",
+        engine_spec="engine.mutants.races:EndsBackwardWithoutAWait",
         sin="the optimizer does not wait for what follows the last reductions",
         thread="flagos-ai/Torch-FL#62",
         kills_on=Condition(
