@@ -28,6 +28,7 @@ __all__ = [
     "Resume",
     "Schedule",
     "Training",
+    "Watch",
     "ZeroGrad",
 ]
 
@@ -125,6 +126,12 @@ class Resume:
     plan: Plan
 
 
+class Watch(Enum):
+    """What is watched besides, at a price that not every case shall pay."""
+
+    RACES = "every operator's touches of memory, and the streams that order them"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Training:
     """Everything that decides what a run observes, but for the engine and the world.
@@ -139,6 +146,7 @@ class Training:
     script: Script = field(default_factory=EachMicrobatch)
     convert: torch.dtype | None = None
     resume: Resume | None = None
+    watch: frozenset[Watch] = frozenset()
 
     @property
     def needs(self) -> frozenset[Capability]:

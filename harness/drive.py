@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Protocol, runtime_checkable
 
@@ -11,10 +12,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from engine.contract import Engine, Plan, PreparedModel, UnsupportedError
 from engine.registry import resolve
-from harness.case import LoopOrder, Training, ZeroGrad
+from harness.case import LoopOrder, Training, Watch, ZeroGrad
 from harness.keep import observation_path
 from harness.ledger.entry import Phase
 from harness.observation import Observation, StepObservation, digest, save_observation
+from harness.races.watching import watching_races
 from harness.rank_actor import RankActor, copied, copies
 from harness.unit_hooks import watching_units
 from harness.worlds.rank import RankContext
@@ -34,11 +36,17 @@ def drive_rank(context: RankContext, training: Training, engine: str) -> str | N
     is not raised: that would stop the other ranks, and whether they refuse too is what has to be seen.
     """
     adapter = resolve(engine)
+    is_watched = Watch.RACES in training.watch
     try:
-        first, *others = (_run(context, training, adapter) for _ in range(training.schedule.repeats))
+        with watching_races(context.recorder) if is_watched else nullcontext() as watch:
+            first, *others = (_run(context, training, adapter) for _ in range(training.schedule.repeats))
     except _RefusedError as refusal:
         return str(refusal)
-    observation = replace(first, repeat_digests=tuple(map(digest, (first, *others))))
+    observation = replace(
+        first,
+        repeat_digests=tuple(map(digest, (first, *others))),
+        race_report=None if watch is None else watch.report(),
+    )
     save_observation(observation, observation_path(context.folder, context.rank))
     return None
 

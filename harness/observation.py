@@ -12,6 +12,7 @@ from typing import Any
 from engine.contract import Shard
 from harness.errors import UsageError
 from harness.ledger.entry import Ledger
+from harness.races.finding import RaceReport, report_from_json, report_to_json
 from harness.tensor_file import read_tree, write_tree
 
 __all__ = ["Fact", "Observation", "StepObservation", "digest", "load_observation", "save_observation"]
@@ -52,7 +53,8 @@ class Observation:
     """One rank of one training: parameters after prepare, each step, state and buffers at the end, ledger.
 
     ``input_digest`` is a hash of all data the rank was given, so that equal data on two ranks shows.
-    ``repeat_digests`` are hashes of all that each of the repeated trainings observed.
+    ``repeat_digests`` are hashes of all that each of the repeated trainings observed. ``race_report`` is what the
+    watch over streams found in all of them; None where there was none.
     """
 
     rank: int
@@ -63,6 +65,7 @@ class Observation:
     buffers: Shards
     ledger: Ledger
     repeat_digests: tuple[str, ...] = ()
+    race_report: RaceReport | None = None
 
 
 def save_observation(observation: Observation, path: Path) -> None:
@@ -85,6 +88,7 @@ def save_observation(observation: Observation, path: Path) -> None:
         "optimizer_state": _pack(observation.optimizer_state),
         "buffers": _pack(observation.buffers),
         "repeat_digests": observation.repeat_digests,
+        "race_report": observation.race_report and report_to_json(observation.race_report),
     }
     write_tree(plain, path)
 
@@ -142,6 +146,8 @@ def load_observation(path: Path, ledger: Ledger) -> Observation:
         optimizer_state=_unpack(plain["optimizer_state"]),
         buffers=_unpack(plain["buffers"]),
         repeat_digests=tuple(plain["repeat_digests"]),
+        # Observations that were kept before there was a watch have none.
+        race_report=report_from_json(report) if (report := plain.get("race_report")) else None,
         ledger=ledger,
     )
 

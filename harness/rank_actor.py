@@ -89,7 +89,7 @@ class RankActor(Actor):
         with self._during(Phase.BACKWARD, microbatch):
             self._prepared.backward(loss)
         if is_counted:
-            self.tape.losses.append(float(loss.detach()))
+            self._keep(loss)
 
     def evaluate(self, microbatch: int, how: Evaluation = Evaluation.NO_GRAD) -> None:
         """Switch the module to eval and back around one forward."""
@@ -97,7 +97,7 @@ class RankActor(Actor):
         self._prepared.module.eval()
         with how.context:
             output = self.forward(microbatch, *inputs)
-            self.tape.losses.append(float(self.loss(microbatch, output)))
+            self._keep(self.loss(microbatch, output))
         self._prepared.module.train()
 
     def synchronisation(self, microbatch: int) -> AbstractContextManager[None]:
@@ -143,6 +143,11 @@ class RankActor(Actor):
     def zero_grad(self) -> None:
         """Have the engine do so."""
         self._prepared.zero_grad(set_to_none=True)
+
+    def _keep(self, loss: torch.Tensor) -> None:
+        # An observation: that the host waits for a number here is no doing of the engine.
+        with self._context.recorder.during(Phase.OBSERVE, step=self.step):
+            self.tape.losses.append(float(loss.detach()))
 
     @contextmanager
     def _during(self, phase: Phase, microbatch: int) -> Iterator[None]:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
-from functools import cache, reduce
+from functools import cache, partial, reduce
 from operator import or_
 from typing import Any, NamedTuple
 
@@ -25,9 +26,11 @@ __all__ = [
     "HashStore",
     "Store",
     "c10d_state",
+    "cpu_kernel",
     "create_subgroup",
     "fake_backend",
     "generator_address",
+    "guards_of_record_stream",
     "keep_backward_in_thread",
     "owned_meshes",
     "owned_timers",
@@ -48,6 +51,7 @@ _bindings: Any = torch._C._distributed_c10d
 _c10d: Any = c10d
 
 _DispatchKey = torch._C.DispatchKey
+_DispatchKeys = torch._C.DispatchKeySet
 _BOOKKEEPING = reduce(
     or_,
     (
@@ -107,6 +111,30 @@ def random_operators() -> tuple[str, ...]:
         if any(a.name == "generator" for a in operator._schema.arguments):
             names.append(name)
     return tuple(sorted(names))
+
+
+# Any: an operator and its kernel.
+def cpu_kernel(operator: Any) -> Callable[..., Any] | None:
+    """Give what calls an operator's CPU kernel past the dispatcher, so that modes see what the kernel calls.
+
+    None where there is no such kernel.
+    """
+    try:
+        kernel: Any = torch.library.get_kernel(operator, "CPU")
+    except RuntimeError:
+        return None
+    return partial(kernel.call_boxed, _DispatchKeys(_DispatchKey.CPU))
+
+
+# Any: modules.
+def guards_of_record_stream() -> list[tuple[Any, str]]:
+    """Name where torch calls ``Tensor.record_stream`` by a function that leaves tensors of a CPU out.
+
+    FSDP1 does, whose streams are in order with it alone. Modules that are not loaded yet are left out.
+    """
+    name = "_no_dispatch_record_stream"
+    loaded = [m for n, m in list(sys.modules.items()) if n.startswith("torch.distributed.fsdp")]
+    return [(module, name) for module in loaded if name in vars(module)]
 
 
 @contextmanager

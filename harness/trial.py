@@ -110,7 +110,9 @@ class TrialSession:
 
     def _oracle(self, training: Training, world_size: int) -> OracleObservation:
         # The engine and most of the plan change neither what is right nor the noise around it.
-        arithmetic = replace(_unexercised(training), plan=_arithmetic(training.plan), resume=None)
+        arithmetic = replace(
+            _unexercised(training), plan=_arithmetic(training.plan), resume=None, watch=frozenset()
+        )
         key = (_digest(arithmetic), world_size)
         if key not in self._oracles:
             self._oracles[key] = aside(run_oracle, arithmetic, world_size)
@@ -162,6 +164,7 @@ def _digest(training: Training) -> str:
         parts += [repr(replace(plan, demands=frozenset())), *sorted(c.name for c in plan.demands)]
     after = None if training.resume is None else training.resume.after_steps
     parts += [repr(x) for x in (training.schedule, training.script, training.convert, after)]
+    parts += sorted(watch.name for watch in training.watch)
     text = "|".join(parts)
     return (
         f"{training.problem.name}-{training.optimizer.name}-{hashlib.sha256(text.encode()).hexdigest()[:10]}"

@@ -31,6 +31,7 @@ import harness.ledger.expectation
 import harness.ledger.laws
 import harness.ledger.selection
 import harness.parity
+import harness.races.law
 import harness.worlds.sizes
 import suites.communication.closed_forms
 from engine.contract import Engine, PreparedModel
@@ -174,6 +175,7 @@ def test_laws_of_the_table_can_be_written() -> None:
         harness.ledger.agreement,
         harness.ledger.expectation,
         harness.ledger.laws,
+        harness.races.law,
         harness.parity,
         suites.communication.closed_forms,
     )

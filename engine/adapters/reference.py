@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from engine import reference
 from engine.adapters.composable import FrontDoor, PreparedComposable, open_door
 from engine.contract import Capability, Engine, Plan, PreparedModel
+from engine.reference.unit import unit_of
 
 
 def _set_divide_factor(module: Any, factor: float, num_shards: int) -> None:
@@ -50,3 +51,17 @@ class ReferenceEngine(Engine):
         plan.refuse_beyond(self.capabilities)
         open_door(_DOOR, model, plan, mesh, plan.layout)
         return self.prepared_type(model, plan, _DOOR)
+
+
+class ReferenceOnStreams(ReferenceEngine):
+    """The same engine on a CPU as it is on an accelerator: reductions are issued to their ends, on their streams."""
+
+    name = "reference.on_streams"
+
+    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
+        """Prepare as ever, then choose the other way to overlap."""
+        prepared = super().prepare(model, plan, mesh)
+        for module in prepared.module.modules():
+            if (unit := unit_of(module)) is not None:
+                unit.lanes.waits_hold_up_the_thread = False
+        return prepared

@@ -19,6 +19,7 @@ class Trace(Enum):
     NUMBERS = ("gradients, parameters or losses differ from the oracle's", ("FAILED",))
     COMMUNICATION = ("numbers are right, what crosses between ranks is not", ("FAILED",))
     STATE = ("what a rank holds or a module shows is not what the plan says", ("FAILED",))
+    RACES = ("numbers are right where operators run one by one; the streams do not order them", ("FAILED",))
     REFUSAL = ("a plan that is not declared is accepted", ("UNSUPPORTED_SILENT",))
     SILENCE = ("training goes on where there is no right way to", ("FAILED",))
     CRASH = ("training raises on some rank", ("CRASHED",))

@@ -34,10 +34,14 @@ class GroupState(Enum):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Gather:
-    """A gather under way. No work: there is nothing to wait for."""
+    """A gather under way. No work: there is nothing to wait for.
+
+    ``kept`` is what its input was copied from: memory of another stream, which must not be given away before.
+    """
 
     output: torch.Tensor
     work: dist.Work | None
+    kept: torch.Tensor | None = None
 
 
 class Group:
@@ -117,6 +121,7 @@ class Group:
         gathered = self._gathered()
         with torch.inference_mode(False), torch.no_grad():
             self._unsharded.fill(gathered)
+        self.lanes.gather_after()  # the next gather may be given the memory that this one was copied out of
         if not self._unsharded.is_in(gathered) and isinstance(self.all_gather, DefaultAllGather):
             self.lanes.give_back(gathered)
         for parameter in self.parameters:
@@ -127,6 +132,7 @@ class Group:
         """Free whole parameters and let modules see the shards; a gather under way is waited for and dropped."""
         if self.state is GroupState.GATHERING:
             self._gathered()
+            self.lanes.gather_after()  # as above
         self._kept = None
         if self.state is not GroupState.SHARDED:
             self._free()
@@ -297,7 +303,7 @@ class Group:
             work = None
             if source.numel():
                 work = self.all_gather(output_tensor=output, input_tensor=source, group=group, async_op=True)
-        return _Gather(output, work)
+        return _Gather(output, work, kept)
 
     def _own_copy(self) -> torch.Tensor:
         """Give what a gather among one rank would: nothing, if whole parameters are the shards themselves."""
@@ -323,7 +329,6 @@ class Group:
         gather, self._gather = self._gather, None
         if gather.work is not None:
             gather.work.wait()
-        self.lanes.gather_after()  # the next gather may be given the memory of this one's input or output
         return gather.output
 
     def _gather_buffer(self, numel: int, dtype: torch.dtype) -> torch.Tensor:

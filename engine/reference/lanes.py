@@ -36,11 +36,14 @@ class Lanes:
     most_in_flight: int
     """How many reductions may hold their input at once: more memory, more overlap."""
 
+    waits_hold_up_the_thread: bool
+    """Which of the two ways it is. An accelerator's works on a CPU too, where nothing overlaps then."""
+
     def __init__(self, device: torch.device) -> None:
         self.most_in_flight = 1
         # Any: torch types the streams of each device module apart.
         self._module: Any = torch.get_device_module(device.type)
-        self._waits_hold_up_the_thread = device.type == "cpu"
+        self.waits_hold_up_the_thread = device.type == "cpu"
         self._gather_stream = self._module.Stream(priority=-1)
         self._scatter_stream = self._module.Stream(priority=-1)
         self._all_reduce_stream = self._module.Stream()
@@ -71,7 +74,7 @@ class Lanes:
 
     def give_back(self, buffer: torch.Tensor) -> None:
         """Take a gather's buffer back, which the current stream has read."""
-        if self._waits_hold_up_the_thread:  # an accelerator's allocator does this itself
+        if self.waits_hold_up_the_thread:  # an accelerator's allocator does this itself
             self._spare = buffer
 
     def forget_buffer(self) -> None:
@@ -82,11 +85,14 @@ class Lanes:
 
     def make_room(self) -> None:
         """Let earlier reductions go on until a new one may take memory; see ``most_in_flight``."""
-        if self._waits_hold_up_the_thread:
+        if self.waits_hold_up_the_thread:
             if len(self._reductions) >= self.most_in_flight:
                 self.advance()
             return
-        self._outputs = [(buffers, event) for buffers, event in self._outputs if not event.query()]
+        # A CPU's streams may give no events: there is nothing to wait for.
+        self._outputs = [
+            (buffers, event) for buffers, event in self._outputs if event is not None and not event.query()
+        ]
         while len(self._inputs) >= self.most_in_flight:
             _, event = self._inputs.pop(0)
             self._module.current_stream().wait_event(event)
@@ -96,7 +102,7 @@ class Lanes:
         self._scatter_stream.wait_stream(self._module.current_stream())
         with self._on(self._scatter_stream):
             first = next(reduction, None)
-        if not self._waits_hold_up_the_thread:
+        if not self.waits_hold_up_the_thread:
             self._issue_all(flat, first, reduction)
         elif first is not None:
             self._reductions.append(_resumed(first, reduction))

@@ -27,7 +27,7 @@ from harness.ledger.entry import Op
 from harness.ledger.recorder import CallSummary, Recorder
 from harness.torch_versions import replaced_kernels
 
-__all__ = ["Carrier", "Door", "standing_in_c10d"]
+__all__ = ["Carrier", "Door", "Listener", "standing_in_c10d"]
 
 # How many waited-for works stay referenced: C++ may still hold the pointer of one whose Python half would
 # otherwise be gone, and few enough that their tensors do not distort what is alive.
@@ -42,13 +42,29 @@ class Carrier(Protocol):
         """Start the call and return its work; a synchronous call is complete on return."""
 
 
+class Listener(Protocol):
+    """Who is told of calls, and of waits for them, besides the recorder."""
+
+    # Any: whatever the listener knows a call by.
+    def issued(self, call: Call) -> Any:
+        """Take note of a call before it starts; what is given is handed back when somebody waits for it."""
+
+    def waited(self, issued: Any) -> None:
+        """Take note of a wait, of which there may be several for one call."""
+
+
+def _nobody() -> Listener | None:
+    return None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Door:
-    """Who records a call made on this thread, what carries it, and which ranks a group has."""
+    """Who records a call made on this thread, who else listens, what carries it, and which ranks a group has."""
 
     recorder: Callable[[], Recorder | None]
     ranks_of: Callable[[dist.ProcessGroup], tuple[int, ...]]
     carrier: Carrier | None = None
+    listener: Callable[[], Listener | None] = _nobody
 
 
 class WatchedWork(dist.Work):
@@ -114,14 +130,13 @@ class _Works:
         self._waiting: dict[int, WatchedWork] = {}
         self._recent: deque[WatchedWork] = deque(maxlen=_RECENT_WORKS)
 
-    def watch(self, inner: dist.Work, recorder: Recorder | None, seq: int) -> WatchedWork:
-        def on_wait(work: WatchedWork) -> None:
-            if recorder is not None:
-                recorder.waited(seq)
+    def watch(self, inner: dist.Work, on_wait: Callable[[], None]) -> WatchedWork:
+        def hear(work: WatchedWork) -> None:
+            on_wait()
             if self._waiting.pop(id(work), None) is not None:
                 self._recent.append(work)
 
-        work = WatchedWork(inner, on_wait)
+        work = WatchedWork(inner, hear)
         self._waiting[id(work)] = work
         return work
 
@@ -147,18 +162,31 @@ class _Kernel:
         # The dispatcher leaves trailing defaults out.
         arguments = {**self._defaults, **dict(zip(self._names, args, strict=False)), **kwargs}
         call = _read(self._spelling, arguments, self._door.ranks_of)
-        seq = -1 if recorder is None else recorder.issued(_summary(call))
+        hear = self._announce(call, recorder)
         inner: dist.Work | None
         if self._door.carrier is not None:
             inner = self._door.carrier.carry(call)
         else:
             inner = _work_in(self._original.call_boxed(keyset, *args, **kwargs))
         if not self._spelling.returns_work or inner is None:
+            hear()
+            return None
+        boxed = self._works.watch(inner, hear).boxed()
+        return boxed if self._spelling.returned is None else (arguments[self._spelling.returned], boxed)
+
+    def _announce(self, call: Call, recorder: Recorder | None) -> Callable[[], None]:
+        """Tell of a call before it starts; gives what tells of waits for it."""
+        seq = -1 if recorder is None else recorder.issued(_summary(call))
+        listener = self._door.listener()
+        issued = None if listener is None else listener.issued(call)
+
+        def hear() -> None:
             if recorder is not None:
                 recorder.waited(seq)
-            return None
-        boxed = self._works.watch(inner, recorder, seq).boxed()
-        return boxed if self._spelling.returned is None else (arguments[self._spelling.returned], boxed)
+            if listener is not None:
+                listener.waited(issued)
+
+        return hear
 
 
 def _work_in(result: Any) -> dist.Work | None:

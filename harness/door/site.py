@@ -1,4 +1,4 @@
-"""Where in the engine a collective was called: the nearest frame that is not part of making the call."""
+"""Where in the engine a collective or operator was called: the nearest frame that is not part of the calling."""
 
 from __future__ import annotations
 
@@ -26,8 +26,10 @@ _PASSAGE = (
     "torch/autograd/",
     "torch/futures/",
     "torch/utils/_contextlib.py",
+    "torch/utils/_python_dispatch.py",
+    "torch/utils/_device.py",
 )
-_PASSAGE_OF_OURS = (str(_OURS / "door"), str(_OURS / "worlds"))
+_PASSAGE_OF_OURS = (str(_OURS / "door"), str(_OURS / "worlds"), str(_OURS / "races"))
 _NOWHERE = "outside Python"
 
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 from harness.ledger.entry import (
     Entry,
@@ -23,7 +24,7 @@ from harness.ledger.entry import (
     wait_to_json,
 )
 
-__all__ = ["CallSummary", "Recorder", "read_journal"]
+__all__ = ["CallSummary", "Place", "Recorder", "read_journal"]
 
 
 _ENCODER = json.JSONEncoder(separators=(",", ":"))  # once: json.dumps would build one per line
@@ -43,6 +44,15 @@ class CallSummary:
     peer: int | None
     is_async: bool
     site: str
+
+
+class Place(NamedTuple):
+    """Where the training loop stands: the labels that an entry would be given now."""
+
+    phase: Phase
+    step: int
+    microbatch: int
+    unit: str | None
 
 
 class Recorder:
@@ -97,6 +107,12 @@ class Recorder:
     def turn_to_unit(self, unit: str) -> None:
         """Note that backward reached a unit; it lasts until backward reaches another."""
         self._units[:] = [unit]
+
+    @property
+    def place(self) -> Place:
+        """Tell where the loop stands."""
+        unit = self._units[-1] if self._units else None
+        return Place(self._phase, self._step, self._microbatch, unit)
 
     def issued(self, call: CallSummary) -> int:
         """Write a call down and return its sequence number, before the call starts."""

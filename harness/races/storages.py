@@ -1,0 +1,73 @@
+"""Which memory a tensor is in, by storage; and word of each storage's end."""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator
+from itertools import count
+
+import torch
+
+from harness.races.shadow import Span
+
+__all__ = ["Storages", "is_memory", "span_of"]
+
+
+class _Ref(weakref.ref[torch.UntypedStorage]):
+    """A weak reference that knows where its storage was, and the key that it was given."""
+
+    __slots__ = ("address", "key")
+
+    def __init__(
+        self, storage: torch.UntypedStorage, on_end: Callable[[weakref.ref[torch.UntypedStorage]], None]
+    ) -> None:
+        super().__init__(storage, on_end)  # type: ignore[call-arg]  # its stub knows __new__ alone
+        self.address = id(storage)
+        self.key = -1
+
+
+class Storages:
+    """Keys for storages, never used twice. An ended storage's key is told by ``ended``, whoever let go of it.
+
+    torch keeps a storage's Python object as long as the storage itself, whichever tensors of C++ hold it.
+    """
+
+    def __init__(self) -> None:
+        self._refs: dict[int, _Ref] = {}
+        self._keys = count()
+        # A storage may end on any thread, in the middle of anything: appending is all that is done there.
+        self._ended: deque[weakref.ref[torch.UntypedStorage]] = deque()
+
+    def key(self, storage: torch.UntypedStorage) -> int:
+        """Give a storage's key."""
+        found = self._refs.get(id(storage))
+        if found is None or found() is not storage:  # one that ended a moment ago was at the same address
+            found = _Ref(storage, self._ended.append)
+            found.key = next(self._keys)
+            self._refs[id(storage)] = found
+        return found.key
+
+    def ended(self) -> Iterator[int]:
+        """Give the keys of storages that ended since the last call, in the order of their ends."""
+        while self._ended:
+            ref = self._ended.popleft()
+            assert isinstance(ref, _Ref)
+            if self._refs.get(ref.address) is ref:
+                del self._refs[ref.address]
+            yield ref.key
+
+
+def is_memory(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is a plain one with memory of the CPU behind it, and any elements."""
+    return tensor.device.type == "cpu" and tensor.layout is torch.strided and tensor.numel() > 0
+
+
+def span_of(tensor: torch.Tensor) -> Span:
+    """Give the bytes of its storage from a tensor's first element to its last one."""
+    width = tensor.element_size()
+    start = int(tensor.storage_offset()) * width
+    if tensor.is_contiguous():
+        return Span(start, start + tensor.numel() * width)
+    reach = sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True))
+    return Span(start, start + (int(reach) + 1) * width)

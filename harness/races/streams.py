@@ -1,0 +1,225 @@
+"""Streams and events of a CPU that remember who waited for whom; put in place of torch.cpu's, which do nothing.
+
+An engine written for accelerators drives ``torch.cpu`` by the same code as ``torch.cuda``: it makes streams,
+selects them, records events and has streams wait. On a CPU all of that is empty, as operators are done when they
+return; but which waits there are is the engine's own doing, and is the same as on a device.
+"""
+
+from __future__ import annotations
+
+import linecache
+import re
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+
+from harness.races.clock import Clock
+from harness.races.watch import DEFAULT, RaceWatch, current_watch
+from harness.torch_versions import guards_of_record_stream
+
+__all__ = ["TrackedEvent", "TrackedStream", "tracked_streams"]
+
+_Stream = torch.cpu.Stream
+_Event = torch.cpu.Event
+_select = torch.cpu.stream
+_current = torch.cpu.current_stream
+
+
+class TrackedStream(_Stream):
+    """A stream of the rank that made it; torch's own idle one on a thread that nobody watches."""
+
+    # Any, here and below: torch leaves its stand-ins for streams and events of a CPU untyped.
+    def __init__(
+        self, priority: int = -1, *, watch: RaceWatch | None = None, timeline: int | None = None
+    ) -> None:
+        super().__init__(priority)
+        self.watch = watch or current_watch()
+        self.timeline = DEFAULT
+        if timeline is not None:
+            self.timeline = timeline
+        elif self.watch is not None:
+            self.timeline = self.watch.begin_stream(_name_of_variable())
+        if self.watch is not None:
+            self.watch.streams[self.timeline] = self
+
+    def record_event(self, event: Any = None) -> Any:
+        """Give an event that fires when all that is issued here so far is done."""
+        if self.watch is None:
+            return None
+        recorded = TrackedEvent() if event is None else event
+        recorded.record(self)
+        return recorded
+
+    def wait_event(self, event: Any) -> None:
+        """Have what is issued here from now on wait for an event; for one never recorded there is nothing to wait."""
+        if self.watch is not None and isinstance(event, TrackedEvent) and event.fired is not None:
+            self.watch.wait(self.timeline, event.fired)
+
+    def wait_stream(self, stream: Any) -> None:
+        """Have what is issued here from now on wait for all that is issued there so far."""
+        if self.watch is not None and isinstance(stream, TrackedStream) and stream.watch is self.watch:
+            self.watch.wait(self.timeline, self.watch.signal(stream.timeline))
+
+    def synchronize(self) -> None:
+        """Have the host wait."""
+        if self.watch is not None:
+            self.watch.host_waits_for_stream(self.timeline)
+
+    def query(self) -> bool:
+        """Say that all is done, which from then on the host knows."""
+        self.synchronize()
+        return True
+
+
+class TrackedEvent(_Event):
+    """An event of the rank that records it."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:  # other devices' events have options
+        self.fired: Clock | None = None
+        self._watch: RaceWatch | None = None
+
+    def record(self, stream: Any = None) -> None:
+        """Fire when all that is issued on the stream so far is done; on the current one if none is given."""
+        on = torch.cpu.current_stream() if stream is None else stream
+        if isinstance(on, TrackedStream) and on.watch is not None:
+            self._watch, self.fired = on.watch, on.watch.signal(on.timeline)
+
+    def wait(self, stream: Any = None) -> None:
+        """Have the stream wait; the current one if none is given."""
+        (torch.cpu.current_stream() if stream is None else stream).wait_event(self)
+
+    def synchronize(self) -> None:
+        """Have the host wait."""
+        if self._watch is not None and self.fired is not None:
+            self._watch.host_waits(self.fired)
+
+    def query(self) -> bool:
+        """Say that it has fired, which from then on the host knows."""
+        self.synchronize()
+        return True
+
+
+class _Selection(AbstractContextManager[None]):
+    """Makes a stream the calling thread's current one."""
+
+    def __init__(self, stream: TrackedStream) -> None:
+        self._stream = stream
+        self._outer = DEFAULT
+
+    def __enter__(self) -> None:
+        if self._stream.watch is not None:
+            self._outer = self._stream.watch.selected
+            self._stream.watch.selected = self._stream.timeline
+
+    def __exit__(self, *error: object) -> None:
+        if self._stream.watch is not None:
+            self._stream.watch.selected = self._outer
+
+
+def _stream(stream: Any) -> AbstractContextManager[Any]:
+    is_tracked = isinstance(stream, TrackedStream) and stream.watch is not None
+    return _Selection(stream) if is_tracked else _select(stream)
+
+
+def _current_stream(device: Any = None) -> Any:
+    watch = current_watch()
+    if watch is None:
+        return _current(device)
+    return watch.streams.get(watch.selected) or TrackedStream(watch=watch, timeline=watch.selected)
+
+
+def _synchronize(device: Any = None) -> None:
+    watch = current_watch()
+    if watch is not None:
+        watch.host_waits_for_all()
+
+
+def _name_of_variable() -> str:
+    """Guess what the engine calls the stream that it is making, from the line of source that makes it."""
+    frame = sys._getframe(2)
+    line = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
+    found = re.search(r"(\w+)\s*(?::[^=]+)?=\s", line)
+    return found[1].strip("_") if found else ""
+
+
+# Any: whatever the storage or tensor was told.
+def _resizing(resize: Any) -> Any:
+    def resize_(storage: torch.UntypedStorage, size: int) -> Any:
+        watch = current_watch()
+        if watch is not None and storage.device.type == "cpu" and storage.nbytes() != size:
+            watch.resized(storage, size)
+        return resize(storage, size)
+
+    return resize_
+
+
+def _recording(record: Any) -> Any:
+    def record_stream(tensor: torch.Tensor, stream: Any) -> None:
+        if not isinstance(stream, TrackedStream):
+            if (
+                tensor.device.type != "cpu"
+            ):  # there is nothing to tell of, and torch would refuse its own streams
+                record(tensor, stream)
+        elif stream.watch is not None:
+            stream.watch.recorded(tensor, stream.timeline)
+
+    return record_stream
+
+
+_lock = threading.Lock()
+_users = 0
+_MISSING = object()
+_originals: list[tuple[Any, str, Any]] = []
+
+
+@contextmanager
+def tracked_streams() -> Iterator[None]:
+    """Put tracking streams in place of torch.cpu's while any rank of this process is inside.
+
+    Ranks that are threads share the place; which rank a call is about, its thread tells.
+    """
+    global _users
+    with _lock:
+        _users += 1
+        if _users == 1:
+            _install()
+    try:
+        yield
+    finally:
+        with _lock:
+            _users -= 1
+            if _users == 0:
+                _uninstall()
+
+
+def _install() -> None:
+    replacements: list[tuple[Any, str, Any]] = [
+        (torch.cpu, "Stream", TrackedStream),
+        (torch.cpu, "Event", TrackedEvent),
+        (torch.cpu, "stream", _stream),
+        (torch.cpu, "current_stream", _current_stream),
+        (torch.cpu, "synchronize", _synchronize),
+        (torch.UntypedStorage, "resize_", _resizing(torch.UntypedStorage.resize_)),
+        (torch.Tensor, "record_stream", _recording(torch.Tensor.record_stream)),
+    ]
+    record_stream = replacements[-1][2]
+    replacements += [(module, name, record_stream) for module, name in guards_of_record_stream()]
+    if not torch.accelerator.is_available():
+        # With an event to wait for, FSDP2 asks for the accelerator's stream where it should ask for its device's.
+        replacements.append((torch.accelerator, "current_stream", _current_stream))
+    for holder, name, replacement in replacements:
+        _originals.append((holder, name, vars(holder).get(name, _MISSING)))
+        setattr(holder, name, replacement)
+
+
+def _uninstall() -> None:
+    while _originals:
+        holder, name, original = _originals.pop()
+        if original is _MISSING:
+            delattr(holder, name)
+        else:
+            setattr(holder, name, original)

@@ -1,0 +1,169 @@
+"""Streams wait for each other: numbers are right on a CPU without that too, so the streams are watched themselves."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from engine.contract import Accumulation, Capability, Grouping, Layout, Plan, Prefetch, Reshard
+from fixtures.chain import CHAIN, CHECKPOINTED_CHAIN, LOOPED_CHAIN
+from fixtures.idle import FROZEN
+from fixtures.optimizers import SGD
+from harness.case import Problem, Schedule, Training, Watch
+from harness.ledger.agreement import RanksAgree
+from harness.parity import MatchesOracle
+from harness.pytest_plugin import Trial
+from harness.races.law import NoRaces
+from harness.worlds.sizes import FOUR_OR_MORE_EVEN, SEVERAL
+
+LAWS = (NoRaces(), MatchesOracle(), RanksAgree())
+SHARDED = Plan(
+    layout=Layout.SHARD, units=CHAIN.units, grouping=Grouping.REQUIRED, reshard=Reshard.AFTER_FORWARD
+)
+HYBRID = replace(SHARDED, layout=Layout.HYBRID)
+of_one_unit = pytest.mark.prey(
+    "GathersBeforeTheCopyIn",
+    "CopiesOutDuringTheGather",
+    "ReducesBeforeGradientsAreThere",
+    "GathersDuringTheStep",
+    "ReducesBeforeTheCut",
+    "GathersWhileTheStepWrites",
+    "StepsWhileGradientsAreReduced",
+)
+of_several_units = pytest.mark.prey(
+    "FreesTheReduceInput",
+    "ReusesTheReduceInput",
+    "FreesTheGatherOutput",
+    "FreesTheCopiedBuffer",
+    "RefillsTheReduceInput",
+)
+on_a_cpu = pytest.mark.device("cpu")  # elsewhere streams are the device's own, and are not watched
+of_four = pytest.mark.worlds(FOUR_OR_MORE_EVEN)
+
+
+@on_a_cpu
+@pytest.mark.prey("ReducesBeforeGradientsAreThere")
+@pytest.mark.worlds(SEVERAL)
+def test_streams_wait_whatever_the_layout(trial: Trial) -> None:
+    _holds(trial, Plan())
+
+
+@on_a_cpu
+@of_one_unit
+@pytest.mark.worlds(SEVERAL)
+def test_streams_of_one_unit_wait(trial: Trial) -> None:
+    _holds(trial, replace(SHARDED, units=()))
+
+
+@on_a_cpu
+@of_one_unit
+@of_several_units
+@pytest.mark.worlds(SEVERAL)
+@pytest.mark.parametrize(
+    "reshard",
+    [
+        pytest.param(Reshard.AFTER_FORWARD, id="freed"),
+        pytest.param(Reshard.KEEP, id="kept"),
+        pytest.param(
+            Reshard.TO_PAIRS,
+            id="pairs",
+            marks=[of_four, pytest.mark.prey("GathersPartsBeforeTheyAreCut")],
+        ),
+    ],
+)
+def test_streams_of_several_units_wait(trial: Trial, reshard: Reshard) -> None:
+    _holds(trial, replace(SHARDED, reshard=reshard))
+
+
+@on_a_cpu
+@of_one_unit
+@pytest.mark.worlds(SEVERAL)
+@pytest.mark.parametrize("problem", [CHECKPOINTED_CHAIN, LOOPED_CHAIN], ids=["checkpointed", "looped"])
+def test_streams_wait_where_units_run_twice(trial: Trial, problem: Problem) -> None:
+    _holds(trial, SHARDED, problem=problem)
+
+
+@on_a_cpu
+@pytest.mark.prey("ReducesBeforeTheCut")
+@pytest.mark.worlds(SEVERAL)
+def test_streams_of_replicas_wait(trial: Trial) -> None:
+    _holds(trial, Plan(layout=Layout.REPLICATE, units=CHAIN.units))
+
+
+@on_a_cpu
+@pytest.mark.prey("ReducesReplicasBeforeTheScatter", "EndsBackwardWithoutAWait", "ReducesBeforeTheCut")
+@pytest.mark.worlds(FOUR_OR_MORE_EVEN)
+@pytest.mark.parametrize(
+    "reduce_dtype",
+    [
+        pytest.param(None, id="own"),
+        pytest.param(torch.bfloat16, id="bfloat16", marks=pytest.mark.prey("FreesTheReplicasBuffer")),
+    ],
+)
+def test_streams_of_a_hybrid_wait(trial: Trial, reduce_dtype: torch.dtype | None) -> None:
+    _holds(trial, replace(HYBRID, reduce_dtype=reduce_dtype))
+
+
+@on_a_cpu
+@pytest.mark.prey("GathersBeforeTheCopyIn", "ReducesBeforeGradientsAreThere", "ReducesBeforeTheCut")
+@pytest.mark.worlds(SEVERAL)
+def test_streams_wait_around_frozen_parameters(trial: Trial) -> None:
+    _holds(trial, replace(SHARDED, units=FROZEN.units), problem=FROZEN)
+
+
+@on_a_cpu
+@pytest.mark.prey("GathersBeforeTheCopyIn", "ReducesBeforeGradientsAreThere", "ReducesBeforeTheCut")
+@pytest.mark.worlds(SEVERAL)
+@pytest.mark.parametrize(
+    ("layout", "accumulation"),
+    [
+        pytest.param(
+            Layout.SHARD,
+            Accumulation.EVERY_MICROBATCH,
+            id="shard-every",
+            marks=pytest.mark.prey("EndsBackwardWithoutAWait"),
+        ),
+        pytest.param(Layout.SHARD, Accumulation.LAST_MICROBATCH, id="shard-last"),
+        pytest.param(Layout.HYBRID, Accumulation.EVERY_MICROBATCH, id="hybrid-every", marks=of_four),
+        pytest.param(Layout.HYBRID, Accumulation.LAST_MICROBATCH, id="hybrid-last", marks=of_four),
+    ],
+)
+def test_streams_wait_over_microbatches(trial: Trial, layout: Layout, accumulation: Accumulation) -> None:
+    plan = replace(SHARDED, layout=layout, accumulation=accumulation)
+    _holds(trial, plan, schedule=Schedule(microbatches=3))
+
+
+@on_a_cpu
+@pytest.mark.prey("CopiesOutDuringTheGather", "FreesTheGatherOutput", "FreesTheCopiedBuffer")
+@pytest.mark.worlds(SEVERAL)
+@pytest.mark.parametrize("distance", [1, 2])
+def test_streams_of_prefetched_units_wait(trial: Trial, distance: int) -> None:
+    ahead = Prefetch.by_distance(CHAIN.units, forward=distance, backward=distance)
+    _holds(trial, replace(SHARDED, prefetch=ahead))
+
+
+@on_a_cpu
+@pytest.mark.prey("GathersWhileTheStepWrites")
+@pytest.mark.worlds(SEVERAL)
+def test_gathers_wait_for_the_event_of_the_step(trial: Trial) -> None:
+    _holds(trial, replace(SHARDED, demands=frozenset({Capability.STEP_EVENT})))
+
+
+@on_a_cpu
+@pytest.mark.prey("FreesTheReduceInput")
+@pytest.mark.worlds(SEVERAL)
+def test_streams_wait_with_several_reductions_in_flight(trial: Trial) -> None:
+    _holds(trial, replace(SHARDED, max_reduce_buffers=3))
+
+
+def _holds(trial: Trial, plan: Plan, problem: Problem = CHAIN, schedule: Schedule | None = None) -> None:
+    training = Training(
+        problem=problem,
+        optimizer=SGD,
+        plan=plan,
+        schedule=schedule or Schedule(),
+        watch=frozenset({Watch.RACES}),
+    )
+    trial.holds(training, *LAWS)

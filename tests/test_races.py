@@ -1,0 +1,547 @@
+"""Races: what the clocks order, what the shadow of memory remembers, what the watch sees, and each mutant found."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine.contract import Accumulation, Grouping, Layout, Plan, Reshard
+from engine.mutants import MUTANTS
+from engine.mutants.mutant import Trace
+from fixtures.chain import CHAIN
+from fixtures.optimizers import SGD
+from harness.case import Schedule, Training, Watch
+from harness.drive import drive_rank
+from harness.keep import keep_result, load_kept
+from harness.law import Evidence
+from harness.ledger.entry import Phase
+from harness.ledger.recorder import Recorder
+from harness.oracle import run_oracle
+from harness.races import streams
+from harness.races.clock import Clock, Moment, Order
+from harness.races.finding import Kind, Race, RaceReport, Touch, report_from_json, report_to_json
+from harness.races.law import NoRaces
+from harness.races.shadow import Access, Memory, Span
+from harness.races.watching import watching_races
+from harness.worlds.launch import launch
+from harness.worlds.rank import RankContext
+from harness.worlds.spec import WorldSpec
+from tests.simulated_engine import simulate
+
+# Clocks -----------------------------------------------------------------------------------------------------
+
+
+def test_a_clock_knows_what_it_was_told_and_all_before() -> None:
+    clock = Clock({1: 3})
+    assert clock.knows(Moment(1, 3))
+    assert clock.knows(Moment(1, 2))
+    assert not clock.knows(Moment(1, 4))
+    assert not clock.knows(Moment(2, 1))
+
+
+def test_joined_clocks_know_what_either_knows() -> None:
+    both = Clock({1: 3, 2: 1}).joined(Clock({1: 2, 3: 5}))
+    assert all(both.knows(moment) for moment in (Moment(1, 3), Moment(2, 1), Moment(3, 5)))
+    assert not both.knows(Moment(1, 4))
+
+
+def test_an_event_orders_what_was_issued_before_it_alone() -> None:
+    order = Order()
+    first, second = order.begin(), order.begin()
+    before = order.moment(first)
+    fired = order.signal(first)
+    after = order.moment(first)
+    order.wait(second, fired)
+    assert order.clock(second).knows(before)
+    assert not order.clock(second).knows(after)
+
+
+def test_waits_pass_on_what_was_waited_for() -> None:
+    order = Order()
+    first, second, third = order.begin(), order.begin(), order.begin()
+    start = order.moment(first)
+    order.wait(second, order.signal(first))
+    order.wait(third, order.signal(second))
+    assert order.clock(third).knows(start)
+
+
+def test_what_the_host_waited_for_orders_streams_that_are_still_to_come() -> None:
+    order = Order()
+    first, second = order.begin(), order.begin()
+    start = order.moment(first)
+    order.host_waits(order.signal(first))
+    assert order.clock(second).knows(start)
+    assert order.clock(order.begin()).knows(start)
+
+
+# Memory -----------------------------------------------------------------------------------------------------
+
+WHOLE = Span(0, 8)
+
+
+def _touch(operator: str, *, is_write: bool) -> Touch:
+    return Touch(
+        operator=operator,
+        is_write=is_write,
+        stream="s",
+        phase=Phase.FORWARD,
+        step=0,
+        microbatch=0,
+        unit=None,
+        site="",
+    )
+
+
+WRITE, READ = _touch("write", is_write=True), _touch("read", is_write=False)
+
+
+class _Bench:
+    """A memory with one piece, key 0, and two streams; ``touch`` gives the kinds of the conflicts."""
+
+    def __init__(self) -> None:
+        self.order = Order()
+        self.streams = (self.order.begin(), self.order.begin())
+        self.memory = Memory()
+        self.memory.allocate(0, self.streams[0])
+
+    def touch(self, touch: Touch, stream: int, span: Span = WHOLE, key: int = 0) -> list[Kind]:
+        timeline = self.streams[stream]
+        access = Access(touch, self.order.moment(timeline), span)
+        return [c.kind for c in self.memory.touch(key, access, self.order.clock(timeline))]
+
+    def wait(self, waiting: int, awaited: int) -> None:
+        self.order.wait(self.streams[waiting], self.order.signal(self.streams[awaited]))
+
+    def renew(self, pool: int = 0) -> None:
+        self.memory.release(0, self.order.clock)
+        self.memory.allocate(1, self.streams[pool])
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "kind"),
+    [
+        (WRITE, READ, Kind.READ_AFTER_WRITE),
+        (READ, WRITE, Kind.WRITE_AFTER_READ),
+        (WRITE, WRITE, Kind.WRITE_AFTER_WRITE),
+    ],
+    ids=lambda value: str(value) if isinstance(value, Kind) else "",
+)
+def test_touches_of_two_streams_race_unless_one_waits(first: Touch, second: Touch, kind: Kind) -> None:
+    racing, waiting = _Bench(), _Bench()
+    assert racing.touch(first, 0) == []
+    assert racing.touch(second, 1) == [kind]
+    waiting.touch(first, 0)
+    waiting.wait(1, 0)
+    assert waiting.touch(second, 1) == []
+
+
+def test_reads_do_not_race_nor_do_touches_of_other_bytes() -> None:
+    bench = _Bench()
+    assert bench.touch(WRITE, 0, Span(0, 4)) == []
+    assert bench.touch(WRITE, 1, Span(4, 8)) == []
+    assert bench.touch(READ, 0, Span(0, 4)) == []
+    assert _Bench().touch(READ, 1) == []
+
+
+def test_a_wait_before_the_touch_orders_nothing() -> None:
+    bench = _Bench()
+    bench.wait(1, 0)
+    bench.touch(WRITE, 0)
+    assert bench.touch(READ, 1) == [Kind.READ_AFTER_WRITE]
+
+
+def test_a_read_does_not_hide_the_write_before_it() -> None:
+    bench = _Bench()
+    bench.touch(WRITE, 0)
+    bench.touch(READ, 0)
+    assert bench.touch(READ, 1) == [Kind.READ_AFTER_WRITE]
+
+
+def test_a_smaller_write_does_not_hide_a_larger_one() -> None:
+    bench = _Bench()
+    bench.touch(WRITE, 0, WHOLE)
+    bench.wait(1, 0)
+    bench.touch(WRITE, 1, Span(0, 4))
+    assert bench.touch(READ, 0, Span(4, 8)) == []
+    assert bench.touch(READ, 0, Span(0, 4)) == [Kind.READ_AFTER_WRITE]
+
+
+def test_memory_is_not_reused_while_another_stream_uses_it() -> None:
+    bench = _Bench()
+    bench.touch(WRITE, 0)
+    bench.wait(1, 0)
+    bench.touch(READ, 1)
+    bench.renew()
+    assert bench.touch(WRITE, 0, key=1) == [Kind.REUSE]
+
+
+def test_memory_is_reused_by_what_has_waited() -> None:
+    bench = _Bench()
+    bench.touch(READ, 1)
+    bench.renew()
+    bench.wait(0, 1)  # after the release, before the first touch of the new life
+    assert bench.touch(WRITE, 0, key=1) == []
+
+
+def test_memory_is_reused_by_the_pool_that_it_came_from_alone() -> None:
+    bench = _Bench()
+    bench.touch(READ, 1)
+    bench.renew(pool=1)
+    assert bench.touch(WRITE, 0, key=1) == []
+
+
+def test_the_allocator_waits_for_streams_that_it_was_told_of() -> None:
+    bench = _Bench()
+    bench.touch(READ, 1)
+    bench.memory.record(0, bench.streams[1])
+    bench.renew()
+    assert bench.touch(WRITE, 0, key=1) == []
+
+
+# The watch, on operators ------------------------------------------------------------------------------------
+
+
+def _races(body: Callable[[], object]) -> list[tuple[Kind, str, str]]:
+    """Watch ``body``, which is one rank on its own; give each race's kind and operators."""
+    with watching_races(Recorder()) as watch:
+        body()
+    return [(race.kind, race.first.operator, race.second.operator) for race in watch.report().races]
+
+
+def _side() -> torch.cpu.Stream:
+    return torch.cpu.Stream()  # type: ignore[no-untyped-call]
+
+
+def _write_here_read_there(*, waits: bool) -> None:
+    side, tensor = _side(), torch.ones(4)
+    tensor.add_(1)
+    if waits:
+        side.wait_stream(torch.cpu.current_stream())
+    with torch.cpu.stream(side):
+        tensor.sum()
+
+
+def test_an_operator_on_another_stream_waits_or_races() -> None:
+    assert _races(lambda: _write_here_read_there(waits=False)) == [(Kind.READ_AFTER_WRITE, "add_", "sum")]
+    assert _races(lambda: _write_here_read_there(waits=True)) == []
+
+
+def test_events_order_as_streams_do() -> None:
+    def body() -> None:
+        side, tensor = _side(), torch.ones(4)
+        event: object = torch.cpu.current_stream().record_event()
+        side.wait_event(event)
+        tensor.add_(1)  # after the event
+        with torch.cpu.stream(side):
+            tensor.sum()
+
+    assert _races(body) == [(Kind.READ_AFTER_WRITE, "add_", "sum")]
+
+
+@pytest.mark.parametrize(
+    ("is_read", "expected"),
+    [(False, [(Kind.WRITE_AFTER_WRITE, "ones", "add_"), (Kind.WRITE_AFTER_READ, "sum", "add_")]), (True, [])],
+)
+def test_a_number_that_the_host_reads_orders_what_comes_later(
+    is_read: bool, expected: list[tuple[Kind, str, str]]
+) -> None:
+    def body() -> None:
+        with torch.cpu.stream(_side()):
+            tensor = torch.ones(4)
+            total = tensor.sum()
+            if is_read:
+                float(total)
+        tensor.add_(1)
+
+    assert _races(body) == expected
+
+
+def test_backward_and_views_are_seen() -> None:
+    def body() -> None:
+        side, weight = _side(), torch.ones(2, 2, requires_grad=True)
+        (weight.view(4) * 2).sum().backward()
+        assert weight.grad is not None
+        with torch.cpu.stream(side), torch.no_grad():
+            weight.grad.t()[0].zero_()
+
+    kinds = {kind for kind, _, second in _races(body) if second == "zero_"}
+    assert kinds == {Kind.WRITE_AFTER_WRITE}
+
+
+def _let_go(*, records: bool, waits: bool = False) -> None:
+    side, tensor = _side(), torch.ones(4)
+    side.wait_stream(torch.cpu.current_stream())
+    with torch.cpu.stream(side):
+        tensor.sum()
+    if records:
+        tensor.record_stream(side)  # type: ignore[arg-type]  # torch knows of no streams of a CPU there
+    if waits:
+        torch.cpu.current_stream().wait_stream(side)
+    del tensor
+    torch.zeros(4)
+
+
+def test_released_memory_is_kept_recorded_or_raced_for() -> None:
+    assert _races(lambda: _let_go(records=False)) == [(Kind.REUSE, "sum", "zeros")]
+    assert _races(lambda: _let_go(records=True)) == []
+    assert _races(lambda: _let_go(records=False, waits=True)) == []
+
+
+def test_memory_that_a_storage_gives_back_is_released() -> None:
+    def body() -> None:
+        side, tensor = _side(), torch.ones(4)
+        side.wait_stream(torch.cpu.current_stream())
+        with torch.cpu.stream(side):
+            tensor.sum()
+        tensor.untyped_storage().resize_(0)
+        torch.zeros(4)
+
+    assert _races(body) == [(Kind.REUSE, "sum", "zeros")]
+
+
+def test_streams_and_storages_are_torchs_own_again_afterwards() -> None:
+    names = ("Stream", "Event", "stream", "current_stream", "synchronize")
+    before = [vars(torch.cpu)[name] for name in names]
+    with watching_races(Recorder()):
+        assert torch.get_device_module("cpu").Stream is streams.TrackedStream
+    assert [vars(torch.cpu)[name] for name in names] == before
+    assert "resize_" not in vars(torch.UntypedStorage)
+    assert not isinstance(torch.cpu.Stream(), streams.TrackedStream)  # type: ignore[no-untyped-call]
+
+
+def test_a_race_tells_streams_by_the_names_they_were_given() -> None:
+    with watching_races(Recorder()) as watch:
+        copy_stream = _side()
+        assert copy_stream is not None
+        tensor = torch.ones(4)
+        gather_stream = torch.cpu.Stream()  # type: ignore[no-untyped-call]
+        with torch.cpu.stream(gather_stream):
+            tensor.sum()
+    (race,) = watch.report().races
+    assert race.first.stream == "the default stream"
+    assert race.second.stream == "stream 2 (gather_stream)"
+    assert "nothing has stream 2 (gather_stream) wait for the default stream" in str(race)
+    assert "tests/test_races.py" in race.second.site
+
+
+# Reports and the law ----------------------------------------------------------------------------------------
+
+RACE = Race(kind=Kind.REUSE, first=READ, second=WRITE, count=2)
+REPORT = RaceReport(num_touches=3, num_streams=2, num_collectives=1, races=(RACE,))
+
+
+def test_a_report_survives_json() -> None:
+    assert report_from_json(json.loads(json.dumps(report_to_json(REPORT)))) == REPORT
+
+
+@pytest.mark.parametrize(
+    ("report", "is_held"),
+    [
+        pytest.param(REPORT, False, id="race"),
+        pytest.param(replace(REPORT, races=()), True, id="silence"),
+        pytest.param(None, False, id="no watch"),
+        pytest.param(replace(REPORT, num_touches=0, races=()), False, id="blind watch"),
+    ],
+)
+def test_the_law_asks_every_rank(report: RaceReport | None, is_held: bool) -> None:
+    training = Training(problem=CHAIN, optimizer=SGD, schedule=Schedule(steps=1))
+    first, second = simulate(training, 2, layout=Layout.REPLICATE)
+    ranks = (replace(first, race_report=replace(REPORT, races=())), replace(second, race_report=report))
+    evidence = Evidence(training=training, world_size=2, ranks=ranks, oracle=run_oracle(training, 2))
+    record = NoRaces().judge(evidence).record
+    assert record.held is is_held
+    assert is_held or "rank 1" in record.summary
+
+
+# Whole trainings --------------------------------------------------------------------------------------------
+
+SHARDED = Plan(
+    layout=Layout.SHARD, units=CHAIN.units, grouping=Grouping.REQUIRED, reshard=Reshard.AFTER_FORWARD
+)
+HYBRID = replace(SHARDED, layout=Layout.HYBRID)
+BFLOAT16 = replace(HYBRID, reduce_dtype=torch.bfloat16)
+PAIRS = replace(SHARDED, reshard=Reshard.TO_PAIRS)
+Found = tuple[Kind, str, str, str | None]  # kind, the two operators, and the unit whose turn the second was
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Expected:
+    """What a mutant is found by: which stream should have waited for which, and the operators it left racing."""
+
+    races: tuple[Found, ...]
+    waiting: str
+    awaited: str
+    plan: Plan = SHARDED
+    microbatches: int = 1
+
+    @property
+    def training(self) -> Training:
+        """Give the training that shows it."""
+        return _training(self.plan, self.microbatches)
+
+
+BLOCKS = ("blocks.0", "blocks.1", "blocks.2", "blocks.3")
+RAW, REUSE = Kind.READ_AFTER_WRITE, Kind.REUSE
+DEFAULT = "the default stream"
+EXPECTED = {
+    "GathersBeforeTheCopyIn": Expected(
+        races=tuple((RAW, "_foreach_copy_", "all_gather", unit) for unit in ("", *BLOCKS)),
+        waiting="all_gather_stream",
+        awaited="all_gather_copy_in_stream",
+    ),
+    "CopiesOutDuringTheGather": Expected(
+        races=tuple((RAW, "all_gather", "split_with_sizes_copy", unit) for unit in ("", *BLOCKS)),
+        waiting=DEFAULT,
+        awaited="all_gather_stream",
+    ),
+    "ReducesBeforeGradientsAreThere": Expected(
+        races=tuple((RAW, "_chunk_cat", "reduce_scatter", unit) for unit in BLOCKS),
+        waiting="reduce_scatter_stream",
+        awaited=DEFAULT,
+    ),
+    "EndsBackwardWithoutAWait": Expected(
+        races=((RAW, "add_", "clone", None),),
+        waiting=DEFAULT,
+        awaited="reduce_scatter_stream",
+        microbatches=2,
+    ),
+    "GathersDuringTheStep": Expected(
+        races=((RAW, "add_", "_foreach_copy_", ""), (RAW, "add_", "_foreach_copy_", "blocks.0")),
+        waiting="all_gather_copy_in_stream",
+        awaited=DEFAULT,
+    ),
+    "ReusesTheReduceInput": Expected(
+        races=((REUSE, "reduce_scatter", "_chunk_cat", "blocks.2"),),
+        waiting=DEFAULT,
+        awaited="reduce_scatter_stream",
+    ),
+    "FreesTheReduceInput": Expected(
+        races=tuple((REUSE, "reduce_scatter", "tanh_backward", unit) for unit in BLOCKS[1:]),
+        waiting=DEFAULT,
+        awaited="reduce_scatter_stream",
+    ),
+    "FreesTheGatherOutput": Expected(
+        races=((REUSE, "split_with_sizes_copy", "_foreach_copy_", "blocks.1"),),
+        waiting="all_gather_copy_in_stream",
+        awaited=DEFAULT,
+    ),
+    "ReducesReplicasBeforeTheScatter": Expected(
+        races=tuple((RAW, "reduce_scatter", "all_reduce", unit) for unit in BLOCKS),
+        waiting="all_reduce_stream",
+        awaited="reduce_scatter_stream",
+        plan=HYBRID,
+    ),
+    "FreesTheReplicasBuffer": Expected(
+        races=tuple((REUSE, "_to_copy", "reduce_scatter", unit) for unit in BLOCKS[:-1]),
+        waiting="reduce_scatter_stream",
+        awaited="all_reduce_stream",
+        plan=BFLOAT16,
+    ),
+    "GathersPartsBeforeTheyAreCut": Expected(
+        races=((RAW, "clone", "_foreach_copy_", ""),),
+        waiting="all_gather_copy_in_stream",
+        awaited=DEFAULT,
+        plan=PAIRS,
+    ),
+    "ReducesBeforeTheCut": Expected(
+        races=tuple((RAW, "cat", "reduce_scatter", unit) for unit in BLOCKS),
+        waiting="the reduce_scatter's own stream",
+        awaited=DEFAULT,
+    ),
+    "GathersWhileTheStepWrites": Expected(
+        races=((RAW, "add_", "cat", ""),), waiting="gather_stream", awaited=DEFAULT
+    ),
+    "FreesTheCopiedBuffer": Expected(
+        races=tuple((REUSE, "split_with_sizes_copy", "cat", unit) for unit in BLOCKS),
+        waiting="gather_stream",
+        awaited=DEFAULT,
+    ),
+    "RefillsTheReduceInput": Expected(
+        races=tuple((REUSE, "reduce_scatter", "cat", unit) for unit in BLOCKS[:-1]),
+        waiting=DEFAULT,
+        awaited="the reduce_scatter's own stream",
+    ),
+    "StepsWhileGradientsAreReduced": Expected(
+        races=((RAW, "add_", "clone", None),),
+        waiting=DEFAULT,
+        awaited="all_reduce_stream",
+        microbatches=2,
+    ),
+}
+RACY = {m.name: m.engine_spec for m in MUTANTS if m.trace is Trace.RACES}
+
+
+def _training(plan: Plan, microbatches: int = 1) -> Training:
+    schedule = Schedule(steps=2, microbatches=microbatches)
+    return Training(
+        problem=CHAIN, optimizer=SGD, plan=plan, schedule=schedule, watch=frozenset({Watch.RACES})
+    )
+
+
+def _reports(
+    engine: str, training: Training, folder: Path, body: Callable[..., object] = drive_rank
+) -> list[RaceReport]:
+    """Train in threads, two or as many as the plan needs; give each rank's report."""
+    is_small = training.plan.layout is not Layout.HYBRID and training.plan.reshard is not Reshard.TO_PAIRS
+    spec = WorldSpec.parse("threads:2" if is_small else "threads:4")
+    keep_result(launch(spec, body, training, engine, folder=folder), folder)
+    reports = [rank.race_report for rank in load_kept(folder).ranks]
+    assert len(reports) == spec.size
+    found = [report for report in reports if report is not None]
+    assert len(found) == spec.size
+    return found
+
+
+def test_every_race_mutant_is_expected() -> None:
+    assert EXPECTED.keys() == RACY.keys()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(RACY))
+def test_finds_the_operators_and_the_unit_of_each_mutant(name: str, tmp_path: Path) -> None:
+    expected = EXPECTED[name]
+    for report in _reports(RACY[name], expected.training, tmp_path / "world"):
+        between = [
+            race
+            for race in report.races
+            if expected.waiting in race.second.stream and expected.awaited in race.first.stream
+        ]
+        found = {(r.kind, r.first.operator, r.second.operator, r.second.unit) for r in between}
+        assert set(expected.races) <= found, "\n".join(map(str, report.races))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plan", [SHARDED, HYBRID, BFLOAT16, PAIRS], ids=["shard", "hybrid", "bf16", "pairs"])
+@pytest.mark.parametrize(
+    "engine",
+    ["torch.fsdp2", "torch.fsdp1", "reference", "engine.adapters.reference:ReferenceOnStreams"],
+    ids=["fsdp2", "fsdp1", "reference", "reference-on-streams"],
+)
+def test_honest_engines_are_silent(engine: str, plan: Plan, tmp_path: Path) -> None:
+    if engine == "torch.fsdp1" and plan is PAIRS:
+        plan = replace(SHARDED, accumulation=Accumulation.LAST_MICROBATCH)  # it knows of no pairs
+    for report in _reports(engine, _training(plan, microbatches=2), tmp_path / "world"):
+        assert report.races == ()
+        assert report.num_touches > 100
+        assert report.num_collectives >= 10
+
+
+def _drive_without_record_stream(context: RankContext, training: Training, engine: str) -> str | None:
+    """Train as torch leaves FSDP1 on a CPU: it tells the allocator nothing. In the world's own process."""
+    streams.guards_of_record_stream = list
+    return drive_rank(context, training, engine)
+
+
+@pytest.mark.slow
+def test_fsdp1_is_right_by_record_stream_alone(tmp_path: Path) -> None:
+    told = _reports("torch.fsdp1", _training(SHARDED), tmp_path / "told")
+    untold = _reports("torch.fsdp1", _training(SHARDED), tmp_path / "untold", _drive_without_record_stream)
+    assert [report.races for report in told] == [(), ()]
+    for report in untold:
+        pairs = {(r.kind, r.first.operator, r.second.operator, r.second.unit) for r in report.races}
+        assert (REUSE, "addmm", "all_gather", "blocks.1") in pairs
