@@ -32,6 +32,7 @@ __all__ = [
     "generator_address",
     "guards_of_record_stream",
     "keep_backward_in_thread",
+    "make_operators",
     "owned_meshes",
     "owned_timers",
     "random_operators",
@@ -111,6 +112,19 @@ def random_operators() -> tuple[str, ...]:
         if any(a.name == "generator" for a in operator._schema.arguments):
             names.append(name)
     return tuple(sorted(names))
+
+
+def make_operators() -> None:
+    """Make the Python object of every operator there is, before threads may ask for one at the same time.
+
+    torch makes them when first asked for, as it is under a dispatch mode, without a lock: of two threads that ask
+    together one may be given an object that the other's has replaced, and C++ keeps its address for good.
+    """
+    for full_name in torch._C._dispatch_get_all_op_names():
+        namespace, _, name = full_name.partition("::")
+        base, _, overload = name.partition(".")
+        packet = getattr(getattr(torch.ops, namespace), base, None)
+        getattr(packet, overload or "default", None)
 
 
 # Any: an operator and its kernel.

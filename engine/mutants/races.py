@@ -1,7 +1,8 @@
-"""Mutants whose streams do not wait: right on a CPU, where operators run one by one, and by luck elsewhere.
+"""Mutants of FSDP2 whose streams do not wait: right on a CPU, where operators run one by one, and by luck elsewhere.
 
 Each leaves out one wait, or lets go of one buffer too early. What is changed belongs to one prepared model: streams
-and groups of its own, never what other engines in the process share.
+and groups of its own, never what other engines in the process share. Those of the reference engine are in
+`reference_races`.
 """
 
 from __future__ import annotations
@@ -13,30 +14,21 @@ from typing import Any
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from engine.adapters.reference import ReferenceEngine, ReferenceOnStreams
 from engine.adapters.torch_fsdp2 import FullyShardEngine
 from engine.contract import Plan, PreparedModel
-from engine.reference.group import Group
-from engine.reference.lanes import Lanes
-from engine.reference.unit import Unit, unit_of
 
 __all__ = [
     "CopiesOutDuringTheGather",
     "EndsBackwardWithoutAWait",
-    "FreesTheCopiedBuffer",
     "FreesTheGatherOutput",
     "FreesTheReduceInput",
     "FreesTheReplicasBuffer",
     "GathersBeforeTheCopyIn",
     "GathersDuringTheStep",
     "GathersPartsBeforeTheyAreCut",
-    "GathersWhileTheStepWrites",
     "ReducesBeforeGradientsAreThere",
-    "ReducesBeforeTheCut",
     "ReducesReplicasBeforeTheScatter",
-    "RefillsTheReduceInput",
     "ReusesTheReduceInput",
-    "StepsWhileGradientsAreReduced",
 ]
 
 # Any, throughout: FSDP2's insides and the streams of a device have no public types.
@@ -213,86 +205,6 @@ class GathersPartsBeforeTheyAreCut(FullyShardEngine):
         return _after_method(super().prepare(model, plan, mesh), "reshard", lose_event)
 
 
-class ReducesBeforeTheCut(ReferenceEngine):
-    """Gradients are sent before they are laid out: the stream that sends waits for nobody.
-
-    After deepspeedai/DeepSpeed#7898: the stream that reduced waited for another stream than that of backward.
-    """
-
-    name = "mutant.ReducesBeforeTheCut"
-
-    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        """Shard honestly, then have that stream wait for no other."""
-        prepared = super().prepare(model, plan, mesh)
-        for lanes in _lanes(prepared):
-            lanes._scatter_stream.wait_stream = _ignore
-        return prepared
-
-
-class GathersWhileTheStepWrites(ReferenceEngine):
-    """A forward's first gather does not wait for the optimizer.
-
-    After NVIDIA/Megatron-LM#663: with overlapped gathering, forward read parameters of the step before.
-    """
-
-    name = "mutant.GathersWhileTheStepWrites"
-
-    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        """Shard honestly, then ignore what is to be waited for when an iteration begins."""
-        prepared = super().prepare(model, plan, mesh)
-        for lanes in _lanes(prepared):
-            lanes.gather_after = _unless_given(lanes.gather_after)  # type: ignore[method-assign]  # of this one alone
-        return prepared
-
-
-class FreesTheCopiedBuffer(ReferenceEngine):
-    """The buffer of a gather is let go before the copy out of it is over.
-
-    After NVIDIA/Megatron-LM#5788: gathered memory was given back with neither an event nor record_stream.
-    """
-
-    name = "mutant.FreesTheCopiedBuffer"
-
-    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        """Shard honestly, then have the gather after each copy wait for what was before it alone."""
-        prepared = super().prepare(model, plan, mesh)
-        for group in _reference_groups(prepared):
-            group.wait = _without_gather_after(group, group.wait)  # type: ignore[method-assign]  # as above
-        return prepared
-
-
-class RefillsTheReduceInput(ReferenceOnStreams):
-    """The input of a reduction is let go when the next one begins, whether or not it was read by then.
-
-    After deepspeedai/DeepSpeed#7188: one of two buffers was filled again before its reduction had finished.
-    """
-
-    name = "mutant.RefillsTheReduceInput"
-
-    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        """Shard honestly, then make room without a wait."""
-        prepared = super().prepare(model, plan, mesh)
-        for lanes in _lanes(prepared):
-            lanes.make_room = lanes._inputs.clear  # type: ignore[method-assign]  # as above
-        return prepared
-
-
-class StepsWhileGradientsAreReduced(ReferenceOnStreams):
-    """Backward ends without a wait for the reductions that it started.
-
-    After flagos-ai/Torch-FL#62: gradients were read while their reduction was under way on another stream.
-    """
-
-    name = "mutant.StepsWhileGradientsAreReduced"
-
-    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        """Shard honestly, then have the end of backward do nothing."""
-        prepared = super().prepare(model, plan, mesh)
-        for lanes in _lanes(prepared):
-            lanes.finish = _ignore  # type: ignore[method-assign]  # as above
-        return prepared
-
-
 # The insides of FSDP2 ---------------------------------------------------------------------------------------
 
 
@@ -347,42 +259,3 @@ def _states(prepared: PreparedModel) -> list[Any]:
 
 def _groups(prepared: PreparedModel) -> list[Any]:
     return [group for state in _states(prepared) for group in state._fsdp_param_groups]
-
-
-# The insides of the reference engine ------------------------------------------------------------------------
-
-
-def _units(prepared: PreparedModel) -> list[Unit]:
-    found = (unit_of(module) for module in prepared.module.modules())
-    return list(dict.fromkeys(unit for unit in found if unit is not None))
-
-
-def _reference_groups(prepared: PreparedModel) -> list[Group]:
-    return [group for unit in _units(prepared) for group in unit.groups]
-
-
-def _lanes(prepared: PreparedModel) -> list[Lanes]:
-    """Give the lanes of all units; the root's, which may have no group, are everybody's once it has run."""
-    return [unit.lanes for unit in _units(prepared)]
-
-
-def _unless_given(gather_after: Callable[..., None]) -> Callable[..., None]:
-    """Ignore the calls that name an event, or say that there is none: those at the start of an iteration."""
-
-    def sometimes(*event: Any) -> None:
-        if not event:
-            gather_after()
-
-    return sometimes
-
-
-def _without_gather_after(group: Group, wait: Callable[[], None]) -> Callable[[], None]:
-    def hasty() -> None:
-        lanes: Any = group.lanes
-        lanes.gather_after = _ignore
-        try:
-            wait()
-        finally:
-            del lanes.gather_after  # the class's own again
-
-    return hasty

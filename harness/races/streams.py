@@ -19,7 +19,7 @@ import torch
 
 from harness.races.clock import Clock
 from harness.races.watch import DEFAULT, RaceWatch, current_watch
-from harness.torch_versions import guards_of_record_stream
+from harness.torch_versions import guards_of_record_stream, make_operators
 
 __all__ = ["TrackedEvent", "TrackedStream", "tracked_streams"]
 
@@ -186,6 +186,7 @@ def tracked_streams() -> Iterator[None]:
     with _lock:
         _users += 1
         if _users == 1:
+            make_operators()
             _install()
     try:
         yield

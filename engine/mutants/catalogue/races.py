@@ -118,7 +118,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         name="ReducesBeforeTheCut",
-        engine_spec="engine.mutants.races:ReducesBeforeTheCut",
+        engine_spec="engine.mutants.reference_races:ReducesBeforeTheCut",
         sin="the reference engine reduces gradients without a wait for their layout",
         thread="deepspeedai/DeepSpeed#7898",
         kills_on=Condition(plan=_SHARDED),
@@ -126,7 +126,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         name="GathersWhileTheStepWrites",
-        engine_spec="engine.mutants.races:GathersWhileTheStepWrites",
+        engine_spec="engine.mutants.reference_races:GathersWhileTheStepWrites",
         sin="the reference engine begins an iteration without a wait for the optimizer",
         thread="NVIDIA/Megatron-LM#663",
         kills_on=Condition(steps=2, plan=_SHARDED, because="nothing is written before the first step"),
@@ -134,7 +134,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         name="FreesTheCopiedBuffer",
-        engine_spec="engine.mutants.races:FreesTheCopiedBuffer",
+        engine_spec="engine.mutants.reference_races:FreesTheCopiedBuffer",
         sin="the reference engine lets go of a gather's buffer without a wait for the copy out of it",
         thread="NVIDIA/Megatron-LM#5788",
         kills_on=Condition(plan=_SHARDED),
@@ -142,7 +142,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         name="RefillsTheReduceInput",
-        engine_spec="engine.mutants.races:RefillsTheReduceInput",
+        engine_spec="engine.mutants.reference_races:RefillsTheReduceInput",
         sin="the reference engine lets go of a reduction's input without a wait",
         thread="deepspeedai/DeepSpeed#7188",
         kills_on=Condition(plan=_SHARDED, because="a single unit has no next one"),
@@ -150,7 +150,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         name="StepsWhileGradientsAreReduced",
-        engine_spec="engine.mutants.races:StepsWhileGradientsAreReduced",
+        engine_spec="engine.mutants.reference_races:StepsWhileGradientsAreReduced",
         sin="the reference engine ends backward without a wait for its reductions",
         thread="flagos-ai/Torch-FL#62",
         kills_on=Condition(plan=_SHARDED),

@@ -1,0 +1,210 @@
+"""Each race mutant is found by the operators and the unit that it left racing; honest engines are silent."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine.contract import Accumulation, Grouping, Layout, Plan, Reshard
+from engine.mutants import MUTANTS
+from engine.mutants.mutant import Trace
+from fixtures.chain import CHAIN
+from fixtures.optimizers import SGD
+from harness.case import Schedule, Training, Watch
+from harness.drive import drive_rank
+from harness.keep import keep_result, load_kept
+from harness.races import streams
+from harness.races.finding import Kind, RaceReport
+from harness.worlds.launch import launch
+from harness.worlds.rank import RankContext
+from harness.worlds.spec import WorldSpec
+
+SHARDED = Plan(
+    layout=Layout.SHARD, units=CHAIN.units, grouping=Grouping.REQUIRED, reshard=Reshard.AFTER_FORWARD
+)
+HYBRID = replace(SHARDED, layout=Layout.HYBRID)
+BFLOAT16 = replace(HYBRID, reduce_dtype=torch.bfloat16)
+PAIRS = replace(SHARDED, reshard=Reshard.TO_PAIRS)
+Found = tuple[Kind, str, str, str | None]  # kind, the two operators, and the unit whose turn the second was
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Expected:
+    """What a mutant is found by: which stream should have waited for which, and the operators it left racing."""
+
+    races: tuple[Found, ...]
+    waiting: str
+    awaited: str
+    plan: Plan = SHARDED
+    microbatches: int = 1
+
+    @property
+    def training(self) -> Training:
+        """Give the training that shows it."""
+        return _training(self.plan, self.microbatches)
+
+
+BLOCKS = ("blocks.0", "blocks.1", "blocks.2", "blocks.3")
+RAW, REUSE = Kind.READ_AFTER_WRITE, Kind.REUSE
+DEFAULT = "the default stream"
+EXPECTED = {
+    "GathersBeforeTheCopyIn": Expected(
+        races=tuple((RAW, "_foreach_copy_", "all_gather", unit) for unit in ("", *BLOCKS)),
+        waiting="all_gather_stream",
+        awaited="all_gather_copy_in_stream",
+    ),
+    "CopiesOutDuringTheGather": Expected(
+        races=tuple((RAW, "all_gather", "split_with_sizes_copy", unit) for unit in ("", *BLOCKS)),
+        waiting=DEFAULT,
+        awaited="all_gather_stream",
+    ),
+    "ReducesBeforeGradientsAreThere": Expected(
+        races=tuple((RAW, "_chunk_cat", "reduce_scatter", unit) for unit in BLOCKS),
+        waiting="reduce_scatter_stream",
+        awaited=DEFAULT,
+    ),
+    "EndsBackwardWithoutAWait": Expected(
+        races=((RAW, "add_", "clone", None),),
+        waiting=DEFAULT,
+        awaited="reduce_scatter_stream",
+        microbatches=2,
+    ),
+    "GathersDuringTheStep": Expected(
+        races=((RAW, "add_", "_foreach_copy_", ""), (RAW, "add_", "_foreach_copy_", "blocks.0")),
+        waiting="all_gather_copy_in_stream",
+        awaited=DEFAULT,
+    ),
+    "ReusesTheReduceInput": Expected(
+        races=((REUSE, "reduce_scatter", "_chunk_cat", "blocks.2"),),
+        waiting=DEFAULT,
+        awaited="reduce_scatter_stream",
+    ),
+    "FreesTheReduceInput": Expected(
+        races=tuple((REUSE, "reduce_scatter", "tanh_backward", unit) for unit in BLOCKS[1:]),
+        waiting=DEFAULT,
+        awaited="reduce_scatter_stream",
+    ),
+    "FreesTheGatherOutput": Expected(
+        races=((REUSE, "split_with_sizes_copy", "_foreach_copy_", "blocks.1"),),
+        waiting="all_gather_copy_in_stream",
+        awaited=DEFAULT,
+    ),
+    "ReducesReplicasBeforeTheScatter": Expected(
+        races=tuple((RAW, "reduce_scatter", "all_reduce", unit) for unit in BLOCKS),
+        waiting="all_reduce_stream",
+        awaited="reduce_scatter_stream",
+        plan=HYBRID,
+    ),
+    "FreesTheReplicasBuffer": Expected(
+        races=tuple((REUSE, "_to_copy", "reduce_scatter", unit) for unit in BLOCKS[:-1]),
+        waiting="reduce_scatter_stream",
+        awaited="all_reduce_stream",
+        plan=BFLOAT16,
+    ),
+    "GathersPartsBeforeTheyAreCut": Expected(
+        races=((RAW, "clone", "_foreach_copy_", ""),),
+        waiting="all_gather_copy_in_stream",
+        awaited=DEFAULT,
+        plan=PAIRS,
+    ),
+    "ReducesBeforeTheCut": Expected(
+        races=tuple((RAW, "cat", "reduce_scatter", unit) for unit in BLOCKS),
+        waiting="the reduce_scatter's own stream",
+        awaited=DEFAULT,
+    ),
+    "GathersWhileTheStepWrites": Expected(
+        races=((RAW, "add_", "cat", ""),), waiting="gather_stream", awaited=DEFAULT
+    ),
+    "FreesTheCopiedBuffer": Expected(
+        races=tuple((REUSE, "split_with_sizes_copy", "cat", unit) for unit in BLOCKS),
+        waiting="gather_stream",
+        awaited=DEFAULT,
+    ),
+    "RefillsTheReduceInput": Expected(
+        races=tuple((REUSE, "reduce_scatter", "cat", unit) for unit in BLOCKS[:-1]),
+        waiting=DEFAULT,
+        awaited="the reduce_scatter's own stream",
+    ),
+    "StepsWhileGradientsAreReduced": Expected(
+        races=((RAW, "add_", "clone", None),),
+        waiting=DEFAULT,
+        awaited="all_reduce_stream",
+        microbatches=2,
+    ),
+}
+RACY = {m.name: m.engine_spec for m in MUTANTS if m.trace is Trace.RACES}
+
+
+def _training(plan: Plan, microbatches: int = 1) -> Training:
+    schedule = Schedule(steps=2, microbatches=microbatches)
+    return Training(
+        problem=CHAIN, optimizer=SGD, plan=plan, schedule=schedule, watch=frozenset({Watch.RACES})
+    )
+
+
+def _reports(
+    engine: str, training: Training, folder: Path, body: Callable[..., object] = drive_rank
+) -> list[RaceReport]:
+    """Train in threads, two or as many as the plan needs; give each rank's report."""
+    is_small = training.plan.layout is not Layout.HYBRID and training.plan.reshard is not Reshard.TO_PAIRS
+    spec = WorldSpec.parse("threads:2" if is_small else "threads:4")
+    keep_result(launch(spec, body, training, engine, folder=folder), folder)
+    reports = [rank.race_report for rank in load_kept(folder).ranks]
+    assert len(reports) == spec.size
+    found = [report for report in reports if report is not None]
+    assert len(found) == spec.size
+    return found
+
+
+def test_every_race_mutant_is_expected() -> None:
+    assert EXPECTED.keys() == RACY.keys()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(RACY))
+def test_finds_the_operators_and_the_unit_of_each_mutant(name: str, tmp_path: Path) -> None:
+    expected = EXPECTED[name]
+    for report in _reports(RACY[name], expected.training, tmp_path / "world"):
+        between = [
+            race
+            for race in report.races
+            if expected.waiting in race.second.stream and expected.awaited in race.first.stream
+        ]
+        found = {(r.kind, r.first.operator, r.second.operator, r.second.unit) for r in between}
+        assert set(expected.races) <= found, "\n".join(map(str, report.races))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plan", [SHARDED, HYBRID, BFLOAT16, PAIRS], ids=["shard", "hybrid", "bf16", "pairs"])
+@pytest.mark.parametrize(
+    "engine",
+    ["torch.fsdp2", "torch.fsdp1", "reference", "engine.adapters.reference:ReferenceOnStreams"],
+    ids=["fsdp2", "fsdp1", "reference", "reference-on-streams"],
+)
+def test_honest_engines_are_silent(engine: str, plan: Plan, tmp_path: Path) -> None:
+    if engine == "torch.fsdp1" and plan is PAIRS:
+        plan = replace(SHARDED, accumulation=Accumulation.LAST_MICROBATCH)  # it knows of no pairs
+    for report in _reports(engine, _training(plan, microbatches=2), tmp_path / "world"):
+        assert report.races == ()
+        assert report.num_touches > 100
+        assert report.num_collectives >= 10
+
+
+def _drive_without_record_stream(context: RankContext, training: Training, engine: str) -> str | None:
+    """Train as torch leaves FSDP1 on a CPU: it tells the allocator nothing. In the world's own process."""
+    streams.guards_of_record_stream = list
+    return drive_rank(context, training, engine)
+
+
+@pytest.mark.slow
+def test_fsdp1_is_right_by_record_stream_alone(tmp_path: Path) -> None:
+    told = _reports("torch.fsdp1", _training(SHARDED), tmp_path / "told")
+    untold = _reports("torch.fsdp1", _training(SHARDED), tmp_path / "untold", _drive_without_record_stream)
+    assert [report.races for report in told] == [(), ()]
+    for report in untold:
+        pairs = {(r.kind, r.first.operator, r.second.operator, r.second.unit) for r in report.races}
+        assert (REUSE, "addmm", "all_gather", "blocks.1") in pairs
