@@ -1,0 +1,48 @@
+"""Threads that first call an operator together, under dispatch modes: torch alone dies of it, in most attempts."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+
+PROGRAM = """
+import sys, threading, torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from harness.torch_versions import make_operators
+
+names = [f"first_call_{i}" for i in range(400)]
+library = torch.library.Library("threads_of_a_test", "FRAGMENT")
+for name in names:
+    library.define(f"{name}(Tensor x) -> Tensor")
+    library.impl(name, lambda x: x + 1, "CPU")
+make_operators()
+
+class Mode(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+def call_all():
+    with Mode():
+        for name in names:
+            barrier.wait()
+            for _ in range(3):
+                getattr(torch.ops.threads_of_a_test, name)(torch.ones(3))
+
+sys.setswitchinterval(1e-6)
+barrier = threading.Barrier(4)
+threads = [threading.Thread(target=call_all) for _ in range(4)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+"""
+
+
+def test_operators_are_made_before_threads_ask_for_them() -> None:
+    finished = subprocess.run(
+        [sys.executable, "-c", PROGRAM], cwd=ROOT, capture_output=True, text=True, timeout=100, check=False
+    )
+    assert finished.returncode == 0, finished.stderr
