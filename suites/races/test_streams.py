@@ -11,11 +11,13 @@ from engine.contract import Accumulation, Capability, Grouping, Layout, Plan, Pr
 from fixtures.chain import CHAIN, CHECKPOINTED_CHAIN, LOOPED_CHAIN
 from fixtures.idle import FROZEN
 from fixtures.optimizers import SGD
+from fixtures.problems import MLP_UNEVEN
 from harness.case import Problem, Schedule, Training, Watch
 from harness.ledger.agreement import RanksAgree
 from harness.parity import MatchesOracle
 from harness.pytest_plugin import Trial
 from harness.races.law import NoRaces
+from harness.scripts.parts import AllForwardsFirst, Backwards
 from harness.worlds.sizes import FOUR_OR_MORE_EVEN, SEVERAL
 
 LAWS = (NoRaces(), MatchesOracle(), RanksAgree())
@@ -156,6 +158,24 @@ def test_gathers_wait_for_the_event_of_the_step(trial: Trial) -> None:
 @pytest.mark.worlds(SEVERAL)
 def test_streams_wait_with_several_reductions_in_flight(trial: Trial) -> None:
     _holds(trial, replace(SHARDED, max_reduce_buffers=3))
+
+
+@on_a_cpu
+@pytest.mark.prey("CopiesOutDuringTheGather", "FreesTheCopiedBuffer")
+@pytest.mark.worlds(SEVERAL)
+def test_streams_wait_where_forwards_wait_for_their_backwards(trial: Trial) -> None:
+    """What a backward gathered ahead and did not use is memory again for the gathers of the next one."""
+    script = AllForwardsFirst(backwards=Backwards.ONE_BY_ONE)
+    plan = Plan(layout=Layout.SHARD, units=MLP_UNEVEN.units, demands=script.demands)
+    training = Training(
+        problem=MLP_UNEVEN,
+        optimizer=SGD,
+        plan=plan,
+        schedule=Schedule(microbatches=2),
+        script=script,
+        watch=frozenset({Watch.RACES}),
+    )
+    trial.holds(training, *LAWS)
 
 
 def _holds(trial: Trial, plan: Plan, problem: Problem = CHAIN, schedule: Schedule | None = None) -> None:
