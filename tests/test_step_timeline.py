@@ -94,9 +94,10 @@ def test_everything_beneath_torchs_surface_is_told() -> None:
 
 
 @pytest.mark.slow
-def test_the_script_runs(tmp_path: Path) -> None:
-    (code,) = re.findall(r"<!-- script: train.py -->\n```python\n(.*?)```", PAGE.read_text(), re.S)
-    script = tmp_path / "train.py"
+@pytest.mark.parametrize("name", ["train.py", "train_wrapped.py"])
+def test_the_script_runs(name: str, tmp_path: Path) -> None:
+    (code,) = re.findall(rf"<!-- script: {name} -->\n```python\n(.*?)```", PAGE.read_text(), re.S)
+    script = tmp_path / name
     script.write_text(code)
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
     done = subprocess.run(
