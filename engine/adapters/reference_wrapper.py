@@ -3,22 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import ClassVar
-
-from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from engine import reference
-from engine.adapters.wrapper import CAPABILITIES, Piece, PreparedWrapper, open_wrapper
-from engine.contract import Engine, Plan, PreparedModel, WrapperNames
+from engine.adapters.wrapper import CAPABILITIES, Piece, PreparedWrapper, WrapperEngine
+from engine.contract import WrapperNames
 from engine.reference import comm_hooks, wrapping
-from engine.reference.original_names import clean_name
 from engine.reference.scaler import ShardedGradScaler
-from engine.reference.whole import arrangement_of
-from engine.reference.wrapper_base import wrappers_in
-from engine.reference.wrapper_state import own_names
+from engine.reference.wrapper_state import named_pieces
 
-__all__ = ["NAMES", "PreparedReferenceWrapper", "ReferenceWrapperEngine", "pieces"]
+__all__ = ["NAMES", "PreparedReferenceWrapper", "ReferenceWrapperEngine"]
 
 NAMES = WrapperNames(
     FullyShardedDataParallel=reference.FullyShardedDataParallel,
@@ -44,34 +37,12 @@ NAMES = WrapperNames(
 class PreparedReferenceWrapper(PreparedWrapper):
     """Reads each unit's arrangement."""
 
-    def __init__(self, module: nn.Module, model: nn.Module, names: WrapperNames = NAMES) -> None:
-        super().__init__(module, model, names, pieces)
-
-
-class ReferenceWrapperEngine(Engine):
-    """Each unit is one flat parameter: gathered before use, its gradient reduce-scattered after backward."""
-
-    name = "reference.wrapper"
-    capabilities = CAPABILITIES
-    names: ClassVar[WrapperNames] = NAMES
-
-    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        """Wrap every unit of the plan, then the root."""
-        plan.refuse_beyond(self.capabilities)
-        return PreparedReferenceWrapper(open_wrapper(self.names, model, plan, mesh), model, self.names)
-
-
-def pieces(root: nn.Module) -> Iterator[Piece]:
-    """Find where the pieces of sharded or flat units lie; others are whole parameters under their own names."""
-    paths = {module: name for name, module in root.named_modules()}
-    for wrapper in wrappers_in(root):
-        prefix = clean_name(f"{paths[wrapper]}." if paths[wrapper] else "")
-        names = {piece: name for name, piece in reversed(list(own_names(wrapper)))}
-        for group in wrapper.groups:
-            flat = arrangement_of(group)
-            for piece in flat.parameters if flat.num_ranks > 1 or wrapper.is_flat else ():
+    def pieces(self) -> Iterator[Piece]:
+        """Leave out whole parameters under their own names."""
+        for name, group, piece in named_pieces(self.module):
+            if group.mesh.shard_size > 1 or not piece.is_visible:
                 yield Piece(
-                    name=prefix + names[piece],
+                    name=name,
                     shape=tuple(piece.shape),
                     start=piece.first,
                     numel=piece.local_numel,
@@ -79,3 +50,12 @@ def pieces(root: nn.Module) -> Iterator[Piece]:
                     is_flat=not piece.is_visible,
                     offset=piece.offset,
                 )
+
+
+class ReferenceWrapperEngine(WrapperEngine):
+    """The wrapper of our own engine."""
+
+    name = "reference.wrapper"
+    capabilities = CAPABILITIES
+    names = NAMES
+    prepared_type = PreparedReferenceWrapper

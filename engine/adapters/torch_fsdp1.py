@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import ClassVar
 
 from torch import nn
 from torch.distributed.algorithms._comm_hooks import default_hooks
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FlatParameter, FullyShardedDataParallel, wrap
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
-from engine.adapters.wrapper import CAPABILITIES, PREFIX, Piece, PreparedWrapper, open_wrapper
-from engine.contract import Capability, Engine, Plan, PreparedModel, WrapperNames
+from engine.adapters.wrapper import CAPABILITIES, PREFIX, Piece, PreparedWrapper, WrapperEngine
+from engine.contract import Capability, WrapperNames
 
-__all__ = ["NAMES", "FullyShardedDataParallelEngine", "PreparedFsdp1", "pieces"]
+__all__ = ["NAMES", "FullyShardedDataParallelEngine", "PreparedFsdp1"]
 
 NAMES = WrapperNames(
     FullyShardedDataParallel=FullyShardedDataParallel,
@@ -40,26 +38,22 @@ NAMES = WrapperNames(
 class PreparedFsdp1(PreparedWrapper):
     """Reads what FSDP1 keeps in private attributes, and tells nowhere."""
 
-    def __init__(self, module: nn.Module, model: nn.Module, names: WrapperNames = NAMES) -> None:
-        super().__init__(module, model, names, pieces)
+    def pieces(self) -> Iterator[Piece]:
+        """Ask each unit's handle."""
+        return _pieces(self.module)
 
 
-class FullyShardedDataParallelEngine(Engine):
-    """Each unit is one flat parameter: gathered before use, its gradient reduce-scattered after backward."""
+class FullyShardedDataParallelEngine(WrapperEngine):
+    """torch's own wrapper."""
 
     name = "torch.fsdp1"
     # Without an accelerator it refuses to offload, when training is under way.
     capabilities = CAPABILITIES - {Capability.CPU_OFFLOAD}
-    names: ClassVar[WrapperNames] = NAMES
-
-    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        """Wrap every unit of the plan, then the root."""
-        plan.refuse_beyond(self.capabilities)
-        return PreparedFsdp1(open_wrapper(self.names, model, plan, mesh), model, self.names)
+    names = NAMES
+    prepared_type = PreparedFsdp1
 
 
-def pieces(root: nn.Module) -> Iterator[Piece]:
-    """Find where the pieces of units lie."""
+def _pieces(root: nn.Module) -> Iterator[Piece]:
     prefixes = {id(module): name for name, module in root.named_modules()}
     for unit in FullyShardedDataParallel.fsdp_modules(root):
         handle = unit._handle

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import warnings
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -23,6 +24,7 @@ from torch.distributed.fsdp import (
 from engine.contract import (
     BackwardGather,
     Capability,
+    Engine,
     Layout,
     Offload,
     Plan,
@@ -34,7 +36,7 @@ from engine.contract import (
     shard_of,
 )
 
-__all__ = ["CAPABILITIES", "PREFIX", "Piece", "PreparedWrapper", "open_wrapper"]
+__all__ = ["CAPABILITIES", "PREFIX", "Piece", "PreparedWrapper", "WrapperEngine"]
 
 # What the wrapper puts into the names of everything inside a module that it wraps.
 PREFIX = "_fsdp_wrapped_module."
@@ -93,10 +95,10 @@ class Piece:
         return read
 
 
-class PreparedWrapper(PreparedModel):
+class PreparedWrapper(PreparedModel, ABC):
     """Between forward and backward parameters are pieces of the unit's flat one: intervals, where it is sharded.
 
-    ``pieces`` finds those of the units that are sharded or flat; all other parameters are read as they are.
+    Each engine says by ``pieces`` where those are; all other parameters are read as they are.
     """
 
     def __init__(
@@ -104,12 +106,14 @@ class PreparedWrapper(PreparedModel):
         module: Any,  # the engine's wrapper
         model: nn.Module,
         names: WrapperNames,
-        pieces: Callable[[nn.Module], Iterator[Piece]],
     ) -> None:
         super().__init__(module, named=model)
         self._root = module
         self._names = names
-        self._pieces = pieces
+
+    @abstractmethod
+    def pieces(self) -> Iterator[Piece]:
+        """Find the pieces of the units that are sharded or flat."""
 
     def wrapper(self) -> WrapperNames:
         """Give the engine's names."""
@@ -165,7 +169,7 @@ class PreparedWrapper(PreparedModel):
 
     def _owned(self) -> Iterator[tuple[str, nn.Parameter, Callable[[torch.Tensor], Shard]]]:
         """Give each parameter's name, whom the optimizer updates for it, and how to read a tensor of that one."""
-        pieces = list(self._pieces(self.module))
+        pieces = list(self.pieces())
         owners = {piece.owner for piece in pieces}
         for piece in pieces:
             yield piece.name, piece.owner, piece.of
@@ -181,7 +185,19 @@ def _gradient(owner: nn.Parameter, read: Callable[[torch.Tensor], Shard]) -> Sha
     return read(torch.empty_like(owner)) if owner.requires_grad and not owner.numel() else None
 
 
-def open_wrapper(names: WrapperNames, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> Any:
+class WrapperEngine(Engine):
+    """Each unit is one flat parameter: gathered before use, its gradient reduce-scattered after backward."""
+
+    names: ClassVar[WrapperNames]
+    prepared_type: ClassVar[type[PreparedWrapper]]
+
+    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
+        """Wrap every unit of the plan, then the root."""
+        plan.refuse_beyond(self.capabilities)
+        return self.prepared_type(_open(self.names, model, plan, mesh), model, self.names)
+
+
+def _open(names: WrapperNames, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> Any:
     """Wrap every unit of the plan, then the root; gives the root's wrapper."""
     if plan.layout is Layout.REPLICATE:
         plan.refuse_options_of_shards()

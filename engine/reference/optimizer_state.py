@@ -12,9 +12,7 @@ from torch import nn
 from engine.reference.flat import FlatPiece
 from engine.reference.group import Group
 from engine.reference.original_names import clean_name
-from engine.reference.whole import arrangement_of
-from engine.reference.wrapper_base import wrappers_in
-from engine.reference.wrapper_state import own_names
+from engine.reference.wrapper_state import named_pieces
 
 __all__ = [
     "NamedState",
@@ -71,22 +69,15 @@ class Snapshot:
 
 def all_owned(model: nn.Module) -> Iterator[Owned]:
     """Give every parameter of ``model`` that an optimizer may have, wrapped ones in the order of wrappers."""
-    prefixes = {module: name for name, module in model.named_modules()}
-    managed: set[nn.Parameter] = set()
-    for wrapper in wrappers_in(model):
-        path = clean_name(prefixes[wrapper] + "." if prefixes[wrapper] else "")
-        names: dict[FlatPiece, str] = {}
-        for name, piece in own_names(wrapper):
-            names.setdefault(piece, path + name)
-        for group in wrapper.groups:
-            by_owner: dict[nn.Parameter, list[tuple[str, FlatPiece | None]]] = {}
-            for piece in arrangement_of(group).parameters:
-                by_owner.setdefault(piece.owned, []).append((names[piece], piece))
-            managed.update(by_owner)
-            for parameter, pieces in by_owner.items():
-                yield Owned(parameter=parameter, pieces=tuple(pieces), group=group)
+    by_owner: dict[nn.Parameter, list[tuple[str, FlatPiece | None]]] = {}
+    groups: dict[nn.Parameter, Group] = {}
+    for name, group, piece in named_pieces(model):
+        by_owner.setdefault(piece.owned, []).append((name, piece))
+        groups[piece.owned] = group
+    for parameter, pieces in by_owner.items():
+        yield Owned(parameter=parameter, pieces=tuple(pieces), group=groups[parameter])
     for name, parameter in model.named_parameters():
-        if parameter not in managed:
+        if parameter not in by_owner:
             yield Owned(parameter=parameter, pieces=((clean_name(name), None),), group=None)
 
 

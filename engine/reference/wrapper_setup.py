@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import MixedPrecision
 
+from engine.reference.discovery import unmanaged
 from engine.reference.materialize import broadcast_states, materialize, move_to_device
 from engine.reference.nested import map_tensors
 from engine.reference.wrapper_base import WrapperBase, wrappers_in
@@ -98,10 +99,5 @@ def prepare_states(
     )
     for group in synchronised_by:
         broadcast_states(module, group, ignored_modules=modules, ignored_parameters=ignored.parameters)
-    has_own = any(
-        p not in ignored.parameters
-        for m in module.modules()
-        if m not in modules
-        for p in m._parameters.values()
-    )
+    has_own = unmanaged((module,), set(ignored.parameters))
     return own_device if has_own or not inside else inside[0].compute_device

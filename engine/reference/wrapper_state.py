@@ -27,12 +27,12 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from engine.reference.flat import FLAT_NAME, FlatPiece
 from engine.reference.group import Group
-from engine.reference.original_names import PREFIX, clean_name
+from engine.reference.original_names import PREFIX, clean_name, name_in
 from engine.reference.summoning import own_modules
 from engine.reference.whole import Showing, arrangement_of, showing_whole
-from engine.reference.wrapper_base import WrapperBase
+from engine.reference.wrapper_base import WrapperBase, wrappers_in
 
-__all__ = ["Importer", "default_settings", "export_states", "own_names", "settings_for", "sharded_over"]
+__all__ = ["Importer", "default_settings", "export_states", "named_pieces", "settings_for", "sharded_over"]
 
 _CONFIGS: dict[StateDictType, tuple[type[StateDictConfig], type[OptimStateDictConfig]]] = {
     StateDictType.FULL_STATE_DICT: (FullStateDictConfig, FullOptimStateDictConfig),
@@ -67,8 +67,19 @@ def own_names(wrapper: WrapperBase) -> Iterator[tuple[str, FlatPiece]]:
     for group in wrapper.groups:
         for piece in arrangement_of(group).parameters:
             for site in piece.sites:
-                path = paths[site.module]
-                yield clean_name(f"{path}.{site.name}" if path else site.name), piece
+                yield name_in(paths[site.module], site.name), piece
+
+
+def named_pieces(model: nn.Module) -> Iterator[tuple[str, Group, FlatPiece]]:
+    """Give every managed parameter of ``model`` once, by the first of its names, with its group; wrapper by wrapper."""
+    paths = {module: name for name, module in model.named_modules()}
+    for wrapper in wrappers_in(model):
+        names: dict[FlatPiece, str] = {}
+        for name, piece in own_names(wrapper):
+            names.setdefault(piece, name_in(paths[wrapper], name))
+        for group in wrapper.groups:
+            for piece in arrangement_of(group).parameters:
+                yield names[piece], group, piece
 
 
 def sharded_over(whole: torch.Tensor, group: Group) -> DTensor:
@@ -118,7 +129,7 @@ def _rename(states: dict[str, Any], keys: list[str], old: str, new: str) -> None
 def _restore_buffers(wrapper: WrapperBase, states: dict[str, Any], prefix: str) -> None:
     paths = {module: name for name, module in wrapper.wrapped.named_modules()}
     for (module, name), dtype in wrapper.buffer_dtypes.items():
-        key = prefix + clean_name(f"{paths[module]}.{name}".removeprefix("."))
+        key = prefix + name_in(paths[module], name)
         if key in states:
             states[key] = states[key].to(dtype)
 
@@ -129,7 +140,7 @@ def _export_full(wrapper: WrapperBase, states: dict[str, Any], prefix: str, keep
         paths = {module: name for name, module in wrapper.wrapped.named_modules()}
         for module in own_modules(wrapper):
             for name in module._buffers:
-                states.pop(prefix + clean_name(f"{paths[module]}.{name}".removeprefix(".")), None)
+                states.pop(prefix + name_in(paths[module], name), None)
         for name, _ in own_names(wrapper):
             states.pop(prefix + name, None)
         states.pop(prefix + FLAT_NAME, None)

@@ -15,7 +15,7 @@ __all__ = ["watching_races"]
 
 @contextmanager
 def watching_races(recorder: Recorder) -> Iterator[RaceWatch]:
-    """RaceWatch what the calling thread's rank does to memory, and on which streams, until exit."""
+    """Watch what the calling thread's rank does to memory, and on which streams, until exit."""
     watch = RaceWatch(recorder)
     with tracked_streams():
         set_watch(watch)

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import ShardingStrategy
 
 from harness.script import Bench
+from suites.wrapper.exercises.wrapped import wrap
 
 __all__ = [
     "ROWS",
@@ -133,10 +134,9 @@ def mean_loss(output: torch.Tensor, size: int) -> torch.Tensor:
 def wrapped(bench: Bench, model: nn.Module, units: tuple[str, ...] = UNITS, **options: Any) -> Any:
     """Wrap the units and the model; ``options`` are the wrapper's own, with original parameters by default."""
     chosen = {model.get_submodule(name) for name in units}
-    options = {"use_orig_params": True, "device_id": bench.device, **options}
     # A policy refuses a model that has wrapped units already.
     policy = bench.names.CustomPolicy(lambda module: module in chosen) if chosen else None
-    return bench.names.FullyShardedDataParallel(model, auto_wrap_policy=policy, **options)
+    return wrap(bench, model, auto_wrap_policy=policy, **options)
 
 
 def train(bench: Bench, root: Any, step: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:

@@ -23,6 +23,16 @@ def _order(norm_type: float, *hunted: str) -> object:
     return pytest.param(norm_type, id=f"norm_{norm_type:g}", marks=prey(*hunted) if hunted else ())
 
 
+of_each_norm = pytest.mark.parametrize(
+    "norm_type",
+    [
+        _order(1.0, "SumsNormsOfReplicas"),
+        _order(2.0, "SumsNormsOfReplicas"),
+        _order(math.inf, "SumsTheLargest"),
+    ],
+)
+
+
 @pytest.mark.worlds(SEVERAL)
 @pytest.mark.parametrize("form", Form, ids=lambda form: form.name.lower())
 @pytest.mark.parametrize(
@@ -39,54 +49,26 @@ def test_clips_shards_by_the_norm_of_the_whole(trial: Trial, norm_type: float, f
 
 
 @pytest.mark.worlds(SEVERAL)
-@pytest.mark.parametrize(
-    "norm_type",
-    [
-        _order(1.0, "SumsNormsOfReplicas"),
-        _order(2.0, "SumsNormsOfReplicas"),
-        _order(math.inf, "SumsTheLargest"),
-    ],
-)
+@of_each_norm
 def test_counts_what_is_replicated_once(trial: Trial, norm_type: float) -> None:
     arguments = (ShardingStrategy.NO_SHARD, Form.ORIGINAL, norm_type)
     hold(trial, norms.clip, *CLIPPED, arguments=arguments)
 
 
 @pytest.mark.worlds(FOUR_OR_MORE_EVEN)
-@pytest.mark.parametrize(
-    "norm_type",
-    [
-        _order(1.0, "SumsNormsOfReplicas"),
-        _order(2.0, "SumsNormsOfReplicas"),
-        _order(math.inf, "SumsTheLargest"),
-    ],
-)
+@of_each_norm
 def test_counts_shards_of_several_replicas_once(trial: Trial, norm_type: float) -> None:
     hold(trial, norms.clip_hybrid, *CLIPPED, arguments=(norm_type,))
 
 
 @pytest.mark.worlds(SEVERAL)
-@pytest.mark.parametrize(
-    "norm_type",
-    [
-        _order(1.0, "SumsNormsOfReplicas"),
-        _order(2.0, "SumsNormsOfReplicas"),
-        _order(math.inf, "SumsTheLargest"),
-    ],
-)
+@of_each_norm
 def test_clips_a_mixture_of_shards_and_replicas(trial: Trial, norm_type: float) -> None:
     hold(trial, norms.clip_a_mixture, *CLIPPED, arguments=(norm_type,))
 
 
 @pytest.mark.worlds(SEVERAL)
-@pytest.mark.parametrize(
-    "norm_type",
-    [
-        _order(1.0, "SumsNormsOfReplicas"),
-        _order(2.0, "SumsNormsOfReplicas"),
-        _order(math.inf, "SumsTheLargest"),
-    ],
-)
+@of_each_norm
 def test_counts_what_it_ignores_once(trial: Trial, norm_type: float) -> None:
     hold(trial, norms.clip_beside_ignored, *CLIPPED, arguments=(norm_type,))
 
