@@ -136,7 +136,8 @@ class Watch(Enum):
 class Training:
     """Everything that decides what a run observes, but for the engine and the world.
 
-    ``convert`` is a dtype to which the model is converted once prepared; data follow it.
+    ``convert`` is a dtype to which the model is converted once prepared; data follow it. ``schedules``: so many are
+    run at least, where ranks are threads; see `harness.effort`.
     """
 
     problem: Problem
@@ -147,6 +148,7 @@ class Training:
     convert: torch.dtype | None = None
     resume: Resume | None = None
     watch: frozenset[Watch] = frozenset()
+    schedules: int = 1
 
     @property
     def needs(self) -> frozenset[Capability]:

@@ -54,6 +54,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Judge engines on suites: launch worlds, record verdicts, write the reports."""
     from harness import expectations_file
     from harness.aside import describe
+    from harness.effort import Effort
     from harness.provenance import today
     from harness.run_directory import refuse_existing
     from harness.worlds.spec import WorldSpec
@@ -66,6 +67,9 @@ def run(arguments: argparse.Namespace) -> int:
         expectations_file.read(file, today=today())
     for world in arguments.world or []:
         WorldSpec.parse(world)
+    effort = Effort(
+        seed=arguments.schedule_seed, num_schedules=arguments.schedules, is_thorough=arguments.thorough
+    )
     for engine in arguments.engine or []:
         if engine not in BUILT_IN:
             describe(engine)
@@ -74,6 +78,9 @@ def run(arguments: argparse.Namespace) -> int:
         *(f"--world={world}" for world in arguments.world or []),
         f"--out={out}",
         f"--deadline={arguments.deadline}",
+        f"--schedule-seed={effort.seed}",
+        f"--schedules={effort.num_schedules}",
+        *(["--thorough"] if effort.is_thorough else []),
         *([f"--expectations={file}"] if file else ["--no-expectations"]),
         *(["-n", str(arguments.workers)] if arguments.workers else []),
         *(["-k", arguments.keyword] if arguments.keyword else []),
@@ -238,6 +245,7 @@ def _parser() -> argparse.ArgumentParser:
         "--engine", action="append", metavar="NAME", help="repeat for several; default: all built in"
     )
     _add_selection(sub, worlds="threads:2")
+    _add_effort(sub)
     group = sub.add_mutually_exclusive_group()
     group.add_argument(
         "--expectations", metavar="FILE", help="known failures; default: suites/expectations.toml"
@@ -290,6 +298,25 @@ def _add_proofs(commands: Any) -> None:
         help="every mutant on one case, the first whose prey it is",
     )
     sub.set_defaults(command=mutants)
+
+
+def _add_effort(sub: argparse.ArgumentParser) -> None:
+    """Add what says how hard to look."""
+    sub.add_argument(
+        "--schedule-seed", type=int, default=0, metavar="S", help="seed of the first schedule; default: 0"
+    )
+    sub.add_argument(
+        "--schedules",
+        type=int,
+        default=1,
+        metavar="N",
+        help="run each case under N schedules, where ranks are threads",
+    )
+    sub.add_argument(
+        "--thorough",
+        action="store_true",
+        help="watch for all that can be watched on a CPU; about 3 x the time",
+    )
 
 
 def _add_selection(sub: argparse.ArgumentParser, *, worlds: str) -> None:

@@ -18,9 +18,13 @@ ROOT = ""  # the unit of what no other unit takes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
-    """The parameters of one unit of a plan; ``shapes`` are whole, one for each parameter however often registered."""
+    """The parameters of one unit of a plan, each once however often registered, by its first name.
+
+    ``shapes`` are whole.
+    """
 
     unit: str
+    names: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
     bytes_per_element: int
 
@@ -45,6 +49,7 @@ def groups_of(training: Training) -> tuple[Group, ...]:
 
 def _groups(training: Training) -> Iterator[Group]:
     plan, model = training.plan, training.problem.build()
+    names = {parameter: name for name, parameter in model.named_parameters()}
     taken = {model.get_parameter(name) for name in plan.ignored}
     # With several roots nobody owns what is outside of them.
     units = plan.units if plan.roots is Roots.EACH_UNIT else (*plan.units, ROOT)
@@ -55,5 +60,8 @@ def _groups(training: Training) -> Iterator[Group]:
         if own:
             first = next(iter(own))
             yield Group(
-                unit=unit, shapes=tuple(tuple(p.shape) for p in own), bytes_per_element=first.element_size()
+                unit=unit,
+                names=tuple(names[p] for p in own),
+                shapes=tuple(tuple(p.shape) for p in own),
+                bytes_per_element=first.element_size(),
             )

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import assert_never
 
 from engine.contract import Capability
-from harness.case import Case, Refusal
+from harness.case import Case, Refusal, Training, Watch
 from harness.keep import Kept
-from harness.law import Evidence, Ruling
+from harness.law import Evidence, Law, Ruling
 from harness.ledger.agreement import first_disagreement, waiting_for
+from harness.ledger.buffers import LeavesBuffersAlone, ResultsAreWaitedFor
 from harness.ledger.laws import ReadsAreSilent
 from harness.oracle import OracleObservation
+from harness.races.law import NoRaces
 from harness.record import LawRecord, OutcomeRecord, TensorRecord
 from harness.vacuity import vacuous_because
 from harness.verdict import Verdict
@@ -27,11 +29,14 @@ from harness.worlds.outcome import (
     causal,
 )
 
-__all__ = ["Judgement", "judge", "judge_failure"]
+__all__ = ["Judgement", "implied", "judge", "judge_failure"]
 
 # Errors of the threads world that say what the engine did, as gloo's hangs and garbage do not.
 _MISMATCH = "CollectiveMismatchError"
 _DEADLOCKS = frozenset({"DeadlockError", "CollectiveTimeoutError"})
+
+_IMPLIED: tuple[Law, ...] = (ReadsAreSilent(), LeavesBuffersAlone(), ResultsAreWaitedFor())
+_IMPLIED_BY: Mapping[Watch, Law] = {Watch.RACES: NoRaces()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +66,11 @@ def judge(case: Case, declared: Set[Capability], kept: Kept, oracle: OracleObser
     if not kept.result.is_clean:
         return judge_failure(kept)
     return _judge_laws(case, kept, oracle)
+
+
+def implied(training: Training) -> tuple[Law, ...]:
+    """Give the laws that hold of every training, and those of what it is watched for, whatever a case asks."""
+    return (*_IMPLIED, *(law for watch, law in _IMPLIED_BY.items() if watch in training.watch))
 
 
 def _judge_refusal(undeclared: Set[Capability], kept: Kept) -> Judgement:
@@ -152,17 +162,19 @@ def _judge_laws(case: Case, kept: Kept, oracle: OracleObservation) -> Judgement:
         ranks=kept.ranks,
         oracle=oracle,
     )
-    rulings = [law.judge(evidence) for law in (ReadsAreSilent(), *case.laws)]
+    always = implied(case.training)
+    asked = tuple(law for law in case.laws if law not in always)
+    rulings = [law.judge(evidence) for law in (*always, *asked)]
     broken = [r for r in rulings if not r.record.held]
     worst = _worst(broken or rulings)
-    laws = tuple(r.record for r in rulings)
+    records = tuple(r.record for r in rulings)
     if broken:
-        return Judgement(verdict=Verdict.FAILED, headline=_headline(broken[0]), laws=laws, worst=worst)
+        return Judgement(verdict=Verdict.FAILED, headline=_headline(broken[0]), laws=records, worst=worst)
     reason = vacuous_because(evidence)
     if reason is not None:
-        return Judgement(verdict=Verdict.VACUOUS, headline=reason, laws=laws, worst=worst)
+        return Judgement(verdict=Verdict.VACUOUS, headline=reason, laws=records, worst=worst)
     held = "; ".join(_headline(r) for r in rulings)
-    return Judgement(verdict=Verdict.PASSED, headline=held, laws=laws, worst=worst)
+    return Judgement(verdict=Verdict.PASSED, headline=held, laws=records, worst=worst)
 
 
 def _headline(ruling: Ruling) -> str:

@@ -19,6 +19,7 @@ from harness.aside import describe
 from harness.case import Case, Refusal, Training
 from harness.catalogue import collected
 from harness.collection import Refusals, refuse
+from harness.effort import Effort
 from harness.errors import HarnessBug, UsageError
 from harness.expectations import expected
 from harness.hunt import NOBODY, Grounds, Hunt
@@ -40,6 +41,7 @@ __all__ = ["Trial"]
 
 _DEFAULT_WORLDS = ["threads:2"]
 _CELLS = pytest.StashKey[Sequence[Cell]]()
+_EFFORT = pytest.StashKey[Effort]()
 _EXPECTATIONS = pytest.StashKey[Expectations | None]()
 _KEPT = pytest.StashKey[int]()  # how many tests this plugin would run, had nothing else left some out
 _TABLES = (TESTS, *TABLES.values())
@@ -123,6 +125,19 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         choices=[str(breadth.value) for breadth in Breadth],
         help="engines are mutants: give each case those that its prey marks name, or one case each of these, or all",
     )
+    group.addoption(
+        "--schedule-seed", type=int, default=0, metavar="S", help="seed of the first schedule (default: 0)"
+    )
+    group.addoption(
+        "--schedules",
+        type=int,
+        default=1,
+        metavar="N",
+        help="run each case under so many schedules, where ranks are threads (default: 1)",
+    )
+    group.addoption(
+        "--thorough", action="store_true", help="watch every training for all that can be watched on a CPU"
+    )
     group.addoption("--deadline", type=float, default=60.0, metavar="S", help="seconds a world may take")
 
 
@@ -134,6 +149,7 @@ def pytest_configure(config: pytest.Config) -> None:
         config.addinivalue_line("markers", mark)
     try:
         config.stash[_CELLS] = _cells(config)
+        config.stash[_EFFORT] = _effort(config)
         config.stash[_EXPECTATIONS] = _expectations(config)
         if config.getoption("--out") and not hasattr(config, "workerinput"):
             refuse_existing(Path(config.getoption("--out")))
@@ -141,7 +157,13 @@ def pytest_configure(config: pytest.Config) -> None:
         raise pytest.UsageError(str(error)) from error
     if not hasattr(config, "workerinput"):
         out = config.getoption("--out")
-        sink = Sink(config, config.stash[_CELLS], config.stash[_EXPECTATIONS], Path(out) if out else None)
+        sink = Sink(
+            config,
+            config.stash[_CELLS],
+            config.stash[_EXPECTATIONS],
+            Path(out) if out else None,
+            config.stash[_EFFORT],
+        )
         config.pluginmanager.register(sink, "shardproof-sink")
         config.pluginmanager.register(Refusals(), "shardproof-refusals")
     if config.getoption("--prey"):
@@ -229,7 +251,8 @@ def trial_session(
     folder = Path(replay or out) if replay or out else tmp_path_factory.mktemp("run")
     worker = getattr(config, "workerinput", {}).get("workerid", "main")
     session = TrialSession(
-        Source(folder=folder.resolve() / OBSERVATIONS, worker=worker, is_replay=replay is not None)
+        Source(folder=folder.resolve() / OBSERVATIONS, worker=worker, is_replay=replay is not None),
+        config.stash[_EFFORT],
     )
     yield session
     session.close()
@@ -247,6 +270,19 @@ def _cells(config: pytest.Config) -> list[Cell]:
             describe(engine)
     engines = list(dict.fromkeys(config.getoption("--engine") or sorted(BUILT_IN)))
     return [Cell(engine=engine, world=world) for engine in engines for world in worlds]
+
+
+def _effort(config: pytest.Config) -> Effort:
+    """Read the options; a replay looks at what the run to replay made its effort for."""
+    replay = config.getoption("--replay")
+    if replay:
+        made = read_run(Path(replay)).header
+        return Effort(seed=made.seed, num_schedules=made.num_schedules, is_thorough=made.is_thorough)
+    return Effort(
+        seed=config.getoption("--schedule-seed"),
+        num_schedules=config.getoption("--schedules"),
+        is_thorough=config.getoption("--thorough"),
+    )
 
 
 def _expectations(config: pytest.Config) -> Expectations | None:

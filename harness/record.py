@@ -172,8 +172,10 @@ class Header:
     hardware: dict[str, str]
     git_head: str
     git_dirty: bool
-    seed: int
+    seed: int  # of the first schedule
     num_cases: int
+    num_schedules: int = 1
+    is_thorough: bool = False
     expectations: Expectations | None = None
     schema: int = SCHEMA_VERSION
 

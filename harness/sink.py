@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from harness.catalogue import Catalogue
+from harness.effort import Effort
 from harness.expectations import Ran, unused
 from harness.node import Node
 from harness.provenance import footer, header
@@ -41,11 +42,13 @@ class Sink:
         cells: Sequence[Cell],
         expectations: Expectations | None,
         out: Path | None,
+        effort: Effort,
     ) -> None:
         self._config = config
         self._cells = cells
         self._expectations = expectations
         self._out = out
+        self._effort = effort
         self._writer: RunWriter | None = None
         self._expected: list[Node] = []
         self._records: list[Record] = []
@@ -121,10 +124,16 @@ class Sink:
             command=_as_typed(),
             engines=tuple(dict.fromkeys(c.engine for c in self._cells)),
             worlds=self._worlds(),
-            seed=0,
+            seed=self._effort.seed,
             num_cases=len(nodes),
         )
-        self._writer = RunWriter(self._out, replace(start, expectations=self._expectations))
+        start = replace(
+            start,
+            num_schedules=self._effort.num_schedules,
+            is_thorough=self._effort.is_thorough,
+            expectations=self._expectations,
+        )
+        self._writer = RunWriter(self._out, start)
 
     def _worlds(self) -> tuple[str, ...]:
         return tuple(dict.fromkeys(str(cell.world) for cell in self._cells))

@@ -26,6 +26,7 @@ __all__ = [
     "HashStore",
     "Store",
     "c10d_state",
+    "call_after_backward",
     "cpu_kernel",
     "create_subgroup",
     "fake_backend",
@@ -138,6 +139,19 @@ def cpu_kernel(operator: Any) -> Callable[..., Any] | None:
     except RuntimeError:
         return None
     return partial(kernel.call_boxed, _DispatchKeys(_DispatchKey.CPU))
+
+
+def call_after_backward(callback: Callable[[], None]) -> bool:
+    """Have the backward that is under way on this thread call back when it has computed all; False if none is.
+
+    What is queued earlier is called earlier.
+    """
+    # Any: the stubs know neither.
+    engine: Any = torch.autograd.Variable._execution_engine
+    if _guards._current_graph_task_id() == -1:
+        return False
+    engine.queue_callback(callback)
+    return True
 
 
 # Any: modules.

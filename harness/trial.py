@@ -14,16 +14,18 @@ from engine.contract import Plan
 from harness.aside import aside, describe
 from harness.case import Case, Training
 from harness.drive import drive_rank
+from harness.effort import Effort
 from harness.errors import UsageError
+from harness.exploration import Scheduled, explore, load_schedules
 from harness.judge import Judgement, judge
-from harness.keep import Kept, keep_result, load_kept
+from harness.keep import keep_result
 from harness.ledger.summary import summarize
 from harness.oracle import OracleObservation, run_oracle
-from harness.record import Record
+from harness.record import LedgerLine, Record
 from harness.script import EachMicrobatch
 from harness.scripts.exercise import Exercise
 from harness.verdict import Verdict
-from harness.worlds.launch import WorldPool, launch
+from harness.worlds.launch import WorldPool
 from harness.worlds.spec import WorldSpec
 
 __all__ = ["Cell", "Source", "TrialSession"]
@@ -55,25 +57,32 @@ class Source:
 class TrialSession:
     """Runs and judges cases; remembers oracles and what each world observed."""
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: Source, effort: Effort | None = None) -> None:
         self._source = source
+        self._effort = effort or Effort()
         self._oracles: dict[tuple[str, int], OracleObservation] = {}
-        self._kept: dict[Path, Kept] = {}
+        self._kept: dict[Path, tuple[Scheduled, ...]] = {}
         self._pool = WorldPool(source.folder / source.worker / "pool")
 
     def run(self, case: Case, cell: Cell, *, suite: str, command: str) -> Record:
         """Judge one case in one cell; our own errors become the verdict ERRORED, the caller's are raised."""
         started = time.monotonic()
         engine = describe(cell.engine)
-        training = case.training
+        training = self._effort.applied(case.training, cell.world)
+        case = replace(case, training=training)
         if not training.needs <= engine.capabilities:
             training = _unexercised(training)  # what it would call plays no part in whether a plan is refused
         folder = self._folder(cell, training)
+        seed = self._effort.seed
+        ledger: tuple[LedgerLine, ...] = ()
         try:
-            kept = self._observe(training, cell, folder)
             oracle = self._oracle(case.training, case.training.plan.data_size(cell.world.size))
-            judgement = judge(case, engine.capabilities, kept, oracle)
-            ledger = summarize(kept.ledgers)
+            for scheduled in self._observe(training, cell, folder):
+                seed = scheduled.seed
+                judgement = judge(case, engine.capabilities, scheduled.kept, oracle)
+                ledger = summarize(scheduled.kept.ledgers)
+                if judgement.verdict is not Verdict.PASSED:
+                    break
         except UsageError:
             raise
         except Exception as error:  # whatever breaks here is ours, and must not stop the other cases
@@ -81,13 +90,13 @@ class TrialSession:
             judgement = Judgement(
                 verdict=Verdict.ERRORED, headline=f"{type(error).__name__}: {error}\n{text}"
             )
-            ledger = ()
+        options = self._effort.options(seed)
         return Record(
             engine=cell.engine,
             case=case.id,
             world=str(cell.world),
             verdict=judgement.verdict,
-            headline=judgement.headline,
+            headline=f"under schedule {seed}: {judgement.headline}" if seed else judgement.headline,
             suite=suite,
             engine_version=engine.version,
             laws=judgement.laws,
@@ -95,7 +104,7 @@ class TrialSession:
             ledger=ledger,
             outcomes=judgement.outcomes,
             observation=str(Path(self._source.folder.name) / folder.relative_to(self._source.folder)),
-            command=command,
+            command=" ".join((command, *options)),
             duration_s=round(time.monotonic() - started, 4),
         )
 
@@ -111,27 +120,33 @@ class TrialSession:
     def _oracle(self, training: Training, world_size: int) -> OracleObservation:
         # The engine and most of the plan change neither what is right nor the noise around it.
         arithmetic = replace(
-            _unexercised(training), plan=_arithmetic(training.plan), resume=None, watch=frozenset()
+            _unexercised(training),
+            plan=_arithmetic(training.plan),
+            resume=None,
+            watch=frozenset(),
+            schedules=1,
         )
         key = (_digest(arithmetic), world_size)
         if key not in self._oracles:
             self._oracles[key] = aside(run_oracle, arithmetic, world_size)
         return self._oracles[key]
 
-    def _observe(self, training: Training, cell: Cell, folder: Path) -> Kept:
+    def _observe(self, training: Training, cell: Cell, folder: Path) -> tuple[Scheduled, ...]:
         if folder not in self._kept:
             if not self._source.is_replay:
+                if folder.exists():  # a world of an earlier, interrupted run of the same case
+                    shutil.rmtree(folder)
                 self._launch(training, cell, folder)
-            self._kept[folder] = load_kept(folder)
+            self._kept[folder] = load_schedules(folder)
         return self._kept[folder]
 
     def _launch(self, training: Training, cell: Cell, folder: Path) -> None:
-        if folder.exists():  # a world of an earlier, interrupted run of the same case
-            shutil.rmtree(folder)
+        job = (drive_rank, training, cell.engine)
         # Starting ranks is cheap on the CPU, where a fresh world per case shares nothing; on CUDA it is dear.
-        run = launch if cell.world.device == "cpu" else self._pool.run
-        result = run(cell.world, drive_rank, training, cell.engine, folder=folder)
-        keep_result(result, folder)
+        if cell.world.device == "cpu":
+            explore(cell.world, self._effort.seeds(training, cell.world), *job, folder=folder)
+        else:
+            keep_result(self._pool.run(cell.world, *job, folder=folder), folder)
 
 
 def _unexercised(training: Training) -> Training:
@@ -165,6 +180,7 @@ def _digest(training: Training) -> str:
     after = None if training.resume is None else training.resume.after_steps
     parts += [repr(x) for x in (training.schedule, training.script, training.convert, after)]
     parts += sorted(watch.name for watch in training.watch)
+    parts += [str(training.schedules)] * (training.schedules > 1)
     text = "|".join(parts)
     return (
         f"{training.problem.name}-{training.optimizer.name}-{hashlib.sha256(text.encode()).hexdigest()[:10]}"

@@ -21,9 +21,10 @@ import torch
 import torch.distributed as dist
 
 from harness.door.call import Call
+from harness.door.futures import late_future, late_futures
 from harness.door.site import call_site
 from harness.door.spelling import SPELLINGS, Spelling, process_group
-from harness.ledger.entry import Op
+from harness.ledger.entry import HarmKind, Op
 from harness.ledger.recorder import CallSummary, Recorder
 from harness.torch_versions import replaced_kernels
 
@@ -38,8 +39,11 @@ _REDUCE_OP_NAMES = {op: name.lower() for name, op in dist.ReduceOp.RedOpType.__m
 class Carrier(Protocol):
     """What moves the data of a call; the backend itself where there is none."""
 
-    def carry(self, call: Call) -> dist.Work:
-        """Start the call and return its work; a synchronous call is complete on return."""
+    def carry(self, call: Call, on_harm: Callable[[HarmKind, str], None]) -> dist.Work:
+        """Start the call and return its work; a synchronous call is complete on return.
+
+        ``on_harm`` is told, with the site, what was done to the buffers of an asynchronous one too early.
+        """
 
 
 class Listener(Protocol):
@@ -57,6 +61,10 @@ def _nobody() -> Listener | None:
     return None
 
 
+def _ignore(_kind: HarmKind, _site: str) -> None:
+    """Tell nobody."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Door:
     """Who records a call made on this thread, who else listens, what carries it, and which ranks a group has."""
@@ -68,11 +76,17 @@ class Door:
 
 
 class WatchedWork(dist.Work):
-    """A work that tells the recorder when somebody waits for it, or takes its future in order to."""
+    """A work that tells the recorder when somebody waits for it, or for its future.
 
-    def __init__(self, inner: dist.Work, on_wait: Callable[[WatchedWork], None]) -> None:
+    A device's own future knows of streams; taking it counts as waiting.
+    """
+
+    def __init__(
+        self, inner: dist.Work, on_wait: Callable[[WatchedWork], None], *, has_own_future: bool
+    ) -> None:
         super().__init__()
         self._inner = inner
+        self._has_own_future = has_own_future
         self._on_wait = on_wait
 
     # Any below: dist.Work's own methods are untyped where they hand tensors back.
@@ -81,8 +95,10 @@ class WatchedWork(dist.Work):
         return self._inner.wait() if timeout is None else self._inner.wait(timeout)
 
     def get_future(self) -> Any:
-        self._on_wait(self)
-        return self._inner.get_future()
+        if self._has_own_future:
+            self._on_wait(self)
+            return self._inner.get_future()
+        return late_future(self)
 
     def synchronize(self) -> None:
         self._on_wait(self)
@@ -96,7 +112,11 @@ class WatchedWork(dist.Work):
         return self._inner.result()
 
     def is_completed(self) -> bool:
-        return self._inner.is_completed()
+        # Whoever is told that a result is there may use it: that ends a wait like any other.
+        is_completed = self._inner.is_completed()
+        if is_completed:
+            self._on_wait(self)
+        return is_completed
 
     def is_success(self) -> bool:
         return self._inner.is_success()
@@ -119,7 +139,7 @@ def standing_in_c10d(door: Door, devices: tuple[str, ...] = ("CPU",)) -> Iterato
     """
     works = _Works()
     kernels = {name: partial(_Kernel, name, spelling, door, works) for name, spelling in SPELLINGS.items()}
-    with replaced_kernels("c10d", kernels, devices):
+    with late_futures(), replaced_kernels("c10d", kernels, devices):
         yield
 
 
@@ -130,13 +150,13 @@ class _Works:
         self._waiting: dict[int, WatchedWork] = {}
         self._recent: deque[WatchedWork] = deque(maxlen=_RECENT_WORKS)
 
-    def watch(self, inner: dist.Work, on_wait: Callable[[], None]) -> WatchedWork:
+    def watch(self, inner: dist.Work, on_wait: Callable[[], None], device: torch.device) -> WatchedWork:
         def hear(work: WatchedWork) -> None:
             on_wait()
             if self._waiting.pop(id(work), None) is not None:
                 self._recent.append(work)
 
-        work = WatchedWork(inner, hear)
+        work = WatchedWork(inner, hear, has_own_future=device.type != "cpu")
         self._waiting[id(work)] = work
         return work
 
@@ -162,21 +182,23 @@ class _Kernel:
         # The dispatcher leaves trailing defaults out.
         arguments = {**self._defaults, **dict(zip(self._names, args, strict=False)), **kwargs}
         call = _read(self._spelling, arguments, self._door.ranks_of)
-        hear = self._announce(call, recorder)
+        seq = -1 if recorder is None else recorder.issued(_summary(call))
+        hear = self._announce(call, recorder, seq)
         inner: dist.Work | None
         if self._door.carrier is not None:
-            inner = self._door.carrier.carry(call)
+            inner = self._door.carrier.carry(
+                call, _ignore if recorder is None else partial(recorder.harmed, seq)
+            )
         else:
             inner = _work_in(self._original.call_boxed(keyset, *args, **kwargs))
         if not self._spelling.returns_work or inner is None:
             hear()
             return None
-        boxed = self._works.watch(inner, hear).boxed()
+        boxed = self._works.watch(inner, hear, call.device).boxed()
         return boxed if self._spelling.returned is None else (arguments[self._spelling.returned], boxed)
 
-    def _announce(self, call: Call, recorder: Recorder | None) -> Callable[[], None]:
-        """Tell of a call before it starts; gives what tells of waits for it."""
-        seq = -1 if recorder is None else recorder.issued(_summary(call))
+    def _announce(self, call: Call, recorder: Recorder | None, seq: int) -> Callable[[], None]:
+        """Tell the listener of a call before it starts; gives what tells of waits for it."""
         listener = self._door.listener()
         issued = None if listener is None else listener.issued(call)
 

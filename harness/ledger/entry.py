@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from enum import StrEnum
 from typing import Any
 
 __all__ = [
     "Entry",
+    "Harm",
+    "HarmKind",
     "Ledger",
     "Op",
     "Phase",
     "Wait",
     "entry_from_json",
     "entry_to_json",
+    "harm_from_json",
+    "harm_to_json",
     "wait_from_json",
     "wait_to_json",
 ]
@@ -60,6 +64,27 @@ class Wait:
     num_issued: int | None = None
 
 
+class HarmKind(StrEnum):
+    """What became of a collective's buffers while it was under way."""
+
+    INPUT_OVERWRITTEN = "its input was overwritten"
+    INPUT_FREED = "its input was freed"
+    OUTPUT_OVERWRITTEN = "its output was written to"
+    OUTPUT_FREED = "its output was freed"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Harm:
+    """Something done to a collective's buffers before its result was there, and where that was noticed, at the wait."""
+
+    kind: HarmKind
+    phase: Phase
+    step: int
+    microbatch: int
+    unit: str | None
+    site: str
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
     """One collective issued by one rank.
@@ -69,7 +94,8 @@ class Entry:
     of this rank's contribution. ``step`` is -1 before the first step; ``microbatch`` is -1 outside one.
     ``group`` holds global ranks and ``group_seq`` counts that group's collectives on this rank from 0
     (point-to-point messages count per peer). ``unit`` is the innermost unit whose forward or backward was
-    under way when the call was made. ``wait`` is None for a result that nobody waited for.
+    under way when the call was made. ``wait`` is None for a result that nobody waited for. ``harms`` are known of
+    worlds of threads alone.
     """
 
     seq: int
@@ -90,6 +116,7 @@ class Entry:
     unit: str | None
     thread: str
     site: str
+    harms: tuple[Harm, ...] = ()
 
     @property
     def signature(self) -> tuple[object, ...]:
@@ -130,6 +157,7 @@ def entry_to_json(entry: Entry) -> dict[str, object]:
     result: dict[str, object] = {name: getattr(entry, name) for name in _FIELDS}
     if entry.wait is not None:
         result["wait"] = wait_to_json(entry.wait)
+    del result["harms"]  # written where they are noticed, as lines of their own
     return result
 
 
@@ -152,6 +180,17 @@ def wait_from_json(data: Mapping[str, Any]) -> Wait:
         microbatch=data["microbatch"],
         num_issued=data.get("num_issued"),
     )
+
+
+def harm_to_json(harm: Harm) -> dict[str, object]:
+    """Give the JSON object of a harm."""
+    return asdict(harm)
+
+
+# Any: JSON.
+def harm_from_json(data: Mapping[str, Any]) -> Harm:
+    """Read what `harm_to_json` wrote."""
+    return Harm(**{**data, "kind": HarmKind(data["kind"]), "phase": Phase(data["phase"])})
 
 
 def entry_from_json(data: Mapping[str, object]) -> Entry:

@@ -6,7 +6,7 @@ import json
 import os
 import threading
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,12 +14,16 @@ from typing import NamedTuple
 
 from harness.ledger.entry import (
     Entry,
+    Harm,
+    HarmKind,
     Ledger,
     Op,
     Phase,
     Wait,
     entry_from_json,
     entry_to_json,
+    harm_from_json,
+    harm_to_json,
     wait_from_json,
     wait_to_json,
 )
@@ -65,6 +69,7 @@ class Recorder:
     def __init__(self, journal: Path | None = None) -> None:
         self._entries: list[Entry] = []
         self._waits: dict[int, Wait] = {}
+        self._harms: dict[int, tuple[Harm, ...]] = {}
         self._seq_of_group: Counter[tuple[object, ...]] = Counter()
         self._axis_of_group: dict[str, str] = {}
         self._phase = Phase.PREPARE
@@ -136,10 +141,18 @@ class Recorder:
             self._waits[seq] = wait
             self._write({"wait": seq, **wait_to_json(wait)})
 
-    def ledger(self) -> Ledger:
-        """Give all entries so far with their waits."""
+    def harmed(self, seq: int, kind: HarmKind, site: str) -> None:
+        """Write down what was done to the buffers of a call before its result was there; noticed now, at ``site``."""
         with self._lock:
-            return tuple(replace(e, wait=self._waits.get(e.seq)) for e in self._entries)
+            phase, step, microbatch, unit = self.place
+            harm = Harm(kind=kind, phase=phase, step=step, microbatch=microbatch, unit=unit, site=site)
+            self._harms[seq] = (*self._harms.get(seq, ()), harm)
+            self._write({"harm": seq, **harm_to_json(harm)})
+
+    def ledger(self) -> Ledger:
+        """Give all entries so far with their waits, and with what became of their buffers."""
+        with self._lock:
+            return _complete(self._entries, self._waits, self._harms)
 
     def close(self) -> None:
         """Close the journal."""
@@ -183,12 +196,22 @@ def read_journal(path: Path) -> Ledger:
     """Read the ledger a rank left behind, however it ended; an unfinished last line is dropped."""
     entries: list[Entry] = []
     waits: dict[int, Wait] = {}
+    harms: dict[int, tuple[Harm, ...]] = {}
     if not path.exists():
         return ()
     for text in path.read_bytes().split(b"\n")[:-1]:
         line = json.loads(text)
         if "entry" in line:
             entries.append(entry_from_json(line["entry"]))
+        elif "harm" in line:
+            seq = line.pop("harm")
+            harms[seq] = (*harms.get(seq, ()), harm_from_json(line))
         else:
             waits[line["wait"]] = wait_from_json(line)
-    return tuple(replace(e, wait=waits.get(e.seq)) for e in entries)
+    return _complete(entries, waits, harms)
+
+
+def _complete(
+    entries: Iterable[Entry], waits: Mapping[int, Wait], harms: Mapping[int, tuple[Harm, ...]]
+) -> Ledger:
+    return tuple(replace(e, wait=waits.get(e.seq), harms=harms.get(e.seq, ())) for e in entries)

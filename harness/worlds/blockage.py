@@ -15,6 +15,7 @@ from harness.worlds.agreement import SitedCall
 from harness.worlds.awaited import Awaited
 from harness.worlds.collective_errors import DeadlockError
 from harness.worlds.rank_identity import is_home_thread
+from harness.worlds.turns import Sleeper, Turns
 
 __all__ = ["Blockage", "Waiter"]
 
@@ -28,16 +29,16 @@ class Waiter:
     awaited: Awaited
     sited: SitedCall
     thread: int
-    condition: threading.Condition
+    sleeper: Sleeper
     is_released: bool = False
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Blockage:
-    """All blocked threads of a world, and the ranks that have returned; guarded by ``lock``."""
+    """All blocked threads of a world, and the ranks that have returned; guarded by the turns' lock."""
 
     world_size: int
-    lock: threading.Lock
+    turns: Turns
     left: set[int] = field(default_factory=set)
     _waiters: dict[Waiter, None] = field(default_factory=dict)
     _threads: dict[int, set[int]] = field(default_factory=dict)
@@ -52,8 +53,8 @@ class Blockage:
 
     def enter(self, awaited: Awaited, sited: SitedCall) -> Waiter:
         """Note that the calling thread is about to block."""
-        condition = threading.Condition(self.lock)
-        waiter = Waiter(awaited=awaited, sited=sited, thread=threading.get_ident(), condition=condition)
+        sleeper = self.turns.sleeper()
+        waiter = Waiter(awaited=awaited, sited=sited, thread=threading.get_ident(), sleeper=sleeper)
         self._waiters[waiter] = None
         return waiter
 
@@ -65,8 +66,8 @@ class Blockage:
         """Let go all who wait for ``awaited``; None lets go everybody."""
         for waiter in [w for w in self._waiters if awaited is None or w.awaited is awaited]:
             waiter.is_released = True
-            waiter.condition.notify()
             del self._waiters[waiter]
+            self.turns.wake(waiter.sleeper)
 
     def resolve(self) -> None:
         """Fail what can never complete, and release who waits for it."""

@@ -2,21 +2,28 @@
 
 [Note: what is late] A call copies its inputs and returns; if it is asynchronous its outputs are poisoned
 until somebody waits on its work. So an engine that reads a result too early reads NaN every time, not once in
-a while, and one that never waits trains on NaN.
+a while, and one that never waits trains on NaN. When the result is there, the call's buffers are looked at: an
+input that changed or is gone, or an output that is not poison any more, was touched while it was the transport's.
+
+[Note: schedules] Which rank runs, and how late each result is, is drawn from the seed of the turns, and from nothing
+else: of the first one, by the exchange's own order of calls; of the second, by each rank's. Under the seed
+RUN_UNTIL_BLOCKED every result is as late as can be.
 """
 
 from __future__ import annotations
 
 import copy
-import threading
+import random
 import time
 from collections import Counter
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch.distributed as dist
 
 from harness.door.call import Call
 from harness.door.site import call_site
-from harness.ledger.entry import Op
+from harness.ledger.entry import HarmKind, Op
 from harness.torch_versions import raw_access
 from harness.worlds.agreement import SitedCall, check_alone
 from harness.worlds.awaited import Arrival, Awaited, Mailbox, Meeting, Message, Receipt, snapshot
@@ -27,30 +34,54 @@ from harness.worlds.collective_errors import (
     CollectiveTimeoutError,
     WorldAbandonedError,
 )
-from harness.worlds.late_work import LateWork, poison
+from harness.worlds.late_work import Lateness, LateWork
+from harness.worlds.loan import Loan
+from harness.worlds.poison import poison
+from harness.worlds.turns import RUN_UNTIL_BLOCKED, Turns
 
 __all__ = ["Exchange"]
 
 _GroupKey = tuple[str, tuple[int, ...]]
 _BoxKey = tuple[_GroupKey, int, int]
+# What is drawn from for each asynchronous call; see Lateness. As late as can be finds most, so it has half.
+_NUM_CALLS = (None, None, None, 0, 1, 3)
+_NUM_POLLS = (0, 0, 1, 3)
+OnHarm = Callable[[HarmKind, str], None]
+
+
+class _Open(NamedTuple):
+    """An asynchronous work whose result is not written yet, and who is told of harm."""
+
+    work: LateWork
+    on_harm: OnHarm
+
+
+def _ignore(_kind: HarmKind, _site: str) -> None:
+    """Tell nobody."""
 
 
 class Exchange:
     """What the rank threads of one world share; carries every call that the door hands over."""
 
-    def __init__(self, world_size: int, poison_seed: int = 0) -> None:
-        self._poison_seed = poison_seed
-        self._lock = threading.Lock()
-        self._blockage = Blockage(world_size=world_size, lock=self._lock)
+    def __init__(self, world_size: int, turns: Turns | None = None) -> None:
+        self._turns = turns or Turns(world_size)
+        self._lock = self._turns.lock
+        self._blockage = Blockage(world_size=world_size, turns=self._turns)
         self._meetings: dict[tuple[_GroupKey, int], Meeting] = {}
         self._next_seq: Counter[tuple[_GroupKey, int]] = Counter()
         self._mailboxes: dict[_BoxKey, Mailbox] = {}
-        self._open: dict[int, LateWork] = {}
+        self._open: dict[int, _Open] = {}
+        self._draws = {rank: random.Random(f"{self._turns.seed} {rank}") for rank in range(world_size)}
         self._abandoned: str | None = None
 
-    def carry(self, call: Call) -> dist.Work:
-        """Start a call and return its work; a synchronous call has completed by then."""
+    def carry(self, call: Call, on_harm: OnHarm = _ignore) -> dist.Work:
+        """Start a call and return its work; a synchronous call has completed by then.
+
+        ``on_harm`` is told what becomes of the buffers of an asynchronous one before its result is there.
+        """
         sited = SitedCall(call=call, site=call_site())
+        self._turns.offer()
+        self._pass_call(sited.global_rank)
         check_alone(call, f"{call.op} of group {list(call.ranks)} at {sited.site}")
         with raw_access():
             arrival = Arrival(sited=sited, inputs=snapshot(call))
@@ -61,15 +92,29 @@ class Exchange:
                     awaited = self._receive(sited)
                 case _:
                     awaited = self._meet(arrival)
+            loan = None
             if call.is_async:
-                poison(call, self._poison_seed)
-        work = LateWork(sited, awaited, self._block, self._close)
+                poison(call, self._turns.seed)
+                loan = Loan(call, arrival.inputs, self._turns.seed)
+        work = LateWork(sited, awaited, self, loan, self._lateness(sited))
         if call.is_async:
             with self._lock:
-                self._open[id(work)] = work
+                self._open[id(work)] = _Open(work, on_harm)
         else:
             work.wait()
         return work
+
+    def give_way(self) -> None:
+        """Let other ranks run: this one asks over and over."""
+        self._turns.give_way()
+
+    def delivered(self, work: LateWork, loan: Loan | None) -> None:
+        """Close a work; look at what became of its buffers."""
+        with self._lock:
+            found = self._open.pop(id(work), None)
+        if found is not None and loan is not None:
+            for kind in loan.harms():
+                found.on_harm(kind, call_site())
 
     def leave(self, rank: int) -> None:
         """Note that a rank's body has returned: it will bring nothing more."""
@@ -81,13 +126,30 @@ class Exchange:
         """Wake every blocked rank, now and later, with WorldAbandonedError."""
         with self._lock:
             self._abandoned = self._abandoned or str(reason) or type(reason).__name__
+            self._turns.give_up("the world ends")
             self._blockage.release(None)
 
     def open_works(self) -> list[str]:
         """Describe the asynchronous works that nobody has waited for, by rank."""
         with self._lock:
-            calls = [sited for w in self._open.values() if (sited := w.pending) is not None]
+            calls = [sited for o in self._open.values() if (sited := o.work.pending) is not None]
         return [f"rank {c.global_rank}: {c}" for c in sorted(calls, key=lambda c: c.global_rank)]
+
+    def _pass_call(self, rank: int) -> None:
+        """Have results of this rank come that are as late as they shall be."""
+        if self._turns.seed == RUN_UNTIL_BLOCKED:
+            return
+        with self._lock:
+            works = [o.work for o in self._open.values()]
+        for work in works:
+            if work.pending is not None and work.pending.global_rank == rank:
+                work.pass_call()
+
+    def _lateness(self, sited: SitedCall) -> Lateness:
+        draw = self._draws.get(sited.global_rank)
+        if self._turns.seed == RUN_UNTIL_BLOCKED or draw is None:
+            return Lateness()
+        return Lateness(num_calls=draw.choice(_NUM_CALLS), num_polls=draw.choice(_NUM_POLLS))
 
     def _meet(self, arrival: Arrival) -> Meeting:
         call = arrival.sited.call
@@ -171,7 +233,7 @@ class Exchange:
         awaited.is_over = True
         self._blockage.release(awaited)
 
-    def _block(self, awaited: Awaited, sited: SitedCall, timeout_s: float | None) -> None:
+    def block(self, awaited: Awaited, sited: SitedCall, timeout_s: float | None) -> None:
         """Return once ``awaited`` is complete; raises its error, a timeout, or the world's end."""
         with self._lock:
             if not awaited.is_over:
@@ -187,19 +249,13 @@ class Exchange:
         waiter = self._blockage.enter(awaited, sited)
         self._blockage.resolve()
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        while not waiter.is_released:
-            left_s = None if deadline is None else deadline - time.monotonic()
-            if left_s is not None and left_s <= 0:
-                self._blockage.leave(waiter)
-                self._finish(awaited, _timeout(awaited, sited, timeout_s))
-                return
-            waiter.condition.wait(left_s)
+        self._turns.sleep(waiter.sleeper, lambda: waiter.is_released, deadline)
+        if not waiter.is_released:
+            self._blockage.leave(waiter)
+            self._finish(awaited, _timeout(awaited, sited, timeout_s))
+            return
         if not awaited.is_over and self._abandoned is not None:
             raise WorldAbandonedError(self._abandoned)
-
-    def _close(self, work: LateWork) -> None:
-        with self._lock:
-            self._open.pop(id(work), None)
 
 
 def _timeout(awaited: Awaited, sited: SitedCall, timeout_s: float | None) -> CollectiveTimeoutError:

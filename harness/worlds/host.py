@@ -22,15 +22,17 @@ import torch.distributed as dist
 from harness.door.kernels import Door, standing_in_c10d
 from harness.ledger.recorder import Recorder
 from harness.races.watch import current_watch
-from harness.torch_versions import FileStore, HashStore, Store
+from harness.torch_versions import FileStore, Store
 from harness.worlds.exchange import Exchange
 from harness.worlds.isolation import isolate_threads
+from harness.worlds.memory_store import MemoryStore
 from harness.worlds.message import Dying, Finished, HostSpec, Job, Ready, Started
 from harness.worlds.outcome import Raised, Returned
 from harness.worlds.rank import RankContext, journal_path, run_rank
 from harness.worlds.rank_identity import bind_rank, current_rank
 from harness.worlds.spec import WorldKind, WorldSpec
 from harness.worlds.threads_backend import global_ranks, register_threads_backend
+from harness.worlds.turns import Turns
 
 __all__ = ["host_main"]
 
@@ -128,7 +130,7 @@ def _host_process(link: Link, spec: HostSpec) -> None:
 
 def _host_threads(link: Link, spec: HostSpec) -> None:
     world = spec.world
-    stores = HashStore()
+    store = MemoryStore()
     recorders: dict[int, Recorder] = {}
 
     def recorder() -> Recorder | None:
@@ -139,29 +141,41 @@ def _host_threads(link: Link, spec: HostSpec) -> None:
     with isolate_threads(), _last_words(link):
         link.send(Ready())
         while (job := link.jobs.get()) is not None:
-            exchange = Exchange(world.size, poison_seed=world.seed)
+            turns = store.turns = Turns(world.size, job.seed)
+            exchange = Exchange(world.size, turns)
             contexts = [_context(world, rank, torch.device("cpu"), job) for rank in range(world.size)]
             recorders.update({c.rank: c.recorder for c in contexts})
             door = Door(recorder=recorder, ranks_of=global_ranks, carrier=exchange, listener=current_watch)
             with standing_in_c10d(door):
                 _run_threads(
-                    link, job, contexts, exchange, lambda rank: _join(world, "threads", stores, rank)
+                    link, job, contexts, turns, exchange, lambda rank: _join(world, "threads", store, rank)
                 )
 
 
 def _run_threads(
-    link: Link, job: Job, contexts: list[RankContext], exchange: Exchange, join: Callable[[int], None]
+    link: Link,
+    job: Job,
+    contexts: list[RankContext],
+    turns: Turns,
+    exchange: Exchange,
+    join: Callable[[int], None],
 ) -> None:
     def live(context: RankContext) -> None:
         bind_rank(context.rank)
         torch.set_num_threads(1)  # per thread under OpenMP
         link.send(Started(rank=context.rank, thread_ident=threading.get_ident()))
-        outcome = _report(link, context, job, lambda: None if dist.is_initialized() else join(context.rank))
-        match outcome:
-            case Returned():
-                exchange.leave(context.rank)
-            case Raised(is_symptom=False):
-                exchange.abort(f"rank {context.rank} raised {outcome.kind}: {outcome.message}")
+        turns.begin(context.rank)
+        try:
+            outcome = _report(
+                link, context, job, lambda: None if dist.is_initialized() else join(context.rank)
+            )
+            match outcome:
+                case Returned():
+                    exchange.leave(context.rank)
+                case Raised(is_symptom=False):
+                    exchange.abort(f"rank {context.rank} raised {outcome.kind}: {outcome.message}")
+        finally:
+            turns.end(context.rank)
 
     threads = [threading.Thread(target=live, args=(c,), name=f"rank{c.rank}", daemon=True) for c in contexts]
     for thread in threads:

@@ -4,44 +4,62 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
 from harness.door.call import Call
-from harness.ledger.entry import Op
 from harness.torch_versions import raw_access
 from harness.worlds.agreement import SitedCall
 from harness.worlds.awaited import Awaited, Receipt
+from harness.worlds.loan import Loan
 
-__all__ = ["LateWork", "poison"]
+__all__ = ["LateWork", "Lateness", "Office"]
 
-# Has both halves of every byte wrong for indices and counts, and is negative in every signed dtype.
-_GARBAGE_BYTE = 0xA5
+
+@dataclass(slots=True)
+class Lateness:
+    """How late a result is that everybody has come for.
+
+    ``num_calls``: after so many further calls of its rank it is written, wait or no wait; None: not before the
+    wait. ``num_polls``: so often asking whether it is complete is answered with no.
+    """
+
+    num_calls: int | None = None
+    num_polls: int = 0
+
+
+class Office(Protocol):
+    """Who keeps works: has their ranks wait, and is told what becomes of them."""
+
+    def block(self, awaited: Awaited, sited: SitedCall, timeout_s: float | None) -> None:
+        """Return once ``awaited`` is complete; raises its error, a timeout, or the world's end."""
+
+    def give_way(self) -> None:
+        """Let other ranks run: this one asks over and over."""
+
+    def delivered(self, work: LateWork, loan: Loan | None) -> None:
+        """Take note that a result is about to be written; the loan of an asynchronous call ends."""
 
 
 class LateWork(dist.Work):
-    """One rank's part in something awaited; results are written by the thread that waits, when it waits.
+    """One rank's part in something awaited; results are written by the rank's own thread, when it waits.
 
-    Taking the future counts as waiting: a C++ reducer then blocks on the future where nothing can see it, so
-    that neither an abort nor a deadlock would reach it, and a callback would run on another rank's thread.
+    Or earlier, where its lateness says so.
     """
 
     def __init__(
-        self,
-        sited: SitedCall,
-        awaited: Awaited,
-        block: Callable[[Awaited, SitedCall, float | None], None],
-        on_delivery: Callable[[LateWork], None],
+        self, sited: SitedCall, awaited: Awaited, office: Office, loan: Loan | None, lateness: Lateness
     ) -> None:
         super().__init__()
         self._pending: SitedCall | None = sited  # None once delivered, so that the tensors can go
         self._awaited: Awaited | None = awaited
-        self._block = block
-        self._on_delivery = on_delivery
+        self._office = office
+        self._loan = loan
+        self._lateness = lateness
         self._delivering = threading.RLock()
         call = sited.call
         # Weak: a work that somebody still holds must not keep the tensors that the engine has let go of.
@@ -57,19 +75,27 @@ class LateWork(dist.Work):
             if sited is None:
                 return True
             if awaited is not None:
-                self._block(awaited, sited, limit_s or sited.call.timeout_s)
+                self._office.block(awaited, sited, limit_s or sited.call.timeout_s)
                 if isinstance(awaited, Receipt):
                     self._source = awaited.source
                 with raw_access():
+                    self._office.delivered(self, self._loan)
                     _deliver(awaited, sited.call)
-            self._pending = self._awaited = None
-            self._on_delivery(self)
+            self._pending = self._awaited = self._loan = None
         return True
 
     @property
     def pending(self) -> SitedCall | None:
         """The call, until its result was written."""
         return self._pending
+
+    def pass_call(self) -> None:
+        """Note that the rank makes another call: the result comes now, if it is as late as it shall be."""
+        if self._lateness.num_calls is None or self._awaited is None or not self._awaited.is_over:
+            return
+        self._lateness.num_calls -= 1
+        if self._lateness.num_calls < 0 and self._awaited.error is None:
+            self.wait()
 
     def get_future(self) -> Any:  # Any: torch.futures.Future over a list of tensors
         """Wait, and return the completed future of the outputs."""
@@ -93,10 +119,13 @@ class LateWork(dist.Work):
     def is_completed(self) -> bool:
         """Say whether a wait would return at once; if so write the outputs, as a polling loop expects."""
         awaited = self._awaited
-        if awaited is not None and not awaited.is_over:
-            return False
-        self.wait()
-        return True
+        is_over = awaited is None or awaited.is_over
+        if is_over and (awaited is None or self._lateness.num_polls <= 0):
+            self.wait()
+            return True
+        self._lateness.num_polls -= is_over
+        self._office.give_way()
+        return False
 
     def is_success(self) -> bool:
         """Say whether the call completed without an error."""
@@ -113,36 +142,6 @@ class LateWork(dist.Work):
 
     def _source_rank(self) -> int:
         return self.source_rank()
-
-
-def poison(call: Call, seed: int) -> None:
-    """Overwrite the outputs of a call that is under way with what no engine can mistake for a result."""
-    for i, outputs in enumerate(call.outputs):
-        spared = _own_piece(call, i)
-        for output in outputs:
-            # A root, or a rank gathering in place, may go on reading what it gave.
-            if spared is None or output.data_ptr() != spared.data_ptr():
-                output.fill_(_garbage(output.dtype, seed))
-
-
-def _own_piece(call: Call, i: int) -> torch.Tensor | None:
-    """Give the tensor whose values the call does not change for its caller, should an output alias it."""
-    inputs = call.inputs[i] if i < len(call.inputs) else ()
-    if not inputs:
-        return None
-    if call.op is Op.SCATTER:
-        return inputs[call.rank]
-    return inputs[0] if call.op in {Op.BROADCAST, Op.ALL_GATHER, Op.GATHER} else None
-
-
-def _garbage(dtype: torch.dtype, seed: int) -> float | int | bool:
-    if dtype.is_floating_point or dtype.is_complex:
-        return float("nan")
-    if dtype is torch.bool:
-        return seed % 2 == 0
-    byte = (_GARBAGE_BYTE + seed) % 128
-    # The top bit makes it negative where there is a sign, and too large to be an index where there is none.
-    return byte - 128 if dtype.is_signed else byte + 128
 
 
 def _deliver(awaited: Awaited, call: Call) -> None:

@@ -57,8 +57,11 @@ class World:
             self._kill()
             raise
 
-    def run(self, body: Callable[..., Any], *args: Any, folder: Path) -> WorldResult:
-        """Run one job on every rank; after a result that is not clean the world is over."""
+    def run(self, body: Callable[..., Any], *args: Any, folder: Path, seed: int | None = None) -> WorldResult:
+        """Run one job on every rank; after a result that is not clean the world is over.
+
+        ``seed`` is of the schedule, where ranks are threads; None for that of the world's spec.
+        """
         if body.__module__ == "__main__":
             raise UsageError(
                 f"rank body {body.__qualname__}",
@@ -68,7 +71,7 @@ class World:
             )
         folder.mkdir(parents=True, exist_ok=True)
         deadline = time.monotonic() + self.spec.deadline_s
-        job = Job(body=body, args=args, folder=folder)
+        job = Job(body=body, args=args, folder=folder, seed=self.spec.seed if seed is None else seed)
         for host in self._hosts:
             host.begin(job)
         try:

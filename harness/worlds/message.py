@@ -29,11 +29,15 @@ class HostSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """What every rank of a world is to run: ``body(context, *args)``; journals and files go to ``folder``."""
+    """What every rank of a world is to run: ``body(context, *args)``; journals and files go to ``folder``.
+
+    ``seed`` is the schedule's; see `Turns`.
+    """
 
     body: Callable[..., Any]  # Any: the signature is (RankContext, *args)
     args: tuple[Any, ...]
     folder: Path
+    seed: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,6 +17,7 @@ __all__ = [
     "POWERS_OF_TWO",
     "SEVERAL",
     "SIX_OR_MORE_EVEN",
+    "THREE_OR_MORE",
     "Sizes",
 ]
 
@@ -36,6 +37,7 @@ class Sizes:
 
 ALONE = Sizes(name="one rank", allows=lambda size: size == 1)
 SEVERAL = Sizes(name="two ranks or more", allows=lambda size: size > 1)
+THREE_OR_MORE = Sizes(name="three ranks or more", allows=lambda size: size > 2)
 # For calls of an engine that keeps something for the whole process, so that ranks which share one disturb each other.
 APART = Sizes(name="ranks that share no process", allows=lambda size: size > 1, kind=WorldKind.PROCESSES)
 EVEN = Sizes(name="two replicas of equal size", allows=lambda size: size % 2 == 0)

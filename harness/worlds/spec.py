@@ -25,8 +25,7 @@ class WorldKind(StrEnum):
 class WorldSpec:
     """One world. ``deadline_s`` bounds the whole case; ``collective_timeout_s`` is the process group's own.
 
-    ``seed`` orders what the threads world may order freely, such as the poison in results that nobody
-    waited for yet.
+    ``seed`` orders what the threads world may order freely: whose turn it is, and how late results are.
     """
 
     kind: WorldKind

@@ -1,0 +1,212 @@
+"""Mutants that touch the buffers of a collective, or go on without its result, while it is under way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import chain, repeat
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
+
+from engine import reference
+from engine.adapters.reference import ReferenceEngine
+from engine.adapters.torch_ddp import DistributedDataParallelEngine
+from engine.contract import Plan, PreparedModel
+from engine.reference.collectives import DefaultAllGather, DefaultReduceScatter
+
+__all__ = [
+    "ClearsTheReduceInput",
+    "FillsTheGatherOutput",
+    "ForgetsTheWorkOfANorm",
+    "FreesTheInputOfAReduction",
+    "ReadsBucketsTooEarly",
+    "TrustsTheOrderOfArrival",
+]
+
+
+class _Clears(DefaultReduceScatter):
+    """Makes the input ready for the next gradients as soon as the reduction is issued."""
+
+    def __call__(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> dist.Work | None:
+        work = super().__call__(output_tensor, input_tensor, *args, **kwargs)
+        input_tensor.zero_()
+        return work
+
+
+class _Frees(DefaultReduceScatter):
+    """Gives the memory of the input back as soon as the reduction is issued."""
+
+    def __call__(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> dist.Work | None:
+        work = super().__call__(output_tensor, input_tensor, *args, **kwargs)
+        input_tensor.untyped_storage().resize_(0)
+        return work
+
+
+class _Fills(DefaultAllGather):
+    """Clears a row of the output when the gather of all rows is under way."""
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        work = super().__call__(output_tensor, input_tensor, group, async_op)
+        num_ranks = dist.get_world_size(group)
+        output_tensor.view(num_ranks, -1)[(dist.get_rank(group) + 1) % num_ranks].zero_()
+        return work
+
+
+class ClearsTheReduceInput(ReferenceEngine):
+    """The input of a reduction is set to zero before anybody waited for the reduction.
+
+    After deepspeedai/DeepSpeed#7188: one of two buffers was filled again before its reduction had finished.
+    """
+
+    name = "mutant.ClearsTheReduceInput"
+
+    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
+        """Shard honestly, then reduce so."""
+        return _each(
+            super().prepare(model, plan, mesh), lambda module: module.set_custom_reduce_scatter(_Clears())
+        )
+
+
+class FreesTheInputOfAReduction(ReferenceEngine):
+    """The input of a reduction is freed before anybody waited for the reduction.
+
+    After NVIDIA/Megatron-LM#5788: memory was given back with neither an event nor record_stream.
+    """
+
+    name = "mutant.FreesTheInputOfAReduction"
+
+    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
+        """Shard honestly, then reduce so."""
+        return _each(
+            super().prepare(model, plan, mesh), lambda module: module.set_custom_reduce_scatter(_Frees())
+        )
+
+
+class FillsTheGatherOutput(ReferenceEngine):
+    """A rank clears a row of a gather's output while the gather writes it.
+
+    After NVIDIA/Megatron-LM#4609: gathers under way shared a buffer with what else was going on.
+    """
+
+    name = "mutant.FillsTheGatherOutput"
+
+    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
+        """Shard honestly, then gather so."""
+        return _each(
+            super().prepare(model, plan, mesh), lambda module: module.set_custom_all_gather(_Fills())
+        )
+
+
+class ReadsBucketsTooEarly(DistributedDataParallelEngine):
+    """A hook gives gradients back that it read from the bucket before the future of their reduction was done.
+
+    After flagos-ai/Torch-FL#62: gradients were read while their reduction was under way.
+    """
+
+    name = "mutant.ReadsBucketsTooEarly"
+
+    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
+        """Wrap honestly, then register the hook."""
+        return _hooked(super().prepare(model, plan, mesh), _read_too_early)
+
+
+class ForgetsTheWorkOfANorm(DistributedDataParallelEngine):
+    """A hook sums the norms of gradients over ranks, for a log, and waits for nothing of it.
+
+    After pytorch/pytorch#64629: what ranks issue beside their reductions must be in one order, and be ended.
+    """
+
+    name = "mutant.ForgetsTheWorkOfANorm"
+
+    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
+        """Wrap honestly, then register the hook."""
+        return _hooked(super().prepare(model, plan, mesh), _forget_the_norm)
+
+
+class TrustsTheOrderOfArrival(DistributedDataParallelEngine):
+    """Rank 0 collects its first gradients in pieces from whoever sends, and takes them to come in order of ranks.
+
+    After pytorch/pytorch#64629: buckets were taken to be ready in one order on all ranks.
+    """
+
+    name = "mutant.TrustsTheOrderOfArrival"
+
+    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
+        """Wrap honestly, then register the hook."""
+        hooks = chain([_collect], repeat(_reduced_alone))
+        return _hooked(super().prepare(model, plan, mesh), lambda group, bucket: next(hooks)(group, bucket))
+
+
+# Any: a module that the reference engine has given its methods; what a hook is given and gives.
+def _each(prepared: PreparedModel, change: Callable[[Any], None]) -> PreparedModel:
+    for module in prepared.module.modules():
+        if isinstance(module, reference.FSDPModule):
+            change(module)
+    return prepared
+
+
+def _hooked(
+    prepared: PreparedModel, hook: Callable[[dist.ProcessGroup, Any], Future[torch.Tensor]]
+) -> PreparedModel:
+    ddp = prepared.module
+    assert isinstance(ddp, DistributedDataParallel)
+    # DDP reads annotations, and knows none that are text.
+    ddp.register_comm_hook(ddp.process_group, lambda group, bucket: hook(group, bucket))
+    return prepared
+
+
+def _reduced(group: dist.ProcessGroup, bucket: Any) -> Future[Any]:
+    """Reduce as DDP does without a hook."""
+    gradients = bucket.buffer().div_(dist.get_world_size(group))
+    work = dist.all_reduce(gradients, group=group, async_op=True)
+    assert work is not None
+    future: Future[Any] = work.get_future()
+    return future
+
+
+def _read_too_early(group: dist.ProcessGroup, bucket: Any) -> Future[torch.Tensor]:
+    future = _reduced(group, bucket)
+    early = bucket.buffer().clone()
+    return future.then(lambda _: early)
+
+
+def _forget_the_norm(group: dist.ProcessGroup, bucket: Any) -> Future[torch.Tensor]:
+    future = _reduced_alone(group, bucket)
+    norm = torch.linalg.vector_norm(bucket.parameters()[0].detach())
+    dist.all_reduce(norm, group=group, async_op=True)
+    return future
+
+
+def _reduced_alone(group: dist.ProcessGroup, bucket: Any) -> Future[torch.Tensor]:
+    return _reduced(group, bucket).then(lambda done: done.value()[0])
+
+
+def _collect(group: dist.ProcessGroup, bucket: Any) -> Future[torch.Tensor]:
+    gradients = _reduced(group, bucket).wait()[0]
+    num_ranks, rank = dist.get_world_size(group), dist.get_rank(group)
+    pieces = gradients[: gradients.numel() // num_ranks * num_ranks].view(num_ranks, -1)
+    dist.barrier(group)
+    if rank:
+        dist.send(pieces[rank], group=group, group_dst=0)
+    else:
+        for piece in pieces[1:]:
+            dist.recv(piece, group=group)
+    dist.broadcast(gradients, group=group, group_src=0)
+    done: Future[torch.Tensor] = Future()
+    done.set_result(gradients)
+    return done

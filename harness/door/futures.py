@@ -1,0 +1,117 @@
+"""The future of a work on a CPU: complete when somebody waits for it, and not before, as its work is.
+
+[Note: futures in backward] C++ waits for a future where nothing can see it, and DDP's reducer does so at the end
+of backward. So a future that was taken in backward is completed there, after all that backward computes and before
+what the reducer has queued for then: as late as can be, in the thread whose result it is. A future taken elsewhere
+is complete when Python waits for it, or asks for its value.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from harness.torch_versions import call_after_backward
+
+__all__ = ["LateFuture", "late_future", "late_futures"]
+
+_Future = torch.futures.Future
+_collect_all = torch.futures.collect_all
+_wait_all = torch.futures.wait_all
+
+
+class LateFuture(_Future[Any]):
+    """A future that ``deliver`` completes; whoever waits calls it."""
+
+    # Any, here and below: a future holds what its callbacks make of the result.
+    def __init__(self, deliver: Callable[[LateFuture], None], is_there: Callable[[], bool]) -> None:
+        super().__init__()
+        self._deliver = deliver
+        self._is_there = is_there
+
+    def come(self) -> None:
+        """Wait for the work, and complete."""
+        if not super().done():
+            self._deliver(self)
+
+    def wait(self) -> Any:
+        """Wait, and give the value."""
+        self.come()
+        return super().wait()
+
+    def value(self) -> Any:
+        """Give the value, for which it waits."""
+        self.come()
+        return super().value()
+
+    def done(self) -> bool:
+        """Say whether a wait would return at once."""
+        if not super().done() and self._is_there():
+            self.come()
+        return super().done()
+
+    def then(self, callback: Callable[[_Future[Any]], Any]) -> _Future[Any]:
+        """Give the future of what the callback makes of this one; it comes with this one."""
+        later = LateFuture(lambda _: self.come(), self.done)
+
+        def go_on(done: _Future[Any]) -> None:
+            try:
+                later.set_result(callback(done))
+            except Exception as error:  # whatever the callback raises belongs to who waits for it
+                later.set_exception(error)
+
+        self.add_done_callback(go_on)
+        return later
+
+
+def late_future(work: dist.Work) -> LateFuture:
+    """Give a work's future; the work is waited for when the future is."""
+
+    def deliver(future: LateFuture) -> None:
+        work.wait()
+        future.set_result(work.result())
+
+    future = LateFuture(deliver, work.is_completed)
+    if call_after_backward(_come_all):
+        _due.futures.append(future)
+    return future
+
+
+class _Due(threading.local):
+    """The futures that this thread's backward has left open."""
+
+    def __init__(self) -> None:
+        self.futures: list[LateFuture] = []
+
+
+_due = _Due()
+
+
+def _come_all() -> None:
+    while _due.futures:
+        _due.futures.pop(0).come()
+
+
+@contextmanager
+def late_futures() -> Iterator[None]:
+    """Have torch's functions over several futures wait for late ones, until exit; they would block in C++."""
+
+    def come(futures: Iterable[_Future[Any]]) -> list[_Future[Any]]:
+        given = list(futures)
+        for future in given:
+            if isinstance(future, LateFuture):
+                future.come()
+        return given
+
+    module: Any = torch.futures
+    module.collect_all = lambda futures: _collect_all(come(futures))
+    module.wait_all = lambda futures: _wait_all(come(futures))
+    try:
+        yield
+    finally:
+        module.collect_all, module.wait_all = _collect_all, _wait_all

@@ -1,0 +1,74 @@
+"""Laws over asynchronous collectives: somebody waits for each, and nobody touches its buffers before."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from harness.groups import ROOT, Group, groups_of
+from harness.law import Evidence, Ruling, rule
+from harness.ledger.entry import Entry, Ledger
+from harness.ledger.ruling import ledgers, when
+
+__all__ = ["LeavesBuffersAlone", "ResultsAreWaitedFor", "harm_in"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeavesBuffersAlone:
+    """While a collective is under way its input is neither changed nor freed, and its output is not written to.
+
+    Looked at where the result is delivered: in worlds of threads, for asynchronous collectives.
+    """
+
+    name: str = "buffers are left alone"
+
+    def judge(self, evidence: Evidence) -> Ruling:
+        """Look at every collective of every rank."""
+        groups = groups_of(evidence.training)
+        broken = [text for rank, ledger in ledgers(evidence) for text in _harms(rank, ledger, groups)]
+        num_async = sum(e.is_async for _, ledger in ledgers(evidence) for e in ledger)
+        return rule(self.name, broken, held=f"by {num_async} asynchronous collectives")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResultsAreWaitedFor:
+    """Somebody waits for each asynchronous collective of a training, at the latest at its end."""
+
+    name: str = "results are waited for"
+
+    def judge(self, evidence: Evidence) -> Ruling:
+        """Look at every collective of every rank."""
+        groups = groups_of(evidence.training)
+        broken = [
+            f"rank {rank}, {when(e)}: nobody ever waited for {_spell(e, groups)}"
+            for rank, ledger in ledgers(evidence)
+            for e in ledger
+            if e.is_async and e.wait is None
+        ]
+        num_async = sum(e.is_async for _, ledger in ledgers(evidence) for e in ledger)
+        return rule(self.name, broken, held=f"all {num_async} asynchronous ones")
+
+
+def harm_in(ledgers: Sequence[Ledger]) -> str | None:
+    """Tell the first harm that ranks did to buffers of collectives, for a world whose end it may explain."""
+    return next((text for rank, ledger in enumerate(ledgers) for text in _harms(rank, ledger, ())), None)
+
+
+def _harms(rank: int, ledger: Ledger, groups: Sequence[Group]) -> Iterator[str]:
+    for entry in ledger:
+        for harm in entry.harms:
+            yield (
+                f"rank {rank}, {when(entry)}: {harm.kind} before the wait at {harm.site}: {_spell(entry, groups)}"
+            )
+
+
+def _spell(entry: Entry, groups: Sequence[Group]) -> str:
+    """Say what a collective is, in whose turn it was issued, and whose parameters are of its size."""
+    during = "" if entry.unit is None else f" in {entry.phase} of {_name(entry.unit)}"
+    sizes = [g for g in groups if g.num_bytes == entry.num_bytes]
+    whose = f", of the size of {_name(sizes[0].unit)}: {', '.join(sizes[0].names)}" if len(sizes) == 1 else ""
+    return f"{entry.describe()}{during}{whose}"
+
+
+def _name(unit: str) -> str:
+    return "the root" if unit == ROOT else f"unit {unit!r}"

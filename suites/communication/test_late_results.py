@@ -1,0 +1,56 @@
+"""What is under way is waited for and left alone until then, in whatever order ranks and results come.
+
+All of it is asked of every other case as well. Results of a world of threads are late, so that an engine which does
+without one never has it by luck; and there the order of ranks is drawn from a seed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from engine.contract import Accumulation, Grouping, Layout, Plan, Reshard
+from fixtures.chain import CHAIN
+from fixtures.optimizers import SGD
+from harness.case import Schedule, Training
+from harness.ledger.agreement import RanksAgree
+from harness.ledger.buffers import LeavesBuffersAlone, ResultsAreWaitedFor
+from harness.parity import MatchesOracle
+from harness.pytest_plugin import Trial
+from harness.worlds.sizes import FOUR_OR_MORE_EVEN, SEVERAL, THREE_OR_MORE
+
+LAWS = (LeavesBuffersAlone(), ResultsAreWaitedFor(), MatchesOracle(), RanksAgree())
+SHARDED = Plan(
+    layout=Layout.SHARD, units=CHAIN.units, grouping=Grouping.REQUIRED, reshard=Reshard.AFTER_FORWARD
+)
+
+
+@pytest.mark.prey("ReadsBucketsTooEarly", "ForgetsTheWorkOfANorm")
+@pytest.mark.worlds(SEVERAL)
+def test_waits_for_results_whatever_the_layout(trial: Trial) -> None:
+    trial.holds(Training(problem=CHAIN, optimizer=SGD, plan=Plan(units=CHAIN.units)), *LAWS)
+
+
+@pytest.mark.prey("ClearsTheReduceInput", "FreesTheInputOfAReduction", "FillsTheGatherOutput")
+@pytest.mark.worlds(SEVERAL)
+@pytest.mark.parametrize(
+    "plan",
+    [
+        pytest.param(SHARDED, id="shard"),
+        pytest.param(
+            replace(SHARDED, layout=Layout.HYBRID), id="hybrid", marks=pytest.mark.worlds(FOUR_OR_MORE_EVEN)
+        ),
+        pytest.param(replace(SHARDED, accumulation=Accumulation.EVERY_MICROBATCH), id="microbatches"),
+    ],
+)
+def test_leaves_buffers_alone(trial: Trial, plan: Plan) -> None:
+    num = 1 if plan.accumulation is Accumulation.LAST_MICROBATCH else 3
+    training = Training(problem=CHAIN, optimizer=SGD, plan=plan, schedule=Schedule(microbatches=num))
+    trial.holds(training, *LAWS)
+
+
+@pytest.mark.prey("TrustsTheOrderOfArrival")
+@pytest.mark.worlds(THREE_OR_MORE)
+def test_learns_the_same_in_whatever_order_ranks_come(trial: Trial) -> None:
+    trial.holds(Training(problem=CHAIN, optimizer=SGD, plan=Plan(units=CHAIN.units), schedules=6), *LAWS)
