@@ -14,8 +14,9 @@ from engine.contract import Shard
 from harness.oracle import OracleObservation, Place, Quantity
 from harness.tolerance import allowed_error
 
-__all__ = ["UNSTRUCTURED", "looks_like"]
+__all__ = ["NOT_FINITE", "UNSTRUCTURED", "looks_like"]
 
+NOT_FINITE = "NaN or infinity"
 UNSTRUCTURED = "unstructured difference"
 
 # A hypothesis must fit this many times better than the error it explains, else any small defect would fit
@@ -92,7 +93,7 @@ def looks_like(oracle: OracleObservation, place: Place, rank: int, shard: Shard)
         allowed=allowed_error(oracle, place),
     )
     if not torch.isfinite(suspect.got).all():
-        return "NaN or infinity"
+        return NOT_FINITE
     for hypothesis in _hypotheses(suspect):
         if suspect.fits(hypothesis.tensor):
             return hypothesis.text

@@ -1,68 +1,43 @@
-"""One session's judging: case by engine by world to a record, each world run once, each oracle computed once."""
+"""One session's judging: case by engine by world to a record, under every schedule that was asked for."""
 
 from __future__ import annotations
 
-import hashlib
-import re
-import shutil
 import time
 import traceback
 from dataclasses import dataclass, replace
-from pathlib import Path
 
-from engine.contract import Plan
-from harness.aside import aside, describe
-from harness.case import Case, Training
-from harness.drive import drive_rank
+from engine.contract import Capability
+from harness.archive import Archive, Cell, Source, unexercised
+from harness.aside import describe
+from harness.case import Case, Training, Watch
+from harness.diagnosis import NOT_FINITE
 from harness.effort import Effort
 from harness.errors import UsageError
-from harness.exploration import Scheduled, explore, load_schedules
 from harness.judge import Judgement, judge
-from harness.keep import keep_result
 from harness.ledger.summary import summarize
-from harness.oracle import OracleObservation, run_oracle
+from harness.races.law import NoRaces
 from harness.record import LedgerLine, Record
-from harness.script import EachMicrobatch
-from harness.scripts.exercise import Exercise
 from harness.verdict import Verdict
-from harness.worlds.launch import WorldPool
-from harness.worlds.spec import WorldSpec
+from harness.worlds.spec import WorldKind
 
 __all__ = ["Cell", "Source", "TrialSession"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cell:
-    """One engine, by the name it was given, in one world."""
+class _Judged:
+    """What was made of a case, and under the schedule of which seed."""
 
-    engine: str
-    world: WorldSpec
-
-    def __str__(self) -> str:
-        return f"{self.engine}@{self.world}"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Source:
-    """Where observations are kept, and whether they are made or only read again.
-
-    Each worker of a session that runs in several processes writes below a folder of its own, and reads all.
-    """
-
-    folder: Path
-    worker: str = "main"
-    is_replay: bool = False
+    judgement: Judgement
+    seed: int
+    ledger: tuple[LedgerLine, ...] = ()
 
 
 class TrialSession:
-    """Runs and judges cases; remembers oracles and what each world observed."""
+    """Runs and judges cases."""
 
     def __init__(self, source: Source, effort: Effort | None = None) -> None:
-        self._source = source
         self._effort = effort or Effort()
-        self._oracles: dict[tuple[str, int], OracleObservation] = {}
-        self._kept: dict[Path, tuple[Scheduled, ...]] = {}
-        self._pool = WorldPool(source.folder / source.worker / "pool")
+        self._archive = Archive(source)
 
     def run(self, case: Case, cell: Cell, *, suite: str, command: str) -> Record:
         """Judge one case in one cell; our own errors become the verdict ERRORED, the caller's are raised."""
@@ -71,117 +46,71 @@ class TrialSession:
         training = self._effort.applied(case.training, cell.world)
         case = replace(case, training=training)
         if not training.needs <= engine.capabilities:
-            training = _unexercised(training)  # what it would call plays no part in whether a plan is refused
-        folder = self._folder(cell, training)
-        seed = self._effort.seed
-        ledger: tuple[LedgerLine, ...] = ()
+            training = unexercised(training)  # what it would call plays no part in whether a plan is refused
         try:
-            oracle = self._oracle(case.training, case.training.plan.data_size(cell.world.size))
-            for scheduled in self._observe(training, cell, folder):
-                seed = scheduled.seed
-                judgement = judge(case, engine.capabilities, scheduled.kept, oracle)
-                ledger = summarize(scheduled.kept.ledgers)
-                if judgement.verdict is not Verdict.PASSED:
-                    break
+            found = self._judged(case, training, cell, engine.capabilities)
         except UsageError:
             raise
         except Exception as error:  # whatever breaks here is ours, and must not stop the other cases
-            text = traceback.format_exc()
-            judgement = Judgement(
-                verdict=Verdict.ERRORED, headline=f"{type(error).__name__}: {error}\n{text}"
+            headline = f"{type(error).__name__}: {error}\n{traceback.format_exc()}"
+            found = _Judged(
+                judgement=Judgement(verdict=Verdict.ERRORED, headline=headline), seed=self._effort.seed
             )
-        options = self._effort.options(seed)
+        judgement, under = found.judgement, f"under schedule {found.seed}: " if found.seed else ""
         return Record(
             engine=cell.engine,
             case=case.id,
             world=str(cell.world),
             verdict=judgement.verdict,
-            headline=f"under schedule {seed}: {judgement.headline}" if seed else judgement.headline,
+            headline=under + judgement.headline,
             suite=suite,
             engine_version=engine.version,
             laws=judgement.laws,
             worst=judgement.worst,
-            ledger=ledger,
+            ledger=found.ledger,
             outcomes=judgement.outcomes,
-            observation=str(Path(self._source.folder.name) / folder.relative_to(self._source.folder)),
-            command=" ".join((command, *options)),
+            observation=self._archive.name(training, cell),
+            command=" ".join((command, *self._effort.options(found.seed))),
             duration_s=round(time.monotonic() - started, 4),
         )
 
     def close(self) -> None:
         """End pooled worlds."""
-        self._pool.close()
+        self._archive.close()
 
-    def _folder(self, cell: Cell, training: Training) -> Path:
-        name = _folder_name(cell, training)
-        kept = sorted(self._source.folder.glob(f"*/{name}")) if self._source.is_replay else []
-        return kept[0] if kept else self._source.folder / self._source.worker / name
+    def _judged(self, case: Case, training: Training, cell: Cell, declared: frozenset[Capability]) -> _Judged:
+        """Judge what was seen under each schedule; the first that did not pass is told, else the first."""
+        oracle = self._archive.oracle(case.training, case.training.plan.data_size(cell.world.size))
+        found: list[_Judged] = []
+        for seed, kept in self._archive.observations(
+            training, cell, self._effort.seeds(training, cell.world)
+        ):
+            judgement = judge(case, declared, kept, oracle)
+            if _is_unexplained(judgement, training, cell):
+                judgement = self._explained(judgement, case, cell, seed, declared)
+            found.append(_Judged(judgement=judgement, seed=seed, ledger=summarize(kept.ledgers)))
+            if judgement.verdict is not Verdict.PASSED:
+                break
+        return found[-1] if found[-1].judgement.verdict is not Verdict.PASSED else found[0]
 
-    def _oracle(self, training: Training, world_size: int) -> OracleObservation:
-        # The engine and most of the plan change neither what is right nor the noise around it.
-        arithmetic = replace(
-            _unexercised(training),
-            plan=_arithmetic(training.plan),
-            resume=None,
-            watch=frozenset(),
-            schedules=1,
-        )
-        key = (_digest(arithmetic), world_size)
-        if key not in self._oracles:
-            self._oracles[key] = aside(run_oracle, arithmetic, world_size)
-        return self._oracles[key]
-
-    def _observe(self, training: Training, cell: Cell, folder: Path) -> tuple[Scheduled, ...]:
-        if folder not in self._kept:
-            if not self._source.is_replay:
-                if folder.exists():  # a world of an earlier, interrupted run of the same case
-                    shutil.rmtree(folder)
-                self._launch(training, cell, folder)
-            self._kept[folder] = load_schedules(folder)
-        return self._kept[folder]
-
-    def _launch(self, training: Training, cell: Cell, folder: Path) -> None:
-        job = (drive_rank, training, cell.engine)
-        # Starting ranks is cheap on the CPU, where a fresh world per case shares nothing; on CUDA it is dear.
-        if cell.world.device == "cpu":
-            explore(cell.world, self._effort.seeds(training, cell.world), *job, folder=folder)
-        else:
-            keep_result(self._pool.run(cell.world, *job, folder=folder), folder)
+    def _explained(
+        self, judgement: Judgement, case: Case, cell: Cell, seed: int, declared: frozenset[Capability]
+    ) -> Judgement:
+        """Train once more under the watch, and add whom it saw reading what had not arrived."""
+        watched = replace(case.training, watch=case.training.watch | {Watch.RACES}, schedules=1)
+        if not self._archive.holds(watched, cell):
+            return judgement
+        oracle = self._archive.oracle(case.training, case.training.plan.data_size(cell.world.size))
+        (again, *_) = self._archive.observations(watched, cell, (seed,))
+        second = judge(replace(case, training=watched), declared, again.kept, oracle)
+        races = [law for law in second.laws if law not in judgement.laws and law.law == NoRaces().name]
+        if not any(not law.held for law in races):
+            return judgement
+        told = "; ".join(law.summary for law in races)
+        return replace(judgement, headline=f"{judgement.headline}; {told}", laws=(*judgement.laws, *races))
 
 
-def _unexercised(training: Training) -> Training:
-    """Leave out the calls of an engine's own interface: the same for all exercises of one model."""
-    return replace(training, script=EachMicrobatch()) if isinstance(training.script, Exercise) else training
-
-
-def _arithmetic(plan: Plan) -> Plan:
-    """Keep of a plan what changes the oracle: how gradients are divided, in what dtype and portions summed."""
-    return Plan(
-        divide_factor=plan.divide_factor,
-        reduce_dtype=plan.reduce_dtype,
-        compute_dtype=plan.compute_dtype,
-        output_dtype=plan.output_dtype,
-        accumulation=plan.accumulation,
-        demands=plan.demands,  # without them the script is refused
-    )
-
-
-def _folder_name(cell: Cell, training: Training) -> Path:
-    engine = re.sub(r"[^A-Za-z0-9_.-]+", "-", cell.engine).strip("-.")
-    world = str(cell.world).replace(":", "-")
-    return Path(engine) / world / _digest(training)
-
-
-def _digest(training: Training) -> str:
-    parts = [training.problem.name, training.optimizer.name]
-    plans = [training.plan] if training.resume is None else [training.plan, training.resume.plan]
-    for plan in plans:  # a set has no order that two processes agree on
-        parts += [repr(replace(plan, demands=frozenset())), *sorted(c.name for c in plan.demands)]
-    after = None if training.resume is None else training.resume.after_steps
-    parts += [repr(x) for x in (training.schedule, training.script, training.convert, after)]
-    parts += sorted(watch.name for watch in training.watch)
-    parts += [str(training.schedules)] * (training.schedules > 1)
-    text = "|".join(parts)
-    return (
-        f"{training.problem.name}-{training.optimizer.name}-{hashlib.sha256(text.encode()).hexdigest()[:10]}"
-    )
+def _is_unexplained(judgement: Judgement, training: Training, cell: Cell) -> bool:
+    """Say whether something is not finite where what has not arrived is poison, and nobody watched who read it."""
+    is_poisoned = judgement.worst is not None and judgement.worst.looks_like == NOT_FINITE
+    return is_poisoned and cell.world.kind is WorldKind.THREADS and Watch.RACES not in training.watch

@@ -69,12 +69,12 @@ class LateFuture(_Future[Any]):
         return later
 
 
-def late_future(work: dist.Work) -> LateFuture:
-    """Give a work's future; the work is waited for when the future is."""
+def late_future(work: dist.Work, value: Callable[[], Any]) -> LateFuture:
+    """Give a work's future, whose ``value`` is asked for when the work was waited for, as it is when the future is."""
 
     def deliver(future: LateFuture) -> None:
         work.wait()
-        future.set_result(work.result())
+        future.set_result(value())
 
     future = LateFuture(deliver, work.is_completed)
     if call_after_backward(_come_all):

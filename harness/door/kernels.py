@@ -75,18 +75,22 @@ class Door:
     listener: Callable[[], Listener | None] = _nobody
 
 
+# Any: the value of a future. Given a work when its future is taken, gives what tells the value when it is complete.
+Valuer = Callable[[dist.Work], Callable[[], Any]]
+
+
 class WatchedWork(dist.Work):
     """A work that tells the recorder when somebody waits for it, or for its future.
 
-    A device's own future knows of streams; taking it counts as waiting.
+    Without ``valuer`` the future is the work's own, as that of a device knows of streams; taking it counts as waiting.
     """
 
     def __init__(
-        self, inner: dist.Work, on_wait: Callable[[WatchedWork], None], *, has_own_future: bool
+        self, inner: dist.Work, on_wait: Callable[[WatchedWork], None], valuer: Valuer | None
     ) -> None:
         super().__init__()
         self._inner = inner
-        self._has_own_future = has_own_future
+        self._valuer = valuer
         self._on_wait = on_wait
 
     # Any below: dist.Work's own methods are untyped where they hand tensors back.
@@ -95,10 +99,10 @@ class WatchedWork(dist.Work):
         return self._inner.wait() if timeout is None else self._inner.wait(timeout)
 
     def get_future(self) -> Any:
-        if self._has_own_future:
+        if self._valuer is None:
             self._on_wait(self)
             return self._inner.get_future()
-        return late_future(self)
+        return late_future(self, self._valuer(self._inner))
 
     def synchronize(self) -> None:
         self._on_wait(self)
@@ -150,13 +154,13 @@ class _Works:
         self._waiting: dict[int, WatchedWork] = {}
         self._recent: deque[WatchedWork] = deque(maxlen=_RECENT_WORKS)
 
-    def watch(self, inner: dist.Work, on_wait: Callable[[], None], device: torch.device) -> WatchedWork:
+    def watch(self, inner: dist.Work, on_wait: Callable[[], None], valuer: Valuer | None) -> WatchedWork:
         def hear(work: WatchedWork) -> None:
             on_wait()
             if self._waiting.pop(id(work), None) is not None:
                 self._recent.append(work)
 
-        work = WatchedWork(inner, hear, has_own_future=device.type != "cpu")
+        work = WatchedWork(inner, hear, valuer)
         self._waiting[id(work)] = work
         return work
 
@@ -194,7 +198,7 @@ class _Kernel:
         if not self._spelling.returns_work or inner is None:
             hear()
             return None
-        boxed = self._works.watch(inner, hear, call.device).boxed()
+        boxed = self._works.watch(inner, hear, _valuer(self._door, call.device)).boxed()
         return boxed if self._spelling.returned is None else (arguments[self._spelling.returned], boxed)
 
     def _announce(self, call: Call, recorder: Recorder | None, seq: int) -> Callable[[], None]:
@@ -209,6 +213,22 @@ class _Kernel:
                 listener.waited(issued)
 
         return hear
+
+
+def _valuer(door: Door, device: torch.device) -> Valuer | None:
+    if device.type != "cpu":
+        return None
+    return _value_of_own_future if door.carrier is None else _outputs
+
+
+# Any: the list of a work's outputs.
+def _outputs(carried: dist.Work) -> Callable[[], Any]:
+    outputs = carried.result()  # from now on, so that they are there when they are asked for
+    return lambda: outputs
+
+
+def _value_of_own_future(work: dist.Work) -> Callable[[], Any]:
+    return lambda: work.get_future().value()
 
 
 def _work_in(result: Any) -> dist.Work | None:

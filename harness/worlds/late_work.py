@@ -99,9 +99,10 @@ class LateWork(dist.Work):
 
     def get_future(self) -> Any:  # Any: torch.futures.Future over a list of tensors
         """Wait, and return the completed future of the outputs."""
+        outputs = self.result()
         self.wait()
         future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
-        future.set_result(self.result())
+        future.set_result(outputs)
         return future
 
     def result(self) -> list[torch.Tensor]:

@@ -1,0 +1,148 @@
+"""What trainings left: each world run once, each oracle computed once, and where the files are."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import shutil
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from engine.contract import Plan
+from harness.aside import aside
+from harness.case import Training
+from harness.drive import drive_rank
+from harness.exploration import Scheduled, explore, load_schedules
+from harness.keep import keep_result
+from harness.oracle import OracleObservation, run_oracle
+from harness.script import EachMicrobatch
+from harness.scripts.exercise import Exercise
+from harness.worlds.launch import WorldPool
+from harness.worlds.spec import WorldSpec
+
+__all__ = ["Archive", "Cell", "Source", "unexercised"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cell:
+    """One engine, by the name it was given, in one world."""
+
+    engine: str
+    world: WorldSpec
+
+    def __str__(self) -> str:
+        return f"{self.engine}@{self.world}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """Where observations are kept, and whether they are made or only read again.
+
+    Each worker of a session that runs in several processes writes below a folder of its own, and reads all.
+    """
+
+    folder: Path
+    worker: str = "main"
+    is_replay: bool = False
+
+
+class Archive:
+    """Gives what was observed of a training, running it where nobody has yet; remembers all of it."""
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+        self._oracles: dict[tuple[str, int], OracleObservation] = {}
+        self._kept: dict[Path, tuple[Scheduled, ...]] = {}
+        self._pool = WorldPool(source.folder / source.worker / "pool")
+
+    def close(self) -> None:
+        """End pooled worlds."""
+        self._pool.close()
+
+    def name(self, training: Training, cell: Cell) -> str:
+        """Name the folder of a training's observations, below that of the run."""
+        return str(
+            Path(self._source.folder.name) / self._folder(cell, training).relative_to(self._source.folder)
+        )
+
+    def holds(self, training: Training, cell: Cell) -> bool:
+        """Say whether a training can be told of: always, unless observations are only read again."""
+        return not self._source.is_replay or self._folder(cell, training).exists()
+
+    def observations(self, training: Training, cell: Cell, seeds: Iterable[int]) -> tuple[Scheduled, ...]:
+        """Give what was seen under the schedules of these seeds, as far as it differs; see `explore`."""
+        folder = self._folder(cell, training)
+        if folder not in self._kept:
+            if not self._source.is_replay:
+                if folder.exists():  # a world of an earlier, interrupted run of the same case
+                    shutil.rmtree(folder)
+                self._launch(training, cell, seeds, folder)
+            self._kept[folder] = load_schedules(folder)
+        return self._kept[folder]
+
+    def oracle(self, training: Training, world_size: int) -> OracleObservation:
+        """Give what one process makes of the data of so many ranks."""
+        # The engine and most of the plan change neither what is right nor the noise around it.
+        arithmetic = replace(
+            unexercised(training),
+            plan=_arithmetic(training.plan),
+            resume=None,
+            watch=frozenset(),
+            schedules=1,
+        )
+        key = (_digest(arithmetic), world_size)
+        if key not in self._oracles:
+            self._oracles[key] = aside(run_oracle, arithmetic, world_size)
+        return self._oracles[key]
+
+    def _folder(self, cell: Cell, training: Training) -> Path:
+        name = _folder_name(cell, training)
+        kept = sorted(self._source.folder.glob(f"*/{name}")) if self._source.is_replay else []
+        return kept[0] if kept else self._source.folder / self._source.worker / name
+
+    def _launch(self, training: Training, cell: Cell, seeds: Iterable[int], folder: Path) -> None:
+        job = (drive_rank, training, cell.engine)
+        # Starting ranks is cheap on the CPU, where a fresh world per case shares nothing; on CUDA it is dear.
+        if cell.world.device == "cpu":
+            explore(cell.world, seeds, *job, folder=folder)
+        else:
+            keep_result(self._pool.run(cell.world, *job, folder=folder), folder)
+
+
+def unexercised(training: Training) -> Training:
+    """Leave out the calls of an engine's own interface: the same for all exercises of one model."""
+    return replace(training, script=EachMicrobatch()) if isinstance(training.script, Exercise) else training
+
+
+def _arithmetic(plan: Plan) -> Plan:
+    """Keep of a plan what changes the oracle: how gradients are divided, in what dtype and portions summed."""
+    return Plan(
+        divide_factor=plan.divide_factor,
+        reduce_dtype=plan.reduce_dtype,
+        compute_dtype=plan.compute_dtype,
+        output_dtype=plan.output_dtype,
+        accumulation=plan.accumulation,
+        demands=plan.demands,  # without them the script is refused
+    )
+
+
+def _folder_name(cell: Cell, training: Training) -> Path:
+    engine = re.sub(r"[^A-Za-z0-9_.-]+", "-", cell.engine).strip("-.")
+    world = str(cell.world).replace(":", "-")
+    return Path(engine) / world / _digest(training)
+
+
+def _digest(training: Training) -> str:
+    parts = [training.problem.name, training.optimizer.name]
+    plans = [training.plan] if training.resume is None else [training.plan, training.resume.plan]
+    for plan in plans:  # a set has no order that two processes agree on
+        parts += [repr(replace(plan, demands=frozenset())), *sorted(c.name for c in plan.demands)]
+    after = None if training.resume is None else training.resume.after_steps
+    parts += [repr(x) for x in (training.schedule, training.script, training.convert, after)]
+    parts += sorted(watch.name for watch in training.watch)
+    parts += [str(training.schedules)] * (training.schedules > 1)
+    text = "|".join(parts)
+    return (
+        f"{training.problem.name}-{training.optimizer.name}-{hashlib.sha256(text.encode()).hexdigest()[:10]}"
+    )

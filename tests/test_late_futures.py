@@ -1,0 +1,118 @@
+"""Futures of collectives: not there before somebody waits, or backward has computed all; DDP's reducer included."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from harness.ledger.entry import Ledger, Op, Phase
+from harness.ledger.recorder import read_journal
+from harness.worlds.launch import launch
+from harness.worlds.outcome import Returned
+from harness.worlds.rank import RankContext, journal_path
+from harness.worlds.spec import WorldKind, WorldSpec
+
+KINDS = list(WorldKind)
+
+
+def _future(value: float) -> Any:
+    work = dist.all_reduce(torch.tensor([value]), async_op=True)
+    assert work is not None
+    return work.get_future()
+
+
+def _use_futures(context: RankContext) -> dict[str, Any]:
+    told: dict[str, Any] = {}
+    first = _future(1.0)
+    derived = first.then(lambda done: done.value()[0] * 10).then(lambda done: done.value() + 1)
+    told["derived"] = float(derived.wait())
+    told["again"] = float(derived.value())
+    polled = _future(2.0)
+    while not polled.done():
+        pass
+    told["polled"] = float(polled.value()[0])
+    several = [_future(3.0), _future(4.0)]
+    told["all"] = [float(value[0]) for value in torch.futures.wait_all(several)]
+    collected = torch.futures.collect_all([_future(5.0)]).wait()
+    told["collected"] = float(collected[0].value()[0])
+    heard: list[float] = []
+    called = _future(6.0)
+    called.add_done_callback(lambda done: heard.append(float(done.value()[0])))
+    called.wait()
+    told["heard"] = heard
+    return told
+
+
+def _fail_in_a_callback(context: RankContext) -> str:
+    def fail(done: Any) -> None:
+        raise ValueError("no")
+
+    failing = _future(1.0).then(fail)
+    try:
+        failing.wait()
+    except ValueError as error:
+        return str(error)
+    return "nothing raised"
+
+
+def _train_ddp(context: RankContext) -> bool:
+    torch.manual_seed(0)
+    layers = [nn.Linear(64, 64, bias=False) for _ in range(6)]
+    ddp = DistributedDataParallel(nn.Sequential(*layers), bucket_cap_mb=0.02)
+    for step in range(2):
+        with context.recorder.during(Phase.FORWARD, step=step):
+            loss = ddp(torch.ones(4, 64)).sum()
+        with context.recorder.during(Phase.BACKWARD, step=step):
+            loss.backward()
+    return all(torch.isfinite(p.grad).all() for p in ddp.parameters() if p.grad is not None)
+
+
+def _run(kind: WorldKind, body: Any, folder: Path) -> tuple[list[Any], list[Ledger]]:
+    result = launch(WorldSpec(kind=kind, size=2), body, folder=folder)
+    values = [o.value if isinstance(o, Returned) else o for o in result.outcomes]
+    return values, [read_journal(journal_path(folder, rank)) for rank in range(2)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_futures_give_what_works_do(kind: WorldKind, tmp_path: Path) -> None:
+    values, ledgers = _run(kind, _use_futures, tmp_path)
+    assert (
+        values
+        == [
+            {
+                "derived": 21.0,
+                "again": 21.0,
+                "polled": 4.0,
+                "all": [6.0, 8.0],
+                "collected": 10.0,
+                "heard": [12.0],
+            }
+        ]
+        * 2
+    )
+    assert all(e.wait is not None for ledger in ledgers for e in ledger)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_a_callback_raises_is_raised_to_who_waits(kind: WorldKind, tmp_path: Path) -> None:
+    assert _run(kind, _fail_in_a_callback, tmp_path)[0] == ["no"] * 2
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_reducer_of_ddp_waits_when_all_is_computed(kind: WorldKind, tmp_path: Path) -> None:
+    """Taking a future is no wait: its buckets are in flight together, until backward has computed all."""
+    values, ledgers = _run(kind, _train_ddp, tmp_path)
+    assert values == [True] * 2
+    for ledger in ledgers:
+        # In the first step DDP has one bucket, and learns of which gradients come first.
+        reductions = [e for e in ledger if e.op is Op.ALL_REDUCE and e.step == 1 and e.is_async]
+        assert len(reductions) > 2
+        last = reductions[-1].seq
+        assert all(e.wait is not None and e.wait.num_issued == last + 1 for e in reductions)
+        assert all(e.wait is not None and e.wait.phase is Phase.BACKWARD for e in reductions)

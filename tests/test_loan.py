@@ -1,0 +1,124 @@
+"""What is told of the buffers of a call that is under way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from harness.door.call import Call, Pieces
+from harness.ledger.entry import HarmKind, Op
+from harness.worlds.awaited import snapshot
+from harness.worlds.loan import Loan
+from harness.worlds.poison import poison
+
+Tensor = torch.Tensor
+
+
+def loan(op: Op, inputs: Pieces, outputs: Pieces, rank: int = 0, peer: int | None = None) -> Loan:
+    """Issue a call: take its snapshot, poison its outputs."""
+    call = Call(
+        op=op,
+        group=cast(dist.ProcessGroup, None),
+        group_name="everybody",
+        ranks=(0, 1),
+        rank=rank,
+        inputs=inputs,
+        outputs=outputs,
+        reduce_op=None,
+        peer=peer,
+        tag=0,
+        is_async=True,
+        device=torch.device("cpu"),
+        timeout_s=None,
+    )
+    kept = snapshot(call)
+    poison(call, 3)
+    return Loan(call, kept, 3)
+
+
+def test_nothing_is_told_where_nothing_was_done() -> None:
+    whole, row = torch.arange(6.0), torch.empty(3)
+    assert [*loan(Op.REDUCE_SCATTER, ((whole[:3], whole[3:]),), ((row,),)).harms()] == []
+    buffer = torch.arange(6.0)  # a gather in place: the own row is input and part of the output
+    assert [*loan(Op.ALL_GATHER, ((buffer[:3],),), ((buffer[:3], buffer[3:]),)).harms()] == []
+    summed = torch.arange(6.0)
+    assert [*loan(Op.ALL_REDUCE, ((summed,),), ((summed,),)).harms()] == []
+    assert [*loan(Op.BARRIER, (), ()).harms()] == []
+
+
+@pytest.mark.parametrize("fill", [0.0, torch.nan, 2.0], ids=["zero", "nan", "other"])
+def test_an_input_that_changed_is_told(fill: float) -> None:
+    whole, row = torch.arange(6.0), torch.empty(3)
+    lent = loan(Op.REDUCE_SCATTER, ((whole[:3], whole[3:]),), ((row,),))
+    whole[4] = fill
+    assert [*lent.harms()] == [HarmKind.INPUT_OVERWRITTEN]
+
+
+def test_a_nan_that_stayed_is_no_change() -> None:
+    whole, row = torch.full((6,), torch.nan), torch.empty(3)
+    assert [*loan(Op.REDUCE_SCATTER, ((whole[:3], whole[3:]),), ((row,),)).harms()] == []
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int64, torch.uint8, torch.bool]
+)
+def test_an_output_that_was_written_to_is_told_in_any_dtype(dtype: torch.dtype) -> None:
+    mine, pieces = torch.zeros(2).to(dtype), tuple(torch.zeros(2).to(dtype) for _ in range(2))
+    lent = loan(Op.ALL_GATHER, ((mine,),), (pieces,))
+    assert [*lent.harms()] == []
+    pieces[1].view(torch.uint8)[0] = 1
+    assert [*lent.harms()] == [HarmKind.OUTPUT_OVERWRITTEN]
+
+
+def test_what_is_gathered_in_place_must_stay_too() -> None:
+    buffer = torch.arange(6.0)
+    lent = loan(Op.ALL_GATHER, ((buffer[:3],),), ((buffer[:3], buffer[3:]),))
+    buffer[0] = 7
+    assert [*lent.harms()] == [HarmKind.INPUT_OVERWRITTEN]
+
+
+def test_what_is_reduced_in_place_is_poison_until_it_comes() -> None:
+    summed = torch.arange(6.0)
+    lent = loan(Op.ALL_REDUCE, ((summed,),), ((summed,),))
+    summed.zero_()
+    assert [*lent.harms()] == [HarmKind.OUTPUT_OVERWRITTEN]
+
+
+def test_a_scatter_into_its_own_input_leaves_the_other_rows() -> None:
+    whole = torch.arange(6.0)
+    lent = loan(Op.REDUCE_SCATTER, ((whole[:3], whole[3:]),), ((whole[:3],),))
+    assert [*lent.harms()] == []
+    whole[5] = 0
+    assert [*lent.harms()] == [HarmKind.INPUT_OVERWRITTEN]
+
+
+@pytest.mark.parametrize(
+    ("pick", "kind"),
+    [(lambda whole, row: whole, HarmKind.INPUT_FREED), (lambda whole, row: row, HarmKind.OUTPUT_FREED)],
+    ids=["input", "output"],
+)
+def test_memory_that_is_gone_is_told(pick: Callable[[Tensor, Tensor], Tensor], kind: HarmKind) -> None:
+    whole, row = torch.arange(6.0), torch.empty(3)
+    lent = loan(Op.REDUCE_SCATTER, ((whole[:3], whole[3:]),), ((row,),))
+    pick(whole, row).untyped_storage().resize_(0)
+    assert [*lent.harms()] == [kind]
+
+
+def test_both_are_told_where_both_were_harmed() -> None:
+    mine, pieces = torch.zeros(2), (torch.zeros(2), torch.zeros(2))
+    lent = loan(Op.ALL_GATHER, ((mine,),), (pieces,))
+    mine.fill_(1)
+    pieces[0].fill_(1)
+    assert [*lent.harms()] == [HarmKind.INPUT_OVERWRITTEN, HarmKind.OUTPUT_OVERWRITTEN]
+
+
+def test_a_message_may_be_of_any_shape() -> None:
+    message: Any = torch.arange(6.0).view(2, 3).t()
+    lent = loan(Op.SEND, ((message,),), ((),), peer=1)
+    assert [*lent.harms()] == []
+    message[0, 0] = 9
+    assert [*lent.harms()] == [HarmKind.INPUT_OVERWRITTEN]

@@ -1,0 +1,168 @@
+"""Turns of rank threads: one runs at a time, in an order that the seed alone decides; and when turns end."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+
+from harness.worlds import turns as module
+from harness.worlds.memory_store import MemoryStore
+from harness.worlds.rank_identity import adopt_rank, bind_rank
+from harness.worlds.turns import Turns
+
+_HANG_S = 20.0
+Body = Callable[[int, Turns], None]
+
+
+def live(size: int, body: Body, seed: int = 0) -> Turns:
+    """Run a body on each rank's thread between its beginning and its end."""
+    turns = Turns(size, seed)
+
+    def run(rank: int) -> None:
+        bind_rank(rank)
+        turns.begin(rank)
+        try:
+            body(rank, turns)
+        finally:
+            turns.end(rank)
+
+    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(size)]
+    for thread in threads[::-1]:  # the order in which threads start must not matter
+        thread.start()
+    for thread in threads:
+        thread.join(_HANG_S)
+    assert not any(thread.is_alive() for thread in threads), "a rank never had its turn"
+    return turns
+
+
+def order(size: int, seed: int) -> list[int]:
+    """Tell whose turn it was, where each rank offers its own four times."""
+    taken: list[int] = []
+
+    def body(rank: int, turns: Turns) -> None:
+        for _ in range(4):
+            taken.append(rank)
+            turns.offer()
+
+    live(size, body, seed)
+    return taken
+
+
+def test_by_default_a_rank_runs_until_it_must_wait() -> None:
+    assert order(3, seed=0) == [0] * 4 + [1] * 4 + [2] * 4
+
+
+def test_a_seed_decides_and_nothing_else() -> None:
+    assert all(order(3, seed=7) == order(3, seed=7) for _ in range(20))
+    assert len({tuple(order(3, seed)) for seed in range(1, 11)}) > 5
+
+
+def test_a_rank_that_polls_lets_the_others_run() -> None:
+    is_there = False
+
+    def body(rank: int, turns: Turns) -> None:
+        nonlocal is_there
+        if rank:
+            is_there = True
+        while not is_there:
+            turns.give_way()
+
+    assert live(2, body).given_up is None
+
+
+def test_who_sleeps_is_woken_in_the_order_of_the_seed() -> None:
+    woken: list[int] = []
+    is_open = False
+
+    def body(rank: int, turns: Turns) -> None:
+        nonlocal is_open
+        with turns.lock:
+            if rank < 3:
+                sleepers[rank] = turns.sleeper()
+                turns.sleep(sleepers[rank], lambda: is_open)
+                woken.append(rank)
+            else:
+                is_open = True
+                for sleeper in (sleepers[2], sleepers[0], sleepers[1]):
+                    turns.wake(sleeper)
+
+    sleepers: dict[int, module.Sleeper] = {}
+    live(4, body)
+    assert woken == [0, 1, 2]
+
+
+def test_turns_end_where_a_rank_waits_for_another_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_LOOK_EVERY_S", 0.01)
+    monkeypatch.setattr(module, "_STALLED_AFTER_S", 0.05)
+    is_there = threading.Event()
+
+    def body(rank: int, turns: Turns) -> None:
+        if rank:
+            is_there.set()
+        assert is_there.wait(_HANG_S)
+
+    assert live(2, body).given_up == "rank 0 waits for something else than communication"
+
+
+def test_turns_end_where_a_rank_communicates_on_another_thread() -> None:
+    def body(rank: int, turns: Turns) -> None:
+        def communicate() -> None:
+            adopt_rank(rank)
+            turns.offer()
+            with turns.lock:
+                turns.sleeper()
+
+        if rank == 0:
+            thread = threading.Thread(target=communicate)
+            thread.start()
+            thread.join(_HANG_S)
+
+    assert live(2, body).given_up == "rank 0 communicates on a thread that it started"
+
+
+def test_a_rank_that_ends_hands_its_turn_on() -> None:
+    ended: list[int] = []
+    live(4, lambda rank, turns: ended.append(rank))
+    assert ended == [0, 1, 2, 3]
+
+
+# The store, whose waits are turns as well
+
+
+def test_a_store_lets_others_run_until_a_key_is_there() -> None:
+    store = MemoryStore()
+
+    def body(rank: int, turns: Turns) -> None:
+        store.turns = turns
+        mine = dist.PrefixStore("group", store)  # as torch hands it on, through C++
+        if rank == 0:
+            assert mine.get("key") == b"value"
+        else:
+            mine.set("key", "value")
+        mine.add("count", 2)
+
+    assert live(3, body).given_up is None
+    assert dist.PrefixStore("group", store).get("count") == b"6"
+
+
+def test_a_store_does_what_stores_do() -> None:
+    ours = MemoryStore()  # C++ finds its methods as long as Python holds it
+    store = dist.PrefixStore("group", ours)
+    assert store.compare_set("key", "", "one") == b"one"
+    assert store.compare_set("key", "two", "three") == b"one"
+    assert store.compare_set("key", "one", "two") == b"two"
+    store.append("key", "more")
+    assert store.get("key") == b"twomore"
+    assert (store.check(["key"]), store.num_keys()) == (True, 1)
+    assert store.delete_key("key")
+    assert not store.check(["key"])
+    assert not store.delete_key("key")
+
+
+def test_a_store_says_what_did_not_come() -> None:
+    with pytest.raises(dist.DistStoreError, match=r"no \['key'\] within 0.01 s"):
+        MemoryStore().wait(["key"], timedelta(seconds=0.01))
