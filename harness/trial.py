@@ -71,8 +71,8 @@ class TrialSession:
         folder = self._folder(cell, training)
         try:
             kept = self._observe(training, cell, folder)
-            oracle = self._oracle(case.training, case.training.plan.data_size(cell.world.size))
-            judgement = judge(case, engine.capabilities, kept, oracle)
+            data_size = case.training.plan.data_size(cell.world.size)
+            judgement = judge(case, engine.capabilities, kept, lambda: self._oracle(case.training, data_size))
             ledger = summarize(kept.ledgers)
         except UsageError:
             raise
@@ -94,6 +94,7 @@ class TrialSession:
             worst=judgement.worst,
             ledger=ledger,
             outcomes=judgement.outcomes,
+            autopsy=judgement.autopsy,
             observation=str(Path(self._source.folder.name) / folder.relative_to(self._source.folder)),
             command=command,
             duration_s=round(time.monotonic() - started, 4),

@@ -122,8 +122,8 @@ class Recorder:
             self._write({"entry": entry_to_json(entry)})
         return entry.seq
 
-    def waited(self, seq: int) -> None:
-        """Write down that somebody waited for a result; only the first time counts."""
+    def waited(self, seq: int, *, is_over: bool | None = True) -> None:
+        """Write down that somebody waits for a result; only the first time counts. See `Wait` for ``is_over``."""
         with self._lock:
             if seq in self._waits:
                 return
@@ -132,9 +132,18 @@ class Recorder:
                 step=self._step,
                 microbatch=self._microbatch,
                 num_issued=len(self._entries),
+                is_over=is_over,
             )
             self._waits[seq] = wait
             self._write({"wait": seq, **wait_to_json(wait)})
+
+    def over(self, seq: int) -> None:
+        """Write down that the wait came to its end."""
+        with self._lock:
+            wait = self._waits.get(seq)
+            if wait is not None and not wait.is_over:
+                self._waits[seq] = replace(wait, is_over=True)
+                self._write({"over": seq})
 
     def ledger(self) -> Ledger:
         """Give all entries so far with their waits."""
@@ -172,6 +181,7 @@ class Recorder:
             unit=self._units[-1] if self._units else None,
             thread="main" if is_home else threading.current_thread().name,
             site=call.site,
+            group_name=call.group_name,
         )
 
     def _write(self, line: Mapping[str, object]) -> None:
@@ -189,6 +199,8 @@ def read_journal(path: Path) -> Ledger:
         line = json.loads(text)
         if "entry" in line:
             entries.append(entry_from_json(line["entry"]))
+        elif "over" in line:
+            waits[line["over"]] = replace(waits[line["over"]], is_over=True)
         else:
             waits[line["wait"]] = wait_from_json(line)
     return tuple(replace(e, wait=waits.get(e.seq)) for e in entries)
