@@ -214,15 +214,17 @@ def _in_turn(by_rank: Mapping[int, RankAutopsy], cycle: tuple[int, ...]) -> Iter
 def _strays(parted: Difference | None) -> list[str]:
     if parted is None or not parted.strayed:
         return []
-    places = ", ".join(f"{_names(side.ranks)} {_place(side.call)}" for side in parted.strayed)
-    call = parted.strayed[0].call
-    return [
-        f"their calls were alike, but from #{0 if call is None else call.position} on not their places: {places}"
-    ]
+    calls = [(side.ranks, side.call) for side in parted.strayed if side.call is not None]
+    has_sites = len({call.site for _, call in calls}) > 1
+    places = ", ".join(
+        f"{_names(ranks)} in {_moment(call)}{f' at {call.site}' if has_sites else ''}"
+        for ranks, call in calls
+    )
+    return [f"from #{calls[0][1].position} on their calls were alike but not their places: {places}"]
 
 
 def _whereabouts(rank: RankAutopsy) -> str:
-    last = f"its last call was {_tell(rank.call)}" if rank.call else "it never made a call"
+    last = f"its last call was {_brief(rank.call)}" if rank.call else "it never made a call"
     match rank.doing:
         case Doing.WAITING:
             return (
@@ -242,13 +244,13 @@ def _whereabouts(rank: RankAutopsy) -> str:
 def _tell(call: CallRecord | None) -> str:
     if call is None:
         return "no call"
-    group = f", group named {call.group_name!r}" if call.group_name else ""
+    group = f", on axis {call.axis!r}" if call.axis else f", in the group named {call.group_name!r}"
     thread = f", on thread {call.thread!r}" if call.thread else ""
-    return f"{call.text}{group}{thread}, {_moment(call)}"
+    return f"{call.text}{group if call.group_name else ''}{thread}, {_moment(call)}"
 
 
-def _place(call: CallRecord | None) -> str:
-    return "nowhere" if call is None else f"in {_moment(call)} at {call.site}"
+def _brief(call: CallRecord) -> str:
+    return f"{call.op} #{call.position} of group {list(call.group)} in {_moment(call)}"
 
 
 def _moment(call: CallRecord) -> str:
@@ -265,4 +267,12 @@ def _is_same(one: CallRecord | None, other: CallRecord | None) -> bool:
 
 
 def _names(ranks: Sequence[int]) -> str:
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+    """Spell ranks, three or more in a row by their ends."""
+    rows: list[list[int]] = []
+    for rank in sorted(ranks):
+        if rows and rows[-1][-1] == rank - 1:
+            rows[-1].append(rank)
+        else:
+            rows.append([rank])
+    spelt = [f"{row[0]}-{row[-1]}" if len(row) > 2 else ", ".join(map(str, row)) for row in rows]
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(spelt)}"

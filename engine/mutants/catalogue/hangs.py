@@ -52,9 +52,7 @@ MUTANTS: tuple[Mutant, ...] = (
         engine_spec="engine.mutants.hangs:SendsToNobody",
         sin="rank 0 sends what nobody receives",
         thread="pytorch/pytorch#108378",
-        kills_on=Condition(
-            steps=2, because="the first step is honest; gloo alone takes small messages for sent"
-        ),
+        kills_on=_SECOND,
         trace=Trace.HANG,
     ),
     Mutant(
