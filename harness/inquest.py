@@ -25,6 +25,8 @@ __all__ = ["TRANSPORT_ERRORS", "hold_inquest"]
 # Errors of the threads world by which a rank learns that it cannot go on: it is in the call that raised them.
 TRANSPORT_ERRORS = frozenset({"CollectiveMismatchError", "DeadlockError", "CollectiveTimeoutError"})
 
+_MOST_PLACES = 3
+
 
 def hold_inquest(outcomes: Sequence[Outcome], ledgers: Mapping[int, Ledger]) -> Autopsy:
     """Say of every rank where it was and whom it waited for, and in which call the ranks parted."""
@@ -184,8 +186,7 @@ def _summary(
 ) -> str:
     by_rank = {r.rank: r for r in ranks}
     if first is None:
-        told = [f"rank {rank} {_whereabouts(by_rank[rank])}" for rank in blamed]
-        return "; ".join(told) or "no rank waits for another"
+        return _whereabouts([by_rank[rank] for rank in blamed]) or "no rank waits for another"
     if len(blamed) > 1 and set(blamed) <= set(cycle):
         return f"{_names(cycle)} wait for each other: {'; '.join(_in_turn(by_rank, cycle))}"
     return "; ".join([_waits(by_rank, first, blamed), *_strays(parted)])
@@ -203,7 +204,7 @@ def _waits(by_rank: Mapping[int, RankAutopsy], first: int, blamed: tuple[int, ..
     who = f"{_names(alike)} {'waits' if len(alike) == 1 else 'wait'} in {_tell(rank.call)}"
     if not culprits:
         return f"{who}, which all have come to"
-    return f"{who} for {_names(culprits)}, which {_whereabouts(by_rank[culprits[0]])}"
+    return f"{who} for {_whereabouts([by_rank[r] for r in culprits])}"
 
 
 def _in_turn(by_rank: Mapping[int, RankAutopsy], cycle: tuple[int, ...]) -> Iterator[str]:
@@ -223,19 +224,25 @@ def _strays(parted: Difference | None) -> list[str]:
     return [f"from #{calls[0][1].position} on their calls were alike but not their places: {places}"]
 
 
-def _whereabouts(rank: RankAutopsy) -> str:
-    last = f"its last call was {_brief(rank.call)}" if rank.call else "it never made a call"
+def _whereabouts(ranks: Sequence[RankAutopsy]) -> str:
+    """Name ranks with where they are, those in one place together; of many places the first few."""
+    places: dict[str, list[int]] = {}
+    for rank in ranks:
+        places.setdefault(_where(rank), []).append(rank.rank)
+    told = [f"{_names(members)} ({place})" for place, members in places.items()]
+    more = [f"{len(told) - _MOST_PLACES} more places"] if len(told) > _MOST_PLACES else []
+    return " and ".join([*told[:_MOST_PLACES], *more])
+
+
+def _where(rank: RankAutopsy) -> str:
+    last = f"last call: {_brief(rank.call)}" if rank.call else "it never made a call"
     match rank.doing:
         case Doing.WAITING:
-            return (
-                f"itself waits in {_tell(rank.call)} for {_names(rank.awaits) if rank.awaits else 'nobody'}"
-            )
+            return f"waiting in {_tell(rank.call)}{f' for {_names(rank.awaits)}' if rank.awaits else ''}"
         case Doing.OUTSIDE:
             at = (rank.frames or rank.stack)[:1]
-            return f"is in no call, {f'at {at[0]}' if at else 'nobody knows where'}; {last}"
-        case Doing.RETURNED:
-            return f"has returned; {last}"
-        case Doing.FAILED:
+            return f"in no call, {f'at {at[0]}' if at else 'nobody knows where'}; {last}"
+        case Doing.RETURNED | Doing.FAILED:
             return f"{rank.ended}; {last}"
         case _:
             assert_never(rank.doing)

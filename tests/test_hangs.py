@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import re
+import signal
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from engine.mutants.catalogue.hangs import MUTANTS
 from fixtures.optimizers import SGD
@@ -20,6 +26,7 @@ from harness.record import Record, from_json, to_json
 from harness.trial import Cell, Source, TrialSession
 from harness.verdict import Verdict
 from harness.worlds.launch import World
+from harness.worlds.rank import RankContext
 from harness.worlds.spec import WorldSpec
 
 DEADLINE_S = 3.0
@@ -128,18 +135,25 @@ class Explained:
     late_s: float
 
 
-def explain(truth: Truth, world: str, folder: Path) -> Explained:
-    """Run a mutant to its end; the clock runs as the world's does, from when all processes are there."""
-    spec = WorldSpec.parse(world, deadline_s=DEADLINE_S)
-    place = World(spec, folder)
+# Any: a rank's body takes what it likes.
+def run(
+    body: Callable[..., Any], *args: Any, world: str, folder: Path, deadline_s: float = DEADLINE_S
+) -> Explained:
+    """Run ranks to their end; the clock runs as the world's does, from when all processes are there."""
+    place = World(WorldSpec.parse(world, deadline_s=deadline_s), folder)
     started = time.monotonic()
     try:
-        result = place.run(drive_rank, TRAINING, f"engine.mutants.hangs:{truth.mutant}", folder=folder)
+        result = place.run(body, *args, folder=folder)
     finally:
         place.close()
     keep_result(result, folder)
     judgement = judge_failure(load_kept(folder))
-    return Explained(judgement=judgement, late_s=time.monotonic() - started - DEADLINE_S)
+    return Explained(judgement=judgement, late_s=time.monotonic() - started - deadline_s)
+
+
+def explain(truth: Truth, world: str, folder: Path) -> Explained:
+    """Run a mutant."""
+    return run(drive_rank, TRAINING, f"engine.mutants.hangs:{truth.mutant}", world=world, folder=folder)
 
 
 def check(truth: Truth, explained: Explained, size: int) -> Autopsy:
@@ -206,6 +220,63 @@ def test_threads_and_processes_are_explained_alike(tmp_path: Path) -> None:
     strayed = processes.judgement.autopsy.difference
     assert strayed is not None
     assert [(side.ranks, side.call and side.call.step) for side in strayed.strayed] == [((0,), 1), ((1,), 2)]
+
+
+def hold_the_interpreter(context: RankContext) -> None:
+    """Match for ever on the last rank, in C, so that no other Python code runs in its process."""
+    if context.rank == context.size - 1:
+        re.match(r"(a+)+$", "a" * 60 + "b")
+    dist.barrier()
+
+
+def stop_the_process(context: RankContext) -> None:
+    """Have the last rank's process take no signal but one."""
+    if context.rank == context.size - 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    dist.barrier()
+
+
+def leave_one_and_occupy_another(context: RankContext) -> None:
+    """Return on rank 1, compute for ever on rank 2, and wait for both on rank 0."""
+    if context.rank == 2:
+        while True:
+            pass
+    if context.rank == 0:
+        dist.barrier()
+
+
+@pytest.mark.parametrize(
+    ("body", "world"),
+    [
+        (hold_the_interpreter, "threads:2"),
+        (hold_the_interpreter, "processes:2"),
+        (stop_the_process, "processes:2"),
+    ],
+)
+def test_a_process_that_does_not_answer_is_ended_in_time(
+    body: Callable[[RankContext], None], world: str, tmp_path: Path
+) -> None:
+    explained = run(body, world=world, folder=tmp_path, deadline_s=1.0)
+    assert explained.late_s <= PROMISED_S
+    assert explained.judgement.verdict is Verdict.HUNG
+    assert explained.judgement.autopsy is not None
+    odd = explained.judgement.autopsy.ranks[1]
+    assert odd.doing is Doing.OUTSIDE
+    assert odd.frames == (() if body is stop_the_process else odd.frames[:1])
+    assert all(body.__name__ in frame for frame in odd.frames)
+
+
+def test_a_rank_that_is_stopped_for_the_deadlock_of_others_is_told_with_its_stack(tmp_path: Path) -> None:
+    explained = run(leave_one_and_occupy_another, world="threads:3", folder=tmp_path, deadline_s=30.0)
+    assert explained.late_s < -20, "a deadlock is told when it is there, not at the deadline"
+    autopsy = explained.judgement.autopsy
+    assert autopsy is not None
+    assert [r.doing for r in autopsy.ranks] == [Doing.WAITING, Doing.RETURNED, Doing.OUTSIDE]
+    assert autopsy.ranks[2].ended == "stopped because of another rank"
+    assert "leave_one_and_occupy_another" in autopsy.ranks[2].frames[0]
+    assert autopsy.blamed == (1, 2)
+    assert autopsy.ranks[0].awaits == (1, 2)
+    assert " for rank 1 (returned; it never made a call) and rank 2 (in no call, at " in autopsy.summary
 
 
 def test_the_record_has_the_autopsy_and_no_oracle_is_asked(

@@ -55,8 +55,8 @@ def test_rank_that_left_is_blamed() -> None:
     )
     assert found.summary == (
         "rank 1 waits in all_reduce(avg, float32[4, 4]) as #3 of group [0, 1] at x.py:12, backward of microbatch 0"
-        " of step 0 for rank 0, which has returned; its last call was all_reduce #2 of group [0, 1] in"
-        " backward of microbatch 0 of step 0"
+        " of step 0 for rank 0 (returned; last call: all_reduce #2 of group [0, 1] in"
+        " backward of microbatch 0 of step 0)"
     )
     assert found.blamed == (0,)
     assert found.cycle == ()
@@ -76,7 +76,7 @@ def test_rank_in_no_call_is_told_with_its_own_frame() -> None:
     found = inquest(
         numbered([blocked(entry())]), numbered([told(entry(group=(1,)))]), outcomes=(late(0), late(1, STACK))
     )
-    assert "for rank 1, which is in no call, at engine.py:40 in linger; its last call was" in found.summary
+    assert "for rank 1 (in no call, at engine.py:40 in linger; last call: all_reduce" in found.summary
     assert doings(found) == [Doing.WAITING, Doing.OUTSIDE]
     own = ("engine.py:40 in linger", "torch/distributed/fsdp/_fully_shard/_fsdp_state.py:9 in _pre_forward")
     assert found.ranks[1].frames == own
@@ -85,7 +85,7 @@ def test_rank_in_no_call_is_told_with_its_own_frame() -> None:
 
 def test_rank_that_never_called_anything_is_told_so() -> None:
     found = inquest(numbered([blocked(entry())]), ())
-    assert found.summary.endswith("for rank 1, which is in no call, nobody knows where; it never made a call")
+    assert found.summary.endswith("for rank 1 (in no call, nobody knows where; it never made a call)")
 
 
 def test_root_of_a_chain_of_waits_is_blamed() -> None:
@@ -94,7 +94,7 @@ def test_root_of_a_chain_of_waits_is_blamed() -> None:
     found = inquest(numbered([pairs[0]]), numbered([pairs[1]]), ())
     assert found.blamed == (2,)
     assert found.summary.startswith("rank 1 waits in all_reduce")
-    assert "for rank 2, which is in no call" in found.summary
+    assert "for rank 2 (in no call" in found.summary
 
 
 def test_cycle_is_told_as_such() -> None:
