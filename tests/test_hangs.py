@@ -80,11 +80,12 @@ TRUTHS = [
     ),
     Truth(
         mutant="NeverComesToAnEnd",
-        call="all_reduce",
+        call="all_gather",
         odd=Doing.OUTSIDE,
-        odd_call="all_reduce #6",
-        position=1,
+        odd_call="reduce_scatter #1",
+        position=2,
         is_cycle=False,
+        site="torch/distributed/fsdp/_fully_shard/",
         frame="in _search",
     ),
     Truth(

@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from engine.adapters.torch_ddp import DistributedDataParallelEngine, PreparedDdp
+from engine.adapters.torch_fsdp2 import FullyShardEngine, PreparedFullyShard
 from engine.contract import Plan, PreparedModel
 
 __all__ = [
@@ -106,11 +107,19 @@ class ReducesInTheWrongGroup(DistributedDataParallelEngine):
     prepared_type = _PreparedStraying
 
 
-class _PreparedEndless(_PreparedCounting):
-    def agree(self) -> None:
-        if _is_last() and self.steps == 1:
+class _PreparedEndless(PreparedFullyShard):
+    def __init__(self, module: nn.Module, plan: Plan) -> None:
+        super().__init__(module, plan)
+        self._steps = 0
+
+    def __call__(self, *inputs: torch.Tensor) -> object:
+        if _is_last() and self._steps == 1:
             _search()
-        super().agree()
+        return super().__call__(*inputs)
+
+    def step(self) -> None:
+        super().step()
+        self._steps += 1
 
 
 def _search() -> None:
@@ -120,8 +129,8 @@ def _search() -> None:
         pass
 
 
-class NeverComesToAnEnd(DistributedDataParallelEngine):
-    """After the second step the last rank computes for ever, and the others wait for it.
+class NeverComesToAnEnd(FullyShardEngine):
+    """Before the second forward the last rank computes for ever, and the others wait for it.
 
     After vllm-project/vllm#8410: one rank was stuck by itself; the others waited in the next collective.
     """
