@@ -65,6 +65,7 @@ class Recorder:
     def __init__(self, journal: Path | None = None) -> None:
         self._entries: list[Entry] = []
         self._waits: dict[int, Wait] = {}
+        self._over: set[int] = set()
         self._seq_of_group: Counter[tuple[object, ...]] = Counter()
         self._axis_of_group: dict[str, str] = {}
         self._phase = Phase.PREPARE
@@ -140,15 +141,14 @@ class Recorder:
     def over(self, seq: int) -> None:
         """Write down that the wait came to its end."""
         with self._lock:
-            wait = self._waits.get(seq)
-            if wait is not None and not wait.is_over:
-                self._waits[seq] = replace(wait, is_over=True)
-                self._write({"over": seq})
+            if seq in self._waits and seq not in self._over:
+                self._over.add(seq)
+                self._write_line(b'{"over":%d}\n' % seq)  # as short as it is frequent
 
     def ledger(self) -> Ledger:
         """Give all entries so far with their waits."""
         with self._lock:
-            return tuple(replace(e, wait=self._waits.get(e.seq)) for e in self._entries)
+            return tuple(replace(e, wait=self._wait(e.seq)) for e in self._entries)
 
     def close(self) -> None:
         """Close the journal."""
@@ -184,9 +184,16 @@ class Recorder:
             group_name=call.group_name,
         )
 
+    def _wait(self, seq: int) -> Wait | None:
+        wait = self._waits.get(seq)
+        return replace(wait, is_over=True) if wait is not None and seq in self._over else wait
+
     def _write(self, line: Mapping[str, object]) -> None:
+        self._write_line(_ENCODER.encode(line).encode() + b"\n")
+
+    def _write_line(self, line: bytes) -> None:
         if self._journal is not None:
-            os.write(self._journal, _ENCODER.encode(line).encode() + b"\n")
+            os.write(self._journal, line)
 
 
 def read_journal(path: Path) -> Ledger:
