@@ -25,7 +25,7 @@ __all__ = ["TRANSPORT_ERRORS", "hold_inquest"]
 # Errors of the threads world by which a rank learns that it cannot go on: it is in the call that raised them.
 TRANSPORT_ERRORS = frozenset({"CollectiveMismatchError", "DeadlockError", "CollectiveTimeoutError"})
 
-_MOST_PLACES = 3
+_MOST_PLACES = 3  # in one line
 
 
 def hold_inquest(outcomes: Sequence[Outcome], ledgers: Mapping[int, Ledger]) -> Autopsy:
@@ -121,9 +121,8 @@ def _held(rank: int, ledger: Ledger, counterparts: Counterparts, *, is_in_own_co
     certain = [
         e for e in ledger if (e.wait is None and not e.is_async) or (e.wait and e.wait.is_over is False)
     ]
-    if (
-        certain
-    ):  # several are those of an engine's own threads; the rank's own call is what holds up the training
+    if certain:
+        # Where an engine has threads of its own there may be several; the rank's own call holds up its training.
         return max(certain, key=lambda e: (e.thread == "main", _since(e)))
     if is_in_own_code:
         return None
@@ -235,7 +234,7 @@ def _whereabouts(ranks: Sequence[RankAutopsy]) -> str:
 
 
 def _where(rank: RankAutopsy) -> str:
-    last = f"last call: {_brief(rank.call)}" if rank.call else "it never made a call"
+    last = f"last call: {_brief(rank.call)}" if rank.call else "no call before"
     match rank.doing:
         case Doing.WAITING:
             return f"waiting in {_tell(rank.call)}{f' for {_names(rank.awaits)}' if rank.awaits else ''}"

@@ -277,7 +277,7 @@ def test_a_rank_that_is_stopped_for_the_deadlock_of_others_is_told_with_its_stac
     assert "leave_one_and_occupy_another" in autopsy.ranks[2].frames[0]
     assert autopsy.blamed == (1, 2)
     assert autopsy.ranks[0].awaits == (1, 2)
-    assert " for rank 1 (returned; it never made a call) and rank 2 (in no call, at " in autopsy.summary
+    assert " for rank 1 (returned; no call before) and rank 2 (in no call, at " in autopsy.summary
 
 
 def test_the_record_has_the_autopsy_and_no_oracle_is_asked(

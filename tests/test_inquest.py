@@ -85,7 +85,7 @@ def test_rank_in_no_call_is_told_with_its_own_frame() -> None:
 
 def test_rank_that_never_called_anything_is_told_so() -> None:
     found = inquest(numbered([blocked(entry())]), ())
-    assert found.summary.endswith("for rank 1 (in no call, nobody knows where; it never made a call)")
+    assert found.summary.endswith("for rank 1 (in no call, nobody knows where; no call before)")
 
 
 def test_root_of_a_chain_of_waits_is_blamed() -> None:
@@ -196,6 +196,31 @@ def test_one_call_from_two_lines_is_no_straying() -> None:
     found = inquest(numbered(left), numbered(right))
     assert found.difference is not None
     assert found.difference.strayed == ()
+
+
+@pytest.mark.parametrize(("step", "is_straying"), [(0, False), (1, True)])
+def test_other_lines_from_the_first_call_on_are_a_habit_of_the_engine(step: int, is_straying: bool) -> None:
+    left = [told(entry(site="root.py:1")), told(entry(site="root.py:2")), blocked(entry(site="x.py:3"))]
+    right = [told(entry(site="leaf.py:1")), told(entry(site="leaf.py:2"), step=step)]
+    found = inquest(numbered(left), numbered(right))
+    assert found.difference is not None
+    assert bool(found.difference.strayed) is is_straying
+
+
+def test_ranks_that_all_compute_wait_for_nobody() -> None:
+    found = inquest((), (), outcomes=(late(0, STACK), late(1, STACK)))
+    assert found.summary == "ranks 0, 1 (in no call, at engine.py:40 in linger; no call before)"
+    assert found.blamed == (0, 1)
+
+
+def test_ranks_that_called_different_things_wait_for_each_other() -> None:
+    found = inquest(numbered([blocked(entry())]), numbered([blocked(entry(Op.BARRIER))]))
+    assert found.cycle == (0, 1)
+    assert found.difference is not None
+    assert [(side.ranks, side.call and side.call.op) for side in found.difference.sides] == [
+        ((0,), "all_reduce"),
+        ((1,), "barrier"),
+    ]
 
 
 def test_every_end_is_told() -> None:

@@ -55,8 +55,12 @@ def _signature(entry: Entry) -> object:
     return entry.signature
 
 
+def _moment(entry: Entry) -> object:
+    return (entry.phase, entry.step, entry.microbatch)
+
+
 def _place(entry: Entry) -> object:
-    return (entry.phase, entry.step, entry.microbatch, entry.unit, entry.site)
+    return (_moment(entry), entry.unit, entry.site)
 
 
 class _Walk:
@@ -85,12 +89,14 @@ class _Walk:
     def strayed(self, end: int) -> tuple[Side, ...]:
         """Go back from the difference for as long as calls are alike and made in different places.
 
-        A single such place proves nothing: engines may well call one collective from two lines, by rank.
+        A single such place proves nothing: engines may well call one collective from two lines, by rank. Nor do all
+        of them, if only lines and units differ from the very first call on: then that is how the engine is made.
         """
         first = end
         while first > 0 and len(self.sides(first - 1, _place)) > 1:
             first -= 1
-        return self.sides(first, _place) if first < end else ()
+        is_habit = first == 0 and all(len(self.sides(i, _moment)) == 1 for i in range(end))
+        return () if first == end or is_habit else self.sides(first, _place)
 
     def _at(self, rank: int, position: int) -> Entry | None:
         entries = self._calls[rank]
