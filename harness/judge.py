@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import assert_never
 
 from engine.contract import Capability
+from harness.autopsy import Autopsy
 from harness.case import Case, Refusal, Training, Watch
+from harness.inquest import TRANSPORT_ERRORS, hold_inquest
 from harness.keep import Kept
 from harness.law import Evidence, Law, Ruling
-from harness.ledger.agreement import first_disagreement, waiting_for
+from harness.ledger.agreement import first_disagreement
 from harness.ledger.buffers import LeavesBuffersAlone, ResultsAreWaitedFor
 from harness.ledger.laws import ReadsAreSilent
 from harness.oracle import OracleObservation
@@ -31,9 +33,8 @@ from harness.worlds.outcome import (
 
 __all__ = ["Judgement", "implied", "judge", "judge_failure"]
 
-# Errors of the threads world that say what the engine did, as gloo's hangs and garbage do not.
+# The error of the threads world that says what the engine did, as gloo's hangs and garbage do not.
 _MISMATCH = "CollectiveMismatchError"
-_DEADLOCKS = frozenset({"DeadlockError", "CollectiveTimeoutError"})
 
 _IMPLIED: tuple[Law, ...] = (ReadsAreSilent(), LeavesBuffersAlone(), ResultsAreWaitedFor())
 _IMPLIED_BY: Mapping[Watch, Law] = {Watch.RACES: NoRaces()}
@@ -48,10 +49,16 @@ class Judgement:
     laws: tuple[LawRecord, ...] = ()
     worst: TensorRecord | None = None
     outcomes: tuple[OutcomeRecord, ...] = ()
+    autopsy: Autopsy | None = None
 
 
-def judge(case: Case, declared: Set[Capability], kept: Kept, oracle: OracleObservation) -> Judgement:
-    """Judge every rank of one case; an undeclared capability turns the question into *was it refused?*"""
+def judge(
+    case: Case, declared: Set[Capability], kept: Kept, oracle: Callable[[], OracleObservation]
+) -> Judgement:
+    """Judge every rank of one case; an undeclared capability turns the question into *was it refused?*
+
+    ``oracle`` is asked only where numbers are: who hangs or crashes is told without it, and so at once.
+    """
     undeclared = case.training.needs - declared
     if undeclared:
         return _judge_refusal(undeclared, kept)
@@ -65,7 +72,7 @@ def judge(case: Case, declared: Set[Capability], kept: Kept, oracle: OracleObser
         return Judgement(verdict=Verdict.CRASHED, headline=headline, outcomes=_outcome_records(kept.result))
     if not kept.result.is_clean:
         return judge_failure(kept)
-    return _judge_laws(case, kept, oracle)
+    return _judge_laws(case, kept, oracle())
 
 
 def implied(training: Training) -> tuple[Law, ...]:
@@ -125,7 +132,7 @@ def _raised(result: WorldResult) -> dict[int, str]:
     return {
         o.rank: f"{o.kind}: {o.message}"
         for o in result.outcomes
-        if isinstance(o, Raised) and not o.is_symptom and o.kind not in {_MISMATCH, *_DEADLOCKS}
+        if isinstance(o, Raised) and not o.is_symptom and o.kind not in TRANSPORT_ERRORS
     }
 
 
@@ -136,23 +143,21 @@ def judge_failure(kept: Kept) -> Judgement:
     if cause is None:
         headline = "; ".join(kept.result.leaks)
         return Judgement(verdict=Verdict.FAILED, headline=headline, outcomes=outcomes)
-    if isinstance(cause, Raised) and cause.kind == _MISMATCH:
-        return Judgement(verdict=Verdict.FAILED, headline=cause.message, outcomes=outcomes)
-    is_hang = isinstance(cause, TimedOut) or (isinstance(cause, Raised) and cause.kind in _DEADLOCKS)
+    is_hang = isinstance(cause, TimedOut) or (isinstance(cause, Raised) and cause.kind in TRANSPORT_ERRORS)
+    if not is_hang and not (isinstance(cause, Raised) and cause.is_symptom):
+        return Judgement(verdict=Verdict.CRASHED, headline=_tell(cause), outcomes=outcomes)
     ledgers = dict(enumerate(kept.ledgers))
-    if is_hang or (isinstance(cause, Raised) and cause.is_symptom):
-        mismatch = first_disagreement(ledgers)
-        if mismatch is not None:
-            headline = f"{mismatch} (then: {_tell(cause)})"
-            return Judgement(verdict=Verdict.FAILED, headline=headline, outcomes=outcomes)
-    if is_hang:
-        finished = frozenset(o.rank for o in kept.result.outcomes if isinstance(o, Returned))
-        return Judgement(
-            verdict=Verdict.HUNG,
-            headline=_tell_hang(kept, cause, ledgers_say=waiting_for(ledgers, finished)),
-            outcomes=outcomes,
-        )
-    return Judgement(verdict=Verdict.CRASHED, headline=_tell(cause), outcomes=outcomes)
+    autopsy = hold_inquest(kept.result.outcomes, ledgers)
+    mismatch = first_disagreement(ledgers)
+    if isinstance(cause, Raised) and cause.kind == _MISMATCH:
+        verdict, headline = Verdict.FAILED, cause.message
+    elif mismatch is not None:
+        verdict, headline = Verdict.FAILED, f"{mismatch} (then: {_tell(cause)})"
+    elif is_hang:
+        verdict, headline = Verdict.HUNG, _tell_hang(kept.result, autopsy)
+    else:
+        verdict, headline = Verdict.CRASHED, _tell(cause)
+    return Judgement(verdict=verdict, headline=headline, outcomes=outcomes, autopsy=autopsy)
 
 
 def _judge_laws(case: Case, kept: Kept, oracle: OracleObservation) -> Judgement:
@@ -185,12 +190,10 @@ def _worst(rulings: Sequence[Ruling]) -> TensorRecord | None:
     return next((r.worst for r in rulings if r.worst is not None), None)
 
 
-def _tell_hang(kept: Kept, cause: Outcome, ledgers_say: str | None) -> str:
+def _tell_hang(result: WorldResult, autopsy: Autopsy) -> str:
     """Say who waits for whom: the ledgers word it alike in every world, a backend's error does not."""
-    if isinstance(cause, Raised):
-        return ledgers_say or cause.message
-    late = sorted(o.rank for o in kept.result.outcomes if isinstance(o, TimedOut))
-    return f"{ledgers_say or _tell(cause)}; not ended at the deadline: rank(s) {late}"
+    late = sorted(o.rank for o in result.outcomes if isinstance(o, TimedOut))
+    return f"{autopsy.summary}; not ended at the deadline: rank(s) {late}" if late else autopsy.summary
 
 
 def _tell(outcome: Outcome) -> str:

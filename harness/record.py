@@ -12,6 +12,7 @@ from types import MappingProxyType
 from typing import TypeVar
 
 from harness import json_line
+from harness.autopsy import Autopsy
 from harness.verdict import Verdict
 
 __all__ = [
@@ -30,7 +31,7 @@ __all__ = [
     "to_json",
 ]
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,7 +134,8 @@ class Record:
 
     ``world`` is as on the command line (``threads:4``). ``observation`` is a folder below the run's, or
     empty. ``command`` repeats this one case. ``duration_s`` is wall time of this case. ``expectation`` is
-    the one that bore on the verdict or, expired, no longer does.
+    the one that bore on the verdict or, expired, no longer does. ``autopsy`` tells why ranks could not go on; None
+    where they could, or failed otherwise.
     """
 
     engine: str
@@ -151,6 +153,7 @@ class Record:
     command: str = ""
     duration_s: float = 0.0
     expectation: Expectation | None = None
+    autopsy: Autopsy | None = None
     schema: int = SCHEMA_VERSION
 
     @property

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from engine.contract import Capability
@@ -15,6 +16,7 @@ from harness.effort import Effort
 from harness.errors import UsageError
 from harness.judge import Judgement, judge
 from harness.ledger.summary import summarize
+from harness.oracle import OracleObservation
 from harness.races.law import NoRaces
 from harness.record import LedgerLine, Record
 from harness.verdict import Verdict
@@ -69,6 +71,7 @@ class TrialSession:
             worst=judgement.worst,
             ledger=found.ledger,
             outcomes=judgement.outcomes,
+            autopsy=judgement.autopsy,
             observation=self._archive.name(training, cell),
             command=" ".join((command, *self._effort.options(found.seed))),
             duration_s=round(time.monotonic() - started, 4),
@@ -80,7 +83,7 @@ class TrialSession:
 
     def _judged(self, case: Case, training: Training, cell: Cell, declared: frozenset[Capability]) -> _Judged:
         """Judge what was seen under each schedule; the first that did not pass is told, else the first."""
-        oracle = self._archive.oracle(case.training, case.training.plan.data_size(cell.world.size))
+        oracle = self._oracle(case, cell)
         found: list[_Judged] = []
         for seed, kept in self._archive.observations(
             training, cell, self._effort.seeds(training, cell.world)
@@ -93,6 +96,10 @@ class TrialSession:
                 break
         return found[-1] if found[-1].judgement.verdict is not Verdict.PASSED else found[0]
 
+    def _oracle(self, case: Case, cell: Cell) -> Callable[[], OracleObservation]:
+        data_size = case.training.plan.data_size(cell.world.size)
+        return lambda: self._archive.oracle(case.training, data_size)
+
     def _explained(
         self, judgement: Judgement, case: Case, cell: Cell, seed: int, declared: frozenset[Capability]
     ) -> Judgement:
@@ -100,9 +107,8 @@ class TrialSession:
         watched = replace(case.training, watch=case.training.watch | {Watch.RACES}, schedules=1)
         if not self._archive.holds(watched, cell):
             return judgement
-        oracle = self._archive.oracle(case.training, case.training.plan.data_size(cell.world.size))
         (again, *_) = self._archive.observations(watched, cell, (seed,))
-        second = judge(replace(case, training=watched), declared, again.kept, oracle)
+        second = judge(replace(case, training=watched), declared, again.kept, self._oracle(case, cell))
         races = [law for law in second.laws if law not in judgement.laws and law.law == NoRaces().name]
         if not any(not law.held for law in races):
             return judgement

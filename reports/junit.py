@@ -10,6 +10,7 @@ from xml.etree import ElementTree
 from harness.record import LawRecord, Record
 from harness.run_directory import Run
 from harness.verdict import Verdict
+from reports import autopsy
 from reports.evidence import headroom, outcome_groups, place
 from reports.expected import stale, told
 from reports.matrix import Column
@@ -89,6 +90,7 @@ def _evidence(record: Record) -> str:
         lines += _law_lines(law)
     if record.worst is not None:
         lines += [place(record.worst), headroom(record.worst), f"looks like: {record.worst.looks_like}"]
+    lines += [] if record.autopsy is None else autopsy.lines(record.autopsy)
     for group in outcome_groups(record):
         lines += [f"{group.ranks}: {group.kind}", group.text]
     return "\n".join([*lines, f"again: {record.command}"] if record.command else lines)

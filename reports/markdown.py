@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from harness.record import Record
 from harness.run_directory import Run
 from harness.verdict import Verdict
+from reports import autopsy
 from reports.evidence import headroom, ledger_rows, outcome_groups, place
 from reports.expected import address, idle, stale
 from reports.mark import MARKS
@@ -29,6 +30,7 @@ _RESERVE_BYTES = 2_000  # for the sentences that say what was left out
 _MATRIX_BYTES = LIMIT_BYTES // 2  # so that failures keep room for their evidence
 _NUM_WARNINGS = 20
 _NUM_COLUMNS = 100
+_NUM_PLIGHTS = 8
 _TEXT_LIMIT = 4_000  # characters of one rank's stack
 
 _SPECIAL = re.compile(r"([\\`*_\[\]<>#&|~$])")
@@ -202,9 +204,9 @@ def _detail(record: Record) -> str:
     if record.verdict is Verdict.PASSED:
         return f"- {title}: {_escape(record.headline)} ({duration(record.duration_s)})"
     parts = [f"### {title}", _expectation(record), _escape(record.headline, limit=2000)]
-    parts += [*_laws(record), *_worst(record)]
+    parts += [*_autopsy(record), *_laws(record), *_worst(record)]
     if not record.verdict.is_conforming:
-        parts += [*_ledger(record), *_outcomes(record)]
+        parts += [*_ledger(record), *([] if record.autopsy else _outcomes(record))]
     if record.command:
         parts.append(f"Again: {_code(record.command, limit=2000)}")
     return "\n\n".join(part for part in parts if part)
@@ -229,6 +231,25 @@ def _laws(record: Record) -> list[str]:
     if len(record.laws) > 50:
         lines.append(f"- and {len(record.laws) - 50} more laws")
     return ["\n".join(lines)] if lines else []
+
+
+def _autopsy(record: Record) -> list[str]:
+    """Tell ranks side by side, the difference, and the frames of each that are its own."""
+    if record.autopsy is None:
+        return []
+    found = autopsy.plights(record.autopsy)[:_NUM_PLIGHTS]
+    labels = list(dict.fromkeys(label for plight in found for label, _ in plight.facts))
+    names = [f"**{p.ranks}** (holds up the others)" if p.is_blamed else p.ranks for p in found]
+    rows = [("", *(p.words for p in found))]
+    rows += [(label, *(_escape(dict(p.facts).get(label, "")) for p in found)) for label in labels]
+    rows.append(("stack", *("<br>".join(_code(frame) for frame in p.frames[:4]) for p in found)))
+    parts = [_table(["ranks", *names], rows)]
+    if circle := autopsy.cycle(record.autopsy):
+        parts.append(f"In a circle: {_escape(circle)}")
+    for step in autopsy.steps(record.autopsy):
+        sides = "".join(f"\n  - {_escape(who)}: {_escape(what)}" for who, what in step.sides)
+        parts.append(f"- call {_escape(step.number)}: {_escape(step.words)}{sides}")
+    return parts
 
 
 def _worst(record: Record) -> list[str]:

@@ -12,7 +12,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from harness.record import Record
 from harness.run_directory import Run
 from harness.verdict import Verdict
-from reports import evidence, expected, text
+from reports import autopsy, evidence, expected, text
 from reports.mark import MARKS, Mark
 from reports.matrix import Column, arrange, by_severity, label
 from reports.tally import Tally, conclude, tally, warnings
@@ -65,6 +65,7 @@ def _environment() -> Environment:
     environment.filters |= {
         "address": expected.address,
         "bar": evidence.bar,
+        "cycle": autopsy.cycle,
         "clip": lambda value: text.clip(value, _TEXT_LIMIT),
         "duration": text.duration,
         "headroom": evidence.headroom,
@@ -75,8 +76,11 @@ def _environment() -> Environment:
         "one_line": text.one_line,
         "outcome_groups": evidence.outcome_groups,
         "place": evidence.place,
+        "plights": autopsy.plights,
+        "ranks": text.ranks,
         "rough": text.rough,
         "size": _size,
+        "steps": autopsy.steps,
     }
     return environment
 

@@ -7,8 +7,10 @@ import textwrap
 
 from tabulate import tabulate
 
+from harness.record import Record
 from harness.run_directory import Run
 from harness.verdict import Verdict
+from reports import autopsy
 from reports.expected import idle, known, stale, told
 from reports.mark import MARKS
 from reports.matrix import Column, Matrix, arrange, by_severity, label
@@ -19,6 +21,7 @@ __all__ = ["render"]
 
 _WIDTH = 100
 _MOST_IDLE = 3  # expectations told one by one
+_MOST_OF_AN_AUTOPSY = 8  # lines
 _NUM_HEADLINES = 50  # beyond these a terminal scrolls them away anyway
 
 
@@ -92,13 +95,27 @@ def _headlines(run: Run) -> list[str]:
         headline = textwrap.fill(
             one_line(record.headline, limit=500), _WIDTH, initial_indent="    ", subsequent_indent="    "
         )
-        lines = (one_line(cell), headline, f"    {told(record)}")
+        lines = (one_line(cell), headline, *_autopsy(record), f"    {told(record)}")
         parts.append("\n".join(line for line in lines if line.strip()))
     if len(broken) > _NUM_HEADLINES:
         parts.append(
             f"... and {len(broken) - _NUM_HEADLINES} more that do not conform; the reports have them all"
         )
     return parts
+
+
+def _autopsy(record: Record) -> list[str]:
+    """Tell of ranks in one plight in a line or two each, and of the call at which they parted."""
+    if record.autopsy is None:
+        return []
+    told_of = autopsy.lines(record.autopsy)
+    kept = told_of if len(told_of) <= _MOST_OF_AN_AUTOPSY else [*told_of[:_MOST_OF_AN_AUTOPSY], "..."]
+    return [
+        textwrap.fill(
+            one_line(line, limit=400), _WIDTH, initial_indent="      ", subsequent_indent="        "
+        )
+        for line in kept
+    ]
 
 
 def _known(run: Run) -> list[str]:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from harness.ledger.agreement import Extent, RanksAgree, first_disagreement, waiting_for
+from harness.ledger.agreement import Extent, RanksAgree, first_disagreement
 from harness.ledger.entry import Entry, Op, Phase
 from tests.ledgers import changed, entry, evidence, numbered, renew, sharding_ledger, without
 
@@ -40,7 +40,6 @@ def test_honest_world_agrees(world_size: int) -> None:
     assert record.held, record.summary
     ledgers = dict.fromkeys(range(world_size), ledger)
     assert first_disagreement(ledgers, Extent.COMPLETE) is None
-    assert waiting_for(ledgers) is None
 
 
 @pytest.mark.parametrize("fields", ALWAYS_DIFFER, ids=str)
@@ -100,6 +99,13 @@ def test_groups_are_compared_each_by_itself() -> None:
     assert AGREE.judge(evidence(*ledgers)).record.held
 
 
+def test_groups_of_equal_ranks_are_told_apart_by_name() -> None:
+    left, right = entry(group_name="a"), entry(group_name="b", dtype="int64")
+    assert AGREE.judge(evidence(numbered([left, right]), numbered([right, left]))).record.held
+    nameless = [renew(e, group_name="") for e in (left, right)]
+    assert not AGREE.judge(evidence(numbered(nameless), numbered(nameless[::-1]))).record.held
+
+
 def test_earliest_disagreement_is_told_first() -> None:
     honest = numbered([entry(group=(0, 1)), entry(group=(0, 1, 2)), entry(group=(0, 1))])
     odd = numbered([honest[0], renew(honest[1], dtype="int64"), renew(honest[2], dtype="int32")])
@@ -119,7 +125,6 @@ def test_messages_that_meet_agree() -> None:
     first = numbered([send(0, 1), send(0, 1, num_bytes=8), recv(0, 1)])
     second = numbered([recv(1, 0), send(1, 0), recv(1, 0, num_bytes=8)])
     assert AGREE.judge(evidence(first, second)).record.held
-    assert waiting_for({0: first, 1: second}) is None
 
 
 @pytest.mark.parametrize(
@@ -145,50 +150,6 @@ def test_receives_from_any_source_are_counted_in_all() -> None:
     assert "rank 2 receives from any source: 1 receives for 2 messages" in record.summary
 
 
-def test_waiting_rank_is_told_with_who_left() -> None:
-    calls = [entry(site=f"x.py:{line}") for line in (9, 10, 11, 12)]
-    text = waiting_for({0: numbered(calls[:3]), 1: numbered(calls)}, finished_ranks={0})
-    assert text == (
-        "rank 1 waits in all_reduce(avg, float32[4, 4]) as #3 of group [0, 1] at x.py:12; "
-        "rank 0 made only 3 calls on that group and then left"
-    )
-
-
-def test_waiting_rank_is_told_with_where_the_other_is() -> None:
-    text = waiting_for({0: numbered([entry()]), 1: ()})
-    assert text is not None
-    assert text.endswith("rank 1 made only 0 calls on that group and was never seen to call anything")
-
-
-def test_root_of_a_chain_of_waits_is_told() -> None:
-    # 0 waits for 1, which waits for 2, which computes for ever.
-    pairs = [entry(group=(0, 1)), entry(group=(1, 2))]
-    ledgers = {0: numbered([pairs[0]]), 1: numbered([pairs[1]]), 2: ()}
-    text = waiting_for(ledgers)
-    assert text is not None
-    assert text.startswith("rank 1 waits in")
-    assert "rank 2 made only 0 calls" in text
-
-
-def test_finished_rank_is_not_said_to_wait() -> None:
-    ledgers = {0: numbered([entry(), entry()]), 1: numbered([entry()])}
-    assert waiting_for(ledgers, finished_ranks={0}) is None
-    assert waiting_for(ledgers, finished_ranks={1}) is not None
-
-
-@pytest.mark.parametrize(
-    ("left", "right", "text"),
-    [
-        ([recv(0, 1)], [], "rank 0 waits in recv("),
-        ([], [send(1, 0)], "rank 1 waits in send("),
-    ],
-)
-def test_rank_that_waits_for_a_message_is_told(left: list[Entry], right: list[Entry], text: str) -> None:
-    told = waiting_for({0: numbered(left), 1: numbered(right)})
-    assert told is not None
-    assert told.startswith(text)
-
-
 @settings(max_examples=60, deadline=None)  # deadline: the machine is shared, and time is not the property
 @given(data=st.data())
 def test_any_single_omission_is_found(data: st.DataObject) -> None:
@@ -198,4 +159,3 @@ def test_any_single_omission_is_found(data: st.DataObject) -> None:
     short = without(honest, lambda e: e.seq == position)
     ledgers = {r: short if r == rank else honest for r in range(3)}
     assert first_disagreement(ledgers, Extent.COMPLETE) is not None
-    assert (waiting_for(ledgers) or "").count(f"rank {rank} made only {len(short)} calls") == 1

@@ -119,6 +119,7 @@ LAYERS = (
         package="reports",
         allowed=(
             "harness.record",
+            "harness.autopsy",
             "harness.verdict",
             "harness.errors",
             "harness.run_directory",

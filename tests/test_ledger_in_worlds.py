@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn.parallel import DistributedDataParallel
 
 from harness.ledger.entry import Entry, Ledger, Op, Phase
-from harness.ledger.recorder import read_journal
+from harness.ledger.recorder import CallSummary, Recorder, read_journal
 from harness.worlds.launch import launch
 from harness.worlds.outcome import Returned
 from harness.worlds.rank import RankContext, journal_path
@@ -121,6 +122,8 @@ def test_writes_down_everything_that_crosses(kind: WorldKind, tmp_path: Path) ->
         assert forgotten.wait is not None
         assert forgotten.wait.phase is Phase.PREPARE, "waited for only after the step was over"
         assert all(e.thread == "main" and "test_ledger_in_worlds.py" in e.site for e in entries)
+        assert all(e.wait is not None and e.wait.is_over for e in entries)
+        assert forgotten.group_name != maximum.group_name == total.group_name, "two groups of the same ranks"
 
 
 def _essence(entry: Entry) -> tuple[object, ...]:
@@ -152,3 +155,52 @@ def _never_waits(context: RankContext) -> None:
 def test_tells_a_result_that_nobody_waited_for(kind: WorldKind, tmp_path: Path) -> None:
     for ledger in _launch(kind, 2, _never_waits, folder=tmp_path):
         assert [e.wait for e in ledger if e.op is Op.ALL_REDUCE] == [None]
+
+
+def _wait_in_vain(context: RankContext) -> None:
+    if context.rank == 0:
+        dist.all_reduce(torch.ones(3), async_op=True)  # nobody waits for this one
+        dist.all_reduce(torch.ones(3), async_op=True).wait()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_wait_that_never_ends_is_told_as_begun(kind: WorldKind, tmp_path: Path) -> None:
+    spec = WorldSpec(kind=kind, size=2, deadline_s=1.0)
+    assert not launch(spec, _wait_in_vain, folder=tmp_path).is_clean
+    first, second = read_journal(journal_path(tmp_path, 0))
+    assert first.wait is None
+    assert second.wait is not None
+    assert second.wait.is_over is False
+
+
+def test_a_journal_from_before_waits_ended_is_read(tmp_path: Path) -> None:
+    journal = tmp_path / "journal"
+    recorder = Recorder(journal)
+    call = CallSummary(
+        op=Op.BARRIER,
+        group_name="0",
+        group=(0, 1),
+        dtype="",
+        shapes=(),
+        num_bytes=0,
+        reduce_op=None,
+        peer=None,
+        is_async=False,
+        site="x.py:1 in f",
+    )
+    for _ in range(2):
+        seq = recorder.issued(call)
+        recorder.waited(seq, is_over=False)
+        recorder.over(seq)
+        recorder.over(seq)
+    recorder.close()
+    lines = [json.loads(line) for line in journal.read_text().splitlines()]
+    assert [next(iter(line)) for line in lines] == ["entry", "wait", "over"] * 2
+    assert read_journal(journal) == recorder.ledger()
+    for line in lines:
+        line.get("entry", {}).pop("group_name", None)
+        line.pop("is_over", None)
+    journal.write_text("".join(json.dumps(line) + "\n" for line in lines if "over" not in line))
+    old = read_journal(journal)
+    assert [(e.group_name, e.wait and e.wait.is_over) for e in old] == [("", None)] * 2
+    assert old == recorder.ledger()

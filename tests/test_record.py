@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import harness.record
+from harness.autopsy import Autopsy, CallRecord, Difference, Doing, RankAutopsy, Side
 from harness.errors import UsageError
 from harness.record import (
     SCHEMA_VERSION,
@@ -75,6 +76,55 @@ EXPECTATIONS = st.builds(
     Expectations, source=TEXTS, today=TEXTS, entries=st.lists(ENTRIES, max_size=2).map(tuple)
 )
 UNUSED = st.builds(UnusedExpectation, expectation=ENTRIES, why=TEXTS, is_stale=st.booleans())
+CALLS = st.builds(
+    CallRecord,
+    text=TEXTS,
+    op=TEXTS,
+    group=st.lists(SMALL).map(tuple),
+    axis=TEXTS,
+    group_name=TEXTS,
+    position=SMALL,
+    dtype=TEXTS,
+    num_bytes=SMALL,
+    peer=st.none() | SMALL,
+    phase=TEXTS,
+    step=SMALL,
+    microbatch=SMALL,
+    unit=TEXTS,
+    thread=TEXTS,
+    site=TEXTS,
+)
+SIDES = st.builds(Side, ranks=st.lists(SMALL).map(tuple), call=st.none() | CALLS)
+DIFFERENCES = st.builds(
+    Difference,
+    group=st.lists(SMALL).map(tuple),
+    axis=TEXTS,
+    group_name=TEXTS,
+    position=SMALL,
+    common=st.none() | CALLS,
+    sides=st.lists(SIDES, max_size=2).map(tuple),
+    strayed=st.lists(SIDES, max_size=2).map(tuple),
+)
+AUTOPSIES = st.builds(
+    Autopsy,
+    summary=TEXTS,
+    blamed=st.lists(SMALL).map(tuple),
+    cycle=st.lists(SMALL).map(tuple),
+    ranks=st.lists(
+        st.builds(
+            RankAutopsy,
+            rank=SMALL,
+            ended=TEXTS,
+            doing=st.sampled_from(Doing),
+            call=st.none() | CALLS,
+            awaits=st.lists(SMALL).map(tuple),
+            frames=st.lists(TEXTS, max_size=2).map(tuple),
+            stack=st.lists(TEXTS, max_size=2).map(tuple),
+        ),
+        max_size=2,
+    ).map(tuple),
+    difference=st.none() | DIFFERENCES,
+)
 RECORDS = st.builds(
     Record,
     engine=TEXTS,
@@ -92,6 +142,7 @@ RECORDS = st.builds(
     command=TEXTS,
     duration_s=FLOATS,
     expectation=st.none() | ENTRIES,
+    autopsy=st.none() | AUTOPSIES,
     schema=st.just(SCHEMA_VERSION),
 )
 NAMES = st.lists(TEXTS, max_size=2).map(tuple)
@@ -257,8 +308,9 @@ def test_a_line_of_an_older_schema_may_lack_what_has_a_default(monkeypatch: pyte
         from_json(Record, edited(case=...), where=WHERE)
 
 
-def test_a_record_from_before_expectations_is_read() -> None:
-    assert from_json(Record, edited(expectation=..., schema=1), where=WHERE) == a_record(schema=1)
+@pytest.mark.parametrize(("field", "schema"), [("expectation", 1), ("autopsy", 2)])
+def test_a_record_from_before_a_field_is_read(field: str, schema: int) -> None:
+    assert from_json(Record, edited(**{field: ..., "schema": schema}), where=WHERE) == a_record(schema=schema)
 
 
 def test_every_line_has_what_readers_of_other_languages_need() -> None:

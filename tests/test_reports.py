@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import math
 import re
 import subprocess
@@ -16,6 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from harness.autopsy import Autopsy, CallRecord, Difference, Doing, RankAutopsy, Side
 from harness.record import (
     Expectation,
     Footer,
@@ -30,6 +32,7 @@ from harness.record import (
 from harness.run_directory import Run, RunWriter
 from harness.verdict import Verdict
 from reports import junit, markdown, page, terminal
+from reports.autopsy import plights, steps
 from reports.evidence import bar, ledger_rows, outcome_groups
 from reports.mark import MARKS
 from reports.matrix import arrange, label
@@ -51,6 +54,23 @@ HEADER = Header(
     git_dirty=False,
     seed=0,
     num_cases=0,
+)
+CALL = CallRecord(
+    text="all_reduce",
+    op="all_reduce",
+    group=(0, 1, 2, 3),
+    axis="data",
+    group_name="",
+    position=4,
+    dtype="float32",
+    num_bytes=8,
+    peer=None,
+    phase="backward",
+    step=1,
+    microbatch=0,
+    unit="blocks.0",
+    thread="",
+    site="engine.py:7 in reduce",
 )
 FOOTER = Footer(ended_at="2030-01-01T00:01:00+00:00", duration_s=60.0)
 WORST = TensorRecord(
@@ -110,6 +130,29 @@ def a_record(
     )
 
 
+def an_autopsy(text: str) -> Autopsy:
+    """Ranks 0 to 2 wait for rank 3, which is somewhere else; whatever an engine words is ``text``."""
+    call = replace(CALL, site=text, unit=text)
+    waiting = RankAutopsy(
+        rank=0, ended="late", doing=Doing.WAITING, call=call, awaits=(3,), frames=(text,), stack=(text, text)
+    )
+    lost = replace(waiting, rank=3, doing=Doing.OUTSIDE, awaits=())
+    return Autopsy(
+        summary=text,
+        blamed=(3,),
+        cycle=(0, 3),
+        ranks=(*(replace(waiting, rank=r) for r in range(3)), lost),
+        difference=Difference(
+            group=(0, 1, 2, 3),
+            axis=text,
+            group_name="",
+            position=4,
+            common=replace(call, position=3),
+            sides=(Side(ranks=(0, 1, 2), call=call), Side(ranks=(3,), call=None)),
+        ),
+    )
+
+
 def a_run(*records: Record, footer: Footer | None = FOOTER, problems: tuple[str, ...] = ()) -> Run:
     return Run(header=HEADER, records=records, footer=footer, problems=problems)
 
@@ -121,14 +164,14 @@ def one_of_each() -> Run:
 class _Page(HTMLParser):
     """Collects what a browser would see."""
 
-    def __init__(self, html: str) -> None:
+    def __init__(self, text: str) -> None:
         super().__init__()
         self.ids: list[str] = []
         self.links: list[str] = []
         self.sources: list[str] = []
         self.tags: list[str] = []
         self.depth = 0
-        self.feed(html)
+        self.feed(text)
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         found = {name: value or "" for name, value in attrs}
@@ -312,6 +355,7 @@ def test_hostile_text_stays_text(render: Callable[[Run], str]) -> None:
         worst=replace(WORST, name=HOSTILE, looks_like=HOSTILE),
         laws=(LawRecord(law=HOSTILE, held=False, summary=HOSTILE, details=(HOSTILE,)),),
         outcomes=(OutcomeRecord(rank=0, kind=HOSTILE, text=HOSTILE),),
+        autopsy=an_autopsy(HOSTILE),
         command=HOSTILE,
         expectation=replace(ENTRY, reason=HOSTILE, link=HOSTILE, expiry=HOSTILE),
     )
@@ -323,6 +367,44 @@ def test_hostile_text_stays_text(render: Callable[[Run], str]) -> None:
     seen, clean = _Page(text), _Page(page.render(a_run(a_record(verdict=Verdict.FAILED), problems=("p",))))
     assert seen.tags.count("script") == clean.tags.count("script") == 1
     assert seen.depth == 0
+
+
+@pytest.mark.parametrize("render", RENDERERS, ids=lambda render: render.__module__)
+def test_an_autopsy_is_told_by_ranks_in_one_plight(render: Callable[[Run], str]) -> None:
+    record = replace(a_record(verdict=Verdict.HUNG), autopsy=an_autopsy("engine.py:7 in reduce"))
+    told = html.unescape(re.sub(r"</?\w[^>]*>", " ", render(a_run(record))))
+    words = " ".join(told.replace("\\", "").split())
+    for part in (
+        "ranks 0-2",
+        "waiting in a call",
+        "rank 3",
+        "in no call",
+        "all_reduce #4",
+        "engine.py:7 in reduce",
+        "the first difference",
+        "never made one; in no call, at engine.py:7 in reduce",
+        "rank 0 -> rank 3 -> rank 0",
+    ):
+        assert part in words, part
+
+
+def test_ranks_in_one_plight_are_folded_and_the_blamed_come_last() -> None:
+    blamed_first = replace(an_autopsy("x"), blamed=(0, 1, 2))
+    assert [p.ranks for p in plights(blamed_first)] == ["rank 3", "ranks 0-2"]
+    assert [p.is_blamed for p in plights(blamed_first)] == [False, True]
+    assert [dict(p.facts).get("waits for") for p in plights(an_autopsy("x"))] == ["rank 3", None]
+
+
+def test_straying_is_told_before_the_difference() -> None:
+    autopsy = an_autopsy("x")
+    assert autopsy.difference is not None
+    early = replace(CALL, position=2)
+    strayed = (Side(ranks=(0, 1, 2), call=early), Side(ranks=(3,), call=replace(early, step=3)))
+    astray = replace(autopsy, difference=replace(autopsy.difference, strayed=strayed))
+    assert [step.number for step in steps(astray)] == ["#2", "#4"]
+    assert [step.number for step in steps(autopsy)] == ["#3", "#4"]
+    assert [who for who, _ in steps(astray)[0].sides] == ["ranks 0-2", "rank 3"]
+    assert steps(replace(autopsy, difference=None)) == ()
 
 
 def test_markdown_tables_survive_pipes() -> None:

@@ -79,38 +79,60 @@ class Door:
 Valuer = Callable[[dist.Work], Callable[[], Any]]
 
 
+class Hearing(Protocol):
+    """Who is told of waits for one call."""
+
+    def waits(self, *, is_over: bool | None) -> None:
+        """Take note that somebody waits; ``is_over`` as `harness.ledger.entry.Wait` has it."""
+
+    def over(self) -> None:
+        """Take note that the wait came to its end; one that raises does not."""
+
+
 class WatchedWork(dist.Work):
-    """A work that tells the recorder when somebody waits for it, or for its future.
+    """A work that tells the recorder when somebody waits for it, or for its future, and until when.
 
     Without ``valuer`` the future is the work's own, as that of a device knows of streams; taking it counts as waiting.
     """
 
     def __init__(
-        self, inner: dist.Work, on_wait: Callable[[WatchedWork], None], valuer: Valuer | None
+        self,
+        inner: dist.Work,
+        hearing: Hearing,
+        on_wait: Callable[[WatchedWork], None],
+        valuer: Valuer | None,
     ) -> None:
         super().__init__()
         self._inner = inner
+        self._hearing = hearing
         self._valuer = valuer
         self._on_wait = on_wait
 
     # Any below: dist.Work's own methods are untyped where they hand tensors back.
     def wait(self, timeout: timedelta | None = None) -> bool:
-        self._on_wait(self)
-        return self._inner.wait() if timeout is None else self._inner.wait(timeout)
+        self._begin(is_over=False)
+        waited = self._inner.wait() if timeout is None else self._inner.wait(timeout)
+        self._hearing.over()
+        return waited
 
     def get_future(self) -> Any:
-        if self._valuer is None:
-            self._on_wait(self)
-            return self._inner.get_future()
-        return late_future(self, self._valuer(self._inner))
+        if self._valuer is not None:
+            return late_future(self, self._valuer(self._inner))
+        self._begin(is_over=None)
+        future = self._inner.get_future()
+        if future.done():
+            self._hearing.over()
+        return future
 
     def synchronize(self) -> None:
-        self._on_wait(self)
+        self._begin(is_over=False)
         self._inner.synchronize()
+        self._hearing.over()
 
     def block_current_stream(self) -> None:
-        self._on_wait(self)
+        self._begin(is_over=False)
         self._inner.block_current_stream()
+        self._hearing.over()
 
     def result(self) -> Any:
         return self._inner.result()
@@ -119,7 +141,7 @@ class WatchedWork(dist.Work):
         # Whoever is told that a result is there may use it: that ends a wait like any other.
         is_completed = self._inner.is_completed()
         if is_completed:
-            self._on_wait(self)
+            self._begin(is_over=True)
         return is_completed
 
     def is_success(self) -> bool:
@@ -133,6 +155,10 @@ class WatchedWork(dist.Work):
 
     def _source_rank(self) -> int:  # the spelling that torch's own recv from any source uses
         return self._inner._source_rank()
+
+    def _begin(self, *, is_over: bool | None) -> None:
+        self._hearing.waits(is_over=is_over)
+        self._on_wait(self)
 
 
 @contextmanager
@@ -154,13 +180,12 @@ class _Works:
         self._waiting: dict[int, WatchedWork] = {}
         self._recent: deque[WatchedWork] = deque(maxlen=_RECENT_WORKS)
 
-    def watch(self, inner: dist.Work, on_wait: Callable[[], None], valuer: Valuer | None) -> WatchedWork:
-        def hear(work: WatchedWork) -> None:
-            on_wait()
+    def watch(self, inner: dist.Work, hearing: Hearing, valuer: Valuer | None) -> WatchedWork:
+        def put_by(work: WatchedWork) -> None:
             if self._waiting.pop(id(work), None) is not None:
                 self._recent.append(work)
 
-        work = WatchedWork(inner, hear, valuer)
+        work = WatchedWork(inner, hearing, put_by, valuer)
         self._waiting[id(work)] = work
         return work
 
@@ -187,7 +212,7 @@ class _Kernel:
         arguments = {**self._defaults, **dict(zip(self._names, args, strict=False)), **kwargs}
         call = _read(self._spelling, arguments, self._door.ranks_of)
         seq = -1 if recorder is None else recorder.issued(_summary(call))
-        hear = self._announce(call, recorder, seq)
+        hearing = self._announce(call, recorder, seq)
         inner: dist.Work | None
         if self._door.carrier is not None:
             inner = self._door.carrier.carry(
@@ -196,23 +221,37 @@ class _Kernel:
         else:
             inner = _work_in(self._original.call_boxed(keyset, *args, **kwargs))
         if not self._spelling.returns_work or inner is None:
-            hear()
+            hearing.waits(is_over=True)
             return None
-        boxed = self._works.watch(inner, hear, _valuer(self._door, call.device)).boxed()
+        boxed = self._works.watch(inner, hearing, _valuer(self._door, call.device)).boxed()
         return boxed if self._spelling.returned is None else (arguments[self._spelling.returned], boxed)
 
-    def _announce(self, call: Call, recorder: Recorder | None, seq: int) -> Callable[[], None]:
-        """Tell the listener of a call before it starts; gives what tells of waits for it."""
+    def _announce(self, call: Call, recorder: Recorder | None, seq: int) -> Hearing:
+        """Tell the listener of a call before it starts; gives who is to be told of waits for it."""
         listener = self._door.listener()
         issued = None if listener is None else listener.issued(call)
+        return _Hearing(recorder, seq, listener, issued)
 
-        def hear() -> None:
-            if recorder is not None:
-                recorder.waited(seq)
-            if listener is not None:
-                listener.waited(issued)
 
-        return hear
+class _Hearing:
+    """The recorder and the listener, as they know one call."""
+
+    # Any: whatever the listener knows the call by.
+    def __init__(self, recorder: Recorder | None, seq: int, listener: Listener | None, issued: Any) -> None:
+        self._recorder = recorder
+        self._seq = seq
+        self._listener = listener
+        self._issued = issued
+
+    def waits(self, *, is_over: bool | None) -> None:
+        if self._recorder is not None:
+            self._recorder.waited(self._seq, is_over=is_over)
+        if self._listener is not None:
+            self._listener.waited(self._issued)
+
+    def over(self) -> None:
+        if self._recorder is not None:
+            self._recorder.over(self._seq)
 
 
 def _valuer(door: Door, device: torch.device) -> Valuer | None:

@@ -7,7 +7,7 @@ from functools import lru_cache
 from pathlib import Path, PurePath
 from types import CodeType, FrameType
 
-__all__ = ["call_site"]
+__all__ = ["call_site", "is_passage", "short_path"]
 
 _OURS = Path(__file__).resolve().parents[1]
 
@@ -44,22 +44,24 @@ def call_site() -> str:
     return _NOWHERE
 
 
+def is_passage(file: str) -> bool:
+    """Say whether calls only pass through a file on their way from the engine to the backend."""
+    return short_path(file).startswith((*_PASSAGE, "contextlib.py", "threading.py")) or file.startswith(
+        _PASSAGE_OF_OURS
+    )
+
+
 # Keyed by code object: a walk over twenty frames then costs a microsecond or two.
 @lru_cache(maxsize=4096)
 def _place(code: CodeType) -> tuple[str, str] | None:
     """Give a code object's file and function; None for code that calls pass through."""
-    path = PurePath(code.co_filename)
-    name = _short(path)
-    is_passage = (
-        name.startswith(_PASSAGE)
-        or code.co_filename.startswith(_PASSAGE_OF_OURS)
-        or name.startswith(("contextlib.py", "threading.py"))
-    )
-    return None if is_passage else (name, code.co_name)
+    file = code.co_filename
+    return None if is_passage(file) else (short_path(file), code.co_name)
 
 
-def _short(path: PurePath) -> str:
+def short_path(file: str) -> str:
     """Give the path as it reads on any machine: under the package, else under the project, else the file."""
+    path = PurePath(file)
     parts = path.parts
     if "site-packages" in parts:
         return "/".join(parts[parts.index("site-packages") + 1 :])

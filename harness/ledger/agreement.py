@@ -1,9 +1,10 @@
-"""Whether ranks agree on what they communicate, and who waits for whom; works on ledgers that end too soon.
+"""Whether ranks agree on what they communicate; works on ledgers that end too soon.
 
 [Note: which calls belong together] The n-th collective of a group must be the same on all of its members, so
-calls are matched by their position among the rank's collectives with that set of ranks. Point-to-point
-messages are matched by position among those from one rank to one other within a group. A receive from any
-source takes whichever message is left, so for a rank with such receives only the totals are compared.
+calls are matched by their position among the rank's collectives in that group; groups of equal ranks are told apart
+by torch's name for them, which members share, for by it they meet. Point-to-point messages are matched by position
+among those from one rank to one other within a group. A receive from any source takes whichever message is left, so
+for a rank with such receives only the totals are compared.
 """
 
 from __future__ import annotations
@@ -14,13 +15,12 @@ from dataclasses import dataclass
 from enum import Enum
 
 from harness.law import Evidence, Ruling
+from harness.ledger.counterparts import Group
 from harness.ledger.entry import Entry, Ledger, Op
 from harness.ledger.selection import NOTHING_OBSERVED, shows_nothing
 from harness.record import LawRecord
 
-__all__ = ["Extent", "RanksAgree", "first_disagreement", "waiting_for"]
-
-Group = tuple[int, ...]
+__all__ = ["Extent", "RanksAgree", "first_disagreement"]
 
 
 class Extent(Enum):
@@ -47,7 +47,7 @@ class RanksAgree:
         if broken:
             record = LawRecord(law=self.name, held=False, summary=broken[0], details=tuple(broken))
             return Ruling(record=record)
-        num_groups = len({e.group for ledger in ledgers.values() for e in ledger})
+        num_groups = len({Group.of(e) for ledger in ledgers.values() for e in ledger})
         calls = sum(len(ledger) for ledger in ledgers.values())
         held = f"{calls} calls in {num_groups} groups"
         return Ruling(record=LawRecord(law=self.name, held=True, summary=held))
@@ -62,22 +62,6 @@ def first_disagreement(ledgers: Mapping[int, Ledger], extent: Extent = Extent.PA
     return None if found is None else found.text
 
 
-def waiting_for(ledgers: Mapping[int, Ledger], finished_ranks: Collection[int] = ()) -> str | None:
-    """Describe a rank whose last call has no counterpart on another rank, None if every call has its own.
-
-    Of several such ranks, the one told is that whose counterpart is least likely to come: a finished rank's,
-    then that of a rank which waits for nobody itself.
-    """
-    found = [*_unmet_collectives(ledgers, finished_ranks), *_unmet_messages(ledgers, finished_ranks)]
-    waiting = {u.rank for u in found}
-    worst = min(
-        found,
-        key=lambda u: (u.missing not in finished_ranks, u.missing in waiting, u.seq, u.rank),
-        default=None,
-    )
-    return None if worst is None else worst.text
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Disagreement:
     """What two or more ranks disagree about; ``seq`` is where the first of them issued it."""
@@ -87,20 +71,10 @@ class _Disagreement:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Unmet:
-    """A call of ``rank`` that ``missing`` has not answered."""
-
-    rank: int
-    missing: int
-    seq: int
-    text: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class _Channel:
     """Messages from one rank to another within a group."""
 
-    group: Group
+    group: tuple[int, ...]
     source: int
     destination: int
 
@@ -130,7 +104,7 @@ def _collectives(ledgers: Mapping[int, Ledger]) -> dict[Group, dict[int, list[En
         for entry in ledger:
             if entry.op in {Op.SEND, Op.RECV}:
                 continue
-            members = groups.setdefault(entry.group, {m: [] for m in entry.group if m in ledgers})
+            members = groups.setdefault(Group.of(entry), {m: [] for m in entry.group if m in ledgers})
             members.setdefault(rank, []).append(entry)
     return groups
 
@@ -142,11 +116,13 @@ def _first_in_group(group: Group, calls: Mapping[int, list[Entry]], extent: Exte
         seq = min(e.seq for e in made.values())
         if len({e.signature for e in made.values()}) > 1:
             return _Disagreement(
-                seq=seq, text=f"group {list(group)} disagrees on call #{position}: {_sides(made)}"
+                seq=seq, text=f"group {list(group.ranks)} disagrees on call #{position}: {_sides(made)}"
             )
         absent = sorted(set(calls) - set(made))
         if absent and extent is Extent.COMPLETE:
-            text = f"group {list(group)} call #{position}: {_sides(made)}; {_ranks(absent)} never made it"
+            text = (
+                f"group {list(group.ranks)} call #{position}: {_sides(made)}; {_ranks(absent)} never made it"
+            )
             return _Disagreement(seq=seq, text=text)
     return None
 
@@ -218,43 +194,4 @@ def _messages(ledgers: Mapping[int, Ledger], op: Op) -> dict[_Channel, list[Entr
 def _takers_from_any(ledgers: Mapping[int, Ledger]) -> list[int]:
     return sorted(
         r for r, ledger in ledgers.items() if any(e.op is Op.RECV and e.peer is None for e in ledger)
-    )
-
-
-def _unmet_collectives(ledgers: Mapping[int, Ledger], finished: Collection[int]) -> Iterator[_Unmet]:
-    for calls in _collectives(ledgers).values():
-        for rank, mine in calls.items():
-            for other, theirs in calls.items():
-                if rank not in finished and len(theirs) < len(mine):
-                    # The first call without counterpart: later ones were issued without waiting for it.
-                    call = mine[len(theirs)]
-                    made = f"made only {len(theirs)} calls on that group"
-                    yield _unmet(call, rank, other, f"{made} {_whereabouts(ledgers[other], other, finished)}")
-
-
-def _unmet_messages(ledgers: Mapping[int, Ledger], finished: Collection[int]) -> Iterator[_Unmet]:
-    sent, received = _messages(ledgers, Op.SEND), _messages(ledgers, Op.RECV)
-    takers = _takers_from_any(ledgers)
-    for channel in {*sent, *received}:
-        sends, receives = sent.get(channel, []), received.get(channel, [])
-        rank, other, verb = channel.source, channel.destination, "received"
-        alone = sends[len(receives) :]
-        if len(receives) > len(sends):
-            rank, other, verb = other, rank, "sent"
-            alone = receives[len(sends) :]
-        if alone and rank not in finished and other in ledgers and channel.destination not in takers:
-            count = f"{verb} only {min(len(sends), len(receives))} messages on that way"
-            yield _unmet(alone[0], rank, other, f"{count} {_whereabouts(ledgers[other], other, finished)}")
-
-
-def _unmet(call: Entry, rank: int, other: int, reason: str) -> _Unmet:
-    text = f"rank {rank} waits in {call.describe()}; rank {other} {reason}"
-    return _Unmet(rank=rank, missing=other, seq=call.seq, text=text)
-
-
-def _whereabouts(ledger: Ledger, rank: int, finished: Collection[int]) -> str:
-    if rank in finished:
-        return "and then left"
-    return (
-        f"and was last seen in {ledger[-1].describe()}" if ledger else "and was never seen to call anything"
     )

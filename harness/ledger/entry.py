@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from enum import StrEnum
 from typing import Any
 
@@ -56,12 +56,16 @@ class Wait:
     """Where a collective's result was first waited for (by Work.wait, its future, or a functional wait).
 
     ``num_issued`` is how many calls the rank had issued by then; None in ledgers that were kept before it was told.
+    ``is_over`` tells whether that wait came to its end; None where nobody can tell, because who took the future
+    waits for it unseen, or the ledger was kept before it was told. Worlds differ in it where they may: an engine
+    cannot choose it.
     """
 
     phase: Phase
     step: int
     microbatch: int
     num_issued: int | None = None
+    is_over: bool | None = field(default=None, compare=False)
 
 
 class HarmKind(StrEnum):
@@ -93,7 +97,8 @@ class Entry:
     output, of a reduce-scatter the whole input, of the rest the tensor itself. ``shapes`` are the shapes
     of this rank's contribution. ``step`` is -1 before the first step; ``microbatch`` is -1 outside one.
     ``group`` holds global ranks and ``group_seq`` counts that group's collectives on this rank from 0
-    (point-to-point messages count per peer). ``unit`` is the innermost unit whose forward or backward was
+    (point-to-point messages count per peer); ``group_name`` is torch's, which tells groups of equal ranks apart,
+    empty in ledgers that were kept without it. ``unit`` is the innermost unit whose forward or backward was
     under way when the call was made. ``wait`` is None for a result that nobody waited for. ``harms`` are known of
     worlds of threads alone.
     """
@@ -116,6 +121,7 @@ class Entry:
     unit: str | None
     thread: str
     site: str
+    group_name: str = field(default="", compare=False)
     harms: tuple[Harm, ...] = ()
 
     @property
@@ -168,6 +174,7 @@ def wait_to_json(wait: Wait) -> dict[str, object]:
         "step": wait.step,
         "microbatch": wait.microbatch,
         "num_issued": wait.num_issued,
+        "is_over": wait.is_over,
     }
 
 
@@ -179,6 +186,7 @@ def wait_from_json(data: Mapping[str, Any]) -> Wait:
         step=data["step"],
         microbatch=data["microbatch"],
         num_issued=data.get("num_issued"),
+        is_over=data.get("is_over"),
     )
 
 

@@ -70,6 +70,7 @@ class Recorder:
         self._entries: list[Entry] = []
         self._waits: dict[int, Wait] = {}
         self._harms: dict[int, tuple[Harm, ...]] = {}
+        self._over: set[int] = set()
         self._seq_of_group: Counter[tuple[object, ...]] = Counter()
         self._axis_of_group: dict[str, str] = {}
         self._phase = Phase.PREPARE
@@ -127,8 +128,8 @@ class Recorder:
             self._write({"entry": entry_to_json(entry)})
         return entry.seq
 
-    def waited(self, seq: int) -> None:
-        """Write down that somebody waited for a result; only the first time counts."""
+    def waited(self, seq: int, *, is_over: bool | None = True) -> None:
+        """Write down that somebody waits for a result; only the first time counts. See `Wait` for ``is_over``."""
         with self._lock:
             if seq in self._waits:
                 return
@@ -137,9 +138,17 @@ class Recorder:
                 step=self._step,
                 microbatch=self._microbatch,
                 num_issued=len(self._entries),
+                is_over=is_over,
             )
             self._waits[seq] = wait
             self._write({"wait": seq, **wait_to_json(wait)})
+
+    def over(self, seq: int) -> None:
+        """Write down that the wait came to its end."""
+        with self._lock:
+            if seq in self._waits and seq not in self._over:
+                self._over.add(seq)
+                self._write_line(b'{"over":%d}\n' % seq)  # as short as it is frequent
 
     def harmed(self, seq: int, kind: HarmKind, site: str) -> None:
         """Write down what was done to the buffers of a call before its result was there; noticed now, at ``site``."""
@@ -152,7 +161,11 @@ class Recorder:
     def ledger(self) -> Ledger:
         """Give all entries so far with their waits, and with what became of their buffers."""
         with self._lock:
-            return _complete(self._entries, self._waits, self._harms)
+            waits = {
+                seq: replace(wait, is_over=True) if seq in self._over else wait
+                for seq, wait in self._waits.items()
+            }
+            return _complete(self._entries, waits, self._harms)
 
     def close(self) -> None:
         """Close the journal."""
@@ -185,11 +198,15 @@ class Recorder:
             unit=self._units[-1] if self._units else None,
             thread="main" if is_home else threading.current_thread().name,
             site=call.site,
+            group_name=call.group_name,
         )
 
     def _write(self, line: Mapping[str, object]) -> None:
+        self._write_line(_ENCODER.encode(line).encode() + b"\n")
+
+    def _write_line(self, line: bytes) -> None:
         if self._journal is not None:
-            os.write(self._journal, _ENCODER.encode(line).encode() + b"\n")
+            os.write(self._journal, line)
 
 
 def read_journal(path: Path) -> Ledger:
@@ -206,6 +223,8 @@ def read_journal(path: Path) -> Ledger:
         elif "harm" in line:
             seq = line.pop("harm")
             harms[seq] = (*harms.get(seq, ()), harm_from_json(line))
+        elif "over" in line:
+            waits[line["over"]] = replace(waits[line["over"]], is_over=True)
         else:
             waits[line["wait"]] = wait_from_json(line)
     return _complete(entries, waits, harms)

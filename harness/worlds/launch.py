@@ -21,6 +21,9 @@ __all__ = ["World", "WorldPool", "launch"]
 # How long others may take to report once one rank has failed for a reason of its own: long enough for ranks that
 # fail in the same instant, or that the failure wakes, to be accounted for by name.
 _GRACE_S = 0.3
+# For all processes of a world together: faulthandler answers a signal in milliseconds, even while Python code is
+# stuck; a process that is stopped or cannot be scheduled does not answer, and must not hold up the verdict.
+_STACKS_LIMIT_S = 0.5
 
 
 def launch(spec: WorldSpec, body: Callable[..., Any], *args: Any, folder: Path) -> WorldResult:
@@ -110,18 +113,24 @@ class World:
         outcomes = {rank: o for host in self._hosts for rank, o in host.outcomes.items()}
         if not self._pending:
             return outcomes
-        if any(_is_cause(o) for o in outcomes.values()):
-            return {**outcomes, **{rank: Abandoned(rank=rank) for rank in self._pending}}
+        has_cause = any(_is_cause(o) for o in outcomes.values())
+        for rank, stack in self._stacks().items():
+            outcomes[rank] = (
+                Abandoned(rank=rank, stack=stack)
+                if has_cause
+                else TimedOut(rank=rank, stack=stack, last_call=_last_call(folder, rank))
+            )
+        return outcomes
+
+    def _stacks(self) -> dict[int, str]:
+        """Give the stacks of all pending ranks, empty for those that do not answer in time."""
         late = [host for host in self._hosts if host.pending]
         for host in late:
             host.ask_for_stacks()
+        limit = time.monotonic() + _STACKS_LIMIT_S
         for host in late:
-            host.await_stacks()
-            for rank in host.pending:
-                outcomes[rank] = TimedOut(
-                    rank=rank, stack=host.stack(rank), last_call=_last_call(folder, rank)
-                )
-        return outcomes
+            host.await_stacks(limit)
+        return {rank: host.stack(rank) for host in late for rank in host.pending}
 
     def _kill(self) -> list[str]:
         self.is_usable = False

@@ -67,9 +67,10 @@ class TimedOut:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Abandoned:
-    """The rank was stopped because of another rank."""
+    """The rank was stopped because of another rank; ``stack`` is where it was, empty if it could not be asked."""
 
     rank: int
+    stack: str = ""
 
 
 Outcome = Returned | Raised | Died | TimedOut | Abandoned

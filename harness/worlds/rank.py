@@ -54,8 +54,8 @@ def run_rank(context: RankContext, job: Job, enter: Callable[[], None]) -> Outco
     try:
         enter()
         return Returned(rank=context.rank, value=job.body(context, *job.args))
-    except WorldAbandonedError:
-        return Abandoned(rank=context.rank)
+    except WorldAbandonedError as error:
+        return Abandoned(rank=context.rank, stack="".join(traceback.format_exception(error)))
     except (
         BaseException
     ) as error:  # SystemExit, KeyboardInterrupt and pytest's Skipped included: nothing is a pass

@@ -20,7 +20,6 @@ __all__ = ["Host"]
 
 _START_LIMIT_S = 120.0  # a cold fork server imports torch first, which a loaded machine can make very slow
 _END_LIMIT_S = 5.0  # SIGKILL needs no cooperation; this only bounds a wait that should be instant
-_STACKS_LIMIT_S = 0.5  # faulthandler answers a signal in milliseconds, even while Python code is stuck
 
 
 class Host:
@@ -87,9 +86,8 @@ class Host:
         with contextlib.suppress(ProcessLookupError):
             os.kill(self._pid, signal.SIGUSR1)
 
-    def await_stacks(self) -> None:
-        """Wait a moment until the stacks of all pending ranks are on disk."""
-        limit = time.monotonic() + _STACKS_LIMIT_S
+    def await_stacks(self, limit: float) -> None:
+        """Wait until the stacks of all pending ranks are on disk, at the latest until ``limit`` (time.monotonic)."""
         while time.monotonic() < limit and not all(self.stack(rank) for rank in self.pending):
             self._process.join(0.01)
 

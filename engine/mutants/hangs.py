@@ -1,0 +1,226 @@
+"""Mutants that never come to an end: a rank leaves a call out, orders groups otherwise, or is lost in itself."""
+
+from __future__ import annotations
+
+import threading
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
+
+from engine.adapters.torch_ddp import DistributedDataParallelEngine, PreparedDdp
+from engine.adapters.torch_fsdp2 import FullyShardEngine, PreparedFullyShard
+from engine.contract import Plan, PreparedModel
+
+__all__ = [
+    "CountsFewerParametersOnTheLastRank",
+    "LocksItselfOut",
+    "NeverComesToAnEnd",
+    "ReducesInTheWrongGroup",
+    "SendsToNobody",
+    "SkipsABackwardOnTheLastRank",
+    "SkipsACountOnTheLastRank",
+    "TakesTwoGroupsInTurn",
+]
+
+
+def _is_last() -> bool:
+    return dist.get_rank() == dist.get_world_size() - 1
+
+
+def _group_of_all() -> dist.ProcessGroup:
+    """Make another group of all ranks."""
+    group = dist.new_group(list(range(dist.get_world_size())))
+    assert isinstance(group, dist.ProcessGroup)
+    return group
+
+
+class _PreparedCounting(PreparedDdp):
+    """Agrees after each step on how many ranks took it, in a group of its own."""
+
+    def __init__(self, module: nn.Module, *, named: nn.Module) -> None:
+        super().__init__(module, named=named)
+        self.steps = 0
+        self.first, self.second = _group_of_all(), _group_of_all()
+
+    def step(self) -> None:
+        super().step()
+        self.agree()
+        self.steps += 1
+
+    def agree(self) -> None:
+        """Count."""
+        self.count(self.first)
+
+    def count(self, group: dist.ProcessGroup) -> None:
+        """Sum ones over a group."""
+        dist.all_reduce(torch.ones(1), group=group)
+
+
+class _PreparedNeglectful(_PreparedCounting):
+    def agree(self) -> None:
+        if not (_is_last() and self.steps == 1):
+            super().agree()
+
+
+class SkipsACountOnTheLastRank(DistributedDataParallelEngine):
+    """After the second step the last rank goes another way, in which it does not count with the others.
+
+    After verl-project/verl#5591: some ranks left out the reduction that was to agree on the number of microbatches.
+    """
+
+    name = "mutant.SkipsACountOnTheLastRank"
+    prepared_type = _PreparedNeglectful
+
+
+class _PreparedTurning(_PreparedCounting):
+    def agree(self) -> None:
+        groups = (self.first, self.second)
+        for group in groups[::-1] if _is_last() else groups:
+            self.count(group)
+
+
+class TakesTwoGroupsInTurn(DistributedDataParallelEngine):
+    """All ranks reduce in two groups after each step, the last rank in the second group first.
+
+    After meta-pytorch/torchrec#4149: ranks came to the collectives of two groups in different orders.
+    """
+
+    name = "mutant.TakesTwoGroupsInTurn"
+    prepared_type = _PreparedTurning
+
+
+class _PreparedStraying(_PreparedCounting):
+    def agree(self) -> None:
+        self.count(self.second if _is_last() else self.first)
+
+
+class ReducesInTheWrongGroup(DistributedDataParallelEngine):
+    """The last rank waits in another group of the same ranks than the others.
+
+    After RLinf/RLinf#1540: ranks waited for each other in different groups.
+    """
+
+    name = "mutant.ReducesInTheWrongGroup"
+    prepared_type = _PreparedStraying
+
+
+class _PreparedEndless(PreparedFullyShard):
+    def __init__(self, module: nn.Module, plan: Plan) -> None:
+        super().__init__(module, plan)
+        self._steps = 0
+
+    def __call__(self, *inputs: torch.Tensor) -> object:
+        if _is_last() and self._steps == 1:
+            _search()
+        return super().__call__(*inputs)
+
+    def step(self) -> None:
+        super().step()
+        self._steps += 1
+
+
+def _search() -> None:
+    """Multiply until the product changes, which it never does."""
+    found = torch.eye(2)
+    while torch.equal(found @ found, found):
+        pass
+
+
+class NeverComesToAnEnd(FullyShardEngine):
+    """Before the second forward the last rank computes for ever, and the others wait for it.
+
+    After vllm-project/vllm#8410: one rank was stuck by itself; the others waited in the next collective.
+    """
+
+    name = "mutant.NeverComesToAnEnd"
+    prepared_type = _PreparedEndless
+
+
+class _PreparedLocked(_PreparedCounting):
+    """Counts on a thread; on the last rank the caller holds a lock that the thread needs, and waits for the thread."""
+
+    def agree(self) -> None:
+        lock = threading.Lock()
+        thread = threading.Thread(target=self._count_under, args=(lock,), name="counting", daemon=True)
+        if _is_last() and self.steps == 1:
+            with lock:
+                thread.start()
+                thread.join()
+        thread.start()
+        thread.join()
+
+    def _count_under(self, lock: threading.Lock) -> None:
+        with lock:
+            self.count(self.first)
+
+
+class LocksItselfOut(DistributedDataParallelEngine):
+    """After the second step two threads of the last rank wait for each other, and the other ranks for them.
+
+    After horovod/horovod#3352: a thread held what another thread of its rank needed before it could communicate.
+    """
+
+    name = "mutant.LocksItselfOut"
+    prepared_type = _PreparedLocked
+
+
+class _PreparedSending(_PreparedCounting):
+    def agree(self) -> None:
+        if self.steps == 1 and dist.get_rank() == 0 and not _is_last():
+            dist.send(torch.ones(1), dist.get_world_size() - 1)
+
+
+class SendsToNobody(DistributedDataParallelEngine):
+    """After the second step rank 0 sends something to the last rank, which never receives it.
+
+    After pytorch/pytorch#108378: what was sent had no receive, and the sender never came back.
+    """
+
+    name = "mutant.SendsToNobody"
+    prepared_type = _PreparedSending
+
+
+class CountsFewerParametersOnTheLastRank(DistributedDataParallelEngine):
+    """Before it trains, each rank counts its parameters with the others; the last rank has one to ignore.
+
+    After pytorch/pytorch#68803: ranks that ignored different parameters never came out of the constructor.
+    """
+
+    name = "mutant.CountsFewerParametersOnTheLastRank"
+
+    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
+        """Count, then wrap honestly."""
+        plan.refuse_beyond(self.capabilities)
+        group = _group_of_all()
+        ignored = 1 if _is_last() else 0
+        for _ in list(model.parameters())[ignored:]:
+            dist.all_reduce(torch.ones(1), group=group)
+        return super().prepare(model, plan, mesh)
+
+
+class _PreparedShirking(PreparedDdp):
+    def __init__(self, module: nn.Module, *, named: nn.Module) -> None:
+        super().__init__(module, named=named)
+        self._steps = 0
+
+    def __call__(self, *inputs: torch.Tensor) -> object:
+        assert isinstance(self.module, DistributedDataParallel)
+        self.module.require_backward_grad_sync = not (_is_last() and self._steps == 1)
+        return super().__call__(*inputs)
+
+    def step(self) -> None:
+        super().step()
+        self._steps += 1
+
+
+class SkipsABackwardOnTheLastRank(DistributedDataParallelEngine):
+    """In the second step the last rank's backward reduces nothing; from then on it is a step ahead of the others.
+
+    After NVIDIA-NeMo/Automodel#2468: a rank left a backward out, and the others waited for its reductions.
+    """
+
+    name = "mutant.SkipsABackwardOnTheLastRank"
+    prepared_type = _PreparedShirking

@@ -1,0 +1,20 @@
+"""Training ends, on every rank."""
+
+from __future__ import annotations
+
+import pytest
+
+from fixtures.optimizers import SGD
+from fixtures.problems import MLP_EVEN
+from harness.case import Schedule, Training
+from harness.ledger.agreement import RanksAgree
+from harness.pytest_plugin import Trial
+
+
+# A rank that computes for ever is seen at the deadline alone, which this timeout brings nearer; it is generous still.
+@pytest.mark.timeout(33)
+@pytest.mark.prey("SkipsACountOnTheLastRank", "TakesTwoGroupsInTurn", "ReducesInTheWrongGroup")
+@pytest.mark.prey("NeverComesToAnEnd", "LocksItselfOut", "SendsToNobody")
+@pytest.mark.prey("CountsFewerParametersOnTheLastRank", "SkipsABackwardOnTheLastRank")
+def test_every_rank_comes_to_its_end(trial: Trial) -> None:
+    trial.holds(Training(problem=MLP_EVEN, optimizer=SGD, schedule=Schedule(steps=3)), RanksAgree())
