@@ -34,6 +34,7 @@ __all__ = [
     "guards_of_record_stream",
     "keep_backward_in_thread",
     "make_operators",
+    "own_shape",
     "owned_meshes",
     "owned_timers",
     "random_operators",
@@ -353,6 +354,8 @@ def _remembered(propagate: Callable[[Any, Any], Any], lock: threading.RLock) -> 
     known: dict[Any, Any] = {}
 
     def look_up(propagator: Any, schema: Any) -> Any:
+        if (own := own_shape(schema)) is not None:
+            return own
         try:
             arguments = (_shape_key(schema.args_schema), _shape_key(schema.kwargs_schema))
         except _NoKeyError:
@@ -365,6 +368,47 @@ def _remembered(propagate: Callable[[Any, Any], Any], lock: threading.RLock) -> 
         return [*found] if isinstance(found, list) else found
 
     return look_up
+
+
+# Any: an operator's schema, and the shape, stride and dtype of a tensor.
+def own_shape(schema: Any) -> Any:
+    """Give the shape of an operator's first argument where that is the result's by rule: to try it out takes longest.
+
+    So it is of what is detached, of the copy of a contiguous tensor, and of what is written to element by element.
+    """
+    first, *others = schema.args_schema or (None,)
+    if not isinstance(first, DTensorSpec) or first.tensor_meta is None:
+        return None
+    meta = first.tensor_meta
+    if schema.op is _ATEN.detach.default:
+        return meta
+    if schema.op is _ATEN.clone.default:
+        is_plain = meta.stride == torch.empty(meta.shape, device="meta").stride()
+        keeps = set(schema.kwargs_schema.values()) <= {torch.preserve_format}
+        return meta if is_plain and keeps else None
+    fits = all(_fits(other, meta) for other in (*others, *schema.kwargs_schema.values()))
+    return meta if schema.op in _IN_PLACE and fits else None
+
+
+def _fits(argument: object, meta: Any) -> bool:
+    """Whether an argument needs no broadcasting that could go wrong."""
+    if isinstance(argument, DTensorSpec):
+        return argument.tensor_meta is not None and argument.tensor_meta.shape == meta.shape
+    return type(argument) in {int, float, bool}
+
+
+# Any: the stubs do not know operators.
+_ATEN: Any = torch.ops.aten
+_IN_PLACE = frozenset(
+    {
+        _ATEN.add_.Tensor,
+        _ATEN.copy_.default,
+        _ATEN.div_.Tensor,
+        _ATEN.mul_.Tensor,
+        _ATEN.sub_.Tensor,
+        _ATEN.zero_.default,
+    }
+)
 
 
 class _NoKeyError(Exception):

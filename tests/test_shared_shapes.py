@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
-from harness.torch_versions import shared_shape_propagation
+from harness.torch_versions import own_shape, shared_shape_propagation
 
 METHOD = "_propagate_tensor_meta_non_cached"
 
@@ -70,6 +73,50 @@ def test_nobody_can_spoil_the_answer_of_another(calls: list[Any]) -> None:
     with shared_shape_propagation():
         _ask(1).append("mine")
         assert _ask(1) == [1]
+
+
+def _tensors() -> Iterator[torch.Tensor]:
+    yield from (torch.empty(3, 4), torch.empty(()), torch.empty(0, 2), torch.empty(1, 5, 1))
+    yield from (torch.empty(3, 4).t(), torch.empty(4, 6)[:, ::2], torch.empty(2, 3, dtype=torch.bfloat16))
+
+
+@pytest.mark.parametrize("op", ["detach", "clone", "zero_", "add_", "mul_", "copy_", "div_", "sub_"])
+def test_what_is_known_by_rule_is_what_torch_finds_out(op: str) -> None:
+    overload: Any = getattr(torch.ops.aten, op)
+    takes_another = op not in {"detach", "clone", "zero_"}
+    overload = overload.Tensor if takes_another and op != "copy_" else overload.default
+    mesh: Any = SimpleNamespace(ndim=1)
+    found = 0
+    for tensor in _tensors():
+        meta = TensorMeta(tensor.shape, tensor.stride(), tensor.dtype)
+        spec = DTensorSpec(mesh, (Replicate(),), tensor_meta=meta)
+        schema: Any = SimpleNamespace(
+            op=overload,
+            args_schema=(spec, spec) if takes_another else (spec,),
+            kwargs_schema={"alpha": -0.1} if op == "add_" else {},
+        )
+        known = own_shape(schema)
+        own = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+        result = overload(*([own, own] if takes_another else [own]))
+        if known is not None:
+            found += 1
+            assert known == TensorMeta(result.shape, result.stride(), result.dtype)
+    assert found >= 5
+
+
+def test_what_might_be_broadcast_is_no_rule() -> None:
+    mesh: Any = SimpleNamespace(ndim=1)
+
+    def spec(*shape: int) -> DTensorSpec:
+        tensor = torch.empty(shape)
+        meta = TensorMeta(tensor.shape, tensor.stride(), tensor.dtype)
+        return DTensorSpec(mesh, (Replicate(),), tensor_meta=meta)
+
+    adds: Any = torch.ops.aten.add_.Tensor
+    schema: Any = SimpleNamespace(op=adds, args_schema=(spec(3), spec(2, 3)), kwargs_schema={})
+    assert own_shape(schema) is None
+    schema = SimpleNamespace(op=torch.ops.aten.add.Tensor, args_schema=(spec(3), spec(3)), kwargs_schema={})
+    assert own_shape(schema) is None
 
 
 def test_torch_is_as_before_afterwards() -> None:
