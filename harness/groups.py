@@ -44,7 +44,20 @@ def groups_of(training: Training) -> tuple[Group, ...]:
 
     A parameter belongs to the first unit that contains it, so inner units must come before those around them.
     """
-    return tuple(_groups(training))
+    plan = training.plan
+    key = (
+        training.problem.name,
+        plan.units,
+        plan.ignored,
+        plan.roots,
+    )  # a name stands for one problem everywhere
+    if key not in _known:
+        _known[key] = tuple(_groups(training))
+    return _known[key]
+
+
+# Laws ask for each step and rank, and building a model takes longer than all the rest of judging.
+_known: dict[tuple[object, ...], tuple[Group, ...]] = {}
 
 
 def _groups(training: Training) -> Iterator[Group]:

@@ -13,7 +13,7 @@ from harness.inquest import TRANSPORT_ERRORS, hold_inquest
 from harness.keep import Kept
 from harness.law import Evidence, Law, Ruling
 from harness.ledger.agreement import first_disagreement
-from harness.ledger.buffers import LeavesBuffersAlone, ResultsAreWaitedFor
+from harness.ledger.buffers import LeavesBuffersAlone, ResultsAreWaitedFor, harm_in
 from harness.ledger.laws import ReadsAreSilent
 from harness.oracle import OracleObservation
 from harness.races.law import NoRaces
@@ -145,7 +145,9 @@ def judge_failure(kept: Kept) -> Judgement:
         return Judgement(verdict=Verdict.FAILED, headline=headline, outcomes=outcomes)
     is_hang = isinstance(cause, TimedOut) or (isinstance(cause, Raised) and cause.kind in TRANSPORT_ERRORS)
     if not is_hang and not (isinstance(cause, Raised) and cause.is_symptom):
-        return Judgement(verdict=Verdict.CRASHED, headline=_tell(cause), outcomes=outcomes)
+        harm = harm_in(kept.ledgers)  # what was freed or overwritten too early may be what the rank fell over
+        headline = f"{_tell(cause)}; before that {harm}" if harm else _tell(cause)
+        return Judgement(verdict=Verdict.CRASHED, headline=headline, outcomes=outcomes)
     ledgers = dict(enumerate(kept.ledgers))
     autopsy = hold_inquest(kept.result.outcomes, ledgers)
     mismatch = first_disagreement(ledgers)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from harness.groups import ROOT, Group, groups_of
 from harness.law import Evidence, Ruling, rule
@@ -24,7 +25,7 @@ class LeavesBuffersAlone:
 
     def judge(self, evidence: Evidence) -> Ruling:
         """Look at every collective of every rank."""
-        groups = groups_of(evidence.training)
+        groups = partial(groups_of, evidence.training)
         broken = [text for rank, ledger in ledgers(evidence) for text in _harms(rank, ledger, groups)]
         num_async = sum(e.is_async for _, ledger in ledgers(evidence) for e in ledger)
         return rule(self.name, broken, held=f"by {num_async} asynchronous collectives")
@@ -38,9 +39,9 @@ class ResultsAreWaitedFor:
 
     def judge(self, evidence: Evidence) -> Ruling:
         """Look at every collective of every rank."""
-        groups = groups_of(evidence.training)
+        groups = partial(groups_of, evidence.training)
         broken = [
-            f"rank {rank}, {when(e)}: nobody ever waited for {_spell(e, groups)}"
+            f"rank {rank}, {when(e)}: nobody ever waited for {_spell(e, groups())}"
             for rank, ledger in ledgers(evidence)
             for e in ledger
             if e.is_async and e.wait is None
@@ -51,14 +52,14 @@ class ResultsAreWaitedFor:
 
 def harm_in(ledgers: Sequence[Ledger]) -> str | None:
     """Tell the first harm that ranks did to buffers of collectives, for a world whose end it may explain."""
-    return next((text for rank, ledger in enumerate(ledgers) for text in _harms(rank, ledger, ())), None)
+    return next((text for rank, ledger in enumerate(ledgers) for text in _harms(rank, ledger, tuple)), None)
 
 
-def _harms(rank: int, ledger: Ledger, groups: Sequence[Group]) -> Iterator[str]:
+def _harms(rank: int, ledger: Ledger, groups: Callable[[], Sequence[Group]]) -> Iterator[str]:
     for entry in ledger:
         for harm in entry.harms:
             yield (
-                f"rank {rank}, {when(entry)}: {harm.kind} before the wait at {harm.site}: {_spell(entry, groups)}"
+                f"rank {rank}, {when(entry)}: {harm.kind} before the wait at {harm.site}: {_spell(entry, groups())}"
             )
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
+from engine.contract import Plan
 from harness.case import Training
 from harness.groups import groups_of
 from harness.scripts.microbatches import HoldingBack
@@ -39,15 +40,18 @@ def _num_unheld(training: Training, world_size: int) -> int:
 
 
 def _gradient_bytes(training: Training, world_size: int) -> int:
-    return sum(p.numel() * _BYTES_PER_ELEMENT for p in training.problem.build().parameters())
+    return sum(map(prod, _shapes(training))) * _BYTES_PER_ELEMENT
 
 
 def _padded_bytes(training: Training, world_size: int) -> int:
     """Sum parameters whose first dim is rounded up to a multiple of the world size."""
-    shapes = [tuple(p.shape) for p in training.problem.build().parameters()]
-    return sum(
-        -(-shape[0] // world_size) * world_size * prod(shape[1:]) * _BYTES_PER_ELEMENT for shape in shapes
-    )
+    rows = (-(-shape[0] // world_size) * world_size * prod(shape[1:]) for shape in _shapes(training))
+    return sum(rows) * _BYTES_PER_ELEMENT
+
+
+def _shapes(training: Training) -> tuple[tuple[int, ...], ...]:
+    """Give the shapes of all parameters: one group has all of them."""
+    return groups_of(replace(training, plan=Plan()))[0].shapes
 
 
 NUM_GROUPS = ClosedForm(name="communication groups with parameters", formula=_num_groups)
