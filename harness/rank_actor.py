@@ -73,7 +73,7 @@ class RankActor(Actor):
             self._batches[microbatch] = _Placed(
                 inputs=tuple(self._place(tensor) for tensor in batch.inputs), target=self._place(batch.target)
             )
-            self._hold("an input", *self._batches[microbatch].inputs, self._batches[microbatch].target)
+            self.hold("an input", *self._batches[microbatch].inputs, self._batches[microbatch].target)
         return self._batches[microbatch]
 
     def part(self, name: str) -> nn.Module:
@@ -85,7 +85,7 @@ class RankActor(Actor):
         """Call the prepared model, or the part."""
         with self._during(Phase.FORWARD, microbatch):
             output = self._prepared.part(part)(*inputs) if part else self._prepared(*inputs)
-        self._hold("an output", output)
+        self.hold("an output", output)
         return output
 
     def loss(self, microbatch: int, output: torch.Tensor, target: torch.Tensor | None = None) -> torch.Tensor:
@@ -135,6 +135,12 @@ class RankActor(Actor):
         """Write it down."""
         self.tape.facts.append(Fact(moment="", subject=subject, value=str(value)))
 
+    def hold(self, name: str, *tensors: Any) -> None:
+        """Tell the watch over memory, if there is one, of those that are tensors."""
+        if self._lifetimes is not None:
+            with self._context.recorder.during(Phase.OBSERVE, step=self.step):
+                self._lifetimes.holds(name, (t for t in tensors if isinstance(t, torch.Tensor)))
+
     def bench(self) -> Bench:
         """Name this rank and the engine's interface."""
         context = self._context
@@ -166,11 +172,6 @@ class RankActor(Actor):
             yield
             if self._lifetimes is not None:
                 self._lifetimes.mark()
-
-    def _hold(self, name: str, *tensors: Any) -> None:
-        if self._lifetimes is not None:
-            with self._context.recorder.during(Phase.OBSERVE, step=self.step):
-                self._lifetimes.holds(name, (t for t in tensors if isinstance(t, torch.Tensor)))
 
     def _place(self, tensor: torch.Tensor) -> torch.Tensor:
         dtype = self._training.convert if tensor.is_floating_point() else None

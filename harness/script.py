@@ -113,6 +113,9 @@ class Actor(ABC):
     def note(self, subject: str, value: object) -> None:
         """Have a fact observed."""
 
+    def hold(self, name: str, *tensors: torch.Tensor) -> None:
+        """Say that the loop holds on to tensors, which are nobody else's to let go of; a watch may want to know."""
+
     @abstractmethod
     def bench(self) -> Bench | None:
         """Give what calls of the engine's own interface need; None where there is no engine."""

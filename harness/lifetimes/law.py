@@ -37,8 +37,8 @@ class UnshardedInTurn:
 
     With ``keeps`` also those units whose backward is still to come: all before it in the order of the plan, which
     must be that of the forward. Buffers of gathers may besides be those of the unit whose turn it was before.
-    Where a unit's turn begins and ends the units' own hooks tell; what is gathered between turns `Left` and `Peak`
-    ask.
+    Where a unit's turn begins and ends the units' own hooks tell, and an engine's hooks may run before them: once the
+    unit is let go, the turn is taken for that of the next. What is gathered between turns `Left` and `Peak` ask.
     """
 
     phase: Phase
@@ -76,23 +76,25 @@ class UnshardedInTurn:
         assert unit is not None
         if not any(unit in moment.units(Kind.GATHERED) for moment in turn.moments):
             yield f"{turn.moments[0]}: expected it gathered while it computes, got it sharded"
+        order = units if self.phase is Phase.FORWARD else tuple(reversed(units))
+        was_gathered = False
         for moment in turn.moments:
+            is_gathered = unit in moment.units(Kind.GATHERED)
+            is_over = was_gathered and not is_gathered
+            was_gathered |= is_gathered
             for kind in _WHOLE:
-                surplus = moment.units(kind) - self._allowed(unit, units, kind)
+                surplus = moment.units(kind) - self._allowed(order.index(unit) + is_over, order, kind)
                 if surplus:
                     yield _tell_surplus(moment, kind, surplus)
                     return  # what is wrong at one event is so at the next
 
-    def _allowed(self, unit: str, units: tuple[str, ...], kind: Kind) -> set[str]:
-        index = units.index(unit)
-        before, after = units[:index], units[index + 1 :]
-        if self.phase is Phase.BACKWARD:
-            before, after = tuple(reversed(after)), tuple(reversed(before))
-        allowed = {"", unit, *after[: self.ahead]}
+    def _allowed(self, index: int, order: tuple[str, ...], kind: Kind) -> set[str]:
+        """Give who may be gathered in the turn of ``order[index]``."""
+        allowed = {"", *order[index : index + 1 + self.ahead]}
         if self.keeps:
-            allowed |= set(units[:index])
+            allowed |= set(order[index:] if self.phase is Phase.BACKWARD else order[:index])
         if kind is Kind.STAGING:
-            allowed |= set(before[-1:])
+            allowed |= set(order[max(0, index - 1) : index])
         return allowed
 
 

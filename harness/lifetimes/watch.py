@@ -220,8 +220,11 @@ class LifetimeWatch:
         (key,) = keys
         if not self._lives.has_role(key, Role.SHARE):
             self._lives.is_role(key, Role.USER)
+        num_bytes = local.untyped_storage().nbytes()
+        is_there = num_bytes >= local.nbytes
+        change = "" if is_there else f"of its {local.nbytes} bytes {num_bytes} were left when it was looked at first"
         self._held.append(
-            _Held(name=name, tensor=weakref.ref(local), key=key, num_bytes=local.untyped_storage().nbytes())
+            _Held(name=name, tensor=weakref.ref(local), key=key, num_bytes=num_bytes, change=change)
         )
 
     def _look_at(self, held: _Held) -> None:

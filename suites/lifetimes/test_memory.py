@@ -8,16 +8,19 @@ import pytest
 
 from engine.contract import Accumulation, Grouping, Layout, Plan, Prefetch, Reshard
 from fixtures.chain import CHAIN, CHECKPOINTED_CHAIN
+from fixtures.hoarding import HOARD
 from fixtures.optimizers import ADAMW, SGD
 from harness.case import NamedOptimizer, Problem, Schedule, Training, Watch, ZeroGrad
 from harness.law import Law
 from harness.ledger.agreement import RanksAgree
 from harness.ledger.entry import Phase
 from harness.ledger.expectation import Between, Exactly
-from harness.lifetimes.law import Left, NoLeaks, Peak, UnshardedInTurn, When
+from harness.lifetimes.law import Left, NoLeaks, Peak, UnshardedInTurn, UserTensorsLive, When
 from harness.lifetimes.report import Kind
 from harness.parity import MatchesOracle
 from harness.pytest_plugin import Trial
+from harness.script import EachMicrobatch, Script
+from harness.scripts.holding import HoldsOn
 from harness.worlds.sizes import FOUR_OR_MORE_EVEN, SEVERAL
 from suites.lifetimes.closed_forms import (
     ACCUMULATED_MOST,
@@ -229,6 +232,30 @@ def test_no_step_leaves_more_than_the_one_before(
     )
 
 
+@pytest.mark.worlds(SEVERAL)
+@pytest.mark.parametrize("layout", [Layout.NATIVE, Layout.REPLICATE], ids=["native", "replicate"])
+def test_what_the_user_holds_is_let_alone(trial: Trial, layout: Layout) -> None:
+    units = ("blocks.0", "blocks.2")
+    names = ("an input", "an output", "an activation", "a slice of an input")
+    _holds(
+        trial,
+        Plan(layout=layout, units=CHAIN.units),
+        UserTensorsLive(at_least=names),
+        schedule=Schedule(microbatches=2),
+        script=HoldsOn(units=units),
+    )
+
+
+@pytest.mark.worlds(SEVERAL)
+def test_buffers_and_ignored_parameters_are_let_alone(trial: Trial) -> None:
+    _holds(
+        trial,
+        Plan(layout=Layout.SHARD, units=HOARD.units, ignored=HOARD.idle),
+        UserTensorsLive(at_least=("buffer 'offset'", "the ignored parameter 'scale'")),
+        problem=HOARD,
+    )
+
+
 def _holds(
     trial: Trial,
     plan: Plan,
@@ -236,12 +263,14 @@ def _holds(
     problem: Problem = CHAIN,
     optimizer: NamedOptimizer = SGD,
     schedule: Schedule = ONE,
+    script: Script | None = None,
 ) -> None:
     training = Training(
         problem=problem,
         optimizer=optimizer,
         plan=plan,
         schedule=replace(schedule, zero_grad=ZeroGrad.SET_TO_NONE),
+        script=script or EachMicrobatch(),
         watch=frozenset({Watch.LIFETIMES}),
     )
     trial.holds(training, *laws, MatchesOracle(), RanksAgree())
