@@ -45,8 +45,8 @@ def drive_rank(context: RankContext, training: Training, engine: str) -> str | N
     observation = replace(
         first,
         repeat_digests=tuple(map(digest, (first, *others))),
-        race_report=watches.races and watches.races.report(),
-        lifetime_report=watches.lifetimes and watches.lifetimes.report(),
+        race_report=None if watches.races is None else watches.races.report(),
+        lifetime_report=None if watches.lifetimes is None else watches.lifetimes.report(),
     )
     save_observation(observation, observation_path(context.folder, context.rank))
     return None

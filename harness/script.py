@@ -113,6 +113,7 @@ class Actor(ABC):
     def note(self, subject: str, value: object) -> None:
         """Have a fact observed."""
 
+    @abstractmethod
     def hold(self, name: str, *tensors: torch.Tensor) -> None:
         """Say that the loop holds on to tensors, which are nobody else's to let go of; a watch may want to know."""
 

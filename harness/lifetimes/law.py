@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
+from itertools import pairwise
 
 from harness.law import Evidence, Ruling, rule
 from harness.ledger.entry import Phase
@@ -49,7 +50,9 @@ class UnshardedInTurn:
     def name(self) -> str:
         """Say the law."""
         kept = ", those still to go backward" if self.keeps else ""
-        return f"in {self.phase} only the unit that computes, {self.ahead} ahead{kept} and the root are gathered"
+        return (
+            f"in {self.phase} only the unit that computes, {self.ahead} ahead{kept} and the root are gathered"
+        )
 
     def judge(self, evidence: Evidence) -> Ruling:
         """Look at every turn of every unit on every rank."""
@@ -123,14 +126,18 @@ class Left:
                 amounts.append(got)
                 if not self.expected.allows(got, training, size):
                     spelt = self.expected.spell(training, size)
-                    broken.append(f"rank {rank}, {moment}: expected {spelt} bytes left, got {_count(moment, self.kinds)}")
+                    broken.append(
+                        f"rank {rank}, {moment}: expected {spelt} bytes left, got {_count(moment, self.kinds)}"
+                    )
         return rule(self.name, broken, held=f"{_range(amounts)} at {len(amounts)} moments")
 
     def _ends(
         self, report: LifetimeReport, evidence: Evidence, rank: int, broken: list[str]
     ) -> Iterator[Moment]:
         schedule = evidence.training.schedule
-        phase = {When.FORWARD: Phase.FORWARD, When.BACKWARD: Phase.BACKWARD, When.STEP: Phase.STEP}[self.after]
+        phase = {When.FORWARD: Phase.FORWARD, When.BACKWARD: Phase.BACKWARD, When.STEP: Phase.STEP}[
+            self.after
+        ]
         microbatches = (-1,) if self.after is When.STEP else tuple(range(schedule.microbatches))
         for step in range(schedule.steps):
             for microbatch in microbatches:
@@ -169,7 +176,9 @@ class Peak:
                 amounts.append(got)
                 if not self.expected.allows(got, training, size):
                     spelt = self.expected.spell(training, size)
-                    broken.append(f"rank {rank}, {peak}: expected {spelt} bytes, got {_count(peak, self.kinds)}")
+                    broken.append(
+                        f"rank {rank}, {peak}: expected {spelt} bytes, got {_count(peak, self.kinds)}"
+                    )
         return rule(self.name, broken, held=f"{_range(amounts)} in {len(amounts)} steps of ranks")
 
     def _peak(self, report: LifetimeReport, step: int) -> Moment | None:
@@ -204,11 +213,14 @@ class NoLeaks:
                 broken.append(f"rank {rank}: expected the end of {steps} steps, got {len(told)}")
                 continue
             held = max(held, told[-1], key=Counter.total)
-            for step, (before, now) in enumerate(zip(told[1:], told[2:], strict=False), start=2):
-                grown = {k: now[k] - before[k] for k in {*now, *before} if now[k] != before[k]}
-                if grown:
-                    made = _survivors(report, step, set(grown))
-                    broken.append(f"rank {rank}, step {step}: expected as much as a step before, got more or less of {spell_bytes(grown)} bytes{made}")
+            for step, (before, now) in enumerate(pairwise(told[1:]), start=2):
+                changed = {kind: now[kind] - before[kind] for kind in {*now, *before}}
+                changed = {kind: num_bytes for kind, num_bytes in changed.items() if num_bytes}
+                if changed:
+                    broken.append(
+                        f"rank {rank}, step {step}: expected as many bytes as a step before, got a change of "
+                        f"{spell_bytes(changed)}{_survivors(report, step, set(changed))}"
+                    )
         return rule(self.name, broken, held=f"{spell_bytes(held)} bytes after {steps} steps at the most")
 
 
@@ -258,9 +270,7 @@ def _reports(evidence: Evidence, broken: list[str]) -> Iterator[tuple[int, Lifet
             yield observation.rank, report
 
 
-def _unseen(
-    rank: int, report: LifetimeReport, kinds: tuple[Kind, ...], evidence: Evidence
-) -> Iterator[str]:
+def _unseen(rank: int, report: LifetimeReport, kinds: tuple[Kind, ...], evidence: Evidence) -> Iterator[str]:
     """Tell that nothing of these kinds was ever alive, so that its end shows nothing."""
     if not any(life.kind in kinds for life in report.lives) and evidence.world_size > 1:
         yield f"rank {rank}: expected memory that is {_spell(kinds)} at some time, got none"

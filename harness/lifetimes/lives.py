@@ -56,7 +56,9 @@ class _Life:
     roles: set[Role] = field(default_factory=set)
     units: set[str] = field(default_factory=set)
     carries: frozenset[str] = frozenset()
-    sources: set[int] = field(default_factory=set)  # what gradients may have been copied from: indices of lives
+    sources: set[int] = field(
+        default_factory=set
+    )  # what gradients may have been copied from: indices of lives
     is_packed: bool = False
 
 
@@ -224,9 +226,7 @@ class Lives:
     def _gradients(self) -> set[int]:
         """Find what was copied, over any number of copies, to make the input of a reduction."""
         found: set[int] = set()
-        ahead = [
-            source for life in self._all if Role.REDUCED_FROM in life.roles for source in life.sources
-        ]
+        ahead = [source for life in self._all if Role.REDUCED_FROM in life.roles for source in life.sources]
         while ahead:
             index = ahead.pop()
             if index not in found:

@@ -15,13 +15,17 @@ __all__ = ["Kind", "Life", "LifetimeReport", "Stretch", "UserTensor", "report_fr
 class Kind(StrEnum):
     """What memory is for, told from all that happened to it."""
 
-    SHARDED = "sharded"  # the optimizer's parameters: this rank's share, or the whole where nothing is sharded
+    SHARDED = (
+        "sharded"  # the optimizer's parameters: this rank's share, or the whole where nothing is sharded
+    )
     GATHERED = "gathered"  # whole parameters, or a larger part of them than the share
     STAGING = "staging"  # what collectives are packed into or unpacked from, and nothing else
     GRADIENT = "gradient"  # gradients that are still to be reduced
     REDUCED = "reduced"  # gradients that are reduced
     OPTIMIZER = "optimizer"  # what the optimizer step makes
-    USER = "user"  # the training loop's own tensors, buffers, and parameters that the engine is to leave alone
+    USER = (
+        "user"  # the training loop's own tensors, buffers, and parameters that the engine is to leave alone
+    )
     OTHER = "other"  # activations, and what comes and goes with them
 
 

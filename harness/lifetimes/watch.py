@@ -5,11 +5,10 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import nn
 from torch.distributed.tensor import DTensor
 
 from engine.contract import Plan, PreparedModel
@@ -222,7 +221,11 @@ class LifetimeWatch:
             self._lives.is_role(key, Role.USER)
         num_bytes = local.untyped_storage().nbytes()
         is_there = num_bytes >= local.nbytes
-        change = "" if is_there else f"of its {local.nbytes} bytes {num_bytes} were left when it was looked at first"
+        change = (
+            ""
+            if is_there
+            else f"of its {local.nbytes} bytes {num_bytes} were left when it was looked at first"
+        )
         self._held.append(
             _Held(name=name, tensor=weakref.ref(local), key=key, num_bytes=num_bytes, change=change)
         )

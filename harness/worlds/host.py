@@ -112,7 +112,9 @@ def _host_process(link: Link, spec: HostSpec) -> None:
             _join(world, backend, store, rank)
 
     door = Door(
-        recorder=lambda: recorders[-1] if recorders else None, ranks_of=global_ranks, listener=current_witnesses
+        recorder=lambda: recorders[-1] if recorders else None,
+        ranks_of=global_ranks,
+        listener=current_witnesses,
     )
     keys = ("CPU", "CUDA") if device.type == "cuda" else ("CPU",)
     with standing_in_c10d(door, keys):
@@ -142,7 +144,9 @@ def _host_threads(link: Link, spec: HostSpec) -> None:
             exchange = Exchange(world.size, poison_seed=world.seed)
             contexts = [_context(world, rank, torch.device("cpu"), job) for rank in range(world.size)]
             recorders.update({c.rank: c.recorder for c in contexts})
-            door = Door(recorder=recorder, ranks_of=global_ranks, carrier=exchange, listener=current_witnesses)
+            door = Door(
+                recorder=recorder, ranks_of=global_ranks, carrier=exchange, listener=current_witnesses
+            )
             with standing_in_c10d(door):
                 _run_threads(
                     link, job, contexts, exchange, lambda rank: _join(world, "threads", stores, rank)

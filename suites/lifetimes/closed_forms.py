@@ -28,6 +28,7 @@ from harness.case import Training
 from harness.groups import ROOT, Group, groups_of
 
 __all__ = [
+    "ACCUMULATED_MOST",
     "ALL_LEAST",
     "ALL_MOST",
     "ALL_TWICE",
@@ -38,7 +39,6 @@ __all__ = [
     "ROOT_AND_ONE_LEAST",
     "ROOT_AND_ONE_MOST",
     "ROOT_AND_TWO_MOST",
-    "ACCUMULATED_MOST",
 ]
 
 ALIGNMENT_BYTES = 64  # a cache line, the coarsest that any of the engines aligns a parameter to

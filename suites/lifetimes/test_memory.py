@@ -65,9 +65,7 @@ of_four = pytest.mark.worlds(FOUR_OR_MORE_EVEN)
         pytest.param(AHEAD, CHAIN, ONE, id="prefetched"),
     ],
 )
-def test_units_are_gathered_in_turn(
-    trial: Trial, plan: Plan, problem: Problem, schedule: Schedule
-) -> None:
+def test_units_are_gathered_in_turn(trial: Trial, plan: Plan, problem: Problem, schedule: Schedule) -> None:
     ahead = 1 if plan.prefetch is None else 2
     keeps = plan.reshard in {Reshard.KEEP, Reshard.TO_PAIRS}
     _holds(
@@ -171,9 +169,7 @@ def test_buffers_are_those_of_neighbours(trial: Trial, plan: Plan) -> None:
 
 
 @pytest.mark.worlds(SEVERAL)
-@pytest.mark.parametrize(
-    "plan", [FREED, pytest.param(HYBRID, marks=of_four)], ids=["shard", "hybrid"]
-)
+@pytest.mark.parametrize("plan", [FREED, pytest.param(HYBRID, marks=of_four)], ids=["shard", "hybrid"])
 def test_gradients_go_once_they_are_packed(trial: Trial, plan: Plan) -> None:
     _holds(
         trial,

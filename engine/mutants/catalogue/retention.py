@@ -51,7 +51,9 @@ MUTANTS: tuple[Mutant, ...] = (
         engine_spec="engine.mutants.retention:PilesUpReduceInputs",
         sin="the input of every reduction is kept for ever",
         thread="hpcaitech/ColossalAI#741",
-        kills_on=Condition(steps=3, plan=_FREED, because="the first two steps have nothing to be compared with"),
+        kills_on=Condition(
+            steps=3, plan=_FREED, because="the first two steps have nothing to be compared with"
+        ),
         trace=Trace.STATE,
     ),
     Mutant(
@@ -59,7 +61,9 @@ MUTANTS: tuple[Mutant, ...] = (
         engine_spec="engine.mutants.retention:PilesUpGradients",
         sin="reduced gradients of every step are kept for ever",
         thread="hpcaitech/ColossalAI#741",
-        kills_on=Condition(steps=3, plan=_FREED, because="the first two steps have nothing to be compared with"),
+        kills_on=Condition(
+            steps=3, plan=_FREED, because="the first two steps have nothing to be compared with"
+        ),
         trace=Trace.STATE,
     ),
     Mutant(
