@@ -1,11 +1,10 @@
-"""Mutants that hold memory for longer than they must, or let go of what is not theirs; the numbers are right.
+"""Mutants that keep whole parameters, or the buffers of gathers, for longer than they must; the numbers are right.
 
 Several sins are committed on both engines: what is mixed in is the same, as both are driven by the same handles.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -18,22 +17,22 @@ from engine.adapters.composable import PreparedComposable
 from engine.adapters.reference import PreparedReference, ReferenceEngine
 from engine.adapters.torch_fsdp2 import FullyShardEngine, PreparedFullyShard
 from engine.contract import Plan, Prefetch, PreparedModel, Reshard
-from engine.reference.group import Group
-from engine.reference.unit import unit_of
+from engine.mutants.keeping import (
+    Keeping,
+    KeepingFsdp2,
+    KeepingReference,
+    before,
+    fsdp2_groups,
+    reference_groups,
+)
 
 __all__ = [
     "FreesAllUnitsTogether",
-    "FreesTheUsersInputs",
-    "FreesTheUsersOutputs",
     "GathersAgainWhatItWasAskedToKeep",
     "GathersEverythingAhead",
     "KeepsBuffersUntilTheStep",
     "KeepsGatherOutputs",
-    "KeepsGradientsUntilTheStep",
     "KeepsUnitsUntilBackwardEnds",
-    "KeepsWholeGradients",
-    "PilesUpGradients",
-    "PilesUpReduceInputs",
     "PrefetchesEverything",
     "RemembersAUnit",
     "RemembersAUnitOfTheReference",
@@ -82,33 +81,6 @@ class FreesAllUnitsTogether(ReferenceEngine):
     prepared_type = _PreparedLateReference
 
 
-class _Keeping(PreparedComposable):
-    """Has a place for what it should let go; empty again once the optimizer has stepped, unless it grows."""
-
-    grows = False
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.kept: list[Any] = []
-
-    def step(self) -> None:
-        super().step()
-        if not self.grows:
-            self.kept.clear()
-
-
-class _KeepingFsdp2(_Keeping, PreparedFullyShard):
-    pass
-
-
-class _KeepingReference(_Keeping, PreparedReference):
-    pass
-
-
-class _GrowingFsdp2(_KeepingFsdp2):
-    grows = True
-
-
 class KeepsGatherOutputs(FullyShardEngine):
     """The buffer that a gather wrote to is kept until the step, although parameters were copied out of it.
 
@@ -116,14 +88,14 @@ class KeepsGatherOutputs(FullyShardEngine):
     """
 
     name = "mutant.KeepsGatherOutputs"
-    prepared_type = _KeepingFsdp2
+    prepared_type = KeepingFsdp2
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         """Shard honestly, then keep the output of each gather."""
         prepared = super().prepare(model, plan, mesh)
-        assert isinstance(prepared, _Keeping)
-        for group in _fsdp2_groups(prepared):
-            _before(group, "wait_for_unshard", _keep_output, prepared.kept)
+        assert isinstance(prepared, Keeping)
+        for group in fsdp2_groups(prepared):
+            before(group, "wait_for_unshard", _keep_output, prepared.kept)
         return prepared
 
 
@@ -134,131 +106,15 @@ class KeepsBuffersUntilTheStep(ReferenceEngine):
     """
 
     name = "mutant.KeepsBuffersUntilTheStep"
-    prepared_type = _KeepingReference
+    prepared_type = KeepingReference
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         """Shard honestly, then take buffers back and lend them to nobody."""
         prepared = super().prepare(model, plan, mesh)
-        assert isinstance(prepared, _Keeping)
-        for group in _reference_groups(prepared):
-            _before(group, "wait", _keep_buffer, prepared.kept)
+        assert isinstance(prepared, Keeping)
+        for group in reference_groups(prepared):
+            before(group, "wait", _keep_buffer, prepared.kept)
         return prepared
-
-
-class PilesUpReduceInputs(FullyShardEngine):
-    """The input of every reduction is added to a list that nobody empties.
-
-    After hpcaitech/ColossalAI#741: a sharded model's memory grew with every backward.
-    """
-
-    name = "mutant.PilesUpReduceInputs"
-    prepared_type = _GrowingFsdp2
-
-    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        """Shard honestly, then keep the input of each reduction."""
-        prepared = super().prepare(model, plan, mesh)
-        assert isinstance(prepared, _Keeping)
-        for group in _fsdp2_groups(prepared):
-            _after(group, "post_backward", _keep_reduce_input, prepared.kept)
-        return prepared
-
-
-class _PreparedPiling(_KeepingReference):
-    grows = True
-
-    def step(self) -> None:
-        self.kept += [p.grad for p in self.owned_parameters().values()]
-        super().step()
-
-
-class PilesUpGradients(ReferenceEngine):
-    """Reduced gradients of every step are added to a list that nobody empties.
-
-    After hpcaitech/ColossalAI#741: a sharded model's memory grew with every backward.
-    """
-
-    name = "mutant.PilesUpGradients"
-    prepared_type = _PreparedPiling
-
-
-class KeepsWholeGradients(FullyShardEngine):
-    """Whole gradients are kept until the step, although they were packed and reduced.
-
-    After pytorch/pytorch#169349: live memory grew over a backward.
-    """
-
-    name = "mutant.KeepsWholeGradients"
-    prepared_type = _KeepingFsdp2
-
-    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        """Shard honestly, then keep the gradients that each reduction begins with."""
-        prepared = super().prepare(model, plan, mesh)
-        assert isinstance(prepared, _Keeping)
-        for group in _fsdp2_groups(prepared):
-            _before(group, "post_backward", _keep_gradients, prepared.kept)
-        return prepared
-
-
-class KeepsGradientsUntilTheStep(ReferenceEngine):
-    """Each unit's gradients stay whole beside their reduced shards until the step.
-
-    After pytorch/pytorch#169349: live memory grew over a backward.
-    """
-
-    name = "mutant.KeepsGradientsUntilTheStep"
-    prepared_type = _KeepingReference
-
-    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        """Shard honestly, then keep the gradients that each reduction begins with."""
-        prepared = super().prepare(model, plan, mesh)
-        assert isinstance(prepared, _Keeping)
-        for group in _reference_groups(prepared):
-            _before(group, "reduce_gradients", _keep_reference_gradients, prepared.kept)
-        return prepared
-
-
-class _Grasping(PreparedComposable):
-    """Frees the memory of what it was given or has handed out, once backward is over; to be mixed in."""
-
-    frees_inputs = True
-
-    def __call__(self, *inputs: torch.Tensor) -> Any:
-        output = super().__call__(*inputs)
-        self._seen = inputs if self.frees_inputs else (output,)
-        return output
-
-    def backward(self, loss: torch.Tensor) -> None:
-        super().backward(loss)
-        for tensor in self._seen:
-            tensor.untyped_storage().resize_(0)
-
-
-class _PreparedFreesInputs(_Grasping, PreparedFullyShard):
-    pass
-
-
-class _PreparedFreesOutputs(_Grasping, PreparedReference):
-    frees_inputs = False
-
-
-class FreesTheUsersInputs(FullyShardEngine):
-    """After backward the memory of the inputs is given back, whoever holds them.
-
-    After InternLM/xtuner#1948: the storage of a tensor that was not the engine's was freed with the parameters.
-    """
-
-    name = "mutant.FreesTheUsersInputs"
-    prepared_type = _PreparedFreesInputs
-
-
-class FreesTheUsersOutputs(ReferenceEngine):
-    """After backward the memory of what the model returned is given back, whoever holds it.
-
-    After InternLM/xtuner#1948: the storage of a tensor that was not the engine's was freed with the parameters.
-    """
-
-    name = "mutant.FreesTheUsersOutputs"
-    prepared_type = _PreparedFreesOutputs
 
 
 class _Remembering(PreparedComposable):
@@ -354,60 +210,11 @@ def _keep_output(group: Any, kept: list[Any]) -> None:
         kept.append(group._all_gather_result.all_gather_output)
 
 
-def _keep_reduce_input(group: Any, kept: list[Any]) -> None:
-    if group.comm_ctx.reduce_scatter_states:
-        kept.append(group.comm_ctx.reduce_scatter_states[-1].reduce_scatter_input)
-
-
-def _keep_gradients(group: Any, kept: list[Any]) -> None:
-    found = (p.unsharded_param for p in group.fsdp_params if hasattr(p, "_unsharded_param"))
-    kept += [parameter.grad for parameter in found if parameter.grad is not None]
-
-
 def _keep_buffer(group: Any, kept: list[Any]) -> None:
     if group._gather is not None:
         kept.append(group._gather.output)
         group.lanes.give_back = _ignore
 
 
-def _keep_reference_gradients(group: Any, kept: list[Any]) -> None:
-    found = (p.unsharded for p in group.parameters if p.unsharded is not None)
-    kept += [parameter.grad for parameter in found if parameter.grad is not None]
-
-
-def _before(holder: Any, method: str, sin: Callable[[Any, list[Any]], None], kept: list[Any]) -> None:
-    """Have ``sin`` done before each call of a method of this one object."""
-    honest = getattr(holder, method)
-
-    def both(*args: Any, **kwargs: Any) -> Any:
-        sin(holder, kept)
-        return honest(*args, **kwargs)
-
-    setattr(holder, method, both)
-
-
-def _after(holder: Any, method: str, sin: Callable[[Any, list[Any]], None], kept: list[Any]) -> None:
-    """Have ``sin`` done after each call of a method of this one object."""
-    honest = getattr(holder, method)
-
-    def both(*args: Any, **kwargs: Any) -> Any:
-        result = honest(*args, **kwargs)
-        sin(holder, kept)
-        return result
-
-    setattr(holder, method, both)
-
-
 def _ignore(*_: Any) -> None:
     return None
-
-
-def _fsdp2_groups(prepared: PreparedModel) -> list[Any]:
-    modules: list[Any] = list(prepared.module.modules())
-    states = dict.fromkeys(m._get_fsdp_state() for m in modules if hasattr(m, "_get_fsdp_state"))
-    return [group for state in states for group in state._fsdp_param_groups]
-
-
-def _reference_groups(prepared: PreparedModel) -> list[Group]:
-    found = (unit_of(module) for module in prepared.module.modules())
-    return [group for unit in dict.fromkeys(u for u in found if u is not None) for group in unit.groups]

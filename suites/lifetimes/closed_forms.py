@@ -8,7 +8,8 @@ where all lie in one tensor, elements up to a multiple of the ranks. Nothing els
 forward and throughout a backward. Where units are freed after forward, beside it there is the one that computes and in
 backward, where its gather shall overlap with compute, the one ahead: an engine may gather that one into
 parameters or into a buffer. Where units are kept, all are there when forward ends. Where a rank keeps a part, there are
-the parts of all units that ran, and while one is cut the whole of it.
+the parts of all units that ran, and while one is cut the whole of it; so when the last one runs there are the parts
+of all others.
 
 [Note: buffers] A gather's buffer is one unit's. In forward there are those of two units that follow each other: the
 one that is copied out, and the one before, whose copy may still be running, or in its stead the one ahead. With
@@ -35,6 +36,7 @@ __all__ = [
     "BUFFERS_OF_THREE",
     "BUFFERS_OF_TWO",
     "ONE_LEAST",
+    "PARTS_AND_LAST_LEAST",
     "PARTS_AND_ONE_MOST",
     "ROOT_AND_ONE_LEAST",
     "ROOT_AND_ONE_MOST",
@@ -90,6 +92,11 @@ def _parts_and_one(sizes: _Sizes) -> int:
     return sizes.root_most + sizes.root_most // _PAIR + max(cutting)
 
 
+def _parts_and_last(sizes: _Sizes) -> int:
+    parts = sum(size // _PAIR for size in sizes.least[:-1])
+    return sizes.root_least + parts + sizes.least[-1]
+
+
 ONE_LEAST = ClosedForm(name="bytes of the largest unit", formula=lambda s: max(s.least))
 ROOT_AND_ONE_LEAST = ClosedForm(
     name="bytes of the root and the largest unit", formula=lambda s: s.root_least + max(s.least)
@@ -109,6 +116,9 @@ ALL_TWICE = ClosedForm(
 ACCUMULATED_MOST = ClosedForm(
     name="bytes of all units and of the largest once more, padded",
     formula=lambda s: s.root_most + sum(s.most) + max(s.most),
+)
+PARTS_AND_LAST_LEAST = ClosedForm(
+    name="bytes of the root, of halves of the units before the last and of the last", formula=_parts_and_last
 )
 PARTS_AND_ONE_MOST = ClosedForm(
     name="bytes of the root, of halves of the units so far and of one unit, padded", formula=_parts_and_one

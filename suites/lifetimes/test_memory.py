@@ -49,18 +49,23 @@ HELD_BACK = replace(FREED, accumulation=Accumulation.LAST_MICROBATCH)
 AHEAD = replace(FREED, prefetch=Prefetch.by_distance(CHAIN.units, forward=2, backward=2))
 ONE, THREE = Schedule(), Schedule(microbatches=3)
 of_four = pytest.mark.worlds(FOUR_OR_MORE_EVEN)
+of_buffers = pytest.mark.prey("KeepsGatherOutputs", "KeepsBuffersUntilTheStep")
+of_prefetches = pytest.mark.prey("PrefetchesEverything", "GathersEverythingAhead")
+of_a_pass = pytest.mark.prey("KeepsUnitsUntilBackwardEnds", "FreesAllUnitsTogether")
+of_reductions = pytest.mark.prey("PilesUpReduceInputs")
 
 
+@of_a_pass
 @pytest.mark.worlds(SEVERAL)
 @pytest.mark.parametrize(
     ("plan", "problem", "schedule"),
     [
-        pytest.param(FREED, CHAIN, ONE, id="freed"),
+        pytest.param(FREED, CHAIN, ONE, id="freed", marks=[of_buffers, of_prefetches]),
         pytest.param(KEPT, CHAIN, ONE, id="kept"),
         pytest.param(PAIRS, CHAIN, ONE, id="pairs", marks=of_four),
         pytest.param(HYBRID, CHAIN, ONE, id="hybrid", marks=of_four),
-        pytest.param(FREED, CHECKPOINTED_CHAIN, ONE, id="checkpointed"),
-        pytest.param(FREED, CHAIN, THREE, id="microbatches"),
+        pytest.param(FREED, CHECKPOINTED_CHAIN, ONE, id="checkpointed", marks=of_buffers),
+        pytest.param(FREED, CHAIN, THREE, id="microbatches", marks=of_buffers),
         pytest.param(HELD_BACK, CHAIN, THREE, id="held-back"),
         pytest.param(AHEAD, CHAIN, ONE, id="prefetched"),
     ],
@@ -82,9 +87,23 @@ def test_units_are_gathered_in_turn(trial: Trial, plan: Plan, problem: Problem, 
 @pytest.mark.parametrize(
     ("plan", "left"),
     [
-        pytest.param(FREED, Exactly(0), id="freed"),
-        pytest.param(KEPT, Between(ALL_LEAST, ALL_MOST), id="kept"),
-        pytest.param(HYBRID, Exactly(0), id="hybrid", marks=of_four),
+        pytest.param(
+            FREED,
+            Exactly(0),
+            id="freed",
+            marks=pytest.mark.prey(
+                "KeepsWhatItWasAskedToFree", "KeepsRootsWhateverAsked", "FreesInTheFirstStepAlone"
+            ),
+        ),
+        pytest.param(
+            KEPT,
+            Between(ALL_LEAST, ALL_MOST),
+            id="kept",
+            marks=pytest.mark.prey("FreesWhatItWasAskedToKeep", "GathersAgainWhatItWasAskedToKeep"),
+        ),
+        pytest.param(
+            HYBRID, Exactly(0), id="hybrid", marks=[of_four, pytest.mark.prey("KeepsWhatItWasAskedToFree")]
+        ),
     ],
 )
 def test_the_policy_says_what_forward_leaves_gathered(
@@ -98,6 +117,7 @@ def test_the_policy_says_what_forward_leaves_gathered(
     )
 
 
+@pytest.mark.prey("RemembersAUnit", "RemembersAUnitOfTheReference", "LeaksAfterBackward")
 @pytest.mark.worlds(SEVERAL)
 @pytest.mark.parametrize(
     "plan",
@@ -128,21 +148,28 @@ def test_backward_leaves_nothing_gathered(trial: Trial, plan: Plan) -> None:
             Between(ROOT_AND_ONE_LEAST, ROOT_AND_ONE_MOST),
             Between(ROOT_AND_ONE_LEAST, ROOT_AND_TWO_MOST),
             id="freed",
+            marks=of_a_pass,
         ),
-        pytest.param(KEPT, Between(ALL_LEAST, ALL_MOST), Between(ALL_LEAST, ALL_MOST), id="kept"),
+        pytest.param(
+            KEPT,
+            Between(ALL_LEAST, ALL_MOST),
+            Between(ALL_LEAST, ALL_MOST),
+            id="kept",
+            marks=pytest.mark.prey("FreesWhatItWasAskedToKeep", "GathersAgainWhatItWasAskedToKeep"),
+        ),
         pytest.param(
             PAIRS,
-            Between(ROOT_AND_ONE_LEAST, PARTS_AND_ONE_MOST),
-            Between(ROOT_AND_ONE_LEAST, PARTS_AND_ONE_MOST),
+            Between(PARTS_AND_LAST_LEAST, PARTS_AND_ONE_MOST),
+            Between(PARTS_AND_LAST_LEAST, PARTS_AND_ONE_MOST),
             id="pairs",
-            marks=of_four,
+            marks=[of_four, pytest.mark.prey("FreesWholeWhereAPartWasAsked")],
         ),
         pytest.param(
             HYBRID,
             Between(ROOT_AND_ONE_LEAST, ROOT_AND_ONE_MOST),
             Between(ROOT_AND_ONE_LEAST, ROOT_AND_TWO_MOST),
             id="hybrid",
-            marks=of_four,
+            marks=[of_four, of_a_pass],
         ),
     ],
 )
@@ -157,6 +184,7 @@ def test_parameters_take_the_memory_of_those_in_turn(
     )
 
 
+@pytest.mark.prey("KeepsGatherOutputs", "KeepsBuffersUntilTheStep")
 @pytest.mark.worlds(SEVERAL)
 @pytest.mark.parametrize("plan", [FREED, KEPT], ids=["freed", "kept"])
 def test_buffers_are_those_of_neighbours(trial: Trial, plan: Plan) -> None:
@@ -168,6 +196,7 @@ def test_buffers_are_those_of_neighbours(trial: Trial, plan: Plan) -> None:
     )
 
 
+@pytest.mark.prey("KeepsWholeGradients", "KeepsGradientsUntilTheStep")
 @pytest.mark.worlds(SEVERAL)
 @pytest.mark.parametrize("plan", [FREED, pytest.param(HYBRID, marks=of_four)], ids=["shard", "hybrid"])
 def test_gradients_go_once_they_are_packed(trial: Trial, plan: Plan) -> None:
@@ -179,6 +208,7 @@ def test_gradients_go_once_they_are_packed(trial: Trial, plan: Plan) -> None:
     )
 
 
+@pytest.mark.prey("ReducesDespiteNoSync")
 @pytest.mark.worlds(SEVERAL)
 def test_gradients_are_held_back_once(trial: Trial) -> None:
     _holds(
@@ -190,6 +220,7 @@ def test_gradients_are_held_back_once(trial: Trial) -> None:
     )
 
 
+@pytest.mark.prey("PilesUpGradients")
 @pytest.mark.worlds(SEVERAL)
 def test_gradients_of_replicas_exist_twice_at_most(trial: Trial) -> None:
     """As they are computed and as they are reduced, or in a bucket and beside it."""
@@ -202,17 +233,18 @@ def test_gradients_of_replicas_exist_twice_at_most(trial: Trial) -> None:
     )
 
 
+@pytest.mark.prey("PilesUpGradients")
 @pytest.mark.worlds(SEVERAL)
 @pytest.mark.parametrize(
     ("plan", "problem", "optimizer", "schedule"),
     [
-        pytest.param(FREED, CHAIN, SGD, ONE, id="shard"),
+        pytest.param(FREED, CHAIN, SGD, ONE, id="shard", marks=of_reductions),
         pytest.param(KEPT, CHAIN, ADAMW, ONE, id="kept-adamw"),
         pytest.param(PAIRS, CHAIN, SGD, ONE, id="pairs", marks=of_four),
         pytest.param(HYBRID, CHAIN, SGD, ONE, id="hybrid", marks=of_four),
         pytest.param(REPLICATED, CHAIN, SGD, ONE, id="replicate"),
         pytest.param(FREED, CHECKPOINTED_CHAIN, SGD, ONE, id="checkpointed"),
-        pytest.param(HELD_BACK, CHAIN, SGD, THREE, id="held-back"),
+        pytest.param(HELD_BACK, CHAIN, SGD, THREE, id="held-back", marks=of_reductions),
     ],
 )
 def test_no_step_leaves_more_than_the_one_before(
@@ -228,8 +260,15 @@ def test_no_step_leaves_more_than_the_one_before(
     )
 
 
+@pytest.mark.prey("FreesTheUsersOutputs")
 @pytest.mark.worlds(SEVERAL)
-@pytest.mark.parametrize("layout", [Layout.NATIVE, Layout.REPLICATE], ids=["native", "replicate"])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param(Layout.NATIVE, id="native", marks=pytest.mark.prey("FreesTheUsersInputs")),
+        pytest.param(Layout.REPLICATE, id="replicate"),
+    ],
+)
 def test_what_the_user_holds_is_let_alone(trial: Trial, layout: Layout) -> None:
     units = ("blocks.0", "blocks.2")
     names = ("an input", "an output", "an activation", "a slice of an input")
@@ -242,6 +281,7 @@ def test_what_the_user_holds_is_let_alone(trial: Trial, layout: Layout) -> None:
     )
 
 
+@pytest.mark.prey("MovesWhatItWasToLeave")
 @pytest.mark.worlds(SEVERAL)
 def test_buffers_and_ignored_parameters_are_let_alone(trial: Trial) -> None:
     _holds(

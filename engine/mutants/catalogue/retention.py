@@ -1,4 +1,4 @@
-"""The entries of mutants that hold memory for too long, or let go of what is not theirs."""
+"""The entries of mutants that keep whole parameters, or buffers, for too long."""
 
 from __future__ import annotations
 
@@ -43,58 +43,6 @@ MUTANTS: tuple[Mutant, ...] = (
         engine_spec="engine.mutants.retention:KeepsBuffersUntilTheStep",
         sin="buffers of gathers are taken back and lent to nobody until the step",
         thread="pytorch/pytorch#154704",
-        kills_on=Condition(plan=_FREED),
-        trace=Trace.STATE,
-    ),
-    Mutant(
-        name="PilesUpReduceInputs",
-        engine_spec="engine.mutants.retention:PilesUpReduceInputs",
-        sin="the input of every reduction is kept for ever",
-        thread="hpcaitech/ColossalAI#741",
-        kills_on=Condition(
-            steps=3, plan=_FREED, because="the first two steps have nothing to be compared with"
-        ),
-        trace=Trace.STATE,
-    ),
-    Mutant(
-        name="PilesUpGradients",
-        engine_spec="engine.mutants.retention:PilesUpGradients",
-        sin="reduced gradients of every step are kept for ever",
-        thread="hpcaitech/ColossalAI#741",
-        kills_on=Condition(
-            steps=3, plan=_FREED, because="the first two steps have nothing to be compared with"
-        ),
-        trace=Trace.STATE,
-    ),
-    Mutant(
-        name="KeepsWholeGradients",
-        engine_spec="engine.mutants.retention:KeepsWholeGradients",
-        sin="whole gradients are kept until the step",
-        thread="pytorch/pytorch#169349",
-        kills_on=Condition(plan=_FREED),
-        trace=Trace.STATE,
-    ),
-    Mutant(
-        name="KeepsGradientsUntilTheStep",
-        engine_spec="engine.mutants.retention:KeepsGradientsUntilTheStep",
-        sin="whole gradients stay beside their reduced shards until the step",
-        thread="pytorch/pytorch#169349",
-        kills_on=Condition(plan=_FREED),
-        trace=Trace.STATE,
-    ),
-    Mutant(
-        name="FreesTheUsersInputs",
-        engine_spec="engine.mutants.retention:FreesTheUsersInputs",
-        sin="the memory of inputs is given back after backward",
-        thread="InternLM/xtuner#1948",
-        kills_on=Condition(plan=_FREED),
-        trace=Trace.STATE,
-    ),
-    Mutant(
-        name="FreesTheUsersOutputs",
-        engine_spec="engine.mutants.retention:FreesTheUsersOutputs",
-        sin="the memory of outputs is given back after backward",
-        thread="InternLM/xtuner#1948",
         kills_on=Condition(plan=_FREED),
         trace=Trace.STATE,
     ),
