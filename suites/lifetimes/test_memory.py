@@ -30,6 +30,7 @@ from suites.lifetimes.closed_forms import (
     BUFFERS_OF_THREE,
     BUFFERS_OF_TWO,
     ONE_LEAST,
+    PARTS_AND_LAST_LEAST,
     PARTS_AND_ONE_MOST,
     ROOT_AND_ONE_LEAST,
     ROOT_AND_ONE_MOST,
