@@ -17,6 +17,7 @@ __all__ = [
     "POWERS_OF_TWO",
     "SEVERAL",
     "SIX_OR_MORE_EVEN",
+    "TOGETHER",
     "Sizes",
 ]
 
@@ -38,6 +39,10 @@ ALONE = Sizes(name="one rank", allows=lambda size: size == 1)
 SEVERAL = Sizes(name="two ranks or more", allows=lambda size: size > 1)
 # For calls of an engine that keeps something for the whole process, so that ranks which share one disturb each other.
 APART = Sizes(name="ranks that share no process", allows=lambda size: size > 1, kind=WorldKind.PROCESSES)
+# For laws that count what is alive: over gloo, works hold their tensors for longer than the engine holds the works.
+TOGETHER = Sizes(
+    name="several ranks that share a process", allows=lambda size: size > 1, kind=WorldKind.THREADS
+)
 EVEN = Sizes(name="two replicas of equal size", allows=lambda size: size % 2 == 0)
 FOUR_OR_MORE_EVEN = Sizes(
     name="two replicas of several ranks", allows=lambda size: size >= 4 and size % 2 == 0

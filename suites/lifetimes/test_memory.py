@@ -21,7 +21,7 @@ from harness.parity import MatchesOracle
 from harness.pytest_plugin import Trial
 from harness.script import EachMicrobatch, Script
 from harness.scripts.holding import HoldsOn
-from harness.worlds.sizes import FOUR_OR_MORE_EVEN, SEVERAL
+from harness.worlds.sizes import FOUR_OR_MORE_EVEN, SEVERAL, TOGETHER
 from suites.lifetimes.closed_forms import (
     ACCUMULATED_MOST,
     ALL_LEAST,
@@ -57,7 +57,7 @@ of_reductions = pytest.mark.prey("PilesUpReduceInputs")
 
 
 @of_a_pass
-@pytest.mark.worlds(SEVERAL)
+@pytest.mark.worlds(TOGETHER)
 @pytest.mark.parametrize(
     ("plan", "problem", "schedule"),
     [
@@ -186,7 +186,7 @@ def test_parameters_take_the_memory_of_those_in_turn(
 
 
 @pytest.mark.prey("KeepsGatherOutputs", "KeepsBuffersUntilTheStep")
-@pytest.mark.worlds(SEVERAL)
+@pytest.mark.worlds(TOGETHER)
 @pytest.mark.parametrize("plan", [FREED, KEPT], ids=["freed", "kept"])
 def test_buffers_are_those_of_neighbours(trial: Trial, plan: Plan) -> None:
     _holds(
@@ -210,7 +210,7 @@ def test_gradients_go_once_they_are_packed(trial: Trial, plan: Plan) -> None:
 
 
 @pytest.mark.prey("ReducesDespiteNoSync")
-@pytest.mark.worlds(SEVERAL)
+@pytest.mark.worlds(TOGETHER)
 def test_gradients_are_held_back_once(trial: Trial) -> None:
     _holds(
         trial,
@@ -222,7 +222,7 @@ def test_gradients_are_held_back_once(trial: Trial) -> None:
 
 
 @pytest.mark.prey("PilesUpGradients")
-@pytest.mark.worlds(SEVERAL)
+@pytest.mark.worlds(TOGETHER)
 def test_gradients_of_replicas_exist_twice_at_most(trial: Trial) -> None:
     """As they are computed and as they are reduced, or in a bucket and beside it."""
     gradients = (*UNREDUCED, Kind.REDUCED)
@@ -235,7 +235,7 @@ def test_gradients_of_replicas_exist_twice_at_most(trial: Trial) -> None:
 
 
 @pytest.mark.prey("PilesUpGradients")
-@pytest.mark.worlds(SEVERAL)
+@pytest.mark.worlds(TOGETHER)
 @pytest.mark.parametrize(
     ("plan", "problem", "optimizer", "schedule"),
     [
