@@ -130,6 +130,7 @@ class Watch(Enum):
     """What is watched besides, at a price that not every case shall pay."""
 
     RACES = "every operator's touches of memory, and the streams that order them"
+    LIFETIMES = "every storage from its birth to its end, and what it was for"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

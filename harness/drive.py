@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from contextlib import nullcontext
 from dataclasses import replace
 from typing import Protocol, runtime_checkable
 
@@ -12,13 +11,14 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from engine.contract import Engine, Plan, PreparedModel, UnsupportedError
 from engine.registry import resolve
-from harness.case import LoopOrder, Training, Watch, ZeroGrad
+from harness.case import LoopOrder, Training, ZeroGrad
 from harness.keep import observation_path
 from harness.ledger.entry import Phase
+from harness.lifetimes.watch import LifetimeWatch
 from harness.observation import Observation, StepObservation, digest, save_observation
-from harness.races.watching import watching_races
 from harness.rank_actor import RankActor, copied, copies
 from harness.unit_hooks import watching_units
+from harness.watching import Watches, watching
 from harness.worlds.rank import RankContext
 
 __all__ = ["drive_rank", "train"]
@@ -36,16 +36,17 @@ def drive_rank(context: RankContext, training: Training, engine: str) -> str | N
     is not raised: that would stop the other ranks, and whether they refuse too is what has to be seen.
     """
     adapter = resolve(engine)
-    is_watched = Watch.RACES in training.watch
     try:
-        with watching_races(context.recorder) if is_watched else nullcontext() as watch:
-            first, *others = (_run(context, training, adapter) for _ in range(training.schedule.repeats))
+        with watching(training.watch, context.recorder) as watches:
+            repeats = range(training.schedule.repeats)
+            first, *others = (_run(context, training, adapter, watches) for _ in repeats)
     except _RefusedError as refusal:
         return str(refusal)
     observation = replace(
         first,
         repeat_digests=tuple(map(digest, (first, *others))),
-        race_report=None if watch is None else watch.report(),
+        race_report=None if watches.races is None else watches.races.report(),
+        lifetime_report=None if watches.lifetimes is None else watches.lifetimes.report(),
     )
     save_observation(observation, observation_path(context.folder, context.rank))
     return None
@@ -63,11 +64,11 @@ class _RefusedError(Exception):
     """The engine refused the plan in prepare."""
 
 
-def _run(context: RankContext, training: Training, adapter: Engine) -> Observation:
+def _run(context: RankContext, training: Training, adapter: Engine, watches: Watches) -> Observation:
     torch.manual_seed(_RANK_SEED + context.rank)
     prepared = _prepare(context, training, adapter, training.plan)
     with watching_units(prepared.named, training.plan.units, context.recorder):
-        return train(prepared, training, context, adapter)
+        return train(prepared, training, context, adapter, watches)
 
 
 def _prepare(context: RankContext, training: Training, adapter: Engine, plan: Plan) -> PreparedModel:
@@ -87,14 +88,21 @@ def _prepare(context: RankContext, training: Training, adapter: Engine, plan: Pl
 
 
 def train(
-    prepared: PreparedModel, training: Training, context: RankContext, adapter: Engine | None = None
+    prepared: PreparedModel,
+    training: Training,
+    context: RankContext,
+    adapter: Engine | None = None,
+    watches: Watches | None = None,
 ) -> Observation:
-    """Run the whole schedule; ``adapter`` is needed where the training resumes in a fresh model."""
+    """Run the whole schedule; ``adapter`` is needed where the training resumes in a fresh model.
+
+    ``watches`` are told what they cannot see: whose a tensor is, and when a step is over.
+    """
     recorder = context.recorder
     if training.convert is not None:
         prepared.convert(training.convert)
     prepared.optimizer(training.optimizer)
-    loop = _Loop(prepared, training, context)
+    loop = _Loop(prepared, training, context, None if watches is None else watches.lifetimes)
     with recorder.during(Phase.OBSERVE):
         initial = copies(prepared.local_parameters())
     steps = []
@@ -117,10 +125,17 @@ def train(
 class _Loop:
     """One rank's training loop."""
 
-    def __init__(self, prepared: PreparedModel, training: Training, context: RankContext) -> None:
+    def __init__(
+        self,
+        prepared: PreparedModel,
+        training: Training,
+        context: RankContext,
+        lifetimes: LifetimeWatch | None,
+    ) -> None:
         self.prepared = prepared
         self._training = training
         self._context = context
+        self._lifetimes = lifetimes
         self._inputs = hashlib.sha256()
 
     @property
@@ -137,12 +152,14 @@ class _Loop:
     def step(self, step: int) -> StepObservation:
         """Play the script, read gradients, update, read parameters."""
         prepared, recorder, schedule = self.prepared, self._context.recorder, self._training.schedule
-        actor = RankActor(prepared, self._training, self._context, step, self._inputs)
+        actor = RankActor(prepared, self._training, self._context, step, self._inputs, self._lifetimes)
+        self._meet(step)
         with recorder.during(Phase.BETWEEN, step=step):
             if isinstance(prepared, _TakesSteps):
                 prepared.play(actor)
             else:
                 self._training.script.play(actor)
+        self._meet(step)
         norm = None
         if schedule.clip is not None:
             with recorder.during(Phase.STEP, step=step):
@@ -158,6 +175,8 @@ class _Loop:
             prepared.step()
             if schedule.order is LoopOrder.STEP_THEN_ZERO:
                 self._zero_grad(step)
+            if self._lifetimes is not None:
+                self._lifetimes.end_step()
         with recorder.during(Phase.OBSERVE, step=step):
             parameters = copies(prepared.local_parameters())
         return StepObservation(
@@ -168,6 +187,11 @@ class _Loop:
             facts=tuple(actor.tape.facts),
             snapshots=actor.tape.snapshots,
         )
+
+    def _meet(self, step: int) -> None:
+        if self._lifetimes is not None:
+            with self._context.recorder.during(Phase.OBSERVE, step=step):
+                self._lifetimes.meet(self.prepared, self._training.plan)
 
     def _zero_grad(self, step: int) -> None:
         alternate = self._training.schedule.zero_grad is ZeroGrad.ALTERNATE

@@ -15,6 +15,7 @@ from harness.law import Evidence, Law, Ruling
 from harness.ledger.agreement import first_disagreement
 from harness.ledger.buffers import LeavesBuffersAlone, ResultsAreWaitedFor, harm_in
 from harness.ledger.laws import ReadsAreSilent
+from harness.lifetimes.law import UserTensorsLive
 from harness.oracle import OracleObservation
 from harness.races.law import NoRaces
 from harness.record import LawRecord, OutcomeRecord, TensorRecord
@@ -37,7 +38,10 @@ __all__ = ["Judgement", "implied", "judge", "judge_failure"]
 _MISMATCH = "CollectiveMismatchError"
 
 _IMPLIED: tuple[Law, ...] = (ReadsAreSilent(), LeavesBuffersAlone(), ResultsAreWaitedFor())
-_IMPLIED_BY: Mapping[Watch, Law] = {Watch.RACES: NoRaces()}
+_IMPLIED_BY: Mapping[Watch, Law] = {
+    Watch.RACES: NoRaces(),
+    Watch.LIFETIMES: UserTensorsLive(at_least=()),  # not every script has the loop hold inputs and outputs
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,6 +12,8 @@ from typing import Any
 from engine.contract import Shard
 from harness.errors import UsageError
 from harness.ledger.entry import Ledger
+from harness.lifetimes import report as lifetimes
+from harness.lifetimes.report import LifetimeReport
 from harness.races.finding import RaceReport, report_from_json, report_to_json
 from harness.tensor_file import read_tree, write_tree
 
@@ -54,7 +56,8 @@ class Observation:
 
     ``input_digest`` is a hash of all data the rank was given, so that equal data on two ranks shows.
     ``repeat_digests`` are hashes of all that each of the repeated trainings observed. ``race_report`` is what the
-    watch over streams found in all of them; None where there was none.
+    watch over streams found in all of them, and ``lifetime_report`` what that over memory saw; None where there
+    was none.
     """
 
     rank: int
@@ -66,6 +69,7 @@ class Observation:
     ledger: Ledger
     repeat_digests: tuple[str, ...] = ()
     race_report: RaceReport | None = None
+    lifetime_report: LifetimeReport | None = None
 
 
 def save_observation(observation: Observation, path: Path) -> None:
@@ -89,6 +93,8 @@ def save_observation(observation: Observation, path: Path) -> None:
         "buffers": _pack(observation.buffers),
         "repeat_digests": observation.repeat_digests,
         "race_report": observation.race_report and report_to_json(observation.race_report),
+        "lifetime_report": observation.lifetime_report
+        and lifetimes.report_to_json(observation.lifetime_report),
     }
     write_tree(plain, path)
 
@@ -148,6 +154,7 @@ def load_observation(path: Path, ledger: Ledger) -> Observation:
         repeat_digests=tuple(plain["repeat_digests"]),
         # Observations that were kept before there was a watch have none.
         race_report=report_from_json(report) if (report := plain.get("race_report")) else None,
+        lifetime_report=lifetimes.report_from_json(seen) if (seen := plain.get("lifetime_report")) else None,
         ledger=ledger,
     )
 

@@ -149,6 +149,9 @@ class OracleActor(Actor):
     def note(self, subject: str, value: object) -> None:
         """Observe nothing."""
 
+    def hold(self, name: str, *tensors: torch.Tensor) -> None:
+        """Do nothing: nobody could let go of them."""
+
     def bench(self) -> None:
         """Give nothing: there is no engine."""
 

@@ -15,6 +15,7 @@ from engine.contract import Accumulation, Capability, PreparedModel, Shard, Unit
 from harness.case import Training
 from harness.errors import EngineError
 from harness.ledger.entry import Phase
+from harness.lifetimes.watch import LifetimeWatch
 from harness.loss import loss_weight
 from harness.observation import Fact
 from harness.script import Actor, Batch, Bench, Evaluation
@@ -42,7 +43,13 @@ class RankActor(Actor):
     """One rank of a world, one step; the loop makes one for each step."""
 
     def __init__(
-        self, prepared: PreparedModel, training: Training, context: RankContext, step: int, inputs: Any
+        self,
+        prepared: PreparedModel,
+        training: Training,
+        context: RankContext,
+        step: int,
+        inputs: Any,
+        lifetimes: LifetimeWatch | None = None,
     ) -> None:
         self.step = step
         self.num_microbatches = training.schedule.microbatches
@@ -52,6 +59,7 @@ class RankActor(Actor):
         self._training = training
         self._context = context
         self._inputs = inputs  # hashlib's object, whose type has no public name
+        self._lifetimes = lifetimes
         self._batches: dict[int, Batch] = {}
 
     def batch(self, microbatch: int) -> Batch:
@@ -65,6 +73,7 @@ class RankActor(Actor):
             self._batches[microbatch] = _Placed(
                 inputs=tuple(self._place(tensor) for tensor in batch.inputs), target=self._place(batch.target)
             )
+            self.hold("an input", *self._batches[microbatch].inputs, self._batches[microbatch].target)
         return self._batches[microbatch]
 
     def part(self, name: str) -> nn.Module:
@@ -75,7 +84,9 @@ class RankActor(Actor):
     def forward(self, microbatch: int, *inputs: Any, part: str = "") -> Any:
         """Call the prepared model, or the part."""
         with self._during(Phase.FORWARD, microbatch):
-            return self._prepared.part(part)(*inputs) if part else self._prepared(*inputs)
+            output = self._prepared.part(part)(*inputs) if part else self._prepared(*inputs)
+        self.hold("an output", output)
+        return output
 
     def loss(self, microbatch: int, output: torch.Tensor, target: torch.Tensor | None = None) -> torch.Tensor:
         """Compute it as part of forward."""
@@ -124,6 +135,12 @@ class RankActor(Actor):
         """Write it down."""
         self.tape.facts.append(Fact(moment="", subject=subject, value=str(value)))
 
+    def hold(self, name: str, *tensors: Any) -> None:
+        """Tell the watch over memory, if there is one, of those that are tensors."""
+        if self._lifetimes is not None:
+            with self._context.recorder.during(Phase.OBSERVE, step=self.step):
+                self._lifetimes.holds(name, (t for t in tensors if isinstance(t, torch.Tensor)))
+
     def bench(self) -> Bench:
         """Name this rank and the engine's interface."""
         context = self._context
@@ -153,6 +170,8 @@ class RankActor(Actor):
     def _during(self, phase: Phase, microbatch: int) -> Iterator[None]:
         with self._context.recorder.during(phase, step=self.step, microbatch=microbatch):
             yield
+            if self._lifetimes is not None:
+                self._lifetimes.mark()
 
     def _place(self, tensor: torch.Tensor) -> torch.Tensor:
         dtype = self._training.convert if tensor.is_floating_point() else None

@@ -114,6 +114,10 @@ class Actor(ABC):
         """Have a fact observed."""
 
     @abstractmethod
+    def hold(self, name: str, *tensors: torch.Tensor) -> None:
+        """Say that the loop holds on to tensors, which are nobody else's to let go of; a watch may want to know."""
+
+    @abstractmethod
     def bench(self) -> Bench | None:
         """Give what calls of the engine's own interface need; None where there is no engine."""
 

@@ -30,6 +30,7 @@ import harness.ledger.agreement
 import harness.ledger.expectation
 import harness.ledger.laws
 import harness.ledger.selection
+import harness.lifetimes.law
 import harness.parity
 import harness.races.law
 import harness.worlds.sizes
@@ -40,7 +41,10 @@ from harness import cli
 from harness.errors import UsageError
 from harness.expectations_file import read
 from harness.law import Law
+from harness.ledger.entry import Phase
 from harness.ledger.selection import Select
+from harness.lifetimes.law import When
+from harness.lifetimes.report import Kind
 from harness.record import Expectations, Record, from_json
 from harness.tolerance import MULTIPLE
 from harness.verdict import Verdict
@@ -175,12 +179,14 @@ def test_laws_of_the_table_can_be_written() -> None:
         harness.ledger.agreement,
         harness.ledger.expectation,
         harness.ledger.laws,
+        harness.lifetimes.law,
         harness.races.law,
         harness.parity,
         suites.communication.closed_forms,
     )
     known = {name: getattr(module, name) for module in modules for name in module.__all__}
     known |= dict.fromkeys("SAB", Select()) | {"LOW": 1, "HIGH": 2}
+    known |= {"P": Phase.FORWARD, "K": (Kind.GATHERED,), "W": When.FORWARD}
     laws: list[Law] = [eval(row, {"__builtins__": {}}, known) for row in rows]
     shown = {type(law).__name__ for law in laws}
     assert shown >= {*harness.ledger.laws.__all__, "RanksAgree", "MatchesOracle"}

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
@@ -12,7 +13,7 @@ import torch
 from engine.contract import Layout
 from fixtures.chain import CHAIN
 from fixtures.optimizers import SGD
-from harness.case import Schedule, Training
+from harness.case import Schedule, Training, Watch
 from harness.law import Evidence
 from harness.ledger.entry import Phase
 from harness.ledger.recorder import Recorder
@@ -22,7 +23,8 @@ from harness.races.clock import Clock, Moment, Order
 from harness.races.finding import Kind, Race, RaceReport, Touch, report_from_json, report_to_json
 from harness.races.law import NoRaces
 from harness.races.shadow import Access, Memory, Span
-from harness.races.watching import watching_races
+from harness.races.watch import RaceWatch
+from harness.watching import watching
 from tests.simulated_engine import simulate
 
 # Clocks -----------------------------------------------------------------------------------------------------
@@ -198,9 +200,16 @@ def test_the_allocator_waits_for_streams_that_it_was_told_of() -> None:
 # The watch, on operators ------------------------------------------------------------------------------------
 
 
+@contextmanager
+def _watched() -> Iterator[RaceWatch]:
+    with watching(frozenset({Watch.RACES}), Recorder()) as watches:
+        assert watches.races is not None
+        yield watches.races
+
+
 def _races(body: Callable[[], object]) -> list[tuple[Kind, str, str]]:
     """Watch ``body``, which is one rank on its own; give each race's kind and operators."""
-    with watching_races(Recorder()) as watch:
+    with _watched() as watch:
         body()
     return [(race.kind, race.first.operator, race.second.operator) for race in watch.report().races]
 
@@ -299,7 +308,7 @@ def test_memory_that_a_storage_gives_back_is_released() -> None:
 def test_streams_and_storages_are_torchs_own_again_afterwards() -> None:
     names = ("Stream", "Event", "stream", "current_stream", "synchronize")
     before = [vars(torch.cpu)[name] for name in names]
-    with watching_races(Recorder()):
+    with _watched():
         assert torch.get_device_module("cpu").Stream is streams.TrackedStream
     assert [vars(torch.cpu)[name] for name in names] == before
     assert "resize_" not in vars(torch.UntypedStorage)
@@ -307,7 +316,7 @@ def test_streams_and_storages_are_torchs_own_again_afterwards() -> None:
 
 
 def test_a_race_tells_streams_by_the_names_they_were_given() -> None:
-    with watching_races(Recorder()) as watch:
+    with _watched() as watch:
         copy_stream = _side()
         assert copy_stream is not None
         tensor = torch.ones(4)

@@ -29,7 +29,7 @@ _PASSAGE = (
     "torch/utils/_python_dispatch.py",
     "torch/utils/_device.py",
 )
-_PASSAGE_OF_OURS = (str(_OURS / "door"), str(_OURS / "worlds"), str(_OURS / "races"))
+_PASSAGE_OF_OURS = tuple(str(_OURS / part) for part in ("door", "worlds", "memory", "races", "lifetimes"))
 _NOWHERE = "outside Python"
 
 

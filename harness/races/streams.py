@@ -19,7 +19,7 @@ import torch
 
 from harness.races.clock import Clock
 from harness.races.watch import DEFAULT, RaceWatch, current_watch
-from harness.torch_versions import guards_of_record_stream, make_operators
+from harness.torch_versions import guards_of_record_stream
 
 __all__ = ["TrackedEvent", "TrackedStream", "tracked_streams"]
 
@@ -146,17 +146,7 @@ def _name_of_variable() -> str:
     return found[1].strip("_") if found else ""
 
 
-# Any: whatever the storage or tensor was told.
-def _resizing(resize: Any) -> Any:
-    def resize_(storage: torch.UntypedStorage, size: int) -> Any:
-        watch = current_watch()
-        if watch is not None and storage.device.type == "cpu" and storage.nbytes() != size:
-            watch.resized(storage, size)
-        return resize(storage, size)
-
-    return resize_
-
-
+# Any: whatever the tensor was told.
 def _recording(record: Any) -> Any:
     def record_stream(tensor: torch.Tensor, stream: Any) -> None:
         if not isinstance(stream, TrackedStream):
@@ -186,7 +176,6 @@ def tracked_streams() -> Iterator[None]:
     with _lock:
         _users += 1
         if _users == 1:
-            make_operators()
             _install()
     try:
         yield
@@ -204,7 +193,6 @@ def _install() -> None:
         (torch.cpu, "stream", _stream),
         (torch.cpu, "current_stream", _current_stream),
         (torch.cpu, "synchronize", _synchronize),
-        (torch.UntypedStorage, "resize_", _resizing(torch.UntypedStorage.resize_)),
         (torch.Tensor, "record_stream", _recording(torch.Tensor.record_stream)),
     ]
     record_stream = replacements[-1][2]

@@ -12,10 +12,11 @@ from harness.door.call import Call
 from harness.door.site import call_site
 from harness.ledger.entry import Phase
 from harness.ledger.recorder import Recorder
+from harness.memory.storages import Storages
 from harness.races.clock import Clock, Order
 from harness.races.finding import Kind, Race, RaceReport, Touch
 from harness.races.shadow import Access, Memory
-from harness.races.storages import Storages, is_memory, span_of
+from harness.races.spans import is_memory, span_of
 from harness.worlds.rank_identity import current_rank
 
 __all__ = ["DEFAULT", "RaceWatch", "current_watch", "set_watch"]
@@ -88,6 +89,10 @@ class RaceWatch:
         if not self._is_observing:
             self.host_waits(self.signal(timeline))
 
+    def host_read(self) -> None:
+        """Note that the host waited for the current stream, to read a number."""
+        self.host_waits_for_stream(self.selected)
+
     def host_waits_for_all(self) -> None:
         """Note that the host waited for the device."""
         for timeline in list(self._names):
@@ -113,6 +118,8 @@ class RaceWatch:
 
     def resized(self, storage: torch.UntypedStorage, num_bytes: int) -> None:
         """Note that a storage gave its memory back, and took new one if it is not empty."""
+        if storage.device.type != "cpu":
+            return
         with self._lock:
             self._settle()
             key = self._storages.key(storage)

@@ -1,4 +1,4 @@
-"""Putting one rank's training under the watch, from the preparation of the model to its last step."""
+"""Putting one rank's streams under the watch, from the preparation of the model to its last step."""
 
 from __future__ import annotations
 
@@ -6,21 +6,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from harness.ledger.recorder import Recorder
-from harness.races.accesses import AccessMode
 from harness.races.streams import tracked_streams
 from harness.races.watch import RaceWatch, set_watch
 
-__all__ = ["watching_races"]
+__all__ = ["watched_streams"]
 
 
 @contextmanager
-def watching_races(recorder: Recorder) -> Iterator[RaceWatch]:
-    """Watch what the calling thread's rank does to memory, and on which streams, until exit."""
+def watched_streams(recorder: Recorder) -> Iterator[RaceWatch]:
+    """Have the calling thread's rank on streams that remember, until exit; operators are told by `witnessed`."""
     watch = RaceWatch(recorder)
     with tracked_streams():
         set_watch(watch)
         try:
-            with AccessMode(watch):
-                yield watch
+            yield watch
         finally:
             set_watch(None)

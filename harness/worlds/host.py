@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from harness.door.kernels import Door, standing_in_c10d
 from harness.ledger.recorder import Recorder
-from harness.races.watch import current_watch
+from harness.memory.witnesses import current_witnesses
 from harness.torch_versions import FileStore, Store
 from harness.worlds.exchange import Exchange
 from harness.worlds.isolation import isolate_threads
@@ -114,7 +114,9 @@ def _host_process(link: Link, spec: HostSpec) -> None:
             _join(world, backend, store, rank)
 
     door = Door(
-        recorder=lambda: recorders[-1] if recorders else None, ranks_of=global_ranks, listener=current_watch
+        recorder=lambda: recorders[-1] if recorders else None,
+        ranks_of=global_ranks,
+        listener=current_witnesses,
     )
     keys = ("CPU", "CUDA") if device.type == "cuda" else ("CPU",)
     with standing_in_c10d(door, keys):
@@ -145,7 +147,9 @@ def _host_threads(link: Link, spec: HostSpec) -> None:
             exchange = Exchange(world.size, turns)
             contexts = [_context(world, rank, torch.device("cpu"), job) for rank in range(world.size)]
             recorders.update({c.rank: c.recorder for c in contexts})
-            door = Door(recorder=recorder, ranks_of=global_ranks, carrier=exchange, listener=current_watch)
+            door = Door(
+                recorder=recorder, ranks_of=global_ranks, carrier=exchange, listener=current_witnesses
+            )
             with standing_in_c10d(door):
                 _run_threads(
                     link, job, contexts, turns, exchange, lambda rank: _join(world, "threads", store, rank)

@@ -18,6 +18,7 @@ __all__ = [
     "SEVERAL",
     "SIX_OR_MORE_EVEN",
     "THREE_OR_MORE",
+    "TOGETHER",
     "Sizes",
 ]
 
@@ -40,6 +41,10 @@ SEVERAL = Sizes(name="two ranks or more", allows=lambda size: size > 1)
 THREE_OR_MORE = Sizes(name="three ranks or more", allows=lambda size: size > 2)
 # For calls of an engine that keeps something for the whole process, so that ranks which share one disturb each other.
 APART = Sizes(name="ranks that share no process", allows=lambda size: size > 1, kind=WorldKind.PROCESSES)
+# For laws that count what is alive: over gloo, works hold their tensors for longer than the engine holds the works.
+TOGETHER = Sizes(
+    name="several ranks that share a process", allows=lambda size: size > 1, kind=WorldKind.THREADS
+)
 EVEN = Sizes(name="two replicas of equal size", allows=lambda size: size % 2 == 0)
 FOUR_OR_MORE_EVEN = Sizes(
     name="two replicas of several ranks", allows=lambda size: size >= 4 and size % 2 == 0

@@ -1,4 +1,4 @@
-"""Which operator reads and writes which tensors: seen by a dispatch mode, told to the watch.
+"""Which operator reads and writes which tensors: seen by one dispatch mode, told to every watch of the rank.
 
 [Note: which threads] A dispatch mode belongs to a thread, and backward runs on the thread that called it: on a CPU
 autograd has no threads of its own. So one mode around a rank's training sees forward, backward and the optimizer,
@@ -10,15 +10,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from harness.races.watch import RaceWatch
 from harness.torch_versions import cpu_kernel
 
-__all__ = ["AccessMode"]
+__all__ = ["OperatorMode", "OperatorWitness"]
 
 # The door sees what these carry; the operators only hand over.
 _COMMUNICATION = frozenset({"c10d", "_c10d_functional", "_c10d_functional_autograd", "c10d_functional"})
@@ -42,12 +41,31 @@ class _Footprint:
     leaves_unwritten: bool
 
 
-class AccessMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # as torch leaves it
-    """Tells a watch of each operator on the calling thread."""
+class OperatorWitness(Protocol):
+    """Who is told of operators; tensors are plain ones with memory of their own."""
 
-    def __init__(self, watch: RaceWatch) -> None:
+    def operator(
+        self,
+        name: str,
+        reads: Sequence[torch.Tensor],
+        writes: Sequence[torch.Tensor],
+        fresh: set[int],
+    ) -> None:
+        """Take note of an operator that ran; ``fresh`` are the storages, by id, that it has just made."""
+
+    def allocated(self, tensor: torch.Tensor) -> None:
+        """Take note of memory that was asked for, and is not written yet."""
+
+    def host_read(self) -> None:
+        """Take note that the host waited for what the operator told last has computed."""
+
+
+class OperatorMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # as torch leaves it
+    """Tells the witnesses of each operator on the calling thread."""
+
+    def __init__(self, witnesses: Sequence[OperatorWitness]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._watch = watch
+        self._witnesses = witnesses
 
     # Any: an operator takes and returns what it likes.
     def __torch_dispatch__(
@@ -82,15 +100,17 @@ class AccessMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # as torc
         outputs = [t for t in _tensors(result) if t.layout is torch.strided]
         made = [t for t in outputs if id(t.untyped_storage()) not in known]
         if footprint.leaves_unwritten:
-            for tensor in made:
-                self._watch.allocated(tensor)
+            for witness in self._witnesses:
+                for tensor in made:
+                    witness.allocated(tensor)
             return
         if not made and not writes and not footprint.is_host_read:
             return  # a view, or a question about sizes
         fresh = {id(t.untyped_storage()) for t in made}
-        self._watch.operator(footprint.name, reads, (*writes, *made), fresh)
-        if footprint.is_host_read:
-            self._watch.host_waits_for_stream(self._watch.selected)
+        for witness in self._witnesses:
+            witness.operator(footprint.name, reads, (*writes, *made), fresh)
+            if footprint.is_host_read:
+                witness.host_read()
 
 
 @cache

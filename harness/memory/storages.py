@@ -1,4 +1,4 @@
-"""Which memory a tensor is in, by storage; and word of each storage's end."""
+"""Keys for storages, and word of each one's end."""
 
 from __future__ import annotations
 
@@ -9,9 +9,7 @@ from itertools import count
 
 import torch
 
-from harness.races.shadow import Span
-
-__all__ = ["Storages", "is_memory", "span_of"]
+__all__ = ["Storages"]
 
 
 class _Ref(weakref.ref[torch.UntypedStorage]):
@@ -56,18 +54,3 @@ class Storages:
             if self._refs.get(ref.address) is ref:
                 del self._refs[ref.address]
             yield ref.key
-
-
-def is_memory(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is a plain one with memory of the CPU behind it, and any elements."""
-    return tensor.device.type == "cpu" and tensor.layout is torch.strided and tensor.numel() > 0
-
-
-def span_of(tensor: torch.Tensor) -> Span:
-    """Give the bytes of its storage from a tensor's first element to its last one."""
-    width = tensor.element_size()
-    start = int(tensor.storage_offset()) * width
-    if tensor.is_contiguous():
-        return Span(start, start + tensor.numel() * width)
-    reach = sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True))
-    return Span(start, start + (int(reach) + 1) * width)

@@ -1,0 +1,86 @@
+"""The work whose cost `watch_overhead` compares: a step of training, under no watch and under each, in turn."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from statistics import median
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from harness.case import Watch
+from harness.watching import watching
+from harness.worlds.rank import RankContext
+
+__all__ = ["WATCHES", "WORK", "measure"]
+
+WATCHES: dict[str, frozenset[Watch]] = {
+    "plain": frozenset(),
+    "races": frozenset({Watch.RACES}),
+    "lifetimes": frozenset({Watch.LIFETIMES}),
+    "both": frozenset(Watch),
+}
+_TIMED_STEPS = 3
+
+
+def _model(width: int) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(width, width) for _ in range(3)))
+
+
+def _ddp(width: int) -> nn.Module:
+    return DistributedDataParallel(_model(width))
+
+
+def _fsdp2(width: int) -> nn.Module:
+    model = _model(width)
+    for layer in model:
+        fully_shard(layer)
+    fully_shard(model)
+    return model
+
+
+WORK: dict[str, tuple[Callable[[int], nn.Module], int]] = {
+    "ddp 3x64": (_ddp, 64),
+    "fsdp2 3x64": (_fsdp2, 64),
+    "fsdp2 3x512": (_fsdp2, 512),
+}
+
+
+def measure(context: RankContext, name: str, num_turns: int) -> dict[str, list[float]]:
+    """Take turns: seconds of a step under each watch, one number for each turn; a rank's body."""
+    build, width = WORK[name]
+    taken: dict[str, list[float]] = {watch: [] for watch in WATCHES}
+    for turn in range(num_turns + 1):
+        names = list(WATCHES)
+        shift = turn % len(names)
+        for watch in names[shift:] + names[:shift]:  # nobody is always first
+            seconds = _step_seconds(context, build, width, WATCHES[watch])
+            if turn:  # the first turn warms torch up
+                taken[watch].append(seconds)
+    return taken
+
+
+def _step_seconds(
+    context: RankContext, build: Callable[[int], nn.Module], width: int, asked: frozenset[Watch]
+) -> float:
+    """Build and train anew, as a case does: streams belong to the watch under which they are made."""
+    with watching(asked, context.recorder):
+        model = build(width)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+        rows = torch.randn(16, width)
+        steps = [_timed_step(model, optimizer, rows) for _ in range(1 + _TIMED_STEPS)]
+    return median(steps[1:])  # the first builds buckets, streams and buffers
+
+
+def _timed_step(model: nn.Module, optimizer: torch.optim.Optimizer, rows: torch.Tensor) -> float:
+    dist.barrier()  # so that a step is not charged for its peer's previous one
+    started = time.perf_counter()
+    model(rows).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return time.perf_counter() - started

@@ -1,0 +1,188 @@
+"""Mutants that let gradients pile up, or take memory from what is not theirs; the numbers are right."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from engine.adapters.composable import PreparedComposable
+from engine.adapters.reference import PreparedReference, ReferenceEngine
+from engine.adapters.torch_fsdp2 import FullyShardEngine, PreparedFullyShard
+from engine.contract import Plan, PreparedModel
+from engine.mutants.keeping import (
+    Keeping,
+    KeepingFsdp2,
+    KeepingReference,
+    after,
+    before,
+    fsdp2_groups,
+    reference_groups,
+)
+
+__all__ = [
+    "FreesTheUsersInputs",
+    "FreesTheUsersOutputs",
+    "KeepsGradientsUntilTheStep",
+    "KeepsWholeGradients",
+    "MovesWhatItWasToLeave",
+    "PilesUpGradients",
+    "PilesUpReduceInputs",
+]
+
+# Any, throughout: FSDP2's insides have no public types.
+
+
+class _GrowingFsdp2(KeepingFsdp2):
+    grows = True
+
+
+class PilesUpReduceInputs(FullyShardEngine):
+    """The input of every reduction is added to a list that nobody empties.
+
+    After hpcaitech/ColossalAI#741: a sharded model's memory grew with every backward.
+    """
+
+    name = "mutant.PilesUpReduceInputs"
+    prepared_type = _GrowingFsdp2
+
+    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
+        """Shard honestly, then keep the input of each reduction."""
+        prepared = super().prepare(model, plan, mesh)
+        assert isinstance(prepared, Keeping)
+        for group in fsdp2_groups(prepared):
+            after(group, "post_backward", _keep_reduce_input, prepared.kept)
+        return prepared
+
+
+class _PreparedPiling(KeepingReference):
+    grows = True
+
+    def step(self) -> None:
+        self.kept += [p.grad for p in self.owned_parameters().values()]
+        super().step()
+
+
+class PilesUpGradients(ReferenceEngine):
+    """Reduced gradients of every step are added to a list that nobody empties.
+
+    After hpcaitech/ColossalAI#741: a sharded model's memory grew with every backward.
+    """
+
+    name = "mutant.PilesUpGradients"
+    prepared_type = _PreparedPiling
+
+
+class KeepsWholeGradients(FullyShardEngine):
+    """Whole gradients are kept until the step, although they were packed and reduced.
+
+    After pytorch/pytorch#169349: live memory grew over a backward.
+    """
+
+    name = "mutant.KeepsWholeGradients"
+    prepared_type = KeepingFsdp2
+
+    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
+        """Shard honestly, then keep the gradients that each reduction begins with."""
+        prepared = super().prepare(model, plan, mesh)
+        assert isinstance(prepared, Keeping)
+        for group in fsdp2_groups(prepared):
+            before(group, "post_backward", _keep_gradients, prepared.kept)
+        return prepared
+
+
+class KeepsGradientsUntilTheStep(ReferenceEngine):
+    """Each unit's gradients stay whole beside their reduced shards until the step.
+
+    After pytorch/pytorch#169349: live memory grew over a backward.
+    """
+
+    name = "mutant.KeepsGradientsUntilTheStep"
+    prepared_type = KeepingReference
+
+    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
+        """Shard honestly, then keep the gradients that each reduction begins with."""
+        prepared = super().prepare(model, plan, mesh)
+        assert isinstance(prepared, Keeping)
+        for group in reference_groups(prepared):
+            before(group, "reduce_gradients", _keep_reference_gradients, prepared.kept)
+        return prepared
+
+
+class _Grasping(PreparedComposable):
+    """Frees the memory of what it was given or has handed out, once backward is over; to be mixed in."""
+
+    frees_inputs = True
+
+    def __call__(self, *inputs: torch.Tensor) -> Any:
+        output = super().__call__(*inputs)
+        self._seen = inputs if self.frees_inputs else (output,)
+        return output
+
+    def backward(self, loss: torch.Tensor) -> None:
+        super().backward(loss)
+        for tensor in self._seen:
+            tensor.untyped_storage().resize_(0)
+
+
+class _PreparedFreesInputs(_Grasping, PreparedFullyShard):
+    pass
+
+
+class _PreparedFreesOutputs(_Grasping, PreparedReference):
+    frees_inputs = False
+
+
+class FreesTheUsersInputs(FullyShardEngine):
+    """After backward the memory of the inputs is given back, whoever holds them.
+
+    After InternLM/xtuner#1948: the storage of a tensor that was not the engine's was freed with the parameters.
+    """
+
+    name = "mutant.FreesTheUsersInputs"
+    prepared_type = _PreparedFreesInputs
+
+
+class FreesTheUsersOutputs(ReferenceEngine):
+    """After backward the memory of what the model returned is given back, whoever holds it.
+
+    After InternLM/xtuner#1948: the storage of a tensor that was not the engine's was freed with the parameters.
+    """
+
+    name = "mutant.FreesTheUsersOutputs"
+    prepared_type = _PreparedFreesOutputs
+
+
+class _PreparedMoving(PreparedReference):
+    def backward(self, loss: torch.Tensor) -> None:
+        super().backward(loss)
+        ignored = [self.named.get_parameter(name) for name in self.plan.ignored]
+        for tensor in (*self.named.buffers(), *ignored):
+            tensor.data = tensor.data.clone()
+
+
+class MovesWhatItWasToLeave(ReferenceEngine):
+    """Buffers and ignored parameters are given other memory in every step, though with the same values.
+
+    After InternLM/xtuner#1948: a tensor that was not the engine's was treated as one of its own.
+    """
+
+    name = "mutant.MovesWhatItWasToLeave"
+    prepared_type = _PreparedMoving
+
+
+def _keep_reduce_input(group: Any, kept: list[Any]) -> None:
+    if group.comm_ctx.reduce_scatter_states:
+        kept.append(group.comm_ctx.reduce_scatter_states[-1].reduce_scatter_input)
+
+
+def _keep_gradients(group: Any, kept: list[Any]) -> None:
+    found = (p.unsharded_param for p in group.fsdp_params if hasattr(p, "_unsharded_param"))
+    kept += [parameter.grad for parameter in found if parameter.grad is not None]
+
+
+def _keep_reference_gradients(group: Any, kept: list[Any]) -> None:
+    found = (p.unsharded for p in group.parameters if p.unsharded is not None)
+    kept += [parameter.grad for parameter in found if parameter.grad is not None]

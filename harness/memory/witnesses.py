@@ -1,0 +1,109 @@
+"""Who watches a rank's memory: all of them are told by one dispatch mode, one door and one hook of resizes."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+
+from harness.door.call import Call
+from harness.memory.operators import OperatorMode, OperatorWitness
+from harness.torch_versions import make_operators
+from harness.worlds.rank_identity import current_rank
+
+__all__ = ["Witness", "current_witnesses", "witnessed"]
+
+
+class Witness(OperatorWitness, Protocol):
+    """A watch over one rank: told of operators, collectives, waits for them, and resizes of storages."""
+
+    def resized(self, storage: torch.UntypedStorage, num_bytes: int) -> None:
+        """Take note that a storage is about to have another size, before it has."""
+
+    # Any: whatever the witness knows a collective by.
+    def issued(self, call: Call) -> Any:
+        """Take note of a collective before it starts."""
+
+    def waited(self, issued: Any) -> None:
+        """Take note of a wait for a collective."""
+
+
+class _Witnesses:
+    """All witnesses of a rank, as the door's listener."""
+
+    def __init__(self, witnesses: Sequence[Witness]) -> None:
+        self._witnesses = witnesses
+
+    def resized(self, storage: torch.UntypedStorage, num_bytes: int) -> None:
+        for witness in self._witnesses:
+            witness.resized(storage, num_bytes)
+
+    def issued(self, call: Call) -> tuple[Any, ...]:
+        return tuple(witness.issued(call) for witness in self._witnesses)
+
+    def waited(self, issued: tuple[Any, ...]) -> None:
+        for witness, what in zip(self._witnesses, issued, strict=True):
+            witness.waited(what)
+
+
+_of_rank: dict[int | None, _Witnesses] = {}  # None is the only rank of its process
+
+
+def current_witnesses() -> _Witnesses | None:
+    """Give the witnesses of the calling thread's rank, if there are any."""
+    return _of_rank.get(current_rank()) if _of_rank else None
+
+
+@contextmanager
+def witnessed(*witnesses: Witness) -> Iterator[None]:
+    """Tell the witnesses what the calling thread's rank does to memory, until exit; with none, change nothing."""
+    if not witnesses:
+        yield
+        return
+    with _heard_resizes():
+        _of_rank[current_rank()] = _Witnesses(witnesses)
+        try:
+            with OperatorMode(witnesses):
+                yield
+        finally:
+            del _of_rank[current_rank()]
+
+
+_lock = threading.Lock()
+_users = 0
+
+
+@contextmanager
+def _heard_resizes() -> Iterator[None]:
+    """Put a resize that tells in place of torch's while any rank of this process is inside.
+
+    Ranks that are threads share the place; which rank a call is about, its thread tells.
+    """
+    global _users
+    original: Any = torch.UntypedStorage.resize_
+    with _lock:
+        _users += 1
+        if _users == 1:
+            make_operators()
+            torch.UntypedStorage.resize_ = _telling(original)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        with _lock:
+            _users -= 1
+            if _users == 0:
+                del torch.UntypedStorage.resize_  # torch's own is inherited
+
+
+# Any: whatever the storage was told.
+def _telling(resize: Any) -> Any:
+    def resize_(storage: torch.UntypedStorage, size: int) -> Any:
+        witnesses = current_witnesses()
+        if witnesses is not None and storage.nbytes() != size:
+            witnesses.resized(storage, size)
+        return resize(storage, size)
+
+    return resize_

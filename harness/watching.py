@@ -1,0 +1,35 @@
+"""Putting one rank's training under all the watches it asks for: together, so that one dispatch mode tells all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+
+from harness.case import Watch
+from harness.ledger.recorder import Recorder
+from harness.lifetimes.watch import LifetimeWatch
+from harness.memory.witnesses import witnessed
+from harness.races.watch import RaceWatch
+from harness.races.watching import watched_streams
+
+__all__ = ["Watches", "watching"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Watches:
+    """Those that were asked for."""
+
+    races: RaceWatch | None = None
+    lifetimes: LifetimeWatch | None = None
+
+
+@contextmanager
+def watching(asked: frozenset[Watch], recorder: Recorder) -> Iterator[Watches]:
+    """Watch what the calling thread's rank does to memory, and on which streams, until exit."""
+    streams = watched_streams(recorder) if Watch.RACES in asked else nullcontext()
+    lifetimes = LifetimeWatch(recorder) if Watch.LIFETIMES in asked else None
+    with streams as races:
+        witnesses = [watch for watch in (races, lifetimes) if watch is not None]
+        with witnessed(*witnesses):
+            yield Watches(races=races, lifetimes=lifetimes)

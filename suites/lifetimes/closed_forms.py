@@ -1,0 +1,132 @@
+"""How many bytes a rank must and may hold at once, in closed form over groups, ranks and policy.
+
+[Note: least and most] The *least* of a unit are the bytes of its parameters. The *most* adds what engines lay between
+them, each by name: rows up to a multiple of the ranks, each parameter up to a multiple of ``ALIGNMENT_BYTES``, and
+where all lie in one tensor, elements up to a multiple of the ranks. Nothing else is added anywhere.
+
+[Note: who is gathered] The root computes before the first unit and after the last, so it is gathered throughout a
+forward and throughout a backward. Where units are freed after forward, beside it there is the one that computes and in
+backward, where its gather shall overlap with compute, the one ahead: an engine may gather that one into
+parameters or into a buffer. Where units are kept, all are there when forward ends. Where a rank keeps a part, there are
+the parts of all units that ran, and while one is cut the whole of it; so when the last one runs there are the parts
+of all others.
+
+[Note: buffers] A gather's buffer is one unit's. In forward there are those of two units that follow each other: the
+one that is copied out, and the one before, whose copy may still be running, or in its stead the one ahead. With
+explicit prefetching over a distance there are as many more. In backward there are at most the buffers of three units
+that follow each other: the gradients of the unit that computes, packed to be reduced, the gather of the unit ahead,
+and one idle buffer of the unit before, which may be used again; and what the root was gathered through.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import prod
+
+from engine.contract import Layout
+from harness.case import Training
+from harness.groups import ROOT, Group, groups_of
+
+__all__ = [
+    "ACCUMULATED_MOST",
+    "ALL_LEAST",
+    "ALL_MOST",
+    "ALL_TWICE",
+    "BUFFERS_OF_THREE",
+    "BUFFERS_OF_TWO",
+    "ONE_LEAST",
+    "PARTS_AND_LAST_LEAST",
+    "PARTS_AND_ONE_MOST",
+    "ROOT_AND_ONE_LEAST",
+    "ROOT_AND_ONE_MOST",
+    "ROOT_AND_TWO_MOST",
+]
+
+ALIGNMENT_BYTES = 64  # a cache line, the coarsest that any of the engines aligns a parameter to
+_PAIR = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClosedForm:
+    """A named formula over the groups of a training."""
+
+    name: str
+    formula: Callable[[_Sizes], int]
+
+    def __call__(self, training: Training, world_size: int) -> int:
+        """Compute it."""
+        return self.formula(_Sizes(training, world_size))
+
+
+class _Sizes:
+    """Least and most bytes of the root, and of the units in the order in which they run."""
+
+    def __init__(self, training: Training, world_size: int) -> None:
+        axes = training.plan.axes(world_size)
+        self._num_shards = 1 if training.plan.layout is Layout.REPLICATE else axes[-1].size
+        groups = groups_of(training)
+        units = [group for group in groups if group.unit != ROOT]
+        roots = [group for group in groups if group.unit == ROOT]
+        self.least = [group.num_bytes for group in units]
+        self.most = [self._most(group) for group in units]
+        self.root_least = sum(group.num_bytes for group in roots)
+        self.root_most = sum(map(self._most, roots))
+
+    def _most(self, group: Group) -> int:
+        """Add up what engines lay between parameters; see [Note: least and most]."""
+        ranks, width = self._num_shards, group.bytes_per_element
+        rows = [(-(-shape[0] // ranks) * ranks, *shape[1:]) for shape in group.shapes]
+        aligned = (-(-prod(shape) * width // ALIGNMENT_BYTES) * ALIGNMENT_BYTES for shape in rows)
+        return sum(aligned) + (ranks - 1) * width
+
+
+def _largest(sizes: Sequence[int], in_a_row: int) -> int:
+    """Give the most that units have together which follow each other."""
+    return max(sum(sizes[start : start + in_a_row]) for start in range(len(sizes)))
+
+
+def _parts_and_one(sizes: _Sizes) -> int:
+    parts = [size // _PAIR for size in sizes.most]
+    cutting = (size + sum(parts[: index + 1]) for index, size in enumerate(sizes.most))
+    return sizes.root_most + sizes.root_most // _PAIR + max(cutting)
+
+
+def _parts_and_last(sizes: _Sizes) -> int:
+    parts = sum(size // _PAIR for size in sizes.least[:-1])
+    return sizes.root_least + parts + sizes.least[-1]
+
+
+ONE_LEAST = ClosedForm(name="bytes of the largest unit", formula=lambda s: max(s.least))
+ROOT_AND_ONE_LEAST = ClosedForm(
+    name="bytes of the root and the largest unit", formula=lambda s: s.root_least + max(s.least)
+)
+ROOT_AND_ONE_MOST = ClosedForm(
+    name="bytes of the root and the largest unit, padded", formula=lambda s: s.root_most + max(s.most)
+)
+ROOT_AND_TWO_MOST = ClosedForm(
+    name="bytes of the root and two units in a row, padded",
+    formula=lambda s: s.root_most + _largest(s.most, 2),
+)
+ALL_LEAST = ClosedForm(name="bytes of all units", formula=lambda s: s.root_least + sum(s.least))
+ALL_MOST = ClosedForm(name="bytes of all units, padded", formula=lambda s: s.root_most + sum(s.most))
+ALL_TWICE = ClosedForm(
+    name="twice the bytes of all units, padded", formula=lambda s: 2 * (s.root_most + sum(s.most))
+)
+ACCUMULATED_MOST = ClosedForm(
+    name="bytes of all units and of the largest once more, padded",
+    formula=lambda s: s.root_most + sum(s.most) + max(s.most),
+)
+PARTS_AND_LAST_LEAST = ClosedForm(
+    name="bytes of the root, of halves of the units before the last and of the last", formula=_parts_and_last
+)
+PARTS_AND_ONE_MOST = ClosedForm(
+    name="bytes of the root, of halves of the units so far and of one unit, padded", formula=_parts_and_one
+)
+BUFFERS_OF_TWO = ClosedForm(
+    name="buffers of two units in a row", formula=lambda s: _largest([s.root_most, *s.most], 2)
+)
+BUFFERS_OF_THREE = ClosedForm(
+    name="buffers of the root and of three units in a row",
+    formula=lambda s: s.root_most + _largest(s.most, 3),
+)

@@ -1,0 +1,313 @@
+"""Who is gathered when, how much memory that takes at the most, and what is left of it afterwards."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from engine.contract import Accumulation, Grouping, Layout, Plan, Prefetch, Reshard
+from fixtures.chain import CHAIN, CHECKPOINTED_CHAIN
+from fixtures.hoarding import HOARD
+from fixtures.optimizers import ADAMW, SGD
+from harness.case import NamedOptimizer, Problem, Schedule, Training, Watch, ZeroGrad
+from harness.law import Law
+from harness.ledger.agreement import RanksAgree
+from harness.ledger.entry import Phase
+from harness.ledger.expectation import Between, Exactly
+from harness.lifetimes.law import Left, NoLeaks, Peak, UnshardedInTurn, UserTensorsLive, When
+from harness.lifetimes.report import Kind
+from harness.parity import MatchesOracle
+from harness.pytest_plugin import Trial
+from harness.script import EachMicrobatch, Script
+from harness.scripts.holding import HoldsOn
+from harness.worlds.sizes import FOUR_OR_MORE_EVEN, SEVERAL, TOGETHER
+from suites.lifetimes.closed_forms import (
+    ACCUMULATED_MOST,
+    ALL_LEAST,
+    ALL_MOST,
+    ALL_TWICE,
+    BUFFERS_OF_THREE,
+    BUFFERS_OF_TWO,
+    ONE_LEAST,
+    PARTS_AND_LAST_LEAST,
+    PARTS_AND_ONE_MOST,
+    ROOT_AND_ONE_LEAST,
+    ROOT_AND_ONE_MOST,
+    ROOT_AND_TWO_MOST,
+)
+
+GATHERED, STAGING, GRADIENT = (Kind.GATHERED,), (Kind.STAGING,), (Kind.GRADIENT,)
+UNREDUCED = (Kind.GRADIENT, Kind.STAGING)  # a flat gradient is packed as it is made
+FREED = Plan(
+    layout=Layout.SHARD, units=CHAIN.units, grouping=Grouping.REQUIRED, reshard=Reshard.AFTER_FORWARD
+)
+KEPT = replace(FREED, reshard=Reshard.KEEP)
+PAIRS = replace(FREED, reshard=Reshard.TO_PAIRS)
+HYBRID = replace(FREED, layout=Layout.HYBRID)
+REPLICATED = Plan(layout=Layout.REPLICATE, units=CHAIN.units)
+HELD_BACK = replace(FREED, accumulation=Accumulation.LAST_MICROBATCH)
+AHEAD = replace(FREED, prefetch=Prefetch.by_distance(CHAIN.units, forward=2, backward=2))
+ONE, THREE = Schedule(), Schedule(microbatches=3)
+of_four = pytest.mark.worlds(FOUR_OR_MORE_EVEN)
+of_buffers = pytest.mark.prey("KeepsGatherOutputs", "KeepsBuffersUntilTheStep")
+of_prefetches = pytest.mark.prey("PrefetchesEverything", "GathersEverythingAhead")
+of_a_pass = pytest.mark.prey("KeepsUnitsUntilBackwardEnds", "FreesAllUnitsTogether")
+of_reductions = pytest.mark.prey("PilesUpReduceInputs")
+
+
+@of_a_pass
+@pytest.mark.worlds(TOGETHER)
+@pytest.mark.parametrize(
+    ("plan", "problem", "schedule"),
+    [
+        pytest.param(FREED, CHAIN, ONE, id="freed", marks=[of_buffers, of_prefetches]),
+        pytest.param(KEPT, CHAIN, ONE, id="kept"),
+        pytest.param(PAIRS, CHAIN, ONE, id="pairs", marks=of_four),
+        pytest.param(HYBRID, CHAIN, ONE, id="hybrid", marks=of_four),
+        pytest.param(FREED, CHECKPOINTED_CHAIN, ONE, id="checkpointed", marks=of_buffers),
+        pytest.param(FREED, CHAIN, THREE, id="microbatches", marks=of_buffers),
+        pytest.param(HELD_BACK, CHAIN, THREE, id="held-back"),
+        pytest.param(AHEAD, CHAIN, ONE, id="prefetched"),
+    ],
+)
+def test_units_are_gathered_in_turn(trial: Trial, plan: Plan, problem: Problem, schedule: Schedule) -> None:
+    ahead = 1 if plan.prefetch is None else 2
+    keeps = plan.reshard in {Reshard.KEEP, Reshard.TO_PAIRS}
+    _holds(
+        trial,
+        plan,
+        UnshardedInTurn(phase=Phase.FORWARD, ahead=ahead, keeps=keeps),
+        UnshardedInTurn(phase=Phase.BACKWARD, ahead=ahead, keeps=keeps),
+        problem=problem,
+        schedule=schedule,
+    )
+
+
+@pytest.mark.worlds(SEVERAL)
+@pytest.mark.parametrize(
+    ("plan", "left"),
+    [
+        pytest.param(
+            FREED,
+            Exactly(0),
+            id="freed",
+            marks=pytest.mark.prey(
+                "KeepsWhatItWasAskedToFree", "KeepsRootsWhateverAsked", "FreesInTheFirstStepAlone"
+            ),
+        ),
+        pytest.param(
+            KEPT,
+            Between(ALL_LEAST, ALL_MOST),
+            id="kept",
+            marks=pytest.mark.prey("FreesWhatItWasAskedToKeep", "GathersAgainWhatItWasAskedToKeep"),
+        ),
+        pytest.param(
+            HYBRID, Exactly(0), id="hybrid", marks=[of_four, pytest.mark.prey("KeepsWhatItWasAskedToFree")]
+        ),
+    ],
+)
+def test_the_policy_says_what_forward_leaves_gathered(
+    trial: Trial, plan: Plan, left: Exactly | Between
+) -> None:
+    _holds(
+        trial,
+        plan,
+        Left(kinds=GATHERED, after=When.FORWARD, expected=left),
+        schedule=Schedule(microbatches=2),
+    )
+
+
+@pytest.mark.prey("RemembersAUnit", "RemembersAUnitOfTheReference", "LeaksAfterBackward")
+@pytest.mark.worlds(SEVERAL)
+@pytest.mark.parametrize(
+    "plan",
+    [
+        pytest.param(FREED, id="freed"),
+        pytest.param(KEPT, id="kept"),
+        pytest.param(PAIRS, id="pairs", marks=of_four),
+        pytest.param(HYBRID, id="hybrid", marks=of_four),
+        pytest.param(HELD_BACK, id="held-back"),
+    ],
+)
+def test_backward_leaves_nothing_gathered(trial: Trial, plan: Plan) -> None:
+    _holds(
+        trial,
+        plan,
+        Left(kinds=GATHERED, after=When.BACKWARD, expected=Exactly(0)),
+        Left(kinds=GATHERED, after=When.STEP, expected=Exactly(0)),
+        schedule=Schedule(microbatches=2),
+    )
+
+
+@pytest.mark.worlds(SEVERAL)
+@pytest.mark.parametrize(
+    ("plan", "forward", "backward"),
+    [
+        pytest.param(
+            FREED,
+            Between(ROOT_AND_ONE_LEAST, ROOT_AND_ONE_MOST),
+            Between(ROOT_AND_ONE_LEAST, ROOT_AND_TWO_MOST),
+            id="freed",
+            marks=of_a_pass,
+        ),
+        pytest.param(
+            KEPT,
+            Between(ALL_LEAST, ALL_MOST),
+            Between(ALL_LEAST, ALL_MOST),
+            id="kept",
+            marks=pytest.mark.prey("FreesWhatItWasAskedToKeep", "GathersAgainWhatItWasAskedToKeep"),
+        ),
+        pytest.param(
+            PAIRS,
+            Between(PARTS_AND_LAST_LEAST, PARTS_AND_ONE_MOST),
+            Between(PARTS_AND_LAST_LEAST, PARTS_AND_ONE_MOST),
+            id="pairs",
+            marks=[of_four, pytest.mark.prey("FreesWholeWhereAPartWasAsked")],
+        ),
+        pytest.param(
+            HYBRID,
+            Between(ROOT_AND_ONE_LEAST, ROOT_AND_ONE_MOST),
+            Between(ROOT_AND_ONE_LEAST, ROOT_AND_TWO_MOST),
+            id="hybrid",
+            marks=[of_four, of_a_pass],
+        ),
+    ],
+)
+def test_parameters_take_the_memory_of_those_in_turn(
+    trial: Trial, plan: Plan, forward: Between, backward: Between
+) -> None:
+    _holds(
+        trial,
+        plan,
+        Peak(kinds=GATHERED, phase=Phase.FORWARD, expected=forward),
+        Peak(kinds=GATHERED, phase=Phase.BACKWARD, expected=backward),
+    )
+
+
+@pytest.mark.prey("KeepsGatherOutputs", "KeepsBuffersUntilTheStep")
+@pytest.mark.worlds(TOGETHER)
+@pytest.mark.parametrize("plan", [FREED, KEPT], ids=["freed", "kept"])
+def test_buffers_are_those_of_neighbours(trial: Trial, plan: Plan) -> None:
+    _holds(
+        trial,
+        plan,
+        Peak(kinds=STAGING, phase=Phase.FORWARD, expected=Between(0, BUFFERS_OF_TWO)),
+        Peak(kinds=STAGING, phase=Phase.BACKWARD, expected=Between(ONE_LEAST, BUFFERS_OF_THREE)),
+    )
+
+
+@pytest.mark.prey("KeepsWholeGradients", "KeepsGradientsUntilTheStep")
+@pytest.mark.worlds(SEVERAL)
+@pytest.mark.parametrize("plan", [FREED, pytest.param(HYBRID, marks=of_four)], ids=["shard", "hybrid"])
+def test_gradients_go_once_they_are_packed(trial: Trial, plan: Plan) -> None:
+    _holds(
+        trial,
+        plan,
+        Peak(kinds=GRADIENT, phase=Phase.BACKWARD, expected=Between(ONE_LEAST, ROOT_AND_ONE_MOST)),
+        schedule=THREE,
+    )
+
+
+@pytest.mark.prey("ReducesDespiteNoSync")
+@pytest.mark.worlds(TOGETHER)
+def test_gradients_are_held_back_once(trial: Trial) -> None:
+    _holds(
+        trial,
+        HELD_BACK,
+        Peak(kinds=UNREDUCED, phase=Phase.BETWEEN, expected=Between(ALL_LEAST, ALL_MOST)),
+        Peak(kinds=GRADIENT, phase=Phase.BACKWARD, expected=Between(ONE_LEAST, ACCUMULATED_MOST)),
+        schedule=THREE,
+    )
+
+
+@pytest.mark.prey("PilesUpGradients")
+@pytest.mark.worlds(TOGETHER)
+def test_gradients_of_replicas_exist_twice_at_most(trial: Trial) -> None:
+    """As they are computed and as they are reduced, or in a bucket and beside it."""
+    gradients = (*UNREDUCED, Kind.REDUCED)
+    _holds(
+        trial,
+        REPLICATED,
+        Peak(kinds=gradients, phase=Phase.BACKWARD, expected=Between(ALL_LEAST, ALL_TWICE)),
+        Peak(kinds=GATHERED, phase=Phase.FORWARD, expected=Between(0, ALL_MOST)),
+    )
+
+
+@pytest.mark.prey("PilesUpGradients")
+@pytest.mark.worlds(TOGETHER)
+@pytest.mark.parametrize(
+    ("plan", "problem", "optimizer", "schedule"),
+    [
+        pytest.param(FREED, CHAIN, SGD, ONE, id="shard", marks=of_reductions),
+        pytest.param(KEPT, CHAIN, ADAMW, ONE, id="kept-adamw"),
+        pytest.param(PAIRS, CHAIN, SGD, ONE, id="pairs", marks=of_four),
+        pytest.param(HYBRID, CHAIN, SGD, ONE, id="hybrid", marks=of_four),
+        pytest.param(REPLICATED, CHAIN, SGD, ONE, id="replicate"),
+        pytest.param(FREED, CHECKPOINTED_CHAIN, SGD, ONE, id="checkpointed"),
+        pytest.param(HELD_BACK, CHAIN, SGD, THREE, id="held-back", marks=of_reductions),
+    ],
+)
+def test_no_step_leaves_more_than_the_one_before(
+    trial: Trial, plan: Plan, problem: Problem, optimizer: NamedOptimizer, schedule: Schedule
+) -> None:
+    _holds(
+        trial,
+        plan,
+        NoLeaks(),
+        problem=problem,
+        optimizer=optimizer,
+        schedule=replace(schedule, steps=5),
+    )
+
+
+@pytest.mark.prey("FreesTheUsersOutputs")
+@pytest.mark.worlds(SEVERAL)
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param(Layout.NATIVE, id="native", marks=pytest.mark.prey("FreesTheUsersInputs")),
+        pytest.param(Layout.REPLICATE, id="replicate"),
+    ],
+)
+def test_what_the_user_holds_is_let_alone(trial: Trial, layout: Layout) -> None:
+    units = ("blocks.0", "blocks.2")
+    names = ("an input", "an output", "an activation", "a slice of an input")
+    _holds(
+        trial,
+        Plan(layout=layout, units=CHAIN.units),
+        UserTensorsLive(at_least=names),
+        schedule=Schedule(microbatches=2),
+        script=HoldsOn(units=units),
+    )
+
+
+@pytest.mark.prey("MovesWhatItWasToLeave")
+@pytest.mark.worlds(SEVERAL)
+def test_buffers_and_ignored_parameters_are_let_alone(trial: Trial) -> None:
+    _holds(
+        trial,
+        Plan(layout=Layout.SHARD, units=HOARD.units, ignored=HOARD.idle),
+        UserTensorsLive(at_least=("buffer 'offset'", "the ignored parameter 'scale'")),
+        problem=HOARD,
+    )
+
+
+def _holds(
+    trial: Trial,
+    plan: Plan,
+    *laws: Law,
+    problem: Problem = CHAIN,
+    optimizer: NamedOptimizer = SGD,
+    schedule: Schedule = ONE,
+    script: Script | None = None,
+) -> None:
+    training = Training(
+        problem=problem,
+        optimizer=optimizer,
+        plan=plan,
+        schedule=replace(schedule, zero_grad=ZeroGrad.SET_TO_NONE),
+        script=script or EachMicrobatch(),
+        watch=frozenset({Watch.LIFETIMES}),
+    )
+    trial.holds(training, *laws, MatchesOracle(), RanksAgree())
