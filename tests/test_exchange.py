@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from harness.door.call import Call, Pieces
-from harness.ledger.entry import Op
+from harness.ledger.entry import HarmKind, Op
 from harness.worlds.collective_errors import (
     CollectiveMismatchError,
     CollectiveRefusedError,
@@ -57,7 +57,8 @@ class Rank:
             **fields,
         }
         values["rank"] = values["ranks"].index(self.rank)
-        return self.exchange.carry(Call(**values))
+        heard = {"on_harm": values.pop("on_harm")} if "on_harm" in values else {}
+        return self.exchange.carry(Call(**values), **heard)
 
     def all_reduce(self, tensor: Tensor, reduce_op: Any = RedOp.SUM, **fields: Any) -> dist.Work:
         return self.call(Op.ALL_REDUCE, ((tensor,),), ((tensor,),), reduce_op=reduce_op, **fields)
@@ -349,6 +350,22 @@ def test_inputs_are_read_at_the_call_and_not_later() -> None:
         return [t.item() for t in pieces]
 
     assert returned(2, body) == [[0.0, 1.0]] * 2
+
+
+def test_a_result_whose_memory_is_gone_is_not_written() -> None:
+    told: list[HarmKind] = []
+
+    def body(me: Rank) -> list[float]:
+        pieces = (torch.empty(1000), torch.empty(1000))
+        work = me.all_gather(
+            pieces, torch.ones(1000), is_async=True, on_harm=lambda kind, _: told.append(kind)
+        )
+        pieces[0].untyped_storage().resize_(0)
+        work.wait()
+        return [float(pieces[1].untyped_storage().nbytes())]
+
+    assert returned(2, body) == [[4000.0]] * 2
+    assert told == [HarmKind.OUTPUT_FREED] * 2
 
 
 def test_polling_and_futures_end_with_the_result() -> None:

@@ -15,7 +15,7 @@ from harness.door.call import Call
 from harness.torch_versions import raw_access
 from harness.worlds.agreement import SitedCall
 from harness.worlds.awaited import Awaited, Receipt
-from harness.worlds.loan import Loan
+from harness.worlds.loan import Loan, is_freed
 
 __all__ = ["LateWork", "Lateness", "Office"]
 
@@ -147,7 +147,7 @@ class LateWork(dist.Work):
 
 def _deliver(awaited: Awaited, call: Call) -> None:
     for i, outputs in enumerate(call.outputs):
-        if not outputs:
+        if not outputs or any(map(is_freed, outputs)):  # to write there would end the process; the loan tells
             continue
         sources = awaited.sources(i, call.rank)
         shaped = [s if o.dim() == 1 else s.view(o.shape) for s, o in zip(sources, outputs, strict=True)]

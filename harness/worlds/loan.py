@@ -10,7 +10,7 @@ from harness.door.call import Call, Pieces
 from harness.ledger.entry import HarmKind, Op
 from harness.worlds.poison import poisoned, spared_piece
 
-__all__ = ["Loan"]
+__all__ = ["Loan", "is_freed"]
 
 
 class Loan:
@@ -29,11 +29,11 @@ class Loan:
         """Tell what was done to the buffers since; each kind once. To be asked before results are written."""
         inputs = [t for part in self._call.inputs for t in part]
         outputs = [t for part in self._call.outputs for t in part]
-        if any(map(_is_freed, inputs)):
+        if any(map(is_freed, inputs)):
             yield HarmKind.INPUT_FREED
         elif any(self._overwritten()):
             yield HarmKind.INPUT_OVERWRITTEN
-        if any(map(_is_freed, outputs)):
+        if any(map(is_freed, outputs)):
             yield HarmKind.OUTPUT_FREED
         elif not all(self._untouched()):
             yield HarmKind.OUTPUT_OVERWRITTEN
@@ -65,7 +65,8 @@ class Loan:
         return (piece for piece in pieces if piece is not None)
 
 
-def _is_freed(tensor: torch.Tensor) -> bool:
+def is_freed(tensor: torch.Tensor) -> bool:
+    """Say whether a tensor's memory was given back, so that nobody may touch it."""
     if not tensor.numel():
         return False
     return (
