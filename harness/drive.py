@@ -16,6 +16,7 @@ from harness.case import LoopOrder, Training, Watch, ZeroGrad
 from harness.keep import observation_path
 from harness.ledger.entry import Phase
 from harness.observation import Observation, StepObservation, digest, save_observation
+from harness.races.cuda_stand_in import cuda_stand_in
 from harness.races.watching import watching_races
 from harness.rank_actor import RankActor, copied, copies
 from harness.unit_hooks import watching_units
@@ -38,7 +39,10 @@ def drive_rank(context: RankContext, training: Training, engine: str) -> str | N
     adapter = resolve(engine)
     is_watched = Watch.RACES in training.watch
     try:
-        with watching_races(context.recorder) if is_watched else nullcontext() as watch:
+        with (
+            watching_races(context.recorder) if is_watched else nullcontext() as watch,
+            cuda_stand_in() if adapter.insists_on_cuda and context.device.type == "cpu" else nullcontext(),
+        ):
             first, *others = (_run(context, training, adapter) for _ in range(training.schedule.repeats))
     except _RefusedError as refusal:
         return str(refusal)

@@ -89,7 +89,7 @@ class TrialSession:
             verdict=judgement.verdict,
             headline=judgement.headline,
             suite=suite,
-            engine_version=engine.version,
+            engine_version=engine.version_on(cell.world.device),
             laws=judgement.laws,
             worst=judgement.worst,
             ledger=ledger,

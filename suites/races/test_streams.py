@@ -24,6 +24,7 @@ LAWS = (NoRaces(), MatchesOracle(), RanksAgree())
 SHARDED = Plan(
     layout=Layout.SHARD, units=CHAIN.units, grouping=Grouping.REQUIRED, reshard=Reshard.AFTER_FORWARD
 )
+NATIVE = replace(SHARDED, reshard=Reshard.NATIVE)  # for engines that have one way alone
 HYBRID = replace(SHARDED, layout=Layout.HYBRID)
 of_one_unit = pytest.mark.prey(
     "GathersBeforeTheCopyIn",
@@ -66,6 +67,7 @@ def test_streams_of_one_unit_wait(trial: Trial) -> None:
 @pytest.mark.parametrize(
     "reshard",
     [
+        pytest.param(Reshard.NATIVE, id="native"),
         pytest.param(Reshard.AFTER_FORWARD, id="freed"),
         pytest.param(Reshard.KEEP, id="kept"),
         pytest.param(
@@ -84,7 +86,7 @@ def test_streams_of_several_units_wait(trial: Trial, reshard: Reshard) -> None:
 @pytest.mark.worlds(SEVERAL)
 @pytest.mark.parametrize("problem", [CHECKPOINTED_CHAIN, LOOPED_CHAIN], ids=["checkpointed", "looped"])
 def test_streams_wait_where_units_run_twice(trial: Trial, problem: Problem) -> None:
-    _holds(trial, SHARDED, problem=problem)
+    _holds(trial, NATIVE, problem=problem)
 
 
 @on_a_cpu
@@ -112,7 +114,7 @@ def test_streams_of_a_hybrid_wait(trial: Trial, reduce_dtype: torch.dtype | None
 @pytest.mark.prey("GathersBeforeTheCopyIn", "ReducesBeforeGradientsAreThere", "ReducesBeforeTheCut")
 @pytest.mark.worlds(SEVERAL)
 def test_streams_wait_around_frozen_parameters(trial: Trial) -> None:
-    _holds(trial, replace(SHARDED, units=FROZEN.units), problem=FROZEN)
+    _holds(trial, replace(NATIVE, units=FROZEN.units), problem=FROZEN)
 
 
 @on_a_cpu
@@ -133,7 +135,7 @@ def test_streams_wait_around_frozen_parameters(trial: Trial) -> None:
     ],
 )
 def test_streams_wait_over_microbatches(trial: Trial, layout: Layout, accumulation: Accumulation) -> None:
-    plan = replace(SHARDED, layout=layout, accumulation=accumulation)
+    plan = replace(NATIVE, layout=layout, accumulation=accumulation)
     _holds(trial, plan, schedule=Schedule(microbatches=3))
 
 
