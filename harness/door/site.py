@@ -53,7 +53,7 @@ def _place(code: CodeType) -> tuple[str, str] | None:
     is_passage = (
         name.startswith(_PASSAGE)
         or code.co_filename.startswith(_PASSAGE_OF_OURS)
-        or name.startswith(("contextlib.py", "threading.py"))
+        or name.startswith(("contextlib.py", "threading.py", "typing_extensions.py"))
     )
     return None if is_passage else (name, code.co_name)
 
