@@ -96,18 +96,22 @@ class RunsTheHookDuringTheReduction(FullyShardEngine):
     """
 
     name = "mutant.RunsTheHookDuringTheReduction"
+    deaf_where = "foreach_reduce"
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         """Shard honestly, add a hook that changes nothing, then have its stream wait for no other."""
         prepared = super().prepare(model, plan, mesh)
+        # FSDP2 itself lets go of what a hook was given too early: that is no sin of this mutant.
+        kept: list[torch.Tensor] = []
+
+        def touch(gradients: torch.Tensor) -> None:
+            kept.append(gradients.mul_(1))
+
         modules: list[Any] = [m for m in prepared.module.modules() if hasattr(m, "set_all_reduce_hook")]
         for module in modules:
-            module.set_all_reduce_hook(_touch)
-        return in_context(prepared, deaf_in("all_reduce_stream", "wait_stream", "foreach_reduce"))
+            module.set_all_reduce_hook(touch)
+        after_method(prepared, "finalize_backward", lambda _: kept.clear())
+        return in_context(prepared, deaf_in("all_reduce_stream", "wait_stream", self.deaf_where))
 
 
 _NO_WORK = object()  # FSDP2 asks whether there is any work, and then whether it is a Work
-
-
-def _touch(gradients: torch.Tensor) -> None:
-    gradients.mul_(1)
