@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -235,6 +235,8 @@ class Engine(ABC):
 
     name: str
     capabilities: frozenset[Capability]
+    insists_on_cuda: ClassVar[bool] = False
+    """Whether the engine calls torch.cuda wherever it is: in worlds of a CPU a stand-in is put there for it."""
 
     @abstractmethod
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:

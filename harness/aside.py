@@ -23,6 +23,9 @@ from harness.worlds.forkserver import forkserver_context, started
 
 __all__ = ["EngineDescription", "aside", "describe"]
 
+# What a version says of it: a label of this build, as torch's "+cpu" is one.
+_STAND_IN = "cuda.stand.in"
+
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -33,6 +36,13 @@ class EngineDescription:
 
     capabilities: frozenset[Capability]
     version: str
+    insists_on_cuda: bool = False
+
+    def version_on(self, device: str) -> str:
+        """Name the release as a record shows it, with a stand-in for torch.cuda where there was one."""
+        if not self.insists_on_cuda or device == "cuda":
+            return self.version
+        return f"{self.version}{'.' if '+' in self.version else '+'}{_STAND_IN}"
 
 
 def aside(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
@@ -71,7 +81,11 @@ def describe(engine: str) -> EngineDescription:
 
 def _describe(engine: str) -> EngineDescription:
     adapter = resolve(engine)
-    return EngineDescription(capabilities=frozenset(adapter.capabilities), version=adapter.version())
+    return EngineDescription(
+        capabilities=frozenset(adapter.capabilities),
+        version=adapter.version(),
+        insists_on_cuda=adapter.insists_on_cuda,
+    )
 
 
 # Any: whatever `aside` was given.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Protocol, runtime_checkable
 
@@ -16,6 +17,7 @@ from harness.keep import observation_path
 from harness.ledger.entry import Phase
 from harness.lifetimes.watch import LifetimeWatch
 from harness.observation import Observation, StepObservation, digest, save_observation
+from harness.races.cuda_stand_in import cuda_stand_in
 from harness.rank_actor import RankActor, copied, copies
 from harness.unit_hooks import watching_units
 from harness.watching import Watches, watching
@@ -37,7 +39,10 @@ def drive_rank(context: RankContext, training: Training, engine: str) -> str | N
     """
     adapter = resolve(engine)
     try:
-        with watching(training.watch, context.recorder) as watches:
+        with (
+            watching(training.watch, context.recorder) as watches,
+            cuda_stand_in() if adapter.insists_on_cuda and context.device.type == "cpu" else nullcontext(),
+        ):
             repeats = range(training.schedule.repeats)
             first, *others = (_run(context, training, adapter, watches) for _ in repeats)
     except _RefusedError as refusal:

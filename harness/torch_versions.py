@@ -116,6 +116,7 @@ def random_operators() -> tuple[str, ...]:
     return tuple(sorted(names))
 
 
+@cache  # what was made stays
 def make_operators() -> None:
     """Make the Python object of every operator there is, before threads may ask for one at the same time.
 

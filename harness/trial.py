@@ -66,7 +66,7 @@ class TrialSession:
             verdict=judgement.verdict,
             headline=under + judgement.headline,
             suite=suite,
-            engine_version=engine.version,
+            engine_version=engine.version_on(cell.world.device),
             laws=judgement.laws,
             worst=judgement.worst,
             ledger=found.ledger,

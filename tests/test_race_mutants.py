@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from engine.contract import Accumulation, Grouping, Layout, Plan, Reshard
+from engine.contract import Accumulation, Capability, Grouping, Layout, Plan, Reshard
 from engine.mutants import MUTANTS
 from engine.mutants.mutant import Trace
 from fixtures.chain import CHAIN
@@ -19,6 +19,8 @@ from harness.drive import drive_rank
 from harness.keep import keep_result, load_kept
 from harness.races import streams
 from harness.races.finding import Kind, RaceReport
+from harness.script import EachMicrobatch, Script
+from harness.scripts.unit_state import Gather, UnshardByHand
 from harness.worlds.launch import launch
 from harness.worlds.rank import RankContext
 from harness.worlds.spec import WorldSpec
@@ -29,6 +31,8 @@ SHARDED = Plan(
 HYBRID = replace(SHARDED, layout=Layout.HYBRID)
 BFLOAT16 = replace(HYBRID, reduce_dtype=torch.bfloat16)
 PAIRS = replace(SHARDED, reshard=Reshard.TO_PAIRS)
+BY_HAND = UnshardByHand(units=CHAIN.units, gather=Gather.UNAWAITED)
+ASKED_AHEAD = replace(SHARDED, demands=BY_HAND.demands | {Capability.ASYNC_GATHER})
 Found = tuple[Kind, str, str, str | None]  # kind, the two operators, and the unit whose turn the second was
 
 
@@ -41,15 +45,16 @@ class Expected:
     awaited: str
     plan: Plan = SHARDED
     microbatches: int = 1
+    script: Script = field(default_factory=EachMicrobatch)
 
     @property
     def training(self) -> Training:
         """Give the training that shows it."""
-        return _training(self.plan, self.microbatches)
+        return replace(_training(self.plan, self.microbatches), script=self.script)
 
 
 BLOCKS = ("blocks.0", "blocks.1", "blocks.2", "blocks.3")
-RAW, REUSE = Kind.READ_AFTER_WRITE, Kind.REUSE
+RAW, WAW, REUSE = Kind.READ_AFTER_WRITE, Kind.WRITE_AFTER_WRITE, Kind.REUSE
 DEFAULT = "the default stream"
 EXPECTED = {
     "GathersBeforeTheCopyIn": Expected(
@@ -128,6 +133,93 @@ EXPECTED = {
         races=tuple((REUSE, "reduce_scatter", "cat", unit) for unit in BLOCKS[:-1]),
         waiting=DEFAULT,
         awaited="the reduce_scatter's own stream",
+    ),
+    "FreesTheGatherOutputInBackward": Expected(
+        races=tuple((REUSE, "split_with_sizes_copy", "_foreach_copy_", unit) for unit in ("", "blocks.3")),
+        waiting="all_gather_copy_in_stream",
+        awaited=DEFAULT,
+    ),
+    "FreesTheLastGatherOutput": Expected(
+        races=((REUSE, "split_with_sizes_copy", "_foreach_copy_", ""),),
+        waiting="all_gather_copy_in_stream",
+        awaited=DEFAULT,
+    ),
+    "GathersBeforeTheEventOfTheStep": Expected(
+        races=((RAW, "add_", "_foreach_copy_", ""), (RAW, "add_", "_foreach_copy_", "blocks.0")),
+        waiting="all_gather_copy_in_stream",
+        awaited=DEFAULT,
+        plan=replace(SHARDED, demands=frozenset({Capability.STEP_EVENT})),
+    ),
+    "ReadsAnAsyncGatherUnderWay": Expected(
+        races=tuple((RAW, "all_gather", "split_with_sizes_copy", unit) for unit in BLOCKS),
+        waiting=DEFAULT,
+        awaited="the all_gather's own stream",
+        plan=ASKED_AHEAD,
+        script=BY_HAND,
+    ),
+    "RunsTheHookDuringTheReduction": Expected(
+        races=tuple((WAW, "reduce_scatter", "mul_", unit) for unit in BLOCKS),
+        waiting="all_reduce_stream",
+        awaited="reduce_scatter_stream",
+    ),
+    "ReadsGathersUnderWay": Expected(
+        races=tuple((RAW, "all_gather", "split_with_sizes_copy", unit) for unit in ("", *BLOCKS)),
+        waiting=DEFAULT,
+        awaited="the all_gather's own stream",
+    ),
+    "SendsPartsBeforeTheyAreCut": Expected(
+        races=((RAW, "cat", "copy_", ""),), waiting="gather_stream", awaited=DEFAULT, plan=PAIRS
+    ),
+    "GathersByHandBeforeTheWrite": Expected(
+        races=((RAW, "clone", "cat", None),),
+        waiting="gather_stream",
+        awaited=DEFAULT,
+        plan=ASKED_AHEAD,
+        script=BY_HAND,
+    ),
+    "TakesReductionsAsDone": Expected(
+        races=((RAW, "reduce_scatter", "clone", None),),
+        waiting=DEFAULT,
+        awaited="the reduce_scatter's own stream",
+    ),
+    "TakesTheSumOverReplicasAsDone": Expected(
+        races=((RAW, "all_reduce", "clone", None),),
+        waiting=DEFAULT,
+        awaited="the all_reduce's own stream",
+        plan=HYBRID,
+    ),
+    "FreesReducedOutputs": Expected(
+        races=tuple((REUSE, "_to_copy", "reduce_scatter", unit) for unit in BLOCKS[:-1]),
+        waiting="the reduce_scatter's own stream",
+        awaited="all_reduce_stream",
+        plan=BFLOAT16,
+    ),
+    "DividesBeforeTheReduction": Expected(
+        races=((WAW, "all_reduce", "div_", ""),),
+        waiting=DEFAULT,
+        awaited="the all_reduce's own stream",
+        plan=Plan(layout=Layout.REPLICATE),
+    ),
+    "ComputesForwardDuringTheGather": Expected(
+        races=tuple((RAW, "all_gather", "addmm", unit) for unit in BLOCKS),
+        waiting=DEFAULT,
+        awaited="unshard_stream",
+    ),
+    "ComputesBackwardDuringTheGather": Expected(
+        races=tuple((RAW, "all_gather", "mm", unit) for unit in BLOCKS[1:]),
+        waiting=DEFAULT,
+        awaited="unshard_stream",
+    ),
+    "GathersFlatParametersDuringTheStep": Expected(
+        races=tuple((RAW, "add_", "all_gather", unit) for unit in BLOCKS[:2]),
+        waiting="stream 1",
+        awaited=DEFAULT,
+    ),
+    "ReducesFlatGradientsInTheMaking": Expected(
+        races=tuple((WAW, "cat", "div_", unit) for unit in BLOCKS), waiting="stream 2", awaited=DEFAULT
+    ),
+    "StepsOnFlatGradientsInTheMaking": Expected(
+        races=((RAW, "reduce_scatter", "clone", None),), waiting=DEFAULT, awaited="post_backward_stream"
     ),
     "StepsWhileGradientsAreReduced": Expected(
         races=((RAW, "add_", "clone", None),),

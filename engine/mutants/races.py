@@ -7,8 +7,6 @@ and groups of its own, never what other engines in the process share. Those of t
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 from torch import nn
@@ -16,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from engine.adapters.torch_fsdp2 import FullyShardEngine
 from engine.contract import Plan, PreparedModel
+from engine.mutants.fsdp2_insides import Forgetful, after_method, before_method, deaf, deaf_in, in_context
 
 __all__ = [
     "CopiesOutDuringTheGather",
@@ -43,8 +42,9 @@ class GathersBeforeTheCopyIn(FullyShardEngine):
     name = "mutant.GathersBeforeTheCopyIn"
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        """Shard honestly, then have that stream wait for no other."""
-        return _in_context(super().prepare(model, plan, mesh), _deaf("all_gather_stream"))
+        """Shard honestly, then have that stream not wait where gathers are issued."""
+        sin = deaf_in("all_gather_stream", "wait_stream", "foreach_all_gather")
+        return in_context(super().prepare(model, plan, mesh), sin)
 
 
 class CopiesOutDuringTheGather(FullyShardEngine):
@@ -62,7 +62,7 @@ class CopiesOutDuringTheGather(FullyShardEngine):
             if group._all_gather_result is not None:
                 group._all_gather_result = group._all_gather_result._replace(all_gather_event=None)
 
-        return _after_method(super().prepare(model, plan, mesh), "unshard", lose_event)
+        return after_method(super().prepare(model, plan, mesh), "unshard", lose_event)
 
 
 class ReducesBeforeGradientsAreThere(FullyShardEngine):
@@ -75,7 +75,7 @@ class ReducesBeforeGradientsAreThere(FullyShardEngine):
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         """Shard honestly, then have that stream wait for no other."""
-        return _in_context(super().prepare(model, plan, mesh), _deaf("reduce_scatter_stream"))
+        return in_context(super().prepare(model, plan, mesh), deaf("reduce_scatter_stream"))
 
 
 class EndsBackwardWithoutAWait(FullyShardEngine):
@@ -92,7 +92,7 @@ class EndsBackwardWithoutAWait(FullyShardEngine):
         def forget_events(group: Any) -> None:
             group.comm_ctx._last_post_reduce_events.clear()
 
-        return _after_method(super().prepare(model, plan, mesh), "post_backward", forget_events)
+        return after_method(super().prepare(model, plan, mesh), "post_backward", forget_events)
 
 
 class GathersDuringTheStep(FullyShardEngine):
@@ -104,8 +104,9 @@ class GathersDuringTheStep(FullyShardEngine):
     name = "mutant.GathersDuringTheStep"
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        """Shard honestly, then have the stream that reads the shards wait for no other stream."""
-        return _in_context(super().prepare(model, plan, mesh), _deaf("all_gather_copy_in_stream"))
+        """Shard honestly, then have the stream that reads the shards not wait where an iteration begins."""
+        sin = deaf_in("all_gather_copy_in_stream", "wait_stream", "_root_pre_forward")
+        return in_context(super().prepare(model, plan, mesh), sin)
 
 
 class ReusesTheReduceInput(FullyShardEngine):
@@ -120,9 +121,9 @@ class ReusesTheReduceInput(FullyShardEngine):
         """Shard honestly, then keep inputs without their events."""
 
         def forget_events(context: Any) -> None:
-            context.reduce_scatter_states = _Forgetful()
+            context.reduce_scatter_states = Forgetful()
 
-        return _in_context(super().prepare(model, plan, mesh), forget_events)
+        return in_context(super().prepare(model, plan, mesh), forget_events)
 
 
 class FreesTheReduceInput(FullyShardEngine):
@@ -139,11 +140,11 @@ class FreesTheReduceInput(FullyShardEngine):
         def let_go(group: Any) -> None:
             group.comm_ctx.reduce_scatter_states.clear()
 
-        return _after_method(super().prepare(model, plan, mesh), "post_backward", let_go)
+        return after_method(super().prepare(model, plan, mesh), "post_backward", let_go)
 
 
 class FreesTheGatherOutput(FullyShardEngine):
-    """The output of a gather is let go although the copy out of it may still be reading.
+    """In forward the output of a gather is let go although the copy out of it may still be reading.
 
     After NVIDIA/Megatron-LM#5788: gathered memory was given back with neither an event nor record_stream.
     """
@@ -151,11 +152,14 @@ class FreesTheGatherOutput(FullyShardEngine):
     name = "mutant.FreesTheGatherOutput"
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        """Shard honestly, then have gathers wait for no copy."""
-        prepared = super().prepare(model, plan, mesh)
-        for group in _groups(prepared):
-            group._wait_all_gather_streams_on_event = _ignore
-        return prepared
+        """Shard honestly, then lose the event of the last copy before each wait for a gather."""
+
+        def lose_event(group: Any) -> None:
+            last = group.comm_ctx.all_gather_state
+            if last is not None and group._all_gather_result is not None:
+                group.comm_ctx.all_gather_state = last._replace(event=None)
+
+        return before_method(super().prepare(model, plan, mesh), "wait_for_unshard", lose_event)
 
 
 class ReducesReplicasBeforeTheScatter(FullyShardEngine):
@@ -168,7 +172,7 @@ class ReducesReplicasBeforeTheScatter(FullyShardEngine):
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         """Shard honestly, then have the stream between replicas wait for no other."""
-        return _in_context(super().prepare(model, plan, mesh), _deaf("all_reduce_stream"))
+        return in_context(super().prepare(model, plan, mesh), deaf("all_reduce_stream"))
 
 
 class FreesTheReplicasBuffer(FullyShardEngine):
@@ -185,7 +189,7 @@ class FreesTheReplicasBuffer(FullyShardEngine):
         def let_go(group: Any) -> None:
             group._all_reduce_state = None
 
-        return _after_method(super().prepare(model, plan, mesh), "post_backward", let_go)
+        return after_method(super().prepare(model, plan, mesh), "post_backward", let_go)
 
 
 class GathersPartsBeforeTheyAreCut(FullyShardEngine):
@@ -202,60 +206,4 @@ class GathersPartsBeforeTheyAreCut(FullyShardEngine):
         def lose_event(group: Any) -> None:
             group._reshard_after_forward_event = None
 
-        return _after_method(super().prepare(model, plan, mesh), "reshard", lose_event)
-
-
-# The insides of FSDP2 ---------------------------------------------------------------------------------------
-
-
-class _Forgetful(list[Any]):
-    """Inputs of reductions, without the events that tell when those have read them."""
-
-    def append(self, state: Any) -> None:
-        super().append(state._replace(event=None))
-
-
-def _in_context(prepared: PreparedModel, sin: Callable[[Any], None]) -> PreparedModel:
-    """Have ``sin`` done to what the units of a root share, as soon as it has streams."""
-    for state in _states(prepared):
-        context = state._comm_ctx
-        context.lazy_init = _then(context.lazy_init, partial(sin, context))
-    return prepared
-
-
-def _after_method(prepared: PreparedModel, method: str, sin: Callable[[Any], None]) -> PreparedModel:
-    """Have ``sin`` done to each group after each call of its method."""
-    for group in _groups(prepared):
-        setattr(group, method, _then(getattr(group, method), partial(sin, group)))
-    return prepared
-
-
-def _then(first: Callable[..., Any], second: Callable[[], None]) -> Callable[..., Any]:
-    def both(*args: Any, **kwargs: Any) -> Any:
-        result = first(*args, **kwargs)
-        second()
-        return result
-
-    return both
-
-
-def _deaf(stream: str) -> Callable[[Any], None]:
-    """Have this stream wait for no other; for single events it still does."""
-
-    def sin(context: Any) -> None:
-        getattr(context, stream).wait_stream = _ignore
-
-    return sin
-
-
-def _ignore(*_: Any) -> None:
-    return None
-
-
-def _states(prepared: PreparedModel) -> list[Any]:
-    modules: list[Any] = list(prepared.module.modules())
-    return list(dict.fromkeys(m._get_fsdp_state() for m in modules if hasattr(m, "_get_fsdp_state")))
-
-
-def _groups(prepared: PreparedModel) -> list[Any]:
-    return [group for state in _states(prepared) for group in state._fsdp_param_groups]
+        return after_method(super().prepare(model, plan, mesh), "reshard", lose_event)

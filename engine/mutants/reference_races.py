@@ -20,6 +20,8 @@ __all__ = [
     "ReducesBeforeTheCut",
     "RefillsTheReduceInput",
     "StepsWhileGradientsAreReduced",
+    "lanes_of",
+    "reference_groups",
 ]
 
 
@@ -34,7 +36,7 @@ class ReducesBeforeTheCut(ReferenceEngine):
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         """Shard honestly, then have that stream wait for no other."""
         prepared = super().prepare(model, plan, mesh)
-        for lanes in _lanes(prepared):
+        for lanes in lanes_of(prepared):
             lanes._scatter_stream.wait_stream = _ignore
         return prepared
 
@@ -50,7 +52,7 @@ class GathersWhileTheStepWrites(ReferenceEngine):
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         """Shard honestly, then ignore what is to be waited for when an iteration begins."""
         prepared = super().prepare(model, plan, mesh)
-        for lanes in _lanes(prepared):
+        for lanes in lanes_of(prepared):
             lanes.gather_after = _unless_given(lanes.gather_after)  # type: ignore[method-assign]  # of this one alone
         return prepared
 
@@ -66,7 +68,7 @@ class FreesTheCopiedBuffer(ReferenceEngine):
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         """Shard honestly, then have the gather after each copy wait for what was before it alone."""
         prepared = super().prepare(model, plan, mesh)
-        for group in _reference_groups(prepared):
+        for group in reference_groups(prepared):
             group.wait = _without_gather_after(group, group.wait)  # type: ignore[method-assign]  # as above
         return prepared
 
@@ -82,7 +84,7 @@ class RefillsTheReduceInput(ReferenceOnStreams):
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         """Shard honestly, then make room without a wait."""
         prepared = super().prepare(model, plan, mesh)
-        for lanes in _lanes(prepared):
+        for lanes in lanes_of(prepared):
             lanes.make_room = lanes._inputs.clear  # type: ignore[method-assign]  # as above
         return prepared
 
@@ -98,7 +100,7 @@ class StepsWhileGradientsAreReduced(ReferenceOnStreams):
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         """Shard honestly, then have the end of backward do nothing."""
         prepared = super().prepare(model, plan, mesh)
-        for lanes in _lanes(prepared):
+        for lanes in lanes_of(prepared):
             lanes.finish = _ignore  # type: ignore[method-assign]  # as above
         return prepared
 
@@ -108,13 +110,14 @@ def _units(prepared: PreparedModel) -> list[Unit]:
     return list(dict.fromkeys(unit for unit in found if unit is not None))
 
 
-def _reference_groups(prepared: PreparedModel) -> list[Group]:
+def reference_groups(prepared: PreparedModel) -> list[Group]:
+    """Give the groups of parameters of all units."""
     return [group for unit in _units(prepared) for group in unit.groups]
 
 
-def _lanes(prepared: PreparedModel) -> list[Lanes]:
-    """Give the lanes of all units; the root's, which may have no group, are everybody's once it has run."""
-    return [unit.lanes for unit in _units(prepared)]
+def lanes_of(prepared: PreparedModel) -> list[Lanes]:
+    """Give the lanes of all units, each once; the root's, which may have no group, are everybody's once it has run."""
+    return list(dict.fromkeys(unit.lanes for unit in _units(prepared)))
 
 
 def _unless_given(gather_after: Callable[..., None]) -> Callable[..., None]:

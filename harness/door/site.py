@@ -30,6 +30,7 @@ _PASSAGE = (
     "torch/utils/_device.py",
 )
 _PASSAGE_OF_OURS = tuple(str(_OURS / part) for part in ("door", "worlds", "memory", "races", "lifetimes"))
+_OF_PYTHON = ("contextlib.py", "threading.py", "typing_extensions.py")
 _NOWHERE = "outside Python"
 
 
@@ -46,9 +47,7 @@ def call_site() -> str:
 
 def is_passage(file: str) -> bool:
     """Say whether calls only pass through a file on their way from the engine to the backend."""
-    return short_path(file).startswith((*_PASSAGE, "contextlib.py", "threading.py")) or file.startswith(
-        _PASSAGE_OF_OURS
-    )
+    return short_path(file).startswith((*_PASSAGE, *_OF_PYTHON)) or file.startswith(_PASSAGE_OF_OURS)
 
 
 # Keyed by code object: a walk over twenty frames then costs a microsecond or two.

@@ -10,7 +10,6 @@ from __future__ import annotations
 import linecache
 import re
 import sys
-import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -18,10 +17,11 @@ from typing import Any
 import torch
 
 from harness.races.clock import Clock
+from harness.races.replacement import Replacement
 from harness.races.watch import DEFAULT, RaceWatch, current_watch
 from harness.torch_versions import guards_of_record_stream
 
-__all__ = ["TrackedEvent", "TrackedStream", "tracked_streams"]
+__all__ = ["TrackedEvent", "TrackedStream", "record_stream_of", "selection", "tracked_streams"]
 
 _Stream = torch.cpu.Stream
 _Event = torch.cpu.Event
@@ -103,7 +103,7 @@ class TrackedEvent(_Event):
         return True
 
 
-class _Selection(AbstractContextManager[None]):
+class selection(AbstractContextManager[None]):  # noqa: N801 - reads as the context that it is
     """Makes a stream the calling thread's current one."""
 
     def __init__(self, stream: TrackedStream) -> None:
@@ -122,7 +122,7 @@ class _Selection(AbstractContextManager[None]):
 
 def _stream(stream: Any) -> AbstractContextManager[Any]:
     is_tracked = isinstance(stream, TrackedStream) and stream.watch is not None
-    return _Selection(stream) if is_tracked else _select(stream)
+    return selection(stream) if is_tracked else _select(stream)
 
 
 def _current_stream(device: Any = None) -> Any:
@@ -141,13 +141,16 @@ def _synchronize(device: Any = None) -> None:
 def _name_of_variable() -> str:
     """Guess what the engine calls the stream that it is making, from the line of source that makes it."""
     frame = sys._getframe(2)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("harness.races"):
+        frame = frame.f_back
     line = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
-    found = re.search(r"(\w+)\s*(?::[^=]+)?=\s", line)
+    found = re.search(r"(\w+)(?:\"\]|'\])?\s*(?::[^=]+)?=\s", line)
     return found[1].strip("_") if found else ""
 
 
-# Any: whatever the tensor was told.
-def _recording(record: Any) -> Any:
+def record_stream_of(record: Any) -> Any:
+    """Make of ``Tensor.record_stream`` one that tells the watch of tracking streams."""
+
     def record_stream(tensor: torch.Tensor, stream: Any) -> None:
         if not isinstance(stream, TrackedStream):
             if (
@@ -160,55 +163,25 @@ def _recording(record: Any) -> Any:
     return record_stream
 
 
-_lock = threading.Lock()
-_users = 0
-_MISSING = object()
-_originals: list[tuple[Any, str, Any]] = []
-
-
 @contextmanager
 def tracked_streams() -> Iterator[None]:
-    """Put tracking streams in place of torch.cpu's while any rank of this process is inside.
-
-    Ranks that are threads share the place; which rank a call is about, its thread tells.
-    """
-    global _users
-    with _lock:
-        _users += 1
-        if _users == 1:
-            _install()
-    try:
+    """Put tracking streams in place of torch.cpu's while any rank of this process is inside."""
+    with _in_place:
         yield
-    finally:
-        with _lock:
-            _users -= 1
-            if _users == 0:
-                _uninstall()
 
 
-def _install() -> None:
-    replacements: list[tuple[Any, str, Any]] = [
-        (torch.cpu, "Stream", TrackedStream),
-        (torch.cpu, "Event", TrackedEvent),
-        (torch.cpu, "stream", _stream),
-        (torch.cpu, "current_stream", _current_stream),
-        (torch.cpu, "synchronize", _synchronize),
-        (torch.Tensor, "record_stream", _recording(torch.Tensor.record_stream)),
-    ]
-    record_stream = replacements[-1][2]
-    replacements += [(module, name, record_stream) for module, name in guards_of_record_stream()]
+def _replacements() -> Iterator[tuple[Any, str, Any]]:
+    yield torch.cpu, "Stream", TrackedStream
+    yield torch.cpu, "Event", TrackedEvent
+    yield torch.cpu, "stream", _stream
+    yield torch.cpu, "current_stream", _current_stream
+    yield torch.cpu, "synchronize", _synchronize
+    record_stream = record_stream_of(torch.Tensor.record_stream)
+    yield torch.Tensor, "record_stream", record_stream
+    yield from ((module, name, record_stream) for module, name in guards_of_record_stream())
     if not torch.accelerator.is_available():
         # With an event to wait for, FSDP2 asks for the accelerator's stream where it should ask for its device's.
-        replacements.append((torch.accelerator, "current_stream", _current_stream))
-    for holder, name, replacement in replacements:
-        _originals.append((holder, name, vars(holder).get(name, _MISSING)))
-        setattr(holder, name, replacement)
+        yield torch.accelerator, "current_stream", _current_stream
 
 
-def _uninstall() -> None:
-    while _originals:
-        holder, name, original = _originals.pop()
-        if original is _MISSING:
-            delattr(holder, name)
-        else:
-            setattr(holder, name, original)
+_in_place = Replacement(_replacements)

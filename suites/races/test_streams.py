@@ -17,13 +17,16 @@ from harness.ledger.agreement import RanksAgree
 from harness.parity import MatchesOracle
 from harness.pytest_plugin import Trial
 from harness.races.law import NoRaces
+from harness.script import EachMicrobatch, Script
 from harness.scripts.parts import AllForwardsFirst, Backwards
+from harness.scripts.unit_state import Gather, UnshardByHand
 from harness.worlds.sizes import FOUR_OR_MORE_EVEN, SEVERAL
 
 LAWS = (NoRaces(), MatchesOracle(), RanksAgree())
 SHARDED = Plan(
     layout=Layout.SHARD, units=CHAIN.units, grouping=Grouping.REQUIRED, reshard=Reshard.AFTER_FORWARD
 )
+NATIVE = replace(SHARDED, reshard=Reshard.NATIVE)  # for engines that have one way alone
 HYBRID = replace(SHARDED, layout=Layout.HYBRID)
 of_one_unit = pytest.mark.prey(
     "GathersBeforeTheCopyIn",
@@ -33,6 +36,12 @@ of_one_unit = pytest.mark.prey(
     "ReducesBeforeTheCut",
     "GathersWhileTheStepWrites",
     "StepsWhileGradientsAreReduced",
+    "ReadsGathersUnderWay",
+    "TakesReductionsAsDone",
+    "ComputesForwardDuringTheGather",
+    "GathersFlatParametersDuringTheStep",
+    "ReducesFlatGradientsInTheMaking",
+    "StepsOnFlatGradientsInTheMaking",
 )
 of_several_units = pytest.mark.prey(
     "FreesTheReduceInput",
@@ -66,12 +75,29 @@ def test_streams_of_one_unit_wait(trial: Trial) -> None:
 @pytest.mark.parametrize(
     "reshard",
     [
-        pytest.param(Reshard.AFTER_FORWARD, id="freed"),
+        pytest.param(Reshard.NATIVE, id="native"),
+        pytest.param(
+            Reshard.AFTER_FORWARD,
+            id="freed",
+            marks=pytest.mark.prey(
+                "FreesTheGatherOutputInBackward",
+                "FreesTheLastGatherOutput",
+                "RunsTheHookDuringTheReduction",
+                "ComputesBackwardDuringTheGather",
+            ),
+        ),
         pytest.param(Reshard.KEEP, id="kept"),
         pytest.param(
             Reshard.TO_PAIRS,
             id="pairs",
-            marks=[of_four, pytest.mark.prey("GathersPartsBeforeTheyAreCut")],
+            marks=[
+                of_four,
+                pytest.mark.prey(
+                    "GathersPartsBeforeTheyAreCut",
+                    "SendsPartsBeforeTheyAreCut",
+                    "FreesTheGatherOutputInBackward",
+                ),
+            ],
         ),
     ],
 )
@@ -84,24 +110,33 @@ def test_streams_of_several_units_wait(trial: Trial, reshard: Reshard) -> None:
 @pytest.mark.worlds(SEVERAL)
 @pytest.mark.parametrize("problem", [CHECKPOINTED_CHAIN, LOOPED_CHAIN], ids=["checkpointed", "looped"])
 def test_streams_wait_where_units_run_twice(trial: Trial, problem: Problem) -> None:
-    _holds(trial, SHARDED, problem=problem)
+    _holds(trial, NATIVE, problem=problem)
 
 
 @on_a_cpu
-@pytest.mark.prey("ReducesBeforeTheCut")
+@pytest.mark.prey("ReducesBeforeTheCut", "DividesBeforeTheReduction")
 @pytest.mark.worlds(SEVERAL)
 def test_streams_of_replicas_wait(trial: Trial) -> None:
     _holds(trial, Plan(layout=Layout.REPLICATE, units=CHAIN.units))
 
 
 @on_a_cpu
-@pytest.mark.prey("ReducesReplicasBeforeTheScatter", "EndsBackwardWithoutAWait", "ReducesBeforeTheCut")
+@pytest.mark.prey(
+    "ReducesReplicasBeforeTheScatter",
+    "EndsBackwardWithoutAWait",
+    "ReducesBeforeTheCut",
+    "TakesTheSumOverReplicasAsDone",
+)
 @pytest.mark.worlds(FOUR_OR_MORE_EVEN)
 @pytest.mark.parametrize(
     "reduce_dtype",
     [
         pytest.param(None, id="own"),
-        pytest.param(torch.bfloat16, id="bfloat16", marks=pytest.mark.prey("FreesTheReplicasBuffer")),
+        pytest.param(
+            torch.bfloat16,
+            id="bfloat16",
+            marks=pytest.mark.prey("FreesTheReplicasBuffer", "FreesReducedOutputs"),
+        ),
     ],
 )
 def test_streams_of_a_hybrid_wait(trial: Trial, reduce_dtype: torch.dtype | None) -> None:
@@ -112,7 +147,7 @@ def test_streams_of_a_hybrid_wait(trial: Trial, reduce_dtype: torch.dtype | None
 @pytest.mark.prey("GathersBeforeTheCopyIn", "ReducesBeforeGradientsAreThere", "ReducesBeforeTheCut")
 @pytest.mark.worlds(SEVERAL)
 def test_streams_wait_around_frozen_parameters(trial: Trial) -> None:
-    _holds(trial, replace(SHARDED, units=FROZEN.units), problem=FROZEN)
+    _holds(trial, replace(NATIVE, units=FROZEN.units), problem=FROZEN)
 
 
 @on_a_cpu
@@ -133,7 +168,7 @@ def test_streams_wait_around_frozen_parameters(trial: Trial) -> None:
     ],
 )
 def test_streams_wait_over_microbatches(trial: Trial, layout: Layout, accumulation: Accumulation) -> None:
-    plan = replace(SHARDED, layout=layout, accumulation=accumulation)
+    plan = replace(NATIVE, layout=layout, accumulation=accumulation)
     _holds(trial, plan, schedule=Schedule(microbatches=3))
 
 
@@ -147,7 +182,7 @@ def test_streams_of_prefetched_units_wait(trial: Trial, distance: int) -> None:
 
 
 @on_a_cpu
-@pytest.mark.prey("GathersWhileTheStepWrites")
+@pytest.mark.prey("GathersWhileTheStepWrites", "GathersBeforeTheEventOfTheStep")
 @pytest.mark.worlds(SEVERAL)
 def test_gathers_wait_for_the_event_of_the_step(trial: Trial) -> None:
     _holds(trial, replace(SHARDED, demands=frozenset({Capability.STEP_EVENT})))
@@ -158,6 +193,23 @@ def test_gathers_wait_for_the_event_of_the_step(trial: Trial) -> None:
 @pytest.mark.worlds(SEVERAL)
 def test_streams_wait_with_several_reductions_in_flight(trial: Trial) -> None:
     _holds(trial, replace(SHARDED, max_reduce_buffers=3))
+
+
+@on_a_cpu
+@pytest.mark.prey("ReadsAnAsyncGatherUnderWay", "GathersByHandBeforeTheWrite")
+@pytest.mark.worlds(SEVERAL)
+def test_streams_wait_for_gathers_by_hand(trial: Trial) -> None:
+    script = UnshardByHand(units=CHAIN.units, gather=Gather.UNAWAITED)
+    plan = replace(SHARDED, demands=script.demands | {Capability.ASYNC_GATHER})
+    _holds(trial, plan, script=script)
+
+
+@on_a_cpu
+@pytest.mark.prey("ReducesBeforeGradientsAreThere", "ReducesBeforeTheCut")
+@pytest.mark.worlds(SEVERAL)
+def test_streams_wait_around_a_dtype_for_reductions(trial: Trial) -> None:
+    """What was reduced is cast, and let go, on the stream that comes last."""
+    _holds(trial, replace(SHARDED, reduce_dtype=torch.bfloat16))
 
 
 @on_a_cpu
@@ -178,12 +230,19 @@ def test_streams_wait_where_forwards_wait_for_their_backwards(trial: Trial) -> N
     trial.holds(training, *LAWS)
 
 
-def _holds(trial: Trial, plan: Plan, problem: Problem = CHAIN, schedule: Schedule | None = None) -> None:
+def _holds(
+    trial: Trial,
+    plan: Plan,
+    problem: Problem = CHAIN,
+    schedule: Schedule | None = None,
+    script: Script | None = None,
+) -> None:
     training = Training(
         problem=problem,
         optimizer=SGD,
         plan=plan,
         schedule=schedule or Schedule(),
+        script=script or EachMicrobatch(),
         watch=frozenset({Watch.RACES}),
     )
     trial.holds(training, *LAWS)

@@ -1,0 +1,125 @@
+"""The insides of FSDP2 that mutants reach into: the streams that units share, and groups of parameters.
+
+What is changed belongs to one prepared model, never to what other engines in the process share.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from engine.contract import PreparedModel
+
+__all__ = [
+    "Forgetful",
+    "after_method",
+    "before_method",
+    "deaf",
+    "deaf_in",
+    "groups",
+    "ignore",
+    "in_context",
+    "states",
+    "without_own_event",
+]
+
+# Any, throughout: FSDP2's insides and the streams of a device have no public types.
+
+
+class Forgetful(list[Any]):
+    """Inputs of reductions, without the events that tell when those have read them."""
+
+    def append(self, state: Any) -> None:
+        """Keep one."""
+        super().append(state._replace(event=None))
+
+
+def in_context(prepared: PreparedModel, sin: Callable[[Any], None]) -> PreparedModel:
+    """Have ``sin`` done to what the units of a root share, as soon as it has streams."""
+    for state in states(prepared):
+        context = state._comm_ctx
+        context.lazy_init = _then(context.lazy_init, partial(sin, context))
+    return prepared
+
+
+def after_method(prepared: PreparedModel, method: str, sin: Callable[[Any], None]) -> PreparedModel:
+    """Have ``sin`` done to each group after each call of its method."""
+    for group in groups(prepared):
+        setattr(group, method, _then(getattr(group, method), partial(sin, group)))
+    return prepared
+
+
+def _then(first: Callable[..., Any], second: Callable[[], None]) -> Callable[..., Any]:
+    def both(*args: Any, **kwargs: Any) -> Any:
+        result = first(*args, **kwargs)
+        second()
+        return result
+
+    return both
+
+
+def before_method(prepared: PreparedModel, method: str, sin: Callable[[Any], None]) -> PreparedModel:
+    """Have ``sin`` done to each group before each call of its method."""
+    for group in groups(prepared):
+        setattr(group, method, _before(getattr(group, method), partial(sin, group)))
+    return prepared
+
+
+def _before(second: Callable[..., Any], first: Callable[[], None]) -> Callable[..., Any]:
+    def both(*args: Any, **kwargs: Any) -> Any:
+        first()
+        return second(*args, **kwargs)
+
+    return both
+
+
+def deaf(stream: str) -> Callable[[Any], None]:
+    """Have this stream wait for no other; for single events it still does."""
+
+    def sin(context: Any) -> None:
+        getattr(context, stream).wait_stream = ignore
+
+    return sin
+
+
+def deaf_in(stream: str, method: str, function: str) -> Callable[[Any], None]:
+    """Have this stream's ``wait_stream`` or ``wait_event`` do nothing where ``function`` calls it."""
+
+    def sin(context: Any) -> None:
+        selected = getattr(context, stream)
+        wait = getattr(selected, method)
+
+        def sometimes(other: Any) -> None:
+            if sys._getframe(1).f_code.co_name != function:
+                wait(other)
+
+        setattr(selected, method, sometimes)
+
+    return sin
+
+
+def without_own_event(wait: Callable[[Any], None]) -> Callable[[Any], None]:
+    """Wait for no event but those that were recorded before the caller was called."""
+
+    def sometimes(event: Any) -> None:
+        if sys._getframe(1).f_locals.get("all_gather_copy_out_event") is not event:
+            wait(event)
+
+    return sometimes
+
+
+def ignore(*_: Any) -> None:
+    """Do nothing."""
+
+
+def states(prepared: PreparedModel) -> list[Any]:
+    """Give what FSDP2 keeps of each unit."""
+    modules: list[Any] = list(prepared.module.modules())
+    return list(dict.fromkeys(m._get_fsdp_state() for m in modules if hasattr(m, "_get_fsdp_state")))
+
+
+def groups(prepared: PreparedModel) -> list[Any]:
+    """Give the groups of parameters of all units."""
+    return [group for state in states(prepared) for group in state._fsdp_param_groups]

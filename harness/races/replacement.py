@@ -1,0 +1,43 @@
+"""Attributes of torch that are replaced while any rank of this process wants it, and put back after the last one."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+from typing import Any
+
+__all__ = ["Replacement"]
+
+_MISSING = object()
+
+
+class Replacement:
+    """A context that ranks which are threads may be inside of at the same time: the first one in replaces.
+
+    What a replacement does for which rank, its thread tells.
+    """
+
+    # Any: modules and classes, and whatever they hold.
+    def __init__(self, make: Callable[[], Iterable[tuple[Any, str, Any]]]) -> None:
+        self._make = make  # asked when the first rank comes: gives holders, names and what to put there
+        self._lock = threading.Lock()
+        self._num_users = 0
+        self._originals: list[tuple[Any, str, Any]] = []
+
+    def __enter__(self) -> None:
+        with self._lock:
+            self._num_users += 1
+            if self._num_users == 1:
+                for holder, name, replacement in list(self._make()):
+                    self._originals.append((holder, name, vars(holder).get(name, _MISSING)))
+                    setattr(holder, name, replacement)
+
+    def __exit__(self, *error: object) -> None:
+        with self._lock:
+            self._num_users -= 1
+            while self._originals and not self._num_users:
+                holder, name, original = self._originals.pop()
+                if original is _MISSING:
+                    delattr(holder, name)
+                else:
+                    setattr(holder, name, original)
