@@ -130,6 +130,7 @@ class Watch(Enum):
     """What is watched besides, at a price that not every case shall pay."""
 
     RACES = "every operator's touches of memory, and the streams that order them"
+    UNITS = "which units are whole, whenever a collective is issued or a unit's turn begins or ends"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,6 +160,7 @@ class Training:
             Capability.CLIP: self.schedule.clip is not None,
             Capability.CONVERT: self.convert is not None,
             Capability.STATE: self.resume is not None,
+            Capability.UNIT_STATE: Watch.UNITS in self.watch,
         }
         asked |= dict.fromkeys(self.script.demands, True)
         missing = {c for c, is_asked in asked.items() if is_asked} - self.plan.needs

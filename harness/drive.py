@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from typing import Protocol, runtime_checkable
 
@@ -18,7 +18,7 @@ from harness.ledger.entry import Phase
 from harness.observation import Observation, StepObservation, digest, save_observation
 from harness.races.watching import watching_races
 from harness.rank_actor import RankActor, copied, copies
-from harness.unit_hooks import watching_units
+from harness.unit_hooks import watching_states, watching_units
 from harness.worlds.rank import RankContext
 
 __all__ = ["drive_rank", "train"]
@@ -66,7 +66,10 @@ class _RefusedError(Exception):
 def _run(context: RankContext, training: Training, adapter: Engine) -> Observation:
     torch.manual_seed(_RANK_SEED + context.rank)
     prepared = _prepare(context, training, adapter, training.plan)
-    with watching_units(prepared.named, training.plan.units, context.recorder):
+    with ExitStack() as stack:
+        stack.enter_context(watching_units(prepared.named, training.plan.units, context.recorder))
+        if Watch.UNITS in training.watch:
+            stack.enter_context(watching_states(prepared.units(), context.recorder))
         return train(prepared, training, context, adapter)
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from engine.contract import Shard
 from harness.errors import UsageError
+from harness.ledger.course import Course
 from harness.ledger.entry import Ledger
 from harness.races.finding import RaceReport, report_from_json, report_to_json
 from harness.tensor_file import read_tree, write_tree
@@ -54,7 +55,8 @@ class Observation:
 
     ``input_digest`` is a hash of all data the rank was given, so that equal data on two ranks shows.
     ``repeat_digests`` are hashes of all that each of the repeated trainings observed. ``race_report`` is what the
-    watch over streams found in all of them; None where there was none.
+    watch over streams found in all of them; None where there was none. ``course`` is empty where a training was kept
+    before there was one.
     """
 
     rank: int
@@ -66,10 +68,11 @@ class Observation:
     ledger: Ledger
     repeat_digests: tuple[str, ...] = ()
     race_report: RaceReport | None = None
+    course: Course = ()
 
 
 def save_observation(observation: Observation, path: Path) -> None:
-    """Write all but the ledger, which is kept as its own JSON lines beside it."""
+    """Write all but ledger and course, which are kept as JSON lines of their own beside it."""
     plain = {
         "rank": observation.rank,
         "input_digest": observation.input_digest,
@@ -117,7 +120,7 @@ def _tensors(observation: Observation) -> Iterator[tuple[str, Shard]]:
     yield from ((name, shard) for group in groups for name, shard in group.items() if shard is not None)
 
 
-def load_observation(path: Path, ledger: Ledger) -> Observation:
+def load_observation(path: Path, ledger: Ledger, course: Course = ()) -> Observation:
     """Read what `save_observation` wrote; raises UsageError for a missing or truncated file."""
     try:
         plain = read_tree(path)
@@ -149,6 +152,7 @@ def load_observation(path: Path, ledger: Ledger) -> Observation:
         # Observations that were kept before there was a watch have none.
         race_report=report_from_json(report) if (report := plain.get("race_report")) else None,
         ledger=ledger,
+        course=course,
     )
 
 

@@ -46,8 +46,11 @@ class Listener(Protocol):
     """Who is told of calls, and of waits for them, besides the recorder."""
 
     # Any: whatever the listener knows a call by.
-    def issued(self, call: Call) -> Any:
-        """Take note of a call before it starts; what is given is handed back when somebody waits for it."""
+    def issued(self, call: Call, seq: int) -> Any:
+        """Take note of a call before it starts; what is given is handed back when somebody waits for it.
+
+        ``seq`` is the recorder's number of it, -1 where nobody records.
+        """
 
     def waited(self, issued: Any) -> None:
         """Take note of a wait, of which there may be several for one call."""
@@ -178,7 +181,7 @@ class _Kernel:
         """Tell of a call before it starts; gives what tells of waits for it."""
         seq = -1 if recorder is None else recorder.issued(_summary(call))
         listener = self._door.listener()
-        issued = None if listener is None else listener.issued(call)
+        issued = None if listener is None else listener.issued(call, seq)
 
         def hear() -> None:
             if recorder is not None:

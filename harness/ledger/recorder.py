@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import os
 import threading
+import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
+from harness.ledger.course import Happening, Mark, mark_to_json
 from harness.ledger.entry import (
     Entry,
     Ledger,
@@ -59,7 +61,8 @@ class Recorder:
     """One rank's ledger in the making.
 
     Each entry is appended to ``journal`` (JSON lines, one unbuffered write each) when the call is made, so
-    that what a rank did survives its death. Thread-safe: a backend may complete work on threads of its own.
+    that what a rank did survives its death; marks of the course go with the next of them. Thread-safe: a backend
+    may complete work on threads of its own.
     """
 
     def __init__(self, journal: Path | None = None) -> None:
@@ -71,6 +74,8 @@ class Recorder:
         self._step = -1
         self._microbatch = -1
         self._units: list[str] = []
+        self._pending: list[Mark] = []
+        self._watcher: Callable[[], None] | None = None
         self._lock = threading.Lock()
         self._home = threading.get_ident()
         # O_APPEND and no buffer: the kernel has the line before the collective starts, even if we are killed.
@@ -90,23 +95,63 @@ class Recorder:
         outer = (self._phase, self._step, self._microbatch)
         self._phase, self._step, self._microbatch = phase, step, microbatch
         self._units.clear()
+        self.mark(Happening.BEGAN)
         try:
             yield
         finally:
+            self.mark(Happening.ENDED)
             self._phase, self._step, self._microbatch = outer
 
     def enter_unit(self, unit: str) -> None:
         """Note that a unit's forward began."""
         self._units.append(unit)
+        self.mark(Happening.ENTERED, unit)
 
     def leave_unit(self, unit: str) -> None:
         """Note that a unit's forward ended; tolerates units that an exception skipped."""
+        self.mark(Happening.LEFT, unit)
         while self._units and self._units.pop() != unit:
             pass
 
     def turn_to_unit(self, unit: str) -> None:
         """Note that backward reached a unit; it lasts until backward reaches another."""
         self._units[:] = [unit]
+        self.mark(Happening.TURNED, unit)
+
+    def mark(self, what: Happening, unit: str | None = None, seq: int | None = None) -> None:
+        """Note in the course what happened just now."""
+        self.look()
+        self.note(what, unit, seq)
+
+    def note(self, what: Happening, unit: str | None = None, seq: int | None = None) -> None:
+        """Note it without a look: what a look itself has found."""
+        if self._journal is None:
+            return
+        mark = Mark(
+            what=what,
+            at_ns=time.monotonic_ns(),
+            phase=self._phase,
+            step=self._step,
+            microbatch=self._microbatch,
+            unit=unit,
+            seq=seq,
+        )
+        with self._lock:
+            self._pending.append(mark)
+
+    def look(self) -> None:
+        """Have the watcher look, who notes what changed since: before whatever is noted next."""
+        if self._watcher is not None and self._phase is not Phase.OBSERVE:
+            self._watcher()
+
+    @contextmanager
+    def watched_by(self, watcher: Callable[[], None]) -> Iterator[None]:
+        """Have ``watcher`` called before each call and each mark inside; it must not communicate."""
+        self._watcher = watcher
+        try:
+            yield
+        finally:
+            self._watcher = None
 
     @property
     def place(self) -> Place:
@@ -116,10 +161,11 @@ class Recorder:
 
     def issued(self, call: CallSummary) -> int:
         """Write a call down and return its sequence number, before the call starts."""
+        self.look()
         with self._lock:
             entry = self._entry(call)
             self._entries.append(entry)
-            self._write({"entry": entry_to_json(entry)})
+            self._write({"entry": entry_to_json(entry), "at_ns": time.monotonic_ns()})
         return entry.seq
 
     def waited(self, seq: int) -> None:
@@ -134,7 +180,7 @@ class Recorder:
                 num_issued=len(self._entries),
             )
             self._waits[seq] = wait
-            self._write({"wait": seq, **wait_to_json(wait)})
+            self._write({"wait": seq, **wait_to_json(wait), "at_ns": time.monotonic_ns()})
 
     def ledger(self) -> Ledger:
         """Give all entries so far with their waits."""
@@ -143,9 +189,11 @@ class Recorder:
 
     def close(self) -> None:
         """Close the journal."""
-        if self._journal is not None:
-            os.close(self._journal)
-            self._journal = None
+        with self._lock:
+            if self._journal is not None:
+                self._write()
+                os.close(self._journal)
+                self._journal = None
 
     def _entry(self, call: CallSummary) -> Entry:
         is_message = call.op in {Op.SEND, Op.RECV}
@@ -174,9 +222,13 @@ class Recorder:
             site=call.site,
         )
 
-    def _write(self, line: Mapping[str, object]) -> None:
-        if self._journal is not None:
-            os.write(self._journal, _ENCODER.encode(line).encode() + b"\n")
+    def _write(self, *lines: Mapping[str, object]) -> None:
+        """Write lines down, after the marks before them: one write for all."""
+        if self._journal is None:
+            return
+        told = [*map(mark_to_json, self._pending), *lines]
+        self._pending.clear()
+        os.write(self._journal, "".join(f"{_ENCODER.encode(line)}\n" for line in told).encode())
 
 
 def read_journal(path: Path) -> Ledger:
@@ -189,6 +241,6 @@ def read_journal(path: Path) -> Ledger:
         line = json.loads(text)
         if "entry" in line:
             entries.append(entry_from_json(line["entry"]))
-        else:
+        elif "wait" in line:
             waits[line["wait"]] = wait_from_json(line)
     return tuple(replace(e, wait=waits.get(e.seq)) for e in entries)
