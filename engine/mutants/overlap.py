@@ -205,10 +205,9 @@ def _finisher(group: Any) -> Callable[[], None]:
 # Any, in its function: a group of FSDP2.
 def _after_method(prepared: PreparedModel, method: str, then: Callable[[Any], None]) -> PreparedModel:
     """Have every group of one prepared model do something after each call of a method of its own."""
-    for module in prepared.module.modules():
-        state: Any = module._get_fsdp_state() if hasattr(module, "_get_fsdp_state") else None
-        for group in () if state is None else state._fsdp_param_groups:
-            setattr(group, method, _followed(group, getattr(group, method), then))
+    modules: list[Any] = [m for m in prepared.module.modules() if hasattr(m, "_get_fsdp_state")]
+    for group in (group for module in modules for group in module._get_fsdp_state()._fsdp_param_groups):
+        setattr(group, method, _followed(group, getattr(group, method), then))
     return prepared
 
 

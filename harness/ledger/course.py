@@ -16,7 +16,17 @@ from typing import Any
 
 from harness.ledger.entry import Phase
 
-__all__ = ["Course", "Flight", "Happening", "Mark", "Stretch", "flights", "mark_to_json", "read_course", "stretches"]
+__all__ = [
+    "Course",
+    "Flight",
+    "Happening",
+    "Mark",
+    "Stretch",
+    "flights",
+    "mark_to_json",
+    "read_course",
+    "stretches",
+]
 
 
 class Happening(StrEnum):
@@ -195,4 +205,3 @@ class _Stretches:
         frame = self._frames[-1]
         frame.since = None
         self.found.append(Stretch(unit=frame.unit, first=since, last=at, is_backward=frame.is_backward))
-

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 
@@ -15,7 +15,7 @@ from harness.ledger.ruling import blindness, pick
 from harness.ledger.selection import Per, Select
 from harness.observation import Observation
 
-__all__ = ["Computes", "Event", "Gathers", "Order", "Reduces", "Reshards"]
+__all__ = ["Computes", "Event", "Gathers", "Order", "Reduces", "Reshards", "Together"]
 
 
 @dataclass(frozen=True, slots=True)  # positional: `Gathers("blocks.0")` reads aloud
@@ -63,6 +63,16 @@ class Reshards:
 Event = Gathers | Reduces | Computes | Reshards
 
 
+@dataclass(frozen=True, slots=True)  # positional: as above
+class Together:
+    """These events follow each other, whichever comes first."""
+
+    events: frozenset[Event]
+
+    def __str__(self) -> str:
+        return " and ".join(sorted(map(str, self.events)))
+
+
 _KINDS: Mapping[Op, type[Event]] = {
     Op.ALL_GATHER: Gathers,
     Op.REDUCE_SCATTER: Reduces,
@@ -81,7 +91,7 @@ class Order:
     """
 
     select: Select
-    events: tuple[Event, ...]
+    events: tuple[Event | Together, ...]
 
     def __post_init__(self) -> None:
         if not self.events:
@@ -107,9 +117,9 @@ class Order:
     def _happened(self, observation: Observation, evidence: Evidence) -> Sequence[Entry | Mark]:
         """Give what is asked for in order; without a course, which tells of frees alone, the calls by themselves."""
         picked = [e for e in pick(self.select, observation.ledger, evidence) if self._is_asked(e)]
-        if not any(isinstance(event, Reshards) for event in self.events):
+        if not self._asks_for(Reshards):
             return picked
-        by_seq = {entry.seq: entry for entry in picked}
+        by_seq: dict[int | None, Entry] = {entry.seq: entry for entry in picked}
         return [
             mark if mark.what is Happening.RESHARDED else by_seq[mark.seq]
             for mark in observation.course
@@ -122,14 +132,34 @@ class Order:
 
     def _is_asked(self, entry: Entry) -> bool:
         kind = _KINDS.get(entry.op)
-        return kind is not None and any(isinstance(event, kind) for event in self.events)
+        return kind is not None and self._asks_for(kind)
+
+    def _asks_for(self, kind: type[Event]) -> bool:
+        asked = (one for event in self.events for one in _each(event))
+        return any(isinstance(event, kind) for event in asked)
 
     def _disorder(self, told: Sequence[Event | str]) -> Iterator[str]:
-        for position, (wanted, got) in enumerate(zip_longest(self.events, told)):
+        settled = list(_settled(self.events, told))
+        for position, (wanted, got) in enumerate(zip_longest(settled, told)):
             if not _is_met(wanted, got):
                 found = ", ".join(map(str, told)) or "nothing"
                 yield f"expected {wanted or 'no more'} as #{position}, got {got or 'no more'}; in all {found}"
                 return
+
+
+def _each(event: Event | Together) -> Iterable[Event]:
+    return event.events if isinstance(event, Together) else (event,)
+
+
+def _settled(events: Sequence[Event | Together], told: Sequence[Event | str]) -> Iterator[Event]:
+    """Put what may come in any order into the order in which it came, as far as it did."""
+    position = 0
+    for event in events:
+        members = sorted(_each(event), key=str)
+        came = told[position : position + len(members)]
+        members.sort(key=lambda m: next((i for i, got in enumerate(came) if _is_met(m, got)), len(came)))
+        yield from members
+        position += len(members)
 
 
 def _is_met(wanted: Event | None, got: Event | str | None) -> bool:

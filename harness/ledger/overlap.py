@@ -16,7 +16,7 @@ from harness.groups import ROOT, Group, groups_of
 from harness.law import Evidence, Ruling, rule
 from harness.ledger.cargo import mistakable, spell_unit, unit_of
 from harness.ledger.course import Flight, Happening, Mark, Stretch, flights, stretches
-from harness.ledger.entry import Op, Phase
+from harness.ledger.entry import Ledger, Op, Phase
 from harness.ledger.expectation import Expectation
 from harness.ledger.ruling import blindness, pick, when
 from harness.ledger.selection import Moment, Per, Select
@@ -50,26 +50,32 @@ class Overlaps:
         broken = [*blindness(evidence, (self.select,), Per.MICROBATCH), *mistakable(groups, evidence)]
         if Watch.RACES not in evidence.training.watch:
             broken.append("expected a watch over streams, got none; try watch=frozenset({Watch.RACES})")
-        num_hidden, num_seen = 0, 0
+        num_exposed, num_seen = 0, 0
         for observation in evidence.ranks if evidence.world_size > 1 else ():
-            spans = [s for s in stretches(observation.course) if s.unit != ROOT]
-            in_flight = {flight.seq: flight for flight in flights(observation.course)}
             picked = pick(self.select, observation.ledger, evidence)
-            if not spans or not picked:
-                broken.append(f"rank {observation.rank}: {_NO_COURSE if picked else f'expected {self.select}, got none'}")
-            for entry in picked:
-                flight = in_flight.get(entry.seq)
-                is_hidden = flight is not None and _is_hidden(flight, spans)
-                num_seen += 1
-                num_hidden += is_hidden
-                unit = unit_of(entry, groups, evidence.world_size)
-                if not is_hidden and unit not in self.but_for:
-                    whose = spell_unit(_named(unit))
+            if not picked:
+                broken.append(f"rank {observation.rank}: expected {self.select}, got none")
+            if not observation.course:
+                broken.append(f"rank {observation.rank}: {_NO_COURSE}")
+            exposed = _exposed(picked, observation)
+            num_seen, num_exposed = num_seen + len(picked), num_exposed + len(exposed)
+            for entry in exposed:
+                unit = _named(unit_of(entry, groups, evidence.world_size))
+                if unit not in self.but_for:
                     broken.append(
                         f"rank {observation.rank} {when(entry)}: expected a unit to compute between the issue of "
-                        f"{entry.op} for {whose} and the wait for it, got none: {entry.describe()} is exposed"
+                        f"{entry.op} for {spell_unit(unit)} and the wait for it, got none: {entry.describe()}"
                     )
-        return rule(self.name, broken, held=f"{num_hidden} of {num_seen} in flight while a unit computes")
+        held = (
+            f"{num_seen - num_exposed} of {num_seen} in flight while a unit computes, on all ranks together"
+        )
+        return rule(self.name, broken, held=held)
+
+
+def _exposed(picked: Ledger, observation: Observation) -> Ledger:
+    spans = [s for s in stretches(observation.course) if s.unit != ROOT]
+    in_flight = {flight.seq: flight for flight in flights(observation.course)}
+    return tuple(e for e in picked if e.seq not in in_flight or not _is_hidden(in_flight[e.seq], spans))
 
 
 def _is_hidden(flight: Flight, spans: Sequence[Stretch]) -> bool:
@@ -111,7 +117,9 @@ class PrefetchDistance:
                 if not turns:
                     broken.append(f"rank {observation.rank} {moment}: {_NO_COURSE} of any that was gathered")
                 most = max([most, *(len(turn.ahead) for turn in turns)])
-                broken += [f"rank {observation.rank} {moment}: {text}" for text in self._breaches(turns, evidence)]
+                broken += [
+                    f"rank {observation.rank} {moment}: {text}" for text in self._breaches(turns, evidence)
+                ]
         return rule(self.name, broken, held=f"up to {most} ahead, each the next to compute, on every rank")
 
     def _breaches(self, turns: Sequence[_Turn], evidence: Evidence) -> Iterator[str]:
@@ -122,7 +130,8 @@ class PrefetchDistance:
                 continue
             got = len(turn.ahead)
             is_all = got == len(left) and any(
-                self.units.allows(n, evidence.training, evidence.world_size) for n in range(got, len(order) + 1)
+                self.units.allows(n, evidence.training, evidence.world_size)
+                for n in range(got, len(order) + 1)
             )
             is_enough = is_all or self.units.allows(got, evidence.training, evidence.world_size)
             if not is_enough or set(turn.ahead) != set(left[:got]):
