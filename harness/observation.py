@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import json
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -13,7 +14,7 @@ from engine.contract import Shard
 from harness.errors import UsageError
 from harness.ledger.course import Course
 from harness.ledger.entry import Ledger
-from harness.races.finding import RaceReport, report_from_json, report_to_json
+from harness.races.finding import RACES, RaceReport, report_from_json, report_to_json
 from harness.tensor_file import read_tree, write_tree
 
 __all__ = ["Fact", "Observation", "StepObservation", "digest", "load_observation", "save_observation"]
@@ -94,6 +95,9 @@ def save_observation(observation: Observation, path: Path) -> None:
         "race_report": observation.race_report and report_to_json(observation.race_report),
     }
     write_tree(plain, path)
+    if observation.race_report is not None:
+        # Once more in plain text, for whoever draws it and knows no tensors.
+        path.with_suffix(RACES).write_text(json.dumps(report_to_json(observation.race_report)))
 
 
 def digest(observation: Observation) -> str:

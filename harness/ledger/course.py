@@ -36,6 +36,7 @@ class Happening(StrEnum):
     ENDED = "a phase of the loop ended"
     ISSUED = "a collective was issued"
     WAITED = "somebody first waited for a collective"
+    PLACED = "the stream on which a collective was issued"
     JOINED = "the stream on which units compute first waited for a collective"
     ENTERED = "a unit's forward was called"
     COMPUTES = "a unit's forward began to compute: the engine's own hooks are through"
@@ -52,7 +53,8 @@ class Mark:
     """One thing that happened on a rank.
 
     ``at_ns`` is a monotonic clock's: of use among ranks of one machine alone. ``seq`` is the number of the call
-    that it is about, else None; ``unit`` is the unit, else None, and ``""`` is the root.
+    that it is about, else None; ``unit`` is the unit, else None, and ``""`` is the root. ``stream`` is the name of
+    the stream where a call was placed, which a watch over streams alone can tell.
     """
 
     what: Happening
@@ -62,6 +64,7 @@ class Mark:
     microbatch: int
     unit: str | None = None
     seq: int | None = None
+    stream: str | None = None
 
 
 Course = tuple[Mark, ...]
@@ -95,7 +98,8 @@ def mark_to_json(mark: Mark) -> dict[str, Any]:
     """Give the journal's line; what is None is left out."""
     line: dict[str, Any] = {"mark": mark.what.name, "at_ns": mark.at_ns}
     line |= {"phase": mark.phase, "step": mark.step, "microbatch": mark.microbatch}
-    return line | {n: v for n, v in (("unit", mark.unit), ("seq", mark.seq)) if v is not None}
+    told = (("unit", mark.unit), ("seq", mark.seq), ("stream", mark.stream))
+    return line | {name: value for name, value in told if value is not None}
 
 
 def read_course(path: Path) -> Course:
@@ -123,6 +127,7 @@ def _mark(line: Mapping[str, Any]) -> Mark | None:
         microbatch=place["microbatch"],
         unit=place.get("unit"),
         seq=seq,
+        stream=line.get("stream"),
     )
 
 

@@ -118,12 +118,26 @@ class Recorder:
         self._units[:] = [unit]
         self.mark(Happening.TURNED, unit)
 
-    def mark(self, what: Happening, unit: str | None = None, seq: int | None = None) -> None:
+    def mark(
+        self,
+        what: Happening,
+        unit: str | None = None,
+        *,
+        seq: int | None = None,
+        stream: str | None = None,
+    ) -> None:
         """Note in the course what happened just now."""
         self.look()
-        self.note(what, unit, seq)
+        self.note(what, unit, seq=seq, stream=stream)
 
-    def note(self, what: Happening, unit: str | None = None, seq: int | None = None) -> None:
+    def note(
+        self,
+        what: Happening,
+        unit: str | None = None,
+        *,
+        seq: int | None = None,
+        stream: str | None = None,
+    ) -> None:
         """Note it without a look: what a look itself has found."""
         if self._journal is None:
             return
@@ -135,6 +149,7 @@ class Recorder:
             microbatch=self._microbatch,
             unit=unit,
             seq=seq,
+            stream=stream,
         )
         with self._lock:
             self._pending.append(mark)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterable
 from dataclasses import replace
 
@@ -150,6 +151,7 @@ class RaceWatch:
             writes = [t for part in call.outputs for t in part]
             self._touch_all(str(call.op), reads, writes, timeline, set(), is_passing=call.is_async)
             if seq >= 0:
+                self._recorder.mark(Happening.PLACED, seq=seq, stream=self._names[self.selected])
                 self._in_flight[seq] = self._order.moment(timeline)
                 self._land()
             return self._order.clock(timeline) if call.is_async else None
@@ -226,6 +228,7 @@ class RaceWatch:
             microbatch=place.microbatch,
             unit=place.unit,
             site=call_site(),
+            at_ns=time.monotonic_ns(),
         )
 
     def _note(self, kind: Kind, first: Touch, second: Touch) -> None:
