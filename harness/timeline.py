@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -113,9 +114,9 @@ class Timeline:
 
     @property
     def telling_step(self) -> int | None:
-        """Tell which step says most: the last with a race, else the last."""
-        raced = [c.race.second.step for r in self.ranks for c in r.clashes if c.race.second.step >= 0]
-        return max(raced, default=max(self.steps, default=None))
+        """Tell which step says most: the one in which most races were first met, else the last."""
+        raced = Counter(c.race.second.step for r in self.ranks for c in r.clashes)
+        return max(self.steps, key=lambda step: (raced[step], step), default=None)
 
     def of_step(self, step: int) -> Timeline:
         """Keep one step."""
