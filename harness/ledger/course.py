@@ -8,7 +8,7 @@ same journal, in lines of its own; its order is that of the lines. What was kept
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -23,7 +23,6 @@ __all__ = [
     "Mark",
     "Stretch",
     "flights",
-    "mark_to_json",
     "read_course",
     "stretches",
 ]
@@ -93,42 +92,39 @@ class Stretch:
     is_backward: bool
 
 
-# Any: JSON.
-def mark_to_json(mark: Mark) -> dict[str, Any]:
-    """Give the journal's line; what is None is left out."""
-    line: dict[str, Any] = {"mark": mark.what.name, "at_ns": mark.at_ns}
-    line |= {"phase": mark.phase, "step": mark.step, "microbatch": mark.microbatch}
-    told = (("unit", mark.unit), ("seq", mark.seq), ("stream", mark.stream))
-    return line | {name: value for name, value in told if value is not None}
-
-
 def read_course(path: Path) -> Course:
     """Read the course that a rank left in its journal; empty where the journal is older than courses, or missing."""
     if not path.exists():
         return ()
     lines = (json.loads(text) for text in path.read_bytes().split(b"\n")[:-1])
-    return tuple(mark for line in lines if (mark := _mark(line)) is not None)
+    return tuple(mark for line in lines for mark in _marks(line))
 
 
-def _mark(line: Mapping[str, Any]) -> Mark | None:
-    if "at_ns" not in line:
-        return None
-    if "entry" in line:
-        what, seq, place = Happening.ISSUED, line["entry"]["seq"], line["entry"]
-    elif "wait" in line:
-        what, seq, place = Happening.WAITED, line["wait"], line
-    else:
-        what, seq, place = Happening[line["mark"]], line.get("seq"), line
-    return Mark(
-        what=what,
-        at_ns=line["at_ns"],
-        phase=Phase(place["phase"]),
-        step=place["step"],
-        microbatch=place["microbatch"],
-        unit=place.get("unit"),
-        seq=seq,
-        stream=line.get("stream"),
-    )
+# Any: JSON.
+def _marks(line: Mapping[str, Any]) -> Iterator[Mark]:
+    for what, at_ns, phase, step, microbatch, unit, seq, stream in line.get("marks", ()):
+        yield Mark(
+            what=Happening[what],
+            at_ns=at_ns,
+            phase=Phase(phase),
+            step=step,
+            microbatch=microbatch,
+            unit=unit,
+            seq=seq,
+            stream=stream,
+        )
+    if "at_ns" in line:
+        is_issue = "entry" in line
+        place = line["entry"] if is_issue else line
+        yield Mark(
+            what=Happening.ISSUED if is_issue else Happening.WAITED,
+            at_ns=line["at_ns"],
+            phase=Phase(place["phase"]),
+            step=place["step"],
+            microbatch=place["microbatch"],
+            unit=place.get("unit"),
+            seq=place["seq"] if is_issue else line["wait"],
+        )
 
 
 def flights(course: Course) -> tuple[Flight, ...]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
-from harness.ledger.course import Happening, Mark, mark_to_json
+from harness.ledger.course import Happening
 from harness.ledger.entry import (
     Entry,
     Ledger,
@@ -74,7 +74,7 @@ class Recorder:
         self._step = -1
         self._microbatch = -1
         self._units: list[str] = []
-        self._pending: list[Mark] = []
+        self._pending: list[tuple[object, ...]] = []
         self._watcher: Callable[[], None] | None = None
         self._lock = threading.Lock()
         self._home = threading.get_ident()
@@ -141,18 +141,10 @@ class Recorder:
         """Note it without a look: what a look itself has found."""
         if self._journal is None:
             return
-        mark = Mark(
-            what=what,
-            at_ns=time.monotonic_ns(),
-            phase=self._phase,
-            step=self._step,
-            microbatch=self._microbatch,
-            unit=unit,
-            seq=seq,
-            stream=stream,
-        )
+        # As it will be written, and not a Mark: this is on the way of every unit of every step.
+        at_ns, place = time.monotonic_ns(), (self._phase, self._step, self._microbatch)
         with self._lock:
-            self._pending.append(mark)
+            self._pending.append((what.name, at_ns, *place, unit, seq, stream))
 
     def look(self) -> None:
         """Have the watcher look, who notes what changed since: before whatever is noted next."""
@@ -241,9 +233,9 @@ class Recorder:
         """Write lines down, after the marks before them: one write for all."""
         if self._journal is None:
             return
-        told = [*map(mark_to_json, self._pending), *lines]
-        self._pending.clear()
+        told = [{"marks": self._pending}, *lines] if self._pending else lines
         os.write(self._journal, "".join(f"{_ENCODER.encode(line)}\n" for line in told).encode())
+        self._pending.clear()
 
 
 def read_journal(path: Path) -> Ledger:
