@@ -114,7 +114,7 @@ class PrefetchDistance:
         for observation in evidence.ranks if evidence.world_size > 1 else ():
             for moment in moments:
                 turns = list(_turns(observation, moment, self.phase, groups, evidence))
-                if not turns:
+                if all(turn.unit == ROOT for turn in turns):
                     broken.append(f"rank {observation.rank} {moment}: {_NO_COURSE} of any that was gathered")
                 most = max([most, *(len(turn.ahead) for turn in turns)])
                 broken += [
