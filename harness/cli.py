@@ -117,7 +117,7 @@ def timeline(arguments: argparse.Namespace) -> int:
         Request(
             run=Path(arguments.run),
             case=arguments.case,
-            engine=arguments.engine,
+            engines=tuple(arguments.engine or ()),
             ranks=tuple(arguments.rank or ()),
             out=Path(arguments.out) if arguments.out else None,
         )
@@ -269,7 +269,7 @@ def _parser() -> argparse.ArgumentParser:
     sub = commands.add_parser("timeline", help="export one case's timeline", description=timeline.__doc__)
     sub.add_argument("run", metavar="DIR", help="folder of the run")
     sub.add_argument("--case", default="", metavar="ID", help="the case, or a part of its name")
-    sub.add_argument("--engine", default="", metavar="NAME", help="the engine, or a part of its name")
+    sub.add_argument("--engine", action="append", metavar="NAME", help="repeat for several; default: any")
     sub.add_argument(
         "--rank", type=int, action="append", metavar="R", help="repeat for several; default: all"
     )

@@ -22,11 +22,11 @@ _FILE = "timeline.json"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """What to write where: ``case`` and ``engine`` are parts of names, empty for any; no ranks means all."""
+    """What to write where: ``case`` is a name or a part of one, empty for any; no engines, no ranks mean all."""
 
     run: Path
     case: str = ""
-    engine: str = ""
+    engines: tuple[str, ...] = ()
     ranks: tuple[int, ...] = ()
     out: Path | None = None
 
@@ -54,14 +54,14 @@ def export(request: Request) -> int:
 
 def _choose(records: Sequence[Record], request: Request) -> Record:
     """Give the worst record that matches and was observed; an exact name goes before a part of others."""
-    observed = [r for r in records if r.observation and request.engine in r.engine and request.case in r.case]
-    exact = [r for r in observed if request.case in {"", r.case} and request.engine in {"", r.engine}]
-    if found := exact or observed:
+    asked = [r for r in records if not request.engines or r.engine in request.engines]
+    observed = [r for r in asked if r.observation and request.case in r.case]
+    if found := [r for r in observed if request.case == r.case] or observed:
         return found[0]
-    near = get_close_matches(request.case, [r.case for r in records], n=1, cutoff=0.3)
+    near = get_close_matches(request.case, [r.case for r in asked], n=1, cutoff=0.3)
     raise UsageError(
-        f"--case {request.case!r} --engine {request.engine!r}",
-        expected="some record of the run that was observed",
+        f"--case {request.case!r}",
+        expected=f"some record of {', '.join(request.engines) or 'the run'} that was observed",
         got="none",
-        hint=f"--case '{near[0]}'" if near else "leaving both out",
+        hint=f"--case '{near[0]}'" if near else "leaving it out, or another --engine",
     )

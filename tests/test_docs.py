@@ -29,6 +29,7 @@ import harness.holdings
 import harness.ledger.agreement
 import harness.ledger.expectation
 import harness.ledger.laws
+import harness.ledger.overlap
 import harness.ledger.selection
 import harness.parity
 import harness.races.law
@@ -40,6 +41,7 @@ from harness import cli
 from harness.errors import UsageError
 from harness.expectations_file import read
 from harness.law import Law
+from harness.ledger.entry import Phase
 from harness.ledger.selection import Select
 from harness.record import Expectations, Record, from_json
 from harness.tolerance import MULTIPLE
@@ -175,12 +177,13 @@ def test_laws_of_the_table_can_be_written() -> None:
         harness.ledger.agreement,
         harness.ledger.expectation,
         harness.ledger.laws,
+        harness.ledger.overlap,
         harness.races.law,
         harness.parity,
         suites.communication.closed_forms,
     )
     known = {name: getattr(module, name) for module in modules for name in module.__all__}
-    known |= dict.fromkeys("SAB", Select()) | {"LOW": 1, "HIGH": 2}
+    known |= dict.fromkeys("SAB", Select()) | {"LOW": 1, "HIGH": 2, "Phase": Phase}
     laws: list[Law] = [eval(row, {"__builtins__": {}}, known) for row in rows]
     shown = {type(law).__name__ for law in laws}
     assert shown >= {*harness.ledger.laws.__all__, "RanksAgree", "MatchesOracle"}
