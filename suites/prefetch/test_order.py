@@ -82,7 +82,13 @@ def test_gathers_kept_units_in_forward_alone(trial: Trial) -> None:
 @pytest.mark.parametrize(
     ("problem", "reshard", "orders"),
     [
-        pytest.param(CHAIN, Reshard.AFTER_FORWARD, (FREED, ALL_AGAIN), id="freed"),
+        pytest.param(
+            CHAIN,
+            Reshard.AFTER_FORWARD,
+            (FREED, ALL_AGAIN),
+            id="freed",
+            marks=pytest.mark.prey("PrefetchesAfterItsTurn"),
+        ),
         pytest.param(CHECKPOINTED_CHAIN, Reshard.AFTER_FORWARD, (FREED, ALL_AGAIN), id="checkpointed"),
         pytest.param(CHAIN, Reshard.NATIVE, (FREED_BUT_ROOT, BLOCKS_AGAIN), id="root-kept"),
         pytest.param(CHAIN, Reshard.KEEP, (NONE_AGAIN,), id="kept"),
