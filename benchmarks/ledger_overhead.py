@@ -1,4 +1,4 @@
-"""What watching costs: a training step plain, under our ledger, and under CommDebugMode, in turn in one run.
+"""What watching costs: a training step plain, under our ledger, with the course too, and under CommDebugMode, in turn.
 
 Run: ``python -m benchmarks.ledger_overhead [--turns 60]``
 """
@@ -11,8 +11,8 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from operator import truediv
 from pathlib import Path
 from statistics import median
@@ -26,7 +26,9 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn.parallel import DistributedDataParallel
 
 from harness.door.kernels import Door, standing_in_c10d
+from harness.ledger.entry import Phase
 from harness.ledger.recorder import Recorder
+from harness.unit_hooks import watching_units
 from harness.worlds.threads_backend import global_ranks
 
 WORLD_SIZE = 2
@@ -77,7 +79,7 @@ def _rank(rank: int, folder: str, num_turns: int) -> None:
         ratios = [median(map(truediv, taken[w], taken["plain"])) for w in taken]
         rows.append([name, *(f"{median(taken[w]) * 1e3:.2f}" for w in taken), *(f"{r:.2f}x" for r in ratios)])
     if rank == 0:
-        watches = ["plain", "ledger", "CommDebugMode"]
+        watches = ["plain", "ledger", "course", "CommDebugMode"]
         print(tabulate(rows, headers=["step", *(f"{w} ms" for w in watches), *watches]))
     dist.destroy_process_group()
 
@@ -89,17 +91,26 @@ def _measure(model: nn.Module, width: int, num_turns: int, journal: Path) -> dic
     watches: dict[str, Watch] = {
         "plain": nullcontext,
         "ledger": lambda: standing_in_c10d(door),
+        "course": lambda: _with_course(door, model, recorder),
         "CommDebugMode": CommDebugMode,
     }
     rows = torch.randn(16, width)
     taken: dict[str, list[float]] = {name: [] for name in watches}
     for turn in range(num_turns + 2):
         names = list(watches)
-        for name in names[turn % 3 :] + names[: turn % 3]:  # nobody is always first
+        for name in names[turn % len(names) :] + names[: turn % len(names)]:  # nobody is always first
             seconds = _watched(watches[name], lambda: _step(model, optimizer, rows))
             if turn >= 2:  # the first turns build buckets, buffers and optimizer state
                 taken[name].append(seconds)
     return taken
+
+
+@contextmanager
+def _with_course(door: Door, model: nn.Module, recorder: Recorder) -> Iterator[None]:
+    """Watch each layer as a unit, and the phases of a loop, as a case does."""
+    units = tuple(name for name, module in model.named_modules() if isinstance(module, nn.Linear))
+    with standing_in_c10d(door), watching_units(model, units, recorder), recorder.during(Phase.STEP, step=0):
+        yield
 
 
 def _watched(watch: Watch, step: Callable[[], float]) -> float:

@@ -131,6 +131,7 @@ class Watch(Enum):
 
     RACES = "every operator's touches of memory, and the streams that order them"
     LIFETIMES = "every storage from its birth to its end, and what it was for"
+    UNITS = "which units are whole, whenever a collective is issued or a unit's turn begins or ends"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,6 +163,7 @@ class Training:
             Capability.CLIP: self.schedule.clip is not None,
             Capability.CONVERT: self.convert is not None,
             Capability.STATE: self.resume is not None,
+            Capability.UNIT_STATE: Watch.UNITS in self.watch,
         }
         asked |= dict.fromkeys(self.script.demands, True)
         missing = {c for c, is_asked in asked.items() if is_asked} - self.plan.needs

@@ -116,6 +116,21 @@ def report(arguments: argparse.Namespace) -> int:
     return _show(Path(arguments.run))
 
 
+def timeline(arguments: argparse.Namespace) -> int:
+    """Write what happened when in one case, the worst that matches, for Perfetto or chrome://tracing."""
+    from harness.timeline_command import Request, export
+
+    return export(
+        Request(
+            run=Path(arguments.run),
+            case=arguments.case,
+            engines=tuple(arguments.engine or ()),
+            ranks=tuple(arguments.rank or ()),
+            out=Path(arguments.out) if arguments.out else None,
+        )
+    )
+
+
 def list_all(arguments: argparse.Namespace) -> int:
     """List engines with what they declare, suites, and with --cases every case."""
     print("engines:")
@@ -259,6 +274,15 @@ def _parser() -> argparse.ArgumentParser:
         sub = commands.add_parser(command.__name__, help=text, description=command.__doc__)
         sub.add_argument("run", metavar="DIR", help="folder of the run")
         sub.set_defaults(command=command)
+    sub = commands.add_parser("timeline", help="export one case's timeline", description=timeline.__doc__)
+    sub.add_argument("run", metavar="DIR", help="folder of the run")
+    sub.add_argument("--case", default="", metavar="ID", help="the case, or a part of its name")
+    sub.add_argument("--engine", action="append", metavar="NAME", help="repeat for several; default: any")
+    sub.add_argument(
+        "--rank", type=int, action="append", metavar="R", help="repeat for several; default: all"
+    )
+    sub.add_argument("--out", metavar="FILE", help="default: timeline.json in the run's folder")
+    sub.set_defaults(command=timeline)
     sub = commands.add_parser("list", help="list engines and suites", description=list_all.__doc__)
     sub.add_argument("--cases", action="store_true", help="list every case too")
     sub.set_defaults(command=list_all)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from typing import Protocol, runtime_checkable
 
@@ -12,14 +12,14 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from engine.contract import Engine, Plan, PreparedModel, UnsupportedError
 from engine.registry import resolve
-from harness.case import LoopOrder, Training, ZeroGrad
+from harness.case import LoopOrder, Training, Watch, ZeroGrad
 from harness.keep import observation_path
 from harness.ledger.entry import Phase
 from harness.lifetimes.watch import LifetimeWatch
 from harness.observation import Observation, StepObservation, digest, save_observation
 from harness.races.cuda_stand_in import cuda_stand_in
 from harness.rank_actor import RankActor, copied, copies
-from harness.unit_hooks import watching_units
+from harness.unit_hooks import watching_states, watching_units
 from harness.watching import Watches, watching
 from harness.worlds.rank import RankContext
 
@@ -72,7 +72,10 @@ class _RefusedError(Exception):
 def _run(context: RankContext, training: Training, adapter: Engine, watches: Watches) -> Observation:
     torch.manual_seed(_RANK_SEED + context.rank)
     prepared = _prepare(context, training, adapter, training.plan)
-    with watching_units(prepared.named, training.plan.units, context.recorder):
+    with ExitStack() as stack:
+        stack.enter_context(watching_units(prepared.named, training.plan.units, context.recorder))
+        if Watch.UNITS in training.watch:
+            stack.enter_context(watching_states(prepared.units(), context.recorder))
         return train(prepared, training, context, adapter, watches)
 
 

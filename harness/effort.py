@@ -10,6 +10,8 @@ from harness.worlds.spec import WorldKind, WorldSpec
 
 __all__ = ["Effort"]
 
+_THOROUGH = frozenset({Watch.RACES, Watch.LIFETIMES})  # what any training can be watched for
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Effort:
@@ -47,7 +49,7 @@ class Effort:
         """Give the training as it is to be watched."""
         if not self.is_thorough or world.device != "cpu":
             return training
-        return replace(training, watch=frozenset(Watch))
+        return replace(training, watch=training.watch | _THOROUGH)
 
     def options(self, seed: int) -> tuple[str, ...]:
         """Spell, for the command that repeats a case, what is not so by default; ``seed`` is the schedule's."""

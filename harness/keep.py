@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.errors import UsageError
+from harness.ledger.course import read_course
 from harness.ledger.entry import Ledger
 from harness.ledger.recorder import read_journal
 from harness.observation import Observation, load_observation
@@ -67,7 +68,10 @@ def load_kept(folder: Path) -> Kept:
     refusals = {o.rank: str(o.value) for o in outcomes if isinstance(o, Returned) and o.value is not None}
     has_all = not refusals and all(isinstance(o, Returned) for o in outcomes)
     ranks = (
-        tuple(load_observation(observation_path(folder, rank), ledger) for rank, ledger in enumerate(ledgers))
+        tuple(
+            load_observation(observation_path(folder, rank), ledger, read_course(journal_path(folder, rank)))
+            for rank, ledger in enumerate(ledgers)
+        )
         if has_all
         else ()
     )

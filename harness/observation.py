@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import json
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -11,10 +12,11 @@ from typing import Any
 
 from engine.contract import Shard
 from harness.errors import UsageError
+from harness.ledger.course import Course
 from harness.ledger.entry import Ledger
 from harness.lifetimes import report as lifetimes
 from harness.lifetimes.report import LifetimeReport
-from harness.races.finding import RaceReport, report_from_json, report_to_json
+from harness.races.finding import RACES, RaceReport, report_from_json, report_to_json
 from harness.tensor_file import read_tree, write_tree
 
 __all__ = ["Fact", "Observation", "StepObservation", "digest", "load_observation", "save_observation"]
@@ -57,7 +59,7 @@ class Observation:
     ``input_digest`` is a hash of all data the rank was given, so that equal data on two ranks shows.
     ``repeat_digests`` are hashes of all that each of the repeated trainings observed. ``race_report`` is what the
     watch over streams found in all of them, and ``lifetime_report`` what that over memory saw; None where there
-    was none.
+    was none. ``course`` is empty where a training was kept before there was one.
     """
 
     rank: int
@@ -70,10 +72,11 @@ class Observation:
     repeat_digests: tuple[str, ...] = ()
     race_report: RaceReport | None = None
     lifetime_report: LifetimeReport | None = None
+    course: Course = ()
 
 
 def save_observation(observation: Observation, path: Path) -> None:
-    """Write all but the ledger, which is kept as its own JSON lines beside it."""
+    """Write all but ledger and course, which are kept as JSON lines of their own beside it."""
     plain = {
         "rank": observation.rank,
         "input_digest": observation.input_digest,
@@ -97,6 +100,9 @@ def save_observation(observation: Observation, path: Path) -> None:
         and lifetimes.report_to_json(observation.lifetime_report),
     }
     write_tree(plain, path)
+    if observation.race_report is not None:
+        # Once more in plain text, for whoever draws it and knows no tensors.
+        path.with_suffix(RACES).write_text(json.dumps(report_to_json(observation.race_report)))
 
 
 def digest(observation: Observation) -> str:
@@ -123,7 +129,7 @@ def _tensors(observation: Observation) -> Iterator[tuple[str, Shard]]:
     yield from ((name, shard) for group in groups for name, shard in group.items() if shard is not None)
 
 
-def load_observation(path: Path, ledger: Ledger) -> Observation:
+def load_observation(path: Path, ledger: Ledger, course: Course = ()) -> Observation:
     """Read what `save_observation` wrote; raises UsageError for a missing or truncated file."""
     try:
         plain = read_tree(path)
@@ -156,6 +162,7 @@ def load_observation(path: Path, ledger: Ledger) -> Observation:
         race_report=report_from_json(report) if (report := plain.get("race_report")) else None,
         lifetime_report=lifetimes.report_from_json(seen) if (seen := plain.get("lifetime_report")) else None,
         ledger=ledger,
+        course=course,
     )
 
 

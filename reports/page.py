@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
+from types import MappingProxyType
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
@@ -17,14 +18,20 @@ from reports.mark import MARKS, Mark
 from reports.matrix import Column, arrange, by_severity, label
 from reports.tally import Tally, conclude, tally, warnings
 
-__all__ = ["render"]
+__all__ = ["Key", "render"]
+
+Key = tuple[str, str, str]
+"""Engine, case and world of a record."""
 
 _TEMPLATES = Path(__file__).parent / "templates"
 _TEXT_LIMIT = 20_000  # characters of one rank's stack
 
 
-def render(run: Run) -> str:
-    """Render the run as a page that needs nothing but itself: no network, no script to be readable."""
+def render(run: Run, pictures: Mapping[Key, str] = MappingProxyType({})) -> str:
+    """Render the run as a page that needs nothing but itself: no network, no script to be readable.
+
+    ``pictures`` are timelines as SVG, by engine, case and world of their records.
+    """
     # By identity: two records may be equal, and the page shows that there are two.
     anchors = {id(record): f"r{number}" for number, record in enumerate(run.records)}
     matrix = arrange(run)
@@ -43,6 +50,7 @@ def render(run: Run) -> str:
             idle=expected.idle(run),
             ordered=by_severity(run.records),
             anchor=lambda record: anchors[id(record)],
+            picture=lambda record: pictures.get((record.engine, record.case, record.world), ""),
         )
     )
 

@@ -29,6 +29,7 @@ import harness.holdings
 import harness.ledger.agreement
 import harness.ledger.expectation
 import harness.ledger.laws
+import harness.ledger.overlap
 import harness.ledger.selection
 import harness.lifetimes.law
 import harness.parity
@@ -180,12 +181,13 @@ def test_laws_of_the_table_can_be_written() -> None:
         harness.ledger.expectation,
         harness.ledger.laws,
         harness.lifetimes.law,
+        harness.ledger.overlap,
         harness.races.law,
         harness.parity,
         suites.communication.closed_forms,
     )
     known = {name: getattr(module, name) for module in modules for name in module.__all__}
-    known |= dict.fromkeys("SAB", Select()) | {"LOW": 1, "HIGH": 2}
+    known |= dict.fromkeys("SAB", Select()) | {"LOW": 1, "HIGH": 2, "Phase": Phase}
     known |= {"P": Phase.FORWARD, "K": (Kind.GATHERED,), "W": When.FORWARD}
     laws: list[Law] = [eval(row, {"__builtins__": {}}, known) for row in rows]
     shown = {type(law).__name__ for law in laws}

@@ -111,6 +111,7 @@ LAYERS = (
             # Commands too long for the command line's own file.
             "harness/coverage_command.py": ("pytest", "reports", "suites.upstream"),
             "harness/mutants_command.py": ("reports", "engine.mutants"),
+            "harness/timeline_command.py": ("reports",),
             "harness/release.py": ("packaging",),
         },
     ),
@@ -125,6 +126,10 @@ LAYERS = (
             "harness.run_directory",
             "harness.coverage",
             "harness.kills",
+            # Timelines: values over journals, which hold no tensors.
+            "harness.timeline",
+            "harness.ledger.entry",
+            "harness.races.finding",
             "jinja2",
             "tabulate",
         ),

@@ -50,8 +50,11 @@ class Listener(Protocol):
     """Who is told of calls, and of waits for them, besides the recorder."""
 
     # Any: whatever the listener knows a call by.
-    def issued(self, call: Call) -> Any:
-        """Take note of a call before it starts; what is given is handed back when somebody waits for it."""
+    def issued(self, call: Call, seq: int) -> Any:
+        """Take note of a call before it starts; what is given is handed back when somebody waits for it.
+
+        ``seq`` is the recorder's number of it, -1 where nobody records.
+        """
 
     def waited(self, issued: Any) -> None:
         """Take note of a wait, of which there may be several for one call."""
@@ -229,7 +232,7 @@ class _Kernel:
     def _announce(self, call: Call, recorder: Recorder | None, seq: int) -> Hearing:
         """Tell the listener of a call before it starts; gives who is to be told of waits for it."""
         listener = self._door.listener()
-        issued = None if listener is None else listener.issued(call)
+        issued = None if listener is None else listener.issued(call, seq)
         return _Hearing(recorder, seq, listener, issued)
 
 

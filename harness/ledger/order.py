@@ -1,25 +1,21 @@
-"""The law that units are gathered and reduced in the order named; whose parameters a call carries, its size tells.
-
-[Note: whose parameters] Engines say nothing of what they send. In a model whose units all have different sizes the
-number of bytes tells the unit, whether or not an engine pads rows to the number of ranks or aligns parameters. A
-model in which two units could be mistaken for each other proves nothing about order, and breaks the law.
-"""
+"""The law that units are gathered, freed and reduced in the order named; see [Note: whose parameters]."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import combinations, zip_longest
+from itertools import zip_longest
 
-from harness.groups import ROOT, Group, groups_of
+from harness.groups import Group, groups_of
 from harness.law import Evidence, Ruling, rule
+from harness.ledger.cargo import mistakable, spell_unit, unit_of
+from harness.ledger.course import Happening, Mark
 from harness.ledger.entry import Entry, Op
-from harness.ledger.ruling import at, blindness, ledgers, pick
+from harness.ledger.ruling import blindness, pick
 from harness.ledger.selection import Per, Select
+from harness.observation import Observation
 
-__all__ = ["Computes", "Event", "Gathers", "Order", "Reduces"]
-
-_ALIGNED_BYTES = 16  # as far as engines are known to align each parameter in a buffer
+__all__ = ["Computes", "Event", "Gathers", "Order", "Reduces", "Reshards", "Together"]
 
 
 @dataclass(frozen=True, slots=True)  # positional: `Gathers("blocks.0")` reads aloud
@@ -30,8 +26,8 @@ class Gathers:
     during: str | None = None
 
     def __str__(self) -> str:
-        during = "" if self.during is None else f" during {_spell(self.during)}"
-        return f"gather {_spell(self.unit)}{during}"
+        during = "" if self.during is None else f" during {spell_unit(self.during)}"
+        return f"gather {spell_unit(self.unit)}{during}"
 
 
 @dataclass(frozen=True, slots=True)  # positional: as above
@@ -41,7 +37,7 @@ class Reduces:
     unit: str
 
     def __str__(self) -> str:
-        return f"reduce {_spell(self.unit)}"
+        return f"reduce {spell_unit(self.unit)}"
 
 
 @dataclass(frozen=True, slots=True)  # positional: as above
@@ -51,10 +47,30 @@ class Computes:
     unit: str
 
     def __str__(self) -> str:
-        return f"compute gradients of {_spell(self.unit)}"
+        return f"compute gradients of {spell_unit(self.unit)}"
 
 
-Event = Gathers | Reduces | Computes
+@dataclass(frozen=True, slots=True)  # positional: as above
+class Reshards:
+    """A unit is sharded again, as its modules show it; the training must watch units (``Watch.UNITS``)."""
+
+    unit: str
+
+    def __str__(self) -> str:
+        return f"free {spell_unit(self.unit)}"
+
+
+Event = Gathers | Reduces | Computes | Reshards
+
+
+@dataclass(frozen=True, slots=True)  # positional: as above
+class Together:
+    """These events follow each other, whichever comes first."""
+
+    events: frozenset[Event]
+
+    def __str__(self) -> str:
+        return " and ".join(sorted(map(str, self.events)))
 
 
 _KINDS: Mapping[Op, type[Event]] = {
@@ -67,15 +83,15 @@ _KINDS: Mapping[Op, type[Event]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Order:
-    """In each microbatch these gathers and reductions are issued, in this order, and no others.
+    """In each microbatch these gathers, frees and reductions happen, in this order, and no others.
 
-    Where no event is a reduction, reductions are left out of account, and so are gathers, and the broadcasts by
-    which modules tell what they compute; ``select`` narrows further. Sizes identify units, so the parameters must
-    travel in the dtype in which the model was built.
+    Where no event is a reduction, reductions are left out of account, and so are gathers, frees, and the broadcasts
+    by which modules tell what they compute; ``select`` narrows further, frees by phase and moment alone. Sizes
+    identify units, so the parameters must travel in the dtype in which the model was built.
     """
 
     select: Select
-    events: tuple[Event, ...]
+    events: tuple[Event | Together, ...]
 
     def __post_init__(self) -> None:
         if not self.events:
@@ -87,27 +103,63 @@ class Order:
         return f"{', '.join(map(str, self.events))} among {self.select}"
 
     def judge(self, evidence: Evidence) -> Ruling:
-        """Tell what each rank issued in each microbatch, and compare."""
+        """Tell what happened on each rank in each microbatch, and compare."""
         groups = groups_of(evidence.training)
         moments = self.select.moments(evidence.training.schedule, Per.MICROBATCH)
-        broken = [*blindness(evidence, (self.select,), Per.MICROBATCH), *_mistakable(groups, evidence)]
-        for rank, ledger in ledgers(evidence):
-            picked = tuple(e for e in pick(self.select, ledger, evidence) if self._is_asked(e))
+        broken = [*blindness(evidence, (self.select,), Per.MICROBATCH), *mistakable(groups, evidence)]
+        for observation in evidence.ranks:
+            happened = self._happened(observation, evidence)
             for moment in moments if evidence.world_size > 1 else ():
-                told = [_event(e, groups, evidence.world_size) for e in at(moment, picked)]
-                broken += [f"rank {rank} {moment}: {text}" for text in self._disorder(told)]
+                told = [_event(h, groups, evidence.world_size) for h in happened if moment.holds(h)]
+                broken += [f"rank {observation.rank} {moment}: {text}" for text in self._disorder(told)]
         return rule(self.name, broken, held=f"in order on every rank in {len(moments)} microbatches")
+
+    def _happened(self, observation: Observation, evidence: Evidence) -> Sequence[Entry | Mark]:
+        """Give what is asked for in order; without a course, which tells of frees alone, the calls by themselves."""
+        picked = [e for e in pick(self.select, observation.ledger, evidence) if self._is_asked(e)]
+        if not self._asks_for(Reshards):
+            return picked
+        by_seq: dict[int | None, Entry] = {entry.seq: entry for entry in picked}
+        return [
+            mark if mark.what is Happening.RESHARDED else by_seq[mark.seq]
+            for mark in observation.course
+            if (mark.what is Happening.RESHARDED and self._covers(mark))
+            or (mark.what is Happening.ISSUED and mark.seq in by_seq)
+        ]
+
+    def _covers(self, mark: Mark) -> bool:
+        return not self.select.phases or mark.phase in self.select.phases
 
     def _is_asked(self, entry: Entry) -> bool:
         kind = _KINDS.get(entry.op)
-        return kind is not None and any(isinstance(event, kind) for event in self.events)
+        return kind is not None and self._asks_for(kind)
+
+    def _asks_for(self, kind: type[Event]) -> bool:
+        asked = (one for event in self.events for one in _each(event))
+        return any(isinstance(event, kind) for event in asked)
 
     def _disorder(self, told: Sequence[Event | str]) -> Iterator[str]:
-        for position, (wanted, got) in enumerate(zip_longest(self.events, told)):
+        settled = list(_settled(self.events, told))
+        for position, (wanted, got) in enumerate(zip_longest(settled, told)):
             if not _is_met(wanted, got):
                 found = ", ".join(map(str, told)) or "nothing"
                 yield f"expected {wanted or 'no more'} as #{position}, got {got or 'no more'}; in all {found}"
                 return
+
+
+def _each(event: Event | Together) -> Iterable[Event]:
+    return event.events if isinstance(event, Together) else (event,)
+
+
+def _settled(events: Sequence[Event | Together], told: Sequence[Event | str]) -> Iterator[Event]:
+    """Put what may come in any order into the order in which it came, as far as it did."""
+    position = 0
+    for event in events:
+        members = sorted(_each(event), key=str)
+        came = told[position : position + len(members)]
+        members.sort(key=lambda m: next((i for i, got in enumerate(came) if _is_met(m, got)), len(came)))
+        yield from members
+        position += len(members)
 
 
 def _is_met(wanted: Event | None, got: Event | str | None) -> bool:
@@ -116,31 +168,13 @@ def _is_met(wanted: Event | None, got: Event | str | None) -> bool:
     return wanted == got
 
 
-def _event(entry: Entry, groups: Sequence[Group], num_ranks: int) -> Event | str:
-    """Tell whose parameters an entry carries; a text where no unit is of that size."""
-    if entry.op is Op.BROADCAST and entry.unit is not None:
-        return Computes(entry.unit)
-    # A replica's part of the gradients is reduced across replicas: as many times smaller as it has ranks.
-    share = num_ranks // len(entry.group) if entry.op is Op.ALL_REDUCE else 1
-    for group in groups:
-        if group.num_bytes <= entry.num_bytes * share <= _most_bytes(group, num_ranks):
-            return Gathers(group.unit, entry.unit) if entry.op is Op.ALL_GATHER else Reduces(group.unit)
-    return f"{entry.op} of {entry.num_bytes} bytes, which no unit has"
-
-
-def _mistakable(groups: Sequence[Group], evidence: Evidence) -> Iterator[str]:
-    """See [Note: whose parameters]."""
-    for one, other in combinations(sorted(groups, key=lambda g: g.num_bytes), 2):
-        if _most_bytes(one, evidence.world_size) >= other.num_bytes:
-            yield (
-                f"expected units of different sizes, got {_spell(one.unit)} and {_spell(other.unit)}, which "
-                f"{evidence.world_size} ranks cannot tell apart; try other widths"
-            )
-
-
-def _most_bytes(group: Group, num_ranks: int) -> int:
-    return group.padded_bytes(num_ranks) + len(group.shapes) * (_ALIGNED_BYTES - group.bytes_per_element)
-
-
-def _spell(unit: str) -> str:
-    return "the root" if unit == ROOT else unit
+def _event(happened: Entry | Mark, groups: Sequence[Group], num_ranks: int) -> Event | str:
+    """Tell whose parameters it is about; a text where no unit is of that size."""
+    if isinstance(happened, Mark):
+        return Reshards(happened.unit or "")
+    if happened.op is Op.BROADCAST and happened.unit is not None:
+        return Computes(happened.unit)
+    unit = unit_of(happened, groups, num_ranks)
+    if unit is None:
+        return f"{happened.op} of {happened.num_bytes} bytes, which no unit has"
+    return Gathers(unit, happened.unit) if happened.op is Op.ALL_GATHER else Reduces(unit)

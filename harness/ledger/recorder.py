@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import os
 import threading
+import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
+from harness.ledger.course import Happening
 from harness.ledger.entry import (
     Entry,
     Harm,
@@ -63,7 +65,8 @@ class Recorder:
     """One rank's ledger in the making.
 
     Each entry is appended to ``journal`` (JSON lines, one unbuffered write each) when the call is made, so
-    that what a rank did survives its death. Thread-safe: a backend may complete work on threads of its own.
+    that what a rank did survives its death; marks of the course go with the next of them. Thread-safe: a backend
+    may complete work on threads of its own.
     """
 
     def __init__(self, journal: Path | None = None) -> None:
@@ -77,6 +80,8 @@ class Recorder:
         self._step = -1
         self._microbatch = -1
         self._units: list[str] = []
+        self._pending: list[tuple[object, ...]] = []
+        self._watcher: Callable[[], None] | None = None
         self._lock = threading.Lock()
         self._home = threading.get_ident()
         # O_APPEND and no buffer: the kernel has the line before the collective starts, even if we are killed.
@@ -96,23 +101,70 @@ class Recorder:
         outer = (self._phase, self._step, self._microbatch)
         self._phase, self._step, self._microbatch = phase, step, microbatch
         self._units.clear()
+        self.mark(Happening.BEGAN)
         try:
             yield
         finally:
+            self.mark(Happening.ENDED)
             self._phase, self._step, self._microbatch = outer
 
     def enter_unit(self, unit: str) -> None:
         """Note that a unit's forward began."""
         self._units.append(unit)
+        self.mark(Happening.ENTERED, unit)
 
     def leave_unit(self, unit: str) -> None:
         """Note that a unit's forward ended; tolerates units that an exception skipped."""
+        self.mark(Happening.LEFT, unit)
         while self._units and self._units.pop() != unit:
             pass
 
     def turn_to_unit(self, unit: str) -> None:
         """Note that backward reached a unit; it lasts until backward reaches another."""
         self._units[:] = [unit]
+        self.mark(Happening.TURNED, unit)
+
+    def mark(
+        self,
+        what: Happening,
+        unit: str | None = None,
+        *,
+        seq: int | None = None,
+        stream: str | None = None,
+    ) -> None:
+        """Note in the course what happened just now."""
+        self.look()
+        self.note(what, unit, seq=seq, stream=stream)
+
+    def note(
+        self,
+        what: Happening,
+        unit: str | None = None,
+        *,
+        seq: int | None = None,
+        stream: str | None = None,
+    ) -> None:
+        """Note it without a look: what a look itself has found."""
+        if self._journal is None:
+            return
+        # As it will be written, and not a Mark: this is on the way of every unit of every step.
+        at_ns, place = time.monotonic_ns(), (self._phase, self._step, self._microbatch)
+        with self._lock:
+            self._pending.append((what.name, at_ns, *place, unit, seq, stream))
+
+    def look(self) -> None:
+        """Have the watcher look, who notes what changed since: before whatever is noted next."""
+        if self._watcher is not None and self._phase is not Phase.OBSERVE:
+            self._watcher()
+
+    @contextmanager
+    def watched_by(self, watcher: Callable[[], None]) -> Iterator[None]:
+        """Have ``watcher`` called before each call and each mark inside; it must not communicate."""
+        self._watcher = watcher
+        try:
+            yield
+        finally:
+            self._watcher = None
 
     @property
     def place(self) -> Place:
@@ -122,10 +174,11 @@ class Recorder:
 
     def issued(self, call: CallSummary) -> int:
         """Write a call down and return its sequence number, before the call starts."""
+        self.look()
         with self._lock:
             entry = self._entry(call)
             self._entries.append(entry)
-            self._write({"entry": entry_to_json(entry)})
+            self._write({"entry": entry_to_json(entry), "at_ns": time.monotonic_ns()})
         return entry.seq
 
     def waited(self, seq: int, *, is_over: bool | None = True) -> None:
@@ -141,14 +194,14 @@ class Recorder:
                 is_over=is_over,
             )
             self._waits[seq] = wait
-            self._write({"wait": seq, **wait_to_json(wait)})
+            self._write({"wait": seq, **wait_to_json(wait), "at_ns": time.monotonic_ns()})
 
     def over(self, seq: int) -> None:
         """Write down that the wait came to its end."""
         with self._lock:
             if seq in self._waits and seq not in self._over:
                 self._over.add(seq)
-                self._write_line(b'{"over":%d}\n' % seq)  # as short as it is frequent
+                self._write_text(b'{"over":%d}\n' % seq)  # as short as it is frequent
 
     def harmed(self, seq: int, kind: HarmKind, site: str) -> None:
         """Write down what was done to the buffers of a call before its result was there; noticed now, at ``site``."""
@@ -169,9 +222,11 @@ class Recorder:
 
     def close(self) -> None:
         """Close the journal."""
-        if self._journal is not None:
-            os.close(self._journal)
-            self._journal = None
+        with self._lock:
+            if self._journal is not None:
+                self._write()
+                os.close(self._journal)
+                self._journal = None
 
     def _entry(self, call: CallSummary) -> Entry:
         is_message = call.op in {Op.SEND, Op.RECV}
@@ -201,12 +256,15 @@ class Recorder:
             group_name=call.group_name,
         )
 
-    def _write(self, line: Mapping[str, object]) -> None:
-        self._write_line(_ENCODER.encode(line).encode() + b"\n")
+    def _write(self, *lines: Mapping[str, object]) -> None:
+        """Write lines down, after the marks before them: one write for all."""
+        told = [{"marks": self._pending}, *lines] if self._pending else lines
+        self._write_text("".join(f"{_ENCODER.encode(line)}\n" for line in told).encode())
+        self._pending.clear()
 
-    def _write_line(self, line: bytes) -> None:
+    def _write_text(self, text: bytes) -> None:
         if self._journal is not None:
-            os.write(self._journal, line)
+            os.write(self._journal, text)
 
 
 def read_journal(path: Path) -> Ledger:
@@ -225,7 +283,7 @@ def read_journal(path: Path) -> Ledger:
             harms[seq] = (*harms.get(seq, ()), harm_from_json(line))
         elif "over" in line:
             waits[line["over"]] = replace(waits[line["over"]], is_over=True)
-        else:
+        elif "wait" in line:
             waits[line["wait"]] = wait_from_json(line)
     return _complete(entries, waits, harms)
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from harness.case import Schedule
+from harness.ledger.course import Mark
 from harness.ledger.entry import Entry, Ledger, Op, Phase
 
 __all__ = [
@@ -54,9 +55,9 @@ class Moment:
     step: int
     microbatch: int | None = None
 
-    def holds(self, entry: Entry) -> bool:
-        """Tell whether an entry was issued then."""
-        return entry.step == self.step and self.microbatch in {None, entry.microbatch}
+    def holds(self, happened: Entry | Mark) -> bool:
+        """Tell whether an entry was issued then, or something else happened."""
+        return happened.step == self.step and self.microbatch in {None, happened.microbatch}
 
     def __str__(self) -> str:
         if self.step == BEFORE_STEPS:

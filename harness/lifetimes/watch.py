@@ -114,7 +114,7 @@ class LifetimeWatch:
                     held.change = f"its {held.num_bytes} bytes were resized to {num_bytes} at {site}"
             self._lives.resized(key, num_bytes, "resize_", site)
 
-    def issued(self, call: Call) -> None:
+    def issued(self, call: Call, seq: int = -1) -> None:
         """Note a collective."""
         if self._is_observing:
             return

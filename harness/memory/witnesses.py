@@ -24,8 +24,8 @@ class Witness(OperatorWitness, Protocol):
         """Take note that a storage is about to have another size, before it has."""
 
     # Any: whatever the witness knows a collective by.
-    def issued(self, call: Call) -> Any:
-        """Take note of a collective before it starts."""
+    def issued(self, call: Call, seq: int) -> Any:
+        """Take note of a collective before it starts; ``seq`` is its place in the ledger, -1 where there is none."""
 
     def waited(self, issued: Any) -> None:
         """Take note of a wait for a collective."""
@@ -41,8 +41,8 @@ class _Witnesses:
         for witness in self._witnesses:
             witness.resized(storage, num_bytes)
 
-    def issued(self, call: Call) -> tuple[Any, ...]:
-        return tuple(witness.issued(call) for witness in self._witnesses)
+    def issued(self, call: Call, seq: int) -> tuple[Any, ...]:
+        return tuple(witness.issued(call, seq) for witness in self._witnesses)
 
     def waited(self, issued: tuple[Any, ...]) -> None:
         for witness, what in zip(self._witnesses, issued, strict=True):

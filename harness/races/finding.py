@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from typing import Any
 
 from harness.ledger.entry import Phase
 
-__all__ = ["Kind", "Race", "RaceReport", "Touch", "report_from_json", "report_to_json"]
+__all__ = ["RACES", "Kind", "Race", "RaceReport", "Touch", "report_from_json", "report_to_json"]
+
+RACES = ".races.json"
+"""How the file ends that holds a rank's report."""
 
 
 class Kind(StrEnum):
@@ -23,7 +26,10 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Touch:
-    """One operator or collective that touched memory: on which stream, in whose turn, and where it was called."""
+    """One operator or collective that touched memory: on which stream, in whose turn, and where it was called.
+
+    ``at_ns`` is when, by the clock of the course; two touches are no other for it. 0 in reports kept without it.
+    """
 
     operator: str
     is_write: bool
@@ -33,6 +39,7 @@ class Touch:
     microbatch: int
     unit: str | None
     site: str
+    at_ns: int = field(default=0, compare=False)
 
     def __str__(self) -> str:
         """Spell it for a person."""

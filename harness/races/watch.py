@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterable
 from dataclasses import replace
 
@@ -10,10 +11,11 @@ import torch
 
 from harness.door.call import Call
 from harness.door.site import call_site
+from harness.ledger.course import Happening
 from harness.ledger.entry import Phase
 from harness.ledger.recorder import Recorder
 from harness.memory.storages import Storages
-from harness.races.clock import Clock, Order
+from harness.races.clock import Clock, Moment, Order
 from harness.races.finding import Kind, Race, RaceReport, Touch
 from harness.races.shadow import Access, Memory
 from harness.races.spans import is_memory, span_of
@@ -44,6 +46,7 @@ class RaceWatch:
         self._names = {self._order.begin(): "the default stream"}
         self._selected = _Selected()
         self._races: dict[tuple[object, ...], Race] = {}
+        self._in_flight: dict[int, Moment] = {}  # what the default stream has not waited for, by number
         self._num_touches = 0
         self._num_collectives = 0
         self._lock = threading.RLock()
@@ -77,12 +80,14 @@ class RaceWatch:
         with self._lock:
             self._settle()
             self._order.wait(timeline, fired)
+            self._land()
 
     def host_waits(self, fired: Clock) -> None:
         """Note that the host waited for an event."""
         with self._lock:
             self._settle()
             self._order.host_waits(fired)
+            self._land()
 
     def host_waits_for_stream(self, timeline: int) -> None:
         """Note that the host waited for all that was issued on a stream."""
@@ -135,7 +140,7 @@ class RaceWatch:
 
     # Collectives ------------------------------------------------------------------------------------------
 
-    def issued(self, call: Call) -> Clock | None:
+    def issued(self, call: Call, seq: int = -1) -> Clock | None:
         """Note a collective: on the current stream if that waits for it, else on a timeline of its own.
 
         Gives what a wait for its work will order.
@@ -152,6 +157,10 @@ class RaceWatch:
             reads = [t for part in call.inputs for t in part]
             writes = [t for part in call.outputs for t in part]
             self._touch_all(str(call.op), reads, writes, timeline, set(), is_passing=call.is_async)
+            if seq >= 0:
+                self._recorder.mark(Happening.PLACED, seq=seq, stream=self._names[self.selected])
+                self._in_flight[seq] = self._order.moment(timeline)
+                self._land()
             return self._order.clock(timeline) if call.is_async else None
 
     def waited(self, done: Clock | None) -> None:
@@ -174,6 +183,13 @@ class RaceWatch:
     @property
     def _is_observing(self) -> bool:
         return self._recorder.place.phase is Phase.OBSERVE
+
+    def _land(self) -> None:
+        """Tell the course which collectives the default stream, on which units compute, now waits for."""
+        clock = self._order.clock(DEFAULT)
+        for seq in [s for s, moment in self._in_flight.items() if clock.knows(moment)]:
+            del self._in_flight[seq]
+            self._recorder.mark(Happening.JOINED, seq=seq)
 
     def _settle(self) -> None:
         """Take releases down that happened since the last event: before whatever is told next."""
@@ -219,6 +235,7 @@ class RaceWatch:
             microbatch=place.microbatch,
             unit=place.unit,
             site=call_site(),
+            at_ns=time.monotonic_ns(),
         )
 
     def _note(self, kind: Kind, first: Touch, second: Touch) -> None:

@@ -7,12 +7,12 @@ import pytest
 from engine.contract import Capability, Grouping, Layout, Plan, Reshard
 from fixtures.chain import CHAIN, SPARE_CHAIN
 from fixtures.optimizers import SGD
-from harness.case import Training
+from harness.case import Training, Watch
 from harness.ledger.agreement import RanksAgree
 from harness.ledger.entry import Op, Phase
 from harness.ledger.expectation import Exactly
 from harness.ledger.laws import AllWaited, Asynchronous, Count
-from harness.ledger.order import Gathers, Order
+from harness.ledger.order import Gathers, Order, Reshards
 from harness.ledger.selection import Select
 from harness.parity import MatchesOracle
 from harness.pytest_plugin import Trial
@@ -54,18 +54,22 @@ def test_gathers_block_nobody_when_asked(trial: Trial) -> None:
 @pytest.mark.prey("GathersTheLastUnitFirst", "NeverReducesGroupsRunInPart")
 @pytest.mark.worlds(SEVERAL)
 def test_a_group_with_an_unused_module_is_treated_like_any_other(trial: Trial) -> None:
+    """Reductions are counted: an engine may leave out what has no gradient, and then no size tells whose it is."""
     first, last = SPARE_CHAIN.units
     plan = Plan(
         layout=Layout.SHARD,
         units=(first, last),
         grouping=Grouping.REQUIRED,
         reshard=Reshard.AFTER_FORWARD,
-        demands=frozenset({Capability.UNUSED}),
+        demands=frozenset({Capability.UNUSED, Capability.UNIT_STATE}),
     )
     trial.holds(
-        Training(problem=SPARE_CHAIN, optimizer=SGD, plan=plan),
+        Training(problem=SPARE_CHAIN, optimizer=SGD, plan=plan, watch=frozenset({Watch.UNITS})),
         Order(select=Select(phases=(Phase.FORWARD,)), events=(Gathers(first), Gathers(last))),
-        Order(select=Select(phases=(Phase.BACKWARD,)), events=(Gathers(last), Gathers(first))),
+        Order(
+            select=Select(phases=(Phase.BACKWARD,)),
+            events=(Gathers(last), Gathers(first), Reshards(last), Reshards(first)),
+        ),
         Count(select=REDUCTIONS, expected=Exactly(NUM_GROUPS)),
         *RIGHT,
     )

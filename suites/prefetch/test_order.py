@@ -13,11 +13,11 @@ import pytest
 from engine.contract import Capability, Grouping, Layout, Plan, Reshard
 from fixtures.chain import CHAIN, CHECKPOINTED_CHAIN, LOOPED_CHAIN
 from fixtures.optimizers import SGD
-from harness.case import Problem, Schedule, Training
+from harness.case import Problem, Schedule, Training, Watch
 from harness.ledger.agreement import RanksAgree
 from harness.ledger.entry import Op, Phase
 from harness.ledger.laws import Nothing
-from harness.ledger.order import Gathers, Order, Reduces
+from harness.ledger.order import Event, Gathers, Order, Reduces, Reshards, Together
 from harness.ledger.selection import Microbatches, Select
 from harness.parity import MatchesOracle
 from harness.pytest_plugin import Trial
@@ -33,6 +33,23 @@ GATHERED = Order(select=FORWARD, events=tuple(map(Gathers, INWARDS)))
 # Backward comes to the root first of all: its output is the root's.
 GATHERED_AGAIN = Order(select=BACKWARD, events=tuple(map(Gathers, ("", *OUTWARDS[:-1]))))
 REDUCED = Order(select=BACKWARD, events=tuple(map(Reduces, OUTWARDS)))
+FREED = Order(select=FORWARD, events=tuple(map(Reshards, (*INWARDS[1:], ""))))
+FREED_BUT_ROOT = Order(select=FORWARD, events=tuple(map(Reshards, INWARDS[1:])))
+# The root's inputs need no gradient: it may be reduced when its gradients are there, and freed when all is over.
+ENDS = (
+    *(event for unit in OUTWARDS[:-1] for event in (Reshards(unit), Reduces(unit))),
+    Together(frozenset({Reshards(""), Reduces("")})),
+)
+# The next unit is gathered before the present one's gradients are computed, unasked.
+OVERLAPPED: tuple[Event | Together, ...] = (
+    *(Gathers("blocks.3"), Gathers("blocks.2"), *ENDS[:2], Gathers("blocks.1"), *ENDS[2:4]),
+    *(Gathers("blocks.0"), *ENDS[4:]),
+)
+ALL_AGAIN = Order(select=BACKWARD, events=(Gathers(""), *OVERLAPPED))
+BLOCKS_AGAIN = Order(select=BACKWARD, events=OVERLAPPED)
+NONE_AGAIN = Order(
+    select=Select(phases=(Phase.FORWARD, Phase.BACKWARD)), events=(*map(Gathers, INWARDS), *ENDS)
+)
 RIGHT = (MatchesOracle(), RanksAgree())
 
 
@@ -57,6 +74,45 @@ def test_gathers_as_used_and_again_in_reverse(trial: Trial, problem: Problem, re
 def test_gathers_kept_units_in_forward_alone(trial: Trial) -> None:
     training = _training(CHAIN, _plan(reshard=Reshard.KEEP))
     trial.holds(training, GATHERED, Nothing(select=GATHERS_IN_BACKWARD), REDUCED, *RIGHT)
+
+
+@pytest.mark.rows("C13")
+@pytest.mark.prey("GathersTheLastUnitFirst", "ReducesInTheOrderOfForward")
+@pytest.mark.worlds(SEVERAL)
+@pytest.mark.parametrize(
+    ("problem", "reshard", "orders"),
+    [
+        pytest.param(
+            CHAIN,
+            Reshard.AFTER_FORWARD,
+            (FREED, ALL_AGAIN),
+            id="freed",
+            marks=pytest.mark.prey("PrefetchesAfterItsTurn"),
+        ),
+        pytest.param(CHECKPOINTED_CHAIN, Reshard.AFTER_FORWARD, (FREED, ALL_AGAIN), id="checkpointed"),
+        pytest.param(CHAIN, Reshard.NATIVE, (FREED_BUT_ROOT, BLOCKS_AGAIN), id="root-kept"),
+        pytest.param(CHAIN, Reshard.KEEP, (NONE_AGAIN,), id="kept"),
+        pytest.param(
+            CHAIN,
+            Reshard.TO_PAIRS,
+            (FREED, ALL_AGAIN),
+            id="pairs",
+            marks=pytest.mark.worlds(FOUR_OR_MORE_EVEN),
+        ),
+    ],
+)
+def test_a_step_goes_in_the_order_of_torch(
+    trial: Trial, problem: Problem, reshard: Reshard, orders: tuple[Order, ...]
+) -> None:
+    """All of the first part of row C13, for engines that gather ahead when asked to.
+
+    Seen from outside: a gather and a reduction by their issue, a free by what modules show. An unshard or
+    post-backward that does nothing is none of them. In forward an engine may look ahead, so that gathers and frees
+    have their orders apart from each other there.
+    """
+    plan = _plan(reshard=reshard, demands=frozenset({Capability.PREFETCH, Capability.UNIT_STATE}))
+    training = replace(_training(problem, plan), watch=frozenset({Watch.UNITS}))
+    trial.holds(training, GATHERED, *orders, *RIGHT)
 
 
 @pytest.mark.rows("R06")

@@ -1,0 +1,133 @@
+"""Collectives are in flight while units compute, and no further ahead than asked: what prefetching is for.
+
+Calls, their order and the numbers are the same without it. The watch over streams tells when the stream on which
+units compute waits for a collective, on a CPU as on a device. Of a chain all overlap but for its two ends: nothing
+computes before the first gathers are needed, and nothing after the last gradients are there.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from engine.contract import Capability, Grouping, Layout, Plan, Prefetch, Reshard
+from fixtures.chain import CHAIN, CHECKPOINTED_CHAIN
+from fixtures.optimizers import SGD
+from harness.case import Problem, Schedule, Training, Watch
+from harness.ledger.agreement import RanksAgree
+from harness.ledger.entry import Op, Phase
+from harness.ledger.expectation import Between, Exactly
+from harness.ledger.overlap import Overlaps, PrefetchDistance
+from harness.ledger.selection import Select
+from harness.parity import MatchesOracle
+from harness.pytest_plugin import Trial
+from harness.worlds.sizes import FOUR_OR_MORE_EVEN, SEVERAL
+
+ROOT = ""
+UNITS = CHAIN.units
+FIRST, LAST = UNITS[0], UNITS[-1]
+RIGHT = (MatchesOracle(), RanksAgree())
+GATHERS_IN_FORWARD = Overlaps(
+    select=Select(ops=(Op.ALL_GATHER,), phases=(Phase.FORWARD,)), but_for=(ROOT, FIRST)
+)
+GATHERS_IN_BACKWARD = Overlaps(
+    select=Select(ops=(Op.ALL_GATHER,), phases=(Phase.BACKWARD,)), but_for=(ROOT, LAST)
+)
+SCATTERS = Overlaps(select=Select(ops=(Op.REDUCE_SCATTER,), phases=(Phase.BACKWARD,)), but_for=(FIRST, ROOT))
+# Across replicas what was scattered is reduced once more: a turn later, where waiting for it is up to the host.
+REDUCTIONS = Overlaps(
+    select=Select(ops=(Op.ALL_REDUCE,), phases=(Phase.BACKWARD,)), but_for=(UNITS[1], FIRST, ROOT)
+)
+of_waits = pytest.mark.prey("WaitsForEachGather", "WaitsWhereItGathers")
+of_lists = pytest.mark.prey("NeverPrefetches", "PrefetchesOneTooFew", "PrefetchesTheUnitAfterNext")
+on_a_cpu = pytest.mark.device("cpu")  # elsewhere streams are the device's own, and are not watched
+
+
+@on_a_cpu
+@of_waits
+@of_lists
+@pytest.mark.prey("PrefetchesOneTooFar", "GathersEverythingFirst")
+@pytest.mark.rows("C14")
+@pytest.mark.worlds(SEVERAL)
+@pytest.mark.parametrize("distance", [1, 2], ids=["one", "two"])
+def test_forward_gathers_overlap_as_far_ahead_as_listed(trial: Trial, distance: int) -> None:
+    plan = _plan(prefetch=Prefetch.by_distance(UNITS, forward=distance))
+    ahead = PrefetchDistance(phase=Phase.FORWARD, units=Exactly(distance))
+    trial.holds(_training(plan), GATHERS_IN_FORWARD, ahead, *RIGHT)
+
+
+@on_a_cpu
+@of_waits
+@of_lists
+@pytest.mark.prey("PrefetchesOneTooFar")
+@pytest.mark.rows("C15")
+@pytest.mark.worlds(SEVERAL)
+@pytest.mark.parametrize("distance", [1, 2], ids=["one", "two"])
+def test_backward_gathers_overlap_as_far_ahead_as_listed(trial: Trial, distance: int) -> None:
+    plan = _plan(prefetch=Prefetch.by_distance(UNITS, backward=distance))
+    ahead = PrefetchDistance(phase=Phase.BACKWARD, units=Exactly(distance))
+    trial.holds(_training(plan), GATHERS_IN_BACKWARD, ahead, *RIGHT)
+
+
+@on_a_cpu
+@of_waits
+@pytest.mark.prey("PrefetchesAfterItsTurn")
+@pytest.mark.rows("C13")
+@pytest.mark.worlds(SEVERAL)
+@pytest.mark.parametrize(
+    ("problem", "schedule"),
+    [
+        pytest.param(CHAIN, Schedule(), id="freed"),
+        pytest.param(CHECKPOINTED_CHAIN, Schedule(), id="checkpointed"),
+        pytest.param(CHAIN, Schedule(microbatches=2), id="microbatches"),
+    ],
+)
+def test_backward_gathers_overlap_unasked(trial: Trial, problem: Problem, schedule: Schedule) -> None:
+    ahead = PrefetchDistance(phase=Phase.BACKWARD, units=Exactly(1))
+    trial.holds(_training(_plan(), problem, schedule), GATHERS_IN_BACKWARD, ahead, *RIGHT)
+
+
+@on_a_cpu
+@pytest.mark.prey("GathersEverythingFirst")
+@pytest.mark.worlds(SEVERAL)
+def test_no_more_than_the_next_unit_is_gathered_unasked(trial: Trial) -> None:
+    """An engine need not look ahead in forward by itself; where it does, it is not to fill the memory."""
+    ahead = PrefetchDistance(phase=Phase.FORWARD, units=Between(0, 1))
+    trial.holds(_training(_plan()), ahead, *RIGHT)
+
+
+@on_a_cpu
+@pytest.mark.prey("WaitsForEachReduction", "WaitsWhereItReduces", "ReducesInTheOrderOfForward")
+@pytest.mark.rows("C13")
+@pytest.mark.worlds(SEVERAL)
+@pytest.mark.parametrize(
+    ("layout", "laws"),
+    [
+        pytest.param(Layout.SHARD, (SCATTERS,), id="shard"),
+        pytest.param(
+            Layout.HYBRID, (SCATTERS, REDUCTIONS), id="hybrid", marks=pytest.mark.worlds(FOUR_OR_MORE_EVEN)
+        ),
+    ],
+)
+def test_reductions_overlap_backward(trial: Trial, layout: Layout, laws: tuple[Overlaps, ...]) -> None:
+    trial.holds(_training(_plan(layout)), *laws, *RIGHT)
+
+
+def _plan(layout: Layout = Layout.SHARD, prefetch: Prefetch | None = None) -> Plan:
+    return Plan(
+        layout=layout,
+        units=UNITS,
+        grouping=Grouping.REQUIRED,
+        reshard=Reshard.AFTER_FORWARD,
+        prefetch=prefetch,
+        demands=frozenset({Capability.PREFETCH}),
+    )
+
+
+def _training(plan: Plan, problem: Problem = CHAIN, schedule: Schedule | None = None) -> Training:
+    return Training(
+        problem=problem,
+        optimizer=SGD,
+        plan=plan,
+        schedule=schedule or Schedule(),
+        watch=frozenset({Watch.RACES}),
+    )

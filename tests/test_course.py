@@ -1,0 +1,188 @@
+"""The course of a rank: read as it was written, in one order with calls and waits, and no part of the ledger."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from harness.ledger.course import Course, Happening, Mark, flights, read_course, stretches
+from harness.ledger.entry import Op, Phase
+from harness.ledger.recorder import CallSummary, Recorder, read_journal
+from harness.unit_hooks import watching_units
+
+
+def a_call() -> CallSummary:
+    return CallSummary(
+        op=Op.ALL_GATHER,
+        group_name="g",
+        group=(0, 1),
+        dtype="float32",
+        shapes=((2,),),
+        num_bytes=16,
+        reduce_op=None,
+        peer=None,
+        is_async=True,
+        site="engine.py:1",
+    )
+
+
+def told(course: Course) -> list[str]:
+    return [mark.what.name + (f" {mark.unit}" if mark.unit else "") for mark in course]
+
+
+def test_marks_calls_and_waits_lie_in_one_order(tmp_path: Path) -> None:
+    recorder = Recorder(tmp_path / "journal")
+    with recorder.during(Phase.FORWARD, step=3, microbatch=1):
+        recorder.enter_unit("a")
+        seq = recorder.issued(a_call())
+        recorder.mark(Happening.PLACED, seq=seq, stream="s")
+        recorder.mark(Happening.COMPUTES, "a")
+        recorder.waited(seq)
+        recorder.leave_unit("a")
+    recorder.close()
+    course = read_course(tmp_path / "journal")
+    order = ["BEGAN", "ENTERED a", "ISSUED a", "PLACED", "COMPUTES a", "WAITED", "LEFT a", "ENDED"]
+    assert told(course) == order
+    assert {(m.phase, m.step, m.microbatch) for m in course} == {(Phase.FORWARD, 3, 1)}
+    assert [m.seq for m in course if m.seq is not None] == [0, 0, 0]
+    assert course[3].stream == "s"
+    times = [m.at_ns for m in course]
+    assert times == sorted(times)
+    assert times[0] > 0
+
+
+def test_times_and_marks_are_no_part_of_the_ledger(tmp_path: Path) -> None:
+    for name, marks in (("plain", 0), ("marked", 5)):
+        recorder = Recorder(tmp_path / name)
+        seq = recorder.issued(a_call())
+        for _ in range(marks):
+            recorder.mark(Happening.COMPUTES, "a")
+        recorder.waited(seq)
+        recorder.close()
+    assert read_journal(tmp_path / "plain") == read_journal(tmp_path / "marked")
+
+
+def test_a_journal_without_a_course_is_read(tmp_path: Path) -> None:
+    recorder = Recorder(tmp_path / "journal")
+    recorder.waited(recorder.issued(a_call()))
+    recorder.close()
+    lines = [json.loads(line) for line in (tmp_path / "journal").read_text().splitlines()]
+    old = [{k: v for k, v in line.items() if k != "at_ns"} for line in lines]
+    (tmp_path / "old").write_text("".join(json.dumps(line) + "\n" for line in old))
+    assert read_journal(tmp_path / "old") == read_journal(tmp_path / "journal")
+    assert read_course(tmp_path / "old") == ()
+    assert read_course(tmp_path / "nowhere") == ()
+
+
+def test_what_a_killed_rank_had_called_is_there_with_the_marks_before_it(tmp_path: Path) -> None:
+    recorder = Recorder(tmp_path / "journal")
+    recorder.mark(Happening.COMPUTES, "a")
+    recorder.issued(a_call())
+    recorder.mark(Happening.LEFT, "a")  # never written: nothing was called after it
+    assert told(read_course(tmp_path / "journal")) == ["COMPUTES a", "ISSUED"]
+    recorder.close()
+
+
+def test_a_watcher_looks_before_each_call_and_mark_but_not_while_the_harness_reads(tmp_path: Path) -> None:
+    recorder = Recorder(tmp_path / "journal")
+    with recorder.watched_by(lambda: recorder.note(Happening.RESHARDED, "a")):
+        recorder.issued(a_call())
+        with recorder.during(Phase.OBSERVE):
+            recorder.issued(a_call())
+    recorder.issued(a_call())
+    recorder.close()
+    looked = told(read_course(tmp_path / "journal"))
+    assert looked == ["RESHARDED a", "ISSUED", "BEGAN", "ISSUED", "ENDED", "ISSUED"]
+
+
+def marks(*words: str) -> Course:
+    """Write a course: ``computes a`` and the like, in backward where a word is in capitals."""
+    made = []
+    for at, word in enumerate(words):
+        what, _, unit = word.partition(" ")
+        phase = Phase.BACKWARD if what.isupper() else Phase.FORWARD
+        made.append(
+            Mark(what=Happening[what.upper()], at_ns=at, phase=phase, step=0, microbatch=0, unit=unit or None)
+        )
+    return tuple(made)
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        pytest.param(
+            ("entered a", "computes a", "left a"), [("a", 1, 2)], id="a unit computes when hooks are through"
+        ),
+        pytest.param(
+            ("entered a", "computes a", "entered b", "computes b", "left b", "left a"),
+            [("a", 1, 2), ("b", 3, 4), ("a", 4, 5)],
+            id="a unit around another computes before and after it",
+        ),
+        pytest.param(
+            ("BEGAN", "TURNED b", "GRADES b", "GRADED b", "TURNED a", "GRADES a", "ENDED"),
+            [("b", 2, 3), ("a", 5, 6)],
+            id="backward ends with the gradients of inputs or the phase",
+        ),
+        pytest.param(
+            ("TURNED b", "GRADES b", "TURNED a", "GRADES a", "GRADED a", "GRADED b"),
+            [("b", 1, 2), ("a", 3, 4)],
+            id="another unit's turn ends backward too",
+        ),
+        pytest.param(
+            ("TURNED a", "GRADES a", "ENTERED a", "COMPUTES a", "LEFT a", "GRADED a"),
+            [("a", 1, 2), ("a", 3, 4), ("a", 4, 5)],
+            id="a forward that runs again is part of backward",
+        ),
+        pytest.param(
+            ("TURNED a", "GRADES a", "ENTERED a", "COMPUTES a", "GRADED a", "TURNED b"),
+            [("a", 1, 2), ("a", 3, 4)],
+            id="one that is broken off as well",
+        ),
+        pytest.param(("computes a", "left a", "GRADED a", "GRADES b"), [], id="strays are none"),
+    ],
+)
+def test_stretches_of_compute(words: tuple[str, ...], expected: list[tuple[str, int, int]]) -> None:
+    assert [(s.unit, s.first, s.last) for s in stretches(marks(*words))] == expected
+
+
+def test_a_flight_ends_where_streams_say_so_if_they_were_watched(tmp_path: Path) -> None:
+    recorder = Recorder(tmp_path / "journal")
+    first, second = recorder.issued(a_call()), recorder.issued(a_call())
+    recorder.waited(first)
+    recorder.close()
+    unwatched = flights(read_course(tmp_path / "journal"))
+    assert [(f.seq, f.issued, f.landed) for f in unwatched] == [(0, 0, 2), (1, 1, None)]
+    recorder = Recorder(tmp_path / "journal")
+    recorder.mark(Happening.JOINED, seq=second)
+    recorder.close()
+    watched = flights(read_course(tmp_path / "journal"))
+    assert [(f.seq, f.landed) for f in watched] == [(0, None), (1, 3)]
+
+
+class _Tanh(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.layer(rows))
+
+
+def test_units_tell_when_they_compute(tmp_path: Path) -> None:
+    model = nn.Sequential(_Tanh(), _Tanh())
+    recorder = Recorder(tmp_path / "journal")
+    with watching_units(model, ("0", "1"), recorder):
+        rows = torch.ones(1, 2)
+        with recorder.during(Phase.FORWARD, step=0):
+            loss = model(rows).sum()
+        with recorder.during(Phase.BACKWARD, step=0):
+            loss.backward()
+    recorder.close()
+    course = read_course(tmp_path / "journal")
+    computed = [(s.unit, s.is_backward) for s in stretches(course)]
+    # The root's own output is its last child's, so that its backward is not told.
+    assert [c for c in computed if c[0]] == [("0", False), ("1", False), ("1", True), ("0", True)]
