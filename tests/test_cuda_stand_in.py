@@ -18,7 +18,7 @@ from harness.ledger.entry import Phase
 from harness.ledger.recorder import Recorder
 from harness.races.cuda_stand_in import cuda_stand_in
 from harness.races.finding import Kind, RaceReport
-from harness.races.watching import watching_races
+from harness.watching import watching
 from harness.worlds.launch import launch
 from harness.worlds.spec import WorldSpec
 
@@ -68,7 +68,7 @@ def test_the_current_stream_is_the_one_selected(is_watched: bool) -> None:
             assert torch.cuda.Event(enable_timing=True).elapsed_time(event) == 0
 
     if is_watched:
-        with watching_races(Recorder()):
+        with watching(frozenset({Watch.RACES}), Recorder()):
             look()
     else:
         look()

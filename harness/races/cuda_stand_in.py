@@ -246,6 +246,6 @@ _in_place = Replacement(_replacements)
 
 @contextmanager
 def cuda_stand_in() -> Iterator[None]:
-    """Have a stand-in for torch.cuda in this process until exit; inside `watching_races` where both are wanted."""
+    """Have a stand-in for torch.cuda in this process until exit; inside `watching` where both are wanted."""
     with _in_place:
         yield
