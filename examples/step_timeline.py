@@ -282,14 +282,16 @@ def _story(marks: Sequence[Mark], journal: Path) -> tuple[Event, ...]:
 # Any: lines of JSON.
 def _read(journal: Path) -> tuple[list[tuple[int, dict[str, Any]]], dict[int, int]]:
     """Give the waits with the place of each in the journal, and the number of the collective at each place."""
-    waits, seq_at, place = [], {}, 0
+    waits, seq_at, place, begin = [], {}, 0, 0
     for text in journal.read_bytes().splitlines(keepends=True):
         line = json.loads(text)
         if "entry" in line:
-            seq_at[place] = line["entry"]["seq"]
-        else:
-            waits.append((place, line))
+            seq_at[begin] = line["entry"]["seq"]
+        elif "wait" in line:
+            waits.append((begin, line))
         place += len(text)
+        if "marks" not in line:  # which are written in one go with the line after them
+            begin = place
     return waits, seq_at
 
 

@@ -66,6 +66,8 @@ def _examine(outcome: Outcome, ledger: Ledger, counterparts: Counterparts) -> _E
     frames = frames_of(stack)
     is_in_own_code = bool(own) and frames[0] == own[0]
     held = _held(outcome.rank, ledger, counterparts, is_in_own_code=is_in_own_code) if is_alive else None
+    if held is None and isinstance(outcome, Raised) and outcome.kind in TRANSPORT_ERRORS and ledger:
+        held = ledger[-1]  # it learnt when it made the call that nobody would come
     if isinstance(outcome, Returned):
         doing = Doing.RETURNED
     elif not is_alive:

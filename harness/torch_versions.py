@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
+from enum import Enum
 from functools import cache, partial, reduce
 from operator import or_
 from typing import Any, NamedTuple
@@ -21,10 +22,12 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
 __all__ = [
+    "Backward",
     "FileStore",
     "GroupOptions",
     "HashStore",
     "Store",
+    "backward_of_thread",
     "c10d_state",
     "call_after_backward",
     "cpu_kernel",
@@ -143,17 +146,26 @@ def cpu_kernel(operator: Any) -> Callable[..., Any] | None:
     return partial(kernel.call_boxed, _DispatchKeys(_DispatchKey.CPU))
 
 
-def call_after_backward(callback: Callable[[], None]) -> bool:
-    """Have the backward that is under way on this thread call back when it has computed all; False if none is.
+class Backward(Enum):
+    """Where the backward stands that is under way on the calling thread."""
 
-    What is queued earlier is called earlier.
-    """
-    # Any: the stubs know neither.
-    engine: Any = torch.autograd.Variable._execution_engine
+    ABSENT = "none is under way"
+    COMPUTES = "gradients are computed"
+    CALLS_BACK = "all is computed, and who asked for it is called back"
+
+
+def backward_of_thread() -> Backward:
+    """Tell where the calling thread's backward stands."""
     if _guards._current_graph_task_id() == -1:
-        return False
+        return Backward.ABSENT
+    return Backward.CALLS_BACK if _guards._current_autograd_node() is None else Backward.COMPUTES
+
+
+def call_after_backward(callback: Callable[[], None]) -> None:
+    """Have the backward that is under way on this thread call back when it has computed all, in the order of asking."""
+    # Any: the stubs do not know it.
+    engine: Any = torch.autograd.Variable._execution_engine
     engine.queue_callback(callback)
-    return True
 
 
 # Any: modules.

@@ -286,7 +286,7 @@ def test_the_record_has_the_autopsy_and_no_oracle_is_asked(
     def refuse(*_: object) -> None:
         raise AssertionError("who hangs is told without numbers")
 
-    monkeypatch.setattr("harness.trial.aside", refuse)
+    monkeypatch.setattr("harness.archive.aside", refuse)
     session = TrialSession(Source(folder=tmp_path))
     cell = Cell(engine="engine.mutants.hangs:TakesTwoGroupsInTurn", world=WorldSpec.parse("threads:2"))
     record = session.run(Case(id="case", training=TRAINING, laws=()), cell, suite="", command="")

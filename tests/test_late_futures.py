@@ -73,6 +73,15 @@ def _train_ddp(context: RankContext) -> bool:
     return all(torch.isfinite(p.grad).all() for p in ddp.parameters() if p.grad is not None)
 
 
+def _train_a_static_graph(context: RankContext) -> bool:
+    torch.manual_seed(0)
+    ddp = DistributedDataParallel(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), static_graph=True)
+    for _ in range(3):
+        ddp.zero_grad()
+        ddp(torch.ones(2, 4) * (context.rank + 1)).sum().backward()
+    return all(torch.isfinite(p.grad).all() for p in ddp.parameters() if p.grad is not None)
+
+
 def _run(kind: WorldKind, body: Any, folder: Path) -> tuple[list[Any], list[Ledger]]:
     result = launch(WorldSpec(kind=kind, size=2), body, folder=folder)
     values = [o.value if isinstance(o, Returned) else o for o in result.outcomes]
@@ -102,6 +111,14 @@ def test_futures_give_what_works_do(kind: WorldKind, tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_a_callback_raises_is_raised_to_who_waits(kind: WorldKind, tmp_path: Path) -> None:
     assert _run(kind, _fail_in_a_callback, tmp_path)[0] == ["no"] * 2
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_reducer_that_waits_as_it_reduces_is_not_kept_waiting(kind: WorldKind, tmp_path: Path) -> None:
+    """In the first step of a static graph DDP reduces when backward calls back, and waits at once, in C++."""
+    values, ledgers = _run(kind, _train_a_static_graph, tmp_path)
+    assert values == [True] * 2
+    assert all(e.wait is not None for ledger in ledgers for e in ledger)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -18,9 +18,9 @@ _HANG_S = 20.0
 Body = Callable[[int, Turns], None]
 
 
-def live(size: int, body: Body, seed: int = 0) -> Turns:
+def live(size: int, body: Body, seed: int = 0, longest_s: float = 5.0) -> Turns:
     """Run a body on each rank's thread between its beginning and its end."""
-    turns = Turns(size, seed)
+    turns = Turns(size, seed, longest_s)
 
     def run(rank: int) -> None:
         bind_rank(rank)
@@ -106,6 +106,19 @@ def test_turns_end_where_a_rank_waits_for_another_by_itself(monkeypatch: pytest.
         assert is_there.wait(_HANG_S)
 
     assert live(2, body).given_up == "rank 0 waits for something else than communication"
+
+
+def test_turns_end_where_a_rank_computes_for_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_LOOK_EVERY_S", 0.01)
+    is_over = threading.Event()
+
+    def body(rank: int, turns: Turns) -> None:
+        if rank:
+            is_over.set()
+        while not is_over.is_set():
+            pass
+
+    assert live(2, body, longest_s=0.05).given_up == "rank 0 has not communicated for 0.05 s"
 
 
 def test_turns_end_where_a_rank_communicates_on_another_thread() -> None:

@@ -2,8 +2,9 @@
 
 [Note: futures in backward] C++ waits for a future where nothing can see it, and DDP's reducer does so at the end
 of backward. So a future that was taken in backward is completed there, after all that backward computes and before
-what the reducer has queued for then: as late as can be, in the thread whose result it is. A future taken elsewhere
-is complete when Python waits for it, or asks for its value.
+what the reducer has queued for then: as late as can be, in the thread whose result it is. One that is taken even
+later, as by DDP for a static graph in its first step, is complete at once: its taker waits without another word. A
+future taken elsewhere is complete when Python waits for it, or asks for its value.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from harness.torch_versions import call_after_backward
+from harness.torch_versions import Backward, backward_of_thread, call_after_backward
 
 __all__ = ["LateFuture", "late_future", "late_futures"]
 
@@ -77,8 +78,12 @@ def late_future(work: dist.Work, value: Callable[[], Any]) -> LateFuture:
         future.set_result(value())
 
     future = LateFuture(deliver, work.is_completed)
-    if call_after_backward(_come_all):
-        _due.futures.append(future)
+    match backward_of_thread():
+        case Backward.COMPUTES:
+            _due.futures.append(future)
+            call_after_backward(_come_all)
+        case Backward.CALLS_BACK:
+            future.come()
     return future
 
 

@@ -36,6 +36,8 @@ from harness.worlds.turns import Turns
 
 __all__ = ["host_main"]
 
+# So many of the longest turns fit before the deadline: what ranks then wait in is there to be told of.
+_TURNS_TO_DEADLINE = 4
 # A group's own timeout must not fire before the world's deadline, which knows more about the cause.
 _BEYOND_DEADLINE_S = 60.0
 
@@ -143,7 +145,7 @@ def _host_threads(link: Link, spec: HostSpec) -> None:
     with isolate_threads(), _last_words(link):
         link.send(Ready())
         while (job := link.jobs.get()) is not None:
-            turns = store.turns = Turns(world.size, job.seed)
+            turns = store.turns = Turns(world.size, job.seed, longest_s=world.deadline_s / _TURNS_TO_DEADLINE)
             exchange = Exchange(world.size, turns)
             contexts = [_context(world, rank, torch.device("cpu"), job) for rank in range(world.size)]
             recorders.update({c.rank: c.recorder for c in contexts})

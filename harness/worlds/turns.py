@@ -6,8 +6,9 @@ seed gives the same run, whatever else the machine does. Threads of one process 
 little is lost by it.
 
 [Note: given up] A rank that waits for something else than communication, such as a lock that another rank holds,
-would keep its turn for ever; and a thread that an engine starts beside the rank's own has none. In both cases turns
-are given up: all ranks run freely from then on, and what they do may differ from run to run.
+would keep its turn for ever, as would one that computes for ever; and a thread that an engine starts beside the rank's
+own has none. In all these cases turns are given up: all ranks run freely from then on, and what they do may differ
+from run to run.
 """
 
 from __future__ import annotations
@@ -26,7 +27,11 @@ RUN_UNTIL_BLOCKED = 0
 """The seed under which a rank hands over only where it has to, to the next one in order of ranks."""
 
 _LOOK_EVERY_S = 0.25
-_STALLED_AFTER_S = 1.0  # without using its processor: far more than a busy machine keeps a thread waiting
+_STALLED_AFTER_S = (
+    1.0  # using next to nothing of a processor: longer than a busy machine keeps a thread waiting
+)
+_NEXT_TO_NOTHING = 0.05
+_LONGEST_TURN_S = 5.0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -40,11 +45,15 @@ class Sleeper:
 class Turns:
     """The turns of one world. ``lock`` guards them, and whatever its users change together with them.
 
-    A thread that never began, and any thread but the one that did, runs freely.
+    A thread that never began, and any thread but the one that did, runs freely. A turn longer than ``longest_s`` is the
+    last one.
     """
 
-    def __init__(self, world_size: int, seed: int = RUN_UNTIL_BLOCKED) -> None:
+    def __init__(
+        self, world_size: int, seed: int = RUN_UNTIL_BLOCKED, longest_s: float = _LONGEST_TURN_S
+    ) -> None:
         self.lock = threading.Lock()
+        self._longest_s = min(longest_s, _LONGEST_TURN_S)
         self.seed = seed
         self.given_up: str | None = None
         self._random = random.Random(seed)
@@ -151,27 +160,40 @@ class Turns:
         return self._random.choice(ranks)
 
     def _await_turn(self, rank: int) -> None:
-        stall = _Stall()
+        look = _Look()
         while self._holder != rank and self.given_up is None:
             self._sleepers[rank].condition.wait(_LOOK_EVERY_S)
             holder = self._holder
-            if holder is not None and stall.lasts(self._num_turns, _cpu_s(self._clocks.get(holder))):
+            if holder is None:
+                continue
+            look.again(self._num_turns, _cpu_s(self._clocks.get(holder)))
+            if look.is_stalled:
                 self.give_up(f"rank {holder} waits for something else than communication")
+            elif look.lasts_s > self._longest_s:
+                self.give_up(f"rank {holder} has not communicated for {self._longest_s:g} s")
 
 
-class _Stall:
-    """Whether nothing has moved for a while: neither the turn nor the processor time of whoever holds it."""
+class _Look:
+    """How long one turn has lasted, as seen by who waits for it, and whether its holder computes at all."""
 
     def __init__(self) -> None:
-        self._seen: tuple[int, float] | None = None
+        self._turn = -1
+        self._began = 0.0
         self._since = 0.0
+        self._since_cpu_s = 0.0
+        self.lasts_s = 0.0
+        self.is_stalled = False
 
-    def lasts(self, num_turns: int, cpu_s: float) -> bool:
-        """Look once more."""
+    def again(self, num_turns: int, cpu_s: float) -> None:
+        """Look once more; ``cpu_s`` is the processor time that the holder has used."""
         now = time.monotonic()
-        if self._seen != (num_turns, cpu_s):
-            self._seen, self._since = (num_turns, cpu_s), now
-        return now - self._since >= _STALLED_AFTER_S
+        if self._turn != num_turns:
+            self._turn, self._began = num_turns, now
+            self._since, self._since_cpu_s = now, cpu_s
+        self.lasts_s = now - self._began
+        if cpu_s - self._since_cpu_s > _NEXT_TO_NOTHING * (now - self._since):
+            self._since, self._since_cpu_s = now, cpu_s
+        self.is_stalled = now - self._since >= _STALLED_AFTER_S
 
 
 def _cpu_s(clock: int | None) -> float:
