@@ -14,7 +14,8 @@ from engine.adapters.reference import ReferenceEngine
 from engine.adapters.torch_fsdp2 import FullyShardEngine, PreparedFullyShard
 from engine.contract import Plan, Prefetch, PreparedModel, Reshard
 from engine.mutants.order import Lists
-from engine.reference.unit import BackwardGuess, Unit, unit_of
+from engine.mutants.reference_races import reference_groups, reference_units
+from engine.reference.unit import BackwardGuess
 
 __all__ = [
     "FreesUnitsTogether",
@@ -78,7 +79,7 @@ class WaitsWhereItGathers(ReferenceEngine):
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         """Shard honestly, then have each group wait in the call that gathers."""
         prepared = super().prepare(model, plan, mesh)
-        for group in (group for unit in _units(prepared) for group in unit.groups):
+        for group in reference_groups(prepared):
             group.unshard = _both(group.unshard, group.wait)  # type: ignore[method-assign]  # of this one alone
         return prepared
 
@@ -94,7 +95,7 @@ class WaitsWhereItReduces(ReferenceEngine):
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         """Shard honestly, then finish what is in flight whenever a unit has reduced."""
         prepared = super().prepare(model, plan, mesh)
-        for group in (group for unit in _units(prepared) for group in unit.groups):
+        for group in reference_groups(prepared):
             group.reduce_gradients = _both(group.reduce_gradients, _finisher(group))  # type: ignore[method-assign]
         return prepared
 
@@ -110,7 +111,7 @@ class PrefetchesAfterItsTurn(ReferenceEngine):
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         """Shard honestly, then predict at the end of each turn."""
         prepared = super().prepare(model, plan, mesh)
-        for unit in _units(prepared):
+        for unit in reference_units(prepared):
             unit.guesses_in_backward = BackwardGuess.LAST
         return prepared
 
@@ -180,11 +181,6 @@ class FreesUnitsTogether(FullyShardEngine):
 
     name = "mutant.FreesUnitsTogether"
     prepared_type = _PreparedTidyAtLast
-
-
-def _units(prepared: PreparedModel) -> list[Unit]:
-    found = (unit_of(module) for module in prepared.module.modules())
-    return list(dict.fromkeys(unit for unit in found if unit is not None))
 
 
 def _both(first: Callable[[], None], then: Callable[[], None]) -> Callable[[], None]:

@@ -22,6 +22,7 @@ __all__ = [
     "StepsWhileGradientsAreReduced",
     "lanes_of",
     "reference_groups",
+    "reference_units",
 ]
 
 
@@ -105,19 +106,20 @@ class StepsWhileGradientsAreReduced(ReferenceOnStreams):
         return prepared
 
 
-def _units(prepared: PreparedModel) -> list[Unit]:
+def reference_units(prepared: PreparedModel) -> list[Unit]:
+    """Give the units of a model that the reference engine prepared, each once."""
     found = (unit_of(module) for module in prepared.module.modules())
     return list(dict.fromkeys(unit for unit in found if unit is not None))
 
 
 def reference_groups(prepared: PreparedModel) -> list[Group]:
     """Give the groups of parameters of all units."""
-    return [group for unit in _units(prepared) for group in unit.groups]
+    return [group for unit in reference_units(prepared) for group in unit.groups]
 
 
 def lanes_of(prepared: PreparedModel) -> list[Lanes]:
     """Give the lanes of all units, each once; the root's, which may have no group, are everybody's once it has run."""
-    return list(dict.fromkeys(unit.lanes for unit in _units(prepared)))
+    return list(dict.fromkeys(unit.lanes for unit in reference_units(prepared)))
 
 
 def _unless_given(gather_after: Callable[..., None]) -> Callable[..., None]:
