@@ -38,6 +38,8 @@ of_one_unit = pytest.mark.prey(
     "StepsWhileGradientsAreReduced",
     "ReadsGathersUnderWay",
     "TakesReductionsAsDone",
+)
+of_one_flat_unit = pytest.mark.prey(
     "ComputesForwardDuringTheGather",
     "GathersFlatParametersDuringTheStep",
     "ReducesFlatGradientsInTheMaking",
@@ -63,6 +65,7 @@ def test_streams_wait_whatever_the_layout(trial: Trial) -> None:
 
 @on_a_cpu
 @of_one_unit
+@of_one_flat_unit
 @pytest.mark.worlds(SEVERAL)
 def test_streams_of_one_unit_wait(trial: Trial) -> None:
     _holds(trial, replace(SHARDED, units=()))
@@ -75,18 +78,21 @@ def test_streams_of_one_unit_wait(trial: Trial) -> None:
 @pytest.mark.parametrize(
     "reshard",
     [
-        pytest.param(Reshard.NATIVE, id="native"),
+        pytest.param(Reshard.NATIVE, id="native", marks=of_one_flat_unit),
         pytest.param(
             Reshard.AFTER_FORWARD,
             id="freed",
-            marks=pytest.mark.prey(
-                "FreesTheGatherOutputInBackward",
-                "FreesTheLastGatherOutput",
-                "RunsTheHookDuringTheReduction",
-                "ComputesBackwardDuringTheGather",
-            ),
+            marks=[
+                of_one_flat_unit,
+                pytest.mark.prey(
+                    "FreesTheGatherOutputInBackward",
+                    "FreesTheLastGatherOutput",
+                    "RunsTheHookDuringTheReduction",
+                    "ComputesBackwardDuringTheGather",
+                ),
+            ],
         ),
-        pytest.param(Reshard.KEEP, id="kept"),
+        pytest.param(Reshard.KEEP, id="kept", marks=of_one_flat_unit),
         pytest.param(
             Reshard.TO_PAIRS,
             id="pairs",
@@ -107,6 +113,7 @@ def test_streams_of_several_units_wait(trial: Trial, reshard: Reshard) -> None:
 
 @on_a_cpu
 @of_one_unit
+@of_one_flat_unit
 @pytest.mark.worlds(SEVERAL)
 @pytest.mark.parametrize("problem", [CHECKPOINTED_CHAIN, LOOPED_CHAIN], ids=["checkpointed", "looped"])
 def test_streams_wait_where_units_run_twice(trial: Trial, problem: Problem) -> None:
