@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 from engine.contract import PreparedModel
+from engine.mutants.calls import after, before
 
 __all__ = [
     "Forgetful",
@@ -39,40 +39,22 @@ class Forgetful(list[Any]):
 def in_context(prepared: PreparedModel, sin: Callable[[Any], None]) -> PreparedModel:
     """Have ``sin`` done to what the units of a root share, as soon as it has streams."""
     for state in states(prepared):
-        context = state._comm_ctx
-        context.lazy_init = _then(context.lazy_init, partial(sin, context))
+        after(state._comm_ctx, "lazy_init", sin)
     return prepared
 
 
 def after_method(prepared: PreparedModel, method: str, sin: Callable[[Any], None]) -> PreparedModel:
     """Have ``sin`` done to each group after each call of its method."""
     for group in groups(prepared):
-        setattr(group, method, _then(getattr(group, method), partial(sin, group)))
+        after(group, method, sin)
     return prepared
-
-
-def _then(first: Callable[..., Any], second: Callable[[], None]) -> Callable[..., Any]:
-    def both(*args: Any, **kwargs: Any) -> Any:
-        result = first(*args, **kwargs)
-        second()
-        return result
-
-    return both
 
 
 def before_method(prepared: PreparedModel, method: str, sin: Callable[[Any], None]) -> PreparedModel:
     """Have ``sin`` done to each group before each call of its method."""
     for group in groups(prepared):
-        setattr(group, method, _before(getattr(group, method), partial(sin, group)))
+        before(group, method, sin)
     return prepared
-
-
-def _before(second: Callable[..., Any], first: Callable[[], None]) -> Callable[..., Any]:
-    def both(*args: Any, **kwargs: Any) -> Any:
-        first()
-        return second(*args, **kwargs)
-
-    return both
 
 
 def deaf(stream: str) -> Callable[[Any], None]:

@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from engine.adapters.composable import PreparedComposable
 from engine.adapters.reference import PreparedReference
 from engine.adapters.torch_fsdp2 import PreparedFullyShard
 from engine.contract import PreparedModel
-from engine.reference.group import Group
-from engine.reference.unit import unit_of
 
 __all__ = [
     "Keeping",
     "KeepingFsdp2",
     "KeepingReference",
-    "after",
-    "before",
-    "fsdp2_groups",
-    "reference_groups",
+    "taking",
 ]
 
 # Any, throughout: FSDP2's insides have no public types.
@@ -49,37 +44,16 @@ class KeepingReference(Keeping, PreparedReference):
     """The reference engine's."""
 
 
-def before(holder: Any, method: str, sin: Callable[[Any, list[Any]], None], kept: list[Any]) -> None:
-    """Have ``sin`` done before each call of a method of this one object."""
-    honest = getattr(holder, method)
-
-    def both(*args: Any, **kwargs: Any) -> Any:
-        sin(holder, kept)
-        return honest(*args, **kwargs)
-
-    setattr(holder, method, both)
-
-
-def after(holder: Any, method: str, sin: Callable[[Any, list[Any]], None], kept: list[Any]) -> None:
-    """Have ``sin`` done after each call of a method of this one object."""
-    honest = getattr(holder, method)
-
-    def both(*args: Any, **kwargs: Any) -> Any:
-        result = honest(*args, **kwargs)
-        sin(holder, kept)
-        return result
-
-    setattr(holder, method, both)
-
-
-def fsdp2_groups(prepared: PreparedModel) -> list[Any]:
-    """Give the groups of FSDP2."""
-    modules: list[Any] = list(prepared.module.modules())
-    states = dict.fromkeys(m._get_fsdp_state() for m in modules if hasattr(m, "_get_fsdp_state"))
-    return [group for state in states for group in state._fsdp_param_groups]
-
-
-def reference_groups(prepared: PreparedModel) -> list[Group]:
-    """Give the groups of the reference engine."""
-    found = (unit_of(module) for module in prepared.module.modules())
-    return [group for unit in dict.fromkeys(u for u in found if u is not None) for group in unit.groups]
+def taking(
+    prepared: PreparedModel,
+    groups: Callable[[PreparedModel], Sequence[Any]],
+    when: Callable[[Any, str, Callable[[Any], None]], None],
+    method: str,
+    take: Callable[[Any, list[Any]], None],
+) -> PreparedModel:
+    """Have each group's memory taken to what is kept, ``when`` it calls a method: `before` or `after`."""
+    assert isinstance(prepared, Keeping)
+    kept = prepared.kept
+    for group in groups(prepared):
+        when(group, method, lambda of: take(of, kept))
+    return prepared

@@ -12,15 +12,10 @@ from engine.adapters.composable import PreparedComposable
 from engine.adapters.reference import PreparedReference, ReferenceEngine
 from engine.adapters.torch_fsdp2 import FullyShardEngine, PreparedFullyShard
 from engine.contract import Plan, PreparedModel
-from engine.mutants.keeping import (
-    Keeping,
-    KeepingFsdp2,
-    KeepingReference,
-    after,
-    before,
-    fsdp2_groups,
-    reference_groups,
-)
+from engine.mutants.calls import after, before
+from engine.mutants.fsdp2_insides import groups
+from engine.mutants.keeping import KeepingFsdp2, KeepingReference, taking
+from engine.mutants.reference_insides import reference_groups
 
 __all__ = [
     "FreesTheUsersInputs",
@@ -51,10 +46,7 @@ class PilesUpReduceInputs(FullyShardEngine):
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         """Shard honestly, then keep the input of each reduction."""
         prepared = super().prepare(model, plan, mesh)
-        assert isinstance(prepared, Keeping)
-        for group in fsdp2_groups(prepared):
-            after(group, "post_backward", _keep_reduce_input, prepared.kept)
-        return prepared
+        return taking(prepared, groups, after, "post_backward", _keep_reduce_input)
 
 
 class _PreparedPiling(KeepingReference):
@@ -87,10 +79,7 @@ class KeepsWholeGradients(FullyShardEngine):
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         """Shard honestly, then keep the gradients that each reduction begins with."""
         prepared = super().prepare(model, plan, mesh)
-        assert isinstance(prepared, Keeping)
-        for group in fsdp2_groups(prepared):
-            before(group, "post_backward", _keep_gradients, prepared.kept)
-        return prepared
+        return taking(prepared, groups, before, "post_backward", _keep_gradients)
 
 
 class KeepsGradientsUntilTheStep(ReferenceEngine):
@@ -105,10 +94,7 @@ class KeepsGradientsUntilTheStep(ReferenceEngine):
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         """Shard honestly, then keep the gradients that each reduction begins with."""
         prepared = super().prepare(model, plan, mesh)
-        assert isinstance(prepared, Keeping)
-        for group in reference_groups(prepared):
-            before(group, "reduce_gradients", _keep_reference_gradients, prepared.kept)
-        return prepared
+        return taking(prepared, reference_groups, before, "reduce_gradients", _keep_reference_gradients)
 
 
 class _Grasping(PreparedComposable):

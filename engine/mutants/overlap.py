@@ -13,8 +13,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from engine.adapters.reference import ReferenceEngine
 from engine.adapters.torch_fsdp2 import FullyShardEngine, PreparedFullyShard
 from engine.contract import Plan, Prefetch, PreparedModel, Reshard
+from engine.mutants.fsdp2_insides import after_method
 from engine.mutants.order import Lists
-from engine.mutants.reference_races import reference_groups, reference_units
+from engine.mutants.reference_insides import reference_groups, reference_units
 from engine.reference.unit import BackwardGuess
 
 __all__ = [
@@ -47,7 +48,7 @@ class WaitsForEachGather(FullyShardEngine):
             if group._all_gather_result is not None:
                 torch.cpu.current_stream().wait_event(group._all_gather_result.all_gather_event)
 
-        return _after_method(super().prepare(model, plan, mesh), "unshard", wait)
+        return after_method(super().prepare(model, plan, mesh), "unshard", wait)
 
 
 class WaitsForEachReduction(FullyShardEngine):
@@ -65,7 +66,7 @@ class WaitsForEachReduction(FullyShardEngine):
             if group._post_reduce_event is not None:
                 torch.cpu.current_stream().wait_event(group._post_reduce_event)
 
-        return _after_method(super().prepare(model, plan, mesh), "post_backward", wait)
+        return after_method(super().prepare(model, plan, mesh), "post_backward", wait)
 
 
 class WaitsWhereItGathers(ReferenceEngine):
@@ -196,23 +197,6 @@ def _finisher(group: Any) -> Callable[[], None]:
         group.lanes.finish()  # asked for late: lanes are shared once the root has run
 
     return finish
-
-
-# Any, in its function: a group of FSDP2.
-def _after_method(prepared: PreparedModel, method: str, then: Callable[[Any], None]) -> PreparedModel:
-    """Have every group of one prepared model do something after each call of a method of its own."""
-    modules: list[Any] = [m for m in prepared.module.modules() if hasattr(m, "_get_fsdp_state")]
-    for group in (group for module in modules for group in module._get_fsdp_state()._fsdp_param_groups):
-        setattr(group, method, _followed(group, getattr(group, method), then))
-    return prepared
-
-
-def _followed(group: Any, method: Callable[..., None], then: Callable[[Any], None]) -> Callable[..., None]:
-    def call(*args: Any, **kwargs: Any) -> None:
-        method(*args, **kwargs)
-        then(group)
-
-    return call
 
 
 def _with_lists(plan: Plan, change: Callable[[Lists, tuple[str, ...]], Lists]) -> Plan:

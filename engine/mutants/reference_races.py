@@ -10,9 +10,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from engine.adapters.reference import ReferenceEngine, ReferenceOnStreams
 from engine.contract import Plan, PreparedModel
+from engine.mutants.reference_insides import lanes_of, reference_groups
 from engine.reference.group import Group
-from engine.reference.lanes import Lanes
-from engine.reference.unit import Unit, unit_of
 
 __all__ = [
     "FreesTheCopiedBuffer",
@@ -20,9 +19,6 @@ __all__ = [
     "ReducesBeforeTheCut",
     "RefillsTheReduceInput",
     "StepsWhileGradientsAreReduced",
-    "lanes_of",
-    "reference_groups",
-    "reference_units",
 ]
 
 
@@ -104,22 +100,6 @@ class StepsWhileGradientsAreReduced(ReferenceOnStreams):
         for lanes in lanes_of(prepared):
             lanes.finish = _ignore  # type: ignore[method-assign]  # as above
         return prepared
-
-
-def reference_units(prepared: PreparedModel) -> list[Unit]:
-    """Give the units of a model that the reference engine prepared, each once."""
-    found = (unit_of(module) for module in prepared.module.modules())
-    return list(dict.fromkeys(unit for unit in found if unit is not None))
-
-
-def reference_groups(prepared: PreparedModel) -> list[Group]:
-    """Give the groups of parameters of all units."""
-    return [group for unit in reference_units(prepared) for group in unit.groups]
-
-
-def lanes_of(prepared: PreparedModel) -> list[Lanes]:
-    """Give the lanes of all units, each once; the root's, which may have no group, are everybody's once it has run."""
-    return list(dict.fromkeys(unit.lanes for unit in reference_units(prepared)))
 
 
 def _unless_given(gather_after: Callable[..., None]) -> Callable[..., None]:

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from engine.adapters.reference import ReferenceEngine, ReferenceOnStreams
 from engine.contract import Plan, PreparedModel
-from engine.mutants.reference_races import lanes_of, reference_groups
+from engine.mutants.reference_insides import lanes_of, reference_groups
 from engine.reference.lanes import InFlight, Lanes, Reduction
 
 __all__ = [

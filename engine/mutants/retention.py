@@ -17,14 +17,10 @@ from engine.adapters.composable import PreparedComposable
 from engine.adapters.reference import PreparedReference, ReferenceEngine
 from engine.adapters.torch_fsdp2 import FullyShardEngine, PreparedFullyShard
 from engine.contract import Plan, Prefetch, PreparedModel, Reshard
-from engine.mutants.keeping import (
-    Keeping,
-    KeepingFsdp2,
-    KeepingReference,
-    before,
-    fsdp2_groups,
-    reference_groups,
-)
+from engine.mutants.calls import before
+from engine.mutants.fsdp2_insides import groups
+from engine.mutants.keeping import KeepingFsdp2, KeepingReference, taking
+from engine.mutants.reference_insides import reference_groups
 
 __all__ = [
     "FreesAllUnitsTogether",
@@ -93,10 +89,7 @@ class KeepsGatherOutputs(FullyShardEngine):
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         """Shard honestly, then keep the output of each gather."""
         prepared = super().prepare(model, plan, mesh)
-        assert isinstance(prepared, Keeping)
-        for group in fsdp2_groups(prepared):
-            before(group, "wait_for_unshard", _keep_output, prepared.kept)
-        return prepared
+        return taking(prepared, groups, before, "wait_for_unshard", _keep_output)
 
 
 class KeepsBuffersUntilTheStep(ReferenceEngine):
@@ -111,10 +104,7 @@ class KeepsBuffersUntilTheStep(ReferenceEngine):
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         """Shard honestly, then take buffers back and lend them to nobody."""
         prepared = super().prepare(model, plan, mesh)
-        assert isinstance(prepared, Keeping)
-        for group in reference_groups(prepared):
-            before(group, "wait", _keep_buffer, prepared.kept)
-        return prepared
+        return taking(prepared, reference_groups, before, "wait", _keep_buffer)
 
 
 class _Remembering(PreparedComposable):
