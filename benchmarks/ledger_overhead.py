@@ -21,10 +21,9 @@ import torch
 import torch.distributed as dist
 from tabulate import tabulate
 from torch import nn
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.debug import CommDebugMode
-from torch.nn.parallel import DistributedDataParallel
 
+from benchmarks.watch_work import WORK
 from harness.door.kernels import Door, standing_in_c10d
 from harness.ledger.entry import Phase
 from harness.ledger.recorder import Recorder
@@ -33,30 +32,6 @@ from harness.worlds.threads_backend import global_ranks
 
 WORLD_SIZE = 2
 Watch = Callable[[], AbstractContextManager[object]]
-
-
-def _model(width: int) -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(*(nn.Linear(width, width) for _ in range(3)))
-
-
-def _ddp(width: int) -> nn.Module:
-    return DistributedDataParallel(_model(width))
-
-
-def _fsdp2(width: int) -> nn.Module:
-    model = _model(width)
-    for layer in model:
-        fully_shard(layer)
-    fully_shard(model)
-    return model
-
-
-WORK: dict[str, tuple[Callable[[int], nn.Module], int]] = {
-    "ddp 3x64": (_ddp, 64),
-    "fsdp2 3x64": (_fsdp2, 64),
-    "fsdp2 3x512": (_fsdp2, 512),
-}
 
 
 def _step(model: nn.Module, optimizer: torch.optim.Optimizer, rows: torch.Tensor) -> float:

@@ -22,7 +22,7 @@ WATCHES: dict[str, frozenset[Watch]] = {
     "plain": frozenset(),
     "races": frozenset({Watch.RACES}),
     "lifetimes": frozenset({Watch.LIFETIMES}),
-    "both": frozenset(Watch),
+    "both": frozenset({Watch.RACES, Watch.LIFETIMES}),
 }
 _TIMED_STEPS = 3
 

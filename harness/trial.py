@@ -108,9 +108,10 @@ class TrialSession:
         if not self._archive.holds(watched, cell):
             return judgement
         (again, *_) = self._archive.observations(watched, cell, (seed,))
-        second = judge(replace(case, training=watched), declared, again.kept, self._oracle(case, cell))
-        races = [law for law in second.laws if law not in judgement.laws and law.law == NoRaces().name]
-        if not any(not law.held for law in races):
+        asked = replace(case, training=watched, laws=())  # what the watch implies is all that is asked again
+        second = judge(asked, declared, again.kept, self._oracle(case, cell))
+        races = [law for law in second.laws if law.law == NoRaces().name and not law.held]
+        if not races:
             return judgement
         told = "; ".join(law.summary for law in races)
         return replace(judgement, headline=f"{judgement.headline}; {told}", laws=(*judgement.laws, *races))

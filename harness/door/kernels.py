@@ -39,7 +39,7 @@ _REDUCE_OP_NAMES = {op: name.lower() for name, op in dist.ReduceOp.RedOpType.__m
 class Carrier(Protocol):
     """What moves the data of a call; the backend itself where there is none."""
 
-    def carry(self, call: Call, on_harm: Callable[[HarmKind, str], None]) -> dist.Work:
+    def carry(self, call: Call, on_harm: Callable[[HarmKind, str], None] | None) -> dist.Work:
         """Start the call and return its work; a synchronous call is complete on return.
 
         ``on_harm`` is told, with the site, what was done to the buffers of an asynchronous one too early.
@@ -62,10 +62,6 @@ class Listener(Protocol):
 
 def _nobody() -> Listener | None:
     return None
-
-
-def _ignore(_kind: HarmKind, _site: str) -> None:
-    """Tell nobody."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -219,7 +215,7 @@ class _Kernel:
         inner: dist.Work | None
         if self._door.carrier is not None:
             inner = self._door.carrier.carry(
-                call, _ignore if recorder is None else partial(recorder.harmed, seq)
+                call, None if recorder is None else partial(recorder.harmed, seq)
             )
         else:
             inner = _work_in(self._original.call_boxed(keyset, *args, **kwargs))

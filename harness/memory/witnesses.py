@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -11,6 +10,7 @@ import torch
 
 from harness.door.call import Call
 from harness.memory.operators import OperatorMode, OperatorWitness
+from harness.memory.replacement import Replacement
 from harness.torch_versions import make_operators
 from harness.worlds.rank_identity import current_rank
 
@@ -63,39 +63,13 @@ def witnessed(*witnesses: Witness) -> Iterator[None]:
     if not witnesses:
         yield
         return
-    with _heard_resizes():
+    with _heard_resizes:
         _of_rank[current_rank()] = _Witnesses(witnesses)
         try:
             with OperatorMode(witnesses):
                 yield
         finally:
             del _of_rank[current_rank()]
-
-
-_lock = threading.Lock()
-_users = 0
-
-
-@contextmanager
-def _heard_resizes() -> Iterator[None]:
-    """Put a resize that tells in place of torch's while any rank of this process is inside.
-
-    Ranks that are threads share the place; which rank a call is about, its thread tells.
-    """
-    global _users
-    original: Any = torch.UntypedStorage.resize_
-    with _lock:
-        _users += 1
-        if _users == 1:
-            make_operators()
-            torch.UntypedStorage.resize_ = _telling(original)  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        with _lock:
-            _users -= 1
-            if _users == 0:
-                del torch.UntypedStorage.resize_  # torch's own is inherited
 
 
 # Any: whatever the storage was told.
@@ -107,3 +81,11 @@ def _telling(resize: Any) -> Any:
         return resize(storage, size)
 
     return resize_
+
+
+def _replacements() -> Iterator[tuple[Any, str, Any]]:
+    make_operators()
+    yield torch.UntypedStorage, "resize_", _telling(torch.UntypedStorage.resize_)
+
+
+_heard_resizes = Replacement(_replacements)

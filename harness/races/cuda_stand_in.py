@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from harness.races.replacement import Replacement
+from harness.memory.replacement import Replacement
 from harness.races.streams import TrackedEvent, TrackedStream, record_stream_of, selection
 from harness.races.watch import current_watch
 

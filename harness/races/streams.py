@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
+from harness.memory.replacement import Replacement
 from harness.races.clock import Clock
-from harness.races.replacement import Replacement
 from harness.races.watch import DEFAULT, RaceWatch, current_watch
 from harness.torch_versions import guards_of_record_stream
 

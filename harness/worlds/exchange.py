@@ -46,7 +46,7 @@ _BoxKey = tuple[_GroupKey, int, int]
 # What is drawn from for each asynchronous call; see Lateness. As late as can be finds most, so it has half.
 _NUM_CALLS = (None, None, None, 0, 1, 3)
 _NUM_POLLS = (0, 0, 1, 3)
-OnHarm = Callable[[HarmKind, str], None]
+OnHarm = Callable[[HarmKind, str], None] | None
 
 
 class _Open(NamedTuple):
@@ -54,10 +54,6 @@ class _Open(NamedTuple):
 
     work: LateWork
     on_harm: OnHarm
-
-
-def _ignore(_kind: HarmKind, _site: str) -> None:
-    """Tell nobody."""
 
 
 class Exchange:
@@ -74,7 +70,7 @@ class Exchange:
         self._draws = {rank: random.Random(f"{self._turns.seed} {rank}") for rank in range(world_size)}
         self._abandoned: str | None = None
 
-    def carry(self, call: Call, on_harm: OnHarm = _ignore) -> dist.Work:
+    def carry(self, call: Call, on_harm: OnHarm = None) -> dist.Work:
         """Start a call and return its work; a synchronous call has completed by then.
 
         ``on_harm`` is told what becomes of the buffers of an asynchronous one before its result is there.
@@ -112,7 +108,7 @@ class Exchange:
         """Close a work; look at what became of its buffers."""
         with self._lock:
             found = self._open.pop(id(work), None)
-        if found is not None and loan is not None:
+        if found is not None and found.on_harm is not None and loan is not None:
             for kind in loan.harms():
                 found.on_harm(kind, call_site())
 
