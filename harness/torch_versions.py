@@ -1,4 +1,4 @@
-"""All that we use of torch beneath its documented surface, so that a new torch is met in this one file."""
+"""What we use of torch beneath its documented surface: a new torch is met here, and of DTensor in `torch_dtensor`."""
 
 from __future__ import annotations
 
@@ -18,8 +18,6 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, HashStore, Store
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor._dtensor_spec import DTensorSpec
-from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
 __all__ = [
     "Backward",
@@ -37,7 +35,6 @@ __all__ = [
     "guards_of_record_stream",
     "keep_backward_in_thread",
     "make_operators",
-    "own_shape",
     "owned_meshes",
     "owned_timers",
     "random_operators",
@@ -47,7 +44,6 @@ __all__ = [
     "replace_split_group",
     "replace_world",
     "replaced_kernels",
-    "shared_shape_propagation",
     "thread_isolation",
 ]
 
@@ -333,115 +329,6 @@ def owned_timers() -> Iterator[None]:
         yield
     finally:
         profiler.profiling = original
-
-
-@contextmanager
-def shared_shape_propagation() -> Iterator[None]:
-    """Let threads work out the shapes of DTensor operators one at a time, and each only once for all of them.
-
-    One at a time, because torch's fake mode is not made for more. Shapes are global: no rank's differ from another's.
-    """
-    propagator: Any = (
-        ShardingPropagator  # Any: torch 2.11 has no such attributes, later ones declare a null one
-    )
-    lock = threading.RLock()
-    replacements = {
-        "_fake_mode_lock": lock,
-        "_propagate_tensor_meta_non_cached": _remembered(propagator._propagate_tensor_meta_non_cached, lock),
-    }
-    missing = object()
-    originals = {name: getattr(propagator, name, missing) for name in replacements}
-    for name, replacement in replacements.items():
-        setattr(propagator, name, replacement)
-    try:
-        yield
-    finally:
-        for name, original in originals.items():
-            if original is missing:
-                delattr(propagator, name)
-            else:
-                setattr(propagator, name, original)
-
-
-def _remembered(propagate: Callable[[Any, Any], Any], lock: threading.RLock) -> Callable[[Any, Any], Any]:
-    known: dict[Any, Any] = {}
-
-    def look_up(propagator: Any, schema: Any) -> Any:
-        if (own := own_shape(schema)) is not None:
-            return own
-        try:
-            arguments = (_shape_key(schema.args_schema), _shape_key(schema.kwargs_schema))
-        except _NoKeyError:
-            return propagate(propagator, schema)
-        key = (schema.op, torch.get_default_dtype(), arguments)
-        with lock:  # ranks ask for the same at the same time
-            if key not in known:
-                known[key] = propagate(propagator, schema)
-        found = known[key]
-        return [*found] if isinstance(found, list) else found
-
-    return look_up
-
-
-# Any: an operator's schema, and the shape, stride and dtype of a tensor.
-def own_shape(schema: Any) -> Any:
-    """Give the shape of an operator's first argument where that is the result's by rule: to try it out takes longest.
-
-    So it is of what is detached, of the copy of a contiguous tensor, and of what is written to element by element.
-    """
-    first, *others = schema.args_schema or (None,)
-    if not isinstance(first, DTensorSpec) or first.tensor_meta is None:
-        return None
-    meta = first.tensor_meta
-    if schema.op is _ATEN.detach.default:
-        return meta
-    if schema.op is _ATEN.clone.default:
-        is_plain = meta.stride == torch.empty(meta.shape, device="meta").stride()
-        keeps = set(schema.kwargs_schema.values()) <= {torch.preserve_format}
-        return meta if is_plain and keeps else None
-    fits = all(_fits(other, meta) for other in (*others, *schema.kwargs_schema.values()))
-    return meta if schema.op in _IN_PLACE and fits else None
-
-
-def _fits(argument: object, meta: Any) -> bool:
-    """Whether an argument needs no broadcasting that could go wrong."""
-    if isinstance(argument, DTensorSpec):
-        return argument.tensor_meta is not None and argument.tensor_meta.shape == meta.shape
-    return type(argument) in {int, float, bool}
-
-
-# Any: the stubs do not know operators.
-_ATEN: Any = torch.ops.aten
-_IN_PLACE = frozenset(
-    {
-        _ATEN.add_.Tensor,
-        _ATEN.copy_.default,
-        _ATEN.div_.Tensor,
-        _ATEN.mul_.Tensor,
-        _ATEN.sub_.Tensor,
-        _ATEN.zero_.default,
-    }
-)
-
-
-class _NoKeyError(Exception):
-    """An operator has an argument that we do not know how to compare."""
-
-
-def _shape_key(argument: object) -> object:
-    """Give what the shape of an operator's result can depend on; 1, 1.0 and True are three things."""
-    if isinstance(argument, DTensorSpec):
-        return argument.tensor_meta
-    if isinstance(argument, tuple | list):
-        return (type(argument), *map(_shape_key, argument))
-    if isinstance(argument, dict):
-        return tuple((name, _shape_key(value)) for name, value in sorted(argument.items()))
-    if argument is None or type(argument) in _PLAIN:
-        return type(argument), argument
-    raise _NoKeyError
-
-
-_PLAIN = {bool, int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format}
 
 
 def fake_backend(rank: int, size: int) -> Any:  # Any: no stub declares it

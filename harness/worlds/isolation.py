@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from harness import torch_versions
+from harness import torch_dtensor, torch_versions
 from harness.worlds.rank_identity import adopt_rank, current_rank
 from harness.worlds.rank_rng import inherit_generator, rank_generator, rank_generators
 from harness.worlds.subgroup import split_group, split_method
@@ -48,7 +48,7 @@ def isolate_threads() -> Iterator[None]:
         stack.enter_context(torch_versions.thread_isolation())
         stack.enter_context(torch_versions.owned_meshes(current_rank))
         stack.enter_context(torch_versions.owned_timers())
-        stack.enter_context(torch_versions.shared_shape_propagation())
+        stack.enter_context(torch_dtensor.shared_propagation())
         stack.enter_context(torch_versions.replace_split_group(split_group, split_method))
         stack.enter_context(rank_generators())
         stack.enter_context(_heirs())

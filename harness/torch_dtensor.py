@@ -1,0 +1,197 @@
+"""What DTensor works out of an operator's arguments, worked out once for all ranks that are threads of one process.
+
+DTensor keeps its answers per thread, so in a world of threads each rank would work out the same ones again, and again
+under each schedule: a third of the time that ranks took.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
+
+__all__ = ["own_shape", "shared_propagation"]
+
+
+@contextmanager
+def shared_propagation() -> Iterator[None]:
+    """Let threads work out what DTensor operators give one at a time, and each only once for all of them.
+
+    One at a time, because torch's fake mode is not made for more. Only what no rank's place in the mesh can change is
+    shared: shapes, which are global, and placements of results that need no argument moved or cut first.
+    """
+    propagator: Any = (
+        ShardingPropagator  # Any: torch 2.11 has no such attributes, later ones declare a null one
+    )
+    lock = threading.RLock()
+    replacements = {
+        "_fake_mode_lock": lock,
+        "_propagate_tensor_meta_non_cached": _shared_shapes(
+            propagator._propagate_tensor_meta_non_cached, lock
+        ),
+        "propagate_op_sharding_non_cached": _shared_placements(
+            propagator.propagate_op_sharding_non_cached, lock
+        ),
+    }
+    missing = object()
+    originals = {name: getattr(propagator, name, missing) for name in replacements}
+    for name, replacement in replacements.items():
+        setattr(propagator, name, replacement)
+    try:
+        yield
+    finally:
+        for name, original in originals.items():
+            if original is missing:
+                delattr(propagator, name)
+            else:
+                setattr(propagator, name, original)
+
+
+def _shared_shapes(propagate: Callable[[Any, Any], Any], lock: threading.RLock) -> Callable[[Any, Any], Any]:
+    known: dict[Any, Any] = {}
+
+    def look_up(propagator: Any, schema: Any) -> Any:
+        if (own := own_shape(schema)) is not None:
+            return own
+        try:
+            key = _key(schema, lambda spec: spec.tensor_meta)
+        except _NoKeyError:
+            return propagate(propagator, schema)
+        with lock:  # ranks ask for the same at the same time
+            if key not in known:
+                known[key] = propagate(propagator, schema)
+        found = known[key]
+        return [*found] if isinstance(found, list) else found
+
+    return look_up
+
+
+def _shared_placements(
+    propagate: Callable[[Any, Any], Any], lock: threading.RLock
+) -> Callable[[Any, Any], Any]:
+    known: dict[Any, Any] = {}
+
+    def look_up(propagator: Any, schema: Any) -> Any:
+        meshes: list[DeviceMesh] = []
+
+        def spec_key(spec: DTensorSpec) -> object:
+            meshes.append(spec.mesh)
+            return spec.placements, spec.tensor_meta, spec.shard_order, spec.use_strided_shard_as_shard_order
+
+        try:
+            key = _key(schema, spec_key)
+        except _NoKeyError:
+            return propagate(propagator, schema)
+        if not meshes or any(mesh is not meshes[0] for mesh in meshes):
+            return propagate(propagator, schema)
+        key = (key, _mesh_key(meshes[0]))
+        with lock:
+            if key in known:
+                return _on_mesh(known[key], meshes[0])
+            result = propagate(propagator, schema)
+            if result.redistribute_schema is None:
+                known[key] = _on_mesh(result, meshes[0])  # a copy: torch may go on with the result
+        return result
+
+    return look_up
+
+
+# Any: torch's result of a propagation.
+def _on_mesh(result: Any, mesh: DeviceMesh) -> Any:
+    """Copy a result onto a rank's own mesh, which is what it looks up the rank's groups by."""
+
+    def moved(spec: Any) -> Any:
+        if isinstance(spec, tuple | list):
+            return type(spec)(map(moved, spec))
+        if spec is None:
+            return None
+        own = copy.copy(spec)
+        own.mesh = mesh
+        return own
+
+    own = copy.copy(result)
+    own.__dict__.pop("mesh", None)  # remembered there once it was asked for
+    own.output_spec = moved(result.output_spec)
+    return own
+
+
+# Any: the stubs do not know what a mesh is compared by.
+def _mesh_key(mesh: Any) -> object:
+    """Give what the meshes of two ranks have in common: all that they are compared by but the rank's thread.
+
+    ``mesh.mesh`` would tell the same, by operators that a watch of the rank would see.
+    """
+    return mesh._flatten_rank_map, mesh._layout, mesh.device_type, mesh.mesh_dim_names
+
+
+# Any: an operator's schema, and the shape, stride and dtype of a tensor.
+def own_shape(schema: Any) -> Any:
+    """Give the shape of an operator's first argument where that is the result's by rule: to try it out takes longest.
+
+    So it is of what is detached, of the copy of a contiguous tensor, and of what is written to element by element.
+    """
+    first, *others = schema.args_schema or (None,)
+    if not isinstance(first, DTensorSpec) or first.tensor_meta is None:
+        return None
+    meta = first.tensor_meta
+    if schema.op is _ATEN.detach.default:
+        return meta
+    if schema.op is _ATEN.clone.default:
+        is_plain = meta.stride == torch.empty(meta.shape, device="meta").stride()
+        keeps = set(schema.kwargs_schema.values()) <= {torch.preserve_format}
+        return meta if is_plain and keeps else None
+    fits = all(_fits(other, meta) for other in (*others, *schema.kwargs_schema.values()))
+    return meta if schema.op in _IN_PLACE and fits else None
+
+
+def _fits(argument: object, meta: Any) -> bool:
+    """Whether an argument needs no broadcasting that could go wrong."""
+    if isinstance(argument, DTensorSpec):
+        return argument.tensor_meta is not None and argument.tensor_meta.shape == meta.shape
+    return type(argument) in {int, float, bool}
+
+
+# Any: the stubs do not know operators.
+_ATEN: Any = torch.ops.aten
+_IN_PLACE = frozenset(
+    {
+        _ATEN.add_.Tensor,
+        _ATEN.copy_.default,
+        _ATEN.div_.Tensor,
+        _ATEN.mul_.Tensor,
+        _ATEN.sub_.Tensor,
+        _ATEN.zero_.default,
+    }
+)
+
+
+class _NoKeyError(Exception):
+    """An operator has an argument that we do not know how to compare."""
+
+
+# Any: an operator's schema.
+def _key(schema: Any, of_spec: Callable[[DTensorSpec], object]) -> object:
+    """Give what the answer can depend on: the operator and its arguments, of a tensor what ``of_spec`` says."""
+
+    def of(argument: object) -> object:
+        if isinstance(argument, DTensorSpec):
+            return of_spec(argument)
+        if isinstance(argument, tuple | list):
+            return (type(argument), *map(of, argument))
+        if isinstance(argument, dict):
+            return tuple((name, of(value)) for name, value in sorted(argument.items()))
+        if argument is None or type(argument) in _PLAIN:
+            return type(argument), argument  # 1, 1.0 and True are three things
+        raise _NoKeyError
+
+    return schema.op, torch.get_default_dtype(), of(schema.args_schema), of(schema.kwargs_schema)
+
+
+_PLAIN = {bool, int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format}
