@@ -14,10 +14,12 @@ from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch.distributed.tensor._op_schema import OutputSharding
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
-__all__ = ["own_shape", "shared_propagation"]
+__all__ = ["own_placement", "own_shape", "shared_propagation"]
 
 
 @contextmanager
@@ -79,6 +81,8 @@ def _shared_placements(
     known: dict[Any, Any] = {}
 
     def look_up(propagator: Any, schema: Any) -> Any:
+        if (own := own_placement(schema)) is not None:
+            return own
         meshes: list[DeviceMesh] = []
 
         def spec_key(spec: DTensorSpec) -> object:
@@ -151,6 +155,28 @@ def own_shape(schema: Any) -> Any:
     return meta if schema.op in _IN_PLACE and fits else None
 
 
+# Any: an operator's schema, and torch's result of a propagation.
+def own_placement(schema: Any) -> Any:
+    """Give where the result of an operator lies, where that is by rule as all of its arguments do.
+
+    So it is of the operators that `own_shape` knows, element by element, if no argument has to be summed up first.
+    """
+    meta = own_shape(schema)
+    if meta is None:
+        return None
+    arguments = (*schema.args_schema, *schema.kwargs_schema.values())
+    first, *others = (a for a in arguments if isinstance(a, DTensorSpec))
+    is_alike = all(o.mesh is first.mesh and o.placements == first.placements for o in others)
+    if not is_alike or any(type(p) not in {Shard, Replicate} for p in first.placements):
+        return None
+    if any(
+        spec.shard_order != DTensorSpec.compute_default_shard_order(spec.placements)
+        for spec in (first, *others)
+    ):
+        return None
+    return OutputSharding(DTensorSpec(first.mesh, first.placements, tensor_meta=meta))
+
+
 def _fits(argument: object, meta: Any) -> bool:
     """Whether an argument needs no broadcasting that could go wrong."""
     if isinstance(argument, DTensorSpec):
@@ -163,8 +189,11 @@ _ATEN: Any = torch.ops.aten
 _IN_PLACE = frozenset(
     {
         _ATEN.add_.Tensor,
+        _ATEN.addcdiv_.default,
+        _ATEN.addcmul_.default,
         _ATEN.copy_.default,
         _ATEN.div_.Tensor,
+        _ATEN.lerp_.Scalar,
         _ATEN.mul_.Tensor,
         _ATEN.sub_.Tensor,
         _ATEN.zero_.default,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,13 +11,14 @@ from typing import Any
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-from torch.distributed.tensor._op_schema import OutputSharding
+from torch.distributed.tensor._op_schema import OpSchema, OutputSharding
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
-from harness.torch_dtensor import own_shape, shared_propagation
+from harness.torch_dtensor import own_placement, own_shape, shared_propagation
 from harness.worlds.launch import launch
+from harness.worlds.outcome import Returned
 from harness.worlds.rank import RankContext
 from harness.worlds.spec import WorldSpec
 
@@ -86,28 +88,78 @@ def _tensors() -> Iterator[torch.Tensor]:
     yield from (torch.empty(3, 4).t(), torch.empty(4, 6)[:, ::2], torch.empty(2, 3, dtype=torch.bfloat16))
 
 
-@pytest.mark.parametrize("op", ["detach", "clone", "zero_", "add_", "mul_", "copy_", "div_", "sub_"])
-def test_what_is_known_by_rule_is_what_torch_finds_out(op: str) -> None:
-    overload: Any = getattr(torch.ops.aten, op)
-    takes_another = op not in {"detach", "clone", "zero_"}
-    overload = overload.Tensor if takes_another and op != "copy_" else overload.default
+# Operators that are known by rule, and with how many tensors they are called.
+KNOWN = {
+    "detach.default": 1,
+    "clone.default": 1,
+    "zero_.default": 1,
+    "add_.Tensor": 2,
+    "mul_.Tensor": 2,
+    "copy_.default": 2,
+    "div_.Tensor": 2,
+    "sub_.Tensor": 2,
+    "lerp_.Scalar": 2,
+    "addcmul_.default": 3,
+    "addcdiv_.default": 3,
+}
+
+
+def _overload(name: str) -> Any:
+    packet, _, overload = name.partition(".")
+    return getattr(getattr(torch.ops.aten, packet), overload)
+
+
+def _schema(name: str, *specs: DTensorSpec) -> OpSchema:
+    scalars = (0.5,) if name == "lerp_.Scalar" else ()
+    return OpSchema(_overload(name), (*specs, *scalars), {"alpha": -0.1} if name == "add_.Tensor" else {})
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_what_is_known_by_rule_is_what_torch_finds_out(name: str) -> None:
     mesh: Any = SimpleNamespace(ndim=1)
     found = 0
     for tensor in _tensors():
         meta = TensorMeta(tensor.shape, tensor.stride(), tensor.dtype)
         spec = DTensorSpec(mesh, (Replicate(),), tensor_meta=meta)
-        schema: Any = SimpleNamespace(
-            op=overload,
-            args_schema=(spec, spec) if takes_another else (spec,),
-            kwargs_schema={"alpha": -0.1} if op == "add_" else {},
-        )
+        schema = _schema(name, *[spec] * KNOWN[name])
         known = own_shape(schema)
         own = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
-        result = overload(*([own, own] if takes_another else [own]))
+        scalars = [a for a in schema.args_schema if isinstance(a, float)]
+        result = schema.op(*[own] * KNOWN[name], *scalars)
         if known is not None:
             found += 1
             assert known == TensorMeta(result.shape, result.stride(), result.dtype)
     assert found >= 5
+
+
+def placed(context: RankContext) -> list[str]:
+    """Ask torch itself where results lie that are known by rule, and list the differences; a rank body."""
+    wholes, pairs = [(Shard(0),), (Shard(1),), (Replicate(),)], [Replicate(), Shard(0), Shard(1), Partial()]
+    pair = init_device_mesh("cpu", (2, 2)), [(a, b) for a in pairs for b in pairs]
+    whole = init_device_mesh("cpu", (4,)), [*wholes, (Partial(),)]
+    propagator: Any = DTensor._op_dispatcher.sharding_propagator
+    wrong, num_known = [], 0
+    for mesh, placements in (whole, pair):
+        for first, other, shape, name in product(placements, placements, ((8, 4), (5, 3), (1, 0)), KNOWN):
+            meta = TensorMeta(torch.Size(shape), torch.empty(shape).stride(), torch.float32)
+            specs = [DTensorSpec(mesh, p, tensor_meta=meta) for p in (first, other, other)[: KNOWN[name]]]
+            known = own_placement(schema := _schema(name, *specs))
+            if known is None:
+                continue
+            num_known += 1
+            torchs = propagator.propagate_op_sharding_non_cached(schema)
+            if known != torchs:
+                wrong.append(f"{name} {specs}: {known} instead of {torchs}")
+    return wrong or [f"{num_known} known"]
+
+
+def test_where_results_lie_by_rule_is_where_torch_puts_them(tmp_path: Path) -> None:
+    result = launch(WorldSpec.parse("processes:4"), placed, folder=tmp_path)
+    assert result.is_clean
+    told = [outcome.value for outcome in result.outcomes if isinstance(outcome, Returned)]
+    # 11 operators, 3 shapes; of one mesh 3 placements that are not sums, of the other 9; one tensor meets 4 or 16
+    # others, which it does not look at, more tensors only their like.
+    assert told == [[f"{3 * (3 * (3 * 4 + 8) + 9 * (3 * 16 + 8))} known"]] * 4
 
 
 def test_what_might_be_broadcast_is_no_rule() -> None:
