@@ -1,10 +1,14 @@
 """Standing in c10d's own operators: each call is read, recorded and carried on.
 
 [Note: why kernels] Every collective, whether Python, a functional collective or a C++ reducer asks for it,
-reaches its backend through an operator of the ``c10d`` namespace. Replacing the kernels of those few
-operators sees all of them, in any thread and any autograd mode, and costs nothing per ordinary operator,
-where a dispatch mode costs Python time for each of them. The replaced kernel is kept and called, so gloo and
+reaches its backend through an operator of the ``c10d`` namespace. Kernels of ours before the backends' own, of
+those few operators, see all of them, in any thread and any autograd mode, and cost nothing per ordinary operator,
+where a dispatch mode costs Python time for each of them. The backend's kernel is called from there, so gloo and
 nccl do exactly what they did; in the threads world a carrier of ours takes its place.
+
+[Note: the GIL] A backend's kernel must run without the GIL, as it does when torch calls it. gloo's own threads
+let go of works, and so of Python objects, while they hold the lock that its kernels take: whoever came to that lock
+with the GIL would never get it. Some kernels also wait for other ranks.
 """
 
 from __future__ import annotations
@@ -26,7 +30,7 @@ from harness.door.site import call_site
 from harness.door.spelling import SPELLINGS, Spelling, process_group
 from harness.ledger.entry import HarmKind, Op
 from harness.ledger.recorder import CallSummary, Recorder
-from harness.torch_versions import replaced_kernels
+from harness.torch_versions import are_of_meta, kernels_before_backends
 
 __all__ = ["Carrier", "Door", "Listener", "standing_in_c10d"]
 
@@ -161,14 +165,14 @@ class WatchedWork(dist.Work):
 
 
 @contextmanager
-def standing_in_c10d(door: Door, devices: tuple[str, ...] = ("CPU",)) -> Iterator[None]:
-    """Replace the kernels of all c10d operators on these dispatch keys; puts them back on exit.
+def standing_in_c10d(door: Door) -> Iterator[None]:
+    """Stand before the backends' kernels of all c10d operators, of whatever device, until exit.
 
     Process-wide: ranks that are threads share one door, and ``door.recorder`` tells them apart.
     """
     works = _Works()
     kernels = {name: partial(_Kernel, name, spelling, door, works) for name, spelling in SPELLINGS.items()}
-    with late_futures(), replaced_kernels("c10d", kernels, devices):
+    with late_futures(), kernels_before_backends("c10d", kernels):
         yield
 
 
@@ -190,12 +194,12 @@ class _Works:
 
 
 class _Kernel:
-    """The replacement of one operator's kernel."""
+    """What stands before the backends' kernels of one operator."""
 
-    # Any: the kernel that torch had registered.
-    def __init__(self, name: str, spelling: Spelling, door: Door, works: _Works, original: Any) -> None:
+    # Any: calls the kernel of the backend.
+    def __init__(self, name: str, spelling: Spelling, door: Door, works: _Works, go_on: Any) -> None:
         self._spelling = spelling
-        self._original = original
+        self._go_on = go_on
         self._door = door
         self._works = works
         arguments = getattr(torch.ops.c10d, name).default._schema.arguments
@@ -205,8 +209,8 @@ class _Kernel:
     # Any: boxed arguments and results; the operator's schema fixes them, not Python.
     def __call__(self, keyset: Any, *args: Any, **kwargs: Any) -> Any:
         recorder = self._door.recorder()
-        if recorder is None and self._door.carrier is None:
-            return self._original.call_boxed(keyset, *args, **kwargs)
+        if (recorder is None and self._door.carrier is None) or are_of_meta(keyset):
+            return self._go_on(keyset, *args, **kwargs)
         # The dispatcher leaves trailing defaults out.
         arguments = {**self._defaults, **dict(zip(self._names, args, strict=False)), **kwargs}
         call = _read(self._spelling, arguments, self._door.ranks_of)
@@ -218,7 +222,7 @@ class _Kernel:
                 call, None if recorder is None else partial(recorder.harmed, seq)
             )
         else:
-            inner = _work_in(self._original.call_boxed(keyset, *args, **kwargs))
+            inner = _work_in(self._go_on(keyset, *args, **kwargs))
         if not self._spelling.returns_work or inner is None:
             hearing.waits(is_over=True)
             return None
