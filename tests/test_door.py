@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from threading import Event
 from typing import Any, TypeVar
 
 import pytest
@@ -59,3 +61,24 @@ def test_what_has_no_data_is_no_call() -> None:
         works = _together(lambda rank: pair[rank].allreduce([torch.ones(2)]))
         assert all(work.wait() for work in works)
     assert [e.op for e in recorder.ledger()] == [Op.ALL_REDUCE] * 2
+
+
+def _waited_for(pair: list[Any], tensor: torch.Tensor) -> Any:
+    """Reduce a tensor; gives the work of the first rank as C++ has it, when Python has let go of it."""
+    work = pair[0].allreduce([tensor])
+    pair[1].allreduce([torch.ones(2)]).wait()
+    work.wait()
+    return work.boxed()
+
+
+def test_a_work_that_is_over_keeps_no_memory() -> None:
+    pair, recorder, ended = _pair(), Recorder(), Event()
+    with standing_in_c10d(Door(recorder=lambda: recorder, ranks_of=lambda group: (0, 1))):
+        tensor = torch.ones(2)
+        ref = weakref.ref(tensor.untyped_storage(), lambda _: ended.set())
+        boxed = _waited_for(pair, tensor)
+        assert tensor.tolist() == [2.0, 2.0]
+        del tensor
+        assert ended.wait(_LIMIT.total_seconds())  # gloo's own thread may be the last to let go of it
+        assert ref() is None
+        assert dist.Work.unbox(boxed).wait(_LIMIT)  # as C++ might

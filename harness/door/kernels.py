@@ -13,11 +13,9 @@ with the GIL would never get it. Some kernels also wait for other ranks.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import timedelta
 from functools import partial
 from typing import Any, Protocol
 
@@ -25,18 +23,16 @@ import torch
 import torch.distributed as dist
 
 from harness.door.call import Call
-from harness.door.futures import late_future, late_futures
+from harness.door.futures import late_futures
 from harness.door.site import call_site
 from harness.door.spelling import SPELLINGS, Spelling, process_group
+from harness.door.works import Hearing, Valuer, Works
 from harness.ledger.entry import HarmKind, Op
 from harness.ledger.recorder import CallSummary, Recorder
 from harness.torch_versions import are_of_meta, kernels_before_backends
 
 __all__ = ["Carrier", "Door", "Listener", "standing_in_c10d"]
 
-# How many waited-for works stay referenced: C++ may still hold the pointer of one whose Python half would
-# otherwise be gone, and few enough that their tensors do not distort what is alive.
-_RECENT_WORKS = 64
 _REDUCE_OP_NAMES = {op: name.lower() for name, op in dist.ReduceOp.RedOpType.__members__.items()}
 
 
@@ -78,126 +74,23 @@ class Door:
     listener: Callable[[], Listener | None] = _nobody
 
 
-# Any: the value of a future. Given a work when its future is taken, gives what tells the value when it is complete.
-Valuer = Callable[[dist.Work], Callable[[], Any]]
-
-
-class Hearing(Protocol):
-    """Who is told of waits for one call."""
-
-    def waits(self, *, is_over: bool | None) -> None:
-        """Take note that somebody waits; ``is_over`` as `harness.ledger.entry.Wait` has it."""
-
-    def over(self) -> None:
-        """Take note that the wait came to its end; one that raises does not."""
-
-
-class WatchedWork(dist.Work):
-    """A work that tells the recorder when somebody waits for it, or for its future, and until when.
-
-    Without ``valuer`` the future is the work's own, as that of a device knows of streams; taking it counts as waiting.
-    """
-
-    def __init__(
-        self,
-        inner: dist.Work,
-        hearing: Hearing,
-        on_wait: Callable[[WatchedWork], None],
-        valuer: Valuer | None,
-    ) -> None:
-        super().__init__()
-        self._inner = inner
-        self._hearing = hearing
-        self._valuer = valuer
-        self._on_wait = on_wait
-
-    # Any below: dist.Work's own methods are untyped where they hand tensors back.
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        self._begin(is_over=False)
-        waited = self._inner.wait() if timeout is None else self._inner.wait(timeout)
-        self._hearing.over()
-        return waited
-
-    def get_future(self) -> Any:
-        if self._valuer is not None:
-            return late_future(self, self._valuer(self._inner))
-        self._begin(is_over=None)
-        future = self._inner.get_future()
-        if future.done():
-            self._hearing.over()
-        return future
-
-    def synchronize(self) -> None:
-        self._begin(is_over=False)
-        self._inner.synchronize()
-        self._hearing.over()
-
-    def block_current_stream(self) -> None:
-        self._begin(is_over=False)
-        self._inner.block_current_stream()
-        self._hearing.over()
-
-    def result(self) -> Any:
-        return self._inner.result()
-
-    def is_completed(self) -> bool:
-        # Whoever is told that a result is there may use it: that ends a wait like any other.
-        is_completed = self._inner.is_completed()
-        if is_completed:
-            self._begin(is_over=True)
-        return is_completed
-
-    def is_success(self) -> bool:
-        return self._inner.is_success()
-
-    def exception(self) -> Any:
-        return self._inner.exception()
-
-    def source_rank(self) -> int:
-        return self._inner.source_rank()
-
-    def _source_rank(self) -> int:  # the spelling that torch's own recv from any source uses
-        return self._inner._source_rank()
-
-    def _begin(self, *, is_over: bool | None) -> None:
-        self._hearing.waits(is_over=is_over)
-        self._on_wait(self)
-
-
 @contextmanager
 def standing_in_c10d(door: Door) -> Iterator[None]:
     """Stand before the backends' kernels of all c10d operators, of whatever device, until exit.
 
     Process-wide: ranks that are threads share one door, and ``door.recorder`` tells them apart.
     """
-    works = _Works()
+    works = Works()
     kernels = {name: partial(_Kernel, name, spelling, door, works) for name, spelling in SPELLINGS.items()}
     with late_futures(), kernels_before_backends("c10d", kernels):
         yield
-
-
-class _Works:
-    """Keeps works referenced: all that nobody waited for, and the most recent of the others."""
-
-    def __init__(self) -> None:
-        self._waiting: dict[int, WatchedWork] = {}
-        self._recent: deque[WatchedWork] = deque(maxlen=_RECENT_WORKS)
-
-    def watch(self, inner: dist.Work, hearing: Hearing, valuer: Valuer | None) -> WatchedWork:
-        def put_by(work: WatchedWork) -> None:
-            if self._waiting.pop(id(work), None) is not None:
-                self._recent.append(work)
-
-        work = WatchedWork(inner, hearing, put_by, valuer)
-        self._waiting[id(work)] = work
-        return work
 
 
 class _Kernel:
     """What stands before the backends' kernels of one operator."""
 
     # Any: calls the kernel of the backend.
-    def __init__(self, name: str, spelling: Spelling, door: Door, works: _Works, go_on: Any) -> None:
+    def __init__(self, name: str, spelling: Spelling, door: Door, works: Works, go_on: Any) -> None:
         self._spelling = spelling
         self._go_on = go_on
         self._door = door
