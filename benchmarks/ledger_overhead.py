@@ -97,7 +97,7 @@ def _watched(watch: Watch, step: Callable[[], float]) -> float:
                 taken.append(step())
         return median(taken)
     with watch():
-        step()  # the first step after replacing kernels fills the dispatcher's caches, once per case
+        step()  # the first step after the door opens fills the dispatcher's caches, once per case
         return median(step() for _ in range(3))
 
 

@@ -25,6 +25,7 @@ __all__ = [
     "GroupOptions",
     "HashStore",
     "Store",
+    "are_of_meta",
     "backward_of_thread",
     "c10d_state",
     "call_after_backward",
@@ -34,6 +35,7 @@ __all__ = [
     "generator_address",
     "guards_of_record_stream",
     "keep_backward_in_thread",
+    "kernels_before_backends",
     "make_operators",
     "owned_meshes",
     "owned_timers",
@@ -176,22 +178,51 @@ def guards_of_record_stream() -> list[tuple[Any, str]]:
 
 
 @contextmanager
-def replaced_kernels(
-    namespace: str, kernels: Mapping[str, Callable[[Any], object]], devices: tuple[str, ...] = ("CPU",)
-) -> Iterator[None]:
-    """Replace operators' kernels on these dispatch keys by what the functions make of the originals, until exit."""
-    library: Any = torch.library.Library(namespace, "IMPL")  # type: ignore[no-untyped-call]
-    try:
+def kernels_before_backends(namespace: str, kernels: Mapping[str, Callable[[Any], object]]) -> Iterator[None]:
+    """Have operators call what the functions make of the way on, right before a backend's kernel, until exit.
+
+    The way on is called as a kernel is, with the keys first. Unlike a kernel that is called by itself, it gives the
+    GIL back meanwhile, as torch does: the only way to a kernel that waits, or takes a lock.
+    """
+    with _kernels_of_ours(namespace) as library:
+        for name, make in kernels.items():
+            operator = getattr(getattr(torch.ops, namespace), name).default
+            # The one key that every device's calls pass, after all that is no backend.
+            library.impl(name, make(partial(_go_on, operator)), "BackendSelect", with_keyset=True)
+        yield
+
+
+# Any: an operator, the keys of its call, and boxed arguments and results.
+def _go_on(operator: Any, keyset: Any, *args: Any, **kwargs: Any) -> Any:
+    return operator.redispatch(keyset.remove(_DispatchKey.BackendSelect), *args, **kwargs)
+
+
+def are_of_meta(keyset: Any) -> bool:
+    """Tell by the keys of a call that its tensors have no data, so that nothing is done but to tell shapes."""
+    return bool(keyset.has(_DispatchKey.Meta))
+
+
+@contextmanager
+def replaced_kernels(namespace: str, kernels: Mapping[str, Callable[[Any], object]]) -> Iterator[None]:
+    """Replace operators' kernels on the CPU by what the functions make of the originals, until exit."""
+    with _kernels_of_ours(namespace) as library:
         with warnings.catch_warnings():
             # Replacing these kernels is the point; torch says so once for all of them.
             warnings.filterwarnings(
                 "ignore", message="(?s).*previously registered kernel", category=UserWarning
             )
             for name, make in kernels.items():
-                for device in devices:
-                    original = torch.library.get_kernel(f"{namespace}::{name}", device)
-                    library.impl(name, make(original), device, with_keyset=True)
+                original = torch.library.get_kernel(f"{namespace}::{name}", "CPU")
+                library.impl(name, make(original), "CPU", with_keyset=True)
         yield
+
+
+@contextmanager
+def _kernels_of_ours(namespace: str) -> Iterator[Any]:
+    # Any: a library has no type.
+    library: Any = torch.library.Library(namespace, "IMPL")  # type: ignore[no-untyped-call]
+    try:
+        yield library
     finally:
         library._destroy()  # the only way to give kernels back; Library has no public spelling of it
 

@@ -1,19 +1,21 @@
 """Standing in c10d's own operators: each call is read, recorded and carried on.
 
 [Note: why kernels] Every collective, whether Python, a functional collective or a C++ reducer asks for it,
-reaches its backend through an operator of the ``c10d`` namespace. Replacing the kernels of those few
-operators sees all of them, in any thread and any autograd mode, and costs nothing per ordinary operator,
-where a dispatch mode costs Python time for each of them. The replaced kernel is kept and called, so gloo and
+reaches its backend through an operator of the ``c10d`` namespace. Kernels of ours before the backends' own, of
+those few operators, see all of them, in any thread and any autograd mode, and cost nothing per ordinary operator,
+where a dispatch mode costs Python time for each of them. The backend's kernel is called from there, so gloo and
 nccl do exactly what they did; in the threads world a carrier of ours takes its place.
+
+[Note: the GIL] A backend's kernel must run without the GIL, as it does when torch calls it. gloo's own threads
+let go of works, and so of Python objects, while they hold the lock that its kernels take: whoever came to that lock
+with the GIL would never get it. Some kernels also wait for other ranks.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import timedelta
 from functools import partial
 from typing import Any, Protocol
 
@@ -21,18 +23,16 @@ import torch
 import torch.distributed as dist
 
 from harness.door.call import Call
-from harness.door.futures import late_future, late_futures
+from harness.door.futures import late_futures
 from harness.door.site import call_site
 from harness.door.spelling import SPELLINGS, Spelling, process_group
+from harness.door.works import Hearing, Valuer, Works
 from harness.ledger.entry import HarmKind, Op
 from harness.ledger.recorder import CallSummary, Recorder
-from harness.torch_versions import replaced_kernels
+from harness.torch_versions import are_of_meta, kernels_before_backends
 
 __all__ = ["Carrier", "Door", "Listener", "standing_in_c10d"]
 
-# How many waited-for works stay referenced: C++ may still hold the pointer of one whose Python half would
-# otherwise be gone, and few enough that their tensors do not distort what is alive.
-_RECENT_WORKS = 64
 _REDUCE_OP_NAMES = {op: name.lower() for name, op in dist.ReduceOp.RedOpType.__members__.items()}
 
 
@@ -74,128 +74,25 @@ class Door:
     listener: Callable[[], Listener | None] = _nobody
 
 
-# Any: the value of a future. Given a work when its future is taken, gives what tells the value when it is complete.
-Valuer = Callable[[dist.Work], Callable[[], Any]]
-
-
-class Hearing(Protocol):
-    """Who is told of waits for one call."""
-
-    def waits(self, *, is_over: bool | None) -> None:
-        """Take note that somebody waits; ``is_over`` as `harness.ledger.entry.Wait` has it."""
-
-    def over(self) -> None:
-        """Take note that the wait came to its end; one that raises does not."""
-
-
-class WatchedWork(dist.Work):
-    """A work that tells the recorder when somebody waits for it, or for its future, and until when.
-
-    Without ``valuer`` the future is the work's own, as that of a device knows of streams; taking it counts as waiting.
-    """
-
-    def __init__(
-        self,
-        inner: dist.Work,
-        hearing: Hearing,
-        on_wait: Callable[[WatchedWork], None],
-        valuer: Valuer | None,
-    ) -> None:
-        super().__init__()
-        self._inner = inner
-        self._hearing = hearing
-        self._valuer = valuer
-        self._on_wait = on_wait
-
-    # Any below: dist.Work's own methods are untyped where they hand tensors back.
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        self._begin(is_over=False)
-        waited = self._inner.wait() if timeout is None else self._inner.wait(timeout)
-        self._hearing.over()
-        return waited
-
-    def get_future(self) -> Any:
-        if self._valuer is not None:
-            return late_future(self, self._valuer(self._inner))
-        self._begin(is_over=None)
-        future = self._inner.get_future()
-        if future.done():
-            self._hearing.over()
-        return future
-
-    def synchronize(self) -> None:
-        self._begin(is_over=False)
-        self._inner.synchronize()
-        self._hearing.over()
-
-    def block_current_stream(self) -> None:
-        self._begin(is_over=False)
-        self._inner.block_current_stream()
-        self._hearing.over()
-
-    def result(self) -> Any:
-        return self._inner.result()
-
-    def is_completed(self) -> bool:
-        # Whoever is told that a result is there may use it: that ends a wait like any other.
-        is_completed = self._inner.is_completed()
-        if is_completed:
-            self._begin(is_over=True)
-        return is_completed
-
-    def is_success(self) -> bool:
-        return self._inner.is_success()
-
-    def exception(self) -> Any:
-        return self._inner.exception()
-
-    def source_rank(self) -> int:
-        return self._inner.source_rank()
-
-    def _source_rank(self) -> int:  # the spelling that torch's own recv from any source uses
-        return self._inner._source_rank()
-
-    def _begin(self, *, is_over: bool | None) -> None:
-        self._hearing.waits(is_over=is_over)
-        self._on_wait(self)
-
-
 @contextmanager
-def standing_in_c10d(door: Door, devices: tuple[str, ...] = ("CPU",)) -> Iterator[None]:
-    """Replace the kernels of all c10d operators on these dispatch keys; puts them back on exit.
+def standing_in_c10d(door: Door) -> Iterator[None]:
+    """Stand before the backends' kernels of all c10d operators, of whatever device, until exit.
 
     Process-wide: ranks that are threads share one door, and ``door.recorder`` tells them apart.
     """
-    works = _Works()
+    works = Works()
     kernels = {name: partial(_Kernel, name, spelling, door, works) for name, spelling in SPELLINGS.items()}
-    with late_futures(), replaced_kernels("c10d", kernels, devices):
+    with late_futures(), kernels_before_backends("c10d", kernels):
         yield
 
 
-class _Works:
-    """Keeps works referenced: all that nobody waited for, and the most recent of the others."""
-
-    def __init__(self) -> None:
-        self._waiting: dict[int, WatchedWork] = {}
-        self._recent: deque[WatchedWork] = deque(maxlen=_RECENT_WORKS)
-
-    def watch(self, inner: dist.Work, hearing: Hearing, valuer: Valuer | None) -> WatchedWork:
-        def put_by(work: WatchedWork) -> None:
-            if self._waiting.pop(id(work), None) is not None:
-                self._recent.append(work)
-
-        work = WatchedWork(inner, hearing, put_by, valuer)
-        self._waiting[id(work)] = work
-        return work
-
-
 class _Kernel:
-    """The replacement of one operator's kernel."""
+    """What stands before the backends' kernels of one operator."""
 
-    # Any: the kernel that torch had registered.
-    def __init__(self, name: str, spelling: Spelling, door: Door, works: _Works, original: Any) -> None:
+    # Any: calls the kernel of the backend.
+    def __init__(self, name: str, spelling: Spelling, door: Door, works: Works, go_on: Any) -> None:
         self._spelling = spelling
-        self._original = original
+        self._go_on = go_on
         self._door = door
         self._works = works
         arguments = getattr(torch.ops.c10d, name).default._schema.arguments
@@ -205,8 +102,8 @@ class _Kernel:
     # Any: boxed arguments and results; the operator's schema fixes them, not Python.
     def __call__(self, keyset: Any, *args: Any, **kwargs: Any) -> Any:
         recorder = self._door.recorder()
-        if recorder is None and self._door.carrier is None:
-            return self._original.call_boxed(keyset, *args, **kwargs)
+        if (recorder is None and self._door.carrier is None) or are_of_meta(keyset):
+            return self._go_on(keyset, *args, **kwargs)
         # The dispatcher leaves trailing defaults out.
         arguments = {**self._defaults, **dict(zip(self._names, args, strict=False)), **kwargs}
         call = _read(self._spelling, arguments, self._door.ranks_of)
@@ -218,7 +115,7 @@ class _Kernel:
                 call, None if recorder is None else partial(recorder.harmed, seq)
             )
         else:
-            inner = _work_in(self._original.call_boxed(keyset, *args, **kwargs))
+            inner = _work_in(self._go_on(keyset, *args, **kwargs))
         if not self._spelling.returns_work or inner is None:
             hearing.waits(is_over=True)
             return None

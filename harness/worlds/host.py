@@ -120,8 +120,7 @@ def _host_process(link: Link, spec: HostSpec) -> None:
         ranks_of=global_ranks,
         listener=current_witnesses,
     )
-    keys = ("CPU", "CUDA") if device.type == "cuda" else ("CPU",)
-    with standing_in_c10d(door, keys):
+    with standing_in_c10d(door):
         link.send(Ready())
         while (job := link.jobs.get()) is not None:
             link.send(Started(rank=rank, thread_ident=threading.get_ident()))

@@ -41,7 +41,7 @@ SEVERAL = Sizes(name="two ranks or more", allows=lambda size: size > 1)
 THREE_OR_MORE = Sizes(name="three ranks or more", allows=lambda size: size > 2)
 # For calls of an engine that keeps something for the whole process, so that ranks which share one disturb each other.
 APART = Sizes(name="ranks that share no process", allows=lambda size: size > 1, kind=WorldKind.PROCESSES)
-# For laws that count what is alive: over gloo, works hold their tensors for longer than the engine holds the works.
+# For laws that count what is alive: gloo's own threads may hold a work, and its tensors, after the engine let go of it.
 TOGETHER = Sizes(
     name="several ranks that share a process", allows=lambda size: size > 1, kind=WorldKind.THREADS
 )
