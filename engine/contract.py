@@ -130,6 +130,12 @@ class PreparedModel:
         """Run backward from a scalar loss."""
         loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
 
+    def backward_of_branch(self, loss: torch.Tensor) -> None:
+        """Run backward from one of several losses of one forward, and keep the graph for the next."""
+        if type(self).backward is not PreparedModel.backward:  # what was changed there would be left out here
+            raise MissingMethodError("backward_of_branch", Capability.UNIT_SYNC)
+        loss.backward(retain_graph=True)  # type: ignore[no-untyped-call]  # as above
+
     def step(self) -> None:
         """Update the parameters from the gradients; must not clear the gradients."""
         self._built_optimizer().step()
