@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
+from enum import Enum
 from typing import Any, ClassVar
 
 import torch
@@ -38,6 +39,7 @@ __all__ = [
     "BackwardGather",
     "Buffers",
     "Capability",
+    "Cut",
     "Engine",
     "Grouping",
     "Layout",
@@ -63,6 +65,15 @@ __all__ = [
 _WHOLE = StateDictOptions(full_state_dict=True)
 
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+
+
+class Cut(Enum):
+    """Where an engine that lays a group of parameters one after the other cuts them for the ranks."""
+
+    EVENLY = "where an even share ends, whatever lies there; parameters are aligned to a few bytes"
+    CHUNKS = (
+        "at multiples of a chunk in which rows of each parameter of the group fit: some ranks may hold more"
+    )
 
 
 class UnitHandle:
@@ -113,6 +124,9 @@ class PreparedModel:
     default that is right for engines whose parameters are plain tensors or DTensors.
     """
 
+    cut: ClassVar[Cut] = Cut.EVENLY
+    """What flat pieces may be uneven by; says nothing of others."""
+
     def __init__(self, module: nn.Module, *, named: nn.Module | None = None) -> None:
         self.module = module
         self.named = module if named is None else named
@@ -129,6 +143,12 @@ class PreparedModel:
     def backward(self, loss: torch.Tensor) -> None:
         """Run backward from a scalar loss."""
         loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+
+    def backward_of_branch(self, loss: torch.Tensor) -> None:
+        """Run backward from one of several losses of one forward, and keep the graph for the next."""
+        if type(self).backward is not PreparedModel.backward:  # what was changed there would be left out here
+            raise MissingMethodError("backward_of_branch", Capability.UNIT_SYNC)
+        loss.backward(retain_graph=True)  # type: ignore[no-untyped-call]  # as above
 
     def step(self) -> None:
         """Update the parameters from the gradients; must not clear the gradients."""

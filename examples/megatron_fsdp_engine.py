@@ -23,7 +23,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from engine.contract import Capability, Engine, OptimizerFactory, Plan, PreparedModel, Shard, shard_of
+from engine.contract import Capability, Cut, Engine, OptimizerFactory, Plan, PreparedModel, Shard, shard_of
 
 __all__ = ["ExperimentalMegatronFsdpEngine", "MegatronFsdpEngine"]
 
@@ -62,7 +62,9 @@ class _Piece:
 
 
 class _PreparedBuffers(PreparedModel, ABC):
-    """Parameters lie in flat buffers that are cut over ranks."""
+    """Parameters lie in flat buffers that are cut over ranks, at multiples of a chunk in which whole rows fit."""
+
+    cut = Cut.CHUNKS
 
     @abstractmethod
     def pieces(self) -> Iterator[_Piece]:

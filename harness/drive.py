@@ -127,6 +127,7 @@ def train(
             optimizer_state=copies(loop.prepared.local_optimizer_state()),
             buffers=copies(loop.prepared.local_buffers()),
             ledger=recorder.ledger(),
+            cut=loop.prepared.cut,
         )
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
+from math import lcm, prod
 
-from engine.contract import Layout, Shard
-from harness.law import Evidence, Ruling
-from harness.record import LawRecord
+from engine.contract import Cut, Layout, Shard
+from harness.groups import groups_of
+from harness.law import Evidence, Ruling, rule
 
 __all__ = ["HoldsItsShare"]
 
@@ -25,27 +25,31 @@ class HoldsItsShare:
     one rank: over all parameters of which a rank shows flat pieces it holds at most the sum of ceil((n + a) / S),
     where a is what aligning a parameter can add to the n elements. That is enough for any grouping of them. Numbers
     cannot show this: an engine that drops the request to shard still trains the same model.
+
+    [Note: chunks] Who says that it cuts at chunks (``Cut.CHUNKS``) may hold more on one rank, for that the others
+    hold less: no element lies on two ranks of one replica, and none on no rank. The chunk is not the engine's to
+    choose: at most the least common multiple c of the numels of the rows of a group. A parameter is followed by a
+    gap smaller than c and than itself, and a rank's stretch is the rest over S, rounded up to a multiple of c.
     """
 
     name: str = "holds its share"
 
     def judge(self, evidence: Evidence) -> Ruling:
         """Look at every parameter on every rank after every step."""
-        broken = [*_beyond(evidence)]
-        if broken:
-            more = f" (and {len(broken) - 1} more)" if len(broken) > 1 else ""
-            record = LawRecord(
-                law=self.name, held=False, summary=broken[0] + more, details=tuple(broken[1:8])
-            )
-            return Ruling(record=record)
-        num_shares = _num_shares(evidence)
-        of_what = "all parameters together" if _has_flat_pieces(evidence) else "each parameter"
-        held = (
-            "every parameter whole" if num_shares == 1 else f"at most 1/{num_shares} of {of_what}, rounded up"
-        )
-        return Ruling(
-            record=LawRecord(law=self.name, held=True, summary=f"{held}, on {evidence.world_size} ranks")
-        )
+        return rule(self.name, [*_beyond(evidence)], held=_held(evidence))
+
+
+def _held(evidence: Evidence) -> str:
+    num_shares, ranks = _num_shares(evidence), f"on {evidence.world_size} ranks"
+    if num_shares == 1:
+        return f"every parameter whole, {ranks}"
+    if _is_in_chunks(evidence):
+        # How uneven shares are is allowed, and not to be overlooked.
+        held = [_num_flat(seen.parameters) for o in evidence.ranks for seen in o.steps]
+        sizes = f"of {min(held)} to {max(held)} elements"
+        return f"each element once in {num_shares} shares of whole chunks, {sizes}, {ranks}"
+    of_what = "all parameters together" if _has_flat_pieces(evidence) else "each parameter"
+    return f"at most 1/{num_shares} of {of_what}, rounded up, {ranks}"
 
 
 def _num_shares(evidence: Evidence) -> int:
@@ -76,8 +80,11 @@ def _beyond(evidence: Evidence) -> Iterator[str]:
                         f"{where}, parameter {name}: expected 1/{shares} of "
                         f"{list(shard.global_shape)}, got {list(shard.tensor.shape)}"
                     )
-            if num_shares > 1 and (excess := _excess(seen.parameters, num_shares)) is not None:
+            chunked = _chunked_numel(evidence) if observation.cut is Cut.CHUNKS else None
+            if num_shares > 1 and (excess := _excess(seen.parameters, num_shares, chunked)) is not None:
                 yield f"{where}: {excess}"
+    if _is_in_chunks(evidence):
+        yield from _astray(evidence)
 
 
 def _is_share(shard: Shard, num_shares: int) -> bool:
@@ -94,10 +101,10 @@ def _is_share(shard: Shard, num_shares: int) -> bool:
     )
 
 
-def _excess(parameters: Mapping[str, Shard], num_shares: int) -> str | None:
+def _excess(parameters: Mapping[str, Shard], num_shares: int, chunked: int | None) -> str | None:
     flat = [shard for shard in parameters.values() if shard.is_flat]
-    most = sum(-(-_aligned_numel(shard) // num_shares) for shard in flat)
-    held = sum(shard.tensor.numel() for shard in flat)
+    most = sum(-(-_aligned_numel(shard) // num_shares) for shard in flat) if chunked is None else chunked
+    held = _num_flat(parameters)
     if held <= most:
         return None
     numel = sum(prod(shard.global_shape) for shard in flat)
@@ -106,3 +113,50 @@ def _excess(parameters: Mapping[str, Shard], num_shares: int) -> str | None:
 
 def _aligned_numel(shard: Shard) -> int:
     return prod(shard.global_shape) + (_ALIGNMENT_BYTES - 1) // shard.tensor.itemsize
+
+
+def _num_flat(parameters: Mapping[str, Shard]) -> int:
+    return sum(shard.tensor.numel() for shard in parameters.values() if shard.is_flat)
+
+
+def _is_in_chunks(evidence: Evidence) -> bool:
+    says_so = any(observation.cut is Cut.CHUNKS for observation in evidence.ranks)
+    return says_so and _num_shares(evidence) > 1 and _has_flat_pieces(evidence)
+
+
+def _chunked_numel(evidence: Evidence) -> int:
+    """Give the most elements that a rank's stretches of all groups can have; see [Note: chunks]."""
+    most, num_shares = 0, _num_shares(evidence)
+    for group in groups_of(evidence.training):
+        chunk = lcm(*(max(1, prod(shape[1:])) for shape in group.shapes))
+        sizes = [prod(shape) for shape in group.shapes]
+        laid = sum(size + max(0, min(chunk, size) - 1) for size in sizes)
+        most += min(sum(sizes), chunk * -(-laid // (num_shares * chunk)))
+    return most
+
+
+def _astray(evidence: Evidence) -> Iterator[str]:
+    """Tell which parameters the ranks of a replica hold twice, or not all of."""
+    num_shares = _num_shares(evidence)
+    for first in range(0, evidence.world_size, num_shares):
+        replica = [o for o in evidence.ranks if first <= o.rank < first + num_shares]
+        for step, seen in enumerate(replica[0].steps):
+            for name in seen.parameters:
+                pieces = [o.steps[step].parameters[name] for o in replica]
+                if any(p.is_flat for p in pieces) and (text := _overlap_or_gap(pieces)) is not None:
+                    yield f"step {step}, ranks {first} to {first + num_shares - 1}, parameter {name}: {text}"
+
+
+def _overlap_or_gap(pieces: Sequence[Shard]) -> str | None:
+    if not all(piece.is_flat for piece in pieces):
+        return "expected flat pieces on all ranks, got others on some"
+    end = 0
+    for piece in sorted((p for p in pieces if p.tensor.numel()), key=lambda p: p.offsets):
+        (start,) = piece.offsets
+        if start < end:
+            return f"expected each element on one rank, got those from {start} on held twice"
+        if start > end:
+            return f"expected each element on one rank, got {end} to {start - 1} held by nobody"
+        end += piece.tensor.numel()
+    numel = prod(pieces[0].global_shape)
+    return None if end == numel else f"expected all {numel} elements on some rank, got the first {end}"

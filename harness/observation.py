@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from engine.contract import Shard
+from engine.contract import Cut, Shard
 from harness.errors import UsageError
 from harness.ledger.course import Course
 from harness.ledger.entry import Ledger
@@ -59,7 +59,8 @@ class Observation:
     ``input_digest`` is a hash of all data the rank was given, so that equal data on two ranks shows.
     ``repeat_digests`` are hashes of all that each of the repeated trainings observed. ``race_report`` is what the
     watch over streams found in all of them, and ``lifetime_report`` what that over memory saw; None where there
-    was none. ``course`` is empty where a training was kept before there was one.
+    was none. ``course`` is empty where a training was kept before there was one. ``cut`` is what the engine says of
+    its flat pieces.
     """
 
     rank: int
@@ -73,6 +74,7 @@ class Observation:
     race_report: RaceReport | None = None
     lifetime_report: LifetimeReport | None = None
     course: Course = ()
+    cut: Cut = Cut.EVENLY
 
 
 def save_observation(observation: Observation, path: Path) -> None:
@@ -95,6 +97,7 @@ def save_observation(observation: Observation, path: Path) -> None:
         "optimizer_state": _pack(observation.optimizer_state),
         "buffers": _pack(observation.buffers),
         "repeat_digests": observation.repeat_digests,
+        "cut": observation.cut.name,
         "race_report": observation.race_report and report_to_json(observation.race_report),
         "lifetime_report": observation.lifetime_report
         and lifetimes.report_to_json(observation.lifetime_report),
@@ -163,6 +166,7 @@ def load_observation(path: Path, ledger: Ledger, course: Course = ()) -> Observa
         lifetime_report=lifetimes.report_from_json(seen) if (seen := plain.get("lifetime_report")) else None,
         ledger=ledger,
         course=course,
+        cut=Cut[plain.get("cut", Cut.EVENLY.name)],  # kept before an engine could say
     )
 
 

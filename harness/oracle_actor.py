@@ -118,8 +118,16 @@ class OracleActor(Actor):
     def backward(self, microbatch: int, loss: torch.Tensor, *, is_counted: bool = True) -> None:
         """Run it, and take the gradients that it left out of the model."""
         loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
-        if is_counted:
-            self.losses.append(float(loss.detach()))
+        self._take(microbatch, loss if is_counted else None)
+
+    def backward_of_branch(self, microbatch: int, loss: torch.Tensor) -> None:
+        """Run it, keep its graph, and take the gradients that it left."""
+        loss.backward(retain_graph=True)  # type: ignore[no-untyped-call]  # as above
+        self._take(microbatch, loss)
+
+    def _take(self, microbatch: int, counted: torch.Tensor | None) -> None:
+        if counted is not None:
+            self.losses.append(float(counted.detach()))
         for name, parameter in self._workshop.model.named_parameters():
             if parameter.grad is not None:
                 found = parameter.grad.to(self._workshop.summation.dtype)

@@ -102,6 +102,12 @@ class RankActor(Actor):
         if is_counted:
             self._keep(loss)
 
+    def backward_of_branch(self, microbatch: int, loss: torch.Tensor) -> None:
+        """Have the prepared model run it."""
+        with self._during(Phase.BACKWARD, microbatch):
+            self._prepared.backward_of_branch(loss)
+        self._keep(loss)
+
     def evaluate(self, microbatch: int, how: Evaluation = Evaluation.NO_GRAD) -> None:
         """Switch the module to eval and back around one forward."""
         inputs = self.batch(microbatch).inputs  # made outside: training will be given the same tensors

@@ -94,6 +94,10 @@ class Actor(ABC):
         """Run backward; the value is one of the step's losses unless it stands in for a gradient."""
 
     @abstractmethod
+    def backward_of_branch(self, microbatch: int, loss: torch.Tensor) -> None:
+        """Run backward from one of several losses of one forward, and keep the graph for the next."""
+
+    @abstractmethod
     def evaluate(self, microbatch: int, how: Evaluation = Evaluation.NO_GRAD) -> None:
         """Run the model in eval mode without gradients; the loss of its output is one of the step's losses."""
 

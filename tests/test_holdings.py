@@ -8,7 +8,7 @@ from functools import cache, partial
 
 import pytest
 
-from engine.contract import Layout, Plan, Replicas, Shard
+from engine.contract import Cut, Layout, Plan, Replicas, Shard
 from fixtures.optimizers import SGD
 from fixtures.problems import MLP_UNEVEN
 from harness.case import Schedule, Training
@@ -92,3 +92,55 @@ def test_too_many_flat_elements_are_counted() -> None:
 def test_a_plan_without_a_layout_is_no_question() -> None:
     with pytest.raises(ValueError, match=r"expected a plan that names a layout, got Layout\.NATIVE"):
         _ruling(Plan(), Layout.SHARD)
+
+
+# By units the rows of MLP_UNEVEN explain chunks of 13, 37, 29 and 5: of 4 ranks one may hold so many elements.
+CHUNKED = 143 + 296 + 58 + 5
+IN_UNITS = replace(PLANS["shard"], units=MLP_UNEVEN.units)
+
+
+def _stretched(
+    observation: Observation,
+    *,
+    share: int,
+    cut: Cut = Cut.CHUNKS,
+    of_rank: Callable[[int], int] = lambda rank: rank,
+    num_lost: int = 0,
+) -> Observation:
+    """Have each rank hold ``share`` elements of one long flat parameter, the last one what is left, less some lost."""
+    first = of_rank(observation.rank) * share
+    begin, mine = 0, {}
+    for name, shard in observation.steps[0].parameters.items():
+        size = shard.tensor.numel()
+        start, stop = (min(max(end - begin, 0), size) for end in (first, first + share - num_lost))
+        mine[name] = Shard.flat(shard.tensor.flatten()[start:stop], start, shard.global_shape)
+        begin += size
+    return replace(observation, steps=(replace(observation.steps[0], parameters=mine),), cut=cut)
+
+
+def test_shares_of_chunks_may_be_uneven_where_the_engine_says_so() -> None:
+    uneven = partial(_stretched, share=CHUNKED)
+    record = _ruling(IN_UNITS, Layout.REPLICATE, uneven).record
+    assert record.held
+    assert (
+        record.summary == "each element once in 4 shares of whole chunks, of 270 to 502 elements, on 4 ranks"
+    )
+    assert not _ruling(IN_UNITS, Layout.REPLICATE, partial(uneven, cut=Cut.EVENLY)).record.held
+
+
+@pytest.mark.parametrize(
+    ("stretched", "word"),
+    [
+        (partial(_stretched, share=CHUNKED + 1), "expected at most 502 elements, 1/4 of the 1776 of all"),
+        (partial(_stretched, share=CHUNKED, of_rank=lambda rank: min(rank, 2)), "held twice"),
+        (partial(_stretched, share=CHUNKED, of_rank=lambda rank: min(rank, 2)), "got the first"),
+        (partial(_stretched, share=CHUNKED, num_lost=1), "held by nobody"),
+        (partial(_flattened_together, num_shares=2), "expected at most 502 elements"),
+        (flattened, "held twice"),
+    ],
+)
+def test_chunks_are_no_excuse(stretched: Callable[[Observation], Observation], word: str) -> None:
+    """Neither for what several ranks hold, nor for what none does, nor for more than rows can bring about."""
+    record = _ruling(IN_UNITS, Layout.REPLICATE, lambda o: replace(stretched(o), cut=Cut.CHUNKS)).record
+    assert not record.held
+    assert any(word in text for text in record.details)

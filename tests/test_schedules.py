@@ -181,7 +181,7 @@ def test_harm_is_told_with_collective_unit_parameters_and_site(
     assert record.verdict is Verdict.FAILED
     (told,) = [ruling for ruling in record.laws if ruling.law == law.name]
     assert word in told.summary
-    assert any("unit 'blocks." in detail for detail in told.details)
+    assert any(" of blocks." in detail for detail in told.details)
     if not is_ddp:
         # No number shows it: the values were taken when the call was made.
         assert MatchesOracle().name not in {ruling.law for ruling in record.laws if not ruling.held}

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from engine.adapters.torch_ddp import DistributedDataParallelEngine, PreparedDdp
-from engine.contract import Capability, Plan, PreparedModel
+from engine.contract import Capability, Cut, Plan, PreparedModel, Shard
 
-__all__ = ["AcceptsEveryPlan", "ReplicatesInsteadOfSharding"]
+__all__ = ["AcceptsEveryPlan", "CallsTheWholeItsChunks", "ReplicatesInsteadOfSharding"]
 
 
 class AcceptsEveryPlan(DistributedDataParallelEngine):
@@ -38,3 +40,27 @@ class ReplicatesInsteadOfSharding(DistributedDataParallelEngine):
         """Refuse honestly what is not declared; replicate the rest."""
         plan.refuse_beyond(self.capabilities)
         return PreparedDdp(DistributedDataParallel(model, process_group=mesh.get_group()), named=model)
+
+
+class _PreparedClaimant(PreparedDdp):
+    cut = Cut.CHUNKS
+
+    def local_parameters(self) -> Mapping[str, Shard]:
+        whole = super().local_parameters()
+        return {name: Shard.flat(s.tensor.flatten(), 0, s.global_shape) for name, s in whole.items()}
+
+
+class CallsTheWholeItsChunks(DistributedDataParallelEngine):
+    """Declares that it shards in chunks that may be uneven, and every rank holds all of them.
+
+    After Tencent-Hunyuan/UniRL#410: the layout that was asked for was dropped on the way, and training went on.
+    """
+
+    name = "mutant.CallsTheWholeItsChunks"
+    capabilities = ReplicatesInsteadOfSharding.capabilities
+
+    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
+        """Replicate what is to be sharded."""
+        plan.refuse_beyond(self.capabilities)
+        ddp = DistributedDataParallel(model, process_group=mesh.get_group())
+        return _PreparedClaimant(ddp, named=model)

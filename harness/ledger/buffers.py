@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 
-from harness.groups import ROOT, Group, groups_of
+from harness.groups import groups_of
 from harness.law import Evidence, Ruling, rule
+from harness.ledger.cargo import group_of, spell_unit
 from harness.ledger.entry import Entry, Ledger
 from harness.ledger.ruling import ledgers, when
 
@@ -25,8 +25,7 @@ class LeavesBuffersAlone:
 
     def judge(self, evidence: Evidence) -> Ruling:
         """Look at every collective of every rank."""
-        groups = partial(groups_of, evidence.training)
-        broken = [text for rank, ledger in ledgers(evidence) for text in _harms(rank, ledger, groups)]
+        broken = [text for rank, ledger in ledgers(evidence) for text in _harms(rank, ledger, evidence)]
         num_async = sum(e.is_async for _, ledger in ledgers(evidence) for e in ledger)
         return rule(self.name, broken, held=f"by {num_async} asynchronous collectives")
 
@@ -39,9 +38,8 @@ class ResultsAreWaitedFor:
 
     def judge(self, evidence: Evidence) -> Ruling:
         """Look at every collective of every rank."""
-        groups = partial(groups_of, evidence.training)
         broken = [
-            f"rank {rank}, {when(e)}: nobody ever waited for {_spell(e, groups())}"
+            f"rank {rank}, {when(e)}: nobody ever waited for {_spell(e, evidence)}"
             for rank, ledger in ledgers(evidence)
             for e in ledger
             if e.is_async and e.wait is None
@@ -52,24 +50,22 @@ class ResultsAreWaitedFor:
 
 def harm_in(ledgers: Sequence[Ledger]) -> str | None:
     """Tell the first harm that ranks did to buffers of collectives, for a world whose end it may explain."""
-    return next((text for rank, ledger in enumerate(ledgers) for text in _harms(rank, ledger, tuple)), None)
+    return next((text for rank, ledger in enumerate(ledgers) for text in _harms(rank, ledger)), None)
 
 
-def _harms(rank: int, ledger: Ledger, groups: Callable[[], Sequence[Group]]) -> Iterator[str]:
+def _harms(rank: int, ledger: Ledger, evidence: Evidence | None = None) -> Iterator[str]:
     for entry in ledger:
         for harm in entry.harms:
             yield (
-                f"rank {rank}, {when(entry)}: {harm.kind} before the wait at {harm.site}: {_spell(entry, groups())}"
+                f"rank {rank}, {when(entry)}: {harm.kind} before the wait at {harm.site}: {_spell(entry, evidence)}"
             )
 
 
-def _spell(entry: Entry, groups: Sequence[Group]) -> str:
+def _spell(entry: Entry, evidence: Evidence | None) -> str:
     """Say what a collective is, in whose turn it was issued, and whose parameters are of its size."""
-    during = "" if entry.unit is None else f" in {entry.phase} of {_name(entry.unit)}"
-    sizes = [g for g in groups if g.num_bytes == entry.num_bytes]
-    whose = f", of the size of {_name(sizes[0].unit)}: {', '.join(sizes[0].names)}" if len(sizes) == 1 else ""
+    during = "" if entry.unit is None else f" in {entry.phase} of {spell_unit(entry.unit)}"
+    if evidence is None:
+        return f"{entry.describe()}{during}"
+    group = group_of(entry, groups_of(evidence.training), evidence.world_size)
+    whose = "" if group is None else f", of the size of {spell_unit(group.unit)}: {', '.join(group.names)}"
     return f"{entry.describe()}{during}{whose}"
-
-
-def _name(unit: str) -> str:
-    return "the root" if unit == ROOT else f"unit {unit!r}"

@@ -14,19 +14,18 @@ from harness.groups import ROOT, Group
 from harness.law import Evidence
 from harness.ledger.entry import Entry, Op
 
-__all__ = ["mistakable", "spell_unit", "unit_of"]
+__all__ = ["group_of", "mistakable", "spell_unit"]
 
 _ALIGNED_BYTES = 16  # as far as engines are known to align each parameter in a buffer
 
 
-def unit_of(entry: Entry, groups: Sequence[Group], num_ranks: int) -> str | None:
-    """Name the unit whose parameters or gradients an entry carries; None where no unit is of that size."""
+def group_of(entry: Entry, groups: Sequence[Group], num_ranks: int) -> Group | None:
+    """Give the group whose parameters or gradients an entry carries; None where none or several are of that size."""
     # A replica's part of the gradients is reduced across replicas: as many times smaller as it has ranks.
     share = num_ranks // len(entry.group) if entry.op is Op.ALL_REDUCE else 1
-    for group in groups:
-        if group.num_bytes <= entry.num_bytes * share <= _most_bytes(group, num_ranks):
-            return group.unit
-    return None
+    size = entry.num_bytes * share
+    found = [group for group in groups if group.num_bytes <= size <= _most_bytes(group, num_ranks)]
+    return found[0] if len(found) == 1 else None
 
 
 def mistakable(groups: Sequence[Group], evidence: Evidence) -> Iterator[str]:

@@ -8,7 +8,7 @@ from itertools import zip_longest
 
 from harness.groups import Group, groups_of
 from harness.law import Evidence, Ruling, rule
-from harness.ledger.cargo import mistakable, spell_unit, unit_of
+from harness.ledger.cargo import group_of, mistakable, spell_unit
 from harness.ledger.course import Happening, Mark
 from harness.ledger.entry import Entry, Op
 from harness.ledger.ruling import blindness, pick
@@ -174,7 +174,7 @@ def _event(happened: Entry | Mark, groups: Sequence[Group], num_ranks: int) -> E
         return Reshards(happened.unit or "")
     if happened.op is Op.BROADCAST and happened.unit is not None:
         return Computes(happened.unit)
-    unit = unit_of(happened, groups, num_ranks)
-    if unit is None:
+    group = group_of(happened, groups, num_ranks)
+    if group is None:
         return f"{happened.op} of {happened.num_bytes} bytes, which no unit has"
-    return Gathers(unit, happened.unit) if happened.op is Op.ALL_GATHER else Reduces(unit)
+    return Gathers(group.unit, happened.unit) if happened.op is Op.ALL_GATHER else Reduces(group.unit)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from harness.case import Watch
 from harness.groups import ROOT, Group, groups_of
 from harness.law import Evidence, Ruling, rule
-from harness.ledger.cargo import mistakable, spell_unit, unit_of
+from harness.ledger.cargo import group_of, mistakable, spell_unit
 from harness.ledger.course import Flight, Happening, Mark, Stretch, flights, stretches
 from harness.ledger.entry import Ledger, Op, Phase
 from harness.ledger.expectation import Expectation
@@ -60,7 +60,7 @@ class Overlaps:
             exposed = _exposed(picked, observation)
             num_seen, num_exposed = num_seen + len(picked), num_exposed + len(exposed)
             for entry in exposed:
-                unit = _named(unit_of(entry, groups, evidence.world_size))
+                unit = _named(group_of(entry, groups, evidence.world_size))
                 if unit not in self.but_for:
                     broken.append(
                         f"rank {observation.rank} {when(entry)}: expected a unit to compute between the issue of "
@@ -155,7 +155,7 @@ def _turns(
 ) -> Iterator[_Turn]:
     """Give the turns of units that were gathered in that phase, in order; a joint unit begins with its first module."""
     carried = {
-        e.seq: _named(unit_of(e, groups, evidence.world_size))
+        e.seq: _named(group_of(e, groups, evidence.world_size))
         for e in observation.ledger
         if e.op is Op.ALL_GATHER and e.phase is phase and moment.holds(e)
     }
@@ -177,8 +177,8 @@ def _begins(mark: Mark, what: Happening, moment: Moment, phase: Phase) -> bool:
     return mark.what is what and mark.phase is phase and moment.holds(mark)
 
 
-def _named(unit: str | None) -> str:
-    return "what no unit is the size of" if unit is None else unit
+def _named(group: Group | None) -> str:
+    return "what no unit is the size of" if group is None else group.unit
 
 
 def _list(units: Sequence[str]) -> str:

@@ -11,7 +11,7 @@ import torch
 from engine.contract import Capability
 from harness.script import Actor
 
-__all__ = ["Holding", "HoldingBack", "Interleaved", "SumOfForwards"]
+__all__ = ["BranchByBranch", "Holding", "HoldingBack", "Interleaved", "SumOfForwards"]
 
 
 class Holding(Enum):
@@ -102,3 +102,32 @@ class SumOfForwards:
             output = actor.forward(microbatch, *actor.batch(microbatch).inputs)
             losses.append(actor.loss(microbatch, output))
         actor.backward(actor.num_microbatches - 1, torch.stack(losses).sum())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BranchByBranch:
+    """The model returns several outputs; each has a loss and a backward of its own, in the order of ``branches``.
+
+    All of them go through the graph of one forward, and the engine is told which backward ends the step. Outputs
+    share the columns of the target, the first ones first.
+    """
+
+    branches: tuple[int, ...]
+    demands: ClassVar[frozenset[Capability]] = frozenset({Capability.UNIT_SYNC})
+
+    def play(self, actor: Actor) -> None:
+        """Have each backward pass the other branches by."""
+        for microbatch in range(actor.num_microbatches):
+            batch = actor.batch(microbatch)
+            outputs = actor.forward(microbatch, *batch.inputs)
+            targets = torch.split(batch.target, [output.shape[1] for output in outputs], dim=1)
+            losses = [
+                actor.loss(microbatch, output, target)
+                for output, target in zip(outputs, targets, strict=True)
+            ]
+            *earlier, last = self.branches
+            actor.units()[""].set_last_backward(is_last=False)
+            for branch in earlier:
+                actor.backward_of_branch(microbatch, losses[branch])
+            actor.units()[""].set_last_backward(is_last=microbatch == actor.num_microbatches - 1)
+            actor.backward(microbatch, losses[last])

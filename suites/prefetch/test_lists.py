@@ -162,7 +162,7 @@ def test_groups_of_several_modules_prefetch_like_one(trial: Trial) -> None:
 
 
 @pytest.mark.rows("C19")
-@pytest.mark.prey("KeepsMistakenPrefetches", "PrefetchesStaleParameters")
+@pytest.mark.prey("KeepsMistakenPrefetches", "PrefetchesStaleParameters", "TakesUnusedPrefetchesAsCurrent")
 @pytest.mark.worlds(SEVERAL)
 def test_a_wrong_hint_costs_no_correctness(trial: Trial) -> None:
     # When the first block's backward asks for the last one, that one's backward is over.

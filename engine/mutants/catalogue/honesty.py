@@ -18,6 +18,14 @@ MUTANTS: tuple[Mutant, ...] = (
         trace=Trace.COMMUNICATION,
     ),
     Mutant(
+        name="CallsTheWholeItsChunks",
+        engine_spec="engine.mutants.honesty:CallsTheWholeItsChunks",
+        sin="every rank holds all of what was to be cut into uneven chunks",
+        thread="Tencent-Hunyuan/UniRL#410",
+        kills_on=Condition(plan=Plan(layout=Layout.SHARD), because="one rank's share is the whole"),
+        trace=Trace.COMMUNICATION,
+    ),
+    Mutant(
         name="AcceptsEveryPlan",
         engine_spec="engine.mutants.honesty:AcceptsEveryPlan",
         sin="plans beyond the declared capabilities are accepted without a word",

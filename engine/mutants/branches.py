@@ -1,0 +1,67 @@
+"""Mutants that mistreat what a backward through one branch of a model gathered for another branch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from engine.adapters.reference import ReferenceEngine
+from engine.adapters.torch_fsdp2 import FullyShardEngine
+from engine.contract import Plan, PreparedModel
+from engine.mutants.calls import after
+from engine.mutants.fsdp2_insides import groups
+from engine.mutants.reference_insides import reference_units
+from engine.reference.group import GroupState
+from engine.reference.unit import Unit
+
+__all__ = ["GathersMistakenPrefetchesAgain", "TakesUnusedPrefetchesAsCurrent"]
+
+
+class GathersMistakenPrefetchesAgain(ReferenceEngine):
+    """What a backward gathered and did not use is freed when it ends, and gathered again for the next one.
+
+    After pytorch/pytorch#118118: a backward through a part of the model gathers what is in its other parts.
+    """
+
+    name = "mutant.GathersMistakenPrefetchesAgain"
+
+    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
+        """Shard honestly, then free at the end of every backward what is on its way."""
+        prepared = super().prepare(model, plan, mesh)
+        for unit in reference_units(prepared):
+            after(unit, "finish_backward", _drop_gathers)
+        return prepared
+
+
+class TakesUnusedPrefetchesAsCurrent(FullyShardEngine):
+    """What the last backward gathered and did not use, the next forward takes as it is, from before the step.
+
+    After pytorch/pytorch#137348: an unshard without a wait for it made that of the next iteration do nothing.
+    """
+
+    name = "mutant.TakesUnusedPrefetchesAsCurrent"
+
+    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
+        """Shard honestly, then keep the results of gathers that the end of backward is to drop."""
+        prepared = super().prepare(model, plan, mesh)
+        for group in groups(prepared):
+            group.finalize_backward = _keeping_gather(group, group.finalize_backward)
+        return prepared
+
+
+def _drop_gathers(unit: Unit) -> None:
+    if any(group.state is GroupState.GATHERING for group in unit.groups):
+        unit.reshard()
+
+
+# Any: FSDP2's insides have no public types.
+def _keeping_gather(group: Any, finalize: Callable[[], None]) -> Callable[[], None]:
+    def finalize_and_keep() -> None:
+        gathered = group._all_gather_result
+        finalize()
+        group._all_gather_result = gathered
+
+    return finalize_and_keep

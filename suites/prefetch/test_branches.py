@@ -1,0 +1,98 @@
+"""A backward that takes one branch of the model: what is gathered ahead for the other one is gathered by mistake.
+
+The third part of row C13: a trunk, two heads, and for each head's loss a backward of its own through the graph of one
+forward. An engine that looks back along the order of forward comes from the right head to the left one, which this
+backward never enters; a caller may point there, too. Of a mistake no more is to be seen than a gather that comes early
+or for nothing: the unit is not reduced before its turn, is not gathered again for it, and in the next step's forward is
+gathered anew. Where nobody points, an engine that makes no mistake is as right.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from engine.contract import Capability, Grouping, Layout, Plan, Prefetch, Reshard
+from fixtures.heads import FORK
+from fixtures.optimizers import SGD
+from harness.case import Training, Watch
+from harness.ledger.agreement import RanksAgree
+from harness.ledger.entry import Op, Phase
+from harness.ledger.expectation import Between, Exactly, Expectation
+from harness.ledger.laws import Count
+from harness.ledger.order import Gathers, Order, Reduces, Reshards, Together
+from harness.ledger.selection import Select
+from harness.parity import MatchesOracle
+from harness.pytest_plugin import Trial
+from harness.scripts.microbatches import BranchByBranch
+from harness.worlds.sizes import SEVERAL
+
+FORWARD = Select(phases=(Phase.FORWARD,))
+BACKWARD = Select(phases=(Phase.BACKWARD,))
+GATHERS_IN_BACKWARD = Select(ops=(Op.ALL_GATHER,), phases=(Phase.BACKWARD,))
+TRUNK, LEFT, RIGHT = FORK.units
+LEFT_FIRST, RIGHT_FIRST = BranchByBranch(branches=(0, 1)), BranchByBranch(branches=(1, 0))
+GATHERED_ANEW = Order(select=FORWARD, events=tuple(map(Gathers, FORK.units)))
+# The trunk's inputs need no gradient: it may be reduced when its gradients are there, and freed when all is over.
+TRUNK_ENDS = Together(frozenset({Reshards(TRUNK), Reduces(TRUNK)}))
+LEARNT = (MatchesOracle(), RanksAgree())
+
+
+@pytest.mark.rows("C13")
+@pytest.mark.worlds(SEVERAL)
+@pytest.mark.parametrize(
+    ("script", "reduced", "gathers"),
+    [
+        pytest.param(
+            RIGHT_FIRST,
+            (RIGHT, TRUNK, LEFT, TRUNK),
+            Exactly(4),
+            id="used-later",
+            marks=pytest.mark.prey("GathersMistakenPrefetchesAgain"),
+        ),
+        pytest.param(
+            LEFT_FIRST,
+            (LEFT, TRUNK, RIGHT, TRUNK),
+            Between(4, 5),  # from the right head back to the left one, whose own backward is over
+            id="never-used",
+            marks=pytest.mark.prey("TakesUnusedPrefetchesAsCurrent"),
+        ),
+    ],
+)
+def test_a_wrong_guess_costs_one_gather_at_most(
+    trial: Trial, script: BranchByBranch, reduced: tuple[str, ...], gathers: Expectation
+) -> None:
+    trial.holds(
+        _training(script),
+        GATHERED_ANEW,
+        Order(select=BACKWARD, events=tuple(map(Reduces, reduced))),
+        Count(select=GATHERS_IN_BACKWARD, expected=gathers),
+        *LEARNT,
+    )
+
+
+@pytest.mark.rows("C13")
+@pytest.mark.prey("GathersMistakenPrefetchesAgain", "NeverPrefetches")
+@pytest.mark.worlds(SEVERAL)
+def test_a_unit_pointed_at_by_mistake_waits_for_its_turn(trial: Trial) -> None:
+    backward = (
+        *(Gathers(RIGHT), Gathers(LEFT, RIGHT), Reshards(RIGHT), Reduces(RIGHT), Gathers(TRUNK), TRUNK_ENDS),
+        *(Gathers(TRUNK, LEFT), Reshards(LEFT), Reduces(LEFT), TRUNK_ENDS),
+    )
+    trial.holds(
+        _training(RIGHT_FIRST, Prefetch(backward=((RIGHT, (LEFT,)), (LEFT, (TRUNK,))))),
+        GATHERED_ANEW,
+        Order(select=BACKWARD, events=backward),
+        *LEARNT,
+    )
+
+
+def _training(script: BranchByBranch, prefetch: Prefetch | None = None) -> Training:
+    plan = Plan(
+        layout=Layout.SHARD,
+        units=FORK.units,
+        grouping=Grouping.REQUIRED,
+        reshard=Reshard.AFTER_FORWARD,
+        prefetch=prefetch,
+        demands=script.demands | {Capability.UNIT_STATE},
+    )
+    return Training(problem=FORK, optimizer=SGD, plan=plan, script=script, watch=frozenset({Watch.UNITS}))
