@@ -117,18 +117,21 @@ def random_operators() -> tuple[str, ...]:
     return tuple(sorted(names))
 
 
-@cache  # what was made stays
+_made: set[str] = set()  # what was made stays
+
+
 def make_operators() -> None:
     """Make the Python object of every operator there is, before threads may ask for one at the same time.
 
     torch makes them when first asked for, as it is under a dispatch mode, without a lock: of two threads that ask
     together one may be given an object that the other's has replaced, and C++ keeps its address for good.
     """
-    for full_name in torch._C._dispatch_get_all_op_names():
+    for full_name in set(torch._C._dispatch_get_all_op_names()) - _made:
         namespace, _, name = full_name.partition("::")
         base, _, overload = name.partition(".")
         packet = getattr(getattr(torch.ops, namespace), base, None)
         getattr(packet, overload or "default", None)
+        _made.add(full_name)
 
 
 # Any: an operator and its kernel.

@@ -43,7 +43,7 @@ class Loan:
         for tensor, kept in self._kept():
             spared = any(tensor.data_ptr() == t.data_ptr() for t in self._spared())
             if spared or not any(_overlap(tensor, output) for output in outputs):
-                yield not torch.equal(_bytes(tensor), _bytes(kept))
+                yield not torch.equal(_bits(tensor), _bits(kept))
 
     def _kept(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         for pieces, kept in zip(self._call.inputs, self._inputs, strict=True):
@@ -57,12 +57,15 @@ class Loan:
             spared = spared_piece(self._call, i)
             for output in outputs:
                 if output.numel() and (spared is None or output.data_ptr() != spared.data_ptr()):
-                    pattern = _bytes(poisoned(output.dtype, self._seed))
-                    yield bool((_bytes(output).view(-1, output.element_size()) == pattern).all())
+                    yield bool((_bits(output) == _bits(poisoned(output.dtype, self._seed))).all())
 
     def _spared(self) -> Iterator[torch.Tensor]:
         pieces = (spared_piece(self._call, i) for i in range(len(self._call.outputs)))
         return (piece for piece in pieces if piece is not None)
+
+
+# By size in bytes.
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def is_freed(tensor: torch.Tensor) -> bool:
@@ -76,6 +79,8 @@ def is_freed(tensor: torch.Tensor) -> bool:
 
 def _reach(tensor: torch.Tensor) -> int:
     """Count the elements of the storage from a tensor's first one to its last one."""
+    if tensor.is_contiguous():
+        return tensor.numel()
     return 1 + sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True))
 
 
@@ -87,6 +92,7 @@ def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
     return start < other_start + _reach(other) * other.element_size() and other_start < end
 
 
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Give the bits, in which a NaN equals itself."""
-    return tensor.contiguous().view(-1).view(torch.uint8)
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    """Give the bits of the elements as integers, flat: as these a NaN equals itself."""
+    plain = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+    return plain.view(_INTEGERS[plain.element_size()]).reshape(-1)

@@ -14,11 +14,12 @@ import harness.drive
 import harness.pipeline
 import harness.worlds.host  # noqa: F401
 from engine.registry import BUILT_IN, resolve
-from harness.torch_versions import random_operators
+from harness.torch_versions import make_operators, random_operators
 
 for name in BUILT_IN:
     resolve(name)
 random_operators()  # looks at every operator that there is, and remembers
+make_operators()  # as do worlds that watch operators, of which each would take tens of milliseconds
 
 # A fork of a process whose OpenMP pool has run with more threads hangs in its first parallel region.
 torch.set_num_threads(1)
