@@ -9,8 +9,10 @@ import sys
 import threading
 from pathlib import Path
 from types import ModuleType
+from typing import TYPE_CHECKING
 
-from engine.contract import Engine
+if TYPE_CHECKING:  # who only asks which engines there are need not wait for torch
+    from engine.contract import Engine
 
 __all__ = ["BUILT_IN", "EngineNotFoundError", "resolve"]
 
@@ -44,6 +46,8 @@ class EngineNotFoundError(Exception):
 
 def resolve(spec: str) -> Engine:
     """Return the adapter that ``spec`` names; raises EngineNotFoundError saying what was expected."""
+    from engine.contract import Engine
+
     target = BUILT_IN.get(spec, spec)
     location, colon, attribute = target.rpartition(":")
     if not colon:

@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from harness.errors import UsageError
-from harness.ledger.course import read_course
 from harness.ledger.entry import Ledger
-from harness.ledger.recorder import read_journal
+from harness.ledger.journal import read_journal
 from harness.observation import Observation, load_observation
 from harness.worlds.outcome import Abandoned, Died, Outcome, Raised, Returned, TimedOut, WorldResult
 from harness.worlds.rank import journal_path
@@ -64,17 +63,18 @@ def load_kept(folder: Path) -> Kept:
             hint="running the case again",
         ) from error
     result = WorldResult(outcomes=outcomes, leaks=tuple(plain["leaks"]))
-    ledgers = tuple(read_journal(journal_path(folder, o.rank)) for o in outcomes)
+    journals = tuple(read_journal(journal_path(folder, o.rank)) for o in outcomes)
     refusals = {o.rank: str(o.value) for o in outcomes if isinstance(o, Returned) and o.value is not None}
     has_all = not refusals and all(isinstance(o, Returned) for o in outcomes)
     ranks = (
         tuple(
-            load_observation(observation_path(folder, rank), ledger, read_course(journal_path(folder, rank)))
-            for rank, ledger in enumerate(ledgers)
+            load_observation(observation_path(folder, rank), journal.ledger, journal.course)
+            for rank, journal in enumerate(journals)
         )
         if has_all
         else ()
     )
+    ledgers = tuple(journal.ledger for journal in journals)
     return Kept(result=result, refusals=refusals, ledgers=ledgers, ranks=ranks)
 
 

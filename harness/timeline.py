@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from harness.ledger.course import Course, Happening, flights, read_course, stretches
+from harness.ledger.course import Course, Happening, flights, stretches
 from harness.ledger.entry import Entry, Op, Phase
-from harness.ledger.recorder import read_journal
+from harness.ledger.journal import read_journal
 from harness.races.finding import RACES, Race, Touch, report_from_json
 
 __all__ = ["COMPUTE", "Clash", "Moment", "Passage", "RankTimeline", "Spell", "Timeline", "read_timeline"]
@@ -135,10 +135,10 @@ def read_timeline(folder: Path) -> Timeline:
 
 
 def _read_rank(rank: int, journal: Path) -> RankTimeline | None:
-    course = read_course(journal)
+    ledger, course = read_journal(journal)
     if not course:
         return None
-    passages = tuple(_passages(course, {entry.seq: entry for entry in read_journal(journal)}))
+    passages = tuple(_passages(course, {entry.seq: entry for entry in ledger}))
     races = journal.with_name(f"rank{rank}{RACES}")
     report = report_from_json(json.loads(races.read_text())) if races.exists() else None
     lanes = tuple(dict.fromkeys((COMPUTE, *(p.lane for p in passages))))

@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import nn
 
-from harness.ledger.course import Course, Happening, Mark, flights, read_course, stretches
+from harness.ledger.course import Course, Happening, Mark, flights, stretches
 from harness.ledger.entry import Op, Phase
-from harness.ledger.recorder import CallSummary, Recorder, read_journal
+from harness.ledger.journal import read_journal
+from harness.ledger.recorder import CallSummary, Recorder
 from harness.unit_hooks import watching_units
 
 
@@ -44,7 +45,7 @@ def test_marks_calls_and_waits_lie_in_one_order(tmp_path: Path) -> None:
         recorder.waited(seq)
         recorder.leave_unit("a")
     recorder.close()
-    course = read_course(tmp_path / "journal")
+    course = read_journal(tmp_path / "journal").course
     order = ["BEGAN", "ENTERED a", "ISSUED a", "PLACED", "COMPUTES a", "WAITED", "LEFT a", "ENDED"]
     assert told(course) == order
     assert {(m.phase, m.step, m.microbatch) for m in course} == {(Phase.FORWARD, 3, 1)}
@@ -63,7 +64,7 @@ def test_times_and_marks_are_no_part_of_the_ledger(tmp_path: Path) -> None:
             recorder.mark(Happening.COMPUTES, "a")
         recorder.waited(seq)
         recorder.close()
-    assert read_journal(tmp_path / "plain") == read_journal(tmp_path / "marked")
+    assert read_journal(tmp_path / "plain").ledger == read_journal(tmp_path / "marked").ledger
 
 
 def test_a_journal_without_a_course_is_read(tmp_path: Path) -> None:
@@ -73,9 +74,9 @@ def test_a_journal_without_a_course_is_read(tmp_path: Path) -> None:
     lines = [json.loads(line) for line in (tmp_path / "journal").read_text().splitlines()]
     old = [{k: v for k, v in line.items() if k != "at_ns"} for line in lines]
     (tmp_path / "old").write_text("".join(json.dumps(line) + "\n" for line in old))
-    assert read_journal(tmp_path / "old") == read_journal(tmp_path / "journal")
-    assert read_course(tmp_path / "old") == ()
-    assert read_course(tmp_path / "nowhere") == ()
+    assert read_journal(tmp_path / "old").ledger == read_journal(tmp_path / "journal").ledger
+    assert read_journal(tmp_path / "old").course == ()
+    assert read_journal(tmp_path / "nowhere").course == ()
 
 
 def test_what_a_killed_rank_had_called_is_there_with_the_marks_before_it(tmp_path: Path) -> None:
@@ -83,7 +84,7 @@ def test_what_a_killed_rank_had_called_is_there_with_the_marks_before_it(tmp_pat
     recorder.mark(Happening.COMPUTES, "a")
     recorder.issued(a_call())
     recorder.mark(Happening.LEFT, "a")  # never written: nothing was called after it
-    assert told(read_course(tmp_path / "journal")) == ["COMPUTES a", "ISSUED"]
+    assert told(read_journal(tmp_path / "journal").course) == ["COMPUTES a", "ISSUED"]
     recorder.close()
 
 
@@ -95,7 +96,7 @@ def test_a_watcher_looks_before_each_call_and_mark_but_not_while_the_harness_rea
             recorder.issued(a_call())
     recorder.issued(a_call())
     recorder.close()
-    looked = told(read_course(tmp_path / "journal"))
+    looked = told(read_journal(tmp_path / "journal").course)
     assert looked == ["RESHARDED a", "ISSUED", "BEGAN", "ISSUED", "ENDED", "ISSUED"]
 
 
@@ -154,12 +155,12 @@ def test_a_flight_ends_where_streams_say_so_if_they_were_watched(tmp_path: Path)
     first, second = recorder.issued(a_call()), recorder.issued(a_call())
     recorder.waited(first)
     recorder.close()
-    unwatched = flights(read_course(tmp_path / "journal"))
+    unwatched = flights(read_journal(tmp_path / "journal").course)
     assert [(f.seq, f.issued, f.landed) for f in unwatched] == [(0, 0, 2), (1, 1, None)]
     recorder = Recorder(tmp_path / "journal")
     recorder.mark(Happening.JOINED, seq=second)
     recorder.close()
-    watched = flights(read_course(tmp_path / "journal"))
+    watched = flights(read_journal(tmp_path / "journal").course)
     assert [(f.seq, f.landed) for f in watched] == [(0, None), (1, 3)]
 
 
@@ -182,7 +183,7 @@ def test_units_tell_when_they_compute(tmp_path: Path) -> None:
         with recorder.during(Phase.BACKWARD, step=0):
             loss.backward()
     recorder.close()
-    course = read_course(tmp_path / "journal")
+    course = read_journal(tmp_path / "journal").course
     computed = [(s.unit, s.is_backward) for s in stretches(course)]
     # The root's own output is its last child's, so that its backward is not told.
     assert [c for c in computed if c[0]] == [("0", False), ("1", False), ("1", True), ("0", True)]

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from harness.ledger.entry import Ledger, Op, Phase
-from harness.ledger.recorder import read_journal
+from harness.ledger.journal import read_journal
 from harness.worlds.launch import launch
 from harness.worlds.outcome import Returned
 from harness.worlds.rank import RankContext, journal_path
@@ -85,7 +85,7 @@ def _train_a_static_graph(context: RankContext) -> bool:
 def _run(kind: WorldKind, body: Any, folder: Path) -> tuple[list[Any], list[Ledger]]:
     result = launch(WorldSpec(kind=kind, size=2), body, folder=folder)
     values = [o.value if isinstance(o, Returned) else o for o in result.outcomes]
-    return values, [read_journal(journal_path(folder, rank)) for rank in range(2)]
+    return values, [read_journal(journal_path(folder, rank)).ledger for rank in range(2)]
 
 
 @pytest.mark.parametrize("kind", KINDS)

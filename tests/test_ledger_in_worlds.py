@@ -16,7 +16,8 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn.parallel import DistributedDataParallel
 
 from harness.ledger.entry import Entry, Ledger, Op, Phase
-from harness.ledger.recorder import CallSummary, Recorder, read_journal
+from harness.ledger.journal import read_journal
+from harness.ledger.recorder import CallSummary, Recorder
 from harness.worlds.launch import launch
 from harness.worlds.outcome import Returned
 from harness.worlds.rank import RankContext, journal_path
@@ -38,7 +39,7 @@ def _launch(kind: WorldKind, size: int, body: object, *args: object, folder: Pat
     assert callable(body)
     result = launch(WorldSpec(kind=kind, size=size, deadline_s=30), body, *args, folder=folder)
     assert all(isinstance(o, Returned) for o in result.outcomes), result.outcomes
-    return [read_journal(journal_path(folder, rank)) for rank in range(size)]
+    return [read_journal(journal_path(folder, rank)).ledger for rank in range(size)]
 
 
 def _model(name: str) -> nn.Module:
@@ -167,7 +168,7 @@ def _wait_in_vain(context: RankContext) -> None:
 def test_a_wait_that_never_ends_is_told_as_begun(kind: WorldKind, tmp_path: Path) -> None:
     spec = WorldSpec(kind=kind, size=2, deadline_s=1.0)
     assert not launch(spec, _wait_in_vain, folder=tmp_path).is_clean
-    first, second = read_journal(journal_path(tmp_path, 0))
+    first, second = read_journal(journal_path(tmp_path, 0)).ledger
     assert first.wait is None
     assert second.wait is not None
     assert second.wait.is_over is False
@@ -196,11 +197,11 @@ def test_a_journal_from_before_waits_ended_is_read(tmp_path: Path) -> None:
     recorder.close()
     lines = [json.loads(line) for line in journal.read_text().splitlines()]
     assert [next(iter(line)) for line in lines] == ["entry", "wait", "over"] * 2
-    assert read_journal(journal) == recorder.ledger()
+    assert read_journal(journal).ledger == recorder.ledger()
     for line in lines:
         line.get("entry", {}).pop("group_name", None)
         line.pop("is_over", None)
     journal.write_text("".join(json.dumps(line) + "\n" for line in lines if "over" not in line))
-    old = read_journal(journal)
+    old = read_journal(journal).ledger
     assert [(e.group_name, e.wait and e.wait.is_over) for e in old] == [("", None)] * 2
     assert old == recorder.ledger()

@@ -7,11 +7,9 @@ same journal, in lines of its own; its order is that of the lines. What was kept
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from pathlib import Path
 from typing import Any
 
 from harness.ledger.entry import Phase
@@ -22,8 +20,8 @@ __all__ = [
     "Happening",
     "Mark",
     "Stretch",
+    "course_of",
     "flights",
-    "read_course",
     "stretches",
 ]
 
@@ -92,11 +90,9 @@ class Stretch:
     is_backward: bool
 
 
-def read_course(path: Path) -> Course:
-    """Read the course that a rank left in its journal; empty where the journal is older than courses, or missing."""
-    if not path.exists():
-        return ()
-    lines = (json.loads(text) for text in path.read_bytes().split(b"\n")[:-1])
+# Any: JSON.
+def course_of(lines: Iterable[Mapping[str, Any]]) -> Course:
+    """Give the course that the lines of a rank's journal tell."""
     return tuple(mark for line in lines for mark in _marks(line))
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
 from enum import StrEnum
 from typing import Any
 
@@ -15,6 +15,7 @@ __all__ = [
     "Op",
     "Phase",
     "Wait",
+    "completed",
     "entry_from_json",
     "entry_to_json",
     "harm_from_json",
@@ -193,6 +194,13 @@ def wait_from_json(data: Mapping[str, Any]) -> Wait:
 def harm_to_json(harm: Harm) -> dict[str, object]:
     """Give the JSON object of a harm."""
     return asdict(harm)
+
+
+def completed(
+    entries: Iterable[Entry], waits: Mapping[int, Wait], harms: Mapping[int, tuple[Harm, ...]]
+) -> Ledger:
+    """Give entries with their waits and harms, which are known later, by the entries' numbers."""
+    return tuple(replace(e, wait=waits.get(e.seq), harms=harms.get(e.seq, ())) for e in entries)
 
 
 # Any: JSON.

@@ -7,7 +7,7 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,15 +22,13 @@ from harness.ledger.entry import (
     Op,
     Phase,
     Wait,
-    entry_from_json,
+    completed,
     entry_to_json,
-    harm_from_json,
     harm_to_json,
-    wait_from_json,
     wait_to_json,
 )
 
-__all__ = ["CallSummary", "Place", "Recorder", "read_journal"]
+__all__ = ["CallSummary", "Place", "Recorder"]
 
 
 _ENCODER = json.JSONEncoder(separators=(",", ":"))  # once: json.dumps would build one per line
@@ -218,7 +216,7 @@ class Recorder:
                 seq: replace(wait, is_over=True) if seq in self._over else wait
                 for seq, wait in self._waits.items()
             }
-            return _complete(self._entries, waits, self._harms)
+            return completed(self._entries, waits, self._harms)
 
     def close(self) -> None:
         """Close the journal."""
@@ -265,30 +263,3 @@ class Recorder:
     def _write_text(self, text: bytes) -> None:
         if self._journal is not None:
             os.write(self._journal, text)
-
-
-def read_journal(path: Path) -> Ledger:
-    """Read the ledger a rank left behind, however it ended; an unfinished last line is dropped."""
-    entries: list[Entry] = []
-    waits: dict[int, Wait] = {}
-    harms: dict[int, tuple[Harm, ...]] = {}
-    if not path.exists():
-        return ()
-    for text in path.read_bytes().split(b"\n")[:-1]:
-        line = json.loads(text)
-        if "entry" in line:
-            entries.append(entry_from_json(line["entry"]))
-        elif "harm" in line:
-            seq = line.pop("harm")
-            harms[seq] = (*harms.get(seq, ()), harm_from_json(line))
-        elif "over" in line:
-            waits[line["over"]] = replace(waits[line["over"]], is_over=True)
-        elif "wait" in line:
-            waits[line["wait"]] = wait_from_json(line)
-    return _complete(entries, waits, harms)
-
-
-def _complete(
-    entries: Iterable[Entry], waits: Mapping[int, Wait], harms: Mapping[int, tuple[Harm, ...]]
-) -> Ledger:
-    return tuple(replace(e, wait=waits.get(e.seq), harms=harms.get(e.seq, ())) for e in entries)

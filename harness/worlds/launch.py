@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.errors import UsageError
-from harness.ledger.recorder import read_journal
+from harness.ledger.journal import read_journal
 from harness.worlds.message import HostSpec, Job
 from harness.worlds.outcome import Abandoned, Died, Outcome, Raised, Returned, TimedOut, WorldResult
 from harness.worlds.rank import journal_path
@@ -181,5 +181,5 @@ def _is_cause(outcome: Outcome) -> bool:
 
 
 def _last_call(folder: Path, rank: int) -> str:
-    ledger = read_journal(journal_path(folder, rank))
+    ledger = read_journal(journal_path(folder, rank)).ledger
     return ledger[-1].describe() if ledger else "no collective yet"

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
 from harness.ledger.entry import Phase
-from harness.ledger.recorder import read_journal
+from harness.ledger.journal import read_journal
 from harness.worlds.rank import RankContext, journal_path
 from harness.worlds.spec import WorldKind
 from tests.reference.front_doors import BY_NAME, FrontDoor
@@ -372,7 +372,7 @@ def _alone(context: RankContext, door_name: str, call: str) -> None:
 def test_one_rank_talks_to_nobody(call: str, door: str, tmp_path: Path) -> None:
     """Upstream row T38."""
     run_world(WorldKind.THREADS, 1, _alone, door, call, folder=tmp_path)
-    assert [entry for entry in read_journal(journal_path(tmp_path, 0)) if entry.step is not None] == []
+    assert [entry for entry in read_journal(journal_path(tmp_path, 0)).ledger if entry.step is not None] == []
 
 
 def _edits_between(context: RankContext, door_name: str, raf: bool) -> None:
