@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from harness.door.call import Call, Pieces
+from harness.door.site import call_site
 from harness.ledger.entry import HarmKind, Op
 from harness.worlds.collective_errors import (
     CollectiveMismatchError,
@@ -54,6 +55,7 @@ class Rank:
             "is_async": False,
             "device": torch.device("cpu"),
             "timeout_s": None,
+            "site": call_site(),
             **fields,
         }
         values["rank"] = values["ranks"].index(self.rank)

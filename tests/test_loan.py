@@ -34,6 +34,7 @@ def loan(op: Op, inputs: Pieces, outputs: Pieces, rank: int = 0, peer: int | Non
         is_async=True,
         device=torch.device("cpu"),
         timeout_s=None,
+        site="engine.py:1 in step",
     )
     kept = snapshot(call)
     poison(call, 3)

@@ -40,7 +40,8 @@ class Call:
 
     Pieces may be views of one buffer, and outputs may alias inputs (in-place forms). ``peer`` is the group
     rank of the root, destination or source; None where there is none, and for a receive from any source.
-    ``device`` is where the tensors live. ``timeout_s`` is the group's own limit.
+    ``device`` is where the tensors live. ``timeout_s`` is the group's own limit. ``site`` is where in the engine
+    the call was made.
     """
 
     op: Op
@@ -56,3 +57,4 @@ class Call:
     is_async: bool
     device: torch.device
     timeout_s: float | None
+    site: str

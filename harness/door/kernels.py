@@ -194,6 +194,7 @@ def _read(
         is_async=a.get("async_op", True),
         device=torch.device("cpu") if first is None else first.device,
         timeout_s=None if timeout_ms is None or timeout_ms < 0 else timeout_ms / 1000,
+        site=call_site(),
     )
 
 
@@ -211,7 +212,7 @@ def _summary(call: Call) -> CallSummary:
         reduce_op=None if call.reduce_op is None else _REDUCE_OP_NAMES[call.reduce_op],
         peer=None if call.peer is None else call.ranks[call.peer],
         is_async=call.is_async,
-        site=call_site(),
+        site=call.site,
     )
 
 

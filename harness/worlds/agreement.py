@@ -24,10 +24,9 @@ _RAGGED = frozenset({Op.ALL_GATHER, Op.GATHER, Op.SCATTER, Op.ALL_TO_ALL})
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SitedCall:
-    """A call with the place in the engine that made it."""
+    """A call as messages name it: by the rank in the world, and by the place in the engine that made it."""
 
     call: Call
-    site: str
 
     @property
     def global_rank(self) -> int:
@@ -46,7 +45,7 @@ class SitedCall:
             words.append(f"{word} rank {call.ranks[call.peer]}")
         if call.op in {Op.SEND, Op.RECV}:
             words.append(f"tag {call.tag}")
-        return f"{call.op}({', '.join(words)}) at {self.site}"
+        return f"{call.op}({', '.join(words)}) at {self.call.site}"
 
 
 def check_alone(call: Call, where: str) -> None:

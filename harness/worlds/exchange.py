@@ -75,10 +75,10 @@ class Exchange:
 
         ``on_harm`` is told what becomes of the buffers of an asynchronous one before its result is there.
         """
-        sited = SitedCall(call=call, site=call_site())
+        sited = SitedCall(call=call)
         self._turns.offer()
         self._pass_call(sited.global_rank)
-        check_alone(call, f"{call.op} of group {list(call.ranks)} at {sited.site}")
+        check_alone(call, f"{call.op} of group {list(call.ranks)} at {call.site}")
         with raw_access():
             arrival = Arrival(sited=sited, inputs=snapshot(call))
             match call.op:
