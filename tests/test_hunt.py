@@ -22,7 +22,7 @@ from harness.pytest_call import CONFORMS, DOES_NOT_CONFORM, USAGE
 ROOT = Path(__file__).resolve().parents[1]
 
 # The first test waits for the hunts of all, which starve on a busy machine.
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(280)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(530)]
 
 
 class Posing(DistributedDataParallelEngine):
@@ -109,7 +109,7 @@ def _hunted() -> Hunted:
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=250,
+        timeout=500,
         check=False,
     )
     parts = re.findall(r"(.*?)^code of (\w+) (\d)$", done.stdout, re.M | re.S)

@@ -166,7 +166,7 @@ def _wait_in_vain(context: RankContext) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_wait_that_never_ends_is_told_as_begun(kind: WorldKind, tmp_path: Path) -> None:
-    spec = WorldSpec(kind=kind, size=2, deadline_s=1.0)
+    spec = WorldSpec(kind=kind, size=2, deadline_s=3.0)
     assert not launch(spec, _wait_in_vain, folder=tmp_path).is_clean
     first, second = read_journal(journal_path(tmp_path, 0)).ledger
     assert first.wait is None
