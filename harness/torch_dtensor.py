@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,11 +18,12 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor._op_schema import OutputSharding
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
+from harness.replacement import Replacement
+
 __all__ = ["own_placement", "own_shape", "shared_propagation"]
 
 
-@contextmanager
-def shared_propagation() -> Iterator[None]:
+def shared_propagation() -> Replacement:
     """Let threads work out what DTensor operators give one at a time, and each only once for all of them.
 
     One at a time, because torch's fake mode is not made for more. Only what no rank's place in the mesh can change is
@@ -42,18 +42,7 @@ def shared_propagation() -> Iterator[None]:
             propagator.propagate_op_sharding_non_cached, lock
         ),
     }
-    missing = object()
-    originals = {name: getattr(propagator, name, missing) for name in replacements}
-    for name, replacement in replacements.items():
-        setattr(propagator, name, replacement)
-    try:
-        yield
-    finally:
-        for name, original in originals.items():
-            if original is missing:
-                delattr(propagator, name)
-            else:
-                setattr(propagator, name, original)
+    return Replacement(lambda: [(propagator, name, made) for name, made in replacements.items()])
 
 
 def _shared_shapes(propagate: Callable[[Any, Any], Any], lock: threading.RLock) -> Callable[[Any, Any], Any]:

@@ -10,7 +10,7 @@ import torch
 
 from harness.door.call import Call
 from harness.memory.operators import OperatorMode, OperatorWitness
-from harness.memory.replacement import Replacement
+from harness.replacement import Replacement
 from harness.torch_versions import make_operators
 from harness.worlds.rank_identity import current_rank
 

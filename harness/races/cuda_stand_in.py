@@ -20,9 +20,9 @@ from typing import Any
 
 import torch
 
-from harness.memory.replacement import Replacement
 from harness.races.streams import TrackedEvent, TrackedStream, record_stream_of, selection
 from harness.races.watch import current_watch
+from harness.replacement import Replacement
 
 __all__ = ["CudaEvent", "CudaStream", "cuda_stand_in"]
 

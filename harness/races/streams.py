@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 
-from harness.memory.replacement import Replacement
 from harness.races.clock import Clock
 from harness.races.watch import DEFAULT, RaceWatch, current_watch
+from harness.replacement import Replacement
 from harness.torch_versions import guards_of_record_stream
 
 __all__ = ["TrackedEvent", "TrackedStream", "record_stream_of", "selection", "tracked_streams"]
