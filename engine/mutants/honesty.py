@@ -39,7 +39,8 @@ class ReplicatesInsteadOfSharding(DistributedDataParallelEngine):
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         """Refuse honestly what is not declared; replicate the rest."""
         plan.refuse_beyond(self.capabilities)
-        return PreparedDdp(DistributedDataParallel(model, process_group=mesh.get_group()), named=model)
+        ddp = DistributedDataParallel(model, process_group=mesh.get_group())
+        return self.prepared_type(ddp, named=model)
 
 
 class _PreparedClaimant(PreparedDdp):
@@ -50,17 +51,11 @@ class _PreparedClaimant(PreparedDdp):
         return {name: Shard.flat(s.tensor.flatten(), 0, s.global_shape) for name, s in whole.items()}
 
 
-class CallsTheWholeItsChunks(DistributedDataParallelEngine):
+class CallsTheWholeItsChunks(ReplicatesInsteadOfSharding):
     """Declares that it shards in chunks that may be uneven, and every rank holds all of them.
 
     After Tencent-Hunyuan/UniRL#410: the layout that was asked for was dropped on the way, and training went on.
     """
 
     name = "mutant.CallsTheWholeItsChunks"
-    capabilities = ReplicatesInsteadOfSharding.capabilities
-
-    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        """Replicate what is to be sharded."""
-        plan.refuse_beyond(self.capabilities)
-        ddp = DistributedDataParallel(model, process_group=mesh.get_group())
-        return _PreparedClaimant(ddp, named=model)
+    prepared_type = _PreparedClaimant
