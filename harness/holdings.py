@@ -70,7 +70,9 @@ def _has_flat_pieces(evidence: Evidence) -> bool:
 
 def _beyond(evidence: Evidence) -> Iterator[str]:
     num_shares = _num_shares(evidence)
+    most_in_chunks = _chunked_numel(evidence) if _is_in_chunks(evidence) else 0
     for observation in evidence.ranks:
+        chunked = most_in_chunks if observation.cut is Cut.CHUNKS else None
         for step, seen in enumerate(observation.steps):
             where = f"step {step}, rank {observation.rank}"
             for name, shard in seen.parameters.items():
@@ -80,7 +82,6 @@ def _beyond(evidence: Evidence) -> Iterator[str]:
                         f"{where}, parameter {name}: expected 1/{shares} of "
                         f"{list(shard.global_shape)}, got {list(shard.tensor.shape)}"
                     )
-            chunked = _chunked_numel(evidence) if observation.cut is Cut.CHUNKS else None
             if num_shares > 1 and (excess := _excess(seen.parameters, num_shares, chunked)) is not None:
                 yield f"{where}: {excess}"
     if _is_in_chunks(evidence):
