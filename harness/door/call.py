@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from harness.ledger.entry import Op
 
-__all__ = ["Call"]
+__all__ = ["Call", "short_name"]
 
 Pieces = tuple[tuple[torch.Tensor, ...], ...]
 
@@ -58,3 +58,32 @@ class Call:
     device: torch.device
     timeout_s: float | None
     site: str
+
+    @property
+    def global_rank(self) -> int:
+        """The caller's rank in the world."""
+        return self.ranks[self.rank]
+
+    def described_by(self) -> list[torch.Tensor]:
+        """Give the tensors that describe it: its contribution, or what it receives where it has none."""
+        parts = self.inputs if any(self.inputs) else self.outputs
+        return [t for part in parts for t in part]
+
+    def __str__(self) -> str:
+        """Spell it as messages name it: what was called, with what, and by which place in the engine."""
+        tensors = self.described_by()
+        pieces = [f"{short_name(t.dtype)}{list(t.shape)}" for t in tensors[:4]]
+        pieces += [f"... {len(tensors)} in all"] if len(tensors) > len(pieces) else []
+        words = [] if self.reduce_op is None else [self.reduce_op.name.lower()]
+        words += pieces
+        if self.peer is not None:
+            word = {Op.SEND: "to", Op.RECV: "from"}.get(self.op, "root")
+            words.append(f"{word} rank {self.ranks[self.peer]}")
+        if self.op in {Op.SEND, Op.RECV}:
+            words.append(f"tag {self.tag}")
+        return f"{self.op}({', '.join(words)}) at {self.site}"
+
+
+def short_name(dtype: torch.dtype) -> str:
+    """Give a dtype's name without the module it is in."""
+    return str(dtype).removeprefix("torch.")

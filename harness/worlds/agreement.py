@@ -3,49 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import NoReturn
 
 import torch
 
-from harness.door.call import Call
+from harness.door.call import Call, short_name
 from harness.ledger.entry import Op
 from harness.worlds.collective_errors import CollectiveMismatchError
 from harness.worlds.reduction import check_reducible
 
-__all__ = ["SitedCall", "check_alone", "check_message", "check_pieces", "is_same", "refuse_sides"]
+__all__ = ["check_alone", "check_message", "check_pieces", "is_same", "refuse_sides"]
 
 _SAME_CALL = "issue a group's collectives in one order, with one dtype and one size, on every rank"
 _FITTING = "give every rank buffers of the sizes that its peers send"
 
 # Ops in which ranks bring different sizes by nature; their sizes are compared piece by piece.
 _RAGGED = frozenset({Op.ALL_GATHER, Op.GATHER, Op.SCATTER, Op.ALL_TO_ALL})
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class SitedCall:
-    """A call as messages name it: by the rank in the world, and by the place in the engine that made it."""
-
-    call: Call
-
-    @property
-    def global_rank(self) -> int:
-        """The caller's rank in the world."""
-        return self.call.ranks[self.call.rank]
-
-    def __str__(self) -> str:
-        call = self.call
-        tensors = _tensors(call)
-        pieces = [f"{_short(t.dtype)}{list(t.shape)}" for t in tensors[:4]]
-        pieces += [f"... {len(tensors)} in all"] if len(tensors) > len(pieces) else []
-        words = [] if call.reduce_op is None else [call.reduce_op.name.lower()]
-        words += pieces
-        if call.peer is not None:
-            word = {Op.SEND: "to", Op.RECV: "from"}.get(call.op, "root")
-            words.append(f"{word} rank {call.ranks[call.peer]}")
-        if call.op in {Op.SEND, Op.RECV}:
-            words.append(f"tag {call.tag}")
-        return f"{call.op}({', '.join(words)}) at {self.call.site}"
 
 
 def check_alone(call: Call, where: str) -> None:
@@ -58,8 +31,8 @@ def check_alone(call: Call, where: str) -> None:
         if len({t.dtype for t in (*ins, *outs)}) > 1:
             raise CollectiveMismatchError(
                 f"tensor {i} of {where}",
-                expected=f"one dtype for input and output, such as {_short((*ins, *outs)[0].dtype)}",
-                got=", ".join(sorted({_short(t.dtype) for t in (*ins, *outs)})),
+                expected=f"one dtype for input and output, such as {short_name((*ins, *outs)[0].dtype)}",
+                got=", ".join(sorted({short_name(t.dtype) for t in (*ins, *outs)})),
                 hint="allocate the output like the input",
             )
         for name, part in (("input", ins), ("output", outs)):
@@ -77,46 +50,46 @@ def is_same(one: Call, other: Call) -> bool:
     return _signature(one) == _signature(other)
 
 
-def refuse_sides(sited: Sequence[SitedCall], where: str) -> NoReturn:
+def refuse_sides(calls: Sequence[Call], where: str) -> NoReturn:
     """Raise CollectiveMismatchError for calls that are not the same, naming the ranks of each side."""
-    sides: dict[tuple[object, ...], list[SitedCall]] = {}
-    for one in sited:
-        sides.setdefault(_signature(one.call), []).append(one)
+    sides: dict[tuple[object, ...], list[Call]] = {}
+    for one in calls:
+        sides.setdefault(_signature(one), []).append(one)
     raise CollectiveMismatchError(
         where,
         expected="the same call on every rank",
-        got="; ".join(f"on rank(s) {[s.global_rank for s in side]} {side[0]}" for side in sides.values()),
+        got="; ".join(f"on rank(s) {[c.global_rank for c in side]} {side[0]}" for side in sides.values()),
         hint=_SAME_CALL,
     )
 
 
-def check_pieces(sited: Mapping[int, SitedCall], where: str) -> None:
+def check_pieces(calls: Mapping[int, Call], where: str) -> None:
     """Raise CollectiveMismatchError unless what each rank sends to each other fits what that one receives.
 
-    ``sited`` has every rank of the group, by group rank.
+    ``calls`` has every rank of the group, by group rank.
     """
-    for receiver, other in sited.items():
-        for i, outputs in enumerate(other.call.outputs):
-            for sender, output in _senders(other.call, i, outputs):
-                sent = _piece_for(sited[sender].call, i, receiver)
+    for receiver, other in calls.items():
+        for i, outputs in enumerate(other.outputs):
+            for sender, output in _senders(other, i, outputs):
+                sent = _piece_for(calls[sender], i, receiver)
                 if sent is not None and sent.numel() != output.numel():
                     raise CollectiveMismatchError(
                         f"tensor {i} of {where}",
-                        expected=f"{output.numel()} elements from rank {sited[sender].global_rank} on"
+                        expected=f"{output.numel()} elements from rank {calls[sender].global_rank} on"
                         f" rank {other.global_rank}, which called {other}",
-                        got=f"{sent.numel()} from {sited[sender]}",
+                        got=f"{sent.numel()} from {calls[sender]}",
                         hint=_FITTING,
                     )
 
 
-def check_message(sent: SitedCall, received: SitedCall) -> None:
+def check_message(sent: Call, received: Call) -> None:
     """Raise CollectiveMismatchError unless a message fits the buffers it is received in."""
-    ins = [t for part in sent.call.inputs for t in part]
-    outs = [t for part in received.call.outputs for t in part]
+    ins = [t for part in sent.inputs for t in part]
+    outs = [t for part in received.outputs for t in part]
     if [(t.numel(), t.dtype) for t in ins] != [(t.numel(), t.dtype) for t in outs]:
         raise CollectiveMismatchError(
             f"message from rank {sent.global_rank} to rank {received.global_rank} in"
-            f" group {list(sent.call.ranks)}",
+            f" group {list(sent.ranks)}",
             expected=f"what {received} has room for",
             got=str(sent),
             hint=_FITTING,
@@ -124,18 +97,12 @@ def check_message(sent: SitedCall, received: SitedCall) -> None:
 
 
 def _signature(call: Call) -> tuple[object, ...]:
-    tensors = _tensors(call)
+    tensors = call.described_by()
     dtypes = tuple(t.dtype for t in tensors)
     if call.op in _RAGGED:
         # One dtype per coalesced tensor; how many pieces each rank holds is its own affair.
         return (call.op, call.peer, max(len(call.inputs), len(call.outputs)), tuple(dict.fromkeys(dtypes)))
     return (call.op, call.reduce_op, call.peer, dtypes, tuple(t.numel() for t in tensors))
-
-
-def _tensors(call: Call) -> list[torch.Tensor]:
-    """The tensors that describe a call: its contribution, or what it receives where it has none."""
-    parts = call.inputs if any(call.inputs) else call.outputs
-    return [t for part in parts for t in part]
 
 
 def _senders(call: Call, i: int, outputs: tuple[torch.Tensor, ...]) -> list[tuple[int, torch.Tensor]]:
@@ -157,7 +124,3 @@ def _piece_for(call: Call, i: int, receiver: int) -> torch.Tensor | None:
     if call.op in {Op.ALL_TO_ALL, Op.SCATTER, Op.REDUCE_SCATTER}:
         return ins[receiver] if receiver < len(ins) else None
     return ins[0] if ins else None
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

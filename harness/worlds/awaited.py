@@ -10,7 +10,7 @@ import torch
 
 from harness.door.call import Call, Pieces
 from harness.ledger.entry import Op
-from harness.worlds.agreement import SitedCall, check_message, check_pieces, is_same, refuse_sides
+from harness.worlds.agreement import check_message, check_pieces, is_same, refuse_sides
 from harness.worlds.collective_errors import CollectiveError, CollectiveRefusedError
 from harness.worlds.reduction import reduce_flat
 
@@ -23,7 +23,7 @@ _REDUCTIONS = frozenset({Op.ALL_REDUCE, Op.REDUCE})
 class Arrival:
     """One rank's call together with what its inputs held at the time."""
 
-    sited: SitedCall
+    call: Call
     inputs: Pieces
 
 
@@ -83,15 +83,15 @@ class Meeting(Awaited):
 
     def add(self, arrival: Arrival) -> None:
         """Deposit a call; raises CollectiveMismatchError when it differs from those deposited before."""
-        self.arrivals[arrival.sited.call.rank] = arrival
+        self.arrivals[arrival.call.rank] = arrival
         first = next(iter(self.arrivals.values()))
-        if not is_same(first.sited.call, arrival.sited.call):
-            refuse_sides([a.sited for a in self.arrivals.values()], self.where)
+        if not is_same(first.call, arrival.call):
+            refuse_sides([a.call for a in self.arrivals.values()], self.where)
 
     def settle(self) -> None:
         """Compute the result once for all members, from what they deposited; raises CollectiveError."""
         arrivals = [self.arrivals[rank] for rank in range(len(self.ranks))]
-        check_pieces({rank: a.sited for rank, a in self.arrivals.items()}, self.where)
+        check_pieces({rank: a.call for rank, a in self.arrivals.items()}, self.where)
         try:
             self._sources = _settle(arrivals)
         except RuntimeError as error:  # an arithmetic that torch has not for this dtype
@@ -114,7 +114,7 @@ class Meeting(Awaited):
 
 
 def _settle(arrivals: Sequence[Arrival]) -> Sources:
-    call = arrivals[0].sited.call
+    call = arrivals[0].call
     root = arrivals[call.peer or 0].inputs
     match call.op:
         case Op.ALL_REDUCE | Op.REDUCE | Op.REDUCE_SCATTER if call.reduce_op is not None:
@@ -147,11 +147,11 @@ class Message(Awaited):
     def __init__(self, where: str, arrival: Arrival) -> None:
         super().__init__(where)
         self.arrival = arrival
-        self.source = arrival.sited.call.rank  # group rank
+        self.source = arrival.call.rank  # group rank
 
     def absent(self) -> tuple[int, ...]:
         """The rank that it was sent to."""
-        call = self.arrival.sited.call
+        call = self.arrival.call
         return () if call.peer is None else (call.ranks[call.peer],)
 
     def is_hopeless(self, left: frozenset[int]) -> bool:
@@ -166,10 +166,10 @@ class Message(Awaited):
 class Receipt(Awaited):
     """One posted receive, from one source or from any."""
 
-    def __init__(self, where: str, sited: SitedCall) -> None:
+    def __init__(self, where: str, call: Call) -> None:
         super().__init__(where)
-        self.sited = sited
-        self.source = sited.call.peer  # group rank; of a receive from any source, known once it is complete
+        self.call = call
+        self.source = call.peer  # group rank; of a receive from any source, known once it is complete
         self._is_any = self.source is None
         self._message: Message | None = None
 
@@ -180,14 +180,14 @@ class Receipt(Awaited):
     def take(self, message: Message) -> None:
         """Complete with a message; raises CollectiveMismatchError when it does not fit."""
         self.source = message.source
-        check_message(message.arrival.sited, self.sited)
+        check_message(message.arrival.call, self.call)
         self._message = message
 
     def absent(self) -> tuple[int, ...]:
         """Ranks that may send what is awaited."""
-        ranks = self.sited.call.ranks
+        ranks = self.call.ranks
         if self._is_any:
-            return tuple(g for rank, g in enumerate(ranks) if rank != self.sited.call.rank)
+            return tuple(g for rank, g in enumerate(ranks) if rank != self.call.rank)
         return () if self.source is None else (ranks[self.source],)
 
     def is_hopeless(self, left: frozenset[int]) -> bool:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 from dataclasses import dataclass, field
 
-from harness.worlds.agreement import SitedCall
+from harness.door.call import Call
 from harness.worlds.awaited import Awaited
 from harness.worlds.collective_errors import DeadlockError
 from harness.worlds.rank_identity import is_home_thread
@@ -27,7 +27,7 @@ class Waiter:
     """One blocked thread; released when what it awaits is over."""
 
     awaited: Awaited
-    sited: SitedCall
+    call: Call
     thread: int
     sleeper: Sleeper
     is_released: bool = False
@@ -51,10 +51,10 @@ class Blockage:
         if is_home_thread():
             self._homes[rank] = thread
 
-    def enter(self, awaited: Awaited, sited: SitedCall) -> Waiter:
+    def enter(self, awaited: Awaited, call: Call) -> Waiter:
         """Note that the calling thread is about to block."""
         sleeper = self.turns.sleeper()
-        waiter = Waiter(awaited=awaited, sited=sited, thread=threading.get_ident(), sleeper=sleeper)
+        waiter = Waiter(awaited=awaited, call=call, thread=threading.get_ident(), sleeper=sleeper)
         self._waiters[waiter] = None
         return waiter
 
@@ -100,8 +100,8 @@ class Blockage:
 
     def _table(self) -> str:
         rows = {
-            w.sited.global_rank: f"  rank {w.sited.global_rank} waits for rank(s)"
-            f" {list(w.awaited.absent())} in {w.awaited.where}: {w.sited}"
+            w.call.global_rank: f"  rank {w.call.global_rank} waits for rank(s)"
+            f" {list(w.awaited.absent())} in {w.awaited.where}: {w.call}"
             for w in self._waiters
         }
         for rank in range(self.world_size):

@@ -25,7 +25,7 @@ from harness.door.call import Call
 from harness.door.site import call_site
 from harness.ledger.entry import HarmKind, Op
 from harness.torch_versions import raw_access
-from harness.worlds.agreement import SitedCall, check_alone
+from harness.worlds.agreement import check_alone
 from harness.worlds.awaited import Arrival, Awaited, Mailbox, Meeting, Message, Receipt, snapshot
 from harness.worlds.blockage import Blockage
 from harness.worlds.collective_errors import (
@@ -75,24 +75,23 @@ class Exchange:
 
         ``on_harm`` is told what becomes of the buffers of an asynchronous one before its result is there.
         """
-        sited = SitedCall(call=call)
         self._turns.offer()
-        self._pass_call(sited.global_rank)
+        self._pass_call(call.global_rank)
         check_alone(call, f"{call.op} of group {list(call.ranks)} at {call.site}")
         with raw_access():
-            arrival = Arrival(sited=sited, inputs=snapshot(call))
+            arrival = Arrival(call=call, inputs=snapshot(call))
             match call.op:
                 case Op.SEND:
                     awaited: Awaited = self._send(arrival)
                 case Op.RECV:
-                    awaited = self._receive(sited)
+                    awaited = self._receive(call)
                 case _:
                     awaited = self._meet(arrival)
             loan = None
             if call.is_async:
                 poison(call, self._turns.seed)
                 loan = Loan(call, arrival.inputs, self._turns.seed)
-        work = LateWork(sited, awaited, self, loan, self._lateness(sited))
+        work = LateWork(call, awaited, self, loan, self._lateness(call))
         if call.is_async:
             with self._lock:
                 self._open[id(work)] = _Open(work, on_harm)
@@ -128,7 +127,7 @@ class Exchange:
     def open_works(self) -> list[str]:
         """Describe the asynchronous works that nobody has waited for, by rank."""
         with self._lock:
-            calls = [sited for o in self._open.values() if (sited := o.work.pending) is not None]
+            calls = [call for o in self._open.values() if (call := o.work.pending) is not None]
         return [f"rank {c.global_rank}: {c}" for c in sorted(calls, key=lambda c: c.global_rank)]
 
     def _pass_call(self, rank: int) -> None:
@@ -141,17 +140,17 @@ class Exchange:
             if work.pending is not None and work.pending.global_rank == rank:
                 work.pass_call()
 
-    def _lateness(self, sited: SitedCall) -> Lateness:
-        draw = self._draws.get(sited.global_rank)
+    def _lateness(self, call: Call) -> Lateness:
+        draw = self._draws.get(call.global_rank)
         if self._turns.seed == RUN_UNTIL_BLOCKED or draw is None:
             return Lateness()
         return Lateness(num_calls=draw.choice(_NUM_CALLS), num_polls=draw.choice(_NUM_POLLS))
 
     def _meet(self, arrival: Arrival) -> Meeting:
-        call = arrival.sited.call
+        call = arrival.call
         group = (call.group_name, call.ranks)
         with self._lock:
-            self._enter(arrival.sited)
+            self._enter(call)
             seq = self._next_seq[group, call.rank]
             self._next_seq[group, call.rank] = seq + 1
             meeting = self._meetings.get((group, seq))
@@ -184,23 +183,22 @@ class Exchange:
             self._finish(meeting, error)
 
     def _send(self, arrival: Arrival) -> Message:
-        call = arrival.sited.call
+        call = arrival.call
         destination = "nobody" if call.peer is None else f"rank {call.ranks[call.peer]}"
         where = f"a message to {destination} in group {call.group_name} {list(call.ranks)}"
         message = Message(where, arrival)
         with self._lock:
-            self._enter(arrival.sited)
+            self._enter(call)
             receipt = self._mailbox(call, call.peer).deliver(message)
             if receipt is not None:
                 self._hand_over(receipt, message)
         return message
 
-    def _receive(self, sited: SitedCall) -> Receipt:
-        call = sited.call
+    def _receive(self, call: Call) -> Receipt:
         source = "any rank" if call.peer is None else f"rank {call.ranks[call.peer]}"
-        receipt = Receipt(f"a message from {source} in group {call.group_name} {list(call.ranks)}", sited)
+        receipt = Receipt(f"a message from {source} in group {call.group_name} {list(call.ranks)}", call)
         with self._lock:
-            self._enter(sited)
+            self._enter(call)
             message = self._mailbox(call, call.rank).post(receipt)
             if message is not None:
                 self._hand_over(receipt, message)
@@ -219,45 +217,45 @@ class Exchange:
         key = ((call.group_name, call.ranks), -1 if destination is None else destination, call.tag)
         return self._mailboxes.setdefault(key, Mailbox())
 
-    def _enter(self, sited: SitedCall) -> None:
+    def _enter(self, call: Call) -> None:
         if self._abandoned is not None:
             raise WorldAbandonedError(self._abandoned)
-        self._blockage.seen(sited.global_rank)
+        self._blockage.seen(call.global_rank)
 
     def _finish(self, awaited: Awaited, error: CollectiveError | None) -> None:
         awaited.error = error
         awaited.is_over = True
         self._blockage.release(awaited)
 
-    def block(self, awaited: Awaited, sited: SitedCall, timeout_s: float | None) -> None:
+    def block(self, awaited: Awaited, call: Call, timeout_s: float | None) -> None:
         """Return once ``awaited`` is complete; raises its error, a timeout, or the world's end."""
         with self._lock:
             if not awaited.is_over:
                 if self._abandoned is not None:
                     raise WorldAbandonedError(self._abandoned)
-                self._blockage.seen(sited.global_rank)
-                self._sleep(awaited, sited, timeout_s)
+                self._blockage.seen(call.global_rank)
+                self._sleep(awaited, call, timeout_s)
             error = awaited.error
         if error is not None:
             raise copy.copy(error)  # each rank its own, with its own traceback
 
-    def _sleep(self, awaited: Awaited, sited: SitedCall, timeout_s: float | None) -> None:
-        waiter = self._blockage.enter(awaited, sited)
+    def _sleep(self, awaited: Awaited, call: Call, timeout_s: float | None) -> None:
+        waiter = self._blockage.enter(awaited, call)
         self._blockage.resolve()
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         self._turns.sleep(waiter.sleeper, lambda: waiter.is_released, deadline)
         if not waiter.is_released:
             self._blockage.leave(waiter)
-            self._finish(awaited, _timeout(awaited, sited, timeout_s))
+            self._finish(awaited, _timeout(awaited, call, timeout_s))
             return
         if not awaited.is_over and self._abandoned is not None:
             raise WorldAbandonedError(self._abandoned)
 
 
-def _timeout(awaited: Awaited, sited: SitedCall, timeout_s: float | None) -> CollectiveTimeoutError:
+def _timeout(awaited: Awaited, call: Call, timeout_s: float | None) -> CollectiveTimeoutError:
     return CollectiveTimeoutError(
         awaited.where,
         expected=f"every rank within {timeout_s} s",
-        got=f"no call from rank(s) {list(awaited.absent())}; rank {sited.global_rank} called {sited}",
+        got=f"no call from rank(s) {list(awaited.absent())}; rank {call.global_rank} called {call}",
         hint="the stacks of the ranks that did not come",
     )

@@ -13,7 +13,6 @@ import torch.distributed as dist
 
 from harness.door.call import Call
 from harness.torch_versions import raw_access
-from harness.worlds.agreement import SitedCall
 from harness.worlds.awaited import Awaited, Receipt
 from harness.worlds.loan import Loan, is_freed
 
@@ -35,7 +34,7 @@ class Lateness:
 class Office(Protocol):
     """Who keeps works: has their ranks wait, and is told what becomes of them."""
 
-    def block(self, awaited: Awaited, sited: SitedCall, timeout_s: float | None) -> None:
+    def block(self, awaited: Awaited, call: Call, timeout_s: float | None) -> None:
         """Return once ``awaited`` is complete; raises its error, a timeout, or the world's end."""
 
     def give_way(self) -> None:
@@ -52,16 +51,15 @@ class LateWork(dist.Work):
     """
 
     def __init__(
-        self, sited: SitedCall, awaited: Awaited, office: Office, loan: Loan | None, lateness: Lateness
+        self, call: Call, awaited: Awaited, office: Office, loan: Loan | None, lateness: Lateness
     ) -> None:
         super().__init__()
-        self._pending: SitedCall | None = sited  # None once delivered, so that the tensors can go
+        self._pending: Call | None = call  # None once delivered, so that the tensors can go
         self._awaited: Awaited | None = awaited
         self._office = office
         self._loan = loan
         self._lateness = lateness
         self._delivering = threading.RLock()
-        call = sited.call
         # Weak: a work that somebody still holds must not keep the tensors that the engine has let go of.
         self._results = [weakref.ref(t) for part in call.outputs for t in part]
         self._source = call.peer
@@ -71,21 +69,21 @@ class LateWork(dist.Work):
         # C++ spells "no timeout of its own" as zero.
         limit_s = timeout.total_seconds() if timeout else None
         with self._delivering:
-            sited, awaited = self._pending, self._awaited
-            if sited is None:
+            call, awaited = self._pending, self._awaited
+            if call is None:
                 return True
             if awaited is not None:
-                self._office.block(awaited, sited, limit_s or sited.call.timeout_s)
+                self._office.block(awaited, call, limit_s or call.timeout_s)
                 if isinstance(awaited, Receipt):
                     self._source = awaited.source
                 with raw_access():
                     self._office.delivered(self, self._loan)
-                    _deliver(awaited, sited.call)
+                    _deliver(awaited, call)
             self._pending = self._awaited = self._loan = None
         return True
 
     @property
-    def pending(self) -> SitedCall | None:
+    def pending(self) -> Call | None:
         """The call, until its result was written."""
         return self._pending
 
