@@ -12,6 +12,7 @@ from pathlib import Path
 from engine.contract import Plan
 from harness.aside import aside
 from harness.case import Training
+from harness.cell import Cell
 from harness.drive import drive_rank
 from harness.exploration import Scheduled, explore, load_schedules
 from harness.keep import keep_result
@@ -19,20 +20,8 @@ from harness.oracle import OracleObservation, run_oracle
 from harness.script import EachMicrobatch
 from harness.scripts.exercise import Exercise
 from harness.worlds.launch import WorldPool
-from harness.worlds.spec import WorldSpec
 
-__all__ = ["Archive", "Cell", "Source", "unexercised"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cell:
-    """One engine, by the name it was given, in one world."""
-
-    engine: str
-    world: WorldSpec
-
-    def __str__(self) -> str:
-        return f"{self.engine}@{self.world}"
+__all__ = ["Archive", "Source", "unexercised"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

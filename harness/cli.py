@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run(arguments: argparse.Namespace) -> int:
     """Judge engines on suites: launch worlds, record verdicts, write the reports."""
     from harness import expectations_file
-    from harness.aside import describe
+    from harness.cell import check_engines
     from harness.effort import Effort
     from harness.provenance import today
     from harness.run_directory import refuse_existing
@@ -70,9 +70,7 @@ def run(arguments: argparse.Namespace) -> int:
     effort = Effort(
         seed=arguments.schedule_seed, num_schedules=arguments.schedules, is_thorough=arguments.thorough
     )
-    for engine in arguments.engine or []:
-        if engine not in BUILT_IN:
-            describe(engine)
+    check_engines(arguments.engine or [])
     options = [
         *(f"--engine={name}" for name in arguments.engine or []),
         *(f"--world={world}" for world in arguments.world or []),

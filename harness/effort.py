@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
-from harness.case import Training, Watch
 from harness.errors import UsageError
 from harness.worlds.spec import WorldKind, WorldSpec
 
-__all__ = ["Effort"]
+if TYPE_CHECKING:
+    from harness.case import Training
 
-_THOROUGH = frozenset({Watch.RACES, Watch.LIFETIMES})  # what any training can be watched for
+__all__ = ["Effort"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +50,11 @@ class Effort:
         """Give the training as it is to be watched."""
         if not self.is_thorough or world.device != "cpu":
             return training
-        return replace(training, watch=training.watch | _THOROUGH)
+        from harness.case import (
+            Watch,  # here, because it imports torch, which who only reads options can do without
+        )
+
+        return replace(training, watch=training.watch | {Watch.RACES, Watch.LIFETIMES})
 
     def options(self, seed: int) -> tuple[str, ...]:
         """Spell, for the command that repeats a case, what is not so by default; ``seed`` is the schedule's."""

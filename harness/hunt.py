@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
-import torch
 
+from harness.cell import Cell
 from harness.collection import refuse
 from harness.errors import UsageError
 from harness.node import Node
@@ -31,7 +31,6 @@ from harness.prey import (
     prey_of,
     write_selection,
 )
-from harness.trial import Cell
 from harness.worlds.sizes import Sizes
 from harness.worlds.spec import WorldSpec
 
@@ -195,7 +194,11 @@ def _marks_of_parameters(definition: pytest.Item) -> list[Mark]:
 
 
 def _is_here(world: str) -> bool:
-    return WorldSpec.parse(world).device == "cpu" or torch.cuda.is_available()
+    if WorldSpec.parse(world).device == "cpu":
+        return True
+    import torch  # here, because only who collects cases needs it
+
+    return torch.cuda.is_available()
 
 
 def _is_nobody(item: pytest.Item) -> bool:

@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 
 from harness.catalogue import Catalogue
+from harness.cell import Cell
 from harness.effort import Effort
 from harness.expectations import Ran, unused
 from harness.node import Node
 from harness.provenance import footer, header
 from harness.record import Expectations, Record, UnusedExpectation, from_json
 from harness.run_directory import RunWriter
-from harness.trial import Cell
 from harness.verdict import Verdict
 
 __all__ = ["CATALOGUE", "FROM_WORKER", "RECORD_PROPERTY", "Sink"]

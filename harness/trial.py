@@ -8,9 +8,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from engine.contract import Capability
-from harness.archive import Archive, Cell, Source, unexercised
+from harness.archive import Archive, Source, unexercised
 from harness.aside import describe
 from harness.case import Case, Training, Watch
+from harness.cell import Cell
 from harness.diagnosis import NOT_FINITE
 from harness.effort import Effort
 from harness.errors import UsageError
@@ -22,7 +23,7 @@ from harness.record import LedgerLine, Record
 from harness.verdict import Verdict
 from harness.worlds.spec import WorldKind
 
-__all__ = ["Cell", "Source", "TrialSession"]
+__all__ = ["Source", "TrialSession"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -107,3 +107,20 @@ def test_a_hang_is_judged_before_pytest_times_out(tmp_path: Path) -> None:
     assert run.footer is not None
     stuck = next(r for r in run.records if r.verdict is Verdict.HUNG)
     assert any("in prepare" in outcome.text for outcome in stuck.outcomes), "the stack says where it hangs"
+
+
+def test_a_process_that_only_hands_out_cases_does_not_wait_for_torch() -> None:
+    smoke = [str(ROOT / "suites" / "smoke"), "--engine=torch.ddp", "--world=threads:2", "-n1"]
+    program = "\n".join(
+        (
+            "import sys",
+            "from harness.pytest_call import call_pytest",
+            f"code = call_pytest({smoke})",
+            "sys.exit(code or ('torch was imported' if 'torch' in sys.modules else 0))",
+        )
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=110, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "1 passed" in done.stdout

@@ -206,7 +206,7 @@ def test_the_table_tells_it_all(rendered: Callable[[Coverage], str]) -> None:
 
 TYPO = """
 import pytest
-from harness.pytest_plugin import Trial
+from harness.pytest_trial import Trial
 
 @pytest.mark.rows("T7")
 def test_x(trial: Trial): ...

@@ -19,11 +19,12 @@ from fixtures.optimizers import SGD
 from fixtures.problems import MLP_EVEN
 from harness.autopsy import Autopsy, Doing
 from harness.case import Case, Schedule, Training
+from harness.cell import Cell
 from harness.drive import drive_rank
 from harness.judge import Judgement, judge_failure
 from harness.keep import keep_result, load_kept
 from harness.record import Record, from_json, to_json
-from harness.trial import Cell, Source, TrialSession
+from harness.trial import Source, TrialSession
 from harness.verdict import Verdict
 from harness.worlds.launch import World
 from harness.worlds.rank import RankContext

@@ -36,7 +36,7 @@ from fixtures.optimizers import SGD
 from fixtures.problems import MLP_EVEN
 from harness.case import Schedule, Training
 from harness.parity import MatchesOracle
-from harness.pytest_plugin import Trial
+from harness.pytest_trial import Trial
 
 pytestmark = pytest.mark.prey("{module}")
 three = pytest.param(2, marks=pytest.mark.prey("KeepsOnlyTheLastMicrobatch", world="threads:3"))
@@ -54,7 +54,7 @@ def test_cannot_tell(trial: Trial):
     holds(trial)
 """
 UNMARKED = """
-from harness.pytest_plugin import Trial
+from harness.pytest_trial import Trial
 
 def test_unmarked(trial: Trial):
     raise AssertionError("never run")

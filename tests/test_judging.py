@@ -27,11 +27,12 @@ from engine.registry import BUILT_IN
 from fixtures.optimizers import SGD
 from fixtures.problems import MLP_EVEN
 from harness.case import Case, LoopOrder, Schedule, Training
+from harness.cell import Cell
 from harness.law import Evidence, Ruling
 from harness.ledger.agreement import RanksAgree
 from harness.parity import MatchesOracle
 from harness.record import Record
-from harness.trial import Cell, Source, TrialSession
+from harness.trial import Source, TrialSession
 from harness.verdict import Verdict
 from harness.worlds.spec import WorldKind, WorldSpec
 

@@ -15,6 +15,7 @@ from engine.contract import Grouping, Layout, Plan, Reshard
 from fixtures.chain import CHAIN
 from fixtures.optimizers import SGD
 from harness.case import Case, Schedule, Training, Watch
+from harness.cell import Cell
 from harness.cli import main
 from harness.drive import drive_rank
 from harness.effort import Effort
@@ -22,7 +23,7 @@ from harness.errors import UsageError
 from harness.exploration import explore, load_schedules
 from harness.ledger.buffers import LeavesBuffersAlone, ResultsAreWaitedFor
 from harness.parity import MatchesOracle
-from harness.trial import Cell, Source, TrialSession
+from harness.trial import Source, TrialSession
 from harness.verdict import Verdict
 from harness.worlds.launch import World, launch
 from harness.worlds.outcome import Returned

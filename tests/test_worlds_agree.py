@@ -10,12 +10,13 @@ from engine.contract import Accumulation, Layout, Plan
 from fixtures.optimizers import SGD
 from fixtures.problems import MLP_UNEVEN
 from harness.case import Case, Schedule, Training
+from harness.cell import Cell
 from harness.drive import drive_rank
 from harness.keep import Kept, keep_result, load_kept
 from harness.ledger.agreement import RanksAgree
 from harness.ledger.entry import Entry, Op, Phase
 from harness.parity import MatchesOracle
-from harness.trial import Cell, Source, TrialSession
+from harness.trial import Source, TrialSession
 from harness.verdict import Verdict
 from harness.worlds.launch import launch
 from harness.worlds.spec import WorldKind, WorldSpec

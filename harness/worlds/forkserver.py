@@ -20,17 +20,15 @@ _ROOT = Path(__file__).resolve().parents[2]
 
 
 @cache
-def forkserver_context(modules: tuple[str, ...] = ()) -> ForkServerContext:
+def forkserver_context() -> ForkServerContext:
     """Return the context whose processes are forks of a warm server; starts the server on first use.
-
-    ``modules`` are what the server imports beside its own, if it does not run yet.
 
     The server's environment is set for it alone: one OpenMP thread, because a fork of a process that ran an
     OpenMP region with more threads hangs; and a path on which our own package is found, because the server
     does not take over the parent's.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([_WARM, *modules])
+    context.set_forkserver_preload([_WARM])
     path = os.pathsep.join([str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     wanted = {"OMP_NUM_THREADS": "1", "PYTHONPATH": path}
     before = {name: os.environ.get(name) for name in wanted}
@@ -62,9 +60,8 @@ def started(function: Callable[..., None], *args: Any) -> ForkServerProcess:
     return process
 
 
-def warm_up(modules: tuple[str, ...] = ()) -> None:
-    """Wait until the server has imported its own modules and these, so that no case is charged for them."""
-    forkserver_context(modules)
+def warm_up() -> None:
+    """Wait until the server has done its imports, so that no case is charged for them."""
     process = started(_nothing)
     process.join()
     process.close()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import pkgutil
+from importlib import import_module
 
 import torch
 import torch._dynamo  # torch.optim and DDP import it on first use, a second each time
@@ -18,6 +20,10 @@ from harness.torch_versions import make_operators, random_operators
 
 for name in BUILT_IN:
     resolve(name)
+# What cases send to their worlds comes from these; each world would else import them anew.
+for package in map(import_module, ("fixtures", "harness.scripts")):
+    for module in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
+        import_module(module.name)
 random_operators()  # looks at every operator that there is, and remembers
 make_operators()  # as do worlds that watch operators, of which each would take tens of milliseconds
 

@@ -19,7 +19,7 @@ from harness.ledger.expectation import Exactly
 from harness.ledger.laws import Count, Nothing, OnlyThese
 from harness.ledger.selection import Microbatches, Select
 from harness.parity import MatchesOracle
-from harness.pytest_plugin import Trial
+from harness.pytest_trial import Trial
 from harness.scripts.microbatches import Holding, HoldingBack
 from harness.worlds.sizes import FOUR_OR_MORE_EVEN, SEVERAL
 from suites.communication.closed_forms import NUM_GROUPS, NUM_UNHELD_GROUPS

@@ -21,7 +21,7 @@ from harness.ledger.expectation import Exactly
 from harness.ledger.laws import Count, Nothing
 from harness.ledger.selection import Select
 from harness.parity import MatchesOracle
-from harness.pytest_plugin import Trial
+from harness.pytest_trial import Trial
 from harness.scripts.parts import AllForwardsFirst, Backwards
 from harness.worlds.sizes import SEVERAL
 

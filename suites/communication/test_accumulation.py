@@ -16,7 +16,7 @@ from harness.ledger.expectation import Between, Exactly
 from harness.ledger.laws import Bytes, Nothing
 from harness.ledger.selection import Microbatches, Select
 from harness.parity import MatchesOracle
-from harness.pytest_plugin import Trial
+from harness.pytest_trial import Trial
 from harness.worlds.sizes import EVEN, SEVERAL
 from suites.communication.closed_forms import GRADIENT_BYTES, PADDED_BYTES
 

@@ -11,7 +11,7 @@ from harness.case import Schedule, Training
 from harness.ledger.laws import Nothing
 from harness.ledger.selection import Select, Window
 from harness.parity import MatchesOracle
-from harness.pytest_plugin import Trial
+from harness.pytest_trial import Trial
 from harness.worlds.sizes import ALONE
 
 ANYTHING = Select(window=Window.TRAINING)

@@ -17,7 +17,7 @@ from harness.case import Schedule, Training
 from harness.ledger.agreement import RanksAgree
 from harness.ledger.buffers import LeavesBuffersAlone, ResultsAreWaitedFor
 from harness.parity import MatchesOracle
-from harness.pytest_plugin import Trial
+from harness.pytest_trial import Trial
 from harness.worlds.sizes import FOUR_OR_MORE_EVEN, SEVERAL, THREE_OR_MORE
 
 LAWS = (LeavesBuffersAlone(), ResultsAreWaitedFor(), MatchesOracle(), RanksAgree())

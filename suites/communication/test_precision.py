@@ -14,7 +14,7 @@ from harness.ledger.entry import Op, Phase
 from harness.ledger.laws import Dtype
 from harness.ledger.selection import Select
 from harness.parity import MatchesOracle
-from harness.pytest_plugin import Trial
+from harness.pytest_trial import Trial
 from harness.worlds.sizes import SEVERAL
 
 IN_BACKWARD = Select(phases=(Phase.BACKWARD,))

@@ -13,7 +13,7 @@ from harness.ledger.entry import Op, Phase
 from harness.ledger.laws import ReduceOps
 from harness.ledger.selection import Select
 from harness.parity import MatchesOracle
-from harness.pytest_plugin import Trial
+from harness.pytest_trial import Trial
 from harness.worlds.sizes import FOUR_OR_MORE_EVEN, SEVERAL
 
 SCATTERS = Select(ops=(Op.REDUCE_SCATTER,), phases=(Phase.BACKWARD,))

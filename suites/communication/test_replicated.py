@@ -16,7 +16,7 @@ from harness.ledger.entry import Op, Phase
 from harness.ledger.expectation import Exactly
 from harness.ledger.laws import AllWaited, Bytes, Count, Nothing, OnlyThese
 from harness.ledger.selection import Select
-from harness.pytest_plugin import Trial
+from harness.pytest_trial import Trial
 from harness.worlds.sizes import SEVERAL
 from suites.communication.closed_forms import GRADIENT_BYTES, NUM_GROUPS
 

@@ -9,7 +9,7 @@ from fixtures.optimizers import ADAMW, SGD
 from fixtures.problems import MLP_UNEVEN
 from harness.case import Schedule, Training
 from harness.parity import MatchesOracle
-from harness.pytest_plugin import Trial
+from harness.pytest_trial import Trial
 from harness.repeatable import Repeatable
 from harness.worlds.sizes import EVEN
 

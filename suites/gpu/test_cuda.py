@@ -12,7 +12,7 @@ from fixtures.problems import MLP_EVEN, TRANSFORMER
 from harness.case import Schedule, Training
 from harness.ledger.agreement import RanksAgree
 from harness.parity import MatchesOracle
-from harness.pytest_plugin import Trial
+from harness.pytest_trial import Trial
 from harness.scripts.cuda import (
     COPIES,
     EQUAL,

@@ -8,7 +8,7 @@ from fixtures.optimizers import SGD
 from fixtures.problems import MLP_EVEN
 from harness.case import Schedule, Training
 from harness.ledger.agreement import RanksAgree
-from harness.pytest_plugin import Trial
+from harness.pytest_trial import Trial
 
 
 # A rank that computes for ever is seen at the deadline alone, which this timeout brings nearer; it is generous still.

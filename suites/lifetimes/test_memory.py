@@ -18,7 +18,7 @@ from harness.ledger.expectation import Between, Exactly
 from harness.lifetimes.law import Left, NoLeaks, Peak, UnshardedInTurn, UserTensorsLive, When
 from harness.lifetimes.report import Kind
 from harness.parity import MatchesOracle
-from harness.pytest_plugin import Trial
+from harness.pytest_trial import Trial
 from harness.script import EachMicrobatch, Script
 from harness.scripts.holding import HoldsOn
 from harness.worlds.sizes import FOUR_OR_MORE_EVEN, SEVERAL, TOGETHER

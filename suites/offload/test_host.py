@@ -13,7 +13,7 @@ from fixtures.problems import MLP_UNEVEN, TRANSFORMER
 from harness.case import Schedule, Training
 from harness.ledger.agreement import RanksAgree
 from harness.parity import MatchesOracle
-from harness.pytest_plugin import Trial
+from harness.pytest_trial import Trial
 from harness.scripts.forms import HOMES, NotesForms
 from harness.states import Notes
 from harness.worlds.sizes import FOUR_OR_MORE_EVEN

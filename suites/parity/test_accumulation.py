@@ -10,7 +10,7 @@ from fixtures.problems import MLP_EVEN, MLP_UNEVEN
 from harness.case import NamedOptimizer, Problem, Schedule, Training
 from harness.ledger.agreement import RanksAgree
 from harness.parity import MatchesOracle
-from harness.pytest_plugin import Trial
+from harness.pytest_trial import Trial
 
 # Each problem, each optimizer, and each number of microbatches with each of the others.
 CASES: list[tuple[Problem, NamedOptimizer, int]] = [

@@ -14,7 +14,7 @@ from harness.case import Training
 from harness.holdings import HoldsItsShare
 from harness.ledger.agreement import RanksAgree
 from harness.parity import MatchesOracle
-from harness.pytest_plugin import Trial
+from harness.pytest_trial import Trial
 from harness.worlds.sizes import ALONE, FOUR_OR_MORE_EVEN, SEVERAL
 
 LAWS = (MatchesOracle(), HoldsItsShare(), RanksAgree())

@@ -9,7 +9,7 @@ from fixtures.problems import EXACT_LINEAR
 from harness.case import Schedule, Training
 from harness.ledger.agreement import RanksAgree
 from harness.parity import MatchesOracle
-from harness.pytest_plugin import Trial
+from harness.pytest_trial import Trial
 from harness.worlds.sizes import POWERS_OF_TWO
 
 

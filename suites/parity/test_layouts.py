@@ -15,7 +15,7 @@ from harness.ledger.expectation import Between
 from harness.ledger.laws import Count, Nothing
 from harness.ledger.selection import Select
 from harness.parity import MatchesOracle
-from harness.pytest_plugin import Trial
+from harness.pytest_trial import Trial
 from harness.worlds.sizes import EVEN, SEVERAL, SIX_OR_MORE_EVEN
 
 LAWS = (MatchesOracle(), HoldsItsShare(), RanksAgree())

@@ -12,7 +12,7 @@ from fixtures.problems import MLP_EVEN, MLP_UNEVEN, TRANSFORMER
 from harness.case import NamedOptimizer, Problem, Schedule, Training
 from harness.ledger.agreement import RanksAgree
 from harness.parity import MatchesOracle
-from harness.pytest_plugin import Trial
+from harness.pytest_trial import Trial
 
 OF_ONE_MICROBATCH = (
     "ForgetsToSynchroniseOneParameter",

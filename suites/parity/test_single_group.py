@@ -11,7 +11,7 @@ from fixtures.problems import MLP_BUFFERS, SINGLE_GROUP
 from harness.case import NamedOptimizer, Schedule, Training
 from harness.ledger.agreement import RanksAgree
 from harness.parity import MatchesOracle
-from harness.pytest_plugin import Trial
+from harness.pytest_trial import Trial
 
 name = attrgetter("name")
 

@@ -11,7 +11,7 @@ from fixtures.problems import MLP_EVEN
 from harness.case import Training
 from harness.ledger.agreement import RanksAgree
 from harness.parity import MatchesOracle
-from harness.pytest_plugin import Trial
+from harness.pytest_trial import Trial
 from harness.scripts.parts import OnePartOnOddSteps
 from harness.worlds.sizes import SEVERAL
 

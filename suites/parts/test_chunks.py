@@ -15,7 +15,7 @@ from harness.ledger.entry import Op, Phase
 from harness.ledger.laws import Nothing
 from harness.ledger.selection import Microbatches, Select
 from harness.parity import MatchesOracle
-from harness.pytest_plugin import Trial
+from harness.pytest_trial import Trial
 from harness.scripts.parts import ChunksOfTheHead, FlaggedChunks, TrunkTwiceOnOddSteps
 from harness.worlds.sizes import SEVERAL
 

@@ -11,7 +11,7 @@ from fixtures.reused import REUSED
 from harness.case import Schedule, Training
 from harness.ledger.agreement import RanksAgree
 from harness.parity import MatchesOracle
-from harness.pytest_plugin import Trial
+from harness.pytest_trial import Trial
 from harness.scripts.parts import AllForwardsFirst, Backwards
 
 

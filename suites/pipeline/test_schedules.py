@@ -15,7 +15,7 @@ from harness.ledger.expectation import Between, Exactly
 from harness.ledger.laws import AllWaited, Count, Nothing
 from harness.ledger.selection import Microbatches, Per, Select
 from harness.parity import MatchesOracle
-from harness.pytest_plugin import Trial
+from harness.pytest_trial import Trial
 from harness.scripts.pipelined import Order, Pipelined
 from harness.worlds.sizes import FOUR_OR_MORE_EVEN
 from suites.communication.closed_forms import ClosedForm

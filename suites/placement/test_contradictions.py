@@ -9,7 +9,7 @@ from fixtures.optimizers import SGD
 from fixtures.placements import DIVISIBLE_MLP
 from harness.case import Refusal, Training
 from harness.parity import MatchesOracle
-from harness.pytest_plugin import Trial
+from harness.pytest_trial import Trial
 from harness.worlds.sizes import ODD
 
 CONTRADICTIONS = [

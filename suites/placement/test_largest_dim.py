@@ -14,7 +14,7 @@ from harness.holdings import HoldsItsShare
 from harness.ledger.agreement import RanksAgree
 from harness.parity import MatchesOracle
 from harness.placement import LiesOnTheDimAskedFor, StateLiesWithItsParameter
-from harness.pytest_plugin import Trial
+from harness.pytest_trial import Trial
 from harness.scripts.forms import FORWARD, LAYOUTS, NotesForms
 from harness.states import Notes
 from harness.worlds.sizes import POWERS_OF_TWO, SEVERAL

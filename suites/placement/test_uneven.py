@@ -14,7 +14,7 @@ from harness.holdings import HoldsItsShare
 from harness.ledger.agreement import RanksAgree
 from harness.parity import MatchesOracle
 from harness.placement import StateLiesWithItsParameter
-from harness.pytest_plugin import Trial
+from harness.pytest_trial import Trial
 
 
 @pytest.mark.rows("T07")

@@ -18,7 +18,7 @@ from harness.ledger.entry import Op, Phase
 from harness.ledger.laws import Dtype
 from harness.ledger.selection import Select
 from harness.parity import MatchesOracle
-from harness.pytest_plugin import Trial
+from harness.pytest_trial import Trial
 from harness.scripts.forms import OUTPUT_DTYPE, NotesForms
 from harness.states import Notes
 from harness.worlds.sizes import FOUR_OR_MORE_EVEN, SEVERAL

@@ -14,7 +14,7 @@ from harness.ledger.entry import Op, Phase
 from harness.ledger.laws import Dtype
 from harness.ledger.selection import Select, Window
 from harness.parity import MatchesOracle
-from harness.pytest_plugin import Trial
+from harness.pytest_trial import Trial
 from harness.worlds.sizes import POWERS_OF_TWO, SEVERAL
 
 # One step: the next one's parameters would need more bits than forward has.

@@ -9,7 +9,7 @@ from fixtures.optimizers import SGD
 from fixtures.problems import MLP_EVEN
 from harness.case import Schedule, Training
 from harness.parity import MatchesOracle
-from harness.pytest_plugin import Trial
+from harness.pytest_trial import Trial
 from harness.scripts.exercise import Exercise
 from harness.states import Notes
 from harness.worlds.sizes import SEVERAL

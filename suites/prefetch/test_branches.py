@@ -22,7 +22,7 @@ from harness.ledger.laws import Count
 from harness.ledger.order import Gathers, Order, Reduces, Reshards, Together
 from harness.ledger.selection import Select
 from harness.parity import MatchesOracle
-from harness.pytest_plugin import Trial
+from harness.pytest_trial import Trial
 from harness.scripts.microbatches import BranchByBranch
 from harness.worlds.sizes import SEVERAL
 

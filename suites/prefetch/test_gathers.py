@@ -15,7 +15,7 @@ from harness.ledger.laws import AllWaited, Asynchronous, Count
 from harness.ledger.order import Gathers, Order, Reshards
 from harness.ledger.selection import Select
 from harness.parity import MatchesOracle
-from harness.pytest_plugin import Trial
+from harness.pytest_trial import Trial
 from harness.worlds.sizes import SEVERAL
 from suites.communication.closed_forms import NUM_GROUPS
 

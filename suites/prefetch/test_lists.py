@@ -22,7 +22,7 @@ from harness.ledger.entry import Phase
 from harness.ledger.order import Event, Gathers, Order, Reduces, Reshards, Together
 from harness.ledger.selection import Select
 from harness.parity import MatchesOracle
-from harness.pytest_plugin import Trial
+from harness.pytest_trial import Trial
 from harness.worlds.sizes import SEVERAL
 
 FORWARD = Select(phases=(Phase.FORWARD,))

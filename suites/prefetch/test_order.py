@@ -20,7 +20,7 @@ from harness.ledger.laws import Nothing
 from harness.ledger.order import Event, Gathers, Order, Reduces, Reshards, Together
 from harness.ledger.selection import Microbatches, Select
 from harness.parity import MatchesOracle
-from harness.pytest_plugin import Trial
+from harness.pytest_trial import Trial
 from harness.scripts.microbatches import SumOfForwards
 from harness.worlds.sizes import FOUR_OR_MORE_EVEN, SEVERAL
 

@@ -19,7 +19,7 @@ from harness.ledger.expectation import Between, Exactly
 from harness.ledger.overlap import Overlaps, PrefetchDistance
 from harness.ledger.selection import Select
 from harness.parity import MatchesOracle
-from harness.pytest_plugin import Trial
+from harness.pytest_trial import Trial
 from harness.worlds.sizes import FOUR_OR_MORE_EVEN, SEVERAL
 
 ROOT = ""

@@ -15,7 +15,7 @@ from fixtures.problems import MLP_UNEVEN
 from harness.case import Problem, Schedule, Training, Watch
 from harness.ledger.agreement import RanksAgree
 from harness.parity import MatchesOracle
-from harness.pytest_plugin import Trial
+from harness.pytest_trial import Trial
 from harness.races.law import NoRaces
 from harness.script import EachMicrobatch, Script
 from harness.scripts.parts import AllForwardsFirst, Backwards

@@ -10,7 +10,7 @@ from fixtures.optimizers import SGD
 from harness.case import Schedule, Training
 from harness.ledger.agreement import RanksAgree
 from harness.parity import MatchesOracle
-from harness.pytest_plugin import Trial
+from harness.pytest_trial import Trial
 from harness.scripts.recovery import RAISED, FailsFirst, SkipsAFailure
 from harness.states import Notes
 

@@ -11,7 +11,7 @@ from harness.case import Problem, Refusal, Training
 from harness.holdings import HoldsItsShare
 from harness.ledger.agreement import RanksAgree
 from harness.parity import MatchesOracle
-from harness.pytest_plugin import Trial
+from harness.pytest_trial import Trial
 from harness.worlds.sizes import EVEN, SEVERAL
 
 LAWS = (MatchesOracle(), RanksAgree())

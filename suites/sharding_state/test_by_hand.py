@@ -16,7 +16,7 @@ from harness.ledger.expectation import Exactly
 from harness.ledger.laws import AllWaited, Count, OnlyThese
 from harness.ledger.selection import Per, Select, Window
 from harness.parity import MatchesOracle
-from harness.pytest_plugin import Trial
+from harness.pytest_trial import Trial
 from harness.scripts.unit_state import (
     AFTER_BACKWARD,
     BEFORE_BACKWARD,

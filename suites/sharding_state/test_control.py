@@ -17,7 +17,7 @@ from harness.ledger.expectation import Exactly
 from harness.ledger.laws import Count
 from harness.ledger.selection import Select
 from harness.parity import MatchesOracle
-from harness.pytest_plugin import Trial
+from harness.pytest_trial import Trial
 from harness.scripts.chunks import NUM_CHUNKS, HoldHeadOpen, after_chunk
 from harness.scripts.unit_state import (
     AFTER_BACKWARD,

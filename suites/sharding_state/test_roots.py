@@ -16,7 +16,7 @@ from harness.ledger.expectation import Exactly
 from harness.ledger.laws import Count, Nothing
 from harness.ledger.selection import Microbatches, Select
 from harness.parity import MatchesOracle
-from harness.pytest_plugin import Trial
+from harness.pytest_trial import Trial
 from harness.scripts.unit_state import AFTER_BACKWARD, AFTER_FORWARD, BEFORE_FORWARD, LookAround
 from harness.states import ShowsTheModel, UnitsAre
 from harness.worlds.sizes import SEVERAL

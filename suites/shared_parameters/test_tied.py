@@ -12,7 +12,7 @@ from harness.holdings import HoldsItsShare
 from harness.ledger.agreement import RanksAgree
 from harness.movement import EveryRowMoves
 from harness.parity import MatchesOracle
-from harness.pytest_plugin import Trial
+from harness.pytest_trial import Trial
 from harness.worlds.sizes import SEVERAL
 
 LAWS = (MatchesOracle(), EveryRowMoves(parameter="token.weight"), HoldsItsShare(), RanksAgree())

@@ -9,7 +9,7 @@ from fixtures.problems import MLP_EVEN
 from harness.case import Training
 from harness.ledger.agreement import RanksAgree
 from harness.parity import MatchesOracle
-from harness.pytest_plugin import Trial
+from harness.pytest_trial import Trial
 
 
 @pytest.mark.rows("T07", "R05")

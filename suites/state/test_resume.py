@@ -13,7 +13,7 @@ from fixtures.tied import TIED
 from harness.case import NamedOptimizer, Problem, Resume, Schedule, Training
 from harness.ledger.agreement import RanksAgree
 from harness.parity import MatchesOracle
-from harness.pytest_plugin import Trial
+from harness.pytest_trial import Trial
 from harness.worlds.sizes import EVEN, SEVERAL
 
 LAWS = (MatchesOracle(), RanksAgree())

@@ -15,7 +15,7 @@ from harness.ledger.expectation import Exactly
 from harness.ledger.laws import Count
 from harness.ledger.selection import Select
 from harness.parity import MatchesOracle
-from harness.pytest_plugin import Trial
+from harness.pytest_trial import Trial
 from harness.worlds.sizes import SEVERAL
 from suites.communication.closed_forms import NUM_GROUPS
 

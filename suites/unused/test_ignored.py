@@ -22,7 +22,7 @@ from harness.ledger.expectation import Between
 from harness.ledger.laws import Bytes
 from harness.ledger.selection import Select
 from harness.parity import MatchesOracle
-from harness.pytest_plugin import Trial
+from harness.pytest_trial import Trial
 from harness.worlds.sizes import SEVERAL
 from suites.communication.closed_forms import ClosedForm
 

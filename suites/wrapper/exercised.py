@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from harness.parity import MatchesOracle
-from harness.pytest_plugin import Trial
+from harness.pytest_trial import Trial
 from harness.states import Notes
 from suites.wrapper.claims import RIGHT
 from suites.wrapper.exercising import exercise

@@ -6,7 +6,7 @@ import pytest
 from torch.distributed.fsdp import ShardingStrategy
 
 from harness.parity import MatchesOracle
-from harness.pytest_plugin import Trial
+from harness.pytest_trial import Trial
 from harness.states import Notes
 from harness.worlds.sizes import EVEN, SEVERAL
 from suites.wrapper.exercises.initial import DIFFERS, VALUES, initialises, moves, resets, synchronises

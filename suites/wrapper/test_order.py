@@ -18,7 +18,7 @@ from harness.ledger.flight import InFlight
 from harness.ledger.order import Computes, Event, Gathers, Order, Reduces
 from harness.ledger.selection import Select
 from harness.parity import MatchesOracle
-from harness.pytest_plugin import Trial
+from harness.pytest_trial import Trial
 from harness.worlds.sizes import SEVERAL
 
 FORWARD = Select(phases=(Phase.FORWARD,))

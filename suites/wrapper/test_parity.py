@@ -18,7 +18,7 @@ from harness.ledger.entry import Op, Phase
 from harness.ledger.laws import Nothing
 from harness.ledger.selection import Microbatches, Select
 from harness.parity import MatchesOracle
-from harness.pytest_plugin import Trial
+from harness.pytest_trial import Trial
 from harness.worlds.sizes import FOUR_OR_MORE_EVEN, SEVERAL
 
 REDUCING = (Op.ALL_REDUCE, Op.REDUCE_SCATTER)

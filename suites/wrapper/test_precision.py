@@ -7,7 +7,7 @@ import torch
 from torch.distributed.fsdp import MixedPrecision
 
 from harness.parity import MatchesOracle
-from harness.pytest_plugin import Trial
+from harness.pytest_trial import Trial
 from harness.states import Notes
 from harness.worlds.sizes import SEVERAL
 from suites.wrapper.exercises.precision import casts, excepts_batch_norm, keeps, reduces

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from harness.parity import MatchesOracle
-from harness.pytest_plugin import Trial
+from harness.pytest_trial import Trial
 from harness.states import Notes
 from suites.wrapper.exercises.refusals import REFUSAL, refuses
 from suites.wrapper.exercising import exercise

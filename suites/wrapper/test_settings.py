@@ -6,7 +6,7 @@ import pytest
 from torch.distributed.fsdp import StateDictType
 
 from harness.parity import MatchesOracle
-from harness.pytest_plugin import Trial
+from harness.pytest_trial import Trial
 from harness.states import Notes
 from harness.worlds.sizes import APART, SEVERAL
 from suites.wrapper.exercises.settings import (
