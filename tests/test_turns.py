@@ -108,6 +108,28 @@ def test_turns_end_where_a_rank_waits_for_another_by_itself(monkeypatch: pytest.
     assert live(2, body).given_up == "rank 0 waits for something else than communication"
 
 
+def test_turns_end_where_a_rank_waits_for_one_that_has_slept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_LOOK_EVERY_S", 0.01)
+    monkeypatch.setattr(module, "_STALLED_AFTER_S", 0.05)
+    is_over, is_there = False, threading.Event()
+    sleepers: dict[int, module.Sleeper] = {}
+
+    def body(rank: int, turns: Turns) -> None:
+        nonlocal is_over
+        with turns.lock:
+            if rank == 0:
+                sleepers[rank] = turns.sleeper()
+                turns.sleep(sleepers[rank], lambda: is_over)
+            else:
+                is_over = True
+                turns.wake(sleepers[0])  # which is not woken before its turn, and has to look all the same
+        if rank == 0:
+            is_there.set()
+        assert is_there.wait(_HANG_S)
+
+    assert live(2, body).given_up == "rank 1 waits for something else than communication"
+
+
 def test_turns_end_where_a_rank_computes_for_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_LOOK_EVERY_S", 0.01)
     is_over = threading.Event()
@@ -160,6 +182,23 @@ def test_a_store_lets_others_run_until_a_key_is_there() -> None:
 
     assert live(3, body).given_up is None
     assert dist.PrefixStore("group", store).get("count") == b"6"
+
+
+def test_a_store_wakes_who_waits_for_several_keys_once_all_are_there() -> None:
+    store = MemoryStore()
+
+    def body(rank: int, turns: Turns) -> None:
+        store.turns = turns
+        if rank == 0:
+            store.wait(["one", "two"])
+        elif rank == 1:
+            turns.give_way()  # to rank 2, which then gives way to the first that can go on: not yet rank 0
+            store.set("two", "value")
+        else:
+            store.set("one", "value")
+            turns.give_way()
+
+    assert live(3, body).given_up is None
 
 
 def test_a_store_does_what_stores_do() -> None:

@@ -26,7 +26,7 @@ class MemoryStore(Store):
         super().__init__()
         self.turns = Turns(0)
         self._values: dict[str, bytes] = {}
-        self._sleepers: list[Sleeper] = []
+        self._sleepers: dict[Sleeper, Sequence[str]] = {}  # and the keys that each waits for
 
     def set(self, key: str, value: bytes | str) -> None:
         """Set a value; whoever waits for the key goes on."""
@@ -62,9 +62,9 @@ class MemoryStore(Store):
             if self.check(keys):
                 return
             sleeper = self.turns.sleeper()
-            self._sleepers.append(sleeper)
+            self._sleepers[sleeper] = keys
             self.turns.sleep(sleeper, lambda: self.check(keys), time.monotonic() + timeout.total_seconds())
-            self._sleepers.remove(sleeper)
+            del self._sleepers[sleeper]
             if not self.check(keys):
                 raise dist.DistStoreError(f"timeout: no {list(keys)} within {timeout.total_seconds()} s")
 
@@ -78,5 +78,6 @@ class MemoryStore(Store):
 
     def _put(self, key: str, value: bytes) -> None:
         self._values[key] = value
-        for sleeper in self._sleepers:
-            self.turns.wake(sleeper)
+        for sleeper, keys in self._sleepers.items():
+            if self.check(keys):
+                self.turns.wake(sleeper)

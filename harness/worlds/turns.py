@@ -13,6 +13,7 @@ from run to run.
 
 from __future__ import annotations
 
+import math
 import random
 import threading
 import time
@@ -118,21 +119,29 @@ class Turns:
         if rank is not None:
             self._ready.discard(rank)
             self._hand_over_from(rank)
+        # Who has turns is told that it is over when its turn comes; till then it looks whether turns still pass.
+        longest_s = None if rank is None else _LOOK_EVERY_S
         while not is_over():
-            left_s = None if deadline is None else deadline - time.monotonic()
-            if left_s is not None and left_s <= 0:
-                break
+            left_s = longest_s
+            if deadline is not None:
+                left_s = min(deadline - time.monotonic(), longest_s or math.inf)
+                if left_s <= 0:
+                    break
             sleeper.condition.wait(left_s)
         if rank is not None:
             self.wake(sleeper)
             self._await_turn(rank)
 
     def wake(self, sleeper: Sleeper) -> None:
-        """Say that what somebody sleeps for may be over; the caller holds ``lock``."""
+        """Say that what somebody sleeps for is over; the caller holds ``lock``.
+
+        Who has to await its turn is woken by that alone: to wake it twice would double the switches between threads.
+        """
         if sleeper.rank in self._clocks:
             self._ready.add(sleeper.rank)
             self._hand_over_from(None)
-        sleeper.condition.notify_all()
+        if sleeper.rank not in self._clocks or self.given_up is not None:
+            sleeper.condition.notify_all()
 
     def give_up(self, why: str) -> None:
         """Let all ranks run freely from now on; the caller holds ``lock``."""
