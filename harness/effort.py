@@ -50,9 +50,8 @@ class Effort:
         """Give the training as it is to be watched."""
         if not self.is_thorough or world.device != "cpu":
             return training
-        from harness.case import (
-            Watch,  # here, because it imports torch, which who only reads options can do without
-        )
+        # Here, because it imports torch, which who only reads options can do without.
+        from harness.case import Watch
 
         return replace(training, watch=training.watch | {Watch.RACES, Watch.LIFETIMES})
 

@@ -110,9 +110,8 @@ def pytest_configure(config: pytest.Config) -> None:
         )
         config.pluginmanager.register(sink, "shardproof-sink")
         config.pluginmanager.register(Refusals(), "shardproof-refusals")
-    if (
-        config.getoption("dist", "no") == "no"
-    ):  # else xdist's workers run the cases, each with "no" of its own
+    # Under xdist the workers run the cases, each with "no" of its own.
+    if config.getoption("dist", "no") == "no":
         if _will_run_suites(config):
             forkserver_context()  # it does its imports while this process does its own
         config.pluginmanager.import_plugin("harness.pytest_trial")

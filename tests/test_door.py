@@ -16,7 +16,7 @@ import torch.distributed as dist
 from harness.door.kernels import Door, standing_in_c10d
 from harness.ledger.entry import Op
 from harness.ledger.recorder import Recorder
-from harness.torch_versions import HashStore
+from harness.torch_groups import HashStore
 
 # Without the GIL the two meet at once; with it they never do, and gloo gives up after so long.
 _LIMIT = timedelta(seconds=2)

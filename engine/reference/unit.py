@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from enum import Enum
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.autograd.function import FunctionCtx
-from torch.autograd.graph import Node
 
 from engine.reference.group import Group, GroupState
 from engine.reference.lanes import Lanes
 from engine.reference.mesh import part_group
-from engine.reference.nested import map_tensors, tensors_in
+from engine.reference.nested import map_tensors
+from engine.reference.pending_backwards import PendingBackwards
 from engine.reference.policies import DTypes
 from engine.reference.torch_internals import eager, inside_backward
 from engine.reference.tree import Tree
@@ -78,10 +76,7 @@ class Unit:
         self._guess = False
         self._places: list[int] = []
         self._place = 0
-        # Calls whose backward is still to come: those whose inputs will tell of its end, and the others.
-        self._watched_calls = 0
-        self._other_calls = 0
-        self._call_is_counted = False
+        self._calls = PendingBackwards(on_begin=self._pre_backward, on_end=self._inputs_done)
         for group in groups:
             group.gradient_arrived = self._gradient_arrived
         for module in modules:
@@ -154,7 +149,7 @@ class Unit:
             if any(group.state is GroupState.GATHERING for group in self.groups):
                 self.reshard()  # prefetched, and not used
             self._places.clear()
-            self._watched_calls = self._other_calls = 0
+            self._calls.clear()
         if frees:
             self._free_after_backward()
         self._reduce()
@@ -165,7 +160,7 @@ class Unit:
         """Forget an iteration that failed."""
         self._state = UnitState.IDLE
         self._places.clear()
-        self._watched_calls = self._other_calls = 0
+        self._calls.clear()
         self.reshard()
         for group in self.groups:
             group.drop_gradients()
@@ -205,7 +200,7 @@ class Unit:
             self._prefetch_in_forward(tree)
         tree.lanes.forget_buffer()
         args, kwargs = self._cast_inputs(args), self._cast_inputs(kwargs)
-        return self._watch_inputs(args, kwargs)
+        return self._calls.watch_inputs(args, kwargs)
 
     @eager
     def after_forward(
@@ -216,7 +211,8 @@ class Unit:
             return self._cast_outputs(output)
         assert self.tree is not None
         self._left.add(module)
-        self._watch_outputs((args, kwargs), output)
+        if self._calls.watch_outputs((args, kwargs), output) and not inside_backward():
+            self._places.append(self.tree.expect_backward(self))
         if self._left.issuperset(self.modules):
             self._state = UnitState.IDLE
             if not inside_backward():  # else backward needs the parameters at once
@@ -268,44 +264,6 @@ class Unit:
 
     # Backward ---------------------------------------------------------------------------------------------
 
-    def _watch_inputs(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Have ``_inputs_done`` called when backward has computed the gradients of all inputs."""
-        self._call_is_counted = False
-        if not torch.is_grad_enabled():
-            return args, kwargs
-        if inside_backward() and self._watched_calls + self._other_calls:
-            self._call_is_counted = True  # a checkpoint that keeps the first forward's graph
-            return args, kwargs
-        inputs = [t for t in tensors_in((args, kwargs)) if t.requires_grad]
-        if not inputs:
-            return args, kwargs
-        watched = iter(_Watched.apply(self, *inputs))
-        self._watched_calls += 1
-        self._call_is_counted = True
-
-        def replace(tensor: torch.Tensor) -> torch.Tensor:
-            return next(watched) if tensor.requires_grad else tensor
-
-        return map_tensors(replace, args), map_tensors(replace, kwargs)
-
-    def _watch_outputs(self, inputs: Any, output: Any) -> None:
-        """Have ``_pre_backward`` called before backward enters the modules."""
-        if not torch.is_grad_enabled():
-            return
-        assert self.tree is not None
-        outputs = [t for t in tensors_in(output) if t.requires_grad]
-        for tensor in outputs:
-            tensor.register_hook(self._pre_backward)
-        for base in _own_bases(outputs, inputs):
-            # An in-place change of a view drops the hooks of the view, but goes through its base.
-            base.register_prehook(self._pre_backward)
-        if outputs and not self._call_is_counted:
-            self._other_calls += 1
-        if outputs and not inside_backward():
-            self._places.append(self.tree.expect_backward(self))
-
     @eager
     def _pre_backward(self, *_: Any) -> None:
         assert self.tree is not None
@@ -344,16 +302,14 @@ class Unit:
     def _gradient_arrived(self, group: Group, is_complete: bool) -> None:
         assert self.tree is not None
         self.tree.enter_backward(of_unit=False)
-        if is_complete and not self._watched_calls:
+        if is_complete and not self._calls.num_watched:
             # No input will say that backward is through. The parameters themselves may be needed further: a
             # frozen one's module may still compute.
             group.reduce_gradients()
 
     def _inputs_done(self) -> None:
         """Free the parameters unless another forward of this backward still waits for its turn."""
-        self._watched_calls = max(0, self._watched_calls - 1)
-        calls_to_come = self._watched_calls + self._other_calls
-        if calls_to_come and not all(group.is_complete for group in self.groups):
+        if self._calls.end_one() and not all(group.is_complete for group in self.groups):
             return
         self._free_after_backward()
         if self.guesses_in_backward is BackwardGuess.LAST and self.tree is not None:
@@ -391,30 +347,6 @@ class Unit:
             )
         found = (unit_of(module) for module in self.modules[0].modules())
         return Tree.plant(self, tuple(dict.fromkeys(unit for unit in found if unit is not None)))
-
-
-class _Watched(torch.autograd.Function):
-    """The identity on a unit's inputs; its backward is the last thing that the unit's backward does."""
-
-    @staticmethod
-    def forward(ctx: FunctionCtx, unit: Unit, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.unit = unit  # type: ignore[attr-defined]  # how autograd functions keep what is no tensor
-        ctx.set_materialize_grads(False)
-        return inputs
-
-    @staticmethod
-    def backward(ctx: FunctionCtx, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        ctx.unit._inputs_done()  # type: ignore[attr-defined]
-        return (None, *gradients)
-
-
-def _own_bases(outputs: Iterable[torch.Tensor], inputs: Any) -> list[Node]:
-    """Give the autograd nodes of the tensors that outputs are views of, if the module made them itself."""
-    bases = [t._base for t in outputs if t._base is not None]
-    if not bases:
-        return []
-    given = {id(t if t._base is None else t._base) for t in tensors_in(inputs)}
-    return [base.grad_fn for base in bases if base.grad_fn is not None and id(base) not in given]
 
 
 def unit_of(module: nn.Module) -> Unit | None:
