@@ -16,6 +16,7 @@ import torch.distributed as dist
 from harness.door.kernels import Door, standing_in_c10d
 from harness.ledger.entry import Op
 from harness.ledger.recorder import Recorder
+from harness.memory.operators import OperatorMode
 from harness.torch_groups import HashStore
 
 # Without the GIL the two meet at once; with it they never do, and gloo gives up after so long.
@@ -61,6 +62,38 @@ def test_what_has_no_data_is_no_call() -> None:
         works = _together(lambda rank: pair[rank].allreduce([torch.ones(2)]))
         assert all(work.wait() for work in works)
     assert [e.op for e in recorder.ledger()] == [Op.ALL_REDUCE] * 2
+
+
+class _Witness:
+    """Keeps the names of operators."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+
+    def operator(self, name: str, *_: object) -> None:
+        self.names.append(name)
+
+    def allocated(self, tensor: torch.Tensor) -> None:
+        self.names.append("empty")
+
+    def host_read(self) -> None:
+        pass
+
+
+def test_what_a_backend_does_in_a_wait_is_no_operator_of_the_engine() -> None:
+    pair = _pair()
+
+    def reduce_scatter(rank: int) -> tuple[list[str], list[float]]:
+        witness, output = _Witness(), torch.empty(2)
+        with OperatorMode([witness]):
+            # gloo sums up all of it, and copies this rank's part from where it did so when somebody waits
+            pair[rank]._reduce_scatter_base(output, torch.ones(4)).wait()
+            output.neg_()
+        return witness.names, output.tolist()
+
+    with standing_in_c10d(Door(recorder=Recorder, ranks_of=lambda group: (0, 1))):
+        done = _together(reduce_scatter)
+    assert done == [(["ones", "neg_"], [-2.0, -2.0])] * 2
 
 
 def _waited_for(pair: list[Any], tensor: torch.Tensor) -> Any:

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import torch.distributed as dist
 
+from harness.door.backend import inside_backend
 from harness.door.futures import late_future
 
 __all__ = ["Hearing", "Valuer", "Works"]
@@ -54,7 +55,8 @@ class WatchedWork(dist.Work):
     # Any below: dist.Work's own methods are untyped where they hand tensors back.
     def wait(self, timeout: timedelta | None = None) -> bool:
         self._begin(is_over=False)
-        waited = self._inner.wait() if timeout is None else self._inner.wait(timeout)
+        with inside_backend():
+            waited = self._inner.wait() if timeout is None else self._inner.wait(timeout)
         self._end()
         return waited
 
@@ -69,7 +71,8 @@ class WatchedWork(dist.Work):
 
     def synchronize(self) -> None:
         self._begin(is_over=False)
-        self._inner.synchronize()
+        with inside_backend():
+            self._inner.synchronize()
         self._end()
 
     def block_current_stream(self) -> None:
