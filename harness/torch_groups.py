@@ -14,6 +14,8 @@ from torch._C._distributed_c10d import FileStore, HashStore, Store
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 
+from harness.replacement import Replacement
+
 __all__ = [
     "FileStore",
     "GroupOptions",
@@ -66,15 +68,9 @@ def c10d_state() -> C10dState:
     return C10dState()
 
 
-@contextmanager
-def replace_world(world: object) -> Iterator[None]:
+def replace_world(world: object) -> Replacement:
     """Put ``world`` where torch.distributed keeps its process groups."""
-    original = _c10d._world
-    _c10d._world = world
-    try:
-        yield
-    finally:
-        _c10d._world = original
+    return Replacement(lambda: [(_c10d, "_world", world)])
 
 
 @contextmanager
@@ -93,8 +89,7 @@ def register_in_thread(groups: Mapping[dist.ProcessGroup, str]) -> None:
         _bindings._register_process_group(name, group)
 
 
-@contextmanager
-def owned_meshes(owner: Callable[[], int | None]) -> Iterator[None]:
+def owned_meshes(owner: Callable[[], int | None]) -> Replacement:
     """Tell the meshes of different ranks apart, as keys of caches that hold what only one rank may use.
 
     torch does so by a field that it fills for a threaded backend of its own only.
@@ -107,11 +102,7 @@ def owned_meshes(owner: Callable[[], int | None]) -> Iterator[None]:
     def write(mesh: DeviceMesh, value: int | None) -> None:
         mesh.__dict__[field] = owner() if value is None else value
 
-    setattr(DeviceMesh, field, property(read, write))
-    try:
-        yield
-    finally:
-        delattr(DeviceMesh, field)
+    return Replacement(lambda: [(DeviceMesh, field, property(read, write))])
 
 
 class _OwnNames(threading.local):
@@ -133,23 +124,19 @@ class _OwnNames(threading.local):
         self._names.clear()
 
 
-@contextmanager
-def owned_timers() -> Iterator[None]:
+def owned_timers() -> Replacement:
     """Let threads save and load state of FSDP1 at the same time, each of which torch times.
 
     torch refuses to time what is being timed already, and keeps what that is once per process.
     """
-    from torch.distributed.fsdp import (
-        _debug_utils,
-    )  # here, because it imports slowly where nobody hosts ranks
 
-    profiler: Any = _debug_utils.SimpleProfiler
-    original = profiler.profiling
-    profiler.profiling = _OwnNames()
-    try:
-        yield
-    finally:
-        profiler.profiling = original
+    def replacements() -> list[tuple[Any, str, Any]]:
+        # Here, because it imports slowly where nobody hosts ranks.
+        from torch.distributed.fsdp import _debug_utils
+
+        return [(_debug_utils.SimpleProfiler, "profiling", _OwnNames())]
+
+    return Replacement(replacements)
 
 
 def fake_backend(rank: int, size: int) -> Any:  # Any: no stub declares it
@@ -186,15 +173,7 @@ def create_subgroup(ranks: list[int], options: GroupOptions) -> dist.ProcessGrou
     return group
 
 
-@contextmanager
-def replace_split_group(function: Callable[..., object], method: Callable[..., object]) -> Iterator[None]:
+def replace_split_group(function: Callable[..., object], method: Callable[..., object]) -> Replacement:
     """Put ``function`` in place of dist.split_group and ``method`` of ProcessGroup.split_group."""
     holders: list[tuple[Any, Any]] = [(dist, function), (_c10d, function), (dist.ProcessGroup, method)]
-    originals = [(holder, holder.split_group) for holder, _ in holders]
-    for holder, replacement in holders:
-        holder.split_group = replacement
-    try:
-        yield
-    finally:
-        for holder, original in originals:
-            holder.split_group = original
+    return Replacement(lambda: [(holder, "split_group", made) for holder, made in holders])

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from harness.replacement import Replacement
+
 __all__ = [
     "Backward",
     "are_of_meta",
@@ -209,17 +211,9 @@ def _kernels_of_ours(namespace: str) -> Iterator[Any]:
         library._destroy()  # the only way to give kernels back; Library has no public spelling of it
 
 
-@contextmanager
-def replace_default_generator(generator: torch.Generator) -> Iterator[None]:
+def replace_default_generator(generator: torch.Generator) -> Replacement:
     """Put ``generator`` wherever torch's Python code finds its default CPU generator."""
-    original = torch.default_generator
-    for holder in _GENERATOR_HOLDERS:
-        holder.default_generator = generator
-    try:
-        yield
-    finally:
-        for holder in _GENERATOR_HOLDERS:
-            holder.default_generator = original
+    return Replacement(lambda: [(holder, "default_generator", generator) for holder in _GENERATOR_HOLDERS])
 
 
 def keep_backward_in_thread() -> None:

@@ -22,7 +22,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from harness.door.call import Call
+from harness.door.call import Call, short_name
 from harness.door.futures import late_futures
 from harness.door.site import call_site
 from harness.door.spelling import SPELLINGS, Spelling, process_group
@@ -206,7 +206,7 @@ def _summary(call: Call) -> CallSummary:
         op=call.op,
         group_name=call.group_name,
         group=call.ranks,
-        dtype=str(tensors[0].dtype).removeprefix("torch.") if tensors else "",
+        dtype=short_name(tensors[0].dtype) if tensors else "",
         shapes=tuple(_shape(piece) for piece in contribution if piece),
         num_bytes=sum(t.numel() * t.element_size() for t in tensors),
         reduce_op=None if call.reduce_op is None else _REDUCE_OP_NAMES[call.reduce_op],
