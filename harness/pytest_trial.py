@@ -121,7 +121,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Start the fork server before the first case, whose timeout must not pay for the server's imports."""
+    """Wait for the fork server before the first case, whose timeout must not pay for the server's imports."""
     config = session.config
     if _KEPT not in config.stash:
         return  # a path that does not exist: pytest collected nothing and says so itself

@@ -8,6 +8,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from harness import torch_dtensor, torch_groups, torch_versions
+from harness.replacement import Replacement
 from harness.worlds.rank_identity import adopt_rank, current_rank
 from harness.worlds.rank_rng import inherit_generator, rank_generator, rank_generators
 from harness.worlds.subgroup import split_group, split_method
@@ -55,11 +56,9 @@ def isolate_threads() -> Iterator[None]:
         yield
 
 
-@contextmanager
-def _heirs() -> Iterator[None]:
+def _heirs() -> Replacement:
     """Make a thread that a rank starts act for this rank."""
-    thread_class: Any = threading.Thread  # Any: every way of starting a thread ends in the method we replace
-    start = thread_class.start
+    start = threading.Thread.start  # every way of starting a thread ends there
 
     def start_as_heir(thread: threading.Thread) -> None:
         rank = current_rank()
@@ -76,8 +75,4 @@ def _heirs() -> Iterator[None]:
             thread.run = run_as_heir  # type: ignore[method-assign]  # the instance's: subclasses override it
         start(thread)
 
-    thread_class.start = start_as_heir
-    try:
-        yield
-    finally:
-        thread_class.start = start
+    return Replacement(lambda: [(threading.Thread, "start", start_as_heir)])
