@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -16,7 +17,7 @@ from examples.race_timeline import PICTURE, draw_picture, observe
 from harness.cli import main
 from harness.record import Record
 from harness.run_directory import RunWriter
-from harness.timeline import COMPUTE, Timeline, read_timeline
+from harness.timeline import COMPUTE, Clash, Moment, Passage, Spell, Timeline, read_timeline
 from harness.verdict import Verdict
 from reports import page
 from reports.drawing import lay_out
@@ -33,8 +34,8 @@ NEEDED: dict[str, set[str]] = {
     "X": {"dur"},
     "M": {"args"},
     "i": {"s"},
-    "b": {"id", "cat"},
-    "e": {"id", "cat"},
+    "b": {"id2", "cat"},
+    "e": {"id2", "cat"},
     "s": {"id", "cat"},
     "t": {"id", "cat"},
     "f": {"id", "cat", "bp"},
@@ -82,17 +83,18 @@ def test_times_are_microseconds_from_the_first(folder: Path) -> None:
     events = trace_events(timeline)
     assert min(e["ts"] for e in events) == 0
     spell, *_ = timeline.ranks[0].spells
-    slices = [e for e in events if e["ph"] == "X" and e["cat"] == "compute" and e["pid"] == 0]
+    of_first_rank = min(e["pid"] for e in events)
+    slices = [e for e in events if e["ph"] == "X" and e["cat"] == "compute" and e["pid"] == of_first_rank]
     first = min(slices, key=lambda e: e["ts"])
     assert first["dur"] == pytest.approx((spell.last.at_ns - spell.first.at_ns) / 1000)
 
 
 def test_ends_match_beginnings_and_arrows_start_and_end_in_slices(folder: Path) -> None:
     events = trace_events(_timeline(folder))
-    by_id: dict[tuple[str, str], list[Event]] = defaultdict(list)
+    by_id: dict[tuple[str, object], list[Event]] = defaultdict(list)
     for event in events:
         if event["ph"] in "bestf":
-            by_id[event["cat"], event["id"]].append(event)
+            by_id[event["cat"], _identifier(event)].append(event)
     assert {cat for cat, _ in by_id} == {"collective", "flight", "ranks", "race"}
     for told in by_id.values():
         kinds = "".join(e["ph"] for e in told)
@@ -104,18 +106,64 @@ def test_ends_match_beginnings_and_arrows_start_and_end_in_slices(folder: Path) 
         assert any(place == (p, t) and a <= event["ts"] <= b for p, t, a, b in slices), event
 
 
-def test_slices_of_a_thread_nest_but_for_points(folder: Path) -> None:
+def _identifier(event: Event) -> object:
+    """An arrow may lead from process to process, an asynchronous event stays in its own."""
+    return event["id"] if "id" in event else (event["pid"], event["id2"]["local"])
+
+
+def test_perfetto_takes_the_identifiers(folder: Path) -> None:
+    """It takes numbers for arrows, one thread for a tid whatever the process, and no thread for tid 0."""
+    events = trace_events(_timeline(folder))
+    assert all(type(e["id"]) is int for e in events if e["ph"] in "stf")
+    assert all(int(e["id2"]["local"], 16) >= 0 for e in events if e["ph"] in "be")
+    process_of = {e["tid"]: e["pid"] for e in events}
+    assert 0 not in process_of
+    assert {(e["pid"], e["tid"]) for e in events} == {(pid, tid) for tid, pid in process_of.items()}
+
+
+def _crowded(timeline: Timeline) -> Timeline:
+    """Have all that happens follow within nanoseconds, so that what stands for a moment has no room."""
+
+    def at_once(moment: Moment) -> Moment:
+        return replace(moment, at_ns=moment.place)
+
+    def spell(it: Spell) -> Spell:
+        return replace(it, first=at_once(it.first), last=at_once(it.last))
+
+    def passage(it: Passage) -> Passage:
+        return replace(it, issued=at_once(it.issued), landed=it.landed and at_once(it.landed))
+
+    def clash(it: Clash) -> Clash:
+        return replace(it, first=at_once(it.first), second=at_once(it.second))
+
+    return Timeline(
+        ranks=tuple(
+            replace(
+                rank,
+                phases=tuple(map(spell, rank.phases)),
+                spells=tuple(map(spell, rank.spells)),
+                passages=tuple(map(passage, rank.passages)),
+                clashes=tuple(map(clash, rank.clashes)),
+            )
+            for rank in timeline.ranks
+        )
+    )
+
+
+@pytest.mark.parametrize("told", [lambda t: t, _crowded], ids=["as_it_was", "crowded"])
+def test_slices_of_a_thread_nest(folder: Path, told: Callable[[Timeline], Timeline]) -> None:
     """Viewers drop a slice that begins inside another and ends after it."""
-    lasting: dict[tuple[int, int], list[Event]] = defaultdict(list)
-    for event in trace_events(_timeline(folder)):
-        if event["ph"] == "X" and event["cat"] in {"phase", "compute"}:
-            lasting[event["pid"], event["tid"]].append(event)
-    for slices in lasting.values():
-        ends: list[float] = []
-        for event in sorted(slices, key=lambda e: (e["ts"], -e["dur"])):
-            ends = [end for end in ends if end > event["ts"]]
-            assert all(event["ts"] + event["dur"] <= end for end in ends)
-            ends.append(event["ts"] + event["dur"])
+    threads: dict[int, list[tuple[int, int]]] = defaultdict(list)
+    for event in trace_events(told(_timeline(folder))):
+        if event["ph"] == "X":
+            first, last = (round(1000 * us) for us in (event["ts"], event["ts"] + event["dur"]))
+            threads[event["tid"]].append((first, last))
+    for slices in threads.values():
+        ends: list[int] = []
+        for first, last in sorted(slices, key=lambda s: (s[0], -s[1])):
+            ends = [end for end in ends if end > first]
+            assert all(last <= end for end in ends)
+            ends.append(last)
 
 
 def test_both_touches_of_each_race_are_marked(folder: Path) -> None:
@@ -192,7 +240,9 @@ def test_the_command_writes_the_trace(
         main(["timeline", str(tmp_path / "run"), "--case", "test_it", "--rank", "1", "--out", str(out)]) == 0
     )
     told = json.loads(out.read_text())
-    assert {e["pid"] for e in told["traceEvents"]} == {1}
+    names = [e["args"]["name"] for e in told["traceEvents"] if e["name"] == "process_name"]
+    assert names == ["rank 1"]
+    assert len({e["pid"] for e in told["traceEvents"]}) == 1
     assert "race(s)" in capsys.readouterr().out
     assert main(["timeline", str(tmp_path / "run"), "--case", "test_if"]) == 2
     assert "try --case 'races/x.py::test_it[one]'" in capsys.readouterr().err
