@@ -14,6 +14,7 @@ from harness.keep import Kept
 from harness.law import Evidence, Law, Ruling
 from harness.ledger.agreement import first_disagreement
 from harness.ledger.buffers import LeavesBuffersAlone, ResultsAreWaitedFor, harm_in
+from harness.ledger.counterparts import Counterparts
 from harness.ledger.laws import ReadsAreSilent
 from harness.lifetimes.law import UserTensorsLive
 from harness.oracle import OracleObservation
@@ -111,24 +112,37 @@ def _judge_loud_refusal(case: Case, kept: Kept) -> Judgement | None:
     """Ask whether an engine that may or must refuse did so on every rank; None when it went on, as it may."""
     outcomes = _outcome_records(kept.result)
     words = {**kept.refusals, **_raised(kept.result)}
-    stopped = {o.rank for o in kept.result.outcomes if isinstance(o, Abandoned)}
-    if words and len(words.keys() | stopped) == len(kept.result.outcomes):
-        headline = (
-            f"refused, as it {'must' if case.refusal is Refusal.REQUIRED else 'may'}: {min(words.items())[1]}"
-        )
-        return Judgement(verdict=Verdict.PASSED, headline=headline, outcomes=outcomes)
-    if words and not kept.result.is_clean:
-        return None
-    if words:
-        others = sorted(set(range(len(kept.result.outcomes))) - set(words))
-        headline = (
-            f"refused on rank(s) {sorted(words)} while rank(s) {others} went ahead: {min(words.items())[1]}"
-        )
-        return Judgement(verdict=Verdict.FAILED, headline=headline, outcomes=outcomes)
-    if case.refusal is Refusal.REQUIRED and kept.result.is_clean:
+    if not words:
+        if case.refusal is Refusal.ALLOWED or not kept.result.is_clean:
+            return None
         headline = "went on with a plan that has no right outcome, without a word"
         return Judgement(verdict=Verdict.FAILED, headline=headline, outcomes=outcomes)
-    return None
+    if kept.result.leaks or any(isinstance(o, Died) for o in kept.result.outcomes):
+        return judge_failure(kept)  # no refusal excuses that
+    first, ahead = min(words.items())[1], _went_ahead(kept, words.keys())
+    if ahead:
+        headline = f"refused on rank(s) {sorted(words)} while rank(s) {ahead} went ahead: {first}"
+        return Judgement(verdict=Verdict.FAILED, headline=headline, outcomes=outcomes)
+    headline = f"refused, as it {'must' if case.refusal is Refusal.REQUIRED else 'may'}: {first}"
+    return Judgement(verdict=Verdict.PASSED, headline=headline, outcomes=outcomes)
+
+
+def _went_ahead(kept: Kept, refused: Set[int]) -> list[int]:
+    """Give the ranks that did not refuse, but for those stopped before they made a call that one who did never made.
+
+    A world is stopped when its first rank raises: who is no further than that rank may have been about to raise too.
+    """
+    ledgers = dict(enumerate(kept.ledgers))
+    calls = Counterparts(ledgers)
+    return [
+        o.rank
+        for o in kept.result.outcomes
+        if o.rank not in refused
+        and not (
+            isinstance(o, Abandoned)
+            and all(refused.isdisjoint(calls.absent(o.rank, entry)) for entry in ledgers[o.rank])
+        )
+    ]
 
 
 def _raised(result: WorldResult) -> dict[int, str]:
