@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
@@ -11,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from engine.adapters.torch_ddp import DistributedDataParallelEngine, PreparedDdp
 from engine.contract import Capability, Cut, Plan, PreparedModel, Shard
 
-__all__ = ["AcceptsEveryPlan", "CallsTheWholeItsChunks", "ReplicatesInsteadOfSharding"]
+__all__ = ["AcceptsEveryPlan", "CallsTheWholeItsChunks", "RefusesOnOneRank", "ReplicatesInsteadOfSharding"]
 
 
 class AcceptsEveryPlan(DistributedDataParallelEngine):
@@ -59,3 +60,23 @@ class CallsTheWholeItsChunks(ReplicatesInsteadOfSharding):
 
     name = "mutant.CallsTheWholeItsChunks"
     prepared_type = _PreparedClaimant
+
+
+class RefusesOnOneRank(DistributedDataParallelEngine):
+    """In its first forward rank 0 refuses parameters that cannot be cut; the others go on, and wait for it.
+
+    After huggingface/trl#6862: what one rank raised in forward left its peers waiting in a collective.
+    """
+
+    name = "mutant.RefusesOnOneRank"
+
+    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
+        """Wrap, and have rank 0 look at the parameters when it is late."""
+        prepared = super().prepare(model, plan, mesh)
+        if dist.get_rank() == 0 and any(p.dim() == 0 or p.numel() == 0 for p in model.parameters()):
+            prepared.module.register_forward_pre_hook(_refuse)
+        return prepared
+
+
+def _refuse(*_: object) -> None:
+    raise ValueError("a parameter that cannot be cut")

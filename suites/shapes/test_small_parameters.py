@@ -34,7 +34,7 @@ def test_trains_single_rows_of_which_most_ranks_own_nothing(trial: Trial, layout
 @pytest.mark.parametrize(
     "problem",
     [
-        pytest.param(SCALARS, id="scalars", marks=pytest.mark.prey("ForgetsScalars")),
+        pytest.param(SCALARS, id="scalars", marks=pytest.mark.prey("ForgetsScalars", "RefusesOnOneRank")),
         pytest.param(
             EMPTY_ROWS, id="empty_rows", marks=pytest.mark.prey("MistakesTheNeighbourOfAnEmptyParameter")
         ),

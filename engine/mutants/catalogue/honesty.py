@@ -33,4 +33,12 @@ MUTANTS: tuple[Mutant, ...] = (
         kills_on=Condition(plan=Plan(layout=Layout.HYBRID), because="a declared plan is honoured"),
         trace=Trace.REFUSAL,
     ),
+    Mutant(
+        name="RefusesOnOneRank",
+        engine_spec="engine.mutants.honesty:RefusesOnOneRank",
+        sin="one rank refuses a model in forward, and the others go on",
+        thread="huggingface/trl#6862",
+        kills_on=Condition(because="nobody is left to wait for the rank that refuses"),
+        trace=Trace.SILENCE,
+    ),
 )
