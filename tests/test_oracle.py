@@ -7,14 +7,15 @@ from dataclasses import replace
 import pytest
 import torch
 
-from engine.contract import Accumulation, Plan
+from engine.contract import Accumulation, Capability, Plan
 from fixtures.optimizers import ADAMW, SGD
 from fixtures.problems import EXACT_LINEAR, MLP_BUFFERS, MLP_UNEVEN, TRANSFORMER, ModelProblem
-from harness.case import LoopOrder, Schedule, Training, ZeroGrad
+from fixtures.thin import EMPTY_ROWS
+from harness.case import Clip, LoopOrder, Schedule, Training, ZeroGrad
 from harness.loss import loss_weight
 from harness.oracle import LOSSES, OracleObservation, Place, Quantity, run_oracle
 from harness.summation import EXACT_ORDER, reordering
-from harness.tolerance import allowed_error
+from harness.tolerance import MULTIPLE, allowed_error
 
 TRAINING = Training(problem=MLP_UNEVEN, optimizer=SGD, schedule=Schedule(steps=3, microbatches=3))
 
@@ -173,6 +174,57 @@ def test_reduction_in_bfloat16_allows_errors_of_bfloat16_and_no_more() -> None:
         place = Place(quantity=Quantity.GRADIENT, step=0, name=name)
         scale = (full.steps[0].contributions[name].abs().sum((0, 1)) / 3).max().item()
         assert allowed_error(full, place) < 1e-4 * scale < allowed_error(short, place) < 0.2 * scale
+
+
+def _silent(oracle: OracleObservation) -> OracleObservation:
+    """Have no noise run differ, so that the floor alone is allowed."""
+    return replace(oracle, noise=dict.fromkeys(oracle.noise, 0.0))
+
+
+def test_without_noise_two_roundings_are_allowed_and_one_of_a_gradient_in_the_dtype_of_its_reduction() -> (
+    None
+):
+    short = _silent(run_oracle(replace(TRAINING, plan=Plan(reduce_dtype=torch.bfloat16)), 3))
+    full = _silent(run_oracle(TRAINING, 3))
+    eps, coarse = torch.finfo(torch.float32).eps, torch.finfo(torch.bfloat16).eps
+    for name in full.initial:
+        of_gradient = Place(quantity=Quantity.GRADIENT, step=0, name=name)
+        scale = (full.steps[0].contributions[name].abs().sum((0, 1)) / 3).max().item()
+        assert allowed_error(full, of_gradient) == pytest.approx(MULTIPLE * 2 * eps * scale)
+        assert allowed_error(short, of_gradient) == pytest.approx(MULTIPLE * coarse * scale)
+        of_parameter = Place(quantity=Quantity.PARAMETER, step=1, name=name)
+        history = (short.initial[name], *(short.steps[i].parameters[name] for i in (0, 1)))
+        largest = max(value.abs().max().item() for value in history)
+        assert allowed_error(short, of_parameter) == pytest.approx(MULTIPLE * 2 * eps * largest)
+
+
+def test_a_clipped_gradient_may_be_off_by_as_much_less() -> None:
+    one_step = replace(TRAINING, schedule=Schedule(steps=1, microbatches=3))
+    plain = run_oracle(one_step, 3)
+    max_norm = 1e-3
+    schedule = replace(one_step.schedule, clip=Clip(max_norm=max_norm))
+    clips = Plan(demands=frozenset({Capability.CLIP}))
+    clipped = run_oracle(replace(one_step, schedule=schedule, plan=clips), 3)
+    (norm,) = (s.norm for s in clipped.steps)
+    assert norm is not None
+    assert norm > 10 * max_norm
+    for name in plain.initial:
+        place = Place(quantity=Quantity.GRADIENT, step=0, name=name)
+        floor = allowed_error(_silent(plain), place) * max_norm / norm.item()
+        assert allowed_error(_silent(clipped), place) == pytest.approx(floor, rel=1e-4)
+        assert allowed_error(clipped, place) < 0.1 * allowed_error(plain, place)
+
+
+def test_what_no_loss_reached_or_has_no_elements_may_not_be_off_at_all() -> None:
+    oracle = _silent(run_oracle(replace(TRAINING, problem=EMPTY_ROWS), 2))
+    empty = [name for name, value in oracle.initial.items() if value.numel() == 0]
+    assert empty
+    for quantity in (Quantity.GRADIENT, Quantity.PARAMETER):
+        assert {allowed_error(oracle, Place(quantity=quantity, step=0, name=n)) for n in empty} == {0.0}
+    step, *later = oracle.steps
+    unreached = replace(oracle, steps=(replace(step, contributions={}), *later))
+    for name in oracle.initial:
+        assert allowed_error(unreached, Place(quantity=Quantity.GRADIENT, step=0, name=name)) == 0.0
 
 
 def test_exactness_is_lost_when_the_world_is_no_power_of_two() -> None:
