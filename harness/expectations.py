@@ -1,10 +1,11 @@
 """Known failures: what the expectations of a run make of a verdict, and which of them bore on nothing. Pure.
 
 [Note: strict in both directions]
-An expectation excuses exactly the verdict that it names, of the cases that it names, until its day. A case that
-passes against it fails the run, or the file would go on excusing what has long been mended; and so does an entry
-that names no case, or it would go on looking as if it excused something. The latter can only be known of a run
-that collected every case: a selection says nothing of the cases it left out. See ``unused``.
+An expectation excuses exactly the verdict and the broken laws that it names, of the cases that it names, until its
+day: a known failure must not hide another one of the same case. A case that passes against it fails the run, or the
+file would go on excusing what has long been mended; and so does an entry that names no case, or it would go on looking
+as if it excused something. The latter can only be known of a run that collected every case: a selection says nothing of
+the cases it left out. See ``unused``.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ def expected(record: Record, expectations: Expectations | None) -> Record:
     concerned = [entry for entry in expectations.entries if _concerns(entry, record)]
     live = [entry for entry in concerned if not is_expired(entry, expectations.today)]
     for entry in live:
-        if entry.verdict is record.verdict:
+        if entry.verdict is record.verdict and not _unnamed(entry, record):
             return replace(record, verdict=Verdict.KNOWN_FAILURE, expectation=entry)
     if record.verdict is Verdict.PASSED and live:
         headline = f"expected to be {live[0].verdict}, and passed: remove the expectation; {record.headline}"
@@ -89,8 +90,19 @@ def _concerns(entry: Expectation, record: Record) -> bool:
     )
 
 
+def _unnamed(entry: Expectation, record: Record) -> list[str]:
+    """Give what a record shows and its expectation does not name: broken laws, or the headline if none was judged."""
+    seen = [law.law for law in record.laws if not law.held] or [record.headline]
+    return [text for text in seen if entry.shows and not any(matches(glob, text) for glob in entry.shows)]
+
+
 def _unexcused(record: Record, live: Sequence[Expectation], concerned: Sequence[Expectation]) -> Record:
     """Say in the headline why an expectation that names this case does not excuse it."""
+    alike = next((entry for entry in live if entry.verdict is record.verdict), None)
+    if alike is not None:
+        named, unnamed = (_listed(texts) for texts in (alike.shows, _unnamed(alike, record)))
+        note = f"expectation excuses {named}, not {unnamed}"
+        return replace(record, headline=f"{note}; {record.headline}", expectation=alike)
     if live:
         note = f"expectation says {live[0].verdict}, not {record.verdict}"
         return replace(record, headline=f"{note}; {record.headline}", expectation=live[0])
@@ -99,6 +111,10 @@ def _unexcused(record: Record, live: Sequence[Expectation], concerned: Sequence[
             note = f"expectation expired on {entry.expiry}"
             return replace(record, headline=f"{note}; {record.headline}", expectation=entry)
     return record
+
+
+def _listed(texts: Sequence[str]) -> str:
+    return ", ".join(map(repr, texts))
 
 
 def _unused(entry: Expectation, today: str, ran: Ran) -> UnusedExpectation | None:

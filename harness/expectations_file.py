@@ -24,7 +24,7 @@ __all__ = ["SHIPPED", "find", "read"]
 SHIPPED = SUITES / "expectations.toml"
 
 _TABLE = "expectation"
-_REQUIRED = ("engine", "case", "reason", "link", "expiry")
+_REQUIRED = ("engine", "case", "shows", "reason", "link", "expiry")
 _OPTIONAL = ("version", "world", "verdict")
 # An engine can be known to do these. PASSED and UNSUPPORTED need no excuse; the rest say nothing of an engine.
 _EXPECTABLE = (Verdict.FAILED, Verdict.HUNG, Verdict.CRASHED, Verdict.UNSUPPORTED_SILENT)
@@ -89,6 +89,7 @@ def _entry(number: int, table: Mapping[str, Any], what: str) -> Expectation:
         reason=_text(table, "reason", what),
         link=_link(table, what),
         expiry=_expiry(table, what),
+        shows=_shows(table, what),
     )
 
 
@@ -171,6 +172,19 @@ def _verdict(table: Mapping[str, Any], what: str) -> Verdict:
             hint=_near(name, _EXPECTABLE),
         )
     return Verdict(name)
+
+
+def _shows(table: Mapping[str, Any], what: str) -> tuple[str, ...]:
+    value = table["shows"]
+    globs = value if isinstance(value, list) else [value]
+    if not globs or not all(isinstance(glob, str) and glob.strip() for glob in globs):
+        raise UsageError(
+            f"{what}: shows",
+            expected="globs that each broken law matches, or the headline where no law is judged",
+            got=repr(value),
+            hint='shows = "matches the oracle", or a list of such',
+        )
+    return tuple(globs)
 
 
 def _link(table: Mapping[str, Any], what: str) -> str:

@@ -31,7 +31,7 @@ __all__ = [
     "to_json",
 ]
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,7 +96,8 @@ class Expectation:
     """One known failure, as the expectations file tells it; ``number`` is its place there, from 1.
 
     ``case`` and ``world`` are globs, ``version`` is a condition on the engine's release, empty for any, and
-    ``expiry`` the last day on which it excuses anything (ISO 8601).
+    ``expiry`` the last day on which it excuses anything (ISO 8601). ``shows`` are globs, of which each broken law must
+    match one, or the headline where no law was judged; none where a run was kept by a release without them.
     """
 
     number: int
@@ -108,6 +109,7 @@ class Expectation:
     reason: str
     link: str
     expiry: str
+    shows: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -29,6 +29,7 @@ ENTRY = Expectation(
     reason="Divides twice.",
     link="https://example.org/issues/1",
     expiry=TODAY,
+    shows=("matches",),
 )
 
 
@@ -83,9 +84,44 @@ def test_an_expectation_excuses_only_the_verdict_that_it_states() -> None:
     found = expected(a_record(Verdict.CRASHED), known(ENTRY))
     assert found.verdict is Verdict.CRASHED
     assert found.headline == "expectation says FAILED, not CRASHED; what was seen"
-    crashes = an_entry(number=2, verdict=Verdict.CRASHED)
-    assert expected(a_record(Verdict.CRASHED), known(ENTRY, crashes)).verdict is Verdict.KNOWN_FAILURE
+    crashes = an_entry(number=2, verdict=Verdict.CRASHED, shows=("what was*",))
+    crashed = a_record(Verdict.CRASHED, laws=())
+    assert expected(crashed, known(ENTRY, crashes)).verdict is Verdict.KNOWN_FAILURE
     assert expected(a_record(), known(crashes, ENTRY)).expectation == ENTRY
+
+
+HELD = LawRecord(law="agrees", held=True, summary="so it does")
+BROKEN = LawRecord(law="agrees", held=False, summary="disagrees")
+MATCHES = LawRecord(law="matches", held=False, summary="differs")
+
+
+def test_an_expectation_excuses_only_the_laws_that_it_names() -> None:
+    assert expected(a_record(laws=(MATCHES, HELD)), known(ENTRY)).verdict is Verdict.KNOWN_FAILURE
+    for laws in ((MATCHES, BROKEN), (BROKEN,)):
+        found = expected(a_record(laws=laws), known(ENTRY))
+        assert (found.verdict, found.expectation) == (Verdict.FAILED, ENTRY)
+        assert found.headline == "expectation excuses 'matches', not 'agrees'; what was seen"
+    both = an_entry(shows=("agr*", "matches"))
+    assert expected(a_record(laws=(MATCHES, BROKEN)), known(both)).verdict is Verdict.KNOWN_FAILURE
+    assert expected(a_record(laws=(BROKEN,)), known(ENTRY, both)).expectation == both
+
+
+def test_where_no_law_was_judged_the_headline_must_be_the_one_expected() -> None:
+    crashes = an_entry(verdict=Verdict.CRASHED, shows=("rank ? raised*no identity",))
+    crashed = a_record(Verdict.CRASHED, laws=(), headline="rank 1 raised RuntimeError:\nno identity")
+    assert expected(crashed, known(crashes)).verdict is Verdict.KNOWN_FAILURE
+    other = dataclasses.replace(crashed, headline="rank 1 raised RuntimeError: out of memory")
+    found = expected(other, known(crashes))
+    assert found.verdict is Verdict.CRASHED
+    assert found.headline == (
+        "expectation excuses 'rank ? raised*no identity', not 'rank 1 raised RuntimeError: out of memory'; "
+        "rank 1 raised RuntimeError: out of memory"
+    )
+
+
+def test_an_expectation_kept_by_an_older_release_says_nothing_of_laws() -> None:
+    old = an_entry(shows=())
+    assert expected(a_record(laws=(MATCHES, BROKEN)), known(old)).verdict is Verdict.KNOWN_FAILURE
 
 
 @pytest.mark.parametrize("verdict", sorted(set(Verdict) - {Verdict.FAILED, Verdict.PASSED}))
@@ -222,6 +258,7 @@ GOOD = """
 engine = "torch.fsdp2"
 version = "torch >=2.11,<2.15"
 case = "parity/test_x.py::test_y[*-sgd-*]"
+shows = "matches"
 reason = "Divides twice."
 link = "https://example.org/issues/1"
 expiry = 2030-06-15
@@ -243,6 +280,8 @@ def test_a_file_is_read(tmp_path: Path) -> None:
         entries=(mine, dataclasses.replace(mine, number=2, world="*:1", verdict=Verdict.HUNG)),
     )
     assert _read(tmp_path, "# none yet\n").entries == ()
+    several = _read(tmp_path, GOOD.replace('"matches"', '["matches", "agr*"]'))
+    assert several.entries == (an_entry(shows=("matches", "agr*")),)
 
 
 @pytest.mark.parametrize(
@@ -251,6 +290,11 @@ def test_a_file_is_read(tmp_path: Path) -> None:
         ("reason =", "raeson =", ["expectation 2", "'raeson'", "try 'reason'"]),
         ("reason =", "# reason =", ["expectation 2", "the key 'reason'"]),
         ("link =", "# link =", ["the key 'link'"]),
+        ("shows =", "# shows =", ["the key 'shows'"]),
+        ('"matches"', "[]", ["expectation 2: shows", "got []"]),
+        ('"matches"', '["matches", ""]', ["expectation 2: shows", "''"]),
+        ('"matches"', '["matches", 3]', ["expectation 2: shows", "3"]),
+        ('"matches"', "3", ["expectation 2: shows", "got 3"]),
         ("expiry =", "# expiry =", ["the key 'expiry'"]),
         ("engine =", "# engine =", ["the key 'engine'"]),
         ("case =", "# case =", ["the key 'case'"]),

@@ -317,3 +317,22 @@ def test_every_line_has_what_readers_of_other_languages_need() -> None:
     plain = json.loads(to_json(a_record()))
     assert {"engine", "case", "world", "verdict"} <= plain.keys()
     assert plain["verdict"] == "FAILED"
+
+
+def test_an_expectation_from_before_it_named_laws_is_read() -> None:
+    entry = {
+        "number": 1,
+        "engine": "torch.ddp",
+        "version": "",
+        "case": "c",
+        "world": "*",
+        "verdict": "FAILED",
+        "reason": "r",
+        "link": "https://example.org",
+        "expiry": "2030-01-01",
+    }
+    read = from_json(Record, edited(expectation=entry, schema=3), where=WHERE)
+    assert read.expectation is not None
+    assert read.expectation.shows == ()
+    with pytest.raises(UsageError, match="shows"):
+        from_json(Record, edited(expectation=entry), where=WHERE)

@@ -99,6 +99,7 @@ ENTRY = Expectation(
     reason="Divides twice.",
     link="https://example.org/issues/17",
     expiry="2031-02-03",
+    shows=("matches*",),
 )
 
 

@@ -253,6 +253,7 @@ def test_judging_again_keeps_what_the_run_expected(tmp_path: Path) -> None:
         reason="r",
         link="https://example.org",
         expiry="2030-01-01",
+        shows=("matches*",),
     )
     expectations = Expectations(source="known.toml", today="2030-01-01", entries=(entry,))
     writer = RunWriter(tmp_path / "run", dataclasses.replace(HEADER, expectations=expectations))
