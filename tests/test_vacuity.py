@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import pytest
@@ -16,6 +18,7 @@ from harness.case import LoopOrder, Schedule, Training
 from harness.law import Evidence
 from harness.oracle import run_oracle
 from harness.parity import MatchesOracle
+from harness.tolerance import MULTIPLE
 from harness.vacuity import vacuous_because
 from tests.simulated_engine import Honest, Moment, simulate
 
@@ -97,6 +100,34 @@ def test_a_model_of_idle_parameters_alone_is_vacuous() -> None:
 
 def _nothing(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return 0 * output.sum()
+
+
+def _ending(evidence: Evidence, change: Callable[[torch.Tensor], torch.Tensor], step: int = -1) -> Evidence:
+    """Have the oracle come to other parameters in one step; ``change`` is given the initial ones."""
+    oracle = evidence.oracle
+    steps = list(oracle.steps)
+    changed = {name: change(initial) for name, initial in oracle.initial.items()}
+    steps[step] = replace(steps[step], parameters=changed)
+    return replace(evidence, oracle=replace(oracle, steps=tuple(steps)))
+
+
+def test_an_oracle_that_is_not_finite_proves_nothing() -> None:
+    evidence = evidence_of(TRAINING)
+    for wild in (math.nan, math.inf):
+        diverged = _ending(evidence, lambda p, wild=wild: torch.full_like(p, wild), step=1)
+        assert "is not finite after step 1" in (vacuous_because(diverged) or "")
+        place = next(iter(evidence.oracle.noise))
+        noise = {**evidence.oracle.noise, place: wild}
+        noisy = replace(evidence, oracle=replace(evidence.oracle, noise=noise))
+        assert f"the noise of {place.quantity} {place.name!r}" in (vacuous_because(noisy) or "")
+
+
+def test_a_parameter_must_move_by_twice_what_may_be_off() -> None:
+    bound = 2 * MULTIPLE * torch.finfo(torch.float32).eps
+    evidence = evidence_of(TRAINING)
+    for factor, is_vacuous in ((0.0, True), (0.9, True), (1.1, False)):
+        moved = _ending(evidence, lambda p, by=factor * bound: p + by * p.abs().max())
+        assert ("hardly moves" in (vacuous_because(moved) or "")) is is_vacuous
 
 
 @pytest.mark.parametrize(
