@@ -112,6 +112,9 @@ def test_earliest_disagreement_is_told_first() -> None:
     record = AGREE.judge(evidence(honest, odd, numbered([honest[1]]))).record
     assert "group [0, 1, 2] disagrees" in record.summary
     assert len(record.details) == 2
+    ledgers = {0: honest, 1: odd, 2: numbered([honest[1]])}
+    for extent in Extent:
+        assert first_disagreement(ledgers, extent) == record.summary
 
 
 def test_agreeing_on_nothing_proves_nothing() -> None:
