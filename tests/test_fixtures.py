@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import pickle
+from typing import cast
 
 import pytest
 import torch
 
+from engine.contract import Plan
+from fixtures import chain
 from fixtures.batches import PADDING
 from fixtures.optimizers import ADAMW, EXACT_SGD, SGD, AdamW, Sgd
 from fixtures.problems import EXACT_LINEAR, MLP_UNEVEN, PROBLEMS, TRANSFORMER, ModelProblem
 from harness.case import Schedule, Training
-from harness.oracle import Place, Quantity, run_oracle
+from harness.groups import groups_of
+from harness.law import Evidence
+from harness.ledger.cargo import mistakable
+from harness.oracle import OracleObservation, Place, Quantity, run_oracle
 from harness.tolerance import allowed_error
+from suites.wrapper import specimens
 
 any_problem = pytest.mark.parametrize("problem", PROBLEMS, ids=lambda p: p.name)
 
@@ -121,3 +128,22 @@ def test_decoder_never_sees_the_future() -> None:
     changed[:, -1] = (changed[:, -1] + 1) % 37
     assert torch.equal(model(text)[:, :-1], model(changed)[:, :-1])
     assert not torch.equal(model(text)[:, -1], model(changed)[:, -1])
+
+
+@pytest.mark.parametrize("name", chain.__all__)
+@pytest.mark.parametrize("world_size", range(1, 9))
+def test_units_of_chains_differ_in_size_on_up_to_eight_ranks(name: str, world_size: int) -> None:
+    problem = getattr(chain, name)
+    training = Training(problem=problem, optimizer=SGD, plan=Plan(units=problem.units))
+    unjudged = cast(OracleObservation, None)
+    evidence = Evidence(training=training, world_size=world_size, ranks=(), oracle=unjudged)
+    assert list(mistakable(groups_of(training), evidence)) == []
+
+
+@pytest.mark.parametrize("world_size", range(1, 17))
+@pytest.mark.parametrize("step", range(4))
+def test_rows_for_the_wrapper_cancel_on_no_number_of_ranks(world_size: int, step: int) -> None:
+    """Where they did, gradients were roundings alone, which an optimizer that divides by them makes steps of."""
+    summed = sum(specimens.batch(rank, step) for rank in range(world_size))
+    assert isinstance(summed, torch.Tensor)
+    assert bool(summed.sum(0).all())

@@ -13,7 +13,7 @@ from torch import nn
 from fixtures.idle import BORROWED, FROZEN, SOMETIMES
 from fixtures.optimizers import ADAMW, SGD, Sgd
 from fixtures.problems import MLP_EVEN, PROBLEMS, SINGLE_GROUP, ModelProblem
-from fixtures.thin import EMPTY_ROWS, SCALARS, SINGLE_ROWS
+from fixtures.thin import EMPTY_ROWS, ONE_NUMBER, SCALARS, SINGLE_ROWS
 from harness.case import LoopOrder, Schedule, Training
 from harness.law import Evidence
 from harness.oracle import run_oracle
@@ -131,7 +131,9 @@ def test_a_parameter_must_move_by_twice_what_may_be_off() -> None:
 
 
 @pytest.mark.parametrize(
-    "problem", [SOMETIMES, BORROWED, FROZEN, SINGLE_ROWS, SCALARS, EMPTY_ROWS], ids=lambda p: p.name
+    "problem",
+    [SOMETIMES, BORROWED, FROZEN, SINGLE_ROWS, SCALARS, EMPTY_ROWS, ONE_NUMBER],
+    ids=lambda p: p.name,
 )
 def test_models_with_idle_and_tiny_parameters_can_show_something(problem: ModelProblem) -> None:
     training = Training(problem=problem, optimizer=SGD, schedule=Schedule(steps=4))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from functools import cached_property
 
 import torch
 import torch.distributed as dist
@@ -21,6 +22,7 @@ __all__ = [
     "ClipsOnOneRank",
     "CountsTheNormOncePerReplica",
     "NeverClips",
+    "ReducesIntoItsZero",
     "ReturnsNoNorm",
     "ScalesSmallGradientsUp",
     "TakesTheRootOfAMaximum",
@@ -124,6 +126,26 @@ class TakesTheRootOfAMaximum(FullyShardEngine):
 
     name = "mutant.TakesTheRootOfAMaximum"
     prepared_type = _PreparedRooted
+
+
+class _PreparedReusing(_PreparedOwnClipping):
+    def own_norm(self, norm_type: float) -> torch.Tensor:
+        return super().own_norm(norm_type) if any(g.numel() for g in self.local()) else self.zero
+
+    @cached_property
+    def zero(self) -> torch.Tensor:
+        """What a rank hands in that owns nothing, made once: a maximum is taken in place, and stays here."""
+        return torch.zeros(())
+
+
+class ReducesIntoItsZero(FullyShardEngine):
+    """A rank that owns nothing keeps the largest norm that there ever was, and brings it again.
+
+    After pytorch/pytorch#63881: its review asked for a zero made once, and reductions of maxima are in place.
+    """
+
+    name = "mutant.ReducesIntoItsZero"
+    prepared_type = _PreparedReusing
 
 
 class _PreparedUnclipped(_PreparedOwnClipping):

@@ -9,7 +9,7 @@ import pytest
 from engine.contract import Capability, Layout, Plan
 from fixtures.optimizers import SGD
 from fixtures.problems import MLP_EVEN, MLP_UNEVEN
-from fixtures.thin import SINGLE_ROWS
+from fixtures.thin import ONE_NUMBER, SINGLE_ROWS
 from harness.case import Clip, Problem, Schedule, Training
 from harness.ledger.agreement import RanksAgree
 from harness.parity import MatchesOracle
@@ -77,6 +77,15 @@ def test_clips_what_all_microbatches_accumulated(trial: Trial) -> None:
 def test_clips_where_most_ranks_own_nothing(trial: Trial, norm_type: float) -> None:
     clip = Clip(max_norm=LIMITS[norm_type], norm_type=norm_type)
     trial.holds(_training(Layout.SHARD, clip, problem=SINGLE_ROWS), *LAWS)
+
+
+@pytest.mark.worlds(SEVERAL)
+@pytest.mark.parametrize(
+    "norm_type", [_order(2.0, "ClipsByTheLocalNorm"), _order(math.inf, "ReducesIntoItsZero")]
+)
+def test_clips_where_one_rank_owns_everything(trial: Trial, norm_type: float) -> None:
+    clip = Clip(max_norm=LIMITS[norm_type], norm_type=norm_type)
+    trial.holds(_training(Layout.SHARD, clip, problem=ONE_NUMBER), *LAWS)
 
 
 def _training(layout: Layout, clip: Clip, *, problem: Problem = MLP_EVEN, microbatches: int = 1) -> Training:

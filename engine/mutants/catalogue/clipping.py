@@ -36,6 +36,13 @@ MUTANTS: tuple[Mutant, ...] = (
         kills_on=Condition(world_size=1, plan=_CLIP, because="other orders are right"),
     ),
     Mutant(
+        name="ReducesIntoItsZero",
+        engine_spec="engine.mutants.clipping:ReducesIntoItsZero",
+        sin="a rank that owns nothing brings the largest norm of the steps before",
+        thread="pytorch/pytorch#63881",
+        kills_on=Condition(steps=2, plan=_CLIP, because="the first norm comes after a zero"),
+    ),
+    Mutant(
         name="NeverClips",
         engine_spec="engine.mutants.clipping:NeverClips",
         sin="the norm is right, and nothing is scaled by it",
