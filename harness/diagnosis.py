@@ -114,6 +114,8 @@ def _hypotheses(suspect: _Suspect) -> Iterator[_Hypothesis]:
             yield from _of_parameter(suspect)
         case Quantity.LOSS:
             yield from _of_loss(suspect)
+        case Quantity.NORM:
+            yield from _of_norm(suspect)
         case Quantity.INITIAL | Quantity.OPTIMIZER_STATE | Quantity.BUFFER:
             return
 
@@ -212,6 +214,13 @@ def _of_loss(suspect: _Suspect) -> Iterator[_Hypothesis]:
     for other in range(suspect.oracle.world_size):
         if other != suspect.rank:
             yield _Hypothesis(text=f"the loss of rank {other}'s data", tensor=losses[:, other : other + 1])
+
+
+def _of_norm(suspect: _Suspect) -> Iterator[_Hypothesis]:
+    for step in reversed(range(suspect.place.step)):
+        before = suspect.earlier(step)
+        if before is not None:
+            yield _Hypothesis(text=f"the norm of step {step} (stale)", tensor=before)
 
 
 def _unchanged_rows(suspect: _Suspect) -> str | None:

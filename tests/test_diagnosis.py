@@ -8,13 +8,13 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from engine.contract import Layout, Plan, Shard
+from engine.contract import Capability, Layout, Plan, Shard
 from fixtures.optimizers import ADAMW, EXACT_SGD, SGD
 from fixtures.problems import EXACT_LINEAR, MLP_EVEN, MLP_UNEVEN
-from harness.case import Schedule, Training
+from harness.case import Clip, Schedule, Training
 from harness.diagnosis import UNSTRUCTURED, looks_like
 from harness.law import Evidence
-from harness.oracle import INITIAL_STEP, LOSSES, OracleObservation, Place, Quantity, run_oracle
+from harness.oracle import INITIAL_STEP, LOSSES, NORM, OracleObservation, Place, Quantity, run_oracle
 from harness.parity import MatchesOracle
 from harness.record import TensorRecord
 from harness.tolerance import allowed_error
@@ -212,6 +212,23 @@ def test_names_the_rank_whose_data_a_loss_is_of(oracle: OracleObservation) -> No
     shard = Shard(tensor=column, offsets=(0, 1), global_shape=(3, WORLD_SIZE))
     place = Place(quantity=Quantity.LOSS, step=0, name=LOSSES)
     assert looks_like(oracle, place, 1, shard) == "the loss of rank 2's data"
+
+
+def test_names_the_step_whose_norm_was_kept() -> None:
+    schedule = Schedule(steps=3, clip=Clip(max_norm=0.1))
+    clips = Plan(demands=frozenset({Capability.CLIP}))
+    oracle = run_oracle(Training(problem=MLP_UNEVEN, optimizer=SGD, plan=clips, schedule=schedule), 2)
+    norms = [step.norm for step in oracle.steps]
+    for kept, told in (
+        (0, "the norm of step 0 (stale)"),
+        (1, "the norm of step 1 (stale)"),
+        (2, UNSTRUCTURED),
+    ):
+        norm = norms[kept]
+        assert norm is not None
+        wrong = whole(norm.float() * (1 if kept < 2 else 1.37))
+        place = Place(quantity=Quantity.NORM, step=2, name=NORM)
+        assert looks_like(oracle, place, 0, wrong) == told
 
 
 def test_gives_an_initial_parameter_no_training_defect(oracle: OracleObservation) -> None:
