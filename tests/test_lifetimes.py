@@ -12,7 +12,7 @@ from functools import cache
 import pytest
 import torch
 
-from engine.contract import Layout, Plan
+from engine.contract import Layout, Plan, Shard
 from fixtures.chain import CHAIN
 from fixtures.optimizers import SGD
 from harness.case import Schedule, Training, Watch
@@ -463,6 +463,44 @@ def test_a_peak_is_the_most_at_one_event(expected: Exactly | Between, is_held: b
     held, summary = _verdict(law, report)
     assert held is is_held
     assert held or "24 (gathered of 'blocks.0' 24)" in summary
+
+
+@pytest.mark.parametrize("law", [Left, Peak])
+@pytest.mark.parametrize(
+    ("owns_nothing_of", "is_held"),
+    [((), False), (("gain",), False), (("gain", "shift", "blocks.3.weight", "blocks.3.bias"), True)],
+)
+@pytest.mark.parametrize("kind", [Kind.GATHERED, Kind.GRADIENT])
+def test_what_a_rank_gathers_and_owns_nothing_of_may_be_missing_there(
+    law: type[Left | Peak], owns_nothing_of: tuple[str, ...], is_held: bool, kind: Kind
+) -> None:
+    """The root has gains, shifts and a block: 18 and 10 x 21 elements of four bytes."""
+    report = LifetimeReport(
+        num_events=8,
+        num_collectives=1,
+        lives=(_life(1, None, kind=kind, num_bytes=24),),
+        stretches=(_stretch(1, Phase.FORWARD),),
+    )
+    expected = Exactly(24 + 912)
+    judged: Law = (
+        Left(kinds=(kind,), after=When.FORWARD, expected=expected)
+        if law is Left
+        else Peak(kinds=(kind,), phase=Phase.FORWARD, expected=expected)
+    )
+    evidence = _evidence(report)
+    ranks = tuple(
+        replace(rank, initial={**rank.initial, **{n: _emptied(rank.initial[n]) for n in owns_nothing_of}})
+        for rank in evidence.ranks
+    )
+    assert judged.judge(replace(evidence, ranks=ranks)).record.held is (is_held and kind is Kind.GATHERED)
+    one = replace(evidence, ranks=(ranks[0], evidence.ranks[1]))
+    record = judged.judge(one).record
+    assert not record.held
+    assert record.summary.startswith("rank 1" if is_held and kind is Kind.GATHERED else "rank 0")
+
+
+def _emptied(shard: Shard) -> Shard:
+    return replace(shard, tensor=shard.tensor[:0])
 
 
 def _steps(*lives: Life, num_steps: int = 4) -> LifetimeReport:
