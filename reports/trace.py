@@ -54,7 +54,7 @@ def trace_events(timeline: Timeline) -> list[_Event]:
             arrows += _flight(process, passage)
         for clash in rank.clashes:
             told += _clash(process, clash)
-            arrows.append(_touching(process, clash))
+            arrows.append(_Arrow("race", "race", _touched(process, clash)))
     _shorten_points(told)
     for number, arrow in enumerate(arrows, start=1):
         told += arrow.events(number)
@@ -89,12 +89,14 @@ class _Clock:
 
     def us(self, moment: Moment) -> float:
         """Give a moment's time."""
-        return (moment.at_ns - self._first) / 1000
+        return self._us(moment.at_ns)
 
     def landing_us(self, rank: int, passage: Passage) -> float:
         """Give when a collective landed, or the end of its rank."""
-        landed_ns = self._last[rank] if passage.landed is None else passage.landed.at_ns
-        return (landed_ns - self._first) / 1000
+        return self._us(self._last[rank] if passage.landed is None else passage.landed.at_ns)
+
+    def _us(self, at_ns: int) -> float:
+        return (at_ns - self._first) / 1000
 
 
 def _moments(rank: RankTimeline) -> Iterator[Moment]:
@@ -198,10 +200,6 @@ def _clash(process: _Process, clash: Clash) -> Iterator[_Event]:
         name = f"race: {touch.operator} {'writes' if touch.is_write else 'reads'}"
         yield process.event("i", lane, at, name, cat="race", s="t", args=args)
         yield process.point(lane, at, name, "race", cname="terrible", args=args)
-
-
-def _touching(process: _Process, clash: Clash) -> _Arrow:
-    return _Arrow("race", "race", _touched(process, clash))
 
 
 def _touched(process: _Process, clash: Clash) -> list[_Place]:

@@ -278,11 +278,15 @@ def _reports(evidence: Evidence, broken: list[str]) -> Iterator[tuple[int, Lifet
 
 def _allows(expected: Expectation, got: int, kinds: tuple[Kind, ...], evidence: Evidence, rank: int) -> bool:
     """Say whether a rank may hold so much, or what it may hold unseen besides; see [Note: what nobody owns]."""
+    training, size = evidence.training, evidence.world_size
+    if expected.allows(got, training, size):
+        return True
+    if Kind.GATHERED not in kinds:
+        return False
     (initial,) = (o.initial for o in evidence.ranks if o.rank == rank)
     owned = {name for name, shard in initial.items() if shard.tensor.numel()}
-    unseen = [g.num_bytes for g in groups_of(evidence.training) if owned.isdisjoint(g.names)]
-    most = sum(unseen) if Kind.GATHERED in kinds else 0
-    return any(expected.allows(got + n, evidence.training, evidence.world_size) for n in (0, most))
+    unseen = sum(g.num_bytes for g in groups_of(training) if owned.isdisjoint(g.names))
+    return expected.allows(got + unseen, training, size)
 
 
 def _unseen(rank: int, report: LifetimeReport, kinds: tuple[Kind, ...], evidence: Evidence) -> Iterator[str]:
