@@ -40,7 +40,7 @@ def drive_rank(context: RankContext, training: Training, engine: str) -> str | N
     adapter = resolve(engine)
     try:
         with (
-            watching(training.watch, context.recorder) as watches,
+            watching(training.watch, context.recorder, context.device.type) as watches,
             cuda_stand_in() if adapter.insists_on_cuda and context.device.type == "cpu" else nullcontext(),
         ):
             repeats = range(training.schedule.repeats)

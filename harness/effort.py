@@ -20,7 +20,7 @@ class Effort:
 
     Where ranks are threads a case is run once for each of ``num_schedules`` seeds, the first being ``seed``; in
     other worlds the machine makes the schedule, and there is one. ``is_thorough`` has every training watched for
-    all that can be, on a CPU.
+    all that can be.
     """
 
     seed: int = 0
@@ -46,9 +46,9 @@ class Effort:
         num = max(self.num_schedules, training.schedules) if world.kind is WorldKind.THREADS else 1
         return range(self.seed, self.seed + num)
 
-    def applied(self, training: Training, world: WorldSpec) -> Training:
+    def applied(self, training: Training) -> Training:
         """Give the training as it is to be watched."""
-        if not self.is_thorough or world.device != "cpu":
+        if not self.is_thorough:
             return training
         # Here, because it imports torch, which who only reads options can do without.
         from harness.case import Watch

@@ -20,7 +20,7 @@ __all__ = [
     "are_of_meta",
     "backward_of_thread",
     "call_after_backward",
-    "cpu_kernel",
+    "device_kernel",
     "generator_address",
     "guards_of_record_stream",
     "keep_backward_in_thread",
@@ -116,16 +116,17 @@ def make_operators() -> None:
 
 
 # Any: an operator and its kernel.
-def cpu_kernel(operator: Any) -> Callable[..., Any] | None:
-    """Give what calls an operator's CPU kernel past the dispatcher, so that modes see what the kernel calls.
+def device_kernel(operator: Any, device_type: str) -> Callable[..., Any] | None:
+    """Give what calls an operator's kernel of a device past the dispatcher, so that modes see what the kernel calls.
 
     None where there is no such kernel.
     """
+    key = device_type.upper()
     try:
-        kernel: Any = torch.library.get_kernel(operator, "CPU")
+        kernel: Any = torch.library.get_kernel(operator, key)
     except RuntimeError:
         return None
-    return partial(kernel.call_boxed, _DispatchKeys(_DispatchKey.CPU))
+    return partial(kernel.call_boxed, _DispatchKeys(_DispatchKey.__members__[key]))
 
 
 class Backward(Enum):

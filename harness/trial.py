@@ -46,7 +46,7 @@ class TrialSession:
         """Judge one case in one cell; our own errors become the verdict ERRORED, the caller's are raised."""
         started = time.monotonic()
         engine = describe(cell.engine)
-        training = self._effort.applied(case.training, cell.world)
+        training = self._effort.applied(case.training)
         case = replace(case, training=training)
         if not training.needs <= engine.capabilities:
             training = unexercised(training)  # what it would call plays no part in whether a plan is refused

@@ -25,9 +25,9 @@ class Watches:
 
 
 @contextmanager
-def watching(asked: frozenset[Watch], recorder: Recorder) -> Iterator[Watches]:
-    """Watch what the calling thread's rank does to memory, and on which streams, until exit."""
-    streams = watched_streams(recorder) if Watch.RACES in asked else nullcontext()
+def watching(asked: frozenset[Watch], recorder: Recorder, device_type: str = "cpu") -> Iterator[Watches]:
+    """Watch what the calling thread's rank does to memory, and on which streams of a device, until exit."""
+    streams = watched_streams(recorder, device_type) if Watch.RACES in asked else nullcontext()
     lifetimes = LifetimeWatch(recorder) if Watch.LIFETIMES in asked else None
     with streams as races:
         witnesses = [watch for watch in (races, lifetimes) if watch is not None]

@@ -50,7 +50,15 @@ class Expected:
     @property
     def training(self) -> Training:
         """Give the training that shows it."""
-        return replace(_training(self.plan, self.microbatches), script=self.script)
+        return replace(racing_training(self.plan, self.microbatches), script=self.script)
+
+    def found_in(self, report: RaceReport) -> set[Found]:
+        """Give the races between the two streams."""
+        return {
+            (race.kind, race.first.operator, race.second.operator, race.second.unit)
+            for race in report.races
+            if self.waiting in race.second.stream and self.awaited in race.first.stream
+        }
 
 
 BLOCKS = ("blocks.0", "blocks.1", "blocks.2", "blocks.3")
@@ -231,19 +239,23 @@ EXPECTED = {
 RACY = {m.name: m.engine_spec for m in MUTANTS if m.trace is Trace.RACES}
 
 
-def _training(plan: Plan, microbatches: int = 1) -> Training:
+def racing_training(plan: Plan, microbatches: int = 1) -> Training:
     schedule = Schedule(steps=2, microbatches=microbatches)
     return Training(
         problem=CHAIN, optimizer=SGD, plan=plan, schedule=schedule, watch=frozenset({Watch.RACES})
     )
 
 
-def _reports(
-    engine: str, training: Training, folder: Path, body: Callable[..., object] = drive_rank
+def race_reports(
+    engine: str,
+    training: Training,
+    folder: Path,
+    body: Callable[..., object] = drive_rank,
+    kind: str = "threads",
 ) -> list[RaceReport]:
-    """Train in threads, two or as many as the plan needs; give each rank's report."""
+    """Train on two ranks, or as many as the plan needs; give each rank's report."""
     is_small = training.plan.layout is not Layout.HYBRID and training.plan.reshard is not Reshard.TO_PAIRS
-    spec = WorldSpec.parse("threads:2" if is_small else "threads:4")
+    spec = WorldSpec.parse(f"{kind}:2" if is_small else f"{kind}:4")
     keep_result(launch(spec, body, training, engine, folder=folder), folder)
     reports = [rank.race_report for rank in load_kept(folder).ranks]
     assert len(reports) == spec.size
@@ -260,14 +272,8 @@ def test_every_race_mutant_is_expected() -> None:
 @pytest.mark.parametrize("name", sorted(RACY))
 def test_finds_the_operators_and_the_unit_of_each_mutant(name: str, tmp_path: Path) -> None:
     expected = EXPECTED[name]
-    for report in _reports(RACY[name], expected.training, tmp_path / "world"):
-        between = [
-            race
-            for race in report.races
-            if expected.waiting in race.second.stream and expected.awaited in race.first.stream
-        ]
-        found = {(r.kind, r.first.operator, r.second.operator, r.second.unit) for r in between}
-        assert set(expected.races) <= found, "\n".join(map(str, report.races))
+    for report in race_reports(RACY[name], expected.training, tmp_path / "world"):
+        assert set(expected.races) <= expected.found_in(report), "\n".join(map(str, report.races))
 
 
 @pytest.mark.slow
@@ -280,7 +286,7 @@ def test_finds_the_operators_and_the_unit_of_each_mutant(name: str, tmp_path: Pa
 def test_honest_engines_are_silent(engine: str, plan: Plan, tmp_path: Path) -> None:
     if engine == "torch.fsdp1" and plan is PAIRS:
         plan = replace(SHARDED, accumulation=Accumulation.LAST_MICROBATCH)  # it knows of no pairs
-    for report in _reports(engine, _training(plan, microbatches=2), tmp_path / "world"):
+    for report in race_reports(engine, racing_training(plan, microbatches=2), tmp_path / "world"):
         assert report.races == ()
         assert report.num_touches > 100
         assert report.num_collectives >= 10
@@ -294,8 +300,10 @@ def _drive_without_record_stream(context: RankContext, training: Training, engin
 
 @pytest.mark.slow
 def test_fsdp1_is_right_by_record_stream_alone(tmp_path: Path) -> None:
-    told = _reports("torch.fsdp1", _training(SHARDED), tmp_path / "told")
-    untold = _reports("torch.fsdp1", _training(SHARDED), tmp_path / "untold", _drive_without_record_stream)
+    told = race_reports("torch.fsdp1", racing_training(SHARDED), tmp_path / "told")
+    untold = race_reports(
+        "torch.fsdp1", racing_training(SHARDED), tmp_path / "untold", _drive_without_record_stream
+    )
     assert [report.races for report in told] == [(), ()]
     for report in untold:
         pairs = {(r.kind, r.first.operator, r.second.operator, r.second.unit) for r in report.races}

@@ -280,7 +280,7 @@ def _let_go(*, records: bool, waits: bool = False) -> None:
     with torch.cpu.stream(side):
         tensor.sum()
     if records:
-        tensor.record_stream(side)  # type: ignore[arg-type]  # torch knows of no streams of a CPU there
+        streams.record_stream_of(torch.Tensor.record_stream)(tensor, side)
     if waits:
         torch.cpu.current_stream().wait_stream(side)
     del tensor
@@ -291,6 +291,14 @@ def test_released_memory_is_kept_recorded_or_raced_for() -> None:
     assert _races(lambda: _let_go(records=False)) == [(Kind.REUSE, "sum", "zeros")]
     assert _races(lambda: _let_go(records=True)) == []
     assert _races(lambda: _let_go(records=False, waits=True)) == []
+
+
+def test_what_raises_for_a_stream_of_the_cpu_raises_under_a_watch_too() -> None:
+    def body() -> None:
+        with pytest.raises(RuntimeError, match="unknown parameter type"):
+            torch.ones(4).record_stream(torch.cpu.current_stream())  # type: ignore[arg-type]
+
+    assert _races(body) == []
 
 
 def test_memory_that_a_storage_gives_back_is_released() -> None:

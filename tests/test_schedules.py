@@ -200,7 +200,7 @@ def test_effort_is_checked_and_spelt() -> None:
     assert [*Effort(seed=3, num_schedules=2).seeds(TRAINING, THREADS)] == [3, 4]
     assert [*Effort().seeds(replace(TRAINING, schedules=3), THREADS)] == [0, 1, 2]
     assert [*Effort(seed=3, num_schedules=2).seeds(TRAINING, processes)] == [3]
-    assert Effort(is_thorough=True).applied(TRAINING, THREADS).watch == {Watch.RACES, Watch.LIFETIMES}
+    assert Effort(is_thorough=True).applied(TRAINING).watch == {Watch.RACES, Watch.LIFETIMES}
     assert Effort(is_thorough=True).options(0) == ("--thorough",)
 
 

@@ -250,9 +250,20 @@ def _precision(plan: Plan) -> MixedPrecision | None:
     return MixedPrecision(reduce_dtype=plan.reduce_dtype, _module_classes_to_ignore=())
 
 
+_EXPECTED_WARNINGS: tuple[tuple[str, type[Warning]], ...] = (
+    # Replication is what such a plan asks for; of a group of one rank it is the same as sharding.
+    ("The `NO_SHARD` sharding strategy is deprecated", FutureWarning),
+    ("FSDP is switching to use `NO_SHARD` instead of", UserWarning),
+    ("When using ``NO_SHARD`` for ``ShardingStrategy``", UserWarning),
+    # What is to go is judged as long as it is there.
+    (r"FSDP\.state_dict_type\(\) and FSDP\.set_state_dict_type\(\) are being deprecated", FutureWarning),
+    (r"``FullyShardedDataParallel\.\w+_optim_state_dict``is being deprecated", FutureWarning),
+    ("Please use DTensor instead", FutureWarning),
+    ("`_get_pg_default_device` will be deprecated", UserWarning),
+)
+
+
 def _expect_warnings() -> None:
     """Silence what is said of plans that ask for it; for good, since ranks that are threads share filters."""
-    # Replication is what such a plan asks for.
-    warnings.filterwarnings("ignore", "The `NO_SHARD` sharding strategy is deprecated", FutureWarning)
-    # Of a group of one rank, where to shard and to replicate are the same.
-    warnings.filterwarnings("ignore", "FSDP is switching to use `NO_SHARD` instead of", UserWarning)
+    for message, category in _EXPECTED_WARNINGS:
+        warnings.filterwarnings("ignore", message, category)

@@ -26,7 +26,7 @@ from harness.door.call import Call, short_name
 from harness.door.futures import late_futures
 from harness.door.site import call_site
 from harness.door.spelling import SPELLINGS, Spelling, process_group
-from harness.door.works import Hearing, Valuer, Works
+from harness.door.works import Valuer, Works
 from harness.ledger.entry import HarmKind, Op
 from harness.ledger.recorder import CallSummary, Recorder
 from harness.torch_versions import are_of_meta, kernels_before_backends
@@ -55,6 +55,9 @@ class Listener(Protocol):
 
         ``seq`` is the recorder's number of it, -1 where nobody records.
         """
+
+    def handed_over(self) -> None:
+        """Take note that what carries the call issued last on this thread has been given it, or is done with it."""
 
     def waited(self, issued: Any) -> None:
         """Take note of a wait, of which there may be several for one call."""
@@ -116,13 +119,14 @@ class _Kernel:
             )
         else:
             inner = _work_in(self._go_on(keyset, *args, **kwargs))
+        hearing.handed_over()
         if not self._spelling.returns_work or inner is None:
             hearing.waits(is_over=True)
             return None
         boxed = self._works.watch(inner, hearing, _valuer(self._door, call.device)).boxed()
         return boxed if self._spelling.returned is None else (arguments[self._spelling.returned], boxed)
 
-    def _announce(self, call: Call, recorder: Recorder | None, seq: int) -> Hearing:
+    def _announce(self, call: Call, recorder: Recorder | None, seq: int) -> _Hearing:
         """Tell the listener of a call before it starts; gives who is to be told of waits for it."""
         listener = self._door.listener()
         issued = None if listener is None else listener.issued(call, seq)
@@ -138,6 +142,10 @@ class _Hearing:
         self._seq = seq
         self._listener = listener
         self._issued = issued
+
+    def handed_over(self) -> None:
+        if self._listener is not None:
+            self._listener.handed_over()
 
     def waits(self, *, is_over: bool | None) -> None:
         if self._recorder is not None:

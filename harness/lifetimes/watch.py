@@ -129,6 +129,9 @@ class LifetimeWatch:
             elif call.op in _REDUCTIONS:
                 self._lives.reduced(inputs, outputs, is_scattered=call.op is Op.REDUCE_SCATTER)
 
+    def handed_over(self) -> None:
+        """Take no note."""
+
     def waited(self, issued: object) -> None:
         """Take no note."""
 

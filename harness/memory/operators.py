@@ -2,12 +2,13 @@
 
 [Note: which threads] A dispatch mode belongs to a thread, and backward runs on the thread that called it: on a CPU
 autograd has no threads of its own. So one mode around a rank's training sees forward, backward and the optimizer,
-whether Python or C++ calls the operators. What an engine does on threads that it starts itself is not seen.
+whether Python or C++ calls the operators. On a device backward runs on threads of autograd, to which torch hands the
+modes of the one that called it. What an engine does on threads that it starts itself is not seen.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Protocol
@@ -16,7 +17,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from harness.door.backend import is_inside_backend
-from harness.torch_versions import cpu_kernel
+from harness.torch_versions import device_kernel
 
 __all__ = ["OperatorMode", "OperatorWitness"]
 
@@ -81,7 +82,7 @@ class OperatorMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # as to
             return NotImplemented  # a wrapper, such as a DTensor, which comes back with the tensors inside it
         if types or func.namespace in _COMMUNICATION or func.namespace in _SILENT:
             return func(*args, **kwargs)
-        if func.namespace not in _KNOWN and (kernel := cpu_kernel(func)) is not None:
+        if func.namespace not in _KNOWN and (kernel := _kernel(func, args, kwargs)) is not None:
             with self:
                 return kernel(*args, **kwargs)
         result = func(*args, **kwargs)
@@ -114,6 +115,13 @@ class OperatorMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # as to
             witness.operator(footprint.name, reads, (*writes, *made), fresh)
             if footprint.is_host_read:
                 witness.host_read()
+
+
+# Any: an operator, its arguments and its kernel.
+def _kernel(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Callable[..., Any] | None:
+    """Give what calls the kernel of the device that the arguments are on."""
+    devices = {tensor.device.type for tensor in _tensors((*args, *kwargs.values()))}
+    return device_kernel(func, "cuda" if "cuda" in devices else "cpu")
 
 
 @cache

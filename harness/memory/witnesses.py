@@ -27,6 +27,9 @@ class Witness(OperatorWitness, Protocol):
     def issued(self, call: Call, seq: int) -> Any:
         """Take note of a collective before it starts; ``seq`` is its place in the ledger, -1 where there is none."""
 
+    def handed_over(self) -> None:
+        """Take note that what carries the collective issued last on this thread has been given it."""
+
     def waited(self, issued: Any) -> None:
         """Take note of a wait for a collective."""
 
@@ -43,6 +46,10 @@ class _Witnesses:
 
     def issued(self, call: Call, seq: int) -> tuple[Any, ...]:
         return tuple(witness.issued(call, seq) for witness in self._witnesses)
+
+    def handed_over(self) -> None:
+        for witness in self._witnesses:
+            witness.handed_over()
 
     def waited(self, issued: tuple[Any, ...]) -> None:
         for witness, what in zip(self._witnesses, issued, strict=True):

@@ -9,9 +9,9 @@ from harness.races.shadow import Span
 __all__ = ["is_memory", "span_of"]
 
 
-def is_memory(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is a plain one with memory of the CPU behind it, and any elements."""
-    return tensor.device.type == "cpu" and tensor.layout is torch.strided and tensor.numel() > 0
+def is_memory(tensor: torch.Tensor, device_type: str) -> bool:
+    """Whether a tensor is a plain one with memory of such a device behind it, and any elements."""
+    return tensor.device.type == device_type and tensor.layout is torch.strided and tensor.numel() > 0
 
 
 def span_of(tensor: torch.Tensor) -> Span:

@@ -21,7 +21,14 @@ from harness.races.watch import DEFAULT, RaceWatch, current_watch
 from harness.replacement import Replacement
 from harness.torch_versions import guards_of_record_stream
 
-__all__ = ["TrackedEvent", "TrackedStream", "record_stream_of", "selection", "tracked_streams"]
+__all__ = [
+    "TrackedEvent",
+    "TrackedStream",
+    "name_of_variable",
+    "record_stream_of",
+    "selection",
+    "tracked_streams",
+]
 
 _Stream = torch.cpu.Stream
 _Event = torch.cpu.Event
@@ -42,7 +49,7 @@ class TrackedStream(_Stream):
         if timeline is not None:
             self.timeline = timeline
         elif self.watch is not None:
-            self.timeline = self.watch.begin_stream(_name_of_variable())
+            self.timeline = self.watch.begin_stream(name_of_variable())
         if self.watch is not None:
             self.watch.streams[self.timeline] = self
 
@@ -138,7 +145,7 @@ def _synchronize(device: Any = None) -> None:
         watch.host_waits_for_all()
 
 
-def _name_of_variable() -> str:
+def name_of_variable() -> str:
     """Guess what the engine calls the stream that it is making, from the line of source that makes it."""
     frame = sys._getframe(2)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("harness.races"):
@@ -148,15 +155,13 @@ def _name_of_variable() -> str:
     return found[1].strip("_") if found else ""
 
 
+# Any: torch knows of no streams of a CPU where it takes a stream.
 def record_stream_of(record: Any) -> Any:
-    """Make of ``Tensor.record_stream`` one that tells the watch of tracking streams."""
+    """Make of a function that tells the allocator of a stream one that tells the watch of tracking streams."""
 
     def record_stream(tensor: torch.Tensor, stream: Any) -> None:
         if not isinstance(stream, TrackedStream):
-            if (
-                tensor.device.type != "cpu"
-            ):  # there is nothing to tell of, and torch would refuse its own streams
-                record(tensor, stream)
+            record(tensor, stream)
         elif stream.watch is not None:
             stream.watch.recorded(tensor, stream.timeline)
 
@@ -176,9 +181,9 @@ def _replacements() -> Iterator[tuple[Any, str, Any]]:
     yield torch.cpu, "stream", _stream
     yield torch.cpu, "current_stream", _current_stream
     yield torch.cpu, "synchronize", _synchronize
-    record_stream = record_stream_of(torch.Tensor.record_stream)
-    yield torch.Tensor, "record_stream", record_stream
-    yield from ((module, name, record_stream) for module, name in guards_of_record_stream())
+    # Not Tensor.record_stream, which raises for a stream of the CPU: under a watch no less.
+    for module, name in guards_of_record_stream():
+        yield module, name, record_stream_of(vars(module)[name])
     if not torch.accelerator.is_available():
         # With an event to wait for, FSDP2 asks for the accelerator's stream where it should ask for its device's.
         yield torch.accelerator, "current_stream", _current_stream

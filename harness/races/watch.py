@@ -37,6 +37,9 @@ class RaceWatch:
     What the harness itself does to observe is left out: it is no part of the engine, and would order things.
     """
 
+    device_type = "cpu"
+    """The device whose streams and memory are watched."""
+
     def __init__(self, recorder: Recorder) -> None:
         self.streams: dict[int, object] = {}  # by timeline, for whoever asks which one is the current one
         self._recorder = recorder
@@ -123,7 +126,7 @@ class RaceWatch:
 
     def resized(self, storage: torch.UntypedStorage, num_bytes: int) -> None:
         """Note that a storage gave its memory back, and took new one if it is not empty."""
-        if storage.device.type != "cpu":
+        if storage.device.type != self.device_type:
             return
         with self._lock:
             self._settle()
@@ -152,7 +155,7 @@ class RaceWatch:
             self._num_collectives += 1
             timeline = self.selected
             if call.is_async:
-                timeline = self._order.begin(self._order.signal(timeline))
+                timeline = self._order.begin(self._before(call))
                 self._names[timeline] = f"the {call.op}'s own stream"
             reads = [t for part in call.inputs for t in part]
             writes = [t for part in call.outputs for t in part]
@@ -167,6 +170,9 @@ class RaceWatch:
         """Note that the current stream waits for a collective's work."""
         if done is not None:
             self.wait(self.selected, done)
+
+    def handed_over(self) -> None:
+        """Take no note: what carries a collective on a CPU is no stream."""
 
     def report(self) -> RaceReport:
         """Give what was found so far."""
@@ -183,6 +189,10 @@ class RaceWatch:
     @property
     def _is_observing(self) -> bool:
         return self._recorder.place.phase is Phase.OBSERVE
+
+    def _before(self, call: Call) -> Clock:
+        """Tell what has surely happened when an asynchronous collective starts."""
+        return self._order.signal(self.selected)
 
     def _land(self) -> None:
         """Tell the course which collectives the default stream, on which units compute, now waits for."""
@@ -212,7 +222,7 @@ class RaceWatch:
         )  # an operator that reads and writes has one race with an earlier one, not two
         for is_write, tensors in ((False, reads), (True, writes)):
             told = replace(touch, is_write=is_write) if is_write else touch
-            for tensor in filter(is_memory, tensors):
+            for tensor in (t for t in tensors if is_memory(t, self.device_type)):
                 storage = tensor.untyped_storage()
                 key = self._storages.key(storage)
                 if id(storage) in fresh and not self._memory.is_known(key):

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 from harness.ledger.recorder import Recorder
+from harness.races.cuda_watch import watched_cuda_streams
 from harness.races.streams import tracked_streams
 from harness.races.watch import RaceWatch, set_watch
 
@@ -13,12 +14,23 @@ __all__ = ["watched_streams"]
 
 
 @contextmanager
-def watched_streams(recorder: Recorder) -> Iterator[RaceWatch]:
-    """Have the calling thread's rank on streams that remember, until exit; operators are told by `witnessed`."""
-    watch = RaceWatch(recorder)
-    with tracked_streams():
+def watched_streams(recorder: Recorder, device_type: str = "cpu") -> Iterator[RaceWatch]:
+    """Have the calling thread's rank watched until exit; operators are told by `witnessed`.
+
+    On a CPU its streams are ones that remember; on CUDA they are its own, and torch tells of them.
+    """
+    of_device: AbstractContextManager[RaceWatch] = (
+        watched_cuda_streams(recorder) if device_type == "cuda" else _remembering(recorder)
+    )
+    with of_device as watch:
         set_watch(watch)
         try:
             yield watch
         finally:
             set_watch(None)
+
+
+@contextmanager
+def _remembering(recorder: Recorder) -> Iterator[RaceWatch]:
+    with tracked_streams():
+        yield RaceWatch(recorder)

@@ -1,0 +1,113 @@
+"""What torch tells of CUDA's streams beneath its documented surface: its trace, which its own sanitizer is built on.
+
+Every record of an event, every wait and every synchronization is told, whether Python or C++ asked for it: autograd
+between streams, NCCL's groups around their own. Streams and events are told by their handles, as numbers. Where there
+is no CUDA nothing is ever told. See ``torch.cuda._gpu_trace`` and ``torch.cuda._sanitizer``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch.cuda import _gpu_trace
+
+__all__ = ["StreamListener", "current_stream_handle", "hears_streams", "stream_handle"]
+
+
+class StreamListener(Protocol):
+    """Who is told of streams and events, on whichever thread they are used; the default stream's handle is 0."""
+
+    def event_recorded(self, event: int, stream: int) -> None:
+        """Take note that an event was recorded on a stream."""
+
+    def event_awaited(self, event: int, stream: int) -> None:
+        """Take note that what is issued to a stream from now on waits for an event."""
+
+    def event_ended(self, event: int) -> None:
+        """Take note that an event is no more; its handle may be another one's next."""
+
+    def host_awaited_event(self, event: int) -> None:
+        """Take note that the host waited for an event."""
+
+    def host_awaited_stream(self, stream: int) -> None:
+        """Take note that the host waited for all that was issued to a stream."""
+
+    def host_awaited_device(self) -> None:
+        """Take note that the host waited for the device."""
+
+
+class _Ear:
+    """Who listens, and what was wrong with that."""
+
+    def __init__(self, listener: StreamListener) -> None:
+        self._listener = listener
+        self.failure: Exception | None = None
+
+    def hear(self, method: str, handles: tuple[int, ...]) -> None:
+        try:
+            getattr(self._listener, method)(*handles)
+        except Exception as error:  # torch would log it and go on, and what was not noted would be no race
+            self.failure = self.failure or error
+
+
+_ears: list[_Ear] = []
+
+
+# Any: the handles that torch passes.
+def _telling(method: str) -> Callable[..., None]:
+    def tell(*handles: Any) -> None:
+        for ear in tuple(_ears):
+            ear.hear(method, handles)
+
+    return tell
+
+
+_is_told = False
+
+
+def _begin_telling() -> None:
+    """Have torch tell; once in a process, as it never stops."""
+    global _is_told
+    if _is_told:
+        return
+    _is_told = True
+    _gpu_trace.register_callback_for_event_record(_telling("event_recorded"))
+    _gpu_trace.register_callback_for_event_wait(_telling("event_awaited"))
+    _gpu_trace.register_callback_for_event_deletion(_telling("event_ended"))
+    _gpu_trace.register_callback_for_event_synchronization(_telling("host_awaited_event"))
+    _gpu_trace.register_callback_for_stream_synchronization(_telling("host_awaited_stream"))
+    _gpu_trace.register_callback_for_device_synchronization(_telling("host_awaited_device"))
+    torch._C._activate_gpu_trace()
+
+
+@contextmanager
+def hears_streams(listener: StreamListener) -> Iterator[None]:
+    """Tell a listener of all of this process's streams until exit, which raises what the listener raised first."""
+    _begin_telling()
+    ear = _Ear(listener)
+    _ears.append(ear)
+    try:
+        yield
+    finally:
+        _ears.remove(ear)
+    if ear.failure is not None:
+        raise ear.failure
+
+
+def current_stream_handle() -> int:
+    """Give the handle of the calling thread's current stream on its current device."""
+    return stream_handle(torch.cuda.current_stream())
+
+
+# Any: torch.cuda's streams, or those of torch.accelerator, which have no handle to ask for.
+def stream_handle(stream: Any) -> int:
+    """Give the handle of a stream."""
+    if not hasattr(stream, "cuda_stream"):
+        make: Any = torch.cuda.Stream  # which torch leaves untyped
+        stream = make(
+            stream_id=stream.stream_id, device_index=stream.device_index, device_type=stream.device_type
+        )
+    return int(stream.cuda_stream)

@@ -1,0 +1,371 @@
+"""The watch of CUDA's own streams: what torch's trace tells it, what nccl does, and engines and mutants under it.
+
+No device is needed: torch's trace is fired by `tests.told_streams` as C++ fires it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from engine.mutants import MUTANTS
+from harness.case import Watch
+from harness.door.call import Call
+from harness.ledger.entry import Op, Phase
+from harness.ledger.recorder import Recorder
+from harness.races.clock import Clock
+from harness.races.cuda_watch import CudaRaceWatch
+from harness.races.finding import Kind
+from harness.torch_cuda import hears_streams, stream_handle
+from harness.torch_versions import device_kernel
+from harness.watching import watching
+from tests.test_race_mutants import EXPECTED, SHARDED, race_reports, racing_training
+from tests.told_streams import ToldEvent, ToldStream, drive_told, told_device
+
+RAW, WAR, REUSE = Kind.READ_AFTER_WRITE, Kind.WRITE_AFTER_READ, Kind.REUSE
+Found = list[tuple[Kind, str, str]]
+NCCL = 77
+"""The handle of the stream on which a group's collectives run."""
+
+
+@contextmanager
+def _watched(recorder: Recorder | None = None) -> Iterator[CudaRaceWatch]:
+    asked = frozenset({Watch.RACES})
+    with told_device(), watching(asked, recorder or Recorder(), "cuda") as watches:
+        assert isinstance(watches.races, CudaRaceWatch)
+        yield watches.races
+
+
+def _races(body: Callable[[CudaRaceWatch], object]) -> Found:
+    with _watched() as watch:
+        body(watch)
+    return [(race.kind, race.first.operator, race.second.operator) for race in watch.report().races]
+
+
+def _write_here_read_there(order: Callable[[Any, Any], object]) -> Found:
+    """Write on the current stream, do something with that and another stream, read on the other."""
+
+    def body(_: CudaRaceWatch) -> None:
+        side, tensor = torch.cuda.Stream(), torch.ones(4)  # type: ignore[no-untyped-call]
+        tensor.add_(1)
+        order(torch.cuda.current_stream(), side)
+        with torch.cuda.stream(side):
+            tensor.sum()
+
+    return _races(body)
+
+
+# Streams, events and the host ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "order",
+    [
+        lambda here, there: there.wait_stream(here),
+        lambda here, there: there.wait_event(here.record_event()),
+        lambda here, there: here.record_event().synchronize(),
+        lambda here, there: here.record_event().query(),
+        lambda here, there: here.synchronize(),
+        lambda here, there: here.query(),
+        lambda here, there: torch.cuda.synchronize(),
+    ],
+    ids=["stream", "event", "host-event", "event-query", "host-stream", "stream-query", "device"],
+)
+def test_whatever_waits_orders(order: Callable[[Any, Any], object]) -> None:
+    assert _write_here_read_there(order) == []
+
+
+@pytest.mark.parametrize(
+    "order",
+    [
+        lambda here, there: None,
+        lambda here, there: here.wait_stream(there),
+        lambda here, there: there.wait_event(there.record_event()),
+        lambda here, there: there.wait_event(ToldEvent()),  # never recorded
+        lambda here, there: there.synchronize(),
+    ],
+    ids=["nothing", "the-other-way", "its-own", "unrecorded", "the-wrong-one"],
+)
+def test_whatever_does_not_wait_for_the_write_does_not(order: Callable[[Any, Any], object]) -> None:
+    assert _write_here_read_there(order) == [(RAW, "add_", "sum")]
+
+
+def test_an_event_is_its_last_record_and_a_new_one_by_an_old_handle_is_none() -> None:
+    def recorded_again(_: CudaRaceWatch) -> None:
+        side, tensor, event = ToldStream(), torch.ones(4), ToldEvent()
+        event.record()
+        tensor.add_(1)
+        event.record()
+        side.wait_event(event)
+        with torch.cuda.stream(side):
+            tensor.sum()
+
+    def handed_out_again(_: CudaRaceWatch) -> None:
+        side, tensor = ToldStream(), torch.ones(4)
+        tensor.add_(1)
+        ended = ToldEvent()
+        ended.record()
+        handle = ended.cuda_event
+        del ended
+        new = ToldEvent()
+        assert new.cuda_event == handle
+        side.wait_event(new)
+        with torch.cuda.stream(side):
+            tensor.sum()
+
+    assert _races(recorded_again) == []
+    assert _races(handed_out_again) == [(RAW, "add_", "sum")]
+
+
+def test_waits_of_the_harness_itself_order_nothing() -> None:
+    recorder = Recorder()
+
+    def order(here: Any, there: Any) -> None:
+        with recorder.during(Phase.OBSERVE, step=0):
+            there.wait_stream(here)
+            here.synchronize()
+            here.record_event().synchronize()
+            torch.cuda.synchronize()
+
+    with _watched(recorder) as watch:
+        side, tensor = ToldStream(), torch.ones(4)
+        tensor.add_(1)
+        order(torch.cuda.current_stream(), side)
+        with torch.cuda.stream(side):
+            tensor.sum()
+    assert [race.kind for race in watch.report().races] == [RAW]
+
+
+def test_streams_go_by_the_names_that_the_engine_gave_them() -> None:
+    unheard_of = ToldStream()
+    with _watched() as watch:
+        copy_stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        with torch.cuda.stream(copy_stream):
+            tensor = torch.ones(4)
+        with torch.cuda.stream(unheard_of):
+            tensor.sum()
+    (race,) = watch.report().races
+    assert "(copy_stream)" in race.first.stream
+    assert race.second.stream == "stream 2"
+    assert watch.report().num_streams == 3
+
+
+def test_the_current_stream_is_torchs_own() -> None:
+    with _watched() as watch, pytest.raises(AttributeError, match=r"torch\.cuda\.stream"):
+        watch.selected = 1
+
+
+@pytest.mark.parametrize("records", [False, True])
+def test_released_memory_is_kept_by_what_the_allocator_was_told(records: bool) -> None:
+    def body(_: CudaRaceWatch) -> None:
+        side, tensor = ToldStream(), torch.ones(4)
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            tensor.sum()
+        if records:
+            tensor.record_stream(cast(Any, side))
+        del tensor
+        torch.zeros(4)
+
+    assert _races(body) == ([] if records else [(REUSE, "sum", "zeros")])
+
+
+# Collectives --------------------------------------------------------------------------------------------------
+
+
+def _all_reduce(tensor: torch.Tensor, group: str = "world", *, is_async: bool = True) -> Call:
+    return Call(
+        op=Op.ALL_REDUCE,
+        group=cast(dist.ProcessGroup, None),
+        group_name=group,
+        ranks=(0, 1),
+        rank=0,
+        inputs=((tensor,),),
+        outputs=((tensor,),),
+        reduce_op=None,
+        peer=None,
+        tag=0,
+        is_async=is_async,
+        device=torch.device("cpu"),
+        timeout_s=None,
+        site="engine.py:1 in step",
+    )
+
+
+def _by_nccl(watch: CudaRaceWatch, call: Call, carrier: int = NCCL) -> tuple[Clock | None, ToldEvent]:
+    """Issue a call as nccl carries it; give what the door would tell a wait by, and the event of its end."""
+    stream = ToldStream(handle=carrier)
+    done = watch.issued(call)
+    stream.wait_stream(torch.cuda.current_stream())
+    end = stream.record_event()
+    watch.handed_over()
+    return done, end
+
+
+def _waits_by_door(watch: CudaRaceWatch, done: Clock | None, end: ToldEvent) -> None:
+    watch.waited(done)
+
+
+def _waits_in_cpp(watch: CudaRaceWatch, done: Clock | None, end: ToldEvent) -> None:
+    end.wait()
+
+
+def _waits_for_the_wrong_one(watch: CudaRaceWatch, done: Clock | None, end: ToldEvent) -> None:
+    ToldStream(handle=NCCL + 1).record_event().wait()
+
+
+@pytest.mark.parametrize(
+    ("wait", "expected"),
+    [
+        (_waits_by_door, []),
+        (_waits_in_cpp, []),
+        (_waits_for_the_wrong_one, [(RAW, "all_reduce", "sum")]),
+        (lambda watch, done, end: None, [(RAW, "all_reduce", "sum")]),
+    ],
+    ids=["door", "c++", "wrong", "none"],
+)
+def test_the_result_of_a_collective_is_waited_for(
+    wait: Callable[[CudaRaceWatch, Clock | None, ToldEvent], None], expected: Found
+) -> None:
+    def body(watch: CudaRaceWatch) -> None:
+        tensor = torch.ones(4)
+        done, end = _by_nccl(watch, _all_reduce(tensor))
+        wait(watch, done, end)
+        tensor.sum()
+
+    assert _races(body) == expected
+
+
+def test_an_earlier_event_of_the_carrier_is_no_wait_for_a_later_collective() -> None:
+    def body(watch: CudaRaceWatch) -> None:
+        first, second = torch.ones(4), torch.ones(4)
+        _, end = _by_nccl(watch, _all_reduce(first))
+        _by_nccl(watch, _all_reduce(second))
+        end.wait()
+        first.sum()
+        second.sum()
+
+    assert _races(body) == [(RAW, "all_reduce", "sum")]
+
+
+@pytest.mark.parametrize(
+    ("group", "expected"), [("world", []), ("pairs", [(RAW, "all_reduce", "all_reduce")])]
+)
+def test_collectives_of_one_group_are_in_order_and_those_of_two_are_not(group: str, expected: Found) -> None:
+    def body(watch: CudaRaceWatch) -> None:
+        tensor = torch.ones(4)
+        carrier = {"world": NCCL, "pairs": NCCL + 1}
+        _by_nccl(watch, _all_reduce(torch.ones(4), group), carrier[group])
+        _by_nccl(watch, _all_reduce(tensor), NCCL)
+        _by_nccl(watch, _all_reduce(tensor, group), carrier[group])
+
+    kinds = {(first, second) for _, first, second in _races(body)}
+    assert kinds == {(first, second) for _, first, second in expected}
+
+
+def test_waits_after_a_collective_was_handed_over_are_the_engines_own() -> None:
+    def body(watch: CudaRaceWatch) -> None:
+        tensor, side = torch.ones(4), ToldStream()
+        _by_nccl(watch, _all_reduce(tensor))
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            tensor.sum()
+
+    assert _races(body) == [(RAW, "all_reduce", "sum")]
+
+
+def test_a_synchronous_collective_is_on_the_current_stream() -> None:
+    def body(watch: CudaRaceWatch) -> None:
+        tensor, side = torch.ones(4), ToldStream()
+        watch.issued(_all_reduce(tensor, is_async=False))
+        watch.handed_over()
+        tensor.sum()
+        with torch.cuda.stream(side):
+            tensor.sum()
+
+    assert _races(body) == [(RAW, "all_reduce", "sum")]
+
+
+# The way to torch ---------------------------------------------------------------------------------------------
+
+
+class _Deaf:
+    """A listener that cannot take what it is told."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError(f"no {name} here")
+
+
+def test_what_was_wrong_with_listening_is_raised_and_not_only_logged() -> None:
+    with pytest.raises(RuntimeError, match="no event_recorded here"), hears_streams(cast(Any, _Deaf())):
+        ToldEvent().record()
+
+
+def test_nobody_listens_afterwards_and_torch_is_as_it_was() -> None:
+    before = (torch.cuda.Stream.__new__, torch.cuda.Stream.query, torch.cuda.Event.query)
+    with _watched() as watch:
+        pass
+    ToldEvent().record(ToldStream())
+    assert watch.report().num_streams == 1
+    assert (torch.cuda.Stream.__new__, torch.cuda.Stream.query, torch.cuda.Event.query) == before
+
+
+def test_a_stream_without_a_handle_is_asked_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Stream:
+        stream_id, device_index, device_type = 3, 0, 1
+
+    class Made:
+        def __init__(self, *, stream_id: int, device_index: int, device_type: int) -> None:
+            self.cuda_stream = 100 * stream_id + 10 * device_index + device_type
+
+    monkeypatch.setattr(torch.cuda, "Stream", Made)
+    assert stream_handle(Stream()) == 301
+
+
+def test_operators_of_engines_have_kernels_of_a_device_to_look_into() -> None:
+    import torch.distributed.fsdp  # which defines them
+
+    for name in ("all_gather_copy_in", "split_with_sizes_copy", "chunk_cat"):
+        operator = getattr(torch.ops.fsdp, name).default
+        assert device_kernel(operator, "cpu") is not None
+        assert device_kernel(operator, "cuda") is not None
+
+
+# Engines ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["torch.fsdp2", "engine.adapters.reference:ReferenceOnStreams"])
+def test_honest_engines_are_silent(engine: str, tmp_path: Path) -> None:
+    for report in race_reports(
+        engine, racing_training(SHARDED), tmp_path / "world", drive_told, kind="processes"
+    ):
+        assert report.races == ()
+        assert report.num_touches > 100
+        assert report.num_collectives >= 10
+        assert report.num_streams >= 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name",
+    [
+        "GathersBeforeTheCopyIn",
+        "CopiesOutDuringTheGather",
+        "ReducesBeforeGradientsAreThere",
+        "EndsBackwardWithoutAWait",
+        "GathersDuringTheStep",
+        "TakesReductionsAsDone",
+    ],
+)
+def test_mutants_are_found_as_on_a_cpu(name: str, tmp_path: Path) -> None:
+    (engine,) = (mutant.engine_spec for mutant in MUTANTS if mutant.name == name)
+    expected = EXPECTED[name]
+    for report in race_reports(engine, expected.training, tmp_path / "world", drive_told, kind="processes"):
+        assert set(expected.races) <= expected.found_in(report), "\n".join(map(str, report.races))

@@ -1,0 +1,145 @@
+"""Streams and events that are told of as CUDA's are: by torch's own trace, with handles for names; on a CPU."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from itertools import count
+from typing import Any
+
+import pytest
+import torch
+from torch.cuda import _gpu_trace as trace
+
+from harness import drive
+from harness.case import Training
+from harness.ledger.recorder import Recorder
+from harness.races import cuda_watch
+from harness.watching import Watches, watching
+from harness.worlds.rank import RankContext
+
+__all__ = ["ToldEvent", "ToldStream", "drive_told", "told_device"]
+
+_handles = count(1)
+
+
+class _Current(threading.local):
+    """The calling thread's current stream."""
+
+    def __init__(self) -> None:
+        self.stream = ToldStream(handle=0)
+
+
+class ToldStream(torch.cpu.Stream):
+    """A stream; what is issued to it is done at once."""
+
+    # Any, here and below: torch leaves its stand-ins for streams and events of a CPU untyped.
+    def __new__(cls, priority: int = -1, *, handle: int | None = None) -> Any:
+        stream = super().__new__(cls)
+        stream.cuda_stream = 1000 + next(_handles) if handle is None else handle
+        return stream
+
+    def __init__(self, priority: int = -1, *, handle: int | None = None) -> None:
+        super().__init__(priority)
+
+    def record_event(self, event: Any = None) -> Any:
+        recorded = ToldEvent() if event is None else event
+        recorded.record(self)
+        return recorded
+
+    def wait_event(self, event: Any) -> None:
+        event.wait(self)
+
+    def wait_stream(self, stream: Any) -> None:
+        self.wait_event(stream.record_event())
+
+    def synchronize(self) -> None:
+        trace.StreamSynchronizationCallbacks.fire_callbacks(self.cuda_stream)
+
+    def query(self) -> bool:
+        return True
+
+
+class ToldEvent(torch.cpu.Event):
+    """An event, whose handle is another one's after its end, as those of CUDA are."""
+
+    _free: list[int] = []  # noqa: RUF012 - every one's
+
+    def __init__(self) -> None:
+        self.cuda_event = self._free.pop() if self._free else 5000 + next(_handles)
+
+    def __del__(self) -> None:
+        trace.EventDeletionCallbacks.fire_callbacks(self.cuda_event)
+        self._free.append(self.cuda_event)
+
+    def record(self, stream: Any = None) -> None:
+        on = _current.stream if stream is None else stream
+        trace.EventRecordCallbacks.fire_callbacks(self.cuda_event, on.cuda_stream)
+
+    def wait(self, stream: Any = None) -> None:
+        waiting = _current.stream if stream is None else stream
+        trace.EventWaitCallbacks.fire_callbacks(self.cuda_event, waiting.cuda_stream)
+
+    def synchronize(self) -> None:
+        trace.EventSynchronizationCallbacks.fire_callbacks(self.cuda_event)
+
+    def query(self) -> bool:
+        return True
+
+
+_current = _Current()
+
+
+@contextmanager
+def _selected(stream: Any) -> Iterator[None]:
+    outer, _current.stream = _current.stream, stream
+    try:
+        yield
+    finally:
+        _current.stream = outer
+
+
+def _stream(stream: Any) -> AbstractContextManager[None]:
+    return _selected(stream)
+
+
+def _current_stream(device: Any = None) -> Any:
+    return _current.stream
+
+
+def _synchronize(device: Any = None) -> None:
+    trace.DeviceSynchronizationCallbacks.fire_callbacks()
+
+
+def _taken(tensor: torch.Tensor, stream: Any) -> None:
+    """Take a stream, as the allocator of a device does."""
+
+
+@contextmanager
+def told_device() -> Iterator[None]:
+    """Have such streams in place of torch's own, and the watch of CUDA look at memory of the CPU."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (torch.cpu, torch.cuda):
+            patch.setattr(module, "Stream", ToldStream)
+            patch.setattr(module, "Event", ToldEvent)
+            patch.setattr(module, "stream", _stream)
+            patch.setattr(module, "current_stream", _current_stream)
+            patch.setattr(module, "synchronize", _synchronize)
+        patch.setattr(torch.accelerator, "current_stream", _current_stream)
+        patch.setattr(torch.Tensor, "record_stream", _taken)
+        patch.setattr(cuda_watch.CudaRaceWatch, "device_type", "cpu")
+        yield
+
+
+@contextmanager
+def _watching_told(asked: Any, recorder: Recorder, device_type: str) -> Iterator[Watches]:
+    with told_device(), watching(asked, recorder, "cuda") as watches:
+        yield watches
+
+
+def drive_told(context: RankContext, training: Training, engine: str) -> str | None:
+    """Train under the watch of CUDA, on such streams; a world's rank body, in a process of its own."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(drive, "watching", _watching_told)
+        return drive.drive_rank(context, training, engine)
