@@ -13,20 +13,22 @@ from typing import Any, cast
 import pytest
 import torch
 import torch.distributed as dist
+from torch.cuda import _gpu_trace
 
 from engine.mutants import MUTANTS
+from harness import torch_cuda
 from harness.case import Watch
 from harness.door.call import Call
 from harness.ledger.entry import Op, Phase
 from harness.ledger.recorder import Recorder
 from harness.races.clock import Clock
-from harness.races.cuda_watch import CudaRaceWatch
+from harness.races.cuda_watch import CudaRaceWatch, watched_cuda_streams
 from harness.races.finding import Kind
 from harness.torch_cuda import hears_streams, stream_handle
 from harness.torch_versions import device_kernel
 from harness.watching import watching
 from tests.test_race_mutants import EXPECTED, SHARDED, race_reports, racing_training
-from tests.told_streams import ToldEvent, ToldStream, drive_told, told_device
+from tests.told_streams import ToldEvent, ToldStream, drive_told, told_device, told_to_the_allocator
 
 RAW, WAR, REUSE = Kind.READ_AFTER_WRITE, Kind.WRITE_AFTER_READ, Kind.REUSE
 Found = list[tuple[Kind, str, str]]
@@ -150,9 +152,9 @@ def test_streams_go_by_the_names_that_the_engine_gave_them() -> None:
             tensor = torch.ones(4)
         with torch.cuda.stream(unheard_of):
             tensor.sum()
-    (race,) = watch.report().races
-    assert "(copy_stream)" in race.first.stream
-    assert race.second.stream == "stream 2"
+        tensor.add_(1)
+    names = {touch.stream for race in watch.report().races for touch in (race.first, race.second)}
+    assert names == {"the default stream", "stream 1 (copy_stream)", "stream 2"}
     assert watch.report().num_streams == 3
 
 
@@ -170,10 +172,21 @@ def test_released_memory_is_kept_by_what_the_allocator_was_told(records: bool) -
             tensor.sum()
         if records:
             tensor.record_stream(cast(Any, side))
+            assert told_to_the_allocator.pop() == (tensor.data_ptr(), side.cuda_stream)
         del tensor
         torch.zeros(4)
 
     assert _races(body) == ([] if records else [(REUSE, "sum", "zeros")])
+
+
+def test_who_is_not_watched_uses_streams_as_ever() -> None:
+    with told_device(), watched_cuda_streams(Recorder()) as watch:
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        torch.ones(4).record_stream(cast(Any, stream))
+        assert told_to_the_allocator.pop()[1] == stream.cuda_stream
+        assert stream.query()
+        assert stream.record_event().query()
+    assert watch.report().num_touches == 0
 
 
 # Collectives --------------------------------------------------------------------------------------------------
@@ -280,11 +293,16 @@ def test_waits_after_a_collective_was_handed_over_are_the_engines_own() -> None:
     assert _races(body) == [(RAW, "all_reduce", "sum")]
 
 
-def test_a_synchronous_collective_is_on_the_current_stream() -> None:
+@pytest.mark.parametrize("by_a_stream_of_nccls", [False, True])
+def test_a_synchronous_collective_is_on_the_current_stream(by_a_stream_of_nccls: bool) -> None:
     def body(watch: CudaRaceWatch) -> None:
         tensor, side = torch.ones(4), ToldStream()
-        watch.issued(_all_reduce(tensor, is_async=False))
-        watch.handed_over()
+        if by_a_stream_of_nccls:  # which the current one waits for at once
+            _, end = _by_nccl(watch, _all_reduce(tensor, is_async=False))
+            end.wait()
+        else:
+            watch.issued(_all_reduce(tensor, is_async=False))
+            watch.handed_over()
         tensor.sum()
         with torch.cuda.stream(side):
             tensor.sum()
@@ -305,6 +323,19 @@ class _Deaf:
 def test_what_was_wrong_with_listening_is_raised_and_not_only_logged() -> None:
     with pytest.raises(RuntimeError, match="no event_recorded here"), hears_streams(cast(Any, _Deaf())):
         ToldEvent().record()
+
+
+def test_torch_is_asked_to_tell_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(torch_cuda, "_is_told", False)
+    monkeypatch.setattr(torch._C, "_activate_gpu_trace", lambda: asked.append("activate"))
+    for name in ("EventRecord", "EventWait", "DeviceSynchronization"):
+        monkeypatch.setattr(getattr(_gpu_trace, f"{name}Callbacks"), "callback_list", [])
+    for _ in range(2):
+        with hears_streams(CudaRaceWatch(Recorder())):
+            pass
+    assert asked == ["activate"]
+    assert len(_gpu_trace.EventRecordCallbacks.callback_list) == 1
 
 
 def test_nobody_listens_afterwards_and_torch_is_as_it_was() -> None:

@@ -156,13 +156,41 @@ def test_a_read_does_not_hide_the_write_before_it() -> None:
     assert bench.touch(READ, 1) == [Kind.READ_AFTER_WRITE]
 
 
-def test_a_smaller_write_does_not_hide_a_larger_one() -> None:
+@pytest.mark.parametrize("part", [Span(0, 4), Span(4, 8), Span(2, 6)])
+def test_a_smaller_write_does_not_hide_a_larger_one(part: Span) -> None:
+    for place in (Span(0, 2), Span(6, 8)):
+        bench = _Bench()
+        bench.touch(WRITE, 0)
+        bench.touch(WRITE, 0, part)
+        assert bench.touch(READ, 1, place) == [Kind.READ_AFTER_WRITE] * (1 + part.meets(place))
+
+
+def test_a_read_does_not_hide_that_of_another_stream() -> None:
+    for first, second in ((0, 1), (1, 0)):
+        bench = _Bench()
+        bench.touch(READ, first)
+        bench.touch(READ, second)
+        assert bench.touch(WRITE, second) == [Kind.WRITE_AFTER_READ]
+
+
+def test_memory_that_nobody_announced_was_there_before() -> None:
     bench = _Bench()
-    bench.touch(WRITE, 0, WHOLE)
-    bench.wait(1, 0)
-    bench.touch(WRITE, 1, Span(0, 4))
-    assert bench.touch(READ, 0, Span(4, 8)) == []
-    assert bench.touch(READ, 0, Span(0, 4)) == [Kind.READ_AFTER_WRITE]
+    assert not bench.memory.is_known(7)
+    assert bench.touch(READ, 1, key=7) == []
+    assert bench.memory.is_known(7)
+    bench.memory.release(7, bench.order.clock)
+    bench.memory.release(8, bench.order.clock)  # nor was this, and nobody touched it
+    bench.memory.allocate(9, bench.streams[0])
+    assert bench.touch(WRITE, 0, key=9) == [Kind.REUSE]
+
+
+def test_who_is_in_the_way_of_reuse_is_told_once() -> None:
+    bench = _Bench()
+    bench.touch(READ, 1)
+    bench.renew()
+    assert bench.touch(WRITE, 0, key=1) == [Kind.REUSE]
+    bench.memory.allocate(2, bench.streams[0])
+    assert bench.touch(WRITE, 0, key=2) == []
 
 
 def test_memory_is_not_reused_while_another_stream_uses_it() -> None:

@@ -19,7 +19,10 @@ from harness.races import cuda_watch
 from harness.watching import Watches, watching
 from harness.worlds.rank import RankContext
 
-__all__ = ["ToldEvent", "ToldStream", "drive_told", "told_device"]
+__all__ = ["ToldEvent", "ToldStream", "drive_told", "told_device", "told_to_the_allocator"]
+
+told_to_the_allocator: list[tuple[int, int]] = []
+"""Addresses, and handles of the streams that use what is there."""
 
 _handles = count(1)
 
@@ -113,7 +116,7 @@ def _synchronize(device: Any = None) -> None:
 
 
 def _taken(tensor: torch.Tensor, stream: Any) -> None:
-    """Take a stream, as the allocator of a device does."""
+    told_to_the_allocator.append((tensor.data_ptr(), stream.cuda_stream))
 
 
 @contextmanager
