@@ -23,7 +23,7 @@ from harness.races.clock import Clock, Moment, Order
 from harness.races.finding import Kind, Race, RaceReport, Touch, report_from_json, report_to_json
 from harness.races.law import NoRaces
 from harness.races.shadow import Access, Memory, Span
-from harness.races.watch import RaceWatch
+from harness.races.watch import RaceWatch, current_watch
 from harness.watching import watching
 from tests.simulated_engine import simulate
 
@@ -327,6 +327,53 @@ def test_what_raises_for_a_stream_of_the_cpu_raises_under_a_watch_too() -> None:
             torch.ones(4).record_stream(torch.cpu.current_stream())  # type: ignore[arg-type]
 
     assert _races(body) == []
+
+
+@pytest.mark.parametrize("grows", [False, True])
+def test_memory_that_is_asked_for_unwritten_is_reused_memory_too(grows: bool) -> None:
+    def body() -> None:
+        later = torch.empty(0)
+        side, tensor = _side(), torch.ones(4)
+        side.wait_stream(torch.cpu.current_stream())
+        with torch.cpu.stream(side):
+            tensor.sum()
+        del tensor
+        if grows:
+            later.untyped_storage().resize_(16)
+            later.set_(later.untyped_storage(), 0, (4,))  # type: ignore[call-overload]  # its stub lacks this form
+        else:
+            later = torch.empty(4)
+        later.fill_(1)
+
+    assert _races(body) == [(Kind.REUSE, "sum", "fill_")]
+
+
+def test_what_the_harness_reads_is_no_touch_and_no_collective() -> None:
+    recorder = Recorder()
+    with watching(frozenset({Watch.RACES}), recorder) as watches:
+        side, tensor = _side(), torch.ones(4)
+        with torch.cpu.stream(side), recorder.during(Phase.OBSERVE, step=0):
+            tensor.sum()
+            made = torch.ones(4)
+        made.sum()
+    assert watches.races is not None
+    report = watches.races.report()
+    assert report.races == ()
+    assert report.num_touches == 3  # ones writes; sum reads and writes
+    assert current_watch() is None
+
+
+def test_a_race_is_told_once_and_counted() -> None:
+    def body() -> None:
+        side, tensor = _side(), torch.ones(4)
+        for _ in range(3):
+            tensor.add_(1)
+            with torch.cpu.stream(side):
+                tensor.sum()
+
+    with _watched() as watch:
+        body()
+    assert {(race.second.operator, race.count) for race in watch.report().races} >= {("sum", 3)}
 
 
 def test_memory_that_a_storage_gives_back_is_released() -> None:
