@@ -27,6 +27,7 @@ from harness.races.finding import Kind
 from harness.torch_cuda import hears_streams, stream_handle
 from harness.torch_versions import device_kernel
 from harness.watching import watching
+from tests.orders import NO_ORDERS, ORDERS, Ordering, write_here_read_there
 from tests.test_race_mutants import EXPECTED, SHARDED, race_reports, racing_training
 from tests.told_streams import ToldEvent, ToldStream, drive_told, told_device, told_to_the_allocator
 
@@ -50,52 +51,17 @@ def _races(body: Callable[[CudaRaceWatch], object]) -> Found:
     return [(race.kind, race.first.operator, race.second.operator) for race in watch.report().races]
 
 
-def _write_here_read_there(order: Callable[[Any, Any], object]) -> Found:
-    """Write on the current stream, do something with that and another stream, read on the other."""
-
-    def body(_: CudaRaceWatch) -> None:
-        side, tensor = torch.cuda.Stream(), torch.ones(4)  # type: ignore[no-untyped-call]
-        tensor.add_(1)
-        order(torch.cuda.current_stream(), side)
-        with torch.cuda.stream(side):
-            tensor.sum()
-
-    return _races(body)
-
-
 # Streams, events and the host ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "order",
-    [
-        lambda here, there: there.wait_stream(here),
-        lambda here, there: there.wait_event(here.record_event()),
-        lambda here, there: here.record_event().synchronize(),
-        lambda here, there: here.record_event().query(),
-        lambda here, there: here.synchronize(),
-        lambda here, there: here.query(),
-        lambda here, there: torch.cuda.synchronize(),
-    ],
-    ids=["stream", "event", "host-event", "event-query", "host-stream", "stream-query", "device"],
-)
-def test_whatever_waits_orders(order: Callable[[Any, Any], object]) -> None:
-    assert _write_here_read_there(order) == []
+@pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS)
+def test_whatever_waits_orders(order: Ordering) -> None:
+    assert _races(lambda _: write_here_read_there(torch.cuda, order)) == []
 
 
-@pytest.mark.parametrize(
-    "order",
-    [
-        lambda here, there: None,
-        lambda here, there: here.wait_stream(there),
-        lambda here, there: there.wait_event(there.record_event()),
-        lambda here, there: there.wait_event(ToldEvent()),  # never recorded
-        lambda here, there: there.synchronize(),
-    ],
-    ids=["nothing", "the-other-way", "its-own", "unrecorded", "the-wrong-one"],
-)
-def test_whatever_does_not_wait_for_the_write_does_not(order: Callable[[Any, Any], object]) -> None:
-    assert _write_here_read_there(order) == [(RAW, "add_", "sum")]
+@pytest.mark.parametrize("order", NO_ORDERS.values(), ids=NO_ORDERS)
+def test_whatever_does_not_wait_for_the_write_does_not(order: Ordering) -> None:
+    assert _races(lambda _: write_here_read_there(torch.cuda, order)) == [(RAW, "add_", "sum")]
 
 
 def test_an_event_is_its_last_record_and_a_new_one_by_an_old_handle_is_none() -> None:

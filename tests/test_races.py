@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -25,6 +26,7 @@ from harness.races.law import NoRaces
 from harness.races.shadow import Access, Memory, Span
 from harness.races.watch import RaceWatch, current_watch
 from harness.watching import watching
+from tests.orders import NO_ORDERS, ORDERS, Ordering, write_here_read_there
 from tests.simulated_engine import simulate
 
 # Clocks -----------------------------------------------------------------------------------------------------
@@ -246,18 +248,35 @@ def _side() -> torch.cpu.Stream:
     return torch.cpu.Stream()  # type: ignore[no-untyped-call]
 
 
-def _write_here_read_there(*, waits: bool) -> None:
-    side, tensor = _side(), torch.ones(4)
-    tensor.add_(1)
-    if waits:
-        side.wait_stream(torch.cpu.current_stream())
-    with torch.cpu.stream(side):
-        tensor.sum()
+@pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS)
+def test_whatever_waits_orders(order: Ordering) -> None:
+    assert _races(lambda: write_here_read_there(torch.cpu, order)) == []
 
 
-def test_an_operator_on_another_stream_waits_or_races() -> None:
-    assert _races(lambda: _write_here_read_there(waits=False)) == [(Kind.READ_AFTER_WRITE, "add_", "sum")]
-    assert _races(lambda: _write_here_read_there(waits=True)) == []
+@pytest.mark.parametrize("order", NO_ORDERS.values(), ids=NO_ORDERS)
+def test_whatever_does_not_wait_for_the_write_does_not(order: Ordering) -> None:
+    assert _races(lambda: write_here_read_there(torch.cpu, order)) == [(Kind.READ_AFTER_WRITE, "add_", "sum")]
+
+
+def test_streams_are_idle_as_torchs_own_where_nobody_watches() -> None:
+    plain = torch.cpu.current_stream()
+    with streams.tracked_streams():  # as another rank of this process wants them
+        stream: Any = _side()
+        assert stream.record_event() is None
+        stream.wait_event(None)
+        stream.wait_stream(plain)
+        stream.synchronize()
+        torch.cpu.synchronize()
+        assert stream.query()
+        assert torch.cpu.current_stream() is plain
+        with torch.cpu.stream(stream):
+            torch.ones(4)
+        event: Any = torch.cpu.Event()  # type: ignore[no-untyped-call]
+        event.record(stream)
+        event.wait(stream)
+        event.synchronize()
+        assert event.query()
+        assert event.fired is None
 
 
 def test_events_order_as_streams_do() -> None:
