@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 import pytest
@@ -10,11 +11,13 @@ from engine.contract import Plan
 from fixtures.chain import CHAIN
 from fixtures.problems import EXACT_LINEAR
 from harness.law import Evidence
+from harness.ledger.course import Happening, Mark
 from harness.ledger.entry import Ledger, Op, Phase, Wait, wait_from_json, wait_to_json
 from harness.ledger.flight import InFlight
 from harness.ledger.laws import Asynchronous
-from harness.ledger.order import Computes, Gathers, Order, Reduces
+from harness.ledger.order import Computes, Gathers, Order, Reduces, Reshards, Together
 from harness.ledger.selection import Select
+from harness.observation import Observation
 from tests.ledgers import changed, entry, evidence, numbered, sharding_ledger
 
 BYTES_OF = {"": 18 * 4, "blocks.0": 108 * 4, "blocks.1": 520 * 4, "blocks.2": 820 * 4, "blocks.3": 210 * 4}
@@ -90,6 +93,117 @@ def test_order_of_computation_is_told_by_what_modules_broadcast() -> None:
     assert "expected gather blocks.2 as #0, got compute gradients of blocks.3" in record.summary
     untold = replace(IN_TURN, events=(Gathers("blocks.2"), Reduces("blocks.3")))
     assert untold.judge(chain_evidence(early, late)).record.held  # broadcasts are left out of account
+
+
+ANY_ORDER = replace(
+    IN_TURN,
+    events=(
+        Gathers("blocks.3"),
+        Together(frozenset({Gathers("blocks.2"), Reduces("blocks.3")})),
+        Together(frozenset({Gathers("blocks.1"), Reduces("blocks.2")})),
+        Reduces(""),
+    ),
+)
+
+
+@pytest.mark.parametrize("first", [("G2", "R3"), ("R3", "G2")])
+@pytest.mark.parametrize("second", [("G1", "R2"), ("R2", "G1")])
+def test_what_happens_together_may_come_in_any_order(first: tuple[str, ...], second: tuple[str, ...]) -> None:
+    ledger = chain_ledger("G3", *first, *second, "R")
+    assert ANY_ORDER.judge(chain_evidence(ledger, ledger)).record.held
+
+
+@pytest.mark.parametrize(
+    ("order", "text"),
+    [
+        (("G3", "G2", "R2", "G1", "R3", "R"), "expected reduce blocks.3 as #2, got reduce blocks.2"),
+        (("G2", "R3", "G3", "G1", "R2", "R"), "expected gather blocks.3 as #0, got gather blocks.2"),
+        (("G3", "R3", "R3", "G1", "R2", "R"), "expected gather blocks.2 as #2, got reduce blocks.3"),
+        (("G3", "G2", "R3", "G1", "R", "R2"), "expected reduce blocks.2 as #4, got reduce the root"),
+        (("G3", "G2"), "expected reduce blocks.3 as #2, got no more; in all gather blocks.3"),
+        ((), "expected gather blocks.3 as #0, got no more; in all nothing"),
+    ],
+)
+def test_what_happens_together_has_nothing_else_in_between(order: tuple[str, ...], text: str) -> None:
+    honest = chain_ledger("G3", "G2", "R3", "G1", "R2", "R")
+    # Reads leave traces in any step, so that no rank is silent.
+    other = numbered((*chain_ledger(*order), entry(Op.BARRIER, step=0)))
+    record = ANY_ORDER.judge(chain_evidence(honest, other)).record
+    assert not record.held
+    assert text in record.summary
+
+
+def with_frees(ledger: Ledger, frees: Mapping[int, str], phase: Phase = Phase.BACKWARD) -> Observation:
+    """Give what rank 1 saw: in each step the units of ``frees`` are freed after so many calls."""
+    marks = []
+    for step in range(2):
+        calls = [call for call in ledger if call.step == step]
+        for index in range(len(calls) + 1):
+            if index in frees:
+                marks.append(_mark(Happening.RESHARDED, step, phase, unit=frees[index]))
+            if index < len(calls):
+                marks.append(_mark(Happening.ISSUED, step, calls[index].phase, seq=calls[index].seq))
+                marks.append(_mark(Happening.WAITED, step, calls[index].phase, seq=calls[index].seq))
+    _, observation = chain_evidence(ledger, ledger).ranks
+    return replace(observation, course=tuple(marks))
+
+
+def _mark(
+    what: Happening, step: int, phase: Phase, *, unit: str | None = None, seq: int | None = None
+) -> Mark:
+    return Mark(what=what, at_ns=0, phase=phase, step=step, microbatch=0, unit=unit, seq=seq)
+
+
+FREED = replace(
+    IN_TURN,
+    select=Select(phases=(Phase.BACKWARD,)),
+    events=(Gathers("blocks.3"), Reshards("blocks.3"), Reduces("blocks.3"), Reshards("")),
+)
+
+
+def judged(observation: Observation) -> tuple[bool, str]:
+    honest = with_frees(chain_ledger("G3", "R3"), {1: "blocks.3", 2: ""})
+    plain = chain_evidence(honest.ledger, observation.ledger)
+    record = FREED.judge(replace(plain, ranks=(replace(honest, rank=0), observation))).record
+    return record.held, record.summary
+
+
+def test_frees_are_in_order_with_calls() -> None:
+    ledger = chain_ledger("G3", "R3")
+    assert judged(with_frees(ledger, {1: "blocks.3", 2: ""}))[0]
+    for frees, text in (
+        ({2: "blocks.3"}, "rank 1 step 1 microbatch 0: expected free blocks.3 as #1, got reduce blocks.3"),
+        ({1: "blocks.3"}, "expected free the root as #3, got no more"),
+        ({1: "blocks.2", 2: ""}, "expected free blocks.3 as #1, got free blocks.2"),
+        ({0: "", 1: "blocks.3", 2: ""}, "expected gather blocks.3 as #0, got free the root"),
+        ({}, "expected free blocks.3 as #1, got reduce blocks.3"),
+    ):
+        held, summary = judged(with_frees(ledger, frees))
+        assert not held
+        assert text in summary
+
+
+def test_frees_of_other_phases_are_left_out_of_account() -> None:
+    ledger = chain_ledger("G3", "R3")
+    backward, forward = (
+        with_frees(ledger, {1: "blocks.3", 2: ""}),
+        with_frees(ledger, {0: ""}, phase=Phase.FORWARD),
+    )
+    frees = [mark for mark in forward.course if mark.what is Happening.RESHARDED]
+    assert judged(replace(backward, course=(*frees, *backward.course)))[0]
+    assert not judged(replace(backward, course=tuple(_in(Phase.FORWARD, m) for m in backward.course)))[0]
+    everywhere = replace(FREED, select=Select())
+    plain = chain_evidence(ledger, ledger)
+    ranks = tuple(replace(backward, rank=rank, course=(*frees, *backward.course)) for rank in range(2))
+    assert "got free the root" in everywhere.judge(replace(plain, ranks=ranks)).record.summary
+
+
+def _in(phase: Phase, mark: Mark) -> Mark:
+    return replace(mark, phase=phase) if mark.what is Happening.RESHARDED else mark
+
+
+def test_one_rank_alone_need_not_communicate() -> None:
+    assert IN_TURN.judge(chain_evidence(())).record.held
 
 
 def test_order_of_nothing_is_refused() -> None:
