@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 
@@ -242,6 +242,7 @@ SELECTIONS: tuple[tuple[Select, set[int]], ...] = (
     (Select(microbatches=Microbatches.LAST), {3, 4}),
     (Select(microbatches=Microbatches.ALL_BUT_LAST), {1, 2}),
     (Select(microbatches=(0, 7)), {1, 2}),
+    (Select(dtypes=("bfloat16", "int64")), {3, 5}),
 )
 
 
@@ -252,9 +253,9 @@ def test_each_field_narrows(select: Select, picked: set[int]) -> None:
             renew(entry(), step=0),
             renew(entry(), step=1),
             renew(entry(Op.REDUCE_SCATTER), step=1, axis="shard"),
-            renew(entry(Op.BROADCAST, world_size=4), step=2, microbatch=2),
+            renew(entry(Op.BROADCAST, world_size=4), step=2, microbatch=2, dtype="bfloat16"),
             renew(entry(Op.ALL_GATHER), step=1, microbatch=2, unit="first"),
-            renew(entry(Op.BARRIER), step=2, phase=Phase.STEP, microbatch=-1),
+            renew(entry(Op.BARRIER), step=2, phase=Phase.STEP, microbatch=-1, dtype="int64"),
             renew(entry(Op.ALL_GATHER), step=2, phase=Phase.OBSERVE, microbatch=-1),
             renew(entry(Op.BROADCAST), step=-1, phase=Phase.PREPARE, microbatch=-1),
         ]
@@ -269,6 +270,31 @@ def test_moments_follow_the_schedule() -> None:
         Moment(step=2, microbatch=1),
     )
     assert Select(steps=(7,)).moments(schedule, Per.STEP) == ()
+    listed = Select(microbatches=(1, 2), steps=(1,))
+    assert listed.moments(schedule, Per.MICROBATCH) == (Moment(step=1, microbatch=1),)
+
+
+@pytest.mark.parametrize(
+    ("select", "name"),
+    [
+        (Select(), "any collective"),
+        (Select(ops=(Op.SEND, Op.RECV), phases=(Phase.FORWARD,)), "send/recv in forward"),
+        (Select(dtypes=("int64",), axis="shard", group_size=2), "any collective of int64 on axis shard in groups of 2"),
+        (Select(units=("a", None), steps=(1, 2)), "any collective of unit a/None at steps [1, 2]"),
+        (Select(window=Window.TRAINING), "any collective over every step"),
+        (Select(microbatches=Microbatches.LAST), "any collective on last microbatches"),
+        (Select(microbatches=(0, 2)), "any collective on microbatches [0, 2]"),
+    ],
+)  # fmt: skip
+def test_what_is_selected_is_spelt(select: Select, name: str) -> None:
+    assert str(select) == name
+
+
+def test_selections_that_share_no_microbatch_have_no_order() -> None:
+    first, last = replace(REDUCTIONS, microbatches=(0,)), replace(REDUCTIONS, microbatches=(1,))
+    ledger = sharding_ledger()
+    record = InOrder(selects=(first, last)).judge(evidence(ledger, ledger)).record
+    assert record.summary == "expected a microbatch that all selections cover, got none"
 
 
 def test_selection_refuses_what_could_never_match() -> None:

@@ -143,7 +143,7 @@ def with_frees(ledger: Ledger, frees: Mapping[int, str], phase: Phase = Phase.BA
                 marks.append(_mark(Happening.RESHARDED, step, phase, unit=frees[index]))
             if index < len(calls):
                 marks.append(_mark(Happening.ISSUED, step, calls[index].phase, seq=calls[index].seq))
-                marks.append(_mark(Happening.WAITED, step, calls[index].phase, seq=calls[index].seq))
+        marks += [_mark(Happening.WAITED, step, call.phase, seq=call.seq) for call in calls]
     _, observation = chain_evidence(ledger, ledger).ranks
     return replace(observation, course=tuple(marks))
 

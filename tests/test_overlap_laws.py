@@ -28,8 +28,9 @@ TOO_FAR = ("G", "W", "C", "G3", "W3", "G2", "G1", "C3", "D3", "W2", "C2", "D2", 
 WRONG_ONE = ("G", "W", "C", "G3", "W3", "G1", "C3", "D3", "G2", "W2", "C2", "D2", "W1", "C1", "D1")
 
 
-def chain(*order: str) -> tuple[tuple[Entry, ...], Course]:
-    """Write two steps of a chain's backward as a ledger and a course."""
+def chain(*order: str, phase: Phase = Phase.BACKWARD) -> tuple[tuple[Entry, ...], Course]:
+    """Write two steps of a chain's backward, or forward, as a ledger and a course."""
+    is_forward = phase is Phase.FORWARD
     entries: list[Entry] = []
     course: list[Mark] = []
     for step in range(2):
@@ -40,27 +41,27 @@ def chain(*order: str) -> tuple[tuple[Entry, ...], Course]:
             if word[0] in "GR":
                 op = Op.ALL_GATHER if word[0] == "G" else Op.REDUCE_SCATTER
                 issued[unit] = seq = len(entries)
-                entries.append(entry(op, step=step, num_bytes=BYTES_OF[unit], unit=unit))
+                entries.append(entry(op, phase=phase, step=step, num_bytes=BYTES_OF[unit], unit=unit))
             what = {
                 **dict.fromkeys("GR", Happening.ISSUED),
                 "W": Happening.JOINED,
-                "C": Happening.GRADES,
-                "D": Happening.GRADED,
+                "C": Happening.COMPUTES if is_forward else Happening.GRADES,
+                "D": Happening.LEFT if is_forward else Happening.GRADED,
                 "F": Happening.RESHARDED,
             }[word[0]]
             if word[0] == "C":
-                course.append(_mark(Happening.TURNED, step, unit))
+                course.append(_mark(Happening.ENTERED if is_forward else Happening.TURNED, step, unit))
             course.append(_mark(what, step, unit, issued[unit] if word[0] == "W" else seq))
-    return numbered(entries), tuple(course)
+    return numbered(entries), tuple(replace(mark, phase=phase) for mark in course)
 
 
 def _mark(what: Happening, step: int, unit: str, seq: int | None = None) -> Mark:
     return Mark(what=what, at_ns=1, phase=Phase.BACKWARD, step=step, microbatch=0, unit=unit, seq=seq)
 
 
-def seen(*ranks: Sequence[str]) -> Evidence:
+def seen(*ranks: Sequence[str], phase: Phase = Phase.BACKWARD) -> Evidence:
     """Give the evidence of a watched training, rank by rank."""
-    told = [chain(*order) for order in ranks]
+    told = [chain(*order, phase=phase) for order in ranks]
     plain = chain_evidence(*(ledger for ledger, _ in told))
     courses = zip(plain.ranks, told, strict=True)
     return replace(
@@ -82,6 +83,67 @@ def test_one_exposed_collective_of_one_rank_breaks_the_law(order: tuple[str, ...
     assert not record.held
     assert "rank 1 step 1" in record.summary
     assert "all_gather for blocks.2" in record.summary
+
+
+def test_compute_of_the_root_hides_nothing() -> None:
+    law = Overlaps(select=GATHERS, but_for=(ROOT,))
+    beside_the_root = ("G", "W", "G3", "C", "D", "W3", "C3", "D3")
+    record = law.judge(seen(beside_the_root, beside_the_root)).record
+    assert "expected a unit to compute between the issue of all_gather for blocks.3" in record.summary
+
+
+def test_what_nobody_waits_for_is_in_flight_to_the_end() -> None:
+    law = Overlaps(select=GATHERS, but_for=(ROOT, "blocks.3"))
+    unawaited = tuple(word for word in AHEAD if word not in {"W2", "W1"})
+    assert law.judge(seen(unawaited, unawaited)).record.held
+    after_all = (*(word for word in unawaited if word != "G1"), "G1")
+    assert "all_gather for blocks.1" in law.judge(seen(unawaited, after_all)).record.summary
+
+
+def test_a_collective_that_no_unit_is_the_size_of_is_exposed_by_itself() -> None:
+    told = seen(AHEAD, WAITS_AT_ONCE)
+    first, second = told.ranks
+    odd = tuple(
+        replace(e, num_bytes=4) if e.step == 1 and e.num_bytes == BYTES_OF["blocks.2"] else e
+        for e in second.ledger
+    )
+    record = (
+        Overlaps(select=GATHERS, but_for=(ROOT, "blocks.3"))
+        .judge(replace(told, ranks=(first, replace(second, ledger=odd))))
+        .record
+    )
+    assert "all_gather for what no unit is the size of" in record.summary
+
+
+def test_a_rank_without_what_is_asked_for_breaks_the_law_and_one_alone_does_not() -> None:
+    law = Overlaps(select=GATHERS, but_for=(ROOT, "blocks.3"))
+    reduces = tuple(word.replace("G", "R") for word in AHEAD)
+    assert f"rank 1: expected {GATHERS}, got none" in law.judge(seen(AHEAD, reduces)).record.summary
+    for alone in (law, PrefetchDistance(phase=Phase.BACKWARD, units=Exactly(1))):
+        assert alone.judge(seen(WAITS_AT_ONCE)).record.held
+        assert alone.judge(seen(())).record.held
+
+
+def test_a_law_of_overlap_says_whom_it_leaves_out() -> None:
+    assert Overlaps(select=GATHERS).name == f"{GATHERS} overlaps compute"
+    assert Overlaps(select=GATHERS, but_for=(ROOT, "a")).name.endswith("compute but for the root, a")
+
+
+@pytest.mark.parametrize("phase", [Phase.FORWARD, Phase.BACKWARD])
+def test_both_phases_are_told_by_their_own_marks(phase: Phase) -> None:
+    law = PrefetchDistance(phase=phase, units=Exactly(1))
+    assert law.judge(seen(AHEAD, AHEAD, phase=phase)).record.held
+    assert not law.judge(seen(AHEAD, TOO_FAR, phase=phase)).record.held
+    overlaps = Overlaps(select=replace(GATHERS, phases=(phase,)), but_for=(ROOT, "blocks.3"))
+    assert overlaps.judge(seen(AHEAD, AHEAD, phase=phase)).record.held
+    assert not overlaps.judge(seen(AHEAD, TOO_LATE, phase=phase)).record.held
+
+
+def test_how_far_ahead_units_were_gathered_is_told() -> None:
+    law = PrefetchDistance(phase=Phase.BACKWARD, units=Between(0, 4))
+    assert law.judge(seen(AHEAD, TOO_FAR)).record.summary.startswith("up to 2 ahead")
+    assert law.judge(seen(TOO_FAR, AHEAD)).record.summary.startswith("up to 2 ahead")
+    assert law.judge(seen(WAITS_AT_ONCE, WAITS_AT_ONCE)).record.summary.startswith("up to 1 ahead")
 
 
 def test_overlap_that_nobody_saw_proves_nothing() -> None:
