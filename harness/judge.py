@@ -16,7 +16,7 @@ from harness.ledger.agreement import first_disagreement
 from harness.ledger.buffers import LeavesBuffersAlone, ResultsAreWaitedFor, harm_in
 from harness.ledger.counterparts import Counterparts
 from harness.ledger.laws import ReadsAreSilent
-from harness.lifetimes.law import UserTensorsLive
+from harness.lifetimes.user_tensors import UserTensorsLive
 from harness.oracle import OracleObservation
 from harness.races.law import NoRaces
 from harness.record import LawRecord, OutcomeRecord, TensorRecord

@@ -31,7 +31,9 @@ import harness.ledger.expectation
 import harness.ledger.laws
 import harness.ledger.overlap
 import harness.ledger.selection
-import harness.lifetimes.law
+import harness.lifetimes.amounts
+import harness.lifetimes.in_turn
+import harness.lifetimes.user_tensors
 import harness.parity
 import harness.races.law
 import harness.worlds.sizes
@@ -44,7 +46,7 @@ from harness.expectations_file import read
 from harness.law import Law
 from harness.ledger.entry import Phase
 from harness.ledger.selection import Select
-from harness.lifetimes.law import When
+from harness.lifetimes.amounts import When
 from harness.lifetimes.report import Kind
 from harness.record import Expectations, Record, from_json
 from harness.tolerance import MULTIPLE
@@ -180,7 +182,9 @@ def test_laws_of_the_table_can_be_written() -> None:
         harness.ledger.agreement,
         harness.ledger.expectation,
         harness.ledger.laws,
-        harness.lifetimes.law,
+        harness.lifetimes.amounts,
+        harness.lifetimes.in_turn,
+        harness.lifetimes.user_tensors,
         harness.ledger.overlap,
         harness.races.law,
         harness.parity,

@@ -12,8 +12,9 @@ from fixtures.heads import TWO_HEADS
 from fixtures.optimizers import SGD
 from fixtures.problems import ModelProblem
 from harness.case import Schedule, Training
-from harness.ledger.buffers import ResultsAreWaitedFor
-from harness.ledger.entry import Op
+from harness.law import Evidence
+from harness.ledger.buffers import LeavesBuffersAlone, ResultsAreWaitedFor, harm_in
+from harness.ledger.entry import Harm, HarmKind, Ledger, Op, Phase
 from tests.ledgers import entry, evidence, numbered
 
 # Of the second block: 40 rows of 12 and 40 more elements, of which 3 ranks make 42 each.
@@ -21,13 +22,16 @@ EXACT_BYTES, PADDED_BYTES = 4 * (40 * 12 + 40), 4 * (42 * 12 + 42)
 HEAD_BYTES = 4 * (5 * 16 + 5)
 
 
-def _summary(problem: ModelProblem, num_bytes: int, unit: str | None = None) -> str:
-    lost = entry(Op.ALL_GATHER, world_size=3, is_async=True, wait=None, num_bytes=num_bytes, unit=unit)
+def _evidence(*ledgers: Ledger, problem: ModelProblem = CHAIN) -> Evidence:
     training = Training(
         problem=problem, optimizer=SGD, plan=Plan(units=problem.units), schedule=Schedule(steps=1)
     )
-    ledgers = [numbered([lost])] * 3
-    record = ResultsAreWaitedFor().judge(replace(evidence(*ledgers, steps=1), training=training)).record
+    return replace(evidence(*ledgers, steps=1), training=training)
+
+
+def _summary(problem: ModelProblem, num_bytes: int, unit: str | None = None) -> str:
+    lost = entry(Op.ALL_GATHER, world_size=3, is_async=True, wait=None, num_bytes=num_bytes, unit=unit)
+    record = ResultsAreWaitedFor().judge(_evidence(*[numbered([lost])] * 3, problem=problem)).record
     assert not record.held
     return record.summary
 
@@ -42,3 +46,36 @@ def test_a_unit_is_named_by_its_size(num_bytes: int) -> None:
 @pytest.mark.parametrize(("problem", "num_bytes"), [(TWO_HEADS, HEAD_BYTES), (CHAIN, PADDED_BYTES + 32)])
 def test_no_unit_is_named_where_two_or_none_are_of_that_size(problem: ModelProblem, num_bytes: int) -> None:
     assert "of the size of" not in _summary(problem, num_bytes)
+
+
+def test_each_asynchronous_result_of_each_rank_is_waited_for() -> None:
+    waited, blocking = entry(Op.ALL_GATHER, is_async=True), entry(Op.ALL_REDUCE, is_async=False, wait=None)
+    lost = entry(Op.REDUCE_SCATTER, is_async=True, wait=None, step=1)
+    honest = numbered([waited, blocking, waited])
+    record = ResultsAreWaitedFor().judge(_evidence(honest, honest)).record
+    assert record.held
+    assert record.summary == "all 4 asynchronous ones"
+    record = ResultsAreWaitedFor().judge(_evidence(honest, numbered([waited, blocking, lost]))).record
+    assert not record.held
+    assert record.summary.startswith("rank 1, step 1 microbatch 0: nobody ever waited for reduce_scatter(")
+    assert "more)" not in record.summary
+
+
+@pytest.mark.parametrize("kind", HarmKind)
+def test_each_harm_on_each_rank_is_told(kind: HarmKind) -> None:
+    called = entry(Op.ALL_GATHER, is_async=True, unit="blocks.1")
+    harm = Harm(kind=kind, phase=Phase.BACKWARD, step=0, microbatch=0, unit=None, site="engine.py:7 in step")
+    harmed = replace(called, harms=(harm,))
+    honest, other = numbered([called, called]), numbered([called, harmed])
+    record = LeavesBuffersAlone().judge(_evidence(honest, honest)).record
+    assert record.held
+    assert record.summary == "by 4 asynchronous collectives"
+    told = f"{kind} before the wait at engine.py:7 in step: all_gather("
+    record = LeavesBuffersAlone().judge(_evidence(honest, other)).record
+    assert not record.held
+    assert f"rank 1, step 0 microbatch 0: {told}" in record.summary
+    assert harm_in([honest, honest]) is None
+    found = harm_in([honest, other])
+    assert found is not None
+    assert told in found
+    assert found.endswith(" in backward of blocks.1")

@@ -20,7 +20,8 @@ from harness.law import Evidence, Law
 from harness.ledger.entry import Phase
 from harness.ledger.expectation import Between, Exactly
 from harness.ledger.recorder import Place, Recorder
-from harness.lifetimes.law import Left, NoLeaks, Peak, UnshardedInTurn, UserTensorsLive, When
+from harness.lifetimes.amounts import Left, NoLeaks, Peak, When
+from harness.lifetimes.in_turn import UnshardedInTurn
 from harness.lifetimes.lives import Lives, Role
 from harness.lifetimes.report import (
     Kind,
@@ -32,6 +33,7 @@ from harness.lifetimes.report import (
     report_to_json,
 )
 from harness.lifetimes.timeline import last_of, moments
+from harness.lifetimes.user_tensors import UserTensorsLive
 from harness.lifetimes.watch import LifetimeWatch
 from harness.oracle import run_oracle
 from harness.watching import watching

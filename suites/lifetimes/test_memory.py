@@ -15,8 +15,10 @@ from harness.law import Law
 from harness.ledger.agreement import RanksAgree
 from harness.ledger.entry import Phase
 from harness.ledger.expectation import Between, Exactly
-from harness.lifetimes.law import Left, NoLeaks, Peak, UnshardedInTurn, UserTensorsLive, When
+from harness.lifetimes.amounts import Left, NoLeaks, Peak, When
+from harness.lifetimes.in_turn import UnshardedInTurn
 from harness.lifetimes.report import Kind
+from harness.lifetimes.user_tensors import UserTensorsLive
 from harness.parity import MatchesOracle
 from harness.pytest_trial import Trial
 from harness.script import EachMicrobatch, Script

@@ -1,7 +1,4 @@
-"""Laws over the memory of ranks: who is gathered when, how much is alive at most, and what is never let go.
-
-[Note: a blind watch] A rank without a report, or whose report shows no step or nothing of what a law is about,
-breaks the law: nothing was shown.
+"""Laws over how much memory is alive: after a phase, at its peak, and from step to step.
 
 [Note: what nobody owns] A gather is known by the shares that it is given. Of a unit of which a rank owns nothing, as
 where one element is left for seven ranks, it is given padding alone, which an engine may keep in memory that no
@@ -20,13 +17,11 @@ from harness.groups import groups_of
 from harness.law import Evidence, Ruling, rule
 from harness.ledger.entry import Phase
 from harness.ledger.expectation import Expectation
-from harness.lifetimes.report import Kind, Life, LifetimeReport, Stretch
-from harness.lifetimes.timeline import Moment, Turn, last_of, moments, spell_bytes, turns
+from harness.lifetimes.report import Kind, LifetimeReport, Stretch
+from harness.lifetimes.sight import MOST_SITES, made, reports
+from harness.lifetimes.timeline import Moment, last_of, moments, spell_bytes
 
-__all__ = ["Left", "NoLeaks", "Peak", "UnshardedInTurn", "UserTensorsLive", "When"]
-
-_WHOLE = (Kind.GATHERED, Kind.STAGING)
-_MOST_SITES = 4  # enough to see who makes it
+__all__ = ["Left", "NoLeaks", "Peak", "When"]
 
 
 class When(Enum):
@@ -35,75 +30,6 @@ class When(Enum):
     FORWARD = "each forward"
     BACKWARD = "each backward"
     STEP = "each step"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UnshardedInTurn:
-    """While a unit computes it is gathered, and so are only the root and the ``ahead`` units whose turn is next.
-
-    With ``keeps`` also those units whose backward is still to come: all before it in the order of the plan, which
-    must be that of the forward. Buffers of gathers may besides be those of the unit whose turn it was before.
-    Where a unit's turn begins and ends the units' own hooks tell, and an engine's hooks may run before them: once the
-    unit is let go, the turn is taken for that of the next. What is gathered between turns `Left` and `Peak` ask.
-    """
-
-    phase: Phase
-    ahead: int = 1
-    keeps: bool = False
-
-    @property
-    def name(self) -> str:
-        """Say the law."""
-        kept = ", those still to go backward" if self.keeps else ""
-        return (
-            f"in {self.phase} only the unit that computes, {self.ahead} ahead{kept} and the root are gathered"
-        )
-
-    def judge(self, evidence: Evidence) -> Ruling:
-        """Look at every turn of every unit on every rank."""
-        broken: list[str] = []
-        num_turns = 0
-        for rank, report in _reports(evidence, broken):
-            units = tuple(u for u in evidence.training.plan.units if "," not in u)
-            own = [t for t in self._turns(report) if t.place.unit in units]
-            steps = {(t.place.step, t.place.unit) for t in own}
-            expected = {(step, unit) for step in range(evidence.training.schedule.steps) for unit in units}
-            num_turns += len(own)
-            broken += [
-                f"rank {rank}, step {step}: expected a turn of unit {unit!r} in {self.phase}, got none"
-                for step, unit in sorted(expected - steps)
-            ]
-            broken += [f"rank {rank}, {text}" for turn in own for text in self._wrong(turn, units)]
-        return rule(self.name, broken, held=f"in {num_turns} turns on {evidence.world_size} ranks")
-
-    def _turns(self, report: LifetimeReport) -> Iterator[Turn]:
-        return turns(report, lambda s: s.phase is self.phase and s.unit is not None, _WHOLE)
-
-    def _wrong(self, turn: Turn, units: tuple[str, ...]) -> Iterator[str]:
-        unit = turn.place.unit
-        assert unit is not None
-        if not any(unit in moment.units(Kind.GATHERED) for moment in turn.moments):
-            yield f"{turn.moments[0]}: expected it gathered while it computes, got it sharded"
-        order = units if self.phase is Phase.FORWARD else tuple(reversed(units))
-        was_gathered = False
-        for moment in turn.moments:
-            is_gathered = unit in moment.units(Kind.GATHERED)
-            is_over = was_gathered and not is_gathered
-            was_gathered |= is_gathered
-            for kind in _WHOLE:
-                surplus = moment.units(kind) - self._allowed(order.index(unit) + is_over, order, kind)
-                if surplus:
-                    yield _tell_surplus(moment, kind, surplus)
-                    return  # what is wrong at one event is so at the next
-
-    def _allowed(self, index: int, order: tuple[str, ...], kind: Kind) -> set[str]:
-        """Give who may be gathered in the turn of ``order[index]``."""
-        allowed = {"", *order[index : index + 1 + self.ahead]}
-        if self.keeps:
-            allowed |= set(order[index:] if self.phase is Phase.BACKWARD else order[:index])
-        if kind is Kind.STAGING:
-            allowed |= set(order[max(0, index - 1) : index])
-        return allowed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,19 +47,13 @@ class Left:
 
     def judge(self, evidence: Evidence) -> Ruling:
         """Look at the last event of each forward, backward or step on every rank."""
-        training, size = evidence.training, evidence.world_size
         broken: list[str] = []
         amounts: list[int] = []
-        for rank, report in _reports(evidence, broken):
+        for rank, report in reports(evidence, broken):
             broken += _unseen(rank, report, self.kinds, evidence)
             for moment in self._ends(report, evidence, rank, broken):
-                got = moment.num_bytes(self.kinds)
-                amounts.append(got)
-                if not _allows(self.expected, got, self.kinds, evidence, rank):
-                    spelt = self.expected.spell(training, size)
-                    broken.append(
-                        f"rank {rank}, {moment}: expected {spelt} bytes left, got {_count(moment, self.kinds)}"
-                    )
+                amounts.append(moment.num_bytes(self.kinds))
+                broken += _breach(self.expected, "bytes left", moment, self.kinds, evidence, rank)
         return rule(self.name, broken, held=f"{_range(amounts)} at {len(amounts)} moments")
 
     def _ends(
@@ -168,22 +88,16 @@ class Peak:
 
     def judge(self, evidence: Evidence) -> Ruling:
         """Find the peak of each step on every rank."""
-        training, size = evidence.training, evidence.world_size
         broken: list[str] = []
         amounts: list[int] = []
-        for rank, report in _reports(evidence, broken):
-            for step in range(training.schedule.steps):
+        for rank, report in reports(evidence, broken):
+            for step in range(evidence.training.schedule.steps):
                 peak = self._peak(report, step)
                 if peak is None:
                     broken.append(f"rank {rank}, step {step}: expected events in {self.phase}, got none")
                     continue
-                got = peak.num_bytes(self.kinds)
-                amounts.append(got)
-                if not _allows(self.expected, got, self.kinds, evidence, rank):
-                    spelt = self.expected.spell(training, size)
-                    broken.append(
-                        f"rank {rank}, {peak}: expected {spelt} bytes, got {_count(peak, self.kinds)}"
-                    )
+                amounts.append(peak.num_bytes(self.kinds))
+                broken += _breach(self.expected, "bytes", peak, self.kinds, evidence, rank)
         return rule(self.name, broken, held=f"{_range(amounts)} in {len(amounts)} steps of ranks")
 
     def _peak(self, report: LifetimeReport, step: int) -> Moment | None:
@@ -211,7 +125,7 @@ class NoLeaks:
         if steps < 3:
             broken.append(f"expected three steps or more to compare, got {steps}; try Schedule(steps=5)")
         held: Counter[str] = Counter()
-        for rank, report in _reports(evidence, broken):
+        for rank, report in reports(evidence, broken):
             ends = [last_of(report, step, -1, Phase.STEP) for step in range(steps)]
             told = [_by_kind(end) for end in ends if end is not None]
             if len(told) < steps or not any(told):
@@ -229,51 +143,13 @@ class NoLeaks:
         return rule(self.name, broken, held=f"{spell_bytes(held)} bytes after {steps} steps at the most")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UserTensorsLive:
-    """No tensor of the user's has its memory resized or exchanged: inputs, outputs, buffers, ignored parameters.
-
-    ``at_least`` names what must have been among them, by the beginning of the names that the watch gives.
-    """
-
-    at_least: tuple[str, ...] = ("an input", "an output")
-
-    @property
-    def name(self) -> str:
-        """Say the law."""
-        known = f" ({', '.join(self.at_least)})" if self.at_least else ""
-        return f"the user's tensors keep their memory{known}"
-
-    def judge(self, evidence: Evidence) -> Ruling:
-        """Look at each tensor of the user's on every rank."""
-        broken: list[str] = []
-        num_tensors = 0
-        for rank, report in _reports(evidence, broken):
-            num_tensors += len(report.user_tensors)
-            broken += [
-                f"rank {rank}: expected {name} among the user's tensors, got none"
-                for name in self.at_least
-                if not any(tensor.name.startswith(name) for tensor in report.user_tensors)
-            ]
-            broken += [
-                f"rank {rank}: expected {tensor.name} left alone, but {tensor.change}"
-                for tensor in report.user_tensors
-                if tensor.change
-            ]
-        return rule(self.name, broken, held=f"all {num_tensors} on {evidence.world_size} ranks")
-
-
-def _reports(evidence: Evidence, broken: list[str]) -> Iterator[tuple[int, LifetimeReport]]:
-    """Give each rank's report; see [Note: a blind watch]."""
-    for observation in evidence.ranks:
-        report = observation.lifetime_report
-        if report is None or not report.lives or not report.stretches:
-            broken.append(
-                f"rank {observation.rank}: expected a watch over its memory, got none that saw any; "
-                "try watch=frozenset({Watch.LIFETIMES})"
-            )
-        else:
-            yield observation.rank, report
+def _breach(
+    expected: Expectation, noun: str, moment: Moment, kinds: tuple[Kind, ...], evidence: Evidence, rank: int
+) -> Iterator[str]:
+    """Tell that at this moment another number of bytes is alive than expected, if so."""
+    if not _allows(expected, moment.num_bytes(kinds), kinds, evidence, rank):
+        spelt = expected.spell(evidence.training, evidence.world_size)
+        yield f"rank {rank}, {moment}: expected {spelt} {noun}, got {_count(moment, kinds)}"
 
 
 def _allows(expected: Expectation, got: int, kinds: tuple[Kind, ...], evidence: Evidence, rank: int) -> bool:
@@ -295,18 +171,11 @@ def _unseen(rank: int, report: LifetimeReport, kinds: tuple[Kind, ...], evidence
         yield f"rank {rank}: expected memory that is {_spell(kinds)} at some time, got none"
 
 
-def _tell_surplus(moment: Moment, kind: Kind, surplus: frozenset[str]) -> str:
-    lives = [life for life in moment.alive if life.kind is kind and life.unit in surplus]
-    sites = "; ".join(_made(life) for life in lives[:_MOST_SITES])
-    names = ", ".join(map(repr, sorted(surplus)))
-    return f"{moment}: expected no {kind} memory of {names} at this time, got {sites}"
-
-
 def _survivors(report: LifetimeReport, step: int, kinds: set[str]) -> str:
     """Name what was made in a step and outlived the whole training."""
     starts = [s.start for s in report.stretches if s.step == step]
     end = next((s.start for s in report.stretches if s.step > step and s.start > max(starts)), None)
-    made = [
+    kept = [
         life
         for life in report.lives
         if life.kind in kinds
@@ -314,12 +183,7 @@ def _survivors(report: LifetimeReport, step: int, kinds: set[str]) -> str:
         and starts[0] <= life.born
         and (end is None or life.born < end)
     ]
-    return f"; never let go: {'; '.join(map(_made, made[:_MOST_SITES]))}" if made else ""
-
-
-def _made(life: Life) -> str:
-    unit = "" if life.unit is None else f" of unit {life.unit!r}"
-    return f"{life.num_bytes} bytes{unit} from {life.operator} at {life.site}"
+    return f"; never let go: {'; '.join(map(made, kept[:MOST_SITES]))}" if kept else ""
 
 
 def _by_kind(moment: Moment) -> Counter[str]:
