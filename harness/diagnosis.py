@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from engine.contract import Shard
+from harness.deviation import deviation, largest
 from harness.oracle import OracleObservation, Place, Quantity
 from harness.tolerance import allowed_error
 
@@ -43,7 +44,7 @@ class _Suspect:
 
     @property
     def is_beyond(self) -> torch.Tensor:
-        return (self.got - self.expected).abs() > self.allowed
+        return deviation(self.got, self.expected) > self.allowed
 
     def earlier(self, step: int) -> torch.Tensor | None:
         """Give this quantity's reference after an earlier step, -1 being the initial value."""
@@ -62,12 +63,12 @@ class _Suspect:
         if not self.got.numel():
             return False
         growth = max(
-            1.0, _largest(hypothesis) / max(_largest(self.expected), torch.finfo(torch.float64).tiny)
+            1.0, largest(hypothesis) / max(largest(self.expected), torch.finfo(torch.float64).tiny)
         )
-        rounding = 16 * torch.finfo(torch.float32).eps * _largest(hypothesis)
+        rounding = 16 * torch.finfo(torch.float32).eps * largest(hypothesis)
         slack = max(2 * self.allowed * min(growth, 1e3), rounding)
-        distance = _largest(self.got - hypothesis)
-        return distance <= slack and distance * _MUST_EXPLAIN <= _largest(self.got - self.expected)
+        distance = deviation(self.got, hypothesis).max().item()
+        return distance <= slack and distance * _MUST_EXPLAIN <= deviation(self.got, self.expected).max().item()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -92,11 +93,13 @@ def looks_like(oracle: OracleObservation, place: Place, rank: int, shard: Shard)
         expected=shard.of(full).double(),
         allowed=allowed_error(oracle, place),
     )
-    if not torch.isfinite(suspect.got).all():
+    if not torch.isfinite(suspect.got[suspect.is_beyond]).all():
         return NOT_FINITE
     for hypothesis in _hypotheses(suspect):
         if suspect.fits(hypothesis.tensor):
             return hypothesis.text
+    if not torch.isfinite(suspect.expected).all():
+        return UNSTRUCTURED  # there is no reckoning with infinities
     return (
         _unchanged_rows(suspect)
         or _constant_factor(suspect)
@@ -299,7 +302,3 @@ def _rounded_in_reduction(suspect: _Suspect) -> str | None:
 
 def _is_exact_in(dtype: torch.dtype, tensor: torch.Tensor) -> bool:
     return torch.equal(tensor.to(dtype).double(), tensor)
-
-
-def _largest(tensor: torch.Tensor) -> float:
-    return tensor.abs().max().item() if tensor.numel() else 0.0

@@ -14,6 +14,7 @@ from torch import nn
 
 from engine.contract import Plan
 from harness.case import LoopOrder, Training, ZeroGrad
+from harness.deviation import deviation
 from harness.oracle_actor import OracleActor, Workshop
 from harness.summation import EXACT_ORDER, Summation, num_reorderings, reordering
 
@@ -79,6 +80,7 @@ class OracleObservation:
 
     ``buffers`` has one entry per rank: those after all of that rank's forwards. ``noise`` is, per tensor, the
     largest absolute deviation from the float64 value over float32 runs whose sums are taken in other orders.
+    ``constants`` are the buffers that training left as they were built, bit by bit, on all ranks in all runs.
     ``dtypes`` are those of the float32 runs, with ``INITIAL_STEP`` for every place. ``is_exact`` says that the
     problem claims to be exact, the world is a power of two, and no float32 run deviated in a single bit.
     """
@@ -90,6 +92,7 @@ class OracleObservation:
     optimizer_state: Tensors
     buffers: tuple[Tensors, ...]
     noise: Mapping[Place, float]
+    constants: frozenset[str]
     dtypes: Mapping[Place, torch.dtype]
     is_exact: bool
 
@@ -130,6 +133,7 @@ class _Run:
     steps: tuple[OracleStep, ...]
     optimizer_state: Tensors
     buffers: tuple[Tensors, ...]
+    built_buffers: Tensors
 
     def tensors(self) -> dict[Place, torch.Tensor]:
         """List every tensor; buffers of all ranks are one tensor, since their noise is judged together."""
@@ -168,6 +172,7 @@ def run_oracle(training: Training, world_size: int) -> OracleObservation:
         optimizer_state=exact.optimizer_state,
         buffers=exact.buffers,
         noise=noise,
+        constants=frozenset.intersection(*(_constants(exact.built_buffers, run) for run in (exact, *noisy))),
         dtypes={
             Place(quantity=place.quantity, step=INITIAL_STEP, name=place.name): tensor.dtype
             for place, tensor in noisy[0].tensors().items()
@@ -180,20 +185,25 @@ def _largest_deviation(
     exact: dict[Place, torch.Tensor], runs: list[dict[Place, torch.Tensor]]
 ) -> dict[Place, float]:
     return {
-        place: max(_distance(run[place], value) for run in runs) if value.numel() else 0.0
+        place: max(deviation(run[place], value).max().item() for run in runs) if value.numel() else 0.0
         for place, value in exact.items()
     }
 
 
-def _distance(got: torch.Tensor, expected: torch.Tensor) -> float:
-    return (got.double() - expected.double()).abs().max().item()
+def _constants(built: Tensors, run: _Run) -> frozenset[str]:
+    """Name the buffers that are what they were, and that the run's dtype can hold."""
+    return frozenset(
+        name
+        for name, buffer in built.items()
+        if all(name in left and torch.equal(left[name].double(), buffer.double()) for left in run.buffers)
+    )
 
 
 def _train(training: Training, world_size: int, summation: Summation) -> _Run:
     """Run the whole schedule on one model, with the pieces of all ranks one after the other."""
     model = training.problem.build().to(summation.dtype)
     parameters = dict(model.named_parameters())
-    initial = _copy(parameters)
+    initial, built_buffers = _copy(parameters), _copy(dict(model.named_buffers()))
     optimizer = training.optimizer(parameters.values())
     workshop = Workshop(model, world_size, summation)
     steps = []
@@ -219,7 +229,13 @@ def _train(training: Training, world_size: int, summation: Summation) -> _Run:
         for key, value in optimizer.state.get(p, {}).items()
         if isinstance(value, torch.Tensor)
     }
-    return _Run(initial=initial, steps=tuple(steps), optimizer_state=state, buffers=workshop.buffers())
+    return _Run(
+        initial=initial,
+        steps=tuple(steps),
+        optimizer_state=state,
+        buffers=workshop.buffers(),
+        built_buffers=built_buffers,
+    )
 
 
 def _pieces(

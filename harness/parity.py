@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+from harness.deviation import deviation
 from harness.diagnosis import looks_like
 from harness.law import Evidence, Ruling
 from harness.oracle import INITIAL_STEP, Place, Quantity
@@ -34,7 +35,7 @@ class _Finding:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Comparison:
-    """One piece against its region of the reference; errors of values that are not finite are infinite."""
+    """One piece against its region of the reference; errors are those of `harness.deviation`."""
 
     piece: Piece
     expected: torch.Tensor
@@ -143,8 +144,7 @@ def _compare(evidence: Evidence, place: Place, piece: Piece, allowed: float) -> 
     if full is None:
         raise ValueError(f"{_where(place)}: expected a reference tensor, got None")
     expected = piece.shard.of(full).double()
-    got = piece.shard.tensor.double()
-    error = torch.where(torch.isfinite(got), (got - expected).abs(), math.inf)
+    error = deviation(piece.shard.tensor, expected)
     return _Comparison(piece=piece, expected=expected, error=error, allowed=allowed)
 
 

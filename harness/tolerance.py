@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from harness.deviation import largest
 from harness.oracle import OracleObservation, Place, Quantity
 
 __all__ = ["MULTIPLE", "allowed_error"]
@@ -27,7 +28,8 @@ _FLOOR_ROUNDINGS = 2.0
 def allowed_error(oracle: OracleObservation, place: Place) -> float:
     """Give the largest absolute error that re-ordered sums explain; zero where nothing may round.
 
-    Zero for exact trainings, for initial parameters (nothing was computed yet) and for integers.
+    Zero for exact trainings, for initial parameters (nothing was computed yet), for constant buffers (a mask may hold
+    numbers so large that their roundings would hide all others) and for integers.
     """
     is_float = place.quantity in {
         Quantity.LOSS,
@@ -35,6 +37,8 @@ def allowed_error(oracle: OracleObservation, place: Place) -> float:
     }  # as Python floats they have no dtype of their own
     dtype = torch.float32 if is_float else oracle.dtype(place.quantity, place.name)
     if oracle.is_exact or place.quantity is Quantity.INITIAL or not dtype.is_floating_point:
+        return 0.0
+    if place.quantity is Quantity.BUFFER and place.name in oracle.constants:
         return 0.0
     floor = _FLOOR_ROUNDINGS * torch.finfo(dtype).eps * _scale(oracle, place)
     reduced_in = oracle.plan.reduction_dtype
@@ -51,16 +55,16 @@ def _scale(oracle: OracleObservation, place: Place) -> float:
             # None where no loss reached the parameter: what the optimizer finds are the zeros of clearing.
             if pieces is None:
                 return 0.0
-            return _largest(pieces.abs().sum((0, 1)) / oracle.divisor) * _clipped(oracle, place, pieces)
+            return largest(pieces.abs().sum((0, 1)) / oracle.divisor) * _clipped(oracle, place, pieces)
         case Quantity.PARAMETER:
             history = [oracle.initial[place.name]]
             history += [step.parameters[place.name] for step in oracle.steps[: place.step + 1]]
-            return max(_largest(value) for value in history)
+            return max(largest(value) for value in history)
         case Quantity.BUFFER:
-            return max(_largest(of_rank[place.name]) for of_rank in oracle.buffers)
+            return max(largest(of_rank[place.name]) for of_rank in oracle.buffers)
         case Quantity.INITIAL | Quantity.LOSS | Quantity.NORM | Quantity.OPTIMIZER_STATE:
             reference = oracle.reference(place.quantity, place.step, rank=0)[place.name]
-            return 0.0 if reference is None else _largest(reference)
+            return 0.0 if reference is None else largest(reference)
 
 
 def _clipped(oracle: OracleObservation, place: Place, pieces: torch.Tensor) -> float:
@@ -69,8 +73,4 @@ def _clipped(oracle: OracleObservation, place: Place, pieces: torch.Tensor) -> f
     gradient, whole = step.gradients[place.name], pieces.sum((0, 1)) / oracle.divisor
     if step.norm is None or gradient is None or not whole.any():
         return 1.0
-    return _largest(gradient) / _largest(whole)
-
-
-def _largest(tensor: torch.Tensor) -> float:
-    return tensor.abs().max().item() if tensor.numel() else 0.0
+    return largest(gradient) / largest(whole)

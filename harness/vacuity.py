@@ -13,6 +13,7 @@ import torch
 
 from harness.case import LoopOrder
 from harness.law import Evidence
+from harness.oracle import Quantity
 from harness.tolerance import MULTIPLE
 
 __all__ = ["vacuous_because"]
@@ -37,12 +38,17 @@ def vacuous_because(evidence: Evidence) -> str | None:
 
 
 def _diverged(evidence: Evidence) -> str | None:
-    """Find a reference, or its noise, that is no number: every comparison with it would hold."""
-    for step, seen in enumerate(evidence.oracle.steps):
-        for name, parameter in seen.parameters.items():
-            if not bool(parameter.isfinite().all()):
-                return f"the oracle itself diverged: {name!r} is not finite after step {step}"
-    wild = next((p for p, noise in evidence.oracle.noise.items() if not math.isfinite(noise)), None)
+    """Find a reference, or its noise, that is no number: comparisons with it would hold, or show nothing.
+
+    A buffer may hold infinities that are meant, as masks do.
+    """
+    oracle = evidence.oracle
+    for place in (p for p in oracle.noise if p.quantity is not Quantity.BUFFER):
+        reference = oracle.reference(place.quantity, place.step, rank=0)[place.name]
+        if reference is not None and not bool(reference.isfinite().all()):
+            what = f"{place.quantity} {place.name!r}"
+            return f"the oracle itself diverged: {what} is not finite after step {place.step}"
+    wild = next((p for p, noise in oracle.noise.items() if not math.isfinite(noise)), None)
     return (
         None
         if wild is None

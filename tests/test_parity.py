@@ -75,6 +75,7 @@ def one_tensor(reference: torch.Tensor, world_size: int, noise: float, shards: l
         optimizer_state={},
         buffers=tuple({} for _ in range(world_size)),
         noise={parameter: noise, Place(quantity=Quantity.LOSS, step=0, name="loss"): 0.0},
+        constants=frozenset(),
         dtypes={Place(quantity=q, step=INITIAL_STEP, name=name): reference.dtype for q in Quantity},
         is_exact=False,
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from engine.contract import Capability, Layout, Plan
-from fixtures.buffered import NORMALISED, REPLACED
+from fixtures.buffered import MASKED, NORMALISED, REPLACED
 from fixtures.optimizers import SGD
 from harness.case import Schedule, Training
 from harness.ledger.agreement import RanksAgree
@@ -38,6 +38,12 @@ def test_evaluates_between_steps(trial: Trial) -> None:
 def test_keeps_what_forward_put_in_place_of_a_buffer(trial: Trial) -> None:
     training = Training(problem=REPLACED, optimizer=SGD, plan=Plan(units=REPLACED.units))
     trial.holds(training, *LAWS)
+
+
+@pytest.mark.worlds(SEVERAL)
+@pytest.mark.prey("ForgetsUnsavedBuffers")
+def test_keeps_a_mask_of_infinities(trial: Trial) -> None:
+    trial.holds(Training(problem=MASKED, optimizer=SGD, plan=Plan(units=MASKED.units)), *LAWS)
 
 
 @pytest.mark.worlds(EVEN)

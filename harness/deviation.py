@@ -1,0 +1,25 @@
+"""How far one tensor lies from another, where infinities may be meant: masks of attention are full of them."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+__all__ = ["deviation", "largest"]
+
+
+def deviation(got: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
+    """Give the absolute error of each element in float64.
+
+    Zero where both are the same, infinities included; infinite where one of them is no number, or only one is finite.
+    """
+    one, other = got.double(), expected.double()
+    error = (one - other).abs()
+    return torch.where(one == other, 0.0, torch.where(torch.isfinite(error), error, math.inf))
+
+
+def largest(tensor: torch.Tensor) -> float:
+    """Give the largest absolute value among those that are finite; zero where there are none."""
+    finite = tensor[tensor.isfinite()]
+    return finite.abs().max().item() if finite.numel() else 0.0

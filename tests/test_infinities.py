@@ -1,0 +1,176 @@
+"""Buffers may hold infinities and numbers of all sizes, as masks do: equal ones agree, and hide no others."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+from torch import nn
+
+from engine.contract import Capability, Plan, Shard
+from fixtures.buffered import MASKED, NORMALISED, REPLACED, Masked
+from fixtures.optimizers import SGD
+from fixtures.problems import ModelProblem
+from harness.case import Clip, Schedule, Training
+from harness.deviation import deviation, largest
+from harness.law import Evidence
+from harness.oracle import OracleObservation, Place, Quantity, run_oracle
+from harness.parity import MatchesOracle
+from harness.tolerance import allowed_error
+from harness.vacuity import vacuous_because
+from tests.simulated_engine import simulate
+
+INF, NAN = math.inf, math.nan
+
+
+@pytest.mark.parametrize(
+    ("got", "expected", "error"),
+    [
+        (1.5, 1.25, 0.25),
+        (INF, INF, 0.0),
+        (-INF, -INF, 0.0),
+        (INF, -INF, INF),
+        (0.0, -INF, INF),
+        (INF, 3e38, INF),
+        (NAN, 0.0, INF),
+        (0.0, NAN, INF),
+        (NAN, NAN, INF),
+        (NAN, INF, INF),
+    ],
+)
+def test_infinities_are_the_same_or_infinitely_far(got: float, expected: float, error: float) -> None:
+    pair = torch.tensor([got]), torch.tensor([expected], dtype=torch.float64)
+    assert deviation(*pair).tolist() == [error]
+    assert deviation(*pair).dtype is torch.float64
+    assert deviation(torch.tensor(got), torch.tensor(expected)).item() == error
+
+
+def test_the_largest_is_the_largest_finite_one() -> None:
+    assert largest(torch.tensor([-INF, 2.0, -3.0, NAN])) == 3.0
+    assert largest(torch.tensor([-INF, NAN])) == 0.0
+    assert largest(torch.empty(0)) == 0.0
+
+
+@cache
+def oracle_of(training: Training) -> OracleObservation:
+    return run_oracle(training, 3)
+
+
+def training_of(problem: ModelProblem) -> Training:
+    return Training(problem=problem, optimizer=SGD)
+
+
+def with_buffer(problem: ModelProblem, change: Callable[[torch.Tensor], object], name: str) -> Evidence:
+    """Give the evidence of an engine that is honest but for a buffer of its last rank."""
+    training = training_of(problem)
+    *others, last = simulate(training, 3)
+    shard = last.buffers[name]
+    changed = shard.tensor.clone()
+    change(changed)
+    last = replace(last, buffers={**last.buffers, name: replace(shard, tensor=changed)})
+    return Evidence(training=training, world_size=3, ranks=(*others, last), oracle=oracle_of(training))
+
+
+def _nothing(mask: torch.Tensor) -> None:
+    """Leave it as it is."""
+
+
+def test_an_honest_mask_agrees_and_shows_something() -> None:
+    evidence = with_buffer(MASKED, _nothing, "mask")
+    assert MatchesOracle().judge(evidence).record.held
+    assert vacuous_because(evidence) is None
+    assert evidence.oracle.constants == {"mask"}
+
+
+def _one(value: float, at: tuple[int, int]) -> Callable[[torch.Tensor], object]:
+    return lambda mask: mask[at].fill_(value)
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (
+            lambda mask: mask.zero_(),
+            "on rank 2 (shard at [0, 0]; wrong on 1 of 3 ranks): zero; at [0, 1] got 0",
+        ),
+        (_one(-1024.0, (0, 1)), "at [0, 1] got -1024, expected -inf, error inf"),
+        (_one(INF, (0, 1)), "NaN or infinity; at [0, 1] got inf, expected -inf"),
+        (_one(NAN, (0, 1)), "NaN or infinity; at [0, 1] got nan, expected -inf"),
+        (_one(-INF, (1, 1)), "NaN or infinity; at [1, 1] got -inf, expected 0"),
+        (_one(2.0**-20, (1, 1)), "at [1, 1] got 9.53674316e-07, expected 0, error 9.54e-07, allowed 0"),
+    ],
+    ids=["zero", "finite", "other-infinity", "nan", "one-more", "small"],
+)
+def test_a_mask_that_is_another_one_is_told(change: Callable[[torch.Tensor], object], text: str) -> None:
+    record = MatchesOracle().judge(with_buffer(MASKED, change, "mask")).record
+    assert not record.held
+    assert "buffer 'mask' on rank 2" in record.summary
+    assert text in record.summary
+
+
+class _Vast(Masked):
+    """Masks by the least number there is instead."""
+
+    def __init__(self, generator: torch.Generator) -> None:
+        super().__init__(generator)
+        self.mask.clamp_(min=torch.finfo(torch.float32).min)
+
+
+VAST = replace(MASKED, name="vast", model=_Vast)
+
+
+def test_vast_numbers_hide_no_small_ones() -> None:
+    assert MatchesOracle().judge(with_buffer(VAST, _nothing, "mask")).record.held
+    record = MatchesOracle().judge(with_buffer(VAST, _one(0.5, (3, 2)), "mask")).record
+    assert "at [3, 2] got 0.5, expected 0, error 0.5, allowed 0" in record.summary
+
+
+def test_constants_are_what_no_forward_changes() -> None:
+    assert oracle_of(training_of(NORMALISED)).constants == {"scale"}
+    assert oracle_of(training_of(REPLACED)).constants == set()
+    oracle = oracle_of(training_of(NORMALISED))
+    mean = Place(quantity=Quantity.BUFFER, step=2, name="norm.running_mean")
+    assert allowed_error(oracle, mean) > 0
+    assert allowed_error(oracle, replace(mean, name="scale")) == 0
+
+
+def test_what_the_dtype_cannot_hold_is_no_constant() -> None:
+    plan = Plan(demands=frozenset({Capability.CONVERT}))
+    for problem, constants in ((NORMALISED, set()), (MASKED, {"mask"})):
+        converted = replace(training_of(problem), plan=plan, convert=torch.bfloat16)
+        assert run_oracle(converted, 2).constants == constants
+
+
+class _Explodes(nn.Module):
+    """Has gradients that no clipping makes finite."""
+
+    def __init__(self, generator: torch.Generator) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 3)
+        self.last = nn.Linear(3, 3)
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.uniform_(-0.5, 0.5, generator=generator)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.last(self.first(rows)) * 1e300
+        return output
+
+
+def test_a_norm_that_is_infinite_on_both_sides_shows_nothing() -> None:
+    problem = replace(NORMALISED, name="explodes", model=_Explodes)
+    schedule = Schedule(clip=Clip(max_norm=1.0, norm_type=2.0))
+    plan = Plan(demands=frozenset({Capability.CLIP}))
+    training = Training(problem=problem, optimizer=SGD, plan=plan, schedule=schedule)
+    evidence = Evidence(training=training, world_size=3, ranks=(), oracle=oracle_of(training))
+    assert "the oracle itself diverged" in (vacuous_because(evidence) or "")
+
+
+def test_a_shard_of_a_mask_is_compared_like_the_whole() -> None:
+    whole = oracle_of(training_of(MASKED)).buffers[0]["mask"].float()
+    shard = Shard(tensor=whole[4:7], offsets=(4, 0), global_shape=tuple(whole.shape))
+    assert deviation(shard.tensor, shard.of(whole)).max() == 0
