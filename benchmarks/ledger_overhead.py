@@ -27,6 +27,7 @@ from benchmarks.watch_work import WORK
 from harness.door.kernels import Door, standing_in_c10d
 from harness.ledger.entry import Phase
 from harness.ledger.recorder import Recorder
+from harness.torch_groups import FileStore
 from harness.unit_hooks import watching_units
 from harness.worlds.threads_backend import global_ranks
 
@@ -45,7 +46,7 @@ def _step(model: nn.Module, optimizer: torch.optim.Optimizer, rows: torch.Tensor
 
 def _rank(rank: int, folder: str, num_turns: int) -> None:
     torch.set_num_threads(1)
-    store = dist.FileStore(f"{folder}/store", WORLD_SIZE)
+    store = FileStore(f"{folder}/store", WORLD_SIZE)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD_SIZE)
     rows = []
     for name, (build, width) in WORK.items():
@@ -93,7 +94,7 @@ def _watched(watch: Watch, step: Callable[[], float]) -> float:
     if watch is CommDebugMode:
         taken = []
         for _ in range(3):
-            with watch():
+            with watch():  # type: ignore[no-untyped-call]  # torch leaves it untyped
                 taken.append(step())
         return median(taken)
     with watch():

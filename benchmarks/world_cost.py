@@ -6,7 +6,6 @@ Needs ``pip install -e '.[bench]'``. Run: ``python -m benchmarks.world_cost [--s
 from __future__ import annotations
 
 import argparse
-import sys
 import tempfile
 import time
 import unittest
@@ -19,6 +18,7 @@ from tabulate import tabulate
 from torch.testing._internal.common_distributed import MultiProcessTestCase
 
 from benchmarks.world_work import body, train_two_steps
+from harness.torch_groups import FileStore
 from harness.worlds.launch import launch
 from harness.worlds.spec import WorldKind, WorldSpec
 
@@ -37,7 +37,7 @@ class UpstreamCase(MultiProcessTestCase):
         self._spawn_processes()
 
     def test_case(self) -> None:
-        store = dist.FileStore(self.file_name, self.world_size)
+        store = FileStore(self.file_name, self.world_size)
         dist.init_process_group("gloo", store=store, rank=self.rank, world_size=self.world_size)
         train_two_steps()
         dist.destroy_process_group()
@@ -75,7 +75,7 @@ def _ours(kind: WorldKind, size: int) -> Callable[[], None]:
 def _theirs(size: int) -> Callable[[], None]:
     def once() -> None:
         result = unittest.TestResult()
-        UPSTREAM[size]("test_case").run(result)
+        UPSTREAM[size]("test_case").run(result)  # type: ignore[no-untyped-call]  # torch leaves it untyped
         if result.testsRun != 1 or not result.wasSuccessful() or result.skipped:
             raise RuntimeError(f"the case failed: {result.failures} {result.errors} {result.skipped}")
 
@@ -110,4 +110,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

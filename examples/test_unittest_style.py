@@ -15,9 +15,10 @@ from engine.contract import Plan
 from fixtures.optimizers import SGD
 from fixtures.problems import MLP_UNEVEN
 from harness.case import Case, Training
+from harness.cell import Cell
 from harness.ledger.agreement import RanksAgree
 from harness.parity import MatchesOracle
-from harness.trial import Cell, Source, TrialSession
+from harness.trial import Source, TrialSession
 from harness.verdict import Verdict
 from harness.worlds.spec import WorldSpec
 

@@ -24,7 +24,7 @@ class _Reduced(PreparedModel):
         self._stream = torch.cuda.Stream()
 
     def backward(self, loss: torch.Tensor) -> None:
-        loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        loss.backward()
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             for parameter in self.module.parameters():

@@ -59,7 +59,7 @@ def test_the_current_stream_is_the_one_selected(is_watched: bool) -> None:
             assert outer == torch.cuda.current_stream() != side
             with torch.cuda.stream(side):
                 assert torch.cuda.current_stream() == side
-                with outer:  # type: ignore[attr-defined]  # as torch's own are a context, which its stub lacks
+                with outer:
                     assert torch.cuda.current_stream() == outer
             assert torch.cuda.current_stream() == outer
             event = side.record_event()

@@ -51,6 +51,10 @@ def _races(body: Callable[[CudaRaceWatch], object]) -> Found:
     return [(race.kind, race.first.operator, race.second.operator) for race in watch.report().races]
 
 
+def _stream() -> Any:
+    return ToldStream()  # Any: torch would have its own type, which needs a device
+
+
 # Streams, events and the host ---------------------------------------------------------------------------------
 
 
@@ -66,7 +70,7 @@ def test_whatever_does_not_wait_for_the_write_does_not(order: Ordering) -> None:
 
 def test_an_event_is_its_last_record_and_a_new_one_by_an_old_handle_is_none() -> None:
     def recorded_again(_: CudaRaceWatch) -> None:
-        side, tensor, event = ToldStream(), torch.ones(4), ToldEvent()
+        side, tensor, event = _stream(), torch.ones(4), ToldEvent()
         event.record()
         tensor.add_(1)
         event.record()
@@ -75,7 +79,7 @@ def test_an_event_is_its_last_record_and_a_new_one_by_an_old_handle_is_none() ->
             tensor.sum()
 
     def handed_out_again(_: CudaRaceWatch) -> None:
-        side, tensor = ToldStream(), torch.ones(4)
+        side, tensor = _stream(), torch.ones(4)
         tensor.add_(1)
         ended = ToldEvent()
         ended.record()
@@ -102,7 +106,7 @@ def test_waits_of_the_harness_itself_order_nothing() -> None:
             torch.cuda.synchronize()
 
     with _watched(recorder) as watch:
-        side, tensor = ToldStream(), torch.ones(4)
+        side, tensor = _stream(), torch.ones(4)
         tensor.add_(1)
         order(torch.cuda.current_stream(), side)
         with torch.cuda.stream(side):
@@ -111,9 +115,9 @@ def test_waits_of_the_harness_itself_order_nothing() -> None:
 
 
 def test_streams_go_by_the_names_that_the_engine_gave_them() -> None:
-    unheard_of = ToldStream()
+    unheard_of = _stream()
     with _watched() as watch:
-        copy_stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        copy_stream = torch.cuda.Stream()
         with torch.cuda.stream(copy_stream):
             tensor = torch.ones(4)
         with torch.cuda.stream(unheard_of):
@@ -132,12 +136,12 @@ def test_the_current_stream_is_torchs_own() -> None:
 @pytest.mark.parametrize("records", [False, True])
 def test_released_memory_is_kept_by_what_the_allocator_was_told(records: bool) -> None:
     def body(_: CudaRaceWatch) -> None:
-        side, tensor = ToldStream(), torch.ones(4)
+        side, tensor = _stream(), torch.ones(4)
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             tensor.sum()
         if records:
-            tensor.record_stream(cast(Any, side))
+            tensor.record_stream(side)
             assert told_to_the_allocator.pop() == (tensor.data_ptr(), side.cuda_stream)
         del tensor
         torch.zeros(4)
@@ -147,7 +151,7 @@ def test_released_memory_is_kept_by_what_the_allocator_was_told(records: bool) -
 
 def test_who_is_not_watched_uses_streams_as_ever() -> None:
     with told_device(), watched_cuda_streams(Recorder()) as watch:
-        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        stream = torch.cuda.Stream()
         torch.ones(4).record_stream(cast(Any, stream))
         assert told_to_the_allocator.pop()[1] == stream.cuda_stream
         assert stream.query()
@@ -250,7 +254,7 @@ def test_collectives_of_one_group_are_in_order_and_those_of_two_are_not(group: s
 
 def test_waits_after_a_collective_was_handed_over_are_the_engines_own() -> None:
     def body(watch: CudaRaceWatch) -> None:
-        tensor, side = torch.ones(4), ToldStream()
+        tensor, side = torch.ones(4), _stream()
         _by_nccl(watch, _all_reduce(tensor))
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
@@ -262,7 +266,7 @@ def test_waits_after_a_collective_was_handed_over_are_the_engines_own() -> None:
 @pytest.mark.parametrize("by_a_stream_of_nccls", [False, True])
 def test_a_synchronous_collective_is_on_the_current_stream(by_a_stream_of_nccls: bool) -> None:
     def body(watch: CudaRaceWatch) -> None:
-        tensor, side = torch.ones(4), ToldStream()
+        tensor, side = torch.ones(4), _stream()
         if by_a_stream_of_nccls:  # which the current one waits for at once
             _, end = _by_nccl(watch, _all_reduce(tensor, is_async=False))
             end.wait()

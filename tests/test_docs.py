@@ -40,7 +40,7 @@ import harness.worlds.sizes
 import suites.communication.closed_forms
 from engine.contract import Engine, PreparedModel
 from engine.registry import BUILT_IN, EngineNotFoundError, resolve
-from harness import cli
+from harness import cli, pytest_call
 from harness.errors import UsageError
 from harness.expectations_file import read
 from harness.law import Law
@@ -137,7 +137,7 @@ def test_adapters_pass_and_a_broken_one_fails(tmp_path: Path) -> None:
     ]
     told = {record.engine: record.verdict for record in records}
     assert told == {**dict.fromkeys(honest, Verdict.PASSED), broken: Verdict.FAILED}, done.stdout
-    assert done.returncode == cli.DOES_NOT_CONFORM
+    assert done.returncode == pytest_call.DOES_NOT_CONFORM
     assert all((out / name).is_file() for name in ("report.html", "report.md", "junit.xml", "run.jsonl"))
 
 
@@ -235,7 +235,7 @@ def _problem(command: list[str]) -> str | None:
 def _check_names(arguments: argparse.Namespace) -> None:
     for world in getattr(arguments, "world", None) or []:
         WorldSpec.parse(world)
-    cli.suites(getattr(arguments, "suite", None))
+    pytest_call.suites(getattr(arguments, "suite", None))
     shown = {f"{match['file']}:{match['name']}" for match in _ADAPTER.finditer(_text(ADAPTERS))}
     for spec in getattr(arguments, "engine", None) or []:
         if spec in BUILT_IN or not (spec in shown or _MEANT_BY_READER.match(spec)):
@@ -308,11 +308,16 @@ def test_exit_codes_are_told_as_they_are() -> None:
     rows = {
         int(c): words for c, words in re.findall(r"^\| (\d) \| (.*) \|$", _text(ROOT / "README.md"), re.M)
     }
-    assert sorted(rows) == [cli.CONFORMS, cli.DOES_NOT_CONFORM, cli.USAGE, cli.OUR_FAULT]
-    assert rows[cli.CONFORMS].startswith("conforming")
-    assert rows[cli.DOES_NOT_CONFORM].startswith("not conforming")
-    assert "usage" in rows[cli.USAGE]
-    assert "our own" in rows[cli.OUR_FAULT]
+    assert sorted(rows) == [
+        pytest_call.CONFORMS,
+        pytest_call.DOES_NOT_CONFORM,
+        pytest_call.USAGE,
+        pytest_call.OUR_FAULT,
+    ]
+    assert rows[pytest_call.CONFORMS].startswith("conforming")
+    assert rows[pytest_call.DOES_NOT_CONFORM].startswith("not conforming")
+    assert "usage" in rows[pytest_call.USAGE]
+    assert "our own" in rows[pytest_call.OUR_FAULT]
 
 
 def test_tolerance_is_told_as_it_is() -> None:

@@ -384,7 +384,7 @@ def test_polling_and_futures_end_with_the_result() -> None:
 
 
 def test_leaves_autograd_and_modes_alone() -> None:
-    class Seen(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    class Seen(TorchDispatchMode):
         calls: int = 0
 
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -395,7 +395,7 @@ def test_leaves_autograd_and_modes_alone() -> None:
         leaf = torch.ones(2, requires_grad=True)
         with torch.inference_mode():
             inference = torch.ones(2)
-        with Seen() as seen:  # type: ignore[no-untyped-call]
+        with Seen() as seen:
             work = me.all_reduce(leaf, is_async=True)
             work.wait()
             me.all_reduce(inference)

@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from harness.ledger.entry import Entry, Ledger, Op, Phase
 from harness.ledger.journal import read_journal
 from harness.ledger.recorder import CallSummary, Recorder
+from harness.torch_groups import HashStore
 from harness.worlds.launch import launch
 from harness.worlds.outcome import Returned
 from harness.worlds.rank import RankContext, journal_path
@@ -48,7 +49,8 @@ def _model(name: str) -> nn.Module:
         return DistributedDataParallel(model)
     for layer in model:
         fully_shard(layer)
-    return fully_shard(model)
+    fully_shard(model)
+    return model
 
 
 def _train_under_comm_debug_mode(context: RankContext, name: str) -> None:
@@ -85,13 +87,14 @@ def test_sees_what_comm_debug_mode_crashes_on(kind: WorldKind, tmp_path: Path) -
 
 
 def _talk(context: RankContext) -> None:
-    halves = dist.new_group([0, 1])
+    halves, world = dist.new_group([0, 1]), dist.group.WORLD
+    assert world is not None
     mine = torch.full((3,), float(context.rank))
     with context.recorder.during(Phase.STEP, step=0):
         work = dist.all_reduce(mine, op=dist.ReduceOp.MAX, async_op=True)
         forgotten = dist.all_reduce(torch.ones(2, dtype=torch.int64), group=halves, async_op=True)
         work.wait()
-        functional.wait_tensor(functional.all_reduce(torch.ones(5), "sum", dist.group.WORLD))
+        functional.wait_tensor(functional.all_reduce(torch.ones(5), "sum", world))
         if context.rank == 0:
             dist.send(mine, 1)
         else:
@@ -133,7 +136,7 @@ def _essence(entry: Entry) -> tuple[object, ...]:
 
 def _on_the_fake_backend(context: RankContext) -> None:
     dist.destroy_process_group()
-    dist.init_process_group("fake", store=dist.HashStore(), rank=5, world_size=1024)
+    dist.init_process_group("fake", store=HashStore(), rank=5, world_size=1024)
     model = _model("fsdp2")
     with context.recorder.during(Phase.STEP, step=0):
         model(torch.ones(2, 8)).sum().backward()

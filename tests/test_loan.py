@@ -65,14 +65,25 @@ def test_a_nan_that_stayed_is_no_change() -> None:
 
 
 @pytest.mark.parametrize(
-    "dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int64, torch.uint8, torch.bool]
+    "dtype",
+    [
+        torch.float32,
+        torch.bfloat16,
+        torch.float8_e4m3fn,
+        torch.complex64,
+        torch.complex128,
+        torch.int64,
+        torch.uint8,
+        torch.bool,
+    ],
 )
 def test_an_output_that_was_written_to_is_told_in_any_dtype(dtype: torch.dtype) -> None:
-    mine, pieces = torch.zeros(2).to(dtype), tuple(torch.zeros(2).to(dtype) for _ in range(2))
-    lent = loan(Op.ALL_GATHER, ((mine,),), (pieces,))
-    assert [*lent.harms()] == []
-    pieces[1].view(torch.uint8)[0] = 1
-    assert [*lent.harms()] == [HarmKind.OUTPUT_OVERWRITTEN]
+    mine, pieces = torch.zeros(3).to(dtype), tuple(torch.zeros(3).to(dtype) for _ in range(2))
+    for byte in (0, -1):
+        lent = loan(Op.ALL_GATHER, ((mine,),), (pieces,))
+        assert [*lent.harms()] == []
+        pieces[1].view(torch.uint8)[byte] = 1
+        assert [*lent.harms()] == [HarmKind.OUTPUT_OVERWRITTEN]
 
 
 def test_what_is_gathered_in_place_must_stay_too() -> None:

@@ -38,7 +38,7 @@ NO = "this I will not train"
 class Dislikes(DistributedDataParallelEngine):
     """Refuses in forward, on every rank."""
 
-    ranks = (0, 1)
+    ranks: tuple[int, ...] = (0, 1)
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         prepared = super().prepare(model, plan, mesh)

@@ -147,7 +147,8 @@ def _refusals(context: RankContext) -> list[str]:
     told = []
     for placement in (Partial(), _StridedShard(0, split_factor=2)):
         local = torch.zeros(2, 3)
-        tensor = DTensor.from_local(local, mesh, [placement], run_check=False, shape=(4, 3), stride=(3, 1))
+        shape = torch.Size((4, 3))
+        tensor = DTensor.from_local(local, mesh, [placement], run_check=False, shape=shape, stride=(3, 1))
         try:
             shard_of(tensor)
         except TypeError as error:

@@ -258,7 +258,7 @@ def loss_of(module: nn.Module, inputs: Tensor) -> Tensor:
 
 
 def backward(loss: Tensor) -> None:
-    loss.backward()  # type: ignore[no-untyped-call]
+    loss.backward()
 
 
 def optimizer_of(module: nn.Module) -> torch.optim.Optimizer:

@@ -8,6 +8,7 @@ from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore
 
 from harness.worlds import turns as module
 from harness.worlds.memory_store import MemoryStore
@@ -173,7 +174,7 @@ def test_a_store_lets_others_run_until_a_key_is_there() -> None:
 
     def body(rank: int, turns: Turns) -> None:
         store.turns = turns
-        mine = dist.PrefixStore("group", store)  # as torch hands it on, through C++
+        mine = PrefixStore("group", store)  # as torch hands it on, through C++
         if rank == 0:
             assert mine.get("key") == b"value"
         else:
@@ -181,7 +182,7 @@ def test_a_store_lets_others_run_until_a_key_is_there() -> None:
         mine.add("count", 2)
 
     assert live(3, body).given_up is None
-    assert dist.PrefixStore("group", store).get("count") == b"6"
+    assert PrefixStore("group", store).get("count") == b"6"
 
 
 def test_a_store_wakes_who_waits_for_several_keys_once_all_are_there() -> None:
@@ -203,11 +204,11 @@ def test_a_store_wakes_who_waits_for_several_keys_once_all_are_there() -> None:
 
 def test_a_store_does_what_stores_do() -> None:
     ours = MemoryStore()  # C++ finds its methods as long as Python holds it
-    store = dist.PrefixStore("group", ours)
+    store = PrefixStore("group", ours)
     assert store.compare_set("key", "", "one") == b"one"
     assert store.compare_set("key", "two", "three") == b"one"
     assert store.compare_set("key", "one", "two") == b"two"
-    store.append("key", "more")
+    store.append("key", "more")  # type: ignore[attr-defined]  # its stub lacks it
     assert store.get("key") == b"twomore"
     assert (store.check(["key"]), store.num_keys()) == (True, 1)
     assert store.delete_key("key")

@@ -111,10 +111,18 @@ def _ending(evidence: Evidence, change: Callable[[torch.Tensor], torch.Tensor], 
     return replace(evidence, oracle=replace(oracle, steps=tuple(steps)))
 
 
+def _all(value: float) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda initial: torch.full_like(initial, value)
+
+
+def _moved(by: float) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda initial: initial + by * initial.abs().max()
+
+
 def test_an_oracle_that_is_not_finite_proves_nothing() -> None:
     evidence = evidence_of(TRAINING)
     for wild in (math.nan, math.inf):
-        diverged = _ending(evidence, lambda p, wild=wild: torch.full_like(p, wild), step=1)
+        diverged = _ending(evidence, _all(wild), step=1)
         assert "is not finite after step 1" in (vacuous_because(diverged) or "")
         place = next(iter(evidence.oracle.noise))
         noise = {**evidence.oracle.noise, place: wild}
@@ -126,7 +134,7 @@ def test_a_parameter_must_move_by_twice_what_may_be_off() -> None:
     bound = 2 * MULTIPLE * torch.finfo(torch.float32).eps
     evidence = evidence_of(TRAINING)
     for factor, is_vacuous in ((0.0, True), (0.9, True), (1.1, False)):
-        moved = _ending(evidence, lambda p, by=factor * bound: p + by * p.abs().max())
+        moved = _ending(evidence, _moved(by=factor * bound))
         assert ("hardly moves" in (vacuous_because(moved) or "")) is is_vacuous
 
 

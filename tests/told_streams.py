@@ -37,6 +37,8 @@ class _Current(threading.local):
 class ToldStream(torch.cpu.Stream):
     """A stream; what is issued to it is done at once."""
 
+    cuda_stream: int
+
     # Any, here and below: torch leaves its stand-ins for streams and events of a CPU untyped.
     def __new__(cls, priority: int = -1, *, handle: int | None = None) -> Any:
         stream = super().__new__(cls)

@@ -41,8 +41,10 @@ def poisoned(dtype: torch.dtype, seed: int) -> torch.Tensor:
     return torch.empty(1, dtype=dtype).fill_(_garbage(dtype, seed))
 
 
-def _garbage(dtype: torch.dtype, seed: int) -> float | int | bool:
-    if dtype.is_floating_point or dtype.is_complex:
+def _garbage(dtype: torch.dtype, seed: int) -> complex | float | int | bool:
+    if dtype.is_complex:
+        return complex("nan+nanj")
+    if dtype.is_floating_point:
         return float("nan")
     if dtype is torch.bool:
         return seed % 2 == 0

@@ -63,7 +63,7 @@ def _backward(model: nn.Module, *, rank: int = 0, size: int = 1) -> None:
     generator = torch.Generator().manual_seed(1)
     batch = torch.randn(NUM_ROWS, 5, dtype=torch.float64, generator=generator)
     loss: torch.Tensor = model(batch.chunk(size)[rank]).square().mean()
-    loss.backward()  # type: ignore[no-untyped-call]
+    loss.backward()
 
 
 def _mesh(shape: tuple[int, ...]) -> DeviceMesh:

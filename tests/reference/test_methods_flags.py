@@ -189,7 +189,7 @@ def _have_an_accident(watch: Watch, where: str) -> None:
         handle = watch.chain.units[0].register_forward_hook(lambda *a: hidden.append(a[2]))
         output = watch.forward(step=1)
         handle.remove()
-        hidden[0].register_hook(_raise)  # type: ignore[no-untyped-call]
+        hidden[0].register_hook(_raise)
         watch.backward(output, step=1)
 
 

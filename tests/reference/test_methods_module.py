@@ -315,7 +315,7 @@ def _share_streams(context: RankContext, door_name: str) -> None:
         for stage in stages:
             stage.zero_grad()
             hidden = stage(hidden)
-        hidden.sum().backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        hidden.sum().backward()
     plain = nn.Sequential(*(Chain() for _ in range(3)))
     for rank in range(SIZE):
         (plain(inputs_of(rank)).sum() / SIZE).backward()

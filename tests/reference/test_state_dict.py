@@ -120,7 +120,7 @@ def _train(
     model: nn.Module, optimizer: torch.optim.Optimizer, steps: range, *, rank: int = 0, size: int = 1
 ) -> None:
     for step in steps:
-        _loss(model, step, rank=rank, size=size).backward()  # type: ignore[no-untyped-call]
+        _loss(model, step, rank=rank, size=size).backward()
         optimizer.step()
         optimizer.zero_grad()
 
@@ -293,7 +293,7 @@ def _speak_at_every_moment(context: RankContext, door: str, reshard: bool, shape
     _assert_state_is(model.state_dict(), plain)
     loss = _loss(model, 0, rank=context.rank, size=context.size)
     _assert_state_is(model.state_dict(), plain)
-    loss.backward()  # type: ignore[no-untyped-call]
+    loss.backward()
     _assert_state_is(model.state_dict(), plain)
     Optimizer.MOMENTUM.over(model).step()
     _assert_state_is(model.state_dict(), _oracle(Net, Optimizer.MOMENTUM, 1))

@@ -25,7 +25,10 @@ from harness.worlds.rank import RankContext
 from harness.worlds.spec import WorldKind
 from tests.reference.oracle import run_world
 
-WRAPPERS = {"reference": reference.FullyShardedDataParallel, "torch": torch_fsdp.FullyShardedDataParallel}
+WRAPPERS: dict[str, type[reference.FullyShardedDataParallel | torch_fsdp.FullyShardedDataParallel]] = {
+    "reference": reference.FullyShardedDataParallel,
+    "torch": torch_fsdp.FullyShardedDataParallel,
+}
 NUM_ROWS = 12  # divisible by every world size here, so that the mean of the ranks' means is the batch's
 # Float64 everywhere; only the order of summation differs. AdamW's root and division magnify it somewhat.
 TOLERANCE = 1e-10

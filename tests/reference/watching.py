@@ -89,7 +89,7 @@ class Unit(nn.Module):
             watch.mark("F", index)
         hidden = inputs @ self.weight + self.extra.sum()
         if watch is not None and hidden.requires_grad:
-            hidden.register_hook(lambda _: watch.mark("B", index))  # type: ignore[no-untyped-call]
+            hidden.register_hook(lambda _: watch.mark("B", index))
         return hidden * 1.0  # a tensor of its own: engines hook the output, we the sum before it
 
 
@@ -132,7 +132,7 @@ class Watch:
         """Run a labelled backward from the sum of a tensor."""
         self._phase, self._step = Phase.BACKWARD, step
         with self.context.recorder.during(self._phase, step=step, microbatch=microbatch):
-            loss.sum().backward(**options)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+            loss.sum().backward(**options)
 
     def train(self, *, step: int = 0, microbatch: int = 0) -> None:
         """Run a labelled forward and backward."""
