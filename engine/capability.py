@@ -39,6 +39,7 @@ class Capability(Enum):
     COMPUTE_DTYPE = "computes in another dtype than that of the parameters"
     CPU_OFFLOAD = "keeps parameters, gradients and optimizer state on the host"
     CONVERT = "lets the model be converted to another dtype once prepared"
+    COMPLEX = "trains parameters of complex numbers"
     CLIP = "clips gradients by the norm over all parameters and ranks"
     STATE = "hands out and takes whole state dicts of model and optimizer"
     OWN_BUFFERS = "leaves each rank the buffers that its own forwards made"

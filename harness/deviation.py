@@ -6,15 +6,17 @@ import math
 
 import torch
 
+from harness.dtypes import widened
+
 __all__ = ["deviation", "largest"]
 
 
 def deviation(got: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
-    """Give the absolute error of each element in float64.
+    """Give the absolute error of each element in float64; that of complex numbers is their distance.
 
     Zero where both are the same, infinities included; infinite where one of them is no number, or only one is finite.
     """
-    one, other = got.double(), expected.double()
+    one, other = widened(got), widened(expected)
     error = (one - other).abs()
     return torch.where(one == other, 0.0, torch.where(torch.isfinite(error), error, math.inf))
 

@@ -12,6 +12,7 @@ import torch
 
 from engine.contract import Shard
 from harness.deviation import deviation, largest
+from harness.dtypes import widened
 from harness.oracle import OracleObservation, Place, Quantity
 from harness.tolerance import allowed_error
 
@@ -62,13 +63,13 @@ class _Suspect:
         """Say whether ``got`` is the hypothesis up to its noise, and is so because of what the defect changes."""
         if not self.got.numel():
             return False
-        growth = max(
-            1.0, largest(hypothesis) / max(largest(self.expected), torch.finfo(torch.float64).tiny)
-        )
+        growth = max(1.0, largest(hypothesis) / max(largest(self.expected), torch.finfo(torch.float64).tiny))
         rounding = 16 * torch.finfo(torch.float32).eps * largest(hypothesis)
         slack = max(2 * self.allowed * min(growth, 1e3), rounding)
         distance = deviation(self.got, hypothesis).max().item()
-        return distance <= slack and distance * _MUST_EXPLAIN <= deviation(self.got, self.expected).max().item()
+        return (
+            distance <= slack and distance * _MUST_EXPLAIN <= deviation(self.got, self.expected).max().item()
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -89,8 +90,8 @@ def looks_like(oracle: OracleObservation, place: Place, rank: int, shard: Shard)
         place=place,
         rank=rank,
         shard=shard,
-        got=shard.tensor.double(),
-        expected=shard.of(full).double(),
+        got=widened(shard.tensor),
+        expected=widened(shard.of(full)),
         allowed=allowed_error(oracle, place),
     )
     if not torch.isfinite(suspect.got[suspect.is_beyond]).all():
@@ -110,6 +111,10 @@ def looks_like(oracle: OracleObservation, place: Place, rank: int, shard: Shard)
 
 def _hypotheses(suspect: _Suspect) -> Iterator[_Hypothesis]:
     yield _Hypothesis(text="zero", tensor=torch.zeros_like(suspect.got))
+    if suspect.expected.is_complex():
+        yield _Hypothesis(text="the complex conjugate", tensor=suspect.expected.conj().resolve_conj())
+        real = suspect.expected.real.to(suspect.expected.dtype)
+        yield _Hypothesis(text="the real parts alone", tensor=real)
     match suspect.place.quantity:
         case Quantity.GRADIENT:
             yield from _of_gradient(suspect)
@@ -268,10 +273,10 @@ def _share_of(suspect: _Suspect, rows: range) -> str:
 
 def _constant_factor(suspect: _Suspect) -> str | None:
     """Find f with got = f x the reference; one element alone would fit any f."""
-    square = suspect.expected.square().sum().item()
+    square = suspect.expected.abs().square().sum().item()
     if suspect.expected.count_nonzero() < 2 or square == 0:
         return None
-    factor = (suspect.got * suspect.expected).sum().item() / square
+    factor = (suspect.got * suspect.expected.conj()).sum().item() / square
     if not suspect.fits(suspect.expected * factor):
         return None
     return f"a constant factor {factor:.6g} of the reference"
@@ -279,7 +284,7 @@ def _constant_factor(suspect: _Suspect) -> str | None:
 
 def _rounded_in_reduction(suspect: _Suspect) -> str | None:
     """Recognise rounding: values that a shorter dtype holds exactly, or errors of the size that it makes."""
-    if suspect.got.count_nonzero() < 2:
+    if suspect.got.count_nonzero() < 2 or suspect.got.is_complex():
         return None
     pieces = suspect.contributions if suspect.place.quantity is Quantity.GRADIENT else None
     is_gradient = pieces is not None

@@ -15,6 +15,7 @@ from torch import nn
 from engine.contract import Plan
 from harness.case import LoopOrder, Training, ZeroGrad
 from harness.deviation import deviation
+from harness.dtypes import cast_module, widened
 from harness.oracle_actor import OracleActor, Workshop
 from harness.summation import EXACT_ORDER, Summation, num_reorderings, reordering
 
@@ -195,13 +196,13 @@ def _constants(built: Tensors, run: _Run) -> frozenset[str]:
     return frozenset(
         name
         for name, buffer in built.items()
-        if all(name in left and torch.equal(left[name].double(), buffer.double()) for left in run.buffers)
+        if all(name in left and torch.equal(widened(left[name]), widened(buffer)) for left in run.buffers)
     )
 
 
 def _train(training: Training, world_size: int, summation: Summation) -> _Run:
     """Run the whole schedule on one model, with the pieces of all ranks one after the other."""
-    model = training.problem.build().to(summation.dtype)
+    model = cast_module(training.problem.build(), summation.dtype)
     parameters = dict(model.named_parameters())
     initial, built_buffers = _copy(parameters), _copy(dict(model.named_buffers()))
     optimizer = training.optimizer(parameters.values())

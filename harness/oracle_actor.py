@@ -12,6 +12,7 @@ from torch import nn
 
 from engine.contract import UnitHandle
 from harness.case import Training
+from harness.dtypes import cast, cast_module
 from harness.loss import loss_weight
 from harness.script import Actor, Batch, Evaluation
 from harness.summation import Rows, Summation
@@ -66,15 +67,13 @@ def _casting(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     """Have every module that owns parameters compute in ``dtype``, whatever it is given, as units of a plan do."""
 
     # Any: a module takes what it likes.
-    def cast(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-        return tuple(
-            x.to(dtype) if isinstance(x, torch.Tensor) and x.is_floating_point() else x for x in inputs
-        )
+    def cast_inputs(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        return tuple(cast(x, dtype) if isinstance(x, torch.Tensor) else x for x in inputs)
 
     for module in model.modules():
         if next(module.parameters(recurse=False), None) is not None:
-            module.register_forward_pre_hook(cast)
-    return model.to(dtype)
+            module.register_forward_pre_hook(cast_inputs)
+    return cast_module(model, dtype)
 
 
 class OracleActor(Actor):
@@ -130,7 +129,7 @@ class OracleActor(Actor):
             self.losses.append(float(counted.detach()))
         for name, parameter in self._workshop.model.named_parameters():
             if parameter.grad is not None:
-                found = parameter.grad.to(self._workshop.summation.dtype)
+                found = cast(parameter.grad, self._workshop.summation.dtype)
                 key = (microbatch, name)
                 self.gradients[key] = self.gradients[key] + found if key in self.gradients else found
                 parameter.grad = None

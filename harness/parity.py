@@ -13,6 +13,7 @@ import torch
 
 from harness.deviation import deviation
 from harness.diagnosis import looks_like
+from harness.dtypes import widened
 from harness.law import Evidence, Ruling
 from harness.oracle import INITIAL_STEP, Place, Quantity
 from harness.record import LawRecord, TensorRecord
@@ -143,7 +144,7 @@ def _compare(evidence: Evidence, place: Place, piece: Piece, allowed: float) -> 
     full = evidence.oracle.reference(place.quantity, place.step, evidence.data_rank(piece.rank))[place.name]
     if full is None:
         raise ValueError(f"{_where(place)}: expected a reference tensor, got None")
-    expected = piece.shard.of(full).double()
+    expected = widened(piece.shard.of(full))
     error = deviation(piece.shard.tensor, expected)
     return _Comparison(piece=piece, expected=expected, error=error, allowed=allowed)
 
@@ -185,20 +186,27 @@ def _wrong_value(evidence: Evidence, place: Place, worst: _Comparison, num_ranks
 
 def _record(place: Place, comparison: _Comparison, characterised: str) -> TensorRecord:
     shard, index = comparison.piece.shard, comparison.worst_index
+    got, expected = _parts(shard.tensor[index].item(), comparison.expected[index].item())
     return TensorRecord(
         quantity=str(place.quantity),
         name=place.name,
         step=place.step,
         rank=comparison.piece.rank,
         index=shard.index_of(index),
-        got=float(shard.tensor[index].item()),
-        expected=float(comparison.expected[index].item()),
+        got=got,
+        expected=expected,
         error=comparison.worst_error,
         allowed=comparison.allowed,
         ratio=comparison.ratio,
         share=comparison.share,
         looks_like=characterised,
     )
+
+
+def _parts(got: complex, expected: complex) -> tuple[float, float]:
+    """Give both as they are, or of complex numbers the parts, real or imaginary, that are further apart."""
+    pairs = ((got.real, expected.real), (got.imag, expected.imag))
+    return max(pairs, key=lambda pair: abs(pair[0] - pair[1]))
 
 
 def _divergence(comparisons: list[_Comparison]) -> str | None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from harness.deviation import deviation
 from harness.law import Evidence, Ruling, rule
 from harness.observation import StepObservation
 from harness.oracle import INITIAL_STEP, Place, Quantity
@@ -121,7 +122,7 @@ class ShowsTheModel:
 def _error(got: torch.Tensor, expected: torch.Tensor) -> float:
     if got.shape != expected.shape:
         return float("inf")
-    return (got.double() - expected.double()).abs().max().item() if got.numel() else 0.0
+    return deviation(got, expected).max().item() if got.numel() else 0.0
 
 
 def _steps(evidence: Evidence) -> Iterator[tuple[int, int, StepObservation]]:

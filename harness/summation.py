@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from engine.contract import Accumulation, Plan
+from harness.dtypes import cast
 from harness.script import Batch
 
 __all__ = ["EXACT_ORDER", "Rows", "Summation", "num_reorderings", "reordering"]
@@ -43,11 +44,8 @@ class Summation:
         """Cast the inputs' floats to ``compute_dtype``, those of the target to ``dtype``, and shuffle the rows."""
         order = self._order(batch.target.shape[0])
 
-        def cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-            return (tensor.to(dtype) if tensor.is_floating_point() else tensor)[order]
-
-        inputs = tuple(cast(tensor, self.compute_dtype) for tensor in batch.inputs)
-        return Rows(inputs=inputs, target=cast(batch.target, self.dtype))
+        inputs = tuple(cast(tensor, self.compute_dtype)[order] for tensor in batch.inputs)
+        return Rows(inputs=inputs, target=cast(batch.target, self.dtype)[order])
 
     def reduce(self, pieces: torch.Tensor, plan: Plan) -> torch.Tensor:
         """Add ``pieces`` [microbatches, ranks, ...] over both, divided by the plan's divisor."""
@@ -56,13 +54,13 @@ class Summation:
         divisor = plan.divisor(num_ranks)
         if plan.accumulation is Accumulation.EVERY_MICROBATCH:
             return self._sum(torch.stack([self._divided(of_ranks, divisor) for of_ranks in pieces]))
-        local = pieces.to(self.reduce_dtype) if self.accumulates_reduced else pieces
+        local = cast(pieces, self.reduce_dtype) if self.accumulates_reduced else pieces
         return self._divided(self._sum(local), divisor)
 
     def _divided(self, of_ranks: torch.Tensor, divisor: float) -> torch.Tensor:
         if self.divides_first:
-            return self._sum((of_ranks / divisor).to(self.reduce_dtype)).to(self.dtype)
-        return (self._sum(of_ranks.to(self.reduce_dtype)) / divisor).to(self.dtype)
+            return cast(self._sum(cast(of_ranks / divisor, self.reduce_dtype)), self.dtype)
+        return cast(self._sum(cast(of_ranks, self.reduce_dtype)) / divisor, self.dtype)
 
     def _sum(self, pieces: torch.Tensor) -> torch.Tensor:
         if self.seed is None:

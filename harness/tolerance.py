@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from harness.deviation import largest
+from harness.dtypes import is_rounded
 from harness.oracle import OracleObservation, Place, Quantity
 
 __all__ = ["MULTIPLE", "allowed_error"]
@@ -36,7 +37,7 @@ def allowed_error(oracle: OracleObservation, place: Place) -> float:
         Quantity.NORM,
     }  # as Python floats they have no dtype of their own
     dtype = torch.float32 if is_float else oracle.dtype(place.quantity, place.name)
-    if oracle.is_exact or place.quantity is Quantity.INITIAL or not dtype.is_floating_point:
+    if oracle.is_exact or place.quantity is Quantity.INITIAL or not is_rounded(dtype):
         return 0.0
     if place.quantity is Quantity.BUFFER and place.name in oracle.constants:
         return 0.0

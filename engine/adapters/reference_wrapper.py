@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from engine import reference
 from engine.adapters.wrapper import CAPABILITIES, Piece, PreparedWrapper, WrapperEngine
-from engine.contract import WrapperNames
+from engine.contract import Capability, WrapperNames
 from engine.reference import comm_hooks, wrapping
 from engine.reference.scaler import ShardedGradScaler
 from engine.reference.wrapper_state import named_pieces
@@ -56,6 +56,6 @@ class ReferenceWrapperEngine(WrapperEngine):
     """The wrapper of our own engine."""
 
     name = "reference.wrapper"
-    capabilities = CAPABILITIES
+    capabilities = CAPABILITIES | {Capability.COMPLEX}
     names = NAMES
     prepared_type = PreparedReferenceWrapper

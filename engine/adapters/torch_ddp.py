@@ -39,6 +39,7 @@ class DistributedDataParallelEngine(Engine):
             Capability.RANK_DEPENDENT,
             Capability.RECOVER,
             Capability.CLIP,
+            Capability.COMPLEX,
             Capability.STATE,
             Capability.OWN_BUFFERS,
         }

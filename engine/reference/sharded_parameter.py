@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Placement, Shard
 
+from engine.reference.complex_views import keep_complex_views_in_place
 from engine.reference.geometry import Geometry
 from engine.reference.mesh import DataMesh
 from engine.reference.parameter import WRITE_MARK, ManagedParameter, Site, WriteMark
@@ -169,6 +170,8 @@ def cut_parameter(
     if not shard.is_meta:
         kept = shard.to(home)  # from_local moves what lies elsewhere to the mesh
         spread = sharded_like(spread, kept.pin_memory() if pins else kept)
+    if shard.is_complex():
+        keep_complex_views_in_place()
     sharded = nn.Parameter(spread, requires_grad=parameter.requires_grad)
     made = ShardedParameter(sharded=sharded, origin=parameter, sites=sites, geometry=geometry)
     made.register_sharded()

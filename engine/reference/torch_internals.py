@@ -13,6 +13,7 @@ from torch.autograd import Variable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import ShardingStrategy
 from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor._ops._tensor_ops import propagate_single_input_strategy
 from torch.distributed.tensor.placement_types import _StridedShard
 
 P = ParamSpec("P")
@@ -26,6 +27,7 @@ __all__ = [
     "inside_backward",
     "local_tensor",
     "post_accumulate_hooks",
+    "run_where_shards_lie",
     "sharded_like",
     "strided_shard",
 ]
@@ -65,6 +67,15 @@ def inside_backward() -> bool:
 def local_tensor(sharded: DTensor) -> torch.Tensor:
     """Give the very tensor that ``sharded`` wraps; ``to_local`` of a parameter gives a new one each time."""
     return sharded._local_tensor
+
+
+def run_where_shards_lie(operator: Any) -> None:
+    """Have DTensor run an operator of one tensor on its shards, of whatever sizes, for good.
+
+    ``register_sharding``, the public way, leaves shards out where there are more ranks than elements.
+    """
+    propagator = DTensor._op_dispatcher.sharding_propagator
+    propagator.register_op_strategy(operator, propagate_single_input_strategy)
 
 
 def sharded_like(template: DTensor, local: torch.Tensor) -> DTensor:

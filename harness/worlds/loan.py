@@ -95,4 +95,6 @@ def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
     """Give the bits of the elements as integers, a row for each: as these a NaN equals itself."""
     plain = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
-    return plain.view(_INTEGERS[plain.element_size()]).reshape(tensor.numel(), 2 if tensor.is_complex() else 1)
+    return plain.view(_INTEGERS[plain.element_size()]).reshape(
+        tensor.numel(), 2 if tensor.is_complex() else 1
+    )

@@ -1,0 +1,36 @@
+"""Tensors of numbers in other dtypes: complex ones in the counterpart of the same precision, others as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import nn
+
+__all__ = ["cast", "cast_module", "is_rounded", "widened"]
+
+
+def cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Give a tensor of floats in ``dtype``, one of complex numbers in that of pairs of them; integers stay."""
+    if tensor.is_complex():
+        return tensor.to(dtype.to_complex())
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+
+def cast_module(module: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """Do as ``Module.to(dtype)`` does, in place, but keep imaginary parts, which that leaves out."""
+    apply: Callable[[Callable[[torch.Tensor], torch.Tensor]], nn.Module] = (
+        module._apply
+    )  # as torch's methods do it
+    return apply(partial(cast, dtype=dtype))
+
+
+def is_rounded(dtype: torch.dtype) -> bool:
+    """Whether numbers of a dtype round, as integers do not."""
+    return dtype.is_floating_point or dtype.is_complex
+
+
+def widened(tensor: torch.Tensor) -> torch.Tensor:
+    """Give a tensor of any numbers in float64, or complex128."""
+    return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)

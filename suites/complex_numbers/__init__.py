@@ -1,0 +1,1 @@
+"""Complex numbers: parameters and buffers of them train as others do, imaginary parts included."""
