@@ -325,6 +325,32 @@ def test_an_honest_engine_passes_with_room_to_spare(problem: ModelProblem, layou
         assert ruling.worst.ratio < 0.5
 
 
+def test_the_tensor_that_came_closest_is_told(honest: Evidence) -> None:
+    ruling = judge(honest)
+    assert "within the noise of re-ordered sums" in ruling.record.summary
+    closest = ruling.worst
+    assert closest is not None
+    assert closest.ratio == closest.error / closest.allowed
+    assert 0 < closest.ratio < 1
+    (shard,) = (o.steps[closest.step].parameters[WEIGHT] for o in honest.ranks if o.rank == 0)
+    nudged = shard.tensor.clone()
+    reference = shard.of(honest.oracle.steps[closest.step].parameters[WEIGHT])
+    nudged.view(-1)[0] = reference.reshape(-1)[0] + 0.99 * allowed_error(
+        honest.oracle, Place(quantity=Quantity.PARAMETER, step=closest.step, name=WEIGHT)
+    )
+
+    def nearly(o: Observation) -> Observation:
+        seen = o.steps[closest.step]
+        parameters = {**seen.parameters, WEIGHT: replace(shard, tensor=nudged)}
+        steps = tuple(replace(seen, parameters=parameters) if s is seen else s for s in o.steps)
+        return replace(o, steps=steps)
+
+    worst = on_rank(honest, 0, nearly).worst
+    assert worst is not None
+    assert (worst.quantity, worst.name) == (Quantity.PARAMETER, WEIGHT)
+    assert 0.95 < worst.ratio <= 1
+
+
 def test_an_exact_training_passes_bit_by_bit() -> None:
     training = Training(problem=EXACT_LINEAR, optimizer=EXACT_SGD, schedule=Schedule(steps=2, microbatches=4))
     evidence = evidence_of(training, 4)
@@ -357,6 +383,22 @@ def without(shards: Mapping[str, Shard | None], name: str) -> dict[str, Shard | 
 
 
 WEIGHT = "layers.0.weight"
+
+
+def test_of_several_wrong_ranks_the_one_that_is_furthest_off_is_told(honest: Evidence) -> None:
+    def off_by(observation: Observation, error: float) -> Observation:
+        seen = observation.steps[0].parameters
+        shard = replace(seen[WEIGHT], tensor=seen[WEIGHT].tensor + error)
+        return step_with(observation, 0, parameters={**seen, WEIGHT: shard})
+
+    for errors in ((0.25, 0.5, 0.125, 0.0), (0.125, 0.25, 0.5, 0.0)):
+        ranks = tuple(off_by(o, error) for o, error in zip(honest.ranks, errors, strict=True))
+        ruling = judge(replace(honest, ranks=ranks))
+        assert ruling.worst is not None
+        assert ruling.worst.rank == errors.index(0.5)
+        assert "wrong on 3 of 4 ranks" in ruling.record.summary
+        assert ruling.worst.error == pytest.approx(0.5, rel=1e-3)
+        assert ruling.worst.share == 1
 
 
 def test_a_missing_name_fails(honest: Evidence) -> None:
