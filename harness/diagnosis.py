@@ -36,6 +36,7 @@ class _Suspect:
     shard: Shard
     got: torch.Tensor
     expected: torch.Tensor
+    error: torch.Tensor
     allowed: float
 
     @property
@@ -45,7 +46,7 @@ class _Suspect:
 
     @property
     def is_beyond(self) -> torch.Tensor:
-        return deviation(self.got, self.expected) > self.allowed
+        return self.error > self.allowed
 
     def earlier(self, step: int) -> torch.Tensor | None:
         """Give this quantity's reference after an earlier step, -1 being the initial value."""
@@ -67,9 +68,7 @@ class _Suspect:
         rounding = 16 * torch.finfo(torch.float32).eps * largest(hypothesis)
         slack = max(2 * self.allowed * min(growth, 1e3), rounding)
         distance = deviation(self.got, hypothesis).max().item()
-        return (
-            distance <= slack and distance * _MUST_EXPLAIN <= deviation(self.got, self.expected).max().item()
-        )
+        return distance <= slack and distance * _MUST_EXPLAIN <= self.error.max().item()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -85,13 +84,15 @@ def looks_like(oracle: OracleObservation, place: Place, rank: int, shard: Shard)
     full = oracle.reference(place.quantity, place.step, rank)[place.name]
     if full is None:
         return "a gradient where the reference has none"
+    got, expected = widened(shard.tensor), widened(shard.of(full))
     suspect = _Suspect(
         oracle=oracle,
         place=place,
         rank=rank,
         shard=shard,
-        got=widened(shard.tensor),
-        expected=widened(shard.of(full)),
+        got=got,
+        expected=expected,
+        error=deviation(got, expected),
         allowed=allowed_error(oracle, place),
     )
     if not torch.isfinite(suspect.got[suspect.is_beyond]).all():
@@ -291,15 +292,14 @@ def _rounded_in_reduction(suspect: _Suspect) -> str | None:
     scale = suspect.expected.abs()
     if pieces is not None:
         scale = pieces.abs().sum((0, 1)) / suspect.oracle.divisor
-    error = (suspect.got - suspect.expected).abs()
     for dtype in (torch.bfloat16, torch.float16):
         name, eps = str(dtype).removeprefix("torch."), torch.finfo(dtype).eps
-        if bool((error > 2 * eps * scale + suspect.allowed).any()):
+        if bool((suspect.error > 2 * eps * scale + suspect.allowed).any()):
             continue
         if _is_exact_in(dtype, suspect.got) and not _is_exact_in(dtype, suspect.expected):
             return f"rounded to {name}"
         # Several reductions added in float32 are no longer exact in the short dtype; their error has its size.
-        relative = (error / scale.clamp(min=torch.finfo(torch.float64).tiny)).median().item()
+        relative = (suspect.error / scale.clamp(min=torch.finfo(torch.float64).tiny)).median().item()
         if is_gradient and relative > eps / 64:
             return f"an error of the size that rounding to {name} makes in the reduction"
     return None

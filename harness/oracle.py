@@ -15,7 +15,7 @@ from torch import nn
 from engine.contract import Plan
 from harness.case import LoopOrder, Training, ZeroGrad
 from harness.deviation import deviation
-from harness.dtypes import cast_module, widened
+from harness.dtypes import cast_module
 from harness.oracle_actor import OracleActor, Workshop
 from harness.summation import EXACT_ORDER, Summation, num_reorderings, reordering
 
@@ -173,7 +173,7 @@ def run_oracle(training: Training, world_size: int) -> OracleObservation:
         optimizer_state=exact.optimizer_state,
         buffers=exact.buffers,
         noise=noise,
-        constants=frozenset.intersection(*(_constants(exact.built_buffers, run) for run in (exact, *noisy))),
+        constants=_constants(exact, noise),
         dtypes={
             Place(quantity=place.quantity, step=INITIAL_STEP, name=place.name): tensor.dtype
             for place, tensor in noisy[0].tensors().items()
@@ -191,12 +191,14 @@ def _largest_deviation(
     }
 
 
-def _constants(built: Tensors, run: _Run) -> frozenset[str]:
-    """Name the buffers that are what they were, and that the run's dtype can hold."""
+def _constants(exact: _Run, noise: Mapping[Place, float]) -> frozenset[str]:
+    """Name the buffers that are what they were, and that no other run deviates from."""
+    quiet = {p.name for p, deviates_by in noise.items() if p.quantity is Quantity.BUFFER and not deviates_by}
+    built = exact.built_buffers
     return frozenset(
         name
-        for name, buffer in built.items()
-        if all(name in left and torch.equal(widened(left[name]), widened(buffer)) for left in run.buffers)
+        for name in quiet & built.keys()
+        if all(torch.equal(of_rank[name], built[name]) for of_rank in exact.buffers)
     )
 
 

@@ -12,7 +12,6 @@ from typing import Any, cast
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.cuda import _gpu_trace
 
 from engine.mutants import MUTANTS
@@ -27,11 +26,12 @@ from harness.races.finding import Kind
 from harness.torch_cuda import hears_streams, stream_handle
 from harness.torch_versions import device_kernel
 from harness.watching import watching
+from tests.calls import made_call
 from tests.orders import NO_ORDERS, ORDERS, Ordering, write_here_read_there
 from tests.test_race_mutants import EXPECTED, SHARDED, race_reports, racing_training
 from tests.told_streams import ToldEvent, ToldStream, drive_told, told_device, told_to_the_allocator
 
-RAW, WAR, REUSE = Kind.READ_AFTER_WRITE, Kind.WRITE_AFTER_READ, Kind.REUSE
+RAW, REUSE = Kind.READ_AFTER_WRITE, Kind.REUSE
 Found = list[tuple[Kind, str, str]]
 NCCL = 77
 """The handle of the stream on which a group's collectives run."""
@@ -163,22 +163,8 @@ def test_who_is_not_watched_uses_streams_as_ever() -> None:
 
 
 def _all_reduce(tensor: torch.Tensor, group: str = "world", *, is_async: bool = True) -> Call:
-    return Call(
-        op=Op.ALL_REDUCE,
-        group=cast(dist.ProcessGroup, None),
-        group_name=group,
-        ranks=(0, 1),
-        rank=0,
-        inputs=((tensor,),),
-        outputs=((tensor,),),
-        reduce_op=None,
-        peer=None,
-        tag=0,
-        is_async=is_async,
-        device=torch.device("cpu"),
-        timeout_s=None,
-        site="engine.py:1 in step",
-    )
+    whole = ((tensor,),)
+    return made_call(Op.ALL_REDUCE, whole, whole, group_name=group, is_async=is_async)
 
 
 def _by_nccl(watch: CudaRaceWatch, call: Call, carrier: int = NCCL) -> tuple[Clock | None, ToldEvent]:

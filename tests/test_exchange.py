@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from harness.door.call import Call, Pieces
+from harness.door.call import Pieces
 from harness.door.site import call_site
 from harness.ledger.entry import HarmKind, Op
 from harness.worlds.collective_errors import (
@@ -24,6 +24,7 @@ from harness.worlds.collective_errors import (
 )
 from harness.worlds.exchange import Exchange
 from harness.worlds.rank_identity import bind_rank
+from tests.calls import made_call
 
 # Any: RedOpType's stub has no members.
 RedOp: Any = dist.ReduceOp.RedOpType
@@ -42,25 +43,10 @@ class Rank:
         self.size = size
 
     def call(self, op: Op, inputs: Pieces = (), outputs: Pieces = (), **fields: Any) -> dist.Work:
-        values: dict[str, Any] = {
-            "op": op,
-            "group": cast(dist.ProcessGroup, None),  # the exchange never looks at it
-            "group_name": "everybody",
-            "ranks": tuple(range(self.size)),
-            "inputs": inputs,
-            "outputs": outputs,
-            "reduce_op": None,
-            "peer": None,
-            "tag": 0,
-            "is_async": False,
-            "device": torch.device("cpu"),
-            "timeout_s": None,
-            "site": call_site(),
-            **fields,
-        }
-        values["rank"] = values["ranks"].index(self.rank)
-        heard = {"on_harm": values.pop("on_harm")} if "on_harm" in values else {}
-        return self.exchange.carry(Call(**values), **heard)
+        heard = {"on_harm": fields.pop("on_harm")} if "on_harm" in fields else {}
+        fields = {"ranks": tuple(range(self.size)), "site": call_site(), **fields}
+        fields["rank"] = fields["ranks"].index(self.rank)
+        return self.exchange.carry(made_call(op, inputs, outputs, **fields), **heard)
 
     def all_reduce(self, tensor: Tensor, reduce_op: Any = RedOp.SUM, **fields: Any) -> dist.Work:
         return self.call(Op.ALL_REDUCE, ((tensor,),), ((tensor,),), reduce_op=reduce_op, **fields)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -131,13 +131,6 @@ class BrokenLaw:
 
     def judge(self, evidence: Evidence) -> Ruling:
         raise KeyError("no such thing")
-
-
-@pytest.fixture
-def session(tmp_path: Path) -> Iterator[TrialSession]:
-    session = TrialSession(Source(folder=tmp_path))
-    yield session
-    session.close()
 
 
 def _judge(session: TrialSession, engine: str, kind: WorldKind, case: Case) -> Record:

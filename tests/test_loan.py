@@ -3,39 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
-from harness.door.call import Call, Pieces
+from harness.door.call import Pieces
 from harness.ledger.entry import HarmKind, Op
 from harness.worlds.awaited import snapshot
 from harness.worlds.loan import Loan
 from harness.worlds.poison import poison
+from tests.calls import made_call
 
 Tensor = torch.Tensor
 
 
 def loan(op: Op, inputs: Pieces, outputs: Pieces, rank: int = 0, peer: int | None = None) -> Loan:
     """Issue a call: take its snapshot, poison its outputs."""
-    call = Call(
-        op=op,
-        group=cast(dist.ProcessGroup, None),
-        group_name="everybody",
-        ranks=(0, 1),
-        rank=rank,
-        inputs=inputs,
-        outputs=outputs,
-        reduce_op=None,
-        peer=peer,
-        tag=0,
-        is_async=True,
-        device=torch.device("cpu"),
-        timeout_s=None,
-        site="engine.py:1 in step",
-    )
+    call = made_call(op, inputs, outputs, rank=rank, peer=peer, is_async=True)
     kept = snapshot(call)
     poison(call, 3)
     return Loan(call, kept, 3)

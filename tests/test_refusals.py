@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from pathlib import Path
+from collections.abc import Mapping
 
 import pytest
 import torch.distributed as dist
@@ -23,7 +22,7 @@ from harness.ledger.entry import Entry, Ledger, Op
 from harness.oracle import OracleObservation
 from harness.parity import MatchesOracle
 from harness.record import Record
-from harness.trial import Source, TrialSession
+from harness.trial import TrialSession
 from harness.verdict import Verdict
 from harness.worlds.outcome import Abandoned, Died, Outcome, Raised, Returned, TimedOut, WorldResult
 from harness.worlds.spec import WorldKind, WorldSpec
@@ -61,13 +60,6 @@ class DislikesOnRank1(Dislikes):
 
 def _refuse(*_: object) -> None:
     raise NotImplementedError(NO)
-
-
-@pytest.fixture
-def session(tmp_path: Path) -> Iterator[TrialSession]:
-    session = TrialSession(Source(folder=tmp_path))
-    yield session
-    session.close()
 
 
 def _case(refusal: Refusal) -> Case:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from itertools import count
 from typing import Any
 
@@ -105,10 +105,6 @@ def _selected(stream: Any) -> Iterator[None]:
         _current.stream = outer
 
 
-def _stream(stream: Any) -> AbstractContextManager[None]:
-    return _selected(stream)
-
-
 def _current_stream(device: Any = None) -> Any:
     return _current.stream
 
@@ -128,7 +124,7 @@ def told_device() -> Iterator[None]:
         for module in (torch.cpu, torch.cuda):
             patch.setattr(module, "Stream", ToldStream)
             patch.setattr(module, "Event", ToldEvent)
-            patch.setattr(module, "stream", _stream)
+            patch.setattr(module, "stream", _selected)
             patch.setattr(module, "current_stream", _current_stream)
             patch.setattr(module, "synchronize", _synchronize)
         patch.setattr(torch.accelerator, "current_stream", _current_stream)
