@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:  # who only asks which engines there are need not wait for torch
     from engine.contract import Engine
 
-__all__ = ["BUILT_IN", "EngineNotFoundError", "resolve"]
+__all__ = ["BUILT_IN", "EngineNotFoundError", "EngineUnavailableError", "check_spelling", "resolve"]
 
 # Adapters load when named, so that listing engines costs no import and one missing package hurts nobody else.
 BUILT_IN = {
@@ -32,6 +32,10 @@ BUILT_IN = {
 _LOADING = threading.RLock()
 
 
+class EngineUnavailableError(ImportError):
+    """Raised by an adapter's module that cannot serve here; its text is the cause: "needs torch >= 2.14"."""
+
+
 class EngineNotFoundError(Exception):
     """No adapter answers to this name; usual causes: a typo, a missing package, a file that fails to import."""
 
@@ -44,14 +48,18 @@ class EngineNotFoundError(Exception):
         return f"engine {self.spec!r}: {self.problem}"
 
 
+def check_spelling(spec: str) -> None:
+    """Raise EngineNotFoundError for a name that nothing can answer to; imports nothing."""
+    if spec not in BUILT_IN and ":" not in spec:
+        raise EngineNotFoundError(spec, _not_built_in(spec))
+
+
 def resolve(spec: str) -> Engine:
-    """Return the adapter that ``spec`` names; raises EngineNotFoundError saying what was expected."""
+    """Return the adapter that ``spec`` names; raises EngineNotFoundError with the cause for any that has none."""
     from engine.contract import Engine
 
-    target = BUILT_IN.get(spec, spec)
-    location, colon, attribute = target.rpartition(":")
-    if not colon:
-        raise EngineNotFoundError(spec, _not_built_in(spec))
+    check_spelling(spec)
+    location, _, attribute = BUILT_IN.get(spec, spec).rpartition(":")
     module = _load(spec, location)
     found = getattr(module, attribute, None)
     if found is None:
@@ -60,12 +68,23 @@ def resolve(spec: str) -> Engine:
         raise EngineNotFoundError(
             spec, f"expected {attribute!r} in {location}, which does not define it{hint}"
         )
-    engine = found() if isinstance(found, type) else found
+    engine = _made(spec, found) if isinstance(found, type) else found
     if not isinstance(engine, Engine):
         raise EngineNotFoundError(
             spec, f"expected an engine.contract.Engine, got {type(engine).__name__}; subclass Engine"
         )
     return engine
+
+
+def _made(spec: str, adapter: type) -> object:
+    try:
+        return adapter()
+    except (Exception, SystemExit) as error:  # a constructor may raise anything
+        raise EngineNotFoundError(
+            spec,
+            f"{adapter.__name__}() raised {type(error).__name__}: {_one_line(error)}; "
+            "an adapter's class takes no arguments",
+        ) from error
 
 
 def _not_built_in(spec: str) -> str:
@@ -83,10 +102,32 @@ def _load(spec: str, location: str) -> ModuleType:
             with _LOADING:
                 return _load_file(Path(location))
         return importlib.import_module(location)
-    except Exception as error:  # a user's module may raise anything on import; all of it is the same news
-        raise EngineNotFoundError(
-            spec, f"importing {location} failed: {type(error).__name__}: {error}"
-        ) from error
+    except (
+        Exception,
+        SystemExit,
+    ) as error:  # a user's module may raise anything on import, or end the process
+        raise EngineNotFoundError(spec, _why_not_imported(location, error)) from error
+
+
+def _why_not_imported(location: str, error: BaseException) -> str:
+    if isinstance(error, EngineUnavailableError):
+        return str(error)
+    if (
+        isinstance(error, ModuleNotFoundError)
+        and error.name
+        and error.name.partition(".")[0] not in sys.modules
+    ):
+        return f"{error.name.partition('.')[0]} is not installed, or not on the path (importing {location})"
+    if isinstance(error, SystemExit):
+        return f"importing {location} called sys.exit({error.code!r})"
+    return f"importing {location} failed: {type(error).__name__}: {_one_line(error)}"
+
+
+def _one_line(error: BaseException) -> str:
+    try:
+        return " ".join(str(error).split())[:500]
+    except Exception:  # a message that cannot be built must not hide the error
+        return "(its message cannot be shown)"
 
 
 def _load_file(path: Path) -> ModuleType:

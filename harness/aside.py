@@ -9,40 +9,18 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cache
 from multiprocessing.connection import Connection
 from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-from engine.contract import Capability
-from engine.registry import resolve
 from harness.errors import HarnessBug
 from harness.worlds.forkserver import forkserver_context, started
 
-__all__ = ["EngineDescription", "aside", "describe"]
-
-# What a version says of it: a label of this build, as torch's "+cpu" is one.
-_STAND_IN = "cuda.stand.in"
+__all__ = ["aside"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineDescription:
-    """What must be known of an engine to judge it: its promises and its release."""
-
-    capabilities: frozenset[Capability]
-    version: str
-    insists_on_cuda: bool = False
-
-    def version_on(self, device: str) -> str:
-        """Name the release as a record shows it, with a stand-in for torch.cuda where there was one."""
-        if not self.insists_on_cuda or device == "cuda":
-            return self.version
-        return f"{self.version}{'.' if '+' in self.version else '+'}{_STAND_IN}"
 
 
 def aside(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
@@ -71,21 +49,6 @@ def aside(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     if isinstance(result, BaseException):
         raise result
     return result  # type: ignore[no-any-return]  # it went through bytes; it is what the function returned
-
-
-@cache  # the command line, the plugin and the session all ask, and each answer costs a process
-def describe(engine: str) -> EngineDescription:
-    """Ask for an engine's promises and release; raises EngineNotFoundError for a name that resolves to none."""
-    return aside(_describe, engine)
-
-
-def _describe(engine: str) -> EngineDescription:
-    adapter = resolve(engine)
-    return EngineDescription(
-        capabilities=frozenset(adapter.capabilities),
-        version=adapter.version(),
-        insists_on_cuda=adapter.insists_on_cuda,
-    )
 
 
 # Any: whatever `aside` was given.

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
-from engine.registry import BUILT_IN
 from harness.worlds.spec import WorldSpec
 
-__all__ = ["Cell", "check_engines"]
+__all__ = ["Cell"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,12 +18,3 @@ class Cell:
 
     def __str__(self) -> str:
         return f"{self.engine}@{self.world}"
-
-
-def check_engines(names: Iterable[str]) -> None:
-    """Raise EngineNotFoundError for a name that resolves to nothing, and what the import of an engine raises."""
-    for name in names:
-        if name not in BUILT_IN:
-            from harness.aside import describe  # here, because it imports torch
-
-            describe(name)

@@ -12,7 +12,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engine.registry import BUILT_IN, EngineNotFoundError, resolve
+from engine.registry import BUILT_IN, EngineNotFoundError, check_spelling
 from harness.catalogue import SUITES
 from harness.errors import ShardproofError, UsageError
 from harness.node import Node
@@ -53,7 +53,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run(arguments: argparse.Namespace) -> int:
     """Judge engines on suites: launch worlds, record verdicts, write the reports."""
     from harness import expectations_file
-    from harness.cell import check_engines
     from harness.effort import Effort
     from harness.provenance import today
     from harness.run_directory import refuse_existing
@@ -70,7 +69,8 @@ def run(arguments: argparse.Namespace) -> int:
     effort = Effort(
         seed=arguments.schedule_seed, num_schedules=arguments.schedules, is_thorough=arguments.thorough
     )
-    check_engines(arguments.engine or [])
+    if not _any_is_usable(arguments.engine or sorted(BUILT_IN)):
+        return USAGE
     options = [
         *(f"--engine={name}" for name in arguments.engine or []),
         *(f"--world={world}" for world in arguments.world or []),
@@ -85,6 +85,18 @@ def run(arguments: argparse.Namespace) -> int:
     ]
     code = call_pytest([*map(str, suites(arguments.suite)), *options])
     return _conclude(out, code)
+
+
+def _any_is_usable(engines: Sequence[str]) -> bool:
+    """Print why an engine from outside cannot be judged, before anything runs; those built in are asked in pytest."""
+    from harness.engine_description import examine
+
+    for name in engines:
+        check_spelling(name)
+    unavailable = examine(name for name in engines if name not in BUILT_IN).unavailable
+    for name, problem in unavailable.items():
+        print(f"shardproof: engine {name!r}: {problem}", file=sys.stderr)
+    return len(unavailable) < len(engines)
 
 
 def judge(arguments: argparse.Namespace) -> int:
@@ -131,9 +143,14 @@ def timeline(arguments: argparse.Namespace) -> int:
 
 def list_all(arguments: argparse.Namespace) -> int:
     """List engines with what they declare, suites, and with --cases every case."""
+    from harness.engine_description import describe
+
     print("engines:")
     for name in sorted(BUILT_IN):
-        declared = ", ".join(sorted(c.name for c in resolve(name).capabilities))
+        try:
+            declared = ", ".join(sorted(c.name for c in describe(name).capabilities))
+        except EngineNotFoundError as error:
+            declared = f"unavailable: {error.problem}"
         print(f"  {name:18} {declared}")
     print("suites:")
     for suite in suite_folders():
@@ -215,12 +232,15 @@ def _list_cases() -> int:
 
 def _conclude(out: Path, pytest_code: int) -> int:
     """Turn pytest's exit code into ours; where cases ran the records decide."""
+    has_records = (out / "records.jsonl").exists()
     if pytest_code == 4:
+        if has_records:  # some of the engines asked for could not be judged; the others were
+            _show(out)
         return USAGE
     if pytest_code == 5:
         print("shardproof: no case was selected; see `shardproof list --cases`", file=sys.stderr)
         return USAGE
-    if not (out / "records.jsonl").exists():
+    if not has_records:
         print("shardproof: no case was run; see the messages above", file=sys.stderr)
         return OUR_FAULT
     code = _show(out)

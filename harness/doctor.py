@@ -11,6 +11,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from engine.registry import BUILT_IN, EngineNotFoundError
+from harness.engine_description import describe
 from harness.worlds.launch import launch
 from harness.worlds.outcome import Returned
 from harness.worlds.rank import RankContext
@@ -38,7 +40,8 @@ def examine() -> list[Finding]:
         specs.append(
             WorldSpec(kind=WorldKind.PROCESSES, size=min(2, num_gpus), device="cuda", deadline_s=60.0)
         )
-    return [_python(), _torch(), _disk(), _gpus(), *(_world(spec) for spec in specs)]
+    worlds = [_world(spec) for spec in specs]
+    return [_python(), _torch(), _disk(), _gpus(), *worlds, *map(_engine, sorted(BUILT_IN))]
 
 
 def _python() -> Finding:
@@ -65,6 +68,14 @@ def _disk() -> Finding:
 def _gpus() -> Finding:
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     return Finding(what="gpus", is_ok=True, detail=f"{count} (worlds on the CPU need none)")
+
+
+def _engine(name: str) -> Finding:
+    try:
+        version = describe(name).version
+    except EngineNotFoundError as error:
+        return Finding(what=f"engine {name}", is_ok=False, detail=error.problem)
+    return Finding(what=f"engine {name}", is_ok=True, detail=version)
 
 
 def _world(spec: WorldSpec) -> Finding:

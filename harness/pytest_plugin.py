@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from engine.registry import BUILT_IN, EngineNotFoundError
+from engine.registry import BUILT_IN, EngineNotFoundError, check_spelling
 from harness import expectations_file
 from harness.catalogue import SUITES
-from harness.cell import Cell, check_engines
+from harness.cell import Cell
 from harness.collection import Refusals
 from harness.effort import Effort
 from harness.errors import UsageError
@@ -138,14 +138,14 @@ def _will_run_suites(config: pytest.Config) -> bool:
 
 
 def _cells(config: pytest.Config) -> list[Cell]:
-    """Read --engine and --world; raises for a name that resolves to nothing."""
+    """Read --engine and --world; raises for a misspelt name."""
     worlds = [
         WorldSpec.parse(text, deadline_s=config.getoption("--deadline"))
         for text in dict.fromkeys(config.getoption("--world") or _DEFAULT_WORLDS)
     ]
-    if not hasattr(config, "workerinput"):  # whose controller has looked already
-        check_engines(config.getoption("--engine") or [])
     engines = list(dict.fromkeys(config.getoption("--engine") or sorted(BUILT_IN)))
+    for engine in engines:
+        check_spelling(engine)
     return [Cell(engine=engine, world=world) for engine in engines for world in worlds]
 
 

@@ -15,6 +15,7 @@ from harness.case import Case, Refusal, Training
 from harness.catalogue import collected
 from harness.cell import Cell
 from harness.collection import refuse
+from harness.engine_description import examine
 from harness.errors import HarnessBug, UsageError
 from harness.expectations import expected
 from harness.hunt import NOBODY
@@ -23,7 +24,7 @@ from harness.node import Node
 from harness.pytest_plugin import CELLS, EFFORT, EXPECTATIONS, will_run
 from harness.record import Record, to_json
 from harness.run_directory import OBSERVATIONS, read_run
-from harness.sink import CATALOGUE, FROM_WORKER, RECORD_PROPERTY
+from harness.sink import CATALOGUE, FROM_WORKER, RECORD_PROPERTY, UNAVAILABLE, UNAVAILABLE_FROM_WORKER
 from harness.trial import Source, TrialSession
 from harness.verdict import Verdict
 from harness.worlds.forkserver import warm_up
@@ -107,6 +108,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     except UsageError as error:
         refuse(config, items, error)
     catalogue = collected([item.nodeid for item in items], config.args)
+    _leave_out_unavailable(config, items)
     replay = config.getoption("--replay")
     known = {(r.engine, r.case, r.world) for r in read_run(Path(replay)).records} if replay else None
     sensible = [item for item in items if _makes_sense(item)]
@@ -119,6 +121,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     config.stash[CATALOGUE] = catalogue if len(kept) == len(sensible) else catalogue.narrowed()
 
 
+def _leave_out_unavailable(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Deselect the cases of engines that cannot be judged; the sink reports them by name, with the cause."""
+    if config.getoption("--prey") or not will_run(config):
+        return
+    cells = {id(item): cell for item in items if (cell := _cell(item)) is not None}
+    engines = examine(dict.fromkeys(cell.engine for cell in cells.values()))
+    hopeless = [item for item in items if id(item) in cells and cells[id(item)].engine in engines.unavailable]
+    config.stash[UNAVAILABLE] = engines.unavailable
+    if hopeless:
+        config.hook.pytest_deselected(items=hopeless)
+        items[:] = [item for item in items if item not in set(hopeless)]
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Wait for the fork server before the first case, whose timeout must not pay for the server's imports."""
@@ -129,6 +144,8 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         config.stash[CATALOGUE] = config.stash[CATALOGUE].narrowed()
     if hasattr(config, "workeroutput"):
         config.workeroutput[FROM_WORKER] = pickle.dumps(config.stash[CATALOGUE])
+        unavailable: dict[str, str] = config.stash.get(UNAVAILABLE, {})
+        config.workeroutput[UNAVAILABLE_FROM_WORKER] = unavailable
     if will_run(config) and any("trial" in getattr(item, "fixturenames", ()) for item in session.items):
         warm_up()
 
@@ -163,13 +180,17 @@ def trial_session(
 
 
 def _makes_sense(item: pytest.Item) -> bool:
-    callspec = getattr(item, "callspec", None)
-    cell = callspec.params.get("cell") if callspec is not None else None
+    cell = _cell(item)
     if cell is None or cell.engine == NOBODY:
         return True
     sizes: list[Sizes] = [marker.args[0] for marker in item.iter_markers("worlds")]
     devices = {marker.args[0] for marker in item.iter_markers("device")}
     return all(s.suits(cell.world) for s in sizes) and devices <= {cell.world.device}
+
+
+def _cell(item: pytest.Item) -> Cell | None:
+    callspec = getattr(item, "callspec", None)
+    return callspec.params.get("cell") if callspec is not None else None
 
 
 def _is_known(item: pytest.Item, known: set[tuple[str, str, str]] | None) -> bool:

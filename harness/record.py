@@ -31,7 +31,7 @@ __all__ = [
     "to_json",
 ]
 
-SCHEMA_VERSION = 4
+SCHEMA_VERSION = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,12 +187,16 @@ class Header:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Footer:
-    """How a run ended; a run without one was interrupted."""
+    """How a run ended; a run without one was interrupted.
+
+    ``unavailable`` are the engines that were selected and could not be judged, each with the cause.
+    """
 
     ended_at: str  # ISO 8601, UTC
     duration_s: float
     counts: dict[str, int] = field(default_factory=dict)
     unused: tuple[UnusedExpectation, ...] = ()
+    unavailable: dict[str, str] = field(default_factory=dict)
     schema: int = SCHEMA_VERSION
 
 

@@ -23,11 +23,20 @@ from harness.record import Expectations, Record, UnusedExpectation, from_json
 from harness.run_directory import RunWriter
 from harness.verdict import Verdict
 
-__all__ = ["CATALOGUE", "FROM_WORKER", "RECORD_PROPERTY", "Sink"]
+__all__ = [
+    "CATALOGUE",
+    "FROM_WORKER",
+    "RECORD_PROPERTY",
+    "UNAVAILABLE",
+    "UNAVAILABLE_FROM_WORKER",
+    "Sink",
+]
 
 RECORD_PROPERTY = "shardproof.record"  # the user property under which a test's report carries its record
 FROM_WORKER = "shardproof.catalogue"  # the key under which a worker of xdist sends what it collected
 CATALOGUE = pytest.StashKey[Catalogue]()
+UNAVAILABLE = pytest.StashKey[dict[str, str]]()  # engines that cannot be judged, with the cause
+UNAVAILABLE_FROM_WORKER = "shardproof.unavailable"
 
 
 class Sink:
@@ -73,6 +82,7 @@ class Sink:
         sent = getattr(node, "workeroutput", {}).get(FROM_WORKER)
         if sent is not None:
             self._config.stash[CATALOGUE] = pickle.loads(sent)
+            self._config.stash[UNAVAILABLE] = node.workeroutput[UNAVAILABLE_FROM_WORKER]
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Write the record that a test's report carries."""
@@ -89,14 +99,22 @@ class Sink:
         self._unused = unused(self._expectations, self._ran())
         if any(found.is_stale for found in self._unused) and session.exitstatus == pytest.ExitCode.OK:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
+        if self._unavailable and self._config.getoption("--engine"):
+            session.exitstatus = pytest.ExitCode.USAGE_ERROR  # they were asked for by name
         if self._writer is not None:
             verdicts = [record.verdict for record in self._records]
             end = footer(verdicts=verdicts, duration_s=time.monotonic() - self._started_s)
-            self._writer.finish(replace(end, unused=self._unused))
+            self._writer.finish(replace(end, unused=self._unused, unavailable=self._unavailable))
+
+    @property
+    def _unavailable(self) -> dict[str, str]:
+        return self._config.stash.get(UNAVAILABLE, {})
 
     # Any: pytest does not export the terminal reporter's type.
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
         """Say the verdicts in one line, and where the run is kept."""
+        for engine, problem in self._unavailable.items():
+            terminalreporter.write_line(f"not judged: {engine}: {problem}", red=True)
         if not self._records:
             return
         counts = ", ".join(f"{n} {v}" for v in Verdict if (n := sum(r.verdict is v for r in self._records)))

@@ -9,11 +9,11 @@ from dataclasses import dataclass, replace
 
 from engine.contract import Capability
 from harness.archive import Archive, Source, unexercised
-from harness.aside import describe
 from harness.case import Case, Training, Watch
 from harness.cell import Cell
 from harness.diagnosis import NOT_FINITE
 from harness.effort import Effort
+from harness.engine_description import describe
 from harness.errors import UsageError
 from harness.judge import Judgement, judge
 from harness.ledger.summary import summarize

@@ -81,4 +81,6 @@ def conclude(run: Run) -> Conclusion:
 def warnings(run: Run) -> tuple[str, ...]:
     """Say why the run is not whole; empty if it is."""
     interrupted = ("the run was interrupted: it has no footer, so cases may be missing",)
-    return (interrupted if run.is_interrupted else ()) + run.problems
+    unavailable = run.footer.unavailable if run.footer else {}
+    missing = tuple(f"{engine} was not judged: {problem}" for engine, problem in sorted(unavailable.items()))
+    return (interrupted if run.is_interrupted else ()) + missing + run.problems

@@ -10,9 +10,9 @@ import torch
 from engine.contract import Layout, Plan
 from fixtures.chain import CHAIN
 from fixtures.optimizers import SGD
-from harness.aside import EngineDescription
 from harness.case import Schedule, Training, Watch
 from harness.drive import drive_rank
+from harness.engine_description import EngineDescription
 from harness.keep import keep_result, load_kept
 from harness.ledger.entry import Phase
 from harness.ledger.recorder import Recorder

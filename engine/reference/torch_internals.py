@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import sys
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar, cast
@@ -13,8 +14,6 @@ from torch.autograd import Variable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import ShardingStrategy
 from torch.distributed.tensor import DTensor, Placement
-from torch.distributed.tensor._ops._tensor_ops import propagate_single_input_strategy
-from torch.distributed.tensor.placement_types import _StridedShard
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -72,10 +71,31 @@ def local_tensor(sharded: DTensor) -> torch.Tensor:
 def run_where_shards_lie(operator: Any) -> None:
     """Have DTensor run an operator of one tensor on its shards, of whatever sizes, for good.
 
-    ``register_sharding``, the public way, leaves shards out where there are more ranks than elements.
+    ``register_sharding``, the public way, leaves shards out where there are more ranks than elements. Raises
+    RuntimeError where torch has no such strategies: the operator would then run on gathered copies.
     """
-    propagator = DTensor._op_dispatcher.sharding_propagator
-    propagator.register_op_strategy(operator, propagate_single_input_strategy)
+    try:
+        from torch.distributed.tensor._op_schema import OpSpec, OpStrategy
+
+        register = DTensor._op_dispatcher.sharding_propagator.register_op_strategy
+    except (ImportError, AttributeError) as error:
+        raise RuntimeError(
+            f"{operator} on unevenly sharded parameters needs a way to register strategies with DTensor that torch "
+            f"{torch.__version__} does not have: {error}"
+        ) from error
+
+    # Any, for both: the schema of a call and its result, whose classes differ between releases.
+    def as_the_input_lies(schema: Any) -> Any:
+        (given,) = (argument for argument in schema.args_schema if isinstance(argument, OpStrategy))
+        return OpStrategy([kept(given.strategies, i) for i in range(len(given.strategies))])
+
+    def kept(choices: Any, chosen: int) -> Any:
+        spec = choices[chosen].output_spec
+        # Only the input that lies so already: to move another there first is what must not happen.
+        costs = [0.0 if i == chosen else math.inf for i in range(len(choices))]
+        return OpSpec(output_specs=spec, input_specs=[spec], redistribute_cost=[costs])
+
+    register(operator, as_the_input_lies)
 
 
 def sharded_like(template: DTensor, local: torch.Tensor) -> DTensor:
@@ -103,4 +123,6 @@ def concatenated(*meshes: DeviceMesh) -> DeviceMesh:
 
 def strided_shard(dim: int, split_factor: int) -> Placement:
     """Shard ``dim`` over an outer mesh axis although an inner one sharded it first, into ``split_factor``."""
+    from torch.distributed.tensor.placement_types import _StridedShard
+
     return _StridedShard(dim, split_factor=split_factor)

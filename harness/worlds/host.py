@@ -141,6 +141,8 @@ def _host_threads(link: Link, spec: HostSpec) -> None:
         return None if rank is None else recorders.get(rank)
 
     register_threads_backend()
+    # torch 2.15 records the calls of every group, once per process: ranks that are threads would share one record.
+    os.environ["TORCH_FR_BUFFER_SIZE"] = "0"
     with isolate_threads(), _last_words(link):
         link.send(Ready())
         while (job := link.jobs.get()) is not None:

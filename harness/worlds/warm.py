@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import gc
+import os
 import pkgutil
+import sys
 from importlib import import_module
 
 import torch
@@ -15,17 +19,30 @@ import torch.nn.parallel
 import harness.drive
 import harness.pipeline
 import harness.worlds.host  # noqa: F401
-from engine.registry import BUILT_IN, resolve
+from engine.registry import BUILT_IN, EngineNotFoundError, resolve
 from harness.torch_versions import make_operators, random_operators
 
 for name in BUILT_IN:
-    resolve(name)
+    with contextlib.suppress(
+        EngineNotFoundError
+    ):  # the ranks that need this engine say why; others do without
+        resolve(name)
 # What cases send to their worlds comes from these; each world would else import them anew.
 for package in map(import_module, ("fixtures", "harness.scripts")):
     for module in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
         import_module(module.name)
 random_operators()  # looks at every operator that there is, and remembers
 make_operators()  # as do worlds that watch operators, of which each would take tens of milliseconds
+
+
+def _leave() -> None:
+    """End the server without taking its modules apart, which takes long and which some of them complain about."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
+atexit.register(_leave)
 
 # A fork of a process whose OpenMP pool has run with more threads hangs in its first parallel region.
 torch.set_num_threads(1)

@@ -1,0 +1,175 @@
+"""What must be known of an engine before it is judged, asked in a process of its own, where its code may do no harm.
+
+The answer comes back as JSON: engine code never runs in the process that judges. No torch here.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import threading
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import cache
+from multiprocessing import parent_process
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+from engine.capability import Capability
+from engine.registry import EngineNotFoundError, resolve
+from harness.worlds.forkserver import forkserver_context, started
+
+__all__ = ["EngineDescription", "Engines", "describe", "examine"]
+
+# The import of a large library on a cold disk takes tens of seconds; an answer that takes longer never comes.
+_DEADLINE_S = 60.0
+# The process prints its stacks before it is ended.
+_STACKS_AFTER_S = _DEADLINE_S - 5.0
+# A label of the build in a version, as torch's "+cpu" is one.
+_STAND_IN = "cuda.stand.in"
+_LONGEST_ANSWER = 1_000_000  # bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineDescription:
+    """An engine's promises and its release."""
+
+    capabilities: frozenset[Capability]
+    version: str
+    insists_on_cuda: bool = False
+
+    def version_on(self, device: str) -> str:
+        """Name the release as a record shows it, with a stand-in for torch.cuda where there was one."""
+        if not self.insists_on_cuda or device == "cuda":
+            return self.version
+        return f"{self.version}{'.' if '+' in self.version else '+'}{_STAND_IN}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Engines:
+    """The engines of a session that can be judged, and why each other one cannot."""
+
+    usable: tuple[str, ...]
+    unavailable: dict[str, str] = field(default_factory=dict)
+
+
+def examine(names: Iterable[str]) -> Engines:
+    """Sort engines into those that answer and those that do not; raises nothing for any of them."""
+    usable: list[str] = []
+    unavailable: dict[str, str] = {}
+    for name in names:
+        try:
+            describe(name)
+        except EngineNotFoundError as error:
+            unavailable[name] = error.problem
+        else:
+            usable.append(name)
+    return Engines(usable=tuple(usable), unavailable=unavailable)
+
+
+def describe(engine: str) -> EngineDescription:
+    """Ask for an engine's capabilities and release.
+
+    Raises EngineNotFoundError, with the cause, for an engine that does not resolve, does not answer within a
+    minute, ends the process that it is asked in, or answers with something that is no version.
+    """
+    found = _found(engine)
+    if isinstance(found, EngineNotFoundError):
+        raise found
+    return found
+
+
+@cache  # the plugin, the session and every case ask, and each answer costs a process
+def _found(engine: str) -> EngineDescription | EngineNotFoundError:
+    try:
+        return _read(_ask(engine), engine)
+    except EngineNotFoundError as error:
+        return error.with_traceback(None)
+
+
+def _ask(engine: str) -> bytes:
+    ours, theirs = forkserver_context().Pipe(duplex=False)
+    process = started(_answer, theirs, engine)
+    theirs.close()
+    try:
+        return _receive(ours, engine)
+    except EOFError:
+        process.join(1.0)
+        how = _exit(process.exitcode)
+        raise EngineNotFoundError(
+            engine, f"the process that was asked for its version ended without an answer{how}"
+        ) from None
+    finally:
+        ours.close()
+        process.kill()
+        process.join()
+        process.close()
+
+
+def _receive(connection: Connection, engine: str) -> bytes:
+    if not connection.poll(_DEADLINE_S):
+        raise EngineNotFoundError(
+            engine,
+            f"its import and version() took longer than {_DEADLINE_S:.0f} s; its stacks are printed above",
+        )
+    try:
+        return connection.recv_bytes(_LONGEST_ANSWER)
+    except OSError as error:  # longer than that, or cut off
+        raise EngineNotFoundError(engine, f"its answer cannot be read: {error}") from error
+
+
+def _exit(code: int | None) -> str:
+    if code is None:
+        return ""
+    return f", by signal {-code}" if code < 0 else f", with exit status {code}"
+
+
+def _read(answer: bytes, engine: str) -> EngineDescription:
+    try:
+        plain = json.loads(answer)
+        if "problem" in plain:
+            raise EngineNotFoundError(engine, str(plain["problem"]))
+        return EngineDescription(
+            capabilities=frozenset(Capability[name] for name in plain["capabilities"]),
+            version=str(plain["version"]),
+            insists_on_cuda=bool(plain["insists_on_cuda"]),
+        )
+    except (ValueError, TypeError, KeyError) as error:
+        raise EngineNotFoundError(engine, f"its answer cannot be read: {error!r}") from error
+
+
+def _answer(connection: Connection, engine: str) -> None:
+    """Answer from a process of its own, which ends with its parent."""
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    faulthandler.dump_traceback_later(_STACKS_AFTER_S)
+    try:
+        plain = _facts(engine)
+    except EngineNotFoundError as error:
+        plain = {"problem": error.problem}
+    connection.send_bytes(json.dumps(plain).encode())
+    connection.close()
+    os._exit(0)  # an engine's threads or exit handlers have no say in when this process ends
+
+
+def _end_with_parent() -> None:
+    parent = parent_process()
+    if parent is not None:
+        wait([parent.sentinel])
+        os._exit(1)
+
+
+def _facts(engine: str) -> dict[str, Any]:  # Any: JSON
+    adapter = resolve(engine)
+    try:
+        version = adapter.version()
+        names = sorted(Capability(capability).name for capability in adapter.capabilities)
+    except (Exception, SystemExit) as error:
+        raise EngineNotFoundError(
+            engine, f"asking for its version and capabilities raised {type(error).__name__}: {error}"
+        ) from error
+    if not isinstance(version, str) or not version.strip():
+        raise EngineNotFoundError(
+            engine, f"version(): expected a text such as 'torch 2.13.0', got {version!r}"
+        )
+    return {"capabilities": names, "version": version, "insists_on_cuda": bool(adapter.insists_on_cuda)}

@@ -1,0 +1,41 @@
+"""Engines that cannot be judged, each for another reason; named by path in tests."""
+
+from __future__ import annotations
+
+from engine.adapters.torch_ddp import DistributedDataParallelEngine
+
+
+class TakesArguments(DistributedDataParallelEngine):
+    """Cannot be made without knowing what it wants."""
+
+    def __init__(self, bucket_bytes: int) -> None:
+        self.bucket_bytes = bucket_bytes
+
+
+class HasNoVersion(DistributedDataParallelEngine):
+    """Answers with None where a text is expected."""
+
+    def version(self) -> str:
+        return None  # type: ignore[return-value]  # the fault
+
+
+class FailsToSayItsVersion(DistributedDataParallelEngine):
+    """Raises where a text is expected."""
+
+    def version(self) -> str:
+        raise RuntimeError("no such file:\nVERSION")
+
+
+class EndsTheProcess(DistributedDataParallelEngine):
+    """Ends the process that asks for its version."""
+
+    def version(self) -> str:
+        import os
+
+        os._exit(7)
+
+
+class DeclaresNonsense(DistributedDataParallelEngine):
+    """Declares what is no capability."""
+
+    capabilities = frozenset({"fast"})  # type: ignore[arg-type]  # the fault

@@ -1,0 +1,101 @@
+"""An engine that cannot be judged is one engine: it is named with the cause, and the others are judged."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from engine.capability import Capability
+from engine.registry import EngineNotFoundError, resolve
+from harness import engine_description
+from harness.cli import main
+from harness.engine_description import describe, examine
+from harness.run_directory import read_run
+from harness.verdict import Verdict
+from reports.tally import Conclusion, conclude
+
+BROKEN = "tests/broken_engines.py"
+WHY = {
+    "TakesArguments": r"TakesArguments\(\) raised TypeError: .*bucket_bytes.*; an adapter's class takes no arguments",
+    "HasNoVersion": r"version\(\): expected a text such as 'torch 2.13.0', got None",
+    "FailsToSayItsVersion": r"asking for .* raised RuntimeError: no such file:\nVERSION",
+    "EndsTheProcess": r"ended without an answer, with exit status 7",
+    "DeclaresNonsense": r"raised ValueError: 'fast' is not a valid Capability",
+}
+MODULES = {
+    "exits.py": ("import sys\nsys.exit(3)\n", r"called sys.exit\(3\)"),
+    "needs.py": ("import no_such_engine.zero\n", r"^no_such_engine is not installed, or not on the path"),
+    "half.py": (
+        "from torch import no_such_name\n",
+        r"failed: ImportError: cannot import name 'no_such_name'",
+    ),
+    "old.py": (
+        "from engine.registry import EngineUnavailableError\nraise EngineUnavailableError('needs torch >= 9')\n",
+        r"^needs torch >= 9$",
+    ),
+    "mute.py": (
+        "class Mute(Exception):\n    def __str__(self):\n        raise Mute\nraise Mute\n",
+        r"failed: Mute: \(its message cannot be shown\)",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WHY)
+def test_an_engine_that_cannot_be_judged_is_named_with_the_cause(name: str) -> None:
+    with pytest.raises(EngineNotFoundError) as caught:
+        describe(f"{BROKEN}:{name}")
+    assert re.search(WHY[name], caught.value.problem), caught.value.problem
+
+
+@pytest.mark.parametrize("file", MODULES)
+def test_a_module_that_cannot_be_imported_is_named_with_the_cause(file: str, tmp_path: Path) -> None:
+    source, why = MODULES[file]
+    (tmp_path / file).write_text(source)
+    with pytest.raises(EngineNotFoundError) as caught:
+        describe(f"{tmp_path / file}:Engine")
+    assert re.search(why, caught.value.problem), caught.value.problem
+
+
+def test_an_answer_that_does_not_come_ends_with_the_deadline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "loops.py").write_text("while True:\n    pass\n")
+    monkeypatch.setattr(engine_description, "_DEADLINE_S", 1.0)
+    with pytest.raises(EngineNotFoundError, match="took longer than 1 s"):
+        describe(f"{tmp_path / 'loops.py'}:Engine")
+
+
+def test_a_description_is_what_the_engine_declares() -> None:
+    found = describe("torch.ddp")
+    assert found.capabilities == resolve("torch.ddp").capabilities
+    assert Capability.REPLICATE in found.capabilities
+    assert found.version == resolve("torch.ddp").version()
+
+
+def test_engines_are_examined_one_by_one() -> None:
+    broken = f"{BROKEN}:HasNoVersion"
+    found = examine(["torch.ddp", broken])
+    assert found.usable == ("torch.ddp",)
+    assert list(found.unavailable) == [broken]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_run_judges_the_other_engines_and_ends_as_wrong_usage(
+    workers: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    broken, out = f"{BROKEN}:HasNoVersion", tmp_path / "run"
+    names = ["--engine", broken, "--engine", "torch.ddp"]
+    code = main(
+        ["run", *names, "--suite", "smoke", "--out", str(out), *(["-n", str(workers)] * bool(workers))]
+    )
+    shown = capfd.readouterr()
+    assert code == 2
+    assert f"engine {broken!r}: version(): expected a text" in shown.err
+    run = read_run(out)
+    assert [(r.engine, r.verdict) for r in run.records] == [("torch.ddp", Verdict.PASSED)]
+    assert run.footer is not None
+    assert list(run.footer.unavailable) == [broken]
+    assert conclude(run) is Conclusion.INCOMPLETE
+    assert "HasNoVersion was not judged: version()" in (out / "report.md").read_text()
