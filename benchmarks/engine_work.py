@@ -30,7 +30,7 @@ from engine import reference
 from harness.door.kernels import Door, standing_in_c10d
 from harness.ledger.entry import Entry, Ledger, Op, Phase
 from harness.ledger.recorder import Recorder
-from harness.torch_groups import FileStore
+from harness.torch_compat.process_groups import FileStore
 from harness.worlds.rank import RankContext
 from harness.worlds.threads_backend import global_ranks
 

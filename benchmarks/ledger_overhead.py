@@ -27,7 +27,7 @@ from benchmarks.watch_work import WORK
 from harness.door.kernels import Door, standing_in_c10d
 from harness.ledger.entry import Phase
 from harness.ledger.recorder import Recorder
-from harness.torch_groups import FileStore
+from harness.torch_compat.process_groups import FileStore
 from harness.unit_hooks import watching_units
 from harness.worlds.threads_backend import global_ranks
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import hashlib
 import re
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from engine.contract import Plan
 from harness.aside import aside
-from harness.case import Training
+from harness.case import Training, Watch
 from harness.cell import Cell
 from harness.drive import drive_rank
 from harness.exploration import Scheduled, explore, load_schedules
@@ -19,7 +19,9 @@ from harness.keep import keep_result
 from harness.oracle import OracleObservation, run_oracle
 from harness.script import EachMicrobatch
 from harness.scripts.exercise import Exercise
+from harness.torch_compat.private_names import Feature, require
 from harness.worlds.launch import WorldPool
+from harness.worlds.spec import WorldKind
 
 __all__ = ["Archive", "Source", "unexercised"]
 
@@ -91,12 +93,24 @@ class Archive:
         return kept[0] if kept else self._source.folder / self._source.worker / name
 
     def _launch(self, training: Training, cell: Cell, seeds: Iterable[int], folder: Path) -> None:
+        require(*_features(training, cell))
         job = (drive_rank, training, cell.engine)
         # Starting ranks is cheap on the CPU, where a fresh world per case shares nothing; on CUDA it is dear.
         if cell.world.device == "cpu":
             explore(cell.world, seeds, *job, folder=folder)
         else:
             keep_result(self._pool.run(cell.world, *job, folder=folder), folder)
+
+
+def _features(training: Training, cell: Cell) -> Iterator[Feature]:
+    """Name the parts of the harness that a training needs and that stand on private names of torch."""
+    yield Feature.COLLECTIVES
+    if cell.world.kind is WorldKind.THREADS:
+        yield Feature.THREADS
+    if training.watch & {Watch.RACES, Watch.LIFETIMES}:
+        yield Feature.OPERATORS
+    if Watch.RACES in training.watch and cell.world.device == "cuda":
+        yield Feature.CUDA_STREAMS
 
 
 def unexercised(training: Training) -> Training:

@@ -12,9 +12,9 @@ import torch
 
 from engine.contract import Shard
 from harness.deviation import deviation, largest
-from harness.dtypes import widened
 from harness.oracle import OracleObservation, Place, Quantity
 from harness.tolerance import allowed_error
+from harness.torch_compat.dtypes import widened
 
 __all__ = ["NOT_FINITE", "UNSTRUCTURED", "looks_like"]
 

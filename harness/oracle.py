@@ -15,9 +15,9 @@ from torch import nn
 from engine.contract import Plan
 from harness.case import LoopOrder, Training, ZeroGrad
 from harness.deviation import deviation
-from harness.dtypes import cast_module
 from harness.oracle_actor import OracleActor, Workshop
 from harness.summation import EXACT_ORDER, Summation, num_reorderings, reordering
+from harness.torch_compat.dtypes import cast_module
 
 __all__ = [
     "INITIAL_STEP",

@@ -12,10 +12,10 @@ from torch import nn
 
 from engine.contract import UnitHandle
 from harness.case import Training
-from harness.dtypes import cast, cast_module
 from harness.loss import loss_weight
 from harness.script import Actor, Batch, Evaluation
 from harness.summation import Rows, Summation
+from harness.torch_compat.dtypes import cast, cast_module
 
 __all__ = ["OracleActor", "Workshop"]
 

@@ -13,12 +13,12 @@ import torch
 
 from harness.deviation import deviation
 from harness.diagnosis import looks_like
-from harness.dtypes import widened
 from harness.law import Evidence, Ruling
 from harness.oracle import INITIAL_STEP, Place, Quantity
 from harness.record import LawRecord, TensorRecord
 from harness.structure import Piece, observed, pieces_of, structural_faults
 from harness.tolerance import allowed_error
+from harness.torch_compat.dtypes import widened
 
 __all__ = ["MatchesOracle"]
 

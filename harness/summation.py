@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 
 from engine.contract import Accumulation, Plan
-from harness.dtypes import cast
 from harness.script import Batch
+from harness.torch_compat.dtypes import cast
 
 __all__ = ["EXACT_ORDER", "Rows", "Summation", "num_reorderings", "reordering"]
 

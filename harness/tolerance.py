@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from harness.deviation import largest
-from harness.dtypes import is_rounded
 from harness.oracle import OracleObservation, Place, Quantity
+from harness.torch_compat.dtypes import is_rounded
 
 __all__ = ["MULTIPLE", "allowed_error"]
 

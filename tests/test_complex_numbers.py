@@ -16,11 +16,11 @@ from fixtures.complex_numbers import ROTARY, SPECTRAL
 from fixtures.optimizers import ADAMW, SGD, AdamW, Sgd
 from harness.case import Schedule, Training
 from harness.deviation import deviation, largest
-from harness.dtypes import cast, cast_module, is_rounded, widened
 from harness.law import Evidence
 from harness.oracle import Place, Quantity, run_oracle
 from harness.parity import MatchesOracle
 from harness.tolerance import allowed_error
+from harness.torch_compat.dtypes import cast, cast_module, is_rounded, widened
 from harness.vacuity import vacuous_because
 from tests.simulated_engine import Honest, Moment, simulate
 

@@ -15,7 +15,6 @@ import torch
 from torch.cuda import _gpu_trace
 
 from engine.mutants import MUTANTS
-from harness import torch_cuda
 from harness.case import Watch
 from harness.door.call import Call
 from harness.ledger.entry import Op, Phase
@@ -23,8 +22,9 @@ from harness.ledger.recorder import Recorder
 from harness.races.clock import Clock
 from harness.races.cuda_watch import CudaRaceWatch, watched_cuda_streams
 from harness.races.finding import Kind
-from harness.torch_cuda import hears_streams, stream_handle
-from harness.torch_versions import device_kernel
+from harness.torch_compat import cuda as torch_cuda
+from harness.torch_compat.cuda import hears_streams, stream_handle
+from harness.torch_compat.dispatch import device_kernel
 from harness.watching import watching
 from tests.calls import made_call
 from tests.orders import NO_ORDERS, ORDERS, Ordering, write_here_read_there
@@ -284,7 +284,11 @@ def test_what_was_wrong_with_listening_is_raised_and_not_only_logged() -> None:
 def test_torch_is_asked_to_tell_once(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
     monkeypatch.setattr(torch_cuda, "_is_told", False)
-    monkeypatch.setattr(torch._C, "_activate_gpu_trace", lambda: asked.append("activate"))
+    names = {
+        "torch._C:_activate_gpu_trace": lambda: asked.append("activate"),
+        "torch.cuda._gpu_trace": _gpu_trace,
+    }
+    monkeypatch.setattr(torch_cuda, "private", names.__getitem__)
     for name in ("EventRecord", "EventWait", "DeviceSynchronization"):
         monkeypatch.setattr(getattr(_gpu_trace, f"{name}Callbacks"), "callback_list", [])
     for _ in range(2):

@@ -17,7 +17,7 @@ from harness.door.kernels import Door, standing_in_c10d
 from harness.ledger.entry import Op
 from harness.ledger.recorder import Recorder
 from harness.memory.operators import OperatorMode
-from harness.torch_groups import HashStore
+from harness.torch_compat.process_groups import HashStore
 
 # Without the GIL the two meet at once; with it they never do, and gloo gives up after so long.
 _LIMIT = timedelta(seconds=2)

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from harness.ledger.entry import Entry, Ledger, Op, Phase
 from harness.ledger.journal import read_journal
 from harness.ledger.recorder import CallSummary, Recorder
-from harness.torch_groups import HashStore
+from harness.torch_compat.process_groups import HashStore
 from harness.worlds.launch import launch
 from harness.worlds.outcome import Returned
 from harness.worlds.rank import RankContext, journal_path

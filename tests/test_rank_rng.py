@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import random_split
 
-from harness.torch_versions import random_operators
+from harness.torch_compat.dispatch import random_operators
 from harness.worlds.launch import launch
 from harness.worlds.outcome import Returned
 from harness.worlds.rank import RankContext

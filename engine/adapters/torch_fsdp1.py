@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from torch import nn
-from torch.distributed.algorithms._comm_hooks import default_hooks
 from torch.distributed.fsdp import FlatParameter, FullyShardedDataParallel, wrap
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
+from engine.adapters.torch_internals import default_comm_hooks
 from engine.adapters.wrapper import CAPABILITIES, PREFIX, Piece, PreparedWrapper, WrapperEngine
 from engine.contract import Capability, WrapperNames
 
 __all__ = ["NAMES", "FullyShardedDataParallelEngine", "PreparedFsdp1"]
+
+_HOOKS = default_comm_hooks()
 
 NAMES = WrapperNames(
     FullyShardedDataParallel=FullyShardedDataParallel,
@@ -26,12 +28,12 @@ NAMES = WrapperNames(
     transformer_auto_wrap_policy=wrap.transformer_auto_wrap_policy,
     enable_wrap=wrap.enable_wrap,
     wrap=wrap.wrap,
-    DefaultState=default_hooks.DefaultState,
-    LowPrecisionState=default_hooks.LowPrecisionState,
-    allreduce_hook=default_hooks.allreduce_hook,
-    reduce_scatter_hook=default_hooks.reduce_scatter_hook,
-    fp16_compress_hook=default_hooks.fp16_compress_hook,
-    bf16_compress_hook=default_hooks.bf16_compress_hook,
+    DefaultState=_HOOKS.DefaultState,
+    LowPrecisionState=_HOOKS.LowPrecisionState,
+    allreduce_hook=_HOOKS.allreduce_hook,
+    reduce_scatter_hook=_HOOKS.reduce_scatter_hook,
+    fp16_compress_hook=_HOOKS.fp16_compress_hook,
+    bf16_compress_hook=_HOOKS.bf16_compress_hook,
 )
 
 

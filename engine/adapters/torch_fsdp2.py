@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch.distributed.fsdp as torch_fsdp
 from torch import nn
-from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
-# Public in what shard_placement_fn may return, not yet in where its name lives.
-from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
-
 from engine.adapters.composable import FrontDoor, PreparedComposable, open_door
+from engine.adapters.torch_internals import placed_on, replicate
 from engine.contract import Capability, Engine, Layout, Plan, PreparedModel
 
 __all__ = ["FSDP2_DOOR", "FullyShardEngine", "PreparedFullyShard"]
@@ -33,10 +30,6 @@ def _set_divide_factor(module: FSDPModule, factor: float, num_shards: int) -> No
         module.set_force_sum_reduction_for_comms(True)
 
 
-def _placed_on(mesh: DeviceMesh) -> Any:
-    return ShardPlacementResult(placement=None, mesh_info=FSDPMeshInfo(mesh=mesh, shard_mesh_dim=0))
-
-
 FSDP2_DOOR = FrontDoor(
     fully_shard=torch_fsdp.fully_shard,
     replicate=replicate,
@@ -46,7 +39,7 @@ FSDP2_DOOR = FrontDoor(
     register_forward_method=torch_fsdp.register_fsdp_forward_method,
     share_comm_ctx=torch_fsdp.share_comm_ctx,
     set_divide_factor=_set_divide_factor,
-    placed_on=_placed_on,
+    placed_on=placed_on,
 )
 
 

@@ -9,7 +9,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from engine.adapters.composable import open_door
 from engine.adapters.torch_fsdp2 import FSDP2_DOOR, PreparedFullyShard
+from engine.adapters.torch_internals import torch_replicate
 from engine.contract import Capability, Engine, Layout, Plan, PreparedModel
+
+torch_replicate()  # refuses here, before any case, where torch has none
 
 _NOT_OF_REPLICAS = {
     Capability.SHARD,

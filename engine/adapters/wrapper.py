@@ -21,6 +21,7 @@ from torch.distributed.fsdp import (
     StateDictType,
 )
 
+from engine.adapters.torch_internals import hybrid_that_keeps
 from engine.contract import (
     BackwardGather,
     Capability,
@@ -238,7 +239,7 @@ def _strategy(plan: Plan) -> ShardingStrategy:
         case Layout.NATIVE | Layout.SHARD:
             return ShardingStrategy.SHARD_GRAD_OP if keeps else ShardingStrategy.FULL_SHARD
         case Layout.HYBRID:
-            return ShardingStrategy._HYBRID_SHARD_ZERO2 if keeps else ShardingStrategy.HYBRID_SHARD
+            return hybrid_that_keeps() if keeps else ShardingStrategy.HYBRID_SHARD
         case Layout.REPLICATE:
             return ShardingStrategy.NO_SHARD
 

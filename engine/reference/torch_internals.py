@@ -32,8 +32,8 @@ __all__ = [
 ]
 
 
-HYBRID_SHARD_ZERO2 = ShardingStrategy._HYBRID_SHARD_ZERO2
-"""The strategy that keeps parameters from forward to backward within replicas; it has no public name."""
+HYBRID_SHARD_ZERO2: ShardingStrategy | None = getattr(ShardingStrategy, "_HYBRID_SHARD_ZERO2", None)
+"""The strategy that keeps parameters from forward to backward within replicas; None where torch has no such name."""
 
 
 def at_end_of_backward(callback: Callable[[], None]) -> None:

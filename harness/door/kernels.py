@@ -29,7 +29,7 @@ from harness.door.spelling import SPELLINGS, Spelling, process_group
 from harness.door.works import Valuer, Works
 from harness.ledger.entry import HarmKind, Op
 from harness.ledger.recorder import CallSummary, Recorder
-from harness.torch_versions import are_of_meta, kernels_before_backends
+from harness.torch_compat.dispatch import are_of_meta, kernels_before_backends
 
 __all__ = ["Carrier", "Door", "Listener", "standing_in_c10d"]
 

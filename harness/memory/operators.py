@@ -14,10 +14,10 @@ from functools import cache
 from typing import Any, Protocol
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from harness.door.backend import is_inside_backend
-from harness.torch_versions import device_kernel
+from harness.torch_compat.dispatch import device_kernel
+from harness.torch_compat.private_names import optional
 
 __all__ = ["OperatorMode", "OperatorWitness"]
 
@@ -62,11 +62,15 @@ class OperatorWitness(Protocol):
         """Take note that the host waited for what the operator told last has computed."""
 
 
-class OperatorMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # as torch leaves it
+# Without it no mode is made: `private_names.require` refuses the watches first.
+_Mode: Any = optional("torch.utils._python_dispatch:TorchDispatchMode") or object
+
+
+class OperatorMode(_Mode):  # type: ignore[misc]  # a class of Any
     """Tells the witnesses of each operator on the calling thread."""
 
     def __init__(self, witnesses: Sequence[OperatorWitness]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._witnesses = witnesses
 
     # Any: an operator takes and returns what it likes.

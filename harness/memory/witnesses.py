@@ -10,8 +10,8 @@ import torch
 
 from harness.door.call import Call
 from harness.memory.operators import OperatorMode, OperatorWitness
-from harness.replacement import Replacement
-from harness.torch_versions import make_operators
+from harness.torch_compat.dispatch import make_operators
+from harness.torch_compat.patching import Replacement
 from harness.worlds.rank_identity import current_rank
 
 __all__ = ["Witness", "current_witnesses", "witnessed"]

@@ -22,7 +22,7 @@ import torch
 
 from harness.races.streams import TrackedEvent, TrackedStream, record_stream_of, selection
 from harness.races.watch import current_watch
-from harness.replacement import Replacement
+from harness.torch_compat.patching import Replacement
 
 __all__ = ["CudaEvent", "CudaStream", "cuda_stand_in"]
 

@@ -20,8 +20,8 @@ from harness.ledger.recorder import Recorder
 from harness.races.clock import Clock
 from harness.races.streams import name_of_variable
 from harness.races.watch import DEFAULT, RaceWatch, current_watch
-from harness.replacement import Replacement
-from harness.torch_cuda import current_stream_handle, hears_streams, stream_handle
+from harness.torch_compat.cuda import current_stream_handle, hears_streams, stream_handle
+from harness.torch_compat.patching import Replacement
 
 __all__ = ["CudaRaceWatch", "watched_cuda_streams"]
 

@@ -18,8 +18,8 @@ import torch
 
 from harness.races.clock import Clock
 from harness.races.watch import DEFAULT, RaceWatch, current_watch
-from harness.replacement import Replacement
-from harness.torch_versions import guards_of_record_stream
+from harness.torch_compat.dispatch import guards_of_record_stream
+from harness.torch_compat.patching import Replacement
 
 __all__ = [
     "TrackedEvent",

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from harness.door.call import Call
 from harness.door.site import call_site
 from harness.ledger.entry import HarmKind, Op
-from harness.torch_versions import raw_access
+from harness.torch_compat.dispatch import raw_access
 from harness.worlds.agreement import check_alone
 from harness.worlds.awaited import Arrival, Awaited, Mailbox, Meeting, Message, Receipt, snapshot
 from harness.worlds.blockage import Blockage

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from harness.door.kernels import Door, standing_in_c10d
 from harness.ledger.recorder import Recorder
 from harness.memory.witnesses import current_witnesses
-from harness.torch_groups import FileStore, Store
+from harness.torch_compat.process_groups import FileStore, Store
 from harness.worlds.exchange import Exchange
 from harness.worlds.isolation import isolate_threads
 from harness.worlds.memory_store import MemoryStore

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from harness import torch_dtensor, torch_groups, torch_versions
-from harness.replacement import Replacement
+from harness.torch_compat import dispatch, dtensor, process_groups
+from harness.torch_compat.patching import Replacement
 from harness.worlds.rank_identity import adopt_rank, current_rank
 from harness.worlds.rank_rng import inherit_generator, rank_generator, rank_generators
 from harness.worlds.subgroup import split_group, split_method
@@ -20,8 +20,8 @@ class _Own(threading.local):
     """The calling thread's process groups."""
 
     def __init__(self) -> None:
-        self.state = torch_groups.c10d_state()
-        torch_versions.keep_backward_in_thread()
+        self.state = process_groups.c10d_state()
+        dispatch.keep_backward_in_thread()
 
 
 _own = _Own()
@@ -45,12 +45,12 @@ def isolate_threads() -> Iterator[None]:
     once, before any rank starts, in a process that hosts ranks and nothing else.
     """
     with ExitStack() as stack:
-        stack.enter_context(torch_groups.replace_world(_WorldOfThread()))
-        stack.enter_context(torch_groups.thread_isolation())
-        stack.enter_context(torch_groups.owned_meshes(current_rank))
-        stack.enter_context(torch_groups.owned_timers())
-        stack.enter_context(torch_dtensor.shared_propagation())
-        stack.enter_context(torch_groups.replace_split_group(split_group, split_method))
+        stack.enter_context(process_groups.replace_world(_WorldOfThread()))
+        stack.enter_context(process_groups.thread_isolation())
+        stack.enter_context(process_groups.owned_meshes(current_rank))
+        stack.enter_context(process_groups.owned_timers())
+        stack.enter_context(dtensor.shared_propagation())
+        stack.enter_context(process_groups.replace_split_group(split_group, split_method))
         stack.enter_context(rank_generators())
         stack.enter_context(_heirs())
         yield
@@ -69,7 +69,7 @@ def _heirs() -> Replacement:
                 adopt_rank(rank)
                 _own.state = state
                 inherit_generator(generator)
-                torch_groups.register_in_thread(state.pg_names)
+                process_groups.register_in_thread(state.pg_names)
                 run()
 
             thread.run = run_as_heir  # type: ignore[method-assign]  # the instance's: subclasses override it

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from harness.door.call import Call
-from harness.torch_versions import raw_access
+from harness.torch_compat.dispatch import copy_all, raw_access
 from harness.worlds.awaited import Awaited, Receipt
 from harness.worlds.loan import Loan, is_freed
 
@@ -149,7 +149,4 @@ def _deliver(awaited: Awaited, call: Call) -> None:
             continue
         sources = awaited.sources(i, call.rank)
         shaped = [s if o.dim() == 1 else s.view(o.shape) for s, o in zip(sources, outputs, strict=True)]
-        if len(outputs) == 1:
-            outputs[0].copy_(shaped[0])
-        else:
-            torch._foreach_copy_(outputs, shaped)
+        copy_all(outputs, shaped)

@@ -8,7 +8,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from harness.torch_groups import Store
+from harness.torch_compat.process_groups import Store
 from harness.worlds.turns import Sleeper, Turns
 
 __all__ = ["MemoryStore"]

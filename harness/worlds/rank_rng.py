@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from harness.torch_versions import (
+from harness.torch_compat.dispatch import (
     generator_address,
     random_operators,
     replace_default_generator,

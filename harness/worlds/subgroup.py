@@ -7,7 +7,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from harness.torch_groups import GroupOptions, create_subgroup
+from harness.torch_compat.process_groups import GroupOptions, create_subgroup
 
 __all__ = ["split_group", "split_method"]
 

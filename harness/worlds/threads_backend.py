@@ -6,7 +6,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from harness.torch_groups import fake_backend
+from harness.torch_compat.process_groups import fake_backend
 
 __all__ = ["BACKEND", "global_ranks", "register_threads_backend"]
 

@@ -11,7 +11,6 @@ import sys
 from importlib import import_module
 
 import torch
-import torch._dynamo  # torch.optim and DDP import it on first use, a second each time
 import torch.distributed.fsdp
 import torch.distributed.tensor
 import torch.nn.parallel
@@ -20,8 +19,10 @@ import harness.drive
 import harness.pipeline
 import harness.worlds.host  # noqa: F401
 from engine.registry import BUILT_IN, EngineNotFoundError, resolve
-from harness.torch_versions import make_operators, random_operators
+from harness.torch_compat.dispatch import make_operators, random_operators
+from harness.torch_compat.private_names import optional
 
+optional("torch._dynamo")  # torch.optim and DDP import it on first use, a second each time
 for name in BUILT_IN:
     with contextlib.suppress(
         EngineNotFoundError

@@ -9,18 +9,35 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Callable
-from typing import Any
+from functools import cache
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor._dtensor_spec import DTensorSpec
-from torch.distributed.tensor._op_schema import OutputSharding
-from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
-from harness.replacement import Replacement
+from harness.torch_compat.patching import Replacement
+from harness.torch_compat.private_names import optional
 
 __all__ = ["own_placement", "own_shape", "shared_propagation"]
+
+
+class _Classes(NamedTuple):
+    """What DTensor propagates shardings with."""
+
+    spec: Any
+    output: Any
+    propagator: Any
+
+
+@cache
+def _classes() -> _Classes:
+    tensor = "torch.distributed.tensor"
+    return _Classes(
+        spec=optional(f"{tensor}._dtensor_spec:DTensorSpec"),
+        output=optional(f"{tensor}._op_schema:OutputSharding"),
+        propagator=optional(f"{tensor}._sharding_prop:ShardingPropagator"),
+    )
 
 
 def shared_propagation() -> Replacement:
@@ -29,19 +46,18 @@ def shared_propagation() -> Replacement:
     One at a time, because torch's fake mode is not made for more. Only what no rank's place in the mesh can change is
     shared: shapes, which are global, and placements of results that need no argument moved or cut first.
     """
-    propagator: Any = (
-        ShardingPropagator  # Any: torch 2.11 has no such attributes, later ones declare a null one
-    )
-    lock = threading.RLock()
-    replacements = {
-        "_fake_mode_lock": lock,
-        "_propagate_tensor_meta_non_cached": _shared_shapes(
-            propagator._propagate_tensor_meta_non_cached, lock
-        ),
-        "propagate_op_sharding_non_cached": _shared_placements(
-            propagator.propagate_op_sharding_non_cached, lock
-        ),
+    propagator = _classes().propagator
+    wrappers = {
+        "_propagate_tensor_meta_non_cached": _shared_shapes,
+        "propagate_op_sharding_non_cached": _shared_placements,
     }
+    if None in _classes() or not all(hasattr(propagator, name) for name in wrappers):
+        return Replacement(lambda: ())  # each rank works it out for itself, which is slower
+    lock = threading.RLock()
+    replacements: dict[str, object] = {
+        name: wrap(getattr(propagator, name), lock) for name, wrap in wrappers.items()
+    }
+    replacements["_fake_mode_lock"] = lock
     return Replacement(lambda: [(propagator, name, made) for name, made in replacements.items()])
 
 
@@ -74,7 +90,7 @@ def _shared_placements(
             return own
         meshes: list[DeviceMesh] = []
 
-        def spec_key(spec: DTensorSpec) -> object:
+        def spec_key(spec: Any) -> object:
             meshes.append(spec.mesh)
             return spec.placements, spec.tensor_meta, spec.shard_order, spec.use_strided_shard_as_shard_order
 
@@ -131,7 +147,7 @@ def own_shape(schema: Any) -> Any:
     So it is of what is detached, of the copy of a contiguous tensor, and of what is written to element by element.
     """
     first, *others = schema.args_schema or (None,)
-    if not isinstance(first, DTensorSpec) or first.tensor_meta is None:
+    if not isinstance(first, _classes().spec) or first.tensor_meta is None:
         return None
     meta = first.tensor_meta
     if schema.op is _ATEN.detach.default:
@@ -154,21 +170,22 @@ def own_placement(schema: Any) -> Any:
     if meta is None:
         return None
     arguments = (*schema.args_schema, *schema.kwargs_schema.values())
-    first, *others = (a for a in arguments if isinstance(a, DTensorSpec))
+    first, *others = (a for a in arguments if isinstance(a, _classes().spec))
     is_alike = all(o.mesh is first.mesh and o.placements == first.placements for o in others)
     if not is_alike or any(type(p) not in {Shard, Replicate} for p in first.placements):
         return None
     if any(
-        spec.shard_order != DTensorSpec.compute_default_shard_order(spec.placements)
+        spec.shard_order != _classes().spec.compute_default_shard_order(spec.placements)
         for spec in (first, *others)
     ):
         return None
-    return OutputSharding(DTensorSpec(first.mesh, first.placements, tensor_meta=meta))
+    spec = _classes().spec(first.mesh, first.placements, tensor_meta=meta)
+    return _classes().output(spec)
 
 
 def _fits(argument: object, meta: Any) -> bool:
     """Whether an argument needs no broadcasting that could go wrong."""
-    if isinstance(argument, DTensorSpec):
+    if isinstance(argument, _classes().spec):
         return argument.tensor_meta is not None and argument.tensor_meta.shape == meta.shape
     return type(argument) in {int, float, bool}
 
@@ -195,11 +212,11 @@ class _NoKeyError(Exception):
 
 
 # Any: an operator's schema.
-def _key(schema: Any, of_spec: Callable[[DTensorSpec], object]) -> object:
+def _key(schema: Any, of_spec: Callable[[Any], object]) -> object:
     """Give what the answer can depend on: the operator and its arguments, of a tensor what ``of_spec`` says."""
 
     def of(argument: object) -> object:
-        if isinstance(argument, DTensorSpec):
+        if isinstance(argument, _classes().spec):
             return of_spec(argument)
         if isinstance(argument, tuple | list):
             return (type(argument), *map(of, argument))

@@ -1,4 +1,4 @@
-"""What we use of process groups and meshes beneath torch's documented surface, so that threads can be ranks."""
+"""Process groups and meshes beneath torch's documented surface, so that threads can be ranks."""
 
 from __future__ import annotations
 
@@ -6,15 +6,16 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import cache
 from typing import Any, NamedTuple
 
-import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import FileStore, HashStore, Store
+from torch.distributed import FileStore, HashStore, Store  # type: ignore[attr-defined]  # public by their docs
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 
-from harness.replacement import Replacement
+from harness.torch_compat.patching import Replacement
+from harness.torch_compat.private_names import optional, private
 
 __all__ = [
     "FileStore",
@@ -32,40 +33,38 @@ __all__ = [
     "thread_isolation",
 ]
 
-# Any, for both: their stubs lack much of what they have, or its types.
-_bindings: Any = torch._C._distributed_c10d
+# Any: its stubs lack much of what it has.
 _c10d: Any = c10d
-
-
-class C10dState(c10d._World):
-    """One rank's view of all process groups: torch's own, with every table its own instead of the module's."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._own: dict[str, Any] = {name: {} for name in _C10D_TABLES} | {"group_count": 0}
-
+_BINDINGS = "torch._C._distributed_c10d"
+_C10D = "torch.distributed.distributed_c10d"
 
 # What torch keeps at module level behind properties of the same names.
 _C10D_TABLES = ("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "tags_to_pg", "pg_to_tag")
 
 
 def _own_table(name: str) -> property:
-    def read(self: C10dState) -> Any:
-        return self._own[name]
+    # Any, for all: the state below, and what torch keeps there.
+    def read(state: Any) -> Any:
+        return state.own_tables[name]
 
-    def write(self: C10dState, value: Any) -> None:
-        self._own[name] = value
+    def write(state: Any, value: Any) -> None:
+        state.own_tables[name] = value
 
     return property(read, write)
 
 
-for _name in (*_C10D_TABLES, "group_count"):
-    setattr(C10dState, _name, _own_table(_name))
+@cache
+def _state_class() -> type:
+    """Derive from torch's table of process groups one whose every part is its own instead of the module's."""
+    own = {name: _own_table(name) for name in (*_C10D_TABLES, "group_count")}
+    return type("C10dState", (private(f"{_C10D}:_World"),), own)
 
 
-def c10d_state() -> C10dState:
-    """Return an empty view, of a rank that has joined nothing yet."""
-    return C10dState()
+def c10d_state() -> Any:  # Any: torch's own class, which has no type
+    """Return an empty view of all process groups, of a rank that has joined nothing yet."""
+    state: Any = _state_class()()
+    state.own_tables = {name: {} for name in _C10D_TABLES} | {"group_count": 0}
+    return state
 
 
 def replace_world(world: object) -> Replacement:
@@ -76,17 +75,18 @@ def replace_world(world: object) -> Replacement:
 @contextmanager
 def thread_isolation() -> Iterator[None]:
     """Let C++ look a group's name up among those that the calling thread registered."""
-    _bindings._set_thread_isolation_mode(True)
+    switch = private(f"{_BINDINGS}:_set_thread_isolation_mode")
+    switch(True)
     try:
         yield
     finally:
-        _bindings._set_thread_isolation_mode(False)
+        switch(False)
 
 
 def register_in_thread(groups: Mapping[dist.ProcessGroup, str]) -> None:
     """Make groups known by name to C++ on the calling thread."""
     for group, name in groups.items():
-        _bindings._register_process_group(name, group)
+        private(f"{_BINDINGS}:_register_process_group")(name, group)
 
 
 def owned_meshes(owner: Callable[[], int | None]) -> Replacement:
@@ -131,17 +131,15 @@ def owned_timers() -> Replacement:
     """
 
     def replacements() -> list[tuple[Any, str, Any]]:
-        # Here, because it imports slowly where nobody hosts ranks.
-        from torch.distributed.fsdp import _debug_utils
-
-        return [(_debug_utils.SimpleProfiler, "profiling", _OwnNames())]
+        profiler = optional("torch.distributed.fsdp._debug_utils:SimpleProfiler")
+        return [] if profiler is None else [(profiler, "profiling", _OwnNames())]
 
     return Replacement(replacements)
 
 
 def fake_backend(rank: int, size: int) -> Any:  # Any: no stub declares it
     """Return a backend that moves nothing: what a process group must have although the door answers for it."""
-    return _bindings.FakeProcessGroup._create_internal(rank, size)
+    return private(f"{_BINDINGS}:FakeProcessGroup")._create_internal(rank, size)
 
 
 class GroupOptions(NamedTuple):
@@ -159,14 +157,14 @@ def create_subgroup(ranks: list[int], options: GroupOptions) -> dist.ProcessGrou
     _, store = state.pg_map[state.default_pg]
     backend = dist.Backend(options.backend)
     group: dist.ProcessGroup
-    group, _ = _c10d._new_process_group_helper(
+    group, _ = private(f"{_C10D}:_new_process_group_helper")(
         len(ranks),
         ranks.index(state.default_pg.rank()),
         ranks,
         backend,
         store,
         options.name,
-        timeout=options.timeout or _c10d._get_default_timeout(backend),
+        timeout=options.timeout or private(f"{_C10D}:_get_default_timeout")(backend),
         group_desc=options.description,
     )
     state.pg_group_ranks[group] = {rank: i for i, rank in enumerate(ranks)}

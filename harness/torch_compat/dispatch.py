@@ -1,10 +1,10 @@
-"""What we use of torch beneath its documented surface; of groups: `torch_groups`, of DTensor: `torch_dtensor`."""
+"""Operators, kernels, generators and backwards of torch beneath its documented surface."""
 
 from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import Enum
 from functools import cache, partial, reduce
@@ -13,13 +13,15 @@ from typing import Any
 
 import torch
 
-from harness.replacement import Replacement
+from harness.torch_compat.patching import Replacement
+from harness.torch_compat.private_names import optional, private
 
 __all__ = [
     "Backward",
     "are_of_meta",
     "backward_of_thread",
     "call_after_backward",
+    "copy_all",
     "device_kernel",
     "generator_address",
     "guards_of_record_stream",
@@ -32,26 +34,20 @@ __all__ = [
     "replaced_kernels",
 ]
 
-# Any, for all: their stubs lack much of what they have, or its types.
-_guards: Any = torch._C
-
-_DispatchKey = torch._C.DispatchKey
-_DispatchKeys = torch._C.DispatchKeySet
-_BOOKKEEPING = reduce(
-    or_,
-    (
-        torch._C.DispatchKeySet(key)
-        for key in (
-            _DispatchKey.ADInplaceOrView,
-            _DispatchKey.AutogradCPU,
-            _DispatchKey.AutogradCUDA,
-            _DispatchKey.AutogradOther,
-        )
-    ),
-)
-
 # Names by which torch reaches its default CPU generator.
-_GENERATOR_HOLDERS: tuple[Any, ...] = (torch, torch.random, torch._C)
+_GENERATOR_HOLDERS: tuple[Any, ...] = (torch, torch.random, sys.modules["torch._C"])
+
+
+@cache
+def _key(name: str) -> Any:  # Any: torch's stubs lack it
+    return private("torch._C:DispatchKey").__members__[name]
+
+
+@cache
+def _bookkeeping() -> Any:  # Any: a set of keys
+    keys = private("torch._C:DispatchKeySet")
+    names = ("ADInplaceOrView", "AutogradCPU", "AutogradCUDA", "AutogradOther")
+    return reduce(or_, (keys(_key(name)) for name in names))
 
 
 class raw_access:  # noqa: N801 - reads as the context that it is
@@ -64,9 +60,9 @@ class raw_access:  # noqa: N801 - reads as the context that it is
     __slots__ = ("_dispatch", "_exclude")
 
     def __enter__(self) -> None:
-        self._exclude = _guards._ExcludeDispatchKeyGuard(_BOOKKEEPING)
+        self._exclude = private("torch._C:_ExcludeDispatchKeyGuard")(_bookkeeping())
         self._exclude.__enter__()
-        self._dispatch = _guards._DisableTorchDispatch()
+        self._dispatch = private("torch._C:_DisableTorchDispatch")()
         self._dispatch.__enter__()
 
     def __exit__(self, *error: object) -> None:
@@ -85,9 +81,10 @@ def generator_address(generator: torch.Generator) -> int:
 def random_operators() -> tuple[str, ...]:
     """Name the aten operators that draw random numbers on CPU and can be told from which generator."""
     names = []
-    for full_name in torch._C._dispatch_get_all_op_names():
+    has_kernel = private("torch._C:_dispatch_has_kernel_for_dispatch_key")
+    for full_name in private("torch._C:_dispatch_get_all_op_names")():
         namespace, _, name = full_name.partition("::")
-        if namespace != "aten" or not torch._C._dispatch_has_kernel_for_dispatch_key(full_name, "CPU"):
+        if namespace != "aten" or not has_kernel(full_name, "CPU"):
             continue
         base, _, overload = name.partition(".")
         operator = getattr(getattr(torch.ops.aten, base, None), overload or "default", None)
@@ -107,7 +104,7 @@ def make_operators() -> None:
     torch makes them when first asked for, as it is under a dispatch mode, without a lock: of two threads that ask
     together one may be given an object that the other's has replaced, and C++ keeps its address for good.
     """
-    for full_name in set(torch._C._dispatch_get_all_op_names()) - _made:
+    for full_name in set(private("torch._C:_dispatch_get_all_op_names")()) - _made:
         namespace, _, name = full_name.partition("::")
         base, _, overload = name.partition(".")
         packet = getattr(getattr(torch.ops, namespace), base, None)
@@ -126,7 +123,7 @@ def device_kernel(operator: Any, device_type: str) -> Callable[..., Any] | None:
         kernel: Any = torch.library.get_kernel(operator, key)
     except RuntimeError:
         return None
-    return partial(kernel.call_boxed, _DispatchKeys(_DispatchKey.__members__[key]))
+    return partial(kernel.call_boxed, private("torch._C:DispatchKeySet")(_key(key)))
 
 
 class Backward(Enum):
@@ -139,16 +136,15 @@ class Backward(Enum):
 
 def backward_of_thread() -> Backward:
     """Tell where the calling thread's backward stands."""
-    if _guards._current_graph_task_id() == -1:
+    if private("torch._C:_current_graph_task_id")() == -1:
         return Backward.ABSENT
-    return Backward.CALLS_BACK if _guards._current_autograd_node() is None else Backward.COMPUTES
+    is_over = private("torch._C:_current_autograd_node")() is None
+    return Backward.CALLS_BACK if is_over else Backward.COMPUTES
 
 
 def call_after_backward(callback: Callable[[], None]) -> None:
     """Have the backward that is under way on this thread call back when it has computed all, in the order of asking."""
-    # Any: the stubs do not know it.
-    engine: Any = torch.autograd.Variable._execution_engine
-    engine.queue_callback(callback)
+    private("torch.autograd:Variable._execution_engine").queue_callback(callback)
 
 
 # Any: modules.
@@ -179,12 +175,12 @@ def kernels_before_backends(namespace: str, kernels: Mapping[str, Callable[[Any]
 
 # Any: an operator, the keys of its call, and boxed arguments and results.
 def _go_on(operator: Any, keyset: Any, *args: Any, **kwargs: Any) -> Any:
-    return operator.redispatch(keyset.remove(_DispatchKey.BackendSelect), *args, **kwargs)
+    return operator.redispatch(keyset.remove(_key("BackendSelect")), *args, **kwargs)
 
 
 def are_of_meta(keyset: Any) -> bool:
     """Tell by the keys of a call that its tensors have no data, so that nothing is done but to tell shapes."""
-    return bool(keyset.has(_DispatchKey.Meta))
+    return bool(keyset.has(_key("Meta")))
 
 
 @contextmanager
@@ -219,4 +215,14 @@ def replace_default_generator(generator: torch.Generator) -> Replacement:
 
 def keep_backward_in_thread() -> None:
     """Run backward passes that the calling thread starts on this thread alone, so that hooks know their rank."""
-    torch._C._set_multithreading_enabled(False)
+    private("torch._C:_set_multithreading_enabled")(False)
+
+
+def copy_all(outputs: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    """Copy each source into the output at its place."""
+    copy = optional("torch:_foreach_copy_")
+    if len(outputs) > 1 and copy is not None:
+        copy(outputs, sources)
+        return
+    for output, source in zip(outputs, sources, strict=True):
+        output.copy_(source)

@@ -12,7 +12,8 @@ from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
-from torch.cuda import _gpu_trace
+
+from harness.torch_compat.private_names import private
 
 __all__ = ["StreamListener", "current_stream_handle", "hears_streams", "stream_handle"]
 
@@ -74,13 +75,14 @@ def _begin_telling() -> None:
     if _is_told:
         return
     _is_told = True
-    _gpu_trace.register_callback_for_event_record(_telling("event_recorded"))
-    _gpu_trace.register_callback_for_event_wait(_telling("event_awaited"))
-    _gpu_trace.register_callback_for_event_deletion(_telling("event_ended"))
-    _gpu_trace.register_callback_for_event_synchronization(_telling("host_awaited_event"))
-    _gpu_trace.register_callback_for_stream_synchronization(_telling("host_awaited_stream"))
-    _gpu_trace.register_callback_for_device_synchronization(_telling("host_awaited_device"))
-    torch._C._activate_gpu_trace()
+    activate, trace = private("torch._C:_activate_gpu_trace"), private("torch.cuda._gpu_trace")
+    trace.register_callback_for_event_record(_telling("event_recorded"))
+    trace.register_callback_for_event_wait(_telling("event_awaited"))
+    trace.register_callback_for_event_deletion(_telling("event_ended"))
+    trace.register_callback_for_event_synchronization(_telling("host_awaited_event"))
+    trace.register_callback_for_stream_synchronization(_telling("host_awaited_stream"))
+    trace.register_callback_for_device_synchronization(_telling("host_awaited_device"))
+    activate()
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._op_schema import OpSchema, OutputSharding
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
-from harness.torch_dtensor import own_placement, own_shape, shared_propagation
+from harness.torch_compat.dtensor import own_placement, own_shape, shared_propagation
 from harness.worlds.launch import launch
 from harness.worlds.outcome import Returned
 from harness.worlds.rank import RankContext

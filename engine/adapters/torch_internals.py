@@ -1,0 +1,67 @@
+"""Every private name of torch that the adapters import: what for, and what is lost in a release that lacks it.
+
+Each is imported where it is used, so that an engine without one of them can still be judged on the rest. Adapters
+also read attributes of their engine's own objects, of which no name is imported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import ShardingStrategy
+
+from engine.registry import EngineUnavailableError
+
+__all__ = ["default_comm_hooks", "hybrid_that_keeps", "placed_on", "replicate", "torch_replicate"]
+
+
+def torch_replicate() -> Callable[..., Any]:  # Any: a module of a class that torch makes
+    """Return the `replicate` that stands on FSDP2, which has no public name.
+
+    Without it: no layout of replicas under FSDP2, and no engine torch.replicate; raises EngineUnavailableError.
+    """
+    try:
+        from torch.distributed._composable.replicate_with_fsdp import replicate as found
+    except ImportError as error:
+        raise EngineUnavailableError(
+            f"needs torch.distributed._composable.replicate_with_fsdp, which torch {torch.__version__} does not have"
+        ) from error
+    return found
+
+
+def replicate(module: nn.Module, **options: Any) -> Any:  # Any: as above
+    """Call the `replicate` that stands on FSDP2; raises as `torch_replicate` does."""
+    return torch_replicate()(module, **options)
+
+
+def placed_on(mesh: DeviceMesh) -> Any:  # Any: torch does not publish the type
+    """Return what ``shard_placement_fn`` returns for a parameter that lives on a mesh of its own.
+
+    Without it: no experts under FSDP2.
+    """
+    from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
+
+    return ShardPlacementResult(placement=None, mesh_info=FSDPMeshInfo(mesh=mesh, shard_mesh_dim=0))
+
+
+def default_comm_hooks() -> ModuleType:
+    """Return the module of FSDP1's own communication hooks.
+
+    Without it: the engine torch.fsdp1 has no names for cases that register hooks, and cannot be imported.
+    """
+    from torch.distributed.algorithms._comm_hooks import default_hooks
+
+    return default_hooks
+
+
+def hybrid_that_keeps() -> ShardingStrategy:
+    """Return FSDP1's strategy that shards within replicas and keeps parameters from forward to backward.
+
+    Without it: no such layout under the wrappers.
+    """
+    return ShardingStrategy._HYBRID_SHARD_ZERO2

@@ -1,0 +1,232 @@
+"""Every private name of torch that the harness uses: what for, and what is lost in a release that lacks it.
+
+Names are looked up when they are used, so that a release without one of them loses what stands on it and nothing
+else. The other private names are those of the reference engine and of the adapters, in a file of each.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import Enum
+from functools import cache
+from typing import Any
+
+import torch
+
+from harness.errors import HarnessBug, ShardproofError
+
+__all__ = ["NAMES", "Feature", "PrivateName", "UnsupportedTorchError", "optional", "private", "require"]
+
+
+class Feature(Enum):
+    """A part of the harness that does not work without some private names; the value says so to users."""
+
+    COLLECTIVES = "the ledger of collectives"  # every world needs it
+    THREADS = "worlds of threads"
+    OPERATORS = "the watches over races and lifetimes"
+    CUDA_STREAMS = "the watch over CUDA's streams"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrivateName:
+    """One name below ``torch``: its use, and the feature that is lost without it or how the harness does without."""
+
+    path: str
+    use: str
+    without: Feature | str
+
+
+class UnsupportedTorchError(ShardproofError):
+    """This release of torch lacks a private name; what stands on it is refused, and says nothing of an engine."""
+
+
+def private(path: str) -> Any:  # Any: torch does not type what it does not publish
+    """Return what ``path`` names; raises UnsupportedTorchError where this release has no such name."""
+    found = optional(path)
+    if found is None:
+        raise _refusal([_BY_PATH[path]])
+    return found
+
+
+def optional(path: str) -> Any:  # Any: as above
+    """Return what ``path`` names, None where this release has no such name."""
+    if path not in _BY_PATH:
+        raise HarnessBug(path, expected="a name listed in NAMES", got="another", hint="adding it there")
+    return _find(path)
+
+
+def require(*features: Feature) -> None:
+    """Raise UnsupportedTorchError unless this release has all that ``features`` stand on."""
+    missing = [name for name in NAMES if name.without in features and _find(name.path) is None]
+    if missing:
+        raise _refusal(missing)
+
+
+@cache
+def _find(path: str) -> Any:  # Any: as above
+    module, _, attributes = path.partition(":")
+    try:
+        found: Any = importlib.import_module(module)
+    except ImportError:
+        return None
+    for name in attributes.split(".") if attributes else ():
+        found = getattr(found, name, None)
+    return found
+
+
+def _refusal(missing: Iterable[PrivateName]) -> UnsupportedTorchError:
+    lost = {
+        name.without.value: name.path.replace(":", ".")
+        for name in missing
+        if isinstance(name.without, Feature)
+    }
+    paths = ", ".join(name.path.replace(":", ".") for name in missing)
+    return UnsupportedTorchError(
+        " and ".join(lost) or "an optional part of the harness",
+        expected=f"a release of torch that has {paths}",
+        got=f"torch {torch.__version__}",
+        hint="a release named in docs/torch-versions.md",
+    )
+
+
+# A path is a module, and after the colon attributes of it.
+NAMES = (
+    # Operators and the dispatcher.
+    PrivateName(
+        path="torch._C:DispatchKey",
+        use="names the keys under which kernels are registered and calls redispatched",
+        without=Feature.COLLECTIVES,
+    ),
+    PrivateName(
+        path="torch._C:DispatchKeySet",
+        use="tells which device a call is for, and excludes autograd's keys",
+        without=Feature.COLLECTIVES,
+    ),
+    PrivateName(
+        path="torch._C:_ExcludeDispatchKeyGuard",
+        use="writes results as a backend does, unseen by autograd and version counters",
+        without=Feature.THREADS,
+    ),
+    PrivateName(
+        path="torch._C:_DisableTorchDispatch",
+        use="writes results as a backend does, unseen by dispatch modes",
+        without=Feature.THREADS,
+    ),
+    PrivateName(
+        path="torch._C:_dispatch_get_all_op_names",
+        use="lists the operators that draw random numbers, so that each rank draws its own",
+        without=Feature.THREADS,
+    ),
+    PrivateName(
+        path="torch._C:_dispatch_has_kernel_for_dispatch_key",
+        use="keeps to operators that have a kernel on the CPU",
+        without=Feature.THREADS,
+    ),
+    PrivateName(
+        path="torch._C:_set_multithreading_enabled",
+        use="runs a backward on the thread of the rank that called it",
+        without=Feature.THREADS,
+    ),
+    PrivateName(
+        path="torch._C:_current_graph_task_id",
+        use="tells whether a future is waited for inside a backward",
+        without=Feature.COLLECTIVES,
+    ),
+    PrivateName(
+        path="torch._C:_current_autograd_node",
+        use="tells whether a backward has computed all gradients",
+        without=Feature.COLLECTIVES,
+    ),
+    PrivateName(
+        path="torch.autograd:Variable._execution_engine",
+        use="calls back at the end of a backward",
+        without=Feature.COLLECTIVES,
+    ),
+    PrivateName(
+        path="torch.utils._python_dispatch:TorchDispatchMode",
+        use="sees each operator, with what it reads and writes",
+        without=Feature.OPERATORS,
+    ),
+    PrivateName(
+        path="torch:_foreach_copy_",
+        use="writes the outputs of a collective in one call",
+        without="they are written one by one, which is slower",
+    ),
+    PrivateName(
+        path="torch._dynamo",
+        use="is imported once by the fork server, for all ranks",
+        without="every rank imports what it needs of it, a second each",
+    ),
+    # Process groups and meshes.
+    PrivateName(
+        path="torch.distributed.distributed_c10d:_World",
+        use="holds the process groups of a rank",
+        without=Feature.THREADS,
+    ),
+    PrivateName(
+        path="torch.distributed.distributed_c10d:_world",
+        use="is replaced, so that every rank finds its own process groups",
+        without=Feature.THREADS,
+    ),
+    PrivateName(
+        path="torch.distributed.distributed_c10d:_new_process_group_helper",
+        use="makes the group of a split on its members alone",
+        without=Feature.THREADS,
+    ),
+    PrivateName(
+        path="torch.distributed.distributed_c10d:_get_default_timeout",
+        use="is the timeout of such a group",
+        without=Feature.THREADS,
+    ),
+    PrivateName(
+        path="torch._C._distributed_c10d:_set_thread_isolation_mode",
+        use="looks up a group's name among those of the calling thread",
+        without=Feature.THREADS,
+    ),
+    PrivateName(
+        path="torch._C._distributed_c10d:_register_process_group",
+        use="makes a rank's groups known on threads that the rank starts",
+        without=Feature.THREADS,
+    ),
+    PrivateName(
+        path="torch._C._distributed_c10d:FakeProcessGroup",
+        use="is the backend below a group of threads, and moves nothing",
+        without=Feature.THREADS,
+    ),
+    PrivateName(
+        path="torch.distributed.fsdp._debug_utils:SimpleProfiler",
+        use="is given a set of names for each thread, so that FSDP1 saves states on several ranks at once",
+        without="nothing is replaced: FSDP1 times no longer",
+    ),
+    # DTensor.
+    PrivateName(
+        path="torch.distributed.tensor._dtensor_spec:DTensorSpec",
+        use="is what a sharding propagation depends on",
+        without="ranks that are threads propagate shardings each for itself, which is slower",
+    ),
+    PrivateName(
+        path="torch.distributed.tensor._op_schema:OutputSharding",
+        use="is the result of a sharding propagation",
+        without="ranks that are threads propagate shardings each for itself, which is slower",
+    ),
+    PrivateName(
+        path="torch.distributed.tensor._sharding_prop:ShardingPropagator",
+        use="is where results of sharding propagations are shared between ranks that are threads",
+        without="ranks that are threads propagate shardings each for itself, which is slower",
+    ),
+    # CUDA.
+    PrivateName(
+        path="torch.cuda._gpu_trace",
+        use="reports events, waits and synchronizations of CUDA's streams",
+        without=Feature.CUDA_STREAMS,
+    ),
+    PrivateName(
+        path="torch._C:_activate_gpu_trace",
+        use="turns these reports on",
+        without=Feature.CUDA_STREAMS,
+    ),
+)
+
+_BY_PATH = {name.path: name for name in NAMES}
