@@ -31,9 +31,9 @@ __all__ = ["Comparison", "News", "RecordChange", "broken_laws", "compare", "stea
 class News(StrEnum):
     """What happened to a record, the most urgent first."""
 
-    WORSE = "worse"  # conforms less than before: PASSED, then UNSUPPORTED and KNOWN_FAILURE, then the rest
-    BETTER = "better"  # conforms more than before
-    OTHER_VERDICT = "other_verdict"  # another verdict of the same worth, or another expectation bears on it
+    WORSE = "worse"  # from PASSED to anything else, from UNSUPPORTED to a failure, from a known failure to another
+    BETTER = "better"  # the reverse
+    OTHER_VERDICT = "other_verdict"  # a failure of another kind, or the same one with another expectation
     EXPLANATION = "explanation"  # the same verdict for another reason: headline or broken laws
     COMMUNICATION = "communication"  # counts, bytes or dtypes of collectives
     NEW = "new"  # in the second run only
@@ -127,10 +127,12 @@ _UNSTEADY = (
 
 _COUNTED = re.compile(r"\b\d+\b(?! tensors)")
 
-_WORTH: Mapping[Verdict, int] = {Verdict.PASSED: 0, Verdict.UNEXPECTED_PASS: 0} | {
-    verdict: 1 if verdict.is_conforming else 2
-    for verdict in Verdict
-    if verdict not in {Verdict.PASSED, Verdict.UNEXPECTED_PASS}
+# An expectation changes what a run makes of a failure, not the engine: KNOWN_FAILURE is a failure here, and
+# UNEXPECTED_PASS a pass.
+_BADNESS: Mapping[Verdict, int] = dict.fromkeys(Verdict, 2) | {
+    Verdict.PASSED: 0,
+    Verdict.UNEXPECTED_PASS: 0,
+    Verdict.UNSUPPORTED: 1,
 }
 
 
@@ -151,7 +153,7 @@ def _by_cell(records: Iterable[Record]) -> dict[tuple[str, str, str], Record]:
     for record in records:
         cell = (record.engine, record.case, record.world)
         # Of several records of one cell, which the run lists as a problem, the worst counts.
-        if cell not in found or _WORTH[record.verdict] > _WORTH[found[cell].verdict]:
+        if cell not in found or _badness(record) > _badness(found[cell]):
             found[cell] = record
     return found
 
@@ -186,7 +188,7 @@ def _news(
         return (News.GONE,)
     communication = (News.COMMUNICATION,) if traffic else ()
     if before.verdict is not after.verdict or _excuse(before) != _excuse(after):
-        return (_verdict_news(before.verdict, after.verdict), *communication)
+        return (_verdict_news(before, after), *communication)
     explanation = () if _is_explained_alike(before, after, bool(traffic)) else (News.EXPLANATION,)
     return (*explanation, *communication)
 
@@ -200,10 +202,27 @@ def _is_explained_alike(before: Record, after: Record, is_traffic_changed: bool)
     return was == now
 
 
-def _verdict_news(before: Verdict, after: Verdict) -> News:
-    if _WORTH[before] == _WORTH[after]:
+def _verdict_news(before: Record, after: Record) -> News:
+    was, now = _badness(before), _badness(after)
+    # A pass is a pass whatever an expectation made of it.
+    is_alike = was[0] == now[0] and (was[0] == 0 or _fails_alike(before, after))
+    if was == now or is_alike:
         return News.OTHER_VERDICT
-    return News.WORSE if _WORTH[after] > _WORTH[before] else News.BETTER
+    return News.WORSE if now > was else News.BETTER
+
+
+def _badness(record: Record) -> tuple[int, bool]:
+    return (_BADNESS[record.verdict], not record.verdict.is_conforming)
+
+
+def _fails_alike(before: Record, after: Record) -> bool:
+    """Whether both show the same failure, which an expectation excuses in one run alone."""
+    was, now = set(broken_laws(before)), set(broken_laws(after))
+    if was or now:
+        return was == now
+    # What an expectation has to say is put before a headline.
+    old, new = steady(before.headline), steady(after.headline)
+    return old.endswith(new) or new.endswith(old)
 
 
 def _excuse(record: Record) -> tuple[object, ...] | None:

@@ -14,7 +14,7 @@ from harness.comparability import ComparedRun
 from harness.comparison import Comparison, News
 from reports.change_groups import TITLES, ChangeGroup, Line, case_lines, groups, shared_world
 from reports.markup import Budget, code, escape, table
-from reports.tally import tally
+from reports.tally import conclude, tally
 from reports.text import one_line
 
 __all__ = ["LIMIT_BYTES", "WIDTH", "render", "render_markdown", "summary"]
@@ -92,10 +92,9 @@ def _sides(comparison: Comparison) -> list[str]:
 
 def _side(name: str, compared: ComparedRun) -> str:
     header = compared.run.header
+    conclusion = f"{conclude(compared.run).value.lower()}, {tally(compared.run.records).score}"
     torch = header.versions.get("torch", "unknown")
-    return (
-        f"{name}: {compared.folder}: {tally(compared.run.records).score}, torch {torch}, {header.started_at}"
-    )
+    return f"{name}: {compared.folder}: {conclusion}; torch {torch}; {header.started_at}"
 
 
 def _settings(comparison: Comparison) -> list[str]:
@@ -123,7 +122,7 @@ def _sections(found: Sequence[ChangeGroup], width: int) -> Iterable[str]:
 
 def _terminal_group(group: ChangeGroup, width: int) -> str:
     cases = case_lines(group)
-    lines = [_wrapped(_group_title(group), width, indent=2)]
+    lines = [_wrapped(f"{group.engine}: {_group_title(group)}", width, indent=2)]
     lines += [_wrapped(_labelled(line), width, indent=6) for line in group.lines]
     lines += [_wrapped(case, width, indent=4) for case in cases[:_NUM_CASES]]
     if len(cases) > _NUM_CASES:
@@ -132,9 +131,9 @@ def _terminal_group(group: ChangeGroup, width: int) -> str:
 
 
 def _group_title(group: ChangeGroup) -> str:
-    example = "; names and numbers are those of the first" if group.is_example else ""
     world = f" in {shared_world(group)}" if shared_world(group) else ""
-    return f"{group.engine}: {group.title}: {_records(len(group.changes))}{world}{example}"
+    example = "; the headline is the first one's" if group.is_example else ""
+    return f"{group.title}, {_records(len(group.changes))}{world}{example}"
 
 
 def _labelled(line: Line) -> str:
@@ -193,7 +192,12 @@ def _markdown_group(group: ChangeGroup) -> str:
     listed = [f"- {code(case)}" for case in cases[:_NUM_CASES_MARKDOWN]]
     if len(cases) > _NUM_CASES_MARKDOWN:
         listed.append(f"- and {len(cases) - _NUM_CASES_MARKDOWN} more cases")
-    parts = [f"### {escape(_group_title(group))}", "\n".join(lines), "Cases:", "\n".join(listed)]
+    parts = [
+        f"### {code(group.engine)}: {escape(_group_title(group))}",
+        "\n".join(lines),
+        "Cases:",
+        "\n".join(listed),
+    ]
     return "\n\n".join(part for part in parts if part)
 
 

@@ -71,7 +71,9 @@ def with_header(run: Run, **changes: object) -> Run:
         (Verdict.KNOWN_FAILURE, Verdict.UNEXPECTED_PASS, News.BETTER),
         (Verdict.FAILED, Verdict.CRASHED, News.OTHER_VERDICT),
         (Verdict.PASSED, Verdict.UNEXPECTED_PASS, News.OTHER_VERDICT),
-        (Verdict.UNSUPPORTED, Verdict.KNOWN_FAILURE, News.OTHER_VERDICT),
+        (Verdict.UNSUPPORTED, Verdict.KNOWN_FAILURE, News.WORSE),
+        (Verdict.KNOWN_FAILURE, Verdict.FAILED, News.OTHER_VERDICT),
+        (Verdict.FAILED, Verdict.KNOWN_FAILURE, News.OTHER_VERDICT),
     ],
 )
 def test_a_verdict_gets_worse_or_better_or_only_differs(
@@ -87,6 +89,39 @@ def test_another_expectation_is_a_verdict_change() -> None:
     assert news(known, hung) == (News.OTHER_VERDICT,)
     assert "KNOWN_FAILURE (FAILED) -> KNOWN_FAILURE (HUNG)" in render(changed(known, hung))
     assert changed(known, moved).changes == (), "where an entry stands and applies is no change of a record"
+
+
+def test_a_known_failure_that_breaks_another_law_got_worse() -> None:
+    known = replace(a_record(verdict=Verdict.KNOWN_FAILURE), expectation=ENTRY)
+    more = (*known.laws, LawRecord(law="order", held=False, summary="differs"))
+    headline = f"expectation excuses 'matches', not 'order'; {known.headline}"
+    failed = replace(known, verdict=Verdict.FAILED, headline=headline)
+    assert news(known, replace(failed, laws=more)) == (News.WORSE,)
+    assert news(replace(failed, laws=more), known) == (News.BETTER,)
+    assert news(known, failed) == (News.OTHER_VERDICT,)
+
+
+def test_a_pass_against_an_expectation_is_no_worse_than_a_pass() -> None:
+    passed = replace(a_record(headline="51 tensors agree"), laws=())
+    against = replace(
+        passed,
+        verdict=Verdict.UNEXPECTED_PASS,
+        headline="remove the expectation; 52 tensors agree",
+        expectation=ENTRY,
+    )
+    assert news(passed, against) == (News.OTHER_VERDICT,)
+
+
+def test_a_known_crash_is_the_same_with_an_expired_expectation_and_worse_with_another_error() -> None:
+    known = replace(
+        a_record(verdict=Verdict.KNOWN_FAILURE, headline="rank 0 raised KeyError"),
+        laws=(),
+        expectation=replace(ENTRY, verdict=Verdict.CRASHED),
+    )
+    expired = "expectation expired on 2031-02-03; rank 0 raised KeyError"
+    crashed = replace(known, verdict=Verdict.CRASHED, headline=expired)
+    assert news(known, crashed) == (News.OTHER_VERDICT,)
+    assert news(known, replace(crashed, headline="rank 0 raised OSError")) == (News.WORSE,)
 
 
 def test_another_headline_of_the_same_verdict_is_news_of_its_own() -> None:
