@@ -220,7 +220,7 @@ def _fails_alike(before: Record, after: Record) -> bool:
     was, now = set(broken_laws(before)), set(broken_laws(after))
     if was or now:
         return was == now
-    # What an expectation has to say is put before a headline.
+    # The harness puts its note on an expectation before a headline.
     old, new = steady(before.headline), steady(after.headline)
     return old.endswith(new) or new.endswith(old)
 

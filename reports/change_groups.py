@@ -41,7 +41,7 @@ class Line:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChangeGroup:
-    """Records of one engine that changed alike; ``lines`` say how, those of the first where names differ."""
+    """Records of one engine that changed alike; ``lines`` describe the change, of the first record if names differ."""
 
     news: News
     engine: str
