@@ -141,6 +141,21 @@ def timeline(arguments: argparse.Namespace) -> int:
     )
 
 
+def diff(arguments: argparse.Namespace) -> int:
+    """Compare two runs: verdicts, headlines, counts and bytes that changed; returns 1 if any did, else 0."""
+    from harness.diff_command import Format, Request, show_diff
+
+    return show_diff(
+        Request(
+            before=Path(arguments.before),
+            after=Path(arguments.after),
+            format=Format(arguments.format),
+            engines=tuple(arguments.engine or ()),
+            out=Path(arguments.out) if arguments.out else None,
+        )
+    )
+
+
 def list_all(arguments: argparse.Namespace) -> int:
     """List engines with what they declare, suites, and with --cases every case."""
     from harness.engine_description import describe
@@ -304,13 +319,29 @@ def _parser() -> argparse.ArgumentParser:
     sub = commands.add_parser("list", help="list engines and suites", description=list_all.__doc__)
     sub.add_argument("--cases", action="store_true", help="list every case too")
     sub.set_defaults(command=list_all)
+    _add_diff(commands)
     _add_proofs(commands)
     sub = commands.add_parser("doctor", help="say what this machine can run", description=doctor.__doc__)
     sub.set_defaults(command=doctor)
     return parser
 
 
-# Any: argparse does not export the type of its sub-parsers.
+# Any, here and below: argparse does not export the type of its sub-parsers.
+def _add_diff(commands: Any) -> None:
+    sub = commands.add_parser("diff", help="compare two runs", description=diff.__doc__)
+    sub.add_argument("before", metavar="A", help="folder of a run")
+    sub.add_argument("after", metavar="B", help="folder of the run to compare it with")
+    sub.add_argument("--engine", action="append", metavar="NAME", help="repeat for several; default: all")
+    sub.add_argument(
+        "--format",
+        choices=("terminal", "markdown", "json"),
+        default="terminal",
+        help="default: terminal; markdown fits a comment on a pull request, json has every change",
+    )
+    sub.add_argument("--out", metavar="FILE", help="write it there instead of printing it")
+    sub.set_defaults(command=diff)
+
+
 def _add_proofs(commands: Any) -> None:
     """Add the commands that say what the suites themselves are worth."""
     sub = commands.add_parser(

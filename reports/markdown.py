@@ -9,7 +9,7 @@ half of the report. Whatever is left out is counted.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from harness.record import Record
@@ -19,9 +19,10 @@ from reports import autopsy
 from reports.evidence import headroom, ledger_rows, outcome_groups, place
 from reports.expected import address, idle, stale
 from reports.mark import MARKS
+from reports.markup import Budget, code, escape, num_bytes, table
 from reports.matrix import Column, Matrix, Row, arrange, by_severity, label
 from reports.tally import conclude, tally, warnings
-from reports.text import clip, duration, one_line, printable, size, versions
+from reports.text import clip, duration, printable, size, versions
 
 __all__ = ["LIMIT_BYTES", "render"]
 
@@ -33,8 +34,6 @@ _NUM_COLUMNS = 100
 _NUM_PLIGHTS = 8
 _TEXT_LIMIT = 4_000  # characters of one rank's stack
 
-_SPECIAL = re.compile(r"([\\`*_\[\]<>#&|~$])")
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Detail:
@@ -44,46 +43,15 @@ class _Detail:
     text: str
 
 
-class _Budget:
-    """Counts down the bytes that are still free."""
-
-    def __init__(self, num_bytes: int) -> None:
-        self._left_bytes = num_bytes
-
-    def takes(self, text: str) -> bool:
-        """Set room aside for ``text`` if there is any."""
-        need = _num_bytes(text) + 2  # and the empty line after it
-        if need > self._left_bytes:
-            return False
-        self._left_bytes -= need
-        return True
-
-
 def render(run: Run) -> str:
     """Render the run in at most LIMIT_BYTES; see [Note: what is left out first]."""
     head = _head(run)
-    matrix = _matrix(arrange(run), _Budget(_MATRIX_BYTES))
-    budget = _Budget(LIMIT_BYTES - _RESERVE_BYTES - _num_bytes(head) - _num_bytes(matrix))
+    matrix = _matrix(arrange(run), Budget(_MATRIX_BYTES))
+    budget = Budget(LIMIT_BYTES - _RESERVE_BYTES - num_bytes(head) - num_bytes(matrix))
     details = [_Detail(record=record, text=_detail(record)) for record in by_severity(run.records)]
     kept = [detail for detail in details if budget.takes(detail.text)]
     parts = [head, matrix, *_sections(kept), _left_out(details, kept)]
     return "\n\n".join(part for part in parts if part) + "\n"
-
-
-def _num_bytes(text: str) -> int:
-    return len(text.encode("utf-8", errors="backslashreplace"))
-
-
-def _escape(text: str, limit: int = 300) -> str:
-    return _SPECIAL.sub(r"\\\1", one_line(text, limit))
-
-
-def _code(text: str, limit: int = 300) -> str:
-    """Quote as code; a fence longer than any run of backticks inside keeps the text from ending it."""
-    line = one_line(text, limit)
-    ticks = "`" * (max((len(run) for run in re.findall("`+", line)), default=0) + 1)
-    pad = " " if "`" in line else ""
-    return f"{ticks}{pad}{line}{pad}{ticks}" if line else ""
 
 
 def _block(text: str) -> str:
@@ -92,15 +60,10 @@ def _block(text: str) -> str:
     return f"{fence}text\n{clipped}\n{fence}"
 
 
-def _table(headers: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = [headers, ["---"] * len(headers), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
 def _head(run: Run) -> str:
     counted = tally(run.records)
     rows = [
-        (_code(MARKS[verdict].letter), str(verdict), str(count), MARKS[verdict].phrase)
+        (code(MARKS[verdict].letter), str(verdict), str(count), MARKS[verdict].phrase)
         for verdict, count in counted.counts.items()
     ]
     parts = [
@@ -109,7 +72,7 @@ def _head(run: Run) -> str:
         *_warnings(run),
         *_listed("**Stale expectations, which fail this run:**", stale(run)),
         *_listed("Expectations not exercised:", idle(run)),
-        _table(["", "verdict", "records", "meaning"], rows) if rows else "",
+        table(["", "verdict", "records", "meaning"], rows) if rows else "",
         _origin(run),
     ]
     return "\n\n".join(part for part in parts if part)
@@ -117,14 +80,14 @@ def _head(run: Run) -> str:
 
 def _warnings(run: Run) -> list[str]:
     told = warnings(run)
-    lines = [f"> - {_escape(text)}" for text in told[:_NUM_WARNINGS]]
+    lines = [f"> - {escape(text)}" for text in told[:_NUM_WARNINGS]]
     if len(told) > _NUM_WARNINGS:
         lines.append(f"> - and {len(told) - _NUM_WARNINGS} more problems")
     return ["\n".join(["> **This run is not whole.**", ">", *lines])] if told else []
 
 
 def _listed(title: str, texts: Sequence[str]) -> list[str]:
-    lines = [f"- {_escape(text)}" for text in texts[:_NUM_WARNINGS]]
+    lines = [f"- {escape(text)}" for text in texts[:_NUM_WARNINGS]]
     if len(texts) > _NUM_WARNINGS:
         lines.append(f"- and {len(texts) - _NUM_WARNINGS} more")
     return ["\n".join([title, "", *lines])] if texts else []
@@ -138,26 +101,26 @@ def _origin(run: Run) -> str:
     took = f", took {duration(run.footer.duration_s)}" if run.footer else ""
     return "\n".join(
         (
-            f"- command: {_code(found.command, limit=2000)}",
-            f"- started: {_escape(found.started_at)}{took}; seed {found.seed}",
-            f"- versions: {_escape(versions(found.versions), limit=2000)}",
-            f"- hardware: {_escape(versions(hardware), limit=2000)}",
-            f"- git: {_escape(found.git_head)}{changed}",
+            f"- command: {code(found.command, limit=2000)}",
+            f"- started: {escape(found.started_at)}{took}; seed {found.seed}",
+            f"- versions: {escape(versions(found.versions), limit=2000)}",
+            f"- hardware: {escape(versions(hardware), limit=2000)}",
+            f"- git: {escape(found.git_head)}{changed}",
         )
     )
 
 
-def _matrix(matrix: Matrix, budget: _Budget) -> str:
+def _matrix(matrix: Matrix, budget: Budget) -> str:
     columns = matrix.columns[:_NUM_COLUMNS]
     if not columns:
         return ""
-    header = _table(["case", *map(_heading, columns)], ())
+    header = table(["case", *map(_heading, columns)], ())
     parts, dropped = ["## Matrix"], len(matrix.columns) - len(columns)
     if dropped:
         parts.append(f"{dropped} more columns are left out.")
     num_left_out = 0
     for suite in matrix.suites:
-        title = f"### {_escape(suite.suite) or 'no suite'}"
+        title = f"### {escape(suite.suite) or 'no suite'}"
         if not budget.takes(title + header):
             num_left_out += len(suite.rows)
             continue
@@ -171,12 +134,12 @@ def _matrix(matrix: Matrix, budget: _Budget) -> str:
 
 
 def _heading(column: Column) -> str:
-    return f"{_escape(column.engine)}<br>{_escape(column.world)}"
+    return f"{escape(column.engine)}<br>{escape(column.world)}"
 
 
 def _row(row: Row, num_columns: int) -> str:
     cells = ("".join(MARKS[record.verdict].letter for record in cell) for cell in row.cells[:num_columns])
-    return f"| {' | '.join([_code(row.label).replace('|', chr(92) + '|'), *map(_code, cells)])} |"
+    return f"| {' | '.join([code(row.label).replace('|', chr(92) + '|'), *map(code, cells)])} |"
 
 
 def _sections(kept: Sequence[_Detail]) -> list[str]:
@@ -200,15 +163,15 @@ def _left_out(details: Sequence[_Detail], kept: Sequence[_Detail]) -> str:
 
 
 def _detail(record: Record) -> str:
-    title = f"{_code(label(record.case, record.suite))} on {_code(record.engine)} in {_code(record.world)}"
+    title = f"{code(label(record.case, record.suite))} on {code(record.engine)} in {code(record.world)}"
     if record.verdict is Verdict.PASSED:
-        return f"- {title}: {_escape(record.headline)} ({duration(record.duration_s)})"
-    parts = [f"### {title}", _expectation(record), _escape(record.headline, limit=2000)]
+        return f"- {title}: {escape(record.headline)} ({duration(record.duration_s)})"
+    parts = [f"### {title}", _expectation(record), escape(record.headline, limit=2000)]
     parts += [*_autopsy(record), *_laws(record), *_worst(record)]
     if not record.verdict.is_conforming:
         parts += [*_ledger(record), *([] if record.autopsy else _outcomes(record))]
     if record.command:
-        parts.append(f"Again: {_code(record.command, limit=2000)}")
+        parts.append(f"Again: {code(record.command, limit=2000)}")
     return "\n\n".join(part for part in parts if part)
 
 
@@ -217,15 +180,15 @@ def _expectation(record: Record) -> str:
     if entry is None:
         return ""
     link = address(entry.link)
-    spelt = f"<{link}>" if link and len(link) <= 300 else _escape(entry.link)
-    return f"Expectation {entry.number}: {_escape(entry.reason)} {spelt}, until {_escape(entry.expiry)}"
+    spelt = f"<{link}>" if link and len(link) <= 300 else escape(entry.link)
+    return f"Expectation {entry.number}: {escape(entry.reason)} {spelt}, until {escape(entry.expiry)}"
 
 
 def _laws(record: Record) -> list[str]:
     lines: list[str] = []
     for law in record.laws[:50]:
-        lines.append(f"- {'held' if law.held else '**broken**'}: {_escape(law.law)}: {_escape(law.summary)}")
-        lines += [f"  - {_escape(detail)}" for detail in law.details[:10]]
+        lines.append(f"- {'held' if law.held else '**broken**'}: {escape(law.law)}: {escape(law.summary)}")
+        lines += [f"  - {escape(detail)}" for detail in law.details[:10]]
         if len(law.details) > 10:
             lines.append(f"  - and {len(law.details) - 10} more")
     if len(record.laws) > 50:
@@ -241,40 +204,40 @@ def _autopsy(record: Record) -> list[str]:
     labels = list(dict.fromkeys(label for plight in found for label, _ in plight.facts))
     names = [f"**{p.ranks}** (holds up the others)" if p.is_blamed else p.ranks for p in found]
     rows = [("", *(p.words for p in found))]
-    rows += [(label, *(_escape(dict(p.facts).get(label, "")) for p in found)) for label in labels]
-    rows.append(("stack", *("<br>".join(_code(frame) for frame in p.frames[:4]) for p in found)))
-    parts = [_table(["ranks", *names], rows)]
+    rows += [(label, *(escape(dict(p.facts).get(label, "")) for p in found)) for label in labels]
+    rows.append(("stack", *("<br>".join(code(frame) for frame in p.frames[:4]) for p in found)))
+    parts = [table(["ranks", *names], rows)]
     if circle := autopsy.cycle(record.autopsy):
-        parts.append(f"In a circle: {_escape(circle)}")
+        parts.append(f"In a circle: {escape(circle)}")
     for step in autopsy.steps(record.autopsy):
-        sides = "".join(f"\n  - {_escape(who)}: {_escape(what)}" for who, what in step.sides)
-        parts.append(f"- call {_escape(step.number)}: {_escape(step.words)}{sides}")
+        sides = "".join(f"\n  - {escape(who)}: {escape(what)}" for who, what in step.sides)
+        parts.append(f"- call {escape(step.number)}: {escape(step.words)}{sides}")
     return parts
 
 
 def _worst(record: Record) -> list[str]:
     if record.worst is None:
         return []
-    looks = f" It looks like: {_escape(record.worst.looks_like)}." if record.worst.looks_like else ""
-    return [f"Worst: {_escape(place(record.worst))}: {_escape(headroom(record.worst))}.{looks}"]
+    looks = f" It looks like: {escape(record.worst.looks_like)}." if record.worst.looks_like else ""
+    return [f"Worst: {escape(place(record.worst))}: {escape(headroom(record.worst))}.{looks}"]
 
 
 def _ledger(record: Record) -> list[str]:
     rows = ledger_rows(record)
     spelt = [
-        (*map(_escape, (row.phase, row.op, row.axis, row.dtype, row.ranks)), str(row.count), row.size)
+        (*map(escape, (row.phase, row.op, row.axis, row.dtype, row.ranks)), str(row.count), row.size)
         for row in rows[:60]
     ]
     more = [f"and {len(rows) - 60} more lines of the ledger"] if len(rows) > 60 else []
-    table = _table(["phase", "op", "axis", "dtype", "ranks", "count", "bytes"], spelt)
-    return [table, *more] if rows else []
+    lines = table(["phase", "op", "axis", "dtype", "ranks", "count", "bytes"], spelt)
+    return [lines, *more] if rows else []
 
 
 def _outcomes(record: Record) -> list[str]:
     parts: list[str] = []
     groups = outcome_groups(record)
     for group in groups[:16]:
-        parts.append(f"{_escape(group.ranks)}: {_escape(group.kind)}")
+        parts.append(f"{escape(group.ranks)}: {escape(group.kind)}")
         if printable(group.text).strip():
             parts.append(_block(group.text))
     if len(groups) > 16:

@@ -110,6 +110,7 @@ LAYERS = (
             "harness/collection.py": ("pytest",),
             "harness/cli.py": ("pytest", "reports"),
             # Commands too long for the command line's own file.
+            "harness/diff_command.py": ("reports",),
             "harness/coverage_command.py": ("pytest", "reports", "suites.upstream"),
             "harness/mutants_command.py": ("reports", "engine.mutants"),
             "harness/timeline_command.py": ("reports",),
@@ -127,6 +128,10 @@ LAYERS = (
             "harness.run_directory",
             "harness.coverage",
             "harness.kills",
+            # Two runs compared, as values.
+            "harness.comparability",
+            "harness.comparison",
+            "harness.traffic",
             # Timelines: values over journals, which hold no tensors.
             "harness.timeline",
             "harness.ledger.entry",
