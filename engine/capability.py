@@ -31,6 +31,8 @@ class Capability(Enum):
     ASYNC_GATHER = "gathers without blocking the rank that asks"
     ACCUMULATE = "accumulates gradients locally until the last microbatch"
     REDUCE_DTYPE = "reduces gradients in the dtype asked for"
+    REDUCE_AS_COMPUTED = "reduces gradients in the compute dtype where no dtype is asked for"
+    REDUCE_AS_STORED = "reduces gradients in the parameters' own dtype where no dtype is asked for"
     REDUCE_SUM = "sends nothing but sums over the wire, and divides by itself"
     REDUCE_BUFFERS = "bounds the number of reductions whose input is held at once"
     BUFFERS = "takes the memory of its collectives from where it is asked to"
@@ -56,6 +58,7 @@ class Capability(Enum):
     UNUSED = "lets parameters go without a gradient for a step"
     RANK_DEPENDENT = "lets ranks use different parameters in one step"
     RECOVER = "trains on after an exception in forward"
+    RECOVER_KEEPING = "keeps the gradients of earlier backwards after an exception in forward"
     GRAPHS = "lets forward and backward be captured in a CUDA graph, and replayed"
     STEP_EVENT = "lets gathers wait for an event recorded after the optimizer step"
 

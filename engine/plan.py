@@ -279,6 +279,8 @@ class Plan:
     @property
     def reduction_dtype(self) -> torch.dtype | None:
         """The dtype in which gradients cross between ranks; None means that of the parameters."""
+        if self.reduce_dtype is None and Capability.REDUCE_AS_STORED in self.demands:
+            return None
         return self.reduce_dtype or self.compute_dtype
 
     @property

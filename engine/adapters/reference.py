@@ -43,7 +43,12 @@ class ReferenceEngine(Engine):
 
     name = "reference"
     # Of CUDA graphs nobody has seen a run yet, and buffers are always the engine's own.
-    capabilities = frozenset(set(Capability) - {Capability.BUFFERS, Capability.GRAPHS, Capability.WRAPPER})
+    capabilities = frozenset(Capability) - {
+        Capability.BUFFERS,
+        Capability.GRAPHS,
+        Capability.REDUCE_AS_STORED,
+        Capability.WRAPPER,
+    }
     prepared_type: ClassVar[type[PreparedReference]] = PreparedReference
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:

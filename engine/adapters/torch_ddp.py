@@ -38,6 +38,7 @@ class DistributedDataParallelEngine(Engine):
             Capability.UNUSED,
             Capability.RANK_DEPENDENT,
             Capability.RECOVER,
+            Capability.RECOVER_KEEPING,
             Capability.CLIP,
             Capability.COMPLEX,
             Capability.STATE,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import ClassVar
 
 import torch.distributed.fsdp as torch_fsdp
@@ -10,10 +11,23 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
 from engine.adapters.composable import FrontDoor, PreparedComposable, open_door
-from engine.adapters.torch_internals import placed_on, replicate
+from engine.adapters.torch_internals import RELEASE, placed_on, replicate
 from engine.contract import Capability, Engine, Layout, Plan, PreparedModel
 
-__all__ = ["FSDP2_DOOR", "FullyShardEngine", "PreparedFullyShard"]
+__all__ = ["CAPABILITIES", "FSDP2_DOOR", "FullyShardEngine", "PreparedFullyShard"]
+
+
+def _not_of_this_release() -> Iterator[Capability]:
+    """Name what FSDP2 does not promise in this release of torch."""
+    is_newer = RELEASE >= (2, 15)
+    # 2.15 reduces in the dtype of the gradients, which is that of the parameters unless a user sets another.
+    yield Capability.REDUCE_AS_COMPUTED if is_newer else Capability.REDUCE_AS_STORED
+    if is_newer:  # reset_iter_state drops all gradients there are
+        yield Capability.RECOVER_KEEPING
+
+
+CAPABILITIES = frozenset(Capability) - {Capability.WRAPPER} - set(_not_of_this_release())
+"""What FSDP2's machinery promises, sharded or replicated."""
 
 
 def _set_divide_factor(module: FSDPModule, factor: float, num_shards: int) -> None:
@@ -61,7 +75,7 @@ class FullyShardEngine(Engine):
     """Each unit is gathered before use and its gradients are reduce-scattered after backward."""
 
     name = "torch.fsdp2"
-    capabilities = frozenset(set(Capability) - {Capability.REPLICATE, Capability.WRAPPER})
+    capabilities = CAPABILITIES - {Capability.REPLICATE}
     prepared_type: ClassVar[type[PreparedFullyShard]] = PreparedFullyShard
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:

@@ -17,7 +17,11 @@ from torch.distributed.fsdp import ShardingStrategy
 
 from engine.registry import EngineUnavailableError
 
-__all__ = ["default_comm_hooks", "hybrid_that_keeps", "placed_on", "replicate", "torch_replicate"]
+__all__ = ["RELEASE", "default_comm_hooks", "hybrid_that_keeps", "placed_on", "replicate", "torch_replicate"]
+
+
+RELEASE = tuple(int(part) for part in torch.__version__.split(".")[:2])
+"""Major and minor number of this torch: what some promises of its engines depend on."""
 
 
 def torch_replicate() -> Callable[..., Any]:  # Any: a module of a class that torch makes

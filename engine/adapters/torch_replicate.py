@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from engine.adapters.composable import open_door
-from engine.adapters.torch_fsdp2 import FSDP2_DOOR, PreparedFullyShard
+from engine.adapters.torch_fsdp2 import CAPABILITIES, FSDP2_DOOR, PreparedFullyShard
 from engine.adapters.torch_internals import torch_replicate
 from engine.contract import Capability, Engine, Layout, Plan, PreparedModel
 
@@ -24,7 +24,6 @@ _NOT_OF_REPLICAS = {
     Capability.REPLICA_SYNC,
     Capability.GATHER_ONCE,
     Capability.GRAPHS,  # torch promises them of fully_shard alone
-    Capability.WRAPPER,
 }
 
 
@@ -32,7 +31,7 @@ class ReplicateEngine(Engine):
     """Parameters are replicated DTensors; each unit's gradients are all-reduced once."""
 
     name = "torch.replicate"
-    capabilities = frozenset(set(Capability) - _NOT_OF_REPLICAS)
+    capabilities = CAPABILITIES - _NOT_OF_REPLICAS
     prepared_type: ClassVar[type[PreparedFullyShard]] = PreparedFullyShard
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:

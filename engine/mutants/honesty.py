@@ -9,10 +9,17 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
+from engine.adapters.reference import ReferenceEngine
 from engine.adapters.torch_ddp import DistributedDataParallelEngine, PreparedDdp
 from engine.contract import Capability, Cut, Plan, PreparedModel, Shard
 
-__all__ = ["AcceptsEveryPlan", "CallsTheWholeItsChunks", "RefusesOnOneRank", "ReplicatesInsteadOfSharding"]
+__all__ = [
+    "AcceptsEveryPlan",
+    "CallsTheWholeItsChunks",
+    "ReducesAsComputedUnasked",
+    "RefusesOnOneRank",
+    "ReplicatesInsteadOfSharding",
+]
 
 
 class AcceptsEveryPlan(DistributedDataParallelEngine):
@@ -60,6 +67,18 @@ class CallsTheWholeItsChunks(ReplicatesInsteadOfSharding):
 
     name = "mutant.CallsTheWholeItsChunks"
     prepared_type = _PreparedClaimant
+
+
+class ReducesAsComputedUnasked(ReferenceEngine):
+    """Declares that gradients are reduced in the parameters' own dtype, and reduces them in the compute dtype.
+
+    After pytorch/pytorch#194434: FSDP2 had one rule up to torch 2.14 and has the other since.
+    """
+
+    name = "mutant.ReducesAsComputedUnasked"
+    capabilities = ReferenceEngine.capabilities - {Capability.REDUCE_AS_COMPUTED} | {
+        Capability.REDUCE_AS_STORED
+    }
 
 
 class RefusesOnOneRank(DistributedDataParallelEngine):

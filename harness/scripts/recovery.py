@@ -42,7 +42,7 @@ class SkipsAFailure:
     As for `FailsFirst`, the model must raise FloatingPointError for inputs that are no numbers.
     """
 
-    demands: ClassVar[frozenset[Capability]] = frozenset({Capability.RECOVER})
+    demands: ClassVar[frozenset[Capability]] = frozenset({Capability.RECOVER, Capability.RECOVER_KEEPING})
 
     def play(self, actor: Actor) -> None:
         """Train, fail, forget the failure alone."""

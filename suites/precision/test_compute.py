@@ -8,7 +8,7 @@ from operator import attrgetter
 import pytest
 import torch
 
-from engine.contract import Grouping, Layout, Plan
+from engine.contract import Capability, Grouping, Layout, Plan
 from fixtures.optimizers import SGD
 from fixtures.precision import JOINT_CASTS
 from fixtures.problems import MLP_UNEVEN, TRANSFORMER
@@ -57,12 +57,27 @@ def test_computes_in_bfloat16_and_reduces_in_float32(trial: Trial, problem: Prob
 @pytest.mark.worlds(SEVERAL)
 def test_gathers_and_reduces_in_the_compute_dtype_when_asked_for_nothing_else(trial: Trial) -> None:
     in_bfloat16 = Dtype(select=Select(phases=(Phase.FORWARD, Phase.BACKWARD)), dtype="bfloat16")
-    plan = Plan(compute_dtype=torch.bfloat16)
+    plan = Plan(compute_dtype=torch.bfloat16, demands=frozenset({Capability.REDUCE_AS_COMPUTED}))
     trial.holds(
         _training(MLP_UNEVEN, plan, microbatches=3),
         MatchesOracle(),
         Notes(subject=OUTPUT_DTYPE, value="torch.bfloat16"),
         in_bfloat16,
+        RanksAgree(),
+    )
+
+
+@pytest.mark.rows("T18")
+@pytest.mark.prey("ReducesAsComputedUnasked")
+@pytest.mark.worlds(SEVERAL)
+def test_gathers_in_the_compute_dtype_and_reduces_as_stored_when_asked_for_nothing_else(trial: Trial) -> None:
+    plan = Plan(compute_dtype=torch.bfloat16, demands=frozenset({Capability.REDUCE_AS_STORED}))
+    trial.holds(
+        _training(MLP_UNEVEN, plan, microbatches=3),
+        MatchesOracle(),
+        Notes(subject=OUTPUT_DTYPE, value="torch.bfloat16"),
+        Dtype(select=Select(ops=(Op.ALL_GATHER,), phases=(Phase.FORWARD, Phase.BACKWARD)), dtype="bfloat16"),
+        Dtype(select=REDUCTIONS, dtype="float32"),
         RanksAgree(),
     )
 

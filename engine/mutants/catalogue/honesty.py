@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import torch
+
+from engine.capability import Capability
 from engine.mutants.mutant import Condition, Mutant, Trace
 from engine.plan import Layout, Plan
 
@@ -32,6 +35,17 @@ MUTANTS: tuple[Mutant, ...] = (
         thread="Tencent-Hunyuan/UniRL#410",
         kills_on=Condition(plan=Plan(layout=Layout.HYBRID), because="a declared plan is honoured"),
         trace=Trace.REFUSAL,
+    ),
+    Mutant(
+        name="ReducesAsComputedUnasked",
+        engine_spec="engine.mutants.honesty:ReducesAsComputedUnasked",
+        sin="gradients are reduced in the compute dtype where they were to be reduced in the parameters' own",
+        thread="pytorch/pytorch#194434",
+        kills_on=Condition(
+            world_size=2,
+            plan=Plan(compute_dtype=torch.bfloat16, demands=frozenset({Capability.REDUCE_AS_STORED})),
+            because="one rank sends nothing",
+        ),
     ),
     Mutant(
         name="RefusesOnOneRank",
