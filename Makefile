@@ -7,7 +7,7 @@ STAMP  := $(VENV)/.installed
 # A world per size; 3 for shards of unequal size, 4 for two replicas of two shards.
 WORLDS := threads:1 threads:2 threads:3 threads:4 processes:2
 
-.PHONY: setup conformance test twins lint clean
+.PHONY: setup conformance test twins versions lint clean
 
 setup: $(STAMP)
 
@@ -26,10 +26,14 @@ test: $(STAMP)
 twins: $(STAMP)
 	$(BIN)/pytest tests/reference -n 2 --dist loadfile -m twin
 
+# The catalogue on each release of torch: an environment each, several gigabytes, about an hour.
+versions: $(STAMP)
+	$(BIN)/python -m benchmarks.torch_versions
+
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
 clean:
-	rm -rf $(VENV) conformance build *.egg-info
+	rm -rf $(VENV) .venvs conformance build *.egg-info

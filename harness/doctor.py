@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from engine.registry import BUILT_IN, EngineNotFoundError
 from harness.engine_description import describe
+from harness.torch_compat.releases import TESTED, minor, remark
 from harness.worlds.launch import launch
 from harness.worlds.outcome import Returned
 from harness.worlds.rank import RankContext
@@ -52,10 +53,18 @@ def _python() -> Finding:
 
 
 def _torch() -> Finding:
-    release = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
     has_gloo = dist.is_available() and dist.is_gloo_available()
-    detail = f"{torch.__version__} (needs 2.11 or newer), gloo {'available' if has_gloo else 'missing'}"
-    return Finding(what="torch", is_ok=release >= (2, 11) and has_gloo, detail=detail)
+    untested = remark(torch.__version__)
+    parts = [
+        f"{torch.__version__} (tested: {', '.join(TESTED)})",
+        f"gloo {'available' if has_gloo else 'missing'}",
+    ]
+    is_supported = minor(torch.__version__) >= minor(TESTED[0])
+    return Finding(
+        what="torch",
+        is_ok=is_supported and has_gloo,
+        detail="; ".join([*parts, *([untested] if untested else [])]),
+    )
 
 
 def _disk() -> Finding:

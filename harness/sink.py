@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from harness.node import Node
 from harness.provenance import footer, header
 from harness.record import Expectations, Record, UnusedExpectation, from_json
 from harness.run_directory import RunWriter
+from harness.torch_compat.releases import remark
 from harness.verdict import Verdict
 
 __all__ = [
@@ -113,6 +115,8 @@ class Sink:
     # Any: pytest does not export the terminal reporter's type.
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
         """Say the verdicts in one line, and where the run is kept."""
+        if self._records and (untested := remark(version("torch"))):
+            terminalreporter.write_line(untested, yellow=True)
         for engine, problem in self._unavailable.items():
             terminalreporter.write_line(f"not judged: {engine}: {problem}", red=True)
         if not self._records:

@@ -11,14 +11,27 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
 from engine.adapters.composable import FrontDoor, PreparedComposable, open_door
-from engine.adapters.torch_internals import RELEASE, placed_on, replicate
+from engine.adapters.torch_internals import RELEASE, can_place, placed_on, replicate
 from engine.contract import Capability, Engine, Layout, Plan, PreparedModel
 
 __all__ = ["CAPABILITIES", "FSDP2_DOOR", "FullyShardEngine", "PreparedFullyShard"]
 
 
+# What a promise is kept by: a release without the method cannot make it.
+_METHODS = {
+    Capability.BUFFERS: "set_symm_mem_for_comm",
+    Capability.RANK_DEPENDENT: "set_reduce_scatter_unused_params",
+    Capability.RECOVER: "reset_iter_state",
+    Capability.RECOVER_KEEPING: "reset_iter_state",
+    Capability.REDUCE_BUFFERS: "set_reduce_scatter_max_input_buffers",
+}
+
+
 def _not_of_this_release() -> Iterator[Capability]:
-    """Name what FSDP2 does not promise in this release of torch."""
+    """Yield what FSDP2 does not promise in this release of torch."""
+    yield from (capability for capability, method in _METHODS.items() if not hasattr(FSDPModule, method))
+    if not can_place():
+        yield Capability.EXPERTS
     is_newer = RELEASE >= (2, 15)
     # 2.15 reduces in the dtype of the gradients, which is that of the parameters unless a user sets another.
     yield Capability.REDUCE_AS_COMPUTED if is_newer else Capability.REDUCE_AS_STORED

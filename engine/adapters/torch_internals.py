@@ -6,6 +6,7 @@ also read attributes of their engine's own objects, of which no name is imported
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -17,7 +18,15 @@ from torch.distributed.fsdp import ShardingStrategy
 
 from engine.registry import EngineUnavailableError
 
-__all__ = ["RELEASE", "default_comm_hooks", "hybrid_that_keeps", "placed_on", "replicate", "torch_replicate"]
+__all__ = [
+    "RELEASE",
+    "can_place",
+    "default_comm_hooks",
+    "hybrid_that_keeps",
+    "placed_on",
+    "replicate",
+    "torch_replicate",
+]
 
 
 RELEASE = tuple(int(part) for part in torch.__version__.split(".")[:2])
@@ -41,6 +50,15 @@ def torch_replicate() -> Callable[..., Any]:  # Any: a module of a class that to
 def replicate(module: nn.Module, **options: Any) -> Any:  # Any: as above
     """Call the `replicate` that stands on FSDP2; raises as `torch_replicate` does."""
     return torch_replicate()(module, **options)
+
+
+def can_place() -> bool:
+    """Return whether this release lets a parameter of a unit live on a mesh of its own; see `placed_on`."""
+    try:
+        module = importlib.import_module("torch.distributed.fsdp._fully_shard._fsdp_common")
+    except ImportError:
+        return False
+    return hasattr(module, "FSDPMeshInfo") and hasattr(module, "ShardPlacementResult")
 
 
 def placed_on(mesh: DeviceMesh) -> Any:  # Any: torch does not publish the type
