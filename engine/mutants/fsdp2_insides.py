@@ -22,6 +22,7 @@ __all__ = [
     "ignore",
     "in_context",
     "states",
+    "waits_without_own_event",
     "without_own_event",
 ]
 
@@ -74,12 +75,37 @@ def deaf_in(stream: str, method: str, function: str) -> Callable[[Any], None]:
         wait = getattr(selected, method)
 
         def sometimes(other: Any) -> None:
-            if sys._getframe(1).f_code.co_name != function:
+            if _caller() != function:
                 wait(other)
 
         setattr(selected, method, sometimes)
 
     return sin
+
+
+# Through which FSDP2 waits since torch 2.15, where it waited itself before.
+_BY_WAY_OF = frozenset({"release_all_gather_state_for_comm_reuse", "wait_all_gather_streams_on_event"})
+
+
+def _caller() -> str:
+    """Return the name of FSDP2's function that waits, whichever way it goes."""
+    frame = sys._getframe(2)
+    while frame.f_code.co_name in _BY_WAY_OF and frame.f_back is not None:
+        frame = frame.f_back
+    return frame.f_code.co_name
+
+
+def waits_without_own_event(prepared: PreparedModel) -> PreparedModel:
+    """Have gathers wait for no event that was recorded where they wait, but for those of before."""
+
+    def in_context_of_2_15(context: Any) -> None:
+        context.wait_all_gather_streams_on_event = without_own_event(context.wait_all_gather_streams_on_event)
+
+    for group in groups(prepared):
+        if not hasattr(group, "_wait_all_gather_streams_on_event"):
+            return in_context(prepared, in_context_of_2_15)
+        group._wait_all_gather_streams_on_event = without_own_event(group._wait_all_gather_streams_on_event)
+    return prepared
 
 
 def without_own_event(wait: Callable[[Any], None]) -> Callable[[Any], None]:

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from engine.adapters.torch_fsdp2 import FullyShardEngine
 from engine.contract import Plan, PreparedModel
-from engine.mutants.fsdp2_insides import after_method, deaf_in, groups, in_context, without_own_event
+from engine.mutants.fsdp2_insides import after_method, deaf_in, in_context, waits_without_own_event
 
 __all__ = [
     "FreesTheGatherOutputInBackward",
@@ -34,12 +34,7 @@ class FreesTheGatherOutputInBackward(FullyShardEngine):
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         """Shard honestly, then have gathers not wait for the copy that has just been issued."""
-        prepared = super().prepare(model, plan, mesh)
-        for group in groups(prepared):
-            group._wait_all_gather_streams_on_event = without_own_event(
-                group._wait_all_gather_streams_on_event
-            )
-        return prepared
+        return waits_without_own_event(super().prepare(model, plan, mesh))
 
 
 class FreesTheLastGatherOutput(FullyShardEngine):
