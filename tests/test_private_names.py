@@ -70,12 +70,11 @@ builtins.__import__ = hiding
 """
 
 
-def _smoke(tmp_path: Path, hidden: str, *options: str) -> tuple[int, dict[str, tuple[Verdict, str]], str]:
-    """Run smoke where torch lacks ``hidden``; returns the exit code, verdict and headline by engine, and the output."""
+def _call(tmp_path: Path, hidden: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Call the command line where torch lacks ``hidden``."""
     (tmp_path / "sitecustomize.py").write_text(HIDES.format(hidden=hidden))
-    out = tmp_path / "run"
-    done = subprocess.run(
-        [sys.executable, "-m", "harness.cli", "run", "--suite", "smoke", "--out", str(out), *options],
+    return subprocess.run(
+        [sys.executable, "-m", "harness.cli", *arguments],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])},
         capture_output=True,
@@ -83,6 +82,12 @@ def _smoke(tmp_path: Path, hidden: str, *options: str) -> tuple[int, dict[str, t
         timeout=110,
         check=False,
     )
+
+
+def _smoke(tmp_path: Path, hidden: str, *options: str) -> tuple[int, dict[str, tuple[Verdict, str]], str]:
+    """Run smoke where torch lacks ``hidden``; returns the exit code, verdict and headline by engine, and the output."""
+    out = tmp_path / "run"
+    done = _call(tmp_path, hidden, "run", "--suite", "smoke", "--out", str(out), *options)
     records = read_run(out).records if out.exists() else ()
     return done.returncode, {r.engine: (r.verdict, r.headline) for r in records}, done.stdout + done.stderr
 
@@ -95,6 +100,18 @@ def test_one_engine_that_lacks_a_name_fails_no_other(tmp_path: Path) -> None:
     assert re.search(
         r"not judged: torch.replicate: needs .*replicate_with_fsdp, which torch 2\S+ does not have", said
     )
+
+
+@pytest.mark.parametrize(("command", "code"), [("list", 0), ("doctor", 3)])
+def test_one_engine_that_lacks_a_name_is_named_with_the_cause(
+    command: str, code: int, tmp_path: Path
+) -> None:
+    done = _call(tmp_path, "torch.distributed._composable.replicate_with_fsdp", command)
+    assert done.returncode == code, done.stderr
+    (line,) = (line for line in done.stdout.splitlines() if "torch.replicate" in line)
+    assert "needs torch.distributed._composable.replicate_with_fsdp, which torch" in line
+    assert "torch.fsdp2" in done.stdout
+    assert "Traceback" not in done.stdout + done.stderr
 
 
 def test_a_watch_that_lacks_a_name_is_refused_and_the_rest_is_judged(tmp_path: Path) -> None:
