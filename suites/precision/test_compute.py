@@ -70,14 +70,18 @@ def test_gathers_and_reduces_in_the_compute_dtype_when_asked_for_nothing_else(tr
 @pytest.mark.rows("T18")
 @pytest.mark.prey("ReducesAsComputedUnasked")
 @pytest.mark.worlds(SEVERAL)
-def test_gathers_in_the_compute_dtype_and_reduces_as_stored_when_asked_for_nothing_else(trial: Trial) -> None:
-    plan = Plan(compute_dtype=torch.bfloat16, demands=frozenset({Capability.REDUCE_AS_STORED}))
+@pytest.mark.parametrize("layout", [Layout.REPLICATE, Layout.SHARD], ids=lambda layout: layout.name.lower())
+def test_gathers_in_the_compute_dtype_and_reduces_as_stored_when_asked_for_nothing_else(
+    trial: Trial, layout: Layout
+) -> None:
+    gathers = Select(ops=(Op.ALL_GATHER,), phases=(Phase.FORWARD, Phase.BACKWARD))
+    plan = Plan(layout=layout, compute_dtype=torch.bfloat16, demands=frozenset({Capability.REDUCE_AS_STORED}))
     trial.holds(
         _training(MLP_UNEVEN, plan, microbatches=3),
         MatchesOracle(),
         Notes(subject=OUTPUT_DTYPE, value="torch.bfloat16"),
-        Dtype(select=Select(ops=(Op.ALL_GATHER,), phases=(Phase.FORWARD, Phase.BACKWARD)), dtype="bfloat16"),
         Dtype(select=REDUCTIONS, dtype="float32"),
+        *([Dtype(select=gathers, dtype="bfloat16")] if layout is Layout.SHARD else []),
         RanksAgree(),
     )
 
