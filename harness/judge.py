@@ -161,10 +161,14 @@ def judge_failure(kept: Kept) -> Judgement:
     if cause is None:
         headline = "; ".join(kept.result.leaks)
         return Judgement(verdict=Verdict.FAILED, headline=headline, outcomes=outcomes)
+    if isinstance(cause, TimedOut) and cause.is_after_result:
+        headline = "; ".join((_tell(cause), *kept.result.leaks))
+        return Judgement(verdict=Verdict.HUNG, headline=headline, outcomes=outcomes)
     is_hang = isinstance(cause, TimedOut) or (isinstance(cause, Raised) and cause.kind in TRANSPORT_ERRORS)
     if not is_hang and not (isinstance(cause, Raised) and cause.is_symptom):
         harm = harm_in(kept.ledgers)  # what was freed or overwritten too early may be what the rank fell over
-        headline = f"{_tell(cause)}; before that {harm}" if harm else _tell(cause)
+        before = [f"before that {harm}"] if harm else []
+        headline = "; ".join((_tell(cause), *before, *kept.result.leaks))
         return Judgement(verdict=Verdict.CRASHED, headline=headline, outcomes=outcomes)
     ledgers = dict(enumerate(kept.ledgers))
     autopsy = hold_inquest(kept.result.outcomes, ledgers)
@@ -221,9 +225,17 @@ def _tell(outcome: Outcome) -> str:
         case Raised():
             return f"rank {outcome.rank} raised {outcome.kind}: {outcome.message}"
         case Died(is_attributed=True):
-            return f"rank {outcome.rank} {outcome.how}{_where(outcome.text)}"
+            when = " after its result" if outcome.is_after_result else ""
+            return f"rank {outcome.rank} {outcome.how}{when}{_where(outcome.text)}"
         case Died():
-            return f"the process of all ranks {outcome.how}; nothing tells which rank ended it"
+            when = " after their results" if outcome.is_after_result else ""
+            return f"the process of all ranks {outcome.how}{when}; nothing tells which rank ended it"
+        case TimedOut(is_after_result=True):
+            who = f"rank {outcome.rank}" if outcome.is_attributed else "the process of all ranks"
+            thread = (
+                f"; thread {outcome.thread!r}, which is not a daemon, still runs" if outcome.thread else ""
+            )
+            return f"{who} returned its result and did not end{thread}{_where(outcome.stack)}"
         case TimedOut():
             return f"rank {outcome.rank} did not end; last collective: {outcome.last_call}{_where(outcome.stack)}"
         case Abandoned():
