@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from harness.worlds.launch import launch
+from harness.worlds.lineage import can_adopt
 from harness.worlds.outcome import Returned
 from harness.worlds.rank import RankContext
 from harness.worlds.spec import WorldKind, WorldSpec
@@ -38,7 +39,7 @@ def examine() -> list[Finding]:
         specs.append(
             WorldSpec(kind=WorldKind.PROCESSES, size=min(2, num_gpus), device="cuda", deadline_s=60.0)
         )
-    return [_python(), _torch(), _disk(), _gpus(), *(_world(spec) for spec in specs)]
+    return [_python(), _torch(), _disk(), _gpus(), _leftovers(), *(_world(spec) for spec in specs)]
 
 
 def _python() -> Finding:
@@ -65,6 +66,15 @@ def _disk() -> Finding:
 def _gpus() -> Finding:
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     return Finding(what="gpus", is_ok=True, detail=f"{count} (worlds on the CPU need none)")
+
+
+def _leftovers() -> Finding:
+    """Look whether processes that a rank leaves behind can be found after they have left its process group."""
+    if can_adopt():
+        detail = "every process that a rank starts is found and ended, in a session of its own too"
+        return Finding(what="left processes", is_ok=True, detail=detail)
+    detail = "only those in the process group of a rank are found and ended; a Linux machine finds all"
+    return Finding(what="left processes", is_ok=False, detail=detail)
 
 
 def _world(spec: WorldSpec) -> Finding:

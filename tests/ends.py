@@ -162,6 +162,20 @@ def dies_beside_a_daemon_of_nobody(context: RankContext) -> None:
     dist.all_reduce(torch.ones(1))
 
 
+def waits_beside_a_daemon(context: RankContext) -> None:
+    """Start a daemon and wait for ever."""
+    if _is_culprit(context):
+        _note(context, _forked(sessions=2))
+    _wait_for_ever()
+
+
+def kills_the_fork_server(context: RankContext) -> None:
+    """Kill the process that all ranks are forks of."""
+    if _is_culprit(context):
+        os.kill(os.getppid(), signal.SIGKILL)
+    _wait_for_ever()
+
+
 def dies_after_its_result(context: RankContext) -> None:
     """Kill the process when the result is on its way, while the other ranks still wait for this one."""
     if _is_culprit(context):

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
 
+from harness.errors import HarnessBug
 from harness.judge import Judgement, judge_failure
 from harness.keep import Kept
 from harness.ledger.journal import read_journal
 from harness.verdict import Verdict
-from harness.worlds.launch import launch
+from harness.worlds.launch import World, launch
 from harness.worlds.outcome import Returned, WorldResult
 from harness.worlds.rank import journal_path
 from harness.worlds.spec import WorldKind, WorldSpec
@@ -150,3 +155,50 @@ CLEAN = [
 def test_what_ends_with_a_script_is_clean(body: Body, kind: WorldKind, tmp_path: Path) -> None:
     result = _run(body, kind, tmp_path)
     assert result.is_clean, result
+
+
+def test_the_deadline_covers_the_start_of_a_host(tmp_path: Path) -> None:
+    os.mkfifo(
+        tmp_path / "host0.stacks"
+    )  # the host opens it first, and waits for ever that something reads it
+    started = time.monotonic()
+    with pytest.raises(HarnessBug, match="nothing within the deadline of 1 s"):
+        World(WorldSpec(kind=THREADS, size=1, deadline_s=1.0), tmp_path)
+    assert time.monotonic() - started < SOON_S
+
+
+def test_a_rank_that_kills_the_fork_server_fails_the_case_and_no_other(tmp_path: Path) -> None:
+    judgement = _judged(_run(ends.kills_the_fork_server, PROCESSES, tmp_path / "1"), tmp_path)
+    assert judgement.verdict is Verdict.CRASHED
+    assert "the fork server was killed" in judgement.headline
+    assert _run(ends.leaves_a_daemon_thread, PROCESSES, tmp_path / "2").is_clean
+
+
+# A session that is ended while two ranks and what they left run, one of it in a session of its own.
+_SESSION = """
+import sys
+from pathlib import Path
+from harness.worlds.launch import World, launch
+from harness.worlds.spec import WorldKind, WorldSpec
+from tests import ends
+launch(WorldSpec(kind=WorldKind.PROCESSES, size=2), ends.waits_beside_a_daemon, folder=Path(sys.argv[1]))
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_nothing_outlives_a_session_that_is_killed(number: signal.Signals, tmp_path: Path) -> None:
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    os.mkfifo(tmp_path / "child")  # opened by the rank once its child runs
+    session = subprocess.Popen(
+        [sys.executable, "-c", _SESSION, str(tmp_path)],
+        cwd=ROOT,
+        env={**os.environ, "TMPDIR": str(temporary)},
+        stderr=subprocess.PIPE,
+    )
+    child = int((tmp_path / "child").read_text())
+    assert list(temporary.glob("pymp-*"))
+    session.send_signal(number)
+    session.communicate()  # the keeper, the server and the ranks hold its standard error: all have ended
+    assert not _is_alive(child)
+    assert list(temporary.glob("pymp-*")) == []

@@ -11,7 +11,7 @@ from multiprocessing.context import ForkServerProcess
 from harness.errors import HarnessBug
 from harness.worlds.forkserver import forkserver_context, started
 from harness.worlds.host import host_main
-from harness.worlds.lineage import signalled
+from harness.worlds.lineage import command, parent_of, signalled
 from harness.worlds.message import Dying, Finished, HostSpec, Job, LastThread, Leaving, Left, Ready, Started
 from harness.worlds.outcome import Abandoned, Died, Outcome, Returned, TimedOut
 from harness.worlds.stacks import crashed_thread, stack_of
@@ -19,6 +19,8 @@ from harness.worlds.stacks import crashed_thread, stack_of
 __all__ = ["Host"]
 
 _END_LIMIT_S = 5.0  # SIGKILL needs no cooperation; this only bounds a wait that should be instant
+# What multiprocessing reports for a process whose end it cannot learn, because the fork server has ended first.
+_STATUS_WITHOUT_SERVER = 255
 
 
 class Host:
@@ -38,6 +40,7 @@ class Host:
         self.connection: Connection = ours
         self._process: ForkServerProcess = started(host_main, theirs, spec)
         self.pid = self._process.pid or 0
+        self._server = parent_of(self.pid)
         theirs.close()
 
     @property
@@ -158,10 +161,9 @@ class Host:
 
     def _bury(self) -> None:
         """Turn the end of the process into an outcome of each rank that had not ended, or ended badly with it."""
-        exit_code = -signal.SIGKILL if self._process.exitcode is None else self._process.exitcode
+        exit_code = self._exit_code()
         is_clean_end = self.has_left and exit_code == 0
-        crash = crashed_thread(self.spec.stack_file)
-        culprit, text = self._culprit(crash)
+        culprit, text = self._culprit(crashed_thread(self.spec.stack_file))
         for rank in self.spec.ranks:
             outcome = self.outcomes.get(rank)
             is_innocent = culprit is not None and culprit != rank
@@ -176,7 +178,19 @@ class Host:
                     is_after_result=outcome is not None,
                 )
 
+    def _exit_code(self) -> int:
+        """Return how the process ended; its keeper kills what has lost its fork server."""
+        is_unknown = self._process.exitcode is None or self._has_lost_its_server
+        return -signal.SIGKILL if is_unknown else int(self._process.exitcode or 0)
+
+    @property
+    def _has_lost_its_server(self) -> bool:
+        is_status = self._process.exitcode == _STATUS_WITHOUT_SERVER
+        return is_status and self._server is not None and not command(self._server)
+
     def _culprit(self, crash: tuple[int, str] | None) -> tuple[int | None, str]:
+        if self._has_lost_its_server:
+            return None, "the fork server was killed"
         if self._dying is not None:
             return self._dying.rank, f"it called {self._dying.call}"
         stack = crash[1] if crash else ""
