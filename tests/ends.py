@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import ctypes
 import multiprocessing
 import os
 import signal
+import socket
+import stat
+import struct
 import subprocess
 import sys
 import threading
@@ -197,12 +201,36 @@ def _is_idle(thread: int) -> bool:
     return not any(frame.f_code.co_name == "_report" for frame in _frames(thread))
 
 
-def closes_its_files(context: RankContext) -> None:
-    """Close every file that is not a standard stream."""
+def closes_its_connections(context: RankContext) -> None:
+    """Shut every local connection, the one to the supervisor among them, and live on."""
     if _is_culprit(context):
-        os.closerange(3, 1024)
-    else:
-        dist.all_reduce(torch.ones(1))
+        for number in _sockets():
+            with socket.socket(fileno=os.dup(number)) as connection:
+                if connection.family is socket.AF_UNIX:
+                    connection.shutdown(socket.SHUT_RDWR)
+    _wait_for_ever()
+
+
+def _sockets() -> list[int]:
+    found = []
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            if stat.S_ISSOCK(os.fstat(int(name)).st_mode):
+                found.append(int(name))
+    return found
+
+
+def sends_half_a_message(context: RankContext) -> None:
+    """Announce a message on every connection that the rank has, and never send it."""
+    for number in _sockets():
+        with contextlib.suppress(OSError):
+            os.write(number, struct.pack("!i", 100) + b"half")
+    _wait_for_ever()
+
+
+def returns_a_megabyte(context: RankContext) -> bytes:
+    """Return more than a pipe holds."""
+    return str(context.rank).encode() * 2**20
 
 
 def leaves_an_idle_executor(context: RankContext) -> None:
@@ -259,4 +287,4 @@ def leaves_a_child_that_follows(context: RankContext) -> None:
     _kept.append(subprocess.Popen(["cat"], stdin=subprocess.PIPE))
 
 
-Body = Callable[[RankContext], None]
+Body = Callable[[RankContext], object]

@@ -17,7 +17,7 @@ from harness.keep import Kept
 from harness.ledger.journal import read_journal
 from harness.verdict import Verdict
 from harness.worlds.launch import World, launch
-from harness.worlds.outcome import Returned, WorldResult
+from harness.worlds.outcome import Returned, TimedOut, WorldResult
 from harness.worlds.rank import journal_path
 from harness.worlds.spec import WorldKind, WorldSpec
 from tests import ends
@@ -67,7 +67,7 @@ CRASHES: list[tuple[Body, WorldKind, str]] = [
     (ends.exits_with_a_status, PROCESSES, "rank 1 exited with status 3 after its result"),
     (ends.exits_too_early, PROCESSES, "rank 1 exited with status 0 after its result"),
     (ends.raises_when_groups_are_destroyed, PROCESSES, "rank 1 raised RuntimeError: a group is still in use"),
-    (ends.closes_its_files, PROCESSES, "rank 1 exited with status 1"),
+    (ends.closes_its_connections, PROCESSES, "rank 1 exited with status 1"),
     (ends.dies_after_its_result, PROCESSES, "rank 1 was killed by SIGKILL after its result"),
     (ends.aborts_at_exit, THREADS, "the process of all ranks was killed by SIGABRT after their results"),
     (ends.is_killed_at_exit, THREADS, "the process of all ranks was killed by SIGKILL after their results"),
@@ -155,6 +155,17 @@ CLEAN = [
 def test_what_ends_with_a_script_is_clean(body: Body, kind: WorldKind, tmp_path: Path) -> None:
     result = _run(body, kind, tmp_path)
     assert result.is_clean, result
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_half_a_message_holds_up_no_verdict(kind: WorldKind, tmp_path: Path) -> None:
+    result = _run(ends.sends_half_a_message, kind, tmp_path, deadline_s=1.0)
+    assert all(isinstance(o, TimedOut) for o in result.outcomes)
+
+
+def test_a_large_result_arrives(tmp_path: Path) -> None:
+    result = _run(ends.returns_a_megabyte, PROCESSES, tmp_path)
+    assert [o.value for o in result.outcomes if isinstance(o, Returned)] == [b"0" * 2**20, b"1" * 2**20]
 
 
 def test_the_deadline_covers_the_start_of_a_host(tmp_path: Path) -> None:

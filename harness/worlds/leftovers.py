@@ -12,7 +12,7 @@ import signal
 import time
 from collections.abc import Iterator, Sequence
 
-from harness.worlds.lineage import Process, below, command, is_running, parent_of, signalled
+from harness.worlds.lineage import Process, below, command, has_ended, is_running, parent_of, signalled
 from harness.worlds.supervisor import Host
 
 __all__ = ["Leftovers"]
@@ -57,7 +57,16 @@ class Leftovers:
             for process in rest:
                 signalled(process.pid, signal.SIGKILL)
             time.sleep(_POLL_S)
+        while time.monotonic() < limit and self._is_restarting:
+            time.sleep(_POLL_S)
         return tuple(leaks)
+
+    @property
+    def _is_restarting(self) -> bool:
+        """Whether the server has ended and its keeper has not: no server can be started until it has."""
+        if self._keeper is None or self._server is None:
+            return False
+        return not command(self._server) and not has_ended(self._keeper)
 
     def _left(self) -> dict[tuple[int, ...], list[str]]:
         """Name what ranks left, by rank; what is below a rank that was stopped is no leftover."""

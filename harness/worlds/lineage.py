@@ -19,6 +19,7 @@ __all__ = [
     "can_adopt",
     "command",
     "die_with_parent",
+    "has_ended",
     "is_running",
     "parent_of",
     "signalled",
@@ -68,6 +69,12 @@ def parent_of(pid: int) -> int | None:
 def command(pid: int) -> str:
     """Return the command line of a process; empty if it has ended or cannot be looked up."""
     return _read(_PROC / str(pid) / "cmdline").replace("\0", " ").strip()
+
+
+def has_ended(pid: int) -> bool:
+    """Whether a process has ended, waited for or not."""
+    process = _process(pid)
+    return process is None or not process.is_running
 
 
 def is_running(process: Process) -> bool:

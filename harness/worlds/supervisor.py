@@ -11,6 +11,7 @@ from multiprocessing.context import ForkServerProcess
 from harness.errors import HarnessBug
 from harness.worlds.forkserver import forkserver_context, started
 from harness.worlds.host import host_main
+from harness.worlds.inbox import Inbox
 from harness.worlds.lineage import command, parent_of, signalled
 from harness.worlds.message import Dying, Finished, HostSpec, Job, LastThread, Leaving, Left, Ready, Started
 from harness.worlds.outcome import Abandoned, Died, Outcome, Returned, TimedOut
@@ -38,6 +39,7 @@ class Host:
         self._dying: Dying | None = None
         ours, theirs = forkserver_context().Pipe()
         self.connection: Connection = ours
+        self._inbox = Inbox(ours)
         self._process: ForkServerProcess = started(host_main, theirs, spec)
         self.pid = self._process.pid or 0
         self._server = parent_of(self.pid)
@@ -89,8 +91,8 @@ class Host:
         """Take in everything the host has said, and its end."""
         is_over = not self._process.is_alive()  # asked first: then all that it said before its end is here
         try:
-            while not self._is_deaf and self.connection.poll():
-                self._take(self.connection.recv())
+            for message in () if self._is_deaf else self._inbox.messages():
+                self._take(message)
         except (EOFError, OSError):
             self._is_deaf = True
         if is_over and not self.is_over:
@@ -185,6 +187,7 @@ class Host:
 
     @property
     def _has_lost_its_server(self) -> bool:
+        # The end of its command line is the first that is seen of a process that ends, before that of its pipes.
         is_status = self._process.exitcode == _STATUS_WITHOUT_SERVER
         return is_status and self._server is not None and not command(self._server)
 
