@@ -15,6 +15,7 @@ from engine.registry import BUILT_IN, EngineNotFoundError
 from harness.engine_description import describe
 from harness.torch_compat.releases import TESTED, minor, remark
 from harness.worlds.launch import launch
+from harness.worlds.lineage import can_adopt
 from harness.worlds.outcome import Returned
 from harness.worlds.rank import RankContext
 from harness.worlds.spec import WorldKind, WorldSpec
@@ -42,7 +43,15 @@ def examine() -> list[Finding]:
             WorldSpec(kind=WorldKind.PROCESSES, size=min(2, num_gpus), device="cuda", deadline_s=60.0)
         )
     worlds = [_world(spec) for spec in specs]
-    return [_python(), _torch(), _disk(), _gpus(), *worlds, *map(_engine, sorted(BUILT_IN))]
+    return [
+        _python(),
+        _torch(),
+        _disk(),
+        _gpus(),
+        _leftovers(),
+        *worlds,
+        *map(_engine, sorted(BUILT_IN)),
+    ]
 
 
 def _python() -> Finding:
@@ -85,6 +94,15 @@ def _engine(name: str) -> Finding:
     except EngineNotFoundError as error:
         return Finding(what=f"engine {name}", is_ok=False, detail=error.problem)
     return Finding(what=f"engine {name}", is_ok=True, detail=version)
+
+
+def _leftovers() -> Finding:
+    """Look whether processes that a rank leaves behind can be found after they have left its process group."""
+    if can_adopt():
+        detail = "every process that a rank starts is found and ended, in a session of its own too"
+        return Finding(what="left processes", is_ok=True, detail=detail)
+    detail = "only those in the process group of a rank are found and ended; a Linux machine finds all"
+    return Finding(what="left processes", is_ok=False, detail=detail)
 
 
 def _world(spec: WorldSpec) -> Finding:

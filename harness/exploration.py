@@ -45,10 +45,10 @@ def explore(
             if not _is_trained(result):
                 break
     finally:
-        leaks = world.close()
+        ending = world.close()
         if results:
             place, last = results[-1]
-            results[-1] = (place, WorldResult(outcomes=last.outcomes, leaks=(*last.leaks, *leaks)))
+            results[-1] = (place, last.ended_by(ending))
         for place, result in results:
             keep_result(result, place)
     _drop_repetitions([place for place, _ in results])

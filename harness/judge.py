@@ -93,7 +93,7 @@ def _judge_refusal(undeclared: Set[Capability], kept: Kept) -> Judgement:
     if len(kept.refusals) == num_ranks and kept.result.is_clean:
         headline = f"needs {needs}; refused with {kept.refusals[0]}"
         return Judgement(verdict=Verdict.UNSUPPORTED, headline=headline, outcomes=outcomes)
-    if kept.refusals:
+    if kept.refusals and len(kept.refusals) < num_ranks and not _ends_badly(kept.result):
         others = sorted(set(range(num_ranks)) - set(kept.refusals))
         headline = (
             f"needs {needs}; refused on rank(s) {sorted(kept.refusals)} with {min(kept.refusals.items())[1]}, "
@@ -104,8 +104,14 @@ def _judge_refusal(undeclared: Set[Capability], kept: Kept) -> Judgement:
         headline = f"accepted a plan that needs {needs}, which it does not declare, without a word"
         return Judgement(verdict=Verdict.UNSUPPORTED_SILENT, headline=headline, outcomes=outcomes)
     failure = judge_failure(kept)
-    headline = f"needs {needs}, which it does not declare; instead of refusing in prepare: {failure.headline}"
+    instead = "refused, and then" if kept.refusals else "instead of refusing in prepare"
+    headline = f"needs {needs}, which it does not declare; {instead}: {failure.headline}"
     return replace(failure, headline=headline)
+
+
+def _ends_badly(result: WorldResult) -> bool:
+    """Whether a rank that had returned, as one that refused has, crashed or hung after that."""
+    return any(isinstance(o, Died | TimedOut) and o.is_after_result for o in result.outcomes)
 
 
 def _judge_loud_refusal(case: Case, kept: Kept) -> Judgement | None:
@@ -117,7 +123,8 @@ def _judge_loud_refusal(case: Case, kept: Kept) -> Judgement | None:
             return None
         headline = "went on with a plan that has no right outcome, without a word"
         return Judgement(verdict=Verdict.FAILED, headline=headline, outcomes=outcomes)
-    if kept.result.leaks or any(isinstance(o, Died) for o in kept.result.outcomes):
+    has_died = any(isinstance(o, Died) for o in kept.result.outcomes)
+    if kept.result.leaks or has_died or _ends_badly(kept.result):
         return judge_failure(kept)  # no refusal excuses that
     first, ahead = min(words.items())[1], _went_ahead(kept, words.keys())
     if ahead:
@@ -161,10 +168,14 @@ def judge_failure(kept: Kept) -> Judgement:
     if cause is None:
         headline = "; ".join(kept.result.leaks)
         return Judgement(verdict=Verdict.FAILED, headline=headline, outcomes=outcomes)
+    if isinstance(cause, TimedOut) and cause.is_after_result:
+        headline = "; ".join((_tell(cause), *kept.result.leaks))
+        return Judgement(verdict=Verdict.HUNG, headline=headline, outcomes=outcomes)
     is_hang = isinstance(cause, TimedOut) or (isinstance(cause, Raised) and cause.kind in TRANSPORT_ERRORS)
     if not is_hang and not (isinstance(cause, Raised) and cause.is_symptom):
         harm = harm_in(kept.ledgers)  # what was freed or overwritten too early may be what the rank fell over
-        headline = f"{_tell(cause)}; before that {harm}" if harm else _tell(cause)
+        before = [f"before that {harm}"] if harm else []
+        headline = "; ".join((_tell(cause), *before, *kept.result.leaks))
         return Judgement(verdict=Verdict.CRASHED, headline=headline, outcomes=outcomes)
     ledgers = dict(enumerate(kept.ledgers))
     autopsy = hold_inquest(kept.result.outcomes, ledgers)
@@ -221,9 +232,17 @@ def _tell(outcome: Outcome) -> str:
         case Raised():
             return f"rank {outcome.rank} raised {outcome.kind}: {outcome.message}"
         case Died(is_attributed=True):
-            return f"rank {outcome.rank} {outcome.how}{_where(outcome.text)}"
+            when = " after its result" if outcome.is_after_result else ""
+            return f"rank {outcome.rank} {outcome.how}{when}{_where(outcome.text)}"
         case Died():
-            return f"the process of all ranks {outcome.how}; nothing tells which rank ended it"
+            how = f"{outcome.how} after their results" if outcome.is_after_result else outcome.how
+            return f"the process of all ranks {how}; nothing tells which rank ended it{_where(outcome.text)}"
+        case TimedOut(is_after_result=True):
+            who = f"rank {outcome.rank}" if outcome.is_attributed else "the process of all ranks"
+            thread = (
+                f"; thread {outcome.thread!r}, which is not a daemon, still runs" if outcome.thread else ""
+            )
+            return f"{who} returned its result and did not end{thread}{_where(outcome.stack)}"
         case TimedOut():
             return f"rank {outcome.rank} did not end; last collective: {outcome.last_call}{_where(outcome.stack)}"
         case Abandoned():
@@ -236,7 +255,8 @@ def _tell(outcome: Outcome) -> str:
 
 def _where(stack: str) -> str:
     first = stack.strip().splitlines()[0].strip() if stack.strip() else ""
-    return f"; at {first}" if first else ""
+    at = "at " if first.startswith("File ") else ""
+    return f"; {at}{first}" if first else ""
 
 
 def _outcome_records(result: WorldResult) -> tuple[OutcomeRecord, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import pytest
 import torch.distributed as dist
@@ -10,7 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from engine.adapters.torch_ddp import DistributedDataParallelEngine
-from engine.contract import Plan, PreparedModel
+from engine.contract import Capability, Plan, PreparedModel
 from fixtures.optimizers import SGD
 from fixtures.problems import MLP_EVEN
 from harness.case import Case, Refusal, Schedule, Training
@@ -216,3 +217,26 @@ def test_where_none_is_allowed_a_refusal_is_a_crash() -> None:
 def test_processes_left_behind_are_a_failure_whoever_refused(refusal: Refusal) -> None:
     kept = _kept(Returned(rank=0, value=None), Returned(rank=1, value=None), leaks=("rank 1 left a process",))
     assert _verdict(kept, refusal) == (Verdict.FAILED, "rank 1 left a process")
+
+
+@pytest.mark.parametrize("refusal", list(Refusal))
+def test_a_refusal_excuses_no_crash_after_the_result(refusal: Refusal) -> None:
+    died = Died(rank=1, exit_code=-6, is_attributed=True, text="", is_after_result=True)
+    verdict, headline = _verdict(_kept(Returned(rank=0, value=None), died), refusal)
+    assert verdict is Verdict.CRASHED
+    assert headline == "rank 1 was killed by SIGABRT after its result"
+
+
+def test_a_rank_that_refuses_and_leaves_a_process_fails_though_it_declares_nothing() -> None:
+    kept = _kept(Returned(rank=0, value=NO), Returned(rank=1, value=NO), leaks=("rank 1 left a process",))
+    training = replace(TRAINING, plan=Plan(demands=frozenset({Capability.COMPLEX})))
+    judgement = judge(replace(_case(Refusal.WRONG), training=training), frozenset(), kept, _not_asked)
+    assert judgement.verdict is Verdict.FAILED
+    assert judgement.headline.endswith("refused, and then: rank 1 left a process")
+
+
+def test_a_rank_that_hangs_after_it_refused_hangs() -> None:
+    late = TimedOut(rank=1, stack="", last_call="", is_after_result=True)
+    verdict, headline = _verdict(_kept(Returned(rank=0, value=NO), late), Refusal.REQUIRED)
+    assert verdict is Verdict.HUNG
+    assert headline == "rank 1 returned its result and did not end"

@@ -15,6 +15,7 @@ from typing import Any
 
 __all__ = ["forkserver_context", "started", "warm_up"]
 
+_KEEPER = "harness.worlds.keeper"
 _WARM = "harness.worlds.warm"
 _ROOT = Path(__file__).resolve().parents[2]
 
@@ -28,7 +29,7 @@ def forkserver_context() -> ForkServerContext:
     does not take over the parent's.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([_WARM])
+    context.set_forkserver_preload([_KEEPER, _WARM])  # in this order: see [Note: the keeper]
     path = os.pathsep.join([str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     wanted = {"OMP_NUM_THREADS": "1", "PYTHONPATH": path}
     before = {name: os.environ.get(name) for name in wanted}

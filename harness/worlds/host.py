@@ -25,8 +25,10 @@ from harness.memory.witnesses import current_witnesses
 from harness.torch_compat.process_groups import FileStore, Store
 from harness.worlds.exchange import Exchange
 from harness.worlds.isolation import isolate_threads
+from harness.worlds.leaving import await_threads, leave, start_afresh
+from harness.worlds.lineage import adopt_orphans
 from harness.worlds.memory_store import MemoryStore
-from harness.worlds.message import Dying, Finished, HostSpec, Job, Ready, Started
+from harness.worlds.message import Dying, Finished, HostSpec, Job, Message, Ready, Started
 from harness.worlds.outcome import Raised, Returned
 from harness.worlds.rank import RankContext, journal_path, run_rank
 from harness.worlds.rank_identity import bind_rank, current_rank
@@ -34,7 +36,7 @@ from harness.worlds.spec import WorldKind, WorldSpec
 from harness.worlds.threads_backend import global_ranks, register_threads_backend
 from harness.worlds.turns import Turns
 
-__all__ = ["host_main"]
+__all__ = ["Link", "host_main"]
 
 # So many of the longest turns fit before the deadline: what ranks then wait in is there to be told of.
 _TURNS_TO_DEADLINE = 4
@@ -53,19 +55,11 @@ class Link:
         threading.Thread(target=self._receive, name="link", daemon=True).start()
 
     def _say_unloadable(self, error: Exception) -> None:
-        told = "".join(traceback.format_exception(error))
+        message = f"the job cannot be loaded on the rank: {error}; send what importable modules define"
         for rank in self._ranks:
-            outcome = Raised(
-                rank=rank,
-                kind=type(error).__name__,
-                message=f"the job cannot be loaded on the rank: {error}; send what importable modules define",
-                traceback=told,
-                is_symptom=False,
-                at_s=time.monotonic(),
-            )
-            self.send(Finished(outcome=outcome))
+            self.send(Finished(outcome=_raised(rank, error, message)))
 
-    def send(self, message: Ready | Started | Finished | Dying) -> None:
+    def send(self, message: Message) -> None:
         """Send one message; a value that cannot be pickled is the sender's error."""
         with self._lock:
             self._connection.send(message)
@@ -81,8 +75,10 @@ class Link:
 
 
 def host_main(connection: Connection, spec: HostSpec) -> None:
-    """Host the ranks of ``spec`` until the supervisor sends None; runs in a process of its own."""
+    """Host the ranks of ``spec`` until the supervisor sends None, then leave; runs in a process of its own."""
     os.setsid()  # one process group per host, so that whatever a rank starts can be ended with it
+    adopt_orphans()  # a child that leaves the group, and whose parent has ended, stays below its host
+    start_afresh()
     with spec.stack_file.open("w") as stacks:
         faulthandler.enable(stacks, all_threads=True)
         faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
@@ -92,14 +88,7 @@ def host_main(connection: Connection, spec: HostSpec) -> None:
             _host_threads(link, spec)
         else:
             _host_process(link, spec)
-    _leave()
-
-
-def _leave() -> NoReturn:
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # No interpreter shutdown: all that matters is in files, and threads of an engine may still be alive.
-    os._exit(0)
+        leave(link)
 
 
 def _host_process(link: Link, spec: HostSpec) -> None:
@@ -128,7 +117,27 @@ def _host_process(link: Link, spec: HostSpec) -> None:
             recorders.append(context.recorder)
             _report(link, context, job, enter)
         if dist.is_initialized():
-            dist.destroy_process_group()
+            _destroy_groups(link, rank)
+        await_threads(link)
+
+
+def _destroy_groups(link: Link, rank: int) -> None:
+    """End the process groups as a script does; an error takes the place of the rank's result."""
+    try:
+        dist.destroy_process_group()
+    except Exception as error:
+        link.send(Finished(outcome=_raised(rank, error, str(error))))
+
+
+def _raised(rank: int, error: Exception, message: str) -> Raised:
+    return Raised(
+        rank=rank,
+        kind=type(error).__name__,
+        message=message,
+        traceback="".join(traceback.format_exception(error)),
+        is_symptom=False,
+        at_s=time.monotonic(),
+    )
 
 
 def _host_threads(link: Link, spec: HostSpec) -> None:
@@ -157,6 +166,7 @@ def _host_threads(link: Link, spec: HostSpec) -> None:
                 _run_threads(
                     link, job, contexts, turns, exchange, lambda rank: _join(world, "threads", store, rank)
                 )
+        await_threads(link)
 
 
 def _run_threads(

@@ -9,7 +9,7 @@ from typing import Any
 
 from harness.torch_compat import dispatch, dtensor, process_groups
 from harness.torch_compat.patching import Replacement
-from harness.worlds.rank_identity import adopt_rank, current_rank
+from harness.worlds.rank_identity import adopt_rank, current_rank, own_thread
 from harness.worlds.rank_rng import inherit_generator, rank_generator, rank_generators
 from harness.worlds.subgroup import split_group, split_method
 
@@ -63,6 +63,7 @@ def _heirs() -> Replacement:
     def start_as_heir(thread: threading.Thread) -> None:
         rank = current_rank()
         if rank is not None:
+            own_thread(thread, rank)
             state, generator, run = _own.state, rank_generator(), thread.run
 
             def run_as_heir() -> None:

@@ -10,8 +10,9 @@ from typing import Any
 
 from harness.errors import UsageError
 from harness.ledger.journal import read_journal
+from harness.worlds.leftovers import Leftovers
 from harness.worlds.message import HostSpec, Job
-from harness.worlds.outcome import Abandoned, Died, Outcome, Raised, Returned, TimedOut, WorldResult
+from harness.worlds.outcome import Abandoned, Died, Ending, Outcome, Raised, Returned, TimedOut, WorldResult
 from harness.worlds.rank import journal_path
 from harness.worlds.spec import WorldKind, WorldSpec
 from harness.worlds.supervisor import Host
@@ -21,6 +22,9 @@ __all__ = ["World", "WorldPool", "launch"]
 # How long others may take to report once one rank has failed for a reason of its own: long enough for ranks that
 # fail in the same instant, or that the failure wakes, to be accounted for by name.
 _GRACE_S = 0.3
+# How long processes may take to leave after their last result, and never longer than the world's deadline: a rank that
+# leaves rightly needs milliseconds, and one that never ends should not cost a whole deadline more.
+_LEAVE_LIMIT_S = 10.0
 # For all processes of a world together: faulthandler answers a signal in milliseconds, even while Python code is
 # stuck; a process that is stopped or cannot be scheduled does not answer, and must not hold up the verdict.
 _STACKS_LIMIT_S = 0.5
@@ -30,15 +34,16 @@ def launch(spec: WorldSpec, body: Callable[..., Any], *args: Any, folder: Path) 
     """Run ``body(context, *args)`` on every rank of a fresh world; returns one outcome per rank, never raises for them.
 
     ``body`` is a module-level function; ``args`` and results are picklable. ``folder`` is an empty or new folder
-    that receives the ranks' journals and whatever the body writes. The verdict is there within the world's
-    deadline and two seconds; no process of the world outlives the call.
+    that receives the ranks' journals and whatever the body writes. The outcomes are there within the world's
+    deadline and two seconds; processes that do not end after their results have ten seconds more. No process that
+    the world started outlives the call.
     """
     world = World(spec, folder)
     try:
         result = world.run(body, *args, folder=folder)
     finally:
-        leaks = world.close()
-    return WorldResult(outcomes=result.outcomes, leaks=(*result.leaks, *leaks))
+        ending = world.close()
+    return result.ended_by(ending)
 
 
 class World:
@@ -50,12 +55,13 @@ class World:
         ranks = tuple(range(spec.size))
         shares = [ranks] if spec.kind is WorldKind.THREADS else [(rank,) for rank in ranks]
         self._hosts: list[Host] = []
+        self._leftovers = Leftovers(())
         self.is_usable = True
         try:
             for share in shares:
                 self._hosts.append(Host(HostSpec(world=spec, ranks=share, folder=folder)))
-            for host in self._hosts:
-                host.await_ready()
+            self._leftovers = Leftovers(self._hosts)
+            self._await_ready()
         except BaseException:
             self._kill()
             raise
@@ -78,31 +84,72 @@ class World:
         for host in self._hosts:
             host.begin(job)
         try:
-            self._listen_until(deadline)
+            self._listen_while(lambda host: bool(host.pending), deadline)
+            if not self._pending and not self._has_cause and self._has_symptom:
+                # A rank may have died after its result: its end is seen a moment later than what the others raise.
+                self._listen_while(lambda _: True, time.monotonic() + _GRACE_S)
             outcomes = self._account(folder)
         except BaseException:
             self._kill()
             raise
         result = WorldResult(outcomes=tuple(outcomes[rank] for rank in range(self.spec.size)))
         if not result.is_clean:
-            return WorldResult(outcomes=result.outcomes, leaks=tuple(self._kill()))
+            return WorldResult(outcomes=result.outcomes, leaks=self._kill())
         return result
 
-    def close(self) -> tuple[str, ...]:
-        """End the world; returns what its ranks had left behind."""
-        leaks = [leak for host in self._hosts for leak in host.close()] if self.is_usable else []
+    def close(self) -> Ending:
+        """End the world; returns the ranks that ended badly after their results, and what was left behind."""
+        ending = self._leave() if self.is_usable else Ending()
         self._release()
-        return tuple(leaks)
+        return ending
 
-    def _listen_until(self, deadline: float) -> None:
-        stop_at = deadline
-        while self._pending and (left := stop_at - time.monotonic()) > 0:
-            live = [host for host in self._hosts if host.pending]
-            wait([host.connection for host in live], timeout=left)
-            for host in live:
-                host.listen()
-            if any(_is_cause(o) for host in self._hosts for o in host.outcomes.values()):
-                stop_at = min(stop_at, time.monotonic() + _GRACE_S) if stop_at == deadline else stop_at
+    def _await_ready(self) -> None:
+        """Wait until all processes can take a job; they are forks of a warm server, so a deadline is plenty."""
+        self._listen_while(lambda host: not host.is_ready, time.monotonic() + self.spec.deadline_s)
+        for host in self._hosts:
+            host.check_start()
+
+    def _leave(self) -> Ending:
+        """Let all processes leave by themselves, and end those that do not; see [Note: leaving]."""
+        for host in self._hosts:
+            host.dismiss()
+        limit_s = min(_LEAVE_LIMIT_S, self.spec.deadline_s)
+        self._listen_while(lambda host: not host.has_left, time.monotonic() + limit_s)
+        late = [host for host in self._hosts if not host.has_left and not host.is_over]
+        for host in self._hosts:
+            if host.has_left:
+                self._leftovers.look(host)
+                host.dismiss()
+        self._listen_while(lambda host: host.has_left, time.monotonic() + limit_s)
+        if not self._has_cause:
+            for host in late or [host for host in self._hosts if not host.is_over]:
+                host.miss_the_end(time.monotonic() + _STACKS_LIMIT_S)
+        leaks = self._kill()
+        outcomes = {rank: o for host in self._hosts for rank, o in host.outcomes.items()}
+        return Ending(outcomes=outcomes, leaks=leaks)
+
+    def _listen_while(self, is_awaited: Callable[[Host], bool], limit: float) -> None:
+        """Listen to the hosts until none is awaited that is not over; sooner if one fails for a reason of its own."""
+        stop_at = limit
+        while (left := stop_at - time.monotonic()) > 0 and any(
+            is_awaited(host) and not host.is_over for host in self._hosts
+        ):
+            ready = set(wait([item for host in self._hosts for item in host.awaited], timeout=left))
+            for host in self._hosts:
+                if not ready.isdisjoint(host.awaited):
+                    host.listen()
+            if stop_at == limit and self._has_cause:
+                stop_at = min(stop_at, time.monotonic() + _GRACE_S)
+
+    @property
+    def _has_cause(self) -> bool:
+        return any(_is_cause(o) for host in self._hosts for o in host.outcomes.values())
+
+    @property
+    def _has_symptom(self) -> bool:
+        return any(
+            isinstance(o, Raised) and o.is_symptom for host in self._hosts for o in host.outcomes.values()
+        )
 
     @property
     def _pending(self) -> list[int]:
@@ -113,11 +160,10 @@ class World:
         outcomes = {rank: o for host in self._hosts for rank, o in host.outcomes.items()}
         if not self._pending:
             return outcomes
-        has_cause = any(_is_cause(o) for o in outcomes.values())
         for rank, stack in self._stacks().items():
             outcomes[rank] = (
                 Abandoned(rank=rank, stack=stack)
-                if has_cause
+                if self._has_cause
                 else TimedOut(rank=rank, stack=stack, last_call=_last_call(folder, rank))
             )
         return outcomes
@@ -132,9 +178,14 @@ class World:
             host.await_stacks(limit)
         return {rank: host.stack(rank) for host in late for rank in host.pending}
 
-    def _kill(self) -> list[str]:
+    def _kill(self) -> tuple[str, ...]:
+        """End all processes; returns what ranks that came to their own ends had left behind."""
         self.is_usable = False
-        return [leak for host in self._hosts for leak in host.kill()]
+        for host in self._hosts:
+            if not host.is_over:
+                self._leftovers.look(host)
+            host.kill()
+        return self._leftovers.end()
 
     def _release(self) -> None:
         self.is_usable = False

@@ -10,7 +10,18 @@ from typing import Any
 from harness.worlds.outcome import Outcome
 from harness.worlds.spec import WorldSpec
 
-__all__ = ["Dying", "Finished", "HostSpec", "Job", "Ready", "Started"]
+__all__ = [
+    "Dying",
+    "Finished",
+    "HostSpec",
+    "Job",
+    "LastThread",
+    "Leaving",
+    "Left",
+    "Message",
+    "Ready",
+    "Started",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,3 +77,28 @@ class Dying:
 
     rank: int
     call: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LastThread:
+    """A thread that is no daemon and ran when its rank had returned; ``rank`` is None if unknown."""
+
+    name: str
+    ident: int
+    rank: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Leaving:
+    """Host: no job is left; my main thread, of this ident, waits for these threads, and then runs the exit hooks."""
+
+    ident: int
+    threads: tuple[LastThread, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Left:
+    """Host: all is done; I end with status 0 as soon as I am let go."""
+
+
+Message = Ready | Started | Finished | Dying | Leaving | Left

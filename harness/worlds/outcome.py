@@ -3,10 +3,21 @@
 from __future__ import annotations
 
 import signal
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["Abandoned", "Died", "Outcome", "Raised", "Returned", "TimedOut", "WorldResult", "causal"]
+__all__ = [
+    "Abandoned",
+    "Died",
+    "Ending",
+    "Outcome",
+    "Raised",
+    "Returned",
+    "TimedOut",
+    "WorldResult",
+    "causal",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,13 +48,14 @@ class Died:
     """The rank's process ended without a word: ``exit_code`` as wait reports it, negative for a signal.
 
     ``is_attributed`` is False where ranks share a process and nothing tells which of them ended it.
-    ``text`` is what the dying process could still say, such as a stack.
+    ``text`` is what the dying process could still say, such as a stack. ``is_after_result``: its result had come.
     """
 
     rank: int
     exit_code: int
     is_attributed: bool
     text: str
+    is_after_result: bool = False
 
     @property
     def how(self) -> str:
@@ -58,11 +70,19 @@ class Died:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimedOut:
-    """The rank had not ended at the deadline; ``stack`` is where it was, ``last_call`` its last collective."""
+    """The rank had not ended at the deadline; ``stack`` is where it was, ``last_call`` its last collective.
+
+    ``is_after_result``: its result had come, and its process did not end; ``thread`` names the thread of the rank
+    that it waited for, if there was one, and the stack is then that thread's. ``is_attributed`` is False where ranks
+    share a process and it is unknown which of them holds it up.
+    """
 
     rank: int
     stack: str
     last_call: str
+    is_after_result: bool = False
+    thread: str = ""
+    is_attributed: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +97,14 @@ Outcome = Returned | Raised | Died | TimedOut | Abandoned
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Ending:
+    """How a world ended after its last result: the ranks that ended badly, and what was left behind."""
+
+    outcomes: Mapping[int, Outcome] = field(default_factory=dict)
+    leaks: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WorldResult:
     """One outcome per rank, in rank order; ``leaks`` are processes that a rank left behind (and we ended)."""
 
@@ -87,6 +115,11 @@ class WorldResult:
     def is_clean(self) -> bool:
         """Whether every rank returned and nothing was left behind."""
         return not self.leaks and all(isinstance(o, Returned) for o in self.outcomes)
+
+    def ended_by(self, ending: Ending) -> WorldResult:
+        """Return this result with what its world's end adds: a rank has ended when its process has."""
+        outcomes = tuple(ending.outcomes.get(o.rank, o) for o in self.outcomes)
+        return WorldResult(outcomes=outcomes, leaks=(*self.leaks, *ending.leaks))
 
 
 def causal(result: WorldResult) -> Outcome | None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
+from weakref import WeakKeyDictionary
 
-__all__ = ["adopt_rank", "bind_rank", "current_rank", "is_home_thread"]
+__all__ = ["adopt_rank", "bind_rank", "current_rank", "is_home_thread", "own_thread", "owner_of"]
 
 
 class _Identity(threading.local):
@@ -13,6 +14,7 @@ class _Identity(threading.local):
 
 
 _identity = _Identity()
+_owners: WeakKeyDictionary[threading.Thread, int] = WeakKeyDictionary()
 
 
 def bind_rank(rank: int | None) -> None:
@@ -35,3 +37,13 @@ def current_rank() -> int | None:
 def is_home_thread() -> bool:
     """Say whether the calling thread runs a rank's body."""
     return _identity.is_home
+
+
+def own_thread(thread: threading.Thread, rank: int) -> None:
+    """Record that ``rank`` started a thread besides its own."""
+    _owners[thread] = rank
+
+
+def owner_of(thread: threading.Thread) -> int | None:
+    """Return the rank that started a thread; None if no rank did, or ranks are processes."""
+    return _owners.get(thread)

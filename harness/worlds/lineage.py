@@ -1,0 +1,150 @@
+"""The tree of processes, as Linux shows it: what runs below a process, and who adopts what a dead one leaves.
+
+Elsewhere there is no /proc and no subreaper: the functions then report nothing, and `can_adopt` says so.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+__all__ = [
+    "Process",
+    "adopt_orphans",
+    "below",
+    "can_adopt",
+    "command",
+    "die_with_parent",
+    "has_ended",
+    "is_running",
+    "parent_of",
+    "signalled",
+]
+
+_PROC = Path("/proc")
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+_PR_GET_CHILD_SUBREAPER = 37
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Process:
+    """One process. A pid is used again one day, ``started_ticks`` tells its owners apart."""
+
+    pid: int
+    parent: int
+    session: int
+    started_ticks: int
+    is_running: bool
+
+
+def can_adopt() -> bool:
+    """Whether a process of this machine can become the parent of all orphans below it."""
+    if not sys.platform.startswith("linux") or not (_PROC / "self" / "stat").exists():
+        return False
+    return _prctl(_PR_GET_CHILD_SUBREAPER, ctypes.addressof(ctypes.c_int())) == 0
+
+
+def adopt_orphans() -> bool:
+    """Make the calling process the parent of every orphan below it; returns whether that is possible here."""
+    return can_adopt() and _prctl(_PR_SET_CHILD_SUBREAPER, 1) == 0
+
+
+def die_with_parent() -> None:
+    """Have the kernel kill the calling process when the thread that made it ends; nothing where it cannot."""
+    if sys.platform.startswith("linux"):
+        _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def parent_of(pid: int) -> int | None:
+    """Return the parent of a process; None if it has ended or cannot be looked up."""
+    process = _process(pid)
+    return None if process is None else process.parent
+
+
+def command(pid: int) -> str:
+    """Return the command line of a process; empty if it has ended or cannot be looked up."""
+    return _read(_PROC / str(pid) / "cmdline").replace("\0", " ").strip()
+
+
+def has_ended(pid: int) -> bool:
+    """Whether a process has ended, waited for or not."""
+    process = _process(pid)
+    return process is None or not process.is_running
+
+
+def is_running(process: Process) -> bool:
+    """Whether this very process still runs; one that ended and was not waited for does not."""
+    now = _process(process.pid)
+    return now is not None and now.is_running and now.started_ticks == process.started_ticks
+
+
+def below(pid: int, *, without: int | None = None) -> list[Process]:
+    """Return the running processes below one, but for the branch of ``without``; the nearest first."""
+    found: list[Process] = []
+    ways = [pid]
+    while ways:
+        for child in _children(ways.pop(0)):
+            if child == without:
+                continue
+            ways.append(child)
+            process = _process(child)
+            if process is not None and process.is_running:
+                found.append(process)
+    return found
+
+
+def signalled(pid: int, number: signal.Signals) -> bool:
+    """Send a signal; returns whether there was a process to take it."""
+    try:
+        os.kill(pid, number)
+    except (ProcessLookupError, PermissionError):
+        return False
+    return True
+
+
+def _children(pid: int) -> list[int]:
+    """Return the children of a process, from the kernel's own list where it keeps one, else by a walk over all."""
+    try:
+        threads = os.listdir(_PROC / str(pid) / "task")
+        lists = [(_PROC / str(pid) / "task" / thread / "children").read_text() for thread in threads]
+    except FileNotFoundError:
+        return [] if _process(pid) is None else _children_by_walk(pid)
+    except OSError:
+        return []
+    return [int(child) for line in lists for child in line.split()]
+
+
+def _children_by_walk(pid: int) -> list[int]:
+    everything = [_process(int(name)) for name in os.listdir(_PROC) if name.isdigit()]
+    return [process.pid for process in everything if process is not None and process.parent == pid]
+
+
+def _process(pid: int) -> Process | None:
+    text = _read(_PROC / str(pid) / "stat")
+    if not text:
+        return None
+    fields = text.rpartition(")")[2].split()  # the name before it may hold anything, brackets included
+    return Process(
+        pid=pid,
+        parent=int(fields[1]),
+        session=int(fields[3]),
+        started_ticks=int(fields[19]),
+        # The first thread of a process may have ended before the others, which the state does not show.
+        is_running=fields[0] not in "ZX" or int(fields[17]) > 1,
+    )
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(errors="replace")
+    except OSError:  # it has ended, or there is no /proc
+        return ""
+
+
+def _prctl(option: int, argument: int) -> int:
+    return int(ctypes.CDLL(None).prctl(option, ctypes.c_ulong(argument), 0, 0, 0))
