@@ -16,6 +16,7 @@ from harness.judge import Judgement, judge_failure
 from harness.keep import Kept
 from harness.ledger.journal import read_journal
 from harness.verdict import Verdict
+from harness.worlds.forkserver import warm_up
 from harness.worlds.launch import World, launch
 from harness.worlds.outcome import Returned, TimedOut, WorldResult
 from harness.worlds.rank import journal_path
@@ -30,6 +31,11 @@ KINDS = list(WorldKind)
 PROCESSES = WorldKind.PROCESSES
 THREADS = WorldKind.THREADS
 ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _warm() -> None:
+    warm_up()  # no test is charged for the imports of the fork server
 
 
 def _run(body: Body, kind: WorldKind, folder: Path, *, deadline_s: float = DEADLINE_S) -> WorldResult:
@@ -182,6 +188,7 @@ def test_a_rank_that_kills_the_fork_server_fails_the_case_and_no_other(tmp_path:
     judgement = _judged(_run(ends.kills_the_fork_server, PROCESSES, tmp_path / "1"), tmp_path)
     assert judgement.verdict is Verdict.CRASHED
     assert "the fork server was killed" in judgement.headline
+    warm_up()  # the next server
     assert _run(ends.leaves_a_daemon_thread, PROCESSES, tmp_path / "2").is_clean
 
 
@@ -189,6 +196,7 @@ def test_a_rank_that_kills_the_fork_server_fails_the_case_and_no_other(tmp_path:
 _SESSION = """
 import sys
 from pathlib import Path
+from harness.worlds.forkserver import warm_up
 from harness.worlds.launch import World, launch
 from harness.worlds.spec import WorldKind, WorldSpec
 from tests import ends
