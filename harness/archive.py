@@ -57,6 +57,10 @@ class Archive:
             Path(self._source.folder.name) / self._folder(cell, training).relative_to(self._source.folder)
         )
 
+    def folder(self, training: Training, cell: Cell) -> Path:
+        """Return the folder of a training's observations, which need not exist."""
+        return self._folder(cell, training)
+
     def holds(self, training: Training, cell: Cell) -> bool:
         """Say whether a training can be told of: always, unless observations are only read again."""
         return not self._source.is_replay or self._folder(cell, training).exists()

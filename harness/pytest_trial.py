@@ -37,6 +37,7 @@ _KEPT = pytest.StashKey[int]()  # how many tests this plugin would run, had noth
 _TABLES = (TESTS, *TABLES.values())
 # The world must give its own verdict, with stacks, before pytest-timeout ends the test from outside.
 _BEFORE_TIMEOUT_S = 3.0
+_SHOWN_LINES = 20  # of what the ranks printed; the record has more
 
 
 class Trial:
@@ -215,4 +216,6 @@ def _explain(record: Record) -> str:
     if record.expectation is not None:
         entry = record.expectation
         lines.append(f"  expectation {entry.number}: {entry.reason} ({entry.link}), until {entry.expiry}")
+    if record.output:
+        lines += ["  printed:", *(f"    {line}" for line in record.output.splitlines()[-_SHOWN_LINES:])]
     return "\n".join([*lines, f"repeat: {record.command}"])

@@ -137,7 +137,8 @@ class Record:
     ``world`` is as on the command line (``threads:4``). ``observation`` is a folder below the run's, or
     empty. ``command`` repeats this one case. ``duration_s`` is wall time of this case. ``expectation`` is
     the one that bore on the verdict or, expired, no longer does. ``autopsy`` tells why ranks could not go on; None
-    where they could, or failed otherwise.
+    where they could, or failed otherwise. ``output`` is the end of what the ranks' processes printed, unless the
+    verdict is PASSED or UNSUPPORTED.
     """
 
     engine: str
@@ -156,6 +157,7 @@ class Record:
     duration_s: float = 0.0
     expectation: Expectation | None = None
     autopsy: Autopsy | None = None
+    output: str = ""
     schema: int = SCHEMA_VERSION
 
     @property

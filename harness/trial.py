@@ -21,6 +21,7 @@ from harness.oracle import OracleObservation
 from harness.races.law import NoRaces
 from harness.record import LedgerLine, Record
 from harness.verdict import Verdict
+from harness.worlds.output import printed
 from harness.worlds.spec import WorldKind
 
 __all__ = ["Source", "TrialSession"]
@@ -73,10 +74,15 @@ class TrialSession:
             ledger=found.ledger,
             outcomes=judgement.outcomes,
             autopsy=judgement.autopsy,
+            output=self._printed(training, cell, judgement.verdict),
             observation=self._archive.name(training, cell),
             command=" ".join((command, *self._effort.options(found.seed))),
             duration_s=round(time.monotonic() - started, 4),
         )
+
+    def _printed(self, training: Training, cell: Cell, verdict: Verdict) -> str:
+        is_quiet = verdict in {Verdict.PASSED, Verdict.UNSUPPORTED}
+        return "" if is_quiet else printed(self._archive.folder(training, cell))
 
     def close(self) -> None:
         """End pooled worlds."""

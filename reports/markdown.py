@@ -169,7 +169,7 @@ def _detail(record: Record) -> str:
     parts = [f"### {title}", _expectation(record), escape(record.headline, limit=2000)]
     parts += [*_autopsy(record), *_laws(record), *_worst(record)]
     if not record.verdict.is_conforming:
-        parts += [*_ledger(record), *([] if record.autopsy else _outcomes(record))]
+        parts += [*_ledger(record), *([] if record.autopsy else _outcomes(record)), *_output(record)]
     if record.command:
         parts.append(f"Again: {code(record.command, limit=2000)}")
     return "\n\n".join(part for part in parts if part)
@@ -231,6 +231,10 @@ def _ledger(record: Record) -> list[str]:
     more = [f"and {len(rows) - 60} more lines of the ledger"] if len(rows) > 60 else []
     lines = table(["phase", "op", "axis", "dtype", "ranks", "count", "bytes"], spelt)
     return [lines, *more] if rows else []
+
+
+def _output(record: Record) -> list[str]:
+    return ["Printed by the ranks:", _block(record.output)] if printable(record.output).strip() else []
 
 
 def _outcomes(record: Record) -> list[str]:

@@ -30,6 +30,7 @@ from harness.worlds.lineage import adopt_orphans
 from harness.worlds.memory_store import MemoryStore
 from harness.worlds.message import Dying, Finished, HostSpec, Job, Message, Ready, Started
 from harness.worlds.outcome import Raised, Returned
+from harness.worlds.output import redirect_output
 from harness.worlds.rank import RankContext, journal_path, run_rank
 from harness.worlds.rank_identity import bind_rank, current_rank
 from harness.worlds.spec import WorldKind, WorldSpec
@@ -79,6 +80,7 @@ def host_main(connection: Connection, spec: HostSpec) -> None:
     os.setsid()  # one process group per host, so that whatever a rank starts can be ended with it
     adopt_orphans()  # a child that leaves the group, and whose parent has ended, stays below its host
     start_afresh()
+    redirect_output(spec.output_file)
     with spec.stack_file.open("w") as stacks:
         faulthandler.enable(stacks, all_threads=True)
         faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.worlds.outcome import Outcome
+from harness.worlds.output import SUFFIX
 from harness.worlds.spec import WorldSpec
 
 __all__ = [
@@ -36,6 +37,11 @@ class HostSpec:
     def stack_file(self) -> Path:
         """Where the process writes the stacks of all its threads, when it crashes or is asked to."""
         return self.folder / f"host{self.ranks[0]}.stacks"
+
+    @property
+    def output_file(self) -> Path:
+        """Where everything goes that the process prints."""
+        return self.folder / f"host{self.ranks[0]}{SUFFIX}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

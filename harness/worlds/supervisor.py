@@ -15,6 +15,7 @@ from harness.worlds.inbox import Inbox
 from harness.worlds.lineage import command, parent_of, signalled
 from harness.worlds.message import Dying, Finished, HostSpec, Job, LastThread, Leaving, Left, Ready, Started
 from harness.worlds.outcome import Abandoned, Died, Outcome, Returned, TimedOut
+from harness.worlds.output import drop_empty, printed
 from harness.worlds.stacks import crashed_thread, stack_of
 
 __all__ = ["Host"]
@@ -75,7 +76,7 @@ class Host:
             f"world {self.spec.world}",
             expected=f"the host of ranks {self.spec.ranks} to start",
             got=got,
-            hint="`shardproof doctor`, and the messages above",
+            hint=f"`shardproof doctor`, and what was printed: {printed(self.spec.folder) or 'nothing'}",
         )
 
     def begin(self, job: Job) -> None:
@@ -136,6 +137,7 @@ class Host:
 
     def release(self) -> None:
         """Close pipes and process handles."""
+        drop_empty(self.spec.output_file)
         self.connection.close()
         self._process.close()
 

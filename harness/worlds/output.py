@@ -1,0 +1,48 @@
+"""What the processes of a world print, from Python or from C: kept in a file each instead of mixed on the terminal."""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+from pathlib import Path
+
+__all__ = ["SUFFIX", "drop_empty", "printed", "redirect_output"]
+
+SUFFIX = ".output"
+# Characters of a record: enough for a few tracebacks. The files hold the rest.
+_LIMIT = 8_000
+
+
+def redirect_output(file: Path) -> None:
+    """Send what this process prints, and what processes that it starts print, to ``file`` from now on."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    for number in (1, 2):
+        os.dup2(descriptor, number)
+    os.close(descriptor)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(
+            line_buffering=True
+        )  # a process that is killed must not take its last words along
+
+
+def drop_empty(file: Path) -> None:
+    """Remove the file of a process that has printed nothing."""
+    if file.exists() and not file.stat().st_size:
+        file.unlink()
+
+
+def printed(folder: Path, *, limit: int = _LIMIT) -> str:
+    """Return what the worlds kept in ``folder`` printed, the last ``limit`` characters of each process."""
+    parts = []
+    for file in sorted(folder.rglob(f"*{SUFFIX}")):
+        size = file.stat().st_size
+        with file.open("rb") as stream:
+            stream.seek(max(0, size - limit))
+            text = stream.read().decode("utf-8", errors="backslashreplace").strip()
+        if text:
+            left_out = f" (the last {limit} of {size} bytes)" if size > limit else ""
+            parts.append(f"{file.stem}{left_out}:\n{text}")
+    return "\n".join(parts)
