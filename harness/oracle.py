@@ -6,7 +6,8 @@ It knows nothing of engines and compares nothing; ``harness.parity`` does.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 import torch
@@ -15,6 +16,7 @@ from torch import nn
 from engine.contract import Plan
 from harness.case import LoopOrder, Training, ZeroGrad
 from harness.deviation import deviation
+from harness.draws import drawing_apart, drawing_in
 from harness.oracle_actor import OracleActor, Workshop
 from harness.summation import EXACT_ORDER, Summation, num_reorderings, reordering
 from harness.torch_compat.dtypes import cast_module
@@ -83,7 +85,8 @@ class OracleObservation:
     largest absolute deviation from the float64 value over float32 runs whose sums are taken in other orders.
     ``constants`` are the buffers that training left as they were built, bit by bit, on all ranks in all runs.
     ``dtypes`` are those of the float32 runs, with ``INITIAL_STEP`` for every place. ``is_exact`` says that the
-    problem claims to be exact, the world is a power of two, and no float32 run deviated in a single bit.
+    problem claims to be exact, the world is a power of two, and no float32 run deviated in a single bit. ``draws``
+    says that forward or the loss draws random numbers; ``device`` is that of the ranks to compare with.
     """
 
     world_size: int
@@ -96,6 +99,8 @@ class OracleObservation:
     constants: frozenset[str]
     dtypes: Mapping[Place, torch.dtype]
     is_exact: bool
+    draws: bool = False
+    device: str = "cpu"
 
     @property
     def divisor(self) -> float:
@@ -135,6 +140,7 @@ class _Run:
     optimizer_state: Tensors
     buffers: tuple[Tensors, ...]
     built_buffers: Tensors
+    draws: bool
 
     def tensors(self) -> dict[Place, torch.Tensor]:
         """List every tensor; buffers of all ranks are one tensor, since their noise is judged together."""
@@ -157,12 +163,10 @@ def run_oracle(training: Training, world_size: int) -> OracleObservation:
 
     ``world_size`` counts the ranks that have data of their own. Never communicates.
     """
-    exact = _train(training, world_size, EXACT_ORDER)
-    dtype = training.convert or torch.float32
-    noisy = [
-        _train(training, world_size, reordering(k, training.plan, dtype))
-        for k in range(num_reorderings(training.plan))
-    ]
+    with drawing_apart():
+        exact = _exact(training, world_size)
+        orders = (_reordering(k, training, exact.draws) for k in range(num_reorderings(training.plan)))
+        noisy = [_train(training, world_size, order) for order in orders]
     noise = _largest_deviation(exact.tensors(), [run.tensors() for run in noisy])
     is_power_of_two = world_size & (world_size - 1) == 0
     return OracleObservation(
@@ -179,7 +183,23 @@ def run_oracle(training: Training, world_size: int) -> OracleObservation:
             for place, tensor in noisy[0].tensors().items()
         },
         is_exact=training.problem.is_exact and is_power_of_two and not any(noise.values()),
+        draws=exact.draws,
     )
+
+
+def _exact(training: Training, world_size: int) -> _Run:
+    """Train in float64; where random numbers are drawn once more, with those that float32 would draw."""
+    exact = _train(training, world_size, EXACT_ORDER)
+    if not exact.draws:
+        return exact
+    dtype = training.plan.compute_dtype or training.convert or torch.float32
+    return _train(training, world_size, EXACT_ORDER, drawing_in(dtype))
+
+
+def _reordering(number: int, training: Training, draws: bool) -> Summation:
+    """Return an order of sums; of a model that draws, rows stay with the numbers that were drawn for them."""
+    order = reordering(number, training.plan, training.convert or torch.float32)
+    return replace(order, keeps_rows=draws)
 
 
 def _largest_deviation(
@@ -202,7 +222,12 @@ def _constants(exact: _Run, noise: Mapping[Place, float]) -> frozenset[str]:
     )
 
 
-def _train(training: Training, world_size: int, summation: Summation) -> _Run:
+def _train(
+    training: Training,
+    world_size: int,
+    summation: Summation,
+    drawing: AbstractContextManager[object] = nullcontext(),  # noqa: B008 - it holds nothing
+) -> _Run:
     """Run the whole schedule on one model, with the pieces of all ranks one after the other."""
     model = cast_module(training.problem.build(), summation.dtype)
     parameters = dict(model.named_parameters())
@@ -211,7 +236,8 @@ def _train(training: Training, world_size: int, summation: Summation) -> _Run:
     workshop = Workshop(model, world_size, summation)
     steps = []
     for step in range(training.schedule.steps):
-        losses, contributions = _pieces(training, workshop, step)
+        with drawing:
+            losses, contributions = _pieces(training, workshop, step)
         for name, pieces in contributions.items():
             # Cleared before, to None or to zeros; a parameter that no loss reaches keeps what clearing left.
             parameters[name].grad = summation.reduce(pieces, training.plan)
@@ -238,6 +264,7 @@ def _train(training: Training, world_size: int, summation: Summation) -> _Run:
         optimizer_state=state,
         buffers=workshop.buffers(),
         built_buffers=built_buffers,
+        draws=workshop.draws,
     )
 
 

@@ -99,7 +99,8 @@ class TrialSession:
 
     def _oracle(self, case: Case, cell: Cell) -> Callable[[], OracleObservation]:
         data_size = case.training.plan.data_size(cell.world.size)
-        return lambda: self._archive.oracle(case.training, data_size, case.id)
+        device = cell.world.device
+        return lambda: replace(self._archive.oracle(case.training, data_size, case.id), device=device)
 
     def _explained(
         self, judgement: Judgement, case: Case, cell: Cell, seed: int, declared: frozenset[Capability]

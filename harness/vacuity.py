@@ -16,10 +16,24 @@ from harness.law import Evidence
 from harness.oracle import Quantity
 from harness.tolerance import MULTIPLE
 
-__all__ = ["vacuous_because"]
+__all__ = ["incomparable_because", "vacuous_because"]
 
 # A movement or gradient smaller than this many roundings of float32 could not be told from noise.
 _TOO_SMALL = 2 * MULTIPLE * torch.finfo(torch.float32).eps
+
+
+def incomparable_because(evidence: Evidence) -> str | None:
+    """Return why the oracle is no reference for the ranks at all; see [Note: equal draws]."""
+    plan = evidence.training.plan
+    apart = {
+        f"draw on {evidence.oracle.device}": evidence.oracle.device != "cpu",
+        "are stages of a pipeline": plan.pipeline_stages > 1,
+        "share cut tensors": plan.cut_axis is not None,
+    }
+    why = next((what for what, is_so in apart.items() if is_so), None)
+    if why is None or not evidence.oracle.draws:
+        return None
+    return f"forward draws random numbers, and ranks that {why} draw others than the oracle"
 
 
 def vacuous_because(evidence: Evidence) -> str | None:
