@@ -15,16 +15,17 @@ from torch import nn
 
 from engine.contract import Plan
 from harness.case import LoopOrder, Training, ZeroGrad
-from harness.deviation import deviation
+from harness.deviation import deviation, largest
 from harness.draws import drawing_apart, drawing_in
 from harness.oracle_actor import OracleActor, Workshop
-from harness.summation import EXACT_ORDER, Summation, num_reorderings, reordering
-from harness.torch_compat.dtypes import cast_module
+from harness.summation import EXACT_ORDER, Summation, is_of_full_precision, num_reorderings, reordering
+from harness.torch_compat.dtypes import cast_module, widened
 
 __all__ = [
     "INITIAL_STEP",
     "LOSSES",
     "NORM",
+    "FirstStep",
     "OracleObservation",
     "OracleStep",
     "Place",
@@ -36,6 +37,8 @@ Tensors = Mapping[str, torch.Tensor]
 
 INITIAL_STEP = -1  # the step of what is seen before the first step
 LOSSES = "loss"  # the name under which a step's losses are one tensor [losses of the script, ranks with data]
+# Noise of that many roundings, over what is added, is not that of float32: re-ordered sums make a few.
+_COARSE_ROUNDINGS = 256
 NORM = "norm"  # the name under which the norm that clipping returns is a scalar tensor
 
 
@@ -78,6 +81,17 @@ class OracleStep:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class FirstStep:
+    """The first gradients from pieces of the ranks' own dtype, rows in their order: rounded as the model rounds.
+
+    Pieces are added exactly; ``noise`` is how far other orders of adding them deviate.
+    """
+
+    gradients: Tensors
+    noise: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class OracleObservation:
     """What a right engine computes, in float64, and how far float32 may stray from it.
 
@@ -87,6 +101,7 @@ class OracleObservation:
     ``dtypes`` are those of the float32 runs, with ``INITIAL_STEP`` for every place. ``is_exact`` says that the
     problem claims to be exact, the world is a power of two, and no float32 run deviated in a single bit. ``draws``
     says that forward or the loss draws random numbers; ``device`` is that of the ranks to compare with.
+    ``first`` is None unless the model rounds far more than its dtype does; see [Note: rounding of one side].
     """
 
     world_size: int
@@ -101,6 +116,7 @@ class OracleObservation:
     is_exact: bool
     draws: bool = False
     device: str = "cpu"
+    first: FirstStep | None = None
 
     @property
     def divisor(self) -> float:
@@ -167,7 +183,8 @@ def run_oracle(training: Training, world_size: int) -> OracleObservation:
         exact = _exact(training, world_size)
         orders = (_reordering(k, training, exact.draws) for k in range(num_reorderings(training.plan)))
         noisy = [_train(training, world_size, order) for order in orders]
-    noise = _largest_deviation(exact.tensors(), [run.tensors() for run in noisy])
+        noise = _largest_deviation(exact.tensors(), [run.tensors() for run in noisy])
+        first = _first_step(training, world_size) if _rounds_coarsely(training, exact, noise) else None
     is_power_of_two = world_size & (world_size - 1) == 0
     return OracleObservation(
         world_size=world_size,
@@ -184,7 +201,34 @@ def run_oracle(training: Training, world_size: int) -> OracleObservation:
         },
         is_exact=training.problem.is_exact and is_power_of_two and not any(noise.values()),
         draws=exact.draws,
+        first=first,
     )
+
+
+def _rounds_coarsely(training: Training, exact: _Run, noise: Mapping[Place, float]) -> bool:
+    """Whether the first gradients round as those of bfloat16 do, although nothing was asked in fewer bits."""
+    if not exact.steps or training.schedule.clip or not is_of_full_precision(training.plan, training.convert):
+        return False
+    coarse = _COARSE_ROUNDINGS * torch.finfo(torch.float32).eps
+    return any(
+        noise[Place(quantity=Quantity.GRADIENT, step=0, name=name)]
+        > coarse * largest(pieces.abs().sum((0, 1)))
+        for name, pieces in exact.steps[0].contributions.items()
+    )
+
+
+def _first_step(training: Training, world_size: int) -> FirstStep:
+    dtype = training.convert or torch.float32
+    model = cast_module(training.problem.build(), dtype)
+    in_order = replace(reordering(0, training.plan, dtype), seed=None)
+    _, contributions = _pieces(training, Workshop(model, world_size, in_order), step=0)
+    orders = [reordering(k, training.plan, dtype) for k in range(num_reorderings(training.plan))]
+    exact = {n: EXACT_ORDER.reduce(widened(pieces), training.plan) for n, pieces in contributions.items()}
+    noise = {
+        name: max(largest(deviation(order.reduce(pieces, training.plan), exact[name])) for order in orders)
+        for name, pieces in contributions.items()
+    }
+    return FirstStep(gradients=exact, noise=noise)
 
 
 def _exact(training: Training, world_size: int) -> _Run:

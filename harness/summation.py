@@ -10,7 +10,7 @@ from engine.contract import Accumulation, Plan
 from harness.script import Batch
 from harness.torch_compat.dtypes import cast
 
-__all__ = ["EXACT_ORDER", "Rows", "Summation", "num_reorderings", "reordering"]
+__all__ = ["EXACT_ORDER", "Rows", "Summation", "is_of_full_precision", "num_reorderings", "reordering"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -82,6 +82,12 @@ class Summation:
 
 
 EXACT_ORDER = Summation(dtype=torch.float64, reduce_dtype=torch.float64, compute_dtype=torch.float64)
+
+
+def is_of_full_precision(plan: Plan, dtype: torch.dtype | None) -> bool:
+    """Whether parameters of ``dtype`` are computed with and reduced in at least float32; None is float32."""
+    wide = {None, torch.float32, torch.float64}
+    return plan.compute_dtype is None and {plan.reduction_dtype, dtype} <= wide
 
 
 def num_reorderings(plan: Plan) -> int:

@@ -1,7 +1,8 @@
 """Whether a case could have shown anything: judged from the oracle and the inputs, never from the engine.
 
 An engine that leaves its gradients empty or its parameters unmoved fails parity; it must not be able to make
-the case vacuous. So nothing here reads an observed tensor: only the digests of what the ranks were given.
+the case vacuous. So nothing here reads an observed tensor: only the digests of what the ranks were given. The one
+exception is a model that rounds by itself, in `harness.visibility`.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from harness.case import LoopOrder
 from harness.law import Evidence
 from harness.oracle import Quantity
 from harness.tolerance import MULTIPLE
+from harness.visibility import hidden_because
 
 __all__ = ["incomparable_because", "vacuous_because"]
 
@@ -48,6 +50,7 @@ def vacuous_because(evidence: Evidence) -> str | None:
         or _idle_ranks(evidence)
         or _independent_parameters(evidence)
         or _still_parameters(evidence)
+        or hidden_because(evidence)
     )
 
 
