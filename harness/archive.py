@@ -1,4 +1,8 @@
-"""What trainings left: each world run once, each oracle computed once, and where the files are."""
+"""What trainings left: each world run once, each oracle computed once, and where the files are.
+
+[Note: the same question] Two cases share an observation where they ask for the same content: equal values, and equal
+code of the problem, the optimizer and the script. Names decide nothing. What has no digest is shared by no two cases.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +10,14 @@ import hashlib
 import re
 import shutil
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from engine.contract import Plan
 from harness.aside import aside
 from harness.case import Training, Watch
 from harness.cell import Cell
+from harness.content import content_digest
 from harness.drive import drive_rank
 from harness.exploration import Scheduled, explore, load_schedules
 from harness.keep import keep_result
@@ -44,6 +49,7 @@ class Archive:
     def __init__(self, source: Source) -> None:
         self._source = source
         self._oracles: dict[tuple[str, int], OracleObservation] = {}
+        self._unread: dict[str, list[object]] = {}
         self._kept: dict[Path, tuple[Scheduled, ...]] = {}
         self._pool = WorldPool(source.folder / source.worker / "pool")
 
@@ -51,23 +57,27 @@ class Archive:
         """End pooled worlds."""
         self._pool.close()
 
-    def name(self, training: Training, cell: Cell) -> str:
+    def name(self, training: Training, cell: Cell, case: str) -> str:
         """Name the folder of a training's observations, below that of the run."""
-        return str(
-            Path(self._source.folder.name) / self._folder(cell, training).relative_to(self._source.folder)
-        )
+        folder = self._folder(cell, training, case)
+        return str(Path(self._source.folder.name) / folder.relative_to(self._source.folder))
 
-    def folder(self, training: Training, cell: Cell) -> Path:
+    def folder(self, training: Training, cell: Cell, case: str) -> Path:
         """Return the folder of a training's observations, which need not exist."""
-        return self._folder(cell, training)
+        return self._folder(cell, training, case)
 
-    def holds(self, training: Training, cell: Cell) -> bool:
-        """Say whether a training can be told of: always, unless observations are only read again."""
-        return not self._source.is_replay or self._folder(cell, training).exists()
+    def holds(self, training: Training, cell: Cell, case: str) -> bool:
+        """Whether there are observations of a training: always, unless they are only read again."""
+        return not self._source.is_replay or self._folder(cell, training, case).exists()
 
-    def observations(self, training: Training, cell: Cell, seeds: Iterable[int]) -> tuple[Scheduled, ...]:
-        """Give what was seen under the schedules of these seeds, as far as it differs; see `explore`."""
-        folder = self._folder(cell, training)
+    def observations(
+        self, training: Training, cell: Cell, seeds: Iterable[int], case: str
+    ) -> tuple[Scheduled, ...]:
+        """Return what was seen under the schedules of these seeds, as far as it differs; see `explore`.
+
+        ``case`` is the id of the case that asks; it matters where the training has no digest.
+        """
+        folder = self._folder(cell, training, case)
         if folder not in self._kept:
             if not self._source.is_replay:
                 if folder.exists():  # a world of an earlier, interrupted run of the same case
@@ -76,8 +86,8 @@ class Archive:
             self._kept[folder] = load_schedules(folder)
         return self._kept[folder]
 
-    def oracle(self, training: Training, world_size: int) -> OracleObservation:
-        """Give what one process makes of the data of so many ranks."""
+    def oracle(self, training: Training, world_size: int, case: str) -> OracleObservation:
+        """Return what one process makes of the data of so many ranks."""
         # The engine and most of the plan change neither what is right nor the noise around it.
         arithmetic = replace(
             unexercised(training),
@@ -86,15 +96,32 @@ class Archive:
             watch=frozenset(),
             schedules=1,
         )
-        key = (_digest(arithmetic), world_size)
+        key = (self._digest(arithmetic, case), world_size)
         if key not in self._oracles:
             self._oracles[key] = aside(run_oracle, arithmetic, world_size)
         return self._oracles[key]
 
-    def _folder(self, cell: Cell, training: Training) -> Path:
-        name = _folder_name(cell, training)
+    def _folder(self, cell: Cell, training: Training, case: str) -> Path:
+        engine = re.sub(r"[^A-Za-z0-9_.-]+", "-", cell.engine).strip("-.")
+        label = re.sub(r"[^A-Za-z0-9_.-]+", "-", f"{training.problem.name}-{training.optimizer.name}")
+        name = Path(engine) / str(cell.world).replace(":", "-") / f"{label}-{self._digest(training, case)}"
         kept = sorted(self._source.folder.glob(f"*/{name}")) if self._source.is_replay else []
         return kept[0] if kept else self._source.folder / self._source.worker / name
+
+    def _digest(self, training: Training, case: str) -> str:
+        """Hash the content of a training; a part of it that has no digest belongs to the case that asks."""
+        parts = []
+        for field in fields(training):
+            part = getattr(training, field.name)
+            parts.append(content_digest(part) or self._place(part, f"{field.name} of {case}"))
+        return hashlib.sha256("|".join(parts).encode()).hexdigest()[:10]
+
+    def _place(self, part: object, owner: str) -> str:
+        """Name an object that has no digest by its owner, and by how many others of the owner came before it."""
+        met = self._unread.setdefault(owner, [])
+        if not any(part is other for other in met):
+            met.append(part)
+        return f"{owner}, {next(i for i, other in enumerate(met) if other is part)}"
 
     def _launch(self, training: Training, cell: Cell, seeds: Iterable[int], folder: Path) -> None:
         require(*_features(training, cell))
@@ -131,25 +158,4 @@ def _arithmetic(plan: Plan) -> Plan:
         output_dtype=plan.output_dtype,
         accumulation=plan.accumulation,
         demands=plan.demands,  # without them the script is refused
-    )
-
-
-def _folder_name(cell: Cell, training: Training) -> Path:
-    engine = re.sub(r"[^A-Za-z0-9_.-]+", "-", cell.engine).strip("-.")
-    world = str(cell.world).replace(":", "-")
-    return Path(engine) / world / _digest(training)
-
-
-def _digest(training: Training) -> str:
-    parts = [training.problem.name, training.optimizer.name]
-    plans = [training.plan] if training.resume is None else [training.plan, training.resume.plan]
-    for plan in plans:  # a set has no order that two processes agree on
-        parts += [repr(replace(plan, demands=frozenset())), *sorted(c.name for c in plan.demands)]
-    after = None if training.resume is None else training.resume.after_steps
-    parts += [repr(x) for x in (training.schedule, training.script, training.convert, after)]
-    parts += sorted(watch.name for watch in training.watch)
-    parts += [str(training.schedules)] * (training.schedules > 1)
-    text = "|".join(parts)
-    return (
-        f"{training.problem.name}-{training.optimizer.name}-{hashlib.sha256(text.encode()).hexdigest()[:10]}"
     )

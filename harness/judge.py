@@ -20,7 +20,7 @@ from harness.lifetimes.user_tensors import UserTensorsLive
 from harness.oracle import OracleObservation
 from harness.races.law import NoRaces
 from harness.record import LawRecord, OutcomeRecord, TensorRecord
-from harness.vacuity import vacuous_because
+from harness.vacuity import incomparable_because, vacuous_because
 from harness.verdict import Verdict
 from harness.worlds.outcome import (
     Abandoned,
@@ -198,6 +198,9 @@ def _judge_laws(case: Case, kept: Kept, oracle: OracleObservation) -> Judgement:
         ranks=kept.ranks,
         oracle=oracle,
     )
+    reason = incomparable_because(evidence)
+    if reason is not None:
+        return Judgement(verdict=Verdict.VACUOUS, headline=reason)
     always = implied(case.training)
     asked = tuple(law for law in case.laws if law not in always)
     rulings = [law.judge(evidence) for law in (*always, *asked)]

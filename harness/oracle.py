@@ -6,7 +6,8 @@ It knows nothing of engines and compares nothing; ``harness.parity`` does.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 import torch
@@ -14,15 +15,17 @@ from torch import nn
 
 from engine.contract import Plan
 from harness.case import LoopOrder, Training, ZeroGrad
-from harness.deviation import deviation
+from harness.deviation import deviation, largest
+from harness.draws import drawing_apart, drawing_in
 from harness.oracle_actor import OracleActor, Workshop
-from harness.summation import EXACT_ORDER, Summation, num_reorderings, reordering
-from harness.torch_compat.dtypes import cast_module
+from harness.summation import EXACT_ORDER, Summation, is_of_full_precision, num_reorderings, reordering
+from harness.torch_compat.dtypes import cast_module, widened
 
 __all__ = [
     "INITIAL_STEP",
     "LOSSES",
     "NORM",
+    "FirstStep",
     "OracleObservation",
     "OracleStep",
     "Place",
@@ -34,6 +37,8 @@ Tensors = Mapping[str, torch.Tensor]
 
 INITIAL_STEP = -1  # the step of what is seen before the first step
 LOSSES = "loss"  # the name under which a step's losses are one tensor [losses of the script, ranks with data]
+# Noise of that many roundings, over what is added, is not that of float32: re-ordered sums make a few.
+_COARSE_ROUNDINGS = 256
 NORM = "norm"  # the name under which the norm that clipping returns is a scalar tensor
 
 
@@ -76,6 +81,17 @@ class OracleStep:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class FirstStep:
+    """The first gradients from pieces of the ranks' own dtype, rows in their order: rounded as the model rounds.
+
+    Pieces are added exactly; ``noise`` is how far other orders of adding them deviate.
+    """
+
+    gradients: Tensors
+    noise: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class OracleObservation:
     """What a right engine computes, in float64, and how far float32 may stray from it.
 
@@ -83,7 +99,9 @@ class OracleObservation:
     largest absolute deviation from the float64 value over float32 runs whose sums are taken in other orders.
     ``constants`` are the buffers that training left as they were built, bit by bit, on all ranks in all runs.
     ``dtypes`` are those of the float32 runs, with ``INITIAL_STEP`` for every place. ``is_exact`` says that the
-    problem claims to be exact, the world is a power of two, and no float32 run deviated in a single bit.
+    problem claims to be exact, the world is a power of two, and no float32 run deviated in a single bit. ``draws``
+    says that forward or the loss draws random numbers; ``device`` is that of the ranks to compare with.
+    ``first`` is None unless the model rounds far more than its dtype does; see [Note: rounding of one side].
     """
 
     world_size: int
@@ -96,6 +114,9 @@ class OracleObservation:
     constants: frozenset[str]
     dtypes: Mapping[Place, torch.dtype]
     is_exact: bool
+    draws: bool = False
+    device: str = "cpu"
+    first: FirstStep | None = None
 
     @property
     def divisor(self) -> float:
@@ -135,6 +156,7 @@ class _Run:
     optimizer_state: Tensors
     buffers: tuple[Tensors, ...]
     built_buffers: Tensors
+    draws: bool
 
     def tensors(self) -> dict[Place, torch.Tensor]:
         """List every tensor; buffers of all ranks are one tensor, since their noise is judged together."""
@@ -157,13 +179,12 @@ def run_oracle(training: Training, world_size: int) -> OracleObservation:
 
     ``world_size`` counts the ranks that have data of their own. Never communicates.
     """
-    exact = _train(training, world_size, EXACT_ORDER)
-    dtype = training.convert or torch.float32
-    noisy = [
-        _train(training, world_size, reordering(k, training.plan, dtype))
-        for k in range(num_reorderings(training.plan))
-    ]
-    noise = _largest_deviation(exact.tensors(), [run.tensors() for run in noisy])
+    with drawing_apart():
+        exact = _exact(training, world_size)
+        orders = (_reordering(k, training, exact.draws) for k in range(num_reorderings(training.plan)))
+        noisy = [_train(training, world_size, order) for order in orders]
+        noise = _largest_deviation(exact.tensors(), [run.tensors() for run in noisy])
+        first = _first_step(training, world_size) if _rounds_coarsely(training, exact, noise) else None
     is_power_of_two = world_size & (world_size - 1) == 0
     return OracleObservation(
         world_size=world_size,
@@ -179,7 +200,50 @@ def run_oracle(training: Training, world_size: int) -> OracleObservation:
             for place, tensor in noisy[0].tensors().items()
         },
         is_exact=training.problem.is_exact and is_power_of_two and not any(noise.values()),
+        draws=exact.draws,
+        first=first,
     )
+
+
+def _rounds_coarsely(training: Training, exact: _Run, noise: Mapping[Place, float]) -> bool:
+    """Whether the first gradients round as those of bfloat16 do, although nothing was asked in fewer bits."""
+    if not exact.steps or training.schedule.clip or not is_of_full_precision(training.plan, training.convert):
+        return False
+    coarse = _COARSE_ROUNDINGS * torch.finfo(torch.float32).eps
+    return any(
+        noise[Place(quantity=Quantity.GRADIENT, step=0, name=name)]
+        > coarse * largest(pieces.abs().sum((0, 1)))
+        for name, pieces in exact.steps[0].contributions.items()
+    )
+
+
+def _first_step(training: Training, world_size: int) -> FirstStep:
+    dtype = training.convert or torch.float32
+    model = cast_module(training.problem.build(), dtype)
+    in_order = replace(reordering(0, training.plan, dtype), seed=None)
+    _, contributions = _pieces(training, Workshop(model, world_size, in_order), step=0)
+    orders = [reordering(k, training.plan, dtype) for k in range(num_reorderings(training.plan))]
+    exact = {n: EXACT_ORDER.reduce(widened(pieces), training.plan) for n, pieces in contributions.items()}
+    noise = {
+        name: max(largest(deviation(order.reduce(pieces, training.plan), exact[name])) for order in orders)
+        for name, pieces in contributions.items()
+    }
+    return FirstStep(gradients=exact, noise=noise)
+
+
+def _exact(training: Training, world_size: int) -> _Run:
+    """Train in float64; where random numbers are drawn once more, with those that float32 would draw."""
+    exact = _train(training, world_size, EXACT_ORDER)
+    if not exact.draws:
+        return exact
+    dtype = training.plan.compute_dtype or training.convert or torch.float32
+    return _train(training, world_size, EXACT_ORDER, drawing_in(dtype))
+
+
+def _reordering(number: int, training: Training, draws: bool) -> Summation:
+    """Return an order of sums; of a model that draws, rows stay with the numbers that were drawn for them."""
+    order = reordering(number, training.plan, training.convert or torch.float32)
+    return replace(order, keeps_rows=draws)
 
 
 def _largest_deviation(
@@ -202,7 +266,12 @@ def _constants(exact: _Run, noise: Mapping[Place, float]) -> frozenset[str]:
     )
 
 
-def _train(training: Training, world_size: int, summation: Summation) -> _Run:
+def _train(
+    training: Training,
+    world_size: int,
+    summation: Summation,
+    drawing: AbstractContextManager[object] = nullcontext(),  # noqa: B008 - it holds nothing
+) -> _Run:
     """Run the whole schedule on one model, with the pieces of all ranks one after the other."""
     model = cast_module(training.problem.build(), summation.dtype)
     parameters = dict(model.named_parameters())
@@ -211,7 +280,8 @@ def _train(training: Training, world_size: int, summation: Summation) -> _Run:
     workshop = Workshop(model, world_size, summation)
     steps = []
     for step in range(training.schedule.steps):
-        losses, contributions = _pieces(training, workshop, step)
+        with drawing:
+            losses, contributions = _pieces(training, workshop, step)
         for name, pieces in contributions.items():
             # Cleared before, to None or to zeros; a parameter that no loss reaches keeps what clearing left.
             parameters[name].grad = summation.reduce(pieces, training.plan)
@@ -238,6 +308,7 @@ def _train(training: Training, world_size: int, summation: Summation) -> _Run:
         optimizer_state=state,
         buffers=workshop.buffers(),
         built_buffers=built_buffers,
+        draws=workshop.draws,
     )
 
 

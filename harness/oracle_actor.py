@@ -12,6 +12,7 @@ from torch import nn
 
 from engine.contract import UnitHandle
 from harness.case import Training
+from harness.draws import Seeds, has_drawn
 from harness.loss import loss_weight
 from harness.script import Actor, Batch, Evaluation
 from harness.summation import Rows, Summation
@@ -30,6 +31,7 @@ class Workshop:
     def __init__(self, model: nn.Module, world_size: int, summation: Summation) -> None:
         self.world_size = world_size
         self.summation = summation
+        self.draws = False  # whether some forward or loss has drawn random numbers
         self._trained = model
         is_cast = summation.compute_dtype is not summation.dtype
         computing = _casting(copy.deepcopy(model), summation.compute_dtype) if is_cast else model
@@ -52,6 +54,16 @@ class Workshop:
         finally:
             for parameter, gradient in kept.items():
                 parameter.grad = gradient
+
+    @contextmanager
+    def calling(self, seeds: Seeds, microbatch: int) -> Iterator[None]:
+        """Seed the random numbers of one call, and see whether it draws some."""
+        seeds.begin(microbatch)
+        with has_drawn(self._drew):
+            yield
+
+    def _drew(self) -> None:
+        self.draws = True
 
     def buffers(self) -> tuple[Mapping[str, torch.Tensor], ...]:
         """Give each rank's buffers."""
@@ -91,6 +103,7 @@ class OracleActor(Actor):
         if workshop.summation.dtype is not torch.float64 or training.convert is torch.float64:
             self._output_dtype = training.plan.output_dtype
         self._rank = rank
+        self._seeds = Seeds(step=step, rank=rank)
 
     def batch(self, microbatch: int) -> Batch:
         """Give the data in the order and dtype of this summation."""
@@ -104,7 +117,8 @@ class OracleActor(Actor):
     # Any: a model takes and returns what it likes.
     def forward(self, microbatch: int, *inputs: Any, part: str = "") -> Any:
         """Call the model."""
-        output = self.part(part)(*inputs)
+        with self._workshop.calling(self._seeds, microbatch):
+            output = self.part(part)(*inputs)
         if self._output_dtype is not None and not part and isinstance(output, torch.Tensor):
             return output.to(self._output_dtype)
         return output
@@ -112,7 +126,8 @@ class OracleActor(Actor):
     def loss(self, microbatch: int, output: torch.Tensor, target: torch.Tensor | None = None) -> torch.Tensor:
         """Compute it."""
         rows = self.batch(microbatch) if target is None else Rows(inputs=(), target=target)
-        return self._problem.loss_sum(output, rows) * self.weight
+        with self._workshop.calling(self._seeds, microbatch):
+            return self._problem.loss_sum(output, rows) * self.weight
 
     def backward(self, microbatch: int, loss: torch.Tensor, *, is_counted: bool = True) -> None:
         """Run it, and take the gradients that it left out of the model."""

@@ -13,6 +13,7 @@ from torch import nn
 
 from engine.contract import Accumulation, Capability, PreparedModel, Shard, UnitHandle
 from harness.case import Training
+from harness.draws import Seeds
 from harness.errors import EngineError
 from harness.ledger.entry import Phase
 from harness.lifetimes.watch import LifetimeWatch
@@ -61,12 +62,13 @@ class RankActor(Actor):
         self._inputs = inputs  # hashlib's object, whose type has no public name
         self._lifetimes = lifetimes
         self._batches: dict[int, Batch] = {}
+        self._data_rank = training.plan.data_rank(context.rank, context.size)
+        self._seeds = Seeds(step=step, rank=self._data_rank)
 
     def batch(self, microbatch: int) -> Batch:
         """Make the data once, hash it, and put it where the rank computes."""
         if microbatch not in self._batches:
-            rank = self._training.plan.data_rank(self._context.rank, self._context.size)
-            batch = self._training.problem.batch(step=self.step, microbatch=microbatch, rank=rank)
+            batch = self._training.problem.batch(step=self.step, microbatch=microbatch, rank=self._data_rank)
             for tensor in (*batch.inputs, batch.target):
                 plain = tensor.contiguous()
                 self._inputs.update(ctypes.string_at(plain.data_ptr(), plain.nbytes))
@@ -83,6 +85,7 @@ class RankActor(Actor):
     # Any: a model takes and returns what it likes.
     def forward(self, microbatch: int, *inputs: Any, part: str = "") -> Any:
         """Call the prepared model, or the part."""
+        self._seeds.begin(microbatch, self._context.device.type)
         with self._during(Phase.FORWARD, microbatch):
             output = self._prepared.part(part)(*inputs) if part else self._prepared(*inputs)
         self.hold("an output", output)
@@ -91,6 +94,7 @@ class RankActor(Actor):
     def loss(self, microbatch: int, output: torch.Tensor, target: torch.Tensor | None = None) -> torch.Tensor:
         """Compute it as part of forward."""
         batch = self.batch(microbatch)
+        self._seeds.begin(microbatch, self._context.device.type)
         with self._during(Phase.FORWARD, microbatch):
             rows = batch if target is None else _Placed(inputs=(), target=target)
             return self._training.problem.loss_sum(output, rows) * self.weight

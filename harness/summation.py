@@ -10,7 +10,7 @@ from engine.contract import Accumulation, Plan
 from harness.script import Batch
 from harness.torch_compat.dtypes import cast
 
-__all__ = ["EXACT_ORDER", "Rows", "Summation", "num_reorderings", "reordering"]
+__all__ = ["EXACT_ORDER", "Rows", "Summation", "is_of_full_precision", "num_reorderings", "reordering"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -29,7 +29,7 @@ class Summation:
     microbatches and ranks; None keeps their order. ``reduce_dtype`` is what crosses
     between ranks. ``is_tree`` adds in pairs, not one after the other; ``divides_first`` divides before adding,
     as engines do against overflow. ``accumulates_reduced`` keeps the local sum over
-    microbatches in ``reduce_dtype``.
+    microbatches in ``reduce_dtype``. ``keeps_rows`` leaves rows in their order, for models that draw random numbers.
     """
 
     dtype: torch.dtype
@@ -39,11 +39,12 @@ class Summation:
     is_tree: bool = False
     divides_first: bool = False
     accumulates_reduced: bool = False
+    keeps_rows: bool = False
 
     def prepare(self, batch: Batch) -> Batch:
         """Cast the inputs' floats to ``compute_dtype``, those of the target to ``dtype``, and shuffle the rows."""
-        order = self._order(batch.target.shape[0])
-
+        num_rows = batch.target.shape[0]
+        order = torch.arange(num_rows) if self.keeps_rows else self._order(num_rows)
         inputs = tuple(cast(tensor, self.compute_dtype)[order] for tensor in batch.inputs)
         return Rows(inputs=inputs, target=cast(batch.target, self.dtype)[order])
 
@@ -81,6 +82,12 @@ class Summation:
 
 
 EXACT_ORDER = Summation(dtype=torch.float64, reduce_dtype=torch.float64, compute_dtype=torch.float64)
+
+
+def is_of_full_precision(plan: Plan, dtype: torch.dtype | None) -> bool:
+    """Whether parameters of ``dtype`` are computed with and reduced in at least float32; None is float32."""
+    wide = {None, torch.float32, torch.float64}
+    return plan.compute_dtype is None and {plan.reduction_dtype, dtype} <= wide
 
 
 def num_reorderings(plan: Plan) -> int:

@@ -8,7 +8,7 @@ from harness.deviation import largest
 from harness.oracle import OracleObservation, Place, Quantity
 from harness.torch_compat.dtypes import is_rounded
 
-__all__ = ["MULTIPLE", "allowed_error"]
+__all__ = ["MULTIPLE", "allowed_error", "clipping_factor", "error_of_noise", "rounded_scale"]
 
 # [Note: the multiple]
 # Measured with single-process trainings whose sums were taken in orders that the noise runs do not use (other
@@ -41,22 +41,29 @@ def allowed_error(oracle: OracleObservation, place: Place) -> float:
         return 0.0
     if place.quantity is Quantity.BUFFER and place.name in oracle.constants:
         return 0.0
-    floor = _FLOOR_ROUNDINGS * torch.finfo(dtype).eps * _scale(oracle, place)
+    return error_of_noise(oracle, place, oracle.noise[place], dtype)
+
+
+def error_of_noise(
+    oracle: OracleObservation, place: Place, noise: float, dtype: torch.dtype = torch.float32
+) -> float:
+    """Return the error that is allowed where noise was measured in ``dtype``."""
+    floor = _FLOOR_ROUNDINGS * torch.finfo(dtype).eps * rounded_scale(oracle, place)
     reduced_in = oracle.plan.reduction_dtype
     if place.quantity is Quantity.GRADIENT and reduced_in is not None:
-        floor = max(floor, torch.finfo(reduced_in).eps * _scale(oracle, place))
-    return MULTIPLE * max(oracle.noise[place], floor)
+        floor = max(floor, torch.finfo(reduced_in).eps * rounded_scale(oracle, place))
+    return MULTIPLE * max(noise, floor)
 
 
-def _scale(oracle: OracleObservation, place: Place) -> float:
-    """Give the largest value rounded on the way: the result itself may have cancelled to nearly zero."""
+def rounded_scale(oracle: OracleObservation, place: Place) -> float:
+    """Return the largest value rounded on the way: the result itself may have cancelled to nearly zero."""
     match place.quantity:
         case Quantity.GRADIENT:
             pieces = oracle.steps[place.step].contributions.get(place.name)
             # None where no loss reached the parameter: what the optimizer finds are the zeros of clearing.
             if pieces is None:
                 return 0.0
-            return largest(pieces.abs().sum((0, 1)) / oracle.divisor) * _clipped(oracle, place, pieces)
+            return largest(pieces.abs().sum((0, 1)) / oracle.divisor) * clipping_factor(oracle, place)
         case Quantity.PARAMETER:
             history = [oracle.initial[place.name]]
             history += [step.parameters[place.name] for step in oracle.steps[: place.step + 1]]
@@ -68,10 +75,11 @@ def _scale(oracle: OracleObservation, place: Place) -> float:
             return 0.0 if reference is None else largest(reference)
 
 
-def _clipped(oracle: OracleObservation, place: Place, pieces: torch.Tensor) -> float:
-    """Give the factor by which clipping made a gradient, and all that was rounded before, smaller."""
+def clipping_factor(oracle: OracleObservation, place: Place) -> float:
+    """Return the factor by which clipping made a gradient, and all that was rounded before, smaller."""
     step = oracle.steps[place.step]
-    gradient, whole = step.gradients[place.name], pieces.sum((0, 1)) / oracle.divisor
+    gradient, pieces = step.gradients[place.name], step.contributions[place.name]
+    whole = pieces.sum((0, 1)) / oracle.divisor
     if step.norm is None or gradient is None or not whole.any():
         return 1.0
     return largest(gradient) / largest(whole)

@@ -74,15 +74,15 @@ class TrialSession:
             ledger=found.ledger,
             outcomes=judgement.outcomes,
             autopsy=judgement.autopsy,
-            output=self._printed(training, cell, judgement.verdict),
-            observation=self._archive.name(training, cell),
+            output=self._printed(training, cell, case.id, judgement.verdict),
+            observation=self._archive.name(training, cell, case.id),
             command=" ".join((command, *self._effort.options(found.seed))),
             duration_s=round(time.monotonic() - started, 4),
         )
 
-    def _printed(self, training: Training, cell: Cell, verdict: Verdict) -> str:
+    def _printed(self, training: Training, cell: Cell, case: str, verdict: Verdict) -> str:
         is_quiet = verdict in {Verdict.PASSED, Verdict.UNSUPPORTED}
-        return "" if is_quiet else printed(self._archive.folder(training, cell))
+        return "" if is_quiet else printed(self._archive.folder(training, cell, case))
 
     def close(self) -> None:
         """End pooled worlds."""
@@ -93,7 +93,7 @@ class TrialSession:
         oracle = self._oracle(case, cell)
         found: list[_Judged] = []
         for seed, kept in self._archive.observations(
-            training, cell, self._effort.seeds(training, cell.world)
+            training, cell, self._effort.seeds(training, cell.world), case.id
         ):
             judgement = judge(case, declared, kept, oracle)
             if _is_unexplained(judgement, training, cell):
@@ -105,16 +105,17 @@ class TrialSession:
 
     def _oracle(self, case: Case, cell: Cell) -> Callable[[], OracleObservation]:
         data_size = case.training.plan.data_size(cell.world.size)
-        return lambda: self._archive.oracle(case.training, data_size)
+        device = cell.world.device
+        return lambda: replace(self._archive.oracle(case.training, data_size, case.id), device=device)
 
     def _explained(
         self, judgement: Judgement, case: Case, cell: Cell, seed: int, declared: frozenset[Capability]
     ) -> Judgement:
         """Train once more under the watch, and add whom it saw reading what had not arrived."""
         watched = replace(case.training, watch=case.training.watch | {Watch.RACES}, schedules=1)
-        if not self._archive.holds(watched, cell):
+        if not self._archive.holds(watched, cell, case.id):
             return judgement
-        (again, *_) = self._archive.observations(watched, cell, (seed,))
+        (again, *_) = self._archive.observations(watched, cell, (seed,), case.id)
         asked = replace(case, training=watched, laws=())  # what the watch implies is all that is asked again
         second = judge(asked, declared, again.kept, self._oracle(case, cell))
         races = [law for law in second.laws if law.law == NoRaces().name and not law.held]

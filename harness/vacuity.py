@@ -1,7 +1,8 @@
 """Whether a case could have shown anything: judged from the oracle and the inputs, never from the engine.
 
 An engine that leaves its gradients empty or its parameters unmoved fails parity; it must not be able to make
-the case vacuous. So nothing here reads an observed tensor: only the digests of what the ranks were given.
+the case vacuous. So nothing here reads an observed tensor: only the digests of what the ranks were given. The one
+exception is a model that rounds by itself, in `harness.visibility`.
 """
 
 from __future__ import annotations
@@ -15,11 +16,26 @@ from harness.case import LoopOrder
 from harness.law import Evidence
 from harness.oracle import Quantity
 from harness.tolerance import MULTIPLE
+from harness.visibility import hidden_because
 
-__all__ = ["vacuous_because"]
+__all__ = ["incomparable_because", "vacuous_because"]
 
 # A movement or gradient smaller than this many roundings of float32 could not be told from noise.
 _TOO_SMALL = 2 * MULTIPLE * torch.finfo(torch.float32).eps
+
+
+def incomparable_because(evidence: Evidence) -> str | None:
+    """Return why the oracle is no reference for the ranks at all; see [Note: equal draws]."""
+    plan = evidence.training.plan
+    apart = {
+        f"draw on {evidence.oracle.device}": evidence.oracle.device != "cpu",
+        "are stages of a pipeline": plan.pipeline_stages > 1,
+        "share cut tensors": plan.cut_axis is not None,
+    }
+    why = next((what for what, is_so in apart.items() if is_so), None)
+    if why is None or not evidence.oracle.draws:
+        return None
+    return f"forward draws random numbers, and ranks that {why} draw others than the oracle"
 
 
 def vacuous_because(evidence: Evidence) -> str | None:
@@ -34,6 +50,7 @@ def vacuous_because(evidence: Evidence) -> str | None:
         or _idle_ranks(evidence)
         or _independent_parameters(evidence)
         or _still_parameters(evidence)
+        or hidden_because(evidence)
     )
 
 

@@ -10,8 +10,10 @@ import torch
 from engine.contract import Accumulation, Capability, Plan
 from fixtures.optimizers import ADAMW, SGD
 from fixtures.problems import EXACT_LINEAR, MLP_BUFFERS, MLP_UNEVEN, TRANSFORMER, ModelProblem
+from fixtures.random_draws import DROPPED, DROPPED_AND_RECOMPUTED, NOISY
 from fixtures.thin import EMPTY_ROWS
 from harness.case import Clip, LoopOrder, Schedule, Training, ZeroGrad
+from harness.draws import drawing_in
 from harness.loss import loss_weight
 from harness.oracle import LOSSES, OracleObservation, Place, Quantity, run_oracle
 from harness.summation import EXACT_ORDER, reordering
@@ -230,3 +232,66 @@ def test_what_no_loss_reached_or_has_no_elements_may_not_be_off_at_all() -> None
 def test_exactness_is_lost_when_the_world_is_no_power_of_two() -> None:
     training = Training(problem=EXACT_LINEAR, optimizer=SGD, schedule=Schedule(steps=1))
     assert not run_oracle(training, 3).is_exact
+
+
+# Random numbers
+
+
+def test_a_model_that_draws_has_the_noise_of_one_that_does_not() -> None:
+    for problem in (DROPPED, NOISY):
+        seen = run_oracle(replace(TRAINING, problem=problem), 2)
+        assert seen.draws
+        for name, gradient in seen.steps[0].gradients.items():
+            assert gradient is not None
+            place = Place(quantity=Quantity.GRADIENT, step=0, name=name)
+            assert allowed_error(seen, place) < 1e-4 * gradient.abs().max().item()
+
+
+def test_what_is_drawn_depends_on_step_microbatch_and_rank_alone() -> None:
+    one, other = (run_oracle(replace(TRAINING, problem=DROPPED), size) for size in (2, 3))
+    torch.manual_seed(17)
+    again = run_oracle(replace(TRAINING, problem=DROPPED), 2)
+    assert torch.equal(one.steps[0].losses, again.steps[0].losses)
+    items = [
+        sum(DROPPED.num_items(step=0, microbatch=m, rank=r) for m in range(3) for r in range(size)) / size
+        for size in (2, 3)
+    ]
+    torch.testing.assert_close(one.steps[0].losses * items[0], other.steps[0].losses[:, :2] * items[1])
+    assert len(set(one.steps[0].losses.flatten().tolist())) == one.steps[0].losses.numel()
+
+
+def test_a_recomputation_draws_as_its_forward_did() -> None:
+    kept, recomputed = (
+        run_oracle(replace(TRAINING, problem=problem), 2) for problem in (DROPPED, DROPPED_AND_RECOMPUTED)
+    )
+    for name, value in kept.steps[-1].parameters.items():
+        assert torch.equal(value, recomputed.steps[-1].parameters[name])
+
+
+def test_the_default_generator_is_left_as_it_was() -> None:
+    before = torch.get_rng_state()
+    assert not run_oracle(TRAINING, 2).draws
+    run_oracle(replace(TRAINING, problem=NOISY), 2)
+    assert torch.equal(before, torch.get_rng_state())
+
+
+@pytest.mark.parametrize("shape", [(3,), (40,), (5, 7)])
+def test_numbers_of_float64_are_drawn_in_the_dtype_of_the_ranks(shape: tuple[int, ...]) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        few, wide = torch.full(shape, 0.5, dtype=dtype), torch.full(shape, 0.5, dtype=torch.float64)
+        draws = (
+            torch.randn_like,
+            torch.rand_like,
+            torch.bernoulli,
+            torch.nn.functional.dropout,
+            lambda x: torch.empty_like(x).normal_(),
+            lambda x: torch.empty_like(x).exponential_(),
+        )
+        for draw in draws:
+            torch.manual_seed(3)
+            expected = draw(few)
+            torch.manual_seed(3)
+            with drawing_in(dtype):
+                got = draw(wide)
+            assert got.dtype is torch.float64
+            torch.testing.assert_close(got, expected.double(), rtol=0, atol=0)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from engine.contract import Plan
 from fixtures.idle import BORROWED, FROZEN, SOMETIMES
 from fixtures.optimizers import ADAMW, SGD, Sgd
 from fixtures.problems import MLP_EVEN, PROBLEMS, SINGLE_GROUP, ModelProblem
@@ -19,7 +20,7 @@ from harness.law import Evidence
 from harness.oracle import run_oracle
 from harness.parity import MatchesOracle
 from harness.tolerance import MULTIPLE
-from harness.vacuity import vacuous_because
+from harness.vacuity import incomparable_because, vacuous_because
 from tests.simulated_engine import Honest, Moment, simulate
 
 TRAINING = Training(problem=SINGLE_GROUP, optimizer=SGD)
@@ -201,3 +202,22 @@ def test_an_idle_engine_is_wrong_and_not_vacuous(engine: Honest) -> None:
     evidence = evidence_of(TRAINING, 2, engine)
     assert vacuous_because(evidence) is None
     assert not MatchesOracle().judge(evidence).record.held
+
+
+@pytest.mark.parametrize(
+    ("plan", "device", "why"),
+    [
+        (Plan(), "cpu", None),
+        (Plan(), "cuda", "ranks that draw on cuda"),
+        (Plan(pipeline_stages=2), "cpu", "stages of a pipeline"),
+        (Plan(tensor_parallel=2), "cpu", "share cut tensors"),
+    ],
+    ids=["one process repeats it", "device", "pipeline", "cut"],
+)
+def test_draws_that_the_oracle_cannot_repeat_are_vacuous(plan: Plan, device: str, why: str | None) -> None:
+    evidence = evidence_of(TRAINING)
+    object.__setattr__(training := replace(TRAINING), "plan", plan)  # past what a pipeline's script must be
+    for draws in (False, True):
+        oracle = replace(evidence.oracle, draws=draws, device=device)
+        reason = incomparable_because(replace(evidence, training=training, oracle=oracle))
+        assert (reason is None) if why is None or not draws else (why in (reason or ""))

@@ -1,17 +1,19 @@
-"""Mutants whose ranks do not run the same model."""
+"""Mutants whose ranks do not run the same model, or draw other random numbers than they should."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.checkpoint import checkpoint
 
 from engine.adapters.torch_replicate import ReplicateEngine
 from engine.contract import Plan, PreparedModel
 
-__all__ = ["DropsAUnitOnTheLastRank"]
+__all__ = ["DrawsAlikeOnAllRanks", "DropsAUnitOnTheLastRank", "RecomputesWithOtherDraws"]
 
 
 class DropsAUnitOnTheLastRank(ReplicateEngine):
@@ -40,3 +42,45 @@ def _first_unit(model: nn.Module, plan: Plan) -> str:
 # Any: a forward hook is given what its module takes and returns.
 def _drop(module: nn.Module, inputs: Any, output: Any) -> Any:
     return output * 0 if isinstance(output, torch.Tensor) else output
+
+
+class DrawsAlikeOnAllRanks(ReplicateEngine):
+    """Every rank draws in forward what the first rank would draw.
+
+    After radixark/miles#3187: the first rank's generator was saved, and restored on every rank.
+    """
+
+    name = "mutant.DrawsAlikeOnAllRanks"
+
+    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
+        """Replicate honestly, and restore one state of the generator before each forward."""
+        prepared = super().prepare(model, plan, mesh)
+        state = torch.Generator().manual_seed(0).get_state()
+        prepared.module.register_forward_pre_hook(partial(_restore, state))
+        return prepared
+
+
+# Any: a forward hook is given what its module takes.
+def _restore(state: torch.Tensor, module: nn.Module, inputs: Any) -> None:
+    torch.set_rng_state(state)
+
+
+class RecomputesWithOtherDraws(ReplicateEngine):
+    """Units run again in backward, and draw new random numbers there.
+
+    After allenai/OLMo-core#828: activation checkpointing did not keep the generator's state, so gradients were those of
+    another dropout mask than the loss.
+    """
+
+    name = "mutant.RecomputesWithOtherDraws"
+
+    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
+        """Replicate honestly, with units that keep no activations."""
+        plan.refuse_beyond(self.capabilities)
+        for name in plan.units:
+            for part in name.split(","):
+                module = model.get_submodule(part)
+                # Any: a module takes what it likes.
+                forward: Any = module.forward
+                module.forward = partial(checkpoint, forward, use_reentrant=False, preserve_rng_state=False)
+        return super().prepare(model, plan, mesh)

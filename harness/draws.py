@@ -1,0 +1,97 @@
+"""Random numbers that forward draws: the same on an engine's ranks, in the oracle and in its noise runs.
+
+[Note: equal draws] Dropout and noise are drawn from the default generator. Before each forward, and each loss, both
+sides set it to a seed of (step, microbatch, rank, use), where *use* counts the calls of this microbatch. Draws in one
+call then depend on nothing outside it. A recomputation draws as its forward did, because checkpointing keeps the
+generator's state. Two things would still make draws differ: another dtype, since normal numbers of float64 are no wider
+copies of those of float32, and shuffled rows. So where forward draws, the exact run draws in the ranks' dtype, and
+noise runs keep rows in their order. Ranks on another device, stages of a pipeline and cut tensors draw in ways that one
+process cannot repeat.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+
+from harness.torch_compat.private_names import optional
+
+__all__ = ["Seeds", "drawing_apart", "drawing_in", "has_drawn"]
+
+# Without it the exact run draws in float64, which makes the noise of normal numbers as large as they are.
+_Mode: Any = optional("torch.utils._python_dispatch:TorchDispatchMode") or object
+
+
+class Seeds:
+    """The seeds of one rank's calls in one step."""
+
+    def __init__(self, *, step: int, rank: int) -> None:
+        self._place = (step, rank)
+        self._uses = Counter[int]()
+
+    def begin(self, microbatch: int, device: str = "cpu") -> None:
+        """Seed the default generator for the next call of a microbatch."""
+        self._uses[microbatch] += 1
+        place = repr((*self._place, microbatch, self._uses[microbatch]))
+        seed = int.from_bytes(hashlib.sha256(place.encode()).digest()[:6], "big")
+        # Not torch.manual_seed: it queues a call with its stack for each kind of device that is not there.
+        torch.default_generator.manual_seed(seed)
+        if device == "cuda":
+            torch.cuda.manual_seed(seed)
+
+
+@contextmanager
+def drawing_apart() -> Iterator[None]:
+    """Keep the state of the process's default generator as it is found."""
+    state = torch.default_generator.get_state()
+    try:
+        yield
+    finally:
+        torch.default_generator.set_state(state)
+
+
+@contextmanager
+def has_drawn(tell: Callable[[], None]) -> Iterator[None]:
+    """Call ``tell`` if the block draws from the default generator."""
+    before = torch.default_generator.get_state()
+    yield
+    if not torch.equal(before, torch.default_generator.get_state()):
+        tell()
+
+
+def drawing_in(dtype: torch.dtype) -> AbstractContextManager[object]:
+    """Return a context in which operators that draw for a tensor of float64 draw in ``dtype``."""
+    return nullcontext() if _Mode is object or dtype is torch.float64 else _DrawsIn(dtype)
+
+
+class _DrawsIn(_Mode):  # type: ignore[misc]  # a class of Any
+    """Narrows what an operator that draws is called with, and widens its result."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self._dtype = dtype
+
+    # Any: as torch calls a mode.
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        is_asked_for_a_dtype = kwargs.get("dtype") is not None or "out" in kwargs
+        if torch.Tag.nondeterministic_seeded not in func.tags or is_asked_for_a_dtype:
+            return func(*args, **kwargs)
+        if not any(_is_wide(value) for value in args):
+            return func(*args, **kwargs)
+        drawn = func(*(value.to(self._dtype) if _is_wide(value) else value for value in args), **kwargs)
+        if func._schema.is_mutable:
+            return args[0].copy_(drawn)
+        return tuple(map(self._widened, drawn)) if isinstance(drawn, tuple) else self._widened(drawn)
+
+    def _widened(self, drawn: Any) -> Any:
+        return drawn.double() if isinstance(drawn, torch.Tensor) and drawn.dtype is self._dtype else drawn
+
+
+def _is_wide(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and value.dtype is torch.float64

@@ -1,0 +1,34 @@
+"""Models that draw random numbers in forward: each rank trains on what it drew itself, recomputation included."""
+
+from __future__ import annotations
+
+import pytest
+
+from engine.contract import Plan
+from fixtures.optimizers import SGD
+from fixtures.random_draws import DROPPED, DROPPED_AND_RECOMPUTED, NOISY
+from harness.case import Problem, Schedule, Training
+from harness.ledger.agreement import RanksAgree
+from harness.parity import MatchesOracle
+from harness.pytest_trial import Trial
+
+
+@pytest.mark.prey("SumsInsteadOfAveraging", "DrawsAlikeOnAllRanks")
+@pytest.mark.parametrize(
+    "problem",
+    [
+        pytest.param(DROPPED, id="dropped", marks=pytest.mark.prey("RecomputesWithOtherDraws")),
+        pytest.param(
+            DROPPED_AND_RECOMPUTED, id="recomputed", marks=pytest.mark.prey("RecomputesWithOtherDraws")
+        ),
+        pytest.param(NOISY, id="noisy"),
+    ],
+)
+def test_trains_on_what_each_rank_draws(trial: Trial, problem: Problem) -> None:
+    training = Training(
+        problem=problem,
+        optimizer=SGD,
+        plan=Plan(units=problem.units),
+        schedule=Schedule(microbatches=2),
+    )
+    trial.holds(training, MatchesOracle(), RanksAgree())

@@ -1,0 +1,26 @@
+"""Models that round by themselves: what they round is no fault of the engine, and hides none of its own."""
+
+from __future__ import annotations
+
+import pytest
+
+from engine.contract import Plan
+from fixtures.autocast import AUTOCAST
+from fixtures.optimizers import SGD
+from harness.case import Schedule, Training
+from harness.ledger.agreement import RanksAgree
+from harness.parity import MatchesOracle
+from harness.pytest_trial import Trial
+from harness.worlds.sizes import SEVERAL
+
+
+@pytest.mark.prey("SumsInsteadOfAveraging", "KeepsOnlyTheLastMicrobatch")
+@pytest.mark.worlds(SEVERAL)
+def test_trains_a_model_under_autocast(trial: Trial) -> None:
+    training = Training(
+        problem=AUTOCAST,
+        optimizer=SGD,
+        plan=Plan(units=AUTOCAST.units),
+        schedule=Schedule(microbatches=2),
+    )
+    trial.holds(training, MatchesOracle(), RanksAgree())
