@@ -41,7 +41,7 @@ def _python(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def _pytest(folder: Path, text: str, *arguments: str) -> tuple[int, Run]:
-    """Run pytest with these expectations, a file of the smoke suite being all there is; gives its exit code and the run."""
+    """Run pytest with these expectations, one file being all there is; returns its exit code and the run."""
     file, out = folder / "known.toml", folder / "run"
     file.write_text(text)
     options = ["-q", "-pno:cacheprovider", "-p", "tests.smoke_is_all", "--world=threads:2"]

@@ -25,6 +25,9 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
+from heapq import nlargest
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -53,10 +56,11 @@ _Mode: Any = optional("torch.utils._python_dispatch:TorchDispatchMode")
 class _Seen(weakref.ref[torch.UntypedStorage]):
     """A weak reference that knows where its storage comes from, and whether the user holds it."""
 
-    __slots__ = ("is_users", "operator", "shape", "site")
+    __slots__ = ("is_users", "key", "operator", "shape", "site")
 
     def __init__(self, storage: torch.UntypedStorage) -> None:
         super().__init__(storage)  # type: ignore[call-arg]  # its stub knows __new__ alone
+        self.key = id(storage)
         self.shape: tuple[int, ...] = ()
         self.operator = ""
         self.site = call_site()
@@ -71,6 +75,7 @@ class Census:
         self._recorder = recorder
         self._seen: dict[int, _Seen] = {}  # by the storage's id, which another may have after its end
         self._counts: list[Count] = []
+        self._limit = -1  # what was explained at the last look
 
     @property
     def counts(self) -> tuple[Count, ...]:
@@ -95,19 +100,20 @@ class Census:
         """Count now; again, if there is more than explained, until what is let go late is gone."""
         if self.form is None:
             return
-        alive, limit = self._alive(), explained(self.form)
+        sizes = self._sizes()
+        if _total(sizes) > self._limit:
+            self._limit = explained(self.form)  # state may have grown since, or this is the first count
         for retry in range(_MAX_RETRIES):
-            if sum(map(_size, alive)) <= limit:
+            if _total(sizes) <= self._limit:
                 break
             if retry:
                 time.sleep(_RETRY_S)
             else:
                 gc.collect()
-            alive = self._alive()
-        pieces = sorted(map(_piece, alive), key=lambda piece: -piece.num_bytes)
-        num_bytes = sum(piece.num_bytes for piece in pieces)
-        largest = tuple(pieces[:_NUM_LARGEST])
-        self._counts.append(Count(step=step, moment=moment, num_bytes=num_bytes, largest=largest))
+            sizes = self._sizes()
+        largest = nlargest(_NUM_LARGEST, sizes, key=itemgetter(1))
+        pieces = tuple(_piece(seen, num_bytes) for seen, num_bytes in largest)
+        self._counts.append(Count(step=step, moment=moment, num_bytes=_total(sizes), largest=pieces))
 
     def _meet(self, tensor: torch.Tensor, operator: str) -> _Seen | None:
         if tensor.layout is not torch.strided or tensor.is_meta:
@@ -117,12 +123,14 @@ class Census:
         if seen is None or seen() is not storage:
             seen = _Seen(storage)
             seen.shape, seen.operator = tuple(tensor.shape), operator
-            self._seen[id(storage)] = seen
+            self._seen[seen.key] = seen
         return seen
 
-    def _alive(self) -> list[_Seen]:
-        self._seen = {key: seen for key, seen in self._seen.items() if seen() is not None}
-        return [seen for seen in self._seen.values() if not seen.is_users]
+    def _sizes(self) -> list[tuple[_Seen, int]]:
+        """Drop what has ended, and return the bytes of all else that is not the user's."""
+        alive = [(seen, storage.nbytes()) for seen in self._seen.values() if (storage := seen()) is not None]
+        self._seen = {seen.key: seen for seen, _ in alive}
+        return [(seen, num_bytes) for seen, num_bytes in alive if not seen.is_users]
 
 
 @contextmanager
@@ -151,12 +159,18 @@ class _CensusMode(_Mode or object):  # type: ignore[misc]  # a class of Any
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if any(hasattr(kind, "__tensor_flatten__") for kind in types):
+        if types and any(hasattr(kind, "__tensor_flatten__") for kind in types):
             return NotImplemented  # a wrapper, such as a DTensor, which comes back with the tensors inside it
         result = func(*args, **(kwargs or {}))
-        if not types and not is_inside_backend():
+        if not types and _makes_memory(func) and not is_inside_backend():
             self._census.made(result, func.__name__)
         return result
+
+
+@cache
+def _makes_memory(func: Any) -> bool:  # Any: an operator
+    """Whether its schema lets it return anything but views of its arguments, or its arguments."""
+    return any(returned.alias_info is None for returned in func._schema.returns)
 
 
 # Any: what an operator returns.
@@ -168,10 +182,9 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
             yield from _tensors(part)
 
 
-def _size(seen: _Seen) -> int:
-    storage = seen()
-    return 0 if storage is None else storage.nbytes()
+def _total(sizes: Iterable[tuple[_Seen, int]]) -> int:
+    return sum(num_bytes for _, num_bytes in sizes)
 
 
-def _piece(seen: _Seen) -> Piece:
-    return Piece(num_bytes=_size(seen), shape=seen.shape, operator=seen.operator, site=seen.site)
+def _piece(seen: _Seen, num_bytes: int) -> Piece:
+    return Piece(num_bytes=num_bytes, shape=seen.shape, operator=seen.operator, site=seen.site)
