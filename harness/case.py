@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from engine.contract import Accumulation, Capability, Plan
+from engine.contract import Accumulation, Capability, Layout, Plan
 from harness.script import Batch, EachMicrobatch, Script
 
 if TYPE_CHECKING:
@@ -126,6 +126,18 @@ class Resume:
     plan: Plan
 
 
+# With these the loop itself, and no layout, decides what is whole between steps.
+_KEEPS = frozenset(
+    {
+        Capability.UNIT_STATE,
+        Capability.UNIT_SYNC,
+        Capability.REPLICA_SYNC,
+        Capability.KEEP_AFTER_BACKWARD,
+        Capability.GRAPHS,
+    }
+)
+
+
 class Watch(Enum):
     """What is watched besides, at a price that not every case shall pay."""
 
@@ -156,6 +168,13 @@ class Training:
     def needs(self) -> frozenset[Capability]:
         """The capabilities without which the training cannot be run, those of the plan it resumes under included."""
         return self.plan.needs if self.resume is None else self.plan.needs | self.resume.plan.needs
+
+    @property
+    def is_counted(self) -> bool:
+        """Whether each rank's memory is counted after each step, and held against the plan's layout."""
+        is_sharded = self.plan.layout in {Layout.SHARD, Layout.HYBRID}
+        is_cut_by_others = self.plan.cut_axis is not None or self.plan.pipeline_stages > 1
+        return is_sharded and not is_cut_by_others and not (self.plan.needs & _KEEPS)
 
     def __post_init__(self) -> None:
         """Raise ValueError where the plan does not tell the engine what the training will ask of it."""

@@ -13,9 +13,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from engine.contract import Engine, Plan, PreparedModel, UnsupportedError
 from engine.registry import resolve
 from harness.case import LoopOrder, Training, Watch, ZeroGrad
+from harness.census.explained import Form, explained
+from harness.census.report import Moment
+from harness.census.taking import Census
 from harness.keep import observation_path
 from harness.ledger.entry import Phase
-from harness.lifetimes.watch import LifetimeWatch
 from harness.observation import Observation, StepObservation, digest, save_observation
 from harness.races.cuda_stand_in import cuda_stand_in
 from harness.rank_actor import RankActor, copied, copies
@@ -38,9 +40,10 @@ def drive_rank(context: RankContext, training: Training, engine: str) -> str | N
     is not raised: that would stop the other ranks, and whether they refuse too is what has to be seen.
     """
     adapter = resolve(engine)
+    census = Census(context.recorder) if training.is_counted else None
     try:
         with (
-            watching(training.watch, context.recorder, context.device.type) as watches,
+            watching(training.watch, context.recorder, context.device.type, census=census) as watches,
             cuda_stand_in() if adapter.insists_on_cuda and context.device.type == "cpu" else nullcontext(),
         ):
             repeats = range(training.schedule.repeats)
@@ -71,7 +74,7 @@ class _RefusedError(Exception):
 
 def _run(context: RankContext, training: Training, adapter: Engine, watches: Watches) -> Observation:
     torch.manual_seed(_RANK_SEED + context.rank)
-    prepared = _prepare(context, training, adapter, training.plan)
+    prepared = _prepare(context, training, adapter, training.plan, watches.census)
     with ExitStack() as stack:
         stack.enter_context(watching_units(prepared.named, training.plan.units, context.recorder))
         if Watch.UNITS in training.watch:
@@ -79,7 +82,9 @@ def _run(context: RankContext, training: Training, adapter: Engine, watches: Wat
         return train(prepared, training, context, adapter, watches)
 
 
-def _prepare(context: RankContext, training: Training, adapter: Engine, plan: Plan) -> PreparedModel:
+def _prepare(
+    context: RankContext, training: Training, adapter: Engine, plan: Plan, census: Census | None = None
+) -> PreparedModel:
     mesh = _mesh(context, plan)
     data = mesh if mesh.mesh_dim_names == plan.data_axes else mesh[plan.data_axes]
     try:
@@ -90,6 +95,8 @@ def _prepare(context: RankContext, training: Training, adapter: Engine, plan: Pl
         model = training.problem.build().to(context.device)
         if plan.cut_axis is not None and training.problem.parallelize is not None:
             training.problem.parallelize(model, mesh[plan.cut_axis])
+        if census is not None:
+            census.form = Form.of(model, training)
         return adapter.prepare(model, plan, data)
     except _REFUSALS as refusal:
         raise _RefusedError(f"{type(refusal).__name__}: {refusal}") from refusal
@@ -110,7 +117,7 @@ def train(
     if training.convert is not None:
         prepared.convert(training.convert)
     prepared.optimizer(training.optimizer)
-    loop = _Loop(prepared, training, context, None if watches is None else watches.lifetimes)
+    loop = _Loop(prepared, training, context, watches)
     with recorder.during(Phase.OBSERVE):
         initial = copies(prepared.local_parameters())
     steps = []
@@ -128,6 +135,7 @@ def train(
             buffers=copies(loop.prepared.local_buffers()),
             ledger=recorder.ledger(),
             cut=loop.prepared.cut,
+            counts=() if watches is None or watches.census is None else watches.census.counts,
         )
 
 
@@ -139,12 +147,14 @@ class _Loop:
         prepared: PreparedModel,
         training: Training,
         context: RankContext,
-        lifetimes: LifetimeWatch | None,
+        watches: Watches | None,
     ) -> None:
         self.prepared = prepared
         self._training = training
         self._context = context
-        self._lifetimes = lifetimes
+        self._watches = watches
+        self._lifetimes = None if watches is None else watches.lifetimes
+        self._census = None if watches is None else watches.census
         self._inputs = hashlib.sha256()
 
     @property
@@ -161,7 +171,7 @@ class _Loop:
     def step(self, step: int) -> StepObservation:
         """Play the script, read gradients, update, read parameters."""
         prepared, recorder, schedule = self.prepared, self._context.recorder, self._training.schedule
-        actor = RankActor(prepared, self._training, self._context, step, self._inputs, self._lifetimes)
+        actor = RankActor(prepared, self._training, self._context, step, self._inputs, self._watches)
         self._meet(step)
         with recorder.during(Phase.BETWEEN, step=step):
             if isinstance(prepared, _TakesSteps):
@@ -182,8 +192,10 @@ class _Loop:
             if schedule.order is LoopOrder.ZERO_THEN_STEP:
                 self._zero_grad(step)
             prepared.step()
+            self._count(actor, Moment.STEPPED)
             if schedule.order is LoopOrder.STEP_THEN_ZERO:
                 self._zero_grad(step)
+            self._count(actor, Moment.CLEARED)
             if self._lifetimes is not None:
                 self._lifetimes.end_step()
         with recorder.during(Phase.OBSERVE, step=step):
@@ -196,6 +208,17 @@ class _Loop:
             facts=tuple(actor.tape.facts),
             snapshots=actor.tape.snapshots,
         )
+
+    def _count(self, actor: RankActor, moment: Moment) -> None:
+        if self._census is not None and actor.is_at_rest:
+            with self._context.recorder.during(Phase.OBSERVE, step=actor.step):
+                self._census.take(actor.step, moment, self._explained)
+
+    def _explained(self, form: Form) -> int:
+        """Add up what the layout explains, and what the engine shows of optimizer state; the law trusts no engine."""
+        state = sum(shard.tensor.nbytes for shard in self.prepared.local_optimizer_state().values())
+        size, cut = self._context.size, self.prepared.cut
+        return explained(form, self._training, size, cut=cut, state=state).num_bytes
 
     def _meet(self, step: int) -> None:
         if self._lifetimes is not None:

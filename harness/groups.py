@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from math import prod
+from math import lcm, prod
 
 from torch import nn
 
-from engine.contract import Roots
+from engine.contract import Layout, Plan, Roots
 from harness.case import Training
 
-__all__ = ["ROOT", "Group", "groups_of"]
+__all__ = ["ROOT", "Group", "chunked_numel", "groups_in", "groups_of", "num_shares_of"]
 
 ROOT = ""  # the unit of what no other unit takes
 
@@ -52,7 +52,7 @@ def groups_of(training: Training) -> tuple[Group, ...]:
         plan.roots,
     )  # a name stands for one problem everywhere
     if key not in _known:
-        _known[key] = tuple(_groups(training))
+        _known[key] = groups_in(training.problem.build(), plan)
     return _known[key]
 
 
@@ -60,8 +60,36 @@ def groups_of(training: Training) -> tuple[Group, ...]:
 _known: dict[tuple[object, ...], tuple[Group, ...]] = {}
 
 
-def _groups(training: Training) -> Iterator[Group]:
-    plan, model = training.plan, training.problem.build()
+def groups_in(model: nn.Module, plan: Plan) -> tuple[Group, ...]:
+    """Group the parameters of a model that no engine has prepared yet, as `groups_of` does."""
+    return tuple(_groups(model, plan))
+
+
+def num_shares_of(plan: Plan, world_size: int) -> int:
+    """Return over how many ranks the plan shards each parameter; raises ValueError for `Layout.NATIVE`."""
+    match plan.layout:
+        case Layout.SHARD:
+            return world_size
+        case Layout.HYBRID:
+            return plan.axes(world_size)[-1].size
+        case Layout.REPLICATE:
+            return 1
+        case Layout.NATIVE:
+            raise ValueError("num_shares_of: expected a plan that names a layout, got Layout.NATIVE")
+
+
+def chunked_numel(groups: Iterable[Group], num_shares: int) -> int:
+    """Return the most elements that a rank's stretches of all groups can have; see [Note: chunks]."""
+    most = 0
+    for group in groups:
+        chunk = lcm(*(max(1, prod(shape[1:])) for shape in group.shapes))
+        sizes = [prod(shape) for shape in group.shapes]
+        laid = sum(size + max(0, min(chunk, size) - 1) for size in sizes)
+        most += min(sum(sizes), chunk * -(-laid // (num_shares * chunk)))
+    return most
+
+
+def _groups(model: nn.Module, plan: Plan) -> Iterator[Group]:
     names = {parameter: name for name, parameter in model.named_parameters()}
     taken = {model.get_parameter(name) for name in plan.ignored}
     # With several roots nobody owns what is outside of them.

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from math import lcm, prod
+from math import prod
 
-from engine.contract import Cut, Layout, Shard
-from harness.groups import groups_of
+from engine.contract import Cut, Shard
+from harness.groups import chunked_numel, groups_of, num_shares_of
 from harness.law import Evidence, Ruling, rule
 
 __all__ = ["HoldsItsShare"]
@@ -53,15 +53,7 @@ def _held(evidence: Evidence) -> str:
 
 
 def _num_shares(evidence: Evidence) -> int:
-    match evidence.training.plan.layout:
-        case Layout.SHARD:
-            return evidence.world_size
-        case Layout.HYBRID:
-            return evidence.training.plan.axes(evidence.world_size)[-1].size
-        case Layout.REPLICATE:
-            return 1
-        case Layout.NATIVE:
-            raise ValueError("HoldsItsShare: expected a plan that names a layout, got Layout.NATIVE")
+    return num_shares_of(evidence.training.plan, evidence.world_size)
 
 
 def _has_flat_pieces(evidence: Evidence) -> bool:
@@ -126,14 +118,7 @@ def _is_in_chunks(evidence: Evidence) -> bool:
 
 
 def _chunked_numel(evidence: Evidence) -> int:
-    """Give the most elements that a rank's stretches of all groups can have; see [Note: chunks]."""
-    most, num_shares = 0, _num_shares(evidence)
-    for group in groups_of(evidence.training):
-        chunk = lcm(*(max(1, prod(shape[1:])) for shape in group.shapes))
-        sizes = [prod(shape) for shape in group.shapes]
-        laid = sum(size + max(0, min(chunk, size) - 1) for size in sizes)
-        most += min(sum(sizes), chunk * -(-laid // (num_shares * chunk)))
-    return most
+    return chunked_numel(groups_of(evidence.training), _num_shares(evidence))
 
 
 def _astray(evidence: Evidence) -> Iterator[str]:

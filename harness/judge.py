@@ -9,6 +9,7 @@ from typing import assert_never
 from engine.contract import Capability
 from harness.autopsy import Autopsy
 from harness.case import Case, Refusal, Training, Watch
+from harness.census.law import MemoryIsExplained
 from harness.inquest import TRANSPORT_ERRORS, hold_inquest
 from harness.keep import Kept
 from harness.law import Evidence, Law, Ruling
@@ -82,7 +83,8 @@ def judge(
 
 def implied(training: Training) -> tuple[Law, ...]:
     """Give the laws that hold of every training, and those of what it is watched for, whatever a case asks."""
-    return (*_IMPLIED, *(law for watch, law in _IMPLIED_BY.items() if watch in training.watch))
+    watched = (law for watch, law in _IMPLIED_BY.items() if watch in training.watch)
+    return (*_IMPLIED, *((MemoryIsExplained(),) if training.is_counted else ()), *watched)
 
 
 def _judge_refusal(undeclared: Set[Capability], kept: Kept) -> Judgement:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.contract import Cut, Shard
+from harness.census.report import Count, counts_from_json, counts_to_json
 from harness.errors import UsageError
 from harness.ledger.course import Course
 from harness.ledger.entry import Ledger
@@ -60,7 +61,7 @@ class Observation:
     ``repeat_digests`` are hashes of all that each of the repeated trainings observed. ``race_report`` is what the
     watch over streams found in all of them, and ``lifetime_report`` what that over memory saw; None where there
     was none. ``course`` is empty where a training was kept before there was one. ``cut`` is what the engine says of
-    its flat pieces.
+    its flat pieces. ``counts`` is the census, empty where none was taken.
     """
 
     rank: int
@@ -75,6 +76,7 @@ class Observation:
     lifetime_report: LifetimeReport | None = None
     course: Course = ()
     cut: Cut = Cut.EVENLY
+    counts: tuple[Count, ...] = ()
 
 
 def save_observation(observation: Observation, path: Path) -> None:
@@ -98,6 +100,7 @@ def save_observation(observation: Observation, path: Path) -> None:
         "buffers": _pack(observation.buffers),
         "repeat_digests": observation.repeat_digests,
         "cut": observation.cut.name,
+        "counts": counts_to_json(observation.counts),
         "race_report": observation.race_report and report_to_json(observation.race_report),
         "lifetime_report": observation.lifetime_report
         and lifetimes.report_to_json(observation.lifetime_report),
@@ -167,6 +170,7 @@ def load_observation(path: Path, ledger: Ledger, course: Course = ()) -> Observa
         ledger=ledger,
         course=course,
         cut=Cut[plain.get("cut", Cut.EVENLY.name)],  # kept before an engine could say
+        counts=counts_from_json(plain.get("counts", ())),  # kept before there was a census
     )
 
 

@@ -16,10 +16,10 @@ from harness.case import Training
 from harness.draws import Seeds
 from harness.errors import EngineError
 from harness.ledger.entry import Phase
-from harness.lifetimes.watch import LifetimeWatch
 from harness.loss import loss_weight
 from harness.observation import Fact
 from harness.script import Actor, Batch, Bench, Evaluation
+from harness.watching import Watches
 from harness.worlds.rank import RankContext
 
 __all__ = ["RankActor", "Tape", "copied", "copies"]
@@ -50,7 +50,7 @@ class RankActor(Actor):
         context: RankContext,
         step: int,
         inputs: Any,
-        lifetimes: LifetimeWatch | None = None,
+        watches: Watches | None = None,
     ) -> None:
         self.step = step
         self.num_microbatches = training.schedule.microbatches
@@ -60,7 +60,9 @@ class RankActor(Actor):
         self._training = training
         self._context = context
         self._inputs = inputs  # hashlib's object, whose type has no public name
-        self._lifetimes = lifetimes
+        self._lifetimes = None if watches is None else watches.lifetimes
+        self._census = None if watches is None else watches.census
+        self.is_at_rest = True  # whether no forward waits for its backward, as that of an evaluation does
         self._batches: dict[int, Batch] = {}
         self._data_rank = training.plan.data_rank(context.rank, context.size)
         self._seeds = Seeds(step=step, rank=self._data_rank)
@@ -86,6 +88,7 @@ class RankActor(Actor):
     def forward(self, microbatch: int, *inputs: Any, part: str = "") -> Any:
         """Call the prepared model, or the part."""
         self._seeds.begin(microbatch, self._context.device.type)
+        self.is_at_rest = False
         with self._during(Phase.FORWARD, microbatch):
             output = self._prepared.part(part)(*inputs) if part else self._prepared(*inputs)
         self.hold("an output", output)
@@ -103,6 +106,7 @@ class RankActor(Actor):
         """Have the prepared model run it."""
         with self._during(Phase.BACKWARD, microbatch):
             self._prepared.backward(loss)
+        self.is_at_rest = True
         if is_counted:
             self._keep(loss)
 
@@ -110,6 +114,7 @@ class RankActor(Actor):
         """Have the prepared model run it."""
         with self._during(Phase.BACKWARD, microbatch):
             self._prepared.backward_of_branch(loss)
+        self.is_at_rest = True
         self._keep(loss)
 
     def evaluate(self, microbatch: int, how: Evaluation = Evaluation.NO_GRAD) -> None:
@@ -146,10 +151,13 @@ class RankActor(Actor):
         self.tape.facts.append(Fact(moment="", subject=subject, value=str(value)))
 
     def hold(self, name: str, *tensors: Any) -> None:
-        """Tell the watch over memory, if there is one, of those that are tensors."""
+        """Pass those that are tensors to the watches over memory."""
+        held = [tensor for tensor in tensors if isinstance(tensor, torch.Tensor)]
+        if self._census is not None:
+            self._census.holds(held)
         if self._lifetimes is not None:
             with self._context.recorder.during(Phase.OBSERVE, step=self.step):
-                self._lifetimes.holds(name, (t for t in tensors if isinstance(t, torch.Tensor)))
+                self._lifetimes.holds(name, held)
 
     def bench(self) -> Bench:
         """Name this rank and the engine's interface."""

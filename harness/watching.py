@@ -7,6 +7,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
 from harness.case import Watch
+from harness.census.taking import Census, counting
 from harness.ledger.recorder import Recorder
 from harness.lifetimes.watch import LifetimeWatch
 from harness.memory.witnesses import witnessed
@@ -22,14 +23,17 @@ class Watches:
 
     races: RaceWatch | None = None
     lifetimes: LifetimeWatch | None = None
+    census: Census | None = None
 
 
 @contextmanager
-def watching(asked: frozenset[Watch], recorder: Recorder, device_type: str = "cpu") -> Iterator[Watches]:
+def watching(
+    asked: frozenset[Watch], recorder: Recorder, device_type: str = "cpu", *, census: Census | None = None
+) -> Iterator[Watches]:
     """Watch what the calling thread's rank does to memory, and on which streams of a device, until exit."""
     streams = watched_streams(recorder, device_type) if Watch.RACES in asked else nullcontext()
     lifetimes = LifetimeWatch(recorder) if Watch.LIFETIMES in asked else None
-    with streams as races:
+    with streams as races, counting(census):
         witnesses = [watch for watch in (races, lifetimes) if watch is not None]
         with witnessed(*witnesses):
-            yield Watches(races=races, lifetimes=lifetimes)
+            yield Watches(races=races, lifetimes=lifetimes, census=census)

@@ -1,4 +1,4 @@
-"""A pytest plugin: as if the smoke suite were all the cases that there are."""
+"""A pytest plugin: as if one file of the smoke suite held all the cases that there are."""
 
 from __future__ import annotations
 

@@ -19,6 +19,7 @@ __all__ = [
     "ReducesAsComputedUnasked",
     "RefusesOnOneRank",
     "ReplicatesInsteadOfSharding",
+    "ShowsSlicesOfWholes",
 ]
 
 
@@ -69,6 +70,29 @@ class CallsTheWholeItsChunks(ReplicatesInsteadOfSharding):
     prepared_type = _PreparedClaimant
 
 
+class _PreparedSlices(PreparedDdp):
+    """Shows this rank's rows of everything that it holds whole."""
+
+    def local_parameters(self) -> Mapping[str, Shard]:
+        return {name: _rows(shard) for name, shard in super().local_parameters().items()}
+
+    def local_gradients(self) -> Mapping[str, Shard | None]:
+        return {name: shard and _rows(shard) for name, shard in super().local_gradients().items()}
+
+    def local_optimizer_state(self) -> Mapping[str, Shard]:
+        return {name: _rows(shard) for name, shard in super().local_optimizer_state().items()}
+
+
+class ShowsSlicesOfWholes(ReplicatesInsteadOfSharding):
+    """Declares that it shards, replicates parameters, gradients and state, and shows slices of them.
+
+    After facebookresearch/fairscale#1050: sharded training took as much memory as replicated training.
+    """
+
+    name = "mutant.ShowsSlicesOfWholes"
+    prepared_type = _PreparedSlices
+
+
 class ReducesAsComputedUnasked(ReferenceEngine):
     """Declares that gradients are reduced in the parameters' own dtype, and reduces them in the compute dtype.
 
@@ -95,6 +119,16 @@ class RefusesOnOneRank(DistributedDataParallelEngine):
         if dist.get_rank() == 0 and any(p.dim() == 0 or p.numel() == 0 for p in model.parameters()):
             prepared.module.register_forward_pre_hook(_refuse)
         return prepared
+
+
+def _rows(whole: Shard) -> Shard:
+    if not whole.global_shape:
+        return whole
+    num_rows, rank = whole.global_shape[0], dist.get_rank()
+    chunk = -(-num_rows // dist.get_world_size())
+    start, end = min(num_rows, rank * chunk), min(num_rows, (rank + 1) * chunk)
+    offsets = (start, *whole.offsets[1:])
+    return Shard(tensor=whole.tensor[start:end], offsets=offsets, global_shape=whole.global_shape)
 
 
 def _refuse(*_: object) -> None:

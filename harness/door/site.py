@@ -29,7 +29,9 @@ _PASSAGE = (
     "torch/utils/_python_dispatch.py",
     "torch/utils/_device.py",
 )
-_PASSAGE_OF_OURS = tuple(str(_OURS / part) for part in ("door", "worlds", "memory", "races", "lifetimes"))
+_PASSAGE_OF_OURS = tuple(
+    str(_OURS / part) for part in ("door", "worlds", "memory", "races", "lifetimes", "census")
+)
 _OF_PYTHON = ("contextlib.py", "threading.py", "typing_extensions.py")
 _NOWHERE = "outside Python"
 

@@ -29,6 +29,14 @@ MUTANTS: tuple[Mutant, ...] = (
         trace=Trace.COMMUNICATION,
     ),
     Mutant(
+        name="ShowsSlicesOfWholes",
+        engine_spec="engine.mutants.honesty:ShowsSlicesOfWholes",
+        sin="every rank holds everything whole, and shows slices",
+        thread="facebookresearch/fairscale#1050",
+        kills_on=Condition(plan=Plan(layout=Layout.SHARD), because="one rank's share is the whole"),
+        trace=Trace.STATE,
+    ),
+    Mutant(
         name="AcceptsEveryPlan",
         engine_spec="engine.mutants.honesty:AcceptsEveryPlan",
         sin="plans beyond the declared capabilities are accepted without a word",

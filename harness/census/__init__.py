@@ -1,0 +1,1 @@
+"""The census: how many bytes each rank holds between steps, and how many the plan's layout explains."""

@@ -1,0 +1,67 @@
+"""What a census counted on one rank, as plain values; how it travels as JSON. No torch here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from typing import Any
+
+__all__ = ["Count", "Moment", "Piece", "counts_from_json", "counts_to_json"]
+
+
+class Moment(StrEnum):
+    """When the memory was counted."""
+
+    STEPPED = "after the optimizer step"
+    CLEARED = "after zero_grad"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """One storage: its bytes now, and the shape, operator and call site of the first tensor seen in it."""
+
+    num_bytes: int
+    shape: tuple[int, ...]
+    operator: str
+    site: str
+
+    def __str__(self) -> str:
+        return f"{self.num_bytes} bytes of shape {list(self.shape)} from {self.operator} at {self.site}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Count:
+    """All memory that a rank holds at one moment of a step, and the largest pieces of it."""
+
+    step: int
+    moment: Moment
+    num_bytes: int
+    largest: tuple[Piece, ...]
+
+
+# Any: JSON.
+def counts_to_json(counts: Iterable[Count]) -> list[dict[str, Any]]:
+    """Write counts in JSON's own types."""
+    return [asdict(count) for count in counts]
+
+
+def counts_from_json(plain: Iterable[dict[str, Any]]) -> tuple[Count, ...]:
+    """Read what `counts_to_json` wrote."""
+    return tuple(
+        Count(
+            step=count["step"],
+            moment=Moment(count["moment"]),
+            num_bytes=count["num_bytes"],
+            largest=tuple(
+                Piece(
+                    num_bytes=piece["num_bytes"],
+                    shape=tuple(piece["shape"]),
+                    operator=piece["operator"],
+                    site=piece["site"],
+                )
+                for piece in count["largest"]
+            ),
+        )
+        for count in plain
+    )

@@ -1,0 +1,27 @@
+"""The least that an engine must do which declares that it shards: hold its share, and no more."""
+
+from __future__ import annotations
+
+import pytest
+
+from engine.contract import Layout, Plan
+from fixtures.optimizers import ADAMW
+from fixtures.problems import MLP_EVEN
+from harness.case import Training
+from harness.census.law import MemoryIsExplained
+from harness.holdings import HoldsItsShare
+from harness.ledger.agreement import RanksAgree
+from harness.parity import MatchesOracle
+from harness.pytest_trial import Trial
+from harness.worlds.sizes import SEVERAL
+
+
+@pytest.mark.rows("T08", "R06")
+@pytest.mark.prey("ReplicatesInsteadOfSharding", "CallsTheWholeItsChunks", "ShowsSlicesOfWholes")
+@pytest.mark.prey("KeepsTheModelInAClosure", "KeepsTheModelOnTheLastRank", "KeepsWholesAfterTheFirstStep")
+@pytest.mark.prey("CutsGradientsFromWholeBuffers", "CutsStateFromWholeBuffers", "AveragesWholeParameters")
+@pytest.mark.worlds(SEVERAL)
+def test_holds_its_share(trial: Trial) -> None:
+    plan = Plan(layout=Layout.SHARD, units=MLP_EVEN.units)
+    training = Training(problem=MLP_EVEN, optimizer=ADAMW, plan=plan)
+    trial.holds(training, MatchesOracle(), HoldsItsShare(), MemoryIsExplained(), RanksAgree())

@@ -1,0 +1,221 @@
+"""The census: what it counts, what it leaves out, and what the closed form of a sharded layout explains."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+
+from engine.contract import Capability, Cut, Layout, Plan, Replicas
+from fixtures.hoarding import HOARD
+from fixtures.optimizers import ADAMW, SGD
+from fixtures.problems import MLP_EVEN, MLP_UNEVEN
+from harness.case import Problem, Resume, Schedule, Training
+from harness.census.explained import StateTensor, explained, form_of, state_bytes
+from harness.census.law import MemoryIsExplained
+from harness.census.report import Count, Moment, Piece, counts_from_json, counts_to_json
+from harness.census.taking import Census, counting
+from harness.judge import implied
+from harness.law import Evidence, Ruling
+from harness.ledger.entry import Phase
+from harness.ledger.recorder import Recorder
+from harness.oracle import OracleObservation, run_oracle
+from tests.simulated_engine import simulate
+
+SHARD = Plan(layout=Layout.SHARD)
+NUMEL_EVEN = 32 * 16 + 32 + 32 * 32 + 32 + 8 * 32 + 8
+FLOAT = 4
+
+
+# Taking -----------------------------------------------------------------------------------------------------
+
+
+def _taken(census: Census, limit: int = 1 << 30) -> Count:
+    census.form = form_of(_training())
+    census.take(0, Moment.STEPPED, lambda _: limit)
+    return census.counts[-1]
+
+
+def test_counts_what_operators_made_wherever_it_is_kept() -> None:
+    census, recorder = _census()
+    with counting(census):
+        in_a_closure = (lambda kept: lambda: kept)(torch.zeros(16))
+        view_alone = torch.ones(8, 8)[0]
+        torch.zeros(1024)  # let go at once
+    count = _taken(census)
+    assert count.num_bytes == (16 + 64) * FLOAT
+    assert [piece.shape for piece in count.largest] == [(8, 8), (16,)]
+    assert "test_census.py" in count.largest[0].site
+    assert in_a_closure().numel() + view_alone.numel() == 16 + 8
+    assert recorder.place.phase is Phase.PREPARE
+
+
+def test_leaves_out_what_the_user_holds_and_what_observing_makes() -> None:
+    census, recorder = _census()
+    with counting(census):
+        batch = torch.zeros(16)
+        census.holds([batch])
+        with recorder.during(Phase.OBSERVE):
+            copy = batch.clone()
+    assert _taken(census).num_bytes == 0
+    assert copy.numel() == batch.numel()
+
+
+def test_counts_a_storage_as_large_as_it_is_now() -> None:
+    census, _ = _census()
+    with counting(census):
+        gathered = torch.zeros(256)
+        gathered.untyped_storage().resize_(0)
+    assert _taken(census).num_bytes == 0
+
+
+def test_waits_for_what_only_a_cycle_keeps() -> None:
+    census, _ = _census()
+    with counting(census):
+        cycle: list[object] = [torch.zeros(256)]
+        cycle.append(cycle)
+        del cycle
+    assert _taken(census, limit=0).num_bytes == 0
+
+
+def test_what_is_there_to_stay_is_counted_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("harness.census.taking._RETRY_S", 0.0)
+    census, _ = _census()
+    with counting(census):
+        kept = torch.zeros(256)
+    assert _taken(census, limit=0).num_bytes == kept.nbytes
+
+
+def test_compiled_functions_stay_compiled() -> None:
+    from torch.utils._python_dispatch import is_in_any_mode_without_ignore_compile_internals
+
+    census, _ = _census()
+    with counting(census):
+        assert not is_in_any_mode_without_ignore_compile_internals()
+
+
+def _census() -> tuple[Census, Recorder]:
+    recorder = Recorder()
+    return Census(recorder), recorder
+
+
+# What a layout explains -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_even_shares_are_explained_to_within_the_alignment(num_ranks: int) -> None:
+    training = _training()
+    found = explained(form_of(training), training, num_ranks, cut=Cut.EVENLY, state=0)
+    share = NUMEL_EVEN * FLOAT // num_ranks
+    num_parameters, num_groups = 6, 1
+    slack = num_parameters * (12 // num_ranks + FLOAT) + num_groups * (num_ranks - 1) * FLOAT
+    assert share <= found.parameters <= share + slack
+    assert found.gradients == found.parameters
+    assert (found.state, found.whole) == (0, 0)
+
+
+def test_a_hybrid_layout_is_explained_by_the_ranks_of_one_replica() -> None:
+    hybrid = _training(plan=Plan(layout=Layout.HYBRID, replicas=Replicas.TWO))
+    pair = explained(form_of(_training()), _training(), 2, cut=Cut.EVENLY, state=0)
+    assert explained(form_of(hybrid), hybrid, 4, cut=Cut.EVENLY, state=0) == pair
+
+
+def test_state_is_shared_like_its_parameter_and_other_state_is_whole() -> None:
+    training = _training()
+    moment = StateTensor(parameter="layers.0.weight", shape=(32, 16), bytes_per_element=FLOAT)
+    step = replace(moment, shape=())
+    stranger = replace(moment, shape=(32,))
+    found = state_bytes(form_of(training), training, 2, cut=Cut.EVENLY, state=[moment, step, stranger])
+    least = 32 * 16 * FLOAT // 2 + FLOAT + 32 * FLOAT
+    assert least <= found <= least * 1.05
+
+
+def test_buffers_and_ignored_parameters_are_whole() -> None:
+    training = _training(HOARD, Plan(layout=Layout.SHARD, ignored=HOARD.idle))
+    model = HOARD.build()
+    ignored = sum(model.get_parameter(name).nbytes for name in HOARD.idle)
+    found = explained(form_of(training), training, 2, cut=Cut.EVENLY, state=0)
+    assert found.whole == sum(b.nbytes for b in model.buffers()) + 2 * ignored
+
+
+# The law ----------------------------------------------------------------------------------------------------
+
+
+def _training(problem: Problem = MLP_EVEN, plan: Plan = SHARD, steps: int = 1) -> Training:
+    return Training(problem=problem, optimizer=SGD, plan=plan, schedule=Schedule(steps=steps))
+
+
+@cache
+def _oracle() -> OracleObservation:
+    return run_oracle(_training(), 2)
+
+
+def _ruling(*of_ranks: int, training: Training | None = None, step: int = 0) -> Ruling:
+    """Judge ranks that held so many bytes after the step."""
+    training = training or _training()
+    piece = Piece(num_bytes=4096, shape=(32, 32), operator="clone", site="engine.py:1 in keep")
+    ranks = tuple(
+        replace(
+            seen,
+            counts=(Count(step=step, moment=Moment.STEPPED, num_bytes=num_bytes, largest=(piece,)),),
+        )
+        for seen, num_bytes in zip(simulate(training, 2), of_ranks, strict=True)
+    )
+    evidence = Evidence(training=training, world_size=2, ranks=ranks, oracle=_oracle())
+    return MemoryIsExplained().judge(evidence)
+
+
+SHARES = 3 * NUMEL_EVEN * FLOAT // 2  # parameters, gradients and momentum on one of two ranks
+
+
+def test_a_share_of_everything_is_explained() -> None:
+    assert _ruling(SHARES, SHARES).record.held
+
+
+@pytest.mark.parametrize("extra", [NUMEL_EVEN * FLOAT // 2, NUMEL_EVEN * FLOAT], ids=["half", "whole"])
+def test_more_on_one_rank_is_told_with_its_largest_pieces(extra: int) -> None:
+    record = _ruling(SHARES, SHARES + extra).record
+    assert not record.held
+    assert record.summary.startswith("rank 1, step 0, after the optimizer step: expected at most ")
+    assert f"got {SHARES + extra} bytes" in record.summary
+    assert "4096 bytes of shape [32, 32] from clone at engine.py:1 in keep" in record.summary
+
+
+def test_after_a_handover_the_loop_holds_two_models() -> None:
+    resumed = replace(
+        _training(plan=replace(SHARD, demands=frozenset({Capability.STATE})), steps=2),
+        resume=Resume(after_steps=1, plan=SHARD),
+    )
+    assert not _ruling(2 * SHARES, 2 * SHARES, training=resumed).record.held
+    assert _ruling(2 * SHARES, 2 * SHARES, training=resumed, step=1).record.held
+
+
+def test_observations_without_a_census_are_told_as_such() -> None:
+    training = _training()
+    evidence = Evidence(training=training, world_size=2, ranks=simulate(training, 2), oracle=_oracle())
+    record = MemoryIsExplained().judge(evidence).record
+    assert record.held
+    assert record.summary.startswith("not counted")
+
+
+@pytest.mark.parametrize(
+    ("plan", "is_asked"),
+    [
+        (SHARD, True),
+        (Plan(layout=Layout.HYBRID), True),
+        (Plan(), False),
+        (Plan(layout=Layout.REPLICATE), False),
+        (replace(SHARD, demands=frozenset({Capability.UNIT_STATE})), False),
+    ],
+)
+def test_every_training_with_a_sharded_layout_is_held_to_it(plan: Plan, is_asked: bool) -> None:
+    training = Training(problem=MLP_UNEVEN, optimizer=ADAMW, plan=plan)
+    assert (MemoryIsExplained() in implied(training)) is is_asked
+
+
+def test_counts_travel_as_json() -> None:
+    piece = Piece(num_bytes=8, shape=(2,), operator="clone", site="here")
+    counts = (Count(step=1, moment=Moment.CLEARED, num_bytes=8, largest=(piece,)),)
+    assert counts_from_json(counts_to_json(counts)) == counts
