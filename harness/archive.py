@@ -14,6 +14,8 @@ from harness.aside import aside
 from harness.case import Training, Watch
 from harness.cell import Cell
 from harness.drive import drive_rank
+from harness.engine_description import EngineDescription, describe, keep_description, load_description
+from harness.errors import UnreadableError
 from harness.exploration import Scheduled, explore, load_schedules
 from harness.keep import keep_result
 from harness.oracle import OracleObservation, run_oracle
@@ -57,6 +59,28 @@ class Archive:
             Path(self._source.folder.name) / self._folder(cell, training).relative_to(self._source.folder)
         )
 
+    @property
+    def is_replay(self) -> bool:
+        """Whether observations are only read again."""
+        return self._source.is_replay
+
+    def engine(self, training: Training, cell: Cell) -> EngineDescription:
+        """Ask the engine what it declares, or read what it declared when it was observed.
+
+        Raises UnreadableError where nothing was observed that can be read.
+        """
+        if not self._source.is_replay:
+            return describe(cell.engine)
+        for asked in (training, unexercised(training)):
+            if (folder := self._folder(cell, asked)).is_dir():
+                return load_description(folder)
+        raise UnreadableError(
+            "observations",
+            expected=f"those of {cell.engine} in {cell.world}",
+            got="none are kept",
+            hint="running the case again",
+        )
+
     def holds(self, training: Training, cell: Cell) -> bool:
         """Say whether a training can be told of: always, unless observations are only read again."""
         return not self._source.is_replay or self._folder(cell, training).exists()
@@ -94,6 +118,7 @@ class Archive:
 
     def _launch(self, training: Training, cell: Cell, seeds: Iterable[int], folder: Path) -> None:
         require(*_features(training, cell))
+        keep_description(describe(cell.engine), folder)
         job = (drive_rank, training, cell.engine)
         # Starting ranks is cheap on the CPU, where a fresh world per case shares nothing; on CUDA it is dear.
         if cell.world.device == "cpu":

@@ -13,8 +13,7 @@ from harness.case import Case, Training, Watch
 from harness.cell import Cell
 from harness.diagnosis import NOT_FINITE
 from harness.effort import Effort
-from harness.engine_description import describe
-from harness.errors import UsageError
+from harness.errors import UnreadableError, UsageError
 from harness.judge import Judgement, judge
 from harness.ledger.summary import summarize
 from harness.oracle import OracleObservation
@@ -43,18 +42,21 @@ class TrialSession:
         self._archive = Archive(source)
 
     def run(self, case: Case, cell: Cell, *, suite: str, command: str) -> Record:
-        """Judge one case in one cell; our own errors become the verdict ERRORED, the caller's are raised."""
+        """Judge one case in one cell; our own errors become the verdict ERRORED, the caller's are raised.
+
+        Raises UnreadableError if observations are only read again, and these cannot be read.
+        """
         started = time.monotonic()
-        engine = describe(cell.engine)
         training = self._effort.applied(case.training)
+        engine = self._archive.engine(training, cell)
         case = replace(case, training=training)
         if not training.needs <= engine.capabilities:
             training = unexercised(training)  # what it would call plays no part in whether a plan is refused
         try:
             found = self._judged(case, training, cell, engine.capabilities)
-        except UsageError:
-            raise
         except Exception as error:  # whatever breaks here is ours, and must not stop the other cases
+            if isinstance(error, UsageError) and not self._is_fresh(error):
+                raise
             headline = f"{type(error).__name__}: {error}\n{traceback.format_exc()}"
             found = _Judged(
                 judgement=Judgement(verdict=Verdict.ERRORED, headline=headline), seed=self._effort.seed
@@ -77,6 +79,10 @@ class TrialSession:
             command=" ".join((command, *self._effort.options(found.seed))),
             duration_s=round(time.monotonic() - started, 4),
         )
+
+    def _is_fresh(self, error: UsageError) -> bool:
+        """Whether a file that cannot be read was written by this session."""
+        return isinstance(error, UnreadableError) and not self._archive.is_replay
 
     def close(self) -> None:
         """End pooled worlds."""
