@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from engine.contract import Plan
-from harness.aside import aside
 from harness.case import Training, Watch
 from harness.cell import Cell
 from harness.drive import drive_rank
@@ -18,7 +17,8 @@ from harness.engine_description import EngineDescription, describe, keep_descrip
 from harness.errors import UnreadableError
 from harness.exploration import Scheduled, explore, load_schedules
 from harness.keep import keep_result
-from harness.oracle import OracleObservation, run_oracle
+from harness.oracle import OracleObservation
+from harness.oracle_answer import ask_oracle
 from harness.script import EachMicrobatch
 from harness.scripts.exercise import Exercise
 from harness.torch_compat.private_names import Feature, require
@@ -96,8 +96,8 @@ class Archive:
             self._kept[folder] = load_schedules(folder)
         return self._kept[folder]
 
-    def oracle(self, training: Training, world_size: int) -> OracleObservation:
-        """Give what one process makes of the data of so many ranks."""
+    def oracle(self, training: Training, world_size: int, *, limit_s: float) -> OracleObservation:
+        """Return what one process makes of the data of so many ranks."""
         # The engine and most of the plan change neither what is right nor the noise around it.
         arithmetic = replace(
             unexercised(training),
@@ -108,7 +108,7 @@ class Archive:
         )
         key = (_digest(arithmetic), world_size)
         if key not in self._oracles:
-            self._oracles[key] = aside(run_oracle, arithmetic, world_size)
+            self._oracles[key] = ask_oracle(arithmetic, world_size, limit_s=limit_s)
         return self._oracles[key]
 
     def _folder(self, cell: Cell, training: Training) -> Path:

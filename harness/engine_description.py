@@ -5,29 +5,22 @@ The answer comes back as JSON: engine code never runs in the process that judges
 
 from __future__ import annotations
 
-import faulthandler
 import json
-import os
-import threading
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cache
-from multiprocessing import parent_process
-from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
 from engine.capability import Capability
 from engine.registry import EngineNotFoundError, resolve
+from harness.aside import NoAnswerError, ask
 from harness.errors import UnreadableError
-from harness.worlds.forkserver import forkserver_context, started
 
 __all__ = ["EngineDescription", "Engines", "describe", "examine", "keep_description", "load_description"]
 
 # The import of a large library on a cold disk takes tens of seconds; an answer that takes longer never comes.
 _DEADLINE_S = 60.0
-# The process prints its stacks before it is ended.
-_STACKS_AFTER_S = _DEADLINE_S - 5.0
 # A label of the build in a version, as torch's "+cpu" is one.
 _STAND_IN = "cuda.stand.in"
 _LONGEST_ANSWER = 1_000_000  # bytes
@@ -111,40 +104,12 @@ def _found(engine: str) -> EngineDescription | EngineNotFoundError:
 
 
 def _ask(engine: str) -> bytes:
-    ours, theirs = forkserver_context().Pipe(duplex=False)
-    process = started(_answer, theirs, engine)
-    theirs.close()
     try:
-        return _receive(ours, engine)
-    except EOFError:
-        process.join(1.0)
-        how = _exit(process.exitcode)
+        return ask(_DEADLINE_S, _LONGEST_ANSWER, _answer, engine)
+    except NoAnswerError as error:
         raise EngineNotFoundError(
-            engine, f"the process that was asked for its version ended without an answer{how}"
+            engine, f"the process that was asked for its version and capabilities {error}"
         ) from None
-    finally:
-        ours.close()
-        process.kill()
-        process.join()
-        process.close()
-
-
-def _receive(connection: Connection, engine: str) -> bytes:
-    if not connection.poll(_DEADLINE_S):
-        raise EngineNotFoundError(
-            engine,
-            f"its import and version() took longer than {_DEADLINE_S:.0f} s; its stacks are printed above",
-        )
-    try:
-        return connection.recv_bytes(_LONGEST_ANSWER)
-    except OSError as error:  # longer than that, or cut off
-        raise EngineNotFoundError(engine, f"its answer cannot be read: {error}") from error
-
-
-def _exit(code: int | None) -> str:
-    if code is None:
-        return ""
-    return f", by signal {-code}" if code < 0 else f", with exit status {code}"
 
 
 def _read(answer: bytes, engine: str) -> EngineDescription:
@@ -174,24 +139,12 @@ def _plain(description: EngineDescription) -> dict[str, Any]:
     }
 
 
-def _answer(connection: Connection, engine: str) -> None:
-    """Answer from a process of its own, which ends with its parent."""
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-    faulthandler.dump_traceback_later(_STACKS_AFTER_S)
+def _answer(engine: str) -> bytes:
     try:
         plain = _facts(engine)
     except EngineNotFoundError as error:
         plain = {"problem": error.problem}
-    connection.send_bytes(json.dumps(plain).encode())
-    connection.close()
-    os._exit(0)  # an engine's threads or exit handlers have no say in when this process ends
-
-
-def _end_with_parent() -> None:
-    parent = parent_process()
-    if parent is not None:
-        wait([parent.sentinel])
-        os._exit(1)
+    return json.dumps(plain).encode()
 
 
 def _facts(engine: str) -> dict[str, Any]:

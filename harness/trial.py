@@ -25,6 +25,10 @@ from harness.worlds.spec import WorldKind
 __all__ = ["Source", "TrialSession"]
 
 
+# A case that expects a hang has a short deadline; the oracle trains for all ranks in turn, a few times.
+_LEAST_FOR_ORACLE_S = 30.0
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Judged:
     """What was made of a case, and under the schedule of which seed."""
@@ -105,7 +109,8 @@ class TrialSession:
 
     def _oracle(self, case: Case, cell: Cell) -> Callable[[], OracleObservation]:
         data_size = case.training.plan.data_size(cell.world.size)
-        return lambda: self._archive.oracle(case.training, data_size)
+        limit_s = max(cell.world.deadline_s, _LEAST_FOR_ORACLE_S)
+        return lambda: self._archive.oracle(case.training, data_size, limit_s=limit_s)
 
     def _explained(
         self, judgement: Judgement, case: Case, cell: Cell, seed: int, declared: frozenset[Capability]

@@ -26,7 +26,7 @@ from harness.torch_compat.process_groups import FileStore, Store
 from harness.worlds.exchange import Exchange
 from harness.worlds.isolation import isolate_threads
 from harness.worlds.memory_store import MemoryStore
-from harness.worlds.message import Dying, Finished, HostSpec, Job, Ready, Started
+from harness.worlds.message import Dying, Finished, HostSpec, Job, Ready, Started, send
 from harness.worlds.outcome import Raised, Returned
 from harness.worlds.rank import RankContext, journal_path, run_rank
 from harness.worlds.rank_identity import bind_rank, current_rank
@@ -66,9 +66,9 @@ class Link:
             self.send(Finished(outcome=outcome))
 
     def send(self, message: Ready | Started | Finished | Dying) -> None:
-        """Send one message; a value that cannot be pickled is the sender's error."""
+        """Send one message; a value that is not plain is the sender's error."""
         with self._lock:
-            self._connection.send(message)
+            send(self._connection, message)
 
     def _receive(self) -> None:
         while True:
@@ -197,7 +197,7 @@ def _report(
     outcome = run_rank(context, job, enter)
     try:
         link.send(Finished(outcome=outcome))
-    except Exception as error:  # pickle raises what the value's own reduce raises
+    except Exception as error:  # a value may raise what it likes where it is looked at
         told = Raised(
             rank=context.rank,
             kind=type(error).__name__,

@@ -12,8 +12,8 @@ from multiprocessing.context import ForkServerProcess
 from harness.errors import HarnessBug
 from harness.worlds.forkserver import forkserver_context, started
 from harness.worlds.host import host_main
-from harness.worlds.message import Dying, Finished, HostSpec, Job, Ready, Started
-from harness.worlds.outcome import Abandoned, Died, Outcome
+from harness.worlds.message import Dying, Finished, Garbled, HostSpec, Inbox, Job, Ready, Started
+from harness.worlds.outcome import Abandoned, Died, Outcome, Raised
 from harness.worlds.stacks import crashed_thread, stack_of
 
 __all__ = ["Host"]
@@ -32,6 +32,7 @@ class Host:
         self._dying: Dying | None = None
         ours, theirs = forkserver_context().Pipe()
         self.connection: Connection = ours
+        self._inbox = Inbox(ours)
         self._process: ForkServerProcess = started(host_main, theirs, spec)
         self._pid = self._process.pid or 0
         theirs.close()
@@ -49,7 +50,7 @@ class Host:
     def await_ready(self) -> None:
         """Wait until the process has done its imports, so that they do not count against the deadline."""
         try:
-            if self.connection.poll(_START_LIMIT_S) and isinstance(self.connection.recv(), Ready):
+            if self.connection.poll(_START_LIMIT_S) and Ready() in self._inbox.read():
                 return
             got = f"nothing for {_START_LIMIT_S:.0f} s"
         except EOFError:
@@ -72,7 +73,8 @@ class Host:
         """Take in everything the host has said, and its end."""
         try:
             while self.connection.poll():
-                self._take(self.connection.recv())
+                for message in self._inbox.read():
+                    self._take(message)
         except (EOFError, OSError):
             self._process.join(_END_LIMIT_S)
             self._bury()
@@ -122,6 +124,9 @@ class Host:
                 self._idents[rank] = ident
             case Dying():
                 self._dying = message
+            case Garbled(text=text):
+                for rank in self.pending:
+                    self.outcomes[rank] = _garbled(rank, text)
 
     def _bury(self) -> None:
         """Turn the end of the process into an outcome of each rank that had not ended."""
@@ -158,3 +163,15 @@ class Host:
         except (ProcessLookupError, PermissionError):
             return []
         return [f"rank(s) {list(self.spec.ranks)} left processes behind in process group {self._pid}"]
+
+
+def _garbled(rank: int, text: str) -> Raised:
+    """Blame the rank: no host sends bytes that are no message."""
+    return Raised(
+        rank=rank,
+        kind="GarbledMessage",
+        message=f"its process sent what is no message: {text}",
+        traceback="",
+        is_symptom=False,
+        at_s=time.monotonic(),
+    )
