@@ -163,8 +163,11 @@ def compare_as_process(rank: int, size: int, folder: Path, work: Work) -> None:
     dist.destroy_process_group()
 
 
-def compare_as_thread(context: RankContext, work: Work) -> tuple[Taken, ...]:
-    """Measure on a rank that is a thread; the body of a threads world, whose door carries the data and stays."""
+def compare_as_thread(context: RankContext, work: Work) -> None:
+    """Measure on a rank that is a thread, and leave the result in ``rank_file``.
+
+    The body of a threads world, whose door carries the data and stays.
+    """
 
     def counted(step: Callable[[], object]) -> Ledger:
         before = len(context.recorder.ledger())
@@ -172,7 +175,8 @@ def compare_as_thread(context: RankContext, work: Work) -> tuple[Taken, ...]:
             step()
         return context.recorder.ledger()[before:]
 
-    return _compare(context.rank, context.size, work, counted)
+    taken = _compare(context.rank, context.size, work, counted)
+    rank_file(context.folder, context.rank).write_bytes(pickle.dumps(taken))
 
 
 def rank_file(folder: Path, rank: int) -> Path:

@@ -14,14 +14,16 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from engine.contract import Plan
-from harness.aside import aside
 from harness.case import Training, Watch
 from harness.cell import Cell
 from harness.content import content_digest
 from harness.drive import drive_rank
+from harness.engine_description import EngineDescription, describe, keep_description, load_description
+from harness.errors import UnreadableError
 from harness.exploration import Scheduled, explore, load_schedules
 from harness.keep import keep_result
-from harness.oracle import OracleObservation, run_oracle
+from harness.oracle import OracleObservation
+from harness.oracle_answer import ask_oracle
 from harness.script import EachMicrobatch
 from harness.scripts.exercise import Exercise
 from harness.torch_compat.private_names import Feature, require
@@ -66,6 +68,28 @@ class Archive:
         """Return the folder of a training's observations, which need not exist."""
         return self._folder(cell, training, case)
 
+    @property
+    def is_replay(self) -> bool:
+        """Whether observations are only read again."""
+        return self._source.is_replay
+
+    def engine(self, training: Training, cell: Cell, case: str) -> EngineDescription:
+        """Ask the engine what it declares, or read what it declared when it was observed.
+
+        Raises UnreadableError where nothing was observed that can be read.
+        """
+        if not self._source.is_replay:
+            return describe(cell.engine)
+        for asked in (training, unexercised(training)):
+            if (folder := self._folder(cell, asked, case)).is_dir():
+                return load_description(folder)
+        raise UnreadableError(
+            "observations",
+            expected=f"those of {cell.engine} in {cell.world}",
+            got="none are kept",
+            hint="running the case again",
+        )
+
     def holds(self, training: Training, cell: Cell, case: str) -> bool:
         """Whether there are observations of a training: always, unless they are only read again."""
         return not self._source.is_replay or self._folder(cell, training, case).exists()
@@ -86,7 +110,7 @@ class Archive:
             self._kept[folder] = load_schedules(folder)
         return self._kept[folder]
 
-    def oracle(self, training: Training, world_size: int, case: str) -> OracleObservation:
+    def oracle(self, training: Training, world_size: int, case: str, *, limit_s: float) -> OracleObservation:
         """Return what one process makes of the data of so many ranks."""
         # The engine and most of the plan change neither what is right nor the noise around it.
         arithmetic = replace(
@@ -98,7 +122,7 @@ class Archive:
         )
         key = (self._digest(arithmetic, case), world_size)
         if key not in self._oracles:
-            self._oracles[key] = aside(run_oracle, arithmetic, world_size)
+            self._oracles[key] = ask_oracle(arithmetic, world_size, limit_s=limit_s)
         return self._oracles[key]
 
     def _folder(self, cell: Cell, training: Training, case: str) -> Path:
@@ -125,6 +149,7 @@ class Archive:
 
     def _launch(self, training: Training, cell: Cell, seeds: Iterable[int], folder: Path) -> None:
         require(*_features(training, cell))
+        keep_description(describe(cell.engine), folder)
         job = (drive_rank, training, cell.engine)
         # Starting ranks is cheap on the CPU, where a fresh world per case shares nothing; on CUDA it is dear.
         if cell.world.device == "cpu":

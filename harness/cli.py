@@ -6,7 +6,6 @@ import argparse
 import contextlib
 import io
 import sys
-import tempfile
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -37,8 +36,10 @@ __all__ = ["main"]
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns 0 conforming, 1 not, 2 wrong usage, 3 an error of our own."""
     arguments = _parser().parse_args(argv)
-    # A console script does not look for modules where it is called; people name engines of their own from there.
-    sys.path.insert(0, str(Path.cwd()))
+    if arguments.command in {run, mutants}:
+        # A console script does not look for modules where it is called; people name engines of their own from there.
+        # Commands that only read a run do not look there either: it may be the folder of the run.
+        sys.path.insert(0, str(Path.cwd()))
     try:
         code: int = arguments.command(arguments)
     except (UsageError, EngineNotFoundError) as error:
@@ -100,25 +101,13 @@ def _any_is_usable(engines: Sequence[str]) -> bool:
 
 
 def judge(arguments: argparse.Namespace) -> int:
-    """Judge again what a run observed, without starting a world; rewrites its records and reports."""
-    from harness.run_directory import read_run, replace_records
+    """Judge again what a run observed, without a world or an engine; writes records and reports below DIR/judged.
 
-    old = read_run(Path(arguments.run))
-    with tempfile.TemporaryDirectory() as scratch:
-        out = Path(scratch) / "run"
-        code = call_pytest(
-            [
-                *map(str, suites(None)),
-                *(f"--engine={name}" for name in old.header.engines),
-                *(f"--world={world}" for world in old.header.worlds),
-                f"--replay={arguments.run}",
-                f"--out={out}",
-            ]
-        )
-        judged = {(r.engine, r.case, r.world): r for r in read_run(out).records} if code in (0, 1) else {}
-    known = [judged.get((r.engine, r.case, r.world), r) for r in old.records]
-    replace_records(Path(arguments.run), known)
-    return _conclude(Path(arguments.run), code)
+    A record that cannot be judged again keeps its verdict and is listed; the exit code is then not 0.
+    """
+    from harness.judge_command import judge_again
+
+    return _show(judge_again(Path(arguments.run)))
 
 
 def report(arguments: argparse.Namespace) -> int:

@@ -5,30 +5,26 @@ The answer comes back as JSON: engine code never runs in the process that judges
 
 from __future__ import annotations
 
-import faulthandler
 import json
-import os
-import threading
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cache
-from multiprocessing import parent_process
-from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
 
 from engine.capability import Capability
 from engine.registry import EngineNotFoundError, resolve
-from harness.worlds.forkserver import forkserver_context, started
+from harness.aside import NoAnswerError, ask
+from harness.errors import UnreadableError
 
-__all__ = ["EngineDescription", "Engines", "describe", "examine"]
+__all__ = ["EngineDescription", "Engines", "describe", "examine", "keep_description", "load_description"]
 
 # The import of a large library on a cold disk takes tens of seconds; an answer that takes longer never comes.
 _DEADLINE_S = 60.0
-# The process prints its stacks before it is ended.
-_STACKS_AFTER_S = _DEADLINE_S - 5.0
 # A label of the build in a version, as torch's "+cpu" is one.
 _STAND_IN = "cuda.stand.in"
 _LONGEST_ANSWER = 1_000_000  # bytes
+_FILE = "engine.json"  # beside the observations
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,6 +76,25 @@ def describe(engine: str) -> EngineDescription:
     return found
 
 
+def keep_description(description: EngineDescription, folder: Path) -> None:
+    """Write what an engine declares beside what it did, so that judging again has no question to ask it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / _FILE).write_text(json.dumps(_plain(description)))
+
+
+def load_description(folder: Path) -> EngineDescription:
+    """Read what `keep_description` wrote; raises UnreadableError where it is missing or damaged."""
+    try:
+        return _description(json.loads((folder / _FILE).read_bytes()))
+    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
+        raise UnreadableError(
+            f"{folder.name}/{_FILE}",
+            expected="the version and the capabilities of the engine",
+            got="missing" if isinstance(error, FileNotFoundError) else "damaged",
+            hint="running the case again",
+        ) from error
+
+
 @cache  # the plugin, the session and every case ask, and each answer costs a process
 def _found(engine: str) -> EngineDescription | EngineNotFoundError:
     try:
@@ -89,40 +104,12 @@ def _found(engine: str) -> EngineDescription | EngineNotFoundError:
 
 
 def _ask(engine: str) -> bytes:
-    ours, theirs = forkserver_context().Pipe(duplex=False)
-    process = started(_answer, theirs, engine)
-    theirs.close()
     try:
-        return _receive(ours, engine)
-    except EOFError:
-        process.join(1.0)
-        how = _exit(process.exitcode)
+        return ask(_DEADLINE_S, _LONGEST_ANSWER, _answer, engine)
+    except NoAnswerError as error:
         raise EngineNotFoundError(
-            engine, f"the process that was asked for its version ended without an answer{how}"
+            engine, f"the process that was asked for its version and capabilities {error}"
         ) from None
-    finally:
-        ours.close()
-        process.kill()
-        process.join()
-        process.close()
-
-
-def _receive(connection: Connection, engine: str) -> bytes:
-    if not connection.poll(_DEADLINE_S):
-        raise EngineNotFoundError(
-            engine,
-            f"its import and version() took longer than {_DEADLINE_S:.0f} s; its stacks are printed above",
-        )
-    try:
-        return connection.recv_bytes(_LONGEST_ANSWER)
-    except OSError as error:  # longer than that, or cut off
-        raise EngineNotFoundError(engine, f"its answer cannot be read: {error}") from error
-
-
-def _exit(code: int | None) -> str:
-    if code is None:
-        return ""
-    return f", by signal {-code}" if code < 0 else f", with exit status {code}"
 
 
 def _read(answer: bytes, engine: str) -> EngineDescription:
@@ -130,40 +117,41 @@ def _read(answer: bytes, engine: str) -> EngineDescription:
         plain = json.loads(answer)
         if "problem" in plain:
             raise EngineNotFoundError(engine, str(plain["problem"]))
-        return EngineDescription(
-            capabilities=frozenset(Capability[name] for name in plain["capabilities"]),
-            version=str(plain["version"]),
-            insists_on_cuda=bool(plain["insists_on_cuda"]),
-        )
-    except (ValueError, TypeError, KeyError) as error:
+        return _description(plain)
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise EngineNotFoundError(engine, f"its answer cannot be read: {error!r}") from error
 
 
-def _answer(connection: Connection, engine: str) -> None:
-    """Answer from a process of its own, which ends with its parent."""
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-    faulthandler.dump_traceback_later(_STACKS_AFTER_S)
+# Any: JSON, here and below.
+def _description(plain: Any) -> EngineDescription:
+    return EngineDescription(
+        capabilities=frozenset(Capability[name] for name in plain["capabilities"]),
+        version=str(plain["version"]),
+        insists_on_cuda=bool(plain["insists_on_cuda"]),
+    )
+
+
+def _plain(description: EngineDescription) -> dict[str, Any]:
+    return {
+        "capabilities": sorted(capability.name for capability in description.capabilities),
+        "version": description.version,
+        "insists_on_cuda": description.insists_on_cuda,
+    }
+
+
+def _answer(engine: str) -> bytes:
     try:
         plain = _facts(engine)
     except EngineNotFoundError as error:
         plain = {"problem": error.problem}
-    connection.send_bytes(json.dumps(plain).encode())
-    connection.close()
-    os._exit(0)  # an engine's threads or exit handlers have no say in when this process ends
+    return json.dumps(plain).encode()
 
 
-def _end_with_parent() -> None:
-    parent = parent_process()
-    if parent is not None:
-        wait([parent.sentinel])
-        os._exit(1)
-
-
-def _facts(engine: str) -> dict[str, Any]:  # Any: JSON
+def _facts(engine: str) -> dict[str, Any]:
     adapter = resolve(engine)
     try:
         version = adapter.version()
-        names = sorted(Capability(capability).name for capability in adapter.capabilities)
+        capabilities = frozenset(map(Capability, adapter.capabilities))
     except (Exception, SystemExit) as error:
         raise EngineNotFoundError(
             engine, f"asking for its version and capabilities raised {type(error).__name__}: {error}"
@@ -172,4 +160,8 @@ def _facts(engine: str) -> dict[str, Any]:  # Any: JSON
         raise EngineNotFoundError(
             engine, f"version(): expected a text such as 'torch 2.13.0', got {version!r}"
         )
-    return {"capabilities": names, "version": version, "insists_on_cuda": bool(adapter.insists_on_cuda)}
+    return _plain(
+        EngineDescription(
+            capabilities=capabilities, version=version, insists_on_cuda=bool(adapter.insists_on_cuda)
+        )
+    )

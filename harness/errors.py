@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["EngineError", "HarnessBug", "ShardproofError", "UsageError"]
+__all__ = ["EngineError", "HarnessBug", "ShardproofError", "UnreadableError", "UsageError"]
 
 
 class ShardproofError(Exception):
@@ -25,6 +25,15 @@ class ShardproofError(Exception):
 
 class UsageError(ShardproofError):
     """The caller asked for something that is not there: a misspelt world, a missing run; fix the call."""
+
+
+class UnreadableError(UsageError):
+    """A file of a run is missing, cut off or damaged: what it held is lost, and no more; run the case again."""
+
+    @property
+    def why(self) -> str:
+        """What is wrong with which file, in one line."""
+        return " ".join(f"{self.what}: {self.got}".split())
 
 
 class EngineError(ShardproofError):

@@ -8,9 +8,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from harness.errors import UsageError
+from harness.errors import UnreadableError
 from harness.ledger.entry import Ledger
-from harness.ledger.journal import read_journal
+from harness.ledger.journal import Journal, read_journal
 from harness.observation import Observation, load_observation
 from harness.worlds.outcome import Abandoned, Died, Outcome, Raised, Returned, TimedOut, WorldResult
 from harness.worlds.rank import journal_path
@@ -51,19 +51,19 @@ def keep_result(result: WorldResult, folder: Path) -> None:
 
 
 def load_kept(folder: Path) -> Kept:
-    """Read one world's folder; raises UsageError when it is not there or not whole."""
+    """Read one world's folder; raises UnreadableError when it is not there or not whole."""
     try:
         plain = json.loads((folder / _OUTCOMES).read_text())
         outcomes = tuple(_outcome(o) for o in plain["outcomes"])
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UsageError(
-            f"observations in {folder}",
-            expected=f"a folder with a complete {_OUTCOMES}",
-            got=f"{type(error).__name__}: {error}",
+        raise UnreadableError(
+            f"{folder.name}/{_OUTCOMES}",
+            expected="how each rank ended",
+            got="missing" if isinstance(error, FileNotFoundError) else f"{type(error).__name__}: {error}",
             hint="running the case again",
         ) from error
     result = WorldResult(outcomes=outcomes, leaks=tuple(plain["leaks"]))
-    journals = tuple(read_journal(journal_path(folder, o.rank)) for o in outcomes)
+    journals = tuple(_journal(journal_path(folder, o.rank)) for o in outcomes)
     refusals = {o.rank: str(o.value) for o in outcomes if isinstance(o, Returned) and o.value is not None}
     has_all = not refusals and all(isinstance(o, Returned) for o in outcomes)
     ranks = (
@@ -76,6 +76,19 @@ def load_kept(folder: Path) -> Kept:
     )
     ledgers = tuple(journal.ledger for journal in journals)
     return Kept(result=result, refusals=refusals, ledgers=ledgers, ranks=ranks)
+
+
+def _journal(path: Path) -> Journal:
+    """Read a journal of which nothing but an unfinished end is lost: a law cannot be judged on a part."""
+    journal = read_journal(path)
+    if journal.damaged:
+        raise UnreadableError(
+            f"{path.parent.name}/{path.name}",
+            expected="whole lines",
+            got=f"{len(journal.damaged)} damaged line(s), the first in line {journal.damaged[0]}",
+            hint="running the case again",
+        )
+    return journal
 
 
 # Any: JSON.

@@ -12,7 +12,7 @@ from typing import Any
 
 from engine.contract import Cut, Shard
 from harness.census.report import Count, counts_from_json, counts_to_json
-from harness.errors import UsageError
+from harness.errors import UnreadableError
 from harness.ledger.course import Course
 from harness.ledger.entry import Ledger
 from harness.lifetimes import report as lifetimes
@@ -136,16 +136,20 @@ def _tensors(observation: Observation) -> Iterator[tuple[str, Shard]]:
 
 
 def load_observation(path: Path, ledger: Ledger, course: Course = ()) -> Observation:
-    """Read what `save_observation` wrote; raises UsageError for a missing or truncated file."""
+    """Read what `save_observation` wrote; raises UnreadableError for a missing or damaged file."""
     try:
-        plain = read_tree(path)
+        return _observation(read_tree(path), ledger, course)
     except Exception as error:  # torch raises a different type for each way in which a file can be broken
-        raise UsageError(
-            f"observation {path}",
-            expected="a complete file",
-            got=f"{type(error).__name__}: {error}",
+        raise UnreadableError(
+            f"{path.parent.name}/{path.name}",
+            expected="a complete observation",
+            got="missing" if isinstance(error, FileNotFoundError) else f"{type(error).__name__}: {error}",
             hint="running the case again",
         ) from error
+
+
+# Any, from here on: the trees that files hold.
+def _observation(plain: dict[str, Any], ledger: Ledger, course: Course) -> Observation:
     return Observation(
         rank=plain["rank"],
         input_digest=plain["input_digest"],
@@ -174,7 +178,6 @@ def load_observation(path: Path, ledger: Ledger, course: Course = ()) -> Observa
     )
 
 
-# Any: the trees that files hold.
 def _pack(shards: Mapping[str, Shard | None]) -> dict[str, Any]:
     return {
         name: None if s is None else (s.tensor, list(s.offsets), list(s.global_shape), s.is_flat)

@@ -16,7 +16,7 @@ from harness.catalogue import collected
 from harness.cell import Cell
 from harness.collection import refuse
 from harness.engine_description import examine
-from harness.errors import HarnessBug, UsageError
+from harness.errors import HarnessBug, UnreadableError, UsageError
 from harness.expectations import expected
 from harness.hunt import NOBODY
 from harness.law import Law
@@ -24,7 +24,14 @@ from harness.node import Node
 from harness.pytest_plugin import CELLS, EFFORT, EXPECTATIONS, will_run
 from harness.record import Record, to_json
 from harness.run_directory import OBSERVATIONS, read_run
-from harness.sink import CATALOGUE, FROM_WORKER, RECORD_PROPERTY, UNAVAILABLE, UNAVAILABLE_FROM_WORKER
+from harness.sink import (
+    CATALOGUE,
+    FROM_WORKER,
+    NOT_JUDGED_PROPERTY,
+    RECORD_PROPERTY,
+    UNAVAILABLE,
+    UNAVAILABLE_FROM_WORKER,
+)
 from harness.trial import Source, TrialSession
 from harness.verdict import Verdict
 from harness.worlds.forkserver import warm_up
@@ -71,7 +78,11 @@ class Trial:
                 hint="reporting this",
             )
         case = Case(id=node.case, training=training, laws=laws, refusal=refusal)
-        judged = self._session.run(case, self._cell, suite=node.suite, command=node.command)
+        try:
+            judged = self._session.run(case, self._cell, suite=node.suite, command=node.command)
+        except UnreadableError as error:
+            self._item.user_properties.append((NOT_JUDGED_PROPERTY, error.why))
+            pytest.fail(f"not judged again: {error}", pytrace=False)
         record = expected(judged, self._expectations)
         self._item.user_properties.append((RECORD_PROPERTY, to_json(record)))
         if record.verdict is Verdict.UNSUPPORTED:

@@ -134,7 +134,7 @@ class UnusedExpectation:
 class Record:
     """One verdict with its evidence.
 
-    ``world`` is as on the command line (``threads:4``). ``observation`` is a folder below the run's, or
+    ``world`` is as on the command line (``threads:4``). ``observation`` is a folder, relative to the run's, or
     empty. ``command`` repeats this one case. ``duration_s`` is wall time of this case. ``expectation`` is
     the one that bore on the verdict or, expired, no longer does. ``autopsy`` tells why ranks could not go on; None
     where they could, or failed otherwise. ``output`` is the end of what the ranks' processes printed, unless the
@@ -169,7 +169,11 @@ class Record:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Header:
-    """Where, when and with what a run was made; ``expectations`` is None where raw verdicts were wanted."""
+    """Where, when and with what a run was made; ``expectations`` is None where raw verdicts were wanted.
+
+    ``shortfalls`` is empty but in the result of judging a run again: what that run lacked, and its records that could
+    not be judged again.
+    """
 
     started_at: str  # ISO 8601, UTC
     command: str
@@ -184,6 +188,7 @@ class Header:
     num_schedules: int = 1
     is_thorough: bool = False
     expectations: Expectations | None = None
+    shortfalls: tuple[str, ...] = ()
     schema: int = SCHEMA_VERSION
 
 

@@ -3,7 +3,8 @@
 [Note: what a run looks like]
 ``records.jsonl`` has one record per line and nothing else. ``run.jsonl`` has the header as its first line
 and, once the run has ended, the footer as its second and last; without a footer the run was interrupted.
-``observations/`` holds what the ranks saw. Reports are written beside them.
+``observations/`` holds what the ranks saw. Reports are written beside them. ``judged/`` is the result of judging the
+run again: a run of its own, with the header of the first and with the observations of the first.
 """
 
 from __future__ import annotations
@@ -11,14 +12,15 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from harness.errors import HarnessBug, UsageError
 from harness.record import Footer, Header, Record, from_json, to_json
 
 __all__ = [
+    "JUDGED",
     "OBSERVATIONS",
     "RECORDS",
     "RUN",
@@ -26,13 +28,13 @@ __all__ = [
     "RunWriter",
     "read_run",
     "refuse_existing",
-    "replace_records",
     "write_file",
 ]
 
 RECORDS = "records.jsonl"
 RUN = "run.jsonl"
 OBSERVATIONS = "observations"
+JUDGED = "judged"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,17 +61,12 @@ class RunWriter:
         self._is_finished = False
         refuse_existing(path)
         try:
-            (path / OBSERVATIONS).mkdir(parents=True, exist_ok=True)
+            path.mkdir(parents=True, exist_ok=True)
             (path / RUN).touch(exist_ok=False)
             (path / RECORDS).touch(exist_ok=False)
         except OSError as error:
             raise _disk_error(path, error) from error
         _append_line(path / RUN, to_json(header))
-
-    @property
-    def observations(self) -> Path:
-        """The folder for what the ranks saw."""
-        return self.path / OBSERVATIONS
 
     def append(self, record: Record) -> None:
         """Write one record and wait until the disk has it."""
@@ -126,17 +123,8 @@ def read_run(path: Path) -> Run:
         else:
             records.append(from_json(Record, line.text, where=where))
     problems += _miscounts(header, records, footer)
-    return Run(header=header, records=tuple(records), footer=footer, problems=tuple(problems))
-
-
-def replace_records(path: Path, records: Iterable[Record]) -> None:
-    """Put ``records`` in place of a run's own, after judging again; each file changes whole or not at all."""
-    old = read_run(path)
-    new = tuple(records)
-    write_file(path / RECORDS, "".join(f"{to_json(record)}\n" for record in new))
-    if old.footer is not None:
-        footer = replace(old.footer, counts=dict(Counter(str(record.verdict) for record in new)))
-        write_file(path / RUN, f"{to_json(old.header)}\n{to_json(footer)}\n")
+    known = dict.fromkeys((*header.shortfalls, *problems))
+    return Run(header=header, records=tuple(records), footer=footer, problems=tuple(known))
 
 
 def write_file(path: Path, text: str) -> None:

@@ -28,6 +28,7 @@ from harness.verdict import Verdict
 __all__ = [
     "CATALOGUE",
     "FROM_WORKER",
+    "NOT_JUDGED_PROPERTY",
     "RECORD_PROPERTY",
     "UNAVAILABLE",
     "UNAVAILABLE_FROM_WORKER",
@@ -35,6 +36,7 @@ __all__ = [
 ]
 
 RECORD_PROPERTY = "shardproof.record"  # the user property under which a test's report carries its record
+NOT_JUDGED_PROPERTY = "shardproof.not_judged"  # and this, why a case was not judged again
 FROM_WORKER = "shardproof.catalogue"  # the key under which a worker of xdist sends what it collected
 CATALOGUE = pytest.StashKey[Catalogue]()
 UNAVAILABLE = pytest.StashKey[dict[str, str]]()  # engines that cannot be judged, with the cause

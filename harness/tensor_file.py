@@ -8,29 +8,44 @@ from __future__ import annotations
 import json
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 
-__all__ = ["read_tree", "write_tree"]
+__all__ = ["dtype_name", "dtype_of", "read_tree", "write_tree"]
 
-_LEAF = "tensor"  # the only key of an object that stands for a tensor: where it begins, its dtype and shape
+# The only key of an object that stands for a tensor: where it begins, its dtype and shape. No parameter can have this
+# name: torch refuses dots.
+_LEAF = "."
 _ALIGNMENT_BYTES = 16  # so that the buffer can be read as any dtype
 
 
 # Any, throughout: a tree of what JSON knows, and tensors.
-def write_tree(tree: Any, path: Path) -> None:
+def write_tree(tree: Any, path: Path | BinaryIO) -> None:
     """Write dicts with string keys, sequences, CPU tensors, and what JSON knows; sequences are read as lists."""
     writer = _Writer()
     text = json.dumps(tree, default=writer.leaf)
     torch.save({"tree": text, "data": writer.data()}, path)
 
 
-def read_tree(path: Path) -> Any:
+def read_tree(path: Path | BinaryIO) -> Any:
     """Read what `write_tree` wrote, without running code of the file; a broken file raises what torch or json do."""
     stored = torch.load(path, weights_only=True)
     data = stored["data"]
     return json.loads(stored["tree"], object_hook=lambda found: _tensor(found, data))
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Spell a dtype as files do."""
+    return str(dtype).removeprefix("torch.")
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """Read what `dtype_name` spelled; raises ValueError for any other name of torch's."""
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"expected the name of a dtype, got {name!r}")
+    return dtype
 
 
 class _Writer:
@@ -49,7 +64,7 @@ class _Writer:
         start = self._num_bytes
         self._pieces += [plain, plain.new_zeros(padding)]
         self._num_bytes += plain.numel() + padding
-        return {_LEAF: [start, str(value.dtype).removeprefix("torch."), list(value.shape)]}
+        return {_LEAF: [start, dtype_name(value.dtype), list(value.shape)]}
 
     def data(self) -> torch.Tensor:
         """Give all bytes so far: uint8[bytes]."""
@@ -60,5 +75,5 @@ def _tensor(found: dict[str, Any], data: torch.Tensor) -> Any:
     if found.keys() != {_LEAF}:
         return found
     start, name, shape = found[_LEAF]
-    dtype: torch.dtype = getattr(torch, name)
+    dtype = dtype_of(name)
     return data[start : start + prod(shape) * dtype.itemsize].view(dtype).view(shape)

@@ -135,7 +135,7 @@ def read_timeline(folder: Path) -> Timeline:
 
 
 def _read_rank(rank: int, journal: Path) -> RankTimeline | None:
-    ledger, course = read_journal(journal)
+    ledger, course, _ = read_journal(journal)
     if not course:
         return None
     passages = tuple(_passages(course, {entry.seq: entry for entry in ledger}))
@@ -188,8 +188,8 @@ def _spell(course: Course, unit: str | None, first: int, last: int) -> Spell:
 def _passages(course: Course, entries: dict[int, Entry]) -> Iterator[Passage]:
     streams = {mark.seq: mark.stream for mark in course if mark.what is Happening.PLACED}
     for flight in flights(course):
-        entry = entries[flight.seq]
-        if entry.phase is Phase.OBSERVE:
+        entry = entries.get(flight.seq)
+        if entry is None or entry.phase is Phase.OBSERVE:
             continue
         stream = streams.get(flight.seq)
         yield Passage(

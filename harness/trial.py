@@ -13,8 +13,7 @@ from harness.case import Case, Training, Watch
 from harness.cell import Cell
 from harness.diagnosis import NOT_FINITE
 from harness.effort import Effort
-from harness.engine_description import describe
-from harness.errors import UsageError
+from harness.errors import UnreadableError, UsageError
 from harness.judge import Judgement, judge
 from harness.ledger.summary import summarize
 from harness.oracle import OracleObservation
@@ -25,6 +24,10 @@ from harness.worlds.output import printed
 from harness.worlds.spec import WorldKind
 
 __all__ = ["Source", "TrialSession"]
+
+
+# A case that expects a hang has a short deadline; the oracle trains for all ranks in turn, a few times.
+_LEAST_FOR_ORACLE_S = 30.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,18 +47,21 @@ class TrialSession:
         self._archive = Archive(source)
 
     def run(self, case: Case, cell: Cell, *, suite: str, command: str) -> Record:
-        """Judge one case in one cell; our own errors become the verdict ERRORED, the caller's are raised."""
+        """Judge one case in one cell; our own errors become the verdict ERRORED, the caller's are raised.
+
+        Raises UnreadableError if observations are only read again, and these cannot be read.
+        """
         started = time.monotonic()
-        engine = describe(cell.engine)
         training = self._effort.applied(case.training)
+        engine = self._archive.engine(training, cell, case.id)
         case = replace(case, training=training)
         if not training.needs <= engine.capabilities:
             training = unexercised(training)  # what it would call plays no part in whether a plan is refused
         try:
             found = self._judged(case, training, cell, engine.capabilities)
-        except UsageError:
-            raise
         except Exception as error:  # whatever breaks here is ours, and must not stop the other cases
+            if isinstance(error, UsageError) and not self._is_fresh(error):
+                raise
             headline = f"{type(error).__name__}: {error}\n{traceback.format_exc()}"
             found = _Judged(
                 judgement=Judgement(verdict=Verdict.ERRORED, headline=headline), seed=self._effort.seed
@@ -84,6 +90,10 @@ class TrialSession:
         is_quiet = verdict in {Verdict.PASSED, Verdict.UNSUPPORTED}
         return "" if is_quiet else printed(self._archive.folder(training, cell, case))
 
+    def _is_fresh(self, error: UsageError) -> bool:
+        """Whether a file that cannot be read was written by this session."""
+        return isinstance(error, UnreadableError) and not self._archive.is_replay
+
     def close(self) -> None:
         """End pooled worlds."""
         self._archive.close()
@@ -105,8 +115,11 @@ class TrialSession:
 
     def _oracle(self, case: Case, cell: Cell) -> Callable[[], OracleObservation]:
         data_size = case.training.plan.data_size(cell.world.size)
+        limit_s = max(cell.world.deadline_s, _LEAST_FOR_ORACLE_S)
         device = cell.world.device
-        return lambda: replace(self._archive.oracle(case.training, data_size, case.id), device=device)
+        return lambda: replace(
+            self._archive.oracle(case.training, data_size, case.id, limit_s=limit_s), device=device
+        )
 
     def _explained(
         self, judgement: Judgement, case: Case, cell: Cell, seed: int, declared: frozenset[Capability]

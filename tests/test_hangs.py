@@ -284,10 +284,10 @@ def test_a_rank_that_is_stopped_for_the_deadlock_of_others_is_told_with_its_stac
 def test_the_record_has_the_autopsy_and_no_oracle_is_asked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(*_: object) -> None:
+    def refuse(*_: object, **__: object) -> None:
         raise AssertionError("who hangs is told without numbers")
 
-    monkeypatch.setattr("harness.archive.aside", refuse)
+    monkeypatch.setattr("harness.archive.ask_oracle", refuse)
     session = TrialSession(Source(folder=tmp_path))
     cell = Cell(engine="engine.mutants.hangs:TakesTwoGroupsInTurn", world=WorldSpec.parse("threads:2"))
     record = session.run(Case(id="case", training=TRAINING, laws=()), cell, suite="", command="")

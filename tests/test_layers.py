@@ -111,6 +111,7 @@ LAYERS = (
             "harness/cli.py": ("pytest", "reports"),
             # Commands too long for the command line's own file.
             "harness/diff_command.py": ("reports",),
+            "harness/judge_command.py": ("pytest",),
             "harness/coverage_command.py": ("pytest", "reports", "suites.upstream"),
             "harness/mutants_command.py": ("reports", "engine.mutants"),
             "harness/timeline_command.py": ("reports",),

@@ -213,6 +213,7 @@ def test_the_picture_of_the_page_is_what_a_run_draws(folder: Path) -> None:
 
 def _kept_run(folder: Path, path: Path) -> Record:
     writer = RunWriter(path, HEADER)
+    (path / "observations").mkdir()
     (path / "observations" / "it").symlink_to(folder)
     record = a_record("races/x.py::test_it[one]", Verdict.FAILED)
     kept = replace(record, observation="observations/it")

@@ -7,12 +7,12 @@ same journal, in lines of its own; its order is that of the lines. What was kept
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from harness.ledger.entry import Phase
+from harness.ledger.entry import Phase, expect
 
 __all__ = [
     "Course",
@@ -20,8 +20,8 @@ __all__ = [
     "Happening",
     "Mark",
     "Stretch",
-    "course_of",
     "flights",
+    "marks_of",
     "stretches",
 ]
 
@@ -91,9 +91,14 @@ class Stretch:
 
 
 # Any: JSON.
-def course_of(lines: Iterable[Mapping[str, Any]]) -> Course:
-    """Give the course that the lines of a rank's journal tell."""
-    return tuple(mark for line in lines for mark in _marks(line))
+def marks_of(line: Mapping[str, Any]) -> tuple[Mark, ...]:
+    """Read the marks of one line of a rank's journal; raises what `expect` raises for values of another type."""
+    found = tuple(_marks(line))
+    for mark in found:
+        expect(int, mark.at_ns, mark.step, mark.microbatch)
+        expect(int | None, mark.seq)
+        expect(str | None, mark.unit, mark.stream)
+    return found
 
 
 # Any: JSON.

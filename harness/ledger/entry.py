@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from enum import StrEnum
+from types import UnionType
 from typing import Any
 
 __all__ = [
@@ -18,6 +19,7 @@ __all__ = [
     "completed",
     "entry_from_json",
     "entry_to_json",
+    "expect",
     "harm_from_json",
     "harm_to_json",
     "wait_from_json",
@@ -179,9 +181,18 @@ def wait_to_json(wait: Wait) -> dict[str, object]:
     }
 
 
+def expect(kind: type | UnionType, *values: object) -> None:
+    """Raise TypeError for a value of another type: JSON that was damaged may hold any."""
+    for value in values:
+        if not isinstance(value, kind):
+            raise TypeError(f"expected {kind}, got {type(value).__name__}")
+
+
 # Any: JSON.
 def wait_from_json(data: Mapping[str, Any]) -> Wait:
     """Read what `wait_to_json` wrote, or a release that did not count what was issued."""
+    expect(int, data["step"], data["microbatch"])
+    expect(int | None, data.get("num_issued"))
     return Wait(
         phase=Phase(data["phase"]),
         step=data["step"],
@@ -214,8 +225,9 @@ def entry_from_json(data: Mapping[str, object]) -> Entry:
     plain: dict[str, object] = dict(data)
     wait = plain["wait"]
     shapes, group = plain["shapes"], plain["group"]
-    assert isinstance(shapes, list)
-    assert isinstance(group, list)
+    if not isinstance(shapes, list) or not isinstance(group, list):
+        raise TypeError("expected lists of shapes and of ranks")
+    expect(int, *group, *(size for shape in shapes for size in shape))
     plain.update(
         op=Op(str(plain["op"])),
         phase=Phase(str(plain["phase"])),
@@ -223,4 +235,9 @@ def entry_from_json(data: Mapping[str, object]) -> Entry:
         group=tuple(group),
         wait=wait_from_json(wait) if isinstance(wait, dict) else None,
     )
-    return Entry(**plain)  # type: ignore[arg-type]  # JSON is untyped; Entry's own fields name what is missing
+    entry = Entry(**plain)  # type: ignore[arg-type]  # JSON is untyped; Entry's own fields name what is missing
+    expect(int, entry.seq, entry.group_seq, entry.num_bytes, entry.step, entry.microbatch)
+    expect(str, entry.dtype, entry.thread, entry.site, entry.group_name)
+    expect(str | None, entry.axis, entry.reduce_op, entry.unit)
+    expect(int | None, entry.peer)
+    return entry

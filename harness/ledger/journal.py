@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from harness.ledger.course import Course, course_of
+from harness.ledger.course import Course, Mark, marks_of
 from harness.ledger.entry import (
     Entry,
     Harm,
@@ -20,38 +20,74 @@ from harness.ledger.entry import (
     wait_from_json,
 )
 
-__all__ = ["Journal", "read_journal"]
+__all__ = ["UNREADABLE", "Journal", "read_journal"]
+
+UNREADABLE = (ValueError, TypeError, KeyError, AttributeError, IndexError, RecursionError)
+"""What reading a line of JSON raises that is no line of ours."""
 
 
 class Journal(NamedTuple):
-    """What one rank left; the course is empty where the file is older than courses."""
+    """What one rank left; the course is empty where the file is older than courses.
+
+    ``damaged`` are the numbers of lines that cannot be read, from 1; what they held is in neither.
+    """
 
     ledger: Ledger
     course: Course
+    damaged: tuple[int, ...] = ()
 
 
 def read_journal(path: Path) -> Journal:
     """Read what a rank left behind, however it ended: an unfinished last line is dropped, a missing file is empty."""
-    if not path.exists():
+    if not path.is_file():
         return Journal((), ())
-    whole = path.read_text().split("\n")[:-1]
-    lines = json.loads(f"[{','.join(whole)}]")  # at once: there are thousands
-    return Journal(_ledger_of(lines), course_of(lines))
+    reading = _Reading()
+    damaged = []
+    for number, line in enumerate(_parsed(path.read_bytes().split(b"\n")[:-1]), start=1):
+        try:
+            reading.take(line)
+        except UNREADABLE:
+            damaged.append(number)
+    return Journal(reading.ledger(), tuple(reading.marks), tuple(damaged))
 
 
-# Any: JSON.
-def _ledger_of(lines: Iterable[Mapping[str, Any]]) -> Ledger:
-    entries: list[Entry] = []
-    waits: dict[int, Wait] = {}
-    harms: dict[int, tuple[Harm, ...]] = {}
-    for line in lines:
+# Any, here and below: JSON.
+def _parsed(lines: Sequence[bytes]) -> list[Any]:
+    try:
+        found: list[Any] = json.loads(b"[%b]" % b",".join(lines))  # at once: there are thousands
+    except UNREADABLE:
+        found = []
+    return found if len(found) == len(lines) else [_parsed_line(line) for line in lines]
+
+
+def _parsed_line(line: bytes) -> Any:
+    try:
+        return json.loads(line)
+    except UNREADABLE:
+        return None
+
+
+class _Reading:
+    """Takes one line after the other; a line that raises leaves nothing behind."""
+
+    def __init__(self) -> None:
+        self.marks: list[Mark] = []
+        self._entries: list[Entry] = []
+        self._waits: dict[int, Wait] = {}
+        self._harms: dict[int, tuple[Harm, ...]] = {}
+
+    def take(self, line: Any) -> None:
+        marks = marks_of(line)
         if "entry" in line:
-            entries.append(entry_from_json(line["entry"]))
+            self._entries.append(entry_from_json(line["entry"]))
         elif "harm" in line:
             harm = harm_from_json({name: value for name, value in line.items() if name != "harm"})
-            harms[line["harm"]] = (*harms.get(line["harm"], ()), harm)
+            self._harms[line["harm"]] = (*self._harms.get(line["harm"], ()), harm)
         elif "over" in line:
-            waits[line["over"]] = replace(waits[line["over"]], is_over=True)
+            self._waits[line["over"]] = replace(self._waits[line["over"]], is_over=True)
         elif "wait" in line:
-            waits[line["wait"]] = wait_from_json(line)
-    return completed(entries, waits, harms)
+            self._waits[line["wait"]] = wait_from_json(line)
+        self.marks += marks
+
+    def ledger(self) -> Ledger:
+        return completed(self._entries, self._waits, self._harms)

@@ -28,7 +28,7 @@ from harness.worlds.isolation import isolate_threads
 from harness.worlds.leaving import await_threads, leave, start_afresh
 from harness.worlds.lineage import adopt_orphans
 from harness.worlds.memory_store import MemoryStore
-from harness.worlds.message import Dying, Finished, HostSpec, Job, Message, Ready, Started
+from harness.worlds.message import Dying, Finished, HostSpec, Job, Message, Ready, Started, send
 from harness.worlds.outcome import Raised, Returned
 from harness.worlds.output import redirect_output
 from harness.worlds.rank import RankContext, journal_path, run_rank
@@ -61,9 +61,9 @@ class Link:
             self.send(Finished(outcome=_raised(rank, error, message)))
 
     def send(self, message: Message) -> None:
-        """Send one message; a value that cannot be pickled is the sender's error."""
+        """Send one message; a value that is not plain is the sender's error."""
         with self._lock:
-            self._connection.send(message)
+            send(self._connection, message)
 
     def _receive(self) -> None:
         while True:
@@ -209,7 +209,7 @@ def _report(
     outcome = run_rank(context, job, enter)
     try:
         link.send(Finished(outcome=outcome))
-    except Exception as error:  # pickle raises what the value's own reduce raises
+    except Exception as error:  # a value may raise what it likes where it is looked at
         told = Raised(
             rank=context.rank,
             kind=type(error).__name__,

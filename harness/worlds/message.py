@@ -1,11 +1,19 @@
-"""What a host process and its supervisor say to each other. Plain picklable values."""
+"""The messages between a host process and its supervisor.
+
+A supervisor sends jobs by pickle. What comes back passed through a process that runs an engine's code, so it is data:
+one line of JSON a message, in which plain values and the dataclasses below have a form, and nothing else.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, fields, is_dataclass
+from functools import cache
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_origin, get_type_hints
 
 from harness.worlds.outcome import Outcome
 from harness.worlds.output import SUFFIX
@@ -14,7 +22,9 @@ from harness.worlds.spec import WorldSpec
 __all__ = [
     "Dying",
     "Finished",
+    "Garbled",
     "HostSpec",
+    "Inbox",
     "Job",
     "LastThread",
     "Leaving",
@@ -22,7 +32,13 @@ __all__ = [
     "Message",
     "Ready",
     "Started",
+    "encode",
+    "send",
 ]
+
+_LONGEST = 16 * 2**20  # bytes of one message; the values that ranks return are words and numbers
+_LONGEST_TEXT = 200_000  # characters of a message, traceback or stack
+_TAG = ""  # the key that names what a JSON object stands for
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,4 +123,124 @@ class Left:
     """Host: all is done; I end with status 0 as soon as I am let go."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Garbled:
+    """Bytes that are no message, in words; never sent. What comes after them is not read."""
+
+    text: str
+
+
 Message = Ready | Started | Finished | Dying | Leaving | Left
+
+_KINDS: Mapping[str, type] = {
+    kind.__name__: kind for kind in (*get_args(Message), *get_args(Outcome), LastThread)
+}
+
+
+def send(connection: Connection, message: Message) -> None:
+    """Send a whole message; raises TypeError if a rank returned what is no plain value."""
+    left = memoryview(encode(message))
+    while left:
+        left = left[os.write(connection.fileno(), left) :]
+
+
+def encode(message: Message) -> bytes:
+    """Return the line of a message; long texts lose their middle."""
+    line = json.dumps(_plain(message)).encode()
+    if len(line) > _LONGEST:
+        raise TypeError(f"the message has {len(line)} bytes, and {_LONGEST} are the most")
+    return line + b"\n"
+
+
+class Inbox:
+    """Reads messages as they come, and never waits for the rest of one."""
+
+    def __init__(self, connection: Connection, longest: int = _LONGEST) -> None:
+        self._connection = connection
+        self._longest = longest
+        self._pending = bytearray()
+        self._is_garbled = False
+
+    def read(self) -> list[Message | Garbled]:
+        """Read what is there, once, waiting if there is nothing; raises EOFError at the end."""
+        piece = os.read(self._connection.fileno(), 2**16)
+        if not piece:
+            raise EOFError
+        self._pending += piece
+        return list(self._messages())
+
+    def _messages(self) -> Iterator[Message | Garbled]:
+        *lines, rest = self._pending.split(b"\n") if b"\n" in self._pending else [self._pending]
+        self._pending = bytearray(rest)
+        found = [_decoded(bytes(line)) for line in lines]
+        if len(rest) > self._longest:
+            found.append(Garbled(text=f"{len(rest)} bytes without the end of a message"))
+        for message in found:
+            if not self._is_garbled:
+                yield message
+            self._is_garbled |= isinstance(message, Garbled)
+        if self._is_garbled:
+            self._pending.clear()
+
+
+# Any, from here on: values before they are checked.
+def _plain(value: Any) -> Any:
+    if is_dataclass(value) and type(value).__name__ in _KINDS:
+        parts = {field.name: _plain(getattr(value, field.name)) for field in fields(value)}
+        return {_TAG: type(value).__name__, **parts}
+    if isinstance(value, dict):
+        return {_TAG: "dict", "items": [[_plain(key), _plain(item)] for key, item in value.items()]}
+    if isinstance(value, tuple):
+        return {_TAG: "tuple", "items": [_plain(item) for item in value]}
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    if isinstance(value, str):
+        return _shortened(value)
+    if value is None or isinstance(value, bool | int | float):
+        return value
+    raise TypeError(f"expected plain values, got {type(value).__name__}")
+
+
+def _shortened(text: str) -> str:
+    left_out = len(text) - _LONGEST_TEXT
+    if left_out <= 0:
+        return text
+    half = _LONGEST_TEXT // 2
+    return f"{text[:half]}\n... {left_out} characters are left out ...\n{text[-half:]}"
+
+
+def _decoded(line: bytes) -> Message | Garbled:
+    try:
+        message = json.loads(line, object_hook=_value)
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        return Garbled(text=f"{line[:80]!r} ({type(error).__name__})")
+    if isinstance(message, Message):
+        return message
+    return Garbled(text=f"{line[:80]!r} (no message)")
+
+
+def _value(found: dict[str, Any]) -> Any:
+    match found.pop(_TAG):
+        case "dict":
+            return dict(found["items"])
+        case "tuple":
+            return tuple(found["items"])
+        case name:
+            kind = _KINDS[name]
+            for field, hint in _hints(kind).items():
+                if not _fits(found[field], hint):
+                    raise TypeError(f"{name}.{field}")
+            return kind(**found)
+
+
+@cache
+def _hints(kind: type) -> Mapping[str, Any]:
+    return get_type_hints(kind)
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    if hint is Any:
+        return True
+    if get_origin(hint) is tuple:
+        return isinstance(value, tuple) and all(_fits(item, get_args(hint)[0]) for item in value)
+    return isinstance(value, int if hint is float else hint) or (hint is float and isinstance(value, float))

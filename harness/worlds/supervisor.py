@@ -11,10 +11,21 @@ from multiprocessing.context import ForkServerProcess
 from harness.errors import HarnessBug
 from harness.worlds.forkserver import forkserver_context, started
 from harness.worlds.host import host_main
-from harness.worlds.inbox import Inbox
 from harness.worlds.lineage import command, parent_of, signalled
-from harness.worlds.message import Dying, Finished, HostSpec, Job, LastThread, Leaving, Left, Ready, Started
-from harness.worlds.outcome import Abandoned, Died, Outcome, Returned, TimedOut
+from harness.worlds.message import (
+    Dying,
+    Finished,
+    Garbled,
+    HostSpec,
+    Inbox,
+    Job,
+    LastThread,
+    Leaving,
+    Left,
+    Ready,
+    Started,
+)
+from harness.worlds.outcome import Abandoned, Died, Outcome, Raised, Returned, TimedOut
 from harness.worlds.output import drop_empty, printed
 from harness.worlds.stacks import crashed_thread, stack_of
 
@@ -92,8 +103,9 @@ class Host:
         """Take in everything the host has said, and its end."""
         is_over = not self._process.is_alive()  # asked first: then all that it said before its end is here
         try:
-            for message in () if self._is_deaf else self._inbox.messages():
-                self._take(message)
+            while not self._is_deaf and self.connection.poll():
+                for message in self._inbox.read():
+                    self._take(message)
         except (EOFError, OSError):
             self._is_deaf = True
         if is_over and not self.is_over:
@@ -162,6 +174,9 @@ class Host:
                 self._leaving = message
             case Left():
                 self.has_left = True
+            case Garbled(text=text):
+                for rank in self.pending:
+                    self.outcomes[rank] = _garbled(rank, text)
 
     def _bury(self) -> None:
         """Turn the end of the process into an outcome of each rank that had not ended, or ended badly with it."""
@@ -210,3 +225,15 @@ class Host:
         late = [thread for thread in threads if self._stack_of(thread.ident)]
         owned: dict[int, LastThread | None] = {t.rank: t for t in late if t.rank is not None}
         return owned or dict.fromkeys(self.spec.ranks, late[0] if late else None)
+
+
+def _garbled(rank: int, text: str) -> Raised:
+    """Blame the rank: no host sends bytes that are no message."""
+    return Raised(
+        rank=rank,
+        kind="GarbledMessage",
+        message=f"its process sent what is no message: {text}",
+        traceback="",
+        is_symptom=False,
+        at_s=time.monotonic(),
+    )

@@ -27,6 +27,7 @@ from harness.worlds.rank import RankContext
 from harness.worlds.spec import WorldKind, WorldSpec
 from tests.reference.front_doors import BY_NAME, REFERENCE, FrontDoor
 from tests.reference.models import LENGTH, VOCABULARY, Builder, build, tensors_of
+from tests.values import keep_value, kept_values
 
 DOORS = sorted(BY_NAME)
 # Float64: what is left is the order of summation, over fewer than a thousand terms of about one.
@@ -218,15 +219,15 @@ def run_world(
     __tracebackhide__ = True
     spec = WorldSpec(kind=kind, size=size, deadline_s=60)
     if kind is WorldKind.THREADS:
-        result = _KEPT.run(spec, body, *args, folder=folder)
+        result = _KEPT.run(spec, keep_value, body, *args, folder=folder)
     else:
-        result = launch(spec, body, *args, folder=folder)
+        result = launch(spec, keep_value, body, *args, folder=folder)
     failures = [
         getattr(o, "traceback", None) or str(o) for o in result.outcomes if not isinstance(o, Returned)
     ]
     assert not failures, "\n".join(failures)
     assert result.is_clean, result.leaks
-    return [o.value for o in result.outcomes if isinstance(o, Returned)]
+    return kept_values(folder, size)
 
 
 class _KeptWorlds:

@@ -24,10 +24,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from harness.worlds.launch import launch
-from harness.worlds.outcome import Raised, Returned, causal
+from harness.worlds.outcome import Raised, causal
 from harness.worlds.rank import RankContext
 from harness.worlds.spec import WorldKind, WorldSpec
 from tests.reference.front_doors import BY_NAME
+from tests.values import keep_value, kept_values
 
 NUM_ROWS = 12  # divisible by every world size here, so that the mean of the ranks' means is the batch's
 # Float64 everywhere; only the order of summation differs. AdamW's root and division magnify it somewhat.
@@ -153,10 +154,10 @@ def _assert_value(name: str, found: object, expected: torch.Tensor) -> None:
 def _launch(kind: WorldKind, size: int, body: Callable[..., Any], *args: object, folder: Path) -> list[Any]:
     """Run a body on every rank and give what each returned; shows the cause where one did not."""
     __tracebackhide__ = True
-    result = launch(WorldSpec(kind=kind, size=size), body, *args, folder=folder)
+    result = launch(WorldSpec(kind=kind, size=size), keep_value, body, *args, folder=folder)
     cause = causal(result)
     assert result.is_clean, cause.traceback if isinstance(cause, Raised) else (cause, result.leaks)
-    return [o.value for o in result.outcomes if isinstance(o, Returned)]
+    return kept_values(folder, size)
 
 
 # --- from world to world ------------------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ from harness.worlds.launch import launch
 from harness.worlds.outcome import Returned
 from harness.worlds.rank import RankContext
 from harness.worlds.spec import WorldKind, WorldSpec
+from tests.values import keep_value, kept_values
 
 Body = Callable[..., Any]  # a rank body returns what its test compares
 
@@ -29,9 +30,9 @@ Body = Callable[..., Any]  # a rank body returns what its test compares
 def _run(
     body: Body, *args: object, size: int, folder: Path, kind: WorldKind = WorldKind.THREADS
 ) -> list[Any]:
-    result = launch(WorldSpec(kind=kind, size=size, deadline_s=60), body, *args, folder=folder)
+    result = launch(WorldSpec(kind=kind, size=size, deadline_s=60), keep_value, body, *args, folder=folder)
     assert all(isinstance(o, Returned) for o in result.outcomes), result.outcomes
-    return [o.value for o in result.outcomes if isinstance(o, Returned)]
+    return kept_values(folder, size)
 
 
 def _twins(num_layers: int = 2) -> tuple[nn.Sequential, nn.Sequential]:

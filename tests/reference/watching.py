@@ -24,6 +24,7 @@ from harness.worlds.outcome import Raised, Returned
 from harness.worlds.rank import RankContext
 from harness.worlds.spec import WorldKind, WorldSpec
 from tests.reference.front_doors import BY_NAME, FrontDoor
+from tests.values import keep_value, kept_values
 
 Row = TypeVar("Row")
 Value = TypeVar("Value")
@@ -222,13 +223,13 @@ def run(
 ) -> list[Any]:
     """Run a body in a fresh world; every rank must return. Gives what the ranks returned, in rank order."""
     __tracebackhide__ = True
-    result = launch(WorldSpec(kind=kind, size=size, deadline_s=40), body, *args, folder=folder)
+    result = launch(WorldSpec(kind=kind, size=size, deadline_s=40), keep_value, body, *args, folder=folder)
     for outcome in result.outcomes:
         if isinstance(outcome, Raised):
             pytest.fail(f"rank {outcome.rank}: {outcome.kind}: {outcome.message}\n{outcome.traceback}")
     assert all(isinstance(o, Returned) for o in result.outcomes), result.outcomes
     assert result.leaks == ()
-    return [o.value for o in result.outcomes if isinstance(o, Returned)]
+    return kept_values(folder, size)
 
 
 def each(rows: Iterable[Row], observe: Callable[[Row], Value]) -> dict[Row, Value | str]:

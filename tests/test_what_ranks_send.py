@@ -1,0 +1,204 @@
+"""What crosses from a rank to the process that judges is data: no code of an engine runs there."""
+
+from __future__ import annotations
+
+import json
+import os
+from multiprocessing import Pipe
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fixtures.optimizers import SGD
+from fixtures.problems import MLP_EVEN
+from harness.case import Case, Schedule, Training
+from harness.cell import Cell
+from harness.parity import MatchesOracle
+from harness.record import Record
+from harness.trial import TrialSession
+from harness.verdict import Verdict
+from harness.worlds.message import Dying, Finished, Garbled, Inbox, Message, Ready, Started, encode, send
+from harness.worlds.outcome import Abandoned, Died, Outcome, Raised, Returned, TimedOut
+from harness.worlds.spec import WorldKind, WorldSpec
+
+KINDS = list(WorldKind)
+TRAPS = """
+import gc
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+from engine.adapters.torch_ddp import DistributedDataParallelEngine
+
+PATCH = '''
+import pathlib, harness.judge
+from harness.verdict import Verdict
+pathlib.Path({marker!r}).touch()
+'''
+
+
+class Trap(str):
+    def __reduce__(self):
+        return exec, (PATCH,)
+
+
+class Loud(Exception):
+    def __str__(self):
+        return Trap("no")
+
+
+class InItsMessage(DistributedDataParallelEngine):
+    def prepare(self, model, plan, mesh):
+        raise Loud
+
+
+class InItsKind(DistributedDataParallelEngine):
+    def prepare(self, model, plan, mesh):
+        raise type(Trap("Kind"), (Exception,), {{}})("no")
+
+
+class InItsVersion(DistributedDataParallelEngine):
+    def version(self):
+        return Trap("1.0")
+
+    def prepare(self, model, plan, mesh):
+        raise Loud
+
+
+class OnThePipe(DistributedDataParallelEngine):
+    def prepare(self, model, plan, mesh):
+        for found in gc.get_objects():
+            if type(found) is Connection:
+                try:
+                    found.send(Trap())
+                except OSError:
+                    pass
+        return super().prepare(model, plan, mesh)
+"""
+
+
+def _judged(session: TrialSession, engine: str, kind: WorldKind, folder: Path) -> Record:
+    (folder / "traps.py").write_text(TRAPS.format(marker=str(folder / "I_WAS_RUN")))
+    training = Training(problem=MLP_EVEN, optimizer=SGD, schedule=Schedule(steps=2))
+    cell = Cell(engine=f"{folder / 'traps.py'}:{engine}", world=WorldSpec(kind=kind, size=2, deadline_s=20.0))
+    case = Case(id="case", training=training, laws=(MatchesOracle(),))
+    return session.run(case, cell, suite="", command="")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("engine", ["InItsMessage", "InItsKind", "InItsVersion", "OnThePipe"])
+def test_an_engine_runs_no_code_where_it_is_judged(
+    session: TrialSession, engine: str, kind: WorldKind, tmp_path: Path
+) -> None:
+    record = _judged(session, engine, kind, tmp_path)
+    assert not (tmp_path / "I_WAS_RUN").exists()
+    assert record.verdict is Verdict.CRASHED, record.headline
+
+
+OUTCOMES: list[Outcome] = [
+    Returned(rank=0, value=None),
+    Returned(rank=1, value=("a", [1, 2.5, True], {1: "x", "y": ()}, float("inf"))),
+    Raised(rank=1, kind="E", message="m\n\ud800", traceback="t", is_symptom=True, at_s=1),
+    Died(rank=2, exit_code=-9, is_attributed=False, text=""),
+    TimedOut(rank=3, stack="s", last_call="c"),
+    Abandoned(rank=4),
+]
+MESSAGES: list[Message] = [
+    Ready(),
+    Started(rank=1, thread_ident=2**40),
+    Dying(rank=0, call="os._exit(0)"),
+    *(Finished(outcome=outcome) for outcome in OUTCOMES),
+]
+
+
+def _read(*pieces: bytes) -> list[object]:
+    """Read what comes in these pieces, each of them at once."""
+    ours, theirs = Pipe()
+    inbox = Inbox(ours)
+    found: list[object] = []
+    for piece in pieces:
+        os.write(theirs.fileno(), piece)
+        while ours.poll():
+            found += inbox.read()
+    theirs.close()
+    with pytest.raises(EOFError):
+        inbox.read()
+    ours.close()
+    return found
+
+
+def test_messages_come_back_as_they_were() -> None:
+    sent = b"".join(map(encode, MESSAGES))
+    assert _read(sent) == MESSAGES
+    assert _read(*(sent[i : i + 7] for i in range(0, len(sent), 7))) == MESSAGES
+
+
+def test_a_message_is_sent_whole() -> None:
+    ours, theirs = Pipe()
+    send(theirs, Ready())
+    assert Inbox(ours).read() == [Ready()]
+
+
+def test_what_is_no_plain_value_is_refused() -> None:
+    for value in (object(), {1}, lambda: None, 1j):
+        with pytest.raises(TypeError, match="plain values"):
+            encode(Finished(outcome=Returned(rank=0, value=value)))
+
+
+def test_a_text_of_absurd_length_is_cut() -> None:
+    outcome = Raised(rank=0, kind="E", message="x" * 10**7, traceback="", is_symptom=False, at_s=0.0)
+    data = encode(Finished(outcome=outcome))
+    assert len(data) < 10**6
+    assert b"characters are left out" in data
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"",
+        b"\x80\x04N.",
+        b"[" * 10**5,
+        b"null",
+        b'{"": "Returned", "rank": 0, "value": 1}',
+        b'{"": "Started", "rank": "0", "thread_ident": 1}',
+        b'{"": "Started", "rank": 0}',
+        b'{"": "Finished", "outcome": {"": "Ready"}}',
+        b'{"": "exec", "items": []}',
+        b'{"": "dict", "items": [[[], 1]]}',
+        b'{"": ["Ready"]}',
+    ],
+)
+def test_what_is_no_message_is_named_as_such(line: bytes) -> None:
+    (found,) = _read(line + b"\n")
+    assert isinstance(found, Garbled)
+
+
+def test_a_line_without_end_is_given_up() -> None:
+    ours, theirs = Pipe()
+    inbox = Inbox(ours, longest=1000)
+    os.write(theirs.fileno(), b"x" * 2000)
+    (found,) = inbox.read()
+    assert isinstance(found, Garbled)
+    os.write(theirs.fileno(), b"x" * 2000 + b"\n" + encode(Ready()))
+    assert inbox.read() == [], "what follows is not believed"
+
+
+@settings(max_examples=200, derandomize=True, deadline=None)
+@given(st.data())
+def test_mutated_messages_never_raise(data: st.DataObject) -> None:
+    line = bytearray(encode(data.draw(st.sampled_from(MESSAGES))))
+    for _ in range(data.draw(st.integers(1, 4))):
+        at = data.draw(st.integers(0, len(line) - 1))
+        line[at : at + data.draw(st.integers(0, 3))] = data.draw(st.binary(max_size=4))
+        line = line or bytearray(b"\n")
+    known = (Ready, Started, Dying, Finished, Garbled)
+    assert all(isinstance(found, known) for found in _read(bytes(line) + b"\n"))
+
+
+def test_a_message_is_one_line_of_json() -> None:
+    assert json.loads(encode(Started(rank=1, thread_ident=5))) == {
+        "": "Started",
+        "rank": 1,
+        "thread_ident": 5,
+    }
