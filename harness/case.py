@@ -174,7 +174,9 @@ class Training:
         """Whether each rank's memory is counted after each step, and held against the plan's layout."""
         is_sharded = self.plan.layout in {Layout.SHARD, Layout.HYBRID}
         is_cut_by_others = self.plan.cut_axis is not None or self.plan.pipeline_stages > 1
-        return is_sharded and not is_cut_by_others and not (self.plan.needs & _KEEPS)
+        # An exercise of the engine's own interface makes models beside the one that is trained.
+        makes_models = Capability.WRAPPER in self.script.demands
+        return is_sharded and not (is_cut_by_others or makes_models or self.plan.needs & _KEEPS)
 
     def __post_init__(self) -> None:
         """Raise ValueError where the plan does not tell the engine what the training will ask of it."""

@@ -22,6 +22,8 @@ from harness.law import Evidence, Ruling
 from harness.ledger.entry import Phase
 from harness.ledger.recorder import Recorder
 from harness.oracle import OracleObservation, run_oracle
+from harness.script import EachMicrobatch
+from harness.scripts.exercise import Exercise
 from tests.simulated_engine import simulate
 
 SHARD = Plan(layout=Layout.SHARD)
@@ -213,6 +215,17 @@ def test_observations_without_a_census_are_told_as_such() -> None:
 def test_every_training_with_a_sharded_layout_is_held_to_it(plan: Plan, is_asked: bool) -> None:
     training = Training(problem=MLP_UNEVEN, optimizer=ADAMW, plan=plan)
     assert (MemoryIsExplained() in implied(training)) is is_asked
+
+
+def test_an_exercise_that_makes_models_of_its_own_is_not_counted() -> None:
+    demands = Exercise.demands
+    training = replace(_training(plan=replace(SHARD, demands=demands)), script=Exercise(body=_nothing))
+    assert not training.is_counted
+    assert replace(training, script=EachMicrobatch()).is_counted
+
+
+def _nothing(*_: object) -> None:
+    """Stand for an exercise."""
 
 
 def test_counts_travel_as_json() -> None:
