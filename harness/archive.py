@@ -20,8 +20,8 @@ from harness.content import content_digest
 from harness.drive import drive_rank
 from harness.engine_description import EngineDescription, describe, keep_description, load_description
 from harness.errors import UnreadableError
-from harness.exploration import Scheduled, explore, load_schedules
-from harness.keep import keep_result
+from harness.exploration import Scheduled, explore, load_schedules, schedule_folders
+from harness.keep import check_kept, keep_result
 from harness.oracle import OracleObservation
 from harness.oracle_answer import ask_oracle
 from harness.script import EachMicrobatch
@@ -82,6 +82,7 @@ class Archive:
             return describe(cell.engine)
         for asked in (training, unexercised(training)):
             if (folder := self._folder(cell, asked, case)).is_dir():
+                check_kept(folder)
                 return load_description(folder)
         raise UnreadableError(
             "observations",
@@ -107,6 +108,9 @@ class Archive:
                 if folder.exists():  # a world of an earlier, interrupted run of the same case
                     shutil.rmtree(folder)
                 self._launch(training, cell, seeds, folder)
+            else:
+                for place in schedule_folders(folder):
+                    check_kept(place)
             self._kept[folder] = load_schedules(folder)
         return self._kept[folder]
 

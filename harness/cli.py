@@ -255,14 +255,13 @@ def _conclude(out: Path, pytest_code: int) -> int:
 
 def _show(run_folder: Path) -> int:
     """Write a run's reports, print its matrix, and turn its verdicts into the exit code."""
-    from harness.run_directory import read_run
     from reports.tally import Conclusion, conclude
     from reports.terminal import render
     from reports.write import write_reports
 
-    result = read_run(run_folder)
+    result, paths = write_reports(run_folder)
     print(render(result))
-    for path in write_reports(run_folder):
+    for path in paths:
         print(f"wrote {path}")
     if Verdict.ERRORED in {record.verdict for record in result.records}:
         return OUR_FAULT

@@ -42,7 +42,8 @@ def show_coverage(folders: Sequence[Path], *, api: str | None, is_markdown: bool
     The rows are the names of the interface ``api``, or upstream tests without one; raises UsageError for no interface.
     """
     table = _table(api)
-    records = [record for folder in folders for record in read_run(folder).records]
+    runs = [read_run(folder) for folder in folders]
+    records = [record for run in runs for record in run.records]
     found, said = _CasesWithRows(table), io.StringIO()
     with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
         code = collect(suites(None), found)
@@ -51,7 +52,10 @@ def show_coverage(folders: Sequence[Path], *, api: str | None, is_markdown: bool
         return USAGE if code == pytest.ExitCode.USAGE_ERROR else OUR_FAULT
     covered = cover(table, found.rows, records)
     print(_rendered(covered, is_markdown=is_markdown))
-    return DOES_NOT_CONFORM if covered.missing else CONFORMS
+    damage = [problem for run in runs if run.is_damaged for problem in run.problems]
+    for problem in damage:
+        print(f"warning: {problem}", file=sys.stderr)
+    return DOES_NOT_CONFORM if covered.missing or damage else CONFORMS
 
 
 def collect(folders: Sequence[Path], plugin: object) -> int:

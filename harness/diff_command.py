@@ -42,19 +42,21 @@ class Request:
 
 
 def show_diff(request: Request) -> int:
-    """Print or write the comparison; returns 0 if nothing changed, 1 if something did.
+    """Print or write the comparison; returns 0 if nothing changed, 1 if something did or a run is damaged.
 
     Raises UsageError for what is no run, for a run compared with itself, and for an engine that neither run has.
     """
     _refuse_one_run(request)
-    found = compare(_read(request.before), _read(request.after), engines=request.engines)
+    before, after = _read(request.before), _read(request.after)
+    found = compare(before, after, engines=request.engines)
     text = _rendered(found, request)
     if request.out is None:
         print(text, end="")
     else:
         write_file(request.out, text)
         print(f"{summary(found)}\nwrote {request.out}")
-    return DOES_NOT_CONFORM if found.changes else CONFORMS
+    is_damaged = before.run.is_damaged or after.run.is_damaged
+    return DOES_NOT_CONFORM if found.changes or is_damaged else CONFORMS
 
 
 def _refuse_one_run(request: Request) -> None:

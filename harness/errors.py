@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-__all__ = ["EngineError", "HarnessBug", "ShardproofError", "UnreadableError", "UsageError"]
+__all__ = [
+    "EngineError",
+    "HarnessBug",
+    "NewerSchemaError",
+    "ShardproofError",
+    "UnreadableError",
+    "UsageError",
+]
 
 
 class ShardproofError(Exception):
@@ -25,6 +32,10 @@ class ShardproofError(Exception):
 
 class UsageError(ShardproofError):
     """The caller asked for something that is not there: a misspelt world, a missing run; fix the call."""
+
+
+class NewerSchemaError(UsageError):
+    """A later release wrote this run: its lines are whole, and mean what this release does not know."""
 
 
 class UnreadableError(UsageError):

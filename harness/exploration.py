@@ -13,7 +13,7 @@ from harness.worlds.launch import World
 from harness.worlds.outcome import Returned, WorldResult
 from harness.worlds.spec import WorldSpec
 
-__all__ = ["Scheduled", "explore", "load_schedules"]
+__all__ = ["Scheduled", "explore", "load_schedules", "schedule_folders"]
 
 _SEED = "schedule"
 
@@ -54,10 +54,16 @@ def explore(
     _drop_repetitions([place for place, _ in results])
 
 
+def schedule_folders(folder: Path) -> tuple[Path, ...]:
+    """List where `explore` kept what it saw, in the order of seeds."""
+    found = (path for path in folder.glob("schedule-*") if path.name.partition("-")[2].isdecimal())
+    others = sorted(found, key=lambda path: int(path.name.partition("-")[2]))
+    return (folder, *others)
+
+
 def load_schedules(folder: Path) -> tuple[Scheduled, ...]:
-    """Read what `explore` kept, in the order of seeds; raises UsageError when it is not there or not whole."""
-    others = sorted(folder.glob("schedule-*"), key=lambda path: int(path.name.partition("-")[2]))
-    return tuple(Scheduled(_seed(place), load_kept(place)) for place in (folder, *others))
+    """Read what `explore` kept, in the order of seeds; raises UnreadableError when it is not there or not whole."""
+    return tuple(Scheduled(_seed(place), load_kept(place)) for place in schedule_folders(folder))
 
 
 def _seed(place: Path) -> int:

@@ -21,7 +21,7 @@ from functools import cache
 from types import MappingProxyType, UnionType
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from harness.errors import UsageError
+from harness.errors import NewerSchemaError, UsageError
 
 __all__ = ["read", "write"]
 
@@ -115,9 +115,10 @@ def _schema_of(plain: dict[str, Any], at: _Place) -> int:
     if type(schema) is not int or schema < 1:
         raise at.refusal(expected=f"a version from 1 to {at.newest}", value=schema)
     if schema > at.newest:
-        raise at.refusal(
+        raise NewerSchemaError(
+            f"{at.where}: {at.field}",
             expected=f"at most {at.newest}",
-            value=schema,
+            got=_quote(schema),
             hint="the newer shardproof that wrote this run",
         )
     return schema

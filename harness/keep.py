@@ -11,13 +11,15 @@ from typing import Any
 from harness.errors import UnreadableError
 from harness.ledger.entry import Ledger
 from harness.ledger.journal import Journal, read_journal
+from harness.manifest import changes, write_manifest
 from harness.observation import Observation, load_observation
 from harness.worlds.outcome import Abandoned, Died, Outcome, Raised, Returned, TimedOut, WorldResult
 from harness.worlds.rank import journal_path
 
-__all__ = ["Kept", "keep_result", "load_kept", "observation_path"]
+__all__ = ["Kept", "check_kept", "keep_result", "load_kept", "observation_path"]
 
 _OUTCOMES = "outcomes.json"
+_READ = {_OUTCOMES, "engine.json", "schedule"}  # besides what the ranks wrote
 _KINDS: Mapping[str, type[Outcome]] = {
     kind.__name__: kind for kind in (Returned, Raised, Died, TimedOut, Abandoned)
 }
@@ -42,12 +44,29 @@ def observation_path(folder: Path, rank: int) -> Path:
 
 
 def keep_result(result: WorldResult, folder: Path) -> None:
-    """Write how the ranks ended; ledgers and observations are written by the ranks themselves."""
+    """Write how the ranks ended, and the manifest of all files; ranks wrote ledgers and observations themselves."""
     plain = {
         "outcomes": [{"outcome": type(o).__name__, **asdict(o)} for o in result.outcomes],
         "leaks": list(result.leaks),
     }
     (folder / _OUTCOMES).write_text(json.dumps(plain))
+    write_manifest(folder, (path.name for path in folder.iterdir() if _is_read(path)))
+
+
+def check_kept(folder: Path) -> None:
+    """Raise UnreadableError where a file of one world's folder is not as it was kept."""
+    for name, why in changes(folder).items():
+        raise UnreadableError(
+            f"{folder.name}/{name}",
+            expected="the file as it was kept",
+            got=why,
+            hint="running the case again",
+        )
+
+
+def _is_read(path: Path) -> bool:
+    """Whether anything reads the file later; a world leaves its store and its stacks too."""
+    return path.is_file() and (path.name.startswith("rank") or path.name in _READ)
 
 
 def load_kept(folder: Path) -> Kept:

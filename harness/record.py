@@ -23,6 +23,7 @@ __all__ = [
     "Header",
     "LawRecord",
     "LedgerLine",
+    "Line",
     "OutcomeRecord",
     "Record",
     "TensorRecord",

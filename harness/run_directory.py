@@ -1,8 +1,10 @@
-"""A run on disk: a folder of records, header, footer and observations, written append-safe, read strictly.
+"""A run on disk: a folder of records, header, footer and observations, written append-safe, read with every loss named.
 
 [Note: what a run looks like]
 ``records.jsonl`` has one record per line and nothing else. ``run.jsonl`` has the header as its first line
 and, once the run has ended, the footer as its second and last; without a footer the run was interrupted.
+``SHA256SUMS`` has the hashes of both files as they were at the end. A damaged line costs what it held; the run is then
+not whole.
 ``observations/`` holds what the ranks saw. Reports are written beside them. ``judged/`` is the result of judging the
 run again: a run of its own, with the header of the first and with the observations of the first.
 """
@@ -12,12 +14,13 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from harness.errors import HarnessBug, UsageError
-from harness.record import Footer, Header, Record, from_json, to_json
+from harness.errors import HarnessBug, NewerSchemaError, UsageError
+from harness.manifest import MANIFEST, changes, write_manifest
+from harness.record import Footer, Header, Line, Record, from_json, to_json
 
 __all__ = [
     "JUDGED",
@@ -36,15 +39,22 @@ RUN = "run.jsonl"
 OBSERVATIONS = "observations"
 JUDGED = "judged"
 
+_UNKNOWN = "unknown"
+_FIRST_WITH_MANIFEST = 5  # schema
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """A run as read; ``problems`` say in words where the files are not what a finished run leaves."""
+    """A run as read; ``problems`` say in words where the files are not what a finished run leaves.
+
+    ``is_damaged``: bytes of its files changed after they were written, or some line cannot be read.
+    """
 
     header: Header
     records: tuple[Record, ...]
     footer: Footer | None
     problems: tuple[str, ...] = ()
+    is_damaged: bool = False
 
     @property
     def is_interrupted(self) -> bool:
@@ -88,6 +98,7 @@ class RunWriter:
         """Write the footer; nothing may follow it."""
         self._refuse_after_footer()
         _append_line(self.path / RUN, to_json(footer))
+        write_manifest(self.path, (RUN, RECORDS))
         self._is_finished = True
 
     def _refuse_after_footer(self) -> None:
@@ -111,20 +122,23 @@ def refuse_existing(path: Path) -> None:
 
 
 def read_run(path: Path) -> Run:
-    """Read and check a run; a line cut off at the end is a problem, anything else broken a UsageError."""
-    header, footer, problems = _read_ends(path / RUN, _lines(path, RUN))
-    records: list[Record] = []
-    for number, line in enumerate(lines := _lines(path, RECORDS), start=1):
-        where = f"{path / RECORDS}:{number}"
-        if number == len(lines) and line.is_cut_off:
-            problems.append(
-                f"{RECORDS}:{number}: the last line is cut off and was skipped (interrupted write)"
-            )
-        else:
-            records.append(from_json(Record, line.text, where=where))
-    problems += _miscounts(header, records, footer)
-    known = dict.fromkeys((*header.shortfalls, *problems))
-    return Run(header=header, records=tuple(records), footer=footer, problems=tuple(known))
+    """Read and check a run; whatever is damaged is left out and named in its problems.
+
+    Raises UsageError for a folder without the files of a run, without a whole line in them, or of a later release.
+    """
+    damage: list[str] = []
+    ends = _lines(path, RUN)
+    records = tuple(_readable(Record, path / RECORDS, _lines(path, RECORDS), damage))
+    header, footer = _read_ends(path / RUN, ends, records, damage)
+    damage += _changed(path, header, footer)
+    problems = dict.fromkeys((*header.shortfalls, *damage, *_miscounts(header, records, footer)))
+    return Run(
+        header=header,
+        records=records,
+        footer=footer,
+        problems=tuple(problems),
+        is_damaged=bool(damage),
+    )
 
 
 def write_file(path: Path, text: str) -> None:
@@ -205,20 +219,66 @@ def _lines(path: Path, name: str) -> Sequence[_RawLine]:
     return lines
 
 
-def _read_ends(path: Path, lines: Sequence[_RawLine]) -> tuple[Header, Footer | None, list[str]]:
-    header = from_json(Header, lines[0].text if lines else "", where=f"{path}:1")
+def _readable(kind: type[Line], file: Path, lines: Sequence[_RawLine], damage: list[str]) -> Iterator[Line]:
+    """Read the lines that can be read, and name the others."""
+    for number, line in enumerate(lines, start=1):
+        if line.is_cut_off:
+            damage.append(
+                f"{file.name}:{number}: the last line is cut off and was skipped (interrupted write)"
+            )
+            continue
+        try:
+            yield from_json(kind, line.text, where=f"{file}:{number}")
+        except UsageError as error:
+            damage.append(
+                f"{file.name}:{number}: damaged, skipped: expected {error.expected}, got {error.got}"
+            )
+
+
+def _read_ends(
+    file: Path, lines: Sequence[_RawLine], records: Sequence[Record], damage: list[str]
+) -> tuple[Header, Footer | None]:
     if len(lines) > 2:
-        raise UsageError(
-            f"{path}:3",
-            expected="nothing after the footer",
-            got=f"{len(lines) - 2} more lines",
-            hint="shardproof merge, if two runs were put together by hand",
-        )
-    if len(lines) < 2:
-        return header, None, []
-    if lines[1].is_cut_off:
-        return header, None, [f"{path.name}:2: the footer is cut off; the run counts as interrupted"]
-    return header, from_json(Footer, lines[1].text, where=f"{path}:2"), []
+        damage.append(f"{file.name}:3: {len(lines) - 2} more lines after the footer, skipped")
+    header = _header(file, lines, records, damage)
+    if len(lines) > 1 and lines[1].is_cut_off:
+        damage.append(f"{file.name}:2: the footer is cut off; the run counts as interrupted")
+        return header, None
+    heard: list[str] = []
+    footer = next(_readable(Footer, file, lines[1:2], heard), None)
+    damage += [problem.replace(f"{file.name}:1:", f"{file.name}:2:", 1) for problem in heard]
+    return header, footer
+
+
+def _header(file: Path, lines: Sequence[_RawLine], records: Sequence[Record], damage: list[str]) -> Header:
+    """Read the header; where it is damaged, a stand-in that knows what the records do."""
+    try:
+        return from_json(Header, lines[0].text if lines else "", where=f"{file}:1")
+    except NewerSchemaError:
+        raise
+    except UsageError as error:
+        if not records:
+            raise
+        damage.append(f"{file.name}:1: damaged, skipped: expected {error.expected}, got {error.got}")
+    return Header(
+        started_at=_UNKNOWN,
+        command=_UNKNOWN,
+        engines=tuple(dict.fromkeys(record.engine for record in records)),
+        worlds=tuple(dict.fromkeys(record.world for record in records)),
+        versions={},
+        hardware={},
+        git_head=_UNKNOWN,
+        git_dirty=False,
+        seed=0,
+        num_cases=len(records),
+    )
+
+
+def _changed(path: Path, header: Header, footer: Footer | None) -> list[str]:
+    """Name files that are not as the end of the run left them; before schema 5, or without an end, nothing tells."""
+    if not (path / MANIFEST).exists() and (footer is None or header.schema < _FIRST_WITH_MANIFEST):
+        return []
+    return [f"{name}: {why}" for name, why in changes(path).items()]
 
 
 def _miscounts(header: Header, records: Sequence[Record], footer: Footer | None) -> list[str]:

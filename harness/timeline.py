@@ -14,7 +14,8 @@ from pathlib import Path
 
 from harness.ledger.course import Course, Happening, flights, stretches
 from harness.ledger.entry import Entry, Op, Phase
-from harness.ledger.journal import read_journal
+from harness.ledger.journal import UNREADABLE, read_journal
+from harness.manifest import MANIFEST, changes
 from harness.races.finding import RACES, Race, Touch, report_from_json
 
 __all__ = ["COMPUTE", "Clash", "Moment", "Passage", "RankTimeline", "Spell", "Timeline", "read_timeline"]
@@ -103,9 +104,10 @@ class RankTimeline:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timeline:
-    """All ranks of one world, or some of them."""
+    """All ranks of one world, or some of them; ``problems`` say which files are damaged, and so lack something here."""
 
     ranks: tuple[RankTimeline, ...]
+    problems: tuple[str, ...] = ()
 
     @property
     def steps(self) -> tuple[int, ...]:
@@ -130,21 +132,28 @@ class Timeline:
 def read_timeline(folder: Path) -> Timeline:
     """Read what the ranks of one world left; no ranks where there are no journals, or where those hold no course."""
     found = sorted((int(m[1]), p) for p in folder.glob("rank*.jsonl") if (m := _JOURNAL.fullmatch(p.name)))
-    ranks = (_read_rank(rank, journal) for rank, journal in found)
-    return Timeline(ranks=tuple(rank for rank in ranks if rank is not None))
+    problems = _changed(folder)
+    ranks = [_read_rank(rank, journal, problems) for rank, journal in found]
+    told = tuple(f"{name}: {why}" for name, why in sorted(problems.items()))
+    return Timeline(ranks=tuple(rank for rank in ranks if rank is not None), problems=told)
 
 
-def _read_rank(rank: int, journal: Path) -> RankTimeline | None:
-    ledger, course, _ = read_journal(journal)
+def _changed(folder: Path) -> dict[str, str]:
+    """Name the files that changed since they were kept; a world that was never kept whole has no manifest."""
+    if not (folder / MANIFEST).is_file():
+        return {}
+    return dict(changes(folder, lambda name: name.endswith((".ledger.jsonl", RACES))))
+
+
+def _read_rank(rank: int, journal: Path, problems: dict[str, str]) -> RankTimeline | None:
+    ledger, course, damaged = read_journal(journal)
+    if damaged:
+        problems[journal.name] = f"{len(damaged)} damaged line(s) skipped, the first in line {damaged[0]}"
     if not course:
         return None
     passages = tuple(_passages(course, {entry.seq: entry for entry in ledger}))
-    races = journal.with_name(f"rank{rank}{RACES}")
-    report = report_from_json(json.loads(races.read_text())) if races.exists() else None
     lanes = tuple(dict.fromkeys((COMPUTE, *(p.lane for p in passages))))
-    clashes = tuple(
-        _clash(race, course, lanes) for race in (report.races if report else ()) if race.second.at_ns
-    )
+    clashes = _clashes(journal.with_name(f"rank{rank}{RACES}"), course, lanes, problems)
     touched = (lane for clash in clashes for lane in clash.lanes)
     return RankTimeline(
         rank=rank,
@@ -154,6 +163,20 @@ def _read_rank(rank: int, journal: Path) -> RankTimeline | None:
         passages=passages,
         clashes=clashes,
     )
+
+
+def _clashes(
+    file: Path, course: Course, lanes: tuple[str, ...], problems: dict[str, str]
+) -> tuple[Clash, ...]:
+    """Read a report of races; a damaged one is left out, because a part of it would clear the rest."""
+    if file.name in problems or not file.is_file():
+        return ()
+    try:
+        races = report_from_json(json.loads(file.read_text())).races
+        return tuple(_clash(race, course, lanes) for race in races if race.second.at_ns)
+    except UNREADABLE:
+        problems[file.name] = "damaged, left out"
+        return ()
 
 
 def _phases(course: Course) -> Iterator[Spell]:

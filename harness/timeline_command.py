@@ -8,7 +8,7 @@ from difflib import get_close_matches
 from pathlib import Path
 
 from harness.errors import UsageError
-from harness.pytest_call import CONFORMS
+from harness.pytest_call import CONFORMS, DOES_NOT_CONFORM
 from harness.record import Record
 from harness.run_directory import read_run, write_file
 from harness.timeline import read_timeline
@@ -32,8 +32,12 @@ class Request:
 
 
 def export(request: Request) -> int:
-    """Write the trace of the worst record that matches; raises UsageError where none does, or nothing was observed."""
-    record = _choose(by_severity(read_run(request.run).records), request)
+    """Write the trace of the worst record that matches; returns 1 if a file of the run is damaged, else 0.
+
+    Raises UsageError if no record matches, or if nothing was observed.
+    """
+    run = read_run(request.run)
+    record = _choose(by_severity(run.records), request)
     timeline = read_timeline(request.run / record.observation)
     kept = timeline.of_ranks(lambda rank: not request.ranks or rank in request.ranks)
     if not kept.ranks:
@@ -49,7 +53,10 @@ def export(request: Request) -> int:
     print(f"{record.verdict} {record.engine} in {record.world}: {record.case}")
     print(f"{len(kept.ranks)} rank(s), {len(kept.steps)} step(s), {num_races} race(s)")
     print(f"wrote {out}; open it in https://ui.perfetto.dev or chrome://tracing")
-    return CONFORMS
+    problems = (*run.problems, *kept.problems) if run.is_damaged else kept.problems
+    for problem in problems:
+        print(f"warning: {problem}")
+    return DOES_NOT_CONFORM if problems else CONFORMS
 
 
 def _choose(records: Sequence[Record], request: Request) -> Record:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 from harness.record import Record
 from harness.run_directory import Run
@@ -13,24 +14,36 @@ from reports.matrix import by_severity
 from reports.page import Key
 from reports.timeline import draw
 
-__all__ = ["pictures"]
+__all__ = ["Pictures", "pictures"]
 
 _MOST_PICTURES = 24  # about 20 KiB each
 _MOST_OF_FAILURES = 16  # so that some room is left for what passed
 
 
-def pictures(run: Run, run_dir: Path) -> dict[Key, str]:
+class Pictures(NamedTuple):
+    """Pictures by their records, and which files were damaged where they were read."""
+
+    drawn: dict[Key, str]
+    problems: tuple[str, ...]
+
+
+def pictures(run: Run, run_dir: Path) -> Pictures:
     """Draw what does not conform, the worst first, and one case that passed of each suite.
 
     What was not observed, or is too long for a picture, is left out; `shardproof timeline` exports that too.
     """
     drawn: dict[Key, str] = {}
+    problems: dict[str, None] = {}
     for record in _worth_drawing(run):
         if len(drawn) == _MOST_PICTURES:
             break
-        if record.observation and (picture := draw(read_timeline(run_dir / record.observation))):
+        if not record.observation:
+            continue
+        timeline = read_timeline(run_dir / record.observation)
+        problems |= dict.fromkeys(f"{record.observation}/{problem}" for problem in timeline.problems)
+        if picture := draw(timeline):
             drawn[record.engine, record.case, record.world] = picture
-    return drawn
+    return Pictures(drawn, tuple(problems))
 
 
 def _worth_drawing(run: Run) -> Iterator[Record]:

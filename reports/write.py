@@ -2,23 +2,34 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
-from harness.run_directory import read_run, write_file
+from harness.run_directory import Run, read_run, write_file
 from reports import junit, markdown, page
 from reports.pictures import pictures
 
-__all__ = ["write_reports"]
+__all__ = ["Written", "write_reports"]
 
 
-def write_reports(run_dir: Path) -> tuple[Path, ...]:
+class Written(NamedTuple):
+    """The run with all problems that its files have, and the reports written of it."""
+
+    run: Run
+    paths: tuple[Path, ...]
+
+
+def write_reports(run_dir: Path) -> Written:
     """Read the run and write report.html, report.md and junit.xml, each whole or not at all."""
     run = read_run(run_dir)
+    found = pictures(run, run_dir)
+    run = replace(run, problems=(*run.problems, *found.problems))
     texts = {
-        "report.html": page.render(run, pictures(run, run_dir)),
+        "report.html": page.render(run, found.drawn),
         "report.md": markdown.render(run),
         "junit.xml": junit.render(run),
     }
     for name, text in texts.items():
         write_file(run_dir / name, text)
-    return tuple(run_dir / name for name in texts)
+    return Written(run, tuple(run_dir / name for name in texts))

@@ -554,7 +554,7 @@ def test_reports_are_written_beside_the_records(tmp_path: Path) -> None:
     writer = RunWriter(tmp_path, replace(HEADER, num_cases=1))
     writer.append(a_record(headline=HOSTILE))
     writer.finish(FOOTER)
-    written = write_reports(tmp_path)
+    written = write_reports(tmp_path).paths
     assert [path.name for path in written] == ["report.html", "report.md", "junit.xml"]
     assert all(path.stat().st_size for path in written)
-    assert write_reports(tmp_path) == written, "reports may be written again"
+    assert write_reports(tmp_path).paths == written, "reports may be written again"

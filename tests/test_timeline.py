@@ -224,7 +224,7 @@ def _kept_run(folder: Path, path: Path) -> Record:
 def test_the_page_draws_what_failed(folder: Path, tmp_path: Path) -> None:
     record = _kept_run(folder, tmp_path / "run")
     run = a_run(record)
-    drawn = pictures(run, tmp_path / "run")
+    drawn = pictures(run, tmp_path / "run").drawn
     assert list(drawn) == [(record.engine, record.case, record.world)]
     assert 'class="touch"' in page.render(run, drawn)
     assert "<svg" not in page.render(run)

@@ -1,0 +1,57 @@
+"""The manifest of a folder: the SHA-256 of each file, so that a reader notices every byte that changed. No torch here.
+
+Its format is that of sha256sum, so ``sha256sum -c SHA256SUMS`` checks it too. It guards against damage, not against an
+author: who rewrites the files can rewrite the manifest.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+
+__all__ = ["MANIFEST", "changes", "write_manifest"]
+
+MANIFEST = "SHA256SUMS"
+
+_LINE = re.compile(r"([0-9a-f]{64})  ([\w.-]+)")
+_MISSING, _CHANGED = "missing", "changed since it was written"
+
+
+def write_manifest(folder: Path, names: Iterable[str]) -> None:
+    """Write the hashes of these files of the folder."""
+    lines = (f"{_digest(folder / name)}  {name}\n" for name in sorted(names))
+    (folder / MANIFEST).write_text("".join(lines))
+
+
+def changes(folder: Path, is_asked: Callable[[str], bool] = lambda _: True) -> Mapping[str, str]:
+    """Compare files with the manifest; returns what is wrong with each that is not as it was written.
+
+    ``is_asked`` chooses files by name; the manifest itself is always read.
+    """
+    try:
+        text = (folder / MANIFEST).read_bytes().decode("ascii", "backslashreplace")
+    except OSError:
+        return {MANIFEST: _MISSING}
+    lines = [_LINE.fullmatch(line) for line in text.split("\n")[:-1]]
+    known = {match[2]: match[1] for match in lines if match}
+    found = {name: _change(folder / name, digest) for name, digest in known.items() if is_asked(name)}
+    # The text has one form, so no byte of it can change unnoticed.
+    if text != "".join(f"{known[name]}  {name}\n" for name in sorted(known)) or not known:
+        found[MANIFEST] = _CHANGED
+    return {name: why for name, why in found.items() if why}
+
+
+def _change(file: Path, digest: str) -> str:
+    if not file.is_file():  # a pipe or a folder of that name would never end, or raise
+        return _MISSING
+    try:
+        return "" if _digest(file) == digest else _CHANGED
+    except OSError as error:
+        return f"unreadable ({error.strerror})"
+
+
+def _digest(file: Path) -> str:
+    with file.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()

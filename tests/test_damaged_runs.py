@@ -1,0 +1,187 @@
+"""Damaged files of a run cost what they held: no reader ends in a traceback, and none is green."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from harness.cli import main
+from harness.run_directory import JUDGED, read_run
+from harness.verdict import Verdict
+from reports.tally import Conclusion, conclude
+
+CODES = {0, 1, 2, 3}
+OF_THE_RUN = ("records.jsonl", "run.jsonl", "SHA256SUMS")
+OF_A_TIMELINE = ("rank0.ledger.jsonl", "rank1.ledger.jsonl", "rank0.races.json")
+OF_A_WORLD = (
+    *OF_A_TIMELINE,
+    "SHA256SUMS",
+    "engine.json",
+    "outcomes.json",
+    "rank0.observation",
+    "rank1.observation",
+    "schedule",
+)
+PIECES = [b"\n", b"0", b'"', b"{", b"\xff", b"1e999", b","]
+GARBLES = """
+import os
+from pathlib import Path
+
+from engine.adapters.torch_ddp import DistributedDataParallelEngine
+
+
+class Garbles(DistributedDataParallelEngine):
+    def prepare(self, model, plan, mesh):
+        for fd in os.listdir("/proc/self/fd"):
+            target = Path("/proc/self/fd", fd)
+            if target.exists() and os.readlink(target).endswith("rank1.ledger.jsonl"):
+                with open(os.readlink(target), "a") as journal:
+                    journal.write('{"entry":{"se')
+        return super().prepare(model, plan, mesh)
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kept:
+    """A run, a copy of it to compare with, and the folder of its one world."""
+
+    run: Path
+    copy: Path
+    world: Path
+
+    def file(self, name: str, *, is_of_world: bool) -> Path:
+        """Name a file of the world or of the run."""
+        return (self.world if is_of_world else self.run) / name
+
+
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory: pytest.TempPathFactory) -> Kept:
+    folder = tmp_path_factory.mktemp("kept")
+    options = ["--engine", "torch.ddp", "--suite", "smoke", "--thorough", "--out", str(folder / "run")]
+    assert _call("run", *options)[0] == 0
+    (outcomes,) = (folder / "run").rglob("outcomes.json")
+    shutil.copytree(folder / "run", folder / "copy")
+    found = Kept(run=folder / "run", copy=folder / "copy", world=outcomes.parent)
+    assert all((found.world / name).is_file() for name in OF_A_WORLD)
+    for command in (["report"], ["timeline"], ["diff", str(found.copy)], ["judge"]):
+        assert _call(*command, str(found.run))[0] == 0
+    return found
+
+
+def _call(*arguments: str) -> tuple[int, str]:
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+        code = main(arguments)
+    return code, said.getvalue()
+
+
+def _mutated(data: st.DataObject, whole: bytes) -> bytes:
+    """Change, cut off, put in, or repeat some bytes."""
+    at = data.draw(st.integers(0, max(0, len(whole) - 1)), label="at")
+    length = data.draw(st.integers(0, 60), label="length")
+    before, piece, after = whole[:at], whole[at : at + length], whole[at + length :]
+    match data.draw(st.sampled_from(["change", "cut", "put in", "repeat", "swap"]), label="how"):
+        case "change":
+            new = data.draw(st.binary(min_size=1, max_size=8))
+            return before + new + whole[at + len(new) :]
+        case "cut":
+            return before
+        case "put in":
+            return before + data.draw(st.sampled_from(PIECES)) + piece + after
+        case "repeat":
+            return before + piece + piece + after
+        case _:
+            return before + after[:length] + piece + after[length:]
+
+
+@contextlib.contextmanager
+def _damaged(file: Path, data: st.DataObject) -> Iterator[bool]:
+    """Damage a file for a while; yields whether a byte of it changed."""
+    whole = file.read_bytes()
+    mutated = _mutated(data, whole)
+    file.write_bytes(mutated)
+    try:
+        yield mutated != whole
+    finally:
+        file.write_bytes(whole)
+
+
+def _check(code: int, said: str, *, is_changed: bool) -> None:
+    assert code in CODES
+    assert "Traceback" not in said, said
+    assert bool(code) or not is_changed, "damage is never green"
+
+
+def _bounded(num_examples: int) -> settings:
+    # Module-scoped files are put back after each example; a loaded machine may take long for one.
+    return settings(
+        max_examples=num_examples,
+        derandomize=True,
+        deadline=None,
+        suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+    )
+
+
+@pytest.mark.parametrize("name", OF_THE_RUN)
+@_bounded(60)
+@given(data=st.data())
+def test_report_and_diff_survive_a_damaged_run(name: str, kept: Kept, data: st.DataObject) -> None:
+    with _damaged(kept.file(name, is_of_world=False), data) as is_changed:
+        run = str(kept.run)
+        for command in (["report", run], ["diff", str(kept.copy), run], ["timeline", run]):
+            _check(*_call(*command), is_changed=is_changed)
+
+
+@pytest.mark.parametrize("name", OF_A_TIMELINE)
+@_bounded(60)
+@given(data=st.data())
+def test_report_and_timeline_survive_damaged_journals(name: str, kept: Kept, data: st.DataObject) -> None:
+    with _damaged(kept.file(name, is_of_world=True), data) as is_changed:
+        for command in ("report", "timeline"):
+            _check(*_call(command, str(kept.run)), is_changed=is_changed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*OF_THE_RUN, *(f"world/{name}" for name in OF_A_WORLD)])
+@_bounded(4)
+@given(data=st.data())
+def test_judge_survives_damage(name: str, kept: Kept, data: st.DataObject) -> None:
+    file = kept.file(name.removeprefix("world/"), is_of_world=name.startswith("world/"))
+    with _damaged(file, data) as is_changed:
+        _check(*_call("judge", str(kept.run)), is_changed=is_changed)
+
+
+def test_a_red_record_that_is_damaged_away_leaves_no_green_run(kept: Kept, tmp_path: Path) -> None:
+    shutil.copytree(kept.run, tmp_path / "run")
+    records = tmp_path / "run" / "records.jsonl"
+    (line,) = records.read_text().splitlines()
+    red = line.replace("PASSED", "FA LED")
+    records.write_text(f"{red}\n{line}\n")
+    code, said = _call("report", str(tmp_path / "run"))
+    assert code == 1
+    assert "records.jsonl:1: damaged, skipped: " in " ".join(said.split())
+    assert conclude(read_run(tmp_path / "run")) is Conclusion.INCOMPLETE
+
+
+def test_half_a_line_in_a_journal_costs_one_record(tmp_path: Path) -> None:
+    (tmp_path / "garbles.py").write_text(GARBLES)
+    engines = ["--engine", f"{tmp_path / 'garbles.py'}:Garbles", "--engine", "torch.ddp"]
+    code, said = _call("run", *engines, "--suite", "smoke", "--out", str(tmp_path / "run"))
+    assert code == 3, said
+    run = read_run(tmp_path / "run")
+    garbled, honest = run.records
+    assert (garbled.verdict, honest.verdict) == (Verdict.ERRORED, Verdict.PASSED)
+    assert "rank1.ledger.jsonl: expected whole lines, got 1 damaged line(s)" in garbled.headline
+    assert _call("report", str(tmp_path / "run"))[0] == 3
+    assert _call("judge", str(tmp_path / "run"))[0] == 3
+    again = read_run(tmp_path / "run" / JUDGED)
+    assert [r.verdict for r in again.records] == [Verdict.ERRORED, Verdict.PASSED]
+    assert "rank1.ledger.jsonl: 1 damaged line(s)" in again.problems[0]
