@@ -92,6 +92,8 @@ def test_a_share_of_one_rank_must_show_in_some_tensor(oracle: OracleObservation)
     )
     everywhere = noisy(faint, Quantity.GRADIENT, lambda s, n: 1e-2 * of_last_rank(s, n))
     assert "the share of one rank changes: a missing rank would pass" in (hidden_because(everywhere) or "")
+    asked = replace(everywhere.oracle, plan=Plan(reduce_dtype=torch.float16))
+    assert hidden_because(evidence_of(asked)) is None
     somewhere = noisy(faint, Quantity.GRADIENT, lambda s, n: 1e-2 * of_last_rank(s, n), NAME)
     assert "share of one rank" not in (hidden_because(somewhere) or "")
 
