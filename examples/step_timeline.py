@@ -214,8 +214,31 @@ class _WatchedReduceScatter(DefaultReduceScatter):
         return super().__call__(*args, **kwargs)
 
 
-def train(context: RankContext) -> tuple[Mark, ...]:
-    """Train on one rank and give the marks; the ledger lies in its journal."""
+# What a rank returns is plain values: names, numbers and text.
+PlainMark = tuple[int, str, str, str, str, int, list[str] | None]
+
+
+def _plain(mark: Mark) -> PlainMark:
+    event = mark.event
+    whole = None if event.whole is None else sorted(event.whole)
+    return mark.place, event.happening.name, event.unit, event.part, event.phase.name, event.step, whole
+
+
+def _mark(plain: PlainMark) -> Mark:
+    place, happening, unit, part, phase, step, whole = plain
+    event = Event(
+        happening=Happening[happening],
+        unit=unit,
+        part=part,
+        phase=Phase[phase],
+        step=step,
+        whole=None if whole is None else frozenset(whole),
+    )
+    return Mark(event=event, place=place)
+
+
+def train(context: RankContext) -> tuple[PlainMark, ...]:
+    """Train on one rank and return the marks; the ledger lies in its journal."""
     torch.manual_seed(0)
     model = Model()
     for block in model.blocks:
@@ -237,7 +260,7 @@ def train(context: RankContext) -> tuple[Mark, ...]:
             optimizer.step()
             optimizer.zero_grad()
             watch.mark(Happening.ENDS, OPTIMIZER, "optimizer")
-    return tuple(watch.marks)
+    return tuple(map(_plain, watch.marks))
 
 
 def _node(tensor: torch.Tensor) -> Node:
@@ -257,7 +280,8 @@ def record() -> tuple[Event, ...]:
         for outcome in result.outcomes:
             if not isinstance(outcome, Returned):
                 raise RuntimeError(f"rank {outcome.rank}: expected marks, got {outcome}")
-            stories.append(_story(outcome.value, journal_path(Path(folder), outcome.rank)))
+            marks = tuple(map(_mark, outcome.value))
+            stories.append(_story(marks, journal_path(Path(folder), outcome.rank)))
     if len(set(stories)) != 1:
         raise RuntimeError("expected the same events in the same order on every rank, got different ones")
     return stories[0]

@@ -228,9 +228,9 @@ def sends_half_a_message(context: RankContext) -> None:
     _wait_for_ever()
 
 
-def returns_a_megabyte(context: RankContext) -> bytes:
+def returns_a_megabyte(context: RankContext) -> list[str]:
     """Return more than a pipe holds."""
-    return str(context.rank).encode() * 2**20
+    return [str(context.rank) * 2**10] * 2**10
 
 
 def leaves_an_idle_executor(context: RankContext) -> None:

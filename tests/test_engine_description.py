@@ -88,7 +88,17 @@ def test_a_run_judges_the_other_engines_and_ends_as_wrong_usage(
     broken, out = f"{BROKEN}:HasNoVersion", tmp_path / "run"
     names = ["--engine", broken, "--engine", "torch.ddp"]
     code = main(
-        ["run", *names, "--suite", "smoke", "--out", str(out), *(["-n", str(workers)] * bool(workers))]
+        [
+            "run",
+            *names,
+            "--suite",
+            "smoke",
+            "-k",
+            "trains",
+            "--out",
+            str(out),
+            *(["-n", str(workers)] * bool(workers)),
+        ]
     )
     shown = capfd.readouterr()
     assert code == 2

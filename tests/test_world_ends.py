@@ -171,7 +171,10 @@ def test_half_a_message_holds_up_no_verdict(kind: WorldKind, tmp_path: Path) -> 
 
 def test_a_large_result_arrives(tmp_path: Path) -> None:
     result = _run(ends.returns_a_megabyte, PROCESSES, tmp_path)
-    assert [o.value for o in result.outcomes if isinstance(o, Returned)] == [b"0" * 2**20, b"1" * 2**20]
+    assert [o.value for o in result.outcomes if isinstance(o, Returned)] == [
+        ["0" * 2**10] * 2**10,
+        ["1" * 2**10] * 2**10,
+    ]
 
 
 def test_the_deadline_covers_the_start_of_a_host(tmp_path: Path) -> None:

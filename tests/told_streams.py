@@ -134,8 +134,8 @@ def told_device() -> Iterator[None]:
 
 
 @contextmanager
-def _watching_told(asked: Any, recorder: Recorder, device_type: str) -> Iterator[Watches]:
-    with told_device(), watching(asked, recorder, "cuda") as watches:
+def _watching_told(asked: Any, recorder: Recorder, device_type: str, **options: Any) -> Iterator[Watches]:
+    with told_device(), watching(asked, recorder, "cuda", **options) as watches:
         yield watches
 
 
