@@ -6,7 +6,9 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -195,6 +197,13 @@ def test_a_rank_that_kills_the_fork_server_fails_the_case_and_no_other(tmp_path:
     assert _run(ends.leaves_a_daemon_thread, PROCESSES, tmp_path / "2").is_clean
 
 
+@pytest.fixture
+def short_folder() -> Iterator[Path]:
+    """Make a folder for sockets: their paths have at most some hundred characters, those of tests more."""
+    with tempfile.TemporaryDirectory(prefix="ends") as folder:
+        yield Path(folder)
+
+
 # A session that is ended while two ranks and what they left run, one of it in a session of its own.
 _SESSION = """
 import sys
@@ -208,9 +217,10 @@ launch(WorldSpec(kind=WorldKind.PROCESSES, size=2), ends.waits_beside_a_daemon, 
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_nothing_outlives_a_session_that_is_killed(number: signal.Signals, tmp_path: Path) -> None:
-    temporary = tmp_path / "temporary"
-    temporary.mkdir()
+def test_nothing_outlives_a_session_that_is_killed(
+    number: signal.Signals, tmp_path: Path, short_folder: Path
+) -> None:
+    temporary = short_folder
     os.mkfifo(tmp_path / "child")  # opened by the rank once its child runs
     session = subprocess.Popen(
         [sys.executable, "-c", _SESSION, str(tmp_path)],
