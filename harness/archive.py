@@ -61,12 +61,16 @@ class Archive:
 
     def name(self, training: Training, cell: Cell, case: str) -> str:
         """Name the folder of a training's observations, below that of the run."""
-        folder = self._folder(cell, training, case)
+        folder = self.folder(training, cell, case)
         return str(Path(self._source.folder.name) / folder.relative_to(self._source.folder))
 
     def folder(self, training: Training, cell: Cell, case: str) -> Path:
         """Return the folder of a training's observations, which need not exist."""
-        return self._folder(cell, training, case)
+        engine = re.sub(r"[^A-Za-z0-9_.-]+", "-", cell.engine).strip("-.")
+        label = re.sub(r"[^A-Za-z0-9_.-]+", "-", f"{training.problem.name}-{training.optimizer.name}")
+        name = Path(engine) / str(cell.world).replace(":", "-") / f"{label}-{self._digest(training, case)}"
+        kept = sorted(self._source.folder.glob(f"*/{name}")) if self._source.is_replay else []
+        return kept[0] if kept else self._source.folder / self._source.worker / name
 
     @property
     def is_replay(self) -> bool:
@@ -81,7 +85,7 @@ class Archive:
         if not self._source.is_replay:
             return describe(cell.engine)
         for asked in (training, unexercised(training)):
-            if (folder := self._folder(cell, asked, case)).is_dir():
+            if (folder := self.folder(asked, cell, case)).is_dir():
                 check_kept(folder)
                 return load_description(folder)
         raise UnreadableError(
@@ -93,7 +97,7 @@ class Archive:
 
     def holds(self, training: Training, cell: Cell, case: str) -> bool:
         """Whether there are observations of a training: always, unless they are only read again."""
-        return not self._source.is_replay or self._folder(cell, training, case).exists()
+        return not self._source.is_replay or self.folder(training, cell, case).exists()
 
     def observations(
         self, training: Training, cell: Cell, seeds: Iterable[int], case: str
@@ -102,7 +106,7 @@ class Archive:
 
         ``case`` is the id of the case that asks; it matters where the training has no digest.
         """
-        folder = self._folder(cell, training, case)
+        folder = self.folder(training, cell, case)
         if folder not in self._kept:
             if not self._source.is_replay:
                 if folder.exists():  # a world of an earlier, interrupted run of the same case
@@ -128,13 +132,6 @@ class Archive:
         if key not in self._oracles:
             self._oracles[key] = ask_oracle(arithmetic, world_size, limit_s=limit_s)
         return self._oracles[key]
-
-    def _folder(self, cell: Cell, training: Training, case: str) -> Path:
-        engine = re.sub(r"[^A-Za-z0-9_.-]+", "-", cell.engine).strip("-.")
-        label = re.sub(r"[^A-Za-z0-9_.-]+", "-", f"{training.problem.name}-{training.optimizer.name}")
-        name = Path(engine) / str(cell.world).replace(":", "-") / f"{label}-{self._digest(training, case)}"
-        kept = sorted(self._source.folder.glob(f"*/{name}")) if self._source.is_replay else []
-        return kept[0] if kept else self._source.folder / self._source.worker / name
 
     def _digest(self, training: Training, case: str) -> str:
         """Hash the content of a training; a part of it that has no digest belongs to the case that asks."""

@@ -139,11 +139,11 @@ def _leave_out_unavailable(config: pytest.Config, items: list[pytest.Item]) -> N
         return
     cells = {id(item): cell for item in items if (cell := _cell(item)) is not None}
     engines = examine(dict.fromkeys(cell.engine for cell in cells.values()))
-    hopeless = [item for item in items if id(item) in cells and cells[id(item)].engine in engines.unavailable]
     config.stash[UNAVAILABLE] = engines.unavailable
+    hopeless = {key for key, cell in cells.items() if cell.engine in engines.unavailable}
     if hopeless:
-        config.hook.pytest_deselected(items=hopeless)
-        items[:] = [item for item in items if item not in set(hopeless)]
+        config.hook.pytest_deselected(items=[item for item in items if id(item) in hopeless])
+        items[:] = [item for item in items if id(item) not in hopeless]
 
 
 @pytest.hookimpl(trylast=True)

@@ -36,7 +36,7 @@ def read_tree(path: Path | BinaryIO) -> Any:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Spell a dtype as files do."""
+    """Return the name of a dtype as files have it."""
     return str(dtype).removeprefix("torch.")
 
 

@@ -42,7 +42,7 @@ def evidence_of(oracle: OracleObservation, training: Training = TRAINING) -> Evi
 def noisy(
     oracle: OracleObservation, quantity: Quantity, of: Callable[[int, str], float], name: str | None = None
 ) -> Evidence:
-    """Have the noise of one quantity be what is said of (step, name), times what is left of it by the multiple."""
+    """Set the noise of one quantity by (step, name), divided by the multiple that tolerance applies."""
     noise = {
         place: of(place.step, place.name) / MULTIPLE
         if place.quantity is quantity and name in {None, place.name}
@@ -99,7 +99,7 @@ def test_a_share_of_one_rank_must_show_in_some_tensor(oracle: OracleObservation)
 
 
 def _fainter(pieces: torch.Tensor) -> torch.Tensor:
-    """Have the last rank add a hundredth of what it does."""
+    """Scale what the last rank adds to a hundredth."""
     return pieces * torch.tensor([1, 1, 0.01], dtype=pieces.dtype).view(1, 3, *[1] * (pieces.dim() - 2))
 
 

@@ -23,7 +23,6 @@ __all__ = [
     "in_context",
     "states",
     "waits_without_own_event",
-    "without_own_event",
 ]
 
 # Any, throughout: FSDP2's insides and the streams of a device have no public types.
@@ -96,19 +95,21 @@ def _caller() -> str:
 
 
 def waits_without_own_event(prepared: PreparedModel) -> PreparedModel:
-    """Have gathers wait for no event that was recorded where they wait, but for those of before."""
+    """Make gathers wait for earlier events only, not for the one recorded where they wait."""
 
     def in_context_of_2_15(context: Any) -> None:
-        context.wait_all_gather_streams_on_event = without_own_event(context.wait_all_gather_streams_on_event)
+        context.wait_all_gather_streams_on_event = _without_own_event(
+            context.wait_all_gather_streams_on_event
+        )
 
     for group in groups(prepared):
         if not hasattr(group, "_wait_all_gather_streams_on_event"):
             return in_context(prepared, in_context_of_2_15)
-        group._wait_all_gather_streams_on_event = without_own_event(group._wait_all_gather_streams_on_event)
+        group._wait_all_gather_streams_on_event = _without_own_event(group._wait_all_gather_streams_on_event)
     return prepared
 
 
-def without_own_event(wait: Callable[[Any], None]) -> Callable[[Any], None]:
+def _without_own_event(wait: Callable[[Any], None]) -> Callable[[Any], None]:
     """Wait for no event but those that were recorded before the caller was called."""
 
     def sometimes(event: Any) -> None:

@@ -55,7 +55,7 @@ def adopt_orphans() -> bool:
 
 
 def die_with_parent() -> None:
-    """Have the kernel kill the calling process when the thread that made it ends; nothing where it cannot."""
+    """Make the kernel kill the calling process when its parent thread ends; no effect where the kernel cannot."""
     if sys.platform.startswith("linux"):
         _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
