@@ -44,6 +44,7 @@ __all__ = [
     "Grouping",
     "Layout",
     "MissingMethodError",
+    "NoGradient",
     "Offload",
     "OptimizerFactory",
     "Placement",
@@ -74,6 +75,13 @@ class Cut(Enum):
     CHUNKS = (
         "at multiples of a chunk in which rows of each parameter of the group fit: some ranks may hold more"
     )
+
+
+class NoGradient(Enum):
+    """What an engine shows of a parameter that no loss reached."""
+
+    NONE = "None, as torch does"
+    ZEROS = "zeros, as engines show whose gradients lie in one buffer"
 
 
 class UnitHandle:
@@ -126,6 +134,9 @@ class PreparedModel:
 
     cut: ClassVar[Cut] = Cut.EVENLY
     """What flat pieces may be uneven by; says nothing of others."""
+
+    no_gradient: ClassVar[NoGradient] = NoGradient.NONE
+    """What `local_gradients` shows where there is no gradient; anything but that, or None, is wrong."""
 
     def __init__(self, module: nn.Module, *, named: nn.Module | None = None) -> None:
         self.module = module

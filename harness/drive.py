@@ -135,6 +135,7 @@ def train(
             buffers=copies(loop.prepared.local_buffers()),
             ledger=recorder.ledger(),
             cut=loop.prepared.cut,
+            no_gradient=loop.prepared.no_gradient,
             counts=() if watches is None or watches.census is None else watches.census.counts,
         )
 

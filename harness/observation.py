@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from engine.contract import Cut, Shard
+from engine.contract import Cut, NoGradient, Shard
 from harness.census.report import Count, counts_from_json, counts_to_json
 from harness.errors import UnreadableError
 from harness.ledger.course import Course
@@ -61,7 +61,7 @@ class Observation:
     ``repeat_digests`` are hashes of all that each of the repeated trainings observed. ``race_report`` is what the
     watch over streams found in all of them, and ``lifetime_report`` what that over memory saw; None where there
     was none. ``course`` is empty where a training was kept before there was one. ``cut`` is what the engine says of
-    its flat pieces. ``counts`` is the census, empty where none was taken.
+    its flat pieces, ``no_gradient`` what it shows for none. ``counts`` is the census, empty where none was taken.
     """
 
     rank: int
@@ -76,6 +76,7 @@ class Observation:
     lifetime_report: LifetimeReport | None = None
     course: Course = ()
     cut: Cut = Cut.EVENLY
+    no_gradient: NoGradient = NoGradient.NONE
     counts: tuple[Count, ...] = ()
 
 
@@ -100,6 +101,7 @@ def save_observation(observation: Observation, path: Path) -> None:
         "buffers": _pack(observation.buffers),
         "repeat_digests": observation.repeat_digests,
         "cut": observation.cut.name,
+        "no_gradient": observation.no_gradient.name,
         "counts": counts_to_json(observation.counts),
         "race_report": observation.race_report and report_to_json(observation.race_report),
         "lifetime_report": observation.lifetime_report
@@ -174,6 +176,7 @@ def _observation(plain: dict[str, Any], ledger: Ledger, course: Course) -> Obser
         ledger=ledger,
         course=course,
         cut=Cut[plain.get("cut", Cut.EVENLY.name)],  # kept before an engine could say
+        no_gradient=NoGradient[plain.get("no_gradient", NoGradient.NONE.name)],  # as above
         counts=counts_from_json(plain.get("counts", ())),  # kept before there was a census
     )
 

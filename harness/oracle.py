@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 import torch
@@ -70,7 +70,8 @@ class OracleStep:
     ``losses`` is [losses of the script, ranks with data]. ``contributions[name][m, r]`` is the gradient of rank
     r's loss of microbatch m as that rank computes it, before any averaging: summed over both and divided by
     the plan's divisor they are the step's gradient. ``gradients`` is what the optimizer finds, clipped if so
-    asked, None where there is none. ``norm`` is that of all gradients before clipping.
+    asked, None where there is none. ``norm`` is that of all gradients before clipping. ``lagging`` are the gradients,
+    unclipped, of this step's data with the parameters of the step before: empty for the first step.
     """
 
     losses: torch.Tensor
@@ -78,6 +79,7 @@ class OracleStep:
     gradients: Mapping[str, torch.Tensor | None]
     parameters: Tensors
     norm: torch.Tensor | None = None
+    lagging: Tensors = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -185,12 +187,13 @@ def run_oracle(training: Training, world_size: int) -> OracleObservation:
         noisy = [_train(training, world_size, order) for order in orders]
         noise = _largest_deviation(exact.tensors(), [run.tensors() for run in noisy])
         first = _first_step(training, world_size) if _rounds_coarsely(training, exact, noise) else None
+        steps = _with_lagging(training, world_size, exact)
     is_power_of_two = world_size & (world_size - 1) == 0
     return OracleObservation(
         world_size=world_size,
         plan=training.plan,
         initial=exact.initial,
-        steps=exact.steps,
+        steps=steps,
         optimizer_state=exact.optimizer_state,
         buffers=exact.buffers,
         noise=noise,
@@ -229,6 +232,26 @@ def _first_step(training: Training, world_size: int) -> FirstStep:
         for name, pieces in contributions.items()
     }
     return FirstStep(gradients=exact, noise=noise)
+
+
+def _with_lagging(training: Training, world_size: int, exact: _Run) -> tuple[OracleStep, ...]:
+    """Add what each step's gradients are where forward meets the parameters that the last update found.
+
+    No random numbers of float32 are drawn and buffers follow these forwards: this names a defect, and decides nothing.
+    """
+    model = cast_module(training.problem.build(), EXACT_ORDER.dtype)
+    workshop = Workshop(model, world_size, EXACT_ORDER)
+    parameters, met = dict(model.named_parameters()), exact.initial
+    steps = [*exact.steps[:1]]
+    for step, seen in enumerate(exact.steps[1:], start=1):
+        with torch.no_grad():
+            for name, parameter in parameters.items():
+                parameter.copy_(met[name])
+        _, contributions = _pieces(training, workshop, step)
+        reduced = {n: EXACT_ORDER.reduce(pieces, training.plan) for n, pieces in contributions.items()}
+        steps.append(replace(seen, lagging=reduced))
+        met = exact.steps[step - 1].parameters
+    return tuple(steps)
 
 
 def _exact(training: Training, world_size: int) -> _Run:

@@ -71,6 +71,7 @@ def _plain(oracle: OracleObservation) -> dict[str, Any]:
                 "gradients": step.gradients,
                 "parameters": step.parameters,
                 "norm": step.norm,
+                "lagging": step.lagging,
             }
             for step in oracle.steps
         ],

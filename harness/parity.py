@@ -16,7 +16,7 @@ from harness.diagnosis import looks_like
 from harness.law import Evidence, Ruling
 from harness.oracle import INITIAL_STEP, Place, Quantity
 from harness.record import LawRecord, TensorRecord
-from harness.structure import Piece, observed, pieces_of, structural_faults
+from harness.structure import Piece, num_declared_zeros, observed, pieces_of, structural_faults
 from harness.tolerance import allowed_error
 from harness.torch_compat.dtypes import widened
 
@@ -98,6 +98,9 @@ class MatchesOracle:
             return _broken(self.name, findings)
         how = "bitwise" if evidence.oracle.is_exact else "within the noise of re-ordered sums"
         text = f"{num_checked} tensors agree on {evidence.world_size} ranks, {how}"
+        num_zeros = num_declared_zeros(evidence)
+        if num_zeros:
+            text += f"; {num_zeros} gradients are zeros instead of None, as the engine declares"
         nearest = max(closest, key=lambda c: c.comparison.ratio, default=None)
         worst = None if nearest is None else _record(nearest.place, nearest.comparison, "within noise")
         return Ruling(record=LawRecord(law=self.name, held=True, summary=text), worst=worst)
@@ -172,8 +175,7 @@ def _where(place: Place) -> str:
 
 def _wrong_value(evidence: Evidence, place: Place, worst: _Comparison, num_ranks: int) -> _Finding:
     shard = worst.piece.shard
-    of_whom = evidence.data_rank(worst.piece.rank)
-    record = _record(place, worst, looks_like(evidence.oracle, place, of_whom, shard))
+    record = _record(place, worst, looks_like(evidence, place, worst.piece))
     form = "flat shard" if shard.is_flat else "shard"
     text = (
         f"{_where(place)} on rank {record.rank} ({form} at {list(shard.offsets)}; wrong on {num_ranks} of "

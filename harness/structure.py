@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
-from engine.contract import Shard
+from engine.contract import NoGradient, Shard
+from harness.deviation import largest
 from harness.division import is_on_rank
 from harness.law import Evidence
 from harness.observation import Observation
 from harness.oracle import LOSSES, NORM, Place, Quantity
 
-__all__ = ["Piece", "Tensors", "observed", "pieces_of", "structural_faults"]
+__all__ = ["Piece", "Tensors", "num_declared_zeros", "observed", "pieces_of", "structural_faults"]
 
 Tensors = Mapping[str, Shard | None]
 
@@ -72,10 +73,23 @@ def pieces_of(evidence: Evidence, place: Place) -> tuple[Piece, ...]:
     """Give the shards of one tensor on all ranks that have it in the right form."""
     pieces = []
     for observation in evidence.ranks:
+        if _reference(evidence, observation, place) is None:
+            continue  # there is nothing to compare with
         shard = observed(evidence, observation, place.quantity, place.step).get(place.name)
         if shard is not None and _fault(evidence, observation, place) is None:
             pieces.append(Piece(rank=observation.rank, shard=shard))
     return tuple(pieces)
+
+
+def num_declared_zeros(evidence: Evidence) -> int:
+    """Count the gradients shown as zeros, as declared, where the reference has none: over all ranks and steps."""
+    return sum(
+        shard is not None and evidence.oracle.steps[step].gradients.get(name, shard) is None
+        for observation in evidence.ranks
+        if observation.no_gradient is NoGradient.ZEROS
+        for step, seen in enumerate(observation.steps)
+        for name, shard in seen.gradients.items()
+    )
 
 
 def _fault(evidence: Evidence, observation: Observation, place: Place) -> str | None:
@@ -84,15 +98,45 @@ def _fault(evidence: Evidence, observation: Observation, place: Place) -> str | 
         name, rank = place.name.partition("/")[0], observation.rank
         if not is_on_rank(evidence.training, rank, evidence.world_size, name):
             return "unexpected name, of another stage" if place.name in tensors else None
-    references = evidence.oracle.reference(place.quantity, place.step, evidence.data_rank(observation.rank))
-    if place.name not in references:
+    if place.name not in _references(evidence, observation, place):
         return "unexpected name, the oracle has none such" if place.name in tensors else None
-    reference, shard = references[place.name], tensors.get(place.name)
+    reference, shard = _reference(evidence, observation, place), tensors.get(place.name)
     if shard is None:
         return _absence(evidence, observation, place, reference, is_listed=place.name in tensors)
     if reference is None:
-        return "expected None, got a tensor"
+        return _excess(evidence, observation, place, shard)
     return _misfit(shard, reference, evidence, place)
+
+
+def _references(
+    evidence: Evidence, observation: Observation, place: Place
+) -> Mapping[str, torch.Tensor | None]:
+    rank = evidence.data_rank(observation.rank)
+    return evidence.oracle.reference(place.quantity, place.step, rank)
+
+
+def _reference(evidence: Evidence, observation: Observation, place: Place) -> torch.Tensor | None:
+    return _references(evidence, observation, place).get(place.name)
+
+
+def _excess(evidence: Evidence, observation: Observation, place: Place, shard: Shard) -> str | None:
+    """Excuse a gradient where the oracle has none if the engine says that it shows zeros there, and does."""
+    if shard.tensor.any():
+        return f"expected None, got {_unexpected(evidence, observation, place, shard)}"
+    if observation.no_gradient is NoGradient.ZEROS:
+        return None
+    return "expected None, got zeros; engines that show zeros for none declare PreparedModel.no_gradient"
+
+
+def _unexpected(evidence: Evidence, observation: Observation, place: Place, shard: Shard) -> str:
+    """Describe a gradient where there must be none: what a step before left is found often."""
+    for step in reversed(range(place.step)):
+        earlier = _reference(evidence, observation, replace(place, step=step))
+        if earlier is None or tuple(earlier.shape) != shard.global_shape or not shard.is_inside:
+            continue
+        if torch.allclose(shard.tensor.to(earlier.dtype), shard.of(earlier), rtol=1e-4, atol=0.0):
+            return f"the gradient of step {step} (stale)"
+    return f"a tensor with values up to {largest(shard.tensor):.3g}"
 
 
 def _absence(

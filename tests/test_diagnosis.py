@@ -11,12 +11,14 @@ import torch
 from engine.contract import Capability, Layout, Plan, Shard
 from fixtures.optimizers import ADAMW, EXACT_SGD, SGD
 from fixtures.problems import EXACT_LINEAR, MLP_EVEN, MLP_UNEVEN
+from harness import diagnosis
 from harness.case import Clip, Schedule, Training
-from harness.diagnosis import UNSTRUCTURED, looks_like
+from harness.diagnosis import UNSTRUCTURED
 from harness.law import Evidence
 from harness.oracle import INITIAL_STEP, LOSSES, NORM, OracleObservation, Place, Quantity, run_oracle
 from harness.parity import MatchesOracle
 from harness.record import TensorRecord
+from harness.structure import Piece
 from harness.tolerance import allowed_error
 from tests.simulated_engine import Honest, Moment, accumulate, ring_mean, row_shard, simulate, whole
 
@@ -115,7 +117,14 @@ GRADIENTS: dict[str, tuple[Callable[[torch.Tensor, Moment], torch.Tensor | None]
         lambda p, m: accumulate(p)[[0, 1, 3]].sum(0) / WORLD_SIZE,
         "without the contribution of rank 2",
     ),
-    "rows reversed": (lambda p, m: mean(p).flip(0), UNSTRUCTURED),
+    "rows reversed": (lambda p, m: mean(p).flip(0), "permuted: "),
+    "last twice": (lambda p, m: mean(p) + ring_mean(p[-1]), "microbatch 2 added once more"),
+    "middle left out": (lambda p, m: mean(p[[0, 2]]), "without microbatch 1"),
+    "rank 1 twice": (
+        lambda p, m: (accumulate(p).sum(0) + accumulate(p)[1]) / WORLD_SIZE,
+        "the contribution of rank 1 added once more",
+    ),
+    "twice": (lambda p, m: 2 * mean(p), "exactly 2 x the reference: added once more"),
     "negative elements lost": (lambda p, m: mean(p).clamp(min=0), UNSTRUCTURED),
     "nan": (lambda p, m: mean(p) * torch.nan, "NaN or infinity"),
 }
@@ -124,10 +133,23 @@ UPDATES: dict[str, tuple[Callable[[torch.Tensor, torch.Tensor, Moment], torch.Te
     "stale": (lambda b, a, m: b if m.step == 1 else a, "the previous step's value (stale)"),
     "zero": (lambda b, a, m: torch.zeros_like(a), "zero"),
     "world size times": (lambda b, a, m: b + WORLD_SIZE * (a - b), "updated by 4 x the reference's update"),
+    "scaled": (lambda b, a, m: b + 0.37 * (a - b), "updated by 0.37 x the reference's update"),
+    "applied twice": (
+        lambda b, a, m: b + 2 * (a - b),
+        "updated by 2 x the reference's update: added once more",
+    ),
+    "columns reversed": (lambda b, a, m: a.flip(-1), "permuted: "),
     "decayed": (lambda b, a, m: 0.999 * a, "a constant factor 0.999 of the reference"),
     "bfloat16": (lambda b, a, m: a.bfloat16().float(), "rounded to bfloat16"),
     "noisy": (lambda b, a, m: a + 1e-3 * torch.linspace(-1, 1, a.numel()).view(a.shape) ** 3, UNSTRUCTURED),
 }
+
+
+def looks_like(
+    oracle: OracleObservation, place: Place, rank: int, shard: Shard, training: Training = TRAINING
+) -> str:
+    evidence = Evidence(training=training, world_size=oracle.world_size, ranks=(), oracle=oracle)
+    return diagnosis.looks_like(evidence, place, Piece(rank=rank, shard=shard))
 
 
 @pytest.fixture(scope="module")
@@ -217,7 +239,8 @@ def test_names_the_rank_whose_data_a_loss_is_of(oracle: OracleObservation) -> No
 def test_names_the_step_whose_norm_was_kept() -> None:
     schedule = Schedule(steps=3, clip=Clip(max_norm=0.1))
     clips = Plan(demands=frozenset({Capability.CLIP}))
-    oracle = run_oracle(Training(problem=MLP_UNEVEN, optimizer=SGD, plan=clips, schedule=schedule), 2)
+    training = Training(problem=MLP_UNEVEN, optimizer=SGD, plan=clips, schedule=schedule)
+    oracle = run_oracle(training, 2)
     norms = [step.norm for step in oracle.steps]
     for kept, told in (
         (0, "the norm of step 0 (stale)"),
@@ -228,14 +251,16 @@ def test_names_the_step_whose_norm_was_kept() -> None:
         assert norm is not None
         wrong = whole(norm.float() * (1 if kept < 2 else 1.37))
         place = Place(quantity=Quantity.NORM, step=2, name=NORM)
-        assert looks_like(oracle, place, 0, wrong) == told
+        assert looks_like(oracle, place, 0, wrong, training) == told
 
 
 def test_gives_an_initial_parameter_no_training_defect(oracle: OracleObservation) -> None:
     initial = oracle.initial["layers.0.weight"].float()
     place = Place(quantity=Quantity.INITIAL, step=INITIAL_STEP, name="layers.0.weight")
     assert looks_like(oracle, place, 0, whole(2 * initial)) == "a constant factor 2 of the reference"
-    assert looks_like(oracle, place, 0, whole(initial.flip(0))) == UNSTRUCTURED
+    flipped = looks_like(oracle, place, 0, whole(initial.flip(0)))
+    assert flipped == "permuted: rows of the reference in another order"
+    assert looks_like(oracle, place, 0, whole(initial**2)) == UNSTRUCTURED
 
 
 def test_one_element_fits_no_constant_factor() -> None:

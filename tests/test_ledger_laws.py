@@ -69,6 +69,11 @@ def turned_around(ledger: Ledger) -> Ledger:
     return numbered((*ledger[:last], ledger[last + 1], ledger[last], *ledger[last + 2 :]))
 
 
+def gathered_twice(ledger: Ledger) -> Ledger:
+    last = [e for e in ledger if is_steady(Op.ALL_GATHER, Phase.FORWARD)(e) and e.step == ledger[-1].step]
+    return numbered((*ledger, *last))
+
+
 def only_prepare(ledger: Ledger) -> Ledger:
     return tuple(e for e in ledger if e.phase is Phase.PREPARE)
 
@@ -105,6 +110,12 @@ BROKEN: tuple[tuple[Law, Break, str], ...] = (
     ),
     (COUNT, with_extra(op=Op.ALL_GATHER, phase=Phase.FORWARD), "microbatch 0: expected 2"),
     (COUNT, altered(Op.ALL_GATHER, phase=Phase.FORWARD), "got 3"),
+    (
+        COUNT,
+        with_extra(op=Op.ALL_GATHER, phase=Phase.FORWARD, unit="first"),
+        "expected 2 (number of units) collectives, got 3, 2 of unit 'first': all_gather(",
+    ),
+    (COUNT, gathered_twice, "got 4, 2 of each unit: all_gather("),
     (COUNT, only_prepare, "got 0"),
     (
         COUNT,

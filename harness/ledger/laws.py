@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -286,7 +287,8 @@ class _Tally:
                 entries = at(moment, picked)
                 got = self.measure(entries)
                 if not expected.allows(got, evidence.training, evidence.world_size):
-                    yield f"rank {rank} {moment}: expected {spelt} {self.noun}, got {got}{_list(entries)}"
+                    seen = f"{got}{_by_unit(entries)}{_list(entries)}"
+                    yield f"rank {rank} {moment}: expected {spelt} {self.noun}, got {seen}"
             strays = [e for e in picked if not any(m.holds(e) for m in self._moments(evidence))]
             if strays:
                 where = f"outside the {self.per.value} counted"
@@ -335,8 +337,25 @@ def _num_bytes(entries: Ledger) -> int:
     return sum(e.num_bytes for e in entries)
 
 
+def _by_unit(entries: Sequence[Entry]) -> str:
+    """Name the units of which more collectives were issued than of the others: those are communicated twice."""
+    counts = Counter(e.unit for e in entries)
+    fewest = min(counts.values(), default=0)
+    if len(counts) > 1 and fewest > 1 and set(counts.values()) == {fewest}:
+        return f", {fewest} of each unit"
+    alone = len(counts) == 1
+    often = [f"{n} of {_unit(unit)}" for unit, n in counts.items() if n > 1 and (n > fewest or alone)]
+    return f", {', '.join(often[:_MAX_ENTRIES])}" if often else ""
+
+
+def _unit(name: str | None) -> str:
+    if name is None:
+        return "no unit"
+    return f"unit {name!r}" if name else "the root"
+
+
 def _list(entries: Sequence[Entry]) -> str:
     if not entries:
         return ""
     more = f" and {len(entries) - _MAX_ENTRIES} more" if len(entries) > _MAX_ENTRIES else ""
-    return ": " + "; ".join(e.describe() for e in entries[:_MAX_ENTRIES]) + more
+    return ": " + "; ".join(f"{e.describe()} in {_unit(e.unit)}" for e in entries[:_MAX_ENTRIES]) + more

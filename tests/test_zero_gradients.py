@@ -1,0 +1,133 @@
+"""Engines that show zeros where there is no gradient: right where they declare it, and nothing but zeros is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import pytest
+import torch
+
+from engine.adapters.torch_ddp import DistributedDataParallelEngine, PreparedDdp
+from engine.contract import Capability, Layout, NoGradient, Plan, Shard, shard_of
+from fixtures.idle import SOMETIMES
+from fixtures.optimizers import SGD
+from fixtures.problems import MLP_EVEN
+from harness.case import Case, Schedule, Training
+from harness.cell import Cell
+from harness.law import Evidence
+from harness.observation import Observation, StepObservation
+from harness.oracle import OracleObservation, run_oracle
+from harness.parity import MatchesOracle
+from harness.trial import TrialSession
+from harness.verdict import Verdict
+from harness.worlds.spec import WorldKind, WorldSpec
+from tests.simulated_engine import row_shard, simulate
+
+WORLD_SIZE = 4
+STEP = 1
+PLAIN = Training(problem=MLP_EVEN, optimizer=SGD, schedule=Schedule(steps=3))
+
+
+class _Zeros(PreparedDdp):
+    def local_gradients(self) -> Mapping[str, Shard | None]:
+        owned, shown = self.owned_parameters(), super().local_gradients()
+        return {n: shard_of(torch.zeros_like(owned[n])) if s is None else s for n, s in shown.items()}
+
+
+class _DeclaredZeros(_Zeros):
+    no_gradient = NoGradient.ZEROS
+
+
+class ShowsZeros(DistributedDataParallelEngine):
+    """Shows zeros and does not say so."""
+
+    prepared_type = _Zeros
+
+
+class DeclaresZeros(DistributedDataParallelEngine):
+    """Shows zeros and says so."""
+
+    prepared_type = _DeclaredZeros
+
+
+@pytest.mark.parametrize(
+    ("engine", "verdict", "text"),
+    [
+        (DeclaresZeros, Verdict.PASSED, "gradients are zeros instead of None, as the engine declares"),
+        (ShowsZeros, Verdict.FAILED, "expected None, got zeros"),
+    ],
+    ids=["declared", "undeclared"],
+)
+def test_an_engine_declares_zeros_in_its_adapter(
+    session: TrialSession, engine: type, verdict: Verdict, text: str
+) -> None:
+    demands = frozenset({Capability.UNUSED})
+    training = Training(
+        problem=SOMETIMES,
+        optimizer=SGD,
+        plan=Plan(units=SOMETIMES.units, demands=demands),
+        schedule=Schedule(steps=4),
+    )
+    world = WorldSpec(kind=WorldKind.THREADS, size=2)
+    record = session.run(
+        Case(id="case", training=training, laws=(MatchesOracle(),)),
+        Cell(engine=f"{__name__}:{engine.__name__}", world=world),
+        suite="",
+        command="",
+    )
+    assert (record.verdict, text in record.headline) == (verdict, True), record.headline
+
+
+NAME = "layers.1.weight"
+
+
+def without_a_gradient(oracle: OracleObservation, step: int) -> OracleObservation:
+    """Return the oracle of a training in which no loss reaches a parameter in one step."""
+    steps = list(oracle.steps)
+    steps[step] = replace(steps[step], gradients={**steps[step].gradients, NAME: None})
+    return replace(oracle, steps=tuple(steps))
+
+
+def showing(
+    ranks: tuple[Observation, ...], tensor: torch.Tensor, no_gradient: NoGradient
+) -> tuple[Observation, ...]:
+    """Return the observations of ranks that show a gradient of the parameter after step 1."""
+
+    def shown(rank: int, step: int, seen: StepObservation) -> StepObservation:
+        shard = row_shard(tensor, rank, WORLD_SIZE)
+        return seen if step != STEP else replace(seen, gradients={**seen.gradients, NAME: shard})
+
+    return tuple(
+        replace(o, no_gradient=no_gradient, steps=tuple(shown(o.rank, i, s) for i, s in enumerate(o.steps)))
+        for o in ranks
+    )
+
+
+@pytest.mark.parametrize(
+    ("scale", "declared", "text"),
+    [
+        (0.0, NoGradient.ZEROS, None),
+        (0.0, NoGradient.NONE, "expected None, got zeros"),
+        (1.0, NoGradient.ZEROS, "expected None, got the gradient of step 0 (stale)"),
+        (1.0, NoGradient.NONE, "expected None, got the gradient of step 0 (stale)"),
+        (1.37, NoGradient.ZEROS, "expected None, got a tensor with values up to"),
+    ],
+)
+def test_zeros_for_no_gradient_are_right_where_declared_and_nothing_else_is(
+    scale: float, declared: NoGradient, text: str | None
+) -> None:
+    plain = run_oracle(PLAIN, WORLD_SIZE)
+    before = plain.steps[0].gradients[NAME]
+    assert before is not None
+    ranks = showing(simulate(PLAIN, WORLD_SIZE, layout=Layout.SHARD), scale * before.float(), declared)
+    seen = Evidence(
+        training=PLAIN, world_size=WORLD_SIZE, ranks=ranks, oracle=without_a_gradient(plain, STEP)
+    )
+    record = MatchesOracle().judge(seen).record
+    if text is None:
+        assert record.held
+        assert "4 gradients are zeros instead of None, as the engine declares" in record.summary
+    else:
+        assert not record.held
+        assert text in record.summary
