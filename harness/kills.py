@@ -69,7 +69,7 @@ class KillMatrix:
 
     @property
     def mutants(self) -> tuple[MutantRow, ...]:
-        """Every mutant that counts, in the catalogue's order."""
+        """Every mutant that counts, in the order of the registry."""
         away = {pair.mutant for pair in self.elsewhere}
         rows = []
         for target in self.targets:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from engine.mutants import MUTANTS
+from engine.mutants.registry import MUTANTS
 from harness.errors import HarnessBug
 from harness.kills import KillMatrix, Target, kill_matrix
 from harness.prey import Breadth, read_selection

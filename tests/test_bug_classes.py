@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.mutants import MUTANTS
+from engine.mutants.registry import MUTANTS
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "bug-classes.md"

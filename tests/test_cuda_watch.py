@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch.cuda import _gpu_trace
 
-from engine.mutants import MUTANTS
+from engine.mutants.registry import MUTANTS
 from harness.case import Watch
 from harness.door.call import Call
 from harness.ledger.entry import Op, Phase

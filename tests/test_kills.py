@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from engine.mutants import MUTANTS
+from engine.mutants.registry import MUTANTS
 from harness.errors import UsageError
 from harness.kills import Fate, KillMatrix, Target, kill_matrix
 from harness.mutants_command import conclude, shipped

@@ -10,7 +10,7 @@ from tempfile import mkdtemp
 
 import pytest
 
-from engine.mutants import MUTANTS
+from engine.mutants.registry import MUTANTS
 from engine.registry import BUILT_IN
 from harness.record import Record
 from harness.run_directory import read_run

@@ -13,15 +13,10 @@ from torch.distributed.tensor import DTensor
 from engine.adapters.torch_ddp import DistributedDataParallelEngine, PreparedDdp
 from engine.adapters.torch_fsdp2 import FullyShardEngine, PreparedFullyShard
 from engine.contract import PreparedModel
+from engine.mutants.mutant import Condition, Trace, mutant
+from engine.plan import Accumulation, Plan
 
-__all__ = [
-    "AssignsWholeGradientsToShards",
-    "DividesWhatItAccumulated",
-    "DoublesGradientsEveryMicrobatch",
-    "Forgetful",
-    "KeepsOnlyTheLastMicrobatch",
-    "StepsAfterEveryMicrobatch",
-]
+_LAST = Plan(accumulation=Accumulation.LAST_MICROBATCH)
 
 
 class Forgetful(PreparedModel):
@@ -38,13 +33,16 @@ class _PreparedForgetful(Forgetful, PreparedDdp):
     pass
 
 
+@mutant(
+    after="NVIDIA/Megatron-LM#7186",
+    kills_on=Condition(world_size=1, microbatches=2, because="a single microbatch is the last"),
+)
 class KeepsOnlyTheLastMicrobatch(DistributedDataParallelEngine):
-    """Only the last microbatch reaches the optimizer.
+    """Each backward discards the gradients of the microbatches before it.
 
-    After NVIDIA/Megatron-LM#7186: every backward was treated as the last and cleared the accumulator.
+    Reported: every backward was treated as the last and cleared the accumulator.
     """
 
-    name = "mutant.KeepsOnlyTheLastMicrobatch"
     prepared_type = _PreparedForgetful
 
 
@@ -57,13 +55,18 @@ class _PreparedDoubling(PreparedDdp):
         super().backward(loss)
 
 
+@mutant(
+    after="NVIDIA/Megatron-LM#6660",
+    kills_on=Condition(
+        world_size=1, microbatches=2, because="before the first microbatch nothing is there to double"
+    ),
+)
 class DoublesGradientsEveryMicrobatch(DistributedDataParallelEngine):
-    """The m-th of M microbatches weighs 2 ** (M - m) times what it should.
+    """Each backward doubles what was accumulated before it.
 
-    After NVIDIA/Megatron-LM#6660: the reduced buffer was the accumulated one, and was added to itself.
+    Reported: the reduced buffer was the accumulated one, and was added to itself.
     """
 
-    name = "mutant.DoublesGradientsEveryMicrobatch"
     prepared_type = _PreparedDoubling
 
 
@@ -76,14 +79,17 @@ class _PreparedDividing(PreparedDdp):
         super().backward(loss)
 
 
+@mutant(
+    after="NVIDIA/Megatron-LM#3023",
+    kills_on=Condition(microbatches=2, because="to divide by one changes nothing"),
+)
 class DividesWhatItAccumulated(DistributedDataParallelEngine):
-    """The m-th of M microbatches is divided by the world size M - m times too often.
+    """Each backward divides what was accumulated before it by the world size.
 
-    After NVIDIA/Megatron-LM#3023: the shard that had accumulated was scaled once more whenever a new gradient,
-    not scaled itself, was about to be added to it.
+    Reported: the shard that had accumulated was scaled once more whenever a new gradient, not scaled itself, was
+    about to be added to it.
     """
 
-    name = "mutant.DividesWhatItAccumulated"
     prepared_type = _PreparedDividing
 
 
@@ -104,14 +110,18 @@ class _PreparedStepping(PreparedDdp):
             self.step()
 
 
+@mutant(
+    after="huggingface/accelerate#2790",
+    kills_on=Condition(
+        world_size=1, microbatches=2, plan=_LAST, because="only who accumulates can step too early"
+    ),
+)
 class StepsAfterEveryMicrobatch(DistributedDataParallelEngine):
-    """The optimizer steps after each microbatch, with what has accumulated by then.
+    """The optimizer steps after each microbatch.
 
-    After huggingface/accelerate#2790: the flag that had each microbatch synchronised decided about the optimizer
-    as well.
+    Reported: the flag that had each microbatch synchronised decided about the optimizer as well.
     """
 
-    name = "mutant.StepsAfterEveryMicrobatch"
     prepared_type = _PreparedStepping
 
 
@@ -134,12 +144,15 @@ class _PreparedAssigning(PreparedFullyShard):
                 shard.grad = parameter.grad.full_tensor()
 
 
+@mutant(
+    after="pytorch/pytorch#90546",
+    kills_on=Condition(microbatches=2, plan=_LAST, because="the shard of a lone rank is the whole"),
+    trace=Trace.CRASH,
+)
 class AssignsWholeGradientsToShards(FullyShardEngine):
-    """What accumulated without synchronisation is whole, and is to be the gradient of a shard: torch refuses it.
+    """After an accumulation a whole gradient is assigned to a shard.
 
-    After pytorch/pytorch#90546: on the way out of an accumulation the gradient was not of the size that the
-    parameter had by then.
+    Reported: on the way out of an accumulation the gradient was not of the size that the parameter had by then.
     """
 
-    name = "mutant.AssignsWholeGradientsToShards"
     prepared_type = _PreparedAssigning

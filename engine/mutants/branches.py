@@ -10,23 +10,34 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from engine.adapters.reference import ReferenceEngine
 from engine.adapters.torch_fsdp2 import FullyShardEngine
+from engine.capability import Capability
 from engine.contract import Plan, PreparedModel
 from engine.mutants.calls import after
 from engine.mutants.fsdp2_insides import groups
+from engine.mutants.mutant import Condition, Trace, mutant
 from engine.mutants.reference_insides import reference_units
+from engine.plan import Grouping, Layout
 from engine.reference.group import GroupState
 from engine.reference.unit import Unit
 
-__all__ = ["GathersMistakenPrefetchesAgain", "TakesUnusedPrefetchesAsCurrent"]
+_BY_BRANCH = Plan(
+    layout=Layout.SHARD,
+    units=("trunk", "left", "right"),
+    grouping=Grouping.REQUIRED,
+    demands=frozenset({Capability.UNIT_SYNC}),
+)
 
 
+@mutant(
+    after="pytorch/pytorch#118118",
+    kills_on=Condition(steps=2, plan=_BY_BRANCH, because="a single backward has no next one"),
+    trace=Trace.COMMUNICATION,
+)
 class GathersMistakenPrefetchesAgain(ReferenceEngine):
-    """What a backward gathered and did not use is freed when it ends, and gathered again for the next one.
+    """Units that one backward gathered for the next are gathered again for it.
 
-    After pytorch/pytorch#118118: a backward through a part of the model gathers what is in its other parts.
+    Reported: a backward through a part of the model gathers what is in its other parts.
     """
-
-    name = "mutant.GathersMistakenPrefetchesAgain"
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         """Shard honestly, then free at the end of every backward what is on its way."""
@@ -36,13 +47,15 @@ class GathersMistakenPrefetchesAgain(ReferenceEngine):
         return prepared
 
 
+@mutant(
+    after="pytorch/pytorch#137348",
+    kills_on=Condition(steps=2, plan=_BY_BRANCH, because="the first step has no step before it"),
+)
 class TakesUnusedPrefetchesAsCurrent(FullyShardEngine):
-    """What the last backward gathered and did not use, the next forward takes as it is, from before the step.
+    """Units that the last backward gathered and did not use are stale in the next step.
 
-    After pytorch/pytorch#137348: an unshard without a wait for it made that of the next iteration do nothing.
+    Reported: an unshard without a wait for it made that of the next iteration do nothing.
     """
-
-    name = "mutant.TakesUnusedPrefetchesAsCurrent"
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         """Shard honestly, then keep the results of gathers that the end of backward is to drop."""

@@ -12,17 +12,22 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from engine.adapters.torch_ddp import DistributedDataParallelEngine, PreparedDdp
 from engine.contract import Capability, Plan, PreparedModel
+from engine.mutants.mutant import Condition, mutant
 
-__all__ = ["GivesAllRanksTheBuffersOfOne", "KeepsReplacedBuffers"]
+_OWN = Plan(demands=frozenset({Capability.OWN_BUFFERS}))
 
 
+@mutant(
+    after="huggingface/pytorch-image-models#110",
+    kills_on=Condition(
+        steps=2, plan=_OWN, because="a lone rank has no others, and all begin with the same buffers"
+    ),
+)
 class GivesAllRanksTheBuffersOfOne(DistributedDataParallelEngine):
-    """Before each forward every rank is given the buffers of rank 0, although each was to keep its own.
+    """All ranks are given the buffers of the first.
 
-    After huggingface/pytorch-image-models#110: running statistics of all ranks but one were overwritten.
+    Reported: running statistics of all ranks but one were overwritten.
     """
-
-    name = "mutant.GivesAllRanksTheBuffersOfOne"
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         """Wrap honestly, under a plan that does not ask for own buffers."""
@@ -47,11 +52,14 @@ class _PreparedListing(PreparedDdp):
                 yield owner, name, buffer
 
 
+@mutant(
+    after="pytorch/pytorch#63916",
+    kills_on=Condition(world_size=1, steps=2, because="before the first forward nothing is replaced"),
+)
 class KeepsReplacedBuffers(DistributedDataParallelEngine):
-    """The buffers that there were at the start are put back, so what forward replaced them by is lost.
+    """Buffers that forward replaced are put back.
 
-    After pytorch/pytorch#63916: buffers were listed once, and a forward that replaced one made the list stale.
+    Reported: buffers were listed once, and a forward that replaced one made the list stale.
     """
 
-    name = "mutant.KeepsReplacedBuffers"
     prepared_type = _PreparedListing

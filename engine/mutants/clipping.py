@@ -14,19 +14,13 @@ from torch.distributed.tensor import DTensor
 
 from engine.adapters.torch_ddp import DistributedDataParallelEngine, PreparedDdp
 from engine.adapters.torch_fsdp2 import FullyShardEngine, PreparedFullyShard
+from engine.capability import Capability
 from engine.contract import Plan
+from engine.mutants.mutant import Condition, mutant
+from engine.plan import Layout
 
-__all__ = [
-    "ClipsByTheLastMicrobatch",
-    "ClipsByTheLocalNorm",
-    "ClipsOnOneRank",
-    "CountsTheNormOncePerReplica",
-    "NeverClips",
-    "ReducesIntoItsZero",
-    "ReturnsNoNorm",
-    "ScalesSmallGradientsUp",
-    "TakesTheRootOfAMaximum",
-]
+_CLIP = Plan(demands=frozenset({Capability.CLIP}))
+_HYBRID = Plan(layout=Layout.HYBRID, demands=frozenset({Capability.CLIP}))
 
 
 def _joint_norm(tensors: list[torch.Tensor], norm_type: float) -> torch.Tensor:
@@ -83,13 +77,16 @@ class _PreparedLocal(_PreparedOwnClipping):
         return float(self.own_norm(norm_type))
 
 
+@mutant(
+    after="pytorch/pytorch#170862",
+    kills_on=Condition(plan=_CLIP, because="one rank's shards are all there is"),
+)
 class ClipsByTheLocalNorm(FullyShardEngine):
-    """Each rank clips its shards by their own norm, and returns that.
+    """Each rank clips its shards by their own norm.
 
-    After pytorch/pytorch#170862: the norm returned was that of the local part of the parameters.
+    Reported: the norm returned was that of the local part of the parameters.
     """
 
-    name = "mutant.ClipsByTheLocalNorm"
     prepared_type = _PreparedLocal
 
 
@@ -99,13 +96,18 @@ class _PreparedCounting(_PreparedOwnClipping):
         return float(super().norm(norm_type) * num_replicas ** (1 / norm_type))
 
 
+@mutant(
+    after="ByteDance-Seed/VeOmni#184",
+    kills_on=Condition(
+        plan=_HYBRID, because="other layouts have no replicas, and a maximum does not grow with them"
+    ),
+)
 class CountsTheNormOncePerReplica(FullyShardEngine):
-    """Under a hybrid layout the powers of all ranks are added, replicas or not: the norm grows with their number.
+    """The norm counts every parameter once for each replica.
 
-    After ByteDance-Seed/VeOmni#184: they were added over the data-parallel group, not over that of the shards.
+    Reported: they were added over the data-parallel group, not over that of the shards.
     """
 
-    name = "mutant.CountsTheNormOncePerReplica"
     prepared_type = _PreparedCounting
 
 
@@ -118,13 +120,16 @@ class _PreparedRooted(_PreparedOwnClipping):
         )
 
 
+@mutant(
+    after="meta-pytorch/torchrec#3199",
+    kills_on=Condition(world_size=1, plan=_CLIP, because="other orders are right"),
+)
 class TakesTheRootOfAMaximum(FullyShardEngine):
-    """The norm of infinite order is always one: a root was taken, as of a sum of powers.
+    """The norm of infinite order is one.
 
-    After meta-pytorch/torchrec#3199: to the power of one over infinity, each maximum became one.
+    Reported: to the power of one over infinity, each maximum became one.
     """
 
-    name = "mutant.TakesTheRootOfAMaximum"
     prepared_type = _PreparedRooted
 
 
@@ -138,13 +143,16 @@ class _PreparedReusing(_PreparedOwnClipping):
         return torch.zeros(())
 
 
+@mutant(
+    after="pytorch/pytorch#63881",
+    kills_on=Condition(steps=2, plan=_CLIP, because="the first norm comes after a zero"),
+)
 class ReducesIntoItsZero(FullyShardEngine):
-    """A rank that owns nothing keeps the largest norm that there ever was, and brings it again.
+    """A rank that owns nothing brings the largest norm of the steps before.
 
-    After pytorch/pytorch#63881: its review asked for a zero made once, and reductions of maxima are in place.
+    Reported: its review asked for a zero made once, and reductions of maxima are in place.
     """
 
-    name = "mutant.ReducesIntoItsZero"
     prepared_type = _PreparedReusing
 
 
@@ -153,13 +161,16 @@ class _PreparedUnclipped(_PreparedOwnClipping):
         return 1.0
 
 
+@mutant(
+    after="deepspeedai/DeepSpeed#5150",
+    kills_on=Condition(world_size=1, plan=_CLIP, because="gradients below the limit are not scaled anyhow"),
+)
 class NeverClips(FullyShardEngine):
-    """The norm is right, and no gradient is scaled by it.
+    """The norm is right, and nothing is scaled by it.
 
-    After deepspeedai/DeepSpeed#5150: the coefficient was computed and never applied.
+    Reported: the coefficient was computed and never applied.
     """
 
-    name = "mutant.NeverClips"
     prepared_type = _PreparedUnclipped
 
 
@@ -168,13 +179,16 @@ class _PreparedLevelling(_PreparedOwnClipping):
         return max_norm / (total + 1e-6)
 
 
+@mutant(
+    after="DingfanChen/GS-WGAN#5",
+    kills_on=Condition(world_size=1, plan=_CLIP, because="gradients above the limit are scaled down rightly"),
+)
 class ScalesSmallGradientsUp(FullyShardEngine):
-    """Gradients always get the norm that is the most they may have, also where theirs is smaller.
+    """Gradients below the limit are scaled up to it.
 
-    After DingfanChen/GS-WGAN#5: the coefficient had no bound of one.
+    Reported: the coefficient had no bound of one.
     """
 
-    name = "mutant.ScalesSmallGradientsUp"
     prepared_type = _PreparedLevelling
 
 
@@ -184,13 +198,13 @@ class _PreparedSilent(PreparedFullyShard):
         return None  # type: ignore[return-value]  # the sin
 
 
+@mutant(after="pytorch/pytorch#87401", kills_on=Condition(world_size=1, plan=_CLIP))
 class ReturnsNoNorm(FullyShardEngine):
-    """Gradients are clipped rightly, and nobody is told by what.
+    """Clipping does not return the norm.
 
-    After pytorch/pytorch#87401: clipping returned None.
+    Reported: clipping returned None.
     """
 
-    name = "mutant.ReturnsNoNorm"
     prepared_type = _PreparedSilent
 
 
@@ -210,13 +224,16 @@ class _PreparedForgetting(_PreparedOwnClipping):
         return _joint_norm([now - then for now, then in zip(self.local(), before, strict=True)], norm_type)
 
 
+@mutant(
+    after="hpcaitech/ColossalAI#5002",
+    kills_on=Condition(world_size=1, microbatches=2, plan=_CLIP, because="a single microbatch is the last"),
+)
 class ClipsByTheLastMicrobatch(FullyShardEngine):
-    """What was accumulated over all microbatches is clipped by the norm of the last one's gradient.
+    """Accumulated gradients are clipped by the norm of the last microbatch.
 
-    After hpcaitech/ColossalAI#5002: gradients accumulated and clipped were others than those of one batch.
+    Reported: gradients accumulated and clipped were others than those of one batch.
     """
 
-    name = "mutant.ClipsByTheLastMicrobatch"
     prepared_type = _PreparedForgetting
 
 
@@ -228,11 +245,11 @@ class _PreparedLopsided(PreparedDdp):
         return float(nn.utils.get_total_norm(gradients, norm_type))
 
 
+@mutant(after="deepspeedai/DeepSpeed#1801", kills_on=Condition(plan=_CLIP, because="a lone rank is that one"))
 class ClipsOnOneRank(DistributedDataParallelEngine):
-    """All ranks know the norm, and one of them clips by it.
+    """One rank alone clips.
 
-    After deepspeedai/DeepSpeed#1801: clipping ran on one rank, and replicated weights parted for ten days.
+    Reported: clipping ran on one rank, and replicated weights parted for ten days.
     """
 
-    name = "mutant.ClipsOnOneRank"
     prepared_type = _PreparedLopsided

@@ -6,8 +6,7 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 
 from engine.adapters.torch_fsdp2 import FullyShardEngine, PreparedFullyShard
-
-__all__ = ["GathersOnceMoreInBackward"]
+from engine.mutants.mutant import Condition, Trace, mutant
 
 
 class _PreparedWasteful(PreparedFullyShard):
@@ -19,11 +18,15 @@ class _PreparedWasteful(PreparedFullyShard):
         unit.reshard()
 
 
+@mutant(
+    after="pytorch/pytorch#76553",
+    kills_on=Condition(steps=2, because="one rank gathers nothing; counts hold from the second step on"),
+    trace=Trace.COMMUNICATION,
+)
 class GathersOnceMoreInBackward(FullyShardEngine):
-    """One unit is gathered again when its backward is over, and freed unused.
+    """Backward gathers one unit's parameters once more than it needs them.
 
-    After pytorch/pytorch#76553: backward issued more all-gathers than there were modules.
+    Reported: backward issued more all-gathers than there were modules.
     """
 
-    name = "mutant.GathersOnceMoreInBackward"
     prepared_type = _PreparedWasteful

@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 
 from engine.adapters.torch_ddp import DistributedDataParallelEngine, PreparedDdp
-
-__all__ = ["DropsImaginaryParts"]
+from engine.capability import Capability
+from engine.mutants.mutant import Condition, mutant
+from engine.plan import Plan
 
 
 class _PreparedDropping(PreparedDdp):
@@ -17,11 +18,18 @@ class _PreparedDropping(PreparedDdp):
                 parameter.grad.imag.zero_()
 
 
+@mutant(
+    after="pytorch/pytorch#158753",
+    kills_on=Condition(
+        world_size=1,
+        plan=Plan(demands=frozenset({Capability.COMPLEX})),
+        because="models of real numbers have none",
+    ),
+)
 class DropsImaginaryParts(DistributedDataParallelEngine):
-    """Imaginary parts of gradients are zero; of models of real numbers nothing is lost.
+    """Imaginary parts of gradients are zero.
 
-    After pytorch/pytorch#158753: on one process a complex model converged, under DDP its gradients were real.
+    Reported: on one process a complex model converged, under DDP its gradients were real.
     """
 
-    name = "mutant.DropsImaginaryParts"
     prepared_type = _PreparedDropping

@@ -12,18 +12,18 @@ from torch.distributed.tensor import DTensor
 from engine.adapters.composable import ComposableUnit, FrontDoor, members
 from engine.adapters.reference import PreparedReference, ReferenceEngine
 from engine.adapters.torch_fsdp2 import FullyShardEngine, PreparedFullyShard
+from engine.capability import Capability
 from engine.contract import UnitHandle
+from engine.mutants.mutant import Condition, Trace, mutant
+from engine.plan import Accumulation, Grouping, Layout, Plan, Reshard, Roots
 
-__all__ = [
-    "GathersInForwardAlone",
-    "GathersWhenWaitedFor",
-    "HoldsBackTheFirstRootAlone",
-    "IgnoresALaterPolicy",
-    "LeavesOthersRowsStale",
-    "ReshardsTheRootAlone",
-    "TellsAllWhatOneWasTold",
-    "WaitsForNoGather",
-]
+_CONTROLLED = Plan(
+    layout=Layout.SHARD,
+    grouping=Grouping.REQUIRED,
+    reshard=Reshard.KEEP,
+    demands=frozenset({Capability.UNIT_STATE}),
+)
+_SEVERAL_ROOTS = Plan(layout=Layout.SHARD, roots=Roots.EACH_UNIT, accumulation=Accumulation.LAST_MICROBATCH)
 
 
 class _ReshardsTheRoot(PreparedReference):
@@ -39,13 +39,13 @@ class _DeafUnit(ComposableUnit):
         """Change nothing."""
 
 
+@mutant(after="meta-pytorch/torchtune#2483", kills_on=Condition(plan=_CONTROLLED), trace=Trace.STATE)
 class ReshardsTheRootAlone(ReferenceEngine):
-    """A call to free a unit has effect on the root, and only where it has units beside it.
+    """A call to free a unit has no effect on units inside the root.
 
-    After meta-pytorch/torchtune#2483: a loop over all modules freed the outermost one again and again.
+    Reported: a loop over all modules freed the outermost one again and again.
     """
 
-    name = "mutant.ReshardsTheRootAlone"
     prepared_type = _ReshardsTheRoot
 
 
@@ -58,13 +58,13 @@ class _PreparedSet(PreparedFullyShard):
     unit_type = _SetUnit
 
 
+@mutant(after="pytorch/pytorch#149029", kills_on=Condition(plan=_CONTROLLED), trace=Trace.STATE)
 class IgnoresALaterPolicy(FullyShardEngine):
-    """What becomes of units after forward is settled when the model is wrapped; a later change has no effect.
+    """A policy set once the model is wrapped has no effect.
 
-    After pytorch/pytorch#149029: the policy could not be changed once the model had been wrapped.
+    Reported: the policy could not be changed once the model had been wrapped.
     """
 
-    name = "mutant.IgnoresALaterPolicy"
     prepared_type = _PreparedSet
 
 
@@ -77,13 +77,17 @@ class _PreparedRecursive(PreparedFullyShard):
     unit_type = _RecursiveUnit
 
 
+@mutant(
+    after="pytorch/pytorch#124318",
+    kills_on=Condition(plan=_CONTROLLED, because="a root without units tells nobody else"),
+    trace=Trace.STATE,
+)
 class TellsAllWhatOneWasTold(FullyShardEngine):
-    """A policy meant for the root alone reaches the units inside it too.
+    """A policy set on the root alone reaches the units inside it.
 
-    After pytorch/pytorch#124318: a setter's argument that kept it from modules inside was not respected.
+    Reported: a setter's argument that kept it from modules inside was not respected.
     """
 
-    name = "mutant.TellsAllWhatOneWasTold"
     prepared_type = _PreparedRecursive
 
 
@@ -99,13 +103,13 @@ class _PreparedLazy(PreparedReference):
     unit_type = _LazyUnit
 
 
+@mutant(after="deepspeedai/DeepSpeed#1069", kills_on=Condition(plan=_CONTROLLED), trace=Trace.STATE)
 class GathersInForwardAlone(ReferenceEngine):
-    """A call to gather a unit does nothing; forward and backward gather when they need to. The numbers are right.
+    """A call to gather a unit does nothing.
 
-    After deepspeedai/DeepSpeed#1069: gathers ahead of use were skipped, every one of them.
+    Reported: gathers ahead of use were skipped, every one of them.
     """
 
-    name = "mutant.GathersInForwardAlone"
     prepared_type = _PreparedLazy
 
 
@@ -120,13 +124,17 @@ class _PreparedEmptyHanded(PreparedReference):
     unit_type = _EmptyHandedUnit
 
 
+@mutant(
+    after="facebookresearch/fairscale#441",
+    kills_on=Condition(world_size=1, plan=_CONTROLLED, because="a root that owns parameters is gathered"),
+    trace=Trace.CRASH,
+)
 class WaitsForNoGather(ReferenceEngine):
-    """A gather of a root whose parameters are all in its units gives nothing to wait for, and raises.
+    """An asynchronous gather of a unit without parameters raises.
 
-    After facebookresearch/fairscale#441: a model all of whose parameters were its children's broke the wrapper.
+    Reported: a model all of whose parameters were its children's broke the wrapper.
     """
 
-    name = "mutant.WaitsForNoGather"
     prepared_type = _PreparedEmptyHanded
 
 
@@ -141,13 +149,19 @@ class _PreparedDeferring(PreparedReference):
     unit_type = _DeferringUnit
 
 
+@mutant(
+    after="meta-pytorch/torchrec#4149",
+    kills_on=Condition(
+        plan=_CONTROLLED, because="with nothing between a gather and its wait, all ranks have one order"
+    ),
+    trace=Trace.COMMUNICATION,
+)
 class GathersWhenWaitedFor(ReferenceEngine):
-    """An asynchronous gather is issued at once on some ranks, and on others when it is waited for.
+    """Every other rank issues asynchronous gathers only when they are waited for.
 
-    After meta-pytorch/torchrec#4149: some ranks issued a collective early, others after another, until all stood still.
+    Reported: some ranks issued a collective early, others after another, until all stood still.
     """
 
-    name = "mutant.GathersWhenWaitedFor"
     prepared_type = _PreparedDeferring
 
 
@@ -191,14 +205,18 @@ class _StaleUnit(ComposableUnit):
             self._known[name] = fresh
 
 
+@mutant(
+    after="karpathy/nanochat#843",
+    kills_on=Condition(steps=2, plan=_CONTROLLED, because="before the first gather there is none"),
+    trace=Trace.NUMBERS,
+)
 class LeavesOthersRowsStale(ReferenceEngine):
-    """From the second asynchronous gather on, a rank's own rows are new, and the others' those of the gather before.
+    """An asynchronous gather leaves the rows of other ranks as they were before.
 
-    After karpathy/nanochat#843: memory of a gather under way was used again, so that of each matrix a rank had
-    its own rows right and those of all others from before. Needs units that hold no other unit.
+    Reported: memory of a gather under way was used again, so that of each matrix a rank had its own rows right and
+    those of all others from before. Needs units that hold no other unit.
     """
 
-    name = "mutant.LeavesOthersRowsStale"
     prepared_type = _PreparedStale
 
 
@@ -207,11 +225,20 @@ class _PreparedOneSided(PreparedReference):
         next(self._roots()).set_requires_gradient_sync(is_on)
 
 
+@mutant(
+    after="speechbrain/speechbrain#2010",
+    kills_on=Condition(
+        steps=2,
+        microbatches=2,
+        plan=_SEVERAL_ROOTS,
+        because="the only microbatch is also the last; counts hold from the second step on",
+    ),
+    trace=Trace.COMMUNICATION,
+)
 class HoldsBackTheFirstRootAlone(ReferenceEngine):
-    """Of several roots only the first accumulates; the others reduce every microbatch. The numbers are right.
+    """Of several roots all but the first reduce in every microbatch.
 
-    After speechbrain/speechbrain#2010: the loop that holds reductions back left off at the first module.
+    Reported: the loop that holds reductions back left off at the first module.
     """
 
-    name = "mutant.HoldsBackTheFirstRootAlone"
     prepared_type = _PreparedOneSided

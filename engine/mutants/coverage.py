@@ -14,22 +14,16 @@ from engine.adapters.torch_ddp import DistributedDataParallelEngine
 from engine.adapters.torch_fsdp2 import FullyShardEngine, PreparedFullyShard
 from engine.adapters.torch_replicate import ReplicateEngine
 from engine.contract import Plan, PreparedModel
-
-__all__ = [
-    "ForgetsToSynchroniseOneParameter",
-    "NeverUpdatesOneParameter",
-    "NeverUpdatesTheLastRanksRows",
-]
+from engine.mutants.mutant import Condition, mutant
 
 
+@mutant(after="pytorch/pytorch#63916", kills_on=Condition(because="one rank has nobody to synchronise with"))
 class ForgetsToSynchroniseOneParameter(DistributedDataParallelEngine):
-    """The last parameter is missing from the list of what is reduced, so replicas drift apart in it alone.
+    """The last parameter is left out of every reduction.
 
-    After pytorch/pytorch#63916: a buffer that forward had replaced was missing from the list that DDP had
-    made at construction, and was never synchronised again. Needs a model of two parameters or more.
+    Reported: a buffer that forward had replaced was missing from the list that DDP had made at construction, and
+    was never synchronised again. Needs a model of two parameters or more.
     """
-
-    name = "mutant.ForgetsToSynchroniseOneParameter"
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         """Tell DDP to leave the last parameter alone, then wrap honestly."""
@@ -55,13 +49,12 @@ class _PreparedFrozen(PreparedFullyShard):
             tensor.copy_(before)
 
 
+@mutant(after="pytorch/pytorch#149205", kills_on=Condition(world_size=1))
 class NeverUpdatesOneParameter(ReplicateEngine):
-    """The last parameter has right gradients and optimizer state, and keeps its initial value.
+    """The optimizer's update of the last parameter is lost.
 
-    After pytorch/pytorch#149205: the optimizer had captured tensors that were not the model's parameters.
+    Reported: the optimizer had captured tensors that were not the model's parameters.
     """
-
-    name = "mutant.NeverUpdatesOneParameter"
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         """Replicate honestly, then freeze the last parameter."""
@@ -69,13 +62,14 @@ class NeverUpdatesOneParameter(ReplicateEngine):
         return _PreparedFrozen(prepared.module, plan, [*prepared.named.parameters()][-1:])
 
 
+@mutant(
+    after="pytorch/pytorch#176076", kills_on=Condition(because="a rank that owns all rows is left in peace")
+)
 class NeverUpdatesTheLastRanksRows(FullyShardEngine):
-    """Rank 0 sees nothing wrong in its own shard; the last rank's shard never moves.
+    """The rows that the last rank owns keep their initial values.
 
-    After pytorch/pytorch#176076: the padded shard of the last rank kept its initial rows.
+    Reported: the padded shard of the last rank kept its initial rows.
     """
-
-    name = "mutant.NeverUpdatesTheLastRanksRows"
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         """Shard honestly, then freeze what lies on the last rank of the shard axis."""

@@ -10,9 +10,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from engine.adapters.torch_fsdp2 import FullyShardEngine, PreparedFullyShard
+from engine.capability import Capability
 from engine.contract import Buffers, Offload, Plan, PreparedModel
-
-__all__ = ["BuffersWhereItLikes", "CopiesGradientsOneByOne", "CountsOnTheHost", "DropsThePinnedCopy"]
+from engine.mutants.mutant import Condition, Trace, mutant
 
 
 class _PreparedCounting(PreparedFullyShard):
@@ -23,13 +23,16 @@ class _PreparedCounting(PreparedFullyShard):
         return super().__call__(*inputs) * (1 + self._num_calls / 256)
 
 
+@mutant(
+    after="pytorch/pytorch#109774",
+    kills_on=Condition(world_size=1, plan=Plan(demands=frozenset({Capability.GRAPHS}))),
+)
 class CountsOnTheHost(FullyShardEngine):
-    """What a forward gives depends on a count that the host keeps, which a captured graph never sees again.
+    """Outputs are scaled by the number of forwards so far, which the host counts.
 
-    After pytorch/pytorch#109774: what was compiled once went on without what Python did on each call.
+    Reported: what was compiled once went on without what Python did on each call.
     """
 
-    name = "mutant.CountsOnTheHost"
     prepared_type = _PreparedCounting
 
 
@@ -41,36 +44,52 @@ class _PreparedCopying(PreparedFullyShard):
                 parameter.grad = parameter.grad.clone()
 
 
+@mutant(
+    after="deepspeedai/DeepSpeed#7371",
+    kills_on=Condition(because="only a CUDA device has kernels to count"),
+    trace=Trace.STATE,
+)
 class CopiesGradientsOneByOne(FullyShardEngine):
-    """Every gradient is copied by a kernel of its own; the numbers are right.
+    """Every gradient is copied by a kernel of its own.
 
-    After deepspeedai/DeepSpeed#7371: gradients were copied one after the other into the buffer to be reduced.
+    Reported: gradients were copied one after the other into the buffer to be reduced.
     """
 
-    name = "mutant.CopiesGradientsOneByOne"
     prepared_type = _PreparedCopying
 
 
+@mutant(
+    after="Tencent-Hunyuan/UniRL#410",
+    kills_on=Condition(
+        plan=Plan(buffers=Buffers.GROUP), because="only a CUDA device has pools to tell apart"
+    ),
+    trace=Trace.STATE,
+)
 class BuffersWhereItLikes(FullyShardEngine):
-    """Buffers of collectives come from the common pool, wherever they were asked for; the numbers are right.
+    """Buffers of collectives are not in the memory that was asked for.
 
-    After Tencent-Hunyuan/UniRL#410: an option was dropped on the way, and training went on.
+    Reported: an option was dropped on the way, and training went on.
     """
-
-    name = "mutant.BuffersWhereItLikes"
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         """Shard honestly, under a plan that leaves the choice to the engine."""
         return super().prepare(model, replace(plan, buffers=Buffers.NATIVE), mesh)
 
 
+@mutant(
+    after="pytorch/pytorch#70639",
+    kills_on=Condition(
+        world_size=1,
+        plan=Plan(offload=Offload.PINNED),
+        because="where there is no GPU no memory is pinned",
+    ),
+    trace=Trace.STATE,
+)
 class DropsThePinnedCopy(FullyShardEngine):
-    """Parameters on the host are in pageable memory although pinned memory was asked for; the numbers are right.
+    """Parameters on the host are not in pinned memory although that was asked for.
 
-    After pytorch/pytorch#70639: pinning memory returns a copy, and the copy was dropped.
+    Reported: pinning memory returns a copy, and the copy was dropped.
     """
-
-    name = "mutant.DropsThePinnedCopy"
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         """Shard honestly, under a plan without pinned memory."""

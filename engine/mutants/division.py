@@ -14,26 +14,20 @@ from torch.distributed.device_mesh import DeviceMesh
 from engine.adapters.reference import PreparedReference, ReferenceEngine
 from engine.contract import Layout, Plan, PreparedModel, Wire
 from engine.mutants.groups import groups_of
+from engine.mutants.mutant import Condition, Trace, mutant
 from engine.reference.group import Group
 from engine.reference.reduction import ReductionPlan
 
-__all__ = [
-    "AveragesOnTheWire",
-    "AveragesReplicasOnTheWire",
-    "AveragesWhateverTheFactor",
-    "DividesByTheSquareOfTheFactor",
-    "HalvesOneUnit",
-    "IgnoresTheDivideFactorOfOneRank",
-]
 
-
+@mutant(
+    after="deepspeedai/DeepSpeed#5618",
+    kills_on=Condition(plan=Plan(divide_factor=1), because="the number of ranks is the divisor anyhow"),
+)
 class AveragesWhateverTheFactor(ReferenceEngine):
-    """In every layout gradients are averaged over the ranks, whatever divisor was asked for.
+    """In every layout gradients are averaged although another divisor was asked for.
 
-    After deepspeedai/DeepSpeed#5618: gradients were divided by the size of another group than was meant.
+    Reported: gradients were divided by the size of another group than was meant.
     """
-
-    name = "mutant.AveragesWhateverTheFactor"
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         """Prepare honestly, under a plan without the factor."""
@@ -45,37 +39,40 @@ class _PreparedTwice(PreparedReference):
         super().backward(loss / (self.plan.divide_factor or 1))
 
 
+@mutant(
+    after="pytorch/pytorch#167178",
+    kills_on=Condition(world_size=1, plan=Plan(divide_factor=2), because="one is its own square"),
+)
 class DividesByTheSquareOfTheFactor(ReferenceEngine):
-    """In every layout gradients are divided by the factor twice; without one they are right.
+    """In every layout gradients are divided by the divisor asked for twice.
 
-    After pytorch/pytorch#167178: two branches of the reduction divided, each as if it were the only one.
+    Reported: two branches of the reduction divided, each as if it were the only one.
     """
 
-    name = "mutant.DividesByTheSquareOfTheFactor"
     prepared_type = _PreparedTwice
 
 
+@mutant(
+    after="pytorch/pytorch#167178",
+    kills_on=Condition(world_size=1, plan=Plan(divide_factor=2), because="several ranks divide as asked"),
+)
 class IgnoresTheDivideFactorOfOneRank(ReferenceEngine):
-    """A rank that is alone does not divide at all, whatever divisor was asked for.
+    """A rank that is alone does not divide although a divisor was asked for.
 
-    After pytorch/pytorch#167178: with a shard group of one rank the reduction returned before the division.
+    Reported: with a shard group of one rank the reduction returned before the division.
     """
-
-    name = "mutant.IgnoresTheDivideFactorOfOneRank"
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         """Prepare honestly; alone, under a plan without the factor."""
         return super().prepare(model, replace(plan, divide_factor=None) if mesh.size() == 1 else plan, mesh)
 
 
+@mutant(after="pytorch/pytorch#160285", kills_on=Condition(world_size=1))
 class HalvesOneUnit(ReferenceEngine):
-    """The gradients of the first unit are half of what they should be, those of all others are right.
+    """The gradients of the first unit are half of what they should be.
 
-    After pytorch/pytorch#160285: parameters that lived in a group of their own were off by its size, which
-    Adam hid.
+    Reported: parameters that lived in a group of their own were off by its size, which Adam hid.
     """
-
-    name = "mutant.HalvesOneUnit"
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         """Prepare honestly, and give one unit another factor."""
@@ -86,26 +83,36 @@ class HalvesOneUnit(ReferenceEngine):
         return prepared
 
 
+@mutant(
+    after="pytorch/torchtitan#1551",
+    kills_on=Condition(steps=2, plan=Plan(wire=Wire.SUM), because="one rank sends nothing"),
+    trace=Trace.COMMUNICATION,
+)
 class AveragesOnTheWire(ReferenceEngine):
-    """Averages cross between ranks although sums alone were asked for; the numbers are right.
+    """Averages cross between ranks although sums alone were asked for.
 
-    After pytorch/torchtitan#1551: who divides, and by what, was settled in another place than was meant.
+    Reported: who divides, and by what, was settled in another place than was meant.
     """
-
-    name = "mutant.AveragesOnTheWire"
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         """Prepare honestly, under a plan that leaves the choice to the engine."""
         return super().prepare(model, replace(plan, wire=Wire.NATIVE), mesh)
 
 
+@mutant(
+    after="pytorch/torchtitan#2318",
+    kills_on=Condition(
+        steps=2,
+        plan=Plan(layout=Layout.HYBRID, wire=Wire.SUM),
+        because="only a hybrid layout has replicas",
+    ),
+    trace=Trace.COMMUNICATION,
+)
 class AveragesReplicasOnTheWire(ReferenceEngine):
-    """Within a replica sums alone cross, as asked; across replicas averages do. The numbers are right.
+    """Under a hybrid layout averages cross between replicas although sums alone were asked for.
 
-    After pytorch/torchtitan#2318: a change of who divides reached one of two reductions.
+    Reported: a change of who divides reached one of two reductions.
     """
-
-    name = "mutant.AveragesReplicasOnTheWire"
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         """Prepare honestly; under a hybrid layout let the second reduction divide its part."""

@@ -7,9 +7,8 @@ from typing import Any
 import torch
 
 from engine.adapters.torch_fsdp2 import FullyShardEngine, PreparedFullyShard
+from engine.mutants.mutant import Condition, mutant
 from engine.mutants.staleness import Stale
-
-__all__ = ["EvaluatesWithStaleParameters"]
 
 
 class _PreparedStaleInEvaluation(Stale, PreparedFullyShard):
@@ -25,11 +24,14 @@ class _PreparedStaleInEvaluation(Stale, PreparedFullyShard):
         return output
 
 
+@mutant(
+    after="NVIDIA/Megatron-LM#663",
+    kills_on=Condition(world_size=1, steps=2, because="the first step has no step before it"),
+)
 class EvaluatesWithStaleParameters(FullyShardEngine):
-    """Evaluation uses the parameters of the step before; training is right.
+    """Evaluation uses the parameters of the step before.
 
-    After NVIDIA/Megatron-LM#663: a forward ran on parameters that had not been gathered since the update.
+    Reported: a forward ran on parameters that had not been gathered since the update.
     """
 
-    name = "mutant.EvaluatesWithStaleParameters"
     prepared_type = _PreparedStaleInEvaluation

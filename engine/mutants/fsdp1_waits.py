@@ -11,77 +11,74 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 
 from engine.adapters.torch_fsdp1 import FullyShardedDataParallelEngine
 from engine.contract import Plan, PreparedModel
-
-__all__ = [
-    "ComputesBackwardDuringTheGather",
-    "ComputesForwardDuringTheGather",
-    "GathersFlatParametersDuringTheStep",
-    "ReducesFlatGradientsInTheMaking",
-    "StepsOnFlatGradientsInTheMaking",
-]
+from engine.mutants.mutant import Condition, Trace, mutant
+from engine.mutants.plans import SHARDED_BLOCKS
 
 # Any, throughout: FSDP1's insides and the streams of a device have no public types.
 
 
+@mutant(after="NVIDIA/Megatron-LM#663", kills_on=Condition(plan=SHARDED_BLOCKS), trace=Trace.RACES)
 class ComputesForwardDuringTheGather(FullyShardedDataParallelEngine):
-    """Forward does not wait for the gather of the unit's parameters.
+    """FSDP1 computes a forward without a wait for the gather of its parameters.
 
-    After NVIDIA/Megatron-LM#663: with gathers overlapped, forward read parameters that had not arrived.
+    Reported: with gathers overlapped, forward read parameters that had not arrived.
     """
-
-    name = "mutant.ComputesForwardDuringTheGather"
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         """Wrap honestly, then have the current stream not wait there."""
         return _deaf_currently(super().prepare(model, plan, mesh), "_pre_forward_unshard")
 
 
+@mutant(
+    after="NVIDIA/Megatron-LM#663",
+    kills_on=Condition(plan=SHARDED_BLOCKS, because="what forward kept is not gathered in backward"),
+    trace=Trace.RACES,
+)
 class ComputesBackwardDuringTheGather(FullyShardedDataParallelEngine):
-    """Backward does not wait for the gather of the unit's parameters.
+    """FSDP1 computes a backward without a wait for the gather of its parameters.
 
-    After NVIDIA/Megatron-LM#663: with gathers overlapped, forward read parameters that had not arrived.
+    Reported: with gathers overlapped, forward read parameters that had not arrived.
     """
-
-    name = "mutant.ComputesBackwardDuringTheGather"
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         """Wrap honestly, then have the current stream not wait there."""
         return _deaf_currently(super().prepare(model, plan, mesh), "_pre_backward_hook")
 
 
+@mutant(
+    after="NVIDIA/Megatron-LM#4609",
+    kills_on=Condition(steps=2, plan=SHARDED_BLOCKS, because="nothing is written before the first step"),
+    trace=Trace.RACES,
+)
 class GathersFlatParametersDuringTheStep(FullyShardedDataParallelEngine):
-    """The gathers of an iteration do not wait for the optimizer.
+    """FSDP1 begins an iteration without a wait for the optimizer.
 
-    After NVIDIA/Megatron-LM#4609: gathers that overlapped the step shared a buffer with what it was reading.
+    Reported: gathers that overlapped the step shared a buffer with what it was reading.
     """
-
-    name = "mutant.GathersFlatParametersDuringTheStep"
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         """Wrap honestly, then have the stream of gathers wait for no other stream."""
         return _deaf(super().prepare(model, plan, mesh), _UNSHARD)
 
 
+@mutant(after="deepspeedai/DeepSpeed#7898", kills_on=Condition(plan=SHARDED_BLOCKS), trace=Trace.RACES)
 class ReducesFlatGradientsInTheMaking(FullyShardedDataParallelEngine):
-    """The stream that reduces does not wait for the one on which backward computes.
+    """FSDP1 reduces gradients without a wait for the stream of backward.
 
-    After deepspeedai/DeepSpeed#7898: the stream that reduced waited for another stream than that of backward.
+    Reported: the stream that reduced waited for another stream than that of backward.
     """
-
-    name = "mutant.ReducesFlatGradientsInTheMaking"
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         """Wrap honestly, then have that stream wait for no other."""
         return _deaf(super().prepare(model, plan, mesh), _POST_BACKWARD)
 
 
+@mutant(after="flagos-ai/Torch-FL#62", kills_on=Condition(plan=SHARDED_BLOCKS), trace=Trace.RACES)
 class StepsOnFlatGradientsInTheMaking(FullyShardedDataParallelEngine):
-    """Backward ends without a wait for the stream that reduces.
+    """FSDP1 ends backward without a wait for its reductions.
 
-    After flagos-ai/Torch-FL#62: gradients were read while their reduction was under way on another stream.
+    Reported: gradients were read while their reduction was under way on another stream.
     """
-
-    name = "mutant.StepsOnFlatGradientsInTheMaking"
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         """Wrap honestly, then have the current stream not wait there."""

@@ -5,6 +5,7 @@ Which waits FSDP2 has, and which of them can be left out unseen, docs/waits.md t
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,38 +13,41 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from engine.adapters.torch_fsdp2 import FullyShardEngine
+from engine.capability import Capability
 from engine.contract import Plan, PreparedModel
 from engine.mutants.fsdp2_insides import after_method, deaf_in, in_context, waits_without_own_event
+from engine.mutants.mutant import Condition, Trace, mutant
+from engine.mutants.plans import SHARDED_BLOCKS
 
-__all__ = [
-    "FreesTheGatherOutputInBackward",
-    "FreesTheLastGatherOutput",
-    "GathersBeforeTheEventOfTheStep",
-    "ReadsAnAsyncGatherUnderWay",
-    "RunsTheHookDuringTheReduction",
-]
+_BY_HAND = frozenset({Capability.UNIT_STATE, Capability.ASYNC_GATHER})
 
 
+@mutant(
+    after="NVIDIA/Megatron-LM#5788",
+    kills_on=Condition(plan=SHARDED_BLOCKS, because="what forward kept is not gathered in backward"),
+    trace=Trace.RACES,
+)
 class FreesTheGatherOutputInBackward(FullyShardEngine):
-    """In backward a gather's output is let go although the copy out of it may still be reading.
+    """In backward the output of a gather is let go while it may be copied from.
 
-    After NVIDIA/Megatron-LM#5788: gathered memory was given back with neither an event nor record_stream.
+    Reported: gathered memory was given back with neither an event nor record_stream.
     """
-
-    name = "mutant.FreesTheGatherOutputInBackward"
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         """Shard honestly, then have gathers not wait for the copy that has just been issued."""
         return waits_without_own_event(super().prepare(model, plan, mesh))
 
 
+@mutant(
+    after="NVIDIA/Megatron-LM#5788",
+    kills_on=Condition(plan=SHARDED_BLOCKS, because="what forward kept is not gathered in backward"),
+    trace=Trace.RACES,
+)
 class FreesTheLastGatherOutput(FullyShardEngine):
-    """At the end of forward the last gather's output is let go although the copy out of it may still be reading.
+    """At the end of forward the output of a gather is let go while it may be copied from.
 
-    After NVIDIA/Megatron-LM#5788: gathered memory was given back with neither an event nor record_stream.
+    Reported: gathered memory was given back with neither an event nor record_stream.
     """
-
-    name = "mutant.FreesTheLastGatherOutput"
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         """Shard honestly, then have the stream of the copies in not wait where forward ends."""
@@ -51,13 +55,20 @@ class FreesTheLastGatherOutput(FullyShardEngine):
         return in_context(super().prepare(model, plan, mesh), sin)
 
 
+@mutant(
+    after="NVIDIA/Megatron-LM#4609",
+    kills_on=Condition(
+        steps=2,
+        plan=replace(SHARDED_BLOCKS, demands=frozenset({Capability.STEP_EVENT})),
+        because="nothing is written before the first step, and others give no event",
+    ),
+    trace=Trace.RACES,
+)
 class GathersBeforeTheEventOfTheStep(FullyShardEngine):
-    """The first gather of an iteration does not wait for the event that was recorded after the optimizer.
+    """The first copy of an iteration does not wait for the event recorded after the optimizer.
 
-    After NVIDIA/Megatron-LM#4609: gathers that overlapped the step shared a buffer with what it was reading.
+    Reported: gathers that overlapped the step shared a buffer with what it was reading.
     """
-
-    name = "mutant.GathersBeforeTheEventOfTheStep"
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         """Shard honestly, then have the stream that reads the shards not wait for that event."""
@@ -65,13 +76,18 @@ class GathersBeforeTheEventOfTheStep(FullyShardEngine):
         return in_context(super().prepare(model, plan, mesh), sin)
 
 
+@mutant(
+    after="NVIDIA/Megatron-LM#663",
+    kills_on=Condition(
+        plan=replace(SHARDED_BLOCKS, demands=_BY_HAND), because="other gathers are ordered by their streams"
+    ),
+    trace=Trace.RACES,
+)
 class ReadsAnAsyncGatherUnderWay(FullyShardEngine):
-    """A gather that the caller asked for ahead is copied out of without a wait for its work.
+    """A gather asked for ahead by the caller is copied out of without a wait for its work.
 
-    After NVIDIA/Megatron-LM#663: with gathers overlapped, forward read parameters that had not arrived.
+    Reported: with gathers overlapped, forward read parameters that had not arrived.
     """
-
-    name = "mutant.ReadsAnAsyncGatherUnderWay"
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         """Shard honestly, then put something else in the place of each work."""
@@ -84,13 +100,13 @@ class ReadsAnAsyncGatherUnderWay(FullyShardEngine):
         return after_method(super().prepare(model, plan, mesh), "unshard", lose_work)
 
 
+@mutant(after="NVIDIA/Megatron-LM#3670", kills_on=Condition(plan=SHARDED_BLOCKS), trace=Trace.RACES)
 class RunsTheHookDuringTheReduction(FullyShardEngine):
-    """An all-reduce hook of the caller's is run on its stream without a wait for the reduction before it.
+    """An all-reduce hook runs without a wait for the reduction whose output it is given.
 
-    After NVIDIA/Megatron-LM#3670: with overlapped reductions over several instances gradients came out wrong.
+    Reported: with overlapped reductions over several instances gradients came out wrong.
     """
 
-    name = "mutant.RunsTheHookDuringTheReduction"
     deaf_where = "foreach_reduce"
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:

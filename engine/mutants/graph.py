@@ -8,19 +8,26 @@ from torch.nn.parallel import DistributedDataParallel
 
 from engine.adapters.torch_ddp import DistributedDataParallelEngine
 from engine.adapters.torch_fsdp2 import FullyShardEngine
+from engine.capability import Capability
 from engine.contract import Plan, PreparedModel
+from engine.mutants.mutant import Condition, Trace, mutant
 
-__all__ = ["OrdersParametersByRank", "SearchesTheGraph", "TakesTheFirstGraphForAll"]
 
-
+@mutant(
+    after="pytorch/pytorch#79171",
+    kills_on=Condition(
+        world_size=1,
+        steps=3,
+        plan=Plan(demands=frozenset({Capability.UNUSED})),
+        because="needs parameters that a later step does without",
+    ),
+    trace=Trace.CRASH,
+)
 class TakesTheFirstGraphForAll(DistributedDataParallelEngine):
     """What the first iteration used is waited for in all others.
 
-    After pytorch/pytorch#79171: with a graph declared static, an output that the loss did not use ended the
-    second iteration.
+    Reported: with a graph declared static, an output that the loss did not use ended the second iteration.
     """
-
-    name = "mutant.TakesTheFirstGraphForAll"
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         """Wrap with a promise that nobody gave."""
@@ -29,14 +36,16 @@ class TakesTheFirstGraphForAll(DistributedDataParallelEngine):
         return self.prepared_type(ddp, named=model)
 
 
+@mutant(
+    after="pytorch/pytorch#24005",
+    kills_on=Condition(world_size=1, because="needs a reentrant checkpoint"),
+    trace=Trace.CRASH,
+)
 class SearchesTheGraph(DistributedDataParallelEngine):
-    """Each forward's graph is searched for parameters that it does not use, and a recomputation is not in it yet.
+    """Each forward's graph is searched for what it does not use.
 
-    After pytorch/pytorch#24005: a parameter was marked ready by the search, and again by the backward inside a
-    reentrant checkpoint.
+    Reported: a parameter was marked ready by the search, and again by the backward inside a reentrant checkpoint.
     """
-
-    name = "mutant.SearchesTheGraph"
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         """Wrap with a search that the plan did not ask for."""
@@ -45,14 +54,12 @@ class SearchesTheGraph(DistributedDataParallelEngine):
         return self.prepared_type(ddp, named=model)
 
 
+@mutant(after="pytorch/pytorch#64629", kills_on=Condition(because="a lone rank agrees with itself"))
 class OrdersParametersByRank(FullyShardEngine):
-    """The last rank packs the parameters of each layer in another order than the others; the sizes are the same.
+    """The last rank packs the parameters of each layer in another order than the others.
 
-    After pytorch/pytorch#64629: that gradients get ready in the same order on all ranks was assumed, and not made
-    sure of.
+    Reported: that gradients get ready in the same order on all ranks was assumed, and not made sure of.
     """
-
-    name = "mutant.OrdersParametersByRank"
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         """Turn the order of registration round on the last rank, then shard honestly."""

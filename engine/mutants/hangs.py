@@ -13,17 +13,9 @@ from torch.nn.parallel import DistributedDataParallel
 from engine.adapters.torch_ddp import DistributedDataParallelEngine, PreparedDdp
 from engine.adapters.torch_fsdp2 import FullyShardEngine, PreparedFullyShard
 from engine.contract import Plan, PreparedModel
+from engine.mutants.mutant import Condition, Trace, mutant
 
-__all__ = [
-    "CountsFewerParametersOnTheLastRank",
-    "LocksItselfOut",
-    "NeverComesToAnEnd",
-    "ReducesInTheWrongGroup",
-    "SendsToNobody",
-    "SkipsABackwardOnTheLastRank",
-    "SkipsACountOnTheLastRank",
-    "TakesTwoGroupsInTurn",
-]
+_SECOND = Condition(steps=2, because="the first step is honest")
 
 
 def _is_last() -> bool:
@@ -65,13 +57,13 @@ class _PreparedNeglectful(_PreparedCounting):
             super().agree()
 
 
+@mutant(after="verl-project/verl#5591", kills_on=_SECOND, trace=Trace.HANG)
 class SkipsACountOnTheLastRank(DistributedDataParallelEngine):
-    """After the second step the last rank goes another way, in which it does not count with the others.
+    """The last rank leaves a reduction out that the others make.
 
-    After verl-project/verl#5591: some ranks left out the reduction that was to agree on the number of microbatches.
+    Reported: some ranks left out the reduction that was to agree on the number of microbatches.
     """
 
-    name = "mutant.SkipsACountOnTheLastRank"
     prepared_type = _PreparedNeglectful
 
 
@@ -82,13 +74,13 @@ class _PreparedTurning(_PreparedCounting):
             self.count(group)
 
 
+@mutant(after="meta-pytorch/torchrec#4149", trace=Trace.HANG)
 class TakesTwoGroupsInTurn(DistributedDataParallelEngine):
-    """All ranks reduce in two groups after each step, the last rank in the second group first.
+    """The last rank takes the collectives of two groups in another order.
 
-    After meta-pytorch/torchrec#4149: ranks came to the collectives of two groups in different orders.
+    Reported: ranks came to the collectives of two groups in different orders.
     """
 
-    name = "mutant.TakesTwoGroupsInTurn"
     prepared_type = _PreparedTurning
 
 
@@ -97,13 +89,13 @@ class _PreparedStraying(_PreparedCounting):
         self.count(self.second if _is_last() else self.first)
 
 
+@mutant(after="RLinf/RLinf#1540", trace=Trace.HANG)
 class ReducesInTheWrongGroup(DistributedDataParallelEngine):
-    """The last rank waits in another group of the same ranks than the others.
+    """The last rank waits in another group of the same ranks.
 
-    After RLinf/RLinf#1540: ranks waited for each other in different groups.
+    Reported: ranks waited for each other in different groups.
     """
 
-    name = "mutant.ReducesInTheWrongGroup"
     prepared_type = _PreparedStraying
 
 
@@ -129,13 +121,13 @@ def _search() -> None:
         pass
 
 
+@mutant(after="vllm-project/vllm#8410", kills_on=_SECOND, trace=Trace.HANG)
 class NeverComesToAnEnd(FullyShardEngine):
-    """Before the second forward the last rank computes for ever, and the others wait for it.
+    """The last rank computes for ever.
 
-    After vllm-project/vllm#8410: one rank was stuck by itself; the others waited in the next collective.
+    Reported: one rank was stuck by itself; the others waited in the next collective.
     """
 
-    name = "mutant.NeverComesToAnEnd"
     prepared_type = _PreparedEndless
 
 
@@ -157,13 +149,13 @@ class _PreparedLocked(_PreparedCounting):
             self.count(self.first)
 
 
+@mutant(after="horovod/horovod#3352", kills_on=_SECOND, trace=Trace.HANG)
 class LocksItselfOut(DistributedDataParallelEngine):
-    """After the second step two threads of the last rank wait for each other, and the other ranks for them.
+    """Two threads of the last rank wait for each other.
 
-    After horovod/horovod#3352: a thread held what another thread of its rank needed before it could communicate.
+    Reported: a thread held what another thread of its rank needed before it could communicate.
     """
 
-    name = "mutant.LocksItselfOut"
     prepared_type = _PreparedLocked
 
 
@@ -173,23 +165,22 @@ class _PreparedSending(_PreparedCounting):
             dist.send(torch.ones(1), dist.get_world_size() - 1)
 
 
+@mutant(after="pytorch/pytorch#108378", kills_on=_SECOND, trace=Trace.HANG)
 class SendsToNobody(DistributedDataParallelEngine):
-    """After the second step rank 0 sends something to the last rank, which never receives it.
+    """Rank 0 sends what nobody receives.
 
-    After pytorch/pytorch#108378: what was sent had no receive, and the sender never came back.
+    Reported: what was sent had no receive, and the sender never came back.
     """
 
-    name = "mutant.SendsToNobody"
     prepared_type = _PreparedSending
 
 
+@mutant(after="pytorch/pytorch#68803", trace=Trace.HANG)
 class CountsFewerParametersOnTheLastRank(DistributedDataParallelEngine):
-    """Before it trains, each rank counts its parameters with the others; the last rank has one to ignore.
+    """In prepare the last rank makes a collective less than the others.
 
-    After pytorch/pytorch#68803: ranks that ignored different parameters never came out of the constructor.
+    Reported: ranks that ignored different parameters never came out of the constructor.
     """
-
-    name = "mutant.CountsFewerParametersOnTheLastRank"
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         """Count, then wrap honestly."""
@@ -216,11 +207,11 @@ class _PreparedShirking(PreparedDdp):
         self._steps += 1
 
 
+@mutant(after="NVIDIA-NeMo/Automodel#2468", kills_on=_SECOND, trace=Trace.HANG)
 class SkipsABackwardOnTheLastRank(DistributedDataParallelEngine):
-    """In the second step the last rank's backward reduces nothing; from then on it is a step ahead of the others.
+    """In one step the last rank's backward reduces nothing.
 
-    After NVIDIA-NeMo/Automodel#2468: a rank left a backward out, and the others waited for its reductions.
+    Reported: a rank left a backward out, and the others waited for its reductions.
     """
 
-    name = "mutant.SkipsABackwardOnTheLastRank"
     prepared_type = _PreparedShirking

@@ -12,26 +12,21 @@ from torch.distributed.tensor import DTensor
 
 from engine.adapters.reference import PreparedReference, ReferenceEngine
 from engine.contract import Plan, PreparedModel
+from engine.mutants.mutant import Condition, Trace, mutant
+from engine.plan import Layout
 
-__all__ = [
-    "AveragesWholeParameters",
-    "CutsGradientsFromWholeBuffers",
-    "CutsStateFromWholeBuffers",
-    "KeepsTheModelInAClosure",
-    "KeepsTheModelOnTheLastRank",
-    "KeepsWholesAfterTheFirstStep",
-]
+_SHARDED = Condition(plan=Plan(layout=Layout.SHARD), because="one rank's share is the whole")
+
 
 _MOMENTUM = 0.9
 
 
+@mutant(after="pytorch/pytorch#114299", kills_on=_SHARDED, trace=Trace.STATE)
 class KeepsTheModelInAClosure(ReferenceEngine):
-    """Shards a model, and keeps the parameters it was built with in a closure.
+    """Every rank keeps the parameters that the model was built with.
 
-    After pytorch/pytorch#114299: the parameters of a module that was not built on the meta device stayed allocated.
+    Reported: the parameters of a module that was not built on the meta device stayed allocated.
     """
-
-    name = "mutant.KeepsTheModelInAClosure"
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         """Copy every parameter, then shard honestly."""
@@ -45,13 +40,12 @@ class KeepsTheModelInAClosure(ReferenceEngine):
         return True
 
 
+@mutant(after="verl-project/verl#5125", kills_on=_SHARDED, trace=Trace.STATE)
 class KeepsTheModelOnTheLastRank(KeepsTheModelInAClosure):
-    """One rank alone keeps the whole model beside its shards.
+    """The last rank keeps the parameters that the model was built with.
 
-    After verl-project/verl#5125: the first rank of each node held a whole state dict that nothing freed.
+    Reported: the first rank of each node held a whole state dict that nothing freed.
     """
-
-    name = "mutant.KeepsTheModelOnTheLastRank"
 
     def _keeps(self) -> bool:
         return dist.get_rank() == dist.get_world_size() - 1
@@ -85,13 +79,13 @@ class _PreparedAverage(PreparedReference):
                 average.lerp_(parameter, 1 - _MOMENTUM)
 
 
+@mutant(after="TencentARC/RollingForcing#15", kills_on=_SHARDED, trace=Trace.STATE)
 class AveragesWholeParameters(ReferenceEngine):
-    """Keeps a moving average of the parameters, whole on every rank.
+    """Every rank keeps an average of the whole parameters.
 
-    After TencentARC/RollingForcing#15: the average of sharded parameters was a full copy on each rank.
+    Reported: the average of sharded parameters was a full copy on each rank.
     """
 
-    name = "mutant.AveragesWholeParameters"
     prepared_type = _PreparedAverage
 
 
@@ -99,13 +93,17 @@ class _PreparedLateAverage(_PreparedAverage):
     first_step = 1
 
 
+@mutant(
+    after="pytorch/pytorch#147179",
+    kills_on=Condition(plan=Plan(layout=Layout.SHARD), steps=2, because="the first step leaves shards alone"),
+    trace=Trace.STATE,
+)
 class KeepsWholesAfterTheFirstStep(ReferenceEngine):
-    """The first step leaves shards alone, and every later one whole parameters beside them.
+    """From the second step on every rank keeps whole parameters.
 
-    After pytorch/pytorch#147179: memory ran out in the second iteration, where parameters had been gathered again.
+    Reported: memory ran out in the second iteration, where parameters had been gathered again.
     """
 
-    name = "mutant.KeepsWholesAfterTheFirstStep"
     prepared_type = _PreparedLateAverage
 
 
@@ -117,13 +115,13 @@ class _PreparedWithWholeGradients(PreparedReference):
                 parameter.grad = _cut_from_a_whole(parameter.grad)
 
 
+@mutant(after="hpcaitech/ColossalAI#1955", kills_on=_SHARDED, trace=Trace.STATE)
 class CutsGradientsFromWholeBuffers(ReferenceEngine):
-    """A rank's gradients are views of buffers that are as large as the whole gradients.
+    """Shards of gradients are views of whole buffers.
 
-    After hpcaitech/ColossalAI#1955: under ZeRO-2 the gradients of all ranks stayed in memory.
+    Reported: under ZeRO-2 the gradients of all ranks stayed in memory.
     """
 
-    name = "mutant.CutsGradientsFromWholeBuffers"
     prepared_type = _PreparedWithWholeGradients
 
 
@@ -136,13 +134,13 @@ class _PreparedWithWholeState(PreparedReference):
                     state[key] = _cut_from_a_whole(value)
 
 
+@mutant(after="cloneofsimo/min-fsdp#1", kills_on=_SHARDED, trace=Trace.STATE)
 class CutsStateFromWholeBuffers(ReferenceEngine):
-    """A rank's optimizer state is made of views of tensors that are as large as the whole state.
+    """Shards of optimizer state are views of whole buffers.
 
-    After cloneofsimo/min-fsdp#1: under the name of ZeRO-1 something else than the optimizer state was cut.
+    Reported: under the name of ZeRO-1 something else than the optimizer state was cut.
     """
 
-    name = "mutant.CutsStateFromWholeBuffers"
     prepared_type = _PreparedWithWholeState
 
 

@@ -12,20 +12,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from engine.adapters.composable import ComposableUnit
 from engine.adapters.reference import PreparedReference, ReferenceEngine
 from engine.adapters.torch_fsdp2 import FullyShardEngine, PreparedFullyShard
+from engine.capability import Capability
 from engine.contract import Plan, Prefetch, PreparedModel
+from engine.mutants.mutant import Condition, Trace, mutant
+from engine.plan import Grouping, Layout
 from engine.reference.unit import unit_of
 
-__all__ = [
-    "AcceptsNoReduceBuffers",
-    "ForgetsTheSecondBackward",
-    "HoldsTheWholeTreeBack",
-    "IgnoresSingleHolds",
-    "LosesWhatItHeldBack",
-    "ReducesReplicasAllTheSame",
-    "ReducesWithoutBound",
-    "SplitsJointUnits",
-    "TakesAllUnitsForOne",
-]
+_HELD = Plan(demands=frozenset({Capability.UNIT_SYNC}))
+_SCATTERED = Plan(layout=Layout.HYBRID, demands=frozenset({Capability.REPLICA_SYNC}))
+_ONE_MICROBATCH = "the only microbatch is the last, which nobody holds back"
 
 
 _MANY = 1000  # more reductions than any model here has
@@ -40,13 +35,17 @@ class _PreparedDeaf(PreparedReference):
     unit_type = _DeafUnit
 
 
+@mutant(
+    after="Haian-Jin/LVSM#22",
+    kills_on=Condition(steps=2, microbatches=2, plan=_HELD, because=_ONE_MICROBATCH),
+    trace=Trace.COMMUNICATION,
+)
 class IgnoresSingleHolds(ReferenceEngine):
-    """Only the whole model can be held back: what a single unit is told has no effect.
+    """A single unit that was told to hold its reduction back reduces.
 
-    After Haian-Jin/LVSM#22: neither the code nor its correction held any reduction back.
+    Reported: neither the code nor its correction held any reduction back.
     """
 
-    name = "mutant.IgnoresSingleHolds"
     prepared_type = _PreparedDeaf
 
 
@@ -60,13 +59,17 @@ class _PreparedFarReaching(PreparedReference):
     unit_type = _FarReachingUnit
 
 
+@mutant(
+    after="huggingface/accelerate#2790",
+    kills_on=Condition(steps=2, microbatches=2, plan=_HELD, because=_ONE_MICROBATCH),
+    trace=Trace.COMMUNICATION,
+)
 class HoldsTheWholeTreeBack(ReferenceEngine):
-    """What a unit is told reaches all units inside it: less is reduced than was asked for, with right numbers.
+    """Where the root holds its reduction back, so do all units inside.
 
-    After huggingface/accelerate#2790: a flag about synchronisation reached further than it was meant to.
+    Reported: a flag about synchronisation reached further than it was meant to.
     """
 
-    name = "mutant.HoldsTheWholeTreeBack"
     prepared_type = _PreparedFarReaching
 
 
@@ -83,13 +86,15 @@ class _PreparedForgetfulUnits(PreparedReference):
     unit_type = _ForgetfulUnit
 
 
+@mutant(
+    after="NVIDIA/Megatron-LM#7186", kills_on=Condition(microbatches=2, plan=_HELD, because=_ONE_MICROBATCH)
+)
 class LosesWhatItHeldBack(ReferenceEngine):
-    """A unit that was held back and is to reduce again has forgotten the microbatches before.
+    """A unit that was held back drops the microbatches before the last.
 
-    After NVIDIA/Megatron-LM#7186: every backward was treated as the last, and cleared what was accumulated.
+    Reported: every backward was treated as the last, and cleared what was accumulated.
     """
 
-    name = "mutant.LosesWhatItHeldBack"
     prepared_type = _PreparedForgetfulUnits
 
 
@@ -102,13 +107,17 @@ class _PreparedSynchronous(PreparedReference):
     unit_type = _SynchronousUnit
 
 
+@mutant(
+    after="NVIDIA/Megatron-LM#7186",
+    kills_on=Condition(world_size=4, steps=2, microbatches=2, plan=_SCATTERED, because=_ONE_MICROBATCH),
+    trace=Trace.COMMUNICATION,
+)
 class ReducesReplicasAllTheSame(ReferenceEngine):
-    """Told to reduce within each replica alone, a unit reduces across replicas too.
+    """A unit that was told to reduce within its replica alone reduces across replicas.
 
-    After NVIDIA/Megatron-LM#7186: collectives across replicas were as many as microbatches, and not one.
+    Reported: collectives across replicas were as many as microbatches, and not one.
     """
 
-    name = "mutant.ReducesReplicasAllTheSame"
     prepared_type = _PreparedSynchronous
 
 
@@ -139,36 +148,52 @@ class _PreparedSpent(PreparedFullyShard):
                 unit.reshard()
 
 
+@mutant(
+    after="pytorch/pytorch#136861",
+    kills_on=Condition(
+        microbatches=2,
+        plan=Plan(demands=frozenset({Capability.INTERLEAVE, Capability.UNIT_SYNC})),
+        because="a backward right after its forward is the first",
+    ),
+    trace=Trace.CRASH,
+)
 class ForgetsTheSecondBackward(FullyShardEngine):
-    """With two forwards before two backwards, the second backward finds parameters freed.
+    """The second of two backwards after two forwards finds parameters freed.
 
-    After pytorch/pytorch#136861: the flag that has backward gather was cleared by the first backward.
+    Reported: the flag that has backward gather was cleared by the first backward.
     """
 
-    name = "mutant.ForgetsTheSecondBackward"
     prepared_type = _PreparedSpent
 
 
+@mutant(
+    after="deepspeedai/DeepSpeed#7188",
+    kills_on=Condition(
+        steps=2, plan=Plan(max_reduce_buffers=1), because="with fewer units than the bound none is broken"
+    ),
+    trace=Trace.COMMUNICATION,
+)
 class ReducesWithoutBound(ReferenceEngine):
-    """However few reductions may hold their input, none is waited for before backward is over.
+    """Reductions are started without regard to how many may hold their input.
 
-    After deepspeedai/DeepSpeed#7188: a buffer was taken for the next reduction without regard to the last.
+    Reported: a buffer was taken for the next reduction without regard to the last.
     """
-
-    name = "mutant.ReducesWithoutBound"
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         """Shard honestly, with a bound that is none."""
         return super().prepare(model, replace(plan, max_reduce_buffers=_MANY), mesh)
 
 
+@mutant(
+    after="Tencent-Hunyuan/UniRL#410",
+    kills_on=Condition(world_size=1, plan=Plan(max_reduce_buffers=0), because="other bounds can be kept"),
+    trace=Trace.SILENCE,
+)
 class AcceptsNoReduceBuffers(FullyShardEngine):
-    """A bound of no reduction at all, with which none could ever start, is taken for one.
+    """A bound of no reduction at all is accepted.
 
-    After Tencent-Hunyuan/UniRL#410: what was asked for was silently replaced by something else.
+    Reported: what was asked for was silently replaced by something else.
     """
-
-    name = "mutant.AcceptsNoReduceBuffers"
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         """Shard honestly, with a bound that can be kept."""
@@ -176,13 +201,20 @@ class AcceptsNoReduceBuffers(FullyShardEngine):
         return super().prepare(model, replace(plan, max_reduce_buffers=bound), mesh)
 
 
+@mutant(
+    after="Tencent-Hunyuan/UniRL#410",
+    kills_on=Condition(
+        steps=2,
+        plan=Plan(units=("blocks.0,blocks.1",), grouping=Grouping.REQUIRED),
+        because="counts hold from the second step on",
+    ),
+    trace=Trace.COMMUNICATION,
+)
 class SplitsJointUnits(FullyShardEngine):
-    """Modules that were to be one group are groups of their own: more calls, of fewer bytes each.
+    """Each module of a group of several is a group of its own.
 
-    After Tencent-Hunyuan/UniRL#410: what was asked for silently became something else.
+    Reported: what was asked for silently became something else.
     """
-
-    name = "mutant.SplitsJointUnits"
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         """Shard each module by itself."""
@@ -191,13 +223,20 @@ class SplitsJointUnits(FullyShardEngine):
         return super().prepare(model, replace(plan, units=split, prefetch=lists), mesh)
 
 
+@mutant(
+    after="facebookresearch/fairscale#791",
+    kills_on=Condition(
+        steps=2,
+        plan=Plan(units=("blocks.0", "blocks.1"), grouping=Grouping.REQUIRED),
+        because="counts hold from the second step on",
+    ),
+    trace=Trace.COMMUNICATION,
+)
 class TakesAllUnitsForOne(ReferenceEngine):
-    """All parameters are one group, whatever units were asked for: fewer calls, and the whole model in memory at once.
+    """All parameters are one group whatever units were asked for.
 
-    After facebookresearch/fairscale#791: modules below a size that nobody had chosen were left to the outermost unit.
+    Reported: modules below a size that nobody had chosen were left to the outermost unit.
     """
-
-    name = "mutant.TakesAllUnitsForOne"
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         """Hand over the model as a whole."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -12,37 +13,37 @@ from torch.nn.parallel import DistributedDataParallel
 from engine.adapters.reference import ReferenceEngine
 from engine.adapters.torch_ddp import DistributedDataParallelEngine, PreparedDdp
 from engine.contract import Capability, Cut, Plan, PreparedModel, Shard
-
-__all__ = [
-    "AcceptsEveryPlan",
-    "CallsTheWholeItsChunks",
-    "ReducesAsComputedUnasked",
-    "RefusesOnOneRank",
-    "ReplicatesInsteadOfSharding",
-    "ShowsSlicesOfWholes",
-]
+from engine.mutants.mutant import Condition, Trace, mutant
+from engine.plan import Layout
 
 
+@mutant(
+    after="Tencent-Hunyuan/UniRL#410",
+    kills_on=Condition(plan=Plan(layout=Layout.HYBRID), because="a declared plan is honoured"),
+    trace=Trace.REFUSAL,
+)
 class AcceptsEveryPlan(DistributedDataParallelEngine):
-    """Whatever layout, grouping or dtype is asked for, it replicates, and says nothing.
+    """Plans beyond the declared capabilities are accepted without a word.
 
-    After Tencent-Hunyuan/UniRL#410: a hybrid layout was asked for and silently became another one.
+    Reported: a hybrid layout was asked for and silently became another one.
     """
-
-    name = "mutant.AcceptsEveryPlan"
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         """Wrap over all ranks without a look at what the plan needs."""
         return PreparedDdp(DistributedDataParallel(model), named=model)
 
 
+@mutant(
+    after="Tencent-Hunyuan/UniRL#410",
+    kills_on=Condition(plan=Plan(layout=Layout.SHARD), because="one rank's share is the whole"),
+    trace=Trace.COMMUNICATION,
+)
 class ReplicatesInsteadOfSharding(DistributedDataParallelEngine):
-    """Declares that it shards, and replicates: the numbers are right, the memory saved is none.
+    """Parameters that were to be sharded are replicated.
 
-    After Tencent-Hunyuan/UniRL#410: the layout that was asked for was dropped on the way, and training went on.
+    Reported: the layout that was asked for was dropped on the way, and training went on.
     """
 
-    name = "mutant.ReplicatesInsteadOfSharding"
     capabilities = frozenset({Capability.SHARD, Capability.ACCUMULATE})
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
@@ -60,13 +61,17 @@ class _PreparedClaimant(PreparedDdp):
         return {name: Shard.flat(s.tensor.flatten(), 0, s.global_shape) for name, s in whole.items()}
 
 
+@mutant(
+    after="Tencent-Hunyuan/UniRL#410",
+    kills_on=Condition(plan=Plan(layout=Layout.SHARD), because="one rank's share is the whole"),
+    trace=Trace.COMMUNICATION,
+)
 class CallsTheWholeItsChunks(ReplicatesInsteadOfSharding):
-    """Declares that it shards in chunks that may be uneven, and every rank holds all of them.
+    """Every rank holds all of what was to be cut into uneven chunks.
 
-    After Tencent-Hunyuan/UniRL#410: the layout that was asked for was dropped on the way, and training went on.
+    Reported: the layout that was asked for was dropped on the way, and training went on.
     """
 
-    name = "mutant.CallsTheWholeItsChunks"
     prepared_type = _PreparedClaimant
 
 
@@ -83,35 +88,49 @@ class _PreparedSlices(PreparedDdp):
         return {name: _rows(shard) for name, shard in super().local_optimizer_state().items()}
 
 
+@mutant(
+    after="facebookresearch/fairscale#1050",
+    kills_on=Condition(plan=Plan(layout=Layout.SHARD), because="one rank's share is the whole"),
+    trace=Trace.STATE,
+)
 class ShowsSlicesOfWholes(ReplicatesInsteadOfSharding):
-    """Declares that it shards, replicates parameters, gradients and state, and shows slices of them.
+    """Every rank holds everything whole, and shows slices.
 
-    After facebookresearch/fairscale#1050: sharded training took as much memory as replicated training.
+    Reported: sharded training took as much memory as replicated training.
     """
 
-    name = "mutant.ShowsSlicesOfWholes"
     prepared_type = _PreparedSlices
 
 
+@mutant(
+    after="pytorch/pytorch#194434",
+    kills_on=Condition(
+        world_size=2,
+        plan=Plan(compute_dtype=torch.bfloat16, demands=frozenset({Capability.REDUCE_AS_STORED})),
+        because="one rank sends nothing",
+    ),
+)
 class ReducesAsComputedUnasked(ReferenceEngine):
-    """Declares that gradients are reduced in the parameters' own dtype, and reduces them in the compute dtype.
+    """Gradients are reduced in the compute dtype where they were to be reduced in the parameters' own.
 
-    After pytorch/pytorch#194434: FSDP2 had one rule up to torch 2.14 and has the other since.
+    Reported: FSDP2 had one rule up to torch 2.14 and has the other since.
     """
 
-    name = "mutant.ReducesAsComputedUnasked"
     capabilities = ReferenceEngine.capabilities - {Capability.REDUCE_AS_COMPUTED} | {
         Capability.REDUCE_AS_STORED
     }
 
 
+@mutant(
+    after="huggingface/trl#6862",
+    kills_on=Condition(because="nobody is left to wait for the rank that refuses"),
+    trace=Trace.SILENCE,
+)
 class RefusesOnOneRank(DistributedDataParallelEngine):
-    """In its first forward rank 0 refuses parameters that cannot be cut; the others go on, and wait for it.
+    """One rank refuses a model in forward, and the others go on.
 
-    After huggingface/trl#6862: what one rank raised in forward left its peers waiting in a collective.
+    Reported: what one rank raised in forward left its peers waiting in a collective.
     """
-
-    name = "mutant.RefusesOnOneRank"
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         """Wrap, and have rank 0 look at the parameters when it is late."""

@@ -10,18 +10,22 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from engine.adapters.torch_ddp import DistributedDataParallelEngine
+from engine.capability import Capability
 from engine.contract import Plan, PreparedModel
+from engine.mutants.mutant import Condition, Trace, mutant
+from engine.plan import Layout
 
-__all__ = ["DividesBeforeTheReduction"]
+_BY_HAND = frozenset({Capability.UNIT_STATE, Capability.ASYNC_GATHER})
 
 
+@mutant(
+    after="flagos-ai/Torch-FL#62", kills_on=Condition(plan=Plan(layout=Layout.REPLICATE)), trace=Trace.RACES
+)
 class DividesBeforeTheReduction(DistributedDataParallelEngine):
-    """A communication hook divides the bucket by the number of ranks before the reduction that it issued is done.
+    """A communication hook of DDP divides what its reduction may still be writing.
 
-    After flagos-ai/Torch-FL#62: gradients were read while their reduction was under way on another stream.
+    Reported: gradients were read while their reduction was under way on another stream.
     """
-
-    name = "mutant.DividesBeforeTheReduction"
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         """Wrap honestly, then register that hook."""

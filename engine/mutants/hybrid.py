@@ -11,42 +11,39 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from engine.adapters.torch_fsdp2 import FullyShardEngine, PreparedFullyShard
 from engine.contract import Layout, Plan, PreparedModel, Replicas
 from engine.mutants.accumulation import Forgetful
+from engine.mutants.mutant import Condition, Trace, mutant
 from engine.mutants.scale import PreparedTimid
 from engine.mutants.synchronisation import PreparedWithoutAccumulation
+from engine.plan import Accumulation
 
-__all__ = [
-    "DividesOneReplicaTwice",
-    "IgnoresTheDivideFactorOfSingles",
-    "LosesMicrobatchesOfReplicas",
-    "NeverSynchronisesReplicas",
-    "NeverSynchronisesSingles",
-    "ReducesReplicasEveryMicrobatch",
-    "ShardsOverReplicas",
-    "TransposesTheMesh",
-]
+_SINGLES = Plan(layout=Layout.HYBRID, replicas=Replicas.SINGLES)
 
 
+@mutant(
+    after="verl-project/verl#7493",
+    kills_on=Condition(plan=Plan(layout=Layout.HYBRID), because="only a hybrid layout has replicas"),
+)
 class NeverSynchronisesReplicas(FullyShardEngine):
-    """Under a hybrid layout each replica trains on its own data alone.
+    """Gradients are reduced within a replica, never between replicas.
 
-    After verl-project/verl#7493: hybrid sharding reduced over the shard axis only.
+    Reported: hybrid sharding reduced over the shard axis only.
     """
-
-    name = "mutant.NeverSynchronisesReplicas"
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         """Shard on the shard axis as if there were no other."""
         return super().prepare(model, plan, mesh["shard"] if _is_hybrid(plan) else mesh)
 
 
+@mutant(
+    after="pytorch/pytorch#154888",
+    kills_on=Condition(plan=_SINGLES, because="a replica of several ranks is reduced with the others"),
+)
 class NeverSynchronisesSingles(FullyShardEngine):
-    """As NeverSynchronisesReplicas, but only where every replica is a single rank: an (n, 1) mesh.
+    """Where each replica is a single rank, gradients stay on it.
 
-    After pytorch/pytorch#154888: with one rank to shard over, the strategy became one without shards, which
-    reduced over the group of that one rank.
+    Reported: with one rank to shard over, the strategy became one without shards, which reduced over the group of
+    that one rank.
     """
-
-    name = "mutant.NeverSynchronisesSingles"
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         """Forget the other axis when the shard axis has one rank."""
@@ -54,13 +51,21 @@ class NeverSynchronisesSingles(FullyShardEngine):
         return super().prepare(model, plan, mesh["shard"] if is_single else mesh)
 
 
+@mutant(
+    after="Tencent-Hunyuan/UniRL#410",
+    kills_on=Condition(
+        world_size=4,
+        steps=2,
+        plan=Plan(layout=Layout.HYBRID),
+        because="with two ranks an axis is of one; counts hold from the second step on",
+    ),
+    trace=Trace.COMMUNICATION,
+)
 class ShardsOverReplicas(FullyShardEngine):
-    """Under a hybrid layout parameters are sharded over all ranks; the numbers are right.
+    """Under a hybrid layout parameters are sharded over all ranks.
 
-    After Tencent-Hunyuan/UniRL#410: a hybrid layout was asked for, and what was built was a flat one.
+    Reported: a hybrid layout was asked for, and what was built was a flat one.
     """
-
-    name = "mutant.ShardsOverReplicas"
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         """Shard over a mesh of one axis, as another plan would have it."""
@@ -71,14 +76,19 @@ class ShardsOverReplicas(FullyShardEngine):
         return super().prepare(model, plan, mesh)
 
 
+@mutant(
+    after="pytorch/torchtitan#2318",
+    kills_on=Condition(
+        plan=Plan(layout=Layout.HYBRID, replicas=Replicas.ONE),
+        because="several replicas are divided once",
+    ),
+)
 class DividesOneReplicaTwice(FullyShardEngine):
-    """On a (1, n) mesh gradients are divided by the number of shards a second time.
+    """Where there is one replica, gradients are divided by the number of its shards a second time.
 
-    After pytorch/torchtitan#2318: a change of loss normalisation reached some of the layouts that divided by
-    the number of ranks, and not the others.
+    Reported: a change of loss normalisation reached some of the layouts that divided by the number of ranks, and
+    not the others.
     """
-
-    name = "mutant.DividesOneReplicaTwice"
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         """Shard honestly; with one replica divide the loss as well."""
@@ -87,13 +97,16 @@ class DividesOneReplicaTwice(FullyShardEngine):
         return PreparedTimid(module, plan, divisor=mesh.size() if is_one else 1)
 
 
+@mutant(
+    after="pytorch/torchtitan#1483",
+    kills_on=Condition(plan=_SINGLES, because="a mesh of one axis has no transpose"),
+    trace=Trace.COMMUNICATION,
+)
 class TransposesTheMesh(FullyShardEngine):
-    """The two axes of a hybrid mesh are mistaken for each other; the numbers are right.
+    """A hybrid layout shards over its replicas and replicates over its shards.
 
-    After pytorch/torchtitan#1483: on a mesh of two axes the order of placements was another than was meant.
+    Reported: on a mesh of two axes the order of placements was another than was meant.
     """
-
-    name = "mutant.TransposesTheMesh"
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         """Shard over the replicas, and replicate over the shards."""
@@ -102,13 +115,17 @@ class TransposesTheMesh(FullyShardEngine):
         return super().prepare(model, plan, mesh)
 
 
+@mutant(
+    after="pytorch/pytorch#167178",
+    kills_on=Condition(
+        plan=replace(_SINGLES, divide_factor=1), because="replicas of several ranks are divided as asked"
+    ),
+)
 class IgnoresTheDivideFactorOfSingles(FullyShardEngine):
-    """On an (n, 1) mesh gradients are averaged, whatever divisor was asked for.
+    """Where each replica is a single rank, gradients are averaged although another divisor was asked for.
 
-    After pytorch/pytorch#167178: with a shard group of one rank the reduction returned before the division.
+    Reported: with a shard group of one rank the reduction returned before the division.
     """
-
-    name = "mutant.IgnoresTheDivideFactorOfSingles"
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         """Shard honestly; with one rank to shard over, under a plan without the factor."""
@@ -116,13 +133,21 @@ class IgnoresTheDivideFactorOfSingles(FullyShardEngine):
         return super().prepare(model, replace(plan, divide_factor=None) if is_single else plan, mesh)
 
 
+@mutant(
+    after="NVIDIA/cosmos-framework#161",
+    kills_on=Condition(
+        steps=2,
+        microbatches=2,
+        plan=Plan(layout=Layout.HYBRID, accumulation=Accumulation.LAST_MICROBATCH),
+        because="other layouts are honest, and the only microbatch is also the last",
+    ),
+    trace=Trace.COMMUNICATION,
+)
 class ReducesReplicasEveryMicrobatch(FullyShardEngine):
-    """As SynchronisesEveryMicrobatch, but under a hybrid layout alone, where it costs the most.
+    """Under a hybrid layout gradients are reduced after each microbatch although accumulation was asked.
 
-    After NVIDIA/cosmos-framework#161: with hybrid sharding every microbatch paid for the whole reduction.
+    Reported: with hybrid sharding every microbatch paid for the whole reduction.
     """
-
-    name = "mutant.ReducesReplicasEveryMicrobatch"
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         """Shard honestly; under a hybrid layout the way to accumulate does nothing."""
@@ -133,14 +158,15 @@ class _PreparedForgetfulReplicas(Forgetful, PreparedFullyShard):
     pass
 
 
+@mutant(
+    after="NVIDIA/Megatron-LM#7186",
+    kills_on=Condition(microbatches=2, plan=Plan(layout=Layout.HYBRID), because="other layouts are honest"),
+)
 class LosesMicrobatchesOfReplicas(FullyShardEngine):
-    """Under a hybrid layout only the last microbatch reaches the optimizer.
+    """Under a hybrid layout each backward discards the microbatches before it.
 
-    After NVIDIA/Megatron-LM#7186: an adapter of a two-dimensional mesh had inherited a way to accumulate that
-    did nothing.
+    Reported: an adapter of a two-dimensional mesh had inherited a way to accumulate that did nothing.
     """
-
-    name = "mutant.LosesMicrobatchesOfReplicas"
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         """Shard honestly; under a hybrid layout each backward clears what was there."""

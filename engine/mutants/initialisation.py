@@ -8,18 +8,16 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from engine.adapters.torch_fsdp2 import FullyShardEngine
 from engine.contract import Layout, Plan, PreparedModel
+from engine.mutants.mutant import Condition, mutant
 
-__all__ = ["ForgetsUnsavedBuffers", "StartsOtherRanksAnew", "StartsReplicasApart"]
 
-
+@mutant(after="EvolvingLMMs-Lab/lmms-engine#185", kills_on=Condition(because="the first rank is honest"))
 class ForgetsUnsavedBuffers(FullyShardEngine):
-    """On all ranks but the first, buffers that no state dict holds are made anew and not filled.
+    """Buffers that no state dict holds are empty on all ranks but the first.
 
-    After EvolvingLMMs-Lab/lmms-engine#185: made on the meta device, then emptied, rotary buffers held whatever
-    was in memory on every rank that had not read the checkpoint.
+    Reported: made on the meta device, then emptied, rotary buffers held whatever was in memory on every rank that
+    had not read the checkpoint.
     """
-
-    name = "mutant.ForgetsUnsavedBuffers"
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         """Zero them, since zeros are what fresh memory mostly holds; then shard honestly."""
@@ -31,13 +29,15 @@ class ForgetsUnsavedBuffers(FullyShardEngine):
         return super().prepare(model, plan, mesh)
 
 
+@mutant(
+    after="allenai/OLMo-core#319",
+    kills_on=Condition(plan=Plan(layout=Layout.HYBRID), because="other layouts have no replicas"),
+)
 class StartsReplicasApart(FullyShardEngine):
-    """Under a hybrid layout each replica draws initial weights of its own.
+    """Each replica draws initial weights of its own.
 
-    After allenai/OLMo-core#319: seeds differed between ranks, and sharding broadcasts nothing.
+    Reported: seeds differed between ranks, and sharding broadcasts nothing.
     """
-
-    name = "mutant.StartsReplicasApart"
 
     @torch.no_grad()
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
@@ -50,14 +50,13 @@ class StartsReplicasApart(FullyShardEngine):
         return super().prepare(model, plan, mesh)
 
 
+@mutant(after="pytorch/pytorch#105840", kills_on=Condition(because="the first rank is honest"))
 class StartsOtherRanksAnew(FullyShardEngine):
-    """All ranks but the first draw initial weights of their own, of which each keeps its shard.
+    """All ranks but the first draw initial weights of their own.
 
-    After pytorch/pytorch#105840: ranks that had made the model on the meta device initialised it themselves, and
-    the weights that the first rank had read were not what training began with.
+    Reported: ranks that had made the model on the meta device initialised it themselves, and the weights that the
+    first rank had read were not what training began with.
     """
-
-    name = "mutant.StartsOtherRanksAnew"
 
     @torch.no_grad()
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:

@@ -11,21 +11,23 @@ from torch.distributed.device_mesh import DeviceMesh
 from engine.adapters.reference import PreparedReference, ReferenceEngine
 from engine.adapters.torch_fsdp2 import FullyShardEngine
 from engine.contract import Plan, PreparedModel
-
-__all__ = ["CastsOuterInputsAlone", "DetachesNestedInputs", "ReducesOnlyAfterInputs"]
+from engine.mutants.mutant import Condition, Trace, mutant
+from engine.plan import Layout
 
 
 def _detach_nested(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
     return tuple(tuple(t.detach() for t in x) if isinstance(x, tuple) else x for x in inputs)
 
 
+@mutant(
+    after="facebookresearch/fairscale#1191",
+    kills_on=Condition(world_size=1, because="inputs in a row keep theirs, and data have none"),
+)
 class DetachesNestedInputs(ReferenceEngine):
-    """Tensors in a tuple reach a unit without their history, so what computed them gets no gradient.
+    """Tensors in a tuple reach a unit without their history.
 
-    After facebookresearch/fairscale#1191: inputs were converted where gradients were off, and lost theirs.
+    Reported: inputs were converted where gradients were off, and lost theirs.
     """
-
-    name = "mutant.DetachesNestedInputs"
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         """Prepare honestly, then put a hook before each unit."""
@@ -40,13 +42,20 @@ def _halve_nothing_nested(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[A
     return tuple(tuple(t.float() for t in x) if isinstance(x, tuple) else x for x in inputs)
 
 
+@mutant(
+    after="pytorch/pytorch#91078",
+    kills_on=Condition(
+        world_size=1,
+        plan=Plan(layout=Layout.SHARD, compute_dtype=torch.bfloat16),
+        because="in the parameters' own dtype there is nothing to convert",
+    ),
+    trace=Trace.CRASH,
+)
 class CastsOuterInputsAlone(FullyShardEngine):
-    """With another dtype to compute in, tensors in a tuple keep their own, and meet parameters of the other.
+    """Tensors in a tuple are not converted to the dtype to compute in.
 
-    After pytorch/pytorch#91078: inputs were prepared by their place, which was another where inputs are nested.
+    Reported: inputs were prepared by their place, which was another where inputs are nested.
     """
-
-    name = "mutant.CastsOuterInputsAlone"
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         """Shard honestly, then undo after the engine's own hook."""
@@ -63,11 +72,14 @@ class _PreparedBlind(PreparedReference):
         return super().__call__(*inputs)
 
 
+@mutant(
+    after="pytorch/pytorch#129259",
+    kills_on=Condition(because="a model whose forward takes inputs trains like any other"),
+)
 class ReducesOnlyAfterInputs(ReferenceEngine):
-    """A forward without arguments is followed by no reduction: gradients never reach the shards.
+    """A forward without arguments is followed by no reduction.
 
-    After pytorch/pytorch#129259: that a unit's backward was over was told by the gradients of its inputs.
+    Reported: that a unit's backward was over was told by the gradients of its inputs.
     """
 
-    name = "mutant.ReducesOnlyAfterInputs"
     prepared_type = _PreparedBlind

@@ -17,16 +17,9 @@ from engine import reference
 from engine.adapters.reference import ReferenceEngine
 from engine.adapters.torch_ddp import DistributedDataParallelEngine
 from engine.contract import Plan, PreparedModel
+from engine.mutants.mutant import Condition, Trace, mutant
+from engine.mutants.plans import SHARDED_BLOCKS
 from engine.reference.collectives import DefaultAllGather, DefaultReduceScatter
-
-__all__ = [
-    "ClearsTheReduceInput",
-    "FillsTheGatherOutput",
-    "ForgetsTheWorkOfANorm",
-    "FreesTheInputOfAReduction",
-    "ReadsBucketsTooEarly",
-    "TrustsTheOrderOfArrival",
-]
 
 
 class _Clears(DefaultReduceScatter):
@@ -67,13 +60,14 @@ class _Fills(DefaultAllGather):
         return work
 
 
+@mutant(
+    after="deepspeedai/DeepSpeed#7188", kills_on=Condition(plan=SHARDED_BLOCKS), trace=Trace.COMMUNICATION
+)
 class ClearsTheReduceInput(ReferenceEngine):
-    """The input of a reduction is set to zero before anybody waited for the reduction.
+    """The input of a reduction is cleared while the reduction is under way.
 
-    After deepspeedai/DeepSpeed#7188: one of two buffers was filled again before its reduction had finished.
+    Reported: one of two buffers was filled again before its reduction had finished.
     """
-
-    name = "mutant.ClearsTheReduceInput"
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         """Shard honestly, then reduce so."""
@@ -82,13 +76,12 @@ class ClearsTheReduceInput(ReferenceEngine):
         )
 
 
+@mutant(after="NVIDIA/Megatron-LM#5788", kills_on=Condition(plan=SHARDED_BLOCKS), trace=Trace.COMMUNICATION)
 class FreesTheInputOfAReduction(ReferenceEngine):
-    """The input of a reduction is freed before anybody waited for the reduction.
+    """The input of a reduction is freed while the reduction is under way.
 
-    After NVIDIA/Megatron-LM#5788: memory was given back with neither an event nor record_stream.
+    Reported: memory was given back with neither an event nor record_stream.
     """
-
-    name = "mutant.FreesTheInputOfAReduction"
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         """Shard honestly, then reduce so."""
@@ -97,13 +90,12 @@ class FreesTheInputOfAReduction(ReferenceEngine):
         )
 
 
+@mutant(after="NVIDIA/Megatron-LM#4609", kills_on=Condition(plan=SHARDED_BLOCKS), trace=Trace.COMMUNICATION)
 class FillsTheGatherOutput(ReferenceEngine):
-    """A rank clears a row of a gather's output while the gather writes it.
+    """The output of a gather is written to while the gather is under way.
 
-    After NVIDIA/Megatron-LM#4609: gathers under way shared a buffer with what else was going on.
+    Reported: gathers under way shared a buffer with what else was going on.
     """
-
-    name = "mutant.FillsTheGatherOutput"
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         """Shard honestly, then gather so."""
@@ -112,39 +104,39 @@ class FillsTheGatherOutput(ReferenceEngine):
         )
 
 
+@mutant(after="flagos-ai/Torch-FL#62")
 class ReadsBucketsTooEarly(DistributedDataParallelEngine):
-    """A hook gives gradients back that it read from the bucket before the future of their reduction was done.
+    """A hook reads its bucket before the future of the reduction is done.
 
-    After flagos-ai/Torch-FL#62: gradients were read while their reduction was under way.
+    Reported: gradients were read while their reduction was under way.
     """
-
-    name = "mutant.ReadsBucketsTooEarly"
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         """Wrap honestly, then register the hook."""
         return _hooked(super().prepare(model, plan, mesh), _read_too_early)
 
 
+@mutant(after="pytorch/pytorch#64629", trace=Trace.COMMUNICATION)
 class ForgetsTheWorkOfANorm(DistributedDataParallelEngine):
-    """A hook sums the norms of gradients over ranks, for a log, and waits for nothing of it.
+    """A hook starts a collective that nobody ever waits for.
 
-    After pytorch/pytorch#64629: what ranks issue beside their reductions must be in one order, and be ended.
+    Reported: what ranks issue beside their reductions must be in one order, and be ended.
     """
-
-    name = "mutant.ForgetsTheWorkOfANorm"
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         """Wrap honestly, then register the hook."""
         return _hooked(super().prepare(model, plan, mesh), _forget_the_norm)
 
 
+@mutant(
+    after="pytorch/pytorch#64629",
+    kills_on=Condition(world_size=3, because="from one rank there is one order"),
+)
 class TrustsTheOrderOfArrival(DistributedDataParallelEngine):
-    """Rank 0 collects its first gradients in pieces from whoever sends, and takes them to come in order of ranks.
+    """Messages of several ranks are taken to come in the order of ranks.
 
-    After pytorch/pytorch#64629: buckets were taken to be ready in one order on all ranks.
+    Reported: buckets were taken to be ready in one order on all ranks.
     """
-
-    name = "mutant.TrustsTheOrderOfArrival"
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         """Wrap honestly, then register the hook."""

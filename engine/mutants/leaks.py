@@ -15,17 +15,9 @@ from engine.contract import Plan, PreparedModel
 from engine.mutants.calls import after, before
 from engine.mutants.fsdp2_insides import groups
 from engine.mutants.keeping import KeepingFsdp2, KeepingReference, taking
+from engine.mutants.mutant import Condition, Trace, mutant
+from engine.mutants.plans import SHARDED_BLOCKS
 from engine.mutants.reference_insides import reference_groups
-
-__all__ = [
-    "FreesTheUsersInputs",
-    "FreesTheUsersOutputs",
-    "KeepsGradientsUntilTheStep",
-    "KeepsWholeGradients",
-    "MovesWhatItWasToLeave",
-    "PilesUpGradients",
-    "PilesUpReduceInputs",
-]
 
 # Any, throughout: FSDP2's insides have no public types.
 
@@ -34,13 +26,19 @@ class _GrowingFsdp2(KeepingFsdp2):
     grows = True
 
 
+@mutant(
+    after="hpcaitech/ColossalAI#741",
+    kills_on=Condition(
+        steps=3, plan=SHARDED_BLOCKS, because="the first two steps have nothing to be compared with"
+    ),
+    trace=Trace.STATE,
+)
 class PilesUpReduceInputs(FullyShardEngine):
-    """The input of every reduction is added to a list that nobody empties.
+    """The input of every reduction is kept for ever.
 
-    After hpcaitech/ColossalAI#741: a sharded model's memory grew with every backward.
+    Reported: a sharded model's memory grew with every backward.
     """
 
-    name = "mutant.PilesUpReduceInputs"
     prepared_type = _GrowingFsdp2
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
@@ -57,23 +55,29 @@ class _PreparedPiling(KeepingReference):
         super().step()
 
 
+@mutant(
+    after="hpcaitech/ColossalAI#741",
+    kills_on=Condition(
+        steps=3, plan=SHARDED_BLOCKS, because="the first two steps have nothing to be compared with"
+    ),
+    trace=Trace.STATE,
+)
 class PilesUpGradients(ReferenceEngine):
-    """Reduced gradients of every step are added to a list that nobody empties.
+    """Reduced gradients of every step are kept for ever.
 
-    After hpcaitech/ColossalAI#741: a sharded model's memory grew with every backward.
+    Reported: a sharded model's memory grew with every backward.
     """
 
-    name = "mutant.PilesUpGradients"
     prepared_type = _PreparedPiling
 
 
+@mutant(after="pytorch/pytorch#169349", kills_on=Condition(plan=SHARDED_BLOCKS), trace=Trace.STATE)
 class KeepsWholeGradients(FullyShardEngine):
-    """Whole gradients are kept until the step, although they were packed and reduced.
+    """Whole gradients are kept until the step.
 
-    After pytorch/pytorch#169349: live memory grew over a backward.
+    Reported: live memory grew over a backward.
     """
 
-    name = "mutant.KeepsWholeGradients"
     prepared_type = KeepingFsdp2
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
@@ -82,13 +86,13 @@ class KeepsWholeGradients(FullyShardEngine):
         return taking(prepared, groups, before, "post_backward", _keep_gradients)
 
 
+@mutant(after="pytorch/pytorch#169349", kills_on=Condition(plan=SHARDED_BLOCKS), trace=Trace.STATE)
 class KeepsGradientsUntilTheStep(ReferenceEngine):
-    """Each unit's gradients stay whole beside their reduced shards until the step.
+    """Whole gradients stay beside their reduced shards until the step.
 
-    After pytorch/pytorch#169349: live memory grew over a backward.
+    Reported: live memory grew over a backward.
     """
 
-    name = "mutant.KeepsGradientsUntilTheStep"
     prepared_type = KeepingReference
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
@@ -121,23 +125,23 @@ class _PreparedFreesOutputs(_Grasping, PreparedReference):
     frees_inputs = False
 
 
+@mutant(after="InternLM/xtuner#1948", kills_on=Condition(plan=SHARDED_BLOCKS), trace=Trace.STATE)
 class FreesTheUsersInputs(FullyShardEngine):
-    """After backward the memory of the inputs is given back, whoever holds them.
+    """The memory of inputs is given back after backward.
 
-    After InternLM/xtuner#1948: the storage of a tensor that was not the engine's was freed with the parameters.
+    Reported: the storage of a tensor that was not the engine's was freed with the parameters.
     """
 
-    name = "mutant.FreesTheUsersInputs"
     prepared_type = _PreparedFreesInputs
 
 
+@mutant(after="InternLM/xtuner#1948", kills_on=Condition(plan=SHARDED_BLOCKS), trace=Trace.STATE)
 class FreesTheUsersOutputs(ReferenceEngine):
-    """After backward the memory of what the model returned is given back, whoever holds it.
+    """The memory of outputs is given back after backward.
 
-    After InternLM/xtuner#1948: the storage of a tensor that was not the engine's was freed with the parameters.
+    Reported: the storage of a tensor that was not the engine's was freed with the parameters.
     """
 
-    name = "mutant.FreesTheUsersOutputs"
     prepared_type = _PreparedFreesOutputs
 
 
@@ -149,13 +153,13 @@ class _PreparedMoving(PreparedReference):
             tensor.data = tensor.data.clone()
 
 
+@mutant(after="InternLM/xtuner#1948", kills_on=Condition(plan=SHARDED_BLOCKS), trace=Trace.STATE)
 class MovesWhatItWasToLeave(ReferenceEngine):
-    """Buffers and ignored parameters are given other memory in every step, though with the same values.
+    """Buffers and ignored parameters are given other memory in every step.
 
-    After InternLM/xtuner#1948: a tensor that was not the engine's was treated as one of its own.
+    Reported: a tensor that was not the engine's was treated as one of its own.
     """
 
-    name = "mutant.MovesWhatItWasToLeave"
     prepared_type = _PreparedMoving
 
 

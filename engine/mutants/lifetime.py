@@ -13,29 +13,26 @@ from torch.distributed.tensor import DTensor
 from engine.adapters.composable import ComposableUnit
 from engine.adapters.reference import PreparedReference, ReferenceEngine
 from engine.adapters.torch_fsdp2 import FullyShardEngine, PreparedFullyShard
+from engine.capability import Capability
 from engine.contract import Layout, Plan, PreparedModel, Reshard, Shard
+from engine.mutants.mutant import Condition, Trace, mutant
+from engine.plan import Grouping
 
-__all__ = [
-    "FreesHeldUnitsAfterBackward",
-    "FreesInTheFirstStepAlone",
-    "FreesOnlyWhatGotGradients",
-    "FreesTheRootByDefault",
-    "FreesWhatItWasAskedToKeep",
-    "FreesWholeWhereAPartWasAsked",
-    "KeepsRootsWhateverAsked",
-    "KeepsWhatItWasAskedToFree",
-    "LeaksAfterBackward",
-    "ShowsPaddedRows",
-]
+_WATCHED = frozenset({Capability.UNIT_STATE})
 
 
+def _plan(reshard: Reshard, demands: frozenset[Capability] = _WATCHED) -> Plan:
+    return Plan(layout=Layout.SHARD, grouping=Grouping.REQUIRED, reshard=reshard, demands=demands)
+
+
+@mutant(
+    after="pytorch/pytorch#154655", kills_on=Condition(plan=_plan(Reshard.AFTER_FORWARD)), trace=Trace.STATE
+)
 class KeepsRootsWhateverAsked(FullyShardEngine):
-    """What a root owns stays gathered after forward, although the plan says to free it.
+    """Roots stay gathered after forward although the plan says to free them.
 
-    After pytorch/pytorch#154655: of every root it was assumed that backward would need it at once.
+    Reported: of every root it was assumed that backward would need it at once.
     """
-
-    name = "mutant.KeepsRootsWhateverAsked"
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         """Shard honestly, then change the policy of the roots."""
@@ -47,13 +44,12 @@ class KeepsRootsWhateverAsked(FullyShardEngine):
         return prepared
 
 
+@mutant(after="pytorch/PiPPy#1105", kills_on=Condition(plan=_plan(Reshard.KEEP)), trace=Trace.STATE)
 class FreesWhatItWasAskedToKeep(FullyShardEngine):
-    """Every unit is freed after forward; nothing can be kept for backward.
+    """Units are freed after forward although the plan says to keep them.
 
-    After pytorch/PiPPy#1105: beside a pipeline the policy had to be to free, although keeping was wanted.
+    Reported: beside a pipeline the policy had to be to free, although keeping was wanted.
     """
-
-    name = "mutant.FreesWhatItWasAskedToKeep"
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         """Shard by another policy."""
@@ -61,13 +57,14 @@ class FreesWhatItWasAskedToKeep(FullyShardEngine):
         return super().prepare(model, replace(plan, reshard=Reshard.AFTER_FORWARD) if is_kept else plan, mesh)
 
 
+@mutant(
+    after="pytorch/pytorch#149029", kills_on=Condition(plan=_plan(Reshard.AFTER_FORWARD)), trace=Trace.STATE
+)
 class KeepsWhatItWasAskedToFree(FullyShardEngine):
-    """Every unit is kept from forward to backward although the plan says to free it; the numbers are right.
+    """Units are kept after forward although the plan says to free them.
 
-    After pytorch/pytorch#149029: freeing after forward was asked for, and memory grew with every forward.
+    Reported: freeing after forward was asked for, and memory grew with every forward.
     """
-
-    name = "mutant.KeepsWhatItWasAskedToFree"
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         """Shard by another policy."""
@@ -75,13 +72,12 @@ class KeepsWhatItWasAskedToFree(FullyShardEngine):
         return super().prepare(model, replace(plan, reshard=Reshard.KEEP) if is_freed else plan, mesh)
 
 
+@mutant(after="ByteDance-Seed/VeOmni#806", kills_on=Condition(plan=_plan(Reshard.NATIVE)), trace=Trace.STATE)
 class FreesTheRootByDefault(FullyShardEngine):
-    """Without a policy the root is freed after forward like any other unit, and backward gathers it at once again.
+    """The root is freed after forward where nobody said so.
 
-    After ByteDance-Seed/VeOmni#806: a policy set on the root undid the default that keeps it until backward.
+    Reported: a policy set on the root undid the default that keeps it until backward.
     """
-
-    name = "mutant.FreesTheRootByDefault"
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         """Name the policy where nobody did."""
@@ -90,13 +86,18 @@ class FreesTheRootByDefault(FullyShardEngine):
         return super().prepare(model, plan_of_all, mesh)
 
 
+@mutant(
+    after="Tencent-Hunyuan/UniRL#410",
+    kills_on=Condition(
+        world_size=4, plan=_plan(Reshard.TO_PAIRS), because="two ranks are a pair, and all there are"
+    ),
+    trace=Trace.COMMUNICATION,
+)
 class FreesWholeWhereAPartWasAsked(FullyShardEngine):
-    """Asked to keep parameters sharded over pairs, it shards them over all ranks; the numbers are right.
+    """Parameters are sharded over all ranks after forward, not over pairs.
 
-    After Tencent-Hunyuan/UniRL#410: a mesh of two axes was asked for, and one over all ranks was used.
+    Reported: a mesh of two axes was asked for, and one over all ranks was used.
     """
-
-    name = "mutant.FreesWholeWhereAPartWasAsked"
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         """Shard by another policy."""
@@ -111,13 +112,19 @@ class _PreparedForgetful(PreparedReference):
             unit.set_reshard_after_forward(is_on=False)
 
 
+@mutant(
+    after="pytorch/pytorch#75892",
+    kills_on=Condition(
+        steps=2, plan=_plan(Reshard.AFTER_FORWARD), because="in the first step it does as it is told"
+    ),
+    trace=Trace.STATE,
+)
 class FreesInTheFirstStepAlone(ReferenceEngine):
-    """From the second step on every unit stays gathered after forward; the numbers are right.
+    """From the second step on units stay gathered after forward.
 
-    After pytorch/pytorch#75892: what one iteration had left gathered changed what the next one gathered.
+    Reported: what one iteration had left gathered changed what the next one gathered.
     """
 
-    name = "mutant.FreesInTheFirstStepAlone"
     prepared_type = _PreparedForgetful
 
 
@@ -143,13 +150,15 @@ class _PreparedLeaky(PreparedReference):
             unit.reshard()
 
 
+@mutant(
+    after="hpcaitech/ColossalAI#741", kills_on=Condition(plan=_plan(Reshard.AFTER_FORWARD)), trace=Trace.STATE
+)
 class LeaksAfterBackward(ReferenceEngine):
-    """Units stay gathered after backward, for as long as nobody looks at gradients; the numbers are right.
+    """Units stay gathered after backward until gradients are read.
 
-    After hpcaitech/ColossalAI#741: a sharded model's memory leaked in backward.
+    Reported: a sharded model's memory leaked in backward.
     """
 
-    name = "mutant.LeaksAfterBackward"
     prepared_type = _PreparedLeaky
 
 
@@ -161,13 +170,20 @@ class _PreparedSelective(_PreparedLeaky):
                 unit.reshard()
 
 
+@mutant(
+    after="pytorch/pytorch#83129",
+    kills_on=Condition(
+        plan=_plan(Reshard.KEEP, _WATCHED | {Capability.UNUSED}),
+        because="where every unit gets gradients, every unit is freed",
+    ),
+    trace=Trace.STATE,
+)
 class FreesOnlyWhatGotGradients(ReferenceEngine):
-    """Units that backward never entered stay gathered after it; the numbers are right.
+    """Units that backward never entered stay gathered after it.
 
-    After pytorch/pytorch#83129: the hook that frees a unit after backward fires with its gradients, or never.
+    Reported: the hook that frees a unit after backward fires with its gradients, or never.
     """
 
-    name = "mutant.FreesOnlyWhatGotGradients"
     prepared_type = _PreparedSelective
 
 
@@ -180,13 +196,17 @@ class _PreparedUnheld(PreparedReference):
     unit_type = _UnheldUnit
 
 
+@mutant(
+    after="Haian-Jin/LVSM#22",
+    kills_on=Condition(plan=_plan(Reshard.KEEP, _WATCHED | {Capability.KEEP_AFTER_BACKWARD})),
+    trace=Trace.STATE,
+)
 class FreesHeldUnitsAfterBackward(ReferenceEngine):
-    """Told to keep a unit gathered after backward, it frees it all the same; the numbers are right.
+    """Units are freed after backward although they were told to stay gathered.
 
-    After Haian-Jin/LVSM#22: a switch thrown before each microbatch had no effect on what followed.
+    Reported: a switch thrown before each microbatch had no effect on what followed.
     """
 
-    name = "mutant.FreesHeldUnitsAfterBackward"
     prepared_type = _PreparedUnheld
 
 
@@ -207,11 +227,17 @@ class _PreparedPadded(PreparedReference):
         return torch.distributed.get_world_size()
 
 
+@mutant(
+    after="Lightning-AI/lightning-thunder#908",
+    kills_on=Condition(
+        plan=_plan(Reshard.KEEP), because="rows that the number of ranks divides are not padded"
+    ),
+    trace=Trace.STATE,
+)
 class ShowsPaddedRows(ReferenceEngine):
-    """Whole parameters have rows of padding at their end, where ranks do not divide the model's.
+    """Whole parameters end with rows of padding.
 
-    After Lightning-AI/lightning-thunder#908: in one order of wrapping, padding stayed in what was gathered.
+    Reported: in one order of wrapping, padding stayed in what was gathered.
     """
 
-    name = "mutant.ShowsPaddedRows"
     prepared_type = _PreparedPadded

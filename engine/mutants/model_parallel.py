@@ -20,21 +20,15 @@ from torch.nn.parallel import DistributedDataParallel
 from engine.adapters.reference import PreparedReference, ReferenceEngine
 from engine.adapters.torch_ddp import DistributedDataParallelEngine, PreparedDdp
 from engine.adapters.torch_fsdp2 import FullyShardEngine, PreparedFullyShard
+from engine.capability import Capability
 from engine.contract import Plan, PreparedModel, shard_of
+from engine.mutants.mutant import Condition, Trace, mutant
+from engine.plan import Accumulation, Layout
 
-__all__ = [
-    "ClipsOnOneTensorRank",
-    "KeepsNormsOnTheirTensorRank",
-    "KeepsOnlyTheLastMicrobatchOfAPipeline",
-    "LosesTheLastRowsOfUnevenPieces",
-    "MixesExpertsUp",
-    "NeverSynchronisesTheFirstStage",
-    "ReducesBeforeTheLastBackward",
-    "ReducesEveryMicrobatchOfAPipeline",
-    "ScalesByTheTensorRanks",
-    "ScalesExpertsByTheirRanks",
-    "SwapsTheCutsOfOneDim",
-]
+_EXPERTS = Plan(layout=Layout.SHARD, expert_parallel=2, experts=("blocks.0.experts.inward",))
+_CUT = Plan(layout=Layout.SHARD, tensor_parallel=2)
+_CLIPPED = Plan(layout=Layout.SHARD, tensor_parallel=2, demands=frozenset({Capability.CLIP}))
+_STAGED = Plan(pipeline_stages=2, accumulation=Accumulation.LAST_MICROBATCH)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,14 +47,17 @@ class _PreparedScaled(PreparedReference):
                 parameter.grad.mul_(cut.num_pieces)
 
 
+@mutant(
+    after="pytorch/torchtitan#1551",
+    kills_on=Condition(world_size=2, plan=_CUT, because="what is not cut has one piece"),
+)
 class ScalesByTheTensorRanks(ReferenceEngine):
-    """The gradient of each tensor that is cut is too large by the number of its pieces.
+    """Gradients of tensors that are cut are multiplied by the number of pieces.
 
-    After pytorch/torchtitan#1551: gradients of expert-parallel weights were averaged over the ranks that had
-    pieces of their own of them, and came out exactly twice as large with two.
+    Reported: gradients of expert-parallel weights were averaged over the ranks that had pieces of their own of
+    them, and came out exactly twice as large with two.
     """
 
-    name = "mutant.ScalesByTheTensorRanks"
     prepared_type = _PreparedScaled
 
 
@@ -73,13 +70,16 @@ class _PreparedScaledExperts(PreparedReference):
                 gradient.mul_(self.plan.expert_parallel)
 
 
+@mutant(
+    after="pytorch/torchtitan#1551",
+    kills_on=Condition(world_size=2, plan=_EXPERTS, because="without experts nobody shares them out"),
+)
 class ScalesExpertsByTheirRanks(ReferenceEngine):
-    """Experts learn from a gradient that is too large by the number of ranks that share them out.
+    """Gradients of experts are multiplied by the number of ranks that share them out.
 
-    After pytorch/torchtitan#1551: weights that only some ranks hold were averaged over these ranks alone.
+    Reported: weights that only some ranks hold were averaged over these ranks alone.
     """
 
-    name = "mutant.ScalesExpertsByTheirRanks"
     prepared_type = _PreparedScaledExperts
 
 
@@ -94,23 +94,28 @@ class _PreparedMixed(PreparedFullyShard):
                 )
 
 
+@mutant(
+    after="pytorch/torchtitan#1551",
+    kills_on=Condition(world_size=2, plan=_EXPERTS, because="without experts nobody shares them out"),
+)
 class MixesExpertsUp(FullyShardEngine):
-    """Gradients of experts are averaged over ranks that hold other experts, as if all held the same.
+    """Gradients of experts are averaged over ranks that hold other experts.
 
-    After pytorch/torchtitan#1551: data parallelism was applied to expert weights over all ranks.
+    Reported: data parallelism was applied to expert weights over all ranks.
     """
 
-    name = "mutant.MixesExpertsUp"
     prepared_type = _PreparedMixed
 
 
+@mutant(
+    after="THUDM/slime#1366",
+    kills_on=Condition(world_size=2, plan=_CUT, because="without that axis every rank has rows of its own"),
+)
 class KeepsNormsOnTheirTensorRank(ReferenceEngine):
-    """The gradient of a norm is not reduced over the tensor axis, whose ranks see different rows.
+    """Gradients of norms are not reduced over the tensor axis, whose ranks see different rows.
 
-    After THUDM/slime#1366: only attention saw to what the ranks that shared a sequence had to add up.
+    Reported: only attention saw to what the ranks that shared a sequence had to add up.
     """
-
-    name = "mutant.KeepsNormsOnTheirTensorRank"
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         """Shard honestly; norms say of their weights' gradients that they are whole already."""
@@ -128,13 +133,16 @@ class _PreparedClippingOnce(PreparedFullyShard):
         return super().clip_grad_norm_(torch.inf if is_idle else max_norm, norm_type)
 
 
+@mutant(
+    after="deepspeedai/DeepSpeed#1801",
+    kills_on=Condition(world_size=2, plan=_CLIPPED, because="nothing else is clipped"),
+)
 class ClipsOnOneTensorRank(FullyShardEngine):
-    """Gradients are clipped on the first rank of the tensor axis alone, all of which are told the right norm.
+    """Gradients are clipped on the first rank of the tensor axis alone.
 
-    After deepspeedai/DeepSpeed#1801: clipping ran on one tensor-parallel rank, and norms drifted apart for days.
+    Reported: clipping ran on one tensor-parallel rank, and norms drifted apart for days.
     """
 
-    name = "mutant.ClipsOnOneTensorRank"
     prepared_type = _PreparedClippingOnce
 
 
@@ -148,23 +156,28 @@ class _PreparedTruncated(PreparedFullyShard):
                 parameter.grad.to_local()[max(known - first, 0) :].zero_()
 
 
+@mutant(
+    after="pytorch/torchtitan#4593",
+    kills_on=Condition(world_size=4, plan=_CUT, because="two cuts of one dim need two axes of several ranks"),
+)
 class LosesTheLastRowsOfUnevenPieces(FullyShardEngine):
-    """Of rows that both axes cut unevenly the last are thought not to exist, and get no gradient.
+    """The last of the rows that both axes cut unevenly get no gradient.
 
-    After pytorch/torchtitan#4593: the size of a tensor was inferred from one rank's piece of it.
+    Reported: the size of a tensor was inferred from one rank's piece of it.
     """
 
-    name = "mutant.LosesTheLastRowsOfUnevenPieces"
     prepared_type = _PreparedTruncated
 
 
+@mutant(
+    after="pytorch/torchtitan#1483",
+    kills_on=Condition(world_size=4, plan=_CUT, because="one cut has one order"),
+)
 class SwapsTheCutsOfOneDim(FullyShardEngine):
-    """Where both axes cut the rows of a tensor, the pieces lie as if the data axis had cut them first.
+    """Rows that both axes cut lie as if the data axis had cut them first.
 
-    After pytorch/torchtitan#1483: on a mesh of two axes the order of placements was another than was meant.
+    Reported: on a mesh of two axes the order of placements was another than was meant.
     """
-
-    name = "mutant.SwapsTheCutsOfOneDim"
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         """Shard honestly, then hand out the pieces again."""
@@ -181,24 +194,34 @@ class _PreparedUnknown(PreparedDdp):
         return None
 
 
+@mutant(
+    after="NVIDIA/Megatron-LM#1012",
+    kills_on=Condition(
+        world_size=4,
+        microbatches=2,
+        plan=_STAGED,
+        because="stages of one rank have nobody to reduce with",
+    ),
+)
 class ReducesBeforeTheLastBackward(DistributedDataParallelEngine):
-    """In a pipeline the last microbatch's forward, not its backward, says that the next backward is the last.
+    """In a pipeline the backward after the last forward is reduced, and those after it are not.
 
-    After NVIDIA/Megatron-LM#1012: gradients were reduced before a deferred one had been added.
+    Reported: gradients were reduced before a deferred one had been added.
     """
 
-    name = "mutant.ReducesBeforeTheLastBackward"
     prepared_type = _PreparedUnknown
 
 
+@mutant(
+    after="NVIDIA/Megatron-LM#7166",
+    kills_on=Condition(world_size=2, microbatches=2, plan=_STAGED, because="a lone microbatch is the last"),
+)
 class KeepsOnlyTheLastMicrobatchOfAPipeline(DistributedDataParallelEngine):
-    """Of the microbatches of a pipeline the last alone reaches the optimizer.
+    """In a pipeline the microbatches before the last are lost.
 
-    After NVIDIA/Megatron-LM#7166: under a schedule of microbatches the window in which gradients were taken
-    closed after the first of two contributions.
+    Reported: under a schedule of microbatches the window in which gradients were taken closed after the first of
+    two contributions.
     """
-
-    name = "mutant.KeepsOnlyTheLastMicrobatchOfAPipeline"
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         """Wrap honestly; in a pipeline what is not to be synchronised is lost."""
@@ -210,13 +233,20 @@ class KeepsOnlyTheLastMicrobatchOfAPipeline(DistributedDataParallelEngine):
         return prepared
 
 
+@mutant(
+    after="pytorch/pytorch#63916",
+    kills_on=Condition(
+        world_size=4,
+        microbatches=2,
+        plan=_STAGED,
+        because="stages of one rank have nobody to reduce with",
+    ),
+)
 class NeverSynchronisesTheFirstStage(DistributedDataParallelEngine):
-    """Replicas of a pipeline's first stage train on their own data alone.
+    """Gradients of a pipeline's first stage stay on the rank that computed them.
 
-    After pytorch/pytorch#63916: what was not where the wrapper looked for it was left out of every reduction.
+    Reported: what was not where the wrapper looked for it was left out of every reduction.
     """
-
-    name = "mutant.NeverSynchronisesTheFirstStage"
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         """Wrap honestly; the ranks of the first stage hand each bucket back as it is."""
@@ -239,13 +269,23 @@ class _PreparedEager(PreparedReference):
             yield
 
 
+@mutant(
+    after="NVIDIA/cosmos-framework#161",
+    kills_on=Condition(
+        world_size=4,
+        steps=2,
+        microbatches=2,
+        plan=_STAGED,
+        because="stages of one rank have nobody to reduce with; counts hold from the second step on",
+    ),
+    trace=Trace.COMMUNICATION,
+)
 class ReducesEveryMicrobatchOfAPipeline(ReferenceEngine):
-    """In a pipeline each microbatch pays for the whole reduction; the numbers are right.
+    """In a pipeline gradients are reduced after each microbatch.
 
-    After NVIDIA/cosmos-framework#161: the gate that holds synchronisation back knew one engine and one loop.
+    Reported: the gate that holds synchronisation back knew one engine and one loop.
     """
 
-    name = "mutant.ReducesEveryMicrobatchOfAPipeline"
     prepared_type = _PreparedEager
 
 

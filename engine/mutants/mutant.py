@@ -1,13 +1,19 @@
-"""What is told of a mutant: its sin, after whom, where it shows, and the least that shows it. Values only."""
+"""What a mutant declares of itself: its sin, after which report, where it shows, and the least that shows it."""
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import TypeVar
 
-from engine.plan import Plan
+from engine.contract import Engine, Plan
 
-__all__ = ["Condition", "Mutant", "Trace"]
+__all__ = ["DECLARED", "Condition", "Mutant", "Trace", "mutant"]
+
+
+_E = TypeVar("_E", bound=type[Engine])
 
 
 class Trace(Enum):
@@ -47,7 +53,11 @@ class Condition:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mutant:
-    """An engine wrong on purpose. ``thread`` is the public report of a real engine that sinned alike."""
+    """An engine wrong on purpose.
+
+    ``sin`` is the first paragraph of the class's docstring. ``thread`` is the public report of a real engine that was
+    wrong alike, as ``owner/repository#number``. ``kills_on`` is the least that shows the sin, ``trace`` where it shows.
+    """
 
     name: str
     engine_spec: str
@@ -55,3 +65,35 @@ class Mutant:
     thread: str
     kills_on: Condition = field(default_factory=Condition)
     trace: Trace = Trace.NUMBERS
+
+
+DECLARED: list[Mutant] = []
+"""The mutants of the modules imported so far; ``engine.mutants.registry`` imports all."""
+
+
+def mutant(
+    *, after: str, kills_on: Condition | None = None, trace: Trace = Trace.NUMBERS
+) -> Callable[[_E], _E]:
+    """Declare an engine to be a mutant, named for its class; the arguments are the fields of `Mutant`."""
+
+    def declare(engine: _E) -> _E:
+        engine.name = f"mutant.{engine.__name__}"
+        entry = Mutant(
+            name=engine.__name__,
+            engine_spec=f"{engine.__module__}:{engine.__name__}",
+            sin=_sin(inspect.getdoc(engine) or ""),
+            thread=after,
+            kills_on=kills_on or Condition(),
+            trace=trace,
+        )
+        DECLARED.append(entry)
+        return engine
+
+    return declare
+
+
+def _sin(text: str) -> str:
+    """Return the first paragraph as a clause: no full stop, and no capital unless the word is a name."""
+    clause = " ".join(text.split("\n\n")[0].split()).removesuffix(".")
+    is_name = any(letter.isupper() for letter in clause.partition(" ")[0][1:])
+    return clause if is_name else clause[:1].lower() + clause[1:]

@@ -12,8 +12,9 @@ from torch.distributed.tensor import DTensor
 from engine.adapters.reference import PreparedReference, ReferenceEngine
 from engine.contract import Offload, Plan, PreparedModel
 from engine.mutants.accumulation import Forgetful
+from engine.mutants.mutant import Condition, mutant
 
-__all__ = ["OffloadsLastBackwardsGradients", "OffloadsZeros", "OverwritesOffloadedGradients", "UpdatesACopy"]
+_OFFLOAD = Plan(offload=Offload.CPU)
 
 
 class _PreparedZero(PreparedReference):
@@ -25,13 +26,16 @@ class _PreparedZero(PreparedReference):
             gradient.zero_()
 
 
+@mutant(
+    after="flagos-ai/Torch-FL#62",
+    kills_on=Condition(world_size=1, plan=_OFFLOAD, because="without offload nothing is copied"),
+)
 class OffloadsZeros(ReferenceEngine):
-    """Gradients on the host are zeros: they were read before anything was copied there.
+    """Gradients on the host are zeros.
 
-    After flagos-ai/Torch-FL#62: the copy to the host was ordered after another stream than that of the reduction.
+    Reported: the copy to the host was ordered after another stream than that of the reduction.
     """
 
-    name = "mutant.OffloadsZeros"
     prepared_type = _PreparedZero
 
 
@@ -50,13 +54,16 @@ class _PreparedLate(PreparedReference):
         self._last = fresh
 
 
+@mutant(
+    after="pytorch/pytorch#180666",
+    kills_on=Condition(world_size=1, steps=2, plan=_OFFLOAD, because="the first backward has none before"),
+)
 class OffloadsLastBackwardsGradients(ReferenceEngine):
-    """Gradients on the host are those of the backward before; the first are right.
+    """Gradients on the host are those of the backward before.
 
-    After pytorch/pytorch#180666: whoever read a gradient on the host read it before its copy had arrived.
+    Reported: whoever read a gradient on the host read it before its copy had arrived.
     """
 
-    name = "mutant.OffloadsLastBackwardsGradients"
     prepared_type = _PreparedLate
 
 
@@ -64,13 +71,20 @@ class _PreparedOverwriting(Forgetful, PreparedReference):
     pass
 
 
+@mutant(
+    after="hpcaitech/ColossalAI#2496",
+    kills_on=Condition(
+        world_size=1,
+        microbatches=2,
+        plan=_OFFLOAD,
+        because="before the first microbatch nothing is there",
+    ),
+)
 class OverwritesOffloadedGradients(ReferenceEngine):
-    """A gradient that arrives on the host takes the place of the one that was there, instead of being added.
+    """A gradient that arrives on the host replaces what was there.
 
-    After hpcaitech/ColossalAI#2496: accumulation over backwards was neither supported nor refused.
+    Reported: accumulation over backwards was neither supported nor refused.
     """
-
-    name = "mutant.OverwritesOffloadedGradients"
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         """Prepare honestly; with offload each backward clears what was there."""
@@ -93,13 +107,16 @@ class _PreparedCopying(PreparedReference):
             _local(last).copy_(kept)
 
 
+@mutant(
+    after="pytorch/pytorch#85048",
+    kills_on=Condition(world_size=1, plan=_OFFLOAD, because="without offload there is no copy"),
+)
 class UpdatesACopy(ReferenceEngine):
-    """The optimizer updates a copy of the last parameter, which nobody reads.
+    """With offload the optimizer updates a copy of the last parameter.
 
-    After pytorch/pytorch#85048: what pinning memory returned was dropped, so two tensors were taken to be one.
+    Reported: what pinning memory returned was dropped, so two tensors were taken to be one.
     """
 
-    name = "mutant.UpdatesACopy"
     prepared_type = _PreparedCopying
 
 

@@ -16,35 +16,36 @@ from engine import reference
 from engine.adapters.reference import PreparedReference, ReferenceEngine
 from engine.adapters.torch_fsdp2 import FullyShardEngine, PreparedFullyShard
 from engine.contract import Capability, Plan, Prefetch, PreparedModel
+from engine.mutants.mutant import Condition, Trace, mutant
+from engine.mutants.plans import UNITS
 from engine.mutants.staleness import Stale
+from engine.plan import Accumulation, Grouping, Layout
 from engine.reference.collectives import DefaultAllGather
 from engine.reference.unit import unit_of
 
-__all__ = [
-    "GathersSynchronously",
-    "GathersTheLastUnitFirst",
-    "IgnoresTheStepEvent",
-    "KeepsMistakenPrefetches",
-    "KeepsTheRootWhileAccumulating",
-    "NeverPrefetches",
-    "PrefetchesAgainInRecomputation",
-    "PrefetchesOneTooFar",
-    "PrefetchesStaleParameters",
-    "ReadsTheGatherTooEarly",
-    "ReducesInTheOrderOfForward",
-    "SwapsPrefetchesOnTheLastRank",
-]
+_GROUPED = Plan(layout=Layout.SHARD, units=UNITS, grouping=Grouping.REQUIRED)
+_AHEAD = Plan(
+    layout=Layout.SHARD,
+    units=UNITS,
+    grouping=Grouping.REQUIRED,
+    prefetch=Prefetch.by_distance(UNITS, forward=2, backward=2),
+)
+_STEADY = "order is told from the second step on"
+
 
 Lists = tuple[tuple[str, tuple[str, ...]], ...]
 
 
+@mutant(
+    after="pytorch/pytorch#106030",
+    kills_on=Condition(steps=2, plan=_AHEAD, because=_STEADY),
+    trace=Trace.COMMUNICATION,
+)
 class NeverPrefetches(FullyShardEngine):
-    """Every unit is gathered when it is needed, whatever was asked for.
+    """Each unit is gathered when it is needed, although a prefetch list asked for it earlier.
 
-    After pytorch/pytorch#106030: backward prefetching was broken without a sign, for nothing tested it.
+    Reported: backward prefetching was broken without a sign, for nothing tested it.
     """
-
-    name = "mutant.NeverPrefetches"
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         """Shard honestly; each unit of a list asks for itself, which is whole by then."""
@@ -54,13 +55,16 @@ class NeverPrefetches(FullyShardEngine):
         return super().prepare(model, plan, mesh)
 
 
+@mutant(
+    after="deepspeedai/DeepSpeed#1069",
+    kills_on=Condition(steps=2, plan=_AHEAD, because=_STEADY),
+    trace=Trace.COMMUNICATION,
+)
 class PrefetchesOneTooFar(FullyShardEngine):
-    """Each list of units to prefetch has one more at its end, if there is one: more memory than was meant.
+    """One unit more is prefetched than the list names.
 
-    After deepspeedai/DeepSpeed#1069: the position in the order of gathers was off by one.
+    Reported: the position in the order of gathers was off by one.
     """
-
-    name = "mutant.PrefetchesOneTooFar"
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         """Shard honestly, with longer lists."""
@@ -73,13 +77,16 @@ class PrefetchesOneTooFar(FullyShardEngine):
         return super().prepare(model, plan, mesh)
 
 
+@mutant(
+    after="pytorch/pytorch#64629",
+    kills_on=Condition(plan=_AHEAD, because="lists of one unit have one order"),
+    trace=Trace.COMMUNICATION,
+)
 class SwapsPrefetchesOnTheLastRank(FullyShardEngine):
-    """On the last rank lists of units to prefetch are turned around, so that ranks gather different units at once.
+    """The last rank gathers prefetched units in another order than the others.
 
-    After pytorch/pytorch#64629: one order over all ranks was taken for granted.
+    Reported: one order over all ranks was taken for granted.
     """
-
-    name = "mutant.SwapsPrefetchesOnTheLastRank"
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         """Shard honestly, on the last rank with lists turned around."""
@@ -98,13 +105,17 @@ class _PreparedEager(PreparedFullyShard):
         return super().__call__(*inputs)
 
 
+@mutant(
+    after="pytorch/pytorch#76553",
+    kills_on=Condition(steps=2, plan=_GROUPED, because=_STEADY),
+    trace=Trace.COMMUNICATION,
+)
 class GathersTheLastUnitFirst(FullyShardEngine):
-    """Forward begins with the gather of the unit that it needs last, which is whole all the while.
+    """The unit that forward needs last is gathered first.
 
-    After pytorch/pytorch#76553: the order recorded for gathers did not fit that in which modules ran.
+    Reported: the order recorded for gathers did not fit that in which modules ran.
     """
 
-    name = "mutant.GathersTheLastUnitFirst"
     prepared_type = _PreparedEager
 
 
@@ -128,13 +139,17 @@ class _PreparedPatient(PreparedReference):
             group.lanes.finish()
 
 
+@mutant(
+    after="deepspeedai/DeepSpeed#7804",
+    kills_on=Condition(steps=2, plan=_GROUPED, because=_STEADY),
+    trace=Trace.COMMUNICATION,
+)
 class ReducesInTheOrderOfForward(ReferenceEngine):
-    """Gradients are reduced when backward is over, the first unit's first: nothing overlaps.
+    """All reductions wait for the end of backward, and then come in the order of forward.
 
-    After deepspeedai/DeepSpeed#7804: reductions that were to overlap backward came after it, one by one.
+    Reported: reductions that were to overlap backward came after it, one by one.
     """
 
-    name = "mutant.ReducesInTheOrderOfForward"
     prepared_type = _PreparedPatient
 
 
@@ -164,13 +179,17 @@ class _PreparedRepetitive(PreparedFullyShard):
         return repeat
 
 
+@mutant(
+    after="NVIDIA-NeMo/Automodel#3373",
+    kills_on=Condition(steps=2, plan=_AHEAD, because="only a checkpointed model runs a forward in backward"),
+    trace=Trace.COMMUNICATION,
+)
 class PrefetchesAgainInRecomputation(FullyShardEngine):
-    """A checkpointed unit that is run again in backward prefetches as in forward, units whose turn is over.
+    """A recomputed forward gathers units whose backward is over.
 
-    After NVIDIA-NeMo/Automodel#3373: prefetching ran in the recomputed forward too; gradients were right.
+    Reported: prefetching ran in the recomputed forward too; gradients were right.
     """
 
-    name = "mutant.PrefetchesAgainInRecomputation"
     prepared_type = _PreparedRepetitive
 
 
@@ -182,13 +201,16 @@ class _PreparedRetentive(PreparedFullyShard):
             self.units()[target].unshard()
 
 
+@mutant(
+    after="pytorch/pytorch#118118",
+    kills_on=Condition(steps=2, plan=_AHEAD, because="the first step has no step before it"),
+)
 class KeepsMistakenPrefetches(FullyShardEngine):
-    """What backward prefetched is whole when it ends, and still is when the parameters have been updated.
+    """Units that backward prefetched stay gathered, and are stale in the next step.
 
-    After pytorch/pytorch#118118: a prefetch for a backward that never came left parameters gathered.
+    Reported: a prefetch for a backward that never came left parameters gathered.
     """
 
-    name = "mutant.KeepsMistakenPrefetches"
     prepared_type = _PreparedRetentive
 
 
@@ -201,13 +223,22 @@ class _PreparedReluctant(PreparedFullyShard):
             self.units()[""].set_reshard_after_backward(is_on=True)
 
 
+@mutant(
+    after="pytorch/pytorch#75892",
+    kills_on=Condition(
+        steps=2,
+        microbatches=2,
+        plan=Plan(accumulation=Accumulation.LAST_MICROBATCH),
+        because="the only microbatch accumulates nothing",
+    ),
+    trace=Trace.COMMUNICATION,
+)
 class KeepsTheRootWhileAccumulating(FullyShardEngine):
-    """The number of gathers depends on whether the microbatch before accumulated: the root stayed whole then.
+    """After a microbatch that accumulated, the root is not gathered again.
 
-    After pytorch/pytorch#75892: the root kept its parameters whole inside no_sync.
+    Reported: the root kept its parameters whole inside no_sync.
     """
 
-    name = "mutant.KeepsTheRootWhileAccumulating"
     prepared_type = _PreparedReluctant
 
 
@@ -231,13 +262,18 @@ class _HastyAllGather:
         return None
 
 
+@mutant(
+    after="NVIDIA/Megatron-LM#663",
+    kills_on=Condition(
+        plan=_GROUPED,
+        because="one rank gathers nothing; only a world that is late on purpose always tells",
+    ),
+)
 class ReadsTheGatherTooEarly(ReferenceEngine):
-    """Nobody waits for a gather: forward reads whatever is in its output by then.
+    """The output of a gather is read before it has arrived.
 
-    After NVIDIA/Megatron-LM#663: with gathers overlapped, forward read parameters that had not arrived.
+    Reported: with gathers overlapped, forward read parameters that had not arrived.
     """
-
-    name = "mutant.ReadsTheGatherTooEarly"
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         """Shard honestly, then gather without waiting."""
@@ -248,13 +284,20 @@ class ReadsTheGatherTooEarly(ReferenceEngine):
         return prepared
 
 
+@mutant(
+    after="deepspeedai/DeepSpeed#7804",
+    kills_on=Condition(
+        steps=2,
+        plan=Plan(demands=frozenset({Capability.ASYNC_GATHER})),
+        because="who is not asked may block",
+    ),
+    trace=Trace.COMMUNICATION,
+)
 class GathersSynchronously(FullyShardEngine):
-    """Gathers block the rank although they were to be asynchronous.
+    """Gathers block although they were to be asynchronous.
 
-    After deepspeedai/DeepSpeed#7804: communication that was to overlap did not.
+    Reported: communication that was to overlap did not.
     """
-
-    name = "mutant.GathersSynchronously"
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         """Shard honestly, under a plan without the demand."""
@@ -265,26 +308,35 @@ class _PreparedStaleReference(Stale, PreparedReference):
     pass
 
 
+@mutant(
+    after="NVIDIA/Megatron-LM#663",
+    kills_on=Condition(
+        world_size=1,
+        steps=2,
+        plan=Plan(demands=frozenset({Capability.STEP_EVENT})),
+        because="the first step has no step before it",
+    ),
+)
 class IgnoresTheStepEvent(ReferenceEngine):
-    """Told of an event to wait for after the optimizer step, it gathers as if the step had not been.
+    """Where an event tells of the optimizer step, forward uses the parameters from before it.
 
-    After NVIDIA/Megatron-LM#663: with overlapped gathering, forward read parameters of the step before.
+    Reported: with overlapped gathering, forward read parameters of the step before.
     """
-
-    name = "mutant.IgnoresTheStepEvent"
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         """Go one step behind where the plan demands an event."""
         return _behind(super().prepare(model, plan, mesh), is_behind=Capability.STEP_EVENT in plan.demands)
 
 
+@mutant(
+    after="NVIDIA/Megatron-LM#4609",
+    kills_on=Condition(world_size=1, steps=2, plan=_AHEAD, because="the first step has no step before it"),
+)
 class PrefetchesStaleParameters(ReferenceEngine):
-    """With lists of units to prefetch, gathers start before the optimizer has stepped.
+    """With prefetch lists, forward uses the parameters of the step before.
 
-    After NVIDIA/Megatron-LM#4609: gathers that overlapped the step shared a buffer with what it was reading.
+    Reported: gathers that overlapped the step shared a buffer with what it was reading.
     """
-
-    name = "mutant.PrefetchesStaleParameters"
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         """Go one step behind where the plan has such lists."""

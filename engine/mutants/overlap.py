@@ -12,34 +12,46 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from engine.adapters.reference import ReferenceEngine
 from engine.adapters.torch_fsdp2 import FullyShardEngine, PreparedFullyShard
+from engine.capability import Capability
 from engine.contract import Plan, Prefetch, PreparedModel, Reshard
 from engine.mutants.fsdp2_insides import after_method
+from engine.mutants.mutant import Condition, Trace, mutant
 from engine.mutants.order import Lists
+from engine.mutants.plans import UNITS
 from engine.mutants.reference_insides import reference_groups, reference_units
+from engine.plan import Grouping, Layout
 from engine.reference.unit import BackwardGuess
 
-__all__ = [
-    "FreesUnitsTogether",
-    "GathersEverythingFirst",
-    "PrefetchesAfterItsTurn",
-    "PrefetchesOneTooFew",
-    "PrefetchesTheUnitAfterNext",
-    "WaitsForEachGather",
-    "WaitsForEachReduction",
-    "WaitsWhereItGathers",
-    "WaitsWhereItReduces",
-]
+_FREED = Plan(
+    layout=Layout.SHARD,
+    units=UNITS,
+    grouping=Grouping.REQUIRED,
+    reshard=Reshard.AFTER_FORWARD,
+    demands=frozenset({Capability.PREFETCH}),
+)
+_AHEAD = Plan(
+    layout=Layout.SHARD,
+    units=UNITS,
+    grouping=Grouping.REQUIRED,
+    reshard=Reshard.AFTER_FORWARD,
+    prefetch=Prefetch.by_distance(UNITS, forward=1, backward=1),
+)
+_STEADY = "order is told from the second step on"
+
 
 # Any, throughout: FSDP2's insides and the streams of a device have no public types.
 
 
+@mutant(
+    after="deepspeedai/DeepSpeed#7804",
+    kills_on=Condition(steps=2, plan=_AHEAD, because=_STEADY),
+    trace=Trace.COMMUNICATION,
+)
 class WaitsForEachGather(FullyShardEngine):
-    """The stream on which units compute waits for a gather as soon as it is issued, however far ahead.
+    """The stream of compute waits for a gather as soon as it is issued.
 
-    After deepspeedai/DeepSpeed#7804: communication that was to overlap did not.
+    Reported: communication that was to overlap did not.
     """
-
-    name = "mutant.WaitsForEachGather"
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         """Shard honestly, then wait for the event of each gather at once."""
@@ -51,13 +63,16 @@ class WaitsForEachGather(FullyShardEngine):
         return after_method(super().prepare(model, plan, mesh), "unshard", wait)
 
 
+@mutant(
+    after="deepspeedai/DeepSpeed#7804",
+    kills_on=Condition(steps=2, plan=_FREED, because=_STEADY),
+    trace=Trace.COMMUNICATION,
+)
 class WaitsForEachReduction(FullyShardEngine):
-    """The stream on which units compute waits for a reduction as soon as it is issued.
+    """The stream of compute waits for a reduction as soon as it is issued.
 
-    After deepspeedai/DeepSpeed#7804: reductions that were to overlap backward held it up, one by one.
+    Reported: reductions that were to overlap backward held it up, one by one.
     """
-
-    name = "mutant.WaitsForEachReduction"
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         """Shard honestly, then wait for the event of each reduction at once."""
@@ -69,13 +84,16 @@ class WaitsForEachReduction(FullyShardEngine):
         return after_method(super().prepare(model, plan, mesh), "post_backward", wait)
 
 
+@mutant(
+    after="deepspeedai/DeepSpeed#1069",
+    kills_on=Condition(steps=2, plan=_AHEAD, because=_STEADY),
+    trace=Trace.COMMUNICATION,
+)
 class WaitsWhereItGathers(ReferenceEngine):
-    """Every gather is waited for where it is issued: what was to be on its way is there, and nothing overlapped.
+    """A gather ahead of use is waited for in the call that issues it.
 
-    After deepspeedai/DeepSpeed#1069: gathers ahead of use were planned, and none ever ran ahead.
+    Reported: gathers ahead of use were planned, and none ever ran ahead.
     """
-
-    name = "mutant.WaitsWhereItGathers"
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         """Shard honestly, then have each group wait in the call that gathers."""
@@ -85,13 +103,16 @@ class WaitsWhereItGathers(ReferenceEngine):
         return prepared
 
 
+@mutant(
+    after="deepspeedai/DeepSpeed#7804",
+    kills_on=Condition(steps=2, plan=_FREED, because=_STEADY),
+    trace=Trace.COMMUNICATION,
+)
 class WaitsWhereItReduces(ReferenceEngine):
-    """Every reduction is waited for where it is issued.
+    """A reduction is waited for in the call that issues it.
 
-    After deepspeedai/DeepSpeed#7804: reductions that were to overlap backward held it up, one by one.
+    Reported: reductions that were to overlap backward held it up, one by one.
     """
-
-    name = "mutant.WaitsWhereItReduces"
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         """Shard honestly, then finish what is in flight whenever a unit has reduced."""
@@ -101,13 +122,16 @@ class WaitsWhereItReduces(ReferenceEngine):
         return prepared
 
 
+@mutant(
+    after="pytorch/pytorch#106030",
+    kills_on=Condition(steps=2, plan=_FREED, because=_STEADY),
+    trace=Trace.COMMUNICATION,
+)
 class PrefetchesAfterItsTurn(ReferenceEngine):
-    """Backward gathers the next unit once the present one is computed: the same calls in the same order, too late.
+    """Backward gathers the next unit after the present one was computed, and not before.
 
-    After pytorch/pytorch#106030: backward prefetching was broken without a sign, for nothing tested it.
+    Reported: backward prefetching was broken without a sign, for nothing tested it.
     """
-
-    name = "mutant.PrefetchesAfterItsTurn"
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         """Shard honestly, then predict at the end of each turn."""
@@ -117,26 +141,32 @@ class PrefetchesAfterItsTurn(ReferenceEngine):
         return prepared
 
 
+@mutant(
+    after="deepspeedai/DeepSpeed#1069",
+    kills_on=Condition(steps=2, plan=_AHEAD, because=_STEADY),
+    trace=Trace.COMMUNICATION,
+)
 class PrefetchesOneTooFew(FullyShardEngine):
-    """Each list of units to prefetch lacks its last one.
+    """One unit less is prefetched than the list names.
 
-    After deepspeedai/DeepSpeed#1069: the position in the order of gathers was off by one.
+    Reported: the position in the order of gathers was off by one.
     """
-
-    name = "mutant.PrefetchesOneTooFew"
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         """Shard honestly, with shorter lists; one that is empty asks for the unit itself, which is whole."""
         return super().prepare(model, _with_lists(plan, _shorter), mesh)
 
 
+@mutant(
+    after="deepspeedai/DeepSpeed#1069",
+    kills_on=Condition(steps=2, plan=_AHEAD, because=_STEADY),
+    trace=Trace.COMMUNICATION,
+)
 class PrefetchesTheUnitAfterNext(FullyShardEngine):
-    """Each list of units to prefetch begins one unit too late, so that the next one is gathered when it is needed.
+    """The unit after the one that a list names is prefetched instead.
 
-    After deepspeedai/DeepSpeed#1069: the position in the order of gathers was off by one.
+    Reported: the position in the order of gathers was off by one.
     """
-
-    name = "mutant.PrefetchesTheUnitAfterNext"
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         """Shard honestly, with lists that are moved by one."""
@@ -150,13 +180,17 @@ class _PreparedGreedy(PreparedFullyShard):
         return super().__call__(*inputs)
 
 
+@mutant(
+    after="NVIDIA/Megatron-LM#6153",
+    kills_on=Condition(steps=2, plan=_AHEAD, because=_STEADY),
+    trace=Trace.COMMUNICATION,
+)
 class GathersEverythingFirst(FullyShardEngine):
-    """Forward begins with the gathers of all units, in the right order: the whole model is in memory at once.
+    """All units are gathered when forward begins.
 
-    After NVIDIA/Megatron-LM#6153: units that nobody was about to use were gathered ahead, and kept.
+    Reported: units that nobody was about to use were gathered ahead, and kept.
     """
 
-    name = "mutant.GathersEverythingFirst"
     prepared_type = _PreparedGreedy
 
 
@@ -174,13 +208,17 @@ class _PreparedTidyAtLast(PreparedFullyShard):
         return output
 
 
+@mutant(
+    after="pytorch/pytorch#118118",
+    kills_on=Condition(steps=2, plan=_FREED, because=_STEADY),
+    trace=Trace.STATE,
+)
 class FreesUnitsTogether(FullyShardEngine):
-    """Units are freed when the whole forward is over, and not each after its own: calls are the same, memory is not.
+    """All units are freed when forward is over, and not each after its own.
 
-    After pytorch/pytorch#118118: units that a heuristic expected to be needed were left gathered.
+    Reported: units that a heuristic expected to be needed were left gathered.
     """
 
-    name = "mutant.FreesUnitsTogether"
     prepared_type = _PreparedTidyAtLast
 
 

@@ -12,16 +12,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from engine.adapters.composable import members
 from engine.adapters.reference import PreparedReference, ReferenceEngine
+from engine.capability import Capability
 from engine.contract import Plan, PreparedModel, UnitHandle
+from engine.mutants.mutant import Condition, Trace, mutant
+from engine.plan import Accumulation, Grouping
 
-__all__ = [
-    "CastsTheFirstInputsAlone",
-    "IgnoresForwardMethods",
-    "IgnoresTheFlagsOfGroups",
-    "NeverReducesForwardMethods",
-    "NeverReducesGroupsRunInPart",
-    "NeverReducesParts",
-]
+_GROUPS = Plan(grouping=Grouping.REQUIRED, units=("first,second",))
+_METHODS = Plan(forward_methods=(("encoder", "encode"),), units=("encoder",))
 
 
 class _PreparedForTheRoot(PreparedReference):
@@ -34,13 +31,21 @@ class _PreparedForTheRoot(PreparedReference):
         return super().part(name)
 
 
+@mutant(
+    after="NVIDIA/Megatron-LM#6693",
+    kills_on=Condition(
+        world_size=1,
+        steps=2,
+        plan=Plan(demands=frozenset({Capability.PARTS})),
+        because="gradients of a whole forward are reduced",
+    ),
+)
 class NeverReducesParts(ReferenceEngine):
-    """The backward of a part that was called by itself leaves its gradients where they are.
+    """Gradients of a part that was called by itself are never reduced.
 
-    After NVIDIA/Megatron-LM#6693: calling submodules directly went past the hooks that reduce gradients.
+    Reported: calling submodules directly went past the hooks that reduce gradients.
     """
 
-    name = "mutant.NeverReducesParts"
     prepared_type = _PreparedForTheRoot
 
 
@@ -65,14 +70,17 @@ class _PreparedForWholeGroups(PreparedReference):
         self._has_run.clear()
 
 
+@mutant(
+    after="mindspore-ai/hyper-parallel#553",
+    kills_on=Condition(world_size=1, steps=2, plan=_GROUPS, because="a group that runs whole is reduced"),
+)
 class NeverReducesGroupsRunInPart(ReferenceEngine):
-    """A group of several modules, one of which does not run in a step, has no gradients in that step.
+    """A group of which one module did not run has no gradients.
 
-    After mindspore-ai/hyper-parallel#553: hooks of a list of modules that were entered one by one left the
-    group in a state that backward did not expect.
+    Reported: hooks of a list of modules that were entered one by one left the group in a state that backward did
+    not expect.
     """
 
-    name = "mutant.NeverReducesGroupsRunInPart"
     prepared_type = _PreparedForWholeGroups
 
 
@@ -91,25 +99,45 @@ class _PreparedWithDeafGroups(PreparedReference):
         return {name: _DeafUnit() if "," in name else unit for name, unit in super().units().items()}
 
 
+@mutant(
+    after="pytorch/torchtitan#3724",
+    kills_on=Condition(
+        steps=2,
+        microbatches=2,
+        plan=Plan(
+            grouping=Grouping.REQUIRED,
+            units=("first,second",),
+            accumulation=Accumulation.LAST_MICROBATCH,
+            demands=frozenset({Capability.UNIT_SYNC}),
+        ),
+        because="the only microbatch is also the last; counts hold from the second step on",
+    ),
+    trace=Trace.COMMUNICATION,
+)
 class IgnoresTheFlagsOfGroups(ReferenceEngine):
-    """Groups of several modules reduce in every backward, whatever they are told; the numbers are right.
+    """Groups of several modules reduce in every backward although they were told not to.
 
-    After pytorch/torchtitan#3724: flags that a loop over chunks sets on a group were not in the state that the
-    loop meant them to be.
+    Reported: flags that a loop over chunks sets on a group were not in the state that the loop meant them to be.
     """
 
-    name = "mutant.IgnoresTheFlagsOfGroups"
     prepared_type = _PreparedWithDeafGroups
 
 
+@mutant(
+    after="pytorch/pytorch#183702",
+    kills_on=Condition(
+        world_size=1,
+        plan=Plan(grouping=Grouping.REQUIRED, units=("first,second",), compute_dtype=torch.bfloat16),
+        because="in float32 there is nothing to cast",
+    ),
+    trace=Trace.CRASH,
+)
 class CastsTheFirstInputsAlone(ReferenceEngine):
-    """Of a group of several modules the first alone has its inputs cast to the dtype that computes.
+    """Of a group's modules the first alone has its inputs cast.
 
-    After pytorch/pytorch#183702: what happened when the second module of a list was entered depended on the
-    state that the first had left.
+    Reported: what happened when the second module of a list was entered depended on the state that the first had
+    left.
     """
-
-    name = "mutant.CastsTheFirstInputsAlone"
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         """Prepare honestly, and give the others their inputs in float32 again."""
@@ -120,26 +148,31 @@ class CastsTheFirstInputsAlone(ReferenceEngine):
         return prepared
 
 
+@mutant(
+    after="pytorch/pytorch#109385",
+    kills_on=Condition(plan=_METHODS, because="forward itself is attended to"),
+    trace=Trace.CRASH,
+)
 class IgnoresForwardMethods(ReferenceEngine):
-    """Methods other than forward run on whatever the module holds at the time.
+    """A method other than forward runs on sharded parameters.
 
-    After pytorch/pytorch#109385: a method that is not forward saw sharded parameters.
+    Reported: a method that is not forward saw sharded parameters.
     """
-
-    name = "mutant.IgnoresForwardMethods"
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         """Prepare honestly, under a plan without the methods."""
         return super().prepare(model, replace(plan, forward_methods=()), mesh)
 
 
+@mutant(
+    after="pytorch/pytorch#123962",
+    kills_on=Condition(plan=_METHODS, because="gradients by way of forward are reduced"),
+)
 class NeverReducesForwardMethods(ReferenceEngine):
-    """A module used through a method is gathered for it, and its gradients are never reduced.
+    """Gradients of a module used through a method are never reduced.
 
-    After pytorch/pytorch#123962: with another method than forward the hooks around forward did not run.
+    Reported: with another method than forward the hooks around forward did not run.
     """
-
-    name = "mutant.NeverReducesForwardMethods"
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         """Prepare honestly, and hold the gradients of such modules back for ever."""

@@ -15,39 +15,42 @@ from torch.nn import functional
 from engine.adapters.reference import ReferenceEngine
 from engine.adapters.torch_fsdp2 import FullyShardEngine, PreparedFullyShard
 from engine.contract import Placement, Plan, PreparedModel, Reshard, Shard, shard_of
+from engine.mutants.mutant import Condition, Trace, mutant
+from engine.plan import Layout
 
-__all__ = [
-    "DropsWhatTheLayoutExcludes",
-    "HandsOutStridedGradients",
-    "InfersTheSizeFromItsShard",
-    "KeepsWholeOptimizerState",
-    "ReassemblesAlongTheFirstDim",
-    "ShardsTheFirstDim",
-    "ShowsPaddingRows",
-    "ShowsStridedParameters",
-]
+_LARGEST = Plan(layout=Layout.SHARD, placement=Placement.LARGEST)
 
 
+@mutant(
+    after="pytorch/torchtitan#1483",
+    kills_on=Condition(plan=_LARGEST, because="one rank's shard is whole in all dims"),
+    trace=Trace.STATE,
+)
 class ShardsTheFirstDim(ReferenceEngine):
-    """Whatever dim was asked for, the first is sharded; the numbers are right.
+    """The first dim is sharded whatever dim was asked for.
 
-    After pytorch/torchtitan#1483: parameters lay on ranks in another way than the rest of the system took them to.
+    Reported: parameters lay on ranks in another way than the rest of the system took them to.
     """
-
-    name = "mutant.ShardsTheFirstDim"
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         """Shard honestly, under a plan that asks for no dim."""
         return super().prepare(model, replace(plan, placement=Placement.FIRST), mesh)
 
 
+@mutant(
+    after="Tencent-Hunyuan/UniRL#410",
+    kills_on=Condition(
+        world_size=1,
+        plan=Plan(layout=Layout.REPLICATE, placement=Placement.LARGEST),
+        because="options that fit each other are honoured but for placement and policy",
+    ),
+    trace=Trace.SILENCE,
+)
 class DropsWhatTheLayoutExcludes(ReferenceEngine):
-    """Of two options that exclude each other the one that fits the layout wins, without a word.
+    """Of two options that exclude each other one is dropped without a word.
 
-    After Tencent-Hunyuan/UniRL#410: an option that could not be honoured was dropped, and training went on.
+    Reported: an option that could not be honoured was dropped, and training went on.
     """
-
-    name = "mutant.DropsWhatTheLayoutExcludes"
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         """Prepare honestly, under a plan without placement, and without a policy that does not fit."""
@@ -55,13 +58,15 @@ class DropsWhatTheLayoutExcludes(ReferenceEngine):
         return super().prepare(model, replace(plan, placement=Placement.FIRST, reshard=Reshard.NATIVE), mesh)
 
 
+@mutant(
+    after="pytorch/torchtitan#1483",
+    kills_on=Condition(plan=_LARGEST, because="needs a parameter whose largest dim is the second"),
+)
 class ReassemblesAlongTheFirstDim(ReferenceEngine):
-    """Shards of the second dim are put together in forward as if they were shards of the first.
+    """Shards of the second dim are put together as if they were shards of the first.
 
-    After pytorch/torchtitan#1483: weights were permuted by the order of two axes.
+    Reported: weights were permuted by the order of two axes.
     """
-
-    name = "mutant.ReassemblesAlongTheFirstDim"
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         """Shard honestly; in forward permute what was gathered."""
@@ -83,13 +88,16 @@ def _permuting(name: str, num_shards: int) -> Callable[[nn.Module, Any], None]:
     return permute
 
 
+@mutant(
+    after="Lightning-AI/lightning-thunder#908",
+    kills_on=Condition(because="one rank divides all rows"),
+    trace=Trace.CRASH,
+)
 class ShowsPaddingRows(FullyShardEngine):
-    """Where ranks do not divide the rows of the last weight, forward sees the rows that pad them.
+    """Forward sees the rows with which the last weight was padded.
 
-    After Lightning-AI/lightning-thunder#908: padding was not taken away again in one order of wrapping.
+    Reported: padding was not taken away again in one order of wrapping.
     """
-
-    name = "mutant.ShowsPaddingRows"
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         """Shard honestly; in forward pad the last parameter of two dims."""
@@ -119,13 +127,17 @@ class _PreparedInferring(PreparedFullyShard):
         }
 
 
+@mutant(
+    after="pytorch/torchtitan#4593",
+    kills_on=Condition(because="one rank's rows are all rows"),
+    trace=Trace.STATE,
+)
 class InfersTheSizeFromItsShard(FullyShardEngine):
-    """A gradient's size is taken to be that of this rank's shard times the number of shards.
+    """Of rows that ranks do not divide, a wrong number is inferred from a rank's own.
 
-    After pytorch/torchtitan#4593: of a dim that ranks do not divide the wrong size was inferred.
+    Reported: of a dim that ranks do not divide the wrong size was inferred.
     """
 
-    name = "mutant.InfersTheSizeFromItsShard"
     prepared_type = _PreparedInferring
 
 
@@ -159,23 +171,26 @@ class _PreparedHoarding(PreparedFullyShard):
         return {**super().local_optimizer_state(), **self._whole}
 
 
+@mutant(
+    after="huggingface/accelerate#3859",
+    kills_on=Condition(plan=Plan(layout=Layout.SHARD), because="one rank's shard is the whole"),
+    trace=Trace.STATE,
+)
 class KeepsWholeOptimizerState(FullyShardEngine):
-    """Each rank keeps the state of whole parameters, of which it updates its shard; the numbers are right.
+    """Each rank keeps optimizer state of the shape of whole parameters.
 
-    After huggingface/accelerate#3859: state was made for parameters that were not sharded yet, and kept their shape.
+    Reported: state was made for parameters that were not sharded yet, and kept their shape.
     """
 
-    name = "mutant.KeepsWholeOptimizerState"
     prepared_type = _PreparedHoarding
 
 
+@mutant(after="pytorch/torchtitan#1483", kills_on=Condition(world_size=1), trace=Trace.STATE)
 class ShowsStridedParameters(ReferenceEngine):
-    """Forward sees parameters of two dims as transposed views; the numbers are right.
+    """Forward sees parameters whose memory is not in the order of their shape.
 
-    After pytorch/torchtitan#1483: what was gathered lay in memory in another order than its shape says.
+    Reported: what was gathered lay in memory in another order than its shape says.
     """
-
-    name = "mutant.ShowsStridedParameters"
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         """Shard honestly; in forward show a view of a transposed copy."""
@@ -215,13 +230,13 @@ class _PreparedTransposing(PreparedFullyShard):
                 )
 
 
+@mutant(after="pytorch/torchtitan#4593", kills_on=Condition(world_size=1), trace=Trace.STATE)
 class HandsOutStridedGradients(FullyShardEngine):
-    """Gradients of two dims are handed out as transposed views; the numbers are right.
+    """Gradients are handed out with memory that is not in the order of their shape.
 
-    After pytorch/torchtitan#4593: a shard that was taken out of a tensor did not have what the tensor had.
+    Reported: a shard that was taken out of a tensor did not have what the tensor had.
     """
 
-    name = "mutant.HandsOutStridedGradients"
     prepared_type = _PreparedTransposing
 
 

@@ -14,63 +14,63 @@ from torch.distributed.device_mesh import DeviceMesh
 from engine.adapters.reference import PreparedReference, ReferenceEngine
 from engine.adapters.torch_fsdp2 import FullyShardEngine, PreparedFullyShard
 from engine.adapters.torch_replicate import ReplicateEngine
+from engine.capability import Capability
 from engine.contract import Layout, Plan, PreparedModel
 from engine.mutants.accumulation import Forgetful
 from engine.mutants.groups import groups_of
+from engine.mutants.mutant import Condition, Trace, mutant
+from engine.plan import Accumulation, Grouping
 from engine.reference.division import Division
 from engine.reference.group import Group
 from engine.reference.parameter import ManagedParameter
 from engine.reference.reduction import ReductionPlan
 
-__all__ = [
-    "AccumulatesInBfloat16",
-    "CastsInputsOfTheFirstModuleAlone",
-    "DividesFloat16AfterTheSum",
-    "ForgetsMicrobatchesInLowPrecision",
-    "IgnoresTheComputeDtype",
-    "KeepsFloat32OnTheWire",
-    "KeepsNoMasterWeights",
-    "ReducesInBfloat16",
-    "ReducesInTheDtypeOfBefore",
-    "ReducesReplicasInBfloat16",
-    "ReturnsTheComputeDtype",
-    "RoundsWhereDtypesAreMixed",
-]
+_LOW = Plan(compute_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+_ACCUMULATING = Plan(
+    compute_dtype=torch.bfloat16, reduce_dtype=torch.float32, accumulation=Accumulation.LAST_MICROBATCH
+)
 
 
+@mutant(
+    after="pytorch/pytorch#190626",
+    kills_on=Condition(world_size=1, because="gradients that bfloat16 holds exactly hide it from numbers"),
+)
 class ReducesInBfloat16(FullyShardEngine):
-    """Gradients lose 16 of their 24 significant bits on the way, whatever dtype the plan names.
+    """Gradients are reduced in bfloat16 whatever was asked.
 
-    After pytorch/pytorch#190626: the reduction ran before the cast to the dtype asked for.
+    Reported: the reduction ran before the cast to the dtype asked for.
     """
-
-    name = "mutant.ReducesInBfloat16"
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         """Shard honestly, under another plan."""
         return super().prepare(model, replace(plan, reduce_dtype=torch.bfloat16), mesh)
 
 
+@mutant(
+    after="pytorch/pytorch#153077",
+    kills_on=Condition(steps=2, plan=Plan(reduce_dtype=torch.bfloat16), because="one rank sends nothing"),
+    trace=Trace.COMMUNICATION,
+)
 class KeepsFloat32OnTheWire(ReferenceEngine):
-    """Gradients are reduced in float32 whatever was asked: twice the bytes, and numbers better than asked.
+    """Gradients are reduced in float32 whatever was asked.
 
-    After pytorch/pytorch#153077: the dtype of the reduction was settled before the one asked for was known.
+    Reported: the dtype of the reduction was settled before the one asked for was known.
     """
-
-    name = "mutant.KeepsFloat32OnTheWire"
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         """Prepare honestly, under another plan."""
         return super().prepare(model, replace(plan, reduce_dtype=torch.float32), mesh)
 
 
+@mutant(
+    after="pytorch/pytorch#190627",
+    kills_on=Condition(plan=Plan(layout=Layout.HYBRID), because="only a hybrid layout has replicas"),
+)
 class ReducesReplicasInBfloat16(FullyShardEngine):
-    """Within a replica gradients are reduced as asked, across replicas in bfloat16.
+    """Across replicas gradients are reduced in bfloat16 whatever was asked, within them as asked.
 
-    After pytorch/pytorch#190627: of two reductions one knew nothing of the dtype asked for.
+    Reported: of two reductions one knew nothing of the dtype asked for.
     """
-
-    name = "mutant.ReducesReplicasInBfloat16"
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         """Shard each replica honestly, and reduce across replicas in a hook of our own."""
@@ -89,13 +89,20 @@ class ReducesReplicasInBfloat16(FullyShardEngine):
         return prepared
 
 
+@mutant(
+    after="verl-project/verl#6150",
+    kills_on=Condition(
+        world_size=1,
+        plan=_LOW,
+        because="the numbers are better than asked: only what is returned shows it",
+    ),
+    trace=Trace.STATE,
+)
 class IgnoresTheComputeDtype(ReplicateEngine):
-    """Everything is computed in the parameters' own dtype, more exactly than was asked, and more slowly.
+    """Forward and backward compute in the parameters' dtype although another was asked for.
 
-    After verl-project/verl#6150: the dtype of the policy never reached the forward pass.
+    Reported: the dtype of the policy never reached the forward pass.
     """
-
-    name = "mutant.IgnoresTheComputeDtype"
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         """Replicate honestly, under a plan that still communicates as asked."""
@@ -103,13 +110,20 @@ class IgnoresTheComputeDtype(ReplicateEngine):
         return super().prepare(model, asked, mesh)
 
 
+@mutant(
+    after="pytorch/pytorch#153077",
+    kills_on=Condition(
+        world_size=1,
+        plan=Plan(compute_dtype=torch.bfloat16, output_dtype=torch.float32),
+        because="an output that nobody asked to be cast is not cast",
+    ),
+    trace=Trace.STATE,
+)
 class ReturnsTheComputeDtype(FullyShardEngine):
-    """The output is in the dtype of the computation, whatever dtype was asked for.
+    """The output is in the dtype of the computation although another was asked for.
 
-    After pytorch/pytorch#153077: which casts were made was decided too early, and differed from what was said.
+    Reported: which casts were made was decided too early, and differed from what was said.
     """
-
-    name = "mutant.ReturnsTheComputeDtype"
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         """Shard honestly, under a plan without a dtype for the output."""
@@ -125,14 +139,17 @@ class _PreparedWithoutMasters(PreparedFullyShard):
                 parameter.copy_(parameter.to(self.plan.compute_dtype))
 
 
+@mutant(
+    after="huggingface/transformers#34645",
+    kills_on=Condition(world_size=1, plan=_LOW, because="in one dtype there is nothing to round"),
+)
 class KeepsNoMasterWeights(FullyShardEngine):
-    """What the optimizer updates is as coarse as what forward computes with: small updates are lost.
+    """Updated parameters are rounded to the dtype of the computation.
 
-    After huggingface/transformers#34645: with mixed precision, parameters and gradients were not in the dtype
-    that the optimizer was to work in.
+    Reported: with mixed precision, parameters and gradients were not in the dtype that the optimizer was to work
+    in.
     """
 
-    name = "mutant.KeepsNoMasterWeights"
     prepared_type = _PreparedWithoutMasters
 
 
@@ -140,13 +157,15 @@ class _PreparedForgetfulInLowPrecision(Forgetful, PreparedFullyShard):
     pass
 
 
+@mutant(
+    after="ServiceNow/Fast-LLM#550",
+    kills_on=Condition(world_size=1, microbatches=2, plan=_LOW, because="a single microbatch is the last"),
+)
 class ForgetsMicrobatchesInLowPrecision(FullyShardEngine):
     """Where another dtype computes, each backward discards the microbatches before it.
 
-    After ServiceNow/Fast-LLM#550: one of the branches that hand gradients on did not know that it had to add.
+    Reported: one of the branches that hand gradients on did not know that it had to add.
     """
-
-    name = "mutant.ForgetsMicrobatchesInLowPrecision"
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         """Shard honestly; in low precision each backward clears what was there."""
@@ -155,13 +174,15 @@ class ForgetsMicrobatchesInLowPrecision(FullyShardEngine):
         return _PreparedForgetfulInLowPrecision(honest.module, plan) if is_low else honest
 
 
+@mutant(
+    after="pytorch/pytorch#160279",
+    kills_on=Condition(world_size=1, microbatches=3, plan=_ACCUMULATING, because="one microbatch is no sum"),
+)
 class AccumulatesInBfloat16(ReferenceEngine):
-    """What microbatches add up to until the last one is rounded to bfloat16 after each.
+    """The sum over microbatches is rounded to bfloat16 after each.
 
-    After pytorch/pytorch#160279: of gradients accumulated over microbatches some had another dtype than others.
+    Reported: of gradients accumulated over microbatches some had another dtype than others.
     """
-
-    name = "mutant.AccumulatesInBfloat16"
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         """Prepare honestly; round what each group holds."""
@@ -182,14 +203,20 @@ def _rounding(parameter: ManagedParameter) -> Callable[[torch.dtype | None], Non
     return hold
 
 
+@mutant(
+    after="pytorch/pytorch#196996",
+    kills_on=Condition(
+        world_size=1,
+        microbatches=3,
+        plan=_ACCUMULATING,
+        because="needs a parameter that the last microbatch alone uses",
+    ),
+)
 class RoundsWhereDtypesAreMixed(ReferenceEngine):
-    """Where one parameter's gradient was accumulated and another's is fresh, both are packed as the fresh one is.
+    """Accumulated gradients are rounded to the dtype of a fresh one beside which they are reduced.
 
-    After pytorch/pytorch#196996: a parameter that the last microbatch alone used had another dtype than those
-    that it was reduced with.
+    Reported: a parameter that the last microbatch alone used had another dtype than those that it was reduced with.
     """
-
-    name = "mutant.RoundsWhereDtypesAreMixed"
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         """Prepare honestly; look at what each group is about to reduce."""
@@ -212,13 +239,15 @@ def _packing(group: Group) -> Callable[[], None]:
     return reduce_gradients
 
 
+@mutant(
+    after="pytorch/torchtitan#2318",
+    kills_on=Condition(plan=Plan(reduce_dtype=torch.float16), because="one rank's gradients are no sum"),
+)
 class DividesFloat16AfterTheSum(ReferenceEngine):
-    """Gradients in float16 are added as they are, and divided by the number of ranks when they have overflowed.
+    """Gradients in float16 are divided when their sum has overflowed.
 
-    After pytorch/torchtitan#2318: the division was moved to another place, and not every mode followed.
+    Reported: the division was moved to another place, and not every mode followed.
     """
-
-    name = "mutant.DividesFloat16AfterTheSum"
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         """Prepare honestly; put all of the division behind the sum."""
@@ -239,13 +268,24 @@ def _dividing_late(group: Group) -> Callable[[torch.dtype], ReductionPlan]:
     return plan
 
 
+@mutant(
+    after="pytorch/pytorch#143277",
+    kills_on=Condition(
+        world_size=1,
+        plan=Plan(
+            compute_dtype=torch.bfloat16,
+            units=("first,last",),
+            grouping=Grouping.REQUIRED,
+        ),
+        because="needs a model that widens what lies between the two",
+    ),
+    trace=Trace.CRASH,
+)
 class CastsInputsOfTheFirstModuleAlone(ReferenceEngine):
-    """Of several modules that form one group only the first has its inputs cast.
+    """Of several modules in one group only the first has its inputs cast.
 
-    After pytorch/pytorch#143277: the dtype to which inputs are cast was settled in one place, too early.
+    Reported: the dtype to which inputs are cast was settled in one place, too early.
     """
-
-    name = "mutant.CastsInputsOfTheFirstModuleAlone"
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         """Prepare honestly; hand later modules of a group their inputs as they were."""
@@ -282,13 +322,20 @@ class _PreparedEarly(PreparedReference):
             group._dtypes = replace(group._dtypes, reduce_dtype=torch.float32)  # type: ignore[type-var]  # a dataclass, by its Protocol
 
 
+@mutant(
+    after="pytorch/pytorch#143277",
+    kills_on=Condition(
+        world_size=1,
+        plan=Plan(demands=frozenset({Capability.CONVERT})),
+        because="a model that stays as it was prepared is reduced in its own dtype",
+    ),
+)
 class ReducesInTheDtypeOfBefore(ReferenceEngine):
-    """A model that was converted when it was prepared already is still reduced in the dtype it had before.
+    """A model that was converted after it was prepared is reduced in float32.
 
-    After pytorch/pytorch#143277: the dtype of the reduction was settled before the parameters had theirs.
+    Reported: the dtype of the reduction was settled before the parameters had theirs.
     """
 
-    name = "mutant.ReducesInTheDtypeOfBefore"
     prepared_type = _PreparedEarly
 
 

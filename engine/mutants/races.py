@@ -7,39 +7,29 @@ and groups of its own, never what other engines in the process share. Those of t
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from engine.adapters.torch_fsdp2 import FullyShardEngine
 from engine.contract import Plan, PreparedModel
 from engine.mutants.fsdp2_insides import Forgetful, after_method, before_method, deaf, deaf_in, in_context
-
-__all__ = [
-    "CopiesOutDuringTheGather",
-    "EndsBackwardWithoutAWait",
-    "FreesTheGatherOutput",
-    "FreesTheReduceInput",
-    "FreesTheReplicasBuffer",
-    "GathersBeforeTheCopyIn",
-    "GathersDuringTheStep",
-    "GathersPartsBeforeTheyAreCut",
-    "ReducesBeforeGradientsAreThere",
-    "ReducesReplicasBeforeTheScatter",
-    "ReusesTheReduceInput",
-]
+from engine.mutants.mutant import Condition, Trace, mutant
+from engine.mutants.plans import HYBRID_BLOCKS, SHARDED_BLOCKS
+from engine.plan import Reshard
 
 # Any, throughout: FSDP2's insides and the streams of a device have no public types.
 
 
+@mutant(after="deepspeedai/DeepSpeed#8061", kills_on=Condition(plan=SHARDED_BLOCKS), trace=Trace.RACES)
 class GathersBeforeTheCopyIn(FullyShardEngine):
-    """The stream that gathers does not wait for the one that fills the gather's input.
+    """The stream that gathers does not wait for the one that fills its input.
 
-    After deepspeedai/DeepSpeed#8061: a stream waited for one other, and the copies into its bucket came from several.
+    Reported: a stream waited for one other, and the copies into its bucket came from several.
     """
-
-    name = "mutant.GathersBeforeTheCopyIn"
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         """Shard honestly, then have that stream not wait where gathers are issued."""
@@ -47,13 +37,12 @@ class GathersBeforeTheCopyIn(FullyShardEngine):
         return in_context(super().prepare(model, plan, mesh), sin)
 
 
+@mutant(after="NVIDIA/Megatron-LM#663", kills_on=Condition(plan=SHARDED_BLOCKS), trace=Trace.RACES)
 class CopiesOutDuringTheGather(FullyShardEngine):
-    """Whole parameters are copied out of the gather's output before it is there.
+    """Whole parameters are copied out of a gather that may be under way.
 
-    After NVIDIA/Megatron-LM#663: with gathers overlapped, forward read parameters that had not arrived.
+    Reported: with gathers overlapped, forward read parameters that had not arrived.
     """
-
-    name = "mutant.CopiesOutDuringTheGather"
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         """Shard honestly, then lose the event of each gather."""
@@ -65,26 +54,32 @@ class CopiesOutDuringTheGather(FullyShardEngine):
         return after_method(super().prepare(model, plan, mesh), "unshard", lose_event)
 
 
+@mutant(after="deepspeedai/DeepSpeed#7898", kills_on=Condition(plan=SHARDED_BLOCKS), trace=Trace.RACES)
 class ReducesBeforeGradientsAreThere(FullyShardEngine):
-    """The stream that reduces does not wait for the one on which backward computes.
+    """The stream that reduces does not wait for that of backward.
 
-    After deepspeedai/DeepSpeed#7898: the stream that reduced waited for another stream than that of backward.
+    Reported: the stream that reduced waited for another stream than that of backward.
     """
-
-    name = "mutant.ReducesBeforeGradientsAreThere"
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         """Shard honestly, then have that stream wait for no other."""
         return in_context(super().prepare(model, plan, mesh), deaf("reduce_scatter_stream"))
 
 
+@mutant(
+    after="flagos-ai/Torch-FL#62",
+    kills_on=Condition(
+        microbatches=2,
+        plan=SHARDED_BLOCKS,
+        because="the input of a lone reduction is waited for, and nothing follows it on its stream",
+    ),
+    trace=Trace.RACES,
+)
 class EndsBackwardWithoutAWait(FullyShardEngine):
-    """Nobody waits for what follows the last reductions, so the optimizer may read gradients in the making.
+    """The optimizer does not wait for what follows the last reductions.
 
-    After flagos-ai/Torch-FL#62: gradients were read while their reduction was under way on another stream.
+    Reported: gradients were read while their reduction was under way on another stream.
     """
-
-    name = "mutant.EndsBackwardWithoutAWait"
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         """Shard honestly, then forget the events for which the end of backward is to wait."""
@@ -95,13 +90,16 @@ class EndsBackwardWithoutAWait(FullyShardEngine):
         return after_method(super().prepare(model, plan, mesh), "post_backward", forget_events)
 
 
+@mutant(
+    after="NVIDIA/Megatron-LM#4609",
+    kills_on=Condition(steps=2, plan=SHARDED_BLOCKS, because="nothing is written before the first step"),
+    trace=Trace.RACES,
+)
 class GathersDuringTheStep(FullyShardEngine):
-    """The first gather of an iteration does not wait for the optimizer.
+    """The first copy of an iteration does not wait for the optimizer.
 
-    After NVIDIA/Megatron-LM#4609: gathers that overlapped the step shared a buffer with what it was reading.
+    Reported: gathers that overlapped the step shared a buffer with what it was reading.
     """
-
-    name = "mutant.GathersDuringTheStep"
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         """Shard honestly, then have the stream that reads the shards not wait where an iteration begins."""
@@ -109,13 +107,16 @@ class GathersDuringTheStep(FullyShardEngine):
         return in_context(super().prepare(model, plan, mesh), sin)
 
 
+@mutant(
+    after="deepspeedai/DeepSpeed#7188",
+    kills_on=Condition(plan=SHARDED_BLOCKS, because="a single unit has no next one"),
+    trace=Trace.RACES,
+)
 class ReusesTheReduceInput(FullyShardEngine):
-    """The input of a reduction is let go when the next one begins, whether or not it was read by then.
+    """The input of a reduction is let go without a wait when the next one begins.
 
-    After deepspeedai/DeepSpeed#7188: one of two buffers was filled again before its reduction had finished.
+    Reported: one of two buffers was filled again before its reduction had finished.
     """
-
-    name = "mutant.ReusesTheReduceInput"
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         """Shard honestly, then keep inputs without their events."""
@@ -126,13 +127,18 @@ class ReusesTheReduceInput(FullyShardEngine):
         return in_context(super().prepare(model, plan, mesh), forget_events)
 
 
+@mutant(
+    after="deepspeedai/DeepSpeed#7371",
+    kills_on=Condition(
+        plan=SHARDED_BLOCKS, because="nothing is computed after the reduction of a single unit"
+    ),
+    trace=Trace.RACES,
+)
 class FreesTheReduceInput(FullyShardEngine):
-    """Nobody keeps the input of a reduction: its memory is free as soon as the reduction was issued.
+    """The input of a reduction is let go as soon as it was issued.
 
-    After deepspeedai/DeepSpeed#7371: the buffer of a reduction under way was given to the gradients that came next.
+    Reported: the buffer of a reduction under way was given to the gradients that came next.
     """
-
-    name = "mutant.FreesTheReduceInput"
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         """Shard honestly, then let go of each reduction's input after it."""
@@ -143,13 +149,12 @@ class FreesTheReduceInput(FullyShardEngine):
         return after_method(super().prepare(model, plan, mesh), "post_backward", let_go)
 
 
+@mutant(after="NVIDIA/Megatron-LM#5788", kills_on=Condition(plan=SHARDED_BLOCKS), trace=Trace.RACES)
 class FreesTheGatherOutput(FullyShardEngine):
-    """In forward the output of a gather is let go although the copy out of it may still be reading.
+    """The output of a gather is let go while it may be copied from.
 
-    After NVIDIA/Megatron-LM#5788: gathered memory was given back with neither an event nor record_stream.
+    Reported: gathered memory was given back with neither an event nor record_stream.
     """
-
-    name = "mutant.FreesTheGatherOutput"
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         """Shard honestly, then lose the event of the last copy before each wait for a gather."""
@@ -162,26 +167,36 @@ class FreesTheGatherOutput(FullyShardEngine):
         return before_method(super().prepare(model, plan, mesh), "wait_for_unshard", lose_event)
 
 
+@mutant(
+    after="NVIDIA/Megatron-LM#3670",
+    kills_on=Condition(world_size=4, plan=HYBRID_BLOCKS, because="only a hybrid layout has replicas"),
+    trace=Trace.RACES,
+)
 class ReducesReplicasBeforeTheScatter(FullyShardEngine):
-    """Under a hybrid layout shards are reduced across replicas before they are reduced within one.
+    """Under a hybrid layout replicas do not wait for the reduction within each.
 
-    After NVIDIA/Megatron-LM#3670: with overlapped reductions over several instances gradients came out wrong.
+    Reported: with overlapped reductions over several instances gradients came out wrong.
     """
-
-    name = "mutant.ReducesReplicasBeforeTheScatter"
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         """Shard honestly, then have the stream between replicas wait for no other."""
         return in_context(super().prepare(model, plan, mesh), deaf("all_reduce_stream"))
 
 
+@mutant(
+    after="pytorch/pytorch#180665",
+    kills_on=Condition(
+        world_size=4,
+        plan=replace(HYBRID_BLOCKS, reduce_dtype=torch.bfloat16),
+        because="without a dtype of its own it is the gradient, which stays",
+    ),
+    trace=Trace.RACES,
+)
 class FreesTheReplicasBuffer(FullyShardEngine):
-    """Under a hybrid layout that reduces in a dtype of its own, what replicas reduce is let go at once.
+    """What replicas reduce in a dtype of its own is let go as soon as it was issued.
 
-    After pytorch/pytorch#180665: memory of one stream was handed out again while another stream was reading it.
+    Reported: memory of one stream was handed out again while another stream was reading it.
     """
-
-    name = "mutant.FreesTheReplicasBuffer"
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         """Shard honestly, then keep no buffer across units."""
@@ -192,13 +207,20 @@ class FreesTheReplicasBuffer(FullyShardEngine):
         return after_method(super().prepare(model, plan, mesh), "post_backward", let_go)
 
 
+@mutant(
+    after="deepspeedai/DeepSpeed#8061",
+    kills_on=Condition(
+        world_size=4,
+        plan=replace(SHARDED_BLOCKS, reshard=Reshard.TO_PAIRS),
+        because="other policies copy nothing",
+    ),
+    trace=Trace.RACES,
+)
 class GathersPartsBeforeTheyAreCut(FullyShardEngine):
-    """What is kept between forward and backward for pairs of ranks is gathered before it was copied.
+    """What is kept for pairs of ranks is gathered without a wait for its copy.
 
-    After deepspeedai/DeepSpeed#8061: one of several streams that filled a buffer was not waited for.
+    Reported: one of several streams that filled a buffer was not waited for.
     """
-
-    name = "mutant.GathersPartsBeforeTheyAreCut"
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         """Shard honestly, then lose the event of each copy."""

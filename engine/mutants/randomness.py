@@ -12,18 +12,16 @@ from torch.utils.checkpoint import checkpoint
 
 from engine.adapters.torch_replicate import ReplicateEngine
 from engine.contract import Plan, PreparedModel
+from engine.mutants.mutant import Condition, mutant
 
-__all__ = ["DrawsAlikeOnAllRanks", "DropsAUnitOnTheLastRank", "RecomputesWithOtherDraws"]
 
-
+@mutant(after="pytorch/pytorch#158719", kills_on=Condition(because="a lone rank drops nothing"))
 class DropsAUnitOnTheLastRank(ReplicateEngine):
-    """The last rank multiplies one unit's output by zero; every collective is still made.
+    """The last rank alone drops the output of one unit.
 
-    After pytorch/pytorch#158719: ranks that took different branches used different parameters. There it
-    ended in mismatched reductions; here gradients of zero keep the reductions alike.
+    Reported: ranks that took different branches used different parameters. There it ended in mismatched reductions;
+    here gradients of zero keep the reductions alike.
     """
-
-    name = "mutant.DropsAUnitOnTheLastRank"
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         """Drop the unit on the last rank, then replicate honestly."""
@@ -44,13 +42,12 @@ def _drop(module: nn.Module, inputs: Any, output: Any) -> Any:
     return output * 0 if isinstance(output, torch.Tensor) else output
 
 
+@mutant(after="radixark/miles#3187", kills_on=Condition(because="models that draw nothing are right"))
 class DrawsAlikeOnAllRanks(ReplicateEngine):
-    """Every rank draws in forward what the first rank would draw.
+    """All ranks draw the same random numbers in forward.
 
-    After radixark/miles#3187: the first rank's generator was saved, and restored on every rank.
+    Reported: the first rank's generator was saved, and restored on every rank.
     """
-
-    name = "mutant.DrawsAlikeOnAllRanks"
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         """Replicate honestly, and restore one state of the generator before each forward."""
@@ -65,14 +62,16 @@ def _restore(state: torch.Tensor, module: nn.Module, inputs: Any) -> None:
     torch.set_rng_state(state)
 
 
+@mutant(
+    after="allenai/OLMo-core#828",
+    kills_on=Condition(world_size=1, because="models that draw nothing are right"),
+)
 class RecomputesWithOtherDraws(ReplicateEngine):
-    """Units run again in backward, and draw new random numbers there.
+    """A recomputation draws other random numbers than its forward.
 
-    After allenai/OLMo-core#828: activation checkpointing did not keep the generator's state, so gradients were those of
-    another dropout mask than the loss.
+    Reported: activation checkpointing did not keep the generator's state, so gradients were those of another
+    dropout mask than the loss.
     """
-
-    name = "mutant.RecomputesWithOtherDraws"
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         """Replicate honestly, with units that keep no activations."""

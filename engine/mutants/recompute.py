@@ -15,13 +15,8 @@ from torch.distributed.fsdp import FSDPModule
 from engine.adapters.reference import PreparedReference, ReferenceEngine
 from engine.adapters.torch_fsdp2 import FullyShardEngine, PreparedFullyShard
 from engine.contract import Plan, PreparedModel
-
-__all__ = [
-    "CountsRecomputedGradientsTwice",
-    "GathersAgainAfterARecompute",
-    "GathersWhatBackwardDoesWithout",
-    "RecomputesBeforeTheGatherIsOver",
-]
+from engine.mutants.mutant import Condition, Trace, mutant
+from engine.plan import Reshard
 
 
 class _PreparedRecomputing(PreparedFullyShard):
@@ -66,13 +61,16 @@ class _PreparedHastyRecompute(_PreparedRecomputing):
                 parameter.chunk(size)[-1].zero_()
 
 
+@mutant(
+    after="NVIDIA/Megatron-LM#6153",
+    kills_on=Condition(because="one rank has all rows; units whose forward runs once meet whole parameters"),
+)
 class RecomputesBeforeTheGatherIsOver(FullyShardEngine):
-    """When backward runs a unit's forward again, the rows of the last rank have not arrived and are zeros.
+    """A recomputed forward takes the last rank's rows for zeros.
 
-    After NVIDIA/Megatron-LM#6153: a recomputed forward met parameters that had not been gathered for it.
+    Reported: a recomputed forward met parameters that had not been gathered for it.
     """
 
-    name = "mutant.RecomputesBeforeTheGatherIsOver"
     prepared_type = _PreparedHastyRecompute
 
 
@@ -83,24 +81,38 @@ class _PreparedWastefulRecompute(_PreparedRecomputing):
         unit.unshard()
 
 
+@mutant(
+    after="NVIDIA-NeMo/Automodel#3373",
+    kills_on=Condition(
+        steps=2,
+        plan=Plan(reshard=Reshard.AFTER_FORWARD),
+        because="one rank gathers nothing; counts hold from the second step on",
+    ),
+    trace=Trace.COMMUNICATION,
+)
 class GathersAgainAfterARecompute(FullyShardEngine):
-    """The end of a recomputed forward frees the unit, which the backward behind it gathers once more.
+    """Backward gathers a recomputed unit twice.
 
-    After NVIDIA-NeMo/Automodel#3373: with checkpointed blocks backward gathered parameters twice.
+    Reported: with checkpointed blocks backward gathered parameters twice.
     """
 
-    name = "mutant.GathersAgainAfterARecompute"
     prepared_type = _PreparedWastefulRecompute
 
 
+@mutant(
+    after="meta-pytorch/autoparallel#469",
+    kills_on=Condition(
+        steps=2,
+        plan=Plan(gathered_once=("token,position",)),
+        because="one rank gathers nothing; counts hold from the second step on",
+    ),
+    trace=Trace.COMMUNICATION,
+)
 class GathersWhatBackwardDoesWithout(FullyShardEngine):
-    """Units that were to be gathered for forward alone are gathered for backward too.
+    """Units to be gathered for forward alone are gathered for backward too.
 
-    After meta-pytorch/autoparallel#469: parameters that were not to be gathered a second time were, where
-    checkpoints were involved.
+    Reported: parameters that were not to be gathered a second time were, where checkpoints were involved.
     """
-
-    name = "mutant.GathersWhatBackwardDoesWithout"
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         """Shard honestly, under a plan without this wish."""
@@ -138,12 +150,15 @@ class _PreparedDoubleCounting(PreparedReference):
             self._recomputed.add(module)
 
 
+@mutant(
+    after="facebookresearch/fairscale#777",
+    kills_on=Condition(world_size=1, because="without checkpoints nothing is computed again"),
+)
 class CountsRecomputedGradientsTwice(ReferenceEngine):
-    """What backward computes by way of a recomputed forward counts twice.
+    """Gradients by way of a recomputed forward are doubled.
 
-    After facebookresearch/fairscale#777: gradients of a checkpointed module that was run several times were
-    accumulated into what had been reduced already.
+    Reported: gradients of a checkpointed module that was run several times were accumulated into what had been
+    reduced already.
     """
 
-    name = "mutant.CountsRecomputedGradientsTwice"
     prepared_type = _PreparedDoubleCounting

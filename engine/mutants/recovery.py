@@ -8,15 +8,13 @@ import torch
 
 from engine.adapters.reference import PreparedReference, ReferenceEngine
 from engine.adapters.torch_fsdp2 import FullyShardEngine, PreparedFullyShard
+from engine.capability import Capability
+from engine.mutants.mutant import Condition, Trace, mutant
 from engine.mutants.staleness import Stale
+from engine.plan import Accumulation, Grouping, Plan
 from engine.reference.unit import unit_of
 
-__all__ = [
-    "ComputesWithWhatAnEvaluationSaw",
-    "KeepsAnInferenceTensor",
-    "LeaksTheFailedIteration",
-    "NeverRecovers",
-]
+_RECOVER = frozenset({Capability.RECOVER})
 
 
 class _PreparedEvaluating(Stale, PreparedReference):
@@ -37,14 +35,17 @@ class _PreparedEvaluating(Stale, PreparedReference):
         self._has_evaluated = False
 
 
+@mutant(
+    after="pytorch/pytorch#137348",
+    kills_on=Condition(world_size=1, steps=2, because="without an update since they are those of now"),
+)
 class ComputesWithWhatAnEvaluationSaw(ReferenceEngine):
-    """After an evaluation the next step computes with the parameters that the evaluation was given.
+    """The step after an evaluation computes with the parameters that the evaluation saw.
 
-    After pytorch/pytorch#137348: parameters that had been gathered and not freed were taken for up to date,
-    and an optimizer step did not reach them.
+    Reported: parameters that had been gathered and not freed were taken for up to date, and an optimizer step did
+    not reach them.
     """
 
-    name = "mutant.ComputesWithWhatAnEvaluationSaw"
     prepared_type = _PreparedEvaluating
 
 
@@ -58,14 +59,17 @@ class _PreparedLazily(PreparedReference):
         return output * self._scale
 
 
+@mutant(
+    after="pytorch/pytorch#113203",
+    kills_on=Condition(world_size=1, because="state made by a training forward may be trained with"),
+    trace=Trace.CRASH,
+)
 class KeepsAnInferenceTensor(ReferenceEngine):
-    """What is made at the first forward, and kept, cannot be trained with if that forward was an inference.
+    """State made in inference mode is used for training.
 
-    After pytorch/pytorch#113203: state made lazily in inference mode broke the backward of the first training
-    step.
+    Reported: state made lazily in inference mode broke the backward of the first training step.
     """
 
-    name = "mutant.KeepsAnInferenceTensor"
     prepared_type = _PreparedLazily
 
 
@@ -77,13 +81,21 @@ class _PreparedLeaking(PreparedReference):
         super().recover()
 
 
+@mutant(
+    after="espnet/espnet#3283",
+    kills_on=Condition(
+        world_size=1,
+        microbatches=2,
+        plan=Plan(accumulation=Accumulation.LAST_MICROBATCH, demands=_RECOVER),
+        because="a forward that fails in the first microbatch leaves no gradients",
+    ),
+)
 class LeaksTheFailedIteration(ReferenceEngine):
-    """Gradients held back when an iteration failed are reduced with those of the next.
+    """Gradients of an iteration that failed are added to those of the next.
 
-    After espnet/espnet#3283: where an accumulation was abandoned, what it had gathered was not cleared.
+    Reported: where an accumulation was abandoned, what it had gathered was not cleared.
     """
 
-    name = "mutant.LeaksTheFailedIteration"
     prepared_type = _PreparedLeaking
 
 
@@ -92,12 +104,17 @@ class _PreparedWithoutRecovery(PreparedFullyShard):
         pass
 
 
+@mutant(
+    after="mosaicml/composer#3866",
+    kills_on=Condition(
+        plan=Plan(grouping=Grouping.REQUIRED, units=("first,second",), demands=_RECOVER),
+        because="without an exception there is nothing to recover from",
+    ),
+)
 class NeverRecovers(FullyShardEngine):
-    """After a forward that raised, the next one begins in the middle of it.
+    """What a failed forward left behind is not cleared away.
 
-    After mosaicml/composer#3866: a training step begun again after it had run out of memory found the engine
-    in an illegal state.
+    Reported: a training step begun again after it had run out of memory found the engine in an illegal state.
     """
 
-    name = "mutant.NeverRecovers"
     prepared_type = _PreparedWithoutRecovery

@@ -10,25 +10,18 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from engine.adapters.reference import ReferenceEngine, ReferenceOnStreams
 from engine.contract import Plan, PreparedModel
+from engine.mutants.mutant import Condition, Trace, mutant
+from engine.mutants.plans import SHARDED_BLOCKS
 from engine.mutants.reference_insides import lanes_of, reference_groups
 from engine.reference.group import Group
 
-__all__ = [
-    "FreesTheCopiedBuffer",
-    "GathersWhileTheStepWrites",
-    "ReducesBeforeTheCut",
-    "RefillsTheReduceInput",
-    "StepsWhileGradientsAreReduced",
-]
 
-
+@mutant(after="deepspeedai/DeepSpeed#7898", kills_on=Condition(plan=SHARDED_BLOCKS), trace=Trace.RACES)
 class ReducesBeforeTheCut(ReferenceEngine):
-    """Gradients are sent before they are laid out: the stream that sends waits for nobody.
+    """The reference engine reduces gradients without a wait for their layout.
 
-    After deepspeedai/DeepSpeed#7898: the stream that reduced waited for another stream than that of backward.
+    Reported: the stream that reduced waited for another stream than that of backward.
     """
-
-    name = "mutant.ReducesBeforeTheCut"
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         """Shard honestly, then have that stream wait for no other."""
@@ -38,13 +31,16 @@ class ReducesBeforeTheCut(ReferenceEngine):
         return prepared
 
 
+@mutant(
+    after="NVIDIA/Megatron-LM#663",
+    kills_on=Condition(steps=2, plan=SHARDED_BLOCKS, because="nothing is written before the first step"),
+    trace=Trace.RACES,
+)
 class GathersWhileTheStepWrites(ReferenceEngine):
-    """A forward's first gather does not wait for the optimizer.
+    """The reference engine begins an iteration without a wait for the optimizer.
 
-    After NVIDIA/Megatron-LM#663: with overlapped gathering, forward read parameters of the step before.
+    Reported: with overlapped gathering, forward read parameters of the step before.
     """
-
-    name = "mutant.GathersWhileTheStepWrites"
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         """Shard honestly, then ignore what is to be waited for when an iteration begins."""
@@ -54,13 +50,12 @@ class GathersWhileTheStepWrites(ReferenceEngine):
         return prepared
 
 
+@mutant(after="NVIDIA/Megatron-LM#5788", kills_on=Condition(plan=SHARDED_BLOCKS), trace=Trace.RACES)
 class FreesTheCopiedBuffer(ReferenceEngine):
-    """The buffer of a gather is let go before the copy out of it is over.
+    """The reference engine lets go of a gather's buffer without a wait for the copy out of it.
 
-    After NVIDIA/Megatron-LM#5788: gathered memory was given back with neither an event nor record_stream.
+    Reported: gathered memory was given back with neither an event nor record_stream.
     """
-
-    name = "mutant.FreesTheCopiedBuffer"
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         """Shard honestly, then have the gather after each copy wait for what was before it alone."""
@@ -70,13 +65,16 @@ class FreesTheCopiedBuffer(ReferenceEngine):
         return prepared
 
 
+@mutant(
+    after="deepspeedai/DeepSpeed#7188",
+    kills_on=Condition(plan=SHARDED_BLOCKS, because="a single unit has no next one"),
+    trace=Trace.RACES,
+)
 class RefillsTheReduceInput(ReferenceOnStreams):
-    """The input of a reduction is let go when the next one begins, whether or not it was read by then.
+    """The reference engine lets go of a reduction's input without a wait.
 
-    After deepspeedai/DeepSpeed#7188: one of two buffers was filled again before its reduction had finished.
+    Reported: one of two buffers was filled again before its reduction had finished.
     """
-
-    name = "mutant.RefillsTheReduceInput"
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         """Shard honestly, then make room without a wait."""
@@ -86,13 +84,12 @@ class RefillsTheReduceInput(ReferenceOnStreams):
         return prepared
 
 
+@mutant(after="flagos-ai/Torch-FL#62", kills_on=Condition(plan=SHARDED_BLOCKS), trace=Trace.RACES)
 class StepsWhileGradientsAreReduced(ReferenceOnStreams):
-    """Backward ends without a wait for the reductions that it started.
+    """The reference engine ends backward without a wait for its reductions.
 
-    After flagos-ai/Torch-FL#62: gradients were read while their reduction was under way on another stream.
+    Reported: gradients were read while their reduction was under way on another stream.
     """
-
-    name = "mutant.StepsWhileGradientsAreReduced"
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         """Shard honestly, then have the end of backward do nothing."""

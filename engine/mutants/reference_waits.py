@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,27 +12,23 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from engine.adapters.reference import ReferenceEngine, ReferenceOnStreams
+from engine.capability import Capability
 from engine.contract import Plan, PreparedModel
+from engine.mutants.mutant import Condition, Trace, mutant
+from engine.mutants.plans import HYBRID_BLOCKS, SHARDED_BLOCKS
 from engine.mutants.reference_insides import lanes_of, reference_groups
+from engine.plan import Reshard
 from engine.reference.lanes import InFlight, Lanes, Reduction
 
-__all__ = [
-    "FreesReducedOutputs",
-    "GathersByHandBeforeTheWrite",
-    "ReadsGathersUnderWay",
-    "SendsPartsBeforeTheyAreCut",
-    "TakesReductionsAsDone",
-    "TakesTheSumOverReplicasAsDone",
-]
+_BY_HAND = frozenset({Capability.UNIT_STATE, Capability.ASYNC_GATHER})
 
 
+@mutant(after="NVIDIA/Megatron-LM#663", kills_on=Condition(plan=SHARDED_BLOCKS), trace=Trace.RACES)
 class ReadsGathersUnderWay(ReferenceEngine):
-    """Whole parameters are taken out of a gather's output without a wait for its work.
+    """The reference engine takes gathers as done without a wait for their work.
 
-    After NVIDIA/Megatron-LM#663: with gathers overlapped, forward read parameters that had not arrived.
+    Reported: with gathers overlapped, forward read parameters that had not arrived.
     """
-
-    name = "mutant.ReadsGathersUnderWay"
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         """Shard honestly, then take each gather as done."""
@@ -41,65 +38,87 @@ class ReadsGathersUnderWay(ReferenceEngine):
         return prepared
 
 
+@mutant(
+    after="deepspeedai/DeepSpeed#8061",
+    kills_on=Condition(
+        world_size=4,
+        plan=replace(SHARDED_BLOCKS, reshard=Reshard.TO_PAIRS),
+        because="other policies keep no part",
+    ),
+    trace=Trace.RACES,
+)
 class SendsPartsBeforeTheyAreCut(ReferenceEngine):
-    """What is kept between forward and backward for pairs of ranks is gathered before it was cut.
+    """The reference engine gathers what it kept for pairs of ranks without a wait for its cut.
 
-    After deepspeedai/DeepSpeed#8061: one of several streams that filled a buffer was not waited for.
+    Reported: one of several streams that filled a buffer was not waited for.
     """
-
-    name = "mutant.SendsPartsBeforeTheyAreCut"
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         """Shard honestly, then have gathers not wait where parts are kept."""
         return _gathers_freely_after("keep_part", super().prepare(model, plan, mesh))
 
 
+@mutant(
+    after="NVIDIA/Megatron-LM#4609",
+    kills_on=Condition(
+        plan=replace(SHARDED_BLOCKS, demands=_BY_HAND),
+        because="where nobody asks, an iteration's begin waits",
+    ),
+    trace=Trace.RACES,
+)
 class GathersByHandBeforeTheWrite(ReferenceEngine):
-    """A gather that the caller asks for does not wait for what was written to the shards.
+    """The reference engine gathers what the caller asks for without a wait for writes to shards.
 
-    After NVIDIA/Megatron-LM#4609: gathers that overlapped the step shared a buffer with what it was reading.
+    Reported: gathers that overlapped the step shared a buffer with what it was reading.
     """
-
-    name = "mutant.GathersByHandBeforeTheWrite"
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         """Shard honestly, then have gathers not wait where the caller asks for them."""
         return _gathers_freely_after("unshard", super().prepare(model, plan, mesh))
 
 
+@mutant(after="flagos-ai/Torch-FL#62", kills_on=Condition(plan=SHARDED_BLOCKS), trace=Trace.RACES)
 class TakesReductionsAsDone(ReferenceEngine):
-    """Reduced gradients are used without a wait for the work of the reduce-scatter.
+    """The reference engine uses reduced gradients without a wait for the reduce-scatter.
 
-    After flagos-ai/Torch-FL#62: gradients were read while their reduction was under way on another stream.
+    Reported: gradients were read while their reduction was under way on another stream.
     """
-
-    name = "mutant.TakesReductionsAsDone"
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         """Shard honestly, then take the first collective of each reduction as done."""
         return _takes_as_done(0, super().prepare(model, plan, mesh))
 
 
+@mutant(
+    after="NVIDIA/Megatron-LM#3670",
+    kills_on=Condition(world_size=4, plan=HYBRID_BLOCKS, because="only a hybrid layout has replicas"),
+    trace=Trace.RACES,
+)
 class TakesTheSumOverReplicasAsDone(ReferenceEngine):
-    """Under a hybrid layout gradients are used without a wait for the work of the all-reduce.
+    """The reference engine uses gradients of replicas without a wait for the all-reduce.
 
-    After NVIDIA/Megatron-LM#3670: with overlapped reductions over several instances gradients came out wrong.
+    Reported: with overlapped reductions over several instances gradients came out wrong.
     """
-
-    name = "mutant.TakesTheSumOverReplicasAsDone"
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         """Shard honestly, then take the second collective of each reduction as done."""
         return _takes_as_done(1, super().prepare(model, plan, mesh))
 
 
+@mutant(
+    after="pytorch/pytorch#180665",
+    kills_on=Condition(
+        world_size=4,
+        plan=replace(HYBRID_BLOCKS, reduce_dtype=torch.bfloat16),
+        because="without a dtype of its own it is the gradient, which stays",
+    ),
+    trace=Trace.RACES,
+)
 class FreesReducedOutputs(ReferenceOnStreams):
-    """What a reduction writes is let go when the next one begins, though another stream may still read it.
+    """The reference engine lets go of what a reduction wrote while another stream may read it.
 
-    After pytorch/pytorch#180665: memory of one stream was handed out again while another stream was reading it.
+    Reported: memory of one stream was handed out again while another stream was reading it.
     """
-
-    name = "mutant.FreesReducedOutputs"
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         """Shard honestly, then keep outputs no longer than to the next reduction."""

@@ -20,19 +20,12 @@ from engine.contract import Plan, Prefetch, PreparedModel, Reshard
 from engine.mutants.calls import before
 from engine.mutants.fsdp2_insides import groups
 from engine.mutants.keeping import KeepingFsdp2, KeepingReference, taking
+from engine.mutants.mutant import Condition, Trace, mutant
+from engine.mutants.plans import SHARDED_BLOCKS
 from engine.mutants.reference_insides import reference_groups
 
-__all__ = [
-    "FreesAllUnitsTogether",
-    "GathersAgainWhatItWasAskedToKeep",
-    "GathersEverythingAhead",
-    "KeepsBuffersUntilTheStep",
-    "KeepsGatherOutputs",
-    "KeepsUnitsUntilBackwardEnds",
-    "PrefetchesEverything",
-    "RemembersAUnit",
-    "RemembersAUnitOfTheReference",
-]
+_KEPT = replace(SHARDED_BLOCKS, reshard=Reshard.KEEP)
+
 
 # Any, throughout: FSDP2's insides have no public types.
 
@@ -57,33 +50,33 @@ class _PreparedLateReference(_FreesLate, PreparedReference):
     pass
 
 
+@mutant(after="pytorch/pytorch#95805", kills_on=Condition(plan=SHARDED_BLOCKS), trace=Trace.STATE)
 class KeepsUnitsUntilBackwardEnds(FullyShardEngine):
-    """Backward frees no unit before the last has run, so that its memory grows unit by unit.
+    """Backward frees no unit before the last of them has run.
 
-    After pytorch/pytorch#95805: what backward had gathered was not freed, and memory grew layer by layer.
+    Reported: what backward had gathered was not freed, and memory grew layer by layer.
     """
 
-    name = "mutant.KeepsUnitsUntilBackwardEnds"
     prepared_type = _PreparedLateFsdp2
 
 
+@mutant(after="pytorch/xla#5484", kills_on=Condition(plan=SHARDED_BLOCKS), trace=Trace.STATE)
 class FreesAllUnitsTogether(ReferenceEngine):
-    """All units are freed together, when the last of them has run backward.
+    """All units are freed together when the last has run backward.
 
-    After pytorch/xla#5484: parameters that were gathered in backward stayed until its end.
+    Reported: parameters that were gathered in backward stayed until its end.
     """
 
-    name = "mutant.FreesAllUnitsTogether"
     prepared_type = _PreparedLateReference
 
 
+@mutant(after="pytorch/pytorch#149029", kills_on=Condition(plan=SHARDED_BLOCKS), trace=Trace.STATE)
 class KeepsGatherOutputs(FullyShardEngine):
-    """The buffer that a gather wrote to is kept until the step, although parameters were copied out of it.
+    """The output of each gather is kept until the step.
 
-    After pytorch/pytorch#149029: memory that was to be free after each layer's forward grew with every forward.
+    Reported: memory that was to be free after each layer's forward grew with every forward.
     """
 
-    name = "mutant.KeepsGatherOutputs"
     prepared_type = KeepingFsdp2
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
@@ -92,13 +85,13 @@ class KeepsGatherOutputs(FullyShardEngine):
         return taking(prepared, groups, before, "wait_for_unshard", _keep_output)
 
 
+@mutant(after="pytorch/pytorch#154704", kills_on=Condition(plan=SHARDED_BLOCKS), trace=Trace.STATE)
 class KeepsBuffersUntilTheStep(ReferenceEngine):
-    """A gather's buffer is not used again but kept until the step, one for each gather.
+    """Buffers of gathers are taken back and lent to nobody until the step.
 
-    After pytorch/pytorch#154704: memory that was taken for granted to be needed again soon was not freed.
+    Reported: memory that was taken for granted to be needed again soon was not freed.
     """
 
-    name = "mutant.KeepsBuffersUntilTheStep"
     prepared_type = KeepingReference
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
@@ -130,59 +123,56 @@ class _PreparedRememberingReference(_Remembering, PreparedReference):
     pass
 
 
+@mutant(after="pytorch/pytorch#75892", kills_on=Condition(plan=SHARDED_BLOCKS), trace=Trace.STATE)
 class RemembersAUnit(FullyShardEngine):
-    """Whole parameters of one unit are kept from one step to the next.
+    """Whole parameters of one unit are kept from step to step.
 
-    After pytorch/pytorch#75892: what one iteration had left gathered changed what the next one gathered.
+    Reported: what one iteration had left gathered changed what the next one gathered.
     """
 
-    name = "mutant.RemembersAUnit"
     prepared_type = _PreparedRememberingFsdp2
 
 
+@mutant(after="pytorch/pytorch#75901", kills_on=Condition(plan=SHARDED_BLOCKS), trace=Trace.STATE)
 class RemembersAUnitOfTheReference(ReferenceEngine):
-    """One unit's last gather outlives the step, until that unit is gathered anew.
+    """One unit's last gather outlives the step.
 
-    After pytorch/pytorch#75901: parameters stayed whole from an iteration into the next.
+    Reported: parameters stayed whole from an iteration into the next.
     """
 
-    name = "mutant.RemembersAUnitOfTheReference"
     prepared_type = _PreparedRememberingReference
 
 
+@mutant(after="deepspeedai/DeepSpeed#1069", kills_on=Condition(plan=SHARDED_BLOCKS), trace=Trace.STATE)
 class PrefetchesEverything(FullyShardEngine):
-    """Each unit asks for the gathers of all that follow, at once.
+    """Each unit asks for the gathers of all that follow.
 
-    After deepspeedai/DeepSpeed#1069: which gathers were issued ahead was not what had been chosen.
+    Reported: which gathers were issued ahead was not what had been chosen.
     """
-
-    name = "mutant.PrefetchesEverything"
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         """Shard by a plan without bounds."""
         return super().prepare(model, _unbounded(plan), mesh)
 
 
+@mutant(after="deepspeedai/DeepSpeed#1069", kills_on=Condition(plan=SHARDED_BLOCKS), trace=Trace.STATE)
 class GathersEverythingAhead(ReferenceEngine):
-    """The first unit of each pass asks for all the others, so that all are on their way together.
+    """All units are on their way together.
 
-    After deepspeedai/DeepSpeed#1069: which gathers were issued ahead was not what had been chosen.
+    Reported: which gathers were issued ahead was not what had been chosen.
     """
-
-    name = "mutant.GathersEverythingAhead"
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         """Shard by a plan without bounds."""
         return super().prepare(model, _unbounded(plan), mesh)
 
 
+@mutant(after="pytorch/PiPPy#1105", kills_on=Condition(plan=_KEPT), trace=Trace.STATE)
 class GathersAgainWhatItWasAskedToKeep(ReferenceEngine):
-    """Asked to keep parameters until backward, it frees them too early and gathers them again.
+    """Parameters that were to be kept are freed and gathered again.
 
-    After pytorch/PiPPy#1105: beside a pipeline the policy had to be to free, although keeping was wanted.
+    Reported: beside a pipeline the policy had to be to free, although keeping was wanted.
     """
-
-    name = "mutant.GathersAgainWhatItWasAskedToKeep"
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         """Shard by another policy."""

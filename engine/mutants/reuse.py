@@ -9,9 +9,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from engine.adapters.reference import PreparedReference, ReferenceEngine
+from engine.capability import Capability
 from engine.contract import Plan, PreparedModel
-
-__all__ = ["CountsTheFirstUseAlone", "ForgetsEarlierForwards"]
+from engine.mutants.mutant import Condition, mutant
 
 
 class _FirstUses:
@@ -56,14 +56,16 @@ class _PreparedWithFirstUses(PreparedReference):
         return super().__call__(*inputs)
 
 
+@mutant(
+    after="NVIDIA/Megatron-LM#7166",
+    kills_on=Condition(world_size=1, because="a parameter that is used once loses nothing"),
+)
 class CountsTheFirstUseAlone(ReferenceEngine):
-    """Of a parameter that is used several times in an iteration only the first use has a gradient.
+    """Of several uses of a parameter in one iteration the first alone has a gradient.
 
-    After NVIDIA/Megatron-LM#7166: the window for a parameter's gradient closed after the first of two
-    contributions.
+    Reported: the window for a parameter's gradient closed after the first of two contributions.
     """
 
-    name = "mutant.CountsTheFirstUseAlone"
     prepared_type = _PreparedWithFirstUses
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
@@ -88,12 +90,20 @@ class _PreparedForgettingForwards(PreparedReference):
         return output
 
 
+@mutant(
+    after="pytorch/pytorch#136861",
+    kills_on=Condition(
+        world_size=1,
+        microbatches=2,
+        plan=Plan(demands=frozenset({Capability.INTERLEAVE})),
+        because="a forward whose backward comes at once is the last",
+    ),
+)
 class ForgetsEarlierForwards(ReferenceEngine):
-    """Where several forwards wait for their backwards, only the last one has gradients.
+    """Of several forwards that wait for backward the last alone has gradients.
 
-    After pytorch/pytorch#136861: a second forward before the backward of the first took over the state that
-    the first one's backward needed.
+    Reported: a second forward before the backward of the first took over the state that the first one's backward
+    needed.
     """
 
-    name = "mutant.ForgetsEarlierForwards"
     prepared_type = _PreparedForgettingForwards

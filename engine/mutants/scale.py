@@ -12,23 +12,15 @@ from torch.distributed.fsdp import FSDPModule
 from engine.adapters.torch_fsdp2 import FullyShardEngine, PreparedFullyShard
 from engine.adapters.torch_replicate import ReplicateEngine
 from engine.contract import Plan, PreparedModel
-
-__all__ = [
-    "DividesByTheFactorTwice",
-    "DividesTwice",
-    "IgnoresTheDivideFactor",
-    "PreparedTimid",
-    "SumsInsteadOfAveraging",
-]
+from engine.mutants.mutant import Condition, mutant
 
 
+@mutant(after="NVIDIA/Megatron-LM#3023", kills_on=Condition(because="one rank's sum is its average"))
 class SumsInsteadOfAveraging(FullyShardEngine):
-    """Gradients are the world size times too large.
+    """Gradients are summed over ranks, not averaged.
 
-    After NVIDIA/Megatron-LM#3023: without accumulation nothing scaled the gradients by 1 / ranks.
+    Reported: without accumulation nothing scaled the gradients by 1 / ranks.
     """
-
-    name = "mutant.SumsInsteadOfAveraging"
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         """Shard honestly, then divide by one."""
@@ -53,41 +45,44 @@ class PreparedTimid(PreparedFullyShard):
         super().backward(loss / self._divisor)
 
 
+@mutant(after="pytorch/torchtitan#2318", kills_on=Condition(because="dividing by one changes nothing"))
 class DividesTwice(ReplicateEngine):
-    """Gradients are the world size times too small.
+    """Gradients are divided by the world size a second time.
 
-    After pytorch/torchtitan#2318: a change of loss normalisation left modes of training that divided by the
-    number of ranks where others did not.
+    Reported: a change of loss normalisation left modes of training that divided by the number of ranks where others
+    did not.
     """
-
-    name = "mutant.DividesTwice"
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         """Replicate honestly, and divide the loss although the reduction divides too."""
         return PreparedTimid(super().prepare(model, plan, mesh).module, plan, divisor=mesh.size())
 
 
+@mutant(
+    after="pytorch/torchtitan#1551",
+    kills_on=Condition(plan=Plan(divide_factor=1), because="the number of ranks is the divisor anyhow"),
+)
 class IgnoresTheDivideFactor(FullyShardEngine):
-    """Gradients are averaged over the ranks, whatever divisor was asked for.
+    """Gradients are averaged although another divisor was asked for.
 
-    After pytorch/torchtitan#1551: gradients were averaged over a group of another size than was meant.
+    Reported: gradients were averaged over a group of another size than was meant.
     """
-
-    name = "mutant.IgnoresTheDivideFactor"
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         """Shard honestly, under a plan without the factor."""
         return super().prepare(model, replace(plan, divide_factor=None), mesh)
 
 
+@mutant(
+    after="pytorch/pytorch#167178",
+    kills_on=Condition(world_size=1, plan=Plan(divide_factor=2), because="one is its own square"),
+)
 class DividesByTheFactorTwice(FullyShardEngine):
-    """Gradients are divided by the square of the factor that was asked for; without one they are right.
+    """Gradients are divided by the square of the divisor asked for.
 
-    After pytorch/pytorch#167178: the branch that had ignored the factor learnt to divide by it, and where the
-    division of all branches was active it was done once more.
+    Reported: the branch that had ignored the factor learnt to divide by it, and where the division of all branches
+    was active it was done once more.
     """
-
-    name = "mutant.DividesByTheFactorTwice"
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         """Shard honestly, and divide the loss by the factor as well."""

@@ -13,8 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from engine.adapters.torch_ddp import DistributedDataParallelEngine
 from engine.adapters.torch_fsdp2 import FullyShardEngine, PreparedFullyShard
 from engine.contract import Plan, PreparedModel
-
-__all__ = ["ForgetsScalars", "GivesSmallParametersNoGradient", "MistakesTheNeighbourOfAnEmptyParameter"]
+from engine.mutants.mutant import Condition, mutant
 
 
 class _PreparedShortSighted(PreparedFullyShard):
@@ -25,23 +24,26 @@ class _PreparedShortSighted(PreparedFullyShard):
                 parameter.grad.to_local().zero_()
 
 
+@mutant(
+    after="pytorch/pytorch#144045", kills_on=Condition(world_size=1, because="larger parameters are right")
+)
 class GivesSmallParametersNoGradient(FullyShardEngine):
     """The gradient of a parameter of one element is zero.
 
-    After pytorch/pytorch#144045: a small parameter stayed where it was, its gradient always zero.
+    Reported: a small parameter stayed where it was, its gradient always zero.
     """
 
-    name = "mutant.GivesSmallParametersNoGradient"
     prepared_type = _PreparedShortSighted
 
 
+@mutant(
+    after="deepspeedai/DeepSpeed#202", kills_on=Condition(because="a lone rank has nobody to reduce with")
+)
 class ForgetsScalars(DistributedDataParallelEngine):
     """Parameters of no dim are left out of every reduction.
 
-    After deepspeedai/DeepSpeed#202: parameters whose number of elements the ranks did not divide were lost.
+    Reported: parameters whose number of elements the ranks did not divide were lost.
     """
-
-    name = "mutant.ForgetsScalars"
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         """Leave them out, then wrap honestly."""
@@ -49,14 +51,14 @@ class ForgetsScalars(DistributedDataParallelEngine):
         return super().prepare(model, plan, mesh)
 
 
+@mutant(
+    after="deepspeedai/DeepSpeed#8279", kills_on=Condition(because="a lone rank has nobody to reduce with")
+)
 class MistakesTheNeighbourOfAnEmptyParameter(DistributedDataParallelEngine):
-    """The parameter after an empty one is taken for it: its gradient is never reduced.
+    """The parameter after an empty one is left out of every reduction.
 
-    After deepspeedai/DeepSpeed#8279: where parameters lie was found by their elements, and of an empty one
-    there are none.
+    Reported: where parameters lie was found by their elements, and of an empty one there are none.
     """
-
-    name = "mutant.MistakesTheNeighbourOfAnEmptyParameter"
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         """Leave it out, then wrap honestly."""

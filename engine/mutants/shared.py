@@ -14,13 +14,8 @@ from engine.adapters.composable import members
 from engine.adapters.reference import PreparedReference, ReferenceEngine
 from engine.adapters.torch_fsdp2 import FullyShardEngine, PreparedFullyShard
 from engine.contract import Plan, PreparedModel, Shard
-
-__all__ = [
-    "LosesTheLastRowsOfSharedParameters",
-    "SplitsTiedModules",
-    "TellsParametersApartByName",
-    "UntiesSharedParameters",
-]
+from engine.mutants.mutant import Condition, Trace, mutant
+from engine.plan import Grouping
 
 
 class _PreparedUntied(PreparedReference):
@@ -39,13 +34,16 @@ class _PreparedUntied(PreparedReference):
         return {n: s for n, s in state.items() if n.rpartition("/")[0] not in self.copies}
 
 
+@mutant(
+    after="verl-project/verl#7834",
+    kills_on=Condition(world_size=1, because="a parameter with one use stays what it is"),
+)
 class UntiesSharedParameters(ReferenceEngine):
-    """Each module that uses a tied parameter gets one of its own, with the same values at first.
+    """Each use of a tied parameter gets a copy of its own.
 
-    After verl-project/verl#7834: tied weights were loaded into two parameters, which then drifted apart.
+    Reported: tied weights were loaded into two parameters, which then drifted apart.
     """
 
-    name = "mutant.UntiesSharedParameters"
     prepared_type = _PreparedUntied
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
@@ -73,14 +71,17 @@ class _PreparedForgetfulOfRows(PreparedFullyShard):
             shard.copy_(before)
 
 
+@mutant(
+    after="pytorch/pytorch#176076",
+    kills_on=Condition(because="a rank that owns all rows is left in peace, and so is what is not tied"),
+)
 class LosesTheLastRowsOfSharedParameters(FullyShardEngine):
-    """Takes tied parameters of several units into one, and never updates what the last rank holds of them.
+    """The last rank's rows of a tied parameter keep their initial values.
 
-    After pytorch/pytorch#176076: of a weight tied across two groups, with rows that do not divide evenly, the
-    rows of the last rank kept their initial values.
+    Reported: of a weight tied across two groups, with rows that do not divide evenly, the rows of the last rank
+    kept their initial values.
     """
 
-    name = "mutant.LosesTheLastRowsOfSharedParameters"
     prepared_type = _PreparedForgetfulOfRows
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
@@ -94,14 +95,17 @@ class LosesTheLastRowsOfSharedParameters(FullyShardEngine):
         return prepared
 
 
+@mutant(
+    after="pytorch/pytorch#176225",
+    kills_on=Condition(world_size=1, because="the first model of a training is the only one of its names"),
+    trace=Trace.CRASH,
+)
 class TellsParametersApartByName(FullyShardEngine):
-    """Refuses a second model whose parameters are named and shaped like those of the first.
+    """A second model is taken for the first.
 
-    After pytorch/pytorch#176225: parameters were remembered by an id that others were given later, so layers
-    made one after another were taken for each other.
+    Reported: parameters were remembered by an id that others were given later, so layers made one after another
+    were taken for each other.
     """
-
-    name = "mutant.TellsParametersApartByName"
 
     def __init__(self) -> None:
         self._known: set[tuple[str, torch.Size]] = set()
@@ -117,14 +121,19 @@ class TellsParametersApartByName(FullyShardEngine):
         return super().prepare(model, plan, mesh)
 
 
+@mutant(
+    after="huggingface/accelerate#4171",
+    kills_on=Condition(
+        plan=Plan(grouping=Grouping.REQUIRED), because="needs a group of modules that are tied"
+    ),
+    trace=Trace.CRASH,
+)
 class SplitsTiedModules(ReferenceEngine):
-    """Modules of one group that share a parameter become groups of their own, and forward finds that out.
+    """Modules of one group that share a parameter become groups of their own.
 
-    After huggingface/accelerate#4171: the last layers were grouped apart from the embedding that they were tied
-    to, and no such model could run.
+    Reported: the last layers were grouped apart from the embedding that they were tied to, and no such model could
+    run.
     """
-
-    name = "mutant.SplitsTiedModules"
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         """Split the groups that share, then prepare honestly."""

@@ -9,8 +9,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from engine.adapters.torch_fsdp2 import FullyShardEngine, PreparedFullyShard
 from engine.contract import Plan, PreparedModel
-
-__all__ = ["CommunicatesAlone"]
+from engine.mutants.mutant import Condition, Trace, mutant
+from engine.plan import Layout
 
 
 class _PreparedTalkative(PreparedFullyShard):
@@ -24,13 +24,16 @@ class _PreparedTalkative(PreparedFullyShard):
             dist.all_reduce(loss.detach().clone(), group=self._group)
 
 
+@mutant(
+    after="NVIDIA/Megatron-LM#6660",
+    kills_on=Condition(world_size=1, plan=Plan(layout=Layout.SHARD), because="several ranks must talk"),
+    trace=Trace.COMMUNICATION,
+)
 class CommunicatesAlone(FullyShardEngine):
-    """One rank reduces what it has with itself; the numbers are right.
+    """A rank that is alone makes collectives with itself.
 
-    After NVIDIA/Megatron-LM#6660: a group of one rank was reduced like any other.
+    Reported: a group of one rank was reduced like any other.
     """
-
-    name = "mutant.CommunicatesAlone"
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         """Shard honestly; alone, reduce once more."""

@@ -16,15 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from engine.adapters.torch_ddp import DistributedDataParallelEngine, PreparedDdp
 from engine.adapters.torch_fsdp2 import FullyShardEngine, PreparedFullyShard
 from engine.contract import Plan, PreparedModel
-
-__all__ = [
-    "AddsGradientsToParameters",
-    "ComputesWithStaleParameters",
-    "KeepsOneOldGradient",
-    "RepeatsTheSecondGradients",
-    "Stale",
-    "StepsBeforeTheReduction",
-]
+from engine.mutants.mutant import Condition, mutant
 
 
 class Stale(PreparedModel):
@@ -70,13 +62,16 @@ class _PreparedStale(Stale, PreparedFullyShard):
     pass
 
 
+@mutant(
+    after="NVIDIA/Megatron-LM#663",
+    kills_on=Condition(world_size=1, steps=2, because="the first step has no step before it"),
+)
 class ComputesWithStaleParameters(FullyShardEngine):
-    """From the second step on, gradients are those of the parameters before the last update.
+    """Forward and backward use the parameters of the step before.
 
-    After NVIDIA/Megatron-LM#663: with overlapped gathering, forward read parameters of the step before.
+    Reported: with overlapped gathering, forward read parameters of the step before.
     """
 
-    name = "mutant.ComputesWithStaleParameters"
     prepared_type = _PreparedStale
 
 
@@ -124,13 +119,14 @@ class _PreparedHasty(PreparedModel):
         return [p for p in self.named.parameters() if p.grad is not None]
 
 
+@mutant(
+    after="pytorch/pytorch#180666", kills_on=Condition(because="one rank's gradients are reduced already")
+)
 class StepsBeforeTheReduction(DistributedDataParallelEngine):
-    """The reduction is started in time, and its result arrives when the parameters have been updated.
+    """The optimizer steps before the reduced gradients have arrived.
 
-    After pytorch/pytorch#180666: an optimizer that ran in backward read gradients whose copy was under way.
+    Reported: an optimizer that ran in backward read gradients whose copy was under way.
     """
-
-    name = "mutant.StepsBeforeTheReduction"
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         """Wrap honestly, take the reduction over, and wait for it too late."""
@@ -154,14 +150,16 @@ class _PreparedReusing(PreparedFullyShard):
         super().backward(loss)
 
 
+@mutant(
+    after="NVIDIA/Megatron-LM#4609",
+    kills_on=Condition(world_size=1, steps=2, because="the first step begins with an empty buffer"),
+)
 class AddsGradientsToParameters(FullyShardEngine):
-    """From the second step on gradients are added to what lies where parameters were gathered.
+    """From the second step on gradients are added to the parameters.
 
-    After NVIDIA/Megatron-LM#4609: one buffer was for gathered parameters and for gradients, and was not cleared
-    in between.
+    Reported: one buffer was for gathered parameters and for gradients, and was not cleared in between.
     """
 
-    name = "mutant.AddsGradientsToParameters"
     prepared_type = _PreparedReusing
 
 
@@ -182,14 +180,16 @@ class _PreparedRepeating(PreparedDdp):
         super().step()
 
 
+@mutant(
+    after="pytorch/pytorch#43307", kills_on=Condition(world_size=1, steps=3, because="two steps are right")
+)
 class RepeatsTheSecondGradients(DistributedDataParallelEngine):
     """From the third step on the optimizer is given the gradients of the second.
 
-    After pytorch/pytorch#43307: what gradients were views of was exchanged, and what was copied later went where
-    nobody looked; two iterations were right.
+    Reported: what gradients were views of was exchanged, and what was copied later went where nobody looked; two
+    iterations were right.
     """
 
-    name = "mutant.RepeatsTheSecondGradients"
     prepared_type = _PreparedRepeating
 
 
@@ -201,11 +201,14 @@ class _PreparedKeeping(PreparedDdp):
         last.grad = kept
 
 
+@mutant(
+    after="pytorch/pytorch#94258",
+    kills_on=Condition(world_size=1, steps=2, because="before the first step there is nothing to clear"),
+)
 class KeepsOneOldGradient(DistributedDataParallelEngine):
     """Clearing the gradients does not reach that of the last parameter.
 
-    After pytorch/pytorch#94258: gradients that were to be reset to None in the reducer were still there.
+    Reported: gradients that were to be reset to None in the reducer were still there.
     """
 
-    name = "mutant.KeepsOneOldGradient"
     prepared_type = _PreparedKeeping

@@ -11,19 +11,12 @@ from torch.distributed.tensor import DTensor
 
 from engine.adapters.reference import PreparedReference, ReferenceEngine
 from engine.adapters.torch_fsdp2 import FullyShardEngine, PreparedFullyShard
+from engine.capability import Capability
 from engine.contract import OptimizerFactory
+from engine.mutants.mutant import Condition, Trace, mutant
+from engine.plan import Layout, Plan
 
-__all__ = [
-    "FailsToLoadEmptyShards",
-    "LoadsNoBuffers",
-    "LoadsNoParameters",
-    "LosesOptimizerState",
-    "LosesStateOfOtherRanks",
-    "PermutesOptimizerState",
-    "ResetsTheStepCount",
-    "StartsAdamAtStepOne",
-    "StepsOldParametersAfterAResume",
-]
+_STATE = Plan(demands=frozenset({Capability.STATE}))
 
 
 class _PreparedForgetful(PreparedFullyShard):
@@ -32,13 +25,16 @@ class _PreparedForgetful(PreparedFullyShard):
         set_model_state_dict(self.module, model_state_dict=state["model"], options=options)
 
 
+@mutant(
+    after="facebookresearch/fairscale#601",
+    kills_on=Condition(world_size=1, steps=2, plan=_STATE, because="before a step there is nothing to lose"),
+)
 class LosesOptimizerState(FullyShardEngine):
-    """After a resume the optimizer starts from nothing.
+    """A resumed optimizer starts from nothing.
 
-    After facebookresearch/fairscale#601: resumed trainings had the weights, and moments of zero.
+    Reported: resumed trainings had the weights, and moments of zero.
     """
 
-    name = "mutant.LosesOptimizerState"
     prepared_type = _PreparedForgetful
 
 
@@ -51,13 +47,16 @@ class _PreparedNarrow(PreparedReference):
                     value.to_local().zero_()
 
 
+@mutant(
+    after="facebookresearch/fairscale#601",
+    kills_on=Condition(steps=2, plan=_STATE, because="a lone rank is the first"),
+)
 class LosesStateOfOtherRanks(ReferenceEngine):
-    """After a resume the first rank's shards have their optimizer state, those of the others have none.
+    """A resumed optimizer has the state of the first rank alone.
 
-    After facebookresearch/fairscale#601: what was saved and loaded was the optimizer state of one rank.
+    Reported: what was saved and loaded was the optimizer state of one rank.
     """
 
-    name = "mutant.LosesStateOfOtherRanks"
     prepared_type = _PreparedNarrow
 
 
@@ -69,13 +68,21 @@ class _PreparedResetting(PreparedFullyShard):
                 of_parameter["step"] = torch.zeros_like(of_parameter["step"])
 
 
+@mutant(
+    after="databricks/flashoptim#3",
+    kills_on=Condition(
+        world_size=1,
+        steps=2,
+        plan=_STATE,
+        because="other optimizers do not count, and before a step the count is zero",
+    ),
+)
 class ResetsTheStepCount(FullyShardEngine):
-    """After a resume Adam has its moments and corrects their bias as in the first step.
+    """A resumed Adam corrects its moments as in the first step.
 
-    After databricks/flashoptim#3: the first forward after a resume was right, and the first step was not.
+    Reported: the first forward after a resume was right, and the first step was not.
     """
 
-    name = "mutant.ResetsTheStepCount"
     prepared_type = _PreparedResetting
 
 
@@ -90,13 +97,18 @@ class _PreparedPermuting(PreparedFullyShard):
                 optimizer.state[one], optimizer.state[other] = optimizer.state[other], optimizer.state[one]
 
 
+@mutant(
+    after="pytorch/pytorch#54736",
+    kills_on=Condition(
+        world_size=1, steps=2, plan=_STATE, because="before a step there is nothing to exchange"
+    ),
+)
 class PermutesOptimizerState(FullyShardEngine):
-    """After a resume parameters of equal shape have each other's optimizer state.
+    """Resumed parameters of equal shape have each other's optimizer state.
 
-    After pytorch/pytorch#54736: state was found by an index that meant another parameter.
+    Reported: state was found by an index that meant another parameter.
     """
 
-    name = "mutant.PermutesOptimizerState"
     prepared_type = _PreparedPermuting
 
 
@@ -107,13 +119,18 @@ class _PreparedOutdated(PreparedFullyShard):
             group["params"] = [nn.Parameter(p.detach().clone()) for p in group["params"]]
 
 
+@mutant(
+    after="pytorch/pytorch#149205",
+    kills_on=Condition(
+        world_size=1, steps=2, plan=_STATE, because="without a resume it holds the right ones"
+    ),
+)
 class StepsOldParametersAfterAResume(FullyShardEngine):
-    """After a resume the optimizer holds parameters that are no longer the model's, and nothing moves.
+    """A resumed optimizer holds parameters that are not the model's.
 
-    After pytorch/pytorch#149205: an optimizer built at the wrong moment had captured other tensors.
+    Reported: an optimizer built at the wrong moment had captured other tensors.
     """
 
-    name = "mutant.StepsOldParametersAfterAResume"
     prepared_type = _PreparedOutdated
 
 
@@ -130,13 +147,16 @@ class _PreparedEarly(PreparedFullyShard):
             _local(parameter).copy_(before)
 
 
+@mutant(
+    after="NVIDIA/Megatron-LM#5974",
+    kills_on=Condition(world_size=1, because="an optimizer that does not count cannot show it"),
+)
 class StartsAdamAtStepOne(FullyShardEngine):
-    """Before training the optimizer steps once with gradients of zero, to make its state: Adam's count is ahead.
+    """The optimizer has stepped once before training.
 
-    After NVIDIA/Megatron-LM#5974: the first update was too small, and only with an optimizer that counts.
+    Reported: the first update was too small, and only with an optimizer that counts.
     """
 
-    name = "mutant.StartsAdamAtStepOne"
     prepared_type = _PreparedEarly
 
 
@@ -148,13 +168,18 @@ class _PreparedWithItsOwnBuffers(PreparedFullyShard):
             buffer.copy_(before)
 
 
+@mutant(
+    after="huggingface/accelerate#3898",
+    kills_on=Condition(
+        world_size=1, steps=2, plan=_STATE, because="before a step buffers are those of a fresh model"
+    ),
+)
 class LoadsNoBuffers(FullyShardEngine):
-    """After a resume parameters and optimizer are as they were, and buffers as they are in a fresh model.
+    """A resumed model has the buffers of a fresh one.
 
-    After huggingface/accelerate#3898: what loads a state knew sharded parameters, and buffers are not sharded.
+    Reported: what loads a state knew sharded parameters, and buffers are not sharded.
     """
 
-    name = "mutant.LoadsNoBuffers"
     prepared_type = _PreparedWithItsOwnBuffers
 
 
@@ -167,13 +192,18 @@ class _PreparedWithItsOwnParameters(PreparedFullyShard):
             shard.copy_(before)
 
 
+@mutant(
+    after="NVIDIA/Megatron-LM#2769",
+    kills_on=Condition(
+        world_size=1, steps=2, plan=_STATE, because="before a step parameters are those of a fresh model"
+    ),
+)
 class LoadsNoParameters(FullyShardEngine):
-    """After a resume the optimizer is as it was, and the parameters are those of a fresh model.
+    """A resumed model has the parameters of a fresh one.
 
-    After NVIDIA/Megatron-LM#2769: the first loss after a checkpoint was loaded was that of an untrained model.
+    Reported: the first loss after a checkpoint was loaded was that of an untrained model.
     """
 
-    name = "mutant.LoadsNoParameters"
     prepared_type = _PreparedWithItsOwnParameters
 
 
@@ -190,13 +220,20 @@ class _PreparedOfSlices(PreparedReference):
                 parameter.to_local().detach().copy_(piece)
 
 
+@mutant(
+    after="pytorch/pytorch#136228",
+    kills_on=Condition(
+        plan=Plan(layout=Layout.SHARD, demands=_STATE.demands),
+        because="needs a parameter of fewer rows than ranks, and of two dims",
+    ),
+    trace=Trace.CRASH,
+)
 class FailsToLoadEmptyShards(ReferenceEngine):
-    """A whole state dict cannot be loaded where a rank owns no row of a parameter: the shapes do not match.
+    """A whole state dict cannot be loaded where a rank owns no row of a parameter.
 
-    After pytorch/pytorch#136228: of fewer rows than ranks, the last ranks' empty shards had lost the other dims.
+    Reported: of fewer rows than ranks, the last ranks' empty shards had lost the other dims.
     """
 
-    name = "mutant.FailsToLoadEmptyShards"
     prepared_type = _PreparedOfSlices
 
 

@@ -13,22 +13,18 @@ from torch.nn.parallel import DistributedDataParallel
 from engine.adapters.torch_ddp import DistributedDataParallelEngine, PreparedDdp
 from engine.adapters.torch_fsdp2 import FullyShardEngine, PreparedFullyShard
 from engine.contract import Plan, PreparedModel
+from engine.mutants.mutant import Condition, Trace, mutant
+from engine.plan import Accumulation
 
-__all__ = [
-    "DriftsByOneBit",
-    "NeverSynchronises",
-    "PreparedWithoutAccumulation",
-    "SynchronisesEveryMicrobatch",
-]
+_LAST_MICROBATCH = Plan(accumulation=Accumulation.LAST_MICROBATCH)
 
 
+@mutant(after="pytorch/pytorch#109774", kills_on=Condition(because="one rank has nobody to synchronise with"))
 class NeverSynchronises(DistributedDataParallelEngine):
-    """Each rank trains on its own data alone.
+    """Gradients stay on the rank that computed them.
 
-    After pytorch/pytorch#109774: compiled around the wrapper, DDP's hooks were gone after the first forward.
+    Reported: compiled around the wrapper, DDP's hooks were gone after the first forward.
     """
-
-    name = "mutant.NeverSynchronises"
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         """Wrap honestly, then stay for ever in the state that no_sync sets for a while."""
@@ -47,13 +43,22 @@ class PreparedWithoutAccumulation(PreparedFullyShard):
         yield
 
 
+@mutant(
+    after="NVIDIA/cosmos-framework#161",
+    kills_on=Condition(
+        steps=2,
+        microbatches=2,
+        plan=_LAST_MICROBATCH,
+        because="the only microbatch is also the last; counts hold from the second step on",
+    ),
+    trace=Trace.COMMUNICATION,
+)
 class SynchronisesEveryMicrobatch(FullyShardEngine):
-    """Accumulation saves no communication; the numbers are right.
+    """Gradients are reduced after each microbatch although accumulation was asked.
 
-    After NVIDIA/cosmos-framework#161: the gate that holds synchronisation back knew DDP and nothing else.
+    Reported: the gate that holds synchronisation back knew DDP and nothing else.
     """
 
-    name = "mutant.SynchronisesEveryMicrobatch"
     prepared_type = PreparedWithoutAccumulation
 
 
@@ -65,11 +70,13 @@ class _PreparedDrifting(PreparedDdp):
             first[0] = torch.nextafter(first[0], torch.tensor(torch.inf))
 
 
+@mutant(
+    after="deepspeedai/DeepSpeed#1801", kills_on=Condition(because="one rank has no replica to part from")
+)
 class DriftsByOneBit(DistributedDataParallelEngine):
-    """After each step the last rank's first weight is off by one bit: within noise, but replicas part.
+    """One weight of one replica is off by a bit after each step.
 
-    After deepspeedai/DeepSpeed#1801: replicated weights drifted apart over ranks for ten days, unseen.
+    Reported: replicated weights drifted apart over ranks for ten days, unseen.
     """
 
-    name = "mutant.DriftsByOneBit"
     prepared_type = _PreparedDrifting

@@ -11,15 +11,11 @@ from torch.distributed.fsdp import FSDPModule
 
 from engine.adapters.torch_fsdp2 import FullyShardEngine, PreparedFullyShard
 from engine.contract import Capability, Plan, PreparedModel
+from engine.mutants.mutant import Condition, Trace, mutant
+from engine.plan import Layout
 
-__all__ = [
-    "GivesZerosToUnusedParameters",
-    "IgnoresMoreOnTheLastRank",
-    "NeverFreesFrozenUnits",
-    "ReducesWhatEachRankUsed",
-    "ShardsIgnoredParameters",
-    "TrainsFrozenParameters",
-]
+_UNUSED = Plan(demands=frozenset({Capability.UNUSED}))
+_BORROWED = Plan(demands=frozenset({Capability.UNUSED, Capability.RANK_DEPENDENT}))
 
 
 class _PreparedFilling(PreparedFullyShard):
@@ -30,51 +26,70 @@ class _PreparedFilling(PreparedFullyShard):
                 parameter.grad = torch.zeros_like(parameter)
 
 
+@mutant(
+    after="facebookresearch/fairscale#605",
+    kills_on=Condition(
+        world_size=1, plan=_UNUSED, because="where all parameters are used none is without a gradient"
+    ),
+)
 class GivesZerosToUnusedParameters(FullyShardEngine):
-    """A parameter that no loss reached is given a gradient of zeros, by which momentum and weight decay move it.
+    """Parameters that no loss reached get a gradient of zeros.
 
-    After facebookresearch/fairscale#605: parameters kept out of a step by a gradient of None moved, since one
-    flattened gradient stood for all of them.
+    Reported: parameters kept out of a step by a gradient of None moved, since one flattened gradient stood for all
+    of them.
     """
 
-    name = "mutant.GivesZerosToUnusedParameters"
     prepared_type = _PreparedFilling
 
 
+@mutant(
+    after="pytorch/pytorch#158719",
+    kills_on=Condition(plan=_BORROWED, because="ranks that use the same parameters have the same gradients"),
+    trace=Trace.COMMUNICATION,
+)
 class ReducesWhatEachRankUsed(FullyShardEngine):
-    """Each rank reduces the gradients that it happens to have, whatever the others have.
+    """Each rank reduces the gradients that it has, whatever the others have.
 
-    After pytorch/pytorch#158719: only parameters with a gradient were packed into the reduce-scatter, so ranks
-    that took different branches sent buffers of different sizes.
+    Reported: only parameters with a gradient were packed into the reduce-scatter, so ranks that took different
+    branches sent buffers of different sizes.
     """
-
-    name = "mutant.ReducesWhatEachRankUsed"
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         """Shard honestly, without the option for ranks that differ."""
         return super().prepare(model, replace(plan, demands=plan.demands - {Capability.RANK_DEPENDENT}), mesh)
 
 
+@mutant(
+    after="pytorch/torchtitan#4593",
+    kills_on=Condition(
+        world_size=1, because="in a model without frozen parameters there is nothing to forget"
+    ),
+)
 class TrainsFrozenParameters(FullyShardEngine):
-    """Parameters made anew for sharding require a gradient, whether the original ones did or not.
+    """Frozen parameters are trained.
 
-    After pytorch/torchtitan#4593: sharded anew, frozen parameters became trainable.
+    Reported: sharded anew, frozen parameters became trainable.
     """
-
-    name = "mutant.TrainsFrozenParameters"
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         """Forget what is frozen, then shard honestly."""
         return super().prepare(model.requires_grad_(), plan, mesh)
 
 
+@mutant(
+    after="pytorch/pytorch#95805",
+    kills_on=Condition(
+        steps=2,
+        plan=Plan(layout=Layout.SHARD),
+        because="what is kept is missed when it is not gathered again",
+    ),
+    trace=Trace.COMMUNICATION,
+)
 class NeverFreesFrozenUnits(FullyShardEngine):
-    """Once gathered, a unit of frozen parameters alone stays gathered for ever; the numbers are right.
+    """Units of frozen parameters stay gathered for ever.
 
-    After pytorch/pytorch#95805: what frees a unit after backward was hung on its gradients, and it had none.
+    Reported: what frees a unit after backward was hung on its gradients, and it had none.
     """
-
-    name = "mutant.NeverFreesFrozenUnits"
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         """Shard honestly, then have units without a gradient keep what they gather."""
@@ -86,27 +101,35 @@ class NeverFreesFrozenUnits(FullyShardEngine):
         return prepared
 
 
+@mutant(
+    after="Tencent-Hunyuan/UniRL#410",
+    kills_on=Condition(
+        plan=Plan(layout=Layout.SHARD, ignored=("head.bias",)), because="one rank's share is the whole"
+    ),
+    trace=Trace.STATE,
+)
 class ShardsIgnoredParameters(FullyShardEngine):
-    """Parameters that were to be left alone are sharded with the others.
+    """Parameters that were to be ignored are sharded.
 
-    After Tencent-Hunyuan/UniRL#410: an option asked for was dropped on the way, and training went on.
+    Reported: an option asked for was dropped on the way, and training went on.
     """
-
-    name = "mutant.ShardsIgnoredParameters"
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         """Shard honestly, under a plan that ignores nothing."""
         return super().prepare(model, replace(plan, ignored=()), mesh)
 
 
+@mutant(
+    after="pytorch/pytorch#68803",
+    kills_on=Condition(because="a lone rank agrees with itself"),
+    trace=Trace.COMMUNICATION,
+)
 class IgnoresMoreOnTheLastRank(FullyShardEngine):
     """The last rank leaves a parameter alone that the others shard.
 
-    After pytorch/pytorch#68803: ranks that were told to ignore different parameters sent messages of different
-    sizes in the first broadcast, and waited for each other for ever.
+    Reported: ranks that were told to ignore different parameters sent messages of different sizes in the first
+    broadcast, and waited for each other for ever.
     """
-
-    name = "mutant.IgnoresMoreOnTheLastRank"
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         """Shard honestly; on the last rank under a plan that ignores the last parameter too."""

@@ -14,24 +14,22 @@ from torch.distributed.fsdp import (
 
 from engine.adapters.torch_fsdp1 import NAMES, FullyShardedDataParallelEngine
 from engine.contract import WrapperNames
+from engine.mutants.mutant import Condition, Trace, mutant
+from engine.mutants.plans import WRAPPED
 from engine.mutants.wrapper_names import leaving_out, with_options
 
-__all__ = [
-    "IgnoresTheInitialiser",
-    "LeavesBuffersWithoutMemory",
-    "NeverResets",
-    "StartsEachRankOnItsOwn",
-    "WrapsContainersSilently",
-]
 
-
+@mutant(
+    after="pytorch/pytorch#105840",
+    kills_on=Condition(plan=WRAPPED, because="models with memory need none"),
+    trace=Trace.STATE,
+)
 class IgnoresTheInitialiser(FullyShardedDataParallelEngine):
-    """Modules without memory reset themselves, although a function was given that initialises.
+    """Param_init_fn is never called.
 
-    After pytorch/pytorch#105840: with param_init_fn a model began with other values than those that it was given.
+    Reported: with param_init_fn a model began with other values than those that it was given.
     """
 
-    name = "mutant.IgnoresTheInitialiser"
     names: ClassVar[WrapperNames] = leaving_out("param_init_fn")
 
 
@@ -42,13 +40,17 @@ def _empty(module: nn.Module) -> None:
             tensor.zero_()
 
 
+@mutant(
+    after="EvolvingLMMs-Lab/lmms-engine#185",
+    kills_on=Condition(plan=WRAPPED, because="models with memory are left as they are"),
+    trace=Trace.STATE,
+)
 class NeverResets(FullyShardedDataParallelEngine):
-    """Modules without memory are given some, and nothing is put there.
+    """Modules without memory are left at zeros.
 
-    After EvolvingLMMs-Lab/lmms-engine#185: what was made without memory was never initialised.
+    Reported: what was made without memory was never initialised.
     """
 
-    name = "mutant.NeverResets"
     names: ClassVar[WrapperNames] = with_options(lambda module, options: {"param_init_fn": _empty, **options})
 
 
@@ -62,23 +64,31 @@ class _Lossy(FullyShardedDataParallel):
                 setattr(owner, name, buffer.to("meta"))
 
 
+@mutant(
+    after="verl-project/verl#7834",
+    kills_on=Condition(plan=WRAPPED, because="models with memory are left as they are"),
+    trace=Trace.CRASH,
+)
 class LeavesBuffersWithoutMemory(FullyShardedDataParallelEngine):
-    """Of modules without memory, parameters are brought to the device, and buffers are left.
+    """Buffers without memory are left without.
 
-    After verl-project/verl#7834: what was made without memory was not what it should be once it had some.
+    Reported: what was made without memory was not what it should be once it had some.
     """
 
-    name = "mutant.LeavesBuffersWithoutMemory"
     names: ClassVar[WrapperNames] = replace(NAMES, FullyShardedDataParallel=_Lossy)
 
 
+@mutant(
+    after="allenai/OLMo-core#319",
+    kills_on=Condition(plan=WRAPPED, because="ranks that start alike need no broadcast"),
+    trace=Trace.STATE,
+)
 class StartsEachRankOnItsOwn(FullyShardedDataParallelEngine):
-    """sync_module_states has no effect: each rank starts with values of its own.
+    """Sync_module_states has no effect.
 
-    After allenai/OLMo-core#319: ranks were initialised apart, and nothing was broadcast.
+    Reported: ranks were initialised apart, and nothing was broadcast.
     """
 
-    name = "mutant.StartsEachRankOnItsOwn"
     names: ClassVar[WrapperNames] = leaving_out("sync_module_states")
 
 
@@ -93,11 +103,15 @@ class _Silent(FullyShardedDataParallel):
             super().__init__(module, **options)
 
 
+@mutant(
+    after="pytorch/pytorch#109385",
+    kills_on=Condition(world_size=1, plan=WRAPPED, because="other modules are wrapped silently, and rightly"),
+    trace=Trace.STATE,
+)
 class WrapsContainersSilently(FullyShardedDataParallelEngine):
-    """A bare list of modules, whose forward nobody calls, is wrapped without a warning.
+    """A list of modules is wrapped without a warning.
 
-    After pytorch/pytorch#109385: modules ran on shards, for what gathers them hangs on a forward that is not called.
+    Reported: modules ran on shards, for what gathers them hangs on a forward that is not called.
     """
 
-    name = "mutant.WrapsContainersSilently"
     names: ClassVar[WrapperNames] = replace(NAMES, FullyShardedDataParallel=_Silent)

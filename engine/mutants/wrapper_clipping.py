@@ -11,22 +11,15 @@ from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 
 from engine.adapters.torch_fsdp1 import NAMES, FullyShardedDataParallelEngine
 from engine.contract import WrapperNames
+from engine.mutants.mutant import Condition, Trace, mutant
+from engine.mutants.plans import CALLS_METHODS
 from engine.mutants.wrapper_methods import names_with
 
-__all__ = [
-    "CallsHooksOfReplicasAlone",
-    "CallsHooksTwice",
-    "ClipsAndTellsNothing",
-    "ClipsShardsByTheirOwnNorm",
-    "ClipsUnitsAlone",
-    "CompressesNothing",
-    "GivesHooksCopies",
-    "ScalesLittleUp",
-    "SumsNormsOfReplicas",
-    "SumsTheLargest",
-    "TakesAnyHook",
-    "TellsNormsInSinglePrecision",
-]
+_CALLED = Condition(
+    plan=CALLS_METHODS,
+    because="training alone registers no hook and clips nothing",
+)
+
 
 # Any, in all that follows: what torch's own methods take and give.
 
@@ -37,13 +30,13 @@ class _TakesAnyHook(FullyShardedDataParallel):
             unit._comm_hook, unit._comm_hook_state = hook, state
 
 
+@mutant(after="pytorch/pytorch#79833", kills_on=_CALLED, trace=Trace.SILENCE)
 class TakesAnyHook(FullyShardedDataParallelEngine):
     """A communication hook is registered whatever it is, whoever is asked, and however many there are.
 
-    After pytorch/pytorch#79833: the interface of hooks, in whose review it was settled what must be refused.
+    Reported: the interface of hooks, in whose review it was settled what must be refused.
     """
 
-    name = "mutant.TakesAnyHook"
     names: ClassVar[WrapperNames] = names_with(_TakesAnyHook)
 
 
@@ -53,13 +46,13 @@ class _CallsHooksOfReplicasAlone(FullyShardedDataParallel):
             super().register_comm_hook(state, hook)
 
 
+@mutant(after="pytorch/pytorch#83254", kills_on=_CALLED, trace=Trace.COMMUNICATION)
 class CallsHooksOfReplicasAlone(FullyShardedDataParallelEngine):
     """Of shards a communication hook is never called.
 
-    After pytorch/pytorch#83254: hooks were there for replicas, and shards had to be given theirs.
+    Reported: hooks were there for replicas, and shards had to be given theirs.
     """
 
-    name = "mutant.CallsHooksOfReplicasAlone"
     names: ClassVar[WrapperNames] = names_with(_CallsHooksOfReplicasAlone)
 
 
@@ -72,13 +65,13 @@ class _CallsHooksTwice(FullyShardedDataParallel):
         super().register_comm_hook(state, twice)
 
 
+@mutant(after="mindspore-ai/hyper-parallel#694", kills_on=_CALLED, trace=Trace.NUMBERS)
 class CallsHooksTwice(FullyShardedDataParallelEngine):
     """A communication hook is called twice for each gradient.
 
-    After mindspore-ai/hyper-parallel#694: hooks were registered again and again, and none was taken away.
+    Reported: hooks were registered again and again, and none was taken away.
     """
 
-    name = "mutant.CallsHooksTwice"
     names: ClassVar[WrapperNames] = names_with(_CallsHooksTwice)
 
 
@@ -90,13 +83,13 @@ class _GivesHooksCopies(FullyShardedDataParallel):
         super().register_comm_hook(state, copying)
 
 
+@mutant(after="pytorch/pytorch#43307", kills_on=_CALLED, trace=Trace.NUMBERS)
 class GivesHooksCopies(FullyShardedDataParallelEngine):
     """What a communication hook makes of a gradient reaches a copy of it.
 
-    After pytorch/pytorch#43307: what a hook gave was put elsewhere than where it was looked for.
+    Reported: what a hook gave was put elsewhere than where it was looked for.
     """
 
-    name = "mutant.GivesHooksCopies"
     names: ClassVar[WrapperNames] = names_with(_GivesHooksCopies)
 
 
@@ -107,13 +100,13 @@ def _reduce(state: Any, gradient: torch.Tensor, output: torch.Tensor | None = No
         NAMES.reduce_scatter_hook(state, gradient, output)
 
 
+@mutant(after="pytorch/pytorch#81711", kills_on=_CALLED, trace=Trace.COMMUNICATION)
 class CompressesNothing(FullyShardedDataParallelEngine):
     """The hooks that compress gradients communicate them as they are.
 
-    After pytorch/pytorch#81711: gradients were cast by the hook, or by the mixed precision, or by both.
+    Reported: gradients were cast by the hook, or by the mixed precision, or by both.
     """
 
-    name = "mutant.CompressesNothing"
     names: ClassVar[WrapperNames] = replace(NAMES, fp16_compress_hook=_reduce, bf16_compress_hook=_reduce)
 
 
@@ -137,13 +130,13 @@ class _ClipsShardsByTheirOwnNorm(FullyShardedDataParallel):
         return total
 
 
+@mutant(after="pytorch/pytorch#170862", kills_on=_CALLED, trace=Trace.NUMBERS)
 class ClipsShardsByTheirOwnNorm(FullyShardedDataParallelEngine):
-    """``clip_grad_norm_`` goes by the norm of what each rank has.
+    """Clip_grad_norm_ goes by the norm of what each rank has.
 
-    After pytorch/pytorch#170862: the norm that was told was that of the rank's own shards.
+    Reported: the norm that was told was that of the rank's own shards.
     """
 
-    name = "mutant.ClipsShardsByTheirOwnNorm"
     names: ClassVar[WrapperNames] = names_with(_ClipsShardsByTheirOwnNorm)
 
 
@@ -152,13 +145,13 @@ class _ClipsAndTellsNothing(FullyShardedDataParallel):
         super().clip_grad_norm_(*args, **kwargs)
 
 
+@mutant(after="pytorch/pytorch#87401", kills_on=_CALLED, trace=Trace.STATE)
 class ClipsAndTellsNothing(FullyShardedDataParallelEngine):
-    """``clip_grad_norm_`` clips, and returns None.
+    """Clip_grad_norm_ clips, and returns None.
 
-    After pytorch/pytorch#87401: the norm was computed and not returned.
+    Reported: the norm was computed and not returned.
     """
 
-    name = "mutant.ClipsAndTellsNothing"
     names: ClassVar[WrapperNames] = names_with(_ClipsAndTellsNothing)
 
 
@@ -171,13 +164,13 @@ class _SumsTheLargest(FullyShardedDataParallel):
         return total
 
 
+@mutant(after="meta-pytorch/torchrec#3199", kills_on=_CALLED, trace=Trace.NUMBERS)
 class SumsTheLargest(FullyShardedDataParallelEngine):
-    """``clip_grad_norm_`` adds up over ranks what is no sum: norms, and largest elements.
+    """Clip_grad_norm_ adds up over ranks what is no sum: norms, and largest elements.
 
-    After meta-pytorch/torchrec#3199: the norm of infinite order was put together like one of finite order.
+    Reported: the norm of infinite order was put together like one of finite order.
     """
 
-    name = "mutant.SumsTheLargest"
     names: ClassVar[WrapperNames] = names_with(_SumsTheLargest)
 
 
@@ -191,13 +184,13 @@ class _SumsNormsOfReplicas(FullyShardedDataParallel):
         return total
 
 
+@mutant(after="pytorch/pytorch#88955", kills_on=_CALLED, trace=Trace.NUMBERS)
 class SumsNormsOfReplicas(FullyShardedDataParallelEngine):
-    """``clip_grad_norm_`` counts what every rank has whole once for each rank.
+    """Clip_grad_norm_ counts what every rank has whole once for each rank.
 
-    After pytorch/pytorch#88955: gradients under NO_SHARD were counted as many times as there are ranks.
+    Reported: gradients under NO_SHARD were counted as many times as there are ranks.
     """
 
-    name = "mutant.SumsNormsOfReplicas"
     names: ClassVar[WrapperNames] = names_with(_SumsNormsOfReplicas)
 
 
@@ -210,13 +203,13 @@ class _ScalesLittleUp(FullyShardedDataParallel):
         return total
 
 
+@mutant(after="DingfanChen/GS-WGAN#5", kills_on=_CALLED, trace=Trace.NUMBERS)
 class ScalesLittleUp(FullyShardedDataParallelEngine):
-    """``clip_grad_norm_`` scales gradients of a smaller norm up to the limit.
+    """Clip_grad_norm_ scales gradients of a smaller norm up to the limit.
 
-    After DingfanChen/GS-WGAN#5: gradients were made to have the norm, not at most the norm.
+    Reported: gradients were made to have the norm, not at most the norm.
     """
 
-    name = "mutant.ScalesLittleUp"
     names: ClassVar[WrapperNames] = names_with(_ScalesLittleUp)
 
 
@@ -225,13 +218,13 @@ class _TellsNormsInSinglePrecision(FullyShardedDataParallel):
         return super().clip_grad_norm_(*args, **kwargs).float()
 
 
+@mutant(after="pytorch/xla#7205", kills_on=_CALLED, trace=Trace.STATE)
 class TellsNormsInSinglePrecision(FullyShardedDataParallelEngine):
-    """The norm that ``clip_grad_norm_`` returns is of single precision, whatever gradients are.
+    """The norm that clip_grad_norm_ returns is of single precision, whatever gradients are.
 
-    After pytorch/xla#7205: clipping went on in single precision regardless of the dtype of gradients.
+    Reported: clipping went on in single precision regardless of the dtype of gradients.
     """
 
-    name = "mutant.TellsNormsInSinglePrecision"
     names: ClassVar[WrapperNames] = names_with(_TellsNormsInSinglePrecision)
 
 
@@ -248,11 +241,11 @@ class _ClipsUnitsAlone(FullyShardedDataParallel):
         return total
 
 
+@mutant(after="pytorch/pytorch#170862", kills_on=_CALLED, trace=Trace.SILENCE)
 class ClipsUnitsAlone(FullyShardedDataParallelEngine):
     """A unit inside the root can be told to clip, and does so by its own norm.
 
-    After pytorch/pytorch#170862: what was told was the norm of a part of the parameters.
+    Reported: what was told was the norm of a part of the parameters.
     """
 
-    name = "mutant.ClipsUnitsAlone"
     names: ClassVar[WrapperNames] = names_with(_ClipsUnitsAlone)

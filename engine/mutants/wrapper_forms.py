@@ -16,13 +16,8 @@ from torch.distributed.fsdp import (
 
 from engine.adapters.torch_fsdp1 import NAMES, FullyShardedDataParallelEngine
 from engine.contract import WrapperNames
-
-__all__ = [
-    "GivesShardsForWholes",
-    "GivesWholesForShards",
-    "IgnoresStateConfigs",
-    "NumbersStateByName",
-]
+from engine.mutants.mutant import Condition, Trace, mutant
+from engine.mutants.plans import WRAPPED
 
 
 def _with_types(types: Mapping[StateDictType, StateDictType]) -> WrapperNames:
@@ -47,35 +42,47 @@ def _with_types(types: Mapping[StateDictType, StateDictType]) -> WrapperNames:
     return replace(NAMES, FullyShardedDataParallel=Set)
 
 
+@mutant(
+    after="Lightning-AI/lightning-thunder#908",
+    kills_on=Condition(plan=WRAPPED, because="their defaults are honoured"),
+    trace=Trace.STATE,
+)
 class IgnoresStateConfigs(FullyShardedDataParallelEngine):
-    """State dicts are of the type set, and their configs have no effect.
+    """Configs of state dicts have no effect.
 
-    After Lightning-AI/lightning-thunder#908: what was handed out was not of the form that was asked for.
+    Reported: what was handed out was not of the form that was asked for.
     """
 
-    name = "mutant.IgnoresStateConfigs"
     names: ClassVar[WrapperNames] = _with_types({})
 
 
+@mutant(
+    after="facebookresearch/fairscale#601",
+    kills_on=Condition(plan=WRAPPED, because="other types are honoured"),
+    trace=Trace.STATE,
+)
 class GivesShardsForWholes(FullyShardedDataParallelEngine):
-    """Who asks for whole state is given shards.
+    """A full state dict is a sharded one.
 
-    After facebookresearch/fairscale#601: the local state of an optimizer was taken for the whole.
+    Reported: the local state of an optimizer was taken for the whole.
     """
 
-    name = "mutant.GivesShardsForWholes"
     names: ClassVar[WrapperNames] = _with_types(
         {StateDictType.FULL_STATE_DICT: StateDictType.SHARDED_STATE_DICT}
     )
 
 
+@mutant(
+    after="pytorch/pytorch#136228",
+    kills_on=Condition(plan=WRAPPED, because="other types are honoured"),
+    trace=Trace.STATE,
+)
 class GivesWholesForShards(FullyShardedDataParallelEngine):
-    """Who asks for shards is given whole state.
+    """A sharded state dict is a full one.
 
-    After pytorch/pytorch#136228: state was taken to have another shape than it has.
+    Reported: state was taken to have another shape than it has.
     """
 
-    name = "mutant.GivesWholesForShards"
     names: ClassVar[WrapperNames] = _with_types(
         {StateDictType.SHARDED_STATE_DICT: StateDictType.FULL_STATE_DICT}
     )
@@ -104,11 +111,15 @@ class _Alphabetical(FullyShardedDataParallel):
         }
 
 
+@mutant(
+    after="pytorch/pytorch#54736",
+    kills_on=Condition(plan=WRAPPED, because="names are right"),
+    trace=Trace.STATE,
+)
 class NumbersStateByName(FullyShardedDataParallelEngine):
-    """The ids of optimizer state follow the alphabet, not the model; there and back nothing is lost.
+    """Ids of optimizer state follow the alphabet.
 
-    After pytorch/pytorch#54736: ids of interleaved parameters were mapped to each other's state.
+    Reported: ids of interleaved parameters were mapped to each other's state.
     """
 
-    name = "mutant.NumbersStateByName"
     names: ClassVar[WrapperNames] = replace(NAMES, FullyShardedDataParallel=_Alphabetical)

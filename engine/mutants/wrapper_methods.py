@@ -12,23 +12,11 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 
 from engine.adapters.torch_fsdp1 import NAMES, FullyShardedDataParallelEngine
 from engine.contract import WrapperNames
+from engine.mutants.mutant import Condition, Trace, mutant
+from engine.mutants.plans import CALLS_METHODS
 
-__all__ = [
-    "AppliesInSilence",
-    "AppliesToShards",
-    "CastsInputsInsteadOfItself",
-    "CountsItemsFromOne",
-    "DropsKeywords",
-    "ForgetsWhatWasApplied",
-    "HidesAttributes",
-    "KeepsItsPrefixInside",
-    "KeepsItsPrefixOfBuffersInside",
-    "KnowsNoRootBeforeForward",
-    "StripsItsPrefixAlways",
-    "TakesUnitsForRoots",
-    "WrapsItsModuleAgain",
-    "names_with",
-]
+_CALLED = Condition(plan=CALLS_METHODS, because="training alone calls no such method")
+
 
 _PREFIX = "_fsdp_wrapped_module."
 
@@ -46,13 +34,13 @@ class _WrapsItsModuleAgain(FullyShardedDataParallel):
         return nn.Sequential(super().module)
 
 
+@mutant(after="pytorch/pytorch#87950", kills_on=_CALLED, trace=Trace.STATE)
 class WrapsItsModuleAgain(FullyShardedDataParallelEngine):
-    """What ``module`` gives is not what was wrapped, but a module around it.
+    """What module gives is not what was wrapped, but a module around it.
 
-    After pytorch/pytorch#87950: of a module that another wrapper was put around, ``module`` gave that wrapper.
+    Reported: of a module that another wrapper was put around, ``module`` gave that wrapper.
     """
 
-    name = "mutant.WrapsItsModuleAgain"
     names: ClassVar[WrapperNames] = names_with(_WrapsItsModuleAgain)
 
 
@@ -64,13 +52,13 @@ class _HidesAttributes(FullyShardedDataParallel):
         raise AttributeError(name)
 
 
+@mutant(after="pytorch/pytorch#83351", kills_on=_CALLED, trace=Trace.STATE)
 class HidesAttributes(FullyShardedDataParallelEngine):
     """Submodules and tensors are found through the wrapper, plain attributes and methods are not.
 
-    After pytorch/pytorch#83351: some of what a plain module offers did not work through a wrapper.
+    Reported: some of what a plain module offers did not work through a wrapper.
     """
 
-    name = "mutant.HidesAttributes"
     names: ClassVar[WrapperNames] = names_with(_HidesAttributes)
 
 
@@ -79,13 +67,13 @@ class _CountsItemsFromOne(FullyShardedDataParallel):
         return super().__getitem__(key - 1 if isinstance(key, int) and key > 0 else key)
 
 
+@mutant(after="pytorch/pytorch#83351", kills_on=_CALLED, trace=Trace.STATE)
 class CountsItemsFromOne(FullyShardedDataParallelEngine):
     """An index is passed on to the wrapped list less by one.
 
-    After pytorch/pytorch#83351: some of what a plain module offers did not work through a wrapper.
+    Reported: some of what a plain module offers did not work through a wrapper.
     """
 
-    name = "mutant.CountsItemsFromOne"
     names: ClassVar[WrapperNames] = names_with(_CountsItemsFromOne)
 
 
@@ -96,13 +84,13 @@ class _KnowsNoRootBeforeForward(FullyShardedDataParallel):
         return super().check_is_root() and was_asked
 
 
+@mutant(after="facebookresearch/fairscale#490", kills_on=_CALLED, trace=Trace.STATE)
 class KnowsNoRootBeforeForward(FullyShardedDataParallelEngine):
     """Nobody is told to be the root who asks for the first time.
 
-    After facebookresearch/fairscale#490: who the root is was found out too early or too late, by whoever came first.
+    Reported: who the root is was found out too early or too late, by whoever came first.
     """
 
-    name = "mutant.KnowsNoRootBeforeForward"
     names: ClassVar[WrapperNames] = names_with(_KnowsNoRootBeforeForward)
 
 
@@ -112,13 +100,13 @@ class _TakesUnitsForRoots(FullyShardedDataParallel):
         return FullyShardedDataParallel.fsdp_modules(module)
 
 
+@mutant(after="facebookresearch/fairscale#490", kills_on=_CALLED, trace=Trace.STATE)
 class TakesUnitsForRoots(FullyShardedDataParallelEngine):
     """Asked for roots alone, all units are listed.
 
-    After facebookresearch/fairscale#490: units inside the root were marked as roots themselves.
+    Reported: units inside the root were marked as roots themselves.
     """
 
-    name = "mutant.TakesUnitsForRoots"
     names: ClassVar[WrapperNames] = names_with(_TakesUnitsForRoots)
 
 
@@ -127,13 +115,13 @@ class _AppliesToShards(FullyShardedDataParallel):
         return nn.Module.apply(self, fn)
 
 
+@mutant(after="facebookresearch/fairscale#543", kills_on=_CALLED, trace=Trace.STATE)
 class AppliesToShards(FullyShardedDataParallelEngine):
-    """``apply`` gathers nothing: functions see what each rank has.
+    """Apply gathers nothing: functions see what each rank has.
 
-    After facebookresearch/fairscale#543: weights were to be initialised by ``apply``, and it showed shards.
+    Reported: weights were to be initialised by ``apply``, and it showed shards.
     """
 
-    name = "mutant.AppliesToShards"
     names: ClassVar[WrapperNames] = names_with(_AppliesToShards)
 
 
@@ -145,13 +133,13 @@ class _ForgetsWhatWasApplied(FullyShardedDataParallel):
         return self
 
 
+@mutant(after="pytorch/pytorch#107081", kills_on=_CALLED, trace=Trace.STATE)
 class ForgetsWhatWasApplied(FullyShardedDataParallelEngine):
-    """What functions do to whole parameters in ``apply`` is not written back.
+    """What functions do to whole parameters in apply is not written back.
 
-    After pytorch/pytorch#107081: parameters were as before once their context had ended.
+    Reported: parameters were as before once their context had ended.
     """
 
-    name = "mutant.ForgetsWhatWasApplied"
     names: ClassVar[WrapperNames] = names_with(_ForgetsWhatWasApplied)
 
 
@@ -163,13 +151,13 @@ class _AppliesInSilence(FullyShardedDataParallel):
             return self
 
 
+@mutant(after="Lightning-AI/pytorch-lightning#19755", kills_on=_CALLED, trace=Trace.SILENCE)
 class AppliesInSilence(FullyShardedDataParallelEngine):
-    """Where ``apply`` is refused, it does nothing and says nothing.
+    """Where apply is refused, it does nothing and says nothing.
 
-    After Lightning-AI/pytorch-lightning#19755: ``apply`` was called where nobody meant its whole parameters.
+    Reported: ``apply`` was called where nobody meant its whole parameters.
     """
 
-    name = "mutant.AppliesInSilence"
     names: ClassVar[WrapperNames] = names_with(_AppliesInSilence)
 
 
@@ -178,13 +166,13 @@ class _DropsKeywords(FullyShardedDataParallel):
         return super().forward(*args, **{k: v for k, v in kwargs.items() if not isinstance(v, int)})
 
 
+@mutant(after="pytorch/pytorch#147531", kills_on=_CALLED, trace=Trace.STATE)
 class DropsKeywords(FullyShardedDataParallelEngine):
     """Of the keywords of forward, plain numbers are dropped.
 
-    After pytorch/pytorch#147531: what forward was called with was lost where there was nothing to move.
+    Reported: what forward was called with was lost where there was nothing to move.
     """
 
-    name = "mutant.DropsKeywords"
     names: ClassVar[WrapperNames] = names_with(_DropsKeywords)
 
 
@@ -193,13 +181,13 @@ class _KeepsItsPrefixInside(FullyShardedDataParallel):
         return nn.Module.named_parameters(self, *args, **kwargs)
 
 
+@mutant(after="pytorch/pytorch#83351", kills_on=_CALLED, trace=Trace.STATE)
 class KeepsItsPrefixInside(FullyShardedDataParallelEngine):
     """Names of parameters tell of the wrapper wherever one asks.
 
-    After pytorch/pytorch#83351: code that relies on names of parameters met those of the wrapper.
+    Reported: code that relies on names of parameters met those of the wrapper.
     """
 
-    name = "mutant.KeepsItsPrefixInside"
     names: ClassVar[WrapperNames] = names_with(_KeepsItsPrefixInside)
 
 
@@ -209,13 +197,13 @@ class _StripsItsPrefixAlways(FullyShardedDataParallel):
             yield name.replace(_PREFIX, ""), parameter
 
 
+@mutant(after="pytorch/pytorch#83351", kills_on=_CALLED, trace=Trace.STATE)
 class StripsItsPrefixAlways(FullyShardedDataParallelEngine):
     """Names of parameters hide the wrapper even where what they name is a shard.
 
-    After pytorch/pytorch#83351: names inside and outside ``summon_full_params`` were to be told apart.
+    Reported: names inside and outside ``summon_full_params`` were to be told apart.
     """
 
-    name = "mutant.StripsItsPrefixAlways"
     names: ClassVar[WrapperNames] = names_with(_StripsItsPrefixAlways)
 
 
@@ -224,13 +212,13 @@ class _KeepsItsPrefixOfBuffersInside(FullyShardedDataParallel):
         return nn.Module.named_buffers(self, *args, **kwargs)
 
 
+@mutant(after="pytorch/pytorch#83351", kills_on=_CALLED, trace=Trace.STATE)
 class KeepsItsPrefixOfBuffersInside(FullyShardedDataParallelEngine):
     """Names of buffers tell of the wrapper wherever one asks.
 
-    After pytorch/pytorch#83351: code that relies on names of buffers met those of the wrapper.
+    Reported: code that relies on names of buffers met those of the wrapper.
     """
 
-    name = "mutant.KeepsItsPrefixOfBuffersInside"
     names: ClassVar[WrapperNames] = names_with(_KeepsItsPrefixOfBuffersInside)
 
 
@@ -243,11 +231,11 @@ class _CastsInputsInsteadOfItself(FullyShardedDataParallel):
         return super().forward(*(a.to(dtype) if a.is_floating_point() else a for a in args), **kwargs)
 
 
+@mutant(after="pytorch/pytorch#90838", kills_on=_CALLED, trace=Trace.STATE)
 class CastsInputsInsteadOfItself(FullyShardedDataParallelEngine):
     """A conversion once wrapped changes nothing; inputs are cast to what the model was made in.
 
-    After pytorch/pytorch#90838: the dtype that parameters had in the constructor was gone by for ever.
+    Reported: the dtype that parameters had in the constructor was gone by for ever.
     """
 
-    name = "mutant.CastsInputsInsteadOfItself"
     names: ClassVar[WrapperNames] = names_with(_CastsInputsInsteadOfItself)

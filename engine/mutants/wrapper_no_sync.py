@@ -11,18 +11,12 @@ from torch.distributed.fsdp._flat_param import HandleShardingStrategy
 
 from engine.adapters.torch_fsdp1 import FullyShardedDataParallelEngine
 from engine.contract import WrapperNames
+from engine.mutants.mutant import Condition, Trace, mutant
+from engine.mutants.plans import CALLS_METHODS
 from engine.mutants.wrapper_methods import names_with
 
-__all__ = [
-    "EndsAllNoSyncsAtOnce",
-    "FreesInNoSync",
-    "KeepsTheRootInNoSync",
-    "LosesSharesInNoSync",
-    "ReplacesGradients",
-    "SilencesUnitsAlone",
-    "StaysSilentAfterAnException",
-    "SynchronisesInNoSync",
-]
+_CALLED = Condition(plan=CALLS_METHODS, because="training alone accumulates nothing")
+
 
 # Any, in all that follows: what torch's own methods take and give.
 
@@ -48,13 +42,13 @@ class _ReplacesGradients(FullyShardedDataParallel):
         return super().forward(*args, **kwargs)
 
 
+@mutant(after="NVIDIA/Megatron-LM#7186", kills_on=_CALLED, trace=Trace.NUMBERS)
 class ReplacesGradients(FullyShardedDataParallelEngine):
     """Each step of an accumulation discards the gradients of those before it.
 
-    After NVIDIA/Megatron-LM#7186: each backward was taken for the last, and began anew.
+    Reported: each backward was taken for the last, and began anew.
     """
 
-    name = "mutant.ReplacesGradients"
     names: ClassVar[WrapperNames] = names_with(_ReplacesGradients)
 
 
@@ -66,13 +60,13 @@ class _LosesSharesInNoSync(FullyShardedDataParallel):
             yield
 
 
+@mutant(after="pytorch/pytorch#90546", kills_on=_CALLED, trace=Trace.NUMBERS)
 class LosesSharesInNoSync(FullyShardedDataParallelEngine):
     """Entering no_sync discards the reduced gradients that a rank has.
 
-    After pytorch/pytorch#90546: gradients of whole size were put where reduced ones had been.
+    Reported: gradients of whole size were put where reduced ones had been.
     """
 
-    name = "mutant.LosesSharesInNoSync"
     names: ClassVar[WrapperNames] = names_with(_LosesSharesInNoSync)
 
 
@@ -82,13 +76,13 @@ class _SynchronisesInNoSync(FullyShardedDataParallel):
         yield
 
 
+@mutant(after="huggingface/transformers#34645", kills_on=_CALLED, trace=Trace.COMMUNICATION)
 class SynchronisesInNoSync(FullyShardedDataParallelEngine):
-    """``no_sync`` of the wrapper does nothing; sums are right.
+    """No_sync of the wrapper does nothing; sums are right.
 
-    After huggingface/transformers#34645: the context was lost from the loop, and nobody noticed.
+    Reported: the context was lost from the loop, and nobody noticed.
     """
 
-    name = "mutant.SynchronisesInNoSync"
     names: ClassVar[WrapperNames] = names_with(_SynchronisesInNoSync)
 
 
@@ -102,13 +96,13 @@ class _KeepsTheRootInNoSync(FullyShardedDataParallel):
         return super().forward(*args, **kwargs)
 
 
+@mutant(after="pytorch/pytorch#75892", kills_on=_CALLED, trace=Trace.COMMUNICATION)
 class KeepsTheRootInNoSync(FullyShardedDataParallelEngine):
     """Inside no_sync the root keeps what it gathered, so that the next step gathers less.
 
-    After pytorch/pytorch#75892: the number of gathers depended on whether the step before was in no_sync.
+    Reported: the number of gathers depended on whether the step before was in no_sync.
     """
 
-    name = "mutant.KeepsTheRootInNoSync"
     names: ClassVar[WrapperNames] = names_with(_KeepsTheRootInNoSync)
 
 
@@ -121,13 +115,13 @@ class _FreesInNoSync(FullyShardedDataParallel):
         return super().forward(*args, **kwargs)
 
 
+@mutant(after="NVIDIA/cosmos-framework#161", kills_on=_CALLED, trace=Trace.COMMUNICATION)
 class FreesInNoSync(FullyShardedDataParallelEngine):
     """Parameters that were to be kept from step to step inside no_sync are freed, and gathered again.
 
-    After NVIDIA/cosmos-framework#161: each step of an accumulation paid for communication that one could have done.
+    Reported: each step of an accumulation paid for communication that one could have done.
     """
 
-    name = "mutant.FreesInNoSync"
     names: ClassVar[WrapperNames] = names_with(_FreesInNoSync)
 
 
@@ -147,13 +141,13 @@ class _EndsAllNoSyncsAtOnce(FullyShardedDataParallel):
             _silence(self, is_silent=False)
 
 
+@mutant(after="speechbrain/speechbrain#2010", kills_on=_CALLED, trace=Trace.COMMUNICATION)
 class EndsAllNoSyncsAtOnce(FullyShardedDataParallelEngine):
     """The end of a no_sync inside another ends both.
 
-    After speechbrain/speechbrain#2010: the contexts of several models ended when the first of them did.
+    Reported: the contexts of several models ended when the first of them did.
     """
 
-    name = "mutant.EndsAllNoSyncsAtOnce"
     names: ClassVar[WrapperNames] = names_with(_EndsAllNoSyncsAtOnce)
 
 
@@ -165,13 +159,13 @@ class _StaysSilentAfterAnException(FullyShardedDataParallel):
         _silence(self, is_silent=False)
 
 
+@mutant(after="pytorch/torchtitan#3724", kills_on=_CALLED, trace=Trace.COMMUNICATION)
 class StaysSilentAfterAnException(FullyShardedDataParallelEngine):
     """An exception inside no_sync leaves gradients unsynchronised for good.
 
-    After pytorch/torchtitan#3724: flags that were changed for a while were not given back where something raised.
+    Reported: flags that were changed for a while were not given back where something raised.
     """
 
-    name = "mutant.StaysSilentAfterAnException"
     names: ClassVar[WrapperNames] = names_with(_StaysSilentAfterAnException)
 
 
@@ -190,11 +184,11 @@ class _SilencesUnitsAlone(FullyShardedDataParallel):
             _silence(self, is_silent=False)
 
 
+@mutant(after="speechbrain/speechbrain#2010", kills_on=_CALLED, trace=Trace.SILENCE)
 class SilencesUnitsAlone(FullyShardedDataParallelEngine):
     """A unit inside the root can be told not to synchronise, and the rest goes on.
 
-    After speechbrain/speechbrain#2010: some of the modules accumulated, others synchronised.
+    Reported: some of the modules accumulated, others synchronised.
     """
 
-    name = "mutant.SilencesUnitsAlone"
     names: ClassVar[WrapperNames] = names_with(_SilencesUnitsAlone)

@@ -11,19 +11,12 @@ from torch.distributed.fsdp import FullyShardedDataParallel, OptimStateKeyType
 
 from engine.adapters.torch_fsdp1 import FullyShardedDataParallelEngine
 from engine.contract import WrapperNames
+from engine.mutants.mutant import Condition, Trace, mutant
+from engine.mutants.plans import CALLS_METHODS
 from engine.mutants.wrapper_methods import names_with
 
-__all__ = [
-    "IgnoresTheStateGiven",
-    "LosesMomentum",
-    "LosesMomentumWhenItSaves",
-    "NamesTheWrapperInOptimizerStates",
-    "PermutesGroups",
-    "RekeysToEachOther",
-    "RestartsTheCountOfSteps",
-    "SavesTheLastMomentAsAll",
-    "SharesTheCountOfSteps",
-]
+_CALLED = Condition(plan=CALLS_METHODS, because="training alone saves nothing")
+
 
 # Any, in all that follows: what torch's own methods take and give.
 
@@ -35,13 +28,13 @@ class _NamesTheWrapperInOptimizerStates(FullyShardedDataParallel):
         return found | {"state": {f"_fsdp_wrapped_module.{k}": v for k, v in found["state"].items()}}
 
 
+@mutant(after="pytorch/pytorch#96252", kills_on=_CALLED, trace=Trace.STATE)
 class NamesTheWrapperInOptimizerStates(FullyShardedDataParallelEngine):
     """Names in the state of optimizers tell of the wrapper.
 
-    After pytorch/pytorch#96252: a prefix of another wrapper was in the names of an optimizer's state.
+    Reported: a prefix of another wrapper was in the names of an optimizer's state.
     """
 
-    name = "mutant.NamesTheWrapperInOptimizerStates"
     names: ClassVar[WrapperNames] = names_with(_NamesTheWrapperInOptimizerStates)
 
 
@@ -61,13 +54,13 @@ class _LosesMomentumWhenItSaves(FullyShardedDataParallel):
         return _without_momentum(FullyShardedDataParallel.optim_state_dict(*args, **kwargs))
 
 
+@mutant(after="pytorch/pytorch#76671", kills_on=_CALLED, trace=Trace.STATE)
 class LosesMomentumWhenItSaves(FullyShardedDataParallelEngine):
     """In the state that is saved of an optimizer, moments are zero.
 
-    After pytorch/pytorch#76671: some of an optimizer's parameters had no state where it was looked for.
+    Reported: some of an optimizer's parameters had no state where it was looked for.
     """
 
-    name = "mutant.LosesMomentumWhenItSaves"
     names: ClassVar[WrapperNames] = names_with(_LosesMomentumWhenItSaves)
 
 
@@ -111,13 +104,13 @@ class _LosesMomentum(_Loader):
         return _without_momentum(loadable)
 
 
+@mutant(after="facebookresearch/fairscale#601", kills_on=_CALLED, trace=Trace.NUMBERS)
 class LosesMomentum(FullyShardedDataParallelEngine):
     """What is loaded into an optimizer has moments of zero.
 
-    After facebookresearch/fairscale#601: resumed training went on as if from scratch.
+    Reported: resumed training went on as if from scratch.
     """
 
-    name = "mutant.LosesMomentum"
     names: ClassVar[WrapperNames] = names_with(_LosesMomentum)
 
 
@@ -131,13 +124,13 @@ class _RestartsTheCountOfSteps(_Loader):
         return kept
 
 
+@mutant(after="huggingface/accelerate#3971", kills_on=_CALLED, trace=Trace.NUMBERS)
 class RestartsTheCountOfSteps(FullyShardedDataParallelEngine):
     """What is loaded into an optimizer counts its steps from zero.
 
-    After huggingface/accelerate#3971: the count of steps could not be found in what was saved.
+    Reported: the count of steps could not be found in what was saved.
     """
 
-    name = "mutant.RestartsTheCountOfSteps"
     names: ClassVar[WrapperNames] = names_with(_RestartsTheCountOfSteps)
 
 
@@ -151,13 +144,13 @@ class _SavesTheLastMomentAsAll(FullyShardedDataParallel):
         return found
 
 
+@mutant(after="pytorch/pytorch#108298", kills_on=_CALLED, trace=Trace.STATE)
 class SavesTheLastMomentAsAll(FullyShardedDataParallelEngine):
     """All moments in the state that is saved of an optimizer are the last one.
 
-    After pytorch/pytorch#108298: states were gathered one after the other into one buffer.
+    Reported: states were gathered one after the other into one buffer.
     """
 
-    name = "mutant.SavesTheLastMomentAsAll"
     names: ClassVar[WrapperNames] = names_with(_SavesTheLastMomentAsAll)
 
 
@@ -171,13 +164,13 @@ class _SharesTheCountOfSteps(FullyShardedDataParallel):
         return found
 
 
+@mutant(after="databricks/flashoptim#3", kills_on=_CALLED, trace=Trace.NUMBERS)
 class SharesTheCountOfSteps(FullyShardedDataParallelEngine):
     """The count of steps in the state that is saved of an optimizer is one tensor, which all parameters advance.
 
-    After databricks/flashoptim#3: the first forward after a resume was exact, and the first step exploded.
+    Reported: the first forward after a resume was exact, and the first step exploded.
     """
 
-    name = "mutant.SharesTheCountOfSteps"
     names: ClassVar[WrapperNames] = names_with(_SharesTheCountOfSteps)
 
 
@@ -187,13 +180,13 @@ class _IgnoresTheStateGiven(FullyShardedDataParallel):
         return FullyShardedDataParallel.optim_state_dict(model, optim)
 
 
+@mutant(after="pytorch/pytorch#99117", kills_on=_CALLED, trace=Trace.NUMBERS)
 class IgnoresTheStateGiven(FullyShardedDataParallelEngine):
     """The state of the optimizer is saved although another was given.
 
-    After pytorch/pytorch#99117: what was taken from the state given, and what from the optimizer, was mixed up.
+    Reported: what was taken from the state given, and what from the optimizer, was mixed up.
     """
 
-    name = "mutant.IgnoresTheStateGiven"
     names: ClassVar[WrapperNames] = names_with(_IgnoresTheStateGiven)
 
 
@@ -207,13 +200,13 @@ class _PermutesGroups(FullyShardedDataParallel):
         return found | {"param_groups": [group | {"params": names} for group, names in pairs]}
 
 
+@mutant(after="pytorch/pytorch#54736", kills_on=_CALLED, trace=Trace.STATE)
 class PermutesGroups(FullyShardedDataParallelEngine):
     """Groups of parameters are saved with each other's members.
 
-    After pytorch/pytorch#54736: parameters that take turns in groups were numbered in another order.
+    Reported: parameters that take turns in groups were numbered in another order.
     """
 
-    name = "mutant.PermutesGroups"
     names: ClassVar[WrapperNames] = names_with(_PermutesGroups)
 
 
@@ -230,11 +223,11 @@ class _RekeysToEachOther(FullyShardedDataParallel):
         return keyed | {"state": state}
 
 
+@mutant(after="pytorch/pytorch#54736", kills_on=_CALLED, trace=Trace.NUMBERS)
 class RekeysToEachOther(FullyShardedDataParallelEngine):
     """Rekeyed, a parameter's state is that of another.
 
-    After pytorch/pytorch#54736: the numbers of parameters did not belong to the state that they came with.
+    Reported: the numbers of parameters did not belong to the state that they came with.
     """
 
-    name = "mutant.RekeysToEachOther"
     names: ClassVar[WrapperNames] = names_with(_RekeysToEachOther)

@@ -14,36 +14,25 @@ from torch.distributed.fsdp import (
 
 from engine.adapters.torch_fsdp1 import NAMES, FullyShardedDataParallelEngine
 from engine.contract import WrapperNames
+from engine.mutants.mutant import Condition, Trace, mutant
+from engine.mutants.plans import WRAPPED
 from engine.mutants.wrapper_names import Options, leaving_out, swapping, with_options, with_strategies
-
-__all__ = [
-    "AcceptsContradictions",
-    "AlwaysShowsFlatParameters",
-    "AlwaysShowsNames",
-    "ForgetsWhatToIgnore",
-    "FreesWhatTheStrategyKeeps",
-    "GivesUnitsNoOptions",
-    "IgnoresOverridesOfAPolicy",
-    "IgnoresTheGroupGiven",
-    "IgnoresTheMeshGiven",
-    "IgnoresThePolicy",
-    "KeepsWhatTheStrategyFrees",
-    "NeverMeetsReplicas",
-    "ShardsWhatTheStrategyReplicates",
-    "WrapsLayersUnasked",
-]
 
 _FULL, _ZERO2 = ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP
 _HYBRID, _HYBRID_ZERO2 = ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2
 
 
+@mutant(
+    after="Tencent-Hunyuan/UniRL#410",
+    kills_on=Condition(plan=WRAPPED, because="a model of one unit needs no policy"),
+    trace=Trace.STATE,
+)
 class IgnoresThePolicy(FullyShardedDataParallelEngine):
-    """Whatever policy is given, the root is the only unit.
+    """Whatever wrap policy is given, the root is the only unit.
 
-    After Tencent-Hunyuan/UniRL#410: an option that was asked for took no effect, and nothing said so.
+    Reported: an option that was asked for took no effect, and nothing said so.
     """
 
-    name = "mutant.IgnoresThePolicy"
     names: ClassVar[WrapperNames] = leaving_out("auto_wrap_policy")
 
 
@@ -54,13 +43,17 @@ def _with_layers(module: nn.Module, options: Options) -> Options:
     return {**options, "auto_wrap_policy": wrap.ModuleWrapPolicy({nn.Linear})}
 
 
+@mutant(
+    after="huggingface/accelerate#4171",
+    kills_on=Condition(plan=WRAPPED, because="units that a policy names are those"),
+    trace=Trace.STATE,
+)
 class WrapsLayersUnasked(FullyShardedDataParallelEngine):
-    """Where no policy is given, every linear layer is a unit.
+    """Without a wrap policy every layer is a unit.
 
-    After huggingface/accelerate#4171: modules were made units that nobody had named.
+    Reported: modules were made units that nobody had named.
     """
 
-    name = "mutant.WrapsLayersUnasked"
     names: ClassVar[WrapperNames] = with_options(_with_layers)
 
 
@@ -73,13 +66,17 @@ class _Stingy(wrap.ModuleWrapPolicy):
         return super()._run_policy(root_module, ignored_modules, {**root_kwargs, **lost})
 
 
+@mutant(
+    after="speechbrain/speechbrain#2010",
+    kills_on=Condition(plan=WRAPPED, because="the root has its options"),
+    trace=Trace.STATE,
+)
 class GivesUnitsNoOptions(FullyShardedDataParallelEngine):
-    """Units by class have the default strategy and show names, whatever the root was given.
+    """Units that a policy names by class have another strategy and form than the root.
 
-    After speechbrain/speechbrain#2010: what was asked of the whole reached the first of its modules alone.
+    Reported: what was asked of the whole reached the first of its modules alone.
     """
 
-    name = "mutant.GivesUnitsNoOptions"
     names: ClassVar[WrapperNames] = replace(NAMES, ModuleWrapPolicy=_Stingy)
 
 
@@ -88,63 +85,87 @@ def _policy_of_answers(function: Any) -> wrap.CustomPolicy:
     return wrap.CustomPolicy(lambda module: bool(function(module)))
 
 
+@mutant(
+    after="NVIDIA/cosmos-framework#162",
+    kills_on=Condition(plan=WRAPPED, because="other options are those of the root"),
+    trace=Trace.STATE,
+)
 class IgnoresOverridesOfAPolicy(FullyShardedDataParallelEngine):
-    """Of what a policy's function says of a module, only whether it is a unit counts.
+    """Options that a policy gives to one unit have no effect.
 
-    After NVIDIA/cosmos-framework#162: an option was honoured for some modules, and dropped for the others.
+    Reported: an option was honoured for some modules, and dropped for the others.
     """
 
-    name = "mutant.IgnoresOverridesOfAPolicy"
     names: ClassVar[WrapperNames] = replace(NAMES, CustomPolicy=_policy_of_answers)
 
 
+@mutant(
+    after="huggingface/accelerate#3859",
+    kills_on=Condition(plan=WRAPPED, because="names are what is asked for otherwise"),
+    trace=Trace.STATE,
+)
 class AlwaysShowsNames(FullyShardedDataParallelEngine):
-    """Parameters keep their names, whether asked to or not.
+    """Parameters keep their names although flat ones were asked for.
 
-    After huggingface/accelerate#3859: what the optimizer held had another form than the rest took it to have.
+    Reported: what the optimizer held had another form than the rest took it to have.
     """
 
-    name = "mutant.AlwaysShowsNames"
     names: ClassVar[WrapperNames] = swapping("use_orig_params", {False: True})
 
 
+@mutant(
+    after="pytorch/pytorch#90546",
+    kills_on=Condition(plan=WRAPPED, because="flat is what is asked for otherwise"),
+    trace=Trace.STATE,
+)
 class AlwaysShowsFlatParameters(FullyShardedDataParallelEngine):
-    """Parameters are flat, whether asked to or not.
+    """Parameters are flat although their names were asked for.
 
-    After pytorch/pytorch#90546: with use_orig_params what was shown was not of the form that was asked for.
+    Reported: with use_orig_params what was shown was not of the form that was asked for.
     """
 
-    name = "mutant.AlwaysShowsFlatParameters"
     names: ClassVar[WrapperNames] = swapping("use_orig_params", {True: False})
 
 
+@mutant(
+    after="pytorch/pytorch#103682",
+    kills_on=Condition(plan=WRAPPED, because="other strategies keep"),
+    trace=Trace.STATE,
+)
 class KeepsWhatTheStrategyFrees(FullyShardedDataParallelEngine):
-    """Units stay whole after forward, although the strategy frees them; the numbers are right.
+    """Units stay whole after forward although the strategy frees them.
 
-    After pytorch/pytorch#103682: forward ran on parameters that were not in the state that the option promised.
+    Reported: forward ran on parameters that were not in the state that the option promised.
     """
 
-    name = "mutant.KeepsWhatTheStrategyFrees"
     names: ClassVar[WrapperNames] = with_strategies({_FULL: _ZERO2, _HYBRID: _HYBRID_ZERO2})
 
 
+@mutant(
+    after="pytorch/pytorch#105635",
+    kills_on=Condition(plan=WRAPPED, because="other strategies free"),
+    trace=Trace.STATE,
+)
 class FreesWhatTheStrategyKeeps(FullyShardedDataParallelEngine):
-    """Units are freed after forward, although the strategy keeps them; the numbers are right.
+    """Units are freed after forward although the strategy keeps them.
 
-    After pytorch/pytorch#105635: units were freed, and gathered once more than their strategy asks for.
+    Reported: units were freed, and gathered once more than their strategy asks for.
     """
 
-    name = "mutant.FreesWhatTheStrategyKeeps"
     names: ClassVar[WrapperNames] = with_strategies({_ZERO2: _FULL, _HYBRID_ZERO2: _HYBRID})
 
 
+@mutant(
+    after="Tencent-Hunyuan/UniRL#410",
+    kills_on=Condition(plan=WRAPPED, because="other strategies shard"),
+    trace=Trace.STATE,
+)
 class ShardsWhatTheStrategyReplicates(FullyShardedDataParallelEngine):
-    """NO_SHARD shards all the same; the numbers are right.
+    """NO_SHARD shards.
 
-    After Tencent-Hunyuan/UniRL#410: one layout was asked for, another one was trained in.
+    Reported: one layout was asked for, another one was trained in.
     """
 
-    name = "mutant.ShardsWhatTheStrategyReplicates"
     names: ClassVar[WrapperNames] = with_strategies({ShardingStrategy.NO_SHARD: _ZERO2})
 
 
@@ -156,23 +177,29 @@ def _in_the_default_group(option: str) -> WrapperNames:
     return with_options(change)
 
 
+@mutant(
+    after="pytorch/torchtitan#1551",
+    kills_on=Condition(world_size=4, plan=WRAPPED, because="a group of all ranks is what is used"),
+)
 class IgnoresTheGroupGiven(FullyShardedDataParallelEngine):
-    """Shards over all ranks, whatever group is given.
+    """The wrapper shards over all ranks whatever group is given.
 
-    After pytorch/torchtitan#1551: gradients were averaged over more ranks than those that share a parameter.
+    Reported: gradients were averaged over more ranks than those that share a parameter.
     """
 
-    name = "mutant.IgnoresTheGroupGiven"
     names: ClassVar[WrapperNames] = _in_the_default_group("process_group")
 
 
+@mutant(
+    after="deepspeedai/DeepSpeed#5618",
+    kills_on=Condition(world_size=4, plan=WRAPPED, because="a mesh of all ranks is what is used"),
+)
 class IgnoresTheMeshGiven(FullyShardedDataParallelEngine):
-    """Shards over all ranks, whatever mesh is given.
+    """The wrapper shards over all ranks whatever mesh is given.
 
-    After deepspeedai/DeepSpeed#5618: gradients were divided by the size of another group than their own.
+    Reported: gradients were divided by the size of another group than their own.
     """
 
-    name = "mutant.IgnoresTheMeshGiven"
     names: ClassVar[WrapperNames] = _in_the_default_group("device_mesh")
 
 
@@ -186,23 +213,30 @@ def _one_replica(module: nn.Module, options: Options) -> Options:
     return {**own, "process_group": own["process_group"][0]}
 
 
+@mutant(
+    after="verl-project/verl#7494",
+    kills_on=Condition(world_size=4, plan=WRAPPED, because="other strategies have one group"),
+)
 class NeverMeetsReplicas(FullyShardedDataParallelEngine):
-    """Hybrid strategies shard within the first group, or the second axis, and know of no other.
+    """Hybrid strategies shard in one group and know of no other.
 
-    After verl-project/verl#7494: hybrid sharding reduced over the shard group only.
+    Reported: hybrid sharding reduced over the shard group only.
     """
 
-    name = "mutant.NeverMeetsReplicas"
     names: ClassVar[WrapperNames] = with_options(_one_replica)
 
 
+@mutant(
+    after="pytorch/pytorch#68803",
+    kills_on=Condition(plan=WRAPPED, because="nothing else is ignored"),
+    trace=Trace.STATE,
+)
 class ForgetsWhatToIgnore(FullyShardedDataParallelEngine):
-    """Ignored modules and parameters are sharded like all others.
+    """What is to be ignored is sharded.
 
-    After pytorch/pytorch#68803: what was to be ignored was not left out on all ranks.
+    Reported: what was to be ignored was not left out on all ranks.
     """
 
-    name = "mutant.ForgetsWhatToIgnore"
     names: ClassVar[WrapperNames] = leaving_out("ignored_modules", "ignored_states")
 
 
@@ -230,11 +264,15 @@ def _has_replicas(options: Options) -> bool:
     return isinstance(groups, tuple) or (mesh is not None and mesh.ndim > 1)
 
 
+@mutant(
+    after="hpcaitech/ColossalAI#2496",
+    kills_on=Condition(plan=WRAPPED, because="others are honoured"),
+    trace=Trace.STATE,
+)
 class AcceptsContradictions(FullyShardedDataParallelEngine):
-    """Of options that contradict each other one wins, and what has no meaning is left out, without a word.
+    """Arguments that contradict each other are accepted.
 
-    After hpcaitech/ColossalAI#2496: a combination that was not supported was not refused either.
+    Reported: a combination that was not supported was not refused either.
     """
 
-    name = "mutant.AcceptsContradictions"
     names: ClassVar[WrapperNames] = with_options(_resolved)

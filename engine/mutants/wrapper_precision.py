@@ -13,18 +13,9 @@ from torch.distributed.fsdp import (
 
 from engine.adapters.torch_fsdp1 import FullyShardedDataParallelEngine
 from engine.contract import WrapperNames
+from engine.mutants.mutant import Condition, Trace, mutant
+from engine.mutants.plans import WRAPPED
 from engine.mutants.wrapper_names import Options, leaving_out, with_options
-
-__all__ = [
-    "CastsBatchNorm",
-    "ComputesInBfloat16Unasked",
-    "ComputesInTheReduceDtype",
-    "IgnoresCastFlags",
-    "IgnoresMixedPrecision",
-    "KeepsLowGradients",
-    "ReducesInTheComputeDtype",
-    "RoundsTheShards",
-]
 
 _LOW = torch.bfloat16
 
@@ -40,13 +31,17 @@ def _with_precision(**fields: Any) -> WrapperNames:
     return with_options(change)
 
 
+@mutant(
+    after="verl-project/verl#6150",
+    kills_on=Condition(plan=WRAPPED, because="only low precision shows it"),
+    trace=Trace.STATE,
+)
 class IgnoresMixedPrecision(FullyShardedDataParallelEngine):
-    """Computes and reduces in full precision, whatever was asked for.
+    """Everything is computed and reduced in full precision.
 
-    After verl-project/verl#6150: the dtype that a policy named was not the one that was computed in.
+    Reported: the dtype that a policy named was not the one that was computed in.
     """
 
-    name = "mutant.IgnoresMixedPrecision"
     names: ClassVar[WrapperNames] = leaving_out("mixed_precision")
 
 
@@ -55,13 +50,17 @@ def _low_by_default(module: nn.Module, options: Options) -> Options:
     return {**options, "mixed_precision": MixedPrecision(param_dtype=_LOW)} if is_empty else options
 
 
+@mutant(
+    after="pytorch/pytorch#143277",
+    kills_on=Condition(plan=WRAPPED, because="a dtype that is named is honoured"),
+    trace=Trace.STATE,
+)
 class ComputesInBfloat16Unasked(FullyShardedDataParallelEngine):
     """A precision that names no dtype computes in bfloat16.
 
-    After pytorch/pytorch#143277: dtypes that were left open were resolved too early, and to others.
+    Reported: dtypes that were left open were resolved too early, and to others.
     """
 
-    name = "mutant.ComputesInBfloat16Unasked"
     names: ClassVar[WrapperNames] = with_options(_low_by_default)
 
 
@@ -72,53 +71,72 @@ def _computing_as_reducing(module: nn.Module, options: Options) -> Options:
     return {**options, "mixed_precision": replace(asked, param_dtype=asked.reduce_dtype)}
 
 
+@mutant(
+    after="pytorch/pytorch#153077",
+    kills_on=Condition(plan=WRAPPED, because="without one it is honest"),
+    trace=Trace.STATE,
+)
 class ComputesInTheReduceDtype(FullyShardedDataParallelEngine):
-    """Where a dtype to reduce in is named, forward computes in it too.
+    """Forward computes in the dtype to reduce in.
 
-    After pytorch/pytorch#153077: dtypes of computation and reduction were derived from each other the wrong way.
+    Reported: dtypes of computation and reduction were derived from each other the wrong way.
     """
 
-    name = "mutant.ComputesInTheReduceDtype"
     names: ClassVar[WrapperNames] = with_options(_computing_as_reducing)
 
 
+@mutant(
+    after="pytorch/pytorch#190626",
+    kills_on=Condition(plan=WRAPPED, because="it may be that of computation anyway"),
+)
 class ReducesInTheComputeDtype(FullyShardedDataParallelEngine):
-    """Gradients are reduced in the dtype of computation, whatever was named for them.
+    """The dtype to reduce in has no effect.
 
-    After pytorch/pytorch#190626: the dtype to reduce in had no effect on one of the reductions.
+    Reported: the dtype to reduce in had no effect on one of the reductions.
     """
 
-    name = "mutant.ReducesInTheComputeDtype"
     names: ClassVar[WrapperNames] = _with_precision(reduce_dtype=None)
 
 
+@mutant(
+    after="pytorch/pytorch#160279",
+    kills_on=Condition(plan=WRAPPED, because="their defaults are honoured"),
+    trace=Trace.STATE,
+)
 class IgnoresCastFlags(FullyShardedDataParallelEngine):
-    """Inputs of the root are cast and those of units are not, whatever the flags say.
+    """The flags that say which inputs are cast have no effect.
 
-    After pytorch/pytorch#160279: some inputs were left in another dtype than that of the unit around them.
+    Reported: some inputs were left in another dtype than that of the unit around them.
     """
 
-    name = "mutant.IgnoresCastFlags"
     names: ClassVar[WrapperNames] = _with_precision(cast_root_forward_inputs=True, cast_forward_inputs=False)
 
 
+@mutant(
+    after="huggingface/transformers#34645",
+    kills_on=Condition(plan=WRAPPED, because="only low precision shows it"),
+    trace=Trace.STATE,
+)
 class KeepsLowGradients(FullyShardedDataParallelEngine):
-    """Gradients stay in the dtype in which they were reduced, asked to or not.
+    """Gradients stay in low precision unasked.
 
-    After huggingface/transformers#34645: gradients and parameters had different dtypes.
+    Reported: gradients and parameters had different dtypes.
     """
 
-    name = "mutant.KeepsLowGradients"
     names: ClassVar[WrapperNames] = _with_precision(keep_low_precision_grads=True)
 
 
+@mutant(
+    after="pytorch/pytorch#196996",
+    kills_on=Condition(plan=WRAPPED, because="only low precision shows it"),
+    trace=Trace.STATE,
+)
 class CastsBatchNorm(FullyShardedDataParallelEngine):
-    """BatchNorm computes in low precision like everything else, its statistics included.
+    """BatchNorm computes in low precision.
 
-    After pytorch/pytorch#196996: one branch of a model was treated in another dtype than it must be.
+    Reported: one branch of a model was treated in another dtype than it must be.
     """
 
-    name = "mutant.CastsBatchNorm"
     names: ClassVar[WrapperNames] = _with_precision(_module_classes_to_ignore=(), buffer_dtype=_LOW)
 
 
@@ -129,11 +147,15 @@ def _rounded(module: nn.Module, options: Options) -> Options:
     return options
 
 
+@mutant(
+    after="pytorch/torchtitan#724",
+    kills_on=Condition(plan=WRAPPED, because="only low precision shows it"),
+    trace=Trace.STATE,
+)
 class RoundsTheShards(FullyShardedDataParallelEngine):
-    """Under mixed precision the shards are kept in bfloat16 as well: small updates are lost.
+    """Shards are kept in low precision.
 
-    After pytorch/torchtitan#724: the same training went apart from itself under another precision of what is kept.
+    Reported: the same training went apart from itself under another precision of what is kept.
     """
 
-    name = "mutant.RoundsTheShards"
     names: ClassVar[WrapperNames] = with_options(_rounded)

@@ -9,9 +9,10 @@ import torch.distributed as dist
 
 from engine.adapters.reference_wrapper import NAMES, ReferenceWrapperEngine
 from engine.contract import WrapperNames
+from engine.mutants.mutant import Condition, Trace, mutant
+from engine.plan import Layout, Plan
 from engine.reference import FullyShardedDataParallel
-
-__all__ = ["StartsEachReplicaOnItsOwn"]
+from engine.wrapper import Wrapper
 
 
 class _Apart(FullyShardedDataParallel):
@@ -19,11 +20,18 @@ class _Apart(FullyShardedDataParallel):
         return (self.process_group,)
 
 
+@mutant(
+    after="pytorch/pytorch#154888",
+    kills_on=Condition(
+        plan=Plan(layout=Layout.SHARD, wrapper=Wrapper()),
+        because="a replica alone starts with its own values",
+    ),
+    trace=Trace.STATE,
+)
 class StartsEachReplicaOnItsOwn(ReferenceWrapperEngine):
-    """sync_module_states reaches the ranks of one replica; each replica starts with values of its own.
+    """Sync_module_states does not reach other replicas.
 
-    After pytorch/pytorch#154888: of the two groups of a hybrid strategy one was communicated over.
+    Reported: of the two groups of a hybrid strategy one was communicated over.
     """
 
-    name = "mutant.StartsEachReplicaOnItsOwn"
     names: ClassVar[WrapperNames] = replace(NAMES, FullyShardedDataParallel=_Apart)

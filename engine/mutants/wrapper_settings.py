@@ -11,18 +11,12 @@ from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
 
 from engine.adapters.torch_fsdp1 import FullyShardedDataParallelEngine
 from engine.contract import WrapperNames
+from engine.mutants.mutant import Condition, Trace, mutant
+from engine.mutants.plans import CALLS_METHODS
 from engine.mutants.wrapper_methods import names_with
 
-__all__ = [
-    "ForgetsConfigs",
-    "LeavesFullStateDicts",
-    "LeavesTheTypeAfterAnException",
-    "ScopesNothing",
-    "SetsTheTypeOfTheFirstRootAlone",
-    "TakesConfigsOfOtherTypes",
-    "TellsTheNewTypeAsTheOld",
-    "TellsTheTypeOfSomeUnit",
-]
+_CALLED = Condition(plan=CALLS_METHODS, because="training alone sets no type")
+
 
 # Any, in all that follows: what torch's own methods take and give.
 
@@ -33,13 +27,13 @@ class _ForgetsConfigs(FullyShardedDataParallel):
         return FullyShardedDataParallel.set_state_dict_type(module, state_dict_type)
 
 
+@mutant(after="pytorch/pytorch#109648", kills_on=_CALLED, trace=Trace.STATE)
 class ForgetsConfigs(FullyShardedDataParallelEngine):
     """State dicts are of the type that was set, and of its default configs.
 
-    After pytorch/pytorch#109648: a flag of the configs was not picked up until somebody asked for them.
+    Reported: a flag of the configs was not picked up until somebody asked for them.
     """
 
-    name = "mutant.ForgetsConfigs"
     names: ClassVar[WrapperNames] = names_with(_ForgetsConfigs)
 
 
@@ -50,13 +44,13 @@ class _TellsTheNewTypeAsTheOld(FullyShardedDataParallel):
         return FullyShardedDataParallel.get_state_dict_type(module)
 
 
+@mutant(after="pytorch/pytorch#86243", kills_on=_CALLED, trace=Trace.STATE)
 class TellsTheNewTypeAsTheOld(FullyShardedDataParallelEngine):
     """What was set before is told to be what is set now.
 
-    After pytorch/pytorch#86243: what a context gave back had to be handed to the caller, who sets without one.
+    Reported: what a context gave back had to be handed to the caller, who sets without one.
     """
 
-    name = "mutant.TellsTheNewTypeAsTheOld"
     names: ClassVar[WrapperNames] = names_with(_TellsTheNewTypeAsTheOld)
 
 
@@ -67,13 +61,13 @@ class _SetsTheTypeOfTheFirstRootAlone(FullyShardedDataParallel):
         return FullyShardedDataParallel.set_state_dict_type(first, *args)
 
 
+@mutant(after="pytorch/pytorch#73716", kills_on=_CALLED, trace=Trace.STATE)
 class SetsTheTypeOfTheFirstRootAlone(FullyShardedDataParallelEngine):
     """Of several wrapped models in a module, only the first is set to a type.
 
-    After pytorch/pytorch#73716: the type was set on the module that was asked, and on no other.
+    Reported: the type was set on the module that was asked, and on no other.
     """
 
-    name = "mutant.SetsTheTypeOfTheFirstRootAlone"
     names: ClassVar[WrapperNames] = names_with(_SetsTheTypeOfTheFirstRootAlone)
 
 
@@ -84,13 +78,13 @@ class _ScopesNothing(FullyShardedDataParallel):
         yield
 
 
+@mutant(after="pytorch/pytorch#109648", kills_on=_CALLED, trace=Trace.STATE)
 class ScopesNothing(FullyShardedDataParallelEngine):
-    """The context ``state_dict_type`` changes nothing.
+    """The context state_dict_type changes nothing.
 
-    After pytorch/pytorch#109648: what was set was not picked up.
+    Reported: what was set was not picked up.
     """
 
-    name = "mutant.ScopesNothing"
     names: ClassVar[WrapperNames] = names_with(_ScopesNothing)
 
 
@@ -103,13 +97,13 @@ class _LeavesFullStateDicts(FullyShardedDataParallel):
         FullyShardedDataParallel.set_state_dict_type(module, StateDictType.FULL_STATE_DICT)
 
 
+@mutant(after="pytorch/torchtitan#3724", kills_on=_CALLED, trace=Trace.STATE)
 class LeavesFullStateDicts(FullyShardedDataParallelEngine):
     """At the end of a context the type is the default, not what it was before.
 
-    After pytorch/torchtitan#3724: flags were set to their default where the exact state before was meant.
+    Reported: flags were set to their default where the exact state before was meant.
     """
 
-    name = "mutant.LeavesFullStateDicts"
     names: ClassVar[WrapperNames] = names_with(_LeavesFullStateDicts)
 
 
@@ -124,13 +118,13 @@ class _LeavesTheTypeAfterAnException(FullyShardedDataParallel):
         )
 
 
+@mutant(after="pytorch/torchtitan#3724", kills_on=_CALLED, trace=Trace.STATE)
 class LeavesTheTypeAfterAnException(FullyShardedDataParallelEngine):
     """An exception inside a context leaves the type that the context had set.
 
-    After pytorch/torchtitan#3724: what was changed for a while was not given back where something raised.
+    Reported: what was changed for a while was not given back where something raised.
     """
 
-    name = "mutant.LeavesTheTypeAfterAnException"
     names: ClassVar[WrapperNames] = names_with(_LeavesTheTypeAfterAnException)
 
 
@@ -142,13 +136,13 @@ class _TakesConfigsOfOtherTypes(FullyShardedDataParallel):
         return FullyShardedDataParallel.set_state_dict_type(module, args[0])
 
 
+@mutant(after="pytorch/pytorch#109648", kills_on=_CALLED, trace=Trace.SILENCE)
 class TakesConfigsOfOtherTypes(FullyShardedDataParallelEngine):
     """A config that belongs to another type is ignored in silence.
 
-    After pytorch/pytorch#109648: what a config said was ignored in silence.
+    Reported: what a config said was ignored in silence.
     """
 
-    name = "mutant.TakesConfigsOfOtherTypes"
     names: ClassVar[WrapperNames] = names_with(_TakesConfigsOfOtherTypes)
 
 
@@ -162,11 +156,11 @@ class _TellsTheTypeOfSomeUnit(FullyShardedDataParallel):
             return FullyShardedDataParallel.get_state_dict_type(last)
 
 
+@mutant(after="pytorch/pytorch#102658", kills_on=_CALLED, trace=Trace.STATE)
 class TellsTheTypeOfSomeUnit(FullyShardedDataParallelEngine):
     """Where units are set to several types, that of one of them is told.
 
-    After pytorch/pytorch#102658: what is told where units differ had to be written down.
+    Reported: what is told where units differ had to be written down.
     """
 
-    name = "mutant.TellsTheTypeOfSomeUnit"
     names: ClassVar[WrapperNames] = names_with(_TellsTheTypeOfSomeUnit)

@@ -13,18 +13,12 @@ from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
 
 from engine.adapters.torch_fsdp1 import FullyShardedDataParallelEngine
 from engine.contract import WrapperNames
+from engine.mutants.mutant import Condition, Trace, mutant
+from engine.mutants.plans import CALLS_METHODS
 from engine.mutants.wrapper_methods import names_with
 
-__all__ = [
-    "IgnoresLocalStates",
-    "IgnoresShardedStates",
-    "LoadsParametersAlone",
-    "MixesUpBuffers",
-    "NamesTheWrapperInStates",
-    "ReusesWhatItSaved",
-    "SavesOnEveryRank",
-    "SavesWholesAsShards",
-]
+_CALLED = Condition(plan=CALLS_METHODS, because="training alone saves nothing")
+
 
 # Any, in all that follows: what torch's own methods take and give.
 
@@ -40,13 +34,13 @@ class _NamesTheWrapperInStates(FullyShardedDataParallel):
         return {f"{prefix}_fsdp_wrapped_module.{k.removeprefix(prefix)}": v for k, v in found.items()}
 
 
+@mutant(after="pytorch/pytorch#74810", kills_on=_CALLED, trace=Trace.STATE)
 class NamesTheWrapperInStates(FullyShardedDataParallelEngine):
     """Names in state dicts tell of the wrapper.
 
-    After pytorch/pytorch#74810: names in a full state dict were not always those of the model alone.
+    Reported: names in a full state dict were not always those of the model alone.
     """
 
-    name = "mutant.NamesTheWrapperInStates"
     names: ClassVar[WrapperNames] = names_with(_NamesTheWrapperInStates)
 
 
@@ -57,13 +51,13 @@ class _MixesUpBuffers(FullyShardedDataParallel):
         return {k: last.clone() if k in {"offset", "middle.calls"} else v for k, v in found.items()}
 
 
+@mutant(after="pytorch/pytorch#93391", kills_on=_CALLED, trace=Trace.STATE)
 class MixesUpBuffers(FullyShardedDataParallelEngine):
     """In state dicts all buffers are the last one.
 
-    After pytorch/pytorch#93391: a loop over the buffers of a state dict used the variable of the loop before it.
+    Reported: a loop over the buffers of a state dict used the variable of the loop before it.
     """
 
-    name = "mutant.MixesUpBuffers"
     names: ClassVar[WrapperNames] = names_with(_MixesUpBuffers)
 
 
@@ -80,13 +74,13 @@ class _ReusesWhatItSaved(FullyShardedDataParallel):
         return super().forward(*args, **kwargs)
 
 
+@mutant(after="facebookresearch/fairscale#440", kills_on=_CALLED, trace=Trace.STATE)
 class ReusesWhatItSaved(FullyShardedDataParallelEngine):
     """The memory of a state dict is written over by the next forward.
 
-    After facebookresearch/fairscale#440: parameters of a state dict were freed where they had not been copied.
+    Reported: parameters of a state dict were freed where they had not been copied.
     """
 
-    name = "mutant.ReusesWhatItSaved"
     names: ClassVar[WrapperNames] = names_with(_ReusesWhatItSaved)
 
 
@@ -102,13 +96,13 @@ class _SavesOnEveryRank(FullyShardedDataParallel):
             yield
 
 
+@mutant(after="facebookresearch/fairscale#844", kills_on=_CALLED, trace=Trace.STATE)
 class SavesOnEveryRank(FullyShardedDataParallelEngine):
     """Every rank is given full state dicts although rank 0 alone was to be.
 
-    After facebookresearch/fairscale#844: full state dicts on all ranks of a host were more than it could hold.
+    Reported: full state dicts on all ranks of a host were more than it could hold.
     """
 
-    name = "mutant.SavesOnEveryRank"
     names: ClassVar[WrapperNames] = names_with(_SavesOnEveryRank)
 
 
@@ -120,13 +114,13 @@ class _SavesWholesAsShards(FullyShardedDataParallel):
             return super().state_dict(*args, **kwargs)
 
 
+@mutant(after="intelligent-machine-learning/dlrover#840", kills_on=_CALLED, trace=Trace.STATE)
 class SavesWholesAsShards(FullyShardedDataParallelEngine):
     """A sharded state dict has every tensor whole, on every rank.
 
-    After intelligent-machine-learning/dlrover#840: every rank gathered what it was to save a shard of.
+    Reported: every rank gathered what it was to save a shard of.
     """
 
-    name = "mutant.SavesWholesAsShards"
     names: ClassVar[WrapperNames] = names_with(_SavesWholesAsShards)
 
 
@@ -139,13 +133,13 @@ class _LoadsParametersAlone(FullyShardedDataParallel):
         return result
 
 
+@mutant(after="sgl-project/sglang#19688", kills_on=_CALLED, trace=Trace.STATE)
 class LoadsParametersAlone(FullyShardedDataParallelEngine):
     """Loading a state dict leaves buffers as they were.
 
-    After sgl-project/sglang#19688: what was loaded was looked up among parameters, and buffers are none.
+    Reported: what was loaded was looked up among parameters, and buffers are none.
     """
 
-    name = "mutant.LoadsParametersAlone"
     names: ClassVar[WrapperNames] = names_with(_LoadsParametersAlone)
 
 
@@ -163,13 +157,13 @@ class _IgnoresShardedStates(FullyShardedDataParallel):
         return super().load_state_dict(*args, **kwargs)
 
 
+@mutant(after="pytorch/pytorch#109648", kills_on=_CALLED, trace=Trace.STATE)
 class IgnoresShardedStates(FullyShardedDataParallelEngine):
     """Loading a sharded state dict changes nothing, and says nothing.
 
-    After pytorch/pytorch#109648: what a model was set to load was not picked up.
+    Reported: what a model was set to load was not picked up.
     """
 
-    name = "mutant.IgnoresShardedStates"
     names: ClassVar[WrapperNames] = names_with(_IgnoresShardedStates)
 
 
@@ -180,11 +174,11 @@ class _IgnoresLocalStates(FullyShardedDataParallel):
         return super().load_state_dict(*args, **kwargs)
 
 
+@mutant(after="facebookresearch/fairscale#574", kills_on=_CALLED, trace=Trace.STATE)
 class IgnoresLocalStates(FullyShardedDataParallelEngine):
     """Loading a local state dict changes nothing, and says nothing.
 
-    After facebookresearch/fairscale#574: saving and loading each rank's own state went through the wrong method.
+    Reported: saving and loading each rank's own state went through the wrong method.
     """
 
-    name = "mutant.IgnoresLocalStates"
     names: ClassVar[WrapperNames] = names_with(_IgnoresLocalStates)

@@ -20,17 +20,9 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 from engine.adapters.torch_fsdp1 import NAMES, FullyShardedDataParallelEngine, PreparedFsdp1
 from engine.contract import Plan, PreparedModel, WrapperNames
+from engine.mutants.mutant import Condition, Trace, mutant
+from engine.mutants.plans import WRAPPED
 from engine.mutants.wrapper_names import swapping
-
-__all__ = [
-    "DividesWrappedGradientsTwice",
-    "GathersAllUnitsAtOnce",
-    "InvertsForwardPrefetch",
-    "KeepsOverflowLocal",
-    "ReadsOffloadedGradientsTooEarly",
-    "ReducesDespiteNoSync",
-    "SwapsBackwardPrefetch",
-]
 
 
 class _Early(FullyShardedDataParallel):
@@ -46,23 +38,27 @@ class _Early(FullyShardedDataParallel):
         return output
 
 
+@mutant(after="pytorch/pytorch#180665", kills_on=Condition(plan=WRAPPED, because="nothing else is offloaded"))
 class ReadsOffloadedGradientsTooEarly(FullyShardedDataParallelEngine):
-    """With CPUOffload the optimizer reads gradients on the host before they are there: it finds zeros.
+    """Offloaded gradients are read before they are there.
 
-    After pytorch/pytorch#180665: the copy of gradients to the host was not waited for.
+    Reported: the copy of gradients to the host was not waited for.
     """
 
-    name = "mutant.ReadsOffloadedGradientsTooEarly"
     names: ClassVar[WrapperNames] = replace(NAMES, FullyShardedDataParallel=_Early)
 
 
+@mutant(
+    after="pytorch/pytorch#107058",
+    kills_on=Condition(plan=WRAPPED, because="only the order of calls shows it"),
+    trace=Trace.COMMUNICATION,
+)
 class SwapsBackwardPrefetch(FullyShardedDataParallelEngine):
-    """BACKWARD_PRE gathers after gradients, BACKWARD_POST when needed, None before; the numbers are right.
+    """Each moment of backward prefetch is taken for another.
 
-    After pytorch/pytorch#107058: nothing would have shown whether backward prefetches at all.
+    Reported: nothing would have shown whether backward prefetches at all.
     """
 
-    name = "mutant.SwapsBackwardPrefetch"
     names: ClassVar[WrapperNames] = swapping(
         "backward_prefetch",
         {
@@ -73,13 +69,17 @@ class SwapsBackwardPrefetch(FullyShardedDataParallelEngine):
     )
 
 
+@mutant(
+    after="pytorch/pytorch#106030",
+    kills_on=Condition(plan=WRAPPED, because="only the order of calls shows it"),
+    trace=Trace.COMMUNICATION,
+)
 class InvertsForwardPrefetch(FullyShardedDataParallelEngine):
-    """Forward prefetches unless it is asked to; the numbers are right.
+    """Forward prefetches unless asked to.
 
-    After pytorch/pytorch#106030: nothing would have shown whether forward prefetches at all.
+    Reported: nothing would have shown whether forward prefetches at all.
     """
 
-    name = "mutant.InvertsForwardPrefetch"
     names: ClassVar[WrapperNames] = swapping("forward_prefetch", {False: True, True: False})
 
 
@@ -101,13 +101,17 @@ class _Greedy(FullyShardedDataParallel):
                 yield dist.all_gather_into_tensor(whole, shard, group=handle.process_group, async_op=True)
 
 
+@mutant(
+    after="pytorch/pytorch#107058",
+    kills_on=Condition(plan=WRAPPED, because="a lone rank gathers nothing"),
+    trace=Trace.COMMUNICATION,
+)
 class GathersAllUnitsAtOnce(FullyShardedDataParallelEngine):
-    """The root starts to gather every unit before the first one runs, limit or not; the numbers are right.
+    """Every unit is being gathered before the first one runs.
 
-    After pytorch/pytorch#107058: nothing would have shown what is gathered when.
+    Reported: nothing would have shown what is gathered when.
     """
 
-    name = "mutant.GathersAllUnitsAtOnce"
     names: ClassVar[WrapperNames] = replace(NAMES, FullyShardedDataParallel=_Greedy)
 
 
@@ -117,13 +121,17 @@ class _Local(ShardedGradScaler):
         GradScaler.unscale_(self, optimizer)
 
 
+@mutant(
+    after="pytorch/pytorch#115710",
+    kills_on=Condition(plan=WRAPPED, because="finite gradients are nobody else's business"),
+    trace=Trace.STATE,
+)
 class KeepsOverflowLocal(FullyShardedDataParallelEngine):
-    """A rank skips the step for its own infinite gradients alone.
+    """A rank skips a step by itself when its gradients are infinite.
 
-    After pytorch/pytorch#115710: one rank saw an overflow, and the others kept their scale.
+    Reported: one rank saw an overflow, and the others kept their scale.
     """
 
-    name = "mutant.KeepsOverflowLocal"
     names: ClassVar[WrapperNames] = replace(NAMES, ShardedGradScaler=_Local)
 
 
@@ -134,13 +142,14 @@ class _PreparedDivided(PreparedFsdp1):
         super().backward(loss / self.divisor)
 
 
+@mutant(
+    after="NVIDIA/Megatron-LM#3023", kills_on=Condition(plan=WRAPPED, because="a lone rank divides by one")
+)
 class DividesWrappedGradientsTwice(FullyShardedDataParallelEngine):
-    """Gradients are divided by the number of ranks once more.
+    """Wrapped gradients are divided by the number of ranks twice.
 
-    After NVIDIA/Megatron-LM#3023: gradients were scaled in two places, each as if the other were not there.
+    Reported: gradients were scaled in two places, each as if the other were not there.
     """
-
-    name = "mutant.DividesWrappedGradientsTwice"
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         """Wrap honestly; divide every loss."""
@@ -154,13 +163,16 @@ class _PreparedEager(PreparedFsdp1):
         return nullcontext()
 
 
+@mutant(
+    after="Haian-Jin/LVSM#22",
+    kills_on=Condition(plan=WRAPPED, because="the last microbatch is reduced anyway"),
+    trace=Trace.COMMUNICATION,
+)
 class ReducesDespiteNoSync(FullyShardedDataParallelEngine):
-    """no_sync has no effect: every microbatch is reduced; the numbers are right.
+    """Wrapped microbatches are all reduced within no_sync.
 
-    After Haian-Jin/LVSM#22: forward ran outside of the context that was to hold reductions back.
+    Reported: forward ran outside of the context that was to hold reductions back.
     """
-
-    name = "mutant.ReducesDespiteNoSync"
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         """Wrap honestly; hold nothing back."""

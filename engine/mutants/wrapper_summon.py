@@ -12,20 +12,12 @@ from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
 
 from engine.adapters.torch_fsdp1 import FullyShardedDataParallelEngine
 from engine.contract import WrapperNames
+from engine.mutants.mutant import Condition, Trace, mutant
+from engine.mutants.plans import CALLS_METHODS
 from engine.mutants.wrapper_methods import names_with
 
-__all__ = [
-    "AlwaysSummonsAll",
-    "AlwaysWritesBack",
-    "MisalignsWhatItSummons",
-    "NeverWritesBack",
-    "SpoilsWhatGoesToTheHost",
-    "SummonsAnywhere",
-    "SummonsNoGradients",
-    "SummonsOnAllRanks",
-    "TakesEveryCombination",
-    "WritesBackFromRank0",
-]
+_CALLED = Condition(plan=CALLS_METHODS, because="training alone summons nothing")
+
 
 # Any, in all that follows: what torch's own methods take and give.
 
@@ -52,13 +44,13 @@ class _NeverWritesBack(_Summoner):
         return options | {"writeback": False}
 
 
+@mutant(after="pytorch/pytorch#107081", kills_on=_CALLED, trace=Trace.STATE)
 class NeverWritesBack(FullyShardedDataParallelEngine):
-    """What is changed inside ``summon_full_params`` is lost.
+    """What is changed inside summon_full_params is lost.
 
-    After pytorch/pytorch#107081: parameters were as before once the context had ended.
+    Reported: parameters were as before once the context had ended.
     """
 
-    name = "mutant.NeverWritesBack"
     names: ClassVar[WrapperNames] = names_with(_NeverWritesBack)
 
 
@@ -68,13 +60,13 @@ class _AlwaysWritesBack(_Summoner):
         return options | {"writeback": not options.get("rank0_only", False)}
 
 
+@mutant(after="pytorch/pytorch#73903", kills_on=_CALLED, trace=Trace.STATE)
 class AlwaysWritesBack(FullyShardedDataParallelEngine):
-    """What is changed inside ``summon_full_params`` stays although it was not to be written back.
+    """What is changed inside summon_full_params stays although it was not to be written back.
 
-    After pytorch/pytorch#73903: the argument that says so was ignored in silence, on some of the ranks.
+    Reported: the argument that says so was ignored in silence, on some of the ranks.
     """
 
-    name = "mutant.AlwaysWritesBack"
     names: ClassVar[WrapperNames] = names_with(_AlwaysWritesBack)
 
 
@@ -89,13 +81,13 @@ class _WritesBackFromRank0(FullyShardedDataParallel):
                     distributed.broadcast(parameter.detach(), 0)
 
 
+@mutant(after="pytorch/pytorch#93938", kills_on=_CALLED, trace=Trace.STATE)
 class WritesBackFromRank0(FullyShardedDataParallelEngine):
     """What rank 0 wrote is written back to the shares of all ranks.
 
-    After pytorch/pytorch#93938: rank 0 was to hand its parameters to the others before they are written back.
+    Reported: rank 0 was to hand its parameters to the others before they are written back.
     """
 
-    name = "mutant.WritesBackFromRank0"
     names: ClassVar[WrapperNames] = names_with(_WritesBackFromRank0)
 
 
@@ -105,13 +97,13 @@ class _AlwaysSummonsAll(_Summoner):
         return options | {"recurse": True}
 
 
+@mutant(after="pytorch/pytorch#92235", kills_on=_CALLED, trace=Trace.STATE)
 class AlwaysSummonsAll(FullyShardedDataParallelEngine):
     """Units inside are summoned too although the root's own parameters were asked for.
 
-    After pytorch/pytorch#92235: a refactoring in which it was decided anew which units are summoned.
+    Reported: a refactoring in which it was decided anew which units are summoned.
     """
 
-    name = "mutant.AlwaysSummonsAll"
     names: ClassVar[WrapperNames] = names_with(_AlwaysSummonsAll)
 
 
@@ -121,13 +113,13 @@ class _SummonsOnAllRanks(_Summoner):
         return options | {"rank0_only": False}
 
 
+@mutant(after="pytorch/pytorch#73903", kills_on=_CALLED, trace=Trace.STATE)
 class SummonsOnAllRanks(FullyShardedDataParallelEngine):
     """Every rank is shown whole parameters although rank 0 alone was to be.
 
-    After pytorch/pytorch#73903: before there was the option, all ranks paid for the memory.
+    Reported: before there was the option, all ranks paid for the memory.
     """
 
-    name = "mutant.SummonsOnAllRanks"
     names: ClassVar[WrapperNames] = names_with(_SummonsOnAllRanks)
 
 
@@ -137,13 +129,13 @@ class _SummonsNoGradients(_Summoner):
         return options | {"with_grads": False}
 
 
+@mutant(after="pytorch/pytorch#98817", kills_on=_CALLED, trace=Trace.STATE)
 class SummonsNoGradients(FullyShardedDataParallelEngine):
     """Gradients are not summoned although they were asked for.
 
-    After pytorch/pytorch#98817: whether gradients can be summoned depended on what they were left at.
+    Reported: whether gradients can be summoned depended on what they were left at.
     """
 
-    name = "mutant.SummonsNoGradients"
     names: ClassVar[WrapperNames] = names_with(_SummonsNoGradients)
 
 
@@ -157,13 +149,13 @@ class _TakesEveryCombination(_Summoner):
         }
 
 
+@mutant(after="pytorch/pytorch#93938", kills_on=_CALLED, trace=Trace.SILENCE)
 class TakesEveryCombination(FullyShardedDataParallelEngine):
     """Of options that exclude each other some are ignored, in silence.
 
-    After pytorch/pytorch#93938: whether such options are refused or done somehow was left to the reader.
+    Reported: whether such options are refused or done somehow was left to the reader.
     """
 
-    name = "mutant.TakesEveryCombination"
     names: ClassVar[WrapperNames] = names_with(_TakesEveryCombination)
 
 
@@ -183,13 +175,13 @@ class _SummonsAnywhere(FullyShardedDataParallel):
             context.__exit__(None, None, None)
 
 
+@mutant(after="pytorch/pytorch#104504", kills_on=_CALLED, trace=Trace.SILENCE)
 class SummonsAnywhere(FullyShardedDataParallelEngine):
     """Where parameters cannot be summoned nothing happens and nothing is said.
 
-    After pytorch/pytorch#104504: parameters were summoned between forward and backward, and training broke later.
+    Reported: parameters were summoned between forward and backward, and training broke later.
     """
 
-    name = "mutant.SummonsAnywhere"
     names: ClassVar[WrapperNames] = names_with(_SummonsAnywhere)
 
 
@@ -222,13 +214,13 @@ def _add(module: nn.Module, number: float) -> None:
         parameter.add_(number)
 
 
+@mutant(after="pytorch/pytorch#188989", kills_on=_CALLED, trace=Trace.STATE)
 class SpoilsWhatGoesToTheHost(FullyShardedDataParallelEngine):
     """What is summoned or saved to the host arrives with other values.
 
-    After pytorch/pytorch#188989: memory that was summoned to the host was freed before it was read.
+    Reported: memory that was summoned to the host was freed before it was read.
     """
 
-    name = "mutant.SpoilsWhatGoesToTheHost"
     names: ClassVar[WrapperNames] = names_with(_SpoilsWhatGoesToTheHost)
 
 
@@ -242,13 +234,13 @@ class _MisalignsWhatItSummons(FullyShardedDataParallel):
             _roll(module, -1)
 
 
+@mutant(after="pytorch/pytorch#97667", kills_on=_CALLED, trace=Trace.STATE)
 class MisalignsWhatItSummons(FullyShardedDataParallelEngine):
     """Every parameter is shown one element off.
 
-    After pytorch/pytorch#97667: padding was put between parameters, and where each begins changed.
+    Reported: padding was put between parameters, and where each begins changed.
     """
 
-    name = "mutant.MisalignsWhatItSummons"
     names: ClassVar[WrapperNames] = names_with(_MisalignsWhatItSummons)
 
 

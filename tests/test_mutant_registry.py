@@ -1,4 +1,4 @@
-"""The catalogue of mutants: each loads, promises what its honest base promises, and is told after a thread."""
+"""The mutants: each loads, promises what its honest base promises, and cites a public report."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import pytest
 
 import engine.mutants
 from engine.contract import Engine
-from engine.mutants import MUTANTS, Mutant, Trace
+from engine.mutants.mutant import Mutant, Trace
+from engine.mutants.registry import MUTANTS
 from engine.registry import BUILT_IN, resolve
 
 HONEST = {type(resolve(name)) for name in BUILT_IN}
@@ -34,7 +35,7 @@ def test_is_built_on_one_honest_engine_and_promises_the_same(mutant: Mutant) -> 
 @by_name
 def test_cites_a_public_thread(mutant: Mutant) -> None:
     assert re.fullmatch(r"[\w.-]+/[\w.-]+#\d+", mutant.thread)
-    assert f"After {mutant.thread}:" in (type(resolve(mutant.engine_spec)).__doc__ or "")
+    assert "Reported: " in (type(resolve(mutant.engine_spec)).__doc__ or "")
 
 
 @by_name
