@@ -6,7 +6,9 @@ from dataclasses import dataclass
 
 from harness.worlds.spec import WorldSpec
 
-__all__ = ["Cell"]
+__all__ = ["PLACEHOLDER", "Cell"]
+
+PLACEHOLDER = "nobody"  # no engine: the instance of a case that tells its marks and never runs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -15,6 +17,11 @@ class Cell:
 
     engine: str
     world: WorldSpec
+
+    @property
+    def is_placeholder(self) -> bool:
+        """Whether nothing is to be run."""
+        return self.engine == PLACEHOLDER
 
     def __str__(self) -> str:
         return f"{self.engine}@{self.world}"

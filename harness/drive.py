@@ -74,7 +74,7 @@ class _RefusedError(Exception):
 
 def _run(context: RankContext, training: Training, adapter: Engine, watches: Watches) -> Observation:
     torch.manual_seed(_RANK_SEED + context.rank)
-    prepared = _prepare(context, training, adapter, training.plan, watches.census)
+    prepared = _prepare(context, training, adapter, training.plan, watches)
     with ExitStack() as stack:
         stack.enter_context(watching_units(prepared.named, training.plan.units, context.recorder))
         if Watch.UNITS in training.watch:
@@ -83,7 +83,7 @@ def _run(context: RankContext, training: Training, adapter: Engine, watches: Wat
 
 
 def _prepare(
-    context: RankContext, training: Training, adapter: Engine, plan: Plan, census: Census | None = None
+    context: RankContext, training: Training, adapter: Engine, plan: Plan, watches: Watches | None = None
 ) -> PreparedModel:
     mesh = _mesh(context, plan)
     data = mesh if mesh.mesh_dim_names == plan.data_axes else mesh[plan.data_axes]
@@ -95,8 +95,8 @@ def _prepare(
         model = training.problem.build().to(context.device)
         if plan.cut_axis is not None and training.problem.parallelize is not None:
             training.problem.parallelize(model, mesh[plan.cut_axis])
-        if census is not None:
-            census.form = Form.of(model, training)
+        if watches is not None:
+            watches.form = Form.of(model, training)
         return adapter.prepare(model, plan, data)
     except _REFUSALS as refusal:
         raise _RefusedError(f"{type(refusal).__name__}: {refusal}") from refusal
@@ -211,9 +211,10 @@ class _Loop:
         )
 
     def _count(self, actor: RankActor, moment: Moment) -> None:
-        if self._census is not None and actor.is_at_rest:
+        form = None if self._watches is None else self._watches.form
+        if self._census is not None and form is not None and actor.is_at_rest:
             with self._context.recorder.during(Phase.OBSERVE, step=actor.step):
-                self._census.take(actor.step, moment, self._explained)
+                self._census.take(actor.step, moment, lambda: self._explained(form))
 
     def _explained(self, form: Form) -> int:
         """Add up what the layout explains, and what the engine shows of optimizer state; the law trusts no engine."""

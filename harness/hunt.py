@@ -1,4 +1,4 @@
-"""The hunt: a pytest plugin object that gives each case the mutants it is to kill, instead of every engine.
+"""The hunt: a pytest plugin that gives each case the mutants it is to kill, instead of every engine.
 
 [Note: the placeholder] What a case's marks say is known once all its parameters are, that is, on the collected
 item; but the mutants are parameters themselves. So every case is first collected with each mutant that any of its
@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.cell import Cell
+from harness.cell import PLACEHOLDER, Cell
 from harness.collection import refuse
 from harness.errors import UsageError
 from harness.node import Node
@@ -31,12 +31,12 @@ from harness.prey import (
     prey_of,
     write_selection,
 )
+from harness.pytest_plugin import CELLS, CELLS_ARE_CHOSEN
 from harness.worlds.sizes import Sizes
 from harness.worlds.spec import WorldSpec
 
-__all__ = ["NOBODY", "Grounds", "Hunt"]
+__all__ = ["Grounds", "Hunt"]
 
-NOBODY = "nobody"  # see [Note: the placeholder]
 _Key = tuple[str, str, str]  # Node.key: what identifies the record of a pair
 
 
@@ -77,6 +77,24 @@ class _Meeting:
     why: str = ""
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the option that chooses pairs."""
+    parser.getgroup("shardproof").addoption(
+        "--prey",
+        choices=[str(breadth.value) for breadth in Breadth],
+        help="engines are mutants: give each case those that its prey marks name, or one case each of these, or all",
+    )
+
+
+@pytest.hookimpl(trylast=True)  # after the plugin that reads engines and worlds
+def pytest_configure(config: pytest.Config) -> None:
+    """Choose the engine and the world of each case instead of the plugin that runs it."""
+    if config.getoption("--prey"):
+        config.stash[CELLS_ARE_CHOSEN] = True
+        grounds = Grounds.of(config.stash[CELLS], config)
+        config.pluginmanager.register(Hunt(grounds), "shardproof-hunt")
+
+
 class Hunt:
     """Selects pairs of mutant and case, writes them down, and says how it goes without calling a kill a failure."""
 
@@ -88,7 +106,10 @@ class Hunt:
         """Give every test that asks for a trial each mutant that a mark of it may name, and nobody once."""
         if "trial" not in metafunc.fixturenames:
             return
-        cells = [self._grounds.cell(NOBODY, self._grounds.worlds[0]), *self._candidates(metafunc.definition)]
+        cells = [
+            self._grounds.cell(PLACEHOLDER, self._grounds.worlds[0]),
+            *self._candidates(metafunc.definition),
+        ]
         metafunc.parametrize("cell", cells, ids=[str(cell) for cell in cells], scope="session")
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)  # around -k and all others that leave items out
@@ -203,7 +224,7 @@ def _is_here(world: str) -> bool:
 
 def _is_nobody(item: pytest.Item) -> bool:
     cell = _cell(item)
-    return cell is not None and cell.engine == NOBODY
+    return cell is not None and cell.is_placeholder
 
 
 def _cell(item: pytest.Item) -> Cell | None:

@@ -90,6 +90,7 @@ def _arguments(request: Request) -> list[str]:
     if len(set(names)) < len(names):
         raise HarnessBug("mutants", expected="names of their own", got=", ".join(names), hint="renaming one")
     return [
+        *("-p", "harness.hunt"),
         *map(str, request.suites),
         *(f"--engine={target.engine}" for target in request.targets),
         *(f"--world={world}" for world in request.worlds),

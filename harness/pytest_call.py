@@ -37,10 +37,11 @@ def call_pytest(arguments: Sequence[str], *plugins: object) -> int:
     return int(
         pytest.main(
             [
+                *("-p", "harness.pytest_plugin"),  # first: other plugins of ours build on it
                 *arguments,
                 *config,
                 f"--rootdir={ROOT}",
-                *("-p", "harness.pytest_plugin", "-p", "no:cacheprovider"),
+                *("-p", "no:cacheprovider"),
                 *("-p", "no:hypothesispytest"),  # no case needs it, and it is slow to import
                 *("--no-header", "-q", "-rN"),
             ],

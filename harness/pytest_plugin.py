@@ -19,8 +19,6 @@ from harness.cell import Cell
 from harness.collection import Refusals
 from harness.effort import Effort
 from harness.errors import UsageError
-from harness.hunt import Grounds, Hunt
-from harness.prey import Breadth
 from harness.provenance import today
 from harness.record import Expectations
 from harness.run_directory import read_run, refuse_existing
@@ -28,9 +26,10 @@ from harness.sink import Sink
 from harness.worlds.forkserver import forkserver_context
 from harness.worlds.spec import WorldSpec
 
-__all__ = ["CELLS", "EFFORT", "EXPECTATIONS", "will_run"]
+__all__ = ["CELLS", "CELLS_ARE_CHOSEN", "EFFORT", "EXPECTATIONS", "will_run"]
 
 CELLS = pytest.StashKey[Sequence[Cell]]()
+CELLS_ARE_CHOSEN = pytest.StashKey[bool]()  # by another plugin, for each case by itself
 EFFORT = pytest.StashKey[Effort]()
 EXPECTATIONS = pytest.StashKey[Expectations | None]()
 
@@ -66,11 +65,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--expectations", metavar="FILE", help="known failures (default: suites/expectations.toml)"
     )
     group.addoption("--no-expectations", action="store_true", help="give raw verdicts")
-    group.addoption(
-        "--prey",
-        choices=[str(breadth.value) for breadth in Breadth],
-        help="engines are mutants: give each case those that its prey marks name, or one case each of these, or all",
-    )
     group.addoption(
         "--schedule-seed", type=int, default=0, metavar="S", help="seed of the first schedule (default: 0)"
     )
@@ -115,9 +109,6 @@ def pytest_configure(config: pytest.Config) -> None:
         if _will_run_suites(config):
             forkserver_context()  # it does its imports while this process does its own
         config.pluginmanager.import_plugin("harness.pytest_trial")
-    if config.getoption("--prey"):
-        grounds = Grounds.of(config.stash[CELLS], config)
-        config.pluginmanager.register(Hunt(grounds), "shardproof-hunt")
 
 
 # Any: xdist's node, whose package need not be there.

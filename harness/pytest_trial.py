@@ -18,10 +18,9 @@ from harness.collection import refuse
 from harness.engine_description import examine
 from harness.errors import HarnessBug, UnreadableError, UsageError
 from harness.expectations import expected
-from harness.hunt import NOBODY
 from harness.law import Law
 from harness.node import Node
-from harness.pytest_plugin import CELLS, EFFORT, EXPECTATIONS, will_run
+from harness.pytest_plugin import CELLS, CELLS_ARE_CHOSEN, EFFORT, EXPECTATIONS, will_run
 from harness.record import Record, to_json
 from harness.run_directory import OBSERVATIONS, read_run
 from harness.sink import (
@@ -102,8 +101,8 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.hookimpl(tryfirst=True)  # so that the cell comes first in ids, where Node finds it
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Give every test that asks for a trial one instance per engine and world."""
-    if "trial" not in metafunc.fixturenames or metafunc.config.getoption("--prey"):
-        return  # the hunt chooses engines and worlds itself
+    if "trial" not in metafunc.fixturenames or CELLS_ARE_CHOSEN in metafunc.config.stash:
+        return
     cells = metafunc.config.stash[CELLS]
     metafunc.parametrize("cell", cells, ids=[str(c) for c in cells], scope="session")
 
@@ -135,7 +134,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def _leave_out_unavailable(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Deselect the cases of engines that cannot be judged; the sink reports them by name, with the cause."""
-    if config.getoption("--prey") or not will_run(config):
+    if CELLS_ARE_CHOSEN in config.stash or not will_run(config):
         return
     cells = {id(item): cell for item in items if (cell := _cell(item)) is not None}
     engines = examine(dict.fromkeys(cell.engine for cell in cells.values()))
@@ -193,7 +192,7 @@ def trial_session(
 
 def _makes_sense(item: pytest.Item) -> bool:
     cell = _cell(item)
-    if cell is None or cell.engine == NOBODY:
+    if cell is None or cell.is_placeholder:
         return True
     sizes: list[Sizes] = [marker.args[0] for marker in item.iter_markers("worlds")]
     devices = {marker.args[0] for marker in item.iter_markers("device")}

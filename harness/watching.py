@@ -7,6 +7,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
 from harness.case import Watch
+from harness.census.explained import Form
 from harness.census.taking import Census, counting
 from harness.ledger.recorder import Recorder
 from harness.lifetimes.watch import LifetimeWatch
@@ -17,13 +18,14 @@ from harness.races.watching import watched_streams
 __all__ = ["Watches", "watching"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(slots=True, kw_only=True, eq=False)
 class Watches:
-    """Those that were asked for."""
+    """Those that were asked for; ``form`` is of the model before the engine had it, for the census."""
 
     races: RaceWatch | None = None
     lifetimes: LifetimeWatch | None = None
     census: Census | None = None
+    form: Form | None = None
 
 
 @contextmanager

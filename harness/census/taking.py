@@ -33,7 +33,6 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from harness.census.explained import Form
 from harness.census.report import Count, Moment, Piece
 from harness.door.backend import is_inside_backend
 from harness.door.site import call_site
@@ -71,7 +70,6 @@ class Census:
     """One rank's storages."""
 
     def __init__(self, recorder: Recorder) -> None:
-        self.form: Form | None = None  # of the model before the engine had it
         self._recorder = recorder
         self._seen: dict[int, _Seen] = {}  # by the storage's id, which another may have after its end
         self._counts: list[Count] = []
@@ -96,13 +94,11 @@ class Census:
             if (seen := self._meet(local, "unknown")) is not None:
                 seen.is_users = True
 
-    def take(self, step: int, moment: Moment, explained: Callable[[Form], int]) -> None:
+    def take(self, step: int, moment: Moment, explained: Callable[[], int]) -> None:
         """Count now; again, if there is more than explained, until what is let go late is gone."""
-        if self.form is None:
-            return
         sizes = self._sizes()
         if _total(sizes) > self._limit:
-            self._limit = explained(self.form)  # state may have grown since, or this is the first count
+            self._limit = explained()  # state may have grown since, or this is the first count
         for retry in range(_MAX_RETRIES):
             if _total(sizes) <= self._limit:
                 break
