@@ -23,6 +23,7 @@ from harness.races.cuda_stand_in import cuda_stand_in
 from harness.rank_actor import RankActor, copied, copies
 from harness.unit_hooks import watching_states, watching_units
 from harness.watching import Watches, watching
+from harness.worlds.raised import kind_of, text_of
 from harness.worlds.rank import RankContext
 
 __all__ = ["drive_rank", "train"]
@@ -99,7 +100,7 @@ def _prepare(
             census.form = Form.of(model, training)
         return adapter.prepare(model, plan, data)
     except _REFUSALS as refusal:
-        raise _RefusedError(f"{type(refusal).__name__}: {refusal}") from refusal
+        raise _RefusedError(f"{kind_of(refusal)}: {text_of(refusal)}") from refusal
 
 
 def train(
