@@ -23,8 +23,10 @@ from harness.worlds.collective_errors import CollectiveError, CollectiveTimeoutE
 from harness.worlds.outcome import Raised
 from harness.worlds.text import legible, shortened
 
-__all__ = ["is_abandonment", "kind_of", "raised", "text_of"]
+__all__ = ["IN", "is_abandonment", "kind_of", "raised", "text_of"]
 
+# How a note begins that says in which call of the harness to the engine an error was raised.
+IN = "raised in "
 # Characters of a message, which stands in headlines, and of a traceback.
 _LONGEST_MESSAGE = 4_000
 _LONGEST_TRACEBACK = 40_000
@@ -91,11 +93,23 @@ def _message(error: BaseException) -> str:
     if _name_of(type(error)) in {"Skipped", "SkipTest"}:
         return f"the rank skipped ({text_of(error)}); a rank may not skip"
     text, origin = _text(error), _origin(error)
-    if (text and text.strip()) or origin is None:
-        return text_of(error)
-    code = origin.tb_frame.f_code
-    place = f"{short_path(code.co_filename)}:{origin.tb_lineno} in {code.co_name}"
-    return f"{text_of(error)}, at {place}"
+    parts = [text_of(error)]
+    if not (text and text.strip()) and origin is not None:
+        code = origin.tb_frame.f_code
+        parts.append(f"at {short_path(code.co_filename)}:{origin.tb_lineno} in {code.co_name}")
+    return ", ".join([*parts, *_calls(error)])
+
+
+def _calls(error: BaseException) -> list[str]:
+    """List the notes by which the harness marked in which call to the engine an error was raised."""
+    notes: list[str] = []
+
+    def collect() -> str:
+        notes.extend(note for note in error.__notes__ if type(note) is str and note.startswith(IN))
+        return ""
+
+    _attempt(collect)
+    return [legible(note, _LONGEST_NAME) for note in notes[:1]]
 
 
 def _attempt(call: Callable[[], str]) -> str | None:
