@@ -32,14 +32,14 @@ HEADLINES = {
     "RaisingBuffers": f"{LOST}local_buffers()",
     "RaisingItems": f"{LOST}local_parameters()",
     "NoParameters": "EngineError: PreparedModel.local_parameters(): expected a mapping from names to shards, got None",
-    "PlainTensors": "PreparedModel.local_gradients() of 'layers.0.weight': expected a Shard, got a value of type Tensor",
+    "PlainTensors": "local_gradients() of 'layers.0.weight': expected a Shard, got a value of type Tensor",
     "FloatOffsets": f"{FIRST} offsets that are integers, got (0.0, 0.0)",
     "TensorOffsets": f"{FIRST} offsets that are integers, got a value of type Tensor",
     "NoOffsets": f"{FIRST} offsets that are integers, got None",
     "FloatShape": f"{FIRST} global_shape that are integers, got (32.0, 16.0)",
     "TextTensor": f"{FIRST} a Shard of a plain tensor, got a value of type str",
-    "NumberedNames": "PreparedModel.local_parameters(): expected a mapping from names to shards, names being texts, got 0",
-    "TextNorm": "EngineError: PreparedModel.clip_grad_norm_(): expected a float, got a value of type str; try float(norm)",
+    "NumberedNames": "local_parameters(): expected a mapping from names to shards, names being texts, got 0",
+    "TextNorm": "PreparedModel.clip_grad_norm_(): expected a float, got a value of type str; try float(norm)",
     "TextCut": "EngineError: PreparedModel.cut: expected a Cut, got a value of type str; try Cut.EVENLY",
 }
 

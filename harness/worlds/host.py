@@ -203,9 +203,9 @@ def _report(
         told = raised(context.rank, error, message)
         try:
             link.send(Finished(outcome=told))
-        except (
-            BaseException
-        ):  # nothing can be sent any more: the stack of this thread tells which rank it was
+        except BaseException:  # nothing can be sent: this thread's stack shows which rank it was
+            lost = outcome if isinstance(outcome, Raised) else told
+            os.write(2, lost.traceback.encode())
             os.abort()
         return told
     return outcome if isinstance(outcome, Returned | Raised) else None
