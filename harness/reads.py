@@ -27,7 +27,7 @@ def calling(method: str) -> Iterator[None]:
         raise
     except BaseException as error:
         with suppress(Exception):  # an engine's error may refuse notes
-            BaseException.add_note(error, f"{IN}PreparedModel.{method}()")
+            BaseException.add_note(error, f"{IN}{method}()")
         raise
 
 

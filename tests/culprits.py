@@ -97,6 +97,29 @@ class Raises(DistributedDataParallelEngine):
         return prepared
 
 
+class UnsupportedWordlessError(ValueError):
+    """Says no, and raises when it is printed."""
+
+    def __str__(self) -> str:
+        raise ValueError("no text")
+
+
+class RefusesWithoutWords(DistributedDataParallelEngine):
+    """Refuses by an error that cannot be printed."""
+
+    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
+        """Refuse."""
+        raise UnsupportedWordlessError
+
+
+class RefusesAtLength(DistributedDataParallelEngine):
+    """Refuses by 50 MB of text."""
+
+    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
+        """Refuse."""
+        raise NotImplementedError(50 * MEGABYTE * "no ")
+
+
 class RaisesWordless(Raises):
     """Raises an error that raises when it is printed."""
 

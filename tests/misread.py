@@ -50,6 +50,20 @@ class RaisingBuffers(PreparedDdp):
         _fail()
 
 
+class RaisingFullState(PreparedDdp):
+    """Raises when its state is gathered."""
+
+    def full_state(self) -> dict[str, Any]:
+        _fail()
+
+
+class RaisingLoad(PreparedDdp):
+    """Raises when it takes a state over."""
+
+    def load_full_state(self, state: dict[str, Any]) -> None:
+        _fail()
+
+
 class RaisingItems(PreparedDdp):
     """Returns a mapping that raises when it is walked."""
 
@@ -209,6 +223,8 @@ READERS = (
     RaisingGradients,
     RaisingState,
     RaisingBuffers,
+    RaisingFullState,
+    RaisingLoad,
     RaisingItems,
     NoParameters,
     PlainTensors,

@@ -81,6 +81,20 @@ def test_an_error_of_an_engine_is_told_at_once_as_its_own(
     assert len(text) < 50_000
 
 
+@pytest.mark.parametrize(
+    ("engine", "words"),
+    [
+        ("RefusesWithoutWords", r"UnsupportedWordlessError: \(its message cannot be shown\)$"),
+        ("RefusesAtLength", r"NotImplementedError: no no .*\n\.\.\. 149996000 characters are left out"),
+    ],
+)
+def test_words_of_a_refusal_are_kept_in_short(session: TrialSession, engine: str, words: str) -> None:
+    record = judged(session, engine, "threads:2")
+    assert record.verdict is Verdict.CRASHED
+    start = "rank 0 refused a plan that the engine declares it can honour: "
+    assert re.match(start + words, record.headline), record.headline[:1000]
+
+
 def test_every_engine_that_raises_is_here() -> None:
     assert set(HEADLINES) == {name for name in vars(culprits) if re.match("(Raises|Quotes).", name)}
 

@@ -7,7 +7,7 @@ import pytest
 from engine.contract import Capability, Plan
 from fixtures.optimizers import SGD
 from fixtures.problems import MLP_EVEN
-from harness.case import Case, Clip, Schedule, Training
+from harness.case import Case, Clip, Resume, Schedule, Training
 from harness.cell import Cell
 from harness.ledger.agreement import RanksAgree
 from harness.parity import MatchesOracle
@@ -23,7 +23,7 @@ TRAINING = Training(
     plan=Plan(demands=frozenset({Capability.CLIP})),
     schedule=Schedule(steps=2, clip=Clip(max_norm=0.1)),
 )
-LOST = "raised LookupError: my index is gone, raised in PreparedModel."
+LOST = "raised LookupError: my index is gone, in PreparedModel."
 FIRST = "raised EngineError: PreparedModel.local_parameters() of 'layers.0.weight': expected"
 HEADLINES = {
     "RaisingParameters": f"{LOST}local_parameters()",
@@ -44,10 +44,10 @@ HEADLINES = {
 }
 
 
-def judged(session: TrialSession, engine: str, world: str) -> Record:
+def judged(session: TrialSession, engine: str, world: str, training: Training = TRAINING) -> Record:
     """Judge an engine of `tests.misread`."""
     cell = Cell(engine=f"tests.misread:{engine}", world=WorldSpec.parse(world, deadline_s=30.0))
-    case = Case(id="case", training=TRAINING, laws=(MatchesOracle(), RanksAgree()))
+    case = Case(id="case", training=training, laws=(MatchesOracle(), RanksAgree()))
     return session.run(case, cell, suite="", command="")
 
 
@@ -61,8 +61,19 @@ def test_a_read_that_goes_wrong_is_the_engines_fault(session: TrialSession, engi
     assert HEADLINES[engine] in record.headline
 
 
+@pytest.mark.parametrize("name", ["full_state", "load_full_state"])
+def test_a_state_dict_that_raises_is_the_engines_fault(session: TrialSession, name: str) -> None:
+    plan = Plan(demands=frozenset({Capability.STATE}))
+    resume = Resume(after_steps=1, plan=plan)
+    training = Training(problem=MLP_EVEN, optimizer=SGD, plan=plan, schedule=Schedule(steps=2), resume=resume)
+    engine = {"full_state": "RaisingFullState", "load_full_state": "RaisingLoad"}[name]
+    record = judged(session, f"{engine}Engine", "threads:2", training)
+    assert record.verdict is Verdict.CRASHED
+    assert record.headline.endswith(f"{LOST}{name}()")
+
+
 def test_every_engine_that_misreads_is_here() -> None:
-    assert set(HEADLINES) == {reader.__name__ for reader in misread.READERS}
+    assert {*HEADLINES, "RaisingFullState", "RaisingLoad"} == {reader.__name__ for reader in misread.READERS}
 
 
 @pytest.mark.parametrize(

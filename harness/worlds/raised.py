@@ -26,7 +26,7 @@ from harness.worlds.text import legible, shortened
 __all__ = ["IN", "is_abandonment", "kind_of", "raised", "text_of"]
 
 # How a note begins that says in which call of the harness to the engine an error was raised.
-IN = "raised in "
+IN = "in PreparedModel."
 # Characters of a message, which stands in headlines, and of a traceback.
 _LONGEST_MESSAGE = 4_000
 _LONGEST_TRACEBACK = 40_000
