@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-from collections.abc import Mapping
-from dataclasses import replace
 from typing import ClassVar
 
 import torch
@@ -14,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from engine.contract import Capability, Engine, Layout, Plan, PreparedModel, Shard
+from engine.contract import Capability, Engine, Plan, PreparedModel
 
 CULPRIT = 1
 SLEEP = ["sleep", "600"]
@@ -25,9 +23,9 @@ _kept: list[object] = []
 class PreparedAverage(PreparedModel):
     """Averages each gradient after backward, by one all-reduce of the sum."""
 
-    def __init__(self, model: nn.Module, group: dist.ProcessGroup, plan: Plan) -> None:
+    def __init__(self, model: nn.Module, group: dist.ProcessGroup) -> None:
         super().__init__(model)
-        self.group, self.plan, self.num_steps = group, plan, 0
+        self.group, self.num_steps = group, 0
         if dist.get_rank() == CULPRIT:
             self.begin()
 
@@ -63,36 +61,7 @@ class Averages(Engine):
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         """Take the model as it is."""
         plan.refuse_beyond(self.capabilities)
-        return self.prepared_type(model, mesh.get_group(), plan)
-
-
-class _PreparedRows(PreparedAverage):
-    def local_parameters(self) -> Mapping[str, Shard]:
-        return {name: self._rows(shard) for name, shard in super().local_parameters().items()}
-
-    def local_gradients(self) -> Mapping[str, Shard | None]:
-        found = super().local_gradients().items()
-        return {name: None if shard is None else self._rows(shard) for name, shard in found}
-
-    def local_optimizer_state(self) -> Mapping[str, Shard]:
-        return {name: self._rows(shard) for name, shard in super().local_optimizer_state().items()}
-
-    def _rows(self, shard: Shard) -> Shard:
-        """Cut this rank's rows out of a tensor that every rank holds whole."""
-        if self.plan.layout is not Layout.SHARD or not shard.tensor.dim():
-            return shard
-        rank, size = dist.get_rank(), dist.get_world_size(self.group)
-        num_rows = shard.tensor.shape[0]
-        each = -(-num_rows // size)
-        start, end = min(rank * each, num_rows), min((rank + 1) * each, num_rows)
-        return replace(shard, tensor=shard.tensor[start:end], offsets=(start, *shard.offsets[1:]))
-
-
-class ShowsRowsOfWholes(Averages):
-    """Declares that it shards, replicates everything, and shows each rank's rows."""
-
-    capabilities = frozenset({Capability.REPLICATE, Capability.SHARD})
-    prepared_type = _PreparedRows
+        return self.prepared_type(model, mesh.get_group())
 
 
 class RefusesAndLeavesAChild(Averages):

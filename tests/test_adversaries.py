@@ -25,7 +25,7 @@ from harness.worlds.forkserver import warm_up
 from harness.worlds.spec import WorldSpec
 
 SOON_S = 15.0  # far from the deadline, for machines that are busy
-WHOLE = Plan(layout=Layout.REPLICATE)
+WHOLE, SHARDED = Plan(layout=Layout.REPLICATE), Plan(layout=Layout.SHARD)
 PROCESSES, THREADS = "processes:2", "threads:2"
 
 
@@ -35,10 +35,11 @@ def _warm() -> None:
 
 
 def judged(session: TrialSession, engine: str, world: str, plan: Plan = WHOLE) -> Record:
-    """Judge an engine of `tests.adversaries` by the laws that smoke asks for."""
+    """Judge an engine, by default one of `tests.adversaries`, by the laws that smoke asks for."""
     training = Training(problem=MLP_EVEN, optimizer=SGD, plan=plan, schedule=Schedule(steps=2))
     case = Case(id="case", training=training, laws=(MatchesOracle(), RanksAgree(), HoldsItsShare()))
-    cell = Cell(engine=f"tests.adversaries:{engine}", world=WorldSpec.parse(world, deadline_s=30.0))
+    name = engine if ":" in engine else f"tests.adversaries:{engine}"
+    cell = Cell(engine=name, world=WorldSpec.parse(world, deadline_s=30.0))
     started = time.monotonic()
     record = session.run(case, cell, suite="", command="")
     assert time.monotonic() - started < SOON_S
@@ -49,14 +50,13 @@ def judged(session: TrialSession, engine: str, world: str, plan: Plan = WHOLE) -
 def test_the_honest_engine_passes(session: TrialSession, world: str) -> None:
     record = judged(session, "Averages", world)
     assert record.verdict is Verdict.PASSED, record.headline
-    refused = judged(session, "Averages", world, Plan(layout=Layout.SHARD))
+    refused = judged(session, "Averages", world, SHARDED)
     assert refused.verdict is Verdict.UNSUPPORTED
 
 
 @pytest.mark.parametrize("world", [THREADS, PROCESSES])
 def test_wholes_that_are_shown_as_shards_are_counted(session: TrialSession, world: str) -> None:
-    assert judged(session, "ShowsRowsOfWholes", world).verdict is Verdict.PASSED
-    record = judged(session, "ShowsRowsOfWholes", world, Plan(layout=Layout.SHARD))
+    record = judged(session, "engine.mutants.honesty:ShowsSlicesOfWholes", world, SHARDED)
     assert record.verdict is Verdict.FAILED
     assert re.match(
         r"memory between steps is explained by the layout: rank \d, step 0, after the optimizer step: "
@@ -112,9 +112,16 @@ def test_what_follows_the_result_is_told_at_once(
     assert re.search(headline, record.headline), record.headline
 
 
+@pytest.mark.parametrize("engine", ["BlindsItsCensus", "HoldsWholesInNumPy"])
+def test_what_the_census_cannot_see_passes(session: TrialSession, engine: str) -> None:
+    """Show the limits that docs/threat-model.md names: who closes one of them changes this test and the page."""
+    record = judged(session, f"tests.evasions:{engine}", THREADS, SHARDED)
+    assert record.verdict is Verdict.PASSED, record.headline
+
+
 @pytest.mark.parametrize("world", [THREADS, PROCESSES])
 def test_who_refuses_and_leaves_a_child_left_a_child(session: TrialSession, world: str) -> None:
-    record = judged(session, "RefusesAndLeavesAChild", world, Plan(layout=Layout.SHARD))
+    record = judged(session, "RefusesAndLeavesAChild", world, SHARDED)
     assert record.verdict is Verdict.FAILED
     assert re.search(
         r"^needs SHARD, .*; refused, and then: ranks? .*1 left processes behind: 'sleep 600'", record.headline
