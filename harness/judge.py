@@ -246,7 +246,11 @@ def _worst(rulings: Sequence[Ruling]) -> TensorRecord | None:
 def _tell_hang(result: WorldResult, autopsy: Autopsy) -> str:
     """Say who waits for whom: the ledgers word it alike in every world, a backend's error does not."""
     late = sorted(o.rank for o in result.outcomes if isinstance(o, TimedOut))
-    return f"{autopsy.summary}; not ended at the deadline: rank(s) {late}" if late else autopsy.summary
+    # A consequence by its text, which an engine's library may have raised for a reason of its own.
+    raised = [o for o in result.outcomes if isinstance(o, Raised) and o.is_symptom]
+    errors = [_tell(o) for o in raised if o.kind not in TRANSPORT_ERRORS]
+    parts = [autopsy.summary, f"not ended at the deadline: rank(s) {late}" if late else "", *errors[:1]]
+    return "; ".join(part for part in parts if part)
 
 
 def _tell(outcome: Outcome) -> str:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import re
 import time
+import unicodedata
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from fixtures.optimizers import SGD
 from fixtures.problems import MLP_EVEN
@@ -21,6 +24,7 @@ from harness.trial import TrialSession
 from harness.verdict import Verdict
 from harness.worlds.collective_errors import CollectiveTimeoutError, DeadlockError, WorldAbandonedError
 from harness.worlds.forkserver import warm_up
+from harness.worlds.message import Finished, encode
 from harness.worlds.outcome import Raised
 from harness.worlds.raised import is_abandonment, raised
 from harness.worlds.spec import WorldSpec
@@ -170,6 +174,38 @@ def test_an_error_without_words_has_its_place() -> None:
         _caught(lambda: _raise(SystemExit(culprits.WordlessError()))).message
         == "the rank called sys.exit(...)"
     )
+
+
+class _OddError(Exception):
+    def __init__(self, text: str, fault: type[BaseException] | None) -> None:
+        super().__init__()
+        self.text, self.fault = text, fault
+
+    def __str__(self) -> str:
+        if self.fault is not None:
+            raise self.fault(self.text)
+        return self.text
+
+
+FAULTS = [None, ValueError, SystemExit, KeyboardInterrupt, WorldAbandonedError, RecursionError]
+
+
+@settings(max_examples=50, derandomize=True, deadline=None)
+@given(
+    text=st.text(st.characters(exclude_categories=())),
+    times=st.sampled_from([1, 2000]),
+    fault=st.sampled_from(FAULTS),
+)
+def test_any_text_arrives_in_a_form_that_a_file_can_hold(
+    text: str, times: int, fault: type[BaseException] | None
+) -> None:
+    found = _caught(lambda: _raise(_OddError(text * times, fault)))
+    for part in (found.message, found.traceback):
+        assert part.encode("utf-8")  # no halves of surrogate pairs
+        assert all(c.isprintable() or unicodedata.category(c) != "Cc" or c in "\n\t" for c in part)
+        assert len(part) < 6 * 50_000
+    assert "tests/test_causes.py" in found.traceback
+    encode(Finished(outcome=found))
 
 
 def test_a_long_chain_of_causes_is_cut() -> None:

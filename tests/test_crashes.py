@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import pytest
 
@@ -15,7 +16,7 @@ from harness.keep import Kept
 from harness.ledger.entry import Ledger, Op
 from harness.trial import TrialSession
 from harness.verdict import Verdict
-from harness.worlds.outcome import Abandoned, Died, Outcome, Raised, Returned, WorldResult
+from harness.worlds.outcome import Abandoned, Died, Outcome, Raised, Returned, TimedOut, WorldResult
 from harness.worlds.spec import WorldSpec
 from tests.ledgers import entry, numbered
 
@@ -103,6 +104,15 @@ def test_an_error_of_the_engine_comes_before_a_disagreement() -> None:
         "rank 0 raised RuntimeError: no; before that group [0, 1] disagrees on call #0: "
     )
     assert found.autopsy is not None
+
+
+def test_a_hang_tells_an_error_that_reads_like_its_consequence() -> None:
+    late = TimedOut(rank=1, stack="", last_call="")
+    symptom = replace(_raised(THEIRS), message="lease timed out", is_symptom=True)
+    found = _judged(ALIKE, symptom, late)
+    assert found.verdict is Verdict.HUNG
+    ended = "; not ended at the deadline: rank(s) [1]; rank 0 raised RuntimeError: lease timed out"
+    assert found.headline.endswith(ended)
 
 
 def test_an_error_without_a_disagreement_is_told_alone() -> None:
