@@ -10,7 +10,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from engine.contract import Engine, Plan, PreparedModel, UnsupportedError
+from engine.contract import Cut, Engine, NoGradient, Plan, PreparedModel, UnsupportedError
 from engine.registry import resolve
 from harness.case import LoopOrder, Training, Watch, ZeroGrad
 from harness.census.explained import Form, explained
@@ -20,9 +20,11 @@ from harness.keep import observation_path
 from harness.ledger.entry import Phase
 from harness.observation import Observation, StepObservation, digest, save_observation
 from harness.races.cuda_stand_in import cuda_stand_in
-from harness.rank_actor import RankActor, copied, copies
+from harness.rank_actor import RankActor
+from harness.reads import calling, read_declared, read_gradients, read_norm, read_shards
 from harness.unit_hooks import watching_states, watching_units
 from harness.watching import Watches, watching
+from harness.worlds.raised import kind_of, text_of
 from harness.worlds.rank import RankContext
 
 __all__ = ["drive_rank", "train"]
@@ -99,7 +101,7 @@ def _prepare(
             watches.form = Form.of(model, training)
         return adapter.prepare(model, plan, data)
     except _REFUSALS as refusal:
-        raise _RefusedError(f"{type(refusal).__name__}: {refusal}") from refusal
+        raise _RefusedError(f"{kind_of(refusal)}: {text_of(refusal)}") from refusal
 
 
 def train(
@@ -119,7 +121,7 @@ def train(
     prepared.optimizer(training.optimizer)
     loop = _Loop(prepared, training, context, watches)
     with recorder.during(Phase.OBSERVE):
-        initial = copies(prepared.local_parameters())
+        initial = read_shards(prepared, "local_parameters")
     steps = []
     for step in range(training.schedule.steps):
         if training.resume is not None and step == training.resume.after_steps and adapter is not None:
@@ -131,11 +133,11 @@ def train(
             input_digest=loop.input_digest,
             initial=initial,
             steps=tuple(steps),
-            optimizer_state=copies(loop.prepared.local_optimizer_state()),
-            buffers=copies(loop.prepared.local_buffers()),
+            optimizer_state=read_shards(loop.prepared, "local_optimizer_state"),
+            buffers=read_shards(loop.prepared, "local_buffers"),
             ledger=recorder.ledger(),
-            cut=loop.prepared.cut,
-            no_gradient=loop.prepared.no_gradient,
+            cut=read_declared(loop.prepared, "cut", Cut),
+            no_gradient=read_declared(loop.prepared, "no_gradient", NoGradient),
             counts=() if watches is None or watches.census is None else watches.census.counts,
         )
 
@@ -166,7 +168,10 @@ class _Loop:
     def hand_over(self, successor: PreparedModel) -> None:
         """Go on with another prepared model, which takes over the state of this one."""
         successor.optimizer(self._training.optimizer)
-        successor.load_full_state(self.prepared.full_state())
+        with calling("full_state"):
+            state = self.prepared.full_state()
+        with calling("load_full_state"):
+            successor.load_full_state(state)
         self.prepared = successor
 
     def step(self, step: int) -> StepObservation:
@@ -183,12 +188,9 @@ class _Loop:
         norm = None
         if schedule.clip is not None:
             with recorder.during(Phase.STEP, step=step):
-                norm = prepared.clip_grad_norm_(schedule.clip.max_norm, schedule.clip.norm_type)
+                norm = read_norm(prepared, schedule.clip.max_norm, schedule.clip.norm_type)
         with recorder.during(Phase.OBSERVE, step=step):
-            gradients = {
-                name: None if shard is None else copied(shard)
-                for name, shard in prepared.local_gradients().items()
-            }
+            gradients = read_gradients(prepared)
         with recorder.during(Phase.STEP, step=step):
             if schedule.order is LoopOrder.ZERO_THEN_STEP:
                 self._zero_grad(step)
@@ -200,7 +202,7 @@ class _Loop:
             if self._lifetimes is not None:
                 self._lifetimes.end_step()
         with recorder.during(Phase.OBSERVE, step=step):
-            parameters = copies(prepared.local_parameters())
+            parameters = read_shards(prepared, "local_parameters")
         return StepObservation(
             losses=tuple(actor.tape.losses),
             gradients=gradients,
@@ -218,8 +220,9 @@ class _Loop:
 
     def _explained(self, form: Form) -> int:
         """Add up what the layout explains, and what the engine shows of optimizer state; the law trusts no engine."""
-        state = sum(shard.tensor.nbytes for shard in self.prepared.local_optimizer_state().values())
-        size, cut = self._context.size, self.prepared.cut
+        shown = read_shards(self.prepared, "local_optimizer_state")
+        state = sum(shard.tensor.nbytes for shard in shown.values())
+        size, cut = self._context.size, read_declared(self.prepared, "cut", Cut)
         return explained(form, self._training, size, cut=cut, state=state).num_bytes
 
     def _meet(self, step: int) -> None:

@@ -21,6 +21,7 @@ from harness.lifetimes.user_tensors import UserTensorsLive
 from harness.oracle import OracleObservation
 from harness.races.law import NoRaces
 from harness.record import LawRecord, OutcomeRecord, TensorRecord
+from harness.stack import is_in_passage
 from harness.vacuity import incomparable_because, vacuous_because
 from harness.verdict import Verdict
 from harness.worlds.outcome import (
@@ -164,7 +165,7 @@ def _raised(result: WorldResult) -> dict[int, str]:
 
 
 def judge_failure(kept: Kept) -> Judgement:
-    """Name what went wrong in a world that did not end well; the ledgers know more than the backend's error."""
+    """Name what went wrong in a world that did not end well; the ledgers know more than a signal or an error."""
     cause = causal(kept.result)
     outcomes = _outcome_records(kept.result)
     if cause is None:
@@ -175,10 +176,7 @@ def judge_failure(kept: Kept) -> Judgement:
         return Judgement(verdict=Verdict.HUNG, headline=headline, outcomes=outcomes)
     is_hang = isinstance(cause, TimedOut) or (isinstance(cause, Raised) and cause.kind in TRANSPORT_ERRORS)
     if not is_hang and not (isinstance(cause, Raised) and cause.is_symptom):
-        harm = harm_in(kept.ledgers)  # what was freed or overwritten too early may be what the rank fell over
-        before = [f"before that {harm}"] if harm else []
-        headline = "; ".join((_tell(cause), *before, *kept.result.leaks))
-        return Judgement(verdict=Verdict.CRASHED, headline=headline, outcomes=outcomes)
+        return _judge_crash(kept, cause)
     ledgers = dict(enumerate(kept.ledgers))
     autopsy = hold_inquest(kept.result.outcomes, ledgers)
     mismatch = first_disagreement(ledgers)
@@ -191,6 +189,25 @@ def judge_failure(kept: Kept) -> Judgement:
     else:
         verdict, headline = Verdict.CRASHED, _tell(cause)
     return Judgement(verdict=verdict, headline=headline, outcomes=outcomes, autopsy=autopsy)
+
+
+def _judge_crash(kept: Kept, cause: Outcome) -> Judgement:
+    """Name the crash; what ranks disagreed on before is its cause, unless the engine raised an error of its own."""
+    ledgers = dict(enumerate(kept.ledgers))
+    mismatch = first_disagreement(ledgers)
+    harm = harm_in(kept.ledgers)  # what was freed or overwritten too early may be what the rank fell over
+    is_own = isinstance(cause, Raised) and not is_in_passage(cause.traceback)
+    is_cut_off = isinstance(cause, Died) and not cause.is_after_result
+    verdict, told = Verdict.CRASHED, [_tell(cause)]
+    if mismatch is not None and not is_own:
+        verdict, told = Verdict.FAILED, [f"{mismatch} (then: {_tell(cause)})"]
+    told += [f"before that {found}" for found in (harm, mismatch if is_own else None) if found]
+    return Judgement(
+        verdict=verdict,
+        headline="; ".join((*told, *kept.result.leaks)),
+        outcomes=_outcome_records(kept.result),
+        autopsy=hold_inquest(kept.result.outcomes, ledgers) if mismatch or is_cut_off else None,
+    )
 
 
 def _judge_laws(case: Case, kept: Kept, oracle: OracleObservation) -> Judgement:
@@ -229,7 +246,11 @@ def _worst(rulings: Sequence[Ruling]) -> TensorRecord | None:
 def _tell_hang(result: WorldResult, autopsy: Autopsy) -> str:
     """Say who waits for whom: the ledgers word it alike in every world, a backend's error does not."""
     late = sorted(o.rank for o in result.outcomes if isinstance(o, TimedOut))
-    return f"{autopsy.summary}; not ended at the deadline: rank(s) {late}" if late else autopsy.summary
+    # A consequence by its text, which an engine's library may have raised for a reason of its own.
+    raised = [o for o in result.outcomes if isinstance(o, Raised) and o.is_symptom]
+    errors = [_tell(o) for o in raised if o.kind not in TRANSPORT_ERRORS]
+    parts = [autopsy.summary, f"not ended at the deadline: rank(s) {late}" if late else "", *errors[:1]]
+    return "; ".join(part for part in parts if part)
 
 
 def _tell(outcome: Outcome) -> str:

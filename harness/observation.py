@@ -24,6 +24,8 @@ __all__ = ["Fact", "Observation", "StepObservation", "digest", "load_observation
 
 Shards = Mapping[str, Shard]
 
+_ENCODER = json.JSONEncoder()  # made before an engine is imported, which may replace json.dumps
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fact:
@@ -110,7 +112,7 @@ def save_observation(observation: Observation, path: Path) -> None:
     write_tree(plain, path)
     if observation.race_report is not None:
         # Once more in plain text, for whoever draws it and knows no tensors.
-        path.with_suffix(RACES).write_text(json.dumps(report_to_json(observation.race_report)))
+        path.with_suffix(RACES).write_text(_ENCODER.encode(report_to_json(observation.race_report)))
 
 
 def digest(observation: Observation) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,15 +14,15 @@ from torch import nn
 from engine.contract import Accumulation, Capability, PreparedModel, Shard, UnitHandle
 from harness.case import Training
 from harness.draws import Seeds
-from harness.errors import EngineError
 from harness.ledger.entry import Phase
 from harness.loss import loss_weight
 from harness.observation import Fact
+from harness.reads import read_shards
 from harness.script import Actor, Batch, Bench, Evaluation
 from harness.watching import Watches
 from harness.worlds.rank import RankContext
 
-__all__ = ["RankActor", "Tape", "copied", "copies"]
+__all__ = ["RankActor", "Tape"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -140,7 +140,7 @@ class RankActor(Actor):
     def look(self, moment: str) -> None:
         """Read parameters, and the state of units where the plan demands that it can be told."""
         with self._context.recorder.during(Phase.OBSERVE, step=self.step):
-            self.tape.snapshots[moment] = copies(self._prepared.shown_parameters())
+            self.tape.snapshots[moment] = read_shards(self._prepared, "shown_parameters")
             if Capability.UNIT_STATE in self._training.plan.demands:
                 for name, unit in self._prepared.units().items():
                     state = "unsharded" if unit.is_unsharded() else "sharded"
@@ -194,20 +194,3 @@ class RankActor(Actor):
     def _place(self, tensor: torch.Tensor) -> torch.Tensor:
         dtype = self._training.convert if tensor.is_floating_point() else None
         return tensor.to(self._context.device, dtype or tensor.dtype)
-
-
-def copies(shards: Mapping[str, Shard]) -> dict[str, Shard]:
-    """Keep what was read as it was read, whatever the adapter handed out, in plain tensors on the CPU."""
-    return {name: copied(shard) for name, shard in shards.items()}
-
-
-def copied(shard: Shard) -> Shard:
-    """Copy one; raises EngineError for a tensor that is not plain."""
-    if type(shard.tensor) not in {torch.Tensor, torch.nn.Parameter}:
-        raise EngineError(
-            "PreparedModel.local_*",
-            expected="shards of plain tensors",
-            got=type(shard.tensor).__name__,
-            hint="shard_of, which takes DTensors apart",
-        )
-    return replace(shard, tensor=shard.tensor.detach().to("cpu", copy=True))

@@ -6,7 +6,7 @@ import re
 
 from harness.door.site import is_passage, short_path
 
-__all__ = ["frames_of", "own_frames"]
+__all__ = ["frames_of", "is_in_passage", "own_frames"]
 
 _TRACEBACK = "Traceback (most recent call last)"
 _FRAME = re.compile(r'^ +File "(?P<file>[^"]+)", line (?P<line>\d+),? in (?P<function>.+?)\s*$', re.MULTILINE)
@@ -26,6 +26,14 @@ def frames_of(text: str) -> tuple[str, ...]:
 def own_frames(text: str) -> tuple[str, ...]:
     """Give the frames that are the engine's or the model's, innermost first; none where there are none."""
     return tuple(_spell(match) for match in _innermost_first(text) if _is_own(match["file"]))
+
+
+def is_in_passage(text: str) -> bool:
+    """Whether the innermost frame of a stack lies on the way of a call to the backend, or in the harness."""
+    found = _innermost_first(text)
+    return bool(found) and (
+        is_passage(found[0]["file"]) or short_path(found[0]["file"]).startswith("harness/")
+    )
 
 
 def _innermost_first(text: str) -> list[re.Match[str]]:

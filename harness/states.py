@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -14,6 +15,8 @@ from harness.oracle import INITIAL_STEP, Place, Quantity
 from harness.tolerance import allowed_error
 
 __all__ = ["Notes", "ShowsTheModel", "UnitState", "UnitsAre"]
+
+_NOTHING = "nothing"  # stands for a note that was never made
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,10 +60,14 @@ class UnitsAre:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Notes:
-    """The script noted this of a subject, in every step on every rank."""
+    """The script noted this of a subject, in every step on every rank.
+
+    ``is_explained``: another note than this value says by itself what is wrong.
+    """
 
     subject: str
     value: str
+    is_explained: bool = False
 
     @property
     def name(self) -> str:
@@ -71,13 +78,31 @@ class Notes:
         """Look the subject up."""
         broken = []
         for rank, step, seen in _steps(evidence):
-            values = [fact.value for fact in seen.facts if fact.subject == self.subject] or ["nothing"]
+            values = [fact.value for fact in seen.facts if fact.subject == self.subject] or [_NOTHING]
             broken += [
-                f"step {step}, rank {rank}: expected {self.subject} {self.value}, got {value}"
-                for value in values
-                if value != self.value
+                f"step {step}, rank {rank}: {self._told(value)}" for value in values if value != self.value
             ]
         return rule(self.name, broken, held=f"in every step on {evidence.world_size} ranks")
+
+    def _told(self, value: str) -> str:
+        if self.is_explained and value != _NOTHING:
+            return f"{self.subject}: {value}"
+        item = _first_unlike(self.value, value)
+        return f"expected {self.subject} {self.value}, got {value}{f': {item}' if item else ''}"
+
+
+def _first_unlike(expected: str, got: str) -> str | None:
+    """Name the first item in which two lists differ that were noted as texts; None if they are no lists."""
+    try:
+        wanted, found = ast.literal_eval(expected), ast.literal_eval(got)
+    except (ValueError, SyntaxError):
+        return None
+    if not (isinstance(wanted, list) and isinstance(found, list)):
+        return None
+    if len(wanted) != len(found):
+        return f"{len(found)} items instead of {len(wanted)}"
+    unlike = (i for i, (one, other) in enumerate(zip(wanted, found, strict=True)) if one != other)
+    return next((f"item {i} is {found[i]!r} instead of {wanted[i]!r}" for i in unlike), None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

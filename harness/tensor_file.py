@@ -17,6 +17,8 @@ __all__ = ["dtype_name", "dtype_of", "read_tree", "write_tree"]
 # The only key of an object that stands for a tensor: where it begins, its dtype and shape. No parameter can have this
 # name: torch refuses dots.
 _LEAF = "."
+# Bound before an engine is imported, which may replace them where everybody finds them.
+_Encoder, _save = json.JSONEncoder, torch.save
 _ALIGNMENT_BYTES = 16  # so that the buffer can be read as any dtype
 
 
@@ -24,8 +26,8 @@ _ALIGNMENT_BYTES = 16  # so that the buffer can be read as any dtype
 def write_tree(tree: Any, path: Path | BinaryIO) -> None:
     """Write dicts with string keys, sequences, CPU tensors, and what JSON knows; sequences are read as lists."""
     writer = _Writer()
-    text = json.dumps(tree, default=writer.leaf)
-    torch.save({"tree": text, "data": writer.data()}, path)
+    text = _Encoder(default=writer.leaf).encode(tree)
+    _save({"tree": text, "data": writer.data()}, path)
 
 
 def read_tree(path: Path | BinaryIO) -> Any:

@@ -35,6 +35,22 @@ class EndsTheProcess(DistributedDataParallelEngine):
         os._exit(7)
 
 
+class HangsInItsVersion(DistributedDataParallelEngine):
+    """Never answers."""
+
+    def version(self) -> str:
+        import threading
+
+        threading.Event().wait()
+        return super().version()
+
+
+class DeclaresNothing(DistributedDataParallelEngine):
+    """Declares None where a set is expected."""
+
+    capabilities = None  # type: ignore[assignment]  # the fault
+
+
 class DeclaresNonsense(DistributedDataParallelEngine):
     """Declares what is no capability."""
 

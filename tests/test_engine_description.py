@@ -22,10 +22,12 @@ WHY = {
     "HasNoVersion": r"version\(\): expected a text such as 'torch 2.13.0', got None",
     "FailsToSayItsVersion": r"asking for .* raised RuntimeError: no such file:\nVERSION",
     "EndsTheProcess": r"ended without an answer, with exit status 7",
+    "DeclaresNothing": r"raised TypeError: 'NoneType' object is not iterable",
     "DeclaresNonsense": r"raised ValueError: 'fast' is not a valid Capability",
 }
 MODULES = {
     "exits.py": ("import sys\nsys.exit(3)\n", r"called sys.exit\(3\)"),
+    "exits_as_if_all_were_well.py": ("import sys\nsys.exit(0)\n", r"called sys.exit\(0\)"),
     "needs.py": ("import no_such_engine.zero\n", r"^no_such_engine is not installed, or not on the path"),
     "half.py": (
         "from torch import no_such_name\n",
@@ -58,13 +60,14 @@ def test_a_module_that_cannot_be_imported_is_named_with_the_cause(file: str, tmp
     assert re.search(why, caught.value.problem), caught.value.problem
 
 
+@pytest.mark.parametrize("name", ["loops.py:Engine", "HangsInItsVersion"])
 def test_an_answer_that_does_not_come_ends_with_the_deadline(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "loops.py").write_text("while True:\n    pass\n")
     monkeypatch.setattr(engine_description, "_DEADLINE_S", 1.0)
     with pytest.raises(EngineNotFoundError, match="took longer than 1 s"):
-        describe(f"{tmp_path / 'loops.py'}:Engine")
+        describe(f"{tmp_path / name}" if ":" in name else f"{BROKEN}:{name}")
 
 
 def test_a_description_is_what_the_engine_declares() -> None:

@@ -81,6 +81,37 @@ def test_every_note_of_a_subject_counts() -> None:
     assert "expected output torch.bfloat16, got torch.float32" in record.summary
 
 
+@pytest.mark.parametrize(
+    ("law", "noted", "summary"),
+    [
+        (
+            Notes(subject="calls", value="[1, 1]"),
+            "[1, 2]",
+            "expected calls [1, 1], got [1, 2]: item 1 is 2 instead of 1",
+        ),
+        (
+            Notes(subject="calls", value="[1, 1]"),
+            "[1]",
+            "expected calls [1, 1], got [1]: 1 items instead of 2",
+        ),
+        (Notes(subject="calls", value="[1, 1]"), "none", "expected calls [1, 1], got none"),
+        (
+            Notes(subject="parameters", value="right", is_explained=True),
+            "[3] is 2.5, expected 1.5",
+            "parameters: [3] is 2.5, expected 1.5",
+        ),
+    ],
+)
+def test_what_differs_in_a_note_is_named(law: Notes, noted: str, summary: str) -> None:
+    first, second = (_looked_at(o) for o in simulate(TRAINING, WORLD_SIZE, layout=Layout.REPLICATE))
+    facts = (Fact(moment="", subject=law.subject, value=noted),)
+    right = (Fact(moment="", subject=law.subject, value=law.value),)
+    first = replace(first, steps=tuple(replace(step, facts=right) for step in first.steps))
+    second = replace(second, steps=tuple(replace(step, facts=facts) for step in second.steps))
+    evidence = Evidence(training=TRAINING, world_size=WORLD_SIZE, ranks=(first, second), oracle=_oracle())
+    assert law.judge(evidence).record.summary == f"step 0, rank 1: {summary} (and 1 more)"
+
+
 def test_parameters_of_after_the_update_are_not_those_of_before() -> None:
     record = _rule(SHOWN, lambda step: replace(step, snapshots={"after forward": step.parameters}))
     assert not record.held

@@ -64,6 +64,35 @@ def test_values_that_differ_are_told(got: object, expected: object) -> None:
     assert "expected" in noted
 
 
+FIVE = torch.arange(15.0).view(3, 5)
+OTHER = FIVE.index_put((torch.tensor([1, 2]), torch.tensor([3, 0])), torch.tensor([9.0, -1.0]))
+
+
+@pytest.mark.parametrize(
+    ("got", "expected", "noted"),
+    [
+        (OTHER, FIVE, "is 9.0 at [1, 3], expected 8.0; 2 of 15 elements differ"),
+        (
+            {"a": [ONE, OTHER]},
+            {"a": [ONE, FIVE]},
+            "['a'][1] is 9.0 at [1, 3], expected 8.0; 2 of 15 elements differ",
+        ),
+        (torch.tensor(2.5), torch.tensor(1.5), "is 2.5 at [], expected 1.5; 1 of 1 elements differ"),
+        ([1, 2], [1, 1], "[1] is 2, expected 1"),
+        ([1], [1, 1], "has 1 items, expected 2: [1] instead of [1, 1]"),
+        ({"a": 1}, {"a": 1, "b": 2, "c": 3}, "misses key 'b' and 1 more, expected ['a', 'b', 'c']"),
+        ({"a": 1, "b": 2}, {"a": 1}, "has key 'b' and 0 more, expected ['a']"),
+        ({"b": 1, "a": 1}, {"a": 1, "b": 1}, "has key 'b' in place 0, expected 'a'"),
+        (3, {"a": 1}, "is 3, expected a mapping with keys ['a']"),
+        (ONE.double(), ONE, "is torch.float64 [2], expected torch.float32 [2]"),
+        (None, ONE, "is of type NoneType, expected a plain tensor"),
+    ],
+    ids=repr,
+)
+def test_the_first_element_that_differs_is_named(got: object, expected: object, noted: str) -> None:
+    assert _noted(lambda claims: claims.same("it", got, expected)) == noted
+
+
 def test_near_is_a_share_of_the_largest_of_a_tensor() -> None:
     def near(difference: float) -> str:
         return _noted(lambda claims: claims.near("it", ONE + difference, ONE, tolerance=1e-3))

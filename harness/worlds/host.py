@@ -9,8 +9,6 @@ import queue
 import signal
 import sys
 import threading
-import time
-import traceback
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -31,6 +29,7 @@ from harness.worlds.memory_store import MemoryStore
 from harness.worlds.message import Dying, Finished, HostSpec, Job, Message, Ready, Started, send
 from harness.worlds.outcome import Raised, Returned
 from harness.worlds.output import redirect_output
+from harness.worlds.raised import raised, text_of
 from harness.worlds.rank import RankContext, journal_path, run_rank
 from harness.worlds.rank_identity import bind_rank, current_rank
 from harness.worlds.spec import WorldKind, WorldSpec
@@ -56,9 +55,10 @@ class Link:
         threading.Thread(target=self._receive, name="link", daemon=True).start()
 
     def _say_unloadable(self, error: Exception) -> None:
-        message = f"the job cannot be loaded on the rank: {error}; send what importable modules define"
+        text = text_of(error)
+        message = f"the job cannot be loaded on the rank: {text}; send what importable modules define"
         for rank in self._ranks:
-            self.send(Finished(outcome=_raised(rank, error, message)))
+            self.send(Finished(outcome=raised(rank, error, message)))
 
     def send(self, message: Message) -> None:
         """Send one message; a value that is not plain is the sender's error."""
@@ -128,18 +128,7 @@ def _destroy_groups(link: Link, rank: int) -> None:
     try:
         dist.destroy_process_group()
     except Exception as error:
-        link.send(Finished(outcome=_raised(rank, error, str(error))))
-
-
-def _raised(rank: int, error: Exception, message: str) -> Raised:
-    return Raised(
-        rank=rank,
-        kind=type(error).__name__,
-        message=message,
-        traceback="".join(traceback.format_exception(error)),
-        is_symptom=False,
-        at_s=time.monotonic(),
-    )
+        link.send(Finished(outcome=raised(rank, error)))
 
 
 def _host_threads(link: Link, spec: HostSpec) -> None:
@@ -210,15 +199,14 @@ def _report(
     try:
         link.send(Finished(outcome=outcome))
     except Exception as error:  # a value may raise what it likes where it is looked at
-        told = Raised(
-            rank=context.rank,
-            kind=type(error).__name__,
-            message=f"the rank's result cannot be sent: {error}; return plain values",
-            traceback="",
-            is_symptom=False,
-            at_s=0.0,
-        )
-        link.send(Finished(outcome=told))
+        message = f"the rank's result cannot be sent: {text_of(error)}; return plain values"
+        told = raised(context.rank, error, message)
+        try:
+            link.send(Finished(outcome=told))
+        except BaseException:  # nothing can be sent: this thread's stack shows which rank it was
+            lost = outcome if isinstance(outcome, Raised) else told
+            os.write(2, lost.traceback.encode())
+            os.abort()
         return told
     return outcome if isinstance(outcome, Returned | Raised) else None
 

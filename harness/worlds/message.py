@@ -18,6 +18,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 from harness.worlds.outcome import Outcome
 from harness.worlds.output import SUFFIX
 from harness.worlds.spec import WorldSpec
+from harness.worlds.text import shortened
 
 __all__ = [
     "Dying",
@@ -38,6 +39,7 @@ __all__ = [
 
 _LONGEST = 16 * 2**20  # bytes of one message; the values that ranks return are words and numbers
 _LONGEST_TEXT = 200_000  # characters of a message, traceback or stack
+_ENCODER = json.JSONEncoder()  # made before an engine is imported, which may replace json.dumps
 _TAG = ""  # the key that names what a JSON object stands for
 
 
@@ -146,7 +148,7 @@ def send(connection: Connection, message: Message) -> None:
 
 def encode(message: Message) -> bytes:
     """Return the line of a message; long texts lose their middle."""
-    line = json.dumps(_plain(message)).encode()
+    line = _ENCODER.encode(_plain(message)).encode()
     if len(line) > _LONGEST:
         raise TypeError(f"the message has {len(line)} bytes, and {_LONGEST} are the most")
     return line + b"\n"
@@ -195,18 +197,10 @@ def _plain(value: Any) -> Any:
     if isinstance(value, list):
         return [_plain(item) for item in value]
     if isinstance(value, str):
-        return _shortened(value)
+        return shortened(value, _LONGEST_TEXT)
     if value is None or isinstance(value, bool | int | float):
         return value
     raise TypeError(f"expected plain values, got {type(value).__name__}")
-
-
-def _shortened(text: str) -> str:
-    left_out = len(text) - _LONGEST_TEXT
-    if left_out <= 0:
-        return text
-    half = _LONGEST_TEXT // 2
-    return f"{text[:half]}\n... {left_out} characters are left out ...\n{text[-half:]}"
 
 
 def _decoded(line: bytes) -> Message | Garbled:

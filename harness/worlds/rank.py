@@ -2,34 +2,18 @@
 
 from __future__ import annotations
 
-import re
-import time
-import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
 from harness.ledger.recorder import Recorder
-from harness.worlds.collective_errors import (
-    CollectiveMismatchError,
-    CollectiveTimeoutError,
-    DeadlockError,
-    WorldAbandonedError,
-)
 from harness.worlds.message import Job
-from harness.worlds.outcome import Abandoned, Outcome, Raised, Returned
+from harness.worlds.outcome import Abandoned, Outcome, Returned
+from harness.worlds.raised import is_abandonment, raised
 
 __all__ = ["RankContext", "journal_path", "run_rank"]
-
-# How gloo, nccl and the store word the news that a peer is gone or late. Torch raises plain RuntimeErrors for
-# some of them, so the text is all there is.
-_PEER_IS_GONE = re.compile(
-    r"connection (was )?(closed|reset|refused)|broken pipe|timed out|timeout|socket closed|remote process exited",
-    re.IGNORECASE,
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -54,35 +38,10 @@ def run_rank(context: RankContext, job: Job, enter: Callable[[], None]) -> Outco
     try:
         enter()
         return Returned(rank=context.rank, value=job.body(context, *job.args))
-    except WorldAbandonedError as error:
-        return Abandoned(rank=context.rank, stack="".join(traceback.format_exception(error)))
     except (
         BaseException
     ) as error:  # SystemExit, KeyboardInterrupt and pytest's Skipped included: nothing is a pass
-        return Raised(
-            rank=context.rank,
-            kind=type(error).__name__,
-            message=_message(error),
-            traceback="".join(traceback.format_exception(error)),
-            is_symptom=_is_symptom(error),
-            at_s=time.monotonic(),
-        )
+        found = raised(context.rank, error)
+        return Abandoned(rank=context.rank, stack=found.traceback) if is_abandonment(error) else found
     finally:
         context.recorder.close()
-
-
-def _message(error: BaseException) -> str:
-    if isinstance(error, SystemExit):
-        return f"the rank called sys.exit({error.code!r})"
-    if type(error).__name__ in {"Skipped", "SkipTest"}:
-        return f"the rank skipped ({error}); a rank may not skip"
-    return str(error)
-
-
-def _is_symptom(error: BaseException) -> bool:
-    if isinstance(error, CollectiveMismatchError | DeadlockError):
-        return False
-    if isinstance(error, CollectiveTimeoutError):
-        return True
-    is_comm_error = isinstance(error, dist.DistError | RuntimeError | ConnectionError)
-    return is_comm_error and _PEER_IS_GONE.search(str(error)) is not None

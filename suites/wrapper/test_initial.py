@@ -9,7 +9,7 @@ from harness.parity import MatchesOracle
 from harness.pytest_trial import Trial
 from harness.states import Notes
 from harness.worlds.sizes import EVEN, SEVERAL
-from suites.wrapper.exercises.initial import DIFFERS, VALUES, initialises, moves, resets, synchronises
+from suites.wrapper.exercises.initial import DIFFERS, TIMES, VALUES, initialises, moves, resets, synchronises
 from suites.wrapper.exercising import exercise
 
 
@@ -30,7 +30,7 @@ def test_a_function_initialises_each_module_once(trial: Trial) -> None:
     trial.holds(
         exercise(initialises),
         Notes(subject=VALUES, value="[[4.0], [-4.0], [5.0], [-5.0]]"),
-        Notes(subject="calls", value="[1, 1]"),
+        Notes(subject=TIMES, value="[1, 1]"),
         MatchesOracle(),
     )
 

@@ -14,9 +14,10 @@ from fixtures.tower import fill, whole_numbers
 from harness.script import Bench
 from suites.wrapper.exercises.wrapped import same, whole, wrap
 
-__all__ = ["DIFFERS", "VALUES", "initialises", "moves", "resets", "synchronises"]
+__all__ = ["DIFFERS", "TIMES", "VALUES", "initialises", "moves", "resets", "synchronises"]
 
 VALUES = "values"
+TIMES = "how often each module was initialised"
 DIFFERS = "a rank is refused without need, or goes on with values that rank 0 has not"
 _SEED = 7
 
@@ -81,7 +82,7 @@ def initialises(bench: Bench) -> None:
     root = wrap(bench, model, auto_wrap_policy=policy, param_init_fn=initialise)
     got = whole(bench, root)
     bench.note(VALUES, [sorted(set(p.flatten().tolist())) for p in got.values()])
-    bench.note("calls", [calls[id(layer)] for layer in layers])
+    bench.note(TIMES, [calls[id(layer)] for layer in layers])
 
 
 def moves(bench: Bench) -> None:

@@ -1,0 +1,187 @@
+"""From an exception to the outcome `Raised`. An exception is an engine's code: printing it may fail in any way.
+
+[Note: whose error] Whether an error is a consequence of another rank's failure cannot be read from its text alone: an
+engine may quote torch's words, or ours. So the origin decides first. An error that the engine's own code raised by a
+``raise`` statement is the engine's, unless it was raised while such a consequence was handled. Torch raises plain
+RuntimeErrors for lost peers, from C++: of those the text is all there is.
+"""
+
+from __future__ import annotations
+
+import dis
+import os
+import re
+import time
+import traceback
+from collections.abc import Callable
+from types import TracebackType
+
+import torch
+
+from harness.door.site import short_path
+from harness.worlds.collective_errors import CollectiveError, CollectiveTimeoutError, WorldAbandonedError
+from harness.worlds.outcome import Raised
+from harness.worlds.text import legible, shortened
+
+__all__ = ["IN", "is_abandonment", "kind_of", "raised", "text_of"]
+
+# How a note begins that says in which call of the harness to the engine an error was raised.
+IN = "in PreparedModel."
+# Characters of a message, which stands in headlines, and of a traceback.
+_LONGEST_MESSAGE = 4_000
+_LONGEST_TRACEBACK = 40_000
+_LONGEST_NAME = 200
+_LONGEST_CHAIN = 16  # of causes
+
+# How gloo, nccl and the store word the news that a peer is gone or late.
+_PEER_IS_GONE = re.compile(
+    r"connection (was )?(closed|reset|refused)|broken pipe|timed out|timeout|socket closed|remote process exited",
+    re.IGNORECASE,
+)
+_RAISE = dis.opmap["RAISE_VARARGS"]
+_HARNESS = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "")
+_TORCH = os.path.join(os.path.dirname(torch.__file__), "")
+# Whatever a class of an engine puts in their place.
+_traceback_of = vars(BaseException)["__traceback__"].__get__
+_cause_of = vars(BaseException)["__cause__"].__get__
+_context_of = vars(BaseException)["__context__"].__get__
+_name_of = vars(type)["__name__"].__get__
+
+
+def raised(rank: int, error: BaseException, message: str = "") -> Raised:
+    """Return the outcome of a rank that raised; ``message`` takes the place of the error's own. Never raises."""
+    return Raised(
+        rank=rank,
+        kind=kind_of(error),
+        message=legible(message or _message(error), 2 * _LONGEST_MESSAGE),
+        traceback=legible(_attempt(lambda: _trace(error)) or _frames(error), _LONGEST_TRACEBACK),
+        is_symptom=_is_symptom(error),
+        at_s=time.monotonic(),
+    )
+
+
+def kind_of(error: BaseException) -> str:
+    """Return the name of an error's type, with its module if it has the name of another error of our transport."""
+    kind = type(error)
+    name = legible(str.__str__(_name_of(kind)), _LONGEST_NAME)
+    if name in _names_of_ours(CollectiveError) and not _is_ours(error):
+        module = _attempt(lambda: str.__str__(vars(kind)["__module__"])) or "another module"
+        return f"{legible(module, _LONGEST_NAME)}.{name}"
+    return name
+
+
+def text_of(error: BaseException) -> str:
+    """Return an error's text, shortened; if it has none that can be read, what happened instead."""
+    text = _text(error)
+    if text is None:
+        return "(its message cannot be shown)"
+    return legible(text, _LONGEST_MESSAGE) if text.strip() else "(no message)"
+
+
+def is_abandonment(error: BaseException) -> bool:
+    """Whether an error is the one by which the harness stops a rank, and not raised by an engine."""
+    return isinstance(error, WorldAbandonedError) and not _is_engines_own(error)
+
+
+def _text(error: BaseException) -> str | None:
+    return _attempt(lambda: str.__str__(str(error)))
+
+
+def _message(error: BaseException) -> str:
+    if isinstance(error, SystemExit):
+        return f"the rank called sys.exit({_attempt(lambda: repr(error.code)) or '...'})"
+    if _name_of(type(error)) in {"Skipped", "SkipTest"}:
+        return f"the rank skipped ({text_of(error)}); a rank may not skip"
+    text, origin = _text(error), _origin(error)
+    parts = [text_of(error)]
+    if not (text and text.strip()) and origin is not None:
+        code = origin.tb_frame.f_code
+        parts.append(f"at {short_path(code.co_filename)}:{origin.tb_lineno} in {code.co_name}")
+    return ", ".join([*parts, *_calls(error)])
+
+
+def _calls(error: BaseException) -> list[str]:
+    """List the notes by which the harness marked in which call to the engine an error was raised."""
+    notes: list[str] = []
+
+    def collect() -> str:
+        notes.extend(note for note in error.__notes__ if type(note) is str and note.startswith(IN))
+        return ""
+
+    _attempt(collect)
+    return [legible(note, _LONGEST_NAME) for note in notes[:1]]
+
+
+def _attempt(call: Callable[[], str]) -> str | None:
+    """Return what an engine's code returns, None if it raises: even what would end the rank, for that has failed."""
+    try:
+        return call()
+    except BaseException:
+        return None
+
+
+def _trace(error: BaseException) -> str:
+    """Format a traceback with its causes, each with a message of bounded length."""
+    whole = traceback.TracebackException.from_exception(error)
+    pending, num_seen = [whole], 0
+    while pending and num_seen < _LONGEST_CHAIN:
+        found = pending.pop()
+        num_seen += 1
+        # Private, and so not relied upon: without it a long message makes formatting slow.
+        if isinstance(text := getattr(found, "_str", None), str):
+            found._str = shortened(text, _LONGEST_MESSAGE)  # type: ignore[attr-defined]  # as above
+        pending += [more for more in (found.__cause__, found.__context__) if more is not None]
+    return "".join(whole.format())
+
+
+def _frames(error: BaseException) -> str:
+    """Format a traceback without asking the error for anything."""
+    lines = traceback.format_tb(_traceback_of(error))
+    return "".join(["Traceback (most recent call last):\n", *lines, f"{kind_of(error)}\n"])
+
+
+def _is_symptom(error: BaseException, depth: int = 0) -> bool:
+    """Whether the failure of another rank brought an error about; see [Note: whose error]."""
+    if _is_ours(error):
+        return isinstance(error, CollectiveTimeoutError)
+    if not isinstance(error, RuntimeError | ConnectionError) or depth > _LONGEST_CHAIN:
+        return False
+    if _PEER_IS_GONE.search(text_of(error)) is None:
+        return False
+    if isinstance(error, ConnectionError) and not _is_of_library(error):
+        return False  # torch.distributed has types of its own
+    return not _is_engines_own(error) or any(
+        _is_symptom(cause, depth + 1) for cause in (_cause_of(error), _context_of(error)) if cause is not None
+    )
+
+
+def _is_ours(error: BaseException) -> bool:
+    return isinstance(error, CollectiveError) and not _is_engines_own(error)
+
+
+def _is_engines_own(error: BaseException) -> bool:
+    """Whether a ``raise`` statement made the error, in code that is neither torch's nor the harness's."""
+    origin = _origin(error)
+    if origin is None:
+        return False
+    is_by_hand = origin.tb_frame.f_code.co_code[origin.tb_lasti] == _RAISE
+    return is_by_hand and not _is_of_library(error)
+
+
+def _is_of_library(error: BaseException) -> bool:
+    """Whether the innermost frame is torch's or the harness's."""
+    origin = _origin(error)
+    return origin is not None and origin.tb_frame.f_code.co_filename.startswith((_HARNESS, _TORCH))
+
+
+def _origin(error: BaseException) -> TracebackType | None:
+    """Return the innermost entry of an error's traceback."""
+    found: TracebackType | None = _traceback_of(error)
+    while found is not None and found.tb_next is not None:
+        found = found.tb_next
+    return found
+
+
+def _names_of_ours(kind: type) -> set[str]:
+    subclasses: list[type] = kind.__subclasses__()
+    return {found.__name__ for found in subclasses if found.__module__ == kind.__module__}

@@ -1,0 +1,129 @@
+"""Engines that deceive, or leave what no script may leave, are red for the right reason; an honest one is green.
+
+Ends after the result that need no engine, hangs among them, are in test_world_ends.py.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+
+import pytest
+
+from engine.contract import Layout, Plan
+from fixtures.optimizers import SGD
+from fixtures.problems import MLP_EVEN
+from harness.case import Case, Schedule, Training
+from harness.cell import Cell
+from harness.holdings import HoldsItsShare
+from harness.ledger.agreement import RanksAgree
+from harness.parity import MatchesOracle
+from harness.record import Record
+from harness.trial import TrialSession
+from harness.verdict import Verdict
+from harness.worlds.forkserver import warm_up
+from harness.worlds.spec import WorldSpec
+
+SOON_S = 15.0  # far from the deadline, for machines that are busy
+WHOLE, SHARDED = Plan(layout=Layout.REPLICATE), Plan(layout=Layout.SHARD)
+PROCESSES, THREADS = "processes:2", "threads:2"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _warm() -> None:
+    warm_up()  # no test is charged for the imports of the fork server
+
+
+def judged(session: TrialSession, engine: str, world: str, plan: Plan = WHOLE) -> Record:
+    """Judge an engine, by default one of `tests.adversaries`, by the laws that smoke asks for."""
+    training = Training(problem=MLP_EVEN, optimizer=SGD, plan=plan, schedule=Schedule(steps=2))
+    case = Case(id="case", training=training, laws=(MatchesOracle(), RanksAgree(), HoldsItsShare()))
+    name = engine if ":" in engine else f"tests.adversaries:{engine}"
+    cell = Cell(engine=name, world=WorldSpec.parse(world, deadline_s=30.0))
+    started = time.monotonic()
+    record = session.run(case, cell, suite="", command="")
+    assert time.monotonic() - started < SOON_S
+    return record
+
+
+@pytest.mark.parametrize("world", [THREADS, PROCESSES])
+def test_the_honest_engine_passes(session: TrialSession, world: str) -> None:
+    record = judged(session, "Averages", world)
+    assert record.verdict is Verdict.PASSED, record.headline
+    refused = judged(session, "Averages", world, SHARDED)
+    assert refused.verdict is Verdict.UNSUPPORTED
+
+
+@pytest.mark.parametrize("world", [THREADS, PROCESSES])
+def test_wholes_that_are_shown_as_shards_are_counted(session: TrialSession, world: str) -> None:
+    record = judged(session, "engine.mutants.honesty:ShowsSlicesOfWholes", world, SHARDED)
+    assert record.verdict is Verdict.FAILED
+    assert re.match(
+        r"memory between steps is explained by the layout: rank \d, step 0, after the optimizer step: "
+        r"expected at most \d+ bytes .*, got \d+ bytes; the largest: ",
+        record.headline,
+    ), record.headline
+    held = {law.law: law.held for law in record.laws}
+    assert held[HoldsItsShare().name], "what the adapter shows is a share"
+    assert held[MatchesOracle().name], "and it is right"
+
+
+@pytest.mark.parametrize(
+    ("engine", "world", "verdict", "headline"),
+    [
+        (
+            "LeavesADetachedChild",
+            PROCESSES,
+            Verdict.FAILED,
+            "^rank 1 left processes behind: 'sleep 600' in a session",
+        ),
+        (
+            "LeavesADetachedChild",
+            THREADS,
+            Verdict.FAILED,
+            "^ranks 0, 1 left processes behind: 'sleep 600' in a session",
+        ),
+        ("ForksADaemon", PROCESSES, Verdict.FAILED, "^rank 1 left processes behind: "),
+        (
+            "DiesBesideADaemon",
+            PROCESSES,
+            Verdict.CRASHED,
+            "^rank 1 was killed by SIGKILL; rank 1 left processes behind: ",
+        ),
+        (
+            "DiesBesideADaemon",
+            THREADS,
+            Verdict.CRASHED,
+            "^rank 1 was killed by SIGKILL; .* left processes behind: ",
+        ),
+        (
+            "AbortsWhenGroupsAreDestroyed",
+            PROCESSES,
+            Verdict.CRASHED,
+            "^rank 1 was killed by SIGABRT after its result",
+        ),
+    ],
+)
+def test_what_follows_the_result_is_told_at_once(
+    session: TrialSession, engine: str, world: str, verdict: Verdict, headline: str
+) -> None:
+    record = judged(session, engine, world)
+    assert record.verdict is verdict, record.headline
+    assert re.search(headline, record.headline), record.headline
+
+
+@pytest.mark.parametrize("engine", ["BlindsItsCensus", "HoldsWholesInNumPy"])
+def test_what_the_census_cannot_see_passes(session: TrialSession, engine: str) -> None:
+    """Show the limits that docs/threat-model.md names: who closes one of them changes this test and the page."""
+    record = judged(session, f"tests.evasions:{engine}", THREADS, SHARDED)
+    assert record.verdict is Verdict.PASSED, record.headline
+
+
+@pytest.mark.parametrize("world", [THREADS, PROCESSES])
+def test_who_refuses_and_leaves_a_child_left_a_child(session: TrialSession, world: str) -> None:
+    record = judged(session, "RefusesAndLeavesAChild", world, SHARDED)
+    assert record.verdict is Verdict.FAILED
+    assert re.search(
+        r"^needs SHARD, .*; refused, and then: ranks? .*1 left processes behind: 'sleep 600'", record.headline
+    )
+    assert "went ahead" not in record.headline
