@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from engine.registry import BUILT_IN, EngineNotFoundError, check_spelling
 from harness.catalogue import SUITES
 from harness.errors import ShardproofError, UsageError
+from harness.interruption import interruptible
 from harness.node import Node
 from harness.prey import WORLDS, Breadth
 from harness.pytest_call import (
@@ -41,7 +42,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Commands that only read a run do not look there either: it may be the folder of the run.
         sys.path.insert(0, str(Path.cwd()))
     try:
-        code: int = arguments.command(arguments)
+        with interruptible():
+            code: int = arguments.command(arguments)
+    except KeyboardInterrupt:
+        print("shardproof: interrupted", file=sys.stderr)
+        return OUR_FAULT
     except (UsageError, EngineNotFoundError) as error:
         print(f"shardproof: {error}", file=sys.stderr)
         return USAGE
@@ -70,7 +75,7 @@ def run(arguments: argparse.Namespace) -> int:
     effort = Effort(
         seed=arguments.schedule_seed, num_schedules=arguments.schedules, is_thorough=arguments.thorough
     )
-    if not _any_is_usable(arguments.engine or sorted(BUILT_IN)):
+    if not _any_is_usable(arguments.engine or sorted(BUILT_IN), arguments.deadline):
         return USAGE
     options = [
         *(f"--engine={name}" for name in arguments.engine or []),
@@ -88,13 +93,14 @@ def run(arguments: argparse.Namespace) -> int:
     return _conclude(out, code)
 
 
-def _any_is_usable(engines: Sequence[str]) -> bool:
+def _any_is_usable(engines: Sequence[str], limit_s: float) -> bool:
     """Print why an engine from outside cannot be judged, before anything runs; those built in are asked in pytest."""
     from harness.engine_description import examine
 
     for name in engines:
         check_spelling(name)
-    unavailable = examine(name for name in engines if name not in BUILT_IN).unavailable
+    foreign = [name for name in engines if name not in BUILT_IN]
+    unavailable = examine(foreign, limit_s=limit_s).unavailable
     for name, problem in unavailable.items():
         print(f"shardproof: engine {name!r}: {problem}", file=sys.stderr)
     return len(unavailable) < len(engines)

@@ -18,6 +18,7 @@ from harness.catalogue import Catalogue
 from harness.cell import Cell
 from harness.effort import Effort
 from harness.expectations import Ran, unused
+from harness.interruption import uninterrupted
 from harness.node import Node
 from harness.provenance import footer, header
 from harness.record import Expectations, Record, UnusedExpectation, from_json
@@ -134,9 +135,10 @@ class Sink:
             )
 
     def _append(self, record: Record) -> None:
-        self._records.append(record)
-        if self._writer is not None:
-            self._writer.append(record)
+        with uninterrupted():
+            self._records.append(record)
+            if self._writer is not None:
+                self._writer.append(record)
 
     def _open(self, nodeids: Sequence[str]) -> None:
         nodes = [node for nodeid in nodeids if (node := Node.parse(nodeid)) is not None]
