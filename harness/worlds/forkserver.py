@@ -23,7 +23,16 @@ from typing import Any
 from harness.errors import HarnessBug
 from harness.worlds.lineage import below, has_ended, signalled
 
-__all__ = ["STATUS_WITHOUT_SERVER", "end", "end_server", "forkserver_context", "started", "warm_up"]
+__all__ = [
+    "REPORT_LIMIT_S",
+    "STATUS_WITHOUT_SERVER",
+    "end",
+    "end_server",
+    "forkserver_context",
+    "kill",
+    "started",
+    "warm_up",
+]
 
 # What multiprocessing reports for a process whose end it cannot learn, because the fork server has ended first.
 STATUS_WITHOUT_SERVER = 255
@@ -33,8 +42,10 @@ _WARM = "harness.worlds.warm"
 _ROOT = Path(__file__).resolve().parents[2]
 # The imports of a new server take seconds; on a cold disk tens of them.
 _IMPORTS_LIMIT_S = 60.0
-# SIGKILL needs no cooperation, and a server reports an end in milliseconds; a busy machine may need longer.
+# SIGKILL needs no cooperation; this only bounds a wait that should be instant.
 _END_LIMIT_S = 5.0
+# A server reports the end of a process in milliseconds; a busy machine may need longer.
+REPORT_LIMIT_S = 1.0
 _POLL_S = 0.01
 
 
@@ -69,15 +80,24 @@ def started(function: Callable[..., None], *args: Any, limit_s: float) -> ForkSe
 
 def end(process: ForkServerProcess) -> None:
     """Kill a process that `started` returned, wait for its end, and release it."""
-    process.kill()
-    process.join(_END_LIMIT_S)
-    if process.exitcode is None:
-        end_server()  # it does not report what has ended
-        process.join(_END_LIMIT_S)
-    if process.exitcode == STATUS_WITHOUT_SERVER and process.pid and not has_ended(process.pid):
-        signalled(process.pid, signal.SIGKILL)  # `kill` takes it for ended; its keeper was killed too
+    kill(process)
     if process.exitcode is not None:
         process.close()
+
+
+def kill(process: ForkServerProcess) -> None:
+    """Kill a process that `started` returned, and wait for its end; a server that does not report it is ended too."""
+    pid = process.pid or 0
+    process.kill()
+    limit = time.monotonic() + _END_LIMIT_S
+    while process.exitcode is None and not has_ended(pid) and time.monotonic() < limit:
+        process.join(_POLL_S)
+    process.join(REPORT_LIMIT_S)
+    if process.exitcode is None:
+        end_server()
+        process.join(_END_LIMIT_S)
+    if process.exitcode == STATUS_WITHOUT_SERVER and not has_ended(pid):
+        signalled(pid, signal.SIGKILL)  # multiprocessing takes it for ended; its keeper was killed too
 
 
 def end_server() -> None:

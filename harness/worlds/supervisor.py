@@ -9,7 +9,15 @@ from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerProcess
 
 from harness.errors import HarnessBug
-from harness.worlds.forkserver import STATUS_WITHOUT_SERVER, end, forkserver_context, started
+from harness.worlds.forkserver import (
+    REPORT_LIMIT_S,
+    STATUS_WITHOUT_SERVER,
+    end,
+    end_server,
+    forkserver_context,
+    kill,
+    started,
+)
 from harness.worlds.host import host_main
 from harness.worlds.lineage import can_adopt, command, has_ended, parent_of, signalled
 from harness.worlds.message import (
@@ -31,10 +39,6 @@ from harness.worlds.stacks import crashed_thread, stack_of
 
 __all__ = ["Host"]
 
-_END_LIMIT_S = 5.0  # SIGKILL needs no cooperation; this only bounds a wait that should be instant
-# The fork server reports the end of a process in milliseconds; a busy machine may need longer.
-_REPORT_LIMIT_S = 1.0
-
 
 class Host:
     """One host process as its supervisor sees it."""
@@ -53,9 +57,7 @@ class Host:
         self.connection: Connection = ours
         self._inbox = Inbox(ours)
         try:
-            self._process: ForkServerProcess = started(
-                host_main, theirs, spec, limit_s=spec.world.deadline_s
-            )
+            self._process: ForkServerProcess = started(host_main, theirs, spec, limit_s=spec.world.deadline_s)
         except BaseException:
             ours.close()
             raise
@@ -101,8 +103,9 @@ class Host:
         """Raise HarnessBug if the process has ended and the fork server does not report it."""
         if self.is_over or not can_adopt() or not has_ended(self.pid):
             return
-        self._process.join(_REPORT_LIMIT_S)
+        self._process.join(REPORT_LIMIT_S)
         if self._process.exitcode is None:
+            end_server()
             raise HarnessBug(
                 f"world {self.spec.world}",
                 expected=f"the fork server to report the end of the host of ranks {self.spec.ranks}",
@@ -163,9 +166,7 @@ class Host:
 
     def kill(self) -> None:
         """End the process itself; what it started is ended by `Leftovers`."""
-        if not self.is_over or self._has_lost_its_server:
-            signalled(self.pid, signal.SIGKILL)
-        self._process.join(_END_LIMIT_S)
+        kill(self._process)
 
     def release(self) -> None:
         """Close pipes and process handles."""
