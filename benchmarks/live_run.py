@@ -21,7 +21,7 @@ _POLL_S = 0.01
 # Torch keeps its compilation cache there, and pytest the folders of its last three sessions.
 _NOT_OURS = ("torchinductor_", "pytest-of-")
 
-Role = str  # run, worker, keeper, server, host, question, tracker, other
+Role = str  # run, worker, keeper, server, host, question (asked aside), tracker, other
 
 
 class LateError(Exception):
@@ -30,7 +30,7 @@ class LateError(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """One live process of a run. ``world`` is the folder of a host's observations, by name; empty elsewhere."""
+    """One live process of a run. ``world`` is the folder of a host's observations; empty elsewhere."""
 
     pid: int
     parent: int
@@ -86,6 +86,13 @@ class LiveRun:
         self.pids |= set(ours)
         parents = {pid: _parent(pid) for pid in ours}
         return [self._found(pid, line, ours, parents) for pid, line in ours.items()]
+
+    def num_descriptors(self) -> int:
+        """Count the open descriptors of the main process; 0 if it has ended."""
+        try:
+            return len(os.listdir(_PROC / str(self.process.pid) / "fd"))
+        except OSError:
+            return 0
 
     def wait_until(self, is_so: Callable[[], bool], limit_s: float) -> None:
         """Wait for a condition; raises LateError after ``limit_s``."""
@@ -178,12 +185,12 @@ def _depth(pid: int, lines: Mapping[int, str], parents: Mapping[int, int]) -> in
 
 
 def _world(pid: int) -> str:
-    """Name the folder of a host's observations, by the file that it opens for its stacks."""
+    """Return the folder of a host's observations, by the file that it opens for its stacks."""
     folder = _PROC / str(pid) / "fd"
     with contextlib.suppress(OSError):
         for name in os.listdir(folder):
             with contextlib.suppress(OSError):
                 file = Path(os.readlink(folder / name))
                 if file.suffix == ".stacks":
-                    return file.parent.name
+                    return str(file.parent)
     return ""

@@ -122,17 +122,38 @@ def warm_up(limit_s: float = _IMPORTS_LIMIT_S) -> None:
     end(process)
 
 
-class _Patience(threading.Timer):
-    """Ends the server unless cancelled in time, which ends every wait for it."""
+class _Patience(threading.Thread):
+    """Ends the server unless cancelled within ``limit_s``, which ends every wait for it.
 
-    def __init__(self, limit_s: float) -> None:
-        super().__init__(limit_s, self._expire)
-        self.daemon = True
+    A server that may still import has a minute, unless it is stopped.
+    """
+
+    def __init__(self, server: int | None, limit_s: float) -> None:
+        super().__init__(daemon=True)
+        self._server = server
+        self.limit_s = limit_s
         self.is_over = False
+        self._is_answered = threading.Event()
 
-    def _expire(self) -> None:
+    def run(self) -> None:
+        """Wait for the answer."""
+        more_s = 0.0 if self._server in _answered else _IMPORTS_LIMIT_S - self.limit_s
+        if self._is_answered.wait(self.limit_s):
+            return
+        if more_s > 0 and not _is_stopped(self._server):
+            self.limit_s += more_s
+            if self._is_answered.wait(more_s):
+                return
         self.is_over = True
         end_server()
+
+    def cancel(self) -> None:
+        """Report the answer, or that none is needed any more."""
+        self._is_answered.set()
+
+
+def _is_stopped(keeper: int | None) -> bool:
+    return keeper is not None and any(process.is_stopped for process in below(keeper))
 
 
 _answered: set[int] = set()  # the servers that have done their imports, by pid
@@ -142,8 +163,7 @@ def _start(function: Callable[..., None], args: tuple[Any, ...], limit_s: float)
     process = forkserver_context().Process(target=function, args=args)
     _ensure_server()
     server = _pid()
-    allowed_s = limit_s if server in _answered else max(limit_s, _IMPORTS_LIMIT_S)
-    patience = _Patience(allowed_s)
+    patience = _Patience(server, limit_s)
     patience.start()
     main = sys.modules["__main__"]
     sys.modules["__main__"] = ModuleType("__main__")
@@ -157,7 +177,7 @@ def _start(function: Callable[..., None], args: tuple[Any, ...], limit_s: float)
         patience.cancel()
     patience.join()
     if patience.is_over:
-        raise _no_server(f"nothing within {allowed_s:g} s") from failure
+        raise _no_server(f"nothing within {patience.limit_s:g} s") from failure
     if failure is not None:
         raise failure
     if server is not None:
