@@ -60,6 +60,7 @@ def check_worlds(faults: Sequence[Fault], lines: Sequence[str]) -> None:
             if any(r["observation"] and w.endswith(r["observation"]) for w in fault.worlds)
         ]
         fault.verdicts += tuple(record["verdict"] for record in found)
+        fault.headlines += tuple(record["headline"].split("\n")[0] for record in found)
         for record in found:
             if record["verdict"] == "PASSED" and fault.is_done:
                 fault.misses.append((Miss.FALSE_GREEN, f"{record['case']} in {record['world']} passed"))
@@ -105,7 +106,7 @@ def _check_code(
         return [(Miss.FALSE_GREEN, f"exit code 0 with {sorted(verdicts)}, {len(lines)} records")]
     if code not in _CODES:
         return [(Miss.UNREADABLE, f"exit code {code}: {run.said()[-300:]}")]
-    if not is_whole and code != 3:
+    if not is_whole and code == 1:
         return [
             (Miss.LOST, f"{len(lines)} records of {_announced(run)}, exit code {code}: {run.said()[-300:]}")
         ]
@@ -127,8 +128,11 @@ def _check_interruption(run: LiveRun, code: int, ending: Kind) -> Misses:
 
 
 def _announced(run: LiveRun) -> int:
-    header = json.loads((run.out / RUN).read_text().split("\n")[0]) if (run.out / RUN).exists() else {}
-    return int(header.get("num_cases", -1))
+    """Read how many cases the run has selected; -1 where its header is not on the disk."""
+    try:
+        return int(json.loads((run.out / RUN).read_text().split("\n")[0])["num_cases"])
+    except (OSError, ValueError):
+        return -1
 
 
 def _report(run: LiveRun) -> str:

@@ -56,6 +56,7 @@ class Fault:
     at_s: float = 0.0
     worlds: tuple[str, ...] = ()
     verdicts: tuple[str, ...] = ()
+    headlines: tuple[str, ...] = ()
     misses: list[tuple[Miss, str]] = field(default_factory=list)
 
 

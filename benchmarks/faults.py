@@ -200,6 +200,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--faults", type=int, default=1000, metavar="N")
     parser.add_argument("--seed", type=int, default=0, metavar="S")
+    parser.add_argument(
+        "--headlines", action="store_true", help="print the headline of each case that was struck"
+    )
     arguments = parser.parse_args(argv)
     begun = time.monotonic()
     # Not below a folder of the user's choice: sockets live there, and their paths are short.
@@ -209,6 +212,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     print(table(faults))
+    for fault in faults if arguments.headlines else ():
+        for verdict, headline in zip(fault.verdicts, fault.headlines, strict=False):
+            print(f"{fault.kind}: {verdict}: {headline}")
     missed = [(fault.kind, miss, text) for fault in faults for miss, text in fault.misses]
     for kind, miss, text in missed:
         print(f"{miss.value}: {kind}: {text}")

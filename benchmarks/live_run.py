@@ -60,14 +60,20 @@ class LiveRun:
         self.pids: set[int] = set()
         self._mark = f"TMPDIR={self.temporary}".encode()
         path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+        # What it prints goes through a pipe: its terminal does not fill up with its disk.
         with self.log.open("wb") as log:
+            self._terminal = subprocess.Popen(
+                ["cat"], stdin=subprocess.PIPE, stdout=log, start_new_session=True
+            )
+        assert self._terminal.stdin is not None
+        with self._terminal.stdin as terminal:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "harness.cli", "run", *arguments, "--out", str(self.out)],
                 cwd=ROOT,
                 env={**os.environ, "TMPDIR": str(self.temporary), "PYTHONPATH": path, **(environment or {})},
                 stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
+                stdout=terminal,
+                stderr=terminal,
                 start_new_session=True,
             )
         if longest_file is not None:
@@ -124,7 +130,9 @@ class LiveRun:
         return left + [name for name in shared if any(mark in name for mark in marks)]
 
     def said(self) -> str:
-        """Return what the run printed."""
+        """Return what the run printed, all of it once no process of the run lives."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._terminal.wait(0.2)
         return self.log.read_text(errors="replace")
 
     def end(self) -> None:
@@ -135,6 +143,7 @@ class LiveRun:
                     os.kill(found.pid, signal.SIGKILL)
         self.process.kill()
         self.process.wait()
+        self._terminal.wait()
 
     def _command(self, pid: int) -> str | None:
         """Return the command line of a live process of the run, else None."""

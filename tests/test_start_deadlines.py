@@ -17,9 +17,9 @@ from harness.aside import NoAnswerError, ask
 from harness.cli import main
 from harness.errors import HarnessBug
 from harness.worlds import forkserver
-from harness.worlds.forkserver import STATUS_WITHOUT_SERVER, end, started
+from harness.worlds.forkserver import STATUS_WITHOUT_SERVER, end, end_server, started
 from harness.worlds.launch import World, launch
-from harness.worlds.lineage import has_ended, parent_of
+from harness.worlds.lineage import below, has_ended, parent_of
 from harness.worlds.rank import RankContext
 from harness.worlds.spec import WorldKind, WorldSpec
 from tests import ends
@@ -75,6 +75,21 @@ def test_a_stopped_server_costs_one_deadline_and_is_replaced(server: int) -> Non
     with pytest.raises(NoAnswerError, match="could not be started: the fork server"):
         ask(LIMIT_S, 10, _answer)
     assert ask(60.0, 10, _answer) == b"here"
+
+
+def test_a_server_that_is_stopped_in_its_imports_has_no_minute(server: int) -> None:
+    end_server()
+    forkserver._ensure_server()
+    keeper = forkserver._pid()
+    assert keeper is not None
+    limit = time.monotonic() + SOON_S
+    while not (found := below(keeper)):
+        assert time.monotonic() < limit
+    os.kill(found[0].pid, signal.SIGSTOP)
+    begun = time.monotonic()
+    with pytest.raises(HarnessBug, match="nothing within 1 s"):
+        started(_wait, limit_s=LIMIT_S)
+    assert time.monotonic() - begun < SOON_S
 
 
 def test_a_world_on_a_stopped_server_is_our_error(server: int, tmp_path: Path) -> None:

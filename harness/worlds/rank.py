@@ -51,6 +51,15 @@ def journal_path(folder: Path, rank: int) -> Path:
 def run_rank(context: RankContext, job: Job, enter: Callable[[], None]) -> Outcome:
     """Run ``enter`` (join the process group) and the body on the calling thread; never raises."""
     context.recorder.claim_thread()
+    outcome = _outcome(context, job, enter)
+    try:
+        context.recorder.close()
+    except OSError as error:  # a rank whose ledger is not whole has not returned
+        return _raised(context, error) if isinstance(outcome, Returned) else outcome
+    return outcome
+
+
+def _outcome(context: RankContext, job: Job, enter: Callable[[], None]) -> Outcome:
     try:
         enter()
         return Returned(rank=context.rank, value=job.body(context, *job.args))
@@ -59,16 +68,18 @@ def run_rank(context: RankContext, job: Job, enter: Callable[[], None]) -> Outco
     except (
         BaseException
     ) as error:  # SystemExit, KeyboardInterrupt and pytest's Skipped included: nothing is a pass
-        return Raised(
-            rank=context.rank,
-            kind=type(error).__name__,
-            message=_message(error),
-            traceback="".join(traceback.format_exception(error)),
-            is_symptom=_is_symptom(error),
-            at_s=time.monotonic(),
-        )
-    finally:
-        context.recorder.close()
+        return _raised(context, error)
+
+
+def _raised(context: RankContext, error: BaseException) -> Raised:
+    return Raised(
+        rank=context.rank,
+        kind=type(error).__name__,
+        message=_message(error),
+        traceback="".join(traceback.format_exception(error)),
+        is_symptom=_is_symptom(error),
+        at_s=time.monotonic(),
+    )
 
 
 def _message(error: BaseException) -> str:
