@@ -175,3 +175,17 @@ def test_an_interrupted_question_ends_in_one_line(tmp_path: Path) -> None:
     )
     assert done.returncode == 3
     assert done.stderr == "shardproof: interrupted\n"
+
+
+def test_a_full_temporary_folder_is_no_verdict(tmp_path: Path) -> None:
+    program = (
+        "import resource, sys; from harness.cli import main\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))\n"
+        f"sys.exit(main(['run', '--engine', 'torch.ddp', '--out', {str(tmp_path / 'run')!r}]))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=100, check=False
+    )
+    assert done.returncode == 2, done.stderr
+    assert "the temporary folder: expected one with room" in done.stderr
+    assert "Traceback" not in done.stderr
