@@ -158,7 +158,10 @@ def _on_threads(spec: WorldSpec, work: Work, folder: Path) -> list[tuple[Taken, 
 
 
 def _on_processes(spec: WorldSpec, work: Work, folder: Path) -> list[tuple[Taken, ...]]:
-    processes = [started(compare_as_process, rank, spec.size, folder, work) for rank in range(spec.size)]
+    processes = [
+        started(compare_as_process, rank, spec.size, folder, work, limit_s=spec.deadline_s)
+        for rank in range(spec.size)
+    ]
     stop_at = time.monotonic() + spec.deadline_s
     try:
         while running := [p for p in processes if p.exitcode is None]:

@@ -18,7 +18,8 @@ from multiprocessing import parent_process
 from multiprocessing.connection import Connection, wait
 from typing import Any, ParamSpec
 
-from harness.worlds.forkserver import forkserver_context, started
+from harness.errors import HarnessBug
+from harness.worlds.forkserver import end, forkserver_context, started
 
 __all__ = ["NoAnswerError", "ask"]
 
@@ -43,8 +44,13 @@ def ask(
     outlives the call, nor the process that asks.
     """
     ours, theirs = forkserver_context().Pipe(duplex=False)
-    process = started(_answer, theirs, limit_s, function, args, kwargs)
-    theirs.close()
+    try:
+        process = started(_answer, theirs, limit_s, function, args, kwargs, limit_s=limit_s)
+    except HarnessBug as error:
+        ours.close()
+        raise NoAnswerError(f"could not be started: {error}") from None
+    finally:
+        theirs.close()
     try:
         return _receive(ours, time.monotonic() + limit_s, longest)
     except EOFError:
@@ -54,9 +60,7 @@ def ask(
         raise NoAnswerError(f"took longer than {limit_s:.0f} s; its stacks are printed above") from None
     finally:
         ours.close()
-        process.kill()
-        process.join()
-        process.close()
+        end(process)
 
 
 def _receive(connection: Connection, limit: float, longest: int) -> bytes:

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
-import io
 import sys
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from engine.registry import BUILT_IN, EngineNotFoundError, check_spelling
-from harness.catalogue import SUITES
 from harness.errors import ShardproofError, UsageError
-from harness.node import Node
+from harness.interruption import interruptible
 from harness.prey import WORLDS, Breadth
 from harness.pytest_call import (
     CONFORMS,
@@ -22,13 +19,11 @@ from harness.pytest_call import (
     OUR_FAULT,
     USAGE,
     call_pytest,
+    check_temporary_folder,
     suite_folders,
     suites,
 )
 from harness.verdict import Verdict
-
-if TYPE_CHECKING:  # importing pytest takes a while, and not every command needs it
-    import pytest
 
 __all__ = ["main"]
 
@@ -41,7 +36,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Commands that only read a run do not look there either: it may be the folder of the run.
         sys.path.insert(0, str(Path.cwd()))
     try:
-        code: int = arguments.command(arguments)
+        with interruptible():
+            code: int = arguments.command(arguments)
+    except KeyboardInterrupt:
+        print("shardproof: interrupted", file=sys.stderr)
+        return OUR_FAULT
     except (UsageError, EngineNotFoundError) as error:
         print(f"shardproof: {error}", file=sys.stderr)
         return USAGE
@@ -62,6 +61,7 @@ def run(arguments: argparse.Namespace) -> int:
     out = Path(arguments.out or Path("conformance") / f"{datetime.now(UTC):%Y%m%d-%H%M%S}")
     # Here rather than in pytest, whose own message would bury ours.
     refuse_existing(out)
+    check_temporary_folder()
     file = None if arguments.no_expectations else expectations_file.find(arguments.expectations)
     if file is not None:
         expectations_file.read(file, today=today())
@@ -70,7 +70,7 @@ def run(arguments: argparse.Namespace) -> int:
     effort = Effort(
         seed=arguments.schedule_seed, num_schedules=arguments.schedules, is_thorough=arguments.thorough
     )
-    if not _any_is_usable(arguments.engine or sorted(BUILT_IN)):
+    if not _any_is_usable(arguments.engine or sorted(BUILT_IN), arguments.deadline):
         return USAGE
     options = [
         *(f"--engine={name}" for name in arguments.engine or []),
@@ -88,13 +88,14 @@ def run(arguments: argparse.Namespace) -> int:
     return _conclude(out, code)
 
 
-def _any_is_usable(engines: Sequence[str]) -> bool:
+def _any_is_usable(engines: Sequence[str], limit_s: float) -> bool:
     """Print why an engine from outside cannot be judged, before anything runs; those built in are asked in pytest."""
     from harness.engine_description import examine
 
     for name in engines:
         check_spelling(name)
-    unavailable = examine(name for name in engines if name not in BUILT_IN).unavailable
+    foreign = [name for name in engines if name not in BUILT_IN]
+    unavailable = examine(foreign, limit_s=limit_s).unavailable
     for name, problem in unavailable.items():
         print(f"shardproof: engine {name!r}: {problem}", file=sys.stderr)
     return len(unavailable) < len(engines)
@@ -147,6 +148,7 @@ def diff(arguments: argparse.Namespace) -> int:
 
 def list_all(arguments: argparse.Namespace) -> int:
     """List engines with what they declare, suites, and with --cases every case."""
+    from harness.case_list import list_cases
     from harness.engine_description import describe
 
     print("engines:")
@@ -162,7 +164,7 @@ def list_all(arguments: argparse.Namespace) -> int:
     if not arguments.cases:
         return CONFORMS
     print("cases:")
-    return _list_cases()
+    return list_cases()
 
 
 def doctor(arguments: argparse.Namespace) -> int:
@@ -207,31 +209,6 @@ def mutants(arguments: argparse.Namespace) -> int:
             is_whole=not (arguments.suite or arguments.keyword),
         )
     )
-
-
-class _Cases:
-    """A pytest plugin that keeps the ids of the cases collected, as records and expectations spell them."""
-
-    def __init__(self) -> None:
-        self.ids: list[str] = []
-
-    def pytest_itemcollected(self, item: pytest.Item) -> None:
-        """Keep one id; every world counts, because a case may make sense in one of them alone."""
-        node = Node.parse(item.nodeid)
-        if node is not None:
-            self.ids.append(node.case)
-
-
-def _list_cases() -> int:
-    found, said = _Cases(), io.StringIO()
-    with contextlib.redirect_stdout(said):  # pytest's own listing has an engine and a world in every id
-        code = call_pytest([str(SUITES), "--collect-only", "--engine=torch.ddp", "--world=threads:4"], found)
-    if code:
-        print(said.getvalue(), file=sys.stderr)
-        return OUR_FAULT
-    for case in found.ids:
-        print(f"  {case}")
-    return CONFORMS
 
 
 def _conclude(out: Path, pytest_code: int) -> int:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -50,13 +49,13 @@ class Engines:
     unavailable: dict[str, str] = field(default_factory=dict)
 
 
-def examine(names: Iterable[str]) -> Engines:
-    """Sort engines into those that answer and those that do not; raises nothing for any of them."""
+def examine(names: Iterable[str], *, limit_s: float = _DEADLINE_S) -> Engines:
+    """Sort engines into those that answer within ``limit_s`` each and those that do not; raises for none of them."""
     usable: list[str] = []
     unavailable: dict[str, str] = {}
     for name in names:
         try:
-            describe(name)
+            describe(name, limit_s=limit_s)
         except EngineNotFoundError as error:
             unavailable[name] = error.problem
         else:
@@ -64,13 +63,15 @@ def examine(names: Iterable[str]) -> Engines:
     return Engines(usable=tuple(usable), unavailable=unavailable)
 
 
-def describe(engine: str) -> EngineDescription:
-    """Ask for an engine's capabilities and release.
+def describe(engine: str, *, limit_s: float = _DEADLINE_S) -> EngineDescription:
+    """Ask for an engine's capabilities and release, once per process.
 
-    Raises EngineNotFoundError, with the cause, for an engine that does not resolve, does not answer within a
-    minute, ends the process that it is asked in, or answers with something that is no version.
+    Raises EngineNotFoundError, with the cause, for an engine that does not resolve, does not answer within
+    ``limit_s``, ends the process that it is asked in, or answers with something that is no version.
     """
-    found = _found(engine)
+    found = _known.get(engine)
+    if found is None:
+        found = _known[engine] = _found(engine, limit_s)
     if isinstance(found, EngineNotFoundError):
         raise found
     return found
@@ -95,17 +96,20 @@ def load_description(folder: Path) -> EngineDescription:
         ) from error
 
 
-@cache  # the plugin, the session and every case ask, and each answer costs a process
-def _found(engine: str) -> EngineDescription | EngineNotFoundError:
+# The plugin, the session and every case ask, and each answer costs a process.
+_known: dict[str, EngineDescription | EngineNotFoundError] = {}
+
+
+def _found(engine: str, limit_s: float) -> EngineDescription | EngineNotFoundError:
     try:
-        return _read(_ask(engine), engine)
+        return _read(_ask(engine, limit_s), engine)
     except EngineNotFoundError as error:
         return error.with_traceback(None)
 
 
-def _ask(engine: str) -> bytes:
+def _ask(engine: str, limit_s: float) -> bytes:
     try:
-        return ask(_DEADLINE_S, _LONGEST_ANSWER, _answer, engine)
+        return ask(limit_s, _LONGEST_ANSWER, _answer, engine)
     except NoAnswerError as error:
         raise EngineNotFoundError(
             engine, f"the process that was asked for its version and capabilities {error}"

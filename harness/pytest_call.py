@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -16,6 +17,7 @@ __all__ = [
     "OUR_FAULT",
     "USAGE",
     "call_pytest",
+    "check_temporary_folder",
     "suite_folders",
     "suites",
 ]
@@ -24,6 +26,19 @@ ROOT = Path(__file__).resolve().parents[1]
 
 # Exit codes of every command.
 CONFORMS, DOES_NOT_CONFORM, USAGE, OUR_FAULT = 0, 1, 2, 3
+
+
+def check_temporary_folder() -> None:
+    """Raise UsageError where no temporary file can be written; pytest would end in a traceback."""
+    try:
+        tempfile.gettempdir()
+    except OSError as error:
+        raise UsageError(
+            "the temporary folder",
+            expected="one with room",
+            got=str(error),
+            hint="freeing space, or another folder in TMPDIR",
+        ) from error
 
 
 def call_pytest(arguments: Sequence[str], *plugins: object) -> int:

@@ -24,6 +24,7 @@ from harness.record import Expectations
 from harness.run_directory import read_run, refuse_existing
 from harness.sink import Sink
 from harness.worlds.forkserver import forkserver_context
+from harness.worlds.lineage import die_with_parent
 from harness.worlds.spec import WorldSpec
 
 __all__ = ["CELLS", "CELLS_ARE_CHOSEN", "EFFORT", "EXPECTATIONS", "will_run"]
@@ -83,6 +84,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Read the options, and register the sink in the process that sees all reports; workers send theirs there."""
+    if hasattr(config, "workerinput"):
+        die_with_parent()  # a worker that waits for its case would outlive a session that is killed
     for mark in _MARKS:
         config.addinivalue_line("markers", mark)
     try:

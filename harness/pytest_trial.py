@@ -137,7 +137,8 @@ def _leave_out_unavailable(config: pytest.Config, items: list[pytest.Item]) -> N
     if CELLS_ARE_CHOSEN in config.stash or not will_run(config):
         return
     cells = {id(item): cell for item in items if (cell := _cell(item)) is not None}
-    engines = examine(dict.fromkeys(cell.engine for cell in cells.values()))
+    names = dict.fromkeys(cell.engine for cell in cells.values())
+    engines = examine(names, limit_s=config.getoption("--deadline"))
     config.stash[UNAVAILABLE] = engines.unavailable
     hopeless = {key for key, cell in cells.items() if cell.engine in engines.unavailable}
     if hopeless:
@@ -158,7 +159,10 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         unavailable: dict[str, str] = config.stash.get(UNAVAILABLE, {})
         config.workeroutput[UNAVAILABLE_FROM_WORKER] = unavailable
     if will_run(config) and any("trial" in getattr(item, "fixturenames", ()) for item in session.items):
-        warm_up()
+        try:
+            warm_up(config.getoption("--deadline"))
+        except HarnessBug as error:
+            pytest.exit(str(error), returncode=pytest.ExitCode.INTERNAL_ERROR)
 
 
 @pytest.fixture

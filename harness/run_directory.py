@@ -98,7 +98,10 @@ class RunWriter:
         """Write the footer; nothing may follow it."""
         self._refuse_after_footer()
         _append_line(self.path / RUN, to_json(footer))
-        write_manifest(self.path, (RUN, RECORDS))
+        try:
+            write_manifest(self.path, (RUN, RECORDS))
+        except OSError as error:
+            raise _disk_error(self.path / MANIFEST, error) from error
         self._is_finished = True
 
     def _refuse_after_footer(self) -> None:

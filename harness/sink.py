@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 import shlex
 import sys
@@ -17,7 +18,9 @@ import pytest
 from harness.catalogue import Catalogue
 from harness.cell import Cell
 from harness.effort import Effort
+from harness.errors import UsageError
 from harness.expectations import Ran, unused
+from harness.interruption import uninterrupted
 from harness.node import Node
 from harness.provenance import footer, header
 from harness.record import Expectations, Record, UnusedExpectation, from_json
@@ -108,7 +111,8 @@ class Sink:
         if self._writer is not None:
             verdicts = [record.verdict for record in self._records]
             end = footer(verdicts=verdicts, duration_s=time.monotonic() - self._started_s)
-            self._writer.finish(replace(end, unused=self._unused, unavailable=self._unavailable))
+            with self._stopping():
+                self._writer.finish(replace(end, unused=self._unused, unavailable=self._unavailable))
 
     @property
     def _unavailable(self) -> dict[str, str]:
@@ -134,9 +138,21 @@ class Sink:
             )
 
     def _append(self, record: Record) -> None:
-        self._records.append(record)
-        if self._writer is not None:
-            self._writer.append(record)
+        with uninterrupted():
+            self._records.append(record)
+            if self._writer is not None:
+                with self._stopping():
+                    self._writer.append(record)
+
+    @contextlib.contextmanager
+    def _stopping(self) -> Iterator[None]:
+        """End the session where the run cannot be written; what was written stays, without a footer."""
+        try:
+            yield
+        except UsageError as error:
+            self._writer = None
+            self._out = None
+            pytest.exit(str(error), returncode=pytest.ExitCode.USAGE_ERROR)
 
     def _open(self, nodeids: Sequence[str]) -> None:
         nodes = [node for nodeid in nodeids if (node := Node.parse(nodeid)) is not None]
@@ -157,7 +173,8 @@ class Sink:
             is_thorough=self._effort.is_thorough,
             expectations=self._expectations,
         )
-        self._writer = RunWriter(self._out, start)
+        with self._stopping():
+            self._writer = RunWriter(self._out, start)
 
     def _worlds(self) -> tuple[str, ...]:
         return tuple(dict.fromkeys(str(cell.world) for cell in self._cells))

@@ -7,6 +7,7 @@ import contextlib
 import ctypes
 import multiprocessing
 import os
+import resource
 import signal
 import socket
 import stat
@@ -22,6 +23,7 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
+from harness.ledger.course import Happening
 from harness.worlds.rank import RankContext
 
 CULPRIT = 1
@@ -52,6 +54,28 @@ def _forked(*, sessions: int) -> int:
     os.close(reads)
     os.close(writes)
     return pid
+
+
+def _fill_disk(context: RankContext) -> None:
+    """Let the journals of this process grow by a few bytes only: what is written at once is more."""
+    size = max(path.stat().st_size for path in context.folder.glob("*.ledger.jsonl"))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size + 10, resource.RLIM_INFINITY))
+
+
+def fills_the_disk_with_calls(context: RankContext) -> None:
+    """Call until the ledger cannot be written."""
+    dist.all_reduce(torch.ones(4))
+    if _is_culprit(context):
+        _fill_disk(context)
+    for _ in range(3):
+        dist.all_reduce(torch.ones(4))
+
+
+def fills_the_disk_with_its_last_marks(context: RankContext) -> None:
+    """Return, with marks that the end of the ledger has no room for."""
+    if _is_culprit(context):
+        context.recorder.mark(Happening.BEGAN)
+        _fill_disk(context)
 
 
 def aborts_when_groups_are_destroyed(context: RankContext) -> None:

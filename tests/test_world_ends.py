@@ -20,7 +20,7 @@ from harness.ledger.journal import read_journal
 from harness.verdict import Verdict
 from harness.worlds.forkserver import warm_up
 from harness.worlds.launch import World, launch
-from harness.worlds.outcome import Returned, TimedOut, WorldResult
+from harness.worlds.outcome import Raised, Returned, TimedOut, WorldResult
 from harness.worlds.rank import journal_path
 from harness.worlds.spec import WorldKind, WorldSpec
 from tests import ends
@@ -234,3 +234,13 @@ def test_nothing_outlives_a_session_that_is_killed(
     session.communicate()  # the keeper, the server and the ranks hold its standard error: all have ended
     assert not _is_alive(child)
     assert list(temporary.glob("pymp-*")) == []
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("body", [ends.fills_the_disk_with_calls, ends.fills_the_disk_with_its_last_marks])
+def test_a_ledger_that_cannot_be_written_is_an_error_of_its_rank(
+    body: Body, kind: WorldKind, tmp_path: Path
+) -> None:
+    result = _run(body, kind, tmp_path)
+    assert any(isinstance(o, Raised) and o.kind == "OSError" for o in result.outcomes), result
+    assert _judged(result, tmp_path).verdict is Verdict.CRASHED

@@ -219,10 +219,13 @@ class Recorder:
             return completed(self._entries, waits, self._harms)
 
     def close(self) -> None:
-        """Close the journal."""
+        """Close the journal; raises OSError if its last lines cannot be written."""
         with self._lock:
-            if self._journal is not None:
+            if self._journal is None:
+                return
+            try:
                 self._write()
+            finally:
                 os.close(self._journal)
                 self._journal = None
 
@@ -261,5 +264,8 @@ class Recorder:
         self._pending.clear()
 
     def _write_text(self, text: bytes) -> None:
-        if self._journal is not None:
-            os.write(self._journal, text)
+        if self._journal is None:
+            return
+        written = os.write(self._journal, text)
+        if written != len(text):  # how a full disk shows before it raises
+            raise OSError(f"the ledger: only {written} of {len(text)} bytes were taken; is the disk full?")

@@ -42,6 +42,8 @@ def _keep() -> None:
         return
     keeper = os.getpid()
     folder = _folder_of_listener()
+    # A signal to the session's whole group, Ctrl-C in a terminal included, reaches neither: the session ends first.
+    os.setsid()
     server = os.fork()
     if server:
         _watch(session, server, folder)
@@ -54,7 +56,6 @@ def _watch(session: int, server: int, folder: Path | None) -> NoReturn:
     """Reap what ends, until the session or the server has ended; then end the rest."""
     for number in _IGNORED:  # they are meant for the session, whose end is what the keeper waits for
         signal.signal(number, signal.SIG_IGN)
-    os.setsid()  # a signal to the session's whole group must leave the keeper alive to clean up
     os.closerange(3, os.sysconf("SC_OPEN_MAX"))
     woken = _wake_on_child()
     end = _end_of(session)

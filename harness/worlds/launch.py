@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
@@ -85,6 +85,7 @@ class World:
             host.begin(job)
         try:
             self._listen_while(lambda host: bool(host.pending), deadline)
+            self._check_servers(host for host in self._hosts if host.pending)
             if not self._pending and not self._has_cause and self._has_symptom:
                 # A rank may have died after its result: its end is seen a moment later than what the others raise.
                 self._listen_while(lambda _: True, time.monotonic() + _GRACE_S)
@@ -99,9 +100,13 @@ class World:
 
     def close(self) -> Ending:
         """End the world; returns the ranks that ended badly after their results, and what was left behind."""
-        ending = self._leave() if self.is_usable else Ending()
-        self._release()
-        return ending
+        try:
+            return self._leave() if self.is_usable else Ending()
+        except BaseException:
+            self._kill()
+            raise
+        finally:
+            self._release()
 
     def _await_ready(self) -> None:
         """Wait until all processes can take a job; they are forks of a warm server, so a deadline is plenty."""
@@ -121,12 +126,17 @@ class World:
                 self._leftovers.look(host)
                 host.dismiss()
         self._listen_while(lambda host: host.has_left, time.monotonic() + limit_s)
+        self._check_servers(host for host in self._hosts if host.has_left)
         if not self._has_cause:
             for host in late or [host for host in self._hosts if not host.is_over]:
                 host.miss_the_end(time.monotonic() + _STACKS_LIMIT_S)
         leaks = self._kill()
         outcomes = {rank: o for host in self._hosts for rank, o in host.outcomes.items()}
         return Ending(outcomes=outcomes, leaks=leaks)
+
+    def _check_servers(self, hosts: Iterable[Host]) -> None:
+        for host in hosts:
+            host.check_server()
 
     def _listen_while(self, is_awaited: Callable[[Host], bool], limit: float) -> None:
         """Listen to the hosts until none is awaited that is not over; sooner if one fails for a reason of its own."""

@@ -40,6 +40,7 @@ class Process:
     session: int
     started_ticks: int
     is_running: bool
+    is_stopped: bool = False
 
 
 def can_adopt() -> bool:
@@ -136,6 +137,7 @@ def _process(pid: int) -> Process | None:
         started_ticks=int(fields[19]),
         # The first thread of a process may have ended before the others, which the state does not show.
         is_running=fields[0] not in "ZX" or int(fields[17]) > 1,
+        is_stopped=fields[0] == "T",
     )
 
 

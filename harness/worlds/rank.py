@@ -35,6 +35,15 @@ def journal_path(folder: Path, rank: int) -> Path:
 def run_rank(context: RankContext, job: Job, enter: Callable[[], None]) -> Outcome:
     """Run ``enter`` (join the process group) and the body on the calling thread; never raises."""
     context.recorder.claim_thread()
+    outcome = _outcome(context, job, enter)
+    try:
+        context.recorder.close()
+    except OSError as error:  # a rank whose ledger is not whole has not returned
+        return raised(context.rank, error) if isinstance(outcome, Returned) else outcome
+    return outcome
+
+
+def _outcome(context: RankContext, job: Job, enter: Callable[[], None]) -> Outcome:
     try:
         enter()
         return Returned(rank=context.rank, value=job.body(context, *job.args))
@@ -43,5 +52,3 @@ def run_rank(context: RankContext, job: Job, enter: Callable[[], None]) -> Outco
     ) as error:  # SystemExit, KeyboardInterrupt and pytest's Skipped included: nothing is a pass
         found = raised(context.rank, error)
         return Abandoned(rank=context.rank, stack=found.traceback) if is_abandonment(error) else found
-    finally:
-        context.recorder.close()

@@ -9,9 +9,17 @@ from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerProcess
 
 from harness.errors import HarnessBug
-from harness.worlds.forkserver import forkserver_context, started
+from harness.worlds.forkserver import (
+    REPORT_LIMIT_S,
+    STATUS_WITHOUT_SERVER,
+    end,
+    end_server,
+    forkserver_context,
+    kill,
+    started,
+)
 from harness.worlds.host import host_main
-from harness.worlds.lineage import command, parent_of, signalled
+from harness.worlds.lineage import can_adopt, command, has_ended, parent_of, signalled
 from harness.worlds.message import (
     Dying,
     Finished,
@@ -31,10 +39,6 @@ from harness.worlds.stacks import crashed_thread, stack_of
 
 __all__ = ["Host"]
 
-_END_LIMIT_S = 5.0  # SIGKILL needs no cooperation; this only bounds a wait that should be instant
-# What multiprocessing reports for a process whose end it cannot learn, because the fork server has ended first.
-_STATUS_WITHOUT_SERVER = 255
-
 
 class Host:
     """One host process as its supervisor sees it."""
@@ -52,10 +56,15 @@ class Host:
         ours, theirs = forkserver_context().Pipe()
         self.connection: Connection = ours
         self._inbox = Inbox(ours)
-        self._process: ForkServerProcess = started(host_main, theirs, spec)
+        try:
+            self._process: ForkServerProcess = started(host_main, theirs, spec, limit_s=spec.world.deadline_s)
+        except BaseException:
+            ours.close()
+            raise
+        finally:
+            theirs.close()
         self.pid = self._process.pid or 0
         self._server = parent_of(self.pid)
-        theirs.close()
 
     @property
     def awaited(self) -> list[Connection | int]:
@@ -89,6 +98,20 @@ class Host:
             got=got,
             hint=f"`shardproof doctor`, and what was printed: {printed(self.spec.folder) or 'nothing'}",
         )
+
+    def check_server(self) -> None:
+        """Raise HarnessBug if the process has ended and the fork server does not report it."""
+        if self.is_over or not can_adopt() or not has_ended(self.pid):
+            return
+        self._process.join(REPORT_LIMIT_S)
+        if self._process.exitcode is None:
+            end_server()
+            raise HarnessBug(
+                f"world {self.spec.world}",
+                expected=f"the fork server to report the end of the host of ranks {self.spec.ranks}",
+                got="nothing: the server is stopped or hangs",
+                hint="the case again; the next one has a new server",
+            )
 
     def begin(self, job: Job) -> None:
         """Send the next job; the ranks are pending again."""
@@ -143,15 +166,13 @@ class Host:
 
     def kill(self) -> None:
         """End the process itself; what it started is ended by `Leftovers`."""
-        if not self.is_over:
-            signalled(self.pid, signal.SIGKILL)
-        self._process.join(_END_LIMIT_S)
+        kill(self._process)
 
     def release(self) -> None:
         """Close pipes and process handles."""
         drop_empty(self.spec.output_file)
         self.connection.close()
-        self._process.close()
+        end(self._process)
 
     def _send(self, job: Job | None) -> None:
         with contextlib.suppress(OSError):  # a host that is already gone shows at its sentinel
@@ -205,7 +226,7 @@ class Host:
     @property
     def _has_lost_its_server(self) -> bool:
         # The end of its command line is the first that is seen of a process that ends, before that of its pipes.
-        is_status = self._process.exitcode == _STATUS_WITHOUT_SERVER
+        is_status = self._process.exitcode == STATUS_WITHOUT_SERVER
         return is_status and self._server is not None and not command(self._server)
 
     def _culprit(self, crash: tuple[int, str] | None) -> tuple[int | None, str]:

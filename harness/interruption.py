@@ -1,0 +1,69 @@
+"""What Ctrl-C does: the first ends the run in good order, with its reports; the second ends the process at once.
+
+A process that ends at once leaves nothing behind: the keeper of its fork server ends everything below it, and workers
+of xdist die with the process that started them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from types import FrameType
+
+__all__ = ["interruptible", "uninterrupted"]
+
+
+class _Interrupts:
+    """The handler of SIGINT, which can be held off for the length of a write."""
+
+    def __init__(self) -> None:
+        self.num_seen = 0
+        self.num_holds = 0
+
+    def take(self, number: int, frame: FrameType | None) -> None:
+        """Take one signal."""
+        self.num_seen += 1
+        if self.num_seen > 1:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGINT)  # a shell sees how it ended; no exit hook runs
+        elif not self.num_holds:
+            raise KeyboardInterrupt
+
+
+_handlers: list[_Interrupts] = []  # at most one, and none where Python's own handler is left as it is
+
+
+@contextlib.contextmanager
+def interruptible() -> Iterator[None]:
+    """Handle SIGINT in this way; only the main thread can, and only the outermost call does."""
+    if _handlers or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    handler = _Interrupts()
+    before = signal.signal(signal.SIGINT, handler.take)
+    _handlers.append(handler)
+    try:
+        yield
+    finally:
+        _handlers.clear()
+        signal.signal(signal.SIGINT, before)
+
+
+@contextlib.contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Finish what is inside before a first SIGINT is raised; a second one still ends the process."""
+    if not _handlers or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    handler = _handlers[0]
+    num_seen = handler.num_seen
+    handler.num_holds += 1
+    try:
+        yield
+    finally:
+        handler.num_holds -= 1
+    if handler.num_seen > num_seen and not handler.num_holds:
+        raise KeyboardInterrupt

@@ -1,0 +1,75 @@
+"""A disk that is full ends a run in words, with the exit code of a wrong call, and what was written stays."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from benchmarks.live_run import LiveRun
+from harness.ledger.recorder import Recorder
+from harness.run_directory import RUN, read_run
+from harness.verdict import Verdict
+
+LIMIT_S = 60.0
+ARGUMENTS = [
+    "--engine",
+    "torch.ddp",
+    "--suite",
+    "smoke",
+    "--world",
+    "threads:2",
+    "--world",
+    "processes:2",
+    "--no-expectations",
+]
+FULL = "expected a writable folder with room"
+
+
+@pytest.fixture
+def short_folder() -> Iterator[Path]:
+    """Make a folder for sockets: their paths have at most some hundred characters, those of tests more."""
+    with tempfile.TemporaryDirectory(prefix="sp") as folder:
+        yield Path(folder)
+
+
+def _run(folder: Path, longest_file: int) -> LiveRun:
+    run = LiveRun(folder, ARGUMENTS, longest_file=longest_file)
+    try:
+        assert run.ended(LIMIT_S) == 2, run.said()
+        assert FULL in run.said()
+        assert "INTERNALERROR" not in run.said()
+        assert run.orphans(LIMIT_S) == []
+        assert run.litter() == []
+    finally:
+        run.end()
+    return run
+
+
+@pytest.mark.slow
+def test_a_run_without_room_for_its_header_says_so(short_folder: Path) -> None:
+    run = _run(short_folder, 500)
+    assert run.records() == []
+    assert (run.out / RUN).read_bytes() == b"", "half a line is taken back"
+
+
+@pytest.mark.slow
+def test_records_that_were_written_stay_when_there_is_no_more_room(short_folder: Path) -> None:
+    run = _run(short_folder, 3_000)
+    found = read_run(run.out)
+    assert found.is_interrupted
+    assert 0 < len(found.records) < 4
+    assert Verdict.PASSED not in {record.verdict for record in found.records}, "no observation had room"
+
+
+def test_a_ledger_of_which_a_part_was_written_is_an_error(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    recorder = Recorder(tmp_path / "journal")
+    recorder.enter_unit("layer")
+    monkeypatch.setattr("os.write", lambda _, text: len(text) - 1)
+    with pytest.raises(OSError, match="is the disk full"):
+        recorder.close()
+    recorder.close()  # it is closed all the same

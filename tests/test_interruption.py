@@ -1,0 +1,135 @@
+"""A run that is interrupted keeps its records, and one that is killed leaves no process and no file behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from benchmarks.live_run import LiveRun
+from harness import interruption
+from harness.cli import main
+from harness.interruption import interruptible, uninterrupted
+from harness.run_directory import read_run
+from harness.verdict import Verdict
+
+# Far above what is needed: machines are busy. No test waits so long unless it fails.
+LIMIT_S = 60.0
+WAITS = "tests.waiting_engine:Waits"
+# A run of two engines: the first passes, the second waits for ever.
+ARGUMENTS = [
+    *("--engine", "torch.ddp", "--engine", WAITS, "--suite", "smoke", "-k", "trains", "--world", "threads:2"),
+    *("--deadline", "100"),
+]
+Signal = Callable[[int, signal.Signals], None]
+
+
+@pytest.fixture
+def short_folder() -> Iterator[Path]:
+    """Make a folder for sockets: their paths have at most some hundred characters, those of tests more."""
+    with tempfile.TemporaryDirectory(prefix="sp") as folder:
+        yield Path(folder)
+
+
+@pytest.fixture
+def waiting(short_folder: Path, request: pytest.FixtureRequest) -> Iterator[LiveRun]:
+    """Start a run, and wait until one engine has passed and the other waits."""
+    run = LiveRun(short_folder, [*ARGUMENTS, *request.param])
+    try:
+        run.wait_until(lambda: (run.temporary / "waiting").exists() and len(run.records()) == 1, LIMIT_S)
+        yield run
+    finally:
+        run.end()
+
+
+def _assert_nothing_is_left(run: LiveRun) -> None:
+    assert run.orphans(LIMIT_S) == []
+    assert set(run.litter()) <= {"waiting"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("waiting", [[], ["-n2"]], indirect=True, ids=["one-process", "workers"])
+def test_ctrl_c_once_keeps_records_and_reports(waiting: LiveRun) -> None:
+    os.killpg(waiting.process.pid, signal.SIGINT)  # as a terminal does
+    assert waiting.ended(LIMIT_S) == 3, waiting.said()
+    _assert_nothing_is_left(waiting)
+    run = read_run(waiting.out)
+    assert run.footer is not None
+    assert {r.engine: r.verdict for r in run.records} == {
+        "torch.ddp": Verdict.PASSED,
+        WAITS: Verdict.NOT_RUN,
+    }
+    assert (waiting.out / "report.html").exists()
+
+
+KILLS = [
+    pytest.param(["-n2"], os.kill, signal.SIGTERM, id="workers-SIGTERM"),
+    pytest.param(["-n2"], os.killpg, signal.SIGKILL, id="workers-SIGKILL-to-all"),
+    pytest.param([], os.killpg, signal.SIGTERM, id="one-process-SIGTERM-to-all"),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("waiting", "send", "number"), KILLS, indirect=["waiting"])
+def test_a_run_that_is_killed_leaves_its_records_alone(
+    waiting: LiveRun, send: Signal, number: signal.Signals
+) -> None:
+    send(waiting.process.pid, number)
+    assert waiting.ended(LIMIT_S) == -number
+    _assert_nothing_is_left(waiting)
+    (record,) = read_run(waiting.out).records
+    assert record.verdict is Verdict.PASSED
+    assert main(["report", str(waiting.out)]) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("waiting", [["-n2"]], indirect=True, ids=["workers"])
+def test_ctrl_c_twice_ends_at_once(waiting: LiveRun) -> None:
+    # The workers are stopped, so that the first one cannot be what ends the run.
+    for found in waiting.processes():
+        if found.role == "worker":
+            os.kill(found.pid, signal.SIGSTOP)
+    os.kill(waiting.process.pid, signal.SIGINT)
+    waiting.wait_until(lambda: _takes_first(waiting), LIMIT_S)
+    os.kill(waiting.process.pid, signal.SIGINT)
+    assert waiting.ended(5.0) == -signal.SIGINT, waiting.said()
+    _assert_nothing_is_left(waiting)
+    assert len(read_run(waiting.out).records) == 1
+
+
+def _takes_first(run: LiveRun) -> bool:
+    """Whether the first signal was taken: none is pending any more."""
+    status = Path(f"/proc/{run.process.pid}/status").read_text()
+    pending = int(status.partition("ShdPnd:")[2].split()[0], 16)
+    return not pending & 1 << (signal.SIGINT - 1)
+
+
+def _write_twice(done: list[str]) -> None:
+    with interruptible():
+        with uninterrupted():
+            os.kill(os.getpid(), signal.SIGINT)
+            done.append("first")
+        done.append("second")
+
+
+def _fail_to_write() -> None:
+    with interruptible(), uninterrupted():
+        os.kill(os.getpid(), signal.SIGINT)
+        raise OSError("full")
+
+
+def test_a_write_is_finished_before_an_interrupt() -> None:
+    done: list[str] = []
+    with pytest.raises(KeyboardInterrupt):
+        _write_twice(done)
+    assert done == ["first"]
+    assert not interruption._handlers
+
+
+def test_an_error_in_a_write_is_not_hidden_by_an_interrupt() -> None:
+    with pytest.raises(OSError, match="full"):
+        _fail_to_write()

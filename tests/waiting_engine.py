@@ -1,0 +1,34 @@
+"""An engine whose ranks never come back from `prepare`, and which says that they are there; used by tests."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from engine.adapters.torch_ddp import DistributedDataParallelEngine
+from engine.contract import Plan, PreparedModel
+
+__all__ = ["Loops", "Waits"]
+
+
+class Waits(DistributedDataParallelEngine):
+    """Touch a file named ``waiting`` in the temporary folder, and wait for ever."""
+
+    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
+        """Never return."""
+        Path(os.environ["TMPDIR"], "waiting").touch()
+        threading.Event().wait()
+        raise AssertionError
+
+
+class Loops(DistributedDataParallelEngine):
+    """Never answer which release it is of."""
+
+    def version(self) -> str:
+        """Never return."""
+        while True:
+            pass
