@@ -107,6 +107,7 @@ LAYERS = (
             "harness/pytest_trial.py": ("pytest", "suites.upstream"),
             "harness/sink.py": ("pytest",),
             "harness/hunt.py": ("pytest",),
+            "harness/case_list.py": ("pytest",),
             "harness/collection.py": ("pytest",),
             "harness/cli.py": ("pytest", "reports"),
             # Commands too long for the command line's own file.
