@@ -20,6 +20,9 @@ class Fate(Enum):
 
     KILLED = "killed"  # the verdict is one by which its sin shows
     SURVIVED = "survived"  # any other verdict, a crash of a mutant that should only be wrong included
+    REFUSED = (
+        "refused"  # the mutant's engine does not declare what the case needs, perhaps in this release alone
+    )
     UNKNOWN = "unknown"  # our own fault, or no verdict at all
 
 
@@ -90,6 +93,11 @@ class KillMatrix:
         return tuple(m for m in self.met if m.pair.is_prey and m.fate is Fate.SURVIVED)
 
     @property
+    def refused(self) -> tuple[Met, ...]:
+        """Mutants that a case names as its prey, and whose engines rightly refused it."""
+        return tuple(m for m in self.met if m.pair.is_prey and m.fate is Fate.REFUSED)
+
+    @property
     def unknown(self) -> tuple[Met, ...]:
         """Pairs without a verdict on the mutant, which is our fault."""
         return tuple(m for m in self.met if m.fate is Fate.UNKNOWN)
@@ -143,7 +151,8 @@ def _met(pair: Pair, target: Target, record: Record | None) -> Met:
         return Met(pair=pair, fate=Fate.UNKNOWN, verdict=None, headline="no record")
     if record.verdict in _OURS:
         fate = Fate.UNKNOWN
+    elif record.verdict in target.verdicts:
+        fate = Fate.KILLED
     else:
-        is_kill = record.verdict in target.verdicts
-        fate = Fate.KILLED if is_kill else Fate.SURVIVED
+        fate = Fate.REFUSED if record.verdict is Verdict.UNSUPPORTED else Fate.SURVIVED
     return Met(pair=pair, fate=fate, verdict=record.verdict, headline=record.headline)

@@ -106,6 +106,7 @@ def _score(matrix: KillMatrix) -> str:
         f"{num_killed} of {len(matrix.mutants)} mutants killed",
         f"{num_cases - len(matrix.harmless)} of {num_cases} cases kill at least one",
         *([f"{len(matrix.survivors)} prey survived"] if matrix.survivors else []),
+        *([f"{len(matrix.refused)} prey refused"] if matrix.refused else []),
         *([f"{len(matrix.unknown)} without a verdict"] if matrix.unknown else []),
     ]
     return ", ".join(told)
@@ -129,12 +130,14 @@ def _findings(matrix: KillMatrix, *, limit: int | None) -> list[str]:
     survivors = [_told(met) for met in matrix.survivors]
     unkilled = [f"{target.name}: {target.sin}" for target in matrix.unkilled]
     harmless = [f"{one_line(idle.case)}: {one_line(idle.why)}" for idle in matrix.harmless]
+    refused = [_told(met) for met in matrix.refused]
     elsewhere = [f"{p.mutant} in {p.world} on {one_line(p.case)}" for p in matrix.elsewhere]
     return [
         *_section("No verdict, which is our own fault:", unknown, limit),
         *_section("Prey that survived:", survivors, limit),
         *_section("Mutants that no case kills:", unkilled, limit),
         *_section("Cases that kill no mutant:", harmless, limit),
+        *_section("Left out, because the engine does not declare what the case needs:", refused, limit),
         *_section("Left out, because the device is not here:", elsewhere, limit),
     ]
 

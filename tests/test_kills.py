@@ -176,8 +176,13 @@ def test_each_mutant_dies_of_verdicts_that_are_known() -> None:
 @pytest.mark.parametrize("verdict", list(Verdict))
 def test_only_its_own_verdict_kills_a_mutant(verdict: Verdict) -> None:
     (met,) = a_matrix(a_record(a_pair(), verdict)).met
-    ours = {Verdict.ERRORED: Fate.UNKNOWN, Verdict.NOT_RUN: Fate.UNKNOWN, Verdict.FAILED: Fate.KILLED}
-    assert met.fate is ours.get(verdict, Fate.SURVIVED)
+    fates = {
+        Verdict.ERRORED: Fate.UNKNOWN,
+        Verdict.NOT_RUN: Fate.UNKNOWN,
+        Verdict.FAILED: Fate.KILLED,
+        Verdict.UNSUPPORTED: Fate.REFUSED,
+    }
+    assert met.fate is fates.get(verdict, Fate.SURVIVED)
 
 
 def test_a_hunt_in_which_all_die_is_proven() -> None:
@@ -196,6 +201,19 @@ def test_prey_that_survives_one_case_fails_though_it_dies_of_another() -> None:
     assert matrix.unkilled == ()
     assert [idle.case for idle in matrix.harmless] == [OTHER]
     assert conclude(matrix) == DOES_NOT_CONFORM
+
+
+def test_prey_that_refuses_one_case_must_die_of_another() -> None:
+    both = (a_pair(), a_pair(case=OTHER), a_pair("B", case=OTHER))
+    died = [a_record(both[0], Verdict.FAILED), a_record(both[2], Verdict.FAILED)]
+    refused = a_record(both[1], Verdict.UNSUPPORTED)
+    matrix = a_matrix(*died, refused, pairs=both)
+    assert [met.pair for met in matrix.refused] == [both[1]]
+    assert conclude(matrix) == CONFORMS
+    assert "1 prey refused" in summary(matrix, duration_s=1)
+    assert f"{both[1].mutant} in threads:2 on {OTHER}: UNSUPPORTED" in render_markdown(matrix)
+    alone = a_matrix(a_record(a_pair(), Verdict.UNSUPPORTED))
+    assert conclude(alone) == DOES_NOT_CONFORM
 
 
 def test_a_mutant_that_is_no_prey_may_survive() -> None:

@@ -118,3 +118,28 @@ class NeverRecovers(FullyShardEngine):
     """
 
     prepared_type = _PreparedWithoutRecovery
+
+
+class _PreparedForgettingBackwards(PreparedReference):
+    def recover(self) -> None:
+        super().recover()
+        for parameter in self.owned_parameters().values():
+            parameter.grad = None
+
+
+@mutant(
+    after="mflux-community/mflux#447",
+    kills_on=Condition(
+        world_size=1,
+        microbatches=2,
+        plan=Plan(demands=frozenset({Capability.RECOVER_KEEPING})),
+        because="a forward that fails in the first microbatch finds no gradients",
+    ),
+)
+class DropsEarlierBackwards(ReferenceEngine):
+    """Recovery from a failed forward clears the gradients of the backwards before it.
+
+    Reported: a loss that was not finite cleared what the microbatches before it had accumulated.
+    """
+
+    prepared_type = _PreparedForgettingBackwards
