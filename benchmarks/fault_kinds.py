@@ -19,7 +19,7 @@ _POLL_S = 0.005
 _STATE_LIMIT_S = 0.5
 # How long a target of a fault may be awaited: as long as a server may take for its imports on a busy machine.
 _TARGET_LIMIT_S = 25.0
-_LONGEST_DELAY_S = 0.4  # about the life of a host
+_LONGEST_DELAY_S = 0.25  # about the life of a host
 
 
 class Miss(Enum):

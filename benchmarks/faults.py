@@ -218,7 +218,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     missed = [(fault.kind, miss, text) for fault in faults for miss, text in fault.misses]
     for kind, miss, text in missed:
         print(f"{miss.value}: {kind}: {text}")
-    print(f"{len(faults)} faults, {len(missed)} targets missed, {time.monotonic() - begun:.0f} s")
+    num_done = sum(fault.is_done for fault in faults)
+    took_s = time.monotonic() - begun
+    print(f"{len(faults)} faults tried, {num_done} done, {len(missed)} targets missed, {took_s:.0f} s")
     return bool(missed)
 
 
