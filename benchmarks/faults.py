@@ -81,10 +81,11 @@ class Live:
         return self.faults
 
     def _look(self) -> list[Found]:
-        """List the processes; note the records on the disk, and the descriptors while no case runs."""
+        """List the processes; note the records on the disk, and the descriptors when a case has just ended."""
+        has_new = len(self._seen) < len(self.run.records())
         self._seen = self.run.records()
         found = self.run.processes()
-        if self._seen and not self.has_workers and not {"host", "question"} & {f.role for f in found}:
+        if has_new and not self.has_workers and not {"host", "question"} & {f.role for f in found}:
             self._descriptors.append(self.run.num_descriptors())
         return found
 
