@@ -19,7 +19,7 @@ _POLL_S = 0.005
 _STATE_LIMIT_S = 0.5
 # How long a target of a fault may be awaited: as long as a server may take for its imports on a busy machine.
 _TARGET_LIMIT_S = 25.0
-_LONGEST_DELAY_S = 0.4  # about the life of a host
+_LONGEST_DELAY_S = 0.25  # about the life of a host
 
 
 class Miss(Enum):
@@ -41,9 +41,11 @@ class Kind:
     number: signal.Signals
     are_threads: bool | None = None
     is_twice: bool = False
+    is_group: bool = False
 
     def __str__(self) -> str:
-        who = {True: "host of threads", False: "process of a rank", None: self.role}[self.are_threads]
+        alone = f"group of the {self.role}" if self.is_group else self.role
+        who = {True: "host of threads", False: "process of a rank", None: alone}[self.are_threads]
         return f"{self.number.name}{' twice' if self.is_twice else ''} to {who}"
 
 
@@ -77,6 +79,8 @@ ENDINGS = (
     Kind(role="run", number=signal.SIGINT, is_twice=True),
     Kind(role="run", number=signal.SIGTERM),
     Kind(role="run", number=signal.SIGKILL),
+    Kind(role="run", number=signal.SIGINT, is_group=True),
+    Kind(role="run", number=signal.SIGKILL, is_group=True),
 )
 
 
@@ -108,7 +112,7 @@ def _is_target(found: Found, kind: Kind) -> bool:
 def _strike(target: Found, kind: Kind, fault: Fault, look: Callable[[], list[Found]]) -> None:
     fault.at_s = time.monotonic()
     if kind.role in {"run", "worker"}:
-        fault.is_done = _sent(target.pid, kind.number)
+        fault.is_done = _sent(target.pid, kind.number, os.killpg if kind.is_group else os.kill)
         if kind.is_twice:
             time.sleep(_POLL_S)
             _sent(target.pid, kind.number)
@@ -134,11 +138,11 @@ def _is_struck(pid: int, number: signal.Signals) -> bool:
     return True
 
 
-def _sent(pid: int, number: signal.Signals) -> bool:
+def _sent(pid: int, number: signal.Signals, send: Callable[[int, signal.Signals], None] = os.kill) -> bool:
     """Send a signal; returns whether the process had not ended before."""
     is_alive = state_of(pid) not in "ZX"
     with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, number)
+        send(pid, number)
     return is_alive
 
 

@@ -81,10 +81,11 @@ class Live:
         return self.faults
 
     def _look(self) -> list[Found]:
-        """List the processes; note the records on the disk, and the descriptors while no case runs."""
+        """List the processes; note the records on the disk, and the descriptors when a case has just ended."""
+        has_new = len(self._seen) < len(self.run.records())
         self._seen = self.run.records()
         found = self.run.processes()
-        if self._seen and not self.has_workers and not {"host", "question"} & {f.role for f in found}:
+        if has_new and not self.has_workers and not {"host", "question"} & {f.role for f in found}:
             self._descriptors.append(self.run.num_descriptors())
         return found
 
@@ -218,7 +219,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     missed = [(fault.kind, miss, text) for fault in faults for miss, text in fault.misses]
     for kind, miss, text in missed:
         print(f"{miss.value}: {kind}: {text}")
-    print(f"{len(faults)} faults, {len(missed)} targets missed, {time.monotonic() - begun:.0f} s")
+    num_done = sum(fault.is_done for fault in faults)
+    took_s = time.monotonic() - begun
+    print(f"{len(faults)} faults tried, {num_done} done, {len(missed)} targets missed, {took_s:.0f} s")
     return bool(missed)
 
 

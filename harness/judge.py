@@ -113,8 +113,10 @@ def _judge_refusal(undeclared: Set[Capability], kept: Kept) -> Judgement:
 
 
 def _ends_badly(result: WorldResult) -> bool:
-    """Whether a rank that had returned, as one that refused has, crashed or hung after that."""
-    return any(isinstance(o, Died | TimedOut) and o.is_after_result for o in result.outcomes)
+    """Whether a rank died, or did not end after it had returned, as one that refused has: no rank went ahead then."""
+    return any(
+        isinstance(o, Died) or (isinstance(o, TimedOut) and o.is_after_result) for o in result.outcomes
+    )
 
 
 def _judge_loud_refusal(case: Case, kept: Kept) -> Judgement | None:
@@ -126,8 +128,7 @@ def _judge_loud_refusal(case: Case, kept: Kept) -> Judgement | None:
             return None
         headline = "went on with a plan that has no right outcome, without a word"
         return Judgement(verdict=Verdict.FAILED, headline=headline, outcomes=outcomes)
-    has_died = any(isinstance(o, Died) for o in kept.result.outcomes)
-    if kept.result.leaks or has_died or _ends_badly(kept.result):
+    if kept.result.leaks or _ends_badly(kept.result):
         return judge_failure(kept)  # no refusal excuses that
     first, ahead = min(words.items())[1], _went_ahead(kept, words.keys())
     if ahead:

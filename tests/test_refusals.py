@@ -240,3 +240,12 @@ def test_a_rank_that_hangs_after_it_refused_hangs() -> None:
     verdict, headline = _verdict(_kept(Returned(rank=0, value=NO), late), Refusal.REQUIRED)
     assert verdict is Verdict.HUNG
     assert headline == "rank 1 returned its result and did not end"
+
+
+def test_a_rank_that_was_killed_did_not_go_ahead_of_one_that_refused() -> None:
+    died = Died(rank=0, exit_code=-9, is_attributed=True, text="")
+    training = replace(TRAINING, plan=Plan(demands=frozenset({Capability.COMPLEX})))
+    kept = _kept(died, Returned(rank=1, value=NO))
+    judgement = judge(replace(_case(Refusal.WRONG), training=training), frozenset(), kept, _not_asked)
+    assert judgement.verdict is Verdict.CRASHED
+    assert judgement.headline.endswith("refused, and then: rank 0 was killed by SIGKILL")
