@@ -33,9 +33,9 @@ from benchmarks.engine_work import (
     compare_as_thread,
     rank_file,
 )
-from harness.worlds.forkserver import started
 from harness.worlds.launch import launch
 from harness.worlds.outcome import Raised, causal
+from harness.worlds.processes.forkserver import started
 from harness.worlds.spec import WorldKind, WorldSpec
 
 WORLDS = ("processes:2", "processes:4", "threads:4")

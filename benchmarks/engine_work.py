@@ -27,12 +27,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from engine import reference
-from harness.door.kernels import Door, standing_in_c10d
-from harness.ledger.entry import Entry, Ledger, Op, Phase
-from harness.ledger.recorder import Recorder
 from harness.torch_compat.process_groups import FileStore
+from harness.tracing.collectives.interception import Door, standing_in_c10d
+from harness.tracing.ledger import Entry, Ledger, Op, Phase
+from harness.tracing.recorder import Recorder
 from harness.worlds.rank import RankContext
-from harness.worlds.threads_backend import global_ranks
+from harness.worlds.threads.process_group import global_ranks
 
 VOCABULARY = 1024
 NUM_HEADS = 8

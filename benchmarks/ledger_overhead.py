@@ -24,12 +24,12 @@ from torch import nn
 from torch.distributed.tensor.debug import CommDebugMode
 
 from benchmarks.watch_work import WORK
-from harness.door.kernels import Door, standing_in_c10d
-from harness.ledger.entry import Phase
-from harness.ledger.recorder import Recorder
 from harness.torch_compat.process_groups import FileStore
-from harness.unit_hooks import watching_units
-from harness.worlds.threads_backend import global_ranks
+from harness.tracing.collectives.interception import Door, standing_in_c10d
+from harness.tracing.ledger import Phase
+from harness.tracing.recorder import Recorder
+from harness.tracing.unit_hooks import watching_units
+from harness.worlds.threads.process_group import global_ranks
 
 WORLD_SIZE = 2
 Watch = Callable[[], AbstractContextManager[object]]

@@ -23,9 +23,9 @@ from pathlib import Path
 from typing import IO
 
 from engine.registry import BUILT_IN
-from harness.run_directory import Run, read_run
+from harness.records.run import Run, read_run
+from harness.records.verdict import Verdict
 from harness.torch_compat.releases import TESTED
-from harness.verdict import Verdict
 from reports.tally import tally
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -150,7 +150,7 @@ def _run(version: str, python: Path) -> None:
         command = [
             str(python),
             "-m",
-            "harness.cli",
+            "harness.cli.main",
             "run",
             *options,
             "-n",

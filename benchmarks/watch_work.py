@@ -12,8 +12,8 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from harness.case import Watch
-from harness.watching import watching
+from harness.cases.training import Watch
+from harness.training.watches import watching
 from harness.worlds.rank import RankContext
 
 __all__ = ["WATCHES", "WORK", "measure"]

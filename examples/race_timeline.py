@@ -16,11 +16,11 @@ from pathlib import Path
 from engine.contract import Grouping, Layout, Plan, Reshard
 from fixtures.chain import CHAIN
 from fixtures.optimizers import SGD
-from harness.case import Schedule, Training, Watch
-from harness.drive import drive_rank
-from harness.keep import keep_result
-from harness.races.finding import Race
-from harness.timeline import RankTimeline, Timeline, read_timeline
+from harness.cases.training import Schedule, Training, Watch
+from harness.records.timeline import RankTimeline, Timeline, read_timeline
+from harness.records.world_result import keep_result
+from harness.tracing.races.report import Race
+from harness.training.loop import drive_rank
 from harness.worlds.launch import launch
 from harness.worlds.spec import WorldKind, WorldSpec
 from reports.timeline import draw_alone

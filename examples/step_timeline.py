@@ -24,7 +24,7 @@ from torch.nn import functional
 
 from engine.reference import FSDPModule, fully_shard
 from engine.reference.collectives import DefaultAllGather, DefaultReduceScatter
-from harness.ledger.entry import Phase
+from harness.tracing.ledger import Phase
 from harness.worlds.launch import launch
 from harness.worlds.outcome import Returned
 from harness.worlds.rank import RankContext, journal_path

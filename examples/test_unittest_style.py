@@ -14,12 +14,13 @@ from parameterized import parameterized  # type: ignore[import-untyped]  # it sh
 from engine.contract import Plan
 from fixtures.optimizers import SGD
 from fixtures.problems import MLP_UNEVEN
-from harness.case import Case, Training
-from harness.cell import Cell
-from harness.ledger.agreement import RanksAgree
-from harness.parity import MatchesOracle
-from harness.trial import Source, TrialSession
-from harness.verdict import Verdict
+from harness.cases.training import Training
+from harness.laws.communication.matching import RanksAgree
+from harness.laws.parity import MatchesOracle
+from harness.records.verdict import Verdict
+from harness.runner.session import Source, TrialSession
+from harness.runner.target import Cell
+from harness.verdicts.case import Case
 from harness.worlds.spec import WorldSpec
 
 ENGINE = f"{Path(__file__).parent / 'my_engine.py'}:MyEngine"

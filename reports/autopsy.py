@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from harness.autopsy import Autopsy, CallRecord, Doing, RankAutopsy, Side
+from harness.records.hang import Autopsy, CallRecord, Doing, RankAutopsy, Side
 from reports.text import ranks, size
 
 __all__ = ["Plight", "Step", "cycle", "lines", "plights", "steps"]

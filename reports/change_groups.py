@@ -7,10 +7,10 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from harness.comparison import Comparison, News, RecordChange, steady
-from harness.record import Record
-from harness.traffic import Traffic, TrafficChange
-from harness.verdict import Verdict
+from harness.records.diff.comparison import Comparison, News, RecordChange, steady
+from harness.records.diff.traffic import Traffic, TrafficChange
+from harness.records.record import Record
+from harness.records.verdict import Verdict
 from reports.text import ranks, size
 
 __all__ = ["TITLES", "ChangeGroup", "Line", "case_lines", "groups", "shared_world"]

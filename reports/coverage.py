@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from tabulate import tabulate
 
-from harness.coverage import Coverage, RowCoverage, RowVerdict
+from harness.audit.coverage import Coverage, RowCoverage, RowVerdict
 from reports.case_names import by_test
 from reports.text import one_line
 

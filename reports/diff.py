@@ -10,8 +10,8 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterable, Sequence
 
-from harness.comparability import ComparedRun
-from harness.comparison import Comparison, News
+from harness.records.diff.comparability import ComparedRun
+from harness.records.diff.comparison import Comparison, News
 from reports.change_groups import TITLES, ChangeGroup, Line, case_lines, groups, shared_world
 from reports.markup import Budget, code, escape, table
 from reports.tally import conclude, tally

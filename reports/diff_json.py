@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 
-from harness.comparability import ComparedRun
-from harness.comparison import Comparison, RecordChange, broken_laws
-from harness.record import Record
-from harness.traffic import Traffic, TrafficChange
+from harness.records.diff.comparability import ComparedRun
+from harness.records.diff.comparison import Comparison, RecordChange, broken_laws
+from harness.records.diff.traffic import Traffic, TrafficChange
+from harness.records.record import Record
 from reports.tally import tally
 
 __all__ = ["VERSION", "render_json"]

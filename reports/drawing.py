@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from harness.timeline import Passage, RankTimeline, Timeline
+from harness.records.timeline import Passage, RankTimeline, Timeline
 
 __all__ = ["Layout", "Row", "lay_out", "rows_of"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from harness.record import OutcomeRecord, Record, TensorRecord
+from harness.records.record import OutcomeRecord, Record, TensorRecord
 from reports.text import number, ranks, rough, size, times
 
 __all__ = ["Bar", "LedgerRow", "OutcomeGroup", "bar", "headroom", "ledger_rows", "outcome_groups", "place"]

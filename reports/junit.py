@@ -7,9 +7,9 @@ from collections.abc import Iterable, Sequence
 from typing import Literal
 from xml.etree import ElementTree
 
-from harness.record import LawRecord, Record
-from harness.run_directory import Run
-from harness.verdict import Verdict
+from harness.records.record import LawRecord, Record
+from harness.records.run import Run
+from harness.records.verdict import Verdict
 from reports import autopsy
 from reports.evidence import headroom, outcome_groups, place
 from reports.expected import stale, told

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from tabulate import tabulate
 
-from harness.kills import Fate, KillMatrix, Met, MutantRow
-from harness.run_directory import write_file
+from harness.audit.kill_matrix import Fate, KillMatrix, Met, MutantRow
+from harness.records.run import write_file
 from reports.case_names import by_test
 from reports.text import duration, one_line
 

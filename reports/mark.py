@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from types import MappingProxyType
 
-from harness.verdict import Verdict
+from harness.records.verdict import Verdict
 
 __all__ = ["MARKS", "Mark", "Tone"]
 

@@ -12,9 +12,9 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from harness.record import Record
-from harness.run_directory import Run
-from harness.verdict import Verdict
+from harness.records.record import Record
+from harness.records.run import Run
+from harness.records.verdict import Verdict
 from reports import autopsy
 from reports.evidence import headroom, ledger_rows, outcome_groups, place
 from reports.expected import address, idle, stale

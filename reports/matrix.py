@@ -6,9 +6,9 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from harness.record import Record
-from harness.run_directory import Run
-from harness.verdict import Verdict
+from harness.records.record import Record
+from harness.records.run import Run
+from harness.records.verdict import Verdict
 from reports.mark import MARKS
 
 __all__ = ["Column", "Matrix", "Row", "SuiteRows", "arrange", "by_severity", "label"]

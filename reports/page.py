@@ -10,9 +10,9 @@ from types import MappingProxyType
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from harness.record import Record
-from harness.run_directory import Run
-from harness.verdict import Verdict
+from harness.records.record import Record
+from harness.records.run import Run
+from harness.records.verdict import Verdict
 from reports import autopsy, evidence, expected, text
 from reports.mark import MARKS, Mark
 from reports.matrix import Column, arrange, by_severity, label

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from harness.record import Record
-from harness.run_directory import Run
-from harness.timeline import read_timeline
-from harness.verdict import Verdict
+from harness.records.record import Record
+from harness.records.run import Run
+from harness.records.timeline import read_timeline
+from harness.records.verdict import Verdict
 from reports.matrix import by_severity
 from reports.page import Key
 from reports.timeline import draw

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 
-from harness.record import Record
-from harness.run_directory import Run
-from harness.verdict import Verdict
+from harness.records.record import Record
+from harness.records.run import Run
+from harness.records.verdict import Verdict
 from reports.expected import stale
 from reports.mark import MARKS
 

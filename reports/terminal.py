@@ -7,9 +7,9 @@ import textwrap
 
 from tabulate import tabulate
 
-from harness.record import Record
-from harness.run_directory import Run
-from harness.verdict import Verdict
+from harness.records.record import Record
+from harness.records.run import Run
+from harness.records.verdict import Verdict
 from reports import autopsy
 from reports.expected import idle, known, stale, told
 from reports.mark import MARKS

@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 from html import escape
 from pathlib import Path
 
-from harness.ledger.entry import Op
-from harness.races.finding import Touch
-from harness.timeline import COMPUTE, Clash, Passage, RankTimeline, Spell, Timeline
+from harness.records.timeline import COMPUTE, Clash, Passage, RankTimeline, Spell, Timeline
+from harness.tracing.ledger import Op
+from harness.tracing.races.report import Touch
 from reports.drawing import Layout, Row, lay_out, rows_of
 from reports.text import one_line, size
 

@@ -19,7 +19,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from harness.timeline import COMPUTE, Clash, Moment, Passage, RankTimeline, Spell, Timeline
+from harness.records.timeline import COMPUTE, Clash, Moment, Passage, RankTimeline, Spell, Timeline
 
 __all__ = ["render", "trace_events"]
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from harness.run_directory import Run, read_run, write_file
+from harness.records.run import Run, read_run, write_file
 from reports import junit, markdown, page
 from reports.pictures import pictures
 

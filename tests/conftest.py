@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.trial import Source, TrialSession
+from harness.runner.session import Source, TrialSession
 
 
 @pytest.fixture

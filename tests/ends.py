@@ -23,7 +23,7 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
-from harness.ledger.course import Happening
+from harness.tracing.events import Happening
 from harness.worlds.rank import RankContext
 
 CULPRIT = 1

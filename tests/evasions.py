@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from engine.adapters.reference import ReferenceEngine
 from engine.contract import Plan, PreparedModel
 from engine.mutants.honesty import ShowsSlicesOfWholes
-from harness.census.taking import Census
+from harness.tracing.memory.census import Census
 
 
 # Any: whatever it is called with.

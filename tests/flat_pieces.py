@@ -8,7 +8,7 @@ from math import prod
 from typing import TypeVar
 
 from engine.contract import Shard
-from harness.observation import Observation
+from harness.records.observation import Observation
 
 MaybeShard = TypeVar("MaybeShard", bound=Shard | None)
 

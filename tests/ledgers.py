@@ -9,11 +9,11 @@ from typing import cast
 from engine.contract import Plan
 from fixtures.optimizers import SGD
 from fixtures.problems import MLP_EVEN
-from harness.case import Schedule, Training
-from harness.law import Evidence
-from harness.ledger.entry import Entry, Ledger, Op, Phase, Wait
-from harness.observation import Observation
-from harness.oracle import OracleObservation
+from harness.cases.training import Schedule, Training
+from harness.laws.law import Evidence
+from harness.records.observation import Observation
+from harness.tracing.ledger import Entry, Ledger, Op, Phase, Wait
+from harness.training.oracle import OracleObservation
 
 UNITS = ("first", "second")
 GATHERED_BYTES = 64

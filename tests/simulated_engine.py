@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from engine.contract import Layout, Shard
-from harness.case import LoopOrder, Training, ZeroGrad
-from harness.loss import loss_weight
-from harness.observation import Observation, StepObservation
+from harness.cases.loss import loss_weight
+from harness.cases.training import LoopOrder, Training, ZeroGrad
+from harness.records.observation import Observation, StepObservation
 
 Tensors = Mapping[str, torch.Tensor]
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from harness import catalogue
+from harness.cases import inventory
 
 FILES = frozenset({"smoke/test_smoke.py"})
 
 
 def pytest_configure() -> None:
-    pytest.MonkeyPatch().setattr(catalogue, "files", lambda: FILES)
+    pytest.MonkeyPatch().setattr(inventory, "files", lambda: FILES)

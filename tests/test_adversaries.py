@@ -13,15 +13,16 @@ import pytest
 from engine.contract import Layout, Plan
 from fixtures.optimizers import SGD
 from fixtures.problems import MLP_EVEN
-from harness.case import Case, Schedule, Training
-from harness.cell import Cell
-from harness.holdings import HoldsItsShare
-from harness.ledger.agreement import RanksAgree
-from harness.parity import MatchesOracle
-from harness.record import Record
-from harness.trial import TrialSession
-from harness.verdict import Verdict
-from harness.worlds.forkserver import warm_up
+from harness.cases.training import Schedule, Training
+from harness.laws.communication.matching import RanksAgree
+from harness.laws.parity import MatchesOracle
+from harness.laws.sharding.holdings import HoldsItsShare
+from harness.records.record import Record
+from harness.records.verdict import Verdict
+from harness.runner.session import TrialSession
+from harness.runner.target import Cell
+from harness.verdicts.case import Case
+from harness.worlds.processes.forkserver import warm_up
 from harness.worlds.spec import WorldSpec
 
 SOON_S = 15.0  # far from the deadline, for machines that are busy

@@ -23,12 +23,12 @@ from engine.contract import Capability, Plan
 from fixtures.optimizers import ADAMW
 from fixtures.problems import MLP_BUFFERS, MLP_EVEN, ModelProblem
 from fixtures.random_draws import DROPPED
-from harness import oracle_answer
-from harness.aside import NoAnswerError, ask
-from harness.case import Clip, Schedule, Training
+from harness.cases.training import Clip, Schedule, Training
 from harness.errors import HarnessBug, ShardproofError, UsageError
-from harness.oracle import OracleObservation, run_oracle
-from harness.oracle_answer import ask_oracle
+from harness.training import oracle_answer
+from harness.training.oracle import OracleObservation, run_oracle
+from harness.training.oracle_answer import ask_oracle
+from harness.worlds.processes.fresh_process import NoAnswerError, ask
 
 ROOT = Path(__file__).resolve().parents[1]
 TRAINING = Training(problem=MLP_EVEN, optimizer=ADAMW, schedule=Schedule(steps=2))
@@ -150,7 +150,9 @@ def test_an_answer_that_is_too_long_is_refused() -> None:
 def test_the_process_ends_with_the_one_that_asks(how: signal.Signals, tmp_path: Path) -> None:
     file = tmp_path / "pid"
     body = (
-        "import sys, pathlib; from harness.aside import ask; from tests.test_aside import _write_pid_and_sleep\n"
+        "import sys, pathlib\n"
+        "from harness.worlds.processes.fresh_process import ask\n"
+        "from tests.test_aside import _write_pid_and_sleep\n"
         "ask(1e6, 10, _write_pid_and_sleep, pathlib.Path(sys.argv[1]))\n"
     )
     asking = subprocess.Popen(

@@ -12,18 +12,18 @@ from engine.contract import Capability, Cut, Layout, Plan, Replicas
 from fixtures.hoarding import HOARD
 from fixtures.optimizers import ADAMW, SGD
 from fixtures.problems import MLP_EVEN, MLP_UNEVEN
-from harness.case import Problem, Resume, Schedule, Training
-from harness.census.explained import StateTensor, explained, form_of, state_bytes
-from harness.census.law import MemoryIsExplained
-from harness.census.report import Count, Moment, Piece, counts_from_json, counts_to_json
-from harness.census.taking import Census, counting
-from harness.judge import implied
-from harness.law import Evidence, Ruling
-from harness.ledger.entry import Phase
-from harness.ledger.recorder import Recorder
-from harness.oracle import OracleObservation, run_oracle
-from harness.script import EachMicrobatch
-from harness.scripts.exercise import Exercise
+from harness.cases.script import EachMicrobatch
+from harness.cases.scripts.interface import Exercise
+from harness.cases.training import Problem, Resume, Schedule, Training
+from harness.laws.law import Evidence, Ruling
+from harness.laws.memory.census import MemoryIsExplained
+from harness.tracing.ledger import Phase
+from harness.tracing.memory.census import Census, counting
+from harness.tracing.memory.census_report import Count, Moment, Piece, counts_from_json, counts_to_json
+from harness.tracing.recorder import Recorder
+from harness.training.expected_memory import StateTensor, explained, form_of, state_bytes
+from harness.training.oracle import OracleObservation, run_oracle
+from harness.verdicts.judge import implied
 from tests.simulated_engine import simulate
 
 SHARD = Plan(layout=Layout.SHARD)
@@ -82,7 +82,7 @@ def test_waits_for_what_only_a_cycle_keeps() -> None:
 
 
 def test_what_is_there_to_stay_is_counted_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("harness.census.taking._RETRY_S", 0.0)
+    monkeypatch.setattr("harness.tracing.memory.census._RETRY_S", 0.0)
     census, _ = _census()
     with counting(census):
         kept = torch.zeros(256)

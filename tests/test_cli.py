@@ -10,9 +10,9 @@ import pytest
 
 from engine.adapters.torch_ddp import DistributedDataParallelEngine
 from engine.contract import Plan, PreparedModel
-from harness.cli import main
-from harness.run_directory import read_run
-from harness.verdict import Verdict
+from harness.cli.main import main
+from harness.records.run import read_run
+from harness.records.verdict import Verdict
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -70,7 +70,7 @@ def test_list_names_engines_and_suites(capsys: pytest.CaptureFixture[str]) -> No
 
 def test_list_names_every_case_as_records_do() -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "harness.cli", "list", "--cases"],
+        [sys.executable, "-m", "harness.cli.main", "list", "--cases"],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -114,7 +114,7 @@ def test_a_process_that_only_hands_out_cases_does_not_wait_for_torch() -> None:
     program = "\n".join(
         (
             "import sys",
-            "from harness.pytest_call import call_pytest",
+            "from harness.runner.invoke import call_pytest",
             f"code = call_pytest({smoke})",
             "sys.exit(code or ('torch was imported' if 'torch' in sys.modules else 0))",
         )

@@ -14,14 +14,14 @@ from torch import nn
 from engine.contract import Capability, Layout, Plan
 from fixtures.complex_numbers import ROTARY, SPECTRAL
 from fixtures.optimizers import ADAMW, SGD, AdamW, Sgd
-from harness.case import Schedule, Training
-from harness.deviation import deviation, largest
-from harness.law import Evidence
-from harness.oracle import Place, Quantity, run_oracle
-from harness.parity import MatchesOracle
-from harness.tolerance import allowed_error
+from harness.cases.training import Schedule, Training
+from harness.laws.law import Evidence
+from harness.laws.parity import MatchesOracle
+from harness.laws.tolerance import allowed_error
 from harness.torch_compat.dtypes import cast, cast_module, is_rounded, widened
-from harness.vacuity import vacuous_because
+from harness.training.absolute_error import deviation, largest
+from harness.training.oracle import Place, Quantity, run_oracle
+from harness.verdicts.vacuity import vacuous_because
 from tests.simulated_engine import Honest, Moment, simulate
 
 TRAINING = Training(

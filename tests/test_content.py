@@ -22,12 +22,13 @@ from torch import nn
 from engine.contract import Capability, Plan
 from fixtures.optimizers import ADAMW, SGD, Sgd
 from fixtures.problems import MLP_EVEN, PROBLEMS, ModelProblem
-from harness.case import Case, Schedule, Training
-from harness.cell import Cell
-from harness.content import content_digest
-from harness.parity import MatchesOracle
-from harness.trial import Source, TrialSession
-from harness.verdict import Verdict
+from harness.cases.content import content_digest
+from harness.cases.training import Schedule, Training
+from harness.laws.parity import MatchesOracle
+from harness.records.verdict import Verdict
+from harness.runner.session import Source, TrialSession
+from harness.runner.target import Cell
+from harness.verdicts.case import Case
 from harness.worlds.spec import WorldKind, WorldSpec
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -180,8 +181,8 @@ SCRIPT = """
 from engine.contract import Capability, Plan
 from fixtures.optimizers import ADAMW
 from fixtures.problems import PROBLEMS
-from harness.case import Training, Watch
-from harness.content import content_digest
+from harness.cases.training import Training, Watch
+from harness.cases.content import content_digest
 plan = Plan(demands=frozenset(Capability))
 for p in PROBLEMS:
     print(content_digest(Training(problem=p, optimizer=ADAMW, plan=plan, watch=frozenset(Watch))))

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from harness.ledger.counterparts import Counterparts, Group
-from harness.ledger.entry import Entry, Op, Phase, Wait
+from harness.laws.communication.counterparts import Counterparts, Group
+from harness.tracing.ledger import Entry, Op, Phase, Wait
 from tests.ledgers import entry, numbered
 
 ALL = (0, 1, 2)

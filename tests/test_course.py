@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import nn
 
-from harness.ledger.course import Course, Happening, Mark, flights, stretches
-from harness.ledger.entry import Op, Phase
-from harness.ledger.journal import read_journal
-from harness.ledger.recorder import CallSummary, Recorder
-from harness.unit_hooks import watching_units
+from harness.tracing.events import Course, Happening, Mark, flights, stretches
+from harness.tracing.journal import read_journal
+from harness.tracing.ledger import Op, Phase
+from harness.tracing.recorder import CallSummary, Recorder
+from harness.tracing.unit_hooks import watching_units
 
 
 def a_call() -> CallSummary:

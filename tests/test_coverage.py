@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 from torch.distributed import fsdp
 
-from harness.coverage import Coverage, Table, cover, judge_row
+from harness.audit.coverage import Coverage, Table, cover, judge_row
 from harness.errors import UsageError
-from harness.record import Record
-from harness.verdict import Verdict
+from harness.records.record import Record
+from harness.records.verdict import Verdict
 from reports.coverage import render, render_markdown
 from suites.upstream import FSDP1, TESTS, UPSTREAM, WRAPPER
 
@@ -89,7 +89,7 @@ def test_rows_that_need_a_gpu_say_why() -> None:
 
 
 def test_the_table_needs_no_torch() -> None:
-    code = "import sys; import suites.upstream, harness.coverage; sys.exit('torch' in sys.modules)"
+    code = "import sys; import suites.upstream, harness.audit.coverage; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False, timeout=60).returncode == 0
 
 
@@ -206,15 +206,15 @@ def test_the_table_tells_it_all(rendered: Callable[[Coverage], str]) -> None:
 
 TYPO = """
 import pytest
-from harness.pytest_trial import Trial
+from harness.runner.fixture import Trial
 
 @pytest.mark.rows("T7")
 def test_x(trial: Trial): ...
 """
 SESSIONS = """
 import sys, pytest
-from harness.cli import main
-from harness.pytest_call import call_pytest
+from harness.cli.main import main
+from harness.runner.invoke import call_pytest
 refused = call_pytest([sys.argv[1], "--collect-only"])
 print("codes", refused, main(["coverage", "--markdown"]), main(["coverage", "--api", "fsdp1"]))
 """

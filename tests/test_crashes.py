@@ -9,13 +9,14 @@ import pytest
 
 from fixtures.optimizers import SGD
 from fixtures.problems import MLP_EVEN
-from harness.case import Case, Schedule, Training
-from harness.cell import Cell
-from harness.judge import Judgement, judge_failure
-from harness.keep import Kept
-from harness.ledger.entry import Ledger, Op
-from harness.trial import TrialSession
-from harness.verdict import Verdict
+from harness.cases.training import Schedule, Training
+from harness.records.verdict import Verdict
+from harness.records.world_result import Kept
+from harness.runner.session import TrialSession
+from harness.runner.target import Cell
+from harness.tracing.ledger import Ledger, Op
+from harness.verdicts.case import Case
+from harness.verdicts.judge import Judgement, judge_failure
 from harness.worlds.outcome import Abandoned, Died, Outcome, Raised, Returned, TimedOut, WorldResult
 from harness.worlds.spec import WorldSpec
 from tests.ledgers import entry, numbered

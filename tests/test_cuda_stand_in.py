@@ -10,15 +10,15 @@ import torch
 from engine.contract import Layout, Plan
 from fixtures.chain import CHAIN
 from fixtures.optimizers import SGD
-from harness.case import Schedule, Training, Watch
-from harness.drive import drive_rank
-from harness.engine_description import EngineDescription
-from harness.keep import keep_result, load_kept
-from harness.ledger.entry import Phase
-from harness.ledger.recorder import Recorder
-from harness.races.cuda_stand_in import cuda_stand_in
-from harness.races.finding import Kind, RaceReport
-from harness.watching import watching
+from harness.cases.training import Schedule, Training, Watch
+from harness.records.world_result import keep_result, load_kept
+from harness.runner.engines import EngineDescription
+from harness.tracing.ledger import Phase
+from harness.tracing.races.fake_cuda import cuda_stand_in
+from harness.tracing.races.report import Kind, RaceReport
+from harness.tracing.recorder import Recorder
+from harness.training.loop import drive_rank
+from harness.training.watches import watching
 from harness.worlds.launch import launch
 from harness.worlds.spec import WorldSpec
 

@@ -15,17 +15,17 @@ import torch
 from torch.cuda import _gpu_trace
 
 from engine.mutants.registry import MUTANTS
-from harness.case import Watch
-from harness.door.call import Call
-from harness.ledger.entry import Op, Phase
-from harness.ledger.recorder import Recorder
-from harness.races.clock import Clock
-from harness.races.cuda_watch import CudaRaceWatch, watched_cuda_streams
-from harness.races.finding import Kind
+from harness.cases.training import Watch
 from harness.torch_compat import cuda as torch_cuda
 from harness.torch_compat.cuda import hears_streams, stream_handle
 from harness.torch_compat.dispatch import device_kernel
-from harness.watching import watching
+from harness.tracing.collectives.call import Call
+from harness.tracing.ledger import Op, Phase
+from harness.tracing.races.clock import Clock
+from harness.tracing.races.cuda import CudaRaceWatch, watched_cuda_streams
+from harness.tracing.races.report import Kind
+from harness.tracing.recorder import Recorder
+from harness.training.watches import watching
 from tests.calls import made_call
 from tests.orders import NO_ORDERS, ORDERS, Ordering, write_here_read_there
 from tests.test_race_mutants import EXPECTED, SHARDED, race_reports, racing_training

@@ -13,9 +13,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from harness.cli import main
-from harness.run_directory import JUDGED, read_run
-from harness.verdict import Verdict
+from harness.cli.main import main
+from harness.records.run import JUDGED, read_run
+from harness.records.verdict import Verdict
 from reports.tally import Conclusion, conclude
 
 CODES = {0, 1, 2, 3}

@@ -11,15 +11,15 @@ import torch
 from engine.contract import Capability, Layout, Plan, Shard
 from fixtures.optimizers import ADAMW, EXACT_SGD, SGD
 from fixtures.problems import EXACT_LINEAR, MLP_EVEN, MLP_UNEVEN
-from harness import diagnosis
-from harness.case import Clip, Schedule, Training
-from harness.diagnosis import UNSTRUCTURED
-from harness.law import Evidence
-from harness.oracle import INITIAL_STEP, LOSSES, NORM, OracleObservation, Place, Quantity, run_oracle
-from harness.parity import MatchesOracle
-from harness.record import TensorRecord
-from harness.structure import Piece
-from harness.tolerance import allowed_error
+from harness.cases.training import Clip, Schedule, Training
+from harness.laws import diagnosis
+from harness.laws.diagnosis import UNSTRUCTURED
+from harness.laws.law import Evidence
+from harness.laws.parity import MatchesOracle
+from harness.laws.structure import Piece
+from harness.laws.tolerance import allowed_error
+from harness.records.record import TensorRecord
+from harness.training.oracle import INITIAL_STEP, LOSSES, NORM, OracleObservation, Place, Quantity, run_oracle
 from tests.simulated_engine import Honest, Moment, accumulate, ring_mean, row_shard, simulate, whole
 
 WORLD_SIZE = 4

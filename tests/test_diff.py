@@ -14,13 +14,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.cli import main
-from harness.comparability import ComparedRun
-from harness.comparison import Comparison, News, compare, steady
-from harness.record import Expectations, Header, LawRecord, LedgerLine, OutcomeRecord, Record
-from harness.run_directory import Run, RunWriter
-from harness.traffic import Traffic, traffic_changes
-from harness.verdict import Verdict
+from harness.cli.main import main
+from harness.records.diff.comparability import ComparedRun
+from harness.records.diff.comparison import Comparison, News, compare, steady
+from harness.records.diff.traffic import Traffic, traffic_changes
+from harness.records.record import Expectations, Header, LawRecord, LedgerLine, OutcomeRecord, Record
+from harness.records.run import Run, RunWriter
+from harness.records.verdict import Verdict
 from reports.change_groups import groups
 from reports.diff import LIMIT_BYTES, WIDTH, render, render_markdown, summary
 from reports.diff_json import VERSION, render_json
@@ -615,7 +615,7 @@ def test_the_comparison_can_be_written_to_a_file(
 def test_comparing_needs_no_torch(tmp_path: Path) -> None:
     old, bad = write(tmp_path / "old", a_record()), write(tmp_path / "bad", a_record(verdict=Verdict.FAILED))
     program = (
-        "import sys; from harness.cli import main; code = main(sys.argv[1:]); "
+        "import sys; from harness.cli.main import main; code = main(sys.argv[1:]); "
         "sys.exit('torch' if 'torch' in sys.modules else code)"
     )
     done = subprocess.run(

@@ -25,32 +25,33 @@ import engine.capability
 import engine.plan
 import fixtures.optimizers
 import fixtures.problems
-import harness.holdings
-import harness.ledger.agreement
-import harness.ledger.expectation
-import harness.ledger.laws
-import harness.ledger.overlap
-import harness.ledger.selection
-import harness.lifetimes.amounts
-import harness.lifetimes.in_turn
-import harness.lifetimes.user_tensors
-import harness.parity
-import harness.races.law
+import harness.laws.communication.bounds
+import harness.laws.communication.counts
+import harness.laws.communication.matching
+import harness.laws.communication.overlap
+import harness.laws.communication.select
+import harness.laws.memory.amounts
+import harness.laws.memory.in_turn
+import harness.laws.memory.user_tensors
+import harness.laws.parity
+import harness.laws.races
+import harness.laws.sharding.holdings
 import harness.worlds.sizes
 import suites.communication.closed_forms
 from engine.contract import Engine, PreparedModel
 from engine.registry import BUILT_IN, EngineNotFoundError, resolve
-from harness import cli, pytest_call
+from harness.cli import main as cli
 from harness.errors import UsageError
-from harness.expectations_file import read
-from harness.law import Law
-from harness.ledger.entry import Phase
-from harness.ledger.selection import Select
-from harness.lifetimes.amounts import When
-from harness.lifetimes.report import Kind
-from harness.record import Expectations, Record, from_json
-from harness.tolerance import MULTIPLE
-from harness.verdict import Verdict
+from harness.laws.communication.select import Select
+from harness.laws.law import Law
+from harness.laws.memory.amounts import When
+from harness.laws.tolerance import MULTIPLE
+from harness.records.record import Expectations, Record, from_json
+from harness.records.verdict import Verdict
+from harness.runner import invoke
+from harness.tracing.ledger import Phase
+from harness.tracing.memory.report import Kind
+from harness.verdicts.known_failures_file import read
 from harness.worlds.spec import WorldSpec
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -130,14 +131,16 @@ def test_adapters_pass_and_a_broken_one_fails(tmp_path: Path) -> None:
     out = tmp_path / "run"
     engines = [f"--engine={spec}" for spec in [*honest, broken]]
 
-    done = _run("-m", "harness.cli", "run", *engines, "--world=threads:2", "--suite=smoke", f"--out={out}")
+    done = _run(
+        "-m", "harness.cli.main", "run", *engines, "--world=threads:2", "--suite=smoke", f"--out={out}"
+    )
 
     records = [
         from_json(Record, line, where="records") for line in (out / "records.jsonl").read_text().splitlines()
     ]
     told = {record.engine: record.verdict for record in records}
     assert told == {**dict.fromkeys(honest, Verdict.PASSED), broken: Verdict.FAILED}, done.stdout
-    assert done.returncode == pytest_call.DOES_NOT_CONFORM
+    assert done.returncode == invoke.DOES_NOT_CONFORM
     assert all((out / name).is_file() for name in ("report.html", "report.md", "junit.xml", "run.jsonl"))
 
 
@@ -146,7 +149,7 @@ def test_case_passes_and_catches_a_broken_engine(tmp_path: Path) -> None:
     case = tmp_path / "test_promise.py"
     case.write_text(_marked(CASES, "case: test_promise.py"))
     broken = _write_unsynchronised(tmp_path)
-    config = ["-c", str(ROOT / "pyproject.toml"), f"--rootdir={ROOT}", "-p", "harness.pytest_plugin", "-rA"]
+    config = ["-c", str(ROOT / "pyproject.toml"), f"--rootdir={ROOT}", "-p", "harness.runner.plugin", "-rA"]
 
     done = _run(
         "-m", "pytest", str(case), *config, "--engine=torch.ddp", f"--engine={broken}", "--world=threads:2"
@@ -178,16 +181,16 @@ def test_laws_of_the_table_can_be_written() -> None:
         r"^\| `(\w+\(.*?\))` \|", _text(CASES).partition("## Laws")[2].partition("\n## ")[0], re.M
     )
     modules = (
-        harness.holdings,
-        harness.ledger.agreement,
-        harness.ledger.expectation,
-        harness.ledger.laws,
-        harness.lifetimes.amounts,
-        harness.lifetimes.in_turn,
-        harness.lifetimes.user_tensors,
-        harness.ledger.overlap,
-        harness.races.law,
-        harness.parity,
+        harness.laws.sharding.holdings,
+        harness.laws.communication.matching,
+        harness.laws.communication.bounds,
+        harness.laws.communication.counts,
+        harness.laws.memory.amounts,
+        harness.laws.memory.in_turn,
+        harness.laws.memory.user_tensors,
+        harness.laws.communication.overlap,
+        harness.laws.races,
+        harness.laws.parity,
         suites.communication.closed_forms,
     )
     known = {name: getattr(module, name) for module in modules for name in module.__all__}
@@ -195,7 +198,7 @@ def test_laws_of_the_table_can_be_written() -> None:
     known |= {"P": Phase.FORWARD, "K": (Kind.GATHERED,), "W": When.FORWARD}
     laws: list[Law] = [eval(row, {"__builtins__": {}}, known) for row in rows]
     shown = {type(law).__name__ for law in laws}
-    assert shown >= {*harness.ledger.laws.__all__, "RanksAgree", "MatchesOracle"}
+    assert shown >= {*harness.laws.communication.counts.__all__, "RanksAgree", "MatchesOracle"}
     assert all(law.name for law in laws)
 
 
@@ -235,7 +238,7 @@ def _problem(command: list[str]) -> str | None:
 def _check_names(arguments: argparse.Namespace) -> None:
     for world in getattr(arguments, "world", None) or []:
         WorldSpec.parse(world)
-    pytest_call.suites(getattr(arguments, "suite", None))
+    invoke.suites(getattr(arguments, "suite", None))
     shown = {f"{match['file']}:{match['name']}" for match in _ADAPTER.finditer(_text(ADAPTERS))}
     for spec in getattr(arguments, "engine", None) or []:
         if spec in BUILT_IN or not (spec in shown or _MEANT_BY_READER.match(spec)):
@@ -309,15 +312,15 @@ def test_exit_codes_are_told_as_they_are() -> None:
         int(c): words for c, words in re.findall(r"^\| (\d) \| (.*) \|$", _text(ROOT / "README.md"), re.M)
     }
     assert sorted(rows) == [
-        pytest_call.CONFORMS,
-        pytest_call.DOES_NOT_CONFORM,
-        pytest_call.USAGE,
-        pytest_call.OUR_FAULT,
+        invoke.CONFORMS,
+        invoke.DOES_NOT_CONFORM,
+        invoke.USAGE,
+        invoke.OUR_FAULT,
     ]
-    assert rows[pytest_call.CONFORMS].startswith("conforming")
-    assert rows[pytest_call.DOES_NOT_CONFORM].startswith("not conforming")
-    assert "usage" in rows[pytest_call.USAGE]
-    assert "our own" in rows[pytest_call.OUR_FAULT]
+    assert rows[invoke.CONFORMS].startswith("conforming")
+    assert rows[invoke.DOES_NOT_CONFORM].startswith("not conforming")
+    assert "usage" in rows[invoke.USAGE]
+    assert "our own" in rows[invoke.OUR_FAULT]
 
 
 def test_tolerance_is_told_as_it_is() -> None:

@@ -9,10 +9,10 @@ import pytest
 
 from engine.capability import Capability
 from engine.registry import EngineNotFoundError, resolve
-from harness.cli import main
-from harness.engine_description import describe, examine
-from harness.run_directory import read_run
-from harness.verdict import Verdict
+from harness.cli.main import main
+from harness.records.run import read_run
+from harness.records.verdict import Verdict
+from harness.runner.engines import describe, examine
 from reports.tally import Conclusion, conclude
 
 BROKEN = "tests/broken_engines.py"

@@ -12,18 +12,18 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from harness.door.call import Pieces
-from harness.door.site import call_site
-from harness.ledger.entry import HarmKind, Op
-from harness.worlds.collective_errors import (
+from harness.tracing.collectives.call import Pieces
+from harness.tracing.collectives.call_site import call_site
+from harness.tracing.current_rank import bind_rank
+from harness.tracing.ledger import HarmKind, Op
+from harness.worlds.threads.errors import (
     CollectiveMismatchError,
     CollectiveRefusedError,
     CollectiveTimeoutError,
     DeadlockError,
     WorldAbandonedError,
 )
-from harness.worlds.exchange import Exchange
-from harness.worlds.rank_identity import bind_rank
+from harness.worlds.threads.transport import Exchange
 from tests.calls import made_call
 
 # Any: RedOpType's stub has no members.

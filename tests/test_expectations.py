@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from harness.catalogue import SUITES, Catalogue, collected, files
+from harness.cases.inventory import SUITES, Catalogue, collected, files
 from harness.errors import UsageError
-from harness.expectations import Ran, expected, matches, unused
-from harness.expectations_file import SHIPPED, find, read
-from harness.record import Expectation, Expectations, LawRecord, Record
-from harness.release import Fit, check_condition, fit
-from harness.verdict import Verdict
+from harness.records.record import Expectation, Expectations, LawRecord, Record
+from harness.records.verdict import Verdict
+from harness.verdicts.known_failures import Ran, expected, matches, unused
+from harness.verdicts.known_failures_file import SHIPPED, find, read
+from harness.verdicts.release import Fit, check_condition, fit
 
 TODAY = "2030-06-15"
 CASE = "parity/test_x.py::test_y[mlp_even-sgd-m3]"

@@ -13,12 +13,12 @@ from fixtures import chain
 from fixtures.batches import PADDING
 from fixtures.optimizers import ADAMW, EXACT_SGD, SGD, AdamW, Sgd
 from fixtures.problems import EXACT_LINEAR, MLP_UNEVEN, PROBLEMS, TRANSFORMER, ModelProblem
-from harness.case import Schedule, Training
-from harness.groups import groups_of
-from harness.law import Evidence
-from harness.ledger.cargo import mistakable
-from harness.oracle import OracleObservation, Place, Quantity, run_oracle
-from harness.tolerance import allowed_error
+from harness.cases.training import Schedule, Training
+from harness.cases.units import groups_of
+from harness.laws.communication.payloads import mistakable
+from harness.laws.law import Evidence
+from harness.laws.tolerance import allowed_error
+from harness.training.oracle import OracleObservation, Place, Quantity, run_oracle
 from suites.wrapper import specimens
 
 any_problem = pytest.mark.parametrize("problem", PROBLEMS, ids=lambda p: p.name)

@@ -17,15 +17,16 @@ import torch.distributed as dist
 from engine.mutants.registry import MUTANTS
 from fixtures.optimizers import SGD
 from fixtures.problems import MLP_EVEN
-from harness.autopsy import Autopsy, Doing
-from harness.case import Case, Schedule, Training
-from harness.cell import Cell
-from harness.drive import drive_rank
-from harness.judge import Judgement, judge_failure
-from harness.keep import keep_result, load_kept
-from harness.record import Record, from_json, to_json
-from harness.trial import Source, TrialSession
-from harness.verdict import Verdict
+from harness.cases.training import Schedule, Training
+from harness.records.hang import Autopsy, Doing
+from harness.records.record import Record, from_json, to_json
+from harness.records.verdict import Verdict
+from harness.records.world_result import keep_result, load_kept
+from harness.runner.session import Source, TrialSession
+from harness.runner.target import Cell
+from harness.training.loop import drive_rank
+from harness.verdicts.case import Case
+from harness.verdicts.judge import Judgement, judge_failure
 from harness.worlds.launch import World
 from harness.worlds.rank import RankContext
 from harness.worlds.spec import WorldSpec
@@ -289,7 +290,7 @@ def test_the_record_has_the_autopsy_and_no_oracle_is_asked(
     def refuse(*_: object, **__: object) -> None:
         raise AssertionError("who hangs is told without numbers")
 
-    monkeypatch.setattr("harness.archive.ask_oracle", refuse)
+    monkeypatch.setattr("harness.runner.observation_cache.ask_oracle", refuse)
     session = TrialSession(Source(folder=tmp_path))
     cell = Cell(engine="engine.mutants.hangs:TakesTwoGroupsInTurn", world=WorldSpec.parse("threads:2"))
     record = session.run(Case(id="case", training=TRAINING, laws=()), cell, suite="", command="")

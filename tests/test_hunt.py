@@ -15,9 +15,9 @@ from types import SimpleNamespace
 import pytest
 
 from engine.adapters.torch_ddp import DistributedDataParallelEngine
-from harness.collection import Refusals, refuse
 from harness.errors import UsageError
-from harness.pytest_call import CONFORMS, DOES_NOT_CONFORM, USAGE
+from harness.runner.collection import Refusals, refuse
+from harness.runner.invoke import CONFORMS, DOES_NOT_CONFORM, USAGE
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -34,9 +34,9 @@ import pytest
 
 from fixtures.optimizers import SGD
 from fixtures.problems import MLP_EVEN
-from harness.case import Schedule, Training
-from harness.parity import MatchesOracle
-from harness.pytest_trial import Trial
+from harness.cases.training import Schedule, Training
+from harness.laws.parity import MatchesOracle
+from harness.runner.fixture import Trial
 
 pytestmark = pytest.mark.prey("{module}")
 three = pytest.param(2, marks=pytest.mark.prey("KeepsOnlyTheLastMicrobatch", world="threads:3"))
@@ -54,7 +54,7 @@ def test_cannot_tell(trial: Trial):
     holds(trial)
 """
 UNMARKED = """
-from harness.pytest_trial import Trial
+from harness.runner.fixture import Trial
 
 def test_unmarked(trial: Trial):
     raise AssertionError("never run")
@@ -63,8 +63,8 @@ def test_unmarked(trial: Trial):
 HUNTS = """
 import sys
 from pathlib import Path
-from harness.cli import main
-from harness.mutants_command import Request, Target, hunt, shipped
+from harness.cli.main import main
+from harness.cli.mutants import Request, Target, hunt, shipped
 
 folder = Path(sys.argv[1])
 posing = Target(name="Posing", engine="tests.test_hunt:Posing", sin="none", trace="NUMBERS", verdicts=("FAILED",))

@@ -15,13 +15,13 @@ from engine.contract import Capability, Plan, Shard
 from fixtures.buffered import MASKED, NORMALISED, REPLACED, Masked
 from fixtures.optimizers import SGD
 from fixtures.problems import ModelProblem
-from harness.case import Clip, Schedule, Training
-from harness.deviation import deviation, largest
-from harness.law import Evidence
-from harness.oracle import OracleObservation, Place, Quantity, run_oracle
-from harness.parity import MatchesOracle
-from harness.tolerance import allowed_error
-from harness.vacuity import vacuous_because
+from harness.cases.training import Clip, Schedule, Training
+from harness.laws.law import Evidence
+from harness.laws.parity import MatchesOracle
+from harness.laws.tolerance import allowed_error
+from harness.training.absolute_error import deviation, largest
+from harness.training.oracle import OracleObservation, Place, Quantity, run_oracle
+from harness.verdicts.vacuity import vacuous_because
 from tests.simulated_engine import simulate
 
 INF, NAN = math.inf, math.nan

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from harness.autopsy import Autopsy, Doing, RankAutopsy
-from harness.inquest import hold_inquest
-from harness.ledger.entry import Entry, Ledger, Op, Phase, Wait
+from harness.records.hang import Autopsy, Doing, RankAutopsy
+from harness.tracing.ledger import Entry, Ledger, Op, Phase, Wait
+from harness.verdicts.hang_analysis import hold_inquest
 from harness.worlds.outcome import Abandoned, Died, Outcome, Raised, Returned, TimedOut
 from tests.ledgers import entry, numbered, renew, sharding_ledger, without
 

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from benchmarks.live_run import LiveRun
-from harness import interruption
-from harness.cli import main
-from harness.interruption import interruptible, uninterrupted
-from harness.run_directory import read_run
-from harness.verdict import Verdict
+from harness.cli.main import main
+from harness.records.run import read_run
+from harness.records.verdict import Verdict
+from harness.runner import interruption
+from harness.runner.interruption import interruptible, uninterrupted
 
 # Far above what is needed: machines are busy. No test waits so long unless it fails.
 LIMIT_S = 60.0

@@ -26,14 +26,15 @@ from engine.contract import (
 from engine.registry import BUILT_IN
 from fixtures.optimizers import SGD
 from fixtures.problems import MLP_EVEN
-from harness.case import Case, LoopOrder, Schedule, Training
-from harness.cell import Cell
-from harness.law import Evidence, Ruling
-from harness.ledger.agreement import RanksAgree
-from harness.parity import MatchesOracle
-from harness.record import Record
-from harness.trial import Source, TrialSession
-from harness.verdict import Verdict
+from harness.cases.training import LoopOrder, Schedule, Training
+from harness.laws.communication.matching import RanksAgree
+from harness.laws.law import Evidence, Ruling
+from harness.laws.parity import MatchesOracle
+from harness.records.record import Record
+from harness.records.verdict import Verdict
+from harness.runner.session import Source, TrialSession
+from harness.runner.target import Cell
+from harness.verdicts.case import Case
 from harness.worlds.spec import WorldKind, WorldSpec
 
 KINDS = list(WorldKind)

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from harness.cli import main
-from harness.record import Record
-from harness.run_directory import JUDGED, RECORDS, RUN, Run, RunWriter, read_run
-from harness.verdict import Verdict
+from harness.cli.main import main
+from harness.records.record import Record
+from harness.records.run import JUDGED, RECORDS, RUN, Run, RunWriter, read_run
+from harness.records.verdict import Verdict
 
 ENGINE = """
 from pathlib import Path

@@ -11,10 +11,8 @@ from typing import Any
 import pytest
 
 from engine.mutants.registry import MUTANTS
-from harness.errors import UsageError
-from harness.kills import Fate, KillMatrix, Target, kill_matrix
-from harness.mutants_command import conclude, shipped
-from harness.prey import (
+from harness.audit.kill_matrix import Fate, KillMatrix, Target, kill_matrix
+from harness.audit.marks import (
     WORLDS,
     Breadth,
     Idle,
@@ -29,9 +27,11 @@ from harness.prey import (
     read_selection,
     write_selection,
 )
-from harness.pytest_call import CONFORMS, DOES_NOT_CONFORM, OUR_FAULT
-from harness.record import Record
-from harness.verdict import Verdict
+from harness.cli.mutants import conclude, shipped
+from harness.errors import UsageError
+from harness.records.record import Record
+from harness.records.verdict import Verdict
+from harness.runner.invoke import CONFORMS, DOES_NOT_CONFORM, OUR_FAULT
 from harness.worlds.sizes import APART, FOUR_OR_MORE_EVEN, SEVERAL, Sizes
 from reports.kills import render, render_json, render_markdown, summary
 

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from harness.ledger.entry import Ledger, Op, Phase
-from harness.ledger.journal import read_journal
+from harness.tracing.journal import read_journal
+from harness.tracing.ledger import Ledger, Op, Phase
 from harness.worlds.launch import launch
 from harness.worlds.outcome import Returned
 from harness.worlds.rank import RankContext, journal_path

@@ -17,6 +17,23 @@ HOMELESS = frozenset({"utils", "util", "helpers", "helper", "common", "misc"})
 PACKAGES = ("engine", "fixtures", "harness", "suites", "reports")
 
 
+# The entries of harness/, each of which imports none that follow it.
+ORDER = (
+    "errors",
+    "torch_compat",
+    "tracing",
+    "worlds",
+    "cases",
+    "records",
+    "training",
+    "laws",
+    "verdicts",
+    "runner",
+    "audit",
+    "cli",
+)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Import:
     """One imported name, in full; ``from a import b`` names ``a.b``, whatever ``b`` is."""
@@ -101,44 +118,43 @@ LAYERS = (
         ),
         # The command line is a thin layer over pytest: it calls pytest.main, and nothing else of it.
         exceptions={
-            "harness/pytest_call.py": ("pytest",),
-            "harness/pytest_plugin.py": ("pytest",),
+            "harness/runner/invoke.py": ("pytest",),
+            "harness/runner/plugin.py": ("pytest",),
             # The table of upstream tests is data: marks are checked against it in whatever session they are met.
-            "harness/pytest_trial.py": ("pytest", "suites.upstream"),
-            "harness/sink.py": ("pytest",),
-            "harness/hunt.py": ("pytest",),
-            "harness/case_list.py": ("pytest",),
-            "harness/collection.py": ("pytest",),
-            "harness/case_list.py": ("pytest",),
-            "harness/cli.py": ("reports",),
+            "harness/runner/fixture.py": ("pytest", "suites.upstream"),
+            "harness/runner/record_writer.py": ("pytest",),
+            "harness/audit/plugin.py": ("pytest",),
+            "harness/cli/case_list.py": ("pytest",),
+            "harness/runner/collection.py": ("pytest",),
+            "harness/cli/main.py": ("reports",),
             # Commands too long for the command line's own file.
-            "harness/diff_command.py": ("reports",),
-            "harness/judge_command.py": ("pytest",),
-            "harness/coverage_command.py": ("pytest", "reports", "suites.upstream"),
-            "harness/mutants_command.py": ("reports", "engine.mutants"),
-            "harness/timeline_command.py": ("reports",),
-            "harness/release.py": ("packaging",),
+            "harness/cli/diff.py": ("reports",),
+            "harness/cli/judge.py": ("pytest",),
+            "harness/cli/coverage.py": ("pytest", "reports", "suites.upstream"),
+            "harness/cli/mutants.py": ("reports", "engine.mutants"),
+            "harness/cli/timeline.py": ("reports",),
+            "harness/verdicts/release.py": ("packaging",),
         },
     ),
     Layer(package="suites", allowed=("harness", "fixtures", "engine.contract", "pytest", "torch")),
     Layer(
         package="reports",
         allowed=(
-            "harness.record",
-            "harness.autopsy",
-            "harness.verdict",
+            "harness.records.record",
+            "harness.records.hang",
+            "harness.records.verdict",
             "harness.errors",
-            "harness.run_directory",
-            "harness.coverage",
-            "harness.kills",
+            "harness.records.run",
+            "harness.audit.coverage",
+            "harness.audit.kill_matrix",
             # Two runs compared, as values.
-            "harness.comparability",
-            "harness.comparison",
-            "harness.traffic",
+            "harness.records.diff.comparability",
+            "harness.records.diff.comparison",
+            "harness.records.diff.traffic",
             # Timelines: values over journals, which hold no tensors.
-            "harness.timeline",
-            "harness.ledger.entry",
-            "harness.races.finding",
+            "harness.records.timeline",
+            "harness.tracing.ledger",
+            "harness.tracing.races.report",
             "jinja2",
             "tabulate",
         ),
@@ -185,6 +201,21 @@ def cycles(package: str, root: Path) -> list[str]:
     }
     done: set[str] = set()
     return sorted({c for name in sorted(graph) for c in _cycles_from(name, (), graph, done)})
+
+
+def against_the_order(root: Path) -> list[str]:
+    """List the imports of harness that go up: those for typing alone and those inside functions count."""
+    entries = [f"harness.{entry}" for entry in ORDER]
+
+    def place(name: str) -> int:
+        return next((i for i, entry in enumerate(entries) if _is_below(name, entry)), len(entries))
+
+    return [
+        f"{module.path}:{found.line}: {found.name}"
+        for module in modules("harness", root)
+        for found in module.imports()
+        if found.name.startswith("harness.") and place(found.name) > place(module.name)
+    ]
 
 
 def homeless(root: Path) -> list[str]:
@@ -244,6 +275,14 @@ def test_package_has_no_import_cycle(package: str) -> None:
     assert cycles(package, ROOT) == []
 
 
+def test_harness_has_twelve_entries_in_one_order() -> None:
+    found = {
+        path.name.removesuffix(".py") for path in (ROOT / "harness").iterdir() if path.name[0] not in "_."
+    }
+    assert found - {"py.typed"} == set(ORDER)
+    assert against_the_order(ROOT) == []
+
+
 def test_no_file_is_named_for_nothing() -> None:
     assert homeless(ROOT) == []
 
@@ -282,16 +321,16 @@ def write(tmp_path: Path) -> Write:
 
 
 OFFENDERS = {
-    "engine/adapters/mine.py": "import harness.case\n",
+    "engine/adapters/mine.py": "import harness.cases.training\n",
     "engine/deep/__init__.py": "from ... import suites\n",
     "fixtures/models.py": "def build():\n    from engine.contract import Plan\n",
-    "harness/judge.py": "from engine.adapters.torch_ddp import PreparedDdp\n",
-    "harness/trial.py": "from engine import mutants\n",
-    "harness/drive.py": "import pytest\n",
-    "harness/record.py": "from reports.html import render\n",
+    "harness/verdicts/judge.py": "from engine.adapters.torch_ddp import PreparedDdp\n",
+    "harness/runner/session.py": "from engine import mutants\n",
+    "harness/training/loop.py": "import pytest\n",
+    "harness/records/record.py": "from reports.html import render\n",
     "suites/parity/test_mine.py": "from engine.registry import resolve\n",
     "reports/html.py": "if True:\n    import torch.nn as nn\n",
-    "reports/junit.py": "from harness.case import Case\n",
+    "reports/junit.py": "from harness.cases.training import Case\n",
 }
 
 
@@ -303,12 +342,28 @@ def test_checker_finds_a_forbidden_import(write: Write, path: str) -> None:
     assert offence.startswith(f"{path}:")
 
 
+@pytest.mark.parametrize(
+    "source",
+    [
+        "from harness.laws.law import Law\n",
+        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import harness.cli.main\n",
+        "def late():\n    from harness.runner import session\n",
+    ],
+)
+def test_checker_finds_an_import_against_the_order(write: Write, source: str) -> None:
+    root = write(
+        {"harness/worlds/launch.py": source, "harness/laws/law.py": "import harness.worlds.launch\n"}
+    )
+    (found,) = against_the_order(root)
+    assert found.startswith("harness/worlds/launch.py:")
+
+
 def test_checker_allows_what_is_allowed(write: Write) -> None:
     root = write(
         {
-            "harness/cli.py": "import os\nfrom reports import html\nfrom . import record\n",
-            "harness/pytest_plugin.py": "import pytest\nfrom engine.contract import Plan\n",
-            "reports/html.py": "import jinja2\nfrom harness.record import Record\n",
+            "harness/cli/main.py": "import os\nfrom reports import html\nfrom . import record\n",
+            "harness/runner/plugin.py": "import pytest\nfrom engine.contract import Plan\n",
+            "reports/html.py": "import jinja2\nfrom harness.records.record import Record\n",
         }
     )
     assert [o for layer in LAYERS for o in layer.offences(root)] == []

@@ -11,10 +11,10 @@ from fixtures.chain import CHAIN
 from fixtures.heads import TWO_HEADS
 from fixtures.optimizers import SGD
 from fixtures.problems import ModelProblem
-from harness.case import Schedule, Training
-from harness.law import Evidence
-from harness.ledger.buffers import LeavesBuffersAlone, ResultsAreWaitedFor, harm_in
-from harness.ledger.entry import Harm, HarmKind, Ledger, Op, Phase
+from harness.cases.training import Schedule, Training
+from harness.laws.communication.buffers import LeavesBuffersAlone, ResultsAreWaitedFor, harm_in
+from harness.laws.law import Evidence
+from harness.tracing.ledger import Harm, HarmKind, Ledger, Op, Phase
 from tests.ledgers import entry, evidence, numbered
 
 # Of the second block: 40 rows of 12 and 40 more elements, of which 3 ranks make 42 each.

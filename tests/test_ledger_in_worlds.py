@@ -15,10 +15,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn.parallel import DistributedDataParallel
 
-from harness.ledger.entry import Entry, Ledger, Op, Phase
-from harness.ledger.journal import read_journal
-from harness.ledger.recorder import CallSummary, Recorder
 from harness.torch_compat.process_groups import HashStore
+from harness.tracing.journal import read_journal
+from harness.tracing.ledger import Entry, Ledger, Op, Phase
+from harness.tracing.recorder import CallSummary, Recorder
 from harness.worlds.launch import launch
 from harness.worlds.outcome import Returned
 from harness.worlds.rank import RankContext, journal_path

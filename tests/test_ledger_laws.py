@@ -7,13 +7,22 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from harness.case import Schedule, Training
-from harness.law import Law
-from harness.ledger.entry import Entry, Ledger, Op, Phase, Wait
-from harness.ledger.expectation import Between, Exactly
-from harness.ledger.laws import AllWaited, Bytes, Count, Dtype, InOrder, Nothing, OnlyThese, ReduceOps
-from harness.ledger.selection import Microbatches, Moment, Per, Select, Window
-from harness.ledger.summary import summarize
+from harness.cases.training import Schedule, Training
+from harness.laws.communication.bounds import Between, Exactly
+from harness.laws.communication.counts import (
+    AllWaited,
+    Bytes,
+    Count,
+    Dtype,
+    InOrder,
+    Nothing,
+    OnlyThese,
+    ReduceOps,
+)
+from harness.laws.communication.select import Microbatches, Moment, Per, Select, Window
+from harness.laws.law import Law
+from harness.records.ledger_summary import summarize
+from harness.tracing.ledger import Entry, Ledger, Op, Phase, Wait
 from tests.ledgers import (
     GATHERED_BYTES,
     UNITS,

@@ -10,14 +10,14 @@ import pytest
 from engine.contract import Plan
 from fixtures.chain import CHAIN
 from fixtures.problems import EXACT_LINEAR
-from harness.law import Evidence
-from harness.ledger.course import Happening, Mark
-from harness.ledger.entry import Ledger, Op, Phase, Wait, wait_from_json, wait_to_json
-from harness.ledger.flight import InFlight
-from harness.ledger.laws import Asynchronous
-from harness.ledger.order import Computes, Gathers, Order, Reduces, Reshards, Together
-from harness.ledger.selection import Select
-from harness.observation import Observation
+from harness.laws.communication.counts import Asynchronous
+from harness.laws.communication.in_flight import InFlight
+from harness.laws.communication.order import Computes, Gathers, Order, Reduces, Reshards, Together
+from harness.laws.communication.select import Select
+from harness.laws.law import Evidence
+from harness.records.observation import Observation
+from harness.tracing.events import Happening, Mark
+from harness.tracing.ledger import Ledger, Op, Phase, Wait, wait_from_json, wait_to_json
 from tests.ledgers import changed, entry, evidence, numbered, sharding_ledger
 
 BYTES_OF = {"": 18 * 4, "blocks.0": 108 * 4, "blocks.1": 520 * 4, "blocks.2": 820 * 4, "blocks.3": 210 * 4}

@@ -11,13 +11,14 @@ import pytest
 from engine.contract import Layout, Plan, Shard
 from fixtures.chain import CHAIN
 from fixtures.optimizers import SGD
-from harness.case import Schedule, Training
-from harness.law import Evidence, Law
-from harness.ledger.entry import Phase
-from harness.ledger.expectation import Between, Exactly
-from harness.lifetimes.amounts import Left, NoLeaks, Peak, When
-from harness.lifetimes.in_turn import UnshardedInTurn
-from harness.lifetimes.report import (
+from harness.cases.training import Schedule, Training
+from harness.laws.communication.bounds import Between, Exactly
+from harness.laws.law import Evidence, Law
+from harness.laws.memory.amounts import Left, NoLeaks, Peak, When
+from harness.laws.memory.in_turn import UnshardedInTurn
+from harness.laws.memory.user_tensors import UserTensorsLive
+from harness.tracing.ledger import Phase
+from harness.tracing.memory.report import (
     Kind,
     Life,
     LifetimeReport,
@@ -26,9 +27,8 @@ from harness.lifetimes.report import (
     report_from_json,
     report_to_json,
 )
-from harness.lifetimes.timeline import last_of, moments
-from harness.lifetimes.user_tensors import UserTensorsLive
-from harness.oracle import run_oracle
+from harness.tracing.memory.timeline import last_of, moments
+from harness.training.oracle import run_oracle
 from tests.simulated_engine import simulate
 
 # Reports and timelines --------------------------------------------------------------------------------------

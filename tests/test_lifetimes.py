@@ -9,16 +9,16 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from harness.case import Watch
-from harness.ledger.entry import Phase
-from harness.ledger.recorder import Place, Recorder
-from harness.lifetimes.lives import Lives, Role
-from harness.lifetimes.report import (
+from harness.cases.training import Watch
+from harness.tracing.ledger import Phase
+from harness.tracing.memory.allocations import Lives, Role
+from harness.tracing.memory.report import (
     Kind,
     UserTensor,
 )
-from harness.lifetimes.watch import LifetimeWatch
-from harness.watching import watching
+from harness.tracing.memory.tracker import LifetimeWatch
+from harness.tracing.recorder import Place, Recorder
+from harness.training.watches import watching
 
 # Lives ------------------------------------------------------------------------------------------------------
 

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from harness.door.call import Pieces
-from harness.ledger.entry import HarmKind, Op
-from harness.worlds.awaited import snapshot
-from harness.worlds.loan import Loan
-from harness.worlds.poison import poison
+from harness.tracing.collectives.call import Pieces
+from harness.tracing.ledger import HarmKind, Op
+from harness.worlds.threads.buffer_guard import Loan
+from harness.worlds.threads.poison import poison
+from harness.worlds.threads.rendezvous import snapshot
 from tests.calls import made_call
 
 Tensor = torch.Tensor

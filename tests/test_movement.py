@@ -11,11 +11,11 @@ import pytest
 from engine.contract import Shard
 from fixtures.optimizers import SGD
 from fixtures.problems import MLP_UNEVEN
-from harness.case import Schedule, Training
-from harness.law import Evidence, Ruling
-from harness.movement import EveryRowMoves
-from harness.observation import Observation
-from harness.oracle import OracleObservation, run_oracle
+from harness.cases.training import Schedule, Training
+from harness.laws.law import Evidence, Ruling
+from harness.laws.sharding.movement import EveryRowMoves
+from harness.records.observation import Observation
+from harness.training.oracle import OracleObservation, run_oracle
 from tests.flat_pieces import flattened
 from tests.simulated_engine import simulate
 

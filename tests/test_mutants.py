@@ -12,9 +12,9 @@ import pytest
 
 from engine.mutants.registry import MUTANTS
 from engine.registry import BUILT_IN
-from harness.record import Record
-from harness.run_directory import read_run
-from harness.verdict import Verdict
+from harness.records.record import Record
+from harness.records.run import read_run
+from harness.records.verdict import Verdict
 
 ROOT = Path(__file__).resolve().parents[1]
 WORLDS = ["threads:2", "processes:2"]
@@ -72,7 +72,7 @@ def test_honest_engines_pass(engine: str, world: str) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(LIMIT_S + 20)
 def test_every_mutant_dies_of_a_case_that_names_it(tmp_path: Path) -> None:
-    finished = _call("harness.cli", "mutants", "--quick", "-n", "2", "--out", str(tmp_path / "hunt"))
+    finished = _call("harness.cli.main", "mutants", "--quick", "-n", "2", "--out", str(tmp_path / "hunt"))
     assert finished.returncode == 0, finished.stdout[-3000:] + finished.stderr[-3000:]
 
 

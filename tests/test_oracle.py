@@ -12,12 +12,12 @@ from fixtures.optimizers import ADAMW, SGD
 from fixtures.problems import EXACT_LINEAR, MLP_BUFFERS, MLP_UNEVEN, TRANSFORMER, ModelProblem
 from fixtures.random_draws import DROPPED, DROPPED_AND_RECOMPUTED, NOISY
 from fixtures.thin import EMPTY_ROWS
-from harness.case import Clip, LoopOrder, Schedule, Training, ZeroGrad
-from harness.draws import drawing_in
-from harness.loss import loss_weight
-from harness.oracle import LOSSES, OracleObservation, Place, Quantity, run_oracle
-from harness.summation import EXACT_ORDER, reordering
-from harness.tolerance import MULTIPLE, allowed_error
+from harness.cases.loss import loss_weight
+from harness.cases.training import Clip, LoopOrder, Schedule, Training, ZeroGrad
+from harness.laws.tolerance import MULTIPLE, allowed_error
+from harness.training.draws import drawing_in
+from harness.training.oracle import LOSSES, OracleObservation, Place, Quantity, run_oracle
+from harness.training.reduction_orders import EXACT_ORDER, reordering
 
 TRAINING = Training(problem=MLP_UNEVEN, optimizer=SGD, schedule=Schedule(steps=3, microbatches=3))
 

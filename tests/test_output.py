@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from harness.cli import main
-from harness.run_directory import read_run
-from harness.verdict import Verdict
+from harness.cli.main import main
+from harness.records.run import read_run
+from harness.records.verdict import Verdict
 from harness.worlds.output import drop_empty, printed
 
 TALKATIVE = """

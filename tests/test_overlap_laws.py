@@ -7,14 +7,14 @@ from dataclasses import replace
 
 import pytest
 
-from harness.case import Watch
-from harness.law import Evidence
-from harness.ledger.course import Course, Happening, Mark
-from harness.ledger.entry import Entry, Op, Phase
-from harness.ledger.expectation import Between, Exactly
-from harness.ledger.order import Gathers, Order, Reduces, Reshards, Together
-from harness.ledger.overlap import Overlaps, PrefetchDistance
-from harness.ledger.selection import Select
+from harness.cases.training import Watch
+from harness.laws.communication.bounds import Between, Exactly
+from harness.laws.communication.order import Gathers, Order, Reduces, Reshards, Together
+from harness.laws.communication.overlap import Overlaps, PrefetchDistance
+from harness.laws.communication.select import Select
+from harness.laws.law import Evidence
+from harness.tracing.events import Course, Happening, Mark
+from harness.tracing.ledger import Entry, Op, Phase
 from tests.ledgers import entry, numbered
 from tests.test_ledger_order import BYTES_OF, chain_evidence
 

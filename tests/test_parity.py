@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 from engine.contract import Layout, Plan, Shard
 from fixtures.optimizers import ADAMW, EXACT_SGD, SGD
 from fixtures.problems import EXACT_LINEAR, MLP_BUFFERS, MLP_EVEN, MLP_UNEVEN, PROBLEMS, ModelProblem
-from harness.case import Schedule, Training
-from harness.law import Evidence, Ruling
-from harness.observation import Observation, StepObservation
-from harness.oracle import INITIAL_STEP, OracleObservation, OracleStep, Place, Quantity, run_oracle
-from harness.parity import MatchesOracle
-from harness.tolerance import allowed_error
+from harness.cases.training import Schedule, Training
+from harness.laws.law import Evidence, Ruling
+from harness.laws.parity import MatchesOracle
+from harness.laws.tolerance import allowed_error
+from harness.records.observation import Observation, StepObservation
+from harness.training.oracle import INITIAL_STEP, OracleObservation, OracleStep, Place, Quantity, run_oracle
 from tests.flat_pieces import flat, flattened
 from tests.simulated_engine import Honest, Moment, accumulate, ring_mean, row_shard, simulate, whole
 

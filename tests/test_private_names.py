@@ -12,7 +12,8 @@ import pytest
 
 from engine.registry import BUILT_IN
 from harness.errors import HarnessBug
-from harness.run_directory import read_run
+from harness.records.run import read_run
+from harness.records.verdict import Verdict
 from harness.torch_compat import private_names
 from harness.torch_compat.private_names import (
     NAMES,
@@ -22,7 +23,6 @@ from harness.torch_compat.private_names import (
     private,
     require,
 )
-from harness.verdict import Verdict
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -74,7 +74,7 @@ def _call(tmp_path: Path, hidden: str, *arguments: str) -> subprocess.CompletedP
     """Call the command line where torch lacks ``hidden``."""
     (tmp_path / "sitecustomize.py").write_text(HIDES.format(hidden=hidden))
     return subprocess.run(
-        [sys.executable, "-m", "harness.cli", *arguments],
+        [sys.executable, "-m", "harness.cli.main", *arguments],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])},
         capture_output=True,

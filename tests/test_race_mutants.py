@@ -15,13 +15,13 @@ from engine.mutants.mutant import Trace
 from engine.mutants.registry import MUTANTS
 from fixtures.chain import CHAIN
 from fixtures.optimizers import SGD
-from harness.case import Schedule, Training, Watch
-from harness.drive import drive_rank
-from harness.keep import keep_result, load_kept
-from harness.races import streams
-from harness.races.finding import Kind, RaceReport
-from harness.script import EachMicrobatch, Script
-from harness.scripts.unit_state import Gather, UnshardByHand
+from harness.cases.script import EachMicrobatch, Script
+from harness.cases.scripts.unit_state import Gather, UnshardByHand
+from harness.cases.training import Schedule, Training, Watch
+from harness.records.world_result import keep_result, load_kept
+from harness.tracing.races import streams
+from harness.tracing.races.report import Kind, RaceReport
+from harness.training.loop import drive_rank
 from harness.worlds.launch import launch
 from harness.worlds.rank import RankContext
 from harness.worlds.spec import WorldSpec

@@ -14,18 +14,18 @@ import torch
 from engine.contract import Layout
 from fixtures.chain import CHAIN
 from fixtures.optimizers import SGD
-from harness.case import Schedule, Training, Watch
-from harness.law import Evidence
-from harness.ledger.entry import Phase
-from harness.ledger.recorder import Recorder
-from harness.oracle import run_oracle
-from harness.races import streams
-from harness.races.clock import Clock, Moment, Order
-from harness.races.finding import Kind, Race, RaceReport, Touch, report_from_json, report_to_json
-from harness.races.law import NoRaces
-from harness.races.shadow import Access, Memory, Span
-from harness.races.watch import RaceWatch, current_watch
-from harness.watching import watching
+from harness.cases.training import Schedule, Training, Watch
+from harness.laws.law import Evidence
+from harness.laws.races import NoRaces
+from harness.tracing.ledger import Phase
+from harness.tracing.races import streams
+from harness.tracing.races.clock import Clock, Moment, Order
+from harness.tracing.races.detector import RaceWatch, current_watch
+from harness.tracing.races.report import Kind, Race, RaceReport, Touch, report_from_json, report_to_json
+from harness.tracing.races.shadow import Access, Memory, Span
+from harness.tracing.recorder import Recorder
+from harness.training.oracle import run_oracle
+from harness.training.watches import watching
 from tests.orders import NO_ORDERS, ORDERS, Ordering, write_here_read_there
 from tests.simulated_engine import simulate
 

@@ -14,12 +14,12 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import random_split
 
 from harness.torch_compat.dispatch import random_operators
+from harness.tracing.current_rank import bind_rank
 from harness.worlds.launch import launch
 from harness.worlds.outcome import Returned
 from harness.worlds.rank import RankContext
-from harness.worlds.rank_identity import bind_rank
-from harness.worlds.rank_rng import rank_generators
 from harness.worlds.spec import WorldKind, WorldSpec
+from harness.worlds.threads.rng import rank_generators
 
 # Operators that draw on CPU but cannot be told from which generator: they draw through others that can
 # (native_dropout), or not at all on CPU (choosing a kernel; attention that refuses dropout).

@@ -7,13 +7,14 @@ import pytest
 from engine.contract import Capability, Plan
 from fixtures.optimizers import SGD
 from fixtures.problems import MLP_EVEN
-from harness.case import Case, Clip, Resume, Schedule, Training
-from harness.cell import Cell
-from harness.ledger.agreement import RanksAgree
-from harness.parity import MatchesOracle
-from harness.record import Record
-from harness.trial import TrialSession
-from harness.verdict import Verdict
+from harness.cases.training import Clip, Resume, Schedule, Training
+from harness.laws.communication.matching import RanksAgree
+from harness.laws.parity import MatchesOracle
+from harness.records.record import Record
+from harness.records.verdict import Verdict
+from harness.runner.session import TrialSession
+from harness.runner.target import Cell
+from harness.verdicts.case import Case
 from harness.worlds.spec import WorldSpec
 from tests import misread
 

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import harness.record
-from harness.autopsy import Autopsy, CallRecord, Difference, Doing, RankAutopsy, Side
+import harness.records.record
 from harness.errors import UsageError
-from harness.record import (
+from harness.records.hang import Autopsy, CallRecord, Difference, Doing, RankAutopsy, Side
+from harness.records.record import (
     SCHEMA_VERSION,
     Expectation,
     Expectations,
@@ -29,7 +29,7 @@ from harness.record import (
     from_json,
     to_json,
 )
-from harness.verdict import Verdict
+from harness.records.verdict import Verdict
 
 WHERE = "run/records.jsonl:7"
 
@@ -302,7 +302,7 @@ def test_a_line_of_an_older_schema_may_lack_what_has_a_default(monkeypatch: pyte
     line = edited(command=..., laws=...)
     with pytest.raises(UsageError):
         from_json(Record, line, where=WHERE)
-    monkeypatch.setattr(harness.record, "SCHEMA_VERSION", SCHEMA_VERSION + 1)
+    monkeypatch.setattr(harness.records.record, "SCHEMA_VERSION", SCHEMA_VERSION + 1)
     assert from_json(Record, line, where=WHERE) == a_record(laws=())
     with pytest.raises(UsageError, match="'case'"):
         from_json(Record, edited(case=...), where=WHERE)

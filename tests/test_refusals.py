@@ -14,17 +14,18 @@ from engine.adapters.torch_ddp import DistributedDataParallelEngine
 from engine.contract import Capability, Plan, PreparedModel
 from fixtures.optimizers import SGD
 from fixtures.problems import MLP_EVEN
-from harness.case import Case, Refusal, Schedule, Training
-from harness.cell import Cell
-from harness.judge import judge
-from harness.keep import Kept
-from harness.ledger.agreement import RanksAgree
-from harness.ledger.entry import Entry, Ledger, Op
-from harness.oracle import OracleObservation
-from harness.parity import MatchesOracle
-from harness.record import Record
-from harness.trial import TrialSession
-from harness.verdict import Verdict
+from harness.cases.training import Schedule, Training
+from harness.laws.communication.matching import RanksAgree
+from harness.laws.parity import MatchesOracle
+from harness.records.record import Record
+from harness.records.verdict import Verdict
+from harness.records.world_result import Kept
+from harness.runner.session import TrialSession
+from harness.runner.target import Cell
+from harness.tracing.ledger import Entry, Ledger, Op
+from harness.training.oracle import OracleObservation
+from harness.verdicts.case import Case, Refusal
+from harness.verdicts.judge import judge
 from harness.worlds.outcome import Abandoned, Died, Outcome, Raised, Returned, TimedOut, WorldResult
 from harness.worlds.spec import WorldKind, WorldSpec
 from tests.ledgers import entry, numbered

@@ -17,8 +17,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from harness.autopsy import Autopsy, CallRecord, Difference, Doing, RankAutopsy, Side
-from harness.record import (
+from harness.records.hang import Autopsy, CallRecord, Difference, Doing, RankAutopsy, Side
+from harness.records.record import (
     Expectation,
     Footer,
     Header,
@@ -29,8 +29,8 @@ from harness.record import (
     TensorRecord,
     UnusedExpectation,
 )
-from harness.run_directory import Run, RunWriter
-from harness.verdict import Verdict
+from harness.records.run import Run, RunWriter
+from harness.records.verdict import Verdict
 from reports import junit, markdown, page, terminal
 from reports.autopsy import plights, steps
 from reports.evidence import bar, ledger_rows, outcome_groups

@@ -13,12 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from harness import provenance
 from harness.errors import HarnessBug, UsageError
-from harness.manifest import MANIFEST
-from harness.record import Footer, Header, Record, to_json
-from harness.run_directory import RECORDS, RUN, RunWriter, read_run, write_file
-from harness.verdict import Verdict
+from harness.records import provenance
+from harness.records.manifest import MANIFEST
+from harness.records.record import Footer, Header, Record, to_json
+from harness.records.run import RECORDS, RUN, RunWriter, read_run, write_file
+from harness.records.verdict import Verdict
 
 HEADER = Header(
     started_at="2030-01-01T00:00:00+00:00",
@@ -217,7 +217,7 @@ def test_a_full_disk_loses_nothing_written_before(tmp_path: Path) -> None:
     """A limit on file size makes the kernel take half a line and then refuse, as a full disk does."""
     body = (
         "import resource, signal, sys; from pathlib import Path\n"
-        "from harness.run_directory import RunWriter\n"
+        "from harness.records.run import RunWriter\n"
         "from harness.errors import UsageError\n"
         "from tests.test_run_directory import HEADER, THREE\n"
         "writer = RunWriter(Path(sys.argv[1]), HEADER)\n"
@@ -308,7 +308,7 @@ def test_the_footer_counts_verdicts() -> None:
 
 
 def test_writing_and_reading_a_run_needs_no_torch() -> None:
-    body = "import sys, harness.run_directory, harness.provenance; print('torch' in sys.modules)"
+    body = "import sys, harness.records.run, harness.records.provenance; print('torch' in sys.modules)"
     root = Path(__file__).parents[1]
     done = subprocess.run(
         [sys.executable, "-c", body], cwd=root, capture_output=True, text=True, timeout=60, check=True

@@ -12,11 +12,11 @@ import torch
 from engine.contract import Capability, Plan, Shard
 from fixtures.optimizers import SGD
 from fixtures.problems import MLP_EVEN, MLP_UNEVEN
-from harness.case import Clip, Schedule, Training
-from harness.diagnosis import UNSTRUCTURED, looks_like
-from harness.law import Evidence
-from harness.oracle import LOSSES, NORM, OracleObservation, Place, Quantity, run_oracle
-from harness.structure import Piece
+from harness.cases.training import Clip, Schedule, Training
+from harness.laws.diagnosis import UNSTRUCTURED, looks_like
+from harness.laws.law import Evidence
+from harness.laws.structure import Piece
+from harness.training.oracle import LOSSES, NORM, OracleObservation, Place, Quantity, run_oracle
 from tests.simulated_engine import row_shard, simulate, whole
 
 WORLD_SIZE = 4

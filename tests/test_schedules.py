@@ -14,17 +14,18 @@ import torch.distributed as dist
 from engine.contract import Grouping, Layout, Plan, Reshard
 from fixtures.chain import CHAIN
 from fixtures.optimizers import SGD
-from harness.case import Case, Schedule, Training, Watch
-from harness.cell import Cell
-from harness.cli import main
-from harness.drive import drive_rank
-from harness.effort import Effort
+from harness.cases.training import Schedule, Training, Watch
+from harness.cli.main import main
 from harness.errors import UsageError
-from harness.exploration import explore, load_schedules
-from harness.ledger.buffers import LeavesBuffersAlone, ResultsAreWaitedFor
-from harness.parity import MatchesOracle
-from harness.trial import Source, TrialSession
-from harness.verdict import Verdict
+from harness.laws.communication.buffers import LeavesBuffersAlone, ResultsAreWaitedFor
+from harness.laws.parity import MatchesOracle
+from harness.records.verdict import Verdict
+from harness.runner.options import Effort
+from harness.runner.schedules import explore, load_schedules
+from harness.runner.session import Source, TrialSession
+from harness.runner.target import Cell
+from harness.training.loop import drive_rank
+from harness.verdicts.case import Case
 from harness.worlds.launch import World, launch
 from harness.worlds.outcome import Returned
 from harness.worlds.rank import RankContext, journal_path

@@ -15,7 +15,7 @@ from torch.distributed.tensor import Shard as ShardPlacement
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from engine.contract import Shard, shard_of
-from harness.observation import Observation, load_observation, save_observation
+from harness.records.observation import Observation, load_observation, save_observation
 from harness.worlds.launch import launch
 from harness.worlds.outcome import Returned
 from harness.worlds.rank import RankContext

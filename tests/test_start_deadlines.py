@@ -13,13 +13,13 @@ from pathlib import Path
 
 import pytest
 
-from harness.aside import NoAnswerError, ask
-from harness.cli import main
+from harness.cli.main import main
 from harness.errors import HarnessBug
-from harness.worlds import forkserver
-from harness.worlds.forkserver import STATUS_WITHOUT_SERVER, end, end_server, started
 from harness.worlds.launch import World, launch
-from harness.worlds.lineage import below, has_ended, parent_of
+from harness.worlds.processes import forkserver
+from harness.worlds.processes.forkserver import STATUS_WITHOUT_SERVER, end, end_server, started
+from harness.worlds.processes.fresh_process import NoAnswerError, ask
+from harness.worlds.processes.lineage import below, has_ended, parent_of
 from harness.worlds.rank import RankContext
 from harness.worlds.spec import WorldKind, WorldSpec
 from tests import ends
@@ -165,8 +165,8 @@ def test_an_engine_that_never_answers_is_named_at_the_deadline(
 
 def test_an_interrupted_question_ends_in_one_line(tmp_path: Path) -> None:
     program = (
-        "import os, signal, sys, threading, time; from pathlib import Path; from harness.cli import main\n"
-        "from harness.worlds.forkserver import warm_up\n"
+        "import os, signal, sys, threading, time; from pathlib import Path; from harness.cli.main import main\n"
+        "from harness.worlds.processes.forkserver import warm_up\n"
         "warm_up(); threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()\n"
         f"sys.exit(main(['run', '--engine', '{LOOPS}', '--suite', 'smoke', '--out', {str(tmp_path / 'run')!r}]))\n"
     )
@@ -179,7 +179,7 @@ def test_an_interrupted_question_ends_in_one_line(tmp_path: Path) -> None:
 
 def test_a_full_temporary_folder_is_no_verdict(tmp_path: Path) -> None:
     program = (
-        "import resource, sys; from harness.cli import main\n"
+        "import resource, sys; from harness.cli.main import main\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))\n"
         f"sys.exit(main(['run', '--engine', 'torch.ddp', '--out', {str(tmp_path / 'run')!r}]))\n"
     )

@@ -11,13 +11,13 @@ import pytest
 from engine.contract import Capability, Layout, Plan
 from fixtures.optimizers import SGD
 from fixtures.problems import MLP_EVEN
-from harness.case import Clip, Resume, Schedule, Training
-from harness.law import Evidence, Law
-from harness.observation import Fact, Observation, StepObservation, digest
-from harness.oracle import OracleObservation, run_oracle
-from harness.record import LawRecord
-from harness.repeatable import Repeatable
-from harness.states import Notes, ShowsTheModel, UnitsAre, UnitState
+from harness.cases.training import Clip, Resume, Schedule, Training
+from harness.laws.determinism import Repeatable
+from harness.laws.law import Evidence, Law
+from harness.laws.notes import Notes, ShowsTheModel, UnitsAre, UnitState
+from harness.records.observation import Fact, Observation, StepObservation, digest
+from harness.records.record import LawRecord
+from harness.training.oracle import OracleObservation, run_oracle
 from tests.simulated_engine import simulate
 
 TRAINING = Training(problem=MLP_EVEN, optimizer=SGD, schedule=Schedule(steps=2))

@@ -14,7 +14,7 @@ import pytest
 
 import engine.reference.torch_internals
 from examples.step_timeline import BLOCKS, PICTURE, Bar, Event, Happening, bars, draw, record, wholes
-from harness.ledger.entry import Phase
+from harness.tracing.ledger import Phase
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "reference-engine.md"

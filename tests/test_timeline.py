@@ -14,11 +14,11 @@ from xml.etree import ElementTree
 import pytest
 
 from examples.race_timeline import PICTURE, draw_picture, observe
-from harness.cli import main
-from harness.record import Record
-from harness.run_directory import RunWriter
-from harness.timeline import COMPUTE, Clash, Moment, Passage, Spell, Timeline, read_timeline
-from harness.verdict import Verdict
+from harness.cli.main import main
+from harness.records.record import Record
+from harness.records.run import RunWriter
+from harness.records.timeline import COMPUTE, Clash, Moment, Passage, Spell, Timeline, read_timeline
+from harness.records.verdict import Verdict
 from reports import page
 from reports.drawing import lay_out
 from reports.pictures import pictures

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.torch_versions import Release, _divergences, _seen_in, _with_releases
-from harness.record import Header
-from harness.run_directory import Run
+from harness.records.record import Header
+from harness.records.run import Run
 from harness.torch_compat.releases import TESTED, minor, remark
 
 

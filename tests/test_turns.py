@@ -10,10 +10,10 @@ import pytest
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
-from harness.worlds import turns as module
-from harness.worlds.memory_store import MemoryStore
-from harness.worlds.rank_identity import adopt_rank, bind_rank
-from harness.worlds.turns import Turns
+from harness.tracing.current_rank import adopt_rank, bind_rank
+from harness.worlds.threads import scheduler as module
+from harness.worlds.threads.scheduler import Turns
+from harness.worlds.threads.store import MemoryStore
 
 _HANG_S = 20.0
 Body = Callable[[int, Turns], None]

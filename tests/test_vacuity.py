@@ -15,12 +15,12 @@ from fixtures.idle import BORROWED, FROZEN, SOMETIMES
 from fixtures.optimizers import ADAMW, SGD, Sgd
 from fixtures.problems import MLP_EVEN, PROBLEMS, SINGLE_GROUP, ModelProblem
 from fixtures.thin import EMPTY_ROWS, ONE_NUMBER, SCALARS, SINGLE_ROWS
-from harness.case import LoopOrder, Schedule, Training
-from harness.law import Evidence
-from harness.oracle import run_oracle
-from harness.parity import MatchesOracle
-from harness.tolerance import MULTIPLE
-from harness.vacuity import incomparable_because, vacuous_because
+from harness.cases.training import LoopOrder, Schedule, Training
+from harness.laws.law import Evidence
+from harness.laws.parity import MatchesOracle
+from harness.laws.tolerance import MULTIPLE
+from harness.training.oracle import run_oracle
+from harness.verdicts.vacuity import incomparable_because, vacuous_because
 from tests.simulated_engine import Honest, Moment, simulate
 
 TRAINING = Training(problem=SINGLE_GROUP, optimizer=SGD)

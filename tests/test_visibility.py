@@ -15,14 +15,14 @@ from fixtures.layers import linear
 from fixtures.optimizers import ADAMW, EXACT_SGD, SGD
 from fixtures.problems import EXACT_LINEAR, MLP_UNEVEN, SINGLE_GROUP
 from fixtures.random_draws import DROPPED
-from harness.case import Schedule, Training
-from harness.deviation import largest
-from harness.law import Evidence
-from harness.oracle import OracleObservation, Place, Quantity, run_oracle
-from harness.parity import MatchesOracle
-from harness.tolerance import MULTIPLE, allowed_error
-from harness.vacuity import vacuous_because
-from harness.visibility import hidden_because
+from harness.cases.training import Schedule, Training
+from harness.laws.law import Evidence
+from harness.laws.parity import MatchesOracle
+from harness.laws.tolerance import MULTIPLE, allowed_error
+from harness.training.absolute_error import largest
+from harness.training.oracle import OracleObservation, Place, Quantity, run_oracle
+from harness.verdicts.vacuity import vacuous_because
+from harness.verdicts.visibility import hidden_because
 from tests.simulated_engine import Honest, Moment, accumulate, ring_mean, simulate
 
 TRAINING = Training(problem=MLP_UNEVEN, optimizer=SGD)

@@ -32,7 +32,7 @@ def seen():
     }
 
 before = seen()
-import harness.worlds.warm
+import harness.runner.preload
 after = seen()
 assert len(before) > 10_000, len(before)
 assert "engine.reference" in sys.modules

@@ -13,13 +13,14 @@ from hypothesis import strategies as st
 
 from fixtures.optimizers import SGD
 from fixtures.problems import MLP_EVEN
-from harness.case import Case, Schedule, Training
-from harness.cell import Cell
-from harness.parity import MatchesOracle
-from harness.record import Record
-from harness.trial import TrialSession
-from harness.verdict import Verdict
-from harness.worlds.message import Dying, Finished, Garbled, Inbox, Message, Ready, Started, encode, send
+from harness.cases.training import Schedule, Training
+from harness.laws.parity import MatchesOracle
+from harness.records.record import Record
+from harness.records.verdict import Verdict
+from harness.runner.session import TrialSession
+from harness.runner.target import Cell
+from harness.verdicts.case import Case
+from harness.worlds.messages import Dying, Finished, Garbled, Inbox, Message, Ready, Started, encode, send
 from harness.worlds.outcome import Abandoned, Died, Outcome, Raised, Returned, TimedOut
 from harness.worlds.spec import WorldKind, WorldSpec
 
@@ -32,8 +33,8 @@ from pathlib import Path
 from engine.adapters.torch_ddp import DistributedDataParallelEngine
 
 PATCH = '''
-import pathlib, harness.judge
-from harness.verdict import Verdict
+import pathlib, harness.verdicts.judge
+from harness.records.verdict import Verdict
 pathlib.Path({marker!r}).touch()
 '''
 

@@ -14,13 +14,13 @@ from pathlib import Path
 import pytest
 
 from harness.errors import HarnessBug
-from harness.judge import Judgement, judge_failure
-from harness.keep import Kept
-from harness.ledger.journal import read_journal
-from harness.verdict import Verdict
-from harness.worlds.forkserver import warm_up
+from harness.records.verdict import Verdict
+from harness.records.world_result import Kept
+from harness.tracing.journal import read_journal
+from harness.verdicts.judge import Judgement, judge_failure
 from harness.worlds.launch import World, launch
 from harness.worlds.outcome import Raised, Returned, TimedOut, WorldResult
+from harness.worlds.processes.forkserver import warm_up
 from harness.worlds.rank import journal_path
 from harness.worlds.spec import WorldKind, WorldSpec
 from tests import ends
@@ -208,7 +208,7 @@ def short_folder() -> Iterator[Path]:
 _SESSION = """
 import sys
 from pathlib import Path
-from harness.worlds.forkserver import warm_up
+from harness.worlds.processes.forkserver import warm_up
 from harness.worlds.launch import World, launch
 from harness.worlds.spec import WorldKind, WorldSpec
 from tests import ends

@@ -9,15 +9,16 @@ import pytest
 from engine.contract import Accumulation, Layout, Plan
 from fixtures.optimizers import SGD
 from fixtures.problems import MLP_UNEVEN
-from harness.case import Case, Schedule, Training
-from harness.cell import Cell
-from harness.drive import drive_rank
-from harness.keep import Kept, keep_result, load_kept
-from harness.ledger.agreement import RanksAgree
-from harness.ledger.entry import Entry, Op, Phase
-from harness.parity import MatchesOracle
-from harness.trial import Source, TrialSession
-from harness.verdict import Verdict
+from harness.cases.training import Schedule, Training
+from harness.laws.communication.matching import RanksAgree
+from harness.laws.parity import MatchesOracle
+from harness.records.verdict import Verdict
+from harness.records.world_result import Kept, keep_result, load_kept
+from harness.runner.session import Source, TrialSession
+from harness.runner.target import Cell
+from harness.tracing.ledger import Entry, Op, Phase
+from harness.training.loop import drive_rank
+from harness.verdicts.case import Case
 from harness.worlds.launch import launch
 from harness.worlds.spec import WorldKind, WorldSpec
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from engine.adapters.torch_fsdp1 import NAMES
-from harness.script import Bench
+from harness.cases.script import Bench
 from suites.wrapper.claims import RIGHT, Claims
 
 ONE = torch.tensor([1.0, 2.0])

@@ -13,14 +13,15 @@ from engine.contract import Capability, Layout, NoGradient, Plan, Shard, shard_o
 from fixtures.idle import SOMETIMES
 from fixtures.optimizers import SGD
 from fixtures.problems import MLP_EVEN
-from harness.case import Case, Schedule, Training
-from harness.cell import Cell
-from harness.law import Evidence
-from harness.observation import Observation, StepObservation
-from harness.oracle import OracleObservation, run_oracle
-from harness.parity import MatchesOracle
-from harness.trial import TrialSession
-from harness.verdict import Verdict
+from harness.cases.training import Schedule, Training
+from harness.laws.law import Evidence
+from harness.laws.parity import MatchesOracle
+from harness.records.observation import Observation, StepObservation
+from harness.records.verdict import Verdict
+from harness.runner.session import TrialSession
+from harness.runner.target import Cell
+from harness.training.oracle import OracleObservation, run_oracle
+from harness.verdicts.case import Case
 from harness.worlds.spec import WorldKind, WorldSpec
 from tests.simulated_engine import row_shard, simulate
 

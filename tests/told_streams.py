@@ -12,11 +12,11 @@ import pytest
 import torch
 from torch.cuda import _gpu_trace as trace
 
-from harness import drive
-from harness.case import Training
-from harness.ledger.recorder import Recorder
-from harness.races import cuda_watch
-from harness.watching import Watches, watching
+from harness.cases.training import Training
+from harness.tracing.races import cuda
+from harness.tracing.recorder import Recorder
+from harness.training import loop
+from harness.training.watches import Watches, watching
 from harness.worlds.rank import RankContext
 
 __all__ = ["ToldEvent", "ToldStream", "drive_told", "told_device", "told_to_the_allocator"]
@@ -129,7 +129,7 @@ def told_device() -> Iterator[None]:
             patch.setattr(module, "synchronize", _synchronize)
         patch.setattr(torch.accelerator, "current_stream", _current_stream)
         patch.setattr(torch.Tensor, "record_stream", _taken)
-        patch.setattr(cuda_watch.CudaRaceWatch, "device_type", "cpu")
+        patch.setattr(cuda.CudaRaceWatch, "device_type", "cpu")
         yield
 
 
@@ -142,5 +142,5 @@ def _watching_told(asked: Any, recorder: Recorder, device_type: str, **options: 
 def drive_told(context: RankContext, training: Training, engine: str) -> str | None:
     """Train under the watch of CUDA, on such streams; a world's rank body, in a process of its own."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(drive, "watching", _watching_told)
-        return drive.drive_rank(context, training, engine)
+        patch.setattr(loop, "watching", _watching_told)
+        return loop.drive_rank(context, training, engine)

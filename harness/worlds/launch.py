@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from harness.errors import UsageError
-from harness.ledger.journal import read_journal
-from harness.worlds.leftovers import Leftovers
-from harness.worlds.message import HostSpec, Job
+from harness.tracing.journal import read_journal
+from harness.worlds.messages import HostSpec, Job
 from harness.worlds.outcome import Abandoned, Died, Ending, Outcome, Raised, Returned, TimedOut, WorldResult
+from harness.worlds.processes.host_handle import Host
+from harness.worlds.processes.leftovers import Leftovers
 from harness.worlds.rank import journal_path
 from harness.worlds.spec import WorldKind, WorldSpec
-from harness.worlds.supervisor import Host
 
 __all__ = ["World", "WorldPool", "launch"]
 

@@ -18,10 +18,10 @@ from types import TracebackType
 
 import torch
 
-from harness.door.site import short_path
-from harness.worlds.collective_errors import CollectiveError, CollectiveTimeoutError, WorldAbandonedError
+from harness.tracing.collectives.call_site import short_path
 from harness.worlds.outcome import Raised
 from harness.worlds.text import legible, shortened
+from harness.worlds.threads.errors import CollectiveError, CollectiveTimeoutError, WorldAbandonedError
 
 __all__ = ["IN", "is_abandonment", "kind_of", "raised", "text_of"]
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import torch
 
-from harness.ledger.recorder import Recorder
-from harness.worlds.message import Job
+from harness.tracing.recorder import Recorder
+from harness.worlds.messages import Job
 from harness.worlds.outcome import Abandoned, Outcome, Returned
 from harness.worlds.raised import is_abandonment, raised
 

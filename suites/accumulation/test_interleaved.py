@@ -9,15 +9,15 @@ import pytest
 from engine.contract import Accumulation, Grouping, Layout, Plan, Reshard
 from fixtures.chain import CHAIN
 from fixtures.optimizers import SGD
-from harness.case import Schedule, Training
-from harness.ledger.agreement import RanksAgree
-from harness.ledger.entry import Op, Phase
-from harness.ledger.expectation import Exactly
-from harness.ledger.laws import Count, Nothing
-from harness.ledger.selection import Microbatches, Per, Select
-from harness.parity import MatchesOracle
-from harness.pytest_trial import Trial
-from harness.scripts.microbatches import Interleaved
+from harness.cases.scripts.microbatches import Interleaved
+from harness.cases.training import Schedule, Training
+from harness.laws.communication.bounds import Exactly
+from harness.laws.communication.counts import Count, Nothing
+from harness.laws.communication.matching import RanksAgree
+from harness.laws.communication.select import Microbatches, Per, Select
+from harness.laws.parity import MatchesOracle
+from harness.runner.fixture import Trial
+from harness.tracing.ledger import Op, Phase
 from harness.worlds.sizes import SEVERAL
 from suites.communication.closed_forms import NUM_GROUPS
 

@@ -7,11 +7,11 @@ import pytest
 from engine.contract import Capability, Layout, Plan
 from fixtures.buffered import MASKED, NORMALISED, REPLACED
 from fixtures.optimizers import SGD
-from harness.case import Schedule, Training
-from harness.ledger.agreement import RanksAgree
-from harness.parity import MatchesOracle
-from harness.pytest_trial import Trial
-from harness.scripts.evaluation import EvaluatesFirst
+from harness.cases.scripts.evaluation import EvaluatesFirst
+from harness.cases.training import Schedule, Training
+from harness.laws.communication.matching import RanksAgree
+from harness.laws.parity import MatchesOracle
+from harness.runner.fixture import Trial
 from harness.worlds.sizes import EVEN, SEVERAL
 
 LAWS = (MatchesOracle(), RanksAgree())

@@ -14,15 +14,15 @@ from fixtures.checkpointed import (
     CHECKPOINTED_TIED_REENTRANT,
 )
 from fixtures.optimizers import SGD
-from harness.case import Problem, Schedule, Training
-from harness.ledger.agreement import RanksAgree
-from harness.ledger.entry import Op, Phase
-from harness.ledger.expectation import Exactly
-from harness.ledger.laws import Count, Nothing
-from harness.ledger.selection import Select
-from harness.parity import MatchesOracle
-from harness.pytest_trial import Trial
-from harness.scripts.parts import AllForwardsFirst, Backwards
+from harness.cases.scripts.parts import AllForwardsFirst, Backwards
+from harness.cases.training import Problem, Schedule, Training
+from harness.laws.communication.bounds import Exactly
+from harness.laws.communication.counts import Count, Nothing
+from harness.laws.communication.matching import RanksAgree
+from harness.laws.communication.select import Select
+from harness.laws.parity import MatchesOracle
+from harness.runner.fixture import Trial
+from harness.tracing.ledger import Op, Phase
 from harness.worlds.sizes import SEVERAL
 
 LAWS = (MatchesOracle(), RanksAgree())

@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from engine.contract import Plan
-from harness.case import Training
-from harness.groups import groups_of
-from harness.scripts.microbatches import HoldingBack
+from harness.cases.scripts.microbatches import HoldingBack
+from harness.cases.training import Training
+from harness.cases.units import groups_of
 
 __all__ = ["GRADIENT_BYTES", "NUM_GROUPS", "NUM_UNHELD_GROUPS", "PADDED_BYTES"]
 

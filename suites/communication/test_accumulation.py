@@ -9,14 +9,14 @@ import pytest
 from engine.contract import Accumulation, Layout, Plan
 from fixtures.optimizers import SGD
 from fixtures.problems import MLP_UNEVEN
-from harness.case import Schedule, Training
-from harness.ledger.agreement import RanksAgree
-from harness.ledger.entry import Op, Phase
-from harness.ledger.expectation import Between, Exactly
-from harness.ledger.laws import Bytes, Nothing
-from harness.ledger.selection import Microbatches, Select
-from harness.parity import MatchesOracle
-from harness.pytest_trial import Trial
+from harness.cases.training import Schedule, Training
+from harness.laws.communication.bounds import Between, Exactly
+from harness.laws.communication.counts import Bytes, Nothing
+from harness.laws.communication.matching import RanksAgree
+from harness.laws.communication.select import Microbatches, Select
+from harness.laws.parity import MatchesOracle
+from harness.runner.fixture import Trial
+from harness.tracing.ledger import Op, Phase
 from harness.worlds.sizes import EVEN, SEVERAL
 from suites.communication.closed_forms import GRADIENT_BYTES, PADDED_BYTES
 

@@ -7,11 +7,11 @@ import pytest
 from engine.contract import Layout, Plan
 from fixtures.optimizers import ADAMW
 from fixtures.placements import UNEVEN_GROUP
-from harness.case import Schedule, Training
-from harness.ledger.laws import Nothing
-from harness.ledger.selection import Select, Window
-from harness.parity import MatchesOracle
-from harness.pytest_trial import Trial
+from harness.cases.training import Schedule, Training
+from harness.laws.communication.counts import Nothing
+from harness.laws.communication.select import Select, Window
+from harness.laws.parity import MatchesOracle
+from harness.runner.fixture import Trial
 from harness.worlds.sizes import ALONE
 
 ANYTHING = Select(window=Window.TRAINING)

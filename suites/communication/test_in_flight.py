@@ -7,15 +7,16 @@ import pytest
 from engine.contract import Grouping, Layout, Plan, Reshard
 from fixtures.chain import CHAIN
 from fixtures.optimizers import SGD
-from harness.case import Refusal, Training
-from harness.ledger.agreement import RanksAgree
-from harness.ledger.entry import Op, Phase
-from harness.ledger.expectation import Exactly
-from harness.ledger.flight import InFlight
-from harness.ledger.laws import AllWaited, Count
-from harness.ledger.selection import Select
-from harness.parity import MatchesOracle
-from harness.pytest_trial import Trial
+from harness.cases.training import Training
+from harness.laws.communication.bounds import Exactly
+from harness.laws.communication.counts import AllWaited, Count
+from harness.laws.communication.in_flight import InFlight
+from harness.laws.communication.matching import RanksAgree
+from harness.laws.communication.select import Select
+from harness.laws.parity import MatchesOracle
+from harness.runner.fixture import Trial
+from harness.tracing.ledger import Op, Phase
+from harness.verdicts.case import Refusal
 from harness.worlds.sizes import FOUR_OR_MORE_EVEN, SEVERAL
 from suites.communication.closed_forms import NUM_GROUPS
 

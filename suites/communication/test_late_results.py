@@ -13,11 +13,11 @@ import pytest
 from engine.contract import Accumulation, Grouping, Layout, Plan, Reshard
 from fixtures.chain import CHAIN
 from fixtures.optimizers import SGD
-from harness.case import Schedule, Training
-from harness.ledger.agreement import RanksAgree
-from harness.ledger.buffers import LeavesBuffersAlone, ResultsAreWaitedFor
-from harness.parity import MatchesOracle
-from harness.pytest_trial import Trial
+from harness.cases.training import Schedule, Training
+from harness.laws.communication.buffers import LeavesBuffersAlone, ResultsAreWaitedFor
+from harness.laws.communication.matching import RanksAgree
+from harness.laws.parity import MatchesOracle
+from harness.runner.fixture import Trial
 from harness.worlds.sizes import FOUR_OR_MORE_EVEN, SEVERAL, THREE_OR_MORE
 
 LAWS = (LeavesBuffersAlone(), ResultsAreWaitedFor(), MatchesOracle(), RanksAgree())

@@ -8,13 +8,13 @@ import torch
 from engine.contract import Plan
 from fixtures.optimizers import SGD
 from fixtures.problems import MLP_EVEN
-from harness.case import Training
-from harness.ledger.agreement import RanksAgree
-from harness.ledger.entry import Op, Phase
-from harness.ledger.laws import Dtype
-from harness.ledger.selection import Select
-from harness.parity import MatchesOracle
-from harness.pytest_trial import Trial
+from harness.cases.training import Training
+from harness.laws.communication.counts import Dtype
+from harness.laws.communication.matching import RanksAgree
+from harness.laws.communication.select import Select
+from harness.laws.parity import MatchesOracle
+from harness.runner.fixture import Trial
+from harness.tracing.ledger import Op, Phase
 from harness.worlds.sizes import SEVERAL
 
 IN_BACKWARD = Select(phases=(Phase.BACKWARD,))

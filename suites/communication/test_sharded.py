@@ -10,13 +10,13 @@ import pytest
 from engine.contract import Grouping, Layout, Plan, Reshard
 from fixtures.optimizers import SGD
 from fixtures.problems import MLP_EVEN, MLP_UNEVEN, TRANSFORMER
-from harness.case import Problem, Training
-from harness.ledger.agreement import RanksAgree
-from harness.ledger.entry import Op, Phase
-from harness.ledger.expectation import Between, Exactly
-from harness.ledger.laws import AllWaited, Bytes, Count, Nothing, OnlyThese
-from harness.ledger.selection import Select
-from harness.pytest_trial import Trial
+from harness.cases.training import Problem, Training
+from harness.laws.communication.bounds import Between, Exactly
+from harness.laws.communication.counts import AllWaited, Bytes, Count, Nothing, OnlyThese
+from harness.laws.communication.matching import RanksAgree
+from harness.laws.communication.select import Select
+from harness.runner.fixture import Trial
+from harness.tracing.ledger import Op, Phase
 from harness.worlds.sizes import FOUR_OR_MORE_EVEN, SEVERAL
 from suites.communication.closed_forms import GRADIENT_BYTES, NUM_GROUPS, PADDED_BYTES
 

@@ -7,10 +7,10 @@ import pytest
 from engine.contract import Accumulation, Capability, Layout, Plan
 from fixtures.complex_numbers import ROTARY, SPECTRAL
 from fixtures.optimizers import ADAMW, SGD, AdamW, Sgd
-from harness.case import Schedule, Training
-from harness.ledger.agreement import RanksAgree
-from harness.parity import MatchesOracle
-from harness.pytest_trial import Trial
+from harness.cases.training import Schedule, Training
+from harness.laws.communication.matching import RanksAgree
+from harness.laws.parity import MatchesOracle
+from harness.runner.fixture import Trial
 from harness.worlds.sizes import SEVERAL
 
 LAWS = (MatchesOracle(), RanksAgree())

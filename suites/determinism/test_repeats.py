@@ -7,10 +7,10 @@ import pytest
 from engine.contract import Accumulation, Layout, Plan
 from fixtures.optimizers import ADAMW, SGD
 from fixtures.problems import MLP_UNEVEN
-from harness.case import Schedule, Training
-from harness.parity import MatchesOracle
-from harness.pytest_trial import Trial
-from harness.repeatable import Repeatable
+from harness.cases.training import Schedule, Training
+from harness.laws.determinism import Repeatable
+from harness.laws.parity import MatchesOracle
+from harness.runner.fixture import Trial
 from harness.worlds.sizes import EVEN
 
 LAWS = (Repeatable(), MatchesOracle())

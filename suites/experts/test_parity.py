@@ -7,14 +7,14 @@ import pytest
 from engine.contract import Accumulation, Grouping, Layout, Plan, Reshard
 from fixtures.experts import MIXTURE
 from fixtures.optimizers import ADAMW, SGD
-from harness.case import NamedOptimizer, Schedule, Training
-from harness.ledger.agreement import RanksAgree
-from harness.ledger.entry import Op, Phase
-from harness.ledger.expectation import Exactly
-from harness.ledger.laws import AllWaited, Count, Nothing
-from harness.ledger.selection import Microbatches, Per, Select
-from harness.parity import MatchesOracle
-from harness.pytest_trial import Trial
+from harness.cases.training import NamedOptimizer, Schedule, Training
+from harness.laws.communication.bounds import Exactly
+from harness.laws.communication.counts import AllWaited, Count, Nothing
+from harness.laws.communication.matching import RanksAgree
+from harness.laws.communication.select import Microbatches, Per, Select
+from harness.laws.parity import MatchesOracle
+from harness.runner.fixture import Trial
+from harness.tracing.ledger import Op, Phase
 from harness.worlds.sizes import FOUR_OR_MORE_EVEN
 
 EXPERTS = tuple(f"{unit}.experts.{weight}" for unit in MIXTURE.units for weight in ("inward", "outward"))

@@ -9,11 +9,7 @@ from engine.contract import Buffers, Capability, Layout, Offload, Plan, Wire
 from fixtures.optimizers import ADAMW, SGD
 from fixtures.placements import MANY_PARAMETERS
 from fixtures.problems import MLP_EVEN, TRANSFORMER
-from harness.case import Schedule, Training
-from harness.ledger.agreement import RanksAgree
-from harness.parity import MatchesOracle
-from harness.pytest_trial import Trial
-from harness.scripts.cuda import (
+from harness.cases.scripts.cuda import (
     COPIES,
     EQUAL,
     FEW,
@@ -24,8 +20,12 @@ from harness.scripts.cuda import (
     ReplaysAGraph,
     WatchesPools,
 )
-from harness.scripts.forms import HOMES, PINNED, NotesForms
-from harness.states import Notes
+from harness.cases.scripts.forms import HOMES, PINNED, NotesForms
+from harness.cases.training import Schedule, Training
+from harness.laws.communication.matching import RanksAgree
+from harness.laws.notes import Notes
+from harness.laws.parity import MatchesOracle
+from harness.runner.fixture import Trial
 from harness.worlds.sizes import SEVERAL
 
 pytestmark = pytest.mark.device("cuda")

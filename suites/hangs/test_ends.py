@@ -6,9 +6,9 @@ import pytest
 
 from fixtures.optimizers import SGD
 from fixtures.problems import MLP_EVEN
-from harness.case import Schedule, Training
-from harness.ledger.agreement import RanksAgree
-from harness.pytest_trial import Trial
+from harness.cases.training import Schedule, Training
+from harness.laws.communication.matching import RanksAgree
+from harness.runner.fixture import Trial
 
 
 # A rank that computes for ever is seen at the deadline alone, which this timeout brings nearer; it is generous still.

@@ -8,11 +8,11 @@ import torch
 from engine.contract import Layout, Plan
 from fixtures.forward_inputs import NESTED_INPUTS, NO_INPUTS
 from fixtures.optimizers import SGD
-from harness.case import Training
-from harness.ledger.agreement import RanksAgree
-from harness.parity import MatchesOracle
-from harness.pytest_trial import Trial
-from harness.scripts.nesting import NestInputs
+from harness.cases.scripts.nesting import NestInputs
+from harness.cases.training import Training
+from harness.laws.communication.matching import RanksAgree
+from harness.laws.parity import MatchesOracle
+from harness.runner.fixture import Trial
 from harness.worlds.sizes import SEVERAL
 
 

@@ -25,8 +25,8 @@ from dataclasses import dataclass
 from math import prod
 
 from engine.contract import Layout
-from harness.case import Training
-from harness.groups import ROOT, Group, groups_of
+from harness.cases.training import Training
+from harness.cases.units import ROOT, Group, groups_of
 
 __all__ = [
     "ACCUMULATED_MOST",

@@ -10,19 +10,19 @@ from engine.contract import Accumulation, Grouping, Layout, Plan, Prefetch, Resh
 from fixtures.chain import CHAIN, CHECKPOINTED_CHAIN
 from fixtures.hoarding import HOARD
 from fixtures.optimizers import ADAMW, SGD
-from harness.case import NamedOptimizer, Problem, Schedule, Training, Watch, ZeroGrad
-from harness.law import Law
-from harness.ledger.agreement import RanksAgree
-from harness.ledger.entry import Phase
-from harness.ledger.expectation import Between, Exactly
-from harness.lifetimes.amounts import Left, NoLeaks, Peak, When
-from harness.lifetimes.in_turn import UnshardedInTurn
-from harness.lifetimes.report import Kind
-from harness.lifetimes.user_tensors import UserTensorsLive
-from harness.parity import MatchesOracle
-from harness.pytest_trial import Trial
-from harness.script import EachMicrobatch, Script
-from harness.scripts.holding import HoldsOn
+from harness.cases.script import EachMicrobatch, Script
+from harness.cases.scripts.holding import HoldsOn
+from harness.cases.training import NamedOptimizer, Problem, Schedule, Training, Watch, ZeroGrad
+from harness.laws.communication.bounds import Between, Exactly
+from harness.laws.communication.matching import RanksAgree
+from harness.laws.law import Law
+from harness.laws.memory.amounts import Left, NoLeaks, Peak, When
+from harness.laws.memory.in_turn import UnshardedInTurn
+from harness.laws.memory.user_tensors import UserTensorsLive
+from harness.laws.parity import MatchesOracle
+from harness.runner.fixture import Trial
+from harness.tracing.ledger import Phase
+from harness.tracing.memory.report import Kind
 from harness.worlds.sizes import FOUR_OR_MORE_EVEN, SEVERAL, TOGETHER
 from suites.lifetimes.closed_forms import (
     ACCUMULATED_MOST,

@@ -10,12 +10,12 @@ import pytest
 from engine.contract import Accumulation, Layout, Offload, Plan
 from fixtures.optimizers import ADAMW, SGD
 from fixtures.problems import MLP_UNEVEN, TRANSFORMER
-from harness.case import Schedule, Training
-from harness.ledger.agreement import RanksAgree
-from harness.parity import MatchesOracle
-from harness.pytest_trial import Trial
-from harness.scripts.forms import HOMES, NotesForms
-from harness.states import Notes
+from harness.cases.scripts.forms import HOMES, NotesForms
+from harness.cases.training import Schedule, Training
+from harness.laws.communication.matching import RanksAgree
+from harness.laws.notes import Notes
+from harness.laws.parity import MatchesOracle
+from harness.runner.fixture import Trial
 from harness.worlds.sizes import FOUR_OR_MORE_EVEN
 
 LAWS = (MatchesOracle(), Notes(subject=HOMES, value="cpu"), RanksAgree())

@@ -7,10 +7,10 @@ import pytest
 from engine.contract import Accumulation, Plan
 from fixtures.optimizers import ADAMW, SGD
 from fixtures.problems import MLP_EVEN, MLP_UNEVEN
-from harness.case import NamedOptimizer, Problem, Schedule, Training
-from harness.ledger.agreement import RanksAgree
-from harness.parity import MatchesOracle
-from harness.pytest_trial import Trial
+from harness.cases.training import NamedOptimizer, Problem, Schedule, Training
+from harness.laws.communication.matching import RanksAgree
+from harness.laws.parity import MatchesOracle
+from harness.runner.fixture import Trial
 
 # Each problem, each optimizer, and each number of microbatches with each of the others.
 CASES: list[tuple[Problem, NamedOptimizer, int]] = [

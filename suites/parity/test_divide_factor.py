@@ -10,11 +10,11 @@ import torch
 from engine.contract import Layout, Plan, Replicas
 from fixtures.optimizers import SGD
 from fixtures.problems import MLP_UNEVEN
-from harness.case import Training
-from harness.holdings import HoldsItsShare
-from harness.ledger.agreement import RanksAgree
-from harness.parity import MatchesOracle
-from harness.pytest_trial import Trial
+from harness.cases.training import Training
+from harness.laws.communication.matching import RanksAgree
+from harness.laws.parity import MatchesOracle
+from harness.laws.sharding.holdings import HoldsItsShare
+from harness.runner.fixture import Trial
 from harness.worlds.sizes import ALONE, FOUR_OR_MORE_EVEN, SEVERAL
 
 LAWS = (MatchesOracle(), HoldsItsShare(), RanksAgree())

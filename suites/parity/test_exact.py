@@ -6,10 +6,10 @@ import pytest
 
 from fixtures.optimizers import EXACT_SGD
 from fixtures.problems import EXACT_LINEAR
-from harness.case import Schedule, Training
-from harness.ledger.agreement import RanksAgree
-from harness.parity import MatchesOracle
-from harness.pytest_trial import Trial
+from harness.cases.training import Schedule, Training
+from harness.laws.communication.matching import RanksAgree
+from harness.laws.parity import MatchesOracle
+from harness.runner.fixture import Trial
 from harness.worlds.sizes import POWERS_OF_TWO
 
 

@@ -7,15 +7,15 @@ import pytest
 from engine.contract import Accumulation, Layout, Plan, Replicas, Reshard
 from fixtures.optimizers import ADAMW, SGD
 from fixtures.problems import MLP_UNEVEN
-from harness.case import NamedOptimizer, Schedule, Training
-from harness.holdings import HoldsItsShare
-from harness.ledger.agreement import RanksAgree
-from harness.ledger.entry import Op, Phase
-from harness.ledger.expectation import Between
-from harness.ledger.laws import Count, Nothing
-from harness.ledger.selection import Select
-from harness.parity import MatchesOracle
-from harness.pytest_trial import Trial
+from harness.cases.training import NamedOptimizer, Schedule, Training
+from harness.laws.communication.bounds import Between
+from harness.laws.communication.counts import Count, Nothing
+from harness.laws.communication.matching import RanksAgree
+from harness.laws.communication.select import Select
+from harness.laws.parity import MatchesOracle
+from harness.laws.sharding.holdings import HoldsItsShare
+from harness.runner.fixture import Trial
+from harness.tracing.ledger import Op, Phase
 from harness.worlds.sizes import EVEN, SEVERAL, SIX_OR_MORE_EVEN
 
 LAWS = (MatchesOracle(), HoldsItsShare(), RanksAgree())

@@ -7,10 +7,10 @@ import pytest
 from engine.contract import Plan
 from fixtures.optimizers import SGD
 from fixtures.random_draws import DROPPED, DROPPED_AND_RECOMPUTED, NOISY
-from harness.case import Problem, Schedule, Training
-from harness.ledger.agreement import RanksAgree
-from harness.parity import MatchesOracle
-from harness.pytest_trial import Trial
+from harness.cases.training import Problem, Schedule, Training
+from harness.laws.communication.matching import RanksAgree
+from harness.laws.parity import MatchesOracle
+from harness.runner.fixture import Trial
 
 
 @pytest.mark.prey("SumsInsteadOfAveraging", "DrawsAlikeOnAllRanks")

@@ -8,10 +8,10 @@ import pytest
 
 from fixtures.optimizers import ADAMW, SGD
 from fixtures.problems import MLP_BUFFERS, SINGLE_GROUP
-from harness.case import NamedOptimizer, Schedule, Training
-from harness.ledger.agreement import RanksAgree
-from harness.parity import MatchesOracle
-from harness.pytest_trial import Trial
+from harness.cases.training import NamedOptimizer, Schedule, Training
+from harness.laws.communication.matching import RanksAgree
+from harness.laws.parity import MatchesOracle
+from harness.runner.fixture import Trial
 
 name = attrgetter("name")
 

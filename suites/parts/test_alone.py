@@ -8,11 +8,11 @@ from engine.contract import Grouping, Layout, Plan
 from fixtures.optimizers import ADAMW, SGD
 from fixtures.patches import PATCHES
 from fixtures.problems import MLP_EVEN
-from harness.case import Training
-from harness.ledger.agreement import RanksAgree
-from harness.parity import MatchesOracle
-from harness.pytest_trial import Trial
-from harness.scripts.parts import OnePartOnOddSteps
+from harness.cases.scripts.parts import OnePartOnOddSteps
+from harness.cases.training import Training
+from harness.laws.communication.matching import RanksAgree
+from harness.laws.parity import MatchesOracle
+from harness.runner.fixture import Trial
 from harness.worlds.sizes import SEVERAL
 
 both_layouts = pytest.mark.parametrize(

@@ -9,14 +9,14 @@ from engine.contract import Accumulation, Grouping, Layout, Plan, Reshard
 from fixtures.optimizers import SGD
 from fixtures.trunk_and_head import TRUNK_AND_HEAD, TRUNK_AND_TIED_HEAD
 from fixtures.widening import WIDENING
-from harness.case import Problem, Schedule, Training
-from harness.ledger.agreement import RanksAgree
-from harness.ledger.entry import Op, Phase
-from harness.ledger.laws import Nothing
-from harness.ledger.selection import Microbatches, Select
-from harness.parity import MatchesOracle
-from harness.pytest_trial import Trial
-from harness.scripts.parts import ChunksOfTheHead, FlaggedChunks, TrunkTwiceOnOddSteps
+from harness.cases.scripts.parts import ChunksOfTheHead, FlaggedChunks, TrunkTwiceOnOddSteps
+from harness.cases.training import Problem, Schedule, Training
+from harness.laws.communication.counts import Nothing
+from harness.laws.communication.matching import RanksAgree
+from harness.laws.communication.select import Microbatches, Select
+from harness.laws.parity import MatchesOracle
+from harness.runner.fixture import Trial
+from harness.tracing.ledger import Op, Phase
 from harness.worlds.sizes import SEVERAL
 
 UNGROUPED = ("embed", "body", "norm", "head")

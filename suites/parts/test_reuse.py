@@ -8,11 +8,11 @@ from engine.contract import Grouping, Layout, Plan
 from fixtures.optimizers import SGD
 from fixtures.problems import MLP_UNEVEN
 from fixtures.reused import REUSED
-from harness.case import Schedule, Training
-from harness.ledger.agreement import RanksAgree
-from harness.parity import MatchesOracle
-from harness.pytest_trial import Trial
-from harness.scripts.parts import AllForwardsFirst, Backwards
+from harness.cases.scripts.parts import AllForwardsFirst, Backwards
+from harness.cases.training import Schedule, Training
+from harness.laws.communication.matching import RanksAgree
+from harness.laws.parity import MatchesOracle
+from harness.runner.fixture import Trial
 
 
 @pytest.mark.rows("T13", "R09")

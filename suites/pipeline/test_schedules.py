@@ -7,16 +7,16 @@ import pytest
 from engine.contract import Accumulation, Grouping, Layout, Plan
 from fixtures.optimizers import SGD
 from fixtures.pipeline import STAGED
-from harness.case import Schedule, Training
-from harness.division import num_stages
-from harness.ledger.agreement import RanksAgree
-from harness.ledger.entry import Op, Phase
-from harness.ledger.expectation import Between, Exactly
-from harness.ledger.laws import AllWaited, Count, Nothing
-from harness.ledger.selection import Microbatches, Per, Select
-from harness.parity import MatchesOracle
-from harness.pytest_trial import Trial
-from harness.scripts.pipelined import Order, Pipelined
+from harness.cases.scripts.pipelined import Order, Pipelined
+from harness.cases.stages import num_stages
+from harness.cases.training import Schedule, Training
+from harness.laws.communication.bounds import Between, Exactly
+from harness.laws.communication.counts import AllWaited, Count, Nothing
+from harness.laws.communication.matching import RanksAgree
+from harness.laws.communication.select import Microbatches, Per, Select
+from harness.laws.parity import MatchesOracle
+from harness.runner.fixture import Trial
+from harness.tracing.ledger import Op, Phase
 from harness.worlds.sizes import FOUR_OR_MORE_EVEN
 from suites.communication.closed_forms import ClosedForm
 

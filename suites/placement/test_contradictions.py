@@ -7,9 +7,10 @@ import pytest
 from engine.contract import Layout, Placement, Plan, Reshard
 from fixtures.optimizers import SGD
 from fixtures.placements import DIVISIBLE_MLP
-from harness.case import Refusal, Training
-from harness.parity import MatchesOracle
-from harness.pytest_trial import Trial
+from harness.cases.training import Training
+from harness.laws.parity import MatchesOracle
+from harness.runner.fixture import Trial
+from harness.verdicts.case import Refusal
 from harness.worlds.sizes import ODD
 
 CONTRADICTIONS = [

@@ -9,14 +9,14 @@ import pytest
 from engine.contract import Layout, Placement, Plan
 from fixtures.optimizers import ADAMW
 from fixtures.placements import DIVISIBLE_MLP, DIVISIBLE_TRANSFORMER
-from harness.case import Problem, Training
-from harness.holdings import HoldsItsShare
-from harness.ledger.agreement import RanksAgree
-from harness.parity import MatchesOracle
-from harness.placement import LiesOnTheDimAskedFor, StateLiesWithItsParameter
-from harness.pytest_trial import Trial
-from harness.scripts.forms import FORWARD, LAYOUTS, NotesForms
-from harness.states import Notes
+from harness.cases.scripts.forms import FORWARD, LAYOUTS, NotesForms
+from harness.cases.training import Problem, Training
+from harness.laws.communication.matching import RanksAgree
+from harness.laws.notes import Notes
+from harness.laws.parity import MatchesOracle
+from harness.laws.sharding.holdings import HoldsItsShare
+from harness.laws.sharding.placement import LiesOnTheDimAskedFor, StateLiesWithItsParameter
+from harness.runner.fixture import Trial
 from harness.worlds.sizes import POWERS_OF_TWO, SEVERAL
 
 

@@ -9,12 +9,12 @@ import pytest
 from engine.contract import Layout, Plan
 from fixtures.optimizers import ADAMW, SGD
 from fixtures.placements import UNEVEN_GROUP
-from harness.case import NamedOptimizer, Training
-from harness.holdings import HoldsItsShare
-from harness.ledger.agreement import RanksAgree
-from harness.parity import MatchesOracle
-from harness.placement import StateLiesWithItsParameter
-from harness.pytest_trial import Trial
+from harness.cases.training import NamedOptimizer, Training
+from harness.laws.communication.matching import RanksAgree
+from harness.laws.parity import MatchesOracle
+from harness.laws.sharding.holdings import HoldsItsShare
+from harness.laws.sharding.placement import StateLiesWithItsParameter
+from harness.runner.fixture import Trial
 
 
 @pytest.mark.rows("T07")

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import nn
 
-from harness.script import Bench
+from harness.cases.script import Bench
 
 __all__ = ["AFTER_AN_INFINITE", "AFTER_A_FINITE", "AFTER_NONE", "scales_together"]
 

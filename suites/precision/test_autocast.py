@@ -7,10 +7,10 @@ import pytest
 from engine.contract import Plan
 from fixtures.autocast import AUTOCAST
 from fixtures.optimizers import SGD
-from harness.case import Schedule, Training
-from harness.ledger.agreement import RanksAgree
-from harness.parity import MatchesOracle
-from harness.pytest_trial import Trial
+from harness.cases.training import Schedule, Training
+from harness.laws.communication.matching import RanksAgree
+from harness.laws.parity import MatchesOracle
+from harness.runner.fixture import Trial
 from harness.worlds.sizes import SEVERAL
 
 

@@ -12,15 +12,15 @@ from engine.contract import Capability, Grouping, Layout, Plan
 from fixtures.optimizers import SGD
 from fixtures.precision import JOINT_CASTS
 from fixtures.problems import MLP_UNEVEN, TRANSFORMER
-from harness.case import Problem, Schedule, Training
-from harness.ledger.agreement import RanksAgree
-from harness.ledger.entry import Op, Phase
-from harness.ledger.laws import Dtype
-from harness.ledger.selection import Select
-from harness.parity import MatchesOracle
-from harness.pytest_trial import Trial
-from harness.scripts.forms import OUTPUT_DTYPE, NotesForms
-from harness.states import Notes
+from harness.cases.scripts.forms import OUTPUT_DTYPE, NotesForms
+from harness.cases.training import Problem, Schedule, Training
+from harness.laws.communication.counts import Dtype
+from harness.laws.communication.matching import RanksAgree
+from harness.laws.communication.select import Select
+from harness.laws.notes import Notes
+from harness.laws.parity import MatchesOracle
+from harness.runner.fixture import Trial
+from harness.tracing.ledger import Op, Phase
 from harness.worlds.sizes import FOUR_OR_MORE_EVEN, SEVERAL
 
 REDUCTIONS = Select(ops=(Op.ALL_REDUCE, Op.REDUCE_SCATTER), phases=(Phase.BACKWARD,))

@@ -8,10 +8,10 @@ import torch
 from engine.contract import Capability, Plan
 from fixtures.optimizers import ADAMW
 from fixtures.problems import MLP_UNEVEN
-from harness.case import Schedule, Training
-from harness.ledger.agreement import RanksAgree
-from harness.parity import MatchesOracle
-from harness.pytest_trial import Trial
+from harness.cases.training import Schedule, Training
+from harness.laws.communication.matching import RanksAgree
+from harness.laws.parity import MatchesOracle
+from harness.runner.fixture import Trial
 
 
 @pytest.mark.rows("T06", "R04")

@@ -8,13 +8,13 @@ import torch
 from engine.contract import Accumulation, Capability, Plan
 from fixtures.optimizers import EXACT_SGD
 from fixtures.precision import EXACT_LATE, EXACT_OVERFLOW, EXACT_WIDE
-from harness.case import Problem, Schedule, Training
-from harness.ledger.agreement import RanksAgree
-from harness.ledger.entry import Op, Phase
-from harness.ledger.laws import Dtype
-from harness.ledger.selection import Select, Window
-from harness.parity import MatchesOracle
-from harness.pytest_trial import Trial
+from harness.cases.training import Problem, Schedule, Training
+from harness.laws.communication.counts import Dtype
+from harness.laws.communication.matching import RanksAgree
+from harness.laws.communication.select import Select, Window
+from harness.laws.parity import MatchesOracle
+from harness.runner.fixture import Trial
+from harness.tracing.ledger import Op, Phase
 from harness.worlds.sizes import POWERS_OF_TWO, SEVERAL
 
 # One step: the next one's parameters would need more bits than forward has.

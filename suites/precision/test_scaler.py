@@ -7,11 +7,11 @@ import pytest
 from engine.contract import Layout, Plan
 from fixtures.optimizers import SGD
 from fixtures.problems import MLP_EVEN
-from harness.case import Schedule, Training
-from harness.parity import MatchesOracle
-from harness.pytest_trial import Trial
-from harness.scripts.exercise import Exercise
-from harness.states import Notes
+from harness.cases.scripts.interface import Exercise
+from harness.cases.training import Schedule, Training
+from harness.laws.notes import Notes
+from harness.laws.parity import MatchesOracle
+from harness.runner.fixture import Trial
 from harness.worlds.sizes import SEVERAL
 from suites.precision.scaling import AFTER_A_FINITE, AFTER_AN_INFINITE, AFTER_NONE, scales_together
 

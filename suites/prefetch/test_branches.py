@@ -14,16 +14,16 @@ import pytest
 from engine.contract import Capability, Grouping, Layout, Plan, Prefetch, Reshard
 from fixtures.heads import FORK
 from fixtures.optimizers import SGD
-from harness.case import Training, Watch
-from harness.ledger.agreement import RanksAgree
-from harness.ledger.entry import Op, Phase
-from harness.ledger.expectation import Between, Exactly, Expectation
-from harness.ledger.laws import Count
-from harness.ledger.order import Gathers, Order, Reduces, Reshards, Together
-from harness.ledger.selection import Select
-from harness.parity import MatchesOracle
-from harness.pytest_trial import Trial
-from harness.scripts.microbatches import BranchByBranch
+from harness.cases.scripts.microbatches import BranchByBranch
+from harness.cases.training import Training, Watch
+from harness.laws.communication.bounds import Between, Exactly, Expectation
+from harness.laws.communication.counts import Count
+from harness.laws.communication.matching import RanksAgree
+from harness.laws.communication.order import Gathers, Order, Reduces, Reshards, Together
+from harness.laws.communication.select import Select
+from harness.laws.parity import MatchesOracle
+from harness.runner.fixture import Trial
+from harness.tracing.ledger import Op, Phase
 from harness.worlds.sizes import SEVERAL
 
 FORWARD = Select(phases=(Phase.FORWARD,))

@@ -7,15 +7,15 @@ import pytest
 from engine.contract import Capability, Grouping, Layout, Plan, Reshard
 from fixtures.chain import CHAIN, SPARE_CHAIN
 from fixtures.optimizers import SGD
-from harness.case import Training, Watch
-from harness.ledger.agreement import RanksAgree
-from harness.ledger.entry import Op, Phase
-from harness.ledger.expectation import Exactly
-from harness.ledger.laws import AllWaited, Asynchronous, Count
-from harness.ledger.order import Gathers, Order, Reshards
-from harness.ledger.selection import Select
-from harness.parity import MatchesOracle
-from harness.pytest_trial import Trial
+from harness.cases.training import Training, Watch
+from harness.laws.communication.bounds import Exactly
+from harness.laws.communication.counts import AllWaited, Asynchronous, Count
+from harness.laws.communication.matching import RanksAgree
+from harness.laws.communication.order import Gathers, Order, Reshards
+from harness.laws.communication.select import Select
+from harness.laws.parity import MatchesOracle
+from harness.runner.fixture import Trial
+from harness.tracing.ledger import Op, Phase
 from harness.worlds.sizes import SEVERAL
 from suites.communication.closed_forms import NUM_GROUPS
 

@@ -16,13 +16,13 @@ import pytest
 from engine.contract import Capability, Grouping, Layout, Plan, Prefetch, Reshard
 from fixtures.chain import CHAIN, CHECKPOINTED_CHAIN, NESTED_CHAIN
 from fixtures.optimizers import SGD
-from harness.case import Problem, Training, Watch
-from harness.ledger.agreement import RanksAgree
-from harness.ledger.entry import Phase
-from harness.ledger.order import Event, Gathers, Order, Reduces, Reshards, Together
-from harness.ledger.selection import Select
-from harness.parity import MatchesOracle
-from harness.pytest_trial import Trial
+from harness.cases.training import Problem, Training, Watch
+from harness.laws.communication.matching import RanksAgree
+from harness.laws.communication.order import Event, Gathers, Order, Reduces, Reshards, Together
+from harness.laws.communication.select import Select
+from harness.laws.parity import MatchesOracle
+from harness.runner.fixture import Trial
+from harness.tracing.ledger import Phase
 from harness.worlds.sizes import SEVERAL
 
 FORWARD = Select(phases=(Phase.FORWARD,))

@@ -13,15 +13,15 @@ import pytest
 from engine.contract import Capability, Grouping, Layout, Plan, Reshard
 from fixtures.chain import CHAIN, CHECKPOINTED_CHAIN, LOOPED_CHAIN
 from fixtures.optimizers import SGD
-from harness.case import Problem, Schedule, Training, Watch
-from harness.ledger.agreement import RanksAgree
-from harness.ledger.entry import Op, Phase
-from harness.ledger.laws import Nothing
-from harness.ledger.order import Event, Gathers, Order, Reduces, Reshards, Together
-from harness.ledger.selection import Microbatches, Select
-from harness.parity import MatchesOracle
-from harness.pytest_trial import Trial
-from harness.scripts.microbatches import SumOfForwards
+from harness.cases.scripts.microbatches import SumOfForwards
+from harness.cases.training import Problem, Schedule, Training, Watch
+from harness.laws.communication.counts import Nothing
+from harness.laws.communication.matching import RanksAgree
+from harness.laws.communication.order import Event, Gathers, Order, Reduces, Reshards, Together
+from harness.laws.communication.select import Microbatches, Select
+from harness.laws.parity import MatchesOracle
+from harness.runner.fixture import Trial
+from harness.tracing.ledger import Op, Phase
 from harness.worlds.sizes import FOUR_OR_MORE_EVEN, SEVERAL
 
 FORWARD = Select(phases=(Phase.FORWARD,))

@@ -12,14 +12,14 @@ import pytest
 from engine.contract import Capability, Grouping, Layout, Plan, Prefetch, Reshard
 from fixtures.chain import CHAIN, CHECKPOINTED_CHAIN
 from fixtures.optimizers import SGD
-from harness.case import Problem, Schedule, Training, Watch
-from harness.ledger.agreement import RanksAgree
-from harness.ledger.entry import Op, Phase
-from harness.ledger.expectation import Between, Exactly
-from harness.ledger.overlap import Overlaps, PrefetchDistance
-from harness.ledger.selection import Select
-from harness.parity import MatchesOracle
-from harness.pytest_trial import Trial
+from harness.cases.training import Problem, Schedule, Training, Watch
+from harness.laws.communication.bounds import Between, Exactly
+from harness.laws.communication.matching import RanksAgree
+from harness.laws.communication.overlap import Overlaps, PrefetchDistance
+from harness.laws.communication.select import Select
+from harness.laws.parity import MatchesOracle
+from harness.runner.fixture import Trial
+from harness.tracing.ledger import Op, Phase
 from harness.worlds.sizes import FOUR_OR_MORE_EVEN, SEVERAL
 
 ROOT = ""

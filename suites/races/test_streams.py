@@ -12,14 +12,14 @@ from fixtures.chain import CHAIN, CHECKPOINTED_CHAIN, LOOPED_CHAIN
 from fixtures.idle import FROZEN
 from fixtures.optimizers import SGD
 from fixtures.problems import MLP_UNEVEN
-from harness.case import Problem, Schedule, Training, Watch
-from harness.ledger.agreement import RanksAgree
-from harness.parity import MatchesOracle
-from harness.pytest_trial import Trial
-from harness.races.law import NoRaces
-from harness.script import EachMicrobatch, Script
-from harness.scripts.parts import AllForwardsFirst, Backwards
-from harness.scripts.unit_state import Gather, UnshardByHand
+from harness.cases.script import EachMicrobatch, Script
+from harness.cases.scripts.parts import AllForwardsFirst, Backwards
+from harness.cases.scripts.unit_state import Gather, UnshardByHand
+from harness.cases.training import Problem, Schedule, Training, Watch
+from harness.laws.communication.matching import RanksAgree
+from harness.laws.parity import MatchesOracle
+from harness.laws.races import NoRaces
+from harness.runner.fixture import Trial
 from harness.worlds.sizes import FOUR_OR_MORE_EVEN, SEVERAL
 
 LAWS = (NoRaces(), MatchesOracle(), RanksAgree())

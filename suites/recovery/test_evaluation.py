@@ -7,12 +7,12 @@ import pytest
 from engine.contract import Layout, Plan
 from fixtures.optimizers import SGD
 from fixtures.problems import MLP_EVEN
-from harness.case import Training
-from harness.ledger.agreement import RanksAgree
-from harness.parity import MatchesOracle
-from harness.pytest_trial import Trial
-from harness.script import Evaluation
-from harness.scripts.recovery import Evaluates, Moment
+from harness.cases.script import Evaluation
+from harness.cases.scripts.recovery import Evaluates, Moment
+from harness.cases.training import Training
+from harness.laws.communication.matching import RanksAgree
+from harness.laws.parity import MatchesOracle
+from harness.runner.fixture import Trial
 
 # The root owns the last layer: engines keep its parameters longest.
 UNITS = MLP_EVEN.units[:-1]

@@ -7,12 +7,12 @@ import pytest
 from engine.contract import Accumulation, Grouping, Layout, Plan, Reshard
 from fixtures.guarded import GUARDED
 from fixtures.optimizers import SGD
-from harness.case import Schedule, Training
-from harness.ledger.agreement import RanksAgree
-from harness.parity import MatchesOracle
-from harness.pytest_trial import Trial
-from harness.scripts.recovery import RAISED, FailsFirst, SkipsAFailure
-from harness.states import Notes
+from harness.cases.scripts.recovery import RAISED, FailsFirst, SkipsAFailure
+from harness.cases.training import Schedule, Training
+from harness.laws.communication.matching import RanksAgree
+from harness.laws.notes import Notes
+from harness.laws.parity import MatchesOracle
+from harness.runner.fixture import Trial
 
 LAWS = (MatchesOracle(), RanksAgree(), Notes(subject=RAISED, value="FloatingPointError"))
 

@@ -7,11 +7,12 @@ import pytest
 from engine.contract import Layout, Plan
 from fixtures.optimizers import SGD
 from fixtures.thin import EMPTY_ROWS, SCALARS, SINGLE_ROWS
-from harness.case import Problem, Refusal, Training
-from harness.holdings import HoldsItsShare
-from harness.ledger.agreement import RanksAgree
-from harness.parity import MatchesOracle
-from harness.pytest_trial import Trial
+from harness.cases.training import Problem, Training
+from harness.laws.communication.matching import RanksAgree
+from harness.laws.parity import MatchesOracle
+from harness.laws.sharding.holdings import HoldsItsShare
+from harness.runner.fixture import Trial
+from harness.verdicts.case import Refusal
 from harness.worlds.sizes import EVEN, SEVERAL
 
 LAWS = (MatchesOracle(), RanksAgree())

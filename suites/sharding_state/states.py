@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from harness.states import UnitState
+from harness.laws.notes import UnitState
 
 __all__ = ["states"]
 

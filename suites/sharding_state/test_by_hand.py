@@ -9,22 +9,22 @@ from fixtures.heads import TALKATIVE
 from fixtures.odd_shapes import ODD_SHAPES
 from fixtures.optimizers import SGD
 from fixtures.problems import MLP_UNEVEN
-from harness.case import Problem, Training
-from harness.ledger.agreement import RanksAgree
-from harness.ledger.entry import Op, Phase
-from harness.ledger.expectation import Exactly
-from harness.ledger.laws import AllWaited, Count, OnlyThese
-from harness.ledger.selection import Per, Select, Window
-from harness.parity import MatchesOracle
-from harness.pytest_trial import Trial
-from harness.scripts.unit_state import (
+from harness.cases.scripts.unit_state import (
     AFTER_BACKWARD,
     BEFORE_BACKWARD,
     BEFORE_FORWARD,
     Gather,
     UnshardByHand,
 )
-from harness.states import ShowsTheModel, UnitsAre
+from harness.cases.training import Problem, Training
+from harness.laws.communication.bounds import Exactly
+from harness.laws.communication.counts import AllWaited, Count, OnlyThese
+from harness.laws.communication.matching import RanksAgree
+from harness.laws.communication.select import Per, Select, Window
+from harness.laws.notes import ShowsTheModel, UnitsAre
+from harness.laws.parity import MatchesOracle
+from harness.runner.fixture import Trial
+from harness.tracing.ledger import Op, Phase
 from harness.worlds.sizes import FOUR_OR_MORE_EVEN, SEVERAL
 from suites.sharding_state.states import states
 

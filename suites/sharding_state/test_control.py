@@ -10,22 +10,22 @@ from engine.contract import Grouping, Layout, Plan, Reshard
 from fixtures.heads import TIED_HEAD, TRUNK_AND_HEAD
 from fixtures.optimizers import SGD
 from fixtures.problems import MLP_UNEVEN
-from harness.case import Problem, Schedule, Training
-from harness.ledger.agreement import RanksAgree
-from harness.ledger.entry import Op, Phase
-from harness.ledger.expectation import Exactly
-from harness.ledger.laws import Count
-from harness.ledger.selection import Select
-from harness.parity import MatchesOracle
-from harness.pytest_trial import Trial
-from harness.scripts.chunks import NUM_CHUNKS, HoldHeadOpen, after_chunk
-from harness.scripts.unit_state import (
+from harness.cases.scripts.chunks import NUM_CHUNKS, HoldHeadOpen, after_chunk
+from harness.cases.scripts.unit_state import (
     AFTER_BACKWARD,
     AFTER_FORWARD_FREED,
     AFTER_FORWARD_KEPT,
     ToggleReshard,
 )
-from harness.states import ShowsTheModel, UnitsAre
+from harness.cases.training import Problem, Schedule, Training
+from harness.laws.communication.bounds import Exactly
+from harness.laws.communication.counts import Count
+from harness.laws.communication.matching import RanksAgree
+from harness.laws.communication.select import Select
+from harness.laws.notes import ShowsTheModel, UnitsAre
+from harness.laws.parity import MatchesOracle
+from harness.runner.fixture import Trial
+from harness.tracing.ledger import Op, Phase
 from harness.worlds.sizes import SEVERAL
 from suites.sharding_state.states import states
 

@@ -8,16 +8,7 @@ from engine.contract import Capability, Grouping, Layout, Plan, Reshard
 from fixtures.heads import TWO_HEADS
 from fixtures.optimizers import SGD
 from fixtures.problems import MLP_EVEN, MLP_UNEVEN
-from harness.case import Problem, Training
-from harness.law import Law
-from harness.ledger.agreement import RanksAgree
-from harness.ledger.entry import Op, Phase
-from harness.ledger.expectation import Exactly
-from harness.ledger.laws import Count, Nothing, OnlyThese
-from harness.ledger.selection import Select, Window
-from harness.parity import MatchesOracle
-from harness.pytest_trial import Trial
-from harness.scripts.unit_state import (
+from harness.cases.scripts.unit_state import (
     AFTER_BACKWARD,
     AFTER_FORWARD,
     BEFORE_BACKWARD,
@@ -25,7 +16,16 @@ from harness.scripts.unit_state import (
     AlternateHeads,
     LookAround,
 )
-from harness.states import ShowsTheModel, UnitsAre
+from harness.cases.training import Problem, Training
+from harness.laws.communication.bounds import Exactly
+from harness.laws.communication.counts import Count, Nothing, OnlyThese
+from harness.laws.communication.matching import RanksAgree
+from harness.laws.communication.select import Select, Window
+from harness.laws.law import Law
+from harness.laws.notes import ShowsTheModel, UnitsAre
+from harness.laws.parity import MatchesOracle
+from harness.runner.fixture import Trial
+from harness.tracing.ledger import Op, Phase
 from harness.worlds.sizes import FOUR_OR_MORE_EVEN, POWERS_OF_TWO, SEVERAL
 from suites.sharding_state.states import states
 

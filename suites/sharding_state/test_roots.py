@@ -9,16 +9,16 @@ import pytest
 from engine.contract import Accumulation, Capability, Grouping, Layout, Plan, Reshard, Roots
 from fixtures.optimizers import SGD
 from fixtures.problems import MLP_UNEVEN
-from harness.case import Schedule, Training
-from harness.ledger.agreement import RanksAgree
-from harness.ledger.entry import Op, Phase
-from harness.ledger.expectation import Exactly
-from harness.ledger.laws import Count, Nothing
-from harness.ledger.selection import Microbatches, Select
-from harness.parity import MatchesOracle
-from harness.pytest_trial import Trial
-from harness.scripts.unit_state import AFTER_BACKWARD, AFTER_FORWARD, BEFORE_FORWARD, LookAround
-from harness.states import ShowsTheModel, UnitsAre
+from harness.cases.scripts.unit_state import AFTER_BACKWARD, AFTER_FORWARD, BEFORE_FORWARD, LookAround
+from harness.cases.training import Schedule, Training
+from harness.laws.communication.bounds import Exactly
+from harness.laws.communication.counts import Count, Nothing
+from harness.laws.communication.matching import RanksAgree
+from harness.laws.communication.select import Microbatches, Select
+from harness.laws.notes import ShowsTheModel, UnitsAre
+from harness.laws.parity import MatchesOracle
+from harness.runner.fixture import Trial
+from harness.tracing.ledger import Op, Phase
 from harness.worlds.sizes import SEVERAL
 from suites.sharding_state.states import states
 

@@ -7,12 +7,13 @@ import pytest
 from engine.contract import Grouping, Layout, Plan, Reshard
 from fixtures.optimizers import ADAMW, SGD
 from fixtures.tied import TIED
-from harness.case import Refusal, Schedule, Training
-from harness.holdings import HoldsItsShare
-from harness.ledger.agreement import RanksAgree
-from harness.movement import EveryRowMoves
-from harness.parity import MatchesOracle
-from harness.pytest_trial import Trial
+from harness.cases.training import Schedule, Training
+from harness.laws.communication.matching import RanksAgree
+from harness.laws.parity import MatchesOracle
+from harness.laws.sharding.holdings import HoldsItsShare
+from harness.laws.sharding.movement import EveryRowMoves
+from harness.runner.fixture import Trial
+from harness.verdicts.case import Refusal
 from harness.worlds.sizes import SEVERAL
 
 LAWS = (MatchesOracle(), EveryRowMoves(parameter="token.weight"), HoldsItsShare(), RanksAgree())

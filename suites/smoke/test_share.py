@@ -7,12 +7,12 @@ import pytest
 from engine.contract import Layout, Plan
 from fixtures.optimizers import ADAMW
 from fixtures.problems import MLP_EVEN
-from harness.case import Training
-from harness.census.law import MemoryIsExplained
-from harness.holdings import HoldsItsShare
-from harness.ledger.agreement import RanksAgree
-from harness.parity import MatchesOracle
-from harness.pytest_trial import Trial
+from harness.cases.training import Training
+from harness.laws.communication.matching import RanksAgree
+from harness.laws.memory.census import MemoryIsExplained
+from harness.laws.parity import MatchesOracle
+from harness.laws.sharding.holdings import HoldsItsShare
+from harness.runner.fixture import Trial
 from harness.worlds.sizes import SEVERAL
 
 

@@ -6,10 +6,10 @@ import pytest
 
 from fixtures.optimizers import SGD
 from fixtures.problems import MLP_EVEN
-from harness.case import Training
-from harness.ledger.agreement import RanksAgree
-from harness.parity import MatchesOracle
-from harness.pytest_trial import Trial
+from harness.cases.training import Training
+from harness.laws.communication.matching import RanksAgree
+from harness.laws.parity import MatchesOracle
+from harness.runner.fixture import Trial
 
 
 @pytest.mark.rows("T07", "R05")

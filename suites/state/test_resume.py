@@ -10,10 +10,10 @@ from engine.contract import Capability, Layout, Plan
 from fixtures.optimizers import ADAMW, SGD
 from fixtures.problems import MLP_BUFFERS, MLP_EVEN, MLP_UNEVEN
 from fixtures.tied import TIED
-from harness.case import NamedOptimizer, Problem, Resume, Schedule, Training
-from harness.ledger.agreement import RanksAgree
-from harness.parity import MatchesOracle
-from harness.pytest_trial import Trial
+from harness.cases.training import NamedOptimizer, Problem, Resume, Schedule, Training
+from harness.laws.communication.matching import RanksAgree
+from harness.laws.parity import MatchesOracle
+from harness.runner.fixture import Trial
 from harness.worlds.sizes import EVEN, SEVERAL
 
 LAWS = (MatchesOracle(), RanksAgree())

@@ -9,14 +9,14 @@ import pytest
 from engine.contract import Accumulation, Capability, Grouping, Layout, Plan, Reshard
 from fixtures.optimizers import ADAMW, SGD
 from fixtures.tensor_parallel import STACK_3, STACK_5, STACK_16, STACK_17
-from harness.case import Clip, Problem, Schedule, Training
-from harness.ledger.agreement import RanksAgree
-from harness.ledger.entry import Op, Phase
-from harness.ledger.expectation import Exactly
-from harness.ledger.laws import AllWaited, Count, Nothing
-from harness.ledger.selection import Microbatches, Per, Select
-from harness.parity import MatchesOracle
-from harness.pytest_trial import Trial
+from harness.cases.training import Clip, Problem, Schedule, Training
+from harness.laws.communication.bounds import Exactly
+from harness.laws.communication.counts import AllWaited, Count, Nothing
+from harness.laws.communication.matching import RanksAgree
+from harness.laws.communication.select import Microbatches, Per, Select
+from harness.laws.parity import MatchesOracle
+from harness.runner.fixture import Trial
+from harness.tracing.ledger import Op, Phase
 from harness.worlds.sizes import FOUR_OR_MORE_EVEN, FOURS
 from suites.communication.closed_forms import NUM_GROUPS
 

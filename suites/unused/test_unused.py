@@ -10,10 +10,10 @@ import pytest
 from engine.contract import Accumulation, Capability, Layout, Plan
 from fixtures.idle import BORROWED, SOMETIMES
 from fixtures.optimizers import ADAMW, SGD
-from harness.case import NamedOptimizer, Schedule, Training
-from harness.ledger.agreement import RanksAgree
-from harness.parity import MatchesOracle
-from harness.pytest_trial import Trial
+from harness.cases.training import NamedOptimizer, Schedule, Training
+from harness.laws.communication.matching import RanksAgree
+from harness.laws.parity import MatchesOracle
+from harness.runner.fixture import Trial
 from harness.worlds.sizes import EVEN, SEVERAL
 
 LAWS = (MatchesOracle(), RanksAgree())

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from harness.script import Bench
+from harness.cases.script import Bench
 from suites.wrapper.claims import Claims
 from suites.wrapper.specimens import (
     UNITS,

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch.distributed.fsdp import ShardingStrategy
 
-from harness.ledger.entry import Op
-from harness.script import Bench
+from harness.cases.script import Bench
+from harness.tracing.ledger import Op
 from suites.wrapper.claims import Claims
 from suites.wrapper.specimens import UNITS, Form, batch, summoned, tower, train, trained_alone, wrapped
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from harness.script import Bench
+from harness.cases.script import Bench
 
 __all__ = ["RIGHT", "Claims"]
 

@@ -8,8 +8,8 @@ from typing import Any
 from engine.contract import Layout, Plan, Wrapper
 from fixtures.optimizers import SGD
 from fixtures.problems import MLP_EVEN
-from harness.case import Schedule, Training
-from harness.scripts.exercise import Exercise
+from harness.cases.scripts.interface import Exercise
+from harness.cases.training import Schedule, Training
 
 __all__ = ["exercise"]
 

@@ -9,8 +9,8 @@ from torch import distributed
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import ShardingStrategy
 
-from harness.ledger.entry import Op
-from harness.script import Bench
+from harness.cases.script import Bench
+from harness.tracing.ledger import Op
 from suites.wrapper.claims import Claims
 from suites.wrapper.specimens import UNITS, gradients, summoned, tower, train, trained_alone, wrapped
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from harness.pytest_trial import Trial
+from harness.runner.fixture import Trial
 from suites.wrapper import settings
 from suites.wrapper.exercised import hold
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from torch.distributed.fsdp import ShardingStrategy
 
-from harness.pytest_trial import Trial
+from harness.runner.fixture import Trial
 from harness.worlds.sizes import SEVERAL
 from suites.wrapper import summoning
 from suites.wrapper.exercised import hold

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.distributed.fsdp import ShardingStrategy
 
-from harness.pytest_trial import Trial
+from harness.runner.fixture import Trial
 from harness.worlds.sizes import FOUR_OR_MORE_EVEN, SEVERAL
 from suites.wrapper import norms
 from suites.wrapper.exercised import hold

@@ -11,14 +11,14 @@ import pytest
 from engine.contract import BackwardGather, Grouping, Layout, Plan, Reshard, Wrapper
 from fixtures.chain import CHAIN, TELLING_CHAIN
 from fixtures.optimizers import SGD
-from harness.case import Problem, Training
-from harness.ledger.agreement import RanksAgree
-from harness.ledger.entry import Op, Phase
-from harness.ledger.flight import InFlight
-from harness.ledger.order import Computes, Event, Gathers, Order, Reduces
-from harness.ledger.selection import Select
-from harness.parity import MatchesOracle
-from harness.pytest_trial import Trial
+from harness.cases.training import Problem, Training
+from harness.laws.communication.in_flight import InFlight
+from harness.laws.communication.matching import RanksAgree
+from harness.laws.communication.order import Computes, Event, Gathers, Order, Reduces
+from harness.laws.communication.select import Select
+from harness.laws.parity import MatchesOracle
+from harness.runner.fixture import Trial
+from harness.tracing.ledger import Op, Phase
 from harness.worlds.sizes import SEVERAL
 
 FORWARD = Select(phases=(Phase.FORWARD,))

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from torch.distributed.fsdp import ShardingStrategy
 
-from harness.parity import MatchesOracle
-from harness.pytest_trial import Trial
-from harness.states import Notes
+from harness.laws.notes import Notes
+from harness.laws.parity import MatchesOracle
+from harness.runner.fixture import Trial
 from harness.worlds.sizes import FOUR_OR_MORE_EVEN, SEVERAL
 from suites.wrapper.exercises.parameters import (
     IGNORED,

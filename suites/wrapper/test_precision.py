@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch.distributed.fsdp import MixedPrecision
 
-from harness.parity import MatchesOracle
-from harness.pytest_trial import Trial
-from harness.states import Notes
+from harness.laws.notes import Notes
+from harness.laws.parity import MatchesOracle
+from harness.runner.fixture import Trial
 from harness.worlds.sizes import SEVERAL
 from suites.wrapper.exercises.precision import casts, excepts_batch_norm, keeps, reduces
 from suites.wrapper.exercising import exercise

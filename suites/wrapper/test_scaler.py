@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from harness.parity import MatchesOracle
-from harness.pytest_trial import Trial
-from harness.states import Notes
+from harness.laws.notes import Notes
+from harness.laws.parity import MatchesOracle
+from harness.runner.fixture import Trial
 from harness.worlds.sizes import SEVERAL
 from suites.wrapper.exercises.scaler import skips_together
 from suites.wrapper.exercising import exercise

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from torch.distributed.fsdp import StateDictType
 
-from harness.parity import MatchesOracle
-from harness.pytest_trial import Trial
-from harness.states import Notes
+from harness.laws.notes import Notes
+from harness.laws.parity import MatchesOracle
+from harness.runner.fixture import Trial
 from harness.worlds.sizes import APART, SEVERAL
 from suites.wrapper.exercises.settings import (
     forms_of_optimizer_state,

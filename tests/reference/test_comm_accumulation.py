@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from harness.ledger.entry import Op
+from harness.tracing.ledger import Op
 from harness.worlds.rank import RankContext
 from tests.reference.front_doors import BY_NAME
 from tests.reference.watching import (

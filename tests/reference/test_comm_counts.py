@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.ledger.entry import Op, Phase
+from harness.tracing.ledger import Op, Phase
 from harness.worlds.rank import RankContext
 from harness.worlds.spec import WorldKind
 from tests.reference.front_doors import BY_NAME

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from harness.ledger.entry import Op, Phase
+from harness.tracing.ledger import Op, Phase
 from harness.worlds.rank import RankContext
 from tests.reference.front_doors import BY_NAME
 from tests.reference.watching import (

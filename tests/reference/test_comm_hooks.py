@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed.algorithms._comm_hooks import default_hooks
 
 from engine.reference import comm_hooks
-from harness.ledger.entry import Op
+from harness.tracing.ledger import Op
 from harness.worlds.rank import RankContext
 from harness.worlds.spec import WorldKind
 from tests.reference.oracle import run_world

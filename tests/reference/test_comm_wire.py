@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from harness.ledger.entry import Entry, Ledger, Op, Phase
+from harness.tracing.ledger import Entry, Ledger, Op, Phase
 from harness.worlds.rank import RankContext
 from tests.reference.front_doors import BY_NAME
 from tests.reference.watching import (

@@ -16,7 +16,7 @@ from torch.distributed.fsdp._init_utils import _materialize_meta_module as torch
 from torch.distributed.tensor import DTensor, Shard
 
 from engine.reference.materialize import broadcast_states, materialize, move_to_device
-from harness.ledger.entry import Op
+from harness.tracing.ledger import Op
 from harness.worlds.rank import RankContext
 from harness.worlds.spec import WorldKind
 from tests.reference.oracle import run_world

@@ -16,7 +16,7 @@ from torch.distributed._composable.checkpoint_activation import checkpoint as ch
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper, checkpoint_wrapper
 from torch.utils.checkpoint import checkpoint
 
-from harness.ledger.entry import Phase
+from harness.tracing.ledger import Phase
 from harness.worlds.rank import RankContext
 from tests.reference.front_doors import BY_NAME
 from tests.reference.watching import (

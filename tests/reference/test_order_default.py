@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from harness.ledger.entry import Op, Phase
+from harness.tracing.ledger import Op, Phase
 from harness.worlds.rank import RankContext
 from harness.worlds.spec import WorldKind
 from tests.reference.front_doors import BY_NAME

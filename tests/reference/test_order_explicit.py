@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.ledger.entry import Phase
+from harness.tracing.ledger import Phase
 from harness.worlds.rank import RankContext
 from tests.reference.front_doors import BY_NAME
 from tests.reference.watching import (

@@ -17,7 +17,7 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler as Scal
 
 from engine import reference
 from engine.reference.scaler import ShardedGradScaler
-from harness.ledger.entry import Op
+from harness.tracing.ledger import Op
 from harness.worlds.rank import RankContext
 from harness.worlds.spec import WorldKind
 from tests.reference.oracle import run_world

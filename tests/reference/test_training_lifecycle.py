@@ -17,8 +17,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
-from harness.ledger.entry import Phase
-from harness.ledger.journal import read_journal
+from harness.tracing.journal import read_journal
+from harness.tracing.ledger import Phase
 from harness.worlds.rank import RankContext, journal_path
 from harness.worlds.spec import WorldKind
 from tests.reference.front_doors import BY_NAME, FrontDoor

@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from harness.ledger.entry import Entry, Ledger, Op, Phase
+from harness.tracing.ledger import Entry, Ledger, Op, Phase
 from harness.worlds.launch import launch
 from harness.worlds.outcome import Raised, Returned
 from harness.worlds.rank import RankContext

@@ -23,7 +23,7 @@ from torch.distributed.fsdp import (
 )
 
 from fixtures.tower import Block, Tower, rows
-from harness.script import Bench
+from harness.cases.script import Bench
 from suites.wrapper.exercises.wrapped import raised, wrap
 
 __all__ = [

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
 
 from engine.contract import WrapperNames
 from fixtures.tower import WIDTH, Block, Tower, rows
-from harness.script import Bench
+from harness.cases.script import Bench
 from suites.wrapper.exercises.wrapped import takes_the_step_of, units_of, wrap
 
 __all__ = [

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from fixtures.tower import Tower, rows
-from harness.script import Bench
+from harness.cases.script import Bench
 
 __all__ = ["GRADIENTS", "clean", "raised", "same", "takes_the_step_of", "units_of", "whole", "wrap"]
 

@@ -1,0 +1,1 @@
+"""What the suites are worth: mutation testing, coverage of upstream tests."""

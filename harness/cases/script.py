@@ -1,0 +1,159 @@
+"""How the microbatches of one optimizer step go through a model: one script, played by engines and by the oracle.
+
+A script says what a training loop does between two optimizer steps: which parts of the model are called in what
+order, when losses go backward, what it does to units meanwhile. It knows neither engine nor oracle, only the
+`Actor` that plays one rank.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, ClassVar, Protocol
+
+import torch
+from torch import nn
+
+from engine.contract import Capability, UnitHandle, WrapperNames
+from harness.tracing.ledger import Ledger
+
+__all__ = ["Actor", "Batch", "Bench", "EachMicrobatch", "Evaluation", "Script"]
+
+
+class Evaluation(Enum):
+    """How an evaluation keeps autograd out."""
+
+    NO_GRAD = "torch.no_grad"
+    INFERENCE = "torch.inference_mode: its tensors may never be used in training"
+
+    @property
+    def context(self) -> AbstractContextManager[object]:
+        """Make the context."""
+        return torch.no_grad() if self is Evaluation.NO_GRAD else torch.inference_mode()
+
+
+class Batch(Protocol):
+    """One rank's data for one microbatch."""
+
+    @property
+    def inputs(self) -> tuple[torch.Tensor, ...]:
+        """Arguments of forward, rows first."""
+
+    @property
+    def target(self) -> torch.Tensor:
+        """What the loss compares the output with, rows first."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bench:
+    """What calls of an engine's own interface work with, on one rank: its names, and whom to tell what was seen.
+
+    ``ledger`` gives what this rank has communicated so far.
+    """
+
+    names: WrapperNames
+    rank: int
+    size: int
+    device: torch.device
+    note: Callable[[str, object], None]
+    ledger: Callable[[], Ledger]
+
+
+class Actor(ABC):
+    """One rank in one optimizer step, as a script sees it.
+
+    ``weight`` is what a sum over items is multiplied with so that averaging over ranks gives the global mean.
+    """
+
+    step: int
+    num_microbatches: int
+    weight: float
+
+    @abstractmethod
+    def batch(self, microbatch: int) -> Batch:
+        """Give this rank's data, on its device, floats in the dtype of the parameters."""
+
+    @abstractmethod
+    def part(self, name: str) -> nn.Module:
+        """Give the submodule of that name, as the loop may call it; ``""`` is the model."""
+
+    # Any: a model takes and returns what it likes.
+    @abstractmethod
+    def forward(self, microbatch: int, *inputs: Any, part: str = "") -> Any:
+        """Call the model, or a part of it."""
+
+    @abstractmethod
+    def loss(self, microbatch: int, output: torch.Tensor, target: torch.Tensor | None = None) -> torch.Tensor:
+        """Give the weighted loss of a microbatch's output, or of the part of it that belongs to ``target``."""
+
+    @abstractmethod
+    def backward(self, microbatch: int, loss: torch.Tensor, *, is_counted: bool = True) -> None:
+        """Run backward; the value is one of the step's losses unless it stands in for a gradient."""
+
+    @abstractmethod
+    def backward_of_branch(self, microbatch: int, loss: torch.Tensor) -> None:
+        """Run backward from one of several losses of one forward, and keep the graph for the next."""
+
+    @abstractmethod
+    def evaluate(self, microbatch: int, how: Evaluation = Evaluation.NO_GRAD) -> None:
+        """Run the model in eval mode without gradients; the loss of its output is one of the step's losses."""
+
+    @abstractmethod
+    def synchronisation(self, microbatch: int) -> AbstractContextManager[None]:
+        """Return a context around forward and backward of a microbatch: no sync before the last, if so planned."""
+
+    @abstractmethod
+    def units(self) -> Mapping[str, UnitHandle]:
+        """Give handles of the plan's units by name, ``""`` for the root."""
+
+    @abstractmethod
+    def look(self, moment: str) -> None:
+        """Have the parameters, and whether units are gathered, observed as they are now."""
+
+    @abstractmethod
+    def note(self, subject: str, value: object) -> None:
+        """Have a fact observed."""
+
+    @abstractmethod
+    def hold(self, name: str, *tensors: torch.Tensor) -> None:
+        """Say that the loop holds on to tensors, which are nobody else's to let go of; a watch may want to know."""
+
+    @abstractmethod
+    def bench(self) -> Bench | None:
+        """Give what calls of the engine's own interface need; None where there is no engine."""
+
+    @abstractmethod
+    def recover(self) -> None:
+        """Tell the engine to forget a forward that an exception ended."""
+
+    @abstractmethod
+    def zero_grad(self) -> None:
+        """Clear the gradients of this step so far, to begin it again."""
+
+
+class Script(Protocol):
+    """A picklable, comparable value whose ``repr`` says all that it does."""
+
+    @property
+    def demands(self) -> frozenset[Capability]:
+        """What it asks of an engine beyond forward and backward; the plan must demand it too."""
+
+    def play(self, actor: Actor) -> None:
+        """Take all microbatches of one step forward and backward."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EachMicrobatch:
+    """Forward and backward of one microbatch after the other: what most training loops do."""
+
+    demands: ClassVar[frozenset[Capability]] = frozenset()
+
+    def play(self, actor: Actor) -> None:
+        """Take one microbatch at a time."""
+        for microbatch in range(actor.num_microbatches):
+            with actor.synchronisation(microbatch):
+                output = actor.forward(microbatch, *actor.batch(microbatch).inputs)
+                actor.backward(microbatch, actor.loss(microbatch, output))

@@ -1,0 +1,84 @@
+"""The plain loop, with notes of what form tensors have where the loop meets them; values are not its concern."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from engine.contract import Capability
+from harness.cases.script import Actor
+
+__all__ = ["FORWARD", "HOMES", "LAYOUTS", "OUTPUT_DTYPE", "PINNED", "NotesForms"]
+
+# Subjects of the notes.
+OUTPUT_DTYPE = "the dtype of the output"
+FORWARD = "the layout of parameters in forward"
+LAYOUTS = "the layout of parameters and gradients after backward"
+PINNED = "the memory of parameters after backward"
+HOMES = "where parameters and gradients are after backward"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NotesForms:
+    """Forward and backward of each microbatch, noting dtype, layout and device of what the loop can see.
+
+    A note of several tensors names every form found, so that one which is unlike the others shows.
+    """
+
+    demands: ClassVar[frozenset[Capability]] = frozenset()
+
+    def play(self, actor: Actor) -> None:
+        """Take one microbatch at a time; note."""
+        model = actor.part("")
+        for microbatch in range(actor.num_microbatches):
+            with actor.synchronisation(microbatch):
+                with _watching(model) as seen:
+                    output = actor.forward(microbatch, *actor.batch(microbatch).inputs)
+                actor.backward(microbatch, actor.loss(microbatch, output))
+            actor.note(OUTPUT_DTYPE, output.dtype)
+            actor.note(FORWARD, _joined(seen))
+        held = [
+            _local(tensor)
+            for p in model.parameters()
+            for tensor in (p.detach(), p.grad)
+            if tensor is not None
+        ]
+        actor.note(LAYOUTS, _joined(map(_layout, held)))
+        shards = [_local(p.detach()) for p in model.parameters()]
+        actor.note(PINNED, _joined("pinned" if shard.is_pinned() else "pageable" for shard in shards))
+        actor.note(HOMES, _joined(tensor.device.type for tensor in held))
+
+
+@contextmanager
+def _watching(model: nn.Module) -> Iterator[list[str]]:
+    """Collect the layouts of each module's own parameters as its forward finds them."""
+    seen: list[str] = []
+
+    # Any: a module takes what it likes.
+    def look(module: nn.Module, inputs: tuple[Any, ...]) -> None:
+        seen.extend(_layout(_local(p.detach())) for p in module.parameters(recurse=False))
+
+    handles = [module.register_forward_pre_hook(look) for module in model.modules()]
+    try:
+        yield seen
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _layout(tensor: torch.Tensor) -> str:
+    return "contiguous" if tensor.is_contiguous() else "strided"
+
+
+def _joined(forms: Iterable[str]) -> str:
+    return " and ".join(sorted(set(forms)))

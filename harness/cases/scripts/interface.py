@@ -1,0 +1,35 @@
+"""A script that calls an engine's own interface on models of its own, and then trains the case's model as usual."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from engine.contract import Capability
+from harness.cases.script import Actor, Bench, EachMicrobatch
+
+__all__ = ["Exercise"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Exercise:
+    """Each rank calls ``body(bench, *arguments)`` before each step; what it notes is what a law may judge.
+
+    ``body`` is a function of a module, ``arguments`` are values whose repr tells them apart.
+    """
+
+    body: Callable[..., None]
+    arguments: tuple[Any, ...] = ()  # Any: whatever the body takes
+    demands: ClassVar[frozenset[Capability]] = frozenset({Capability.WRAPPER})
+
+    def __repr__(self) -> str:
+        """Spell it without the function's address, which no two processes share."""
+        return f"Exercise({self.body.__module__}.{self.body.__qualname__}{self.arguments!r})"
+
+    def play(self, actor: Actor) -> None:
+        """Exercise, then train; the oracle, which has no engine, only trains."""
+        bench: Bench | None = actor.bench()
+        if bench is not None:
+            self.body(bench, *self.arguments)
+        EachMicrobatch().play(actor)

@@ -1,0 +1,141 @@
+"""Scripts that look at units, and gather, free and instruct them by hand, around forward and backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+from typing import ClassVar
+
+from engine.contract import Capability, UnitHandle
+from harness.cases.script import Actor
+
+__all__ = [
+    "AFTER_BACKWARD",
+    "AFTER_FORWARD",
+    "AFTER_FORWARD_FREED",
+    "AFTER_FORWARD_KEPT",
+    "BEFORE_BACKWARD",
+    "BEFORE_FORWARD",
+    "AlternateHeads",
+    "Gather",
+    "LookAround",
+    "ToggleReshard",
+    "UnshardByHand",
+]
+
+BEFORE_FORWARD = "before forward"
+AFTER_FORWARD = "after forward"
+AFTER_FORWARD_FREED = "after forward, told to free"
+AFTER_FORWARD_KEPT = "after forward, told to keep"
+BEFORE_BACKWARD = "before backward, gathered or freed by hand"
+AFTER_BACKWARD = "after backward"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LookAround:
+    """A plain loop that looks around the last microbatch's forward and backward; ``frees`` units between the two."""
+
+    frees: tuple[str, ...] = ()
+    demands: ClassVar[frozenset[Capability]] = frozenset({Capability.UNIT_STATE})
+
+    def play(self, actor: Actor) -> None:
+        """Take one microbatch at a time."""
+        for microbatch in range(actor.num_microbatches):
+            is_looked_at = microbatch == actor.num_microbatches - 1
+            with actor.synchronisation(microbatch):
+                _look(actor, BEFORE_FORWARD, is_looked_at=is_looked_at)
+                output = actor.forward(microbatch, *actor.batch(microbatch).inputs)
+                loss = actor.loss(microbatch, output)
+                _look(actor, AFTER_FORWARD, is_looked_at=is_looked_at)
+                if self.frees:
+                    for unit in _handles(actor, self.frees):
+                        unit.reshard()
+                    _look(actor, BEFORE_BACKWARD, is_looked_at=is_looked_at)
+                actor.backward(microbatch, loss)
+                _look(actor, AFTER_BACKWARD, is_looked_at=is_looked_at)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToggleReshard:
+    """Two microbatches: ``units`` are told to free after the first one's forward, and to keep after the second's."""
+
+    units: tuple[str, ...]
+    demands: ClassVar[frozenset[Capability]] = frozenset({Capability.UNIT_STATE})
+
+    def play(self, actor: Actor) -> None:
+        """Tell the units anew before each forward, whatever they were told before."""
+        for microbatch, moment in enumerate((AFTER_FORWARD_FREED, AFTER_FORWARD_KEPT)):
+            for unit in _handles(actor, self.units):
+                unit.set_reshard_after_forward(is_on=moment == AFTER_FORWARD_FREED)
+            output = actor.forward(microbatch, *actor.batch(microbatch).inputs)
+            loss = actor.loss(microbatch, output)
+            actor.look(moment)
+            actor.backward(microbatch, loss)
+        actor.look(AFTER_BACKWARD)
+
+
+class Gather(Enum):
+    """How the caller asks for whole parameters, and who waits for them."""
+
+    BLOCKING = "the call returns when they are there"
+    AWAITED = "the call returns at once; the caller waits, when all units have been asked"
+    UNAWAITED = "the call returns at once; nobody waits but the forward or backward that needs them"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnshardByHand:
+    """Units are gathered by hand before each forward, and again before each backward."""
+
+    units: tuple[str, ...]
+    gather: Gather
+    demands: ClassVar[frozenset[Capability]] = frozenset({Capability.UNIT_STATE})
+
+    def play(self, actor: Actor) -> None:
+        """Take one microbatch at a time; look only where somebody waited."""
+        for microbatch in range(actor.num_microbatches):
+            self._unshard(actor, BEFORE_FORWARD)
+            output = actor.forward(microbatch, *actor.batch(microbatch).inputs)
+            loss = actor.loss(microbatch, output)
+            self._unshard(actor, BEFORE_BACKWARD)
+            actor.backward(microbatch, loss)
+            actor.look(AFTER_BACKWARD)
+
+    def _unshard(self, actor: Actor, moment: str) -> None:
+        waits: list[Callable[[], None]] = []
+        for unit in _handles(actor, self.units):
+            if self.gather is Gather.BLOCKING:
+                unit.unshard()
+            else:
+                waits.append(unit.unshard_async())
+        if self.gather is Gather.UNAWAITED:
+            return
+        for wait in waits:
+            wait()
+        actor.look(moment)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AlternateHeads:
+    """The model returns the outputs of two heads; the loss is of one, and of the other in the next step."""
+
+    demands: ClassVar[frozenset[Capability]] = frozenset({Capability.UNIT_STATE, Capability.UNUSED})
+
+    def play(self, actor: Actor) -> None:
+        """Have backward pass one head by."""
+        for microbatch in range(actor.num_microbatches):
+            outputs = actor.forward(microbatch, *actor.batch(microbatch).inputs)
+            loss = actor.loss(microbatch, outputs[actor.step % 2])
+            actor.look(AFTER_FORWARD)
+            actor.backward(microbatch, loss)
+            actor.look(AFTER_BACKWARD)
+
+
+def _handles(actor: Actor, names: tuple[str, ...]) -> list[UnitHandle]:
+    units = actor.units()
+    return [units[name] for name in names]
+
+
+def _look(actor: Actor, moment: str, *, is_looked_at: bool) -> None:
+    if is_looked_at:
+        actor.look(moment)

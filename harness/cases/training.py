@@ -1,0 +1,208 @@
+"""What a training is: one problem, under one plan, on one schedule, driven by one script. Values only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Protocol
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from engine.contract import Accumulation, Capability, Layout, Plan
+from harness.cases.script import Batch, EachMicrobatch, Script
+
+__all__ = [
+    "Batch",
+    "Clip",
+    "LoopOrder",
+    "NamedOptimizer",
+    "Problem",
+    "Resume",
+    "Schedule",
+    "Training",
+    "Watch",
+    "ZeroGrad",
+]
+
+
+class Problem(Protocol):
+    """A model with its data and loss; implemented in ``fixtures``, picklable, the same on every rank."""
+
+    @property
+    def name(self) -> str:
+        """Short id used in case names."""
+
+    @property
+    def units(self) -> tuple[str, ...]:
+        """Submodule names that are natural communication groups."""
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether every intermediate is an integer multiple of a power of two that float32 holds exactly."""
+
+    @property
+    def idle(self) -> tuple[str, ...]:
+        """Name the parameters that are to go without a gradient in every step: frozen ones, and unused ones."""
+
+    @property
+    def parallelize(self) -> Callable[[nn.Module, DeviceMesh], None] | None:
+        """Cut the model's tensors over the mesh of one axis, for tensors or experts; None if there is no such cut."""
+
+    @property
+    def stages(self) -> Callable[[nn.Module, int], tuple[nn.Module, ...]] | None:
+        """Cut the model into so many modules that follow each other, names kept; None if it has no such cut."""
+
+    def build(self) -> nn.Module:
+        """Build the model with the same float32 values every time, whatever the default RNG's state."""
+
+    def num_items(self, *, step: int, microbatch: int, rank: int) -> int:
+        """Say how many items (rows, tokens) this microbatch averages over."""
+
+    def batch(self, *, step: int, microbatch: int, rank: int) -> Batch:
+        """Make the microbatch, different for each (step, microbatch, rank), floats in float32."""
+
+    def loss_sum(self, output: torch.Tensor, batch: Batch) -> torch.Tensor:
+        """Sum the loss over the microbatch's items; a scalar in the output's dtype."""
+
+
+class NamedOptimizer(Protocol):
+    """An optimizer factory with an id; implemented in ``fixtures``, picklable."""
+
+    @property
+    def name(self) -> str:
+        """Short id used in case names."""
+
+    def __call__(self, params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        """Build the optimizer."""
+
+
+class LoopOrder(Enum):
+    """Where the loop clears gradients."""
+
+    STEP_THEN_ZERO = "step, then clear: what a training loop does"
+    ZERO_THEN_STEP = "clear, then step: nothing is ever learnt, so nothing can be proven"
+
+
+class ZeroGrad(Enum):
+    """How the loop clears gradients."""
+
+    SET_TO_NONE = "always to None"
+    ALTERNATE = "to None after even steps, to zeros after odd ones"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Clip:
+    """Gradients are clipped before each optimizer step; the norm is over all parameters, of that power."""
+
+    max_norm: float
+    norm_type: float = 2.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Schedule:
+    """How long and in what pieces a training runs; ``repeats`` runs all of it again, from the same start."""
+
+    steps: int = 3
+    microbatches: int = 1
+    order: LoopOrder = LoopOrder.STEP_THEN_ZERO
+    zero_grad: ZeroGrad = ZeroGrad.ALTERNATE
+    clip: Clip | None = None
+    repeats: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resume:
+    """After ``after_steps`` steps the state is handed over to a fresh model that is prepared under ``plan``."""
+
+    after_steps: int
+    plan: Plan
+
+
+# With these the loop itself, and no layout, decides what is whole between steps.
+_KEEPS = frozenset(
+    {
+        Capability.UNIT_STATE,
+        Capability.UNIT_SYNC,
+        Capability.REPLICA_SYNC,
+        Capability.KEEP_AFTER_BACKWARD,
+        Capability.GRAPHS,
+    }
+)
+
+
+class Watch(Enum):
+    """What is watched besides, at a price that not every case shall pay."""
+
+    RACES = "every operator's touches of memory, and the streams that order them"
+    LIFETIMES = "every storage from its birth to its end, and what it was for"
+    UNITS = "which units are whole, whenever a collective is issued or a unit's turn begins or ends"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Training:
+    """Everything that decides what a run observes, but for the engine and the world.
+
+    ``convert`` is a dtype to which the model is converted once prepared; data follow it. ``schedules``: so many are
+    run at least, where ranks are threads; see `harness.runner.options`.
+    """
+
+    problem: Problem
+    optimizer: NamedOptimizer
+    plan: Plan = field(default_factory=Plan)
+    schedule: Schedule = field(default_factory=Schedule)
+    script: Script = field(default_factory=EachMicrobatch)
+    convert: torch.dtype | None = None
+    resume: Resume | None = None
+    watch: frozenset[Watch] = frozenset()
+    schedules: int = 1
+
+    @property
+    def needs(self) -> frozenset[Capability]:
+        """The capabilities without which the training cannot be run, those of the plan it resumes under included."""
+        return self.plan.needs if self.resume is None else self.plan.needs | self.resume.plan.needs
+
+    @property
+    def is_counted(self) -> bool:
+        """Whether each rank's memory is counted after each step, and held against the plan's layout."""
+        is_sharded = self.plan.layout in {Layout.SHARD, Layout.HYBRID}
+        is_cut_by_others = self.plan.cut_axis is not None or self.plan.pipeline_stages > 1
+        # An exercise of the engine's own interface makes models beside the one that is trained.
+        makes_models = Capability.WRAPPER in self.script.demands
+        return is_sharded and not (is_cut_by_others or makes_models or self.plan.needs & _KEEPS)
+
+    def __post_init__(self) -> None:
+        """Raise ValueError where the plan does not tell the engine what the training will ask of it."""
+        asked = {
+            Capability.CLIP: self.schedule.clip is not None,
+            Capability.CONVERT: self.convert is not None,
+            Capability.STATE: self.resume is not None,
+            Capability.UNIT_STATE: Watch.UNITS in self.watch,
+        }
+        asked |= dict.fromkeys(self.script.demands, True)
+        missing = {c for c, is_asked in asked.items() if is_asked} - self.plan.needs
+        if missing:
+            raise ValueError(
+                f"Training: expected {', '.join(sorted(c.name for c in missing))} among the demands of its plan, "
+                "got a plan without; try Plan(demands=...)"
+            )
+        if self.plan.cut_axis is not None and self.problem.parallelize is None:
+            raise ValueError(f"Training: problem {self.problem.name!r} does not say how its tensors are cut")
+        if self.plan.pipeline_stages > 1:
+            self._check_pipeline()
+
+    def _check_pipeline(self) -> None:
+        """Raise ValueError for what a pipeline cannot do, or what its stages would have to do together."""
+        wants = {
+            "a problem with stages": self.problem.stages is not None,
+            "a script that takes microbatches through them": Capability.PIPELINE in self.script.demands,
+            "accumulation until the last microbatch": self.plan.accumulation is Accumulation.LAST_MICROBATCH,
+            "no clipping": self.schedule.clip is None,
+            "no conversion": self.convert is None,
+            "no resumption": self.resume is None,
+        }
+        missing = [what for what, is_so in wants.items() if not is_so]
+        if missing:
+            raise ValueError(f"Training: expected of a pipeline {'; '.join(missing)}")

@@ -1,0 +1,108 @@
+"""Which parameters a plan puts into which communication group; worked out from names, never asked of an engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from math import lcm, prod
+
+from torch import nn
+
+from engine.contract import Layout, Plan, Roots
+from harness.cases.training import Training
+
+__all__ = ["ROOT", "Group", "chunked_numel", "groups_in", "groups_of", "num_shares_of"]
+
+ROOT = ""  # the unit of what no other unit takes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """The parameters of one unit of a plan, each once however often registered, by its first name.
+
+    ``shapes`` are whole.
+    """
+
+    unit: str
+    names: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    bytes_per_element: int
+
+    @property
+    def num_bytes(self) -> int:
+        """Count the bytes of the parameters themselves."""
+        return sum(map(prod, self.shapes)) * self.bytes_per_element
+
+    def padded_bytes(self, num_ranks: int) -> int:
+        """Count bytes where the first dim of each parameter is rounded up to a multiple of the ranks."""
+        rounded = (-(-s[0] // num_ranks) * num_ranks * prod(s[1:]) if s else num_ranks for s in self.shapes)
+        return sum(rounded) * self.bytes_per_element
+
+
+def groups_of(training: Training) -> tuple[Group, ...]:
+    """Give the groups that own parameters: units in the order of the plan, then the root.
+
+    A parameter belongs to the first unit that contains it, so inner units must come before those around them.
+    """
+    plan = training.plan
+    key = (
+        training.problem.name,
+        plan.units,
+        plan.ignored,
+        plan.roots,
+    )  # a name stands for one problem everywhere
+    if key not in _known:
+        _known[key] = groups_in(training.problem.build(), plan)
+    return _known[key]
+
+
+# Laws ask for each step and rank, and building a model takes longer than all the rest of judging.
+_known: dict[tuple[object, ...], tuple[Group, ...]] = {}
+
+
+def groups_in(model: nn.Module, plan: Plan) -> tuple[Group, ...]:
+    """Group the parameters of a model that no engine has prepared yet, as `groups_of` does."""
+    return tuple(_groups(model, plan))
+
+
+def num_shares_of(plan: Plan, world_size: int) -> int:
+    """Return over how many ranks the plan shards each parameter; raises ValueError for `Layout.NATIVE`."""
+    match plan.layout:
+        case Layout.SHARD:
+            return world_size
+        case Layout.HYBRID:
+            return plan.axes(world_size)[-1].size
+        case Layout.REPLICATE:
+            return 1
+        case Layout.NATIVE:
+            raise ValueError("num_shares_of: expected a plan that names a layout, got Layout.NATIVE")
+
+
+def chunked_numel(groups: Iterable[Group], num_shares: int) -> int:
+    """Return the most elements that a rank's stretches of all groups can have; see [Note: chunks]."""
+    most = 0
+    for group in groups:
+        chunk = lcm(*(max(1, prod(shape[1:])) for shape in group.shapes))
+        sizes = [prod(shape) for shape in group.shapes]
+        laid = sum(size + max(0, min(chunk, size) - 1) for size in sizes)
+        most += min(sum(sizes), chunk * -(-laid // (num_shares * chunk)))
+    return most
+
+
+def _groups(model: nn.Module, plan: Plan) -> Iterator[Group]:
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    taken = {model.get_parameter(name) for name in plan.ignored}
+    # With several roots nobody owns what is outside of them.
+    units = plan.units if plan.roots is Roots.EACH_UNIT else (*plan.units, ROOT)
+    for unit in units:
+        inside = (p for name in unit.split(",") for p in model.get_submodule(name).parameters())
+        own: dict[nn.Parameter, None] = dict.fromkeys(p for p in inside if p not in taken)
+        taken |= own.keys()
+        if own:
+            first = next(iter(own))
+            yield Group(
+                unit=unit,
+                names=tuple(names[p] for p in own),
+                shapes=tuple(tuple(p.shape) for p in own),
+                bytes_per_element=first.element_size(),
+            )

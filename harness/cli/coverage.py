@@ -1,0 +1,77 @@
+"""The command ``shardproof coverage``: collect the cases with their rows, read runs, print a table."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from harness.audit.coverage import Coverage, Table, cover
+from harness.cases.case_id import Node
+from harness.errors import UsageError
+from harness.records.run import read_run
+from harness.runner.invoke import CONFORMS, DOES_NOT_CONFORM, OUR_FAULT, USAGE, call_pytest, suites
+from reports.coverage import render, render_markdown
+from suites.upstream import TABLES, TESTS
+
+__all__ = ["collect", "show_coverage"]
+
+
+class _CasesWithRows:
+    """A pytest plugin that keeps the rows of every case collected."""
+
+    def __init__(self, table: Table) -> None:
+        self._table = table
+        self.rows: dict[str, set[str]] = {}
+
+    def pytest_itemcollected(self, item: pytest.Item) -> None:
+        """Keep one case, whatever world it makes sense in; marks were not checked yet, so they may hold anything."""
+        node = Node.parse(item.nodeid)
+        if node is not None:
+            named = {str(row) for mark in item.iter_markers(self._table.mark) for row in mark.args}
+            self.rows.setdefault(node.case, set()).update(named)
+
+
+def show_coverage(folders: Sequence[Path], *, api: str | None, is_markdown: bool) -> int:
+    """Print which cases stand for each row and what the runs say; returns 1 where a row has no case.
+
+    The rows are the names of the interface ``api``, or upstream tests without one; raises UsageError for no interface.
+    """
+    table = _table(api)
+    runs = [read_run(folder) for folder in folders]
+    records = [record for run in runs for record in run.records]
+    found, said = _CasesWithRows(table), io.StringIO()
+    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+        code = collect(suites(None), found)
+    if code:
+        print(said.getvalue(), file=sys.stderr)
+        return USAGE if code == pytest.ExitCode.USAGE_ERROR else OUR_FAULT
+    covered = cover(table, found.rows, records)
+    print(_rendered(covered, is_markdown=is_markdown))
+    damage = [problem for run in runs if run.is_damaged for problem in run.problems]
+    for problem in damage:
+        print(f"warning: {problem}", file=sys.stderr)
+    return DOES_NOT_CONFORM if covered.missing or damage else CONFORMS
+
+
+def collect(folders: Sequence[Path], plugin: object) -> int:
+    """Let pytest collect every case once, for an engine and a world that are never asked for anything."""
+    arguments = [*map(str, folders), "--collect-only", "--engine=torch.ddp", "--world=threads:4"]
+    return call_pytest([*arguments, "--no-expectations"], plugin)
+
+
+def _table(api: str | None) -> Table:
+    if api is None:
+        return TESTS
+    if api not in TABLES:
+        known = ", ".join(TABLES)
+        raise UsageError("--api", expected=f"one of: {known}", got=repr(api), hint="leaving it out for tests")
+    return TABLES[api]
+
+
+def _rendered(covered: Coverage, *, is_markdown: bool) -> str:
+    return render_markdown(covered) if is_markdown else render(covered)

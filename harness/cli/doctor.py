@@ -1,0 +1,124 @@
+"""What this machine can run, found out by running it."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from engine.registry import BUILT_IN, EngineNotFoundError
+from harness.runner.engines import describe
+from harness.torch_compat.releases import TESTED, minor, remark
+from harness.worlds.launch import launch
+from harness.worlds.outcome import Returned
+from harness.worlds.processes.lineage import can_adopt
+from harness.worlds.rank import RankContext
+from harness.worlds.spec import WorldKind, WorldSpec
+
+__all__ = ["Finding", "examine"]
+
+_NEEDS_FREE_BYTES = 200 * 2**20  # a run of the bundled suites keeps well under half of this
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """One thing looked at; ``detail`` says what was found and, if it is not fine, what to try."""
+
+    what: str
+    is_ok: bool
+    detail: str
+
+
+def examine() -> list[Finding]:
+    """Check versions and disk, and run a two-rank world of each kind that this machine should manage."""
+    specs = [WorldSpec(kind=kind, size=2, deadline_s=30.0) for kind in WorldKind]
+    if torch.cuda.is_available():
+        num_gpus = torch.cuda.device_count()
+        specs.append(
+            WorldSpec(kind=WorldKind.PROCESSES, size=min(2, num_gpus), device="cuda", deadline_s=60.0)
+        )
+    worlds = [_world(spec) for spec in specs]
+    return [
+        _python(),
+        _torch(),
+        _disk(),
+        _gpus(),
+        _leftovers(),
+        *worlds,
+        *map(_engine, sorted(BUILT_IN)),
+    ]
+
+
+def _python() -> Finding:
+    version = ".".join(map(str, sys.version_info[:3]))
+    return Finding(
+        what="python", is_ok=sys.version_info >= (3, 11), detail=f"{version} (needs 3.11 or newer)"
+    )
+
+
+def _torch() -> Finding:
+    has_gloo = dist.is_available() and dist.is_gloo_available()
+    untested = remark(torch.__version__)
+    parts = [
+        f"{torch.__version__} (tested: {', '.join(TESTED)})",
+        f"gloo {'available' if has_gloo else 'missing'}",
+    ]
+    is_supported = minor(torch.__version__) >= minor(TESTED[0])
+    return Finding(
+        what="torch",
+        is_ok=is_supported and has_gloo,
+        detail="; ".join([*parts, *([untested] if untested else [])]),
+    )
+
+
+def _disk() -> Finding:
+    folder = tempfile.gettempdir()
+    free = shutil.disk_usage(folder).free
+    detail = f"{free // 2**20} MiB free in {folder} (needs {_NEEDS_FREE_BYTES // 2**20})"
+    return Finding(what="disk", is_ok=free >= _NEEDS_FREE_BYTES, detail=detail)
+
+
+def _gpus() -> Finding:
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return Finding(what="gpus", is_ok=True, detail=f"{count} (worlds on the CPU need none)")
+
+
+def _engine(name: str) -> Finding:
+    try:
+        version = describe(name).version
+    except EngineNotFoundError as error:
+        return Finding(what=f"engine {name}", is_ok=False, detail=error.problem)
+    return Finding(what=f"engine {name}", is_ok=True, detail=version)
+
+
+def _leftovers() -> Finding:
+    """Look whether processes that a rank leaves behind can be found after they have left its process group."""
+    if can_adopt():
+        detail = "every process that a rank starts is found and ended, in a session of its own too"
+        return Finding(what="left processes", is_ok=True, detail=detail)
+    detail = "only those in the process group of a rank are found and ended; a Linux machine finds all"
+    return Finding(what="left processes", is_ok=False, detail=detail)
+
+
+def _world(spec: WorldSpec) -> Finding:
+    with tempfile.TemporaryDirectory() as folder:
+        outcomes = launch(spec, _sum_of_ranks, folder=Path(folder)).outcomes
+    expected = sum(range(spec.size))
+    bad = [o for o in outcomes if not (isinstance(o, Returned) and o.value == expected)]
+    detail = (
+        f"{spec.size} ranks agreed on a sum"
+        if not bad
+        else f"expected {expected} on every rank, got {bad[0]}"
+    )
+    return Finding(what=f"world {spec}", is_ok=not bad, detail=detail)
+
+
+def _sum_of_ranks(context: RankContext) -> float:
+    mine = torch.tensor([float(context.rank)], device=context.device)
+    dist.all_reduce(mine)
+    return float(mine)

@@ -1,0 +1,160 @@
+"""The command ``shardproof judge``: judge a run's observations again, and write the result beside the run.
+
+Only files are read: no world starts, and no engine is imported. Cases are ours; pytest collects those that the records
+name.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from harness.cases.case_id import Node
+from harness.errors import HarnessBug, UsageError
+from harness.records.record import Footer, Record
+from harness.records.run import JUDGED, Run, RunWriter, read_run
+from harness.records.verdict import Verdict
+from harness.runner.invoke import call_pytest, suite_folders
+from harness.runner.record_writer import NOT_JUDGED_PROPERTY
+from harness.worlds.spec import WorldSpec
+
+if TYPE_CHECKING:  # importing pytest takes a while, and not every command needs it
+    import pytest
+
+__all__ = ["judge_again"]
+
+Key = tuple[str, str, str]
+
+# Exit codes of pytest after which every case that was collected has its verdict: passed, failed, none collected.
+_ENDED = (0, 1, 5)
+_NO_CASE = "there is no such case"
+_BROKE = "the test of the case ended without a verdict"
+
+
+def judge_again(folder: Path) -> Path:
+    """Judge every record whose observations can be read; returns the folder of the result, which is a run.
+
+    The result has a record for each of the run's: the new one, or the old one where there is no new one. An earlier
+    result is replaced. Raises UsageError for what is no run.
+    """
+    old = read_run(folder)
+    heard = _Heard()
+    with tempfile.TemporaryDirectory() as scratch:
+        new = _judged(old, folder, Path(scratch) / "run", heard)
+    out = folder / JUDGED
+    _remove(out)
+    _write(out, old, new, heard)
+    return out
+
+
+class _Heard:
+    """A pytest plugin that keeps which cases there are, and why some were not judged."""
+
+    def __init__(self) -> None:
+        self._cases: set[Key] = set()
+        self._reasons: dict[Key, str] = {}
+
+    def pytest_itemcollected(self, item: pytest.Item) -> None:
+        """Keep one case."""
+        if (node := Node.parse(item.nodeid)) is not None:
+            self._cases.add(node.key)
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Keep the reason that a test's report carries."""
+        node = Node.parse(report.nodeid)
+        for name, value in report.user_properties:
+            if name == NOT_JUDGED_PROPERTY and node is not None:
+                self._reasons[node.key] = str(value)
+
+    def why_not(self, key: Key) -> str:
+        """Why a case has no new record."""
+        return self._reasons.get(key, _BROKE if key in self._cases else _NO_CASE)
+
+
+def _judged(old: Run, folder: Path, scratch: Path, heard: _Heard) -> dict[Key, Record]:
+    known = {suite.name: suite for suite in suite_folders()}
+    places = [known[suite] for suite in sorted({r.suite for r in old.records}) if suite in known]
+    worlds = [world for world in dict.fromkeys(r.world for r in old.records) if _is_world(world)]
+    if not places or not worlds:
+        return {}
+    code = call_pytest(
+        [
+            *map(str, places),
+            *(f"--engine={engine}" for engine in dict.fromkeys(r.engine for r in old.records)),
+            *(f"--world={world}" for world in worlds),
+            f"--replay={folder}",
+            f"--out={scratch}",
+        ],
+        heard,
+    )
+    if code not in _ENDED:
+        raise HarnessBug(
+            f"judging {folder} again",
+            expected="a verdict on each case",
+            got=f"the end of pytest with exit code {code}",
+            hint="the messages above",
+        )
+    records = read_run(scratch).records if scratch.exists() else ()
+    return {_key(r): r for r in records if r.verdict is not Verdict.NOT_RUN}
+
+
+def _is_world(text: str) -> bool:
+    try:
+        WorldSpec.parse(text)
+    except UsageError:
+        return False
+    return True
+
+
+def _remove(out: Path) -> None:
+    try:
+        if out.exists():
+            shutil.rmtree(out)
+    except OSError as error:
+        raise UsageError(
+            f"replacing {out}",
+            expected="the result of judging earlier",
+            got=f"{type(error).__name__}: {error}",
+            hint="removing it",
+        ) from error
+
+
+def _write(out: Path, old: Run, new: dict[Key, Record], heard: _Heard) -> None:
+    lost = [record for record in old.records if _key(record) not in new]
+    shortfalls = (*old.problems, *_listed([(heard.why_not(_key(r)), _name(r)) for r in lost]))
+    records = [new.get(_key(record), record) for record in old.records]
+    writer = RunWriter(out, replace(old.header, shortfalls=shortfalls))
+    for record in records:
+        writer.append(_seen_from_below(record))
+    if old.footer is not None:
+        writer.finish(_recounted(old.footer, records))
+
+
+def _listed(lost: Sequence[tuple[str, str]]) -> Iterator[str]:
+    """Name what was not judged again, one line a reason."""
+    for reason, count in Counter(reason for reason, _ in lost).items():
+        first = next(name for why, name in lost if why == reason)
+        others = f", and {count - 1} more" if count > 1 else ""
+        yield f"not judged again: {reason}: {first}{others}"
+
+
+def _seen_from_below(record: Record) -> Record:
+    """Name the observations as they are found from the result's folder."""
+    return replace(record, observation=f"../{record.observation}") if record.observation else record
+
+
+def _recounted(footer: Footer, records: Sequence[Record]) -> Footer:
+    return replace(footer, counts=dict(Counter(str(record.verdict) for record in records)))
+
+
+def _key(record: Record) -> Key:
+    return (record.engine, record.case, record.world)
+
+
+def _name(record: Record) -> str:
+    return f"{record.engine} on {record.case} in {record.world}"

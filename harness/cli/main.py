@@ -1,0 +1,373 @@
+"""The command line: a thin layer over pytest for running, and over reports for showing."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from engine.registry import BUILT_IN, EngineNotFoundError, check_spelling
+from harness.audit.marks import WORLDS, Breadth
+from harness.errors import ShardproofError, UsageError
+from harness.records.verdict import Verdict
+from harness.runner.interruption import interruptible
+from harness.runner.invoke import (
+    CONFORMS,
+    DOES_NOT_CONFORM,
+    OUR_FAULT,
+    USAGE,
+    call_pytest,
+    check_temporary_folder,
+    suite_folders,
+    suites,
+)
+
+__all__ = ["main"]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns 0 conforming, 1 not, 2 wrong usage, 3 an error of our own."""
+    arguments = _parser().parse_args(argv)
+    if arguments.command in {run, mutants}:
+        # A console script does not look for modules where it is called; people name engines of their own from there.
+        # Commands that only read a run do not look there either: it may be the folder of the run.
+        sys.path.insert(0, str(Path.cwd()))
+    try:
+        with interruptible():
+            code: int = arguments.command(arguments)
+    except KeyboardInterrupt:
+        print("shardproof: interrupted", file=sys.stderr)
+        return OUR_FAULT
+    except (UsageError, EngineNotFoundError) as error:
+        print(f"shardproof: {error}", file=sys.stderr)
+        return USAGE
+    except ShardproofError as error:
+        print(f"shardproof: {error}", file=sys.stderr)
+        return OUR_FAULT
+    return code
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Judge engines on suites: launch worlds, record verdicts, write the reports."""
+    from harness.records.provenance import today
+    from harness.records.run import refuse_existing
+    from harness.runner.options import Effort
+    from harness.verdicts import known_failures_file
+    from harness.worlds.spec import WorldSpec
+
+    out = Path(arguments.out or Path("conformance") / f"{datetime.now(UTC):%Y%m%d-%H%M%S}")
+    # Here rather than in pytest, whose own message would bury ours.
+    refuse_existing(out)
+    check_temporary_folder()
+    file = None if arguments.no_expectations else known_failures_file.find(arguments.expectations)
+    if file is not None:
+        known_failures_file.read(file, today=today())
+    for world in arguments.world or []:
+        WorldSpec.parse(world)
+    effort = Effort(
+        seed=arguments.schedule_seed, num_schedules=arguments.schedules, is_thorough=arguments.thorough
+    )
+    if not _any_is_usable(arguments.engine or sorted(BUILT_IN), arguments.deadline):
+        return USAGE
+    options = [
+        *(f"--engine={name}" for name in arguments.engine or []),
+        *(f"--world={world}" for world in arguments.world or []),
+        f"--out={out}",
+        f"--deadline={arguments.deadline}",
+        f"--schedule-seed={effort.seed}",
+        f"--schedules={effort.num_schedules}",
+        *(["--thorough"] if effort.is_thorough else []),
+        *([f"--expectations={file}"] if file else ["--no-expectations"]),
+        *(["-n", str(arguments.workers)] if arguments.workers else []),
+        *(["-k", arguments.keyword] if arguments.keyword else []),
+    ]
+    code = call_pytest([*map(str, suites(arguments.suite)), *options])
+    return _conclude(out, code)
+
+
+def _any_is_usable(engines: Sequence[str], limit_s: float) -> bool:
+    """Print why an engine from outside cannot be judged, before anything runs; those built in are asked in pytest."""
+    from harness.runner.engines import examine
+
+    for name in engines:
+        check_spelling(name)
+    foreign = [name for name in engines if name not in BUILT_IN]
+    unavailable = examine(foreign, limit_s=limit_s).unavailable
+    for name, problem in unavailable.items():
+        print(f"shardproof: engine {name!r}: {problem}", file=sys.stderr)
+    return len(unavailable) < len(engines)
+
+
+def judge(arguments: argparse.Namespace) -> int:
+    """Judge again what a run observed, without a world or an engine; writes records and reports below DIR/judged.
+
+    A record that cannot be judged again keeps its verdict and is listed; the exit code is then not 0.
+    """
+    from harness.cli.judge import judge_again
+
+    return _show(judge_again(Path(arguments.run)))
+
+
+def report(arguments: argparse.Namespace) -> int:
+    """Write the reports of a run again and print its matrix."""
+    return _show(Path(arguments.run))
+
+
+def timeline(arguments: argparse.Namespace) -> int:
+    """Write what happened when in one case, the worst that matches, for Perfetto or chrome://tracing."""
+    from harness.cli.timeline import Request, export
+
+    return export(
+        Request(
+            run=Path(arguments.run),
+            case=arguments.case,
+            engines=tuple(arguments.engine or ()),
+            ranks=tuple(arguments.rank or ()),
+            out=Path(arguments.out) if arguments.out else None,
+        )
+    )
+
+
+def diff(arguments: argparse.Namespace) -> int:
+    """Compare two runs: verdicts, headlines, counts and bytes that changed; returns 1 if any did, else 0."""
+    from harness.cli.diff import Format, Request, show_diff
+
+    return show_diff(
+        Request(
+            before=Path(arguments.before),
+            after=Path(arguments.after),
+            format=Format(arguments.format),
+            engines=tuple(arguments.engine or ()),
+            out=Path(arguments.out) if arguments.out else None,
+        )
+    )
+
+
+def list_all(arguments: argparse.Namespace) -> int:
+    """List engines with what they declare, suites, and with --cases every case."""
+    from harness.cli.case_list import list_cases
+    from harness.runner.engines import describe
+
+    print("engines:")
+    for name in sorted(BUILT_IN):
+        try:
+            declared = ", ".join(sorted(c.name for c in describe(name).capabilities))
+        except EngineNotFoundError as error:
+            declared = f"unavailable: {error.problem}"
+        print(f"  {name:18} {declared}")
+    print("suites:")
+    for suite in suite_folders():
+        print(f"  {suite.name:18} {_first_sentence(suite / '__init__.py')}")
+    if not arguments.cases:
+        return CONFORMS
+    print("cases:")
+    return list_cases()
+
+
+def doctor(arguments: argparse.Namespace) -> int:
+    """Say what this machine can run, by running it."""
+    from harness.cli.doctor import examine
+
+    findings = examine()
+    for finding in findings:
+        print(f"{'ok  ' if finding.is_ok else 'FAIL'} {finding.what}: {finding.detail}")
+    return CONFORMS if all(f.is_ok for f in findings) else OUR_FAULT
+
+
+def coverage(arguments: argparse.Namespace) -> int:
+    """Say which cases stand for each test of torch's own, and what runs say of them; 1 where one has no case.
+
+    With --api the same of each name of an interface of torch's.
+    """
+    from harness.cli.coverage import show_coverage
+
+    folders = [Path(folder) for folder in arguments.runs]
+    return show_coverage(folders, api=arguments.api, is_markdown=arguments.markdown)
+
+
+def mutants(arguments: argparse.Namespace) -> int:
+    """Show that every case kills the engines wrong on purpose that its prey marks name; prints the kill matrix.
+
+    Returns 1 where one of them survives, where a mutant is killed by no case, or where a case kills no mutant.
+    """
+    from harness.cli.mutants import Request, hunt, shipped
+
+    now = f"{datetime.now(UTC):%Y%m%d-%H%M%S}"
+    return hunt(
+        Request(
+            targets=shipped(),
+            suites=tuple(suites(arguments.suite)),
+            worlds=tuple(dict.fromkeys(arguments.world or WORLDS)),
+            breadth=arguments.breadth or Breadth.MARKED,
+            out=Path(arguments.out or Path("conformance") / f"mutants-{now}"),
+            keyword=arguments.keyword or "",
+            num_workers=arguments.workers,
+            deadline_s=arguments.deadline,
+            is_whole=not (arguments.suite or arguments.keyword),
+        )
+    )
+
+
+def _conclude(out: Path, pytest_code: int) -> int:
+    """Turn pytest's exit code into ours; where cases ran the records decide."""
+    has_records = (out / "records.jsonl").exists()
+    if pytest_code == 4:
+        if has_records:  # some of the engines asked for could not be judged; the others were
+            _show(out)
+        return USAGE
+    if pytest_code == 5:
+        print("shardproof: no case was selected; see `shardproof list --cases`", file=sys.stderr)
+        return USAGE
+    if not has_records:
+        print("shardproof: no case was run; see the messages above", file=sys.stderr)
+        return OUR_FAULT
+    code = _show(out)
+    if pytest_code not in (0, 1):
+        return OUR_FAULT
+    return DOES_NOT_CONFORM if code == CONFORMS and pytest_code else code
+
+
+def _show(run_folder: Path) -> int:
+    """Write a run's reports, print its matrix, and turn its verdicts into the exit code."""
+    from reports.tally import Conclusion, conclude
+    from reports.terminal import render
+    from reports.write import write_reports
+
+    result, paths = write_reports(run_folder)
+    print(render(result))
+    for path in paths:
+        print(f"wrote {path}")
+    if Verdict.ERRORED in {record.verdict for record in result.records}:
+        return OUR_FAULT
+    return CONFORMS if conclude(result) is Conclusion.CONFORMING else DOES_NOT_CONFORM
+
+
+def _first_sentence(module: Path) -> str:
+    text = module.read_text().strip().strip('"')
+    return text.split("\n", 1)[0]
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="shardproof", description=__doc__)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    sub = commands.add_parser("run", help="judge engines", description=run.__doc__)
+    sub.add_argument(
+        "--engine", action="append", metavar="NAME", help="repeat for several; default: all built in"
+    )
+    _add_selection(sub, worlds="threads:2")
+    _add_effort(sub)
+    group = sub.add_mutually_exclusive_group()
+    group.add_argument(
+        "--expectations", metavar="FILE", help="known failures; default: suites/expectations.toml"
+    )
+    group.add_argument("--no-expectations", action="store_true", help="give raw verdicts")
+    sub.set_defaults(command=run)
+    for command, text in (
+        (judge, "judge a run's observations again"),
+        (report, "write a run's reports again"),
+    ):
+        sub = commands.add_parser(command.__name__, help=text, description=command.__doc__)
+        sub.add_argument("run", metavar="DIR", help="folder of the run")
+        sub.set_defaults(command=command)
+    sub = commands.add_parser("timeline", help="export one case's timeline", description=timeline.__doc__)
+    sub.add_argument("run", metavar="DIR", help="folder of the run")
+    sub.add_argument("--case", default="", metavar="ID", help="the case, or a part of its name")
+    sub.add_argument("--engine", action="append", metavar="NAME", help="repeat for several; default: any")
+    sub.add_argument(
+        "--rank", type=int, action="append", metavar="R", help="repeat for several; default: all"
+    )
+    sub.add_argument("--out", metavar="FILE", help="default: timeline.json in the run's folder")
+    sub.set_defaults(command=timeline)
+    sub = commands.add_parser("list", help="list engines and suites", description=list_all.__doc__)
+    sub.add_argument("--cases", action="store_true", help="list every case too")
+    sub.set_defaults(command=list_all)
+    _add_diff(commands)
+    _add_proofs(commands)
+    sub = commands.add_parser("doctor", help="say what this machine can run", description=doctor.__doc__)
+    sub.set_defaults(command=doctor)
+    return parser
+
+
+# Any, here and below: argparse does not export the type of its sub-parsers.
+def _add_diff(commands: Any) -> None:
+    sub = commands.add_parser("diff", help="compare two runs", description=diff.__doc__)
+    sub.add_argument("before", metavar="A", help="folder of a run")
+    sub.add_argument("after", metavar="B", help="folder of the run to compare it with")
+    sub.add_argument("--engine", action="append", metavar="NAME", help="repeat for several; default: all")
+    sub.add_argument(
+        "--format",
+        choices=("terminal", "markdown", "json"),
+        default="terminal",
+        help="default: terminal; markdown fits a comment on a pull request, json has every change",
+    )
+    sub.add_argument("--out", metavar="FILE", help="write it there instead of printing it")
+    sub.set_defaults(command=diff)
+
+
+def _add_proofs(commands: Any) -> None:
+    """Add the commands that say what the suites themselves are worth."""
+    sub = commands.add_parser(
+        "coverage", help="which of torch's own tests the cases stand for", description=coverage.__doc__
+    )
+    sub.add_argument("runs", metavar="DIR", nargs="*", help="folders of runs, whose verdicts are shown")
+    sub.add_argument("--api", metavar="NAME", help="lines of this interface instead of tests: fsdp1")
+    sub.add_argument("--markdown", action="store_true", help="print the table as Markdown")
+    sub.set_defaults(command=coverage)
+    sub = commands.add_parser(
+        "mutants", help="show that every case kills an engine wrong on purpose", description=mutants.__doc__
+    )
+    _add_selection(sub, worlds="threads:2, 4, 3, 6 and 1, processes:2, each case in the first that suits it")
+    breadth = sub.add_mutually_exclusive_group()
+    breadth.add_argument(
+        "--full",
+        dest="breadth",
+        action="store_const",
+        const=Breadth.ALL,
+        help="every mutant on every case, not only its prey",
+    )
+    breadth.add_argument(
+        "--quick",
+        dest="breadth",
+        action="store_const",
+        const=Breadth.ONCE,
+        help="every mutant on one case, the first whose prey it is",
+    )
+    sub.set_defaults(command=mutants)
+
+
+def _add_effort(sub: argparse.ArgumentParser) -> None:
+    """Add what says how hard to look."""
+    sub.add_argument(
+        "--schedule-seed", type=int, default=0, metavar="S", help="seed of the first schedule; default: 0"
+    )
+    sub.add_argument(
+        "--schedules",
+        type=int,
+        default=1,
+        metavar="N",
+        help="run each case under N schedules, where ranks are threads",
+    )
+    sub.add_argument(
+        "--thorough",
+        action="store_true",
+        help="watch for all that can be watched on a CPU; about 3 x the time",
+    )
+
+
+def _add_selection(sub: argparse.ArgumentParser, *, worlds: str) -> None:
+    """Add what commands that run cases share; ``worlds`` are the default ones in words."""
+    sub.add_argument(
+        "--world", action="append", metavar="KIND:SIZE", help=f"repeat for several; default: {worlds}"
+    )
+    sub.add_argument("--suite", action="append", metavar="NAME", help="repeat for several; default: all")
+    sub.add_argument("--out", metavar="DIR", help="folder for the run; default: below conformance/")
+    sub.add_argument("--deadline", type=float, default=60.0, metavar="S", help="seconds a world may take")
+    sub.add_argument("-n", "--workers", type=int, default=0, metavar="N", help="run N cases at a time")
+    sub.add_argument("-k", "--keyword", metavar="EXPR", help="only cases that match, as in pytest")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

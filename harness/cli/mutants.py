@@ -1,0 +1,108 @@
+"""The command ``shardproof mutants``: let cases meet mutants through pytest, and say who died and who did not."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from engine.mutants.registry import MUTANTS
+from harness.audit.kill_matrix import KillMatrix, Target, kill_matrix
+from harness.audit.marks import Breadth, read_selection
+from harness.errors import HarnessBug
+from harness.records.record import Record
+from harness.records.run import RUN, read_run, refuse_existing
+from harness.records.verdict import Verdict
+from harness.runner.invoke import CONFORMS, DOES_NOT_CONFORM, OUR_FAULT, USAGE, call_pytest
+from harness.worlds.spec import WorldSpec
+from reports.kills import render, write_kills
+
+__all__ = ["Request", "conclude", "hunt", "shipped"]
+
+# How pytest ends where tests ran, whether they passed (0) or not (1), and where none was left to run (5).
+_COLLECTED = (0, 1, 5)
+_USAGE_ERROR = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What to hunt, with which cases, where; ``is_whole`` tells that ``suites`` are all and there is no keyword."""
+
+    targets: tuple[Target, ...]
+    suites: tuple[Path, ...]
+    worlds: tuple[str, ...]
+    out: Path
+    breadth: Breadth = Breadth.MARKED
+    keyword: str = ""
+    num_workers: int = 0
+    deadline_s: float = 60.0
+    is_whole: bool = True
+
+
+def shipped() -> tuple[Target, ...]:
+    """Give the mutants that ship with the suites."""
+    return tuple(
+        Target(
+            name=mutant.name,
+            engine=mutant.engine_spec,
+            sin=mutant.sin,
+            trace=mutant.trace.name,
+            verdicts=tuple(str(verdict) for verdict in Verdict if mutant.trace.is_kill(verdict)),
+        )
+        for mutant in MUTANTS
+    )
+
+
+def hunt(request: Request) -> int:
+    """Run the pairs, write and print the kill matrix; returns the exit code."""
+    started = time.monotonic()
+    refuse_existing(request.out)
+    for world in request.worlds:
+        WorldSpec.parse(world)
+    code = call_pytest(_arguments(request))
+    if code == _USAGE_ERROR:
+        return USAGE
+    selection = read_selection(request.out)
+    if code not in _COLLECTED or selection is None:
+        print("shardproof: the cases could not be run; see the messages above", file=sys.stderr)
+        return OUR_FAULT
+    if not (selection.pairs or selection.elsewhere or selection.idle):
+        print("shardproof: no case was selected; see `shardproof list --cases`", file=sys.stderr)
+        return USAGE
+    matrix = kill_matrix(request.targets, selection, _records(request.out), is_whole=request.is_whole)
+    for path in write_kills(request.out, matrix):
+        print(f"wrote {path}")
+    print(render(matrix, duration_s=time.monotonic() - started))
+    return conclude(matrix)
+
+
+def conclude(matrix: KillMatrix) -> int:
+    """Turn the matrix into the exit code; where we failed ourselves, nothing is known and nothing else is said."""
+    if matrix.unknown:
+        return OUR_FAULT
+    return CONFORMS if matrix.is_proven else DOES_NOT_CONFORM
+
+
+def _arguments(request: Request) -> list[str]:
+    names = [target.name for target in request.targets]
+    if len(set(names)) < len(names):
+        raise HarnessBug("mutants", expected="names of their own", got=", ".join(names), hint="renaming one")
+    return [
+        *("-p", "harness.audit.plugin"),
+        *map(str, request.suites),
+        *(f"--engine={target.engine}" for target in request.targets),
+        *(f"--world={world}" for world in request.worlds),
+        f"--prey={request.breadth.value}",
+        f"--out={request.out}",
+        f"--deadline={request.deadline_s}",
+        "--no-expectations",  # an excuse for an honest engine must not save a mutant
+        *(["-n", str(request.num_workers)] if request.num_workers else []),
+        *(["-k", request.keyword] if request.keyword else []),
+    ]
+
+
+def _records(out: Path) -> Sequence[Record]:
+    """Read the run; there is none where no case had a pair."""
+    return read_run(out).records if (out / RUN).exists() else ()

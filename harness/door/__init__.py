@@ -1,1 +1,0 @@
-"""The one door through which every collective of every backend passes: c10d's own operators, seen from inside."""

@@ -1,0 +1,1 @@
+"""Laws: what must hold of an observed training. Values in, values out."""

@@ -1,0 +1,71 @@
+"""Laws over asynchronous collectives: somebody waits for each, and nobody touches its buffers before."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from harness.cases.units import groups_of
+from harness.laws.communication.payloads import group_of, spell_unit
+from harness.laws.communication.ruling import ledgers, when
+from harness.laws.law import Evidence, Ruling, rule
+from harness.tracing.ledger import Entry, Ledger
+
+__all__ = ["LeavesBuffersAlone", "ResultsAreWaitedFor", "harm_in"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeavesBuffersAlone:
+    """While a collective is under way its input is neither changed nor freed, and its output is not written to.
+
+    Looked at where the result is delivered: in worlds of threads, for asynchronous collectives.
+    """
+
+    name: str = "buffers are left alone"
+
+    def judge(self, evidence: Evidence) -> Ruling:
+        """Look at every collective of every rank."""
+        broken = [text for rank, ledger in ledgers(evidence) for text in _harms(rank, ledger, evidence)]
+        num_async = sum(e.is_async for _, ledger in ledgers(evidence) for e in ledger)
+        return rule(self.name, broken, held=f"by {num_async} asynchronous collectives")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResultsAreWaitedFor:
+    """Somebody waits for each asynchronous collective of a training, at the latest at its end."""
+
+    name: str = "results are waited for"
+
+    def judge(self, evidence: Evidence) -> Ruling:
+        """Look at every collective of every rank."""
+        broken = [
+            f"rank {rank}, {when(e)}: nobody ever waited for {_spell(e, evidence)}"
+            for rank, ledger in ledgers(evidence)
+            for e in ledger
+            if e.is_async and e.wait is None
+        ]
+        num_async = sum(e.is_async for _, ledger in ledgers(evidence) for e in ledger)
+        return rule(self.name, broken, held=f"all {num_async} asynchronous ones")
+
+
+def harm_in(ledgers: Sequence[Ledger]) -> str | None:
+    """Tell the first harm that ranks did to buffers of collectives, for a world whose end it may explain."""
+    return next((text for rank, ledger in enumerate(ledgers) for text in _harms(rank, ledger)), None)
+
+
+def _harms(rank: int, ledger: Ledger, evidence: Evidence | None = None) -> Iterator[str]:
+    for entry in ledger:
+        for harm in entry.harms:
+            yield (
+                f"rank {rank}, {when(entry)}: {harm.kind} before the wait at {harm.site}: {_spell(entry, evidence)}"
+            )
+
+
+def _spell(entry: Entry, evidence: Evidence | None) -> str:
+    """Say what a collective is, in whose turn it was issued, and whose parameters are of its size."""
+    during = "" if entry.unit is None else f" in {entry.phase} of {spell_unit(entry.unit)}"
+    if evidence is None:
+        return f"{entry.describe()}{during}"
+    group = group_of(entry, groups_of(evidence.training), evidence.world_size)
+    whose = "" if group is None else f", of the size of {spell_unit(group.unit)}: {', '.join(group.names)}"
+    return f"{entry.describe()}{during}{whose}"

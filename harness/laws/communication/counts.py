@@ -1,0 +1,361 @@
+"""Laws over what crossed between ranks: counts, bytes, order, dtypes, waits; each looks at every rank."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+from harness.laws.communication.bounds import Amount, Expectation, evaluate
+from harness.laws.communication.ruling import at, blindness, ledgers, pick, when
+from harness.laws.communication.select import Moment, Per, Select
+from harness.laws.law import Evidence, Ruling, rule
+from harness.tracing.ledger import Entry, Ledger, Phase
+
+__all__ = [
+    "AllWaited",
+    "Asynchronous",
+    "Bytes",
+    "Count",
+    "Dtype",
+    "InOrder",
+    "Nothing",
+    "OnlyThese",
+    "ReadsAreSilent",
+    "ReduceOps",
+]
+
+_MAX_ENTRIES = 6  # enough to see a pattern; a whole ledger would bury it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Count:
+    """So many collectives in each microbatch or step, on each rank."""
+
+    select: Select
+    expected: Expectation
+    per: Per = Per.MICROBATCH
+
+    @property
+    def name(self) -> str:
+        """Say the law with its numbers."""
+        return f"{self.expected} x {self.select} per {self.per.value}"
+
+    def judge(self, evidence: Evidence) -> Ruling:
+        """Count on every rank in every moment that the selection covers."""
+        tally = _Tally(select=self.select, per=self.per, measure=len, noun="collectives")
+        broken = [*blindness(evidence, (self.select,), self.per), *tally.breaches(evidence, self.expected)]
+        return rule(self.name, broken, held=f"{tally.spell(evidence)} on every rank")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bytes:
+    """So many bytes in each microbatch or step, on each rank, beside the ``minimum`` that theory allows."""
+
+    select: Select
+    expected: Expectation
+    minimum: Amount
+    per: Per = Per.MICROBATCH
+
+    @property
+    def name(self) -> str:
+        """Say the law with its numbers."""
+        return f"{self.expected} bytes of {self.select} per {self.per.value}"
+
+    def judge(self, evidence: Evidence) -> Ruling:
+        """Add up on every rank in every moment that the selection covers."""
+        tally = _Tally(select=self.select, per=self.per, measure=_num_bytes, noun="bytes")
+        ratio = self._ratio(max(tally.amounts(evidence), default=0), evidence)
+        broken = [*blindness(evidence, (self.select,), self.per), *tally.breaches(evidence, self.expected)]
+        if broken:
+            broken.append(f"at worst {ratio}")
+        return rule(self.name, broken, held=f"{tally.spell(evidence)} on every rank, {ratio}")
+
+    def _ratio(self, worst: int, evidence: Evidence) -> str:
+        minimum = evaluate(self.minimum, evidence.training, evidence.world_size)
+        ratio = f"{worst / minimum:.3f} x" if minimum else f"{worst} beyond"
+        return f"{ratio} the theoretical minimum of {minimum}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Nothing:
+    """No collective of this kind; fails too when nothing at all was observed."""
+
+    select: Select
+
+    @property
+    def name(self) -> str:
+        """Say the law."""
+        return f"no {self.select}"
+
+    def judge(self, evidence: Evidence) -> Ruling:
+        """Look for what must not be there on every rank."""
+        broken = blindness(evidence, (self.select,), Per.STEP)
+        for rank, ledger in ledgers(evidence):
+            broken += [
+                f"rank {rank} {when(e)}: expected none, got {e.describe()}"
+                for e in pick(self.select, ledger, evidence)
+            ]
+        seen = sum(len(ledger) for _, ledger in ledgers(evidence))
+        return rule(self.name, broken, held=f"none among {seen} collectives")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InOrder:
+    """In each microbatch every collective of a selection is issued before any of the next selection.
+
+    A microbatch in which one of the selections finds nothing breaks the law. Microbatches that not all of
+    the selections cover are left out.
+    """
+
+    selects: tuple[Select, ...]
+
+    @property
+    def name(self) -> str:
+        """Say the law."""
+        return " before ".join(map(str, self.selects))
+
+    def judge(self, evidence: Evidence) -> Ruling:
+        """Compare neighbours on every rank in every microbatch."""
+        schedule = evidence.training.schedule
+        broken = blindness(evidence, self.selects, Per.MICROBATCH)
+        covered = [set(s.moments(schedule, Per.MICROBATCH)) for s in self.selects]
+        moments = sorted(set.intersection(*covered), key=lambda m: (m.step, m.microbatch))
+        if not moments and not broken:
+            broken.append("expected a microbatch that all selections cover, got none")
+        for rank, ledger in ledgers(evidence):
+            for moment in moments:
+                issued = [at(moment, pick(s, ledger, evidence)) for s in self.selects]
+                if any(issued) or evidence.world_size > 1:
+                    broken += [f"rank {rank} {moment}: {text}" for text in self._disorder(issued)]
+        return rule(self.name, broken, held=f"in order on every rank in {len(moments)} microbatches")
+
+    def _disorder(self, issued: Sequence[Ledger]) -> Iterator[str]:
+        for select, entries in zip(self.selects, issued, strict=True):
+            if not entries:
+                yield f"expected {select}, got none"
+        for before, after in pairwise(issued):
+            if before and after and before[-1].seq > after[0].seq:
+                yield f"expected {before[-1].describe()} first, got it after {after[0].describe()}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OnlyThese:
+    """Nothing but what one of the selections picks; ``among`` says of which entries that is asked."""
+
+    selects: tuple[Select, ...]
+    among: Select = field(default_factory=Select)
+
+    @property
+    def name(self) -> str:
+        """Say the law."""
+        return f"only {'; '.join(map(str, self.selects))} among {self.among}"
+
+    def judge(self, evidence: Evidence) -> Ruling:
+        """List what is left over on every rank."""
+        broken = blindness(evidence, (self.among,), Per.STEP)
+        num_allowed = 0
+        for rank, ledger in ledgers(evidence):
+            asked = pick(self.among, ledger, evidence)
+            allowed = {e.seq for s in self.selects for e in pick(s, asked, evidence)}
+            num_allowed += len(allowed)
+            broken += [
+                f"rank {rank} {when(e)}: left over {e.describe()}" for e in asked if e.seq not in allowed
+            ]
+        return rule(self.name, broken, held=f"nothing left over beside {num_allowed} collectives")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dtype:
+    """Every selected collective of floats carries this dtype, spelt as in ``float32``; integers are bookkeeping."""
+
+    select: Select
+    dtype: str
+
+    @property
+    def name(self) -> str:
+        """Say the law."""
+        return f"{self.select} carries {self.dtype}"
+
+    def judge(self, evidence: Evidence) -> Ruling:
+        """Look at every selected collective of every rank."""
+
+        def breach(entry: Entry) -> str | None:
+            is_wrong = "float" in entry.dtype and entry.dtype != self.dtype
+            return f"expected {self.dtype}, got {entry.dtype}" if is_wrong else None
+
+        return _each(self.name, self.select, evidence, breach)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadsAreSilent:
+    """Nothing is communicated while the harness reads: else an engine could synchronise only when looked at."""
+
+    name: str = "reads are silent"
+
+    def judge(self, evidence: Evidence) -> Ruling:
+        """Look for what ranks issued while they were read."""
+        broken = [
+            f"rank {o.rank}, {when(e)}: the adapter communicated while it was read: {e.describe()}"
+            for o in evidence.ranks
+            for e in o.ledger
+            if e.phase is Phase.OBSERVE
+        ]
+        return rule(self.name, broken, held=f"on all {evidence.world_size} ranks")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReduceOps:
+    """Every selected collective reduces with one of these, spelt as in ``sum``, ``avg``."""
+
+    select: Select
+    allowed: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        """Say the law."""
+        return f"{self.select} reduces with {'/'.join(self.allowed)}"
+
+    def judge(self, evidence: Evidence) -> Ruling:
+        """Look at every selected collective of every rank."""
+
+        def breach(entry: Entry) -> str | None:
+            wanted = "/".join(self.allowed)
+            return None if entry.reduce_op in self.allowed else f"expected {wanted}, got {entry.reduce_op}"
+
+        return _each(self.name, self.select, evidence, breach)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asynchronous:
+    """Every selected collective is issued without blocking the rank, which waits for the result by itself."""
+
+    select: Select
+
+    @property
+    def name(self) -> str:
+        """Say the law."""
+        return f"{self.select} is asynchronous"
+
+    def judge(self, evidence: Evidence) -> Ruling:
+        """Look at every selected collective of every rank."""
+
+        def breach(entry: Entry) -> str | None:
+            return None if entry.is_async else "expected a call that returns at once, got one that blocks"
+
+        return _each(self.name, self.select, evidence, breach)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AllWaited:
+    """Every selected result was waited for before the optimizer step of its step began.
+
+    What is issued during the optimizer phase itself must be waited for within it.
+    """
+
+    select: Select
+
+    @property
+    def name(self) -> str:
+        """Say the law."""
+        return f"{self.select} is waited for before the optimizer step"
+
+    def judge(self, evidence: Evidence) -> Ruling:
+        """Look at every selected collective of every rank."""
+        return _each(self.name, self.select, evidence, _waits_too_late)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Tally:
+    """Adds up what a selection picks, for each moment that it covers."""
+
+    select: Select
+    per: Per
+    measure: Callable[[Ledger], int]
+    noun: str
+
+    def amounts(self, evidence: Evidence) -> list[int]:
+        """Give every amount, rank by rank, moment by moment."""
+        return [self.measure(at(m, p)) for _, p in self._picked(evidence) for m in self._moments(evidence)]
+
+    def breaches(self, evidence: Evidence, expected: Expectation) -> Iterator[str]:
+        """Tell every moment whose amount is not as expected, and what lies outside all moments."""
+        spelt = expected.spell(evidence.training, evidence.world_size)
+        for rank, picked in self._picked(evidence):
+            for moment in self._moments(evidence):
+                entries = at(moment, picked)
+                got = self.measure(entries)
+                if not expected.allows(got, evidence.training, evidence.world_size):
+                    seen = f"{got}{_by_unit(entries)}{_list(entries)}"
+                    yield f"rank {rank} {moment}: expected {spelt} {self.noun}, got {seen}"
+            strays = [e for e in picked if not any(m.holds(e) for m in self._moments(evidence))]
+            if strays:
+                where = f"outside the {self.per.value} counted"
+                yield f"rank {rank}: expected none {where}, got {len(strays)}{_list(strays)}"
+
+    def spell(self, evidence: Evidence) -> str:
+        """Spell the range of amounts seen."""
+        amounts = self.amounts(evidence) or [0]
+        low, high = min(amounts), max(amounts)
+        return f"{low if low == high else f'{low} to {high}'} {self.noun} per {self.per.value}"
+
+    def _picked(self, evidence: Evidence) -> Iterator[tuple[int, Ledger]]:
+        for rank, ledger in ledgers(evidence):
+            yield rank, pick(self.select, ledger, evidence)
+
+    def _moments(self, evidence: Evidence) -> tuple[Moment, ...]:
+        return self.select.moments(evidence.training.schedule, self.per)
+
+
+def _each(name: str, select: Select, evidence: Evidence, breach: Callable[[Entry], str | None]) -> Ruling:
+    """Rule on each selected entry by itself; a rank with none selected breaks the law unless it is alone."""
+    broken = blindness(evidence, (select,), Per.STEP)
+    num_looked_at = 0
+    for rank, ledger in ledgers(evidence):
+        picked = pick(select, ledger, evidence)
+        num_looked_at += len(picked)
+        if not picked and evidence.world_size > 1:
+            broken.append(f"rank {rank}: expected {select}, got none")
+        for entry in picked:
+            text = breach(entry)
+            if text is not None:
+                broken.append(f"rank {rank} {when(entry)}: {text} in {entry.describe()}")
+    return rule(name, broken, held=f"all {num_looked_at} collectives do")
+
+
+def _waits_too_late(entry: Entry) -> str | None:
+    wait = entry.wait
+    if wait is None:
+        return "nobody waited for the result"
+    if wait.step == entry.step and (wait.phase is not Phase.STEP or entry.phase is Phase.STEP):
+        return None
+    return f"expected a wait before the optimizer step, got one in {wait.phase} of step {wait.step}"
+
+
+def _num_bytes(entries: Ledger) -> int:
+    return sum(e.num_bytes for e in entries)
+
+
+def _by_unit(entries: Sequence[Entry]) -> str:
+    """Name the units of which more collectives were issued than of the others: those are communicated twice."""
+    counts = Counter(e.unit for e in entries)
+    fewest = min(counts.values(), default=0)
+    if len(counts) > 1 and fewest > 1 and set(counts.values()) == {fewest}:
+        return f", {fewest} of each unit"
+    alone = len(counts) == 1
+    often = [f"{n} of {_unit(unit)}" for unit, n in counts.items() if n > 1 and (n > fewest or alone)]
+    return f", {', '.join(often[:_MAX_ENTRIES])}" if often else ""
+
+
+def _unit(name: str | None) -> str:
+    if name is None:
+        return "no unit"
+    return f"unit {name!r}" if name else "the root"
+
+
+def _list(entries: Sequence[Entry]) -> str:
+    if not entries:
+        return ""
+    more = f" and {len(entries) - _MAX_ENTRIES} more" if len(entries) > _MAX_ENTRIES else ""
+    return ": " + "; ".join(f"{e.describe()} in {_unit(e.unit)}" for e in entries[:_MAX_ENTRIES]) + more

@@ -1,0 +1,197 @@
+"""Whether ranks agree on what they communicate; works on ledgers that end too soon.
+
+[Note: which calls belong together] The n-th collective of a group must be the same on all of its members, so
+calls are matched by their position among the rank's collectives in that group; groups of equal ranks are told apart
+by torch's name for them, which members share, for by it they meet. Point-to-point messages are matched by position
+among those from one rank to one other within a group. A receive from any source takes whichever message is left, so
+for a rank with such receives only the totals are compared.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from enum import Enum
+
+from harness.laws.communication.counterparts import Group
+from harness.laws.communication.select import NOTHING_OBSERVED, shows_nothing
+from harness.laws.law import Evidence, Ruling
+from harness.records.record import LawRecord
+from harness.tracing.ledger import Entry, Ledger, Op
+
+__all__ = ["Extent", "RanksAgree", "first_disagreement"]
+
+
+class Extent(Enum):
+    """How much of the truth the ledgers hold."""
+
+    COMPLETE = "every rank came to its end"  # a call without counterpart is wrong
+    PARTIAL = "some rank stopped on the way"  # a call without counterpart may only be early
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RanksAgree:
+    """Every collective means the same on every member of its group, and every message has a receiver."""
+
+    @property
+    def name(self) -> str:
+        """Say the law."""
+        return "ranks agree on every collective"
+
+    def judge(self, evidence: Evidence) -> Ruling:
+        """Compare every group over all of its members, and every message with its counterpart."""
+        ledgers = {o.rank: o.ledger for o in evidence.ranks}
+        broken = [*_unobserved(ledgers, evidence.world_size)]
+        broken += [d.text for d in sorted(_disagreements(ledgers, Extent.COMPLETE), key=_first_issued)]
+        if broken:
+            record = LawRecord(law=self.name, held=False, summary=broken[0], details=tuple(broken))
+            return Ruling(record=record)
+        num_groups = len({Group.of(e) for ledger in ledgers.values() for e in ledger})
+        calls = sum(len(ledger) for ledger in ledgers.values())
+        held = f"{calls} calls in {num_groups} groups"
+        return Ruling(record=LawRecord(law=self.name, held=True, summary=held))
+
+
+def first_disagreement(ledgers: Mapping[int, Ledger], extent: Extent = Extent.PARTIAL) -> str | None:
+    """Describe the earliest call on which ranks disagree, None if there is none.
+
+    Partial ledgers, of a world that hung or died, are not blamed for calls that another rank never reached.
+    """
+    found = min(_disagreements(ledgers, extent), key=_first_issued, default=None)
+    return None if found is None else found.text
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Disagreement:
+    """What two or more ranks disagree about; ``seq`` is where the first of them issued it."""
+
+    seq: int
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Channel:
+    """Messages from one rank to another within a group."""
+
+    group: tuple[int, ...]
+    source: int
+    destination: int
+
+
+def _first_issued(disagreement: _Disagreement) -> int:
+    return disagreement.seq
+
+
+def _unobserved(ledgers: Mapping[int, Ledger], world_size: int) -> list[str]:
+    """Tell which ranks prove nothing by agreeing: an engine on several ranks must communicate."""
+    silent = [r for r in range(world_size) if world_size > 1 and shows_nothing(ledgers.get(r, ()))]
+    return [f"rank {r}: {NOTHING_OBSERVED}" for r in silent]
+
+
+def _disagreements(ledgers: Mapping[int, Ledger], extent: Extent) -> Iterator[_Disagreement]:
+    for group, calls in _collectives(ledgers).items():
+        found = _first_in_group(group, calls, extent)
+        if found is not None:
+            yield found
+    yield from _message_disagreements(ledgers, extent)
+
+
+def _collectives(ledgers: Mapping[int, Ledger]) -> dict[Group, dict[int, list[Entry]]]:
+    """Sort collectives by group, then by rank; members that made no call have an empty list."""
+    groups: dict[Group, dict[int, list[Entry]]] = {}
+    for rank, ledger in ledgers.items():
+        for entry in ledger:
+            if entry.op in {Op.SEND, Op.RECV}:
+                continue
+            members = groups.setdefault(Group.of(entry), {m: [] for m in entry.group if m in ledgers})
+            members.setdefault(rank, []).append(entry)
+    return groups
+
+
+def _first_in_group(group: Group, calls: Mapping[int, list[Entry]], extent: Extent) -> _Disagreement | None:
+    """Walk the group's calls side by side to the first on which its members differ."""
+    for position in range(max(map(len, calls.values()))):
+        made = {rank: entries[position] for rank, entries in calls.items() if position < len(entries)}
+        seq = min(e.seq for e in made.values())
+        if len({e.signature for e in made.values()}) > 1:
+            return _Disagreement(
+                seq=seq, text=f"group {list(group.ranks)} disagrees on call #{position}: {_sides(made)}"
+            )
+        absent = sorted(set(calls) - set(made))
+        if absent and extent is Extent.COMPLETE:
+            text = (
+                f"group {list(group.ranks)} call #{position}: {_sides(made)}; {_ranks(absent)} never made it"
+            )
+            return _Disagreement(seq=seq, text=text)
+    return None
+
+
+def _sides(made: Mapping[int, Entry]) -> str:
+    """Spell each version of a call with the ranks that made it."""
+    sides: dict[tuple[object, ...], list[int]] = defaultdict(list)
+    for rank in sorted(made):
+        sides[made[rank].signature].append(rank)
+    return "; ".join(f"{_ranks(ranks)} called {made[ranks[0]].describe()}" for ranks in sides.values())
+
+
+def _ranks(ranks: Collection[int]) -> str:
+    return f"rank {min(ranks)}" if len(ranks) == 1 else f"ranks {sorted(ranks)}"
+
+
+def _message_disagreements(ledgers: Mapping[int, Ledger], extent: Extent) -> Iterator[_Disagreement]:
+    sent, received = _messages(ledgers, Op.SEND), _messages(ledgers, Op.RECV)
+    takers = _takers_from_any(ledgers)
+    for channel in sorted({*sent, *received}, key=lambda c: (c.group, c.source, c.destination)):
+        if not {channel.source, channel.destination} <= ledgers.keys() or channel.destination in takers:
+            continue
+        ends = (sent.get(channel, []), received.get(channel, []))
+        found = _first_on_channel(channel, *ends, extent)
+        if found is not None:
+            yield found
+    if extent is Extent.COMPLETE:
+        yield from (d for rank in takers if (d := _total_disagreement(ledgers, rank)) is not None)
+
+
+def _first_on_channel(
+    channel: _Channel, sent: list[Entry], received: list[Entry], extent: Extent
+) -> _Disagreement | None:
+    way = f"message #{{}} from rank {channel.source} to rank {channel.destination}"
+    for position, (left, right) in enumerate(zip(sent, received, strict=False)):
+        if (left.dtype, left.num_bytes) != (right.dtype, right.num_bytes):
+            text = f"{way.format(position)}: sent as {left.describe()}, received as {right.describe()}"
+            return _Disagreement(seq=min(left.seq, right.seq), text=text)
+    if extent is Extent.COMPLETE and len(sent) != len(received):
+        position = min(len(sent), len(received))
+        alone = max(sent, received, key=len)[position]
+        verb = "received" if alone.op is Op.SEND else "sent"
+        return _Disagreement(
+            seq=alone.seq, text=f"{way.format(position)} was never {verb}: {alone.describe()}"
+        )
+    return None
+
+
+def _total_disagreement(ledgers: Mapping[int, Ledger], rank: int) -> _Disagreement | None:
+    inbox = [e for e in ledgers[rank] if e.op is Op.RECV]
+    sent = [e for ledger in ledgers.values() for e in ledger if e.op is Op.SEND and e.peer == rank]
+    if len(inbox) == len(sent):
+        return None
+    text = f"rank {rank} receives from any source: {len(inbox)} receives for {len(sent)} messages sent to it"
+    return _Disagreement(seq=min(e.seq for e in (*inbox, *sent)), text=text)
+
+
+def _messages(ledgers: Mapping[int, Ledger], op: Op) -> dict[_Channel, list[Entry]]:
+    """Sort one end of all messages by channel; receives from any source have none."""
+    channels: dict[_Channel, list[Entry]] = defaultdict(list)
+    for rank, ledger in ledgers.items():
+        for entry in ledger:
+            if entry.op is op and entry.peer is not None:
+                source, destination = (rank, entry.peer) if op is Op.SEND else (entry.peer, rank)
+                channels[_Channel(group=entry.group, source=source, destination=destination)].append(entry)
+    return channels
+
+
+def _takers_from_any(ledgers: Mapping[int, Ledger]) -> list[int]:
+    return sorted(
+        r for r, ledger in ledgers.items() if any(e.op is Op.RECV and e.peer is None for e in ledger)
+    )

@@ -1,0 +1,185 @@
+"""Laws of what communicates while units compute: which collectives overlap, and how far ahead units are gathered.
+
+[Note: overlap] A collective overlaps where it is issued before a unit begins to compute, and what computes waits for
+it when that unit is done: whatever the network and the device do then, they may do at once. What is exposed has no
+unit's compute between the two. Both are orders of events on the host, and no times: an engine on a device may hide
+more, as its host runs ahead, and hides no less unless collectives are slow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from harness.cases.training import Watch
+from harness.cases.units import ROOT, Group, groups_of
+from harness.laws.communication.bounds import Expectation
+from harness.laws.communication.payloads import group_of, mistakable, spell_unit
+from harness.laws.communication.ruling import blindness, pick, when
+from harness.laws.communication.select import Moment, Per, Select
+from harness.laws.law import Evidence, Ruling, rule
+from harness.records.observation import Observation
+from harness.tracing.events import Flight, Happening, Mark, Stretch, flights, stretches
+from harness.tracing.ledger import Ledger, Op, Phase
+
+__all__ = ["Overlaps", "PrefetchDistance"]
+
+_NO_COURSE = "expected to see units compute, got no course of it"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Overlaps:
+    """Each selected collective is in flight while some unit computes, but for those of the units named.
+
+    Compute of the root plays no part: it is what lies between units. The training must watch streams
+    (``Watch.RACES``): a call that blocks its own stream does not block the one on which units compute.
+    """
+
+    select: Select
+    but_for: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """Say the law."""
+        free = f" but for {', '.join(map(spell_unit, self.but_for))}" if self.but_for else ""
+        return f"{self.select} overlaps compute{free}"
+
+    def judge(self, evidence: Evidence) -> Ruling:
+        """Look at every flight on every rank."""
+        groups = groups_of(evidence.training)
+        broken = [*blindness(evidence, (self.select,), Per.MICROBATCH), *mistakable(groups, evidence)]
+        if Watch.RACES not in evidence.training.watch:
+            broken.append("expected a watch over streams, got none; try watch=frozenset({Watch.RACES})")
+        num_exposed, num_seen = 0, 0
+        for observation in evidence.ranks if evidence.world_size > 1 else ():
+            picked = pick(self.select, observation.ledger, evidence)
+            if not picked:
+                broken.append(f"rank {observation.rank}: expected {self.select}, got none")
+            if not observation.course:
+                broken.append(f"rank {observation.rank}: {_NO_COURSE}")
+            exposed = _exposed(picked, observation)
+            num_seen, num_exposed = num_seen + len(picked), num_exposed + len(exposed)
+            for entry in exposed:
+                unit = _named(group_of(entry, groups, evidence.world_size))
+                if unit not in self.but_for:
+                    broken.append(
+                        f"rank {observation.rank} {when(entry)}: expected a unit to compute between the issue of "
+                        f"{entry.op} for {spell_unit(unit)} and the wait for it, got none: {entry.describe()}"
+                    )
+        held = (
+            f"{num_seen - num_exposed} of {num_seen} in flight while a unit computes, on all ranks together"
+        )
+        return rule(self.name, broken, held=held)
+
+
+def _exposed(picked: Ledger, observation: Observation) -> Ledger:
+    spans = [s for s in stretches(observation.course) if s.unit != ROOT]
+    in_flight = {flight.seq: flight for flight in flights(observation.course)}
+    return tuple(e for e in picked if e.seq not in in_flight or not _is_hidden(in_flight[e.seq], spans))
+
+
+def _is_hidden(flight: Flight, spans: Sequence[Stretch]) -> bool:
+    # What nobody ever waits for is another law's affair; it is in flight to the end.
+    return any(
+        flight.issued < span.first and (flight.landed is None or span.last <= flight.landed) for span in spans
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefetchDistance:
+    """When a unit begins to compute, so many of those that compute next are gathered or on their way, and no others.
+
+    ``phase`` is FORWARD or BACKWARD. At the end, where fewer units are left, all of them are. What the root has
+    gathered when it begins is not asked: no list speaks for it.
+    """
+
+    phase: Phase
+    units: Expectation
+
+    @property
+    def name(self) -> str:
+        """Say the law."""
+        return f"{self.units} unit(s) gathered ahead in {self.phase}"
+
+    @property
+    def _select(self) -> Select:
+        return Select(ops=(Op.ALL_GATHER,), phases=(self.phase,))
+
+    def judge(self, evidence: Evidence) -> Ruling:
+        """Look at the beginning of each unit's compute, in every microbatch on every rank."""
+        groups = groups_of(evidence.training)
+        moments = self._select.moments(evidence.training.schedule, Per.MICROBATCH)
+        broken = [*blindness(evidence, (self._select,), Per.MICROBATCH), *mistakable(groups, evidence)]
+        most = 0
+        for observation in evidence.ranks if evidence.world_size > 1 else ():
+            for moment in moments:
+                turns = list(_turns(observation, moment, self.phase, groups, evidence))
+                if all(turn.unit == ROOT for turn in turns):
+                    broken.append(f"rank {observation.rank} {moment}: {_NO_COURSE} of any that was gathered")
+                most = max([most, *(len(turn.ahead) for turn in turns)])
+                broken += [
+                    f"rank {observation.rank} {moment}: {text}" for text in self._breaches(turns, evidence)
+                ]
+        return rule(self.name, broken, held=f"up to {most} ahead, each the next to compute, on every rank")
+
+    def _breaches(self, turns: Sequence[_Turn], evidence: Evidence) -> Iterator[str]:
+        order = [turn.unit for turn in turns]
+        for position, turn in enumerate(turns):
+            left = order[position + 1 :]
+            if turn.unit == ROOT:
+                continue
+            got = len(turn.ahead)
+            is_all = got == len(left) and any(
+                self.units.allows(n, evidence.training, evidence.world_size)
+                for n in range(got, len(order) + 1)
+            )
+            is_enough = is_all or self.units.allows(got, evidence.training, evidence.world_size)
+            if not is_enough or set(turn.ahead) != set(left[:got]):
+                wanted = self.units.spell(evidence.training, evidence.world_size)
+                yield (
+                    f"expected {wanted} of {_list(left)} to be gathered when {spell_unit(turn.unit)} computes, "
+                    f"got {_list(turn.ahead)}"
+                )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Turn:
+    """A unit begins to compute for the first time in a phase; ``ahead`` is what is gathered and has not begun."""
+
+    unit: str
+    ahead: tuple[str, ...]
+
+
+def _turns(
+    observation: Observation, moment: Moment, phase: Phase, groups: Sequence[Group], evidence: Evidence
+) -> Iterator[_Turn]:
+    """Give the turns of units that were gathered in that phase, in order; a joint unit begins with its first module."""
+    carried = {
+        e.seq: _named(group_of(e, groups, evidence.world_size))
+        for e in observation.ledger
+        if e.op is Op.ALL_GATHER and e.phase is phase and moment.holds(e)
+    }
+    unit_with = {name: group.unit for group in groups for name in group.unit.split(",")}
+    begins = Happening.COMPUTES if phase is Phase.FORWARD else Happening.GRADES
+    gathered: dict[str, None] = {}
+    begun: set[str] = set()
+    for mark in observation.course:
+        if mark.what is Happening.ISSUED and mark.seq in carried:
+            gathered[carried[mark.seq]] = None
+        elif _begins(mark, begins, moment, phase):
+            unit = unit_with.get(mark.unit or "")
+            if unit is not None and unit in carried.values() and unit not in begun:
+                begun.add(unit)
+                yield _Turn(unit=unit, ahead=tuple(u for u in gathered if u not in begun))
+
+
+def _begins(mark: Mark, what: Happening, moment: Moment, phase: Phase) -> bool:
+    return mark.what is what and mark.phase is phase and moment.holds(mark)
+
+
+def _named(group: Group | None) -> str:
+    return "what no unit is the size of" if group is None else group.unit
+
+
+def _list(units: Sequence[str]) -> str:
+    return ", ".join(map(spell_unit, units)) or "none"

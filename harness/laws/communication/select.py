@@ -1,0 +1,172 @@
+"""Which entries of a ledger a law is about, and the microbatches or steps it counts them in. Values only."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum
+
+from harness.cases.training import Schedule
+from harness.tracing.events import Mark
+from harness.tracing.ledger import Entry, Ledger, Op, Phase
+
+__all__ = [
+    "BEFORE_STEPS",
+    "NOTHING_OBSERVED",
+    "Microbatches",
+    "Moment",
+    "Per",
+    "Select",
+    "Window",
+    "shows_nothing",
+]
+
+BEFORE_STEPS = -1  # the step of what prepare communicates
+NOTHING_OBSERVED = "expected some collective in training, got none: nothing was observed"
+
+
+class Window(Enum):
+    """Which part of a training a selection looks at; the harness's own reads are in none of them."""
+
+    STEADY = "every step after the first"  # step 0 warms up: lazy groups, rebuilt buckets
+    TRAINING = "every step"
+    EVERYTHING = "every step, and before the first"  # adds what prepare communicates
+
+
+class Microbatches(Enum):
+    """Which microbatches of a step, however many it has."""
+
+    ALL = "all"
+    LAST = "last"  # where an accumulating engine communicates
+    ALL_BUT_LAST = "all but last"  # where it must not
+
+
+class Per(Enum):
+    """What a number is counted in."""
+
+    MICROBATCH = "microbatch"
+    STEP = "step"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, order=True)
+class Moment:
+    """One step of a training, or one microbatch of it; microbatch is None for the whole step."""
+
+    step: int
+    microbatch: int | None = None
+
+    def holds(self, happened: Entry | Mark) -> bool:
+        """Tell whether an entry was issued then, or something else happened."""
+        return happened.step == self.step and self.microbatch in {None, happened.microbatch}
+
+    def __str__(self) -> str:
+        if self.step == BEFORE_STEPS:
+            return "before step 0"
+        return f"step {self.step}" + ("" if self.microbatch is None else f" microbatch {self.microbatch}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Select:
+    """Picks entries: each field narrows, an empty field does not.
+
+    ``steps`` takes precedence over ``window``. ``microbatches`` are ``Microbatches`` or indices. Entries of
+    phase OBSERVE belong to the harness and are picked only when ``phases`` names it.
+    """
+
+    ops: tuple[Op, ...] = ()
+    phases: tuple[Phase, ...] = ()
+    dtypes: tuple[str, ...] = ()  # such as "float32"; integers are an engine's own bookkeeping
+    axis: str | None = None
+    group_size: int | None = None
+    units: tuple[str | None, ...] = ()  # None is the unit of calls outside every unit
+    window: Window = Window.STEADY
+    steps: tuple[int, ...] = ()
+    microbatches: Microbatches | tuple[int, ...] = Microbatches.ALL
+
+    def __post_init__(self) -> None:
+        for name in ("ops", "phases", "dtypes", "units", "steps"):
+            # A string is a sequence too: `ops=Op.ALL_REDUCE` would match letters and so nothing.
+            if not isinstance(getattr(self, name), tuple):
+                raise TypeError(f"Select.{name}: expected a tuple, got {getattr(self, name)!r}; try a comma")
+        if Phase.PREPARE in self.phases and not self._covers_step(BEFORE_STEPS):
+            raise ValueError(
+                f"Select.phases: expected a window that holds PREPARE, got {self.window.name} {self.steps}; "
+                "try window=Window.EVERYTHING"
+            )
+
+    def __str__(self) -> str:
+        """Spell the fields that narrow, for the names of laws."""
+        spelt = (
+            "/".join(self.ops) or "any collective",
+            f"in {'/'.join(self.phases)}" if self.phases else "",
+            f"of {'/'.join(self.dtypes)}" if self.dtypes else "",
+            f"on axis {self.axis}" if self.axis else "",
+            f"in groups of {self.group_size}" if self.group_size else "",
+            f"of unit {'/'.join(map(str, self.units))}" if self.units else "",
+            f"at steps {list(self.steps)}" if self.steps else "",
+            f"over {self.window.value}" if self.window is not Window.STEADY else "",
+            self._spell_microbatches(),
+        )
+        return " ".join(filter(None, spelt))
+
+    def pick(self, ledger: Ledger, schedule: Schedule) -> Ledger:
+        """Give the entries selected, in order of issue."""
+        return tuple(entry for entry in ledger if self._matches(entry, schedule))
+
+    def moments(self, schedule: Schedule, per: Per) -> tuple[Moment, ...]:
+        """Give the steps or microbatches this selection covers; empty where the schedule has none of them."""
+        return tuple(self._moments(schedule, per))
+
+    def _moments(self, schedule: Schedule, per: Per) -> Iterator[Moment]:
+        indices = self._indices(schedule)
+        if per is Per.STEP and self._covers_step(BEFORE_STEPS):
+            yield Moment(step=BEFORE_STEPS)
+        for step in filter(self._covers_step, range(schedule.steps)):
+            if per is Per.MICROBATCH:
+                yield from (Moment(step=step, microbatch=m) for m in indices)
+            elif indices:
+                yield Moment(step=step)
+
+    def _indices(self, schedule: Schedule) -> range | tuple[int, ...]:
+        last = schedule.microbatches - 1
+        match self.microbatches:
+            case Microbatches.ALL:
+                return range(schedule.microbatches)
+            case Microbatches.LAST:
+                return (last,)
+            case Microbatches.ALL_BUT_LAST:
+                return range(last)
+            case indices:
+                return tuple(m for m in indices if m <= last)
+
+    def _covers_step(self, step: int) -> bool:
+        if self.steps:
+            return step in self.steps
+        first = {Window.STEADY: 1, Window.TRAINING: 0, Window.EVERYTHING: BEFORE_STEPS}
+        return step >= first[self.window]
+
+    def _spell_microbatches(self) -> str:
+        match self.microbatches:
+            case Microbatches.ALL:
+                return ""
+            case Microbatches():
+                return f"on {self.microbatches.value} microbatches"
+            case indices:
+                return f"on microbatches {list(indices)}"
+
+    def _matches(self, entry: Entry, schedule: Schedule) -> bool:
+        return (
+            self._covers_step(entry.step)
+            and (not self.ops or entry.op in self.ops)
+            and (entry.phase in self.phases if self.phases else entry.phase is not Phase.OBSERVE)
+            and (not self.dtypes or entry.dtype in self.dtypes)
+            and self.axis in {None, entry.axis}
+            and self.group_size in {None, len(entry.group)}
+            and (not self.units or entry.unit in self.units)
+            and (self.microbatches is Microbatches.ALL or entry.microbatch in self._indices(schedule))
+        )
+
+
+def shows_nothing(ledger: Ledger) -> bool:
+    """Tell whether a ledger holds nothing of a training, so that its silence proves nothing."""
+    return all(entry.phase is Phase.OBSERVE for entry in ledger)

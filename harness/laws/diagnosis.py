@@ -1,0 +1,175 @@
+"""What a wrong tensor looks like: the first named defect that reproduces it, else a pattern in the difference.
+
+Diagnosis never decides whether a tensor is wrong; ``harness.laws.parity`` has decided that before.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from engine.contract import Shard
+from harness.laws.hypotheses import Suspect, hypotheses, share_of
+from harness.laws.law import Evidence
+from harness.laws.structure import Piece
+from harness.laws.tolerance import allowed_error
+from harness.torch_compat.dtypes import widened
+from harness.training.absolute_error import deviation
+from harness.training.oracle import Place, Quantity
+
+__all__ = ["NOT_FINITE", "UNSTRUCTURED", "looks_like"]
+
+NOT_FINITE = "NaN or infinity"
+UNSTRUCTURED = "unstructured difference"
+
+# Rows are sought among all rows of the whole tensor: up to so many differences are computed.
+_MOST_DIFFERENCES = 2**24
+
+
+def looks_like(evidence: Evidence, place: Place, piece: Piece) -> str:
+    """Characterise a wrong shard by the first defect that reproduces it, the most specific first."""
+    rank = evidence.data_rank(piece.rank)
+    full = evidence.oracle.reference(place.quantity, place.step, rank)[place.name]
+    if full is None:
+        return "a gradient where the reference has none"
+    suspect = _suspect(evidence, place, piece, full)
+    if not torch.isfinite(suspect.got[suspect.is_beyond]).all():
+        return NOT_FINITE
+    for hypothesis in hypotheses(suspect):
+        if suspect.fits(hypothesis.tensor):
+            return hypothesis.text
+    if not torch.isfinite(suspect.expected).all():
+        return UNSTRUCTURED  # there is no reckoning with infinities
+    return (
+        _unchanged_rows(suspect)
+        or _constant_factor(suspect)
+        or _scalar_factor(suspect)
+        or _permuted(suspect)
+        or _rounded_in_reduction(suspect)
+        or UNSTRUCTURED
+    )
+
+
+def _suspect(evidence: Evidence, place: Place, piece: Piece, full: torch.Tensor) -> Suspect:
+    shard: Shard = piece.shard
+    got, expected = widened(shard.tensor), widened(shard.of(full))
+    own = next((o.initial for o in evidence.ranks if o.rank == piece.rank), {})
+    return Suspect(
+        evidence=evidence,
+        place=place,
+        rank=evidence.data_rank(piece.rank),
+        shard=shard,
+        own=own,
+        got=got,
+        expected=expected,
+        error=deviation(got, expected),
+        allowed=allowed_error(evidence.oracle, place),
+    )
+
+
+def _unchanged_rows(suspect: Suspect) -> str | None:
+    """Name the rows, or elements of a flat piece, that kept an earlier value: the wrong ones and one block."""
+    if suspect.place.quantity is not Quantity.PARAMETER or suspect.got.dim() == 0:
+        return None
+    is_wrong = suspect.is_beyond.flatten(1).any(1) if suspect.got.dim() > 1 else suspect.is_beyond
+    rows = is_wrong.nonzero().flatten().tolist()
+    if not rows or rows != list(range(rows[0], rows[-1] + 1)):
+        return None
+    block = slice(rows[0], rows[-1] + 1)
+    offset = suspect.shard.offsets[0]
+    where = range(offset + block.start, offset + block.stop)
+    what = "elements of the flattened parameter" if suspect.shard.is_flat else "rows"
+    for text, step in (("unchanged", -1), ("unchanged since the previous step", suspect.place.step - 1)):
+        kept = suspect.earlier(step)
+        if kept is not None and bool(((suspect.got - kept)[block].abs() <= suspect.allowed).all()):
+            return f"{what} {where.start}..{where.stop - 1}{share_of(suspect, where)}, {text}"
+    return None
+
+
+def _constant_factor(suspect: Suspect) -> str | None:
+    """Find f with got = f x the reference; one element alone would fit any f."""
+    square = suspect.expected.abs().square().sum().item()
+    if suspect.expected.count_nonzero() < 2 or square == 0:
+        return None
+    factor = (suspect.got * suspect.expected.conj()).sum().item() / square
+    if not suspect.fits(suspect.expected * factor):
+        return None
+    return f"a constant factor {factor:.6g} of the reference"
+
+
+def _scalar_factor(suspect: Suspect) -> str | None:
+    """Find a factor of one element among those that a program may make by itself: any other would fit by chance."""
+    world_size = suspect.oracle.world_size
+    for size in (2, world_size, math.sqrt(world_size)):
+        if size == 1:
+            continue
+        spelt = f"sqrt({world_size})" if size != int(size) else f"{size:g}"
+        if suspect.fits(suspect.expected * size):
+            return f"{spelt} x the reference"
+        if suspect.fits(suspect.expected / size):
+            return "half the reference" if size == 2 else f"the reference / {spelt}"
+    return None
+
+
+def _permuted(suspect: Suspect) -> str | None:
+    """Recognise rows of the whole reference at other places, else the shard's own elements in another order."""
+    got, whole = suspect.got, suspect.whole
+    if got.dim() == 0 or int(suspect.is_beyond.sum()) < 2 or whole is None or got.is_complex():
+        return None
+    return _moved_rows(suspect, widened(whole)) or _moved_elements(suspect)
+
+
+def _moved_rows(suspect: Suspect, whole: torch.Tensor) -> str | None:
+    got = suspect.got
+    rows = whole.reshape(-1) if suspect.shard.is_flat else whole
+    theirs, mine = rows.reshape(len(rows), -1), got.reshape(len(got), -1)
+    if theirs.shape[1:] != mine.shape[1:] or len(mine) * theirs.numel() > _MOST_DIFFERENCES:
+        return None
+    found = torch.cdist(mine, theirs, p=math.inf).argmin(1)
+    if not suspect.fits(theirs[found].reshape(got.shape)):
+        return None
+    what = "elements of the flattened tensor" if suspect.shard.is_flat or got.dim() == 1 else "rows"
+    first, start = int(found[0]), suspect.shard.offsets[0]
+    if torch.equal(found, torch.arange(first, first + len(found))):
+        source = range(first, first + len(found))
+        return (
+            f"{what} {start}..{start + len(found) - 1} hold those of the reference at "
+            f"{source.start}..{source.stop - 1}{share_of(suspect, source)}"
+        )
+    return f"permuted: {what} of the reference in another order"
+
+
+def _moved_elements(suspect: Suspect) -> str | None:
+    got, expected = suspect.got.flatten(), suspect.expected.flatten()
+    order = torch.empty_like(got, dtype=torch.long)
+    order[got.argsort()] = expected.argsort()
+    if not suspect.fits(expected[order].reshape(suspect.got.shape)):
+        return None
+    return "permuted: elements of the reference in another order"
+
+
+def _rounded_in_reduction(suspect: Suspect) -> str | None:
+    """Recognise rounding: values that a shorter dtype holds exactly, or errors of the size that it makes."""
+    if suspect.got.count_nonzero() < 2 or suspect.got.is_complex():
+        return None
+    pieces = suspect.contributions if suspect.place.quantity is Quantity.GRADIENT else None
+    is_gradient = pieces is not None
+    scale = suspect.expected.abs()
+    if pieces is not None:
+        scale = pieces.abs().sum((0, 1)) / suspect.oracle.divisor
+    for dtype in (torch.bfloat16, torch.float16):
+        name, eps = str(dtype).removeprefix("torch."), torch.finfo(dtype).eps
+        if bool((suspect.error > 2 * eps * scale + suspect.allowed).any()):
+            continue
+        if _is_exact_in(dtype, suspect.got) and not _is_exact_in(dtype, suspect.expected):
+            return f"rounded to {name}"
+        # Several reductions added in float32 are no longer exact in the short dtype; their error has its size.
+        relative = (suspect.error / scale.clamp(min=torch.finfo(torch.float64).tiny)).median().item()
+        if is_gradient and relative > eps / 64:
+            return f"an error of the size that rounding to {name} makes in the reduction"
+    return None
+
+
+def _is_exact_in(dtype: torch.dtype, tensor: torch.Tensor) -> bool:
+    return torch.equal(tensor.to(dtype).double(), tensor)

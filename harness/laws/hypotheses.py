@@ -1,0 +1,341 @@
+"""Named defects of a wrong tensor: each in words, with the tensor that it would make of the oracle's pieces."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from engine.contract import Shard
+from harness.cases.training import Clip
+from harness.laws.law import Evidence
+from harness.training.absolute_error import deviation, largest
+from harness.training.oracle import OracleObservation, OracleStep, Place, Quantity
+
+__all__ = ["Hypothesis", "Suspect", "hypotheses", "share_of"]
+
+# A hypothesis must fit this many times better than the error it explains, else any small defect would fit
+# its neighbour.
+_MUST_EXPLAIN = 8.0
+# What torch.nn.utils.clip_grad_norm_ adds to the norm before it divides by it.
+_CLIP_EPSILON = 1e-6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hypothesis:
+    """A defect in words, and the tensor that it would make."""
+
+    text: str
+    tensor: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Suspect:
+    """A wrong shard with all that hypotheses are made from.
+
+    ``rank`` is the rank among those that have data of their own, ``own`` are the shards of the parameters that the
+    rank holds. ``error`` is the deviation of ``got`` from ``expected``, ``allowed`` the largest that noise explains.
+    """
+
+    evidence: Evidence
+    place: Place
+    rank: int
+    shard: Shard
+    own: Mapping[str, Shard]
+    got: torch.Tensor
+    expected: torch.Tensor
+    error: torch.Tensor
+    allowed: float
+
+    @property
+    def oracle(self) -> OracleObservation:
+        """The oracle of the training."""
+        return self.evidence.oracle
+
+    @property
+    def at(self) -> OracleStep:
+        """The oracle's step that the tensor is of."""
+        return self.oracle.steps[self.place.step]
+
+    @property
+    def clip(self) -> Clip | None:
+        """How gradients are clipped before each step."""
+        return self.evidence.training.schedule.clip
+
+    @property
+    def contributions(self) -> torch.Tensor | None:
+        """The gradient's pieces [microbatches, ranks, ...] of this shard; None where no loss reaches the parameter."""
+        pieces = self.at.contributions.get(self.place.name)
+        return None if pieces is None else self.shard.of(pieces)
+
+    @property
+    def is_beyond(self) -> torch.Tensor:
+        """Which elements noise does not explain."""
+        return self.error > self.allowed
+
+    @property
+    def whole(self) -> torch.Tensor | None:
+        """The reference of the whole tensor."""
+        return self.oracle.reference(self.place.quantity, self.place.step, self.rank).get(self.place.name)
+
+    def earlier(self, step: int) -> torch.Tensor | None:
+        """Return this quantity's reference after an earlier step, -1 being the initial value."""
+        is_parameter = self.place.quantity is Quantity.PARAMETER
+        if step < 0 and not is_parameter:
+            return None
+        quantity = Quantity.INITIAL if step < 0 else self.place.quantity
+        full = self.oracle.reference(quantity, step, self.rank).get(self.place.name)
+        return None if full is None else self.shard.of(full)
+
+    def fits(self, hypothesis: torch.Tensor) -> bool:
+        """Whether ``got`` is the hypothesis up to its noise, and is so because of what the defect changes."""
+        if not self.got.numel():
+            return False
+        growth = max(1.0, largest(hypothesis) / max(largest(self.expected), torch.finfo(torch.float64).tiny))
+        rounding = 16 * torch.finfo(torch.float32).eps * largest(hypothesis)
+        slack = max(2 * self.allowed * min(growth, 1e3), rounding)
+        distance = deviation(self.got, hypothesis).max().item()
+        return distance <= slack and distance * _MUST_EXPLAIN <= self.error.max().item()
+
+
+def hypotheses(suspect: Suspect) -> Iterator[Hypothesis]:
+    """Yield the defects that could have made a tensor of this quantity, the most specific first."""
+    yield Hypothesis(text="zero", tensor=torch.zeros_like(suspect.got))
+    if suspect.expected.is_complex():
+        yield Hypothesis(text="the complex conjugate", tensor=suspect.expected.conj().resolve_conj())
+        real = suspect.expected.real.to(suspect.expected.dtype)
+        yield Hypothesis(text="the real parts alone", tensor=real)
+    match suspect.place.quantity:
+        case Quantity.GRADIENT:
+            yield from _of_gradient(suspect)
+        case Quantity.PARAMETER:
+            yield from _of_parameter(suspect)
+        case Quantity.LOSS:
+            yield from _of_loss(suspect)
+        case Quantity.NORM:
+            yield from _of_norm(suspect)
+        case Quantity.INITIAL | Quantity.OPTIMIZER_STATE | Quantity.BUFFER:
+            return
+
+
+def share_of(suspect: Suspect, rows: range) -> str:
+    """Name the rank whose share by torch.chunk's rule the rows are; empty if they are not exactly one rank's."""
+    if suspect.shard.is_flat or suspect.oracle.world_size == 1:
+        return ""
+    num_rows = suspect.shard.global_shape[0]
+    chunk = -(-num_rows // suspect.oracle.world_size)
+    rank = rows.start // chunk
+    if (rank * chunk, min(num_rows, rank * chunk + chunk)) != (rows.start, rows.stop):
+        return ""
+    return f", the share of rank {rank}"
+
+
+def _of_gradient(suspect: Suspect) -> Iterator[Hypothesis]:
+    pieces = suspect.contributions
+    if pieces is None:
+        return
+    divisor = suspect.oracle.divisor
+    if suspect.oracle.world_size > 1:
+        yield from _of_synchronisation(suspect, pieces.sum(0))
+    yield from _of_division(suspect)
+    yield from _of_microbatches(pieces.sum(1) / divisor)
+    before = suspect.earlier(suspect.place.step - 1)
+    if before is not None:
+        yield Hypothesis(text="the previous step's value (stale)", tensor=before)
+        text = "the previous step's value added: gradients not cleared"
+        yield Hypothesis(text=text, tensor=before + suspect.expected)
+    lagging = suspect.at.lagging.get(suspect.place.name)
+    if lagging is not None:
+        yield Hypothesis(text="computed with last step's parameters", tensor=suspect.shard.of(lagging))
+    if suspect.clip is not None:
+        yield from _of_clipping(suspect, suspect.clip, pieces.sum((0, 1)) / divisor)
+
+
+def _of_division(suspect: Suspect) -> Iterator[Hypothesis]:
+    """Yield the sum over ranks divided by something else; dividing by one leaves nothing to get wrong."""
+    oracle, expected = suspect.oracle, suspect.expected
+    world_size, divisor, factor = oracle.world_size, oracle.divisor, oracle.plan.divide_factor
+    if divisor != 1:
+        instead = "averaged" if factor is None else f"divided by the factor {factor:g}"
+        text = f"exactly {divisor:g} x the reference: summed over the ranks, not {instead}"
+        either = ", or added once more" if divisor == 2 else ""
+        yield Hypothesis(text=text + either, tensor=expected * divisor)
+        by = "the world size" if factor is None else f"the factor {factor:g}"
+        either = f", or by the {world_size} ranks instead" if divisor**2 == world_size else ""
+        text = f"the reference / {divisor:g}: divided by {by} twice{either}"
+        yield Hypothesis(text=text, tensor=expected / divisor)
+    if divisor != world_size:
+        text = f"averaged over the {world_size} ranks: the factor {divisor:g} is ignored"
+        yield Hypothesis(text=text, tensor=expected * divisor / world_size)
+        text = f"averaged over the {world_size} ranks, and divided by the factor {divisor:g} as well"
+        yield Hypothesis(text=text, tensor=expected / world_size)
+    if divisor != 2:
+        yield Hypothesis(text="exactly 2 x the reference: added once more", tensor=expected * 2)
+
+
+def _of_synchronisation(suspect: Suspect, of_ranks: torch.Tensor) -> Iterator[Hypothesis]:
+    world_size, rank, divisor = len(of_ranks), suspect.rank, suspect.oracle.divisor
+    own = of_ranks[rank]
+    yield Hypothesis(text="only this rank's own gradient: not synchronised", tensor=own)
+    by = "world size" if suspect.oracle.plan.divide_factor is None else f"{divisor:g}"
+    text = f"only this rank's own gradient / {by}: averaged, never added"
+    yield Hypothesis(text=text, tensor=own / divisor)
+    for size in range(2, world_size):
+        if world_size % size:
+            continue
+        stride = world_size // size
+        block = range(rank // size * size, rank // size * size + size)
+        for group in (list(block), list(range(rank % stride, world_size, stride))):
+            text = f"synchronised within ranks {group} only: one mesh axis is missing"
+            total = of_ranks[group].sum(0)
+            yield Hypothesis(text=text, tensor=total / size)
+            yield Hypothesis(text=f"{text}, yet divided as for all ranks", tensor=total / divisor)
+    total = of_ranks.sum(0)
+    for other in range(world_size):
+        text = f"without the contribution of rank {other}"
+        yield Hypothesis(text=text, tensor=(total - of_ranks[other]) / divisor)
+    for other in range(world_size):
+        text = f"the contribution of rank {other} added once more"
+        yield Hypothesis(text=text, tensor=(total + of_ranks[other]) / divisor)
+
+
+def _of_microbatches(of_microbatches: torch.Tensor) -> Iterator[Hypothesis]:
+    """Yield wrong accumulations of the microbatches' reduced gradients."""
+    count = len(of_microbatches)
+    if count == 1:
+        return
+    yield Hypothesis(text="only the last microbatch", tensor=of_microbatches[-1])
+    yield Hypothesis(text="only the first microbatch", tensor=of_microbatches[0])
+    mean, total = of_microbatches.mean(0), of_microbatches.sum(0)
+    yield Hypothesis(text="averaged over the microbatches, not summed", tensor=mean)
+    doubled, cumulative = torch.zeros_like(mean), torch.zeros_like(mean)
+    for index, piece in enumerate(of_microbatches):
+        doubled = 2 * doubled + piece
+        cumulative = cumulative + (count - index) * piece
+    text = "each earlier microbatch counted again"
+    yield Hypothesis(text=f"{text} (doubled per microbatch)", tensor=doubled)
+    yield Hypothesis(text=f"{text} (running sums added)", tensor=cumulative)
+    for index, piece in enumerate(of_microbatches):
+        yield Hypothesis(text=f"without microbatch {index}", tensor=total - piece)
+        yield Hypothesis(text=f"microbatch {index} added once more", tensor=total + piece)
+
+
+def _of_clipping(suspect: Suspect, clip: Clip, unclipped: torch.Tensor) -> Iterator[Hypothesis]:
+    yield Hypothesis(text="the value before clipping", tensor=unclipped)
+    for whose, norm in _partial_norms(suspect, clip.norm_type):
+        scale = min(1.0, clip.max_norm / (norm + _CLIP_EPSILON))
+        yield Hypothesis(text=f"clipped by the norm of {whose}", tensor=unclipped * scale)
+
+
+def _of_parameter(suspect: Suspect) -> Iterator[Hypothesis]:
+    step = suspect.place.step
+    initial = suspect.earlier(-1)
+    if initial is not None:
+        yield Hypothesis(text="unchanged since initialisation" + _share(suspect), tensor=initial)
+    before = suspect.earlier(step - 1)
+    if before is None:
+        return
+    if step > 0:
+        yield Hypothesis(text="the previous step's value (stale)", tensor=before)
+    update = suspect.expected - before
+    factor = _factor(suspect.got - before, update)
+    if factor is not None:
+        more = ": added once more" if math.isclose(factor, 2, rel_tol=1e-3) else ""
+        text = f"updated by {factor:.6g} x the reference's update{more}"
+        yield Hypothesis(text=text, tensor=before + factor * update)
+
+
+def _of_loss(suspect: Suspect) -> Iterator[Hypothesis]:
+    losses, world_size = suspect.at.losses, suspect.oracle.world_size
+    for other in range(world_size):
+        if other != suspect.rank:
+            yield Hypothesis(text=f"the loss of rank {other}'s data", tensor=losses[:, other : other + 1])
+    if world_size > 1:
+        yield Hypothesis(text="the mean over the ranks", tensor=losses.mean(1, keepdim=True))
+        yield Hypothesis(text="the sum over the ranks", tensor=losses.sum(1, keepdim=True))
+    before = suspect.earlier(suspect.place.step - 1)
+    if before is not None and before.shape == suspect.got.shape:
+        yield Hypothesis(text="the previous step's value (stale)", tensor=before)
+    for count, noun in ((world_size, "number of ranks"), (len(losses), "number of microbatches")):
+        if count > 1:
+            yield Hypothesis(
+                text=f"exactly {count} x the reference, the {noun}", tensor=suspect.expected * count
+            )
+            yield Hypothesis(
+                text=f"the reference / {count}: divided by the {noun}", tensor=suspect.expected / count
+            )
+
+
+def _of_norm(suspect: Suspect) -> Iterator[Hypothesis]:
+    for step in reversed(range(suspect.place.step)):
+        before = suspect.earlier(step)
+        if before is not None:
+            yield Hypothesis(text=f"the norm of step {step} (stale)", tensor=before)
+    if suspect.clip is None:
+        return
+    order, expected = suspect.clip.norm_type, suspect.expected
+    for whose, norm in _partial_norms(suspect, order):
+        yield Hypothesis(text=f"the norm of {whose}", tensor=torch.full_like(expected, norm))
+    clipped = _norm([g for g in suspect.at.gradients.values() if g is not None], order)
+    yield Hypothesis(text="the norm after clipping", tensor=torch.full_like(expected, clipped))
+    if math.isinf(order):
+        return
+    for size in range(2, suspect.oracle.world_size + 1):
+        if suspect.oracle.world_size % size == 0:
+            factor, root = size ** (1 / order), f"{size}^(1/{order:g})"
+            text = f"{root} x the reference: each element is counted {size} times"
+            yield Hypothesis(text=text, tensor=expected * factor)
+            text = f"the reference / {root}: the powers are averaged over {size} ranks, not added"
+            yield Hypothesis(text=text, tensor=expected / factor)
+    yield Hypothesis(text="the sum of the powers, without the root", tensor=expected**order)
+    parts = [_norm([whole], order) for whole in _unclipped(suspect).values()]
+    text = "the sum of the parameters' norms"
+    yield Hypothesis(text=text, tensor=torch.full_like(expected, sum(parts)))
+
+
+def _partial_norms(suspect: Suspect, order: float) -> Iterator[tuple[str, float]]:
+    """Yield whose norm a rank may take for that of all gradients, and the norm."""
+    if suspect.oracle.world_size == 1:
+        return
+    reduced = _unclipped(suspect)
+    if not all(shard.is_whole for shard in suspect.own.values()):
+        parts = [
+            suspect.own[name].of(whole)
+            for name, whole in reduced.items()
+            if name in suspect.own
+            and suspect.own[name].is_inside
+            and suspect.own[name].global_shape == tuple(whole.shape)
+        ]
+        yield "this rank's shards alone", _norm(parts, order)
+    own = [pieces[:, suspect.rank].sum(0) for pieces in suspect.at.contributions.values()]
+    yield "this rank's own gradients, not synchronised", _norm(own, order)
+
+
+def _unclipped(suspect: Suspect) -> dict[str, torch.Tensor]:
+    divisor = suspect.oracle.divisor
+    return {name: pieces.sum((0, 1)) / divisor for name, pieces in suspect.at.contributions.items()}
+
+
+def _norm(tensors: list[torch.Tensor], order: float) -> float:
+    elements = torch.cat([torch.zeros(1, dtype=torch.float64), *(t.abs().flatten() for t in tensors)])
+    return float(torch.linalg.vector_norm(elements, order))
+
+
+def _factor(got: torch.Tensor, expected: torch.Tensor) -> float | None:
+    """Return the f that brings f x expected closest to got; None if one element alone would fit any f."""
+    square = expected.abs().square().sum().item()
+    if expected.count_nonzero() < 2 or not math.isfinite(square) or square == 0:
+        return None
+    factor = (got * expected.conj()).sum().item() / square
+    return factor.real if math.isfinite(abs(factor)) else None
+
+
+def _share(suspect: Suspect) -> str:
+    shard = suspect.shard
+    if shard.is_whole or not shard.offsets:
+        return ""
+    rows = range(shard.offsets[0], shard.offsets[0] + shard.tensor.shape[0])
+    owner = share_of(suspect, rows)
+    return f": rows {rows.start}..{rows.stop - 1}{owner}" if owner else ""

@@ -1,0 +1,67 @@
+"""A law: what must hold of an observed training. Values in, a value out; nothing here runs an engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from harness.cases.training import Training
+from harness.records.observation import Observation
+from harness.records.record import LawRecord, TensorRecord
+from harness.training.oracle import OracleObservation
+
+__all__ = ["Evidence", "Law", "Ruling", "rule"]
+
+# Enough to see a pattern over ranks and microbatches; a whole ledger would bury it.
+_MAX_DETAILS = 24
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Evidence:
+    """All that a law may look at: every rank's observation, and the oracle's of the same training."""
+
+    training: Training
+    world_size: int
+    ranks: tuple[Observation, ...]
+    oracle: OracleObservation
+
+    @property
+    def data_size(self) -> int:
+        """How many ranks have data of their own."""
+        return self.training.plan.data_size(self.world_size)
+
+    def data_rank(self, rank: int) -> int:
+        """Tell whose data a rank was given."""
+        return self.training.plan.data_rank(rank, self.world_size)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ruling:
+    """What a law says: how it came out, and the worst tensor if it compares tensors."""
+
+    record: LawRecord
+    worst: TensorRecord | None = None
+
+
+class Law(Protocol):
+    """One thing that must hold."""
+
+    @property
+    def name(self) -> str:
+        """Say the law in a few words, with its parameters."""
+
+    def judge(self, evidence: Evidence) -> Ruling:
+        """Rule on the evidence; looks at every rank."""
+
+
+def rule(name: str, broken: Sequence[str], *, held: str) -> Ruling:
+    """Rule: the law holds, as ``held`` tells, unless something of ``broken`` says otherwise."""
+    if not broken:
+        return Ruling(record=LawRecord(law=name, held=True, summary=held))
+    more = len(broken) - 1
+    summary = broken[0] + (f" (and {more} more)" if more else "")
+    details = tuple(broken[:_MAX_DETAILS])
+    if len(broken) > _MAX_DETAILS:
+        details += (f"and {len(broken) - _MAX_DETAILS} more",)
+    return Ruling(record=LawRecord(law=name, held=False, summary=summary, details=details))

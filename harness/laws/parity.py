@@ -1,0 +1,234 @@
+"""The law that an engine trains as the oracle does: every quantity, every tensor, every rank, shard by shard.
+
+Nothing is gathered: a rank's shard is compared with the same region of the oracle's whole tensor.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from harness.laws.diagnosis import looks_like
+from harness.laws.law import Evidence, Ruling
+from harness.laws.structure import Piece, num_declared_zeros, observed, pieces_of, structural_faults
+from harness.laws.tolerance import allowed_error
+from harness.records.record import LawRecord, TensorRecord
+from harness.torch_compat.dtypes import widened
+from harness.training.absolute_error import deviation
+from harness.training.oracle import INITIAL_STEP, Place, Quantity
+
+__all__ = ["MatchesOracle"]
+
+_MAX_DETAILS = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Finding:
+    """One thing that is wrong with one tensor; ``severity`` orders findings of one moment."""
+
+    text: str
+    severity: float
+    worst: TensorRecord | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Comparison:
+    """One piece against its region of the reference; errors are those of `harness.training.absolute_error`."""
+
+    piece: Piece
+    expected: torch.Tensor
+    error: torch.Tensor
+    allowed: float
+
+    @property
+    def worst_error(self) -> float:
+        return self.error.max().item() if self.error.numel() else 0.0
+
+    @property
+    def ratio(self) -> float:
+        """Error over what is allowed; above 1 is wrong."""
+        if self.worst_error <= self.allowed:
+            return self.worst_error / self.allowed if self.allowed else 0.0
+        return self.worst_error / self.allowed if self.allowed else math.inf
+
+    @property
+    def share(self) -> float:
+        return (self.error > self.allowed).double().mean().item()
+
+    @property
+    def worst_index(self) -> tuple[int, ...]:
+        """The local index of the worst element."""
+        flat = self.error.argmax()
+        return tuple(int(i) for i in torch.unravel_index(flat, self.error.shape))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Closest:
+    """A comparison with the tensor that it was made of."""
+
+    place: Place
+    comparison: _Comparison
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MatchesOracle:
+    """Every rank's parameters, losses, gradients, optimizer state and buffers are the oracle's.
+
+    The headline is the first wrong quantity in order of time, with its worst tensor: what comes later may be
+    its consequence. When the law holds, the worst tensor is the one that came closest to breaking it.
+    """
+
+    name: str = "matches the oracle"
+
+    def judge(self, evidence: Evidence) -> Ruling:
+        """Rule on every tensor of every rank."""
+        findings: list[_Finding] = []
+        closest: list[_Closest] = []
+        num_checked = 0
+        for moment in _moments(evidence):
+            num_checked += len(moment)
+            comparisons = {place: _comparisons(evidence, place) for place in moment}
+            here = [f for place in moment for f in _findings(evidence, place, comparisons[place])]
+            findings += sorted(here, key=lambda f: -f.severity)
+            closest += [_Closest(place=p, comparison=c) for p in moment for c in comparisons[p]]
+        if findings:
+            return _broken(self.name, findings)
+        how = "bitwise" if evidence.oracle.is_exact else "within the noise of re-ordered sums"
+        text = f"{num_checked} tensors agree on {evidence.world_size} ranks, {how}"
+        num_zeros = num_declared_zeros(evidence)
+        if num_zeros:
+            text += f"; {num_zeros} gradients are zeros instead of None, as the engine declares"
+        nearest = max(closest, key=lambda c: c.comparison.ratio, default=None)
+        worst = None if nearest is None else _record(nearest.place, nearest.comparison, "within noise")
+        return Ruling(record=LawRecord(law=self.name, held=True, summary=text), worst=worst)
+
+
+def _broken(law: str, findings: list[_Finding]) -> Ruling:
+    headline, *others = findings
+    details = [finding.text for finding in others[:_MAX_DETAILS]]
+    if len(others) > _MAX_DETAILS:
+        details.append(f"and {len(others) - _MAX_DETAILS} more")
+    record = LawRecord(law=law, held=False, summary=headline.text, details=tuple(details))
+    return Ruling(record=record, worst=headline.worst)
+
+
+def _moments(evidence: Evidence) -> Iterator[tuple[Place, ...]]:
+    """Yield the tensors that are compared, in the order in which training makes them."""
+    last = len(evidence.oracle.steps) - 1
+    yield _places(evidence, Quantity.INITIAL, INITIAL_STEP)
+    for step in range(last + 1):
+        for quantity in (Quantity.LOSS, Quantity.NORM, Quantity.GRADIENT, Quantity.PARAMETER):
+            yield _places(evidence, quantity, step)
+    yield _places(evidence, Quantity.OPTIMIZER_STATE, last)
+    yield _places(evidence, Quantity.BUFFER, last)
+
+
+def _places(evidence: Evidence, quantity: Quantity, step: int) -> tuple[Place, ...]:
+    """List the oracle's names, then those that only some rank has."""
+    names = dict.fromkeys(evidence.oracle.reference(quantity, step, rank=0))
+    for observation in evidence.ranks:
+        names.update(dict.fromkeys(observed(evidence, observation, quantity, step)))
+    return tuple(Place(quantity=quantity, step=step, name=name) for name in names)
+
+
+def _comparisons(evidence: Evidence, place: Place) -> list[_Comparison]:
+    # Empty shards cannot be wrong, and have no worst element.
+    pieces = [piece for piece in pieces_of(evidence, place) if piece.shard.tensor.numel()]
+    if not pieces:
+        return []
+    allowed = allowed_error(evidence.oracle, place)
+    return [_compare(evidence, place, piece, allowed) for piece in pieces]
+
+
+def _compare(evidence: Evidence, place: Place, piece: Piece, allowed: float) -> _Comparison:
+    full = evidence.oracle.reference(place.quantity, place.step, evidence.data_rank(piece.rank))[place.name]
+    if full is None:
+        raise ValueError(f"{_where(place)}: expected a reference tensor, got None")
+    expected = widened(piece.shard.of(full))
+    error = deviation(piece.shard.tensor, expected)
+    return _Comparison(piece=piece, expected=expected, error=error, allowed=allowed)
+
+
+def _findings(evidence: Evidence, place: Place, comparisons: list[_Comparison]) -> Iterator[_Finding]:
+    where = _where(place)
+    faults = structural_faults(evidence, place)
+    if faults:
+        more = f" (and {len(faults) - 1} more ranks)" if len(faults) > 1 else ""
+        yield _Finding(text=f"{where}: {faults[0]}{more}", severity=math.inf)
+    wrong = [c for c in comparisons if not c.ratio <= 1]  # NaN is wrong too
+    if wrong:
+        yield _wrong_value(evidence, place, max(wrong, key=lambda c: c.worst_error), len(wrong))
+    if place.quantity not in {Quantity.LOSS, Quantity.BUFFER}:  # these may differ between ranks by nature
+        divergence = _divergence(comparisons)
+        if divergence is not None:
+            # Least severe: where values are wrong too, that says more.
+            yield _Finding(text=f"{where}: {divergence}", severity=0.0)
+
+
+def _where(place: Place) -> str:
+    when = "before training" if place.step == INITIAL_STEP else f"step {place.step}"
+    return f"{when}, {place.quantity} {place.name!r}"
+
+
+def _wrong_value(evidence: Evidence, place: Place, worst: _Comparison, num_ranks: int) -> _Finding:
+    shard = worst.piece.shard
+    record = _record(place, worst, looks_like(evidence, place, worst.piece))
+    form = "flat shard" if shard.is_flat else "shard"
+    text = (
+        f"{_where(place)} on rank {record.rank} ({form} at {list(shard.offsets)}; wrong on {num_ranks} of "
+        f"{evidence.world_size} ranks): {record.looks_like}; at {list(record.index)} got {record.got:.9g}, "
+        f"expected {record.expected:.9g}, error {record.error:.3g}, allowed {record.allowed:.3g}, "
+        f"{record.share:.1%} of the shard beyond"
+    )
+    return _Finding(text=text, severity=record.ratio, worst=record)
+
+
+def _record(place: Place, comparison: _Comparison, characterised: str) -> TensorRecord:
+    shard, index = comparison.piece.shard, comparison.worst_index
+    got, expected = _parts(shard.tensor[index].item(), comparison.expected[index].item())
+    return TensorRecord(
+        quantity=str(place.quantity),
+        name=place.name,
+        step=place.step,
+        rank=comparison.piece.rank,
+        index=shard.index_of(index),
+        got=got,
+        expected=expected,
+        error=comparison.worst_error,
+        allowed=comparison.allowed,
+        ratio=comparison.ratio,
+        share=comparison.share,
+        looks_like=characterised,
+    )
+
+
+def _parts(got: complex, expected: complex) -> tuple[float, float]:
+    """Give both as they are, or of complex numbers the parts, real or imaginary, that are further apart."""
+    pairs = ((got.real, expected.real), (got.imag, expected.imag))
+    return max(pairs, key=lambda pair: abs(pair[0] - pair[1]))
+
+
+def _divergence(comparisons: list[_Comparison]) -> str | None:
+    """Find two ranks that hold different values of one element: replicas must agree bit by bit."""
+    if not comparisons:
+        return None
+    first = comparisons[0].piece.shard
+    holder = torch.full(first.global_shape, -1)
+    held = torch.zeros(first.global_shape, dtype=first.tensor.dtype)
+    for comparison in comparisons:
+        shard, rank = comparison.piece.shard, comparison.piece.rank
+        holder_here, held_here = shard.of(holder), shard.of(held)
+        differs = (holder_here >= 0) & (held_here != shard.tensor)
+        if bool(differs.any()):
+            local = tuple(differs.nonzero()[0].tolist())
+            other = int(holder_here[local])
+            return (
+                f"replicas diverge: at {list(shard.index_of(local))} rank {other} holds "
+                f"{held_here[local].item():.9g} and rank {rank} holds {shard.tensor[local].item():.9g}"
+            )
+        holder_here.fill_(rank)
+        held_here.copy_(shard.tensor)
+    return None

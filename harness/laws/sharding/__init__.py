@@ -1,0 +1,1 @@
+"""Laws over shards: where rows lie, who holds how much, how parts move."""

@@ -1,0 +1,193 @@
+"""The form of observed tensors: names, shapes, dtypes, and whether the shards make up the whole. No values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+
+from engine.contract import NoGradient, Shard
+from harness.cases.stages import is_on_rank
+from harness.laws.law import Evidence
+from harness.records.observation import Observation
+from harness.training.absolute_error import largest
+from harness.training.oracle import LOSSES, NORM, Place, Quantity
+
+__all__ = ["Piece", "Tensors", "num_declared_zeros", "observed", "pieces_of", "structural_faults"]
+
+Tensors = Mapping[str, Shard | None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Piece:
+    """One rank's shard of one tensor, of the right form to be compared."""
+
+    rank: int
+    shard: Shard
+
+
+def observed(evidence: Evidence, observation: Observation, quantity: Quantity, step: int) -> Tensors:
+    """Give what one rank showed of a quantity; losses as this rank's column of one tensor."""
+    match quantity:
+        case Quantity.INITIAL:
+            return observation.initial
+        case Quantity.OPTIMIZER_STATE:
+            return observation.optimizer_state
+        case Quantity.BUFFER:
+            return observation.buffers
+        case Quantity.LOSS | Quantity.GRADIENT | Quantity.NORM | Quantity.PARAMETER if step >= len(
+            observation.steps
+        ):
+            return {}
+        case Quantity.GRADIENT:
+            return observation.steps[step].gradients
+        case Quantity.PARAMETER:
+            return observation.steps[step].parameters
+        case Quantity.LOSS:
+            losses = torch.tensor(observation.steps[step].losses, dtype=torch.float64).unsqueeze(1)
+            shape = tuple(evidence.oracle.steps[step].losses.shape)
+            place = (0, evidence.data_rank(observation.rank))
+            return {LOSSES: Shard(tensor=losses, offsets=place, global_shape=shape)}
+        case Quantity.NORM:
+            norm = observation.steps[step].norm
+            if norm is None:
+                return {}
+            whole = torch.tensor(norm, dtype=torch.float64)
+            return {NORM: Shard(tensor=whole, offsets=(), global_shape=())}
+
+
+def structural_faults(evidence: Evidence, place: Place) -> tuple[str, ...]:
+    """Say what is wrong with the form of one tensor on any rank; values play no part."""
+    faults = [
+        f"rank {observation.rank}: {fault}"
+        for observation in evidence.ranks
+        if (fault := _fault(evidence, observation, place)) is not None
+    ]
+    if not faults:
+        faults = [gap for gap in [_gap(evidence, place)] if gap is not None]
+    return tuple(faults)
+
+
+def pieces_of(evidence: Evidence, place: Place) -> tuple[Piece, ...]:
+    """Give the shards of one tensor on all ranks that have it in the right form."""
+    pieces = []
+    for observation in evidence.ranks:
+        if _reference(evidence, observation, place) is None:
+            continue  # there is nothing to compare with
+        shard = observed(evidence, observation, place.quantity, place.step).get(place.name)
+        if shard is not None and _fault(evidence, observation, place) is None:
+            pieces.append(Piece(rank=observation.rank, shard=shard))
+    return tuple(pieces)
+
+
+def num_declared_zeros(evidence: Evidence) -> int:
+    """Count the gradients shown as zeros, as declared, where the reference has none: over all ranks and steps."""
+    return sum(
+        shard is not None and evidence.oracle.steps[step].gradients.get(name, shard) is None
+        for observation in evidence.ranks
+        if observation.no_gradient is NoGradient.ZEROS
+        for step, seen in enumerate(observation.steps)
+        for name, shard in seen.gradients.items()
+    )
+
+
+def _fault(evidence: Evidence, observation: Observation, place: Place) -> str | None:
+    tensors = observed(evidence, observation, place.quantity, place.step)
+    if place.quantity not in {Quantity.LOSS, Quantity.NORM}:
+        name, rank = place.name.partition("/")[0], observation.rank
+        if not is_on_rank(evidence.training, rank, evidence.world_size, name):
+            return "unexpected name, of another stage" if place.name in tensors else None
+    if place.name not in _references(evidence, observation, place):
+        return "unexpected name, the oracle has none such" if place.name in tensors else None
+    reference, shard = _reference(evidence, observation, place), tensors.get(place.name)
+    if shard is None:
+        return _absence(evidence, observation, place, reference, is_listed=place.name in tensors)
+    if reference is None:
+        return _excess(evidence, observation, place, shard)
+    return _misfit(shard, reference, evidence, place)
+
+
+def _references(
+    evidence: Evidence, observation: Observation, place: Place
+) -> Mapping[str, torch.Tensor | None]:
+    rank = evidence.data_rank(observation.rank)
+    return evidence.oracle.reference(place.quantity, place.step, rank)
+
+
+def _reference(evidence: Evidence, observation: Observation, place: Place) -> torch.Tensor | None:
+    return _references(evidence, observation, place).get(place.name)
+
+
+def _excess(evidence: Evidence, observation: Observation, place: Place, shard: Shard) -> str | None:
+    """Excuse a gradient where the oracle has none if the engine says that it shows zeros there, and does."""
+    if shard.tensor.any():
+        return f"expected None, got {_unexpected(evidence, observation, place, shard)}"
+    if observation.no_gradient is NoGradient.ZEROS:
+        return None
+    return "expected None, got zeros; engines that show zeros for none declare PreparedModel.no_gradient"
+
+
+def _unexpected(evidence: Evidence, observation: Observation, place: Place, shard: Shard) -> str:
+    """Describe a gradient where there must be none: what a step before left is found often."""
+    for step in reversed(range(place.step)):
+        earlier = _reference(evidence, observation, replace(place, step=step))
+        if earlier is None or tuple(earlier.shape) != shard.global_shape or not shard.is_inside:
+            continue
+        if torch.allclose(shard.tensor.to(earlier.dtype), shard.of(earlier), rtol=1e-4, atol=0.0):
+            return f"the gradient of step {step} (stale)"
+    return f"a tensor with values up to {largest(shard.tensor):.3g}"
+
+
+def _absence(
+    evidence: Evidence,
+    observation: Observation,
+    place: Place,
+    reference: torch.Tensor | None,
+    *,
+    is_listed: bool,
+) -> str | None:
+    """Excuse a missing tensor where the oracle has none, or where this rank owns nothing of the parameter."""
+    if reference is None and is_listed:
+        return None
+    if place.quantity is Quantity.OPTIMIZER_STATE and not is_listed and _is_held(evidence, place):
+        return None  # an engine may share the state out by parameter instead of by row
+    if place.quantity in {Quantity.GRADIENT, Quantity.OPTIMIZER_STATE}:
+        parameter = observation.initial.get(place.name.partition("/")[0])
+        if parameter is not None and parameter.tensor.numel() == 0:
+            return None
+    return "expected a tensor, got None" if is_listed else "expected a tensor, the name is missing"
+
+
+def _is_held(evidence: Evidence, place: Place) -> bool:
+    shown = (observed(evidence, o, place.quantity, place.step).get(place.name) for o in evidence.ranks)
+    return any(shard is not None for shard in shown)
+
+
+def _misfit(shard: Shard, reference: torch.Tensor, evidence: Evidence, place: Place) -> str | None:
+    shape = tuple(reference.shape)
+    if shard.global_shape != shape:
+        return f"expected global shape {shape}, got {shard.global_shape}"
+    if not shard.is_inside:
+        local = f"{'flat ' if shard.is_flat else ''}shape {tuple(shard.tensor.shape)}"
+        return f"expected a shard inside {shape}, got {local} at offset {shard.offsets}"
+    if place.quantity not in {Quantity.LOSS, Quantity.NORM}:
+        dtype = evidence.oracle.dtype(place.quantity, place.name)
+        if shard.tensor.dtype != dtype:
+            return f"expected {dtype}, got {shard.tensor.dtype}"
+    return None
+
+
+def _gap(evidence: Evidence, place: Place) -> str | None:
+    """Find elements of the whole that no rank holds."""
+    reference = evidence.oracle.reference(place.quantity, place.step, 0).get(place.name)
+    if reference is None:
+        return None
+    is_held = torch.zeros(reference.shape, dtype=torch.bool)
+    for piece in pieces_of(evidence, place):
+        piece.shard.of(is_held).fill_(True)
+    num_missing = int((~is_held).sum())
+    if not num_missing:
+        return None
+    first = tuple((~is_held).nonzero()[0].tolist())
+    return f"no rank holds {num_missing} of {is_held.numel()} elements, the first at {first}"

@@ -1,0 +1,85 @@
+"""How far an engine's tensor may lie from the oracle's: derived from measured noise, never picked by hand."""
+
+from __future__ import annotations
+
+import torch
+
+from harness.torch_compat.dtypes import is_rounded
+from harness.training.absolute_error import largest
+from harness.training.oracle import OracleObservation, Place, Quantity
+
+__all__ = ["MULTIPLE", "allowed_error", "clipping_factor", "error_of_noise", "rounded_scale"]
+
+# [Note: the multiple]
+# Measured with single-process trainings whose sums were taken in orders that the noise runs do not use (other
+# permutations, trees and divisions, and the foreach optimizers): every problem with SGD and AdamW, worlds 1
+# to 4, microbatches 1, 3 and 4, two accumulations, two seeds of weights and data - 30 000 tensors of three
+# steps. Their error over max(noise, floor) had median 0.4, 99.9th percentile 1.8 and maximum 1.83; with
+# gradients reduced in bfloat16, maximum 6.2 but for one gradient of a single element (12.6), which is why a
+# gradient's floor is in the reduction's dtype. 16 leaves 8 times the worst float32 case. On the other side,
+# a parameter of the fixtures may then be off by at most 2e-5 of its largest element, where the smallest real
+# defect that we know of makes 1.2e-4 and a reduction in bfloat16 1e-3; a test holds the fixtures to that.
+MULTIPLE = 16.0
+
+# A tensor of few elements may happen not to deviate in any noise run. Two roundings of its largest value
+# are always possible.
+_FLOOR_ROUNDINGS = 2.0
+
+
+def allowed_error(oracle: OracleObservation, place: Place) -> float:
+    """Give the largest absolute error that re-ordered sums explain; zero where nothing may round.
+
+    Zero for exact trainings, for initial parameters (nothing was computed yet), for constant buffers (a mask may hold
+    numbers so large that their roundings would hide all others) and for integers.
+    """
+    is_float = place.quantity in {
+        Quantity.LOSS,
+        Quantity.NORM,
+    }  # as Python floats they have no dtype of their own
+    dtype = torch.float32 if is_float else oracle.dtype(place.quantity, place.name)
+    if oracle.is_exact or place.quantity is Quantity.INITIAL or not is_rounded(dtype):
+        return 0.0
+    if place.quantity is Quantity.BUFFER and place.name in oracle.constants:
+        return 0.0
+    return error_of_noise(oracle, place, oracle.noise[place], dtype)
+
+
+def error_of_noise(
+    oracle: OracleObservation, place: Place, noise: float, dtype: torch.dtype = torch.float32
+) -> float:
+    """Return the error that is allowed where noise was measured in ``dtype``."""
+    floor = _FLOOR_ROUNDINGS * torch.finfo(dtype).eps * rounded_scale(oracle, place)
+    reduced_in = oracle.plan.reduction_dtype
+    if place.quantity is Quantity.GRADIENT and reduced_in is not None:
+        floor = max(floor, torch.finfo(reduced_in).eps * rounded_scale(oracle, place))
+    return MULTIPLE * max(noise, floor)
+
+
+def rounded_scale(oracle: OracleObservation, place: Place) -> float:
+    """Return the largest value rounded on the way: the result itself may have cancelled to nearly zero."""
+    match place.quantity:
+        case Quantity.GRADIENT:
+            pieces = oracle.steps[place.step].contributions.get(place.name)
+            # None where no loss reached the parameter: what the optimizer finds are the zeros of clearing.
+            if pieces is None:
+                return 0.0
+            return largest(pieces.abs().sum((0, 1)) / oracle.divisor) * clipping_factor(oracle, place)
+        case Quantity.PARAMETER:
+            history = [oracle.initial[place.name]]
+            history += [step.parameters[place.name] for step in oracle.steps[: place.step + 1]]
+            return max(largest(value) for value in history)
+        case Quantity.BUFFER:
+            return max(largest(of_rank[place.name]) for of_rank in oracle.buffers)
+        case Quantity.INITIAL | Quantity.LOSS | Quantity.NORM | Quantity.OPTIMIZER_STATE:
+            reference = oracle.reference(place.quantity, place.step, rank=0)[place.name]
+            return 0.0 if reference is None else largest(reference)
+
+
+def clipping_factor(oracle: OracleObservation, place: Place) -> float:
+    """Return the factor by which clipping made a gradient, and all that was rounded before, smaller."""
+    step = oracle.steps[place.step]
+    gradient, pieces = step.gradients[place.name], step.contributions[place.name]
+    whole = pieces.sum((0, 1)) / oracle.divisor
+    if step.norm is None or gradient is None or not whole.any():
+        return 1.0
+    return largest(gradient) / largest(whole)

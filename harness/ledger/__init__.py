@@ -1,1 +1,0 @@
-"""The ledger: what crossed between ranks, in order, as values; and the laws over it."""

@@ -1,1 +1,0 @@
-"""Lifetimes: which memory of what kind is alive when, on each rank, and whose it is."""

@@ -1,1 +1,0 @@
-"""Stream races, found without a device: who wrote, read and released which memory, and what ordered it."""

@@ -1,0 +1,79 @@
+"""Ledgers in a few lines for the record: equal entries counted, ranks that do as rank 0 does left out."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from harness.records.record import LedgerLine
+from harness.tracing.ledger import Entry, Ledger, Op, Phase
+
+__all__ = ["summarize"]
+
+# The order in which a training passes through them; StrEnum itself would sort by spelling.
+_PHASES = tuple(Phase)
+_OPS = tuple(Op)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Kind:
+    """What entries of one line have in common."""
+
+    phase: Phase
+    op: Op
+    axis: str
+    dtype: str
+
+
+def summarize(ledgers: Sequence[Ledger]) -> tuple[LedgerLine, ...]:
+    """Count collectives and bytes of each rank by phase, op, axis and dtype.
+
+    ``ledgers[r]`` is rank r's. Rank 0 is always told; another rank only where its lines differ from rank
+    0's, so that a rank that is not told did as rank 0 did. A rank that differs by having no entry at all is
+    told by one line that counts none.
+    """
+    if not ledgers:
+        return ()
+    counted = [_count(ledger) for ledger in ledgers]
+    sized = [_size(ledger) for ledger in ledgers]
+    told = [r for r in range(len(ledgers)) if r == 0 or (counted[r], sized[r]) != (counted[0], sized[0])]
+    return tuple(line for rank in told for line in _lines(rank, counted[rank], sized[rank]))
+
+
+def _count(ledger: Ledger) -> Counter[_Kind]:
+    return Counter(map(_kind, ledger))
+
+
+def _size(ledger: Ledger) -> Counter[_Kind]:
+    sizes: Counter[_Kind] = Counter()
+    for entry in ledger:
+        sizes[_kind(entry)] += entry.num_bytes
+    return sizes
+
+
+def _kind(entry: Entry) -> _Kind:
+    # Groups off the mesh have no axis; their size is what can be compared between ranks.
+    axis = entry.axis or f"{len(entry.group)} ranks"
+    return _Kind(phase=entry.phase, op=entry.op, axis=axis, dtype=entry.dtype)
+
+
+def _lines(rank: int, counts: Counter[_Kind], sizes: Counter[_Kind]) -> list[LedgerLine]:
+    if not counts and rank > 0:
+        return [LedgerLine(rank=rank, phase="", op="none", axis="", dtype="", count=0, num_bytes=0)]
+    return [
+        LedgerLine(
+            rank=rank,
+            phase=kind.phase.value,
+            op=kind.op.value,
+            axis=kind.axis,
+            dtype=kind.dtype,
+            count=counts[kind],
+            num_bytes=sizes[kind],
+        )
+        for kind in sorted(counts, key=_order)
+    ]
+
+
+def _order(kind: _Kind) -> tuple[int, int, str, str]:
+    return (_PHASES.index(kind.phase), _OPS.index(kind.op), kind.axis, kind.dtype)

@@ -1,0 +1,129 @@
+"""Where, when and with what a run is made: versions, hardware, git state, clock. No torch here."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from datetime import UTC, date, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from harness.records.record import Footer, Header
+from harness.records.verdict import Verdict
+
+__all__ = ["UNKNOWN", "footer", "header", "today"]
+
+UNKNOWN = "unknown"
+
+_PACKAGES = ("torch", "pytest", "shardproof")
+_GIT_TIMEOUT_S = 10  # a work tree on a slow network disk; beyond that the answer is not worth the wait
+
+
+def header(
+    *, command: str, engines: Sequence[str], worlds: Sequence[str], seed: int, num_cases: int
+) -> Header:
+    """Describe a run that starts now; ``num_cases`` counts the records to come, over engines and worlds."""
+    head = _git("rev-parse", "HEAD")
+    # Tracked files only: a run's own folder inside the work tree must not make every run look changed.
+    changes = _git("status", "--porcelain", "--untracked-files=no")
+    return Header(
+        started_at=_now(),
+        command=command,
+        engines=tuple(engines),
+        worlds=tuple(worlds),
+        versions={"python": platform.python_version()} | {name: _version(name) for name in _PACKAGES},
+        hardware=_hardware(),
+        git_head=head or UNKNOWN,
+        git_dirty=bool(changes),
+        seed=seed,
+        num_cases=num_cases,
+    )
+
+
+def footer(*, verdicts: Iterable[Verdict], duration_s: float) -> Footer:
+    """Describe a run that ends now."""
+    return Footer(ended_at=_now(), duration_s=duration_s, counts=dict(Counter(str(v) for v in verdicts)))
+
+
+def today() -> date:
+    """Give the day in UTC, so that machines far apart agree; to be asked once per run."""
+    return datetime.now(UTC).date()
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def _version(package: str) -> str:
+    # From the metadata, not from the module: importing torch for its version costs seconds.
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def _git(*arguments: str) -> str:
+    """Ask git about the current folder; empty when there is no git, no work tree or no commit."""
+    try:
+        # Without the lock that `status` takes to refresh the index: others may be working in this tree.
+        done = subprocess.run(
+            ["git", "--no-optional-locks", *arguments],
+            capture_output=True,
+            check=True,
+            encoding="utf-8",
+            errors="replace",
+            timeout=_GIT_TIMEOUT_S,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return done.stdout.strip()
+
+
+def _hardware() -> dict[str, str]:
+    return {
+        "cpu": _cpu_model(),
+        "cores": str(_num_cores()),
+        "memory_bytes": _memory_bytes(),
+        "platform": platform.platform(),
+        "gpus": ", ".join(_gpu_models()) or "none found",
+    }
+
+
+def _cpu_model() -> str:
+    model = _field(Path("/proc/cpuinfo"), "model name")
+    return model or platform.processor() or platform.machine() or UNKNOWN
+
+
+def _num_cores() -> int:
+    # What this process may use, which in a container is often fewer than the machine has.
+    affinity = getattr(os, "sched_getaffinity", None)
+    return len(affinity(0)) if affinity else os.cpu_count() or 1
+
+
+def _memory_bytes() -> str:
+    try:
+        return str(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    except (AttributeError, ValueError, OSError):
+        return UNKNOWN
+
+
+def _gpu_models() -> list[str]:
+    # The driver's own list; asking torch would import it.
+    files = sorted(Path("/proc/driver/nvidia/gpus").glob("*/information"))
+    return [_field(file, "Model") or UNKNOWN for file in files]
+
+
+def _field(path: Path, name: str) -> str:
+    """Find ``name : value`` in a file of the kernel's; empty when there is none."""
+    try:
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return ""
+    for line in lines:
+        key, _, value = line.partition(":")
+        if key.strip() == name:
+            return value.strip()
+    return ""

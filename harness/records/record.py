@@ -1,0 +1,223 @@
+"""A record: one verdict with its evidence; the header and footer of a run. Values only; no torch here.
+
+How they are written is in ``harness.records.codec``. Headers and footers carry a further key ``kind`` ("header",
+"footer") because they share a file; records have a file to themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import TypeVar
+
+from harness.records import codec
+from harness.records.hang import Autopsy
+from harness.records.verdict import Verdict
+
+__all__ = [
+    "SCHEMA_VERSION",
+    "Expectation",
+    "Expectations",
+    "Footer",
+    "Header",
+    "LawRecord",
+    "LedgerLine",
+    "Line",
+    "OutcomeRecord",
+    "Record",
+    "TensorRecord",
+    "UnusedExpectation",
+    "from_json",
+    "to_json",
+]
+
+SCHEMA_VERSION = 5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LawRecord:
+    """How one law came out; ``details`` are further lines, the worst first."""
+
+    law: str
+    held: bool
+    summary: str
+    details: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorRecord:
+    """The worst tensor of a parity check: where it is and how far off.
+
+    ``error`` and ``allowed`` are absolute, in the tensor's own unit; ``ratio`` is error / allowed;
+    ``share`` is the part of elements beyond what is allowed; ``looks_like`` characterises the error.
+    """
+
+    quantity: str
+    name: str
+    step: int
+    rank: int
+    index: tuple[int, ...]
+    got: float
+    expected: float
+    error: float
+    allowed: float
+    ratio: float
+    share: float
+    looks_like: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LedgerLine:
+    """Equal entries of one rank's ledger, counted: ``count`` collectives with ``num_bytes`` in all.
+
+    A rank without any line did as rank 0 did.
+    """
+
+    rank: int
+    phase: str
+    op: str
+    axis: str
+    dtype: str
+    count: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutcomeRecord:
+    """How one rank ended; ``text`` is the error, exit status or stack."""
+
+    rank: int
+    kind: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Expectation:
+    """One known failure, as the expectations file tells it; ``number`` is its place there, from 1.
+
+    ``case`` and ``world`` are globs, ``version`` is a condition on the engine's release, empty for any, and
+    ``expiry`` the last day on which it excuses anything (ISO 8601). ``shows`` are globs, of which each broken law must
+    match one, or the headline where no law was judged; none where a run was kept by a release without them.
+    """
+
+    number: int
+    engine: str
+    version: str
+    case: str
+    world: str
+    verdict: Verdict
+    reason: str
+    link: str
+    expiry: str
+    shows: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Expectations:
+    """What a run expects to fail: the entries of ``source``, and the day by which expiry is judged."""
+
+    source: str
+    today: str  # ISO 8601, UTC
+    entries: tuple[Expectation, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnusedExpectation:
+    """An expectation of an engine in the run that bore on nothing there; one that is stale fails the run."""
+
+    expectation: Expectation
+    why: str
+    is_stale: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Record:
+    """One verdict with its evidence.
+
+    ``world`` is as on the command line (``threads:4``). ``observation`` is a folder, relative to the run's, or
+    empty. ``command`` repeats this one case. ``duration_s`` is wall time of this case. ``expectation`` is
+    the one that bore on the verdict or, expired, no longer does. ``autopsy`` tells why ranks could not go on; None
+    where they could, or failed otherwise. ``output`` is the end of what the ranks' processes printed, unless the
+    verdict is PASSED or UNSUPPORTED.
+    """
+
+    engine: str
+    case: str
+    world: str
+    verdict: Verdict
+    headline: str
+    suite: str
+    engine_version: str
+    laws: tuple[LawRecord, ...] = ()
+    worst: TensorRecord | None = None
+    ledger: tuple[LedgerLine, ...] = ()
+    outcomes: tuple[OutcomeRecord, ...] = ()
+    observation: str = ""
+    command: str = ""
+    duration_s: float = 0.0
+    expectation: Expectation | None = None
+    autopsy: Autopsy | None = None
+    output: str = ""
+    schema: int = SCHEMA_VERSION
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks the world had, read from its spelling; 1 where that says nothing."""
+        size = self.world.split(":")[1] if ":" in self.world else ""
+        return int(size) if size.isdigit() else 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Header:
+    """Where, when and with what a run was made; ``expectations`` is None where raw verdicts were wanted.
+
+    ``shortfalls`` is empty but in the result of judging a run again: what that run lacked, and its records that could
+    not be judged again.
+    """
+
+    started_at: str  # ISO 8601, UTC
+    command: str
+    engines: tuple[str, ...]
+    worlds: tuple[str, ...]
+    versions: dict[str, str]
+    hardware: dict[str, str]
+    git_head: str
+    git_dirty: bool
+    seed: int  # of the first schedule
+    num_cases: int
+    num_schedules: int = 1
+    is_thorough: bool = False
+    expectations: Expectations | None = None
+    shortfalls: tuple[str, ...] = ()
+    schema: int = SCHEMA_VERSION
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Footer:
+    """How a run ended; a run without one was interrupted.
+
+    ``unavailable`` are the engines that were selected and could not be judged, each with the cause.
+    """
+
+    ended_at: str  # ISO 8601, UTC
+    duration_s: float
+    counts: dict[str, int] = field(default_factory=dict)
+    unused: tuple[UnusedExpectation, ...] = ()
+    unavailable: dict[str, str] = field(default_factory=dict)
+    schema: int = SCHEMA_VERSION
+
+
+Line = TypeVar("Line", Record, Header, Footer)
+
+_KINDS: Mapping[type, str] = MappingProxyType({Header: "header", Footer: "footer"})
+
+
+def to_json(line: Record | Header | Footer) -> str:
+    """Give the single JSON line of a record, header or footer."""
+    return codec.write(line, kind=_KINDS.get(type(line)))
+
+
+def from_json(kind: type[Line], text: str, *, where: str) -> Line:
+    """Read and check one line; a UsageError that quotes ``where`` (file:line) says what is wrong with it."""
+    return codec.read(kind, text, where=where, newest=SCHEMA_VERSION, kind=_KINDS.get(kind))

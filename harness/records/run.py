@@ -1,0 +1,298 @@
+"""A run on disk: a folder of records, header, footer and observations, written append-safe, read with every loss named.
+
+[Note: what a run looks like]
+``records.jsonl`` has one record per line and nothing else. ``run.jsonl`` has the header as its first line
+and, once the run has ended, the footer as its second and last; without a footer the run was interrupted.
+``SHA256SUMS`` has the hashes of both files as they were at the end. A damaged line costs what it held; the run is then
+not whole.
+``observations/`` holds what the ranks saw. Reports are written beside them. ``judged/`` is the result of judging the
+run again: a run of its own, with the header of the first and with the observations of the first.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from harness.errors import HarnessBug, NewerSchemaError, UsageError
+from harness.records.manifest import MANIFEST, changes, write_manifest
+from harness.records.record import Footer, Header, Line, Record, from_json, to_json
+
+__all__ = [
+    "JUDGED",
+    "OBSERVATIONS",
+    "RECORDS",
+    "RUN",
+    "Run",
+    "RunWriter",
+    "read_run",
+    "refuse_existing",
+    "write_file",
+]
+
+RECORDS = "records.jsonl"
+RUN = "run.jsonl"
+OBSERVATIONS = "observations"
+JUDGED = "judged"
+
+_UNKNOWN = "unknown"
+_FIRST_WITH_MANIFEST = 5  # schema
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """A run as read; ``problems`` say in words where the files are not what a finished run leaves.
+
+    ``is_damaged``: bytes of its files changed after they were written, or some line cannot be read.
+    """
+
+    header: Header
+    records: tuple[Record, ...]
+    footer: Footer | None
+    problems: tuple[str, ...] = ()
+    is_damaged: bool = False
+
+    @property
+    def is_interrupted(self) -> bool:
+        """Whether the run never came to its end."""
+        return self.footer is None
+
+
+class RunWriter:
+    """Writes a run while it happens; whatever was appended is on the disk and survives a crash."""
+
+    def __init__(self, path: Path, header: Header) -> None:
+        """Start the run in ``path``, created if missing; raises UsageError if there is a run already."""
+        self.path = path
+        self._is_finished = False
+        refuse_existing(path)
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            (path / RUN).touch(exist_ok=False)
+            (path / RECORDS).touch(exist_ok=False)
+        except OSError as error:
+            raise _disk_error(path, error) from error
+        _append_line(path / RUN, to_json(header))
+
+    def append(self, record: Record) -> None:
+        """Write one record and wait until the disk has it."""
+        self._refuse_after_footer()
+        line = to_json(record)
+        try:
+            # One line that cannot be read back would cost the whole run later; better to hear of it now.
+            from_json(Record, line, where=f"record of {record.engine} on {record.case}")
+        except UsageError as error:
+            raise HarnessBug(
+                f"record of {record.engine} on {record.case} in {record.world}",
+                expected="values of the types that the schema declares",
+                got=str(error),
+                hint="reporting this with the command line",
+            ) from error
+        _append_line(self.path / RECORDS, line)
+
+    def finish(self, footer: Footer) -> None:
+        """Write the footer; nothing may follow it."""
+        self._refuse_after_footer()
+        _append_line(self.path / RUN, to_json(footer))
+        try:
+            write_manifest(self.path, (RUN, RECORDS))
+        except OSError as error:
+            raise _disk_error(self.path / MANIFEST, error) from error
+        self._is_finished = True
+
+    def _refuse_after_footer(self) -> None:
+        if self._is_finished:
+            raise HarnessBug(
+                f"run {self.path}", expected="nothing after the footer", got="more to write", hint="a new run"
+            )
+
+
+def refuse_existing(path: Path) -> None:
+    """Raise UsageError where a run is kept already, naming its files: nothing measured is ever overwritten."""
+    if path.exists() and not path.is_dir():
+        raise UsageError(f"run {path}", expected="a folder", got="a file", hint="another --out")
+    found = [name for name in (RUN, RECORDS) if (path / name).exists()]
+    if (path / OBSERVATIONS).is_dir() and any((path / OBSERVATIONS).iterdir()):
+        found.append(f"{OBSERVATIONS}/")
+    if found:
+        raise UsageError(
+            f"run {path}", expected="no run there yet", got=", ".join(found), hint="another --out"
+        )
+
+
+def read_run(path: Path) -> Run:
+    """Read and check a run; whatever is damaged is left out and named in its problems.
+
+    Raises UsageError for a folder without the files of a run, without a whole line in them, or of a later release.
+    """
+    damage: list[str] = []
+    ends = _lines(path, RUN)
+    records = tuple(_readable(Record, path / RECORDS, _lines(path, RECORDS), damage))
+    header, footer = _read_ends(path / RUN, ends, records, damage)
+    damage += _changed(path, header, footer)
+    problems = dict.fromkeys((*header.shortfalls, *damage, *_miscounts(header, records, footer)))
+    return Run(
+        header=header,
+        records=records,
+        footer=footer,
+        problems=tuple(problems),
+        is_damaged=bool(damage),
+    )
+
+
+def write_file(path: Path, text: str) -> None:
+    """Write a whole file at once: readers see the old text or the new, never a part."""
+    # Not tempfile: its files are private to the user, and a report is there to be shared.
+    scratch = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        with scratch.open("wb") as file:
+            # An engine's message may hold half a surrogate pair, which has no UTF-8.
+            file.write(text.encode("utf-8", errors="backslashreplace"))
+            file.flush()
+            os.fsync(file.fileno())
+        scratch.replace(path)
+    except OSError as error:
+        raise _disk_error(path, error) from error
+    finally:
+        scratch.unlink(missing_ok=True)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _RawLine:
+    text: str
+    is_ended: bool  # by a newline
+
+    @property
+    def is_cut_off(self) -> bool:
+        """Whether a write stopped inside this line; a part of a JSON object is never JSON itself."""
+        if self.is_ended:
+            return False
+        try:
+            json.loads(self.text)
+        except (ValueError, RecursionError):
+            return True
+        return False
+
+
+def _append_line(path: Path, line: str) -> None:
+    data = f"{line}\n".encode("ascii")
+    try:
+        # Opened for each line: no file stays open over a fork, and an append is one write of a whole line.
+        with path.open("ab", buffering=0) as file:
+            end = file.seek(0, os.SEEK_END)
+            try:
+                written = file.write(data)
+                if written != len(data):  # how a full disk shows before it raises
+                    raise OSError(f"only {written} of {len(data)} bytes were taken; is the disk full?")
+                os.fsync(file.fileno())
+            except OSError:
+                file.truncate(end)  # else the next line would be glued to half of this one
+                raise
+    except OSError as error:
+        raise _disk_error(path, error) from error
+
+
+def _disk_error(path: Path, error: OSError) -> UsageError:
+    return UsageError(
+        f"writing {path}",
+        expected="a writable folder with room",
+        got=f"{type(error).__name__}: {error}",
+        hint="freeing space, or another --out; what was written before is intact",
+    )
+
+
+def _lines(path: Path, name: str) -> Sequence[_RawLine]:
+    file = path / name
+    try:
+        data = file.read_bytes()
+    except OSError as error:
+        got = "no such folder" if not path.exists() else f"{type(error).__name__}: {error.strerror}"
+        raise UsageError(
+            f"run {path}", expected=f"a folder with {name}", got=got, hint="the folder given to --out"
+        ) from error
+    *ended, rest = data.split(b"\n")  # not splitlines, which also ends lines at other characters
+    # Lines are ASCII; whatever is not, survives as an escape that the error can quote.
+    lines = [_RawLine(text=raw.decode("ascii", "backslashreplace"), is_ended=True) for raw in ended]
+    if rest:
+        lines.append(_RawLine(text=rest.decode("ascii", "backslashreplace"), is_ended=False))
+    return lines
+
+
+def _readable(kind: type[Line], file: Path, lines: Sequence[_RawLine], damage: list[str]) -> Iterator[Line]:
+    """Read the lines that can be read, and name the others."""
+    for number, line in enumerate(lines, start=1):
+        if line.is_cut_off:
+            damage.append(
+                f"{file.name}:{number}: the last line is cut off and was skipped (interrupted write)"
+            )
+            continue
+        try:
+            yield from_json(kind, line.text, where=f"{file}:{number}")
+        except UsageError as error:
+            damage.append(
+                f"{file.name}:{number}: damaged, skipped: expected {error.expected}, got {error.got}"
+            )
+
+
+def _read_ends(
+    file: Path, lines: Sequence[_RawLine], records: Sequence[Record], damage: list[str]
+) -> tuple[Header, Footer | None]:
+    if len(lines) > 2:
+        damage.append(f"{file.name}:3: {len(lines) - 2} more lines after the footer, skipped")
+    header = _header(file, lines, records, damage)
+    if len(lines) > 1 and lines[1].is_cut_off:
+        damage.append(f"{file.name}:2: the footer is cut off; the run counts as interrupted")
+        return header, None
+    heard: list[str] = []
+    footer = next(_readable(Footer, file, lines[1:2], heard), None)
+    damage += [problem.replace(f"{file.name}:1:", f"{file.name}:2:", 1) for problem in heard]
+    return header, footer
+
+
+def _header(file: Path, lines: Sequence[_RawLine], records: Sequence[Record], damage: list[str]) -> Header:
+    """Read the header; where it is damaged, a stand-in that knows what the records do."""
+    try:
+        return from_json(Header, lines[0].text if lines else "", where=f"{file}:1")
+    except NewerSchemaError:
+        raise
+    except UsageError as error:
+        if not records:
+            raise
+        damage.append(f"{file.name}:1: damaged, skipped: expected {error.expected}, got {error.got}")
+    return Header(
+        started_at=_UNKNOWN,
+        command=_UNKNOWN,
+        engines=tuple(dict.fromkeys(record.engine for record in records)),
+        worlds=tuple(dict.fromkeys(record.world for record in records)),
+        versions={},
+        hardware={},
+        git_head=_UNKNOWN,
+        git_dirty=False,
+        seed=0,
+        num_cases=len(records),
+    )
+
+
+def _changed(path: Path, header: Header, footer: Footer | None) -> list[str]:
+    """Name files that are not as the end of the run left them; before schema 5, or without an end, nothing tells."""
+    if not (path / MANIFEST).exists() and (footer is None or header.schema < _FIRST_WITH_MANIFEST):
+        return []
+    return [f"{name}: {why}" for name, why in changes(path).items()]
+
+
+def _miscounts(header: Header, records: Sequence[Record], footer: Footer | None) -> list[str]:
+    found = []
+    times = Counter((record.engine, record.case, record.world) for record in records)
+    for (engine, case, world), count in times.items():
+        if count > 1:
+            found.append(f"{count} records of {engine} on {case} in {world}; expected one")
+    if footer is not None and len(times) != header.num_cases:
+        found.append(f"the header announces {header.num_cases} cases; records tell of {len(times)}")
+    counted = sum(footer.counts.values()) if footer is not None else 0
+    if counted and counted != len(records):
+        found.append(f"the footer counts {counted} records; there are {len(records)}")
+    return found

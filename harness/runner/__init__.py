@@ -1,0 +1,1 @@
+"""Running cases: sessions, the pytest plugin, the cache of observations."""

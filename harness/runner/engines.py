@@ -1,0 +1,171 @@
+"""What must be known of an engine before it is judged, asked in a process of its own, where its code may do no harm.
+
+The answer comes back as JSON: engine code never runs in the process that judges. No torch here.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from engine.capability import Capability
+from engine.registry import EngineNotFoundError, resolve
+from harness.errors import UnreadableError
+from harness.worlds.processes.fresh_process import NoAnswerError, ask
+
+__all__ = ["EngineDescription", "Engines", "describe", "examine", "keep_description", "load_description"]
+
+# The import of a large library on a cold disk takes tens of seconds; an answer that takes longer never comes.
+_DEADLINE_S = 60.0
+# A label of the build in a version, as torch's "+cpu" is one.
+_STAND_IN = "cuda.stand.in"
+_LONGEST_ANSWER = 1_000_000  # bytes
+_FILE = "engine.json"  # beside the observations
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineDescription:
+    """An engine's promises and its release."""
+
+    capabilities: frozenset[Capability]
+    version: str
+    insists_on_cuda: bool = False
+
+    def version_on(self, device: str) -> str:
+        """Name the release as a record shows it, with a stand-in for torch.cuda where there was one."""
+        if not self.insists_on_cuda or device == "cuda":
+            return self.version
+        return f"{self.version}{'.' if '+' in self.version else '+'}{_STAND_IN}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Engines:
+    """The engines of a session that can be judged, and why each other one cannot."""
+
+    usable: tuple[str, ...]
+    unavailable: dict[str, str] = field(default_factory=dict)
+
+
+def examine(names: Iterable[str], *, limit_s: float = _DEADLINE_S) -> Engines:
+    """Sort engines into those that answer within ``limit_s`` each and those that do not; raises for none of them."""
+    usable: list[str] = []
+    unavailable: dict[str, str] = {}
+    for name in names:
+        try:
+            describe(name, limit_s=limit_s)
+        except EngineNotFoundError as error:
+            unavailable[name] = error.problem
+        else:
+            usable.append(name)
+    return Engines(usable=tuple(usable), unavailable=unavailable)
+
+
+def describe(engine: str, *, limit_s: float = _DEADLINE_S) -> EngineDescription:
+    """Ask for an engine's capabilities and release, once per process.
+
+    Raises EngineNotFoundError, with the cause, for an engine that does not resolve, does not answer within
+    ``limit_s``, ends the process that it is asked in, or answers with something that is no version.
+    """
+    found = _known.get(engine)
+    if found is None:
+        found = _known[engine] = _found(engine, limit_s)
+    if isinstance(found, EngineNotFoundError):
+        raise found
+    return found
+
+
+def keep_description(description: EngineDescription, folder: Path) -> None:
+    """Write what an engine declares beside what it did, so that judging again has no question to ask it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / _FILE).write_text(json.dumps(_plain(description)))
+
+
+def load_description(folder: Path) -> EngineDescription:
+    """Read what `keep_description` wrote; raises UnreadableError where it is missing or damaged."""
+    try:
+        return _description(json.loads((folder / _FILE).read_bytes()))
+    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
+        raise UnreadableError(
+            f"{folder.name}/{_FILE}",
+            expected="the version and the capabilities of the engine",
+            got="missing" if isinstance(error, FileNotFoundError) else "damaged",
+            hint="running the case again",
+        ) from error
+
+
+# The plugin, the session and every case ask, and each answer costs a process.
+_known: dict[str, EngineDescription | EngineNotFoundError] = {}
+
+
+def _found(engine: str, limit_s: float) -> EngineDescription | EngineNotFoundError:
+    try:
+        return _read(_ask(engine, limit_s), engine)
+    except EngineNotFoundError as error:
+        return error.with_traceback(None)
+
+
+def _ask(engine: str, limit_s: float) -> bytes:
+    try:
+        return ask(limit_s, _LONGEST_ANSWER, _answer, engine)
+    except NoAnswerError as error:
+        raise EngineNotFoundError(
+            engine, f"the process that was asked for its version and capabilities {error}"
+        ) from None
+
+
+def _read(answer: bytes, engine: str) -> EngineDescription:
+    try:
+        plain = json.loads(answer)
+        if "problem" in plain:
+            raise EngineNotFoundError(engine, str(plain["problem"]))
+        return _description(plain)
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise EngineNotFoundError(engine, f"its answer cannot be read: {error!r}") from error
+
+
+# Any: JSON, here and below.
+def _description(plain: Any) -> EngineDescription:
+    return EngineDescription(
+        capabilities=frozenset(Capability[name] for name in plain["capabilities"]),
+        version=str(plain["version"]),
+        insists_on_cuda=bool(plain["insists_on_cuda"]),
+    )
+
+
+def _plain(description: EngineDescription) -> dict[str, Any]:
+    return {
+        "capabilities": sorted(capability.name for capability in description.capabilities),
+        "version": description.version,
+        "insists_on_cuda": description.insists_on_cuda,
+    }
+
+
+def _answer(engine: str) -> bytes:
+    try:
+        plain = _facts(engine)
+    except EngineNotFoundError as error:
+        plain = {"problem": error.problem}
+    return json.dumps(plain).encode()
+
+
+def _facts(engine: str) -> dict[str, Any]:
+    adapter = resolve(engine)
+    try:
+        version = adapter.version()
+        capabilities = frozenset(map(Capability, adapter.capabilities))
+    except (Exception, SystemExit) as error:
+        raise EngineNotFoundError(
+            engine, f"asking for its version and capabilities raised {type(error).__name__}: {error}"
+        ) from error
+    if not isinstance(version, str) or not version.strip():
+        raise EngineNotFoundError(
+            engine, f"version(): expected a text such as 'torch 2.13.0', got {version!r}"
+        )
+    return _plain(
+        EngineDescription(
+            capabilities=capabilities, version=version, insists_on_cuda=bool(adapter.insists_on_cuda)
+        )
+    )

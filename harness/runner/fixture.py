@@ -1,0 +1,236 @@
+"""pytest glue of the processes that run cases: engine-by-world parameters, the choice of cases, the `trial` fixture."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+
+import pytest
+import torch
+
+from harness.cases.case_id import Node
+from harness.cases.inventory import collected
+from harness.cases.training import Training
+from harness.errors import HarnessBug, UnreadableError, UsageError
+from harness.laws.law import Law
+from harness.records.record import Record, to_json
+from harness.records.run import OBSERVATIONS, read_run
+from harness.records.verdict import Verdict
+from harness.runner.collection import refuse
+from harness.runner.engines import examine
+from harness.runner.plugin import CELLS, CELLS_ARE_CHOSEN, EFFORT, EXPECTATIONS, will_run
+from harness.runner.record_writer import (
+    CATALOGUE,
+    FROM_WORKER,
+    NOT_JUDGED_PROPERTY,
+    RECORD_PROPERTY,
+    UNAVAILABLE,
+    UNAVAILABLE_FROM_WORKER,
+)
+from harness.runner.session import Source, TrialSession
+from harness.runner.target import Cell
+from harness.verdicts.case import Case, Refusal
+from harness.verdicts.known_failures import expected
+from harness.worlds.processes.forkserver import warm_up
+from harness.worlds.sizes import Sizes
+from suites.upstream import TABLES, TESTS
+
+__all__ = ["Trial"]
+
+_KEPT = pytest.StashKey[int]()  # how many tests this plugin would run, had nothing else left some out
+_TABLES = (TESTS, *TABLES.values())
+# The world must give its own verdict, with stacks, before pytest-timeout ends the test from outside.
+_BEFORE_TIMEOUT_S = 3.0
+_SHOWN_LINES = 20  # of what the ranks printed; the record has more
+
+
+class Trial:
+    """What a suite's test is given: one engine in one world, and the means to hold it to laws."""
+
+    def __init__(self, session: TrialSession, cell: Cell, item: pytest.Item) -> None:
+        self._session = session
+        self._cell = cell
+        self._item = item
+        self._expectations = item.config.stash[EXPECTATIONS]
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks the world has."""
+        return self._cell.world.size
+
+    def holds(self, training: Training, *laws: Law, refusal: Refusal = Refusal.WRONG) -> None:
+        """Judge this engine: every law must hold of the training, on every rank.
+
+        ``refusal`` says what becomes of an engine that declares all that the plan needs and refuses it.
+        Fails the test for every verdict that does not conform, skips it for UNSUPPORTED, and lets it fail as
+        expected for KNOWN_FAILURE; in any case the verdict is recorded.
+        """
+        __tracebackhide__ = True
+        node = Node.parse(self._item.nodeid)
+        if node is None:
+            raise HarnessBug(
+                "the trial fixture",
+                expected="a node id with ENGINE@WORLD",
+                got=self._item.nodeid,
+                hint="reporting this",
+            )
+        case = Case(id=node.case, training=training, laws=laws, refusal=refusal)
+        try:
+            judged = self._session.run(case, self._cell, suite=node.suite, command=node.command)
+        except UnreadableError as error:
+            self._item.user_properties.append((NOT_JUDGED_PROPERTY, error.why))
+            pytest.fail(f"not judged again: {error}", pytrace=False)
+        record = expected(judged, self._expectations)
+        self._item.user_properties.append((RECORD_PROPERTY, to_json(record)))
+        if record.verdict is Verdict.UNSUPPORTED:
+            pytest.skip(f"UNSUPPORTED: {record.headline}")
+        if record.verdict is Verdict.KNOWN_FAILURE and record.expectation is not None:
+            pytest.xfail(f"KNOWN_FAILURE: {record.expectation.reason} ({record.expectation.link})")
+        if not record.verdict.is_conforming:
+            pytest.fail(_explain(record), pytrace=False)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Make ready for cases."""
+    # Comparing small tensors gains nothing from more threads, and several workers with several each spin for cores.
+    torch.set_num_threads(1)
+
+
+@pytest.hookimpl(tryfirst=True)  # so that the cell comes first in ids, where Node finds it
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Give every test that asks for a trial one instance per engine and world."""
+    if "trial" not in metafunc.fixturenames or CELLS_ARE_CHOSEN in metafunc.config.stash:
+        return
+    cells = metafunc.config.stash[CELLS]
+    metafunc.parametrize("cell", cells, ids=[str(c) for c in cells], scope="session")
+
+
+@pytest.hookimpl(tryfirst=True)  # so that it sees what -k and others will leave out
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Deselect cases in worlds they make no sense for, such as two replicas of three ranks.
+
+    When replaying, deselect also what the run to replay did not contain.
+    """
+    try:
+        for table, item in product(_TABLES, items):
+            table.rows_of(item.iter_markers(table.mark), where=item.nodeid)
+    except UsageError as error:
+        refuse(config, items, error)
+    catalogue = collected([item.nodeid for item in items], config.args)
+    _leave_out_unavailable(config, items)
+    replay = config.getoption("--replay")
+    known = {(r.engine, r.case, r.world) for r in read_run(Path(replay)).records} if replay else None
+    sensible = [item for item in items if _makes_sense(item)]
+    kept = [item for item in sensible if _is_known(item, known)]
+    if len(kept) < len(items):
+        remaining = set(kept)
+        config.hook.pytest_deselected(items=[item for item in items if item not in remaining])
+        items[:] = kept
+    config.stash[_KEPT] = len(kept)
+    config.stash[CATALOGUE] = catalogue if len(kept) == len(sensible) else catalogue.narrowed()
+
+
+def _leave_out_unavailable(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Deselect the cases of engines that cannot be judged; the sink reports them by name, with the cause."""
+    if CELLS_ARE_CHOSEN in config.stash or not will_run(config):
+        return
+    cells = {id(item): cell for item in items if (cell := _cell(item)) is not None}
+    names = dict.fromkeys(cell.engine for cell in cells.values())
+    engines = examine(names, limit_s=config.getoption("--deadline"))
+    config.stash[UNAVAILABLE] = engines.unavailable
+    hopeless = {key for key, cell in cells.items() if cell.engine in engines.unavailable}
+    if hopeless:
+        config.hook.pytest_deselected(items=[item for item in items if id(item) in hopeless])
+        items[:] = [item for item in items if id(item) not in hopeless]
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Wait for the fork server before the first case, whose timeout must not pay for the server's imports."""
+    config = session.config
+    if _KEPT not in config.stash:
+        return  # a path that does not exist: pytest collected nothing and says so itself
+    if len(session.items) < config.stash[_KEPT]:
+        config.stash[CATALOGUE] = config.stash[CATALOGUE].narrowed()
+    if hasattr(config, "workeroutput"):
+        config.workeroutput[FROM_WORKER] = pickle.dumps(config.stash[CATALOGUE])
+        unavailable: dict[str, str] = config.stash.get(UNAVAILABLE, {})
+        config.workeroutput[UNAVAILABLE_FROM_WORKER] = unavailable
+    if will_run(config) and any("trial" in getattr(item, "fixturenames", ()) for item in session.items):
+        try:
+            warm_up(config.getoption("--deadline"))
+        except HarnessBug as error:
+            pytest.exit(str(error), returncode=pytest.ExitCode.INTERNAL_ERROR)
+
+
+@pytest.fixture
+def trial(request: pytest.FixtureRequest, trial_session: TrialSession, cell: Cell) -> Trial:
+    """One engine in one world."""
+    limit = _timeout_s(request)
+    if limit is not None:
+        world = replace(
+            cell.world, deadline_s=max(1.0, min(cell.world.deadline_s, limit - _BEFORE_TIMEOUT_S))
+        )
+        cell = replace(cell, world=world)
+    return Trial(trial_session, cell, request.node)
+
+
+@pytest.fixture(scope="session")
+def trial_session(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[TrialSession]:
+    """What this session has run so far."""
+    config = request.config
+    replay, out = config.getoption("--replay"), config.getoption("--out")
+    folder = Path(replay or out) if replay or out else tmp_path_factory.mktemp("run")
+    worker = getattr(config, "workerinput", {}).get("workerid", "main")
+    session = TrialSession(
+        Source(folder=folder.resolve() / OBSERVATIONS, worker=worker, is_replay=replay is not None),
+        config.stash[EFFORT],
+    )
+    yield session
+    session.close()
+
+
+def _makes_sense(item: pytest.Item) -> bool:
+    cell = _cell(item)
+    if cell is None or cell.is_placeholder:
+        return True
+    sizes: list[Sizes] = [marker.args[0] for marker in item.iter_markers("worlds")]
+    devices = {marker.args[0] for marker in item.iter_markers("device")}
+    return all(s.suits(cell.world) for s in sizes) and devices <= {cell.world.device}
+
+
+def _cell(item: pytest.Item) -> Cell | None:
+    callspec = getattr(item, "callspec", None)
+    return callspec.params.get("cell") if callspec is not None else None
+
+
+def _is_known(item: pytest.Item, known: set[tuple[str, str, str]] | None) -> bool:
+    node = Node.parse(item.nodeid)
+    return known is None or node is None or node.key in known
+
+
+def _timeout_s(request: pytest.FixtureRequest) -> float | None:
+    marker = request.node.get_closest_marker("timeout")
+    if marker is not None and marker.args:
+        return float(marker.args[0])
+    configured = request.config.getoption("timeout", None) or request.config.getini("timeout")
+    return float(configured) if configured else None
+
+
+def _explain(record: Record) -> str:
+    lines = [f"{record.verdict}: {record.engine} in {record.world}: {record.case}", record.headline]
+    for law in record.laws:
+        if not law.held:
+            lines += [f"  {law.law}: {law.summary}", *(f"    {d}" for d in law.details)]
+    lines += [f"  rank {o.rank} {o.kind}" for o in record.outcomes]
+    if record.expectation is not None:
+        entry = record.expectation
+        lines.append(f"  expectation {entry.number}: {entry.reason} ({entry.link}), until {entry.expiry}")
+    if record.output:
+        lines += ["  printed:", *(f"    {line}" for line in record.output.splitlines()[-_SHOWN_LINES:])]
+    return "\n".join([*lines, f"repeat: {record.command}"])

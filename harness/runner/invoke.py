@@ -1,0 +1,84 @@
+"""How commands call pytest on the suites: which folders, with what settings, and what their exit codes mean."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from harness.cases.inventory import SUITES
+from harness.errors import UsageError
+
+__all__ = [
+    "CONFORMS",
+    "DOES_NOT_CONFORM",
+    "OUR_FAULT",
+    "USAGE",
+    "call_pytest",
+    "check_temporary_folder",
+    "suite_folders",
+    "suites",
+]
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# Exit codes of every command.
+CONFORMS, DOES_NOT_CONFORM, USAGE, OUR_FAULT = 0, 1, 2, 3
+
+
+def check_temporary_folder() -> None:
+    """Raise UsageError where no temporary file can be written; pytest would end in a traceback."""
+    try:
+        tempfile.gettempdir()
+    except OSError as error:
+        raise UsageError(
+            "the temporary folder",
+            expected="one with room",
+            got=str(error),
+            hint="freeing space, or another folder in TMPDIR",
+        ) from error
+
+
+def call_pytest(arguments: Sequence[str], *plugins: object) -> int:
+    """Run pytest in this process, from a clone or installed; returns its exit code."""
+    import pytest  # here, because it takes a while and not every command needs it
+
+    settings = ROOT / "pyproject.toml"
+    # An installed package has no settings beside it; a clone has.
+    installed = ["-c", os.devnull, "--import-mode=importlib"]
+    config = ["-c", str(settings)] if settings.exists() else installed
+    return int(
+        pytest.main(
+            [
+                *("-p", "harness.runner.plugin"),  # first: other plugins of ours build on it
+                *arguments,
+                *config,
+                f"--rootdir={ROOT}",
+                *("-p", "no:cacheprovider"),
+                *("-p", "no:hypothesispytest"),  # no case needs it, and it is slow to import
+                *("--no-header", "-q", "-rN"),
+            ],
+            plugins,
+        )
+    )
+
+
+def suites(names: Sequence[str] | None) -> list[Path]:
+    """Find suites by name, all for none; raises UsageError with a hint."""
+    known = {folder.name: folder for folder in suite_folders()}
+    for name in names or []:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
+            hint = f"--suite {near[0]}" if near else "`shardproof list`"
+            raise UsageError(
+                "--suite", expected=f"one of {', '.join(sorted(known))}", got=repr(name), hint=hint
+            )
+    return [known[name] for name in names or sorted(known)]
+
+
+def suite_folders() -> list[Path]:
+    """List the folders that hold cases; one without any, such as the table of upstream tests, is no suite."""
+    folders = sorted(p.parent for p in SUITES.glob("*/__init__.py"))
+    return [folder for folder in folders if any(folder.glob("test_*.py"))]

@@ -1,0 +1,187 @@
+"""What trainings left: each world run once, each oracle computed once, and where the files are.
+
+[Note: the same question] Two cases share an observation where they ask for the same content: equal values, and equal
+code of the problem, the optimizer and the script. Names decide nothing. What has no digest is shared by no two cases.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import shutil
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+
+from engine.contract import Plan
+from harness.cases.content import content_digest
+from harness.cases.script import EachMicrobatch
+from harness.cases.scripts.interface import Exercise
+from harness.cases.training import Training, Watch
+from harness.errors import UnreadableError
+from harness.records.world_result import check_kept, keep_result
+from harness.runner.engines import EngineDescription, describe, keep_description, load_description
+from harness.runner.schedules import Scheduled, explore, load_schedules, schedule_folders
+from harness.runner.target import Cell
+from harness.torch_compat.private_names import Feature, require
+from harness.training.loop import drive_rank
+from harness.training.oracle import OracleObservation
+from harness.training.oracle_answer import ask_oracle
+from harness.worlds.launch import WorldPool
+from harness.worlds.spec import WorldKind
+
+__all__ = ["Archive", "Source", "unexercised"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """Where observations are kept, and whether they are made or only read again.
+
+    Each worker of a session that runs in several processes writes below a folder of its own, and reads all.
+    """
+
+    folder: Path
+    worker: str = "main"
+    is_replay: bool = False
+
+
+class Archive:
+    """Gives what was observed of a training, running it where nobody has yet; remembers all of it."""
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+        self._oracles: dict[tuple[str, int], OracleObservation] = {}
+        self._unread: dict[str, list[object]] = {}
+        self._kept: dict[Path, tuple[Scheduled, ...]] = {}
+        self._pool = WorldPool(source.folder / source.worker / "pool")
+
+    def close(self) -> None:
+        """End pooled worlds."""
+        self._pool.close()
+
+    def name(self, training: Training, cell: Cell, case: str) -> str:
+        """Name the folder of a training's observations, below that of the run."""
+        folder = self.folder(training, cell, case)
+        return str(Path(self._source.folder.name) / folder.relative_to(self._source.folder))
+
+    def folder(self, training: Training, cell: Cell, case: str) -> Path:
+        """Return the folder of a training's observations, which need not exist."""
+        engine = re.sub(r"[^A-Za-z0-9_.-]+", "-", cell.engine).strip("-.")
+        label = re.sub(r"[^A-Za-z0-9_.-]+", "-", f"{training.problem.name}-{training.optimizer.name}")
+        name = Path(engine) / str(cell.world).replace(":", "-") / f"{label}-{self._digest(training, case)}"
+        kept = sorted(self._source.folder.glob(f"*/{name}")) if self._source.is_replay else []
+        return kept[0] if kept else self._source.folder / self._source.worker / name
+
+    @property
+    def is_replay(self) -> bool:
+        """Whether observations are only read again."""
+        return self._source.is_replay
+
+    def engine(self, training: Training, cell: Cell, case: str) -> EngineDescription:
+        """Ask the engine what it declares, or read what it declared when it was observed.
+
+        Raises UnreadableError where nothing was observed that can be read.
+        """
+        if not self._source.is_replay:
+            return describe(cell.engine)
+        for asked in (training, unexercised(training)):
+            if (folder := self.folder(asked, cell, case)).is_dir():
+                check_kept(folder)
+                return load_description(folder)
+        raise UnreadableError(
+            "observations",
+            expected=f"those of {cell.engine} in {cell.world}",
+            got="none are kept",
+            hint="running the case again",
+        )
+
+    def holds(self, training: Training, cell: Cell, case: str) -> bool:
+        """Whether there are observations of a training: always, unless they are only read again."""
+        return not self._source.is_replay or self.folder(training, cell, case).exists()
+
+    def observations(
+        self, training: Training, cell: Cell, seeds: Iterable[int], case: str
+    ) -> tuple[Scheduled, ...]:
+        """Return what was seen under the schedules of these seeds, as far as it differs; see `explore`.
+
+        ``case`` is the id of the case that asks; it matters where the training has no digest.
+        """
+        folder = self.folder(training, cell, case)
+        if folder not in self._kept:
+            if not self._source.is_replay:
+                if folder.exists():  # a world of an earlier, interrupted run of the same case
+                    shutil.rmtree(folder)
+                self._launch(training, cell, seeds, folder)
+            else:
+                for place in schedule_folders(folder):
+                    check_kept(place)
+            self._kept[folder] = load_schedules(folder)
+        return self._kept[folder]
+
+    def oracle(self, training: Training, world_size: int, case: str, *, limit_s: float) -> OracleObservation:
+        """Return what one process makes of the data of so many ranks."""
+        # The engine and most of the plan change neither what is right nor the noise around it.
+        arithmetic = replace(
+            unexercised(training),
+            plan=_arithmetic(training.plan),
+            resume=None,
+            watch=frozenset(),
+            schedules=1,
+        )
+        key = (self._digest(arithmetic, case), world_size)
+        if key not in self._oracles:
+            self._oracles[key] = ask_oracle(arithmetic, world_size, limit_s=limit_s)
+        return self._oracles[key]
+
+    def _digest(self, training: Training, case: str) -> str:
+        """Hash the content of a training; a part of it that has no digest belongs to the case that asks."""
+        parts = []
+        for field in fields(training):
+            part = getattr(training, field.name)
+            parts.append(content_digest(part) or self._place(part, f"{field.name} of {case}"))
+        return hashlib.sha256("|".join(parts).encode()).hexdigest()[:10]
+
+    def _place(self, part: object, owner: str) -> str:
+        """Name an object that has no digest by its owner, and by how many others of the owner came before it."""
+        met = self._unread.setdefault(owner, [])
+        if not any(part is other for other in met):
+            met.append(part)
+        return f"{owner}, {next(i for i, other in enumerate(met) if other is part)}"
+
+    def _launch(self, training: Training, cell: Cell, seeds: Iterable[int], folder: Path) -> None:
+        require(*_features(training, cell))
+        keep_description(describe(cell.engine), folder)
+        job = (drive_rank, training, cell.engine)
+        # Starting ranks is cheap on the CPU, where a fresh world per case shares nothing; on CUDA it is dear.
+        if cell.world.device == "cpu":
+            explore(cell.world, seeds, *job, folder=folder)
+        else:
+            keep_result(self._pool.run(cell.world, *job, folder=folder), folder)
+
+
+def _features(training: Training, cell: Cell) -> Iterator[Feature]:
+    """Name the parts of the harness that a training needs and that stand on private names of torch."""
+    yield Feature.COLLECTIVES
+    if cell.world.kind is WorldKind.THREADS:
+        yield Feature.THREADS
+    if training.watch & {Watch.RACES, Watch.LIFETIMES}:
+        yield Feature.OPERATORS
+    if Watch.RACES in training.watch and cell.world.device == "cuda":
+        yield Feature.CUDA_STREAMS
+
+
+def unexercised(training: Training) -> Training:
+    """Leave out the calls of an engine's own interface: the same for all exercises of one model."""
+    return replace(training, script=EachMicrobatch()) if isinstance(training.script, Exercise) else training
+
+
+def _arithmetic(plan: Plan) -> Plan:
+    """Keep of a plan what changes the oracle: how gradients are divided, in what dtype and portions summed."""
+    return Plan(
+        divide_factor=plan.divide_factor,
+        reduce_dtype=plan.reduce_dtype,
+        compute_dtype=plan.compute_dtype,
+        output_dtype=plan.output_dtype,
+        accumulation=plan.accumulation,
+        demands=plan.demands,  # without them the script is refused
+    )

@@ -1,0 +1,61 @@
+"""How hard to look: how many schedules each case is run under, from which seed, and what is watched besides."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from harness.errors import UsageError
+from harness.worlds.spec import WorldKind, WorldSpec
+
+if TYPE_CHECKING:
+    from harness.cases.training import Training
+
+__all__ = ["Effort"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Effort:
+    """What a run spends on each case.
+
+    Where ranks are threads a case is run once for each of ``num_schedules`` seeds, the first being ``seed``; in
+    other worlds the machine makes the schedule, and there is one. ``is_thorough`` has every training watched for
+    all that can be.
+    """
+
+    seed: int = 0
+    num_schedules: int = 1
+    is_thorough: bool = False
+
+    def __post_init__(self) -> None:
+        """Raise UsageError for what no run can do."""
+        for option, value, least in (
+            ("--schedule-seed", self.seed, 0),
+            ("--schedules", self.num_schedules, 1),
+        ):
+            if value < least:
+                raise UsageError(
+                    option,
+                    expected=f"a number from {least} on",
+                    got=str(value),
+                    hint="--schedules 20 for the seeds 0 to 19",
+                )
+
+    def seeds(self, training: Training, world: WorldSpec) -> range:
+        """Give the seeds of the schedules under which a world is to run a training."""
+        num = max(self.num_schedules, training.schedules) if world.kind is WorldKind.THREADS else 1
+        return range(self.seed, self.seed + num)
+
+    def applied(self, training: Training) -> Training:
+        """Give the training as it is to be watched."""
+        if not self.is_thorough:
+            return training
+        # Here, because it imports torch, which who only reads options can do without.
+        from harness.cases.training import Watch
+
+        return replace(training, watch=training.watch | {Watch.RACES, Watch.LIFETIMES})
+
+    def options(self, seed: int) -> tuple[str, ...]:
+        """Spell, for the command that repeats a case, what is not so by default; ``seed`` is the schedule's."""
+        seed_option = (f"--schedule-seed={seed}",) if seed else ()
+        return (*seed_option, *(("--thorough",) if self.is_thorough else ()))

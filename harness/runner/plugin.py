@@ -1,0 +1,178 @@
+"""pytest glue: options, the sink that writes records, and, where cases run, the plugin that runs them.
+
+A process that only hands cases to workers has no need of torch, and does not wait for it.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.registry import BUILT_IN, EngineNotFoundError, check_spelling
+from harness.cases.inventory import SUITES
+from harness.errors import UsageError
+from harness.records.provenance import today
+from harness.records.record import Expectations
+from harness.records.run import read_run, refuse_existing
+from harness.runner.collection import Refusals
+from harness.runner.options import Effort
+from harness.runner.record_writer import Sink
+from harness.runner.target import Cell
+from harness.verdicts import known_failures_file
+from harness.worlds.processes.forkserver import forkserver_context
+from harness.worlds.processes.lineage import die_with_parent
+from harness.worlds.spec import WorldSpec
+
+__all__ = ["CELLS", "CELLS_ARE_CHOSEN", "EFFORT", "EXPECTATIONS", "will_run"]
+
+CELLS = pytest.StashKey[Sequence[Cell]]()
+CELLS_ARE_CHOSEN = pytest.StashKey[bool]()  # by another plugin, for each case by itself
+EFFORT = pytest.StashKey[Effort]()
+EXPECTATIONS = pytest.StashKey[Expectations | None]()
+
+_DEFAULT_WORLDS = ["threads:2"]
+_MARKS = (
+    "worlds(sizes): the worlds that a case makes sense for",
+    "device(name): the only device that can show what a case asks",
+    "rows(id, ...): the upstream tests that a case stands for",
+    "api(name, ...): the names of FullyShardedDataParallel's interface that a case stands for",
+    "prey(mutant, ..., world=None): the mutants that a case must kill, in one world or in the first that suits it",
+)
+_TO_WORKER = "shardproof.expectations"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the options that suites understand; without --out nothing is kept after the session."""
+    group = parser.getgroup("shardproof")
+    group.addoption(
+        "--engine",
+        action="append",
+        metavar="NAME",
+        help="engine to judge; may repeat (default: all built in)",
+    )
+    group.addoption(
+        "--world",
+        action="append",
+        metavar="KIND:SIZE",
+        help="world to judge in; may repeat (default: threads:2)",
+    )
+    group.addoption("--out", metavar="DIR", help="keep records and observations in this folder")
+    group.addoption("--replay", metavar="DIR", help="judge what this run observed; start no world")
+    group.addoption(
+        "--expectations", metavar="FILE", help="known failures (default: suites/expectations.toml)"
+    )
+    group.addoption("--no-expectations", action="store_true", help="give raw verdicts")
+    group.addoption(
+        "--schedule-seed", type=int, default=0, metavar="S", help="seed of the first schedule (default: 0)"
+    )
+    group.addoption(
+        "--schedules",
+        type=int,
+        default=1,
+        metavar="N",
+        help="run each case under so many schedules, where ranks are threads (default: 1)",
+    )
+    group.addoption(
+        "--thorough", action="store_true", help="watch every training for all that can be watched on a CPU"
+    )
+    group.addoption("--deadline", type=float, default=60.0, metavar="S", help="seconds a world may take")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Read the options, and register the sink in the process that sees all reports; workers send theirs there."""
+    if hasattr(config, "workerinput"):
+        die_with_parent()  # a worker that waits for its case would outlive a session that is killed
+    for mark in _MARKS:
+        config.addinivalue_line("markers", mark)
+    try:
+        config.stash[CELLS] = _cells(config)
+        config.stash[EFFORT] = _effort(config)
+        config.stash[EXPECTATIONS] = _expectations(config)
+        if config.getoption("--out") and not hasattr(config, "workerinput"):
+            refuse_existing(Path(config.getoption("--out")))
+    except (UsageError, EngineNotFoundError) as error:
+        raise pytest.UsageError(str(error)) from error
+    if not hasattr(config, "workerinput"):
+        out = config.getoption("--out")
+        sink = Sink(
+            config,
+            config.stash[CELLS],
+            config.stash[EXPECTATIONS],
+            Path(out) if out else None,
+            config.stash[EFFORT],
+        )
+        config.pluginmanager.register(sink, "shardproof-sink")
+        config.pluginmanager.register(Refusals(), "shardproof-refusals")
+    # Under xdist the workers run the cases, each with "no" of its own.
+    if config.getoption("dist", "no") == "no":
+        if _will_run_suites(config):
+            forkserver_context()  # it does its imports while this process does its own
+        config.pluginmanager.import_plugin("harness.runner.fixture")
+
+
+# Any: xdist's node, whose package need not be there.
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """Give every worker the expectations, and the day, that this process read: one run, one answer."""
+    node.workerinput[_TO_WORKER] = pickle.dumps(node.config.stash[EXPECTATIONS])
+
+
+def will_run(config: pytest.Config) -> bool:
+    """Say whether cases will run that the session selects, in worlds of their own."""
+    return not (config.option.collectonly or config.getoption("--replay"))
+
+
+def _will_run_suites(config: pytest.Config) -> bool:
+    folders = [Path(argument.partition("::")[0]).resolve() for argument in config.args]
+    return will_run(config) and any(folder.is_relative_to(SUITES) for folder in folders)
+
+
+def _cells(config: pytest.Config) -> list[Cell]:
+    """Read --engine and --world; raises for a misspelt name."""
+    worlds = [
+        WorldSpec.parse(text, deadline_s=config.getoption("--deadline"))
+        for text in dict.fromkeys(config.getoption("--world") or _DEFAULT_WORLDS)
+    ]
+    engines = list(dict.fromkeys(config.getoption("--engine") or sorted(BUILT_IN)))
+    for engine in engines:
+        if not config.getoption("--replay"):  # which asks no engine, so any name will do
+            check_spelling(engine)
+    return [Cell(engine=engine, world=world) for engine in engines for world in worlds]
+
+
+def _effort(config: pytest.Config) -> Effort:
+    """Read the options; a replay looks at what the run to replay made its effort for."""
+    replay = config.getoption("--replay")
+    if replay:
+        made = read_run(Path(replay)).header
+        return Effort(seed=made.seed, num_schedules=made.num_schedules, is_thorough=made.is_thorough)
+    return Effort(
+        seed=config.getoption("--schedule-seed"),
+        num_schedules=config.getoption("--schedules"),
+        is_thorough=config.getoption("--thorough"),
+    )
+
+
+def _expectations(config: pytest.Config) -> Expectations | None:
+    """Read the file once per session; a replay expects what the run to replay did, on the day of that run."""
+    given, is_raw = config.getoption("--expectations"), config.getoption("--no-expectations")
+    replay = config.getoption("--replay")
+    if hasattr(config, "workerinput"):
+        # Our own bytes, from the process that started this one.
+        sent: Expectations | None = pickle.loads(config.workerinput[_TO_WORKER])
+        return sent
+    if sum(map(bool, (given, is_raw, replay))) > 1:
+        raise UsageError(
+            "--expectations, --no-expectations and --replay",
+            expected="at most one of them",
+            got="several",
+            hint="leaving the others out; a replay has its expectations from the run",
+        )
+    if replay:
+        return read_run(Path(replay)).header.expectations
+    file = None if is_raw else known_failures_file.find(given)
+    return known_failures_file.read(file, today=today()) if file else None

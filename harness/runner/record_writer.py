@@ -1,0 +1,206 @@
+"""The sink: a pytest plugin object that turns reports into the records of a run, as they arrive."""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+import shlex
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness.cases.case_id import Node
+from harness.cases.inventory import Catalogue
+from harness.errors import UsageError
+from harness.records.provenance import footer, header
+from harness.records.record import Expectations, Record, UnusedExpectation, from_json
+from harness.records.run import RunWriter
+from harness.records.verdict import Verdict
+from harness.runner.interruption import uninterrupted
+from harness.runner.options import Effort
+from harness.runner.target import Cell
+from harness.torch_compat.releases import remark
+from harness.verdicts.known_failures import Ran, unused
+
+__all__ = [
+    "CATALOGUE",
+    "FROM_WORKER",
+    "NOT_JUDGED_PROPERTY",
+    "RECORD_PROPERTY",
+    "UNAVAILABLE",
+    "UNAVAILABLE_FROM_WORKER",
+    "Sink",
+]
+
+RECORD_PROPERTY = "shardproof.record"  # the user property under which a test's report carries its record
+NOT_JUDGED_PROPERTY = "shardproof.not_judged"  # and this, why a case was not judged again
+FROM_WORKER = "shardproof.catalogue"  # the key under which a worker of xdist sends what it collected
+CATALOGUE = pytest.StashKey[Catalogue]()
+UNAVAILABLE = pytest.StashKey[dict[str, str]]()  # engines that cannot be judged, with the cause
+UNAVAILABLE_FROM_WORKER = "shardproof.unavailable"
+
+
+class Sink:
+    """Writes each record as its report arrives; one process, so that lines never interleave.
+
+    Without ``out`` it only counts verdicts.
+    """
+
+    def __init__(
+        self,
+        config: pytest.Config,
+        cells: Sequence[Cell],
+        expectations: Expectations | None,
+        out: Path | None,
+        effort: Effort,
+    ) -> None:
+        self._config = config
+        self._cells = cells
+        self._expectations = expectations
+        self._out = out
+        self._effort = effort
+        self._writer: RunWriter | None = None
+        self._expected: list[Node] = []
+        self._records: list[Record] = []
+        self._unused: tuple[UnusedExpectation, ...] = ()
+        self._started_s = time.monotonic()
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        """Without xdist: the session's own items."""
+        self._open([item.nodeid for item in session.items])
+
+    # Any: xdist's node, whose package need not be there.
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_xdist_node_collection_finished(self, node: Any, ids: list[str]) -> None:
+        """With xdist: every worker collects the same; the first to say so opens the run."""
+        self._open(ids)
+
+    # Any: as above.
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: Any) -> None:
+        """With xdist: a worker that ends says what it collected; one that died cannot, and others will."""
+        sent = getattr(node, "workeroutput", {}).get(FROM_WORKER)
+        if sent is not None:
+            self._config.stash[CATALOGUE] = pickle.loads(sent)
+            self._config.stash[UNAVAILABLE] = node.workeroutput[UNAVAILABLE_FROM_WORKER]
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Write the record that a test's report carries."""
+        if report.when != "call":
+            return
+        for name, value in report.user_properties:
+            if name == RECORD_PROPERTY:
+                self._append(from_json(Record, str(value), where=report.nodeid))
+
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        """Record what was selected and never reached, fail for stale expectations, and write the footer."""
+        for record in self._not_run():
+            self._append(record)
+        self._unused = unused(self._expectations, self._ran())
+        if any(found.is_stale for found in self._unused) and session.exitstatus == pytest.ExitCode.OK:
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+        if self._unavailable and self._config.getoption("--engine"):
+            session.exitstatus = pytest.ExitCode.USAGE_ERROR  # they were asked for by name
+        if self._writer is not None:
+            verdicts = [record.verdict for record in self._records]
+            end = footer(verdicts=verdicts, duration_s=time.monotonic() - self._started_s)
+            with self._stopping():
+                self._writer.finish(replace(end, unused=self._unused, unavailable=self._unavailable))
+
+    @property
+    def _unavailable(self) -> dict[str, str]:
+        return self._config.stash.get(UNAVAILABLE, {})
+
+    # Any: pytest does not export the terminal reporter's type.
+    def pytest_terminal_summary(self, terminalreporter: Any) -> None:
+        """Say the verdicts in one line, and where the run is kept."""
+        if self._records and (untested := remark(version("torch"))):
+            terminalreporter.write_line(untested, yellow=True)
+        for engine, problem in self._unavailable.items():
+            terminalreporter.write_line(f"not judged: {engine}: {problem}", red=True)
+        if not self._records:
+            return
+        counts = ", ".join(f"{n} {v}" for v in Verdict if (n := sum(r.verdict is v for r in self._records)))
+        kept = f"; kept in {self._out}" if self._out else ""
+        terminalreporter.write_line(f"verdicts: {counts}{kept}")
+        for found in self._unused:
+            entry = found.expectation
+            word = "STALE" if found.is_stale else "not exercised"
+            terminalreporter.write_line(
+                f"{word}: expectation {entry.number} ({entry.engine}, {entry.case}): {found.why}"
+            )
+
+    def _append(self, record: Record) -> None:
+        with uninterrupted():
+            self._records.append(record)
+            if self._writer is not None:
+                with self._stopping():
+                    self._writer.append(record)
+
+    @contextlib.contextmanager
+    def _stopping(self) -> Iterator[None]:
+        """End the session where the run cannot be written; what was written stays, without a footer."""
+        try:
+            yield
+        except UsageError as error:
+            self._writer = None
+            self._out = None
+            pytest.exit(str(error), returncode=pytest.ExitCode.USAGE_ERROR)
+
+    def _open(self, nodeids: Sequence[str]) -> None:
+        nodes = [node for nodeid in nodeids if (node := Node.parse(nodeid)) is not None]
+        is_dry = self._config.option.collectonly
+        if self._writer is not None or not nodes or self._out is None or is_dry:
+            return
+        self._expected = nodes
+        start = header(
+            command=_as_typed(),
+            engines=tuple(dict.fromkeys(c.engine for c in self._cells)),
+            worlds=self._worlds(),
+            seed=self._effort.seed,
+            num_cases=len(nodes),
+        )
+        start = replace(
+            start,
+            num_schedules=self._effort.num_schedules,
+            is_thorough=self._effort.is_thorough,
+            expectations=self._expectations,
+        )
+        with self._stopping():
+            self._writer = RunWriter(self._out, start)
+
+    def _worlds(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(str(cell.world) for cell in self._cells))
+
+    def _ran(self) -> Ran:
+        catalogue = self._config.stash.get(CATALOGUE, Catalogue())
+        return Ran(catalogue=catalogue, worlds=self._worlds(), records=self._records)
+
+    def _not_run(self) -> Iterator[Record]:
+        seen = {(r.engine, r.case, r.world) for r in self._records}
+        for node in self._expected:
+            if node.key not in seen:
+                yield Record(
+                    engine=node.engine,
+                    case=node.case,
+                    world=node.world,
+                    verdict=Verdict.NOT_RUN,
+                    headline="selected, but the run ended or the test broke before it gave a verdict",
+                    suite=node.suite,
+                    engine_version="",
+                    command=node.command,
+                )
+
+
+def _as_typed() -> str:
+    """Spell the command line of this process, under the name by which it is called."""
+    program = Path(sys.argv[0]).name
+    called = {"cli.py": "shardproof", "__main__.py": "pytest"}.get(program, program)
+    return shlex.join([called, *sys.argv[1:]])

@@ -1,0 +1,102 @@
+"""One training under several schedules: the first is kept, and of the others those that came out differently."""
+
+from __future__ import annotations
+
+import filecmp
+import shutil
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from harness.records.world_result import Kept, keep_result, load_kept, observation_path
+from harness.worlds.launch import World
+from harness.worlds.outcome import Returned, WorldResult
+from harness.worlds.spec import WorldSpec
+
+__all__ = ["Scheduled", "explore", "load_schedules", "schedule_folders"]
+
+_SEED = "schedule"
+
+
+class Scheduled(NamedTuple):
+    """What a world left under the schedule of one seed."""
+
+    seed: int
+    kept: Kept
+
+
+# Any: the body's own arguments.
+def explore(
+    spec: WorldSpec, seeds: Iterable[int], body: Callable[..., Any], *args: Any, folder: Path
+) -> None:
+    """Run one job under one schedule after another, in one world, until it does not end well; keep what was seen.
+
+    What the first one leaves goes to ``folder``. Another one's goes to a folder below, and is dropped where every
+    rank came to the very same observation and ledger, since whatever is judged of the two is the same.
+    """
+    world = World(spec, folder)
+    results: list[tuple[Path, WorldResult]] = []
+    try:
+        for seed in seeds:
+            place = folder / f"schedule-{seed}" if results else folder
+            result = world.run(body, *args, folder=place, seed=seed)
+            results.append((place, result))
+            (place / _SEED).write_text(str(seed))
+            if not _is_trained(result):
+                break
+    finally:
+        ending = world.close()
+        if results:
+            place, last = results[-1]
+            results[-1] = (place, last.ended_by(ending))
+        for place, result in results:
+            keep_result(result, place)
+    _drop_repetitions([place for place, _ in results])
+
+
+def schedule_folders(folder: Path) -> tuple[Path, ...]:
+    """List where `explore` kept what it saw, in the order of seeds."""
+    found = (path for path in folder.glob("schedule-*") if path.name.partition("-")[2].isdecimal())
+    others = sorted(found, key=lambda path: int(path.name.partition("-")[2]))
+    return (folder, *others)
+
+
+def load_schedules(folder: Path) -> tuple[Scheduled, ...]:
+    """Read what `explore` kept, in the order of seeds; raises UnreadableError when it is not there or not whole."""
+    return tuple(Scheduled(_seed(place), load_kept(place)) for place in schedule_folders(folder))
+
+
+def _seed(place: Path) -> int:
+    file = place / _SEED
+    return (
+        int(file.read_text()) if file.exists() else 0
+    )  # kept before there were schedules, or in no such world
+
+
+def _is_trained(result: WorldResult) -> bool:
+    """Say whether every rank trained to its end: where one refused, another schedule tells nothing new."""
+    return result.is_clean and all(isinstance(o, Returned) and o.value is None for o in result.outcomes)
+
+
+def _drop_repetitions(places: list[Path]) -> None:
+    if len(places) < 2:
+        return
+    first = load_kept(places[0])
+    for place in places[1:]:
+        if _is_repetition(place, places[0], first):
+            shutil.rmtree(place)
+
+
+def _is_repetition(place: Path, first_place: Path, first: Kept) -> bool:
+    kept = load_kept(place)
+    ranks = [o.rank for o in first.ranks]
+    return (
+        kept.result.is_clean
+        and len(kept.ranks) == len(first.ranks)
+        and kept.ledgers == first.ledgers
+        and all(_is_same_file(observation_path(place, r), observation_path(first_place, r)) for r in ranks)
+    )
+
+
+def _is_same_file(one: Path, other: Path) -> bool:
+    return filecmp.cmp(one, other, shallow=False)

@@ -1,0 +1,145 @@
+"""One session's judging: case by engine by world to a record, under every schedule that was asked for."""
+
+from __future__ import annotations
+
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from engine.contract import Capability
+from harness.cases.training import Training, Watch
+from harness.errors import UnreadableError, UsageError
+from harness.laws.diagnosis import NOT_FINITE
+from harness.laws.races import NoRaces
+from harness.records.ledger_summary import summarize
+from harness.records.record import LedgerLine, Record
+from harness.records.verdict import Verdict
+from harness.runner.observation_cache import Archive, Source, unexercised
+from harness.runner.options import Effort
+from harness.runner.target import Cell
+from harness.training.oracle import OracleObservation
+from harness.verdicts.case import Case
+from harness.verdicts.judge import Judgement, judge
+from harness.worlds.output import printed
+from harness.worlds.spec import WorldKind
+
+__all__ = ["Source", "TrialSession"]
+
+
+# A case that expects a hang has a short deadline; the oracle trains for all ranks in turn, a few times.
+_LEAST_FOR_ORACLE_S = 30.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Judged:
+    """What was made of a case, and under the schedule of which seed."""
+
+    judgement: Judgement
+    seed: int
+    ledger: tuple[LedgerLine, ...] = ()
+
+
+class TrialSession:
+    """Runs and judges cases."""
+
+    def __init__(self, source: Source, effort: Effort | None = None) -> None:
+        self._effort = effort or Effort()
+        self._archive = Archive(source)
+
+    def run(self, case: Case, cell: Cell, *, suite: str, command: str) -> Record:
+        """Judge one case in one cell; our own errors become the verdict ERRORED, the caller's are raised.
+
+        Raises UnreadableError if observations are only read again, and these cannot be read.
+        """
+        started = time.monotonic()
+        training = self._effort.applied(case.training)
+        engine = self._archive.engine(training, cell, case.id)
+        case = replace(case, training=training)
+        if not training.needs <= engine.capabilities:
+            training = unexercised(training)  # what it would call plays no part in whether a plan is refused
+        try:
+            found = self._judged(case, training, cell, engine.capabilities)
+        except Exception as error:  # whatever breaks here is ours, and must not stop the other cases
+            if isinstance(error, UsageError) and not self._is_fresh(error):
+                raise
+            headline = f"{type(error).__name__}: {error}\n{traceback.format_exc()}"
+            found = _Judged(
+                judgement=Judgement(verdict=Verdict.ERRORED, headline=headline), seed=self._effort.seed
+            )
+        judgement, under = found.judgement, f"under schedule {found.seed}: " if found.seed else ""
+        return Record(
+            engine=cell.engine,
+            case=case.id,
+            world=str(cell.world),
+            verdict=judgement.verdict,
+            headline=under + judgement.headline,
+            suite=suite,
+            engine_version=engine.version_on(cell.world.device),
+            laws=judgement.laws,
+            worst=judgement.worst,
+            ledger=found.ledger,
+            outcomes=judgement.outcomes,
+            autopsy=judgement.autopsy,
+            output=self._printed(training, cell, case.id, judgement.verdict),
+            observation=self._archive.name(training, cell, case.id),
+            command=" ".join((command, *self._effort.options(found.seed))),
+            duration_s=round(time.monotonic() - started, 4),
+        )
+
+    def _printed(self, training: Training, cell: Cell, case: str, verdict: Verdict) -> str:
+        is_quiet = verdict in {Verdict.PASSED, Verdict.UNSUPPORTED}
+        return "" if is_quiet else printed(self._archive.folder(training, cell, case))
+
+    def _is_fresh(self, error: UsageError) -> bool:
+        """Whether a file that cannot be read was written by this session."""
+        return isinstance(error, UnreadableError) and not self._archive.is_replay
+
+    def close(self) -> None:
+        """End pooled worlds."""
+        self._archive.close()
+
+    def _judged(self, case: Case, training: Training, cell: Cell, declared: frozenset[Capability]) -> _Judged:
+        """Judge what was seen under each schedule; the first that did not pass is told, else the first."""
+        oracle = self._oracle(case, cell)
+        found: list[_Judged] = []
+        for seed, kept in self._archive.observations(
+            training, cell, self._effort.seeds(training, cell.world), case.id
+        ):
+            judgement = judge(case, declared, kept, oracle)
+            if _is_unexplained(judgement, training, cell):
+                judgement = self._explained(judgement, case, cell, seed, declared)
+            found.append(_Judged(judgement=judgement, seed=seed, ledger=summarize(kept.ledgers)))
+            if judgement.verdict is not Verdict.PASSED:
+                break
+        return found[-1] if found[-1].judgement.verdict is not Verdict.PASSED else found[0]
+
+    def _oracle(self, case: Case, cell: Cell) -> Callable[[], OracleObservation]:
+        data_size = case.training.plan.data_size(cell.world.size)
+        limit_s = max(cell.world.deadline_s, _LEAST_FOR_ORACLE_S)
+        device = cell.world.device
+        return lambda: replace(
+            self._archive.oracle(case.training, data_size, case.id, limit_s=limit_s), device=device
+        )
+
+    def _explained(
+        self, judgement: Judgement, case: Case, cell: Cell, seed: int, declared: frozenset[Capability]
+    ) -> Judgement:
+        """Train once more under the watch, and add whom it saw reading what had not arrived."""
+        watched = replace(case.training, watch=case.training.watch | {Watch.RACES}, schedules=1)
+        if not self._archive.holds(watched, cell, case.id):
+            return judgement
+        (again, *_) = self._archive.observations(watched, cell, (seed,), case.id)
+        asked = replace(case, training=watched, laws=())  # what the watch implies is all that is asked again
+        second = judge(asked, declared, again.kept, self._oracle(case, cell))
+        races = [law for law in second.laws if law.law == NoRaces().name and not law.held]
+        if not races:
+            return judgement
+        told = "; ".join(law.summary for law in races)
+        return replace(judgement, headline=f"{judgement.headline}; {told}", laws=(*judgement.laws, *races))
+
+
+def _is_unexplained(judgement: Judgement, training: Training, cell: Cell) -> bool:
+    """Say whether something is not finite where what has not arrived is poison, and nobody watched who read it."""
+    is_poisoned = judgement.worst is not None and judgement.worst.looks_like == NOT_FINITE
+    return is_poisoned and cell.world.kind is WorldKind.THREADS and Watch.RACES not in training.watch

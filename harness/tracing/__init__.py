@@ -1,0 +1,1 @@
+"""What a rank does, recorded: collectives, units, streams and memory."""

@@ -1,0 +1,232 @@
+"""Standing in c10d's own operators: each call is read, recorded and carried on.
+
+[Note: why kernels] Every collective, whether Python, a functional collective or a C++ reducer asks for it,
+reaches its backend through an operator of the ``c10d`` namespace. Kernels of ours before the backends' own, of
+those few operators, see all of them, in any thread and any autograd mode, and cost nothing per ordinary operator,
+where a dispatch mode costs Python time for each of them. The backend's kernel is called from there, so gloo and
+nccl do exactly what they did; in the threads world a carrier of ours takes its place.
+
+[Note: the GIL] A backend's kernel must run without the GIL, as it does when torch calls it. gloo's own threads
+let go of works, and so of Python objects, while they hold the lock that its kernels take: whoever came to that lock
+with the GIL would never get it. Some kernels also wait for other ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from harness.torch_compat.dispatch import are_of_meta, kernels_before_backends
+from harness.tracing.collectives.c10d_ops import SPELLINGS, Spelling, process_group
+from harness.tracing.collectives.call import Call, short_name
+from harness.tracing.collectives.call_site import call_site
+from harness.tracing.collectives.futures import late_futures
+from harness.tracing.collectives.work import Valuer, Works
+from harness.tracing.ledger import HarmKind, Op
+from harness.tracing.recorder import CallSummary, Recorder
+
+__all__ = ["Carrier", "Door", "Listener", "standing_in_c10d"]
+
+_REDUCE_OP_NAMES = {op: name.lower() for name, op in dist.ReduceOp.RedOpType.__members__.items()}
+
+
+class Carrier(Protocol):
+    """What moves the data of a call; the backend itself where there is none."""
+
+    def carry(self, call: Call, on_harm: Callable[[HarmKind, str], None] | None) -> dist.Work:
+        """Start the call and return its work; a synchronous call is complete on return.
+
+        ``on_harm`` is told, with the site, what was done to the buffers of an asynchronous one too early.
+        """
+
+
+class Listener(Protocol):
+    """Who is told of calls, and of waits for them, besides the recorder."""
+
+    # Any: whatever the listener knows a call by.
+    def issued(self, call: Call, seq: int) -> Any:
+        """Take note of a call before it starts; what is given is handed back when somebody waits for it.
+
+        ``seq`` is the recorder's number of it, -1 where nobody records.
+        """
+
+    def handed_over(self) -> None:
+        """Take note that what carries the call issued last on this thread has been given it, or is done with it."""
+
+    def waited(self, issued: Any) -> None:
+        """Take note of a wait, of which there may be several for one call."""
+
+
+def _nobody() -> Listener | None:
+    return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Door:
+    """Who records a call made on this thread, who else listens, what carries it, and which ranks a group has."""
+
+    recorder: Callable[[], Recorder | None]
+    ranks_of: Callable[[dist.ProcessGroup], tuple[int, ...]]
+    carrier: Carrier | None = None
+    listener: Callable[[], Listener | None] = _nobody
+
+
+@contextmanager
+def standing_in_c10d(door: Door) -> Iterator[None]:
+    """Stand before the backends' kernels of all c10d operators, of whatever device, until exit.
+
+    Process-wide: ranks that are threads share one door, and ``door.recorder`` tells them apart.
+    """
+    works = Works()
+    kernels = {name: partial(_Kernel, name, spelling, door, works) for name, spelling in SPELLINGS.items()}
+    with late_futures(), kernels_before_backends("c10d", kernels):
+        yield
+
+
+class _Kernel:
+    """What stands before the backends' kernels of one operator."""
+
+    # Any: calls the kernel of the backend.
+    def __init__(self, name: str, spelling: Spelling, door: Door, works: Works, go_on: Any) -> None:
+        self._spelling = spelling
+        self._go_on = go_on
+        self._door = door
+        self._works = works
+        arguments = getattr(torch.ops.c10d, name).default._schema.arguments
+        self._names = tuple(a.name for a in arguments)
+        self._defaults = {a.name: a.default_value for a in arguments if a.has_default_value()}
+
+    # Any: boxed arguments and results; the operator's schema fixes them, not Python.
+    def __call__(self, keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        recorder = self._door.recorder()
+        if (recorder is None and self._door.carrier is None) or are_of_meta(keyset):
+            return self._go_on(keyset, *args, **kwargs)
+        # The dispatcher leaves trailing defaults out.
+        arguments = {**self._defaults, **dict(zip(self._names, args, strict=False)), **kwargs}
+        call = _read(self._spelling, arguments, self._door.ranks_of)
+        seq = -1 if recorder is None else recorder.issued(_summary(call))
+        hearing = self._announce(call, recorder, seq)
+        inner: dist.Work | None
+        if self._door.carrier is not None:
+            inner = self._door.carrier.carry(
+                call, None if recorder is None else partial(recorder.harmed, seq)
+            )
+        else:
+            inner = _work_in(self._go_on(keyset, *args, **kwargs))
+        hearing.handed_over()
+        if not self._spelling.returns_work or inner is None:
+            hearing.waits(is_over=True)
+            return None
+        boxed = self._works.watch(inner, hearing, _valuer(self._door, call.device)).boxed()
+        return boxed if self._spelling.returned is None else (arguments[self._spelling.returned], boxed)
+
+    def _announce(self, call: Call, recorder: Recorder | None, seq: int) -> _Hearing:
+        """Tell the listener of a call before it starts; gives who is to be told of waits for it."""
+        listener = self._door.listener()
+        issued = None if listener is None else listener.issued(call, seq)
+        return _Hearing(recorder, seq, listener, issued)
+
+
+class _Hearing:
+    """The recorder and the listener, as they know one call."""
+
+    # Any: whatever the listener knows the call by.
+    def __init__(self, recorder: Recorder | None, seq: int, listener: Listener | None, issued: Any) -> None:
+        self._recorder = recorder
+        self._seq = seq
+        self._listener = listener
+        self._issued = issued
+
+    def handed_over(self) -> None:
+        if self._listener is not None:
+            self._listener.handed_over()
+
+    def waits(self, *, is_over: bool | None) -> None:
+        if self._recorder is not None:
+            self._recorder.waited(self._seq, is_over=is_over)
+        if self._listener is not None:
+            self._listener.waited(self._issued)
+
+    def over(self) -> None:
+        if self._recorder is not None:
+            self._recorder.over(self._seq)
+
+
+def _valuer(door: Door, device: torch.device) -> Valuer | None:
+    if device.type != "cpu":
+        return None
+    return _value_of_own_future if door.carrier is None else _outputs
+
+
+# Any: the list of a work's outputs.
+def _outputs(carried: dist.Work) -> Callable[[], Any]:
+    outputs = carried.result()  # from now on, so that they are there when they are asked for
+    return lambda: outputs
+
+
+def _value_of_own_future(work: dist.Work) -> Callable[[], Any]:
+    return lambda: work.get_future().value()
+
+
+def _work_in(result: Any) -> dist.Work | None:
+    boxed = result[-1] if isinstance(result, tuple) and result else result
+    return dist.Work.unbox(boxed) if isinstance(boxed, torch.ScriptObject) else None
+
+
+def _read(
+    spelling: Spelling, a: dict[str, Any], ranks_of: Callable[[dist.ProcessGroup], tuple[int, ...]]
+) -> Call:
+    group = process_group(a)
+    ranks = ranks_of(group)
+    exchanged = spelling.exchanged(a, group.rank(), len(ranks))
+    reduce_op = dist.ReduceOp.RedOpType(a["reduce_op"].op()) if "reduce_op" in a else None
+    timeout_ms = a.get("timeout", -1)
+    first = next((t for piece in (*exchanged.inputs, *exchanged.outputs) for t in piece), None)
+    return Call(
+        op=spelling.op,
+        group=group,
+        group_name=group.group_name,
+        ranks=ranks,
+        rank=group.rank(),
+        inputs=exchanged.inputs,
+        outputs=exchanged.outputs,
+        reduce_op=reduce_op,
+        peer=exchanged.peer,
+        tag=exchanged.tag,
+        is_async=a.get("async_op", True),
+        device=torch.device("cpu") if first is None else first.device,
+        timeout_s=None if timeout_ms is None or timeout_ms < 0 else timeout_ms / 1000,
+        site=call_site(),
+    )
+
+
+def _summary(call: Call) -> CallSummary:
+    paid = call.outputs if call.op in {Op.ALL_GATHER, Op.BROADCAST, Op.SCATTER, Op.RECV} else call.inputs
+    contribution = call.outputs if call.op in {Op.BROADCAST, Op.SCATTER, Op.RECV} else call.inputs
+    tensors = [t for piece in paid for t in piece]
+    return CallSummary(
+        op=call.op,
+        group_name=call.group_name,
+        group=call.ranks,
+        dtype=short_name(tensors[0].dtype) if tensors else "",
+        shapes=tuple(_shape(piece) for piece in contribution if piece),
+        num_bytes=sum(t.numel() * t.element_size() for t in tensors),
+        reduce_op=None if call.reduce_op is None else _REDUCE_OP_NAMES[call.reduce_op],
+        peer=None if call.peer is None else call.ranks[call.peer],
+        is_async=call.is_async,
+        site=call.site,
+    )
+
+
+def _shape(piece: tuple[torch.Tensor, ...]) -> tuple[int, ...]:
+    """One tensor's shape; of W pieces, their number and size, or their total when they are uneven."""
+    if len(piece) == 1:
+        return tuple(piece[0].shape)
+    sizes = {t.numel() for t in piece}
+    return (len(piece), sizes.pop()) if len(sizes) == 1 else (sum(t.numel() for t in piece),)

@@ -1,0 +1,209 @@
+"""The course of one rank: calls, waits, and when units computed, in the order in which they happened. No torch here.
+
+[Note: the course] A ledger says what crossed between ranks, and is the same wherever and whenever a training runs.
+The course puts its calls and waits in one order with what units did meanwhile, each with its time. It lies in the
+same journal, in lines of its own; its order is that of the lines. What was kept before there was a course has none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from harness.tracing.ledger import Phase, expect
+
+__all__ = [
+    "Course",
+    "Flight",
+    "Happening",
+    "Mark",
+    "Stretch",
+    "flights",
+    "marks_of",
+    "stretches",
+]
+
+
+class Happening(StrEnum):
+    """What happened; the order is that in which one unit passes through them."""
+
+    BEGAN = "a phase of the loop began"
+    ENDED = "a phase of the loop ended"
+    ISSUED = "a collective was issued"
+    WAITED = "somebody first waited for a collective"
+    PLACED = "the stream on which a collective was issued"
+    JOINED = "the stream on which units compute first waited for a collective"
+    ENTERED = "a unit's forward was called"
+    COMPUTES = "a unit's forward began to compute: the engine's own hooks are through"
+    LEFT = "a unit's forward was computed"
+    TURNED = "backward reached a unit"
+    GRADES = "a unit's gradients begin to be computed: the engine's own hooks are through"
+    GRADED = "the gradients of a unit's inputs are there"
+    UNSHARDED = "a unit was seen whole"
+    RESHARDED = "a unit was seen sharded"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mark:
+    """One thing that happened on a rank.
+
+    ``at_ns`` is a monotonic clock's: of use among ranks of one machine alone. ``seq`` is the number of the call
+    that it is about, else None; ``unit`` is the unit, else None, and ``""`` is the root. ``stream`` is the name of
+    the stream where a call was placed, which a watch over streams alone can tell.
+    """
+
+    what: Happening
+    at_ns: int
+    phase: Phase
+    step: int
+    microbatch: int
+    unit: str | None = None
+    seq: int | None = None
+    stream: str | None = None
+
+
+Course = tuple[Mark, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Flight:
+    """One collective of a rank; ``issued`` and ``landed`` are positions in the course.
+
+    It lands when what computes waits for it: the host, or under a watch over streams the stream on which units
+    compute. ``landed`` is None where nobody did.
+    """
+
+    seq: int
+    issued: int
+    landed: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stretch:
+    """A unit computes from one position of the course to another, and nothing else of a unit's happens between."""
+
+    unit: str
+    first: int
+    last: int
+    is_backward: bool
+
+
+# Any: JSON.
+def marks_of(line: Mapping[str, Any]) -> tuple[Mark, ...]:
+    """Read the marks of one line of a rank's journal; raises what `expect` raises for values of another type."""
+    found = tuple(_marks(line))
+    for mark in found:
+        expect(int, mark.at_ns, mark.step, mark.microbatch)
+        expect(int | None, mark.seq)
+        expect(str | None, mark.unit, mark.stream)
+    return found
+
+
+# Any: JSON.
+def _marks(line: Mapping[str, Any]) -> Iterator[Mark]:
+    for what, at_ns, phase, step, microbatch, unit, seq, stream in line.get("marks", ()):
+        yield Mark(
+            what=Happening[what],
+            at_ns=at_ns,
+            phase=Phase(phase),
+            step=step,
+            microbatch=microbatch,
+            unit=unit,
+            seq=seq,
+            stream=stream,
+        )
+    if "at_ns" in line:
+        is_issue = "entry" in line
+        place = line["entry"] if is_issue else line
+        yield Mark(
+            what=Happening.ISSUED if is_issue else Happening.WAITED,
+            at_ns=line["at_ns"],
+            phase=Phase(place["phase"]),
+            step=place["step"],
+            microbatch=place["microbatch"],
+            unit=place.get("unit"),
+            seq=place["seq"] if is_issue else line["wait"],
+        )
+
+
+def flights(course: Course) -> tuple[Flight, ...]:
+    """Give every collective with its issue and landing, in the order of issue."""
+    # Where streams were watched, what the host waited for on another stream orders nothing that computes.
+    is_watched = any(mark.what is Happening.JOINED for mark in course)
+    landing = Happening.JOINED if is_watched else Happening.WAITED
+    landed = {mark.seq: at for at, mark in reversed([*enumerate(course)]) if mark.what is landing}
+    return tuple(
+        Flight(seq=mark.seq, issued=at, landed=landed.get(mark.seq))
+        for at, mark in enumerate(course)
+        if mark.what is Happening.ISSUED and mark.seq is not None
+    )
+
+
+@dataclass(slots=True)
+class _Frame:
+    """A unit that was entered; ``since`` is where its present stretch began, None while it does not compute."""
+
+    unit: str
+    is_backward: bool
+    since: int | None = None
+
+
+def stretches(course: Sequence[Mark]) -> tuple[Stretch, ...]:
+    """Give when units computed, in order.
+
+    A unit that calls another computes before and after it. In backward, what a unit around another computes after
+    the inner one is not told from the outside, and is in no stretch; a forward that runs again in backward is
+    part of it.
+    """
+    return tuple(sorted(_Stretches(course).found, key=lambda s: s.first))
+
+
+class _Stretches:
+    """Reads a course once; the frames are the units under way, the innermost last."""
+
+    def __init__(self, course: Sequence[Mark]) -> None:
+        self.found: list[Stretch] = []
+        self._frames: list[_Frame] = []
+        for at, mark in enumerate(course):
+            self._read(at, mark)
+
+    def _read(self, at: int, mark: Mark) -> None:
+        unit = mark.unit or ""
+        match mark.what:
+            case Happening.BEGAN | Happening.ENDED:
+                self._pause(at)
+                self._frames.clear()
+            case Happening.ENTERED:
+                self._pause(at)
+                self._frames.append(_Frame(unit, mark.phase is Phase.BACKWARD))
+            case Happening.TURNED:
+                self._pause(at)
+                self._frames = [_Frame(unit, is_backward=True)]
+            case Happening.COMPUTES | Happening.GRADES:
+                if self._frames and self._frames[-1].unit == unit and self._frames[-1].since is None:
+                    self._frames[-1].since = at
+            case Happening.LEFT:
+                self._leave(at, unit)
+            case Happening.GRADED:
+                # A recomputed forward may have been broken off, and is the unit's own backward in any case.
+                if any(frame.unit == unit for frame in self._frames):
+                    self._pause(at)
+                    self._frames.clear()
+            case _:
+                pass
+
+    def _leave(self, at: int, unit: str) -> None:
+        self._pause(at)
+        while self._frames and self._frames.pop().unit != unit:
+            pass
+        if self._frames:
+            self._frames[-1].since = at
+
+    def _pause(self, at: int) -> None:
+        if not self._frames or (since := self._frames[-1].since) is None:
+            return
+        frame = self._frames[-1]
+        frame.since = None
+        self.found.append(Stretch(unit=frame.unit, first=since, last=at, is_backward=frame.is_backward))

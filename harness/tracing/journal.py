@@ -1,0 +1,93 @@
+"""Reading what a rank wrote down as it happened: its ledger and its course, which lie in one file. No torch here."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from harness.tracing.events import Course, Mark, marks_of
+from harness.tracing.ledger import (
+    Entry,
+    Harm,
+    Ledger,
+    Wait,
+    completed,
+    entry_from_json,
+    harm_from_json,
+    wait_from_json,
+)
+
+__all__ = ["UNREADABLE", "Journal", "read_journal"]
+
+UNREADABLE = (ValueError, TypeError, KeyError, AttributeError, IndexError, RecursionError)
+"""What reading a line of JSON raises that is no line of ours."""
+
+
+class Journal(NamedTuple):
+    """What one rank left; the course is empty where the file is older than courses.
+
+    ``damaged`` are the numbers of lines that cannot be read, from 1; what they held is in neither.
+    """
+
+    ledger: Ledger
+    course: Course
+    damaged: tuple[int, ...] = ()
+
+
+def read_journal(path: Path) -> Journal:
+    """Read what a rank left behind, however it ended: an unfinished last line is dropped, a missing file is empty."""
+    if not path.is_file():
+        return Journal((), ())
+    reading = _Reading()
+    damaged = []
+    for number, line in enumerate(_parsed(path.read_bytes().split(b"\n")[:-1]), start=1):
+        try:
+            reading.take(line)
+        except UNREADABLE:
+            damaged.append(number)
+    return Journal(reading.ledger(), tuple(reading.marks), tuple(damaged))
+
+
+# Any, here and below: JSON.
+def _parsed(lines: Sequence[bytes]) -> list[Any]:
+    try:
+        found: list[Any] = json.loads(b"[%b]" % b",".join(lines))  # at once: there are thousands
+    except UNREADABLE:
+        found = []
+    return found if len(found) == len(lines) else [_parsed_line(line) for line in lines]
+
+
+def _parsed_line(line: bytes) -> Any:
+    try:
+        return json.loads(line)
+    except UNREADABLE:
+        return None
+
+
+class _Reading:
+    """Takes one line after the other; a line that raises leaves nothing behind."""
+
+    def __init__(self) -> None:
+        self.marks: list[Mark] = []
+        self._entries: list[Entry] = []
+        self._waits: dict[int, Wait] = {}
+        self._harms: dict[int, tuple[Harm, ...]] = {}
+
+    def take(self, line: Any) -> None:
+        marks = marks_of(line)
+        if "entry" in line:
+            self._entries.append(entry_from_json(line["entry"]))
+        elif "harm" in line:
+            harm = harm_from_json({name: value for name, value in line.items() if name != "harm"})
+            self._harms[line["harm"]] = (*self._harms.get(line["harm"], ()), harm)
+        elif "over" in line:
+            self._waits[line["over"]] = replace(self._waits[line["over"]], is_over=True)
+        elif "wait" in line:
+            self._waits[line["wait"]] = wait_from_json(line)
+        self.marks += marks
+
+    def ledger(self) -> Ledger:
+        return completed(self._entries, self._waits, self._harms)

@@ -1,0 +1,256 @@
+"""The lives of one rank's memory as they go on, and what each was for, told at the end. Pure; no torch here.
+
+[Note: kinds] No engine is asked what its memory is for. What the optimizer owns is told by the contract; the rest
+follows from what flows where, unit by unit:
+
+- A gather that is given shares makes its output *whole*, of the units that the shares belong to. A copy of what is
+  whole is whole. The output of a gather that was copied from and never computed with is staging; other whole memory
+  is gathered, a part that is kept for the next gather included.
+  Where nothing is sharded there is no gather: there a copy of shares that is computed with is gathered.
+- What a reduction is given is gradients. So is what was copied to make it, over any number of copies; of these what
+  was packed itself is staging. The output of a reduce-scatter is reduced, and so is what the optimizer's
+  parameters have for gradients.
+- What an optimizer step makes, and nothing of the above, is the optimizer's.
+
+Where other parameters than before come into a buffer, one life of it ends and another begins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from harness.tracing.ledger import Phase
+from harness.tracing.memory.report import Kind, Life, Stretch
+from harness.tracing.recorder import Place
+
+__all__ = ["Lives", "Role"]
+
+
+class Role(Enum):
+    """What memory was seen to be, or to be used for."""
+
+    SHARE = auto()  # what the optimizer owns lies in it
+    REDUCED = auto()  # a gradient of what the optimizer owns lies in it
+    USER = auto()
+    GATHERED_FROM = auto()
+    GATHERED_INTO = auto()
+    COPIED_OUT = auto()  # the output of a gather, and copied to where it is whole as well
+    COMPUTED_WITH = auto()  # filled from shares, and read by what is no copy
+    WHOLE = auto()
+    REDUCED_FROM = auto()
+    SCATTERED_INTO = auto()
+
+
+@dataclass(slots=True, eq=False)
+class _Life:
+    """A life that goes on; ``units`` are those whose parameters it has carried, ``carries`` those of now."""
+
+    num_bytes: int
+    born: int
+    phase: Phase
+    operator: str
+    site: str
+    died: int | None = None
+    roles: set[Role] = field(default_factory=set)
+    units: set[str] = field(default_factory=set)
+    carries: frozenset[str] = frozenset()
+    sources: set[int] = field(
+        default_factory=set
+    )  # what gradients may have been copied from: indices of lives
+    is_packed: bool = False
+
+
+class Lives:
+    """All memory of one rank, by a key that is unique among what is alive; events are counted from 0."""
+
+    def __init__(self) -> None:
+        self._all: list[_Life] = []
+        self._alive: dict[int, int] = {}  # by key: the index of its life
+        self._stretches: list[Stretch] = []
+        self._place: Place | None = None
+        self._now = 0
+
+    @property
+    def num_events(self) -> int:
+        """How many events there were."""
+        return self._now
+
+    def is_alive(self, key: int) -> bool:
+        """Whether the memory was announced, and has not ended."""
+        return key in self._alive
+
+    def advance(self, place: Place) -> None:
+        """Begin the next event, which happens where the loop stands."""
+        self._now += 1
+        if place != self._place:
+            self._place = place
+            self._stretches.append(
+                Stretch(
+                    start=self._now,
+                    phase=place.phase,
+                    step=place.step,
+                    microbatch=place.microbatch,
+                    unit=place.unit,
+                )
+            )
+
+    def born(self, key: int, num_bytes: int, operator: str, site: str) -> None:
+        """Begin a life."""
+        phase = Phase.PREPARE if self._place is None else self._place.phase
+        self._alive[key] = len(self._all)
+        self._all.append(
+            _Life(num_bytes=num_bytes, born=self._now, phase=phase, operator=operator, site=site)
+        )
+
+    def size_of(self, key: int) -> int:
+        """Tell how many bytes the memory has."""
+        return self._life(key).num_bytes
+
+    def resized(self, key: int, num_bytes: int, operator: str, site: str) -> None:
+        """End a life, and begin one of another size in the same storage, with the roles that its owner gave it."""
+        old = self._life(key)
+        self.died(key)
+        self.born(key, num_bytes, operator, site)
+        self._life(key).roles = old.roles & {Role.SHARE, Role.USER}
+        if Role.SHARE in old.roles:
+            self._life(key).carries = old.carries
+            self._life(key).units = set(old.units)
+
+    def died(self, key: int) -> None:
+        """End a life."""
+        index = self._alive.pop(key, None)
+        if index is not None:
+            self._all[index].died = self._now
+
+    def is_role(self, key: int, role: Role, unit: str | None = None) -> None:
+        """Say what memory is; of a share, which unit's."""
+        life = self._life(key)
+        life.roles.add(role)
+        if unit is not None:
+            life.units.add(unit)
+        if unit is not None and role is Role.SHARE:
+            life.carries |= {unit}
+
+    def has_role(self, key: int, role: Role) -> bool:
+        """Whether memory was seen to be that."""
+        return role in self._life(key).roles
+
+    def copied(self, sources: Sequence[int], targets: Sequence[int], *, is_packing: bool) -> None:
+        """Note that targets were filled from sources with nothing changed, side by side if this is packing."""
+        carried = frozenset[str]().union(*(self._life(key).carries for key in sources))
+        is_whole = any(Role.WHOLE in self._life(key).roles for key in sources)
+        for key in targets:
+            if key in sources or Role.SHARE in self._life(key).roles:
+                continue
+            if carried:
+                life = self._carrying(key, carried)
+                if is_whole:
+                    life.roles.add(Role.WHOLE)
+        if is_whole:
+            self._note(sources, of=Role.GATHERED_INTO, role=Role.COPIED_OUT)
+        self.summed(sources, targets, is_packing=is_packing)
+
+    def computed(self, sources: Sequence[int]) -> None:
+        """Note an operator that is no copy."""
+        for key in sources:
+            if self._life(key).carries:
+                self._life(key).roles.add(Role.COMPUTED_WITH)
+
+    def summed(self, sources: Sequence[int], targets: Sequence[int], *, is_packing: bool = False) -> None:
+        """Note that targets hold, element by element, something of sources."""
+        for key in targets:
+            others = {self._alive[source] for source in sources if source != key}
+            self._life(key).sources |= others
+            self._life(key).is_packed |= is_packing and bool(others)
+
+    def gathered(self, inputs: Iterable[int], outputs: Iterable[int]) -> None:
+        """Note a gather: of parameters, if what it is given are shares."""
+        given = [self._life(key) for key in inputs]
+        carried = frozenset[str]().union(*(life.carries for life in given))
+        if not carried:
+            return
+        for life in given:
+            life.roles.add(Role.GATHERED_FROM)
+        for key in outputs:
+            self._carrying(key, carried).roles |= {Role.GATHERED_INTO, Role.WHOLE}
+
+    def reduced(self, inputs: Iterable[int], outputs: Iterable[int], *, is_scattered: bool) -> None:
+        """Note a reduction; in place, unless it scatters."""
+        for key in inputs:
+            self._life(key).roles.add(Role.REDUCED_FROM)
+        for key in outputs if is_scattered else ():
+            self._life(key).roles.add(Role.SCATTERED_INTO)
+
+    def told(self) -> tuple[Life, ...]:
+        """Give all lives with their kinds; see [Note: kinds]."""
+        gradients = self._gradients()
+        return tuple(
+            Life(
+                kind=_kind(life, is_gradient=index in gradients),
+                unit=next(iter(life.units)) if len(life.units) == 1 else None,
+                num_bytes=life.num_bytes,
+                born=life.born,
+                died=life.died,
+                operator=life.operator,
+                site=life.site,
+            )
+            for index, life in enumerate(self._all)
+            if life.num_bytes and life.died != life.born
+        )
+
+    def stretches(self) -> tuple[Stretch, ...]:
+        """Give where the loop stood, in order."""
+        return tuple(self._stretches)
+
+    def _life(self, key: int) -> _Life:
+        return self._all[self._alive[key]]
+
+    def _carrying(self, key: int, units: frozenset[str]) -> _Life:
+        """Have memory carry the parameters of units: a life of its own, if it carried those of others."""
+        if self._life(key).units - units:
+            old = self._life(key)
+            self.died(key)
+            self.born(key, old.num_bytes, old.operator, old.site)
+        life = self._life(key)
+        life.carries = units
+        life.units |= units
+        return life
+
+    def _note(self, keys: Sequence[int], *, of: Role, role: Role) -> None:
+        for key in keys:
+            if of in (roles := self._life(key).roles):
+                roles.add(role)
+
+    def _gradients(self) -> set[int]:
+        """Find what was copied, over any number of copies, to make the input of a reduction."""
+        found: set[int] = set()
+        ahead = [source for life in self._all if Role.REDUCED_FROM in life.roles for source in life.sources]
+        while ahead:
+            index = ahead.pop()
+            if index not in found:
+                found.add(index)
+                ahead += self._all[index].sources
+        return found
+
+
+_SETTLED = (
+    (Role.SHARE, Kind.SHARDED),
+    (Role.USER, Kind.USER),
+    (Role.REDUCED, Kind.REDUCED),
+    (Role.SCATTERED_INTO, Kind.REDUCED),
+    (Role.COMPUTED_WITH, Kind.GATHERED),
+    (Role.COPIED_OUT, Kind.STAGING),
+    (Role.WHOLE, Kind.GATHERED),
+    (Role.GATHERED_FROM, Kind.STAGING),
+)
+
+
+def _kind(life: _Life, *, is_gradient: bool) -> Kind:
+    for role, kind in _SETTLED:
+        if role in life.roles:
+            return kind
+    if is_gradient or Role.REDUCED_FROM in life.roles:
+        return Kind.STAGING if life.is_packed else Kind.GRADIENT
+    return Kind.OPTIMIZER if life.phase is Phase.STEP else Kind.OTHER

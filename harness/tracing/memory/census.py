@@ -1,0 +1,186 @@
+"""Counting the bytes that one rank holds: every storage that its operators made, as long as it lives.
+
+[Note: what a census sees] A dispatch mode takes a weak reference to each storage that an operator makes on the rank's
+thread. torch ends the reference when the last holder lets go: a module, a closure, a global list, an autograd graph or
+C++ code. Where the storage is kept plays no part, and neither does what the adapter shows. An engine hides memory from
+the census if no operator on the rank's thread makes it:
+
+- memory outside tensors, such as NumPy arrays, bytes and files, and tensors that wrap it
+- what an engine's own threads, its other processes and compiled code allocate
+- what an engine frees before the count and makes again after it; lifetimes show that
+- storages that are made without an operator, such as ``torch.UntypedStorage(n)``
+
+Memory that the harness makes to observe is not counted, and neither are the user's tensors that the loop holds.
+
+[Note: late release] Over gloo a worker thread holds a work, with its tensors, until some time after the wait for it. A
+cycle of references keeps memory until Python finds it. Neither is the engine's. So a count above what the layout
+explains is taken again: after a collection, and then every few milliseconds until a bound. An engine that holds
+its share is counted once.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from heapq import nlargest
+from operator import itemgetter
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from harness.torch_compat.private_names import optional
+from harness.tracing.collectives.backend import is_inside_backend
+from harness.tracing.collectives.call_site import call_site
+from harness.tracing.ledger import Phase
+from harness.tracing.memory.census_report import Count, Moment, Piece
+from harness.tracing.recorder import Recorder
+
+__all__ = ["Census", "counting"]
+
+_NUM_LARGEST = 4  # enough to see what kind of memory it is
+_RETRY_S = 0.005
+_MAX_RETRIES = (
+    60  # a worker thread that waits for a core on a busy machine gets one within a third of a second
+)
+
+# Without it nothing is counted, and the law says so.
+_Mode: Any = optional("torch.utils._python_dispatch:TorchDispatchMode")
+
+
+class _Seen(weakref.ref[torch.UntypedStorage]):
+    """A weak reference that knows where its storage comes from, and whether the user holds it."""
+
+    __slots__ = ("is_users", "key", "operator", "shape", "site")
+
+    def __init__(self, storage: torch.UntypedStorage) -> None:
+        super().__init__(storage)  # type: ignore[call-arg]  # its stub knows __new__ alone
+        self.key = id(storage)
+        self.shape: tuple[int, ...] = ()
+        self.operator = ""
+        self.site = call_site()
+        self.is_users = False
+
+
+class Census:
+    """One rank's storages."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self._seen: dict[int, _Seen] = {}  # by the storage's id, which another may have after its end
+        self._counts: list[Count] = []
+        self._limit = -1  # what was explained at the last look
+
+    @property
+    def counts(self) -> tuple[Count, ...]:
+        """All counts so far."""
+        return tuple(self._counts)
+
+    # Any: what an operator returns.
+    def made(self, result: Any, operator: str) -> None:
+        """Note what an operator returned, unless it runs to observe."""
+        if self._recorder.place.phase is not Phase.OBSERVE:
+            for tensor in _tensors(result):
+                self._meet(tensor, operator)
+
+    def holds(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Leave out the storages of tensors that the user holds."""
+        for tensor in tensors:
+            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            if (seen := self._meet(local, "unknown")) is not None:
+                seen.is_users = True
+
+    def take(self, step: int, moment: Moment, explained: Callable[[], int]) -> None:
+        """Count now; again, if there is more than explained, until what is let go late is gone."""
+        sizes = self._sizes()
+        if _total(sizes) > self._limit:
+            self._limit = explained()  # state may have grown since, or this is the first count
+        for retry in range(_MAX_RETRIES):
+            if _total(sizes) <= self._limit:
+                break
+            if retry:
+                time.sleep(_RETRY_S)
+            else:
+                gc.collect()
+            sizes = self._sizes()
+        largest = nlargest(_NUM_LARGEST, sizes, key=itemgetter(1))
+        pieces = tuple(_piece(seen, num_bytes) for seen, num_bytes in largest)
+        self._counts.append(Count(step=step, moment=moment, num_bytes=_total(sizes), largest=pieces))
+
+    def _meet(self, tensor: torch.Tensor, operator: str) -> _Seen | None:
+        if tensor.layout is not torch.strided or tensor.is_meta:
+            return None
+        storage = tensor.untyped_storage()
+        seen = self._seen.get(id(storage))
+        if seen is None or seen() is not storage:
+            seen = _Seen(storage)
+            seen.shape, seen.operator = tuple(tensor.shape), operator
+            self._seen[seen.key] = seen
+        return seen
+
+    def _sizes(self) -> list[tuple[_Seen, int]]:
+        """Drop what has ended, and return the bytes of all else that is not the user's."""
+        alive = [(seen, storage.nbytes()) for seen in self._seen.values() if (storage := seen()) is not None]
+        self._seen = {seen.key: seen for seen, _ in alive}
+        return [(seen, num_bytes) for seen, num_bytes in alive if not seen.is_users]
+
+
+@contextmanager
+def counting(census: Census | None) -> Iterator[None]:
+    """Note what operators on the calling thread make, until exit; with None, change nothing."""
+    if census is None or _Mode is None:
+        yield
+        return
+    with _CensusMode(census):
+        yield
+
+
+class _CensusMode(_Mode or object):  # type: ignore[misc]  # a class of Any
+    """Notes the results of operators, and leaves everything else as it is."""
+
+    def __init__(self, census: Census) -> None:
+        super().__init__()
+        self._census = census
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let compiled functions stay compiled: a census does not change what is judged."""
+        return True
+
+    # Any: an operator takes and returns what it likes.
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if types and any(hasattr(kind, "__tensor_flatten__") for kind in types):
+            return NotImplemented  # a wrapper, such as a DTensor, which comes back with the tensors inside it
+        result = func(*args, **(kwargs or {}))
+        if not types and _makes_memory(func) and not is_inside_backend():
+            self._census.made(result, func.__name__)
+        return result
+
+
+@cache
+def _makes_memory(func: Any) -> bool:  # Any: an operator
+    """Whether its schema lets it return anything but views of its arguments, or its arguments."""
+    return any(returned.alias_info is None for returned in func._schema.returns)
+
+
+# Any: what an operator returns.
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for part in value:
+            yield from _tensors(part)
+
+
+def _total(sizes: Iterable[tuple[_Seen, int]]) -> int:
+    return sum(num_bytes for _, num_bytes in sizes)
+
+
+def _piece(seen: _Seen, num_bytes: int) -> Piece:
+    return Piece(num_bytes=num_bytes, shape=seen.shape, operator=seen.operator, site=seen.site)

@@ -1,0 +1,263 @@
+"""The watch over one rank's memory: told of operators, collectives, resizes and the user's tensors, it keeps lives."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from engine.contract import Plan, PreparedModel
+from harness.tracing.collectives.call import Call
+from harness.tracing.collectives.call_site import call_site
+from harness.tracing.ledger import Op, Phase
+from harness.tracing.memory.allocations import Lives, Role
+from harness.tracing.memory.report import LifetimeReport, UserTensor
+from harness.tracing.recorder import Recorder
+from harness.tracing.storages import Storages
+
+__all__ = ["LifetimeWatch"]
+
+# What leaves every element as it was, in whatever order; what it makes is the same memory's contents once more.
+_COPIES = frozenset(
+    {
+        "_chunk_cat",
+        "_foreach_copy_",
+        "_to_copy",
+        "cat",
+        "clone",
+        "constant_pad_nd",
+        "copy_",
+        "split_with_sizes_copy",
+        "stack",
+    }
+)
+_DUPLICATES = frozenset({"_to_copy", "clone"})
+# What scales or adds up gradients on their way; what they make, unlike what they write to, may be anything.
+_SUMS = frozenset({"_foreach_add_", "_foreach_div_", "_foreach_mul_", "add_", "div", "div_", "mul", "mul_"})
+_SCALED_COPIES = frozenset({"div", "mul"})
+_REDUCTIONS = frozenset({Op.ALL_REDUCE, Op.REDUCE, Op.REDUCE_SCATTER})
+_GATHERS = frozenset({Op.ALL_GATHER, Op.GATHER, Op.BROADCAST})
+
+
+@dataclass(slots=True, eq=False)
+class _Held:
+    """A tensor of the user's, as it was when the watch was told of it."""
+
+    name: str
+    tensor: weakref.ref[torch.Tensor]
+    key: int
+    num_bytes: int
+    change: str = ""
+
+
+class LifetimeWatch:
+    """One rank's watch, on any device. Thread-safe: memory may be asked for on threads of an engine's own.
+
+    What the harness itself does to observe makes no lives; what ends meanwhile does end.
+    """
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self._lives = Lives()
+        self._storages = Storages()
+        self._held: list[_Held] = []
+        self._told: list[UserTensor] = []  # of whom there is nothing more to tell
+        self._num_collectives = 0
+        self._lock = threading.RLock()
+
+    # What the engine does -------------------------------------------------------------------------------------
+
+    def operator(
+        self, name: str, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor], fresh: set[int]
+    ) -> None:
+        """Note an operator; ``fresh`` are the storages, by id, that it has just made."""
+        if self._is_observing:
+            return
+        with self._lock:
+            self._advance()
+            sources = self._keys(reads, name)
+            targets = self._keys(writes, name)
+            if name in _COPIES:
+                self._lives.copied(sources, targets, is_packing=name not in _DUPLICATES)
+                return
+            self._lives.computed(sources)
+            if name in _SUMS and self._recorder.place.phase is Phase.BACKWARD:
+                old = self._keys(_old(writes, fresh), name)
+                self._lives.summed(sources, old, is_packing=name in _SCALED_COPIES)
+
+    def allocated(self, tensor: torch.Tensor) -> None:
+        """Note memory that was asked for, and is not written yet."""
+        if self._is_observing:
+            return
+        with self._lock:
+            self._advance()
+            self._keys((tensor,), "empty")
+
+    def host_read(self) -> None:
+        """Take no note: it is the same to memory."""
+
+    def resized(self, storage: torch.UntypedStorage, num_bytes: int) -> None:
+        """Note that a storage gives its memory back, and takes new one if it is not to be empty."""
+        with self._lock:
+            self._advance()
+            site = call_site()
+            key = self._storages.key(storage)
+            if not self._lives.is_alive(key):
+                self._lives.born(key, storage.nbytes(), "unknown", site)
+            for held in self._held:
+                if held.key == key and held.tensor() is not None and not held.change:
+                    held.change = f"its {held.num_bytes} bytes were resized to {num_bytes} at {site}"
+            self._lives.resized(key, num_bytes, "resize_", site)
+
+    def issued(self, call: Call, seq: int = -1) -> None:
+        """Note a collective."""
+        if self._is_observing:
+            return
+        with self._lock:
+            self._advance()
+            self._num_collectives += 1
+            name = str(call.op)
+            inputs = self._keys((t for part in call.inputs for t in part), name)
+            outputs = self._keys((t for part in call.outputs for t in part), name)
+            if call.op in _GATHERS:
+                self._lives.gathered(inputs, outputs)
+            elif call.op in _REDUCTIONS:
+                self._lives.reduced(inputs, outputs, is_scattered=call.op is Op.REDUCE_SCATTER)
+
+    def handed_over(self) -> None:
+        """Take no note."""
+
+    def waited(self, issued: object) -> None:
+        """Take no note."""
+
+    # What the training loop tells ---------------------------------------------------------------------------
+
+    def mark(self) -> None:
+        """End all that has ended by now, where the loop stands."""
+        with self._lock:
+            self._advance()
+
+    def meet(self, prepared: PreparedModel, plan: Plan) -> None:
+        """Take what the optimizer owns for shares and what it has for gradients; the rest is the user's."""
+        with self._lock, torch.no_grad():
+            for name, parameter in prepared.owned_parameters().items():
+                if name in plan.ignored:
+                    self._hold(f"the ignored parameter {name!r}", parameter)
+                else:
+                    self._is(parameter, Role.SHARE, _unit_of(name, plan))
+                if parameter.grad is not None:
+                    self._is(parameter.grad, Role.REDUCED, _unit_of(name, plan))
+            for name, buffer in prepared.named.named_buffers():
+                self._hold(f"buffer {name!r}", buffer)
+
+    def holds(self, name: str, tensors: Iterable[torch.Tensor]) -> None:
+        """Take tensors for the user's, who holds on to them for as long as the user likes."""
+        with self._lock:
+            for tensor in tensors:
+                self._hold(name, tensor)
+
+    def end_step(self) -> None:
+        """Look at the user's tensors, and end what only cycles keep: when those are found is no engine's doing."""
+        with self._lock:
+            gc.collect()
+            self._advance()
+            for held in self._held:
+                self._look_at(held)
+            over = [h for h in self._held if h.change or h.tensor() is None]
+            self._held = [h for h in self._held if h not in over]
+            self._told += map(_told, over)
+
+    def report(self) -> LifetimeReport:
+        """Tell all lives so far."""
+        with self._lock:
+            return LifetimeReport(
+                num_events=self._lives.num_events,
+                num_collectives=self._num_collectives,
+                lives=self._lives.told(),
+                stretches=self._lives.stretches(),
+                user_tensors=(*self._told, *map(_told, self._held)),
+            )
+
+    # ----------------------------------------------------------------------------------------------------------
+
+    @property
+    def _is_observing(self) -> bool:
+        return self._recorder.place.phase is Phase.OBSERVE
+
+    def _advance(self) -> None:
+        self._lives.advance(self._recorder.place)
+        for key in self._storages.ended():
+            self._lives.died(key)
+
+    def _keys(self, tensors: Iterable[torch.Tensor], operator: str) -> list[int]:
+        """Give the storages of tensors, each once; those not seen before are born."""
+        keys: dict[int, None] = {}
+        for tensor in tensors:
+            if tensor.layout is not torch.strided:
+                continue
+            storage = tensor.untyped_storage()
+            key = self._storages.key(storage)
+            num_bytes = storage.nbytes()
+            if not self._lives.is_alive(key):
+                self._lives.born(key, num_bytes, operator, call_site())
+            elif self._lives.size_of(key) != num_bytes:
+                self._lives.resized(key, num_bytes, operator, call_site())  # from C++, past Python's resize_
+            keys[key] = None
+        return list(keys)
+
+    def _is(self, tensor: torch.Tensor, role: Role, unit: str) -> None:
+        for key in self._keys((_local(tensor),), "unknown"):
+            self._lives.is_role(key, role, unit)
+
+    def _hold(self, name: str, tensor: torch.Tensor) -> None:
+        local = _local(tensor)
+        keys = self._keys((local,), "unknown")
+        if any(h.tensor() is local for h in self._held) or not keys:
+            return
+        (key,) = keys
+        if not self._lives.has_role(key, Role.SHARE):
+            self._lives.is_role(key, Role.USER)
+        num_bytes = local.untyped_storage().nbytes()
+        is_there = num_bytes >= local.nbytes
+        change = (
+            ""
+            if is_there
+            else f"of its {local.nbytes} bytes {num_bytes} were left when it was looked at first"
+        )
+        self._held.append(
+            _Held(name=name, tensor=weakref.ref(local), key=key, num_bytes=num_bytes, change=change)
+        )
+
+    def _look_at(self, held: _Held) -> None:
+        tensor = held.tensor()
+        if tensor is None or held.change:
+            return
+        storage = tensor.untyped_storage()
+        if self._storages.key(storage) != held.key:
+            held.change = f"its memory of {held.num_bytes} bytes was exchanged for other"
+        elif storage.nbytes() != held.num_bytes:
+            held.change = f"its {held.num_bytes} bytes became {storage.nbytes()}"
+
+
+def _told(held: _Held) -> UserTensor:
+    return UserTensor(name=held.name, num_bytes=held.num_bytes, change=held.change)
+
+
+def _old(tensors: Sequence[torch.Tensor], fresh: set[int]) -> list[torch.Tensor]:
+    return [t for t in tensors if id(t.untyped_storage()) not in fresh]
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    """Give the plain tensor with the memory."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _unit_of(name: str, plan: Plan) -> str:
+    """Give the unit that a parameter belongs to: the first that it is in, as the plan has inner ones first."""
+    units = (unit for unit in plan.units if any(name.startswith(f"{part}.") for part in unit.split(",")))
+    return next(units, "")

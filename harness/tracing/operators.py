@@ -1,0 +1,159 @@
+"""Which operator reads and writes which tensors: seen by one dispatch mode, told to every watch of the rank.
+
+[Note: which threads] A dispatch mode belongs to a thread, and backward runs on the thread that called it: on a CPU
+autograd has no threads of its own. So one mode around a rank's training sees forward, backward and the optimizer,
+whether Python or C++ calls the operators. On a device backward runs on threads of autograd, to which torch hands the
+modes of the one that called it. What an engine does on threads that it starts itself is not seen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Protocol
+
+import torch
+
+from harness.torch_compat.dispatch import device_kernel
+from harness.torch_compat.private_names import optional
+from harness.tracing.collectives.backend import is_inside_backend
+
+__all__ = ["OperatorMode", "OperatorWitness"]
+
+# The door sees what these carry; the operators only hand over.
+_COMMUNICATION = frozenset({"c10d", "_c10d_functional", "_c10d_functional_autograd", "c10d_functional"})
+_SILENT = frozenset({"profiler", "prim", "debugprims", "rngprims"})
+# Their schemas need not tell what they write, so what they call is looked at instead.
+_KNOWN = frozenset({"aten", "prims", "quantized", "mkldnn", "mkl", "inductor"})
+# The host needs the value and waits for it. Others that give no tensor look at sizes and the like alone.
+_HOST_READS = frozenset({"aten::_local_scalar_dense", "aten::equal", "aten::is_nonzero", "aten::allclose"})
+_UNWRITTEN = ("aten::empty", "aten::new_empty")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Footprint:
+    """What an operator's schema tells of what it does to its arguments."""
+
+    name: str
+    positions: tuple[bool, ...]  # whether the argument at each position is written
+    names: Mapping[str, bool]
+    is_metadata: bool
+    is_host_read: bool
+    leaves_unwritten: bool
+
+
+class OperatorWitness(Protocol):
+    """Who is told of operators; tensors are plain ones with memory of their own."""
+
+    def operator(
+        self,
+        name: str,
+        reads: Sequence[torch.Tensor],
+        writes: Sequence[torch.Tensor],
+        fresh: set[int],
+    ) -> None:
+        """Take note of an operator that ran; ``fresh`` are the storages, by id, that it has just made."""
+
+    def allocated(self, tensor: torch.Tensor) -> None:
+        """Take note of memory that was asked for, and is not written yet."""
+
+    def host_read(self) -> None:
+        """Take note that the host waited for what the operator told last has computed."""
+
+
+# Without it no mode is made: `private_names.require` refuses the watches first.
+_Mode: Any = optional("torch.utils._python_dispatch:TorchDispatchMode") or object
+
+
+class OperatorMode(_Mode):  # type: ignore[misc]  # a class of Any
+    """Tells the witnesses of each operator on the calling thread."""
+
+    def __init__(self, witnesses: Sequence[OperatorWitness]) -> None:
+        super().__init__()
+        self._witnesses = witnesses
+
+    # Any: an operator takes and returns what it likes.
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if any(hasattr(kind, "__tensor_flatten__") for kind in types):
+            return NotImplemented  # a wrapper, such as a DTensor, which comes back with the tensors inside it
+        if types or func.namespace in _COMMUNICATION or func.namespace in _SILENT:
+            return func(*args, **kwargs)
+        if func.namespace not in _KNOWN and (kernel := _kernel(func, args, kwargs)) is not None:
+            with self:
+                return kernel(*args, **kwargs)
+        result = func(*args, **kwargs)
+        if is_inside_backend():
+            return result
+        self._tell(_footprint(func), args, kwargs, result)
+        return result
+
+    def _tell(
+        self, footprint: _Footprint, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any
+    ) -> None:
+        if footprint.is_metadata:
+            return
+        reads: list[torch.Tensor] = []
+        writes: list[torch.Tensor] = []
+        for value, is_write in _arguments(footprint, args, kwargs):
+            (writes if is_write else reads).extend(_tensors(value))
+        known = {id(t.untyped_storage()) for t in (*reads, *writes) if t.layout is torch.strided}
+        outputs = [t for t in _tensors(result) if t.layout is torch.strided]
+        made = [t for t in outputs if id(t.untyped_storage()) not in known]
+        if footprint.leaves_unwritten:
+            for witness in self._witnesses:
+                for tensor in made:
+                    witness.allocated(tensor)
+            return
+        if not made and not writes and not footprint.is_host_read:
+            return  # a view, or a question about sizes
+        fresh = {id(t.untyped_storage()) for t in made}
+        for witness in self._witnesses:
+            witness.operator(footprint.name, reads, (*writes, *made), fresh)
+            if footprint.is_host_read:
+                witness.host_read()
+
+
+# Any: an operator, its arguments and its kernel.
+def _kernel(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Callable[..., Any] | None:
+    """Give what calls the kernel of the device that the arguments are on."""
+    devices = {tensor.device.type for tensor in _tensors((*args, *kwargs.values()))}
+    return device_kernel(func, "cuda" if "cuda" in devices else "cpu")
+
+
+@cache
+def _footprint(func: Any) -> _Footprint:
+    arguments = func._schema.arguments
+    written = [a.alias_info is not None and a.alias_info.is_write for a in arguments]
+    name = func._schema.name
+    return _Footprint(
+        name=name.removeprefix("aten::"),
+        positions=tuple(w for a, w in zip(arguments, written, strict=True) if not a.kwarg_only),
+        names={a.name: w for a, w in zip(arguments, written, strict=True)},
+        is_metadata=torch.Tag.inplace_view in func.tags or name == "aten::set_",
+        is_host_read=name in _HOST_READS,
+        leaves_unwritten=name.startswith(_UNWRITTEN),
+    )
+
+
+def _arguments(
+    footprint: _Footprint, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Iterator[tuple[Any, bool]]:
+    yield from zip(args, footprint.positions, strict=False)  # trailing defaults are left out
+    for name, value in kwargs.items():
+        yield value, footprint.names[name]
+
+
+def _tensors(value: Any) -> Iterable[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for part in value:
+            yield from _tensors(part)

@@ -1,0 +1,1 @@
+"""Stream races, found without a device: which operator touched which memory, and what ordered it."""

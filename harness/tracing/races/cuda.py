@@ -1,0 +1,187 @@
+"""The watch over one rank's streams on a CUDA device: told of the real ones by torch's own trace, it replaces none.
+
+[Note: where a backend runs] A collective is a timeline of its own here too, from its issue until somebody waits for
+it. nccl puts it on a stream of its group's, which waits for the engine's stream as it is handed over; whoever waits
+for that stream afterwards, in Python or C++, has waited for the collective. What a group is given later starts
+after it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from harness.torch_compat.cuda import current_stream_handle, hears_streams, stream_handle
+from harness.torch_compat.patching import Replacement
+from harness.tracing.collectives.call import Call
+from harness.tracing.races.clock import Clock
+from harness.tracing.races.detector import DEFAULT, RaceWatch, current_watch
+from harness.tracing.races.streams import name_of_variable
+from harness.tracing.recorder import Recorder
+
+__all__ = ["CudaRaceWatch", "watched_cuda_streams"]
+
+_DEFAULT_HANDLE = 0
+
+
+class _InHand(threading.local):
+    """The collective that the calling thread is handing over: its group, and what a wait for it orders."""
+
+    collective: tuple[str, Clock] | None = None
+
+
+class CudaRaceWatch(RaceWatch):
+    """One rank's watch. Streams and events are known by the handles of CUDA; streams begin when first heard of."""
+
+    device_type = "cuda"
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__(recorder)
+        self._timelines = {_DEFAULT_HANDLE: DEFAULT}
+        self._stream_names: dict[int, str] = {}
+        self._fired: dict[int, Clock] = {}
+        self._stream_of_group: dict[str, int] = {}
+        self._in_hand = _InHand()
+
+    @property
+    def selected(self) -> int:
+        """The timeline of the calling thread's current stream."""
+        return self.timeline(current_stream_handle())
+
+    @selected.setter
+    def selected(self, timeline: int) -> None:
+        raise AttributeError("the current stream is torch's own; select one with torch.cuda.stream")
+
+    def timeline(self, stream: int) -> int:
+        """Give a stream's timeline."""
+        with self._lock:
+            if stream not in self._timelines:
+                self._timelines[stream] = self.begin_stream(self._stream_names.get(stream, ""))
+            return self._timelines[stream]
+
+    def named(self, stream: int, name: str) -> None:
+        """Note what the engine calls a stream, before it is used; CUDA hands the same ones out again."""
+        with self._lock:
+            self._stream_names.setdefault(stream, name)
+
+    # What torch tells -----------------------------------------------------------------------------------------
+
+    def event_recorded(self, event: int, stream: int) -> None:
+        """Note an event recorded on a stream."""
+        self._fired[event] = self.signal(self.timeline(stream))
+
+    def event_awaited(self, event: int, stream: int) -> None:
+        """Note that a stream waits for an event; one never recorded is nothing to wait for."""
+        if self._is_observing:
+            return
+        with self._lock:
+            timeline = self.timeline(stream)
+            if event in self._fired:
+                self.wait(timeline, self._fired[event])
+            if self._in_hand.collective is not None and timeline != self.selected:
+                group, done = self._in_hand.collective
+                self._stream_of_group[group] = timeline
+                self.wait(timeline, done)
+
+    def event_ended(self, event: int) -> None:
+        """Forget an event."""
+        self._fired.pop(event, None)
+
+    def host_awaited_event(self, event: int) -> None:
+        """Note that the host waited for an event."""
+        fired = self._fired.get(event)
+        if fired is not None and not self._is_observing:
+            self.host_waits(fired)
+
+    def host_awaited_stream(self, stream: int) -> None:
+        """Note that the host waited for all that was issued to a stream."""
+        self.host_waits_for_stream(self.timeline(stream))
+
+    def host_awaited_device(self) -> None:
+        """Note that the host waited for the device."""
+        self.host_waits_for_all()
+
+    def host_read(self) -> None:
+        """Take no note: to read a number the host waits for a stream, which torch tells."""
+
+    # What the door tells --------------------------------------------------------------------------------------
+
+    def issued(self, call: Call, seq: int = -1) -> Clock | None:
+        """Note a collective; which stream carries it is heard while it is handed over."""
+        done = super().issued(call, seq)
+        self._in_hand.collective = None if done is None else (call.group_name, done)
+        return done
+
+    def handed_over(self) -> None:
+        """Note that waits are the engine's own again."""
+        self._in_hand.collective = None
+
+    def _before(self, call: Call) -> Clock:
+        before = super()._before(call)
+        carrier = self._stream_of_group.get(call.group_name)
+        return before if carrier is None else before.joined(self._order.clock(carrier))
+
+
+@contextmanager
+def watched_cuda_streams(recorder: Recorder) -> Iterator[CudaRaceWatch]:
+    """Have a watch told of this process's streams until exit; who wants it for the rank sets it."""
+    watch = CudaRaceWatch(recorder)
+    with hears_streams(watch), _in_place:
+        yield watch
+
+
+# What torch's trace does not tell ---------------------------------------------------------------------------------
+
+
+# Any, here and below: methods of classes that torch types loosely.
+def _recording(record: Any) -> Callable[..., None]:
+    """Have the allocator told of a stream, and the watch."""
+
+    def record_stream(tensor: torch.Tensor, stream: Any) -> None:
+        record(tensor, stream)
+        watch = current_watch()
+        if isinstance(watch, CudaRaceWatch) and tensor.device.type == watch.device_type:
+            watch.recorded(tensor, watch.timeline(stream_handle(stream)))
+
+    return record_stream
+
+
+def _polling(query: Any, note: Callable[[CudaRaceWatch, Any], None]) -> Callable[[Any], bool]:
+    """Have the watch note what the host knows once it was told that an event or a stream is over."""
+
+    def query_(asked: Any) -> bool:
+        is_over = bool(query(asked))
+        watch = current_watch()
+        if is_over and isinstance(watch, CudaRaceWatch):
+            note(watch, asked)
+        return is_over
+
+    return query_
+
+
+def _naming(make: Any) -> Any:
+    """Have the watch told what the engine calls a stream that it makes."""
+
+    def new(kind: Any, *args: Any, **options: Any) -> Any:
+        stream = make(kind, *args, **options)
+        watch = current_watch()
+        if isinstance(watch, CudaRaceWatch) and "stream_id" not in options:  # one that is there already
+            watch.named(stream.cuda_stream, name_of_variable())
+        return stream
+
+    return staticmethod(new)
+
+
+def _replacements() -> Iterator[tuple[Any, str, Any]]:
+    yield torch.Tensor, "record_stream", _recording(torch.Tensor.record_stream)
+    yield torch.cuda.Stream, "__new__", _naming(torch.cuda.Stream.__new__)
+    on_stream, on_event = torch.cuda.Stream.query, torch.cuda.Event.query
+    yield torch.cuda.Stream, "query", _polling(on_stream, lambda w, s: w.host_awaited_stream(s.cuda_stream))
+    yield torch.cuda.Event, "query", _polling(on_event, lambda w, e: w.host_awaited_event(e.cuda_event))
+
+
+_in_place = Replacement(_replacements)

@@ -1,0 +1,274 @@
+"""The watch over one rank's streams: told of streams, events, operators, collectives and releases, it finds races."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterable
+from dataclasses import replace
+
+import torch
+
+from harness.tracing.collectives.call import Call
+from harness.tracing.collectives.call_site import call_site
+from harness.tracing.current_rank import current_rank
+from harness.tracing.events import Happening
+from harness.tracing.ledger import Phase
+from harness.tracing.races.byte_range import is_memory, span_of
+from harness.tracing.races.clock import Clock, Moment, Order
+from harness.tracing.races.report import Kind, Race, RaceReport, Touch
+from harness.tracing.races.shadow import Access, Memory
+from harness.tracing.recorder import Recorder
+from harness.tracing.storages import Storages
+
+__all__ = ["DEFAULT", "RaceWatch", "current_watch", "set_watch"]
+
+DEFAULT = 0
+"""The timeline of the stream on which everything runs that nobody puts elsewhere."""
+
+
+class _Selected(threading.local):
+    timeline: int = DEFAULT
+
+
+class RaceWatch:
+    """One rank's watch. Thread-safe: an engine may issue from threads of its own.
+
+    What the harness itself does to observe is left out: it is no part of the engine, and would order things.
+    """
+
+    device_type = "cpu"
+    """The device whose streams and memory are watched."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self.streams: dict[int, object] = {}  # by timeline, for whoever asks which one is the current one
+        self._recorder = recorder
+        self._order = Order()
+        self._memory = Memory()
+        self._storages = Storages()
+        self._names = {self._order.begin(): "the default stream"}
+        self._selected = _Selected()
+        self._races: dict[tuple[object, ...], Race] = {}
+        self._in_flight: dict[int, Moment] = {}  # what the default stream has not waited for, by number
+        self._num_touches = 0
+        self._num_collectives = 0
+        self._lock = threading.RLock()
+
+    @property
+    def selected(self) -> int:
+        """The timeline of the calling thread's current stream."""
+        return self._selected.timeline
+
+    @selected.setter
+    def selected(self, timeline: int) -> None:
+        self._selected.timeline = timeline
+
+    # Streams and events -----------------------------------------------------------------------------------
+
+    def begin_stream(self, name: str) -> int:
+        """Note a new stream; gives its timeline."""
+        with self._lock:
+            timeline = self._order.begin()
+            self._names[timeline] = f"stream {timeline}" + (f" ({name})" if name else "")
+            return timeline
+
+    def signal(self, timeline: int) -> Clock:
+        """Note an event recorded on a stream."""
+        with self._lock:
+            self._settle()
+            return self._order.signal(timeline)
+
+    def wait(self, timeline: int, fired: Clock) -> None:
+        """Note that a stream waits for an event."""
+        with self._lock:
+            self._settle()
+            self._order.wait(timeline, fired)
+            self._land()
+
+    def host_waits(self, fired: Clock) -> None:
+        """Note that the host waited for an event."""
+        with self._lock:
+            self._settle()
+            self._order.host_waits(fired)
+            self._land()
+
+    def host_waits_for_stream(self, timeline: int) -> None:
+        """Note that the host waited for all that was issued on a stream."""
+        if not self._is_observing:
+            self.host_waits(self.signal(timeline))
+
+    def host_read(self) -> None:
+        """Note that the host waited for the current stream, to read a number."""
+        self.host_waits_for_stream(self.selected)
+
+    def host_waits_for_all(self) -> None:
+        """Note that the host waited for the device."""
+        for timeline in list(self._names):
+            self.host_waits_for_stream(timeline)
+
+    # Operators and memory ---------------------------------------------------------------------------------
+
+    def operator(
+        self, name: str, reads: Iterable[torch.Tensor], writes: Iterable[torch.Tensor], fresh: set[int]
+    ) -> None:
+        """Note an operator on the current stream; ``fresh`` are the storages, by id, that it has just made."""
+        if self._is_observing:
+            return
+        with self._lock:
+            self._settle()
+            self._touch_all(name, reads, writes, self.selected, fresh)
+
+    def allocated(self, tensor: torch.Tensor) -> None:
+        """Note memory that was asked for on the current stream, and is not written yet."""
+        with self._lock:
+            self._settle()
+            self._memory.allocate(self._storages.key(tensor.untyped_storage()), self.selected)
+
+    def resized(self, storage: torch.UntypedStorage, num_bytes: int) -> None:
+        """Note that a storage gave its memory back, and took new one if it is not empty."""
+        if storage.device.type != self.device_type:
+            return
+        with self._lock:
+            self._settle()
+            key = self._storages.key(storage)
+            self._memory.release(key, self._order.clock)
+            if num_bytes:
+                self._memory.allocate(key, self.selected)
+
+    def recorded(self, tensor: torch.Tensor, timeline: int) -> None:
+        """Note that the allocator was told of a stream that uses a tensor."""
+        with self._lock:
+            self._settle()
+            self._memory.record(self._storages.key(tensor.untyped_storage()), timeline)
+
+    # Collectives ------------------------------------------------------------------------------------------
+
+    def issued(self, call: Call, seq: int = -1) -> Clock | None:
+        """Note a collective: on the current stream if that waits for it, else on a timeline of its own.
+
+        Gives what a wait for its work will order.
+        """
+        if self._is_observing:
+            return None
+        with self._lock:
+            self._settle()
+            self._num_collectives += 1
+            timeline = self.selected
+            if call.is_async:
+                timeline = self._order.begin(self._before(call))
+                self._names[timeline] = f"the {call.op}'s own stream"
+            reads = [t for part in call.inputs for t in part]
+            writes = [t for part in call.outputs for t in part]
+            self._touch_all(str(call.op), reads, writes, timeline, set(), is_passing=call.is_async)
+            if seq >= 0:
+                self._recorder.mark(Happening.PLACED, seq=seq, stream=self._names[self.selected])
+                self._in_flight[seq] = self._order.moment(timeline)
+                self._land()
+            return self._order.clock(timeline) if call.is_async else None
+
+    def waited(self, done: Clock | None) -> None:
+        """Note that the current stream waits for a collective's work."""
+        if done is not None:
+            self.wait(self.selected, done)
+
+    def handed_over(self) -> None:
+        """Take no note: what carries a collective on a CPU is no stream."""
+
+    def report(self) -> RaceReport:
+        """Give what was found so far."""
+        with self._lock:
+            return RaceReport(
+                num_touches=self._num_touches,
+                num_streams=sum(not name.endswith("own stream") for name in self._names.values()),
+                num_collectives=self._num_collectives,
+                races=tuple(self._races.values()),
+            )
+
+    # ------------------------------------------------------------------------------------------------------
+
+    @property
+    def _is_observing(self) -> bool:
+        return self._recorder.place.phase is Phase.OBSERVE
+
+    def _before(self, call: Call) -> Clock:
+        """Tell what has surely happened when an asynchronous collective starts."""
+        return self._order.signal(self.selected)
+
+    def _land(self) -> None:
+        """Tell the course which collectives the default stream, on which units compute, now waits for."""
+        clock = self._order.clock(DEFAULT)
+        for seq in [s for s, moment in self._in_flight.items() if clock.knows(moment)]:
+            del self._in_flight[seq]
+            self._recorder.mark(Happening.JOINED, seq=seq)
+
+    def _settle(self) -> None:
+        """Take releases down that happened since the last event: before whatever is told next."""
+        for key in self._storages.ended():
+            self._memory.release(key, self._order.clock)
+
+    def _touch_all(
+        self,
+        name: str,
+        reads: Iterable[torch.Tensor],
+        writes: Iterable[torch.Tensor],
+        timeline: int,
+        fresh: set[int],
+        *,
+        is_passing: bool = False,
+    ) -> None:
+        touch = self._touch(name, timeline)
+        told_of: set[Touch] = (
+            set()
+        )  # an operator that reads and writes has one race with an earlier one, not two
+        for is_write, tensors in ((False, reads), (True, writes)):
+            told = replace(touch, is_write=is_write) if is_write else touch
+            for tensor in (t for t in tensors if is_memory(t, self.device_type)):
+                storage = tensor.untyped_storage()
+                key = self._storages.key(storage)
+                if id(storage) in fresh and not self._memory.is_known(key):
+                    self._memory.allocate(key, timeline)
+                access = Access(told, self._order.moment(timeline), span_of(tensor), is_passing)
+                self._num_touches += 1
+                for conflict in self._memory.touch(key, access, self._order.clock(timeline)):
+                    if conflict.earlier not in told_of:
+                        told_of.add(conflict.earlier)
+                        self._note(conflict.kind, conflict.earlier, told)
+
+    def _touch(self, operator: str, timeline: int) -> Touch:
+        place = self._recorder.place
+        return Touch(
+            operator=operator,
+            is_write=False,
+            stream=self._names[timeline],
+            phase=place.phase,
+            step=place.step,
+            microbatch=place.microbatch,
+            unit=place.unit,
+            site=call_site(),
+            at_ns=time.monotonic_ns(),
+        )
+
+    def _note(self, kind: Kind, first: Touch, second: Touch) -> None:
+        key = (kind, first.place, second.place)
+        known = self._races.get(key)
+        self._races[key] = (
+            Race(kind=kind, first=first, second=second)
+            if known is None
+            else replace(known, count=known.count + 1)
+        )
+
+
+_watches: dict[int | None, RaceWatch] = {}  # by rank; None is the only rank of its process
+
+
+def current_watch() -> RaceWatch | None:
+    """Give the watch over the calling thread's rank, if there is one."""
+    return _watches.get(current_rank()) if _watches else None
+
+
+def set_watch(watch: RaceWatch | None) -> None:
+    """Put the calling thread's rank under a watch; None ends it."""
+    if watch is None:
+        _watches.pop(current_rank(), None)
+    else:
+        _watches[current_rank()] = watch

@@ -1,0 +1,155 @@
+"""What happened to each piece of memory, and which of it nothing orders. Pure on values; no torch here.
+
+[Note: released memory] A caching allocator keeps released memory for the stream that asked for it and may give
+it to whatever that stream asks for next, at once, in the order in which the host asks: the stream itself is in
+order, but other streams may still be busy with the memory. So what a release leaves behind are the touches of
+the old life, and the first touch of any new life in the same stream's pool must come after all of them. Which
+released piece a new life gets, a size or a split decides that no engine may rely on: it is taken to be any.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from harness.tracing.races.clock import Clock, Moment
+from harness.tracing.races.report import Kind, Touch
+
+__all__ = ["Access", "Conflict", "Memory", "Span"]
+
+
+class Span(NamedTuple):
+    """A stretch of bytes of one storage, from its start; half open."""
+
+    start: int
+    end: int
+
+    def meets(self, other: Span) -> bool:
+        """Whether the two share a byte."""
+        return self.start < other.end and other.start < self.end
+
+    def covers(self, other: Span) -> bool:
+        """Whether all of ``other`` is in this."""
+        return self.start <= other.start and other.end <= self.end
+
+
+class Access(NamedTuple):
+    """A touch of one stretch of memory at a moment; ``is_passing``: its timeline is one collective, and ends."""
+
+    touch: Touch
+    moment: Moment
+    span: Span
+    is_passing: bool = False
+
+
+class Conflict(NamedTuple):
+    """An access that should have been waited for, and was not."""
+
+    kind: Kind
+    earlier: Touch
+
+
+@dataclass(slots=True, eq=False)
+class _Life:
+    """One piece of memory from its allocation to its release.
+
+    ``accesses`` are those that a later one may conflict with; ``ghosts`` are left of earlier lives of what may be
+    the same memory; ``recorded`` are the timelines that the allocator was told of.
+    """
+
+    pool: int
+    ghosts: tuple[Access, ...] = ()
+    accesses: list[Access] = field(default_factory=list)
+    recorded: set[int] = field(default_factory=set)
+
+
+class Memory:
+    """All the memory of one rank, by a key that is unique among what is alive.
+
+    Memory that was never announced was there before anybody looked: it has no earlier life, and is released to the
+    pool of timeline 0.
+    """
+
+    def __init__(self) -> None:
+        self._lives: dict[int, _Life] = {}
+        # What releases left behind, by pool and timeline: of each timeline the latest, which comes after the others.
+        self._released: dict[int, dict[int, Access]] = {}
+
+    def is_known(self, key: int) -> bool:
+        """Whether the memory was announced or touched, and is not released."""
+        return key in self._lives
+
+    def allocate(self, key: int, pool: int) -> None:
+        """Begin a life in memory that was asked for on the timeline ``pool``."""
+        self._lives[key] = _Life(pool, ghosts=tuple(self._released.get(pool, {}).values()))
+
+    def record(self, key: int, timeline: int) -> None:
+        """Have the allocator wait for ``timeline`` before the memory lives again."""
+        self._life(key).recorded.add(timeline)
+
+    def touch(self, key: int, access: Access, clock: Clock) -> list[Conflict]:
+        """Take an access that is ordered after ``clock`` down; give those before it that are not."""
+        life = self._life(key)
+        conflicts = list(_conflicts(life, access, clock))
+        if conflicts and life.ghosts:
+            self._forget(
+                life.pool, {conflict.earlier for conflict in conflicts if conflict.kind is Kind.REUSE}
+            )
+        life.ghosts = ()
+        life.accesses = [old for old in life.accesses if not _replaces(access, old)]
+        life.accesses.append(access)
+        return conflicts
+
+    def release(self, key: int, clock_of: Callable[[int], Clock]) -> None:
+        """End a life; ``clock_of`` tells how far a timeline is."""
+        life = self._lives.pop(key, None)
+        if life is None:
+            return
+        left = self._released.setdefault(life.pool, {})
+        for access in life.accesses:
+            timeline = access.moment.timeline
+            known = left.get(timeline)
+            if timeline not in life.recorded and (
+                known is None or known.moment.number <= access.moment.number
+            ):
+                left[timeline] = access
+        # Timelines of collectives are many, and end: once waited for they are part of the stream that waited.
+        clock = clock_of(life.pool)
+        for timeline, access in list(left.items()):
+            if access.is_passing and clock.knows(access.moment):
+                del left[timeline]
+
+    def _forget(self, pool: int, told: set[Touch]) -> None:
+        """Drop what was told to be in the way of a new life: it would be in the way of every other one as well."""
+        left = self._released.get(pool, {})
+        for timeline in [timeline for timeline, access in left.items() if access.touch in told]:
+            del left[timeline]
+
+    def _life(self, key: int) -> _Life:
+        if key not in self._lives:
+            self._lives[key] = _Life(pool=0)
+        return self._lives[key]
+
+
+def _conflicts(life: _Life, access: Access, clock: Clock) -> Iterator[Conflict]:
+    for ghost in life.ghosts:
+        if not clock.knows(ghost.moment):
+            yield Conflict(Kind.REUSE, ghost.touch)
+    for old in life.accesses:
+        is_harmless = not (old.touch.is_write or access.touch.is_write)
+        if is_harmless or not old.span.meets(access.span) or clock.knows(old.moment):
+            continue
+        if not access.touch.is_write:
+            yield Conflict(Kind.READ_AFTER_WRITE, old.touch)
+        else:
+            is_overwrite = old.touch.is_write
+            yield Conflict(Kind.WRITE_AFTER_WRITE if is_overwrite else Kind.WRITE_AFTER_READ, old.touch)
+
+
+def _replaces(new: Access, old: Access) -> bool:
+    """Whether whatever conflicts with ``old`` from now on conflicts with ``new`` as well, or was told already."""
+    if not new.span.covers(old.span):
+        return False
+    is_same_timeline = new.moment.timeline == old.moment.timeline
+    return new.touch.is_write or (is_same_timeline and not old.touch.is_write)

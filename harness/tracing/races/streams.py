@@ -1,0 +1,194 @@
+"""Streams and events of a CPU that remember who waited for whom; put in place of torch.cpu's, which do nothing.
+
+An engine written for accelerators drives ``torch.cpu`` by the same code as ``torch.cuda``: it makes streams,
+selects them, records events and has streams wait. On a CPU all of that is empty, as operators are done when they
+return; but which waits there are is the engine's own doing, and is the same as on a device.
+"""
+
+from __future__ import annotations
+
+import linecache
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+
+from harness.torch_compat.dispatch import guards_of_record_stream
+from harness.torch_compat.patching import Replacement
+from harness.tracing.races.clock import Clock
+from harness.tracing.races.detector import DEFAULT, RaceWatch, current_watch
+
+__all__ = [
+    "TrackedEvent",
+    "TrackedStream",
+    "name_of_variable",
+    "record_stream_of",
+    "selection",
+    "tracked_streams",
+]
+
+_Stream = torch.cpu.Stream
+_Event = torch.cpu.Event
+_select = torch.cpu.stream
+_current = torch.cpu.current_stream
+
+
+class TrackedStream(_Stream):
+    """A stream of the rank that made it; torch's own idle one on a thread that nobody watches."""
+
+    # Any, here and below: torch leaves its stand-ins for streams and events of a CPU untyped.
+    def __init__(
+        self, priority: int = -1, *, watch: RaceWatch | None = None, timeline: int | None = None
+    ) -> None:
+        super().__init__(priority)
+        self.watch = watch or current_watch()
+        self.timeline = DEFAULT
+        if timeline is not None:
+            self.timeline = timeline
+        elif self.watch is not None:
+            self.timeline = self.watch.begin_stream(name_of_variable())
+        if self.watch is not None:
+            self.watch.streams[self.timeline] = self
+
+    def record_event(self, event: Any = None) -> Any:
+        """Give an event that fires when all that is issued here so far is done."""
+        if self.watch is None:
+            return None
+        recorded = TrackedEvent() if event is None else event
+        recorded.record(self)
+        return recorded
+
+    def wait_event(self, event: Any) -> None:
+        """Have what is issued here from now on wait for an event; for one never recorded there is nothing to wait."""
+        if self.watch is not None and isinstance(event, TrackedEvent) and event.fired is not None:
+            self.watch.wait(self.timeline, event.fired)
+
+    def wait_stream(self, stream: Any) -> None:
+        """Have what is issued here from now on wait for all that is issued there so far."""
+        if self.watch is not None and isinstance(stream, TrackedStream) and stream.watch is self.watch:
+            self.watch.wait(self.timeline, self.watch.signal(stream.timeline))
+
+    def synchronize(self) -> None:
+        """Have the host wait."""
+        if self.watch is not None:
+            self.watch.host_waits_for_stream(self.timeline)
+
+    def query(self) -> bool:
+        """Say that all is done, which from then on the host knows."""
+        self.synchronize()
+        return True
+
+
+class TrackedEvent(_Event):
+    """An event of the rank that records it."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:  # other devices' events have options
+        self.fired: Clock | None = None
+        self._watch: RaceWatch | None = None
+
+    def record(self, stream: Any = None) -> None:
+        """Fire when all that is issued on the stream so far is done; on the current one if none is given."""
+        on = torch.cpu.current_stream() if stream is None else stream
+        if isinstance(on, TrackedStream) and on.watch is not None:
+            self._watch, self.fired = on.watch, on.watch.signal(on.timeline)
+
+    def wait(self, stream: Any = None) -> None:
+        """Have the stream wait; the current one if none is given."""
+        (torch.cpu.current_stream() if stream is None else stream).wait_event(self)
+
+    def synchronize(self) -> None:
+        """Have the host wait."""
+        if self._watch is not None and self.fired is not None:
+            self._watch.host_waits(self.fired)
+
+    def query(self) -> bool:
+        """Say that it has fired, which from then on the host knows."""
+        self.synchronize()
+        return True
+
+
+class selection(AbstractContextManager[None]):  # noqa: N801 - reads as the context that it is
+    """Makes a stream the calling thread's current one."""
+
+    def __init__(self, stream: TrackedStream) -> None:
+        self._stream = stream
+        self._outer = DEFAULT
+
+    def __enter__(self) -> None:
+        if self._stream.watch is not None:
+            self._outer = self._stream.watch.selected
+            self._stream.watch.selected = self._stream.timeline
+
+    def __exit__(self, *error: object) -> None:
+        if self._stream.watch is not None:
+            self._stream.watch.selected = self._outer
+
+
+def _stream(stream: Any) -> AbstractContextManager[Any]:
+    is_tracked = isinstance(stream, TrackedStream) and stream.watch is not None
+    return selection(stream) if is_tracked else _select(stream)
+
+
+def _current_stream(device: Any = None) -> Any:
+    watch = current_watch()
+    if watch is None:
+        return _current(device)
+    return watch.streams.get(watch.selected) or TrackedStream(watch=watch, timeline=watch.selected)
+
+
+def _synchronize(device: Any = None) -> None:
+    watch = current_watch()
+    if watch is not None:
+        watch.host_waits_for_all()
+
+
+def name_of_variable() -> str:
+    """Guess what the engine calls the stream that it is making, from the line of source that makes it."""
+    frame = sys._getframe(2)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(
+        "harness.tracing.races"
+    ):
+        frame = frame.f_back
+    line = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
+    found = re.search(r"(\w+)(?:\"\]|'\])?\s*(?::[^=]+)?=\s", line)
+    return found[1].strip("_") if found else ""
+
+
+# Any: torch knows of no streams of a CPU where it takes a stream.
+def record_stream_of(record: Any) -> Any:
+    """Make of a function that tells the allocator of a stream one that tells the watch of tracking streams."""
+
+    def record_stream(tensor: torch.Tensor, stream: Any) -> None:
+        if not isinstance(stream, TrackedStream):
+            record(tensor, stream)
+        elif stream.watch is not None:
+            stream.watch.recorded(tensor, stream.timeline)
+
+    return record_stream
+
+
+@contextmanager
+def tracked_streams() -> Iterator[None]:
+    """Put tracking streams in place of torch.cpu's while any rank of this process is inside."""
+    with _in_place:
+        yield
+
+
+def _replacements() -> Iterator[tuple[Any, str, Any]]:
+    yield torch.cpu, "Stream", TrackedStream
+    yield torch.cpu, "Event", TrackedEvent
+    yield torch.cpu, "stream", _stream
+    yield torch.cpu, "current_stream", _current_stream
+    yield torch.cpu, "synchronize", _synchronize
+    # Not Tensor.record_stream, which raises for a stream of the CPU: under a watch no less.
+    for module, name in guards_of_record_stream():
+        yield module, name, record_stream_of(vars(module)[name])
+    if not torch.accelerator.is_available():
+        # With an event to wait for, FSDP2 asks for the accelerator's stream where it should ask for its device's.
+        yield torch.accelerator, "current_stream", _current_stream
+
+
+_in_place = Replacement(_replacements)

@@ -1,0 +1,271 @@
+"""Writing one rank's ledger: where the loop stands, what was called, what was waited for; kept as it happens."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NamedTuple
+
+from harness.tracing.events import Happening
+from harness.tracing.ledger import (
+    Entry,
+    Harm,
+    HarmKind,
+    Ledger,
+    Op,
+    Phase,
+    Wait,
+    completed,
+    entry_to_json,
+    harm_to_json,
+    wait_to_json,
+)
+
+__all__ = ["CallSummary", "Place", "Recorder"]
+
+
+_ENCODER = json.JSONEncoder(separators=(",", ":"))  # once: json.dumps would build one per line
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallSummary:
+    """What the recorder is told of a call: the fields of Entry that the call itself decides."""
+
+    op: Op
+    group_name: str
+    group: tuple[int, ...]
+    dtype: str
+    shapes: tuple[tuple[int, ...], ...]
+    num_bytes: int
+    reduce_op: str | None
+    peer: int | None
+    is_async: bool
+    site: str
+
+
+class Place(NamedTuple):
+    """Where the training loop stands: the labels that an entry would be given now."""
+
+    phase: Phase
+    step: int
+    microbatch: int
+    unit: str | None
+
+
+class Recorder:
+    """One rank's ledger in the making.
+
+    Each entry is appended to ``journal`` (JSON lines, one unbuffered write each) when the call is made, so
+    that what a rank did survives its death; marks of the course go with the next of them. Thread-safe: a backend
+    may complete work on threads of its own.
+    """
+
+    def __init__(self, journal: Path | None = None) -> None:
+        self._entries: list[Entry] = []
+        self._waits: dict[int, Wait] = {}
+        self._harms: dict[int, tuple[Harm, ...]] = {}
+        self._over: set[int] = set()
+        self._seq_of_group: Counter[tuple[object, ...]] = Counter()
+        self._axis_of_group: dict[str, str] = {}
+        self._phase = Phase.PREPARE
+        self._step = -1
+        self._microbatch = -1
+        self._units: list[str] = []
+        self._pending: list[tuple[object, ...]] = []
+        self._watcher: Callable[[], None] | None = None
+        self._lock = threading.Lock()
+        self._home = threading.get_ident()
+        # O_APPEND and no buffer: the kernel has the line before the collective starts, even if we are killed.
+        self._journal = None if journal is None else os.open(journal, os.O_CREAT | os.O_APPEND | os.O_WRONLY)
+
+    def claim_thread(self) -> None:
+        """Take the calling thread for the rank's own, which has one name in every world."""
+        self._home = threading.get_ident()
+
+    def name_axes(self, axis_of_group: Mapping[str, str]) -> None:
+        """Say which groups are axes of the mesh, by group name."""
+        self._axis_of_group.update(axis_of_group)
+
+    @contextmanager
+    def during(self, phase: Phase, *, step: int = -1, microbatch: int = -1) -> Iterator[None]:
+        """Label what is issued inside; restores the outer label afterwards."""
+        outer = (self._phase, self._step, self._microbatch)
+        self._phase, self._step, self._microbatch = phase, step, microbatch
+        self._units.clear()
+        self.mark(Happening.BEGAN)
+        try:
+            yield
+        finally:
+            self.mark(Happening.ENDED)
+            self._phase, self._step, self._microbatch = outer
+
+    def enter_unit(self, unit: str) -> None:
+        """Note that a unit's forward began."""
+        self._units.append(unit)
+        self.mark(Happening.ENTERED, unit)
+
+    def leave_unit(self, unit: str) -> None:
+        """Note that a unit's forward ended; tolerates units that an exception skipped."""
+        self.mark(Happening.LEFT, unit)
+        while self._units and self._units.pop() != unit:
+            pass
+
+    def turn_to_unit(self, unit: str) -> None:
+        """Note that backward reached a unit; it lasts until backward reaches another."""
+        self._units[:] = [unit]
+        self.mark(Happening.TURNED, unit)
+
+    def mark(
+        self,
+        what: Happening,
+        unit: str | None = None,
+        *,
+        seq: int | None = None,
+        stream: str | None = None,
+    ) -> None:
+        """Note in the course what happened just now."""
+        self.look()
+        self.note(what, unit, seq=seq, stream=stream)
+
+    def note(
+        self,
+        what: Happening,
+        unit: str | None = None,
+        *,
+        seq: int | None = None,
+        stream: str | None = None,
+    ) -> None:
+        """Note it without a look: what a look itself has found."""
+        if self._journal is None:
+            return
+        # As it will be written, and not a Mark: this is on the way of every unit of every step.
+        at_ns, place = time.monotonic_ns(), (self._phase, self._step, self._microbatch)
+        with self._lock:
+            self._pending.append((what.name, at_ns, *place, unit, seq, stream))
+
+    def look(self) -> None:
+        """Have the watcher look, who notes what changed since: before whatever is noted next."""
+        if self._watcher is not None and self._phase is not Phase.OBSERVE:
+            self._watcher()
+
+    @contextmanager
+    def watched_by(self, watcher: Callable[[], None]) -> Iterator[None]:
+        """Have ``watcher`` called before each call and each mark inside; it must not communicate."""
+        self._watcher = watcher
+        try:
+            yield
+        finally:
+            self._watcher = None
+
+    @property
+    def place(self) -> Place:
+        """Tell where the loop stands."""
+        unit = self._units[-1] if self._units else None
+        return Place(self._phase, self._step, self._microbatch, unit)
+
+    def issued(self, call: CallSummary) -> int:
+        """Write a call down and return its sequence number, before the call starts."""
+        self.look()
+        with self._lock:
+            entry = self._entry(call)
+            self._entries.append(entry)
+            self._write({"entry": entry_to_json(entry), "at_ns": time.monotonic_ns()})
+        return entry.seq
+
+    def waited(self, seq: int, *, is_over: bool | None = True) -> None:
+        """Write down that somebody waits for a result; only the first time counts. See `Wait` for ``is_over``."""
+        with self._lock:
+            if seq in self._waits:
+                return
+            wait = Wait(
+                phase=self._phase,
+                step=self._step,
+                microbatch=self._microbatch,
+                num_issued=len(self._entries),
+                is_over=is_over,
+            )
+            self._waits[seq] = wait
+            self._write({"wait": seq, **wait_to_json(wait), "at_ns": time.monotonic_ns()})
+
+    def over(self, seq: int) -> None:
+        """Write down that the wait came to its end."""
+        with self._lock:
+            if seq in self._waits and seq not in self._over:
+                self._over.add(seq)
+                self._write_text(b'{"over":%d}\n' % seq)  # as short as it is frequent
+
+    def harmed(self, seq: int, kind: HarmKind, site: str) -> None:
+        """Write down what was done to the buffers of a call before its result was there; noticed now, at ``site``."""
+        with self._lock:
+            phase, step, microbatch, unit = self.place
+            harm = Harm(kind=kind, phase=phase, step=step, microbatch=microbatch, unit=unit, site=site)
+            self._harms[seq] = (*self._harms.get(seq, ()), harm)
+            self._write({"harm": seq, **harm_to_json(harm)})
+
+    def ledger(self) -> Ledger:
+        """Give all entries so far with their waits, and with what became of their buffers."""
+        with self._lock:
+            waits = {
+                seq: replace(wait, is_over=True) if seq in self._over else wait
+                for seq, wait in self._waits.items()
+            }
+            return completed(self._entries, waits, self._harms)
+
+    def close(self) -> None:
+        """Close the journal; raises OSError if its last lines cannot be written."""
+        with self._lock:
+            if self._journal is None:
+                return
+            try:
+                self._write()
+            finally:
+                os.close(self._journal)
+                self._journal = None
+
+    def _entry(self, call: CallSummary) -> Entry:
+        is_message = call.op in {Op.SEND, Op.RECV}
+        stream = (call.group_name, call.op, call.peer) if is_message else (call.group_name,)
+        group_seq = self._seq_of_group[stream]
+        self._seq_of_group[stream] += 1
+        is_home = threading.get_ident() == self._home
+        return Entry(
+            seq=len(self._entries),
+            op=call.op,
+            group=call.group,
+            group_seq=group_seq,
+            axis=self._axis_of_group.get(call.group_name),
+            dtype=call.dtype,
+            shapes=call.shapes,
+            num_bytes=call.num_bytes,
+            reduce_op=call.reduce_op,
+            peer=call.peer,
+            is_async=call.is_async,
+            wait=None,
+            phase=self._phase,
+            step=self._step,
+            microbatch=self._microbatch,
+            unit=self._units[-1] if self._units else None,
+            thread="main" if is_home else threading.current_thread().name,
+            site=call.site,
+            group_name=call.group_name,
+        )
+
+    def _write(self, *lines: Mapping[str, object]) -> None:
+        """Write lines down, after the marks before them: one write for all."""
+        told = [{"marks": self._pending}, *lines] if self._pending else lines
+        self._write_text("".join(f"{_ENCODER.encode(line)}\n" for line in told).encode())
+        self._pending.clear()
+
+    def _write_text(self, text: bytes) -> None:
+        if self._journal is None:
+            return
+        written = os.write(self._journal, text)
+        if written != len(text):  # how a full disk shows before it raises
+            raise OSError(f"the ledger: only {written} of {len(text)} bytes were taken; is the disk full?")

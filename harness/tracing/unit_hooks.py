@@ -1,0 +1,131 @@
+"""Telling the recorder which unit's forward or backward is under way, by public hooks that change nothing."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from engine.contract import UnitHandle
+from harness.tracing.events import Happening
+from harness.tracing.ledger import Phase
+from harness.tracing.recorder import Recorder
+
+__all__ = ["watching_states", "watching_units"]
+
+
+@contextmanager
+def watching_units(model: nn.Module, units: tuple[str, ...], recorder: Recorder) -> Iterator[None]:
+    """Hook the named submodules, and the root as ``""``, for the duration.
+
+    A unit's turn begins with hooks that are put first: an engine that gathers it in hooks of its own does so
+    inside the turn. That it computes is told by hooks that are put last, when the engine's are through. Units
+    that the engine renamed away are left out; their traffic is attributed to the unit around them.
+    """
+    handles = []
+    known = dict(model.named_modules())
+    turns, results = _LatestOutput(), _LatestOutput()
+    for unit in ("", *(name for joint in units for name in joint.split(","))):
+        if (module := known.get(unit)) is not None:
+            hooks = _Hooks(unit, recorder, turns, results)
+            handles.append(module.register_forward_pre_hook(hooks.enter, prepend=True))
+            handles.append(module.register_forward_pre_hook(hooks.compute))
+            handles.append(module.register_forward_hook(hooks.leave, prepend=True))
+            handles.append(module.register_forward_hook(hooks.left))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextmanager
+def watching_states(units: Mapping[str, UnitHandle], recorder: Recorder) -> Iterator[None]:
+    """Note when a unit is first seen whole, or sharded again: before each call, and whenever a unit's turn changes."""
+    seen = {name: unit.is_unsharded() for name, unit in units.items()}
+
+    def look() -> None:
+        for name, unit in units.items():
+            if (is_whole := unit.is_unsharded()) is not seen[name]:
+                seen[name] = is_whole
+                recorder.note(Happening.UNSHARDED if is_whole else Happening.RESHARDED, name)
+
+    with recorder.watched_by(look):
+        yield
+
+
+class _LatestOutput:
+    """The tensor that a unit returned last: where a unit's output is also that of the unit around it, the
+    inner one is what backward reaches."""
+
+    def __init__(self) -> None:
+        self._tensor: weakref.ref[torch.Tensor] | None = None
+
+    def is_new(self, tensor: torch.Tensor) -> bool:
+        """Tell whether no unit has just returned this tensor, and remember it."""
+        known = self._tensor is not None and self._tensor() is tensor
+        self._tensor = weakref.ref(tensor)
+        return not known
+
+
+class _Hooks:
+    """What one unit's module calls, in forward and by the gradients of what it was given and gave."""
+
+    def __init__(self, unit: str, recorder: Recorder, turns: _LatestOutput, results: _LatestOutput) -> None:
+        self._unit = unit
+        self._recorder = recorder
+        self._turns = turns
+        self._results = results
+
+    # Any, here and below: a module takes and returns what it likes.
+    def enter(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
+        """Begin the turn."""
+        self._recorder.enter_unit(self._unit)
+
+    def compute(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
+        """Say that the forward itself begins; have the gradients of its inputs say when backward is through."""
+        self._recorder.mark(Happening.COMPUTES, self._unit)
+        if self._recorder.place.phase is Phase.BACKWARD:
+            return  # a forward that is run again: what it is given has said so the first time
+        given = (t.grad_fn for t in _tensors_in(inputs) if t.requires_grad)
+        # An engine that watches inputs puts one node of its own before them all, which this precedes.
+        if (node := next((n for n in given if n is not None), None)) is not None:
+            node.register_prehook(self._marks(Happening.GRADED))
+
+    def leave(self, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+        """End the turn, and have its outputs' gradients announce the unit's backward."""
+        self._recorder.leave_unit(self._unit)
+        for tensor in _tensors_in(output):
+            if tensor.requires_grad and self._turns.is_new(tensor):
+                tensor.register_hook(self._arrive)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+
+    def left(self, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+        """Have the gradients of the output, as the engine hands it out, say when backward itself begins."""
+        self._recorder.look()
+        for tensor in _tensors_in(output):
+            if tensor.grad_fn is not None and self._results.is_new(tensor):
+                # Hooks of a node run after those of its tensors, where engines gather.
+                tensor.grad_fn.register_prehook(self._marks(Happening.GRADES))
+
+    def _arrive(self, gradient: torch.Tensor) -> None:
+        self._recorder.turn_to_unit(self._unit)
+
+    def _marks(self, what: Happening) -> Callable[..., None]:
+        def mark(*_: Any) -> None:
+            self._recorder.mark(what, self._unit)
+
+        return mark
+
+
+def _tensors_in(output: Any) -> Iterator[torch.Tensor]:
+    if isinstance(output, torch.Tensor):
+        yield output
+    elif isinstance(output, Mapping):
+        yield from _tensors_in(list(output.values()))
+    elif isinstance(output, list | tuple):
+        for part in output:
+            yield from _tensors_in(part)

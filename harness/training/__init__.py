@@ -1,0 +1,1 @@
+"""The training loop around an engine, and the oracle: the same training on one process."""

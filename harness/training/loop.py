@@ -1,0 +1,249 @@
+"""Driving one rank: the training loop around an engine, its phases labelled, its observation kept."""
+
+from __future__ import annotations
+
+import hashlib
+from contextlib import ExitStack, nullcontext
+from dataclasses import replace
+from typing import Protocol, runtime_checkable
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from engine.contract import Cut, Engine, NoGradient, Plan, PreparedModel, UnsupportedError
+from engine.registry import resolve
+from harness.cases.training import LoopOrder, Training, Watch, ZeroGrad
+from harness.records.observation import Observation, StepObservation, digest, save_observation
+from harness.records.world_result import observation_path
+from harness.tracing.ledger import Phase
+from harness.tracing.memory.census import Census
+from harness.tracing.memory.census_report import Moment
+from harness.tracing.races.fake_cuda import cuda_stand_in
+from harness.tracing.unit_hooks import watching_states, watching_units
+from harness.training.expected_memory import Form, explained
+from harness.training.rank_actor import RankActor
+from harness.training.reads import calling, read_declared, read_gradients, read_norm, read_shards
+from harness.training.watches import Watches, watching
+from harness.worlds.raised import kind_of, text_of
+from harness.worlds.rank import RankContext
+
+__all__ = ["drive_rank", "train"]
+
+# Where an engine draws from the default generator, ranks draw differently unless the engine sees to it.
+_RANK_SEED = 1000
+# How an engine says no. Other errors are accidents, even where the plan is beyond what it declares.
+_REFUSALS = (UnsupportedError, NotImplementedError, ValueError)
+
+
+def drive_rank(context: RankContext, training: Training, engine: str) -> str | None:
+    """Train on this rank under the engine of that name and keep what was observed; a world's rank body.
+
+    Returns the engine's words if it refused the plan, which it may do in prepare alone, else None. A refusal
+    is not raised: that would stop the other ranks, and whether they refuse too is what has to be seen.
+    """
+    adapter = resolve(engine)
+    census = Census(context.recorder) if training.is_counted else None
+    try:
+        with (
+            watching(training.watch, context.recorder, context.device.type, census=census) as watches,
+            cuda_stand_in() if adapter.insists_on_cuda and context.device.type == "cpu" else nullcontext(),
+        ):
+            repeats = range(training.schedule.repeats)
+            first, *others = (_run(context, training, adapter, watches) for _ in repeats)
+    except _RefusedError as refusal:
+        return str(refusal)
+    observation = replace(
+        first,
+        repeat_digests=tuple(map(digest, (first, *others))),
+        race_report=None if watches.races is None else watches.races.report(),
+        lifetime_report=None if watches.lifetimes is None else watches.lifetimes.report(),
+    )
+    save_observation(observation, observation_path(context.folder, context.rank))
+    return None
+
+
+@runtime_checkable
+class _TakesSteps(Protocol):
+    """A prepared model that has a schedule of its own for the microbatches of a step, as a pipeline has."""
+
+    def play(self, actor: RankActor) -> None:
+        """Take all microbatches of a step."""
+
+
+class _RefusedError(Exception):
+    """The engine refused the plan in prepare."""
+
+
+def _run(context: RankContext, training: Training, adapter: Engine, watches: Watches) -> Observation:
+    torch.manual_seed(_RANK_SEED + context.rank)
+    prepared = _prepare(context, training, adapter, training.plan, watches)
+    with ExitStack() as stack:
+        stack.enter_context(watching_units(prepared.named, training.plan.units, context.recorder))
+        if Watch.UNITS in training.watch:
+            stack.enter_context(watching_states(prepared.units(), context.recorder))
+        return train(prepared, training, context, adapter, watches)
+
+
+def _prepare(
+    context: RankContext, training: Training, adapter: Engine, plan: Plan, watches: Watches | None = None
+) -> PreparedModel:
+    mesh = _mesh(context, plan)
+    data = mesh if mesh.mesh_dim_names == plan.data_axes else mesh[plan.data_axes]
+    try:
+        if plan.pipeline_stages > 1:
+            from harness.training.pipeline import (
+                prepare_pipeline,  # here, because torch's part of it imports slowly
+            )
+
+            return prepare_pipeline(context, training, adapter, mesh, data)
+        model = training.problem.build().to(context.device)
+        if plan.cut_axis is not None and training.problem.parallelize is not None:
+            training.problem.parallelize(model, mesh[plan.cut_axis])
+        if watches is not None:
+            watches.form = Form.of(model, training)
+        return adapter.prepare(model, plan, data)
+    except _REFUSALS as refusal:
+        raise _RefusedError(f"{kind_of(refusal)}: {text_of(refusal)}") from refusal
+
+
+def train(
+    prepared: PreparedModel,
+    training: Training,
+    context: RankContext,
+    adapter: Engine | None = None,
+    watches: Watches | None = None,
+) -> Observation:
+    """Run the whole schedule; ``adapter`` is needed where the training resumes in a fresh model.
+
+    ``watches`` are told what they cannot see: whose a tensor is, and when a step is over.
+    """
+    recorder = context.recorder
+    if training.convert is not None:
+        prepared.convert(training.convert)
+    prepared.optimizer(training.optimizer)
+    loop = _Loop(prepared, training, context, watches)
+    with recorder.during(Phase.OBSERVE):
+        initial = read_shards(prepared, "local_parameters")
+    steps = []
+    for step in range(training.schedule.steps):
+        if training.resume is not None and step == training.resume.after_steps and adapter is not None:
+            loop.hand_over(_prepare(context, training, adapter, training.resume.plan))
+        steps.append(loop.step(step))
+    with recorder.during(Phase.OBSERVE):
+        return Observation(
+            rank=context.rank,
+            input_digest=loop.input_digest,
+            initial=initial,
+            steps=tuple(steps),
+            optimizer_state=read_shards(loop.prepared, "local_optimizer_state"),
+            buffers=read_shards(loop.prepared, "local_buffers"),
+            ledger=recorder.ledger(),
+            cut=read_declared(loop.prepared, "cut", Cut),
+            no_gradient=read_declared(loop.prepared, "no_gradient", NoGradient),
+            counts=() if watches is None or watches.census is None else watches.census.counts,
+        )
+
+
+class _Loop:
+    """One rank's training loop."""
+
+    def __init__(
+        self,
+        prepared: PreparedModel,
+        training: Training,
+        context: RankContext,
+        watches: Watches | None,
+    ) -> None:
+        self.prepared = prepared
+        self._training = training
+        self._context = context
+        self._watches = watches
+        self._lifetimes = None if watches is None else watches.lifetimes
+        self._census = None if watches is None else watches.census
+        self._inputs = hashlib.sha256()
+
+    @property
+    def input_digest(self) -> str:
+        """Hash of all data so far."""
+        return self._inputs.hexdigest()
+
+    def hand_over(self, successor: PreparedModel) -> None:
+        """Go on with another prepared model, which takes over the state of this one."""
+        successor.optimizer(self._training.optimizer)
+        with calling("full_state"):
+            state = self.prepared.full_state()
+        with calling("load_full_state"):
+            successor.load_full_state(state)
+        self.prepared = successor
+
+    def step(self, step: int) -> StepObservation:
+        """Play the script, read gradients, update, read parameters."""
+        prepared, recorder, schedule = self.prepared, self._context.recorder, self._training.schedule
+        actor = RankActor(prepared, self._training, self._context, step, self._inputs, self._watches)
+        self._meet(step)
+        with recorder.during(Phase.BETWEEN, step=step):
+            if isinstance(prepared, _TakesSteps):
+                prepared.play(actor)
+            else:
+                self._training.script.play(actor)
+        self._meet(step)
+        norm = None
+        if schedule.clip is not None:
+            with recorder.during(Phase.STEP, step=step):
+                norm = read_norm(prepared, schedule.clip.max_norm, schedule.clip.norm_type)
+        with recorder.during(Phase.OBSERVE, step=step):
+            gradients = read_gradients(prepared)
+        with recorder.during(Phase.STEP, step=step):
+            if schedule.order is LoopOrder.ZERO_THEN_STEP:
+                self._zero_grad(step)
+            prepared.step()
+            self._count(actor, Moment.STEPPED)
+            if schedule.order is LoopOrder.STEP_THEN_ZERO:
+                self._zero_grad(step)
+            self._count(actor, Moment.CLEARED)
+            if self._lifetimes is not None:
+                self._lifetimes.end_step()
+        with recorder.during(Phase.OBSERVE, step=step):
+            parameters = read_shards(prepared, "local_parameters")
+        return StepObservation(
+            losses=tuple(actor.tape.losses),
+            gradients=gradients,
+            parameters=parameters,
+            norm=norm,
+            facts=tuple(actor.tape.facts),
+            snapshots=actor.tape.snapshots,
+        )
+
+    def _count(self, actor: RankActor, moment: Moment) -> None:
+        form = None if self._watches is None else self._watches.form
+        if self._census is not None and form is not None and actor.is_at_rest:
+            with self._context.recorder.during(Phase.OBSERVE, step=actor.step):
+                self._census.take(actor.step, moment, lambda: self._explained(form))
+
+    def _explained(self, form: Form) -> int:
+        """Add up what the layout explains, and what the engine shows of optimizer state; the law trusts no engine."""
+        shown = read_shards(self.prepared, "local_optimizer_state")
+        state = sum(shard.tensor.nbytes for shard in shown.values())
+        size, cut = self._context.size, read_declared(self.prepared, "cut", Cut)
+        return explained(form, self._training, size, cut=cut, state=state).num_bytes
+
+    def _meet(self, step: int) -> None:
+        if self._lifetimes is not None:
+            with self._context.recorder.during(Phase.OBSERVE, step=step):
+                self._lifetimes.meet(self.prepared, self._training.plan)
+
+    def _zero_grad(self, step: int) -> None:
+        alternate = self._training.schedule.zero_grad is ZeroGrad.ALTERNATE
+        self.prepared.zero_grad(set_to_none=not (alternate and step % 2))
+
+
+def _mesh(context: RankContext, plan: Plan) -> DeviceMesh:
+    """Make the mesh of all axes; the engine is given that of its own, which tensors and stages are not."""
+    axes = plan.axes(context.size)
+    mesh = init_device_mesh(
+        context.device.type,
+        tuple(axis.size for axis in axes),
+        mesh_dim_names=tuple(axis.name for axis in axes),
+    )
+    context.recorder.name_axes({mesh.get_group(axis.name).group_name: axis.name for axis in axes})
+    return mesh

@@ -1,0 +1,380 @@
+"""The oracle: the same training on one process with no communication, in float64, with its float32 noise.
+
+It knows nothing of engines and compares nothing; ``harness.laws.parity`` does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+
+import torch
+from torch import nn
+
+from engine.contract import Plan
+from harness.cases.training import LoopOrder, Training, ZeroGrad
+from harness.torch_compat.dtypes import cast_module, widened
+from harness.training.absolute_error import deviation, largest
+from harness.training.draws import drawing_apart, drawing_in
+from harness.training.oracle_actor import OracleActor, Workshop
+from harness.training.reduction_orders import (
+    EXACT_ORDER,
+    Summation,
+    is_of_full_precision,
+    num_reorderings,
+    reordering,
+)
+
+__all__ = [
+    "INITIAL_STEP",
+    "LOSSES",
+    "NORM",
+    "FirstStep",
+    "OracleObservation",
+    "OracleStep",
+    "Place",
+    "Quantity",
+    "run_oracle",
+]
+
+Tensors = Mapping[str, torch.Tensor]
+
+INITIAL_STEP = -1  # the step of what is seen before the first step
+LOSSES = "loss"  # the name under which a step's losses are one tensor [losses of the script, ranks with data]
+# Noise of that many roundings, over what is added, is not that of float32: re-ordered sums make a few.
+_COARSE_ROUNDINGS = 256
+NORM = "norm"  # the name under which the norm that clipping returns is a scalar tensor
+
+
+class Quantity(StrEnum):
+    """What is compared; within a step in this order."""
+
+    INITIAL = "initial parameter"
+    LOSS = "loss"
+    GRADIENT = "gradient"
+    NORM = "gradient norm"
+    PARAMETER = "parameter"
+    OPTIMIZER_STATE = "optimizer state"
+    BUFFER = "buffer"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """One tensor of a training: what it is, after which step, and its name."""
+
+    quantity: Quantity
+    step: int
+    name: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class OracleStep:
+    """One optimizer step of the oracle.
+
+    ``losses`` is [losses of the script, ranks with data]. ``contributions[name][m, r]`` is the gradient of rank
+    r's loss of microbatch m as that rank computes it, before any averaging: summed over both and divided by
+    the plan's divisor they are the step's gradient. ``gradients`` is what the optimizer finds, clipped if so
+    asked, None where there is none. ``norm`` is that of all gradients before clipping. ``lagging`` are the gradients,
+    unclipped, of this step's data with the parameters of the step before: empty for the first step.
+    """
+
+    losses: torch.Tensor
+    contributions: Tensors
+    gradients: Mapping[str, torch.Tensor | None]
+    parameters: Tensors
+    norm: torch.Tensor | None = None
+    lagging: Tensors = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class FirstStep:
+    """The first gradients from pieces of the ranks' own dtype, rows in their order: rounded as the model rounds.
+
+    Pieces are added exactly; ``noise`` is how far other orders of adding them deviate.
+    """
+
+    gradients: Tensors
+    noise: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class OracleObservation:
+    """What a right engine computes, in float64, and how far float32 may stray from it.
+
+    ``buffers`` has one entry per rank: those after all of that rank's forwards. ``noise`` is, per tensor, the
+    largest absolute deviation from the float64 value over float32 runs whose sums are taken in other orders.
+    ``constants`` are the buffers that training left as they were built, bit by bit, on all ranks in all runs.
+    ``dtypes`` are those of the float32 runs, with ``INITIAL_STEP`` for every place. ``is_exact`` says that the
+    problem claims to be exact, the world is a power of two, and no float32 run deviated in a single bit. ``draws``
+    says that forward or the loss draws random numbers; ``device`` is that of the ranks to compare with.
+    ``first`` is None unless the model rounds far more than its dtype does; see [Note: rounding of one side].
+    """
+
+    world_size: int
+    plan: Plan
+    initial: Tensors
+    steps: tuple[OracleStep, ...]
+    optimizer_state: Tensors
+    buffers: tuple[Tensors, ...]
+    noise: Mapping[Place, float]
+    constants: frozenset[str]
+    dtypes: Mapping[Place, torch.dtype]
+    is_exact: bool
+    draws: bool = False
+    device: str = "cpu"
+    first: FirstStep | None = None
+
+    @property
+    def divisor(self) -> float:
+        """What sums of gradients over ranks are divided by."""
+        return self.plan.divisor(self.world_size)
+
+    def reference(self, quantity: Quantity, step: int, rank: int) -> Mapping[str, torch.Tensor | None]:
+        """Give the full tensors of one quantity after ``step``; ``rank`` matters for buffers alone."""
+        match quantity:
+            case Quantity.INITIAL:
+                return self.initial
+            case Quantity.LOSS:
+                return {LOSSES: self.steps[step].losses}
+            case Quantity.GRADIENT:
+                return self.steps[step].gradients
+            case Quantity.NORM:
+                norm = self.steps[step].norm
+                return {} if norm is None else {NORM: norm}
+            case Quantity.PARAMETER:
+                return self.steps[step].parameters
+            case Quantity.OPTIMIZER_STATE:
+                return self.optimizer_state
+            case Quantity.BUFFER:
+                return self.buffers[rank]
+
+    def dtype(self, quantity: Quantity, name: str) -> torch.dtype:
+        """Give the dtype that an engine's tensor must have."""
+        return self.dtypes[Place(quantity=quantity, step=INITIAL_STEP, name=name)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Run:
+    """One training in one dtype and order of summation."""
+
+    initial: Tensors
+    steps: tuple[OracleStep, ...]
+    optimizer_state: Tensors
+    buffers: tuple[Tensors, ...]
+    built_buffers: Tensors
+    draws: bool
+
+    def tensors(self) -> dict[Place, torch.Tensor]:
+        """List every tensor; buffers of all ranks are one tensor, since their noise is judged together."""
+        last = len(self.steps) - 1
+        places = [(Quantity.INITIAL, INITIAL_STEP, name, t) for name, t in self.initial.items()]
+        for step, seen in enumerate(self.steps):
+            places.append((Quantity.LOSS, step, LOSSES, seen.losses))
+            places += [(Quantity.GRADIENT, step, n, t) for n, t in seen.gradients.items() if t is not None]
+            places += [(Quantity.NORM, step, NORM, seen.norm)] if seen.norm is not None else []
+            places += [(Quantity.PARAMETER, step, n, t) for n, t in seen.parameters.items()]
+        places += [(Quantity.OPTIMIZER_STATE, last, n, t) for n, t in self.optimizer_state.items()]
+        for name in self.buffers[0]:
+            together = torch.stack([of_rank[name] for of_rank in self.buffers])
+            places.append((Quantity.BUFFER, last, name, together))
+        return {Place(quantity=q, step=s, name=n): t for q, s, n, t in places}
+
+
+def run_oracle(training: Training, world_size: int) -> OracleObservation:
+    """Train once in float64 and a few times in the parameters' dtype with other orders of summation.
+
+    ``world_size`` counts the ranks that have data of their own. Never communicates.
+    """
+    with drawing_apart():
+        exact = _exact(training, world_size)
+        orders = (_reordering(k, training, exact.draws) for k in range(num_reorderings(training.plan)))
+        noisy = [_train(training, world_size, order) for order in orders]
+        noise = _largest_deviation(exact.tensors(), [run.tensors() for run in noisy])
+        first = _first_step(training, world_size) if _rounds_coarsely(training, exact, noise) else None
+        steps = _with_lagging(training, world_size, exact)
+    is_power_of_two = world_size & (world_size - 1) == 0
+    return OracleObservation(
+        world_size=world_size,
+        plan=training.plan,
+        initial=exact.initial,
+        steps=steps,
+        optimizer_state=exact.optimizer_state,
+        buffers=exact.buffers,
+        noise=noise,
+        constants=_constants(exact, noise),
+        dtypes={
+            Place(quantity=place.quantity, step=INITIAL_STEP, name=place.name): tensor.dtype
+            for place, tensor in noisy[0].tensors().items()
+        },
+        is_exact=training.problem.is_exact and is_power_of_two and not any(noise.values()),
+        draws=exact.draws,
+        first=first,
+    )
+
+
+def _rounds_coarsely(training: Training, exact: _Run, noise: Mapping[Place, float]) -> bool:
+    """Whether the first gradients round as those of bfloat16 do, although nothing was asked in fewer bits."""
+    if not exact.steps or training.schedule.clip or not is_of_full_precision(training.plan, training.convert):
+        return False
+    coarse = _COARSE_ROUNDINGS * torch.finfo(torch.float32).eps
+    return any(
+        noise[Place(quantity=Quantity.GRADIENT, step=0, name=name)]
+        > coarse * largest(pieces.abs().sum((0, 1)))
+        for name, pieces in exact.steps[0].contributions.items()
+    )
+
+
+def _first_step(training: Training, world_size: int) -> FirstStep:
+    dtype = training.convert or torch.float32
+    model = cast_module(training.problem.build(), dtype)
+    in_order = replace(reordering(0, training.plan, dtype), seed=None)
+    _, contributions = _pieces(training, Workshop(model, world_size, in_order), step=0)
+    orders = [reordering(k, training.plan, dtype) for k in range(num_reorderings(training.plan))]
+    exact = {n: EXACT_ORDER.reduce(widened(pieces), training.plan) for n, pieces in contributions.items()}
+    noise = {
+        name: max(largest(deviation(order.reduce(pieces, training.plan), exact[name])) for order in orders)
+        for name, pieces in contributions.items()
+    }
+    return FirstStep(gradients=exact, noise=noise)
+
+
+def _with_lagging(training: Training, world_size: int, exact: _Run) -> tuple[OracleStep, ...]:
+    """Add what each step's gradients are where forward meets the parameters that the last update found.
+
+    No random numbers of float32 are drawn and buffers follow these forwards: this names a defect, and decides nothing.
+    """
+    model = cast_module(training.problem.build(), EXACT_ORDER.dtype)
+    workshop = Workshop(model, world_size, EXACT_ORDER)
+    parameters, met = dict(model.named_parameters()), exact.initial
+    steps = [*exact.steps[:1]]
+    for step, seen in enumerate(exact.steps[1:], start=1):
+        with torch.no_grad():
+            for name, parameter in parameters.items():
+                parameter.copy_(met[name])
+        _, contributions = _pieces(training, workshop, step)
+        reduced = {n: EXACT_ORDER.reduce(pieces, training.plan) for n, pieces in contributions.items()}
+        steps.append(replace(seen, lagging=reduced))
+        met = exact.steps[step - 1].parameters
+    return tuple(steps)
+
+
+def _exact(training: Training, world_size: int) -> _Run:
+    """Train in float64; where random numbers are drawn once more, with those that float32 would draw."""
+    exact = _train(training, world_size, EXACT_ORDER)
+    if not exact.draws:
+        return exact
+    dtype = training.plan.compute_dtype or training.convert or torch.float32
+    return _train(training, world_size, EXACT_ORDER, drawing_in(dtype))
+
+
+def _reordering(number: int, training: Training, draws: bool) -> Summation:
+    """Return an order of sums; of a model that draws, rows stay with the numbers that were drawn for them."""
+    order = reordering(number, training.plan, training.convert or torch.float32)
+    return replace(order, keeps_rows=draws)
+
+
+def _largest_deviation(
+    exact: dict[Place, torch.Tensor], runs: list[dict[Place, torch.Tensor]]
+) -> dict[Place, float]:
+    return {
+        place: max(deviation(run[place], value).max().item() for run in runs) if value.numel() else 0.0
+        for place, value in exact.items()
+    }
+
+
+def _constants(exact: _Run, noise: Mapping[Place, float]) -> frozenset[str]:
+    """Name the buffers that are what they were, and that no other run deviates from."""
+    quiet = {p.name for p, deviates_by in noise.items() if p.quantity is Quantity.BUFFER and not deviates_by}
+    built = exact.built_buffers
+    return frozenset(
+        name
+        for name in quiet & built.keys()
+        if all(torch.equal(of_rank[name], built[name]) for of_rank in exact.buffers)
+    )
+
+
+def _train(
+    training: Training,
+    world_size: int,
+    summation: Summation,
+    drawing: AbstractContextManager[object] = nullcontext(),  # noqa: B008 - it holds nothing
+) -> _Run:
+    """Run the whole schedule on one model, with the pieces of all ranks one after the other."""
+    model = cast_module(training.problem.build(), summation.dtype)
+    parameters = dict(model.named_parameters())
+    initial, built_buffers = _copy(parameters), _copy(dict(model.named_buffers()))
+    optimizer = training.optimizer(parameters.values())
+    workshop = Workshop(model, world_size, summation)
+    steps = []
+    for step in range(training.schedule.steps):
+        with drawing:
+            losses, contributions = _pieces(training, workshop, step)
+        for name, pieces in contributions.items():
+            # Cleared before, to None or to zeros; a parameter that no loss reaches keeps what clearing left.
+            parameters[name].grad = summation.reduce(pieces, training.plan)
+        norm = _clip(training, parameters)
+        gradients = {n: None if p.grad is None else p.grad.clone() for n, p in parameters.items()}
+        _update(training, optimizer, step)
+        seen = OracleStep(
+            losses=losses,
+            contributions=contributions,
+            gradients=gradients,
+            parameters=_copy(parameters),
+            norm=norm,
+        )
+        steps.append(seen)
+    state = {
+        f"{name}/{key}": value.clone()
+        for name, p in parameters.items()
+        for key, value in optimizer.state.get(p, {}).items()
+        if isinstance(value, torch.Tensor)
+    }
+    return _Run(
+        initial=initial,
+        steps=tuple(steps),
+        optimizer_state=state,
+        buffers=workshop.buffers(),
+        built_buffers=built_buffers,
+        draws=workshop.draws,
+    )
+
+
+def _pieces(
+    training: Training, workshop: Workshop, step: int
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Play the script of a step for each rank by itself; give losses, and gradients of each (microbatch, rank)."""
+    num_microbatches, world_size = training.schedule.microbatches, workshop.world_size
+    losses = []
+    found: dict[str, torch.Tensor] = {}
+    for rank in range(world_size):
+        actor = OracleActor(workshop, training, step, rank)
+        with workshop.playing(rank):
+            training.script.play(actor)
+        losses.append(torch.tensor(actor.losses, dtype=torch.float64))
+        for (microbatch, name), gradient in actor.gradients.items():
+            shape = (num_microbatches, world_size, *gradient.shape)
+            found.setdefault(name, gradient.new_zeros(shape))[microbatch, rank] = gradient
+    return torch.stack(losses, dim=1), found
+
+
+def _clip(training: Training, parameters: Mapping[str, nn.Parameter]) -> torch.Tensor | None:
+    clip = training.schedule.clip
+    if clip is None:
+        return None
+    return nn.utils.clip_grad_norm_(parameters.values(), clip.max_norm, clip.norm_type).detach()
+
+
+def _update(training: Training, optimizer: torch.optim.Optimizer, step: int) -> None:
+    clears_to_none = training.schedule.zero_grad is ZeroGrad.SET_TO_NONE or step % 2 == 0
+    if training.schedule.order is LoopOrder.ZERO_THEN_STEP:
+        optimizer.zero_grad(set_to_none=clears_to_none)
+        optimizer.step()
+    else:
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=clears_to_none)
+
+
+def _copy(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: t.detach().clone() for name, t in tensors.items()}

@@ -1,0 +1,221 @@
+"""The actor that plays one rank for the oracle: one model without an engine, its gradients taken out piece by piece."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+from engine.contract import UnitHandle
+from harness.cases.loss import loss_weight
+from harness.cases.script import Actor, Batch, Evaluation
+from harness.cases.training import Training
+from harness.torch_compat.dtypes import cast, cast_module
+from harness.training.draws import Seeds, has_drawn
+from harness.training.reduction_orders import Rows, Summation
+
+__all__ = ["OracleActor", "Workshop"]
+
+
+class Workshop:
+    """What the oracle computes with: the trained model, and for each rank a model that computes in its place.
+
+    Those share the trained parameters, unless forward and backward are to compute in another dtype. Each has
+    buffers and plain attributes of its own, as ranks have: forward may change, replace or resize them.
+    """
+
+    def __init__(self, model: nn.Module, world_size: int, summation: Summation) -> None:
+        self.world_size = world_size
+        self.summation = summation
+        self.draws = False  # whether some forward or loss has drawn random numbers
+        self._trained = model
+        is_cast = summation.compute_dtype is not summation.dtype
+        computing = _casting(copy.deepcopy(model), summation.compute_dtype) if is_cast else model
+        self._of_rank = [_with_own_buffers(computing) for _ in range(world_size)]
+        self.model = self._of_rank[0]  # that of the rank that is played
+
+    @contextmanager
+    def playing(self, rank: int) -> Iterator[None]:
+        """Lend the model to one rank, with no gradients in it."""
+        # Assigning .grad of None would be undone by nothing: what the optimizer finds is put there afterwards.
+        kept = {p: p.grad for p in self.model.parameters()}
+        with torch.no_grad():
+            for mine, trained in zip(self.model.parameters(), self._trained.parameters(), strict=True):
+                mine.grad = None
+                if mine is not trained:
+                    mine.copy_(trained)
+        self.model = self._of_rank[rank]
+        try:
+            yield
+        finally:
+            for parameter, gradient in kept.items():
+                parameter.grad = gradient
+
+    @contextmanager
+    def calling(self, seeds: Seeds, microbatch: int) -> Iterator[None]:
+        """Seed the random numbers of one call, and see whether it draws some."""
+        seeds.begin(microbatch)
+        with has_drawn(self._drew):
+            yield
+
+    def _drew(self) -> None:
+        self.draws = True
+
+    def buffers(self) -> tuple[Mapping[str, torch.Tensor], ...]:
+        """Give each rank's buffers."""
+        return tuple({n: b.detach().clone() for n, b in model.named_buffers()} for model in self._of_rank)
+
+
+def _with_own_buffers(model: nn.Module) -> nn.Module:
+    """Copy all of a model but its parameters."""
+    return copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()})
+
+
+def _casting(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """Have every module that owns parameters compute in ``dtype``, whatever it is given, as units of a plan do."""
+
+    # Any: a module takes what it likes.
+    def cast_inputs(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        return tuple(cast(x, dtype) if isinstance(x, torch.Tensor) else x for x in inputs)
+
+    for module in model.modules():
+        if next(module.parameters(recurse=False), None) is not None:
+            module.register_forward_pre_hook(cast_inputs)
+    return cast_module(model, dtype)
+
+
+class OracleActor(Actor):
+    """One rank of one step; ``gradients`` are by (microbatch, parameter), in the parameters' dtype."""
+
+    def __init__(self, workshop: Workshop, training: Training, step: int, rank: int) -> None:
+        self.step = step
+        self.num_microbatches = training.schedule.microbatches
+        self.weight = loss_weight(training, workshop.world_size, step)
+        self.losses: list[float] = []
+        self.gradients: dict[tuple[int, str], torch.Tensor] = {}
+        self._workshop = workshop
+        self._problem = training.problem
+        self._output_dtype = None
+        if workshop.summation.dtype is not torch.float64 or training.convert is torch.float64:
+            self._output_dtype = training.plan.output_dtype
+        self._rank = rank
+        self._seeds = Seeds(step=step, rank=rank)
+
+    def batch(self, microbatch: int) -> Batch:
+        """Give the data in the order and dtype of this summation."""
+        batch = self._problem.batch(step=self.step, microbatch=microbatch, rank=self._rank)
+        return self._workshop.summation.prepare(batch)
+
+    def part(self, name: str) -> nn.Module:
+        """Give the submodule itself."""
+        return self._workshop.model.get_submodule(name)
+
+    # Any: a model takes and returns what it likes.
+    def forward(self, microbatch: int, *inputs: Any, part: str = "") -> Any:
+        """Call the model."""
+        with self._workshop.calling(self._seeds, microbatch):
+            output = self.part(part)(*inputs)
+        if self._output_dtype is not None and not part and isinstance(output, torch.Tensor):
+            return output.to(self._output_dtype)
+        return output
+
+    def loss(self, microbatch: int, output: torch.Tensor, target: torch.Tensor | None = None) -> torch.Tensor:
+        """Compute it."""
+        rows = self.batch(microbatch) if target is None else Rows(inputs=(), target=target)
+        with self._workshop.calling(self._seeds, microbatch):
+            return self._problem.loss_sum(output, rows) * self.weight
+
+    def backward(self, microbatch: int, loss: torch.Tensor, *, is_counted: bool = True) -> None:
+        """Run it, and take the gradients that it left out of the model."""
+        loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        self._take(microbatch, loss if is_counted else None)
+
+    def backward_of_branch(self, microbatch: int, loss: torch.Tensor) -> None:
+        """Run it, keep its graph, and take the gradients that it left."""
+        loss.backward(retain_graph=True)  # type: ignore[no-untyped-call]  # as above
+        self._take(microbatch, loss)
+
+    def _take(self, microbatch: int, counted: torch.Tensor | None) -> None:
+        if counted is not None:
+            self.losses.append(float(counted.detach()))
+        for name, parameter in self._workshop.model.named_parameters():
+            if parameter.grad is not None:
+                found = cast(parameter.grad, self._workshop.summation.dtype)
+                key = (microbatch, name)
+                self.gradients[key] = self.gradients[key] + found if key in self.gradients else found
+                parameter.grad = None
+
+    def evaluate(self, microbatch: int, how: Evaluation = Evaluation.NO_GRAD) -> None:
+        """Switch the model to eval and back around one forward."""
+        self._workshop.model.eval()
+        with how.context:
+            output = self.forward(microbatch, *self.batch(microbatch).inputs)
+            self.losses.append(float(self.loss(microbatch, output)))
+        self._workshop.model.train()
+
+    def synchronisation(self, microbatch: int) -> AbstractContextManager[None]:
+        """Do nothing: there is nobody to synchronise with."""
+        return nullcontext()
+
+    def units(self) -> Mapping[str, UnitHandle]:
+        """Give handles that do nothing, of whatever name."""
+        return _NoUnits()
+
+    def look(self, moment: str) -> None:
+        """Observe nothing."""
+
+    def note(self, subject: str, value: object) -> None:
+        """Observe nothing."""
+
+    def hold(self, name: str, *tensors: torch.Tensor) -> None:
+        """Do nothing: nobody could let go of them."""
+
+    def bench(self) -> None:
+        """Give nothing: there is no engine."""
+
+    def recover(self) -> None:
+        """Do nothing."""
+
+    def zero_grad(self) -> None:
+        """Forget the gradients taken out so far."""
+        self.gradients.clear()
+
+
+class _NoUnit(UnitHandle):
+    """A unit that is always whole."""
+
+    def unshard(self) -> None:
+        pass
+
+    def unshard_async(self) -> Any:
+        return lambda: None
+
+    def reshard(self) -> None:
+        pass
+
+    def is_unsharded(self) -> bool:
+        return True
+
+    def set_gradient_sync(self, *, is_on: bool) -> None:
+        pass
+
+    def set_replica_sync(self, *, is_on: bool) -> None:
+        pass
+
+    def set_last_backward(self, *, is_last: bool) -> None:
+        pass
+
+    def set_reshard_after_forward(self, *, is_on: bool) -> None:
+        pass
+
+    def set_reshard_after_backward(self, *, is_on: bool) -> None:
+        pass
+
+
+class _NoUnits(dict[str, UnitHandle]):
+    def __missing__(self, name: str) -> UnitHandle:
+        return _NoUnit()

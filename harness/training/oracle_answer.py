@@ -1,0 +1,111 @@
+"""Asking for an oracle in a process of its own: the model's code runs there, and tensors come back as data."""
+
+from __future__ import annotations
+
+import io
+import traceback
+from collections.abc import Mapping
+from typing import Any
+
+from harness.cases.training import Training
+from harness.errors import EngineError, HarnessBug, ShardproofError, UsageError
+from harness.records.tensor_file import dtype_name, dtype_of, read_tree, write_tree
+from harness.training.oracle import FirstStep, OracleObservation, OracleStep, Place, Quantity, run_oracle
+from harness.worlds.processes.fresh_process import NoAnswerError, ask
+
+__all__ = ["ask_oracle"]
+
+_LONGEST = 2**33  # bytes: of each parameter there are its gradients of every rank, microbatch and step
+_ERRORS: Mapping[str, type[ShardproofError]] = {e.__name__: e for e in (UsageError, EngineError, HarnessBug)}
+
+
+def ask_oracle(training: Training, world_size: int, *, limit_s: float) -> OracleObservation:
+    """Compute the oracle of a training aside; raises ShardproofError if the model raises, or after ``limit_s``."""
+    try:
+        answer = ask(limit_s, _LONGEST, _answer, training, world_size)
+    except NoAnswerError as error:
+        raise _failure(training, f"the process that computes it {error}") from None
+    try:
+        plain = read_tree(io.BytesIO(answer))
+        if "error" not in plain:
+            return _observation(plain, training)
+    except Exception as error:  # torch raises a different type for each way in which bytes can be no tensors
+        raise _failure(training, f"an answer that cannot be read: {error!r}") from error
+    kind, fields, text = plain["error"]
+    if kind in _ERRORS:
+        what, expected, got, hint = fields
+        raise _ERRORS[kind](what, expected=expected, got=got, hint=hint)
+    raise _failure(training, text)
+
+
+def _failure(training: Training, got: str) -> HarnessBug:
+    return HarnessBug(
+        f"the oracle of {training.problem.name}",
+        expected="the training on one process",
+        got=got,
+        hint="the model on one process, without an engine",
+    )
+
+
+def _answer(training: Training, world_size: int) -> bytes:
+    buffer = io.BytesIO()
+    try:
+        write_tree(_plain(run_oracle(training, world_size)), buffer)
+    except Exception as error:
+        fields = [str(arg) for arg in error.args] if isinstance(error, ShardproofError) else []
+        text = "".join(traceback.format_exception(error))
+        buffer = io.BytesIO()
+        write_tree({"error": [type(error).__name__, fields, text]}, buffer)
+    return buffer.getvalue()
+
+
+# Any, from here on: trees of plain values and tensors.
+def _plain(oracle: OracleObservation) -> dict[str, Any]:
+    return {
+        "world_size": oracle.world_size,
+        "initial": oracle.initial,
+        "steps": [
+            {
+                "losses": step.losses,
+                "contributions": step.contributions,
+                "gradients": step.gradients,
+                "parameters": step.parameters,
+                "norm": step.norm,
+                "lagging": step.lagging,
+            }
+            for step in oracle.steps
+        ],
+        "optimizer_state": oracle.optimizer_state,
+        "buffers": list(oracle.buffers),
+        "noise": [[*_spelled(place), value] for place, value in oracle.noise.items()],
+        "constants": sorted(oracle.constants),
+        "dtypes": [[*_spelled(place), dtype_name(dtype)] for place, dtype in oracle.dtypes.items()],
+        "is_exact": oracle.is_exact,
+        "draws": oracle.draws,
+        "first": oracle.first and {"gradients": oracle.first.gradients, "noise": oracle.first.noise},
+    }
+
+
+def _observation(plain: dict[str, Any], training: Training) -> OracleObservation:
+    return OracleObservation(
+        world_size=plain["world_size"],
+        plan=training.plan,
+        initial=plain["initial"],
+        steps=tuple(OracleStep(**step) for step in plain["steps"]),
+        optimizer_state=plain["optimizer_state"],
+        buffers=tuple(plain["buffers"]),
+        noise={_place(*spelled): value for *spelled, value in plain["noise"]},
+        constants=frozenset(plain["constants"]),
+        dtypes={_place(*spelled): dtype_of(name) for *spelled, name in plain["dtypes"]},
+        is_exact=plain["is_exact"],
+        draws=plain["draws"],
+        first=plain["first"] and FirstStep(**plain["first"]),
+    )
+
+
+def _spelled(place: Place) -> tuple[str, int, str]:
+    return (place.quantity.name, place.step, place.name)
+
+
+def _place(quantity: str, step: int, name: str) -> Place:
+    return Place(quantity=Quantity[quantity], step=step, name=name)

@@ -1,0 +1,196 @@
+"""The actor that plays a rank for an engine: calls the prepared model, labels phases, observes."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from engine.contract import Accumulation, Capability, PreparedModel, Shard, UnitHandle
+from harness.cases.loss import loss_weight
+from harness.cases.script import Actor, Batch, Bench, Evaluation
+from harness.cases.training import Training
+from harness.records.observation import Fact
+from harness.tracing.ledger import Phase
+from harness.training.draws import Seeds
+from harness.training.reads import read_shards
+from harness.training.watches import Watches
+from harness.worlds.rank import RankContext
+
+__all__ = ["RankActor", "Tape"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Placed:
+    inputs: tuple[torch.Tensor, ...]
+    target: torch.Tensor
+
+
+class Tape:
+    """What an actor wrote down in one step."""
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+        self.facts: list[Fact] = []
+        self.snapshots: dict[str, dict[str, Shard]] = {}
+
+
+class RankActor(Actor):
+    """One rank of a world, one step; the loop makes one for each step."""
+
+    def __init__(
+        self,
+        prepared: PreparedModel,
+        training: Training,
+        context: RankContext,
+        step: int,
+        inputs: Any,
+        watches: Watches | None = None,
+    ) -> None:
+        self.step = step
+        self.num_microbatches = training.schedule.microbatches
+        self.weight = loss_weight(training, training.plan.data_size(context.size), step)
+        self.tape = Tape()
+        self._prepared = prepared
+        self._training = training
+        self._context = context
+        self._inputs = inputs  # hashlib's object, whose type has no public name
+        self._lifetimes = None if watches is None else watches.lifetimes
+        self._census = None if watches is None else watches.census
+        self.is_at_rest = True  # whether no forward waits for its backward, as that of an evaluation does
+        self._batches: dict[int, Batch] = {}
+        self._data_rank = training.plan.data_rank(context.rank, context.size)
+        self._seeds = Seeds(step=step, rank=self._data_rank)
+
+    def batch(self, microbatch: int) -> Batch:
+        """Make the data once, hash it, and put it where the rank computes."""
+        if microbatch not in self._batches:
+            batch = self._training.problem.batch(step=self.step, microbatch=microbatch, rank=self._data_rank)
+            for tensor in (*batch.inputs, batch.target):
+                plain = tensor.contiguous()
+                self._inputs.update(ctypes.string_at(plain.data_ptr(), plain.nbytes))
+            self._batches[microbatch] = _Placed(
+                inputs=tuple(self._place(tensor) for tensor in batch.inputs), target=self._place(batch.target)
+            )
+            self.hold("an input", *self._batches[microbatch].inputs, self._batches[microbatch].target)
+        return self._batches[microbatch]
+
+    def part(self, name: str) -> nn.Module:
+        """Ask the prepared model for it."""
+        return self._prepared.part(name) if name else self._prepared.module
+
+    # Any: a model takes and returns what it likes.
+    def forward(self, microbatch: int, *inputs: Any, part: str = "") -> Any:
+        """Call the prepared model, or the part."""
+        self._seeds.begin(microbatch, self._context.device.type)
+        self.is_at_rest = False
+        with self._during(Phase.FORWARD, microbatch):
+            output = self._prepared.part(part)(*inputs) if part else self._prepared(*inputs)
+        self.hold("an output", output)
+        return output
+
+    def loss(self, microbatch: int, output: torch.Tensor, target: torch.Tensor | None = None) -> torch.Tensor:
+        """Compute it as part of forward."""
+        batch = self.batch(microbatch)
+        self._seeds.begin(microbatch, self._context.device.type)
+        with self._during(Phase.FORWARD, microbatch):
+            rows = batch if target is None else _Placed(inputs=(), target=target)
+            return self._training.problem.loss_sum(output, rows) * self.weight
+
+    def backward(self, microbatch: int, loss: torch.Tensor, *, is_counted: bool = True) -> None:
+        """Have the prepared model run it."""
+        with self._during(Phase.BACKWARD, microbatch):
+            self._prepared.backward(loss)
+        self.is_at_rest = True
+        if is_counted:
+            self._keep(loss)
+
+    def backward_of_branch(self, microbatch: int, loss: torch.Tensor) -> None:
+        """Have the prepared model run it."""
+        with self._during(Phase.BACKWARD, microbatch):
+            self._prepared.backward_of_branch(loss)
+        self.is_at_rest = True
+        self._keep(loss)
+
+    def evaluate(self, microbatch: int, how: Evaluation = Evaluation.NO_GRAD) -> None:
+        """Switch the module to eval and back around one forward."""
+        inputs = self.batch(microbatch).inputs  # made outside: training will be given the same tensors
+        self._prepared.module.eval()
+        with how.context:
+            output = self.forward(microbatch, *inputs)
+            self._keep(self.loss(microbatch, output))
+        self._prepared.module.train()
+
+    def synchronisation(self, microbatch: int) -> AbstractContextManager[None]:
+        """Use the engine's own context before the last microbatch."""
+        is_last = microbatch == self.num_microbatches - 1
+        if is_last or self._training.plan.accumulation is Accumulation.EVERY_MICROBATCH:
+            return nullcontext()
+        return self._prepared.accumulating()
+
+    def units(self) -> Mapping[str, UnitHandle]:
+        """Give the engine's handles."""
+        return self._prepared.units()
+
+    def look(self, moment: str) -> None:
+        """Read parameters, and the state of units where the plan demands that it can be told."""
+        with self._context.recorder.during(Phase.OBSERVE, step=self.step):
+            self.tape.snapshots[moment] = read_shards(self._prepared, "shown_parameters")
+            if Capability.UNIT_STATE in self._training.plan.demands:
+                for name, unit in self._prepared.units().items():
+                    state = "unsharded" if unit.is_unsharded() else "sharded"
+                    self.tape.facts.append(Fact(moment=moment, subject=f"unit {name!r}", value=state))
+
+    def note(self, subject: str, value: object) -> None:
+        """Write it down."""
+        self.tape.facts.append(Fact(moment="", subject=subject, value=str(value)))
+
+    def hold(self, name: str, *tensors: Any) -> None:
+        """Pass those that are tensors to the watches over memory."""
+        held = [tensor for tensor in tensors if isinstance(tensor, torch.Tensor)]
+        if self._census is not None:
+            self._census.holds(held)
+        if self._lifetimes is not None:
+            with self._context.recorder.during(Phase.OBSERVE, step=self.step):
+                self._lifetimes.holds(name, held)
+
+    def bench(self) -> Bench:
+        """Name this rank and the engine's interface."""
+        context = self._context
+        return Bench(
+            names=self._prepared.wrapper(),
+            rank=context.rank,
+            size=context.size,
+            device=context.device,
+            note=self.note,
+            ledger=context.recorder.ledger,
+        )
+
+    def recover(self) -> None:
+        """Pass it on."""
+        self._prepared.recover()
+
+    def zero_grad(self) -> None:
+        """Have the engine do so."""
+        self._prepared.zero_grad(set_to_none=True)
+
+    def _keep(self, loss: torch.Tensor) -> None:
+        # An observation: that the host waits for a number here is no doing of the engine.
+        with self._context.recorder.during(Phase.OBSERVE, step=self.step):
+            self.tape.losses.append(float(loss.detach()))
+
+    @contextmanager
+    def _during(self, phase: Phase, microbatch: int) -> Iterator[None]:
+        with self._context.recorder.during(phase, step=self.step, microbatch=microbatch):
+            yield
+            if self._lifetimes is not None:
+                self._lifetimes.mark()
+
+    def _place(self, tensor: torch.Tensor) -> torch.Tensor:
+        dtype = self._training.convert if tensor.is_floating_point() else None
+        return tensor.to(self._context.device, dtype or tensor.dtype)

@@ -1,0 +1,112 @@
+"""Orders and dtypes in which the oracle adds gradients: the exact one, and others an engine might use."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from engine.contract import Accumulation, Plan
+from harness.cases.script import Batch
+from harness.torch_compat.dtypes import cast
+
+__all__ = ["EXACT_ORDER", "Rows", "Summation", "is_of_full_precision", "num_reorderings", "reordering"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Rows:
+    """A batch as the oracle sees it."""
+
+    inputs: tuple[torch.Tensor, ...]
+    target: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Summation:
+    """One way to compute a step's gradient from the pieces of all microbatches and ranks.
+
+    ``dtype`` is that of the parameters, ``compute_dtype`` that of forward and backward. ``seed`` shuffles rows,
+    microbatches and ranks; None keeps their order. ``reduce_dtype`` is what crosses
+    between ranks. ``is_tree`` adds in pairs, not one after the other; ``divides_first`` divides before adding,
+    as engines do against overflow. ``accumulates_reduced`` keeps the local sum over
+    microbatches in ``reduce_dtype``. ``keeps_rows`` leaves rows in their order, for models that draw random numbers.
+    """
+
+    dtype: torch.dtype
+    reduce_dtype: torch.dtype
+    compute_dtype: torch.dtype
+    seed: int | None = None
+    is_tree: bool = False
+    divides_first: bool = False
+    accumulates_reduced: bool = False
+    keeps_rows: bool = False
+
+    def prepare(self, batch: Batch) -> Batch:
+        """Cast the inputs' floats to ``compute_dtype``, those of the target to ``dtype``, and shuffle the rows."""
+        num_rows = batch.target.shape[0]
+        order = torch.arange(num_rows) if self.keeps_rows else self._order(num_rows)
+        inputs = tuple(cast(tensor, self.compute_dtype)[order] for tensor in batch.inputs)
+        return Rows(inputs=inputs, target=cast(batch.target, self.dtype)[order])
+
+    def reduce(self, pieces: torch.Tensor, plan: Plan) -> torch.Tensor:
+        """Add ``pieces`` [microbatches, ranks, ...] over both, divided by the plan's divisor."""
+        num_microbatches, num_ranks = pieces.shape[:2]
+        pieces = pieces[self._order(num_microbatches)][:, self._order(num_ranks)]
+        divisor = plan.divisor(num_ranks)
+        if plan.accumulation is Accumulation.EVERY_MICROBATCH:
+            return self._sum(torch.stack([self._divided(of_ranks, divisor) for of_ranks in pieces]))
+        local = cast(pieces, self.reduce_dtype) if self.accumulates_reduced else pieces
+        return self._divided(self._sum(local), divisor)
+
+    def _divided(self, of_ranks: torch.Tensor, divisor: float) -> torch.Tensor:
+        if self.divides_first:
+            return cast(self._sum(cast(of_ranks / divisor, self.reduce_dtype)), self.dtype)
+        return cast(self._sum(cast(of_ranks, self.reduce_dtype)) / divisor, self.dtype)
+
+    def _sum(self, pieces: torch.Tensor) -> torch.Tensor:
+        if self.seed is None:
+            return pieces.sum(0)
+        if len(pieces) > 1 and self.is_tree:
+            middle = len(pieces) // 2
+            return self._sum(pieces[:middle]) + self._sum(pieces[middle:])
+        # Not sum(0): it may widen the dtype inside, and here every addition must round.
+        total = pieces[0]
+        for piece in pieces[1:]:
+            total = total + piece
+        return total
+
+    def _order(self, size: int) -> torch.Tensor:
+        if self.seed is None:
+            return torch.arange(size)
+        return torch.randperm(size, generator=torch.Generator().manual_seed(self.seed * 1_000 + size))
+
+
+EXACT_ORDER = Summation(dtype=torch.float64, reduce_dtype=torch.float64, compute_dtype=torch.float64)
+
+
+def is_of_full_precision(plan: Plan, dtype: torch.dtype | None) -> bool:
+    """Whether parameters of ``dtype`` are computed with and reduced in at least float32; None is float32."""
+    wide = {None, torch.float32, torch.float64}
+    return plan.compute_dtype is None and {plan.reduction_dtype, dtype} <= wide
+
+
+def num_reorderings(plan: Plan) -> int:
+    """Say how many float32 runs estimate the noise; harness.laws.tolerance measured its multiple for this many.
+
+    A reduction in fewer bits rounds coarsely enough that four runs can all be right by luck.
+    """
+    return 4 if plan.reduction_dtype in (None, torch.float32) else 8
+
+
+def reordering(number: int, plan: Plan, dtype: torch.dtype = torch.float32) -> Summation:
+    """Give the ``number``-th order for parameters of ``dtype``; all combinations of tree and division come first."""
+    return Summation(
+        dtype=dtype,
+        reduce_dtype=plan.reduction_dtype or dtype,
+        compute_dtype=plan.compute_dtype or dtype,
+        seed=number,
+        is_tree=number % 2 == 1,
+        # The sum of what ranks hold in float16 may overflow: there an engine has to divide first.
+        divides_first=number // 2 % 2 == 1 or plan.reduction_dtype is torch.float16,
+        accumulates_reduced=number // 4 % 2 == 1,
+    )

@@ -1,0 +1,41 @@
+"""Putting one rank's training under all the watches it asks for: together, so that one dispatch mode tells all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+
+from harness.cases.training import Watch
+from harness.tracing.memory.census import Census, counting
+from harness.tracing.memory.tracker import LifetimeWatch
+from harness.tracing.races.detector import RaceWatch
+from harness.tracing.recorder import Recorder
+from harness.tracing.witnesses import witnessed
+from harness.training.expected_memory import Form
+from harness.training.race_watches import watched_streams
+
+__all__ = ["Watches", "watching"]
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Watches:
+    """Those that were asked for; ``form`` is of the model before the engine had it, for the census."""
+
+    races: RaceWatch | None = None
+    lifetimes: LifetimeWatch | None = None
+    census: Census | None = None
+    form: Form | None = None
+
+
+@contextmanager
+def watching(
+    asked: frozenset[Watch], recorder: Recorder, device_type: str = "cpu", *, census: Census | None = None
+) -> Iterator[Watches]:
+    """Watch what the calling thread's rank does to memory, and on which streams of a device, until exit."""
+    streams = watched_streams(recorder, device_type) if Watch.RACES in asked else nullcontext()
+    lifetimes = LifetimeWatch(recorder) if Watch.LIFETIMES in asked else None
+    with streams as races, counting(census):
+        witnesses = [watch for watch in (races, lifetimes) if watch is not None]
+        with witnessed(*witnesses):
+            yield Watches(races=races, lifetimes=lifetimes, census=census)

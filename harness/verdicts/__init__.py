@@ -1,0 +1,1 @@
+"""From the laws and the ends of ranks to a verdict: vacuity, hangs, known failures."""

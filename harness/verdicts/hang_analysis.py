@@ -1,0 +1,286 @@
+"""The inquest: from ledgers and outcomes of a world that could not go on to its autopsy. Pure.
+
+[Note: what a rank waits in] A journal tells each call before it starts, each wait when it begins and when it ends. So
+a rank is in a call that blocks if no wait for it was written down, and in a wait that began and has no end. Who took a
+future waits where nothing can see it, and a wait on an accelerator ends before the result is there: then a rank is in
+the first call of that kind that cannot have completed, unless its stack ends in the engine's or the model's own code.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import assert_never
+
+from harness.laws.communication.counterparts import Counterparts, Group, is_message
+from harness.records.hang import Autopsy, CallRecord, Difference, Doing, RankAutopsy
+from harness.tracing.ledger import Entry, Ledger
+from harness.verdicts.difference import call_record, difference
+from harness.worlds.outcome import Abandoned, Died, Outcome, Raised, Returned, TimedOut
+from harness.worlds.processes.python_stack import frames_of, own_frames
+
+__all__ = ["TRANSPORT_ERRORS", "hold_inquest"]
+
+# Errors of the threads world by which a rank learns that it cannot go on: it is in the call that raised them.
+TRANSPORT_ERRORS = frozenset({"CollectiveMismatchError", "DeadlockError", "CollectiveTimeoutError"})
+
+_MOST_PLACES = 3  # in one line
+
+
+def hold_inquest(outcomes: Sequence[Outcome], ledgers: Mapping[int, Ledger]) -> Autopsy:
+    """Say of every rank where it was and whom it waited for, and in which call the ranks parted."""
+    counterparts = Counterparts(ledgers)
+    entries: dict[int, Entry] = {}
+    ranks = []
+    for outcome in outcomes:
+        found = _examine(outcome, ledgers.get(outcome.rank, ()), counterparts)
+        if found.call is not None:
+            entries[found.rank.rank] = found.call
+        ranks.append(found.rank)
+    waiting = {r.rank: r for r in ranks if r.doing is Doing.WAITING}
+    cycle = _cycle(waiting)
+    blamed = _blamed(ranks, cycle)
+    first = _first(waiting, blamed, entries)
+    parted = None if first is None else _parted(counterparts, entries[first])
+    return Autopsy(
+        summary=_summary(ranks, first, blamed, cycle, parted),
+        blamed=blamed,
+        cycle=cycle,
+        ranks=tuple(ranks),
+        difference=parted,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Examined:
+    """A rank and, as its ledger has it, the call that is told of it."""
+
+    rank: RankAutopsy
+    call: Entry | None
+
+
+def _examine(outcome: Outcome, ledger: Ledger, counterparts: Counterparts) -> _Examined:
+    stack, is_alive = _remains(outcome)
+    own = own_frames(stack)
+    frames = frames_of(stack)
+    is_in_own_code = bool(own) and frames[0] == own[0]
+    held = _held(outcome.rank, ledger, counterparts, is_in_own_code=is_in_own_code) if is_alive else None
+    if held is None and isinstance(outcome, Raised) and outcome.kind in TRANSPORT_ERRORS and ledger:
+        held = ledger[-1]  # it learnt when it made the call that nobody would come
+    if isinstance(outcome, Returned):
+        doing = Doing.RETURNED
+    elif not is_alive:
+        doing = Doing.FAILED
+    else:
+        doing = Doing.OUTSIDE if held is None else Doing.WAITING
+    call = held or (ledger[-1] if ledger else None)
+    rank = RankAutopsy(
+        rank=outcome.rank,
+        ended=_ended(outcome),
+        doing=doing,
+        call=None if call is None else call_record(counterparts, outcome.rank, call),
+        awaits=() if held is None else counterparts.absent(outcome.rank, held),
+        frames=own,
+        stack=frames,
+    )
+    return _Examined(rank=rank, call=call)
+
+
+def _remains(outcome: Outcome) -> tuple[str, bool]:
+    """Give a rank's stack, and whether it could still have gone on if others had come."""
+    match outcome:
+        case Raised():
+            return outcome.traceback, outcome.is_symptom or outcome.kind in TRANSPORT_ERRORS
+        case TimedOut() | Abandoned():
+            return outcome.stack, True
+        case Died():
+            return outcome.text, False
+        case Returned():
+            return "", False
+        case _:
+            assert_never(outcome)
+
+
+def _ended(outcome: Outcome) -> str:
+    match outcome:
+        case Raised():
+            return f"raised {outcome.kind}"
+        case TimedOut():
+            return "not ended at the deadline"
+        case Abandoned():
+            return "stopped because of another rank"
+        case Died():
+            return outcome.how
+        case Returned():
+            return "returned"
+        case _:
+            assert_never(outcome)
+
+
+def _held(rank: int, ledger: Ledger, counterparts: Counterparts, *, is_in_own_code: bool) -> Entry | None:
+    """Find the call that a rank is in; see [Note: what a rank waits in]."""
+    certain = [
+        e for e in ledger if (e.wait is None and not e.is_async) or (e.wait and e.wait.is_over is False)
+    ]
+    if certain:
+        # Where an engine has threads of its own there may be several; the rank's own call holds up its training.
+        return max(certain, key=lambda e: (e.thread == "main", _since(e)))
+    if is_in_own_code:
+        return None
+    return next((e for e in ledger if e.wait is not None and counterparts.is_stuck(rank, e)), None)
+
+
+def _since(entry: Entry) -> int:
+    """Tell when a rank began to wait, in calls that it had made."""
+    begun = entry.wait.num_issued if entry.wait else None
+    return entry.seq + 1 if begun is None else begun
+
+
+def _cycle(waiting: Mapping[int, RankAutopsy]) -> tuple[int, ...]:
+    """Find the shortest way from a rank over those it waits for back to itself; empty if there is none."""
+    best: tuple[int, ...] = ()
+    for start in waiting:
+        ways: list[tuple[int, ...]] = [(start,)]
+        seen: set[int] = set()
+        while ways:
+            way = ways.pop(0)
+            for awaited in waiting[way[-1]].awaits:
+                if awaited == start and (not best or len(way) < len(best)):
+                    best = way
+                if awaited in waiting and awaited not in seen:
+                    seen.add(awaited)
+                    ways.append((*way, awaited))
+    return best
+
+
+def _blamed(ranks: Sequence[RankAutopsy], cycle: tuple[int, ...]) -> tuple[int, ...]:
+    waits = Counter(awaited for r in ranks if r.doing is Doing.WAITING for awaited in r.awaits)
+    free = [r.rank for r in ranks if r.doing is not Doing.WAITING and waits[r.rank]]
+    if free:
+        return tuple(free)
+    if cycle:
+        most = max(waits[rank] for rank in cycle)
+        return tuple(sorted(rank for rank in cycle if waits[rank] == most))
+    # Nobody waits for anybody: whoever is in no call and did not come to its end holds up the world by itself.
+    return tuple(r.rank for r in ranks if r.doing is Doing.OUTSIDE)
+
+
+def _first(
+    waiting: Mapping[int, RankAutopsy], blamed: tuple[int, ...], entries: Mapping[int, Entry]
+) -> int | None:
+    """Choose the rank to tell of: one that waits for a blamed one, the earliest call first."""
+    direct = [r for r, found in waiting.items() if set(found.awaits) & set(blamed)] or list(waiting)
+    return min(direct, key=lambda r: (entries[r].seq, r), default=None)
+
+
+def _parted(counterparts: Counterparts, entry: Entry) -> Difference | None:
+    return None if is_message(entry) else difference(counterparts, Group.of(entry))
+
+
+def _summary(
+    ranks: Sequence[RankAutopsy],
+    first: int | None,
+    blamed: tuple[int, ...],
+    cycle: tuple[int, ...],
+    parted: Difference | None,
+) -> str:
+    by_rank = {r.rank: r for r in ranks}
+    if first is None:
+        return _whereabouts([by_rank[rank] for rank in blamed]) or "no rank waits for another"
+    if len(blamed) > 1 and set(blamed) <= set(cycle):
+        return f"{_names(cycle)} wait for each other: {'; '.join(_in_turn(by_rank, cycle))}"
+    return "; ".join([_waits(by_rank, first, blamed), *_strays(parted)])
+
+
+def _waits(by_rank: Mapping[int, RankAutopsy], first: int, blamed: tuple[int, ...]) -> str:
+    """Tell one call that ranks wait in, for whom, and what those do instead."""
+    rank = by_rank[first]
+    alike = [
+        r.rank
+        for r in by_rank.values()
+        if r.doing is Doing.WAITING and r.awaits == rank.awaits and _is_same(r.call, rank.call)
+    ]
+    culprits = [r for r in rank.awaits if r in blamed] or list(rank.awaits)
+    who = f"{_names(alike)} {'waits' if len(alike) == 1 else 'wait'} in {_tell(rank.call)}"
+    if not culprits:
+        return f"{who}, which all have come to"
+    return f"{who} for {_whereabouts([by_rank[r] for r in culprits])}"
+
+
+def _in_turn(by_rank: Mapping[int, RankAutopsy], cycle: tuple[int, ...]) -> Iterator[str]:
+    for rank, awaited in zip(cycle, (*cycle[1:], cycle[0]), strict=True):
+        yield f"rank {rank} for rank {awaited} in {_tell(by_rank[rank].call)}"
+
+
+def _strays(parted: Difference | None) -> list[str]:
+    if parted is None or not parted.strayed:
+        return []
+    calls = [(side.ranks, side.call) for side in parted.strayed if side.call is not None]
+    has_sites = len({call.site for _, call in calls}) > 1
+    places = ", ".join(
+        f"{_names(ranks)} in {_moment(call)}{f' at {call.site}' if has_sites else ''}"
+        for ranks, call in calls
+    )
+    return [f"from #{calls[0][1].position} on their calls were alike but not their places: {places}"]
+
+
+def _whereabouts(ranks: Sequence[RankAutopsy]) -> str:
+    """Name ranks with where they are, those in one place together; of many places the first few."""
+    places: dict[str, list[int]] = {}
+    for rank in ranks:
+        places.setdefault(_where(rank), []).append(rank.rank)
+    told = [f"{_names(members)} ({place})" for place, members in places.items()]
+    more = [f"{len(told) - _MOST_PLACES} more places"] if len(told) > _MOST_PLACES else []
+    return " and ".join([*told[:_MOST_PLACES], *more])
+
+
+def _where(rank: RankAutopsy) -> str:
+    last = f"last call: {_brief(rank.call)}" if rank.call else "no call before"
+    match rank.doing:
+        case Doing.WAITING:
+            return f"waiting in {_tell(rank.call)}{f' for {_names(rank.awaits)}' if rank.awaits else ''}"
+        case Doing.OUTSIDE:
+            at = (rank.frames or rank.stack)[:1]
+            return f"in no call, {f'at {at[0]}' if at else 'nobody knows where'}; {last}"
+        case Doing.RETURNED | Doing.FAILED:
+            return f"{rank.ended}; {last}"
+        case _:
+            assert_never(rank.doing)
+
+
+def _tell(call: CallRecord | None) -> str:
+    if call is None:
+        return "no call"
+    group = f", on axis {call.axis!r}" if call.axis else f", in the group named {call.group_name!r}"
+    thread = f", on thread {call.thread!r}" if call.thread else ""
+    return f"{call.text}{group if call.group_name else ''}{thread}, {_moment(call)}"
+
+
+def _brief(call: CallRecord) -> str:
+    return f"{call.op} #{call.position} of group {list(call.group)} in {_moment(call)}"
+
+
+def _moment(call: CallRecord) -> str:
+    microbatch = f" of microbatch {call.microbatch}" if call.microbatch >= 0 else ""
+    step = f" of step {call.step}" if call.step >= 0 else ""
+    unit = f", unit {call.unit!r}" if call.unit else ""
+    return f"{call.phase}{microbatch}{step}{unit}"
+
+
+def _is_same(one: CallRecord | None, other: CallRecord | None) -> bool:
+    if one is None or other is None:
+        return False
+    return (one.op, one.group, one.position, one.peer) == (other.op, other.group, other.position, other.peer)
+
+
+def _names(ranks: Sequence[int]) -> str:
+    """Spell ranks, three or more in a row by their ends."""
+    rows: list[list[int]] = []
+    for rank in sorted(ranks):
+        if rows and rows[-1][-1] == rank - 1:
+            rows[-1].append(rank)
+        else:
+            rows.append([rank])
+    spelt = [f"{row[0]}-{row[-1]}" if len(row) > 2 else ", ".join(map(str, row)) for row in rows]
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(spelt)}"

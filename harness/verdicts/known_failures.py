@@ -1,0 +1,156 @@
+"""Known failures: what the expectations of a run make of a verdict, and which of them bore on nothing. Pure.
+
+[Note: strict in both directions]
+An expectation excuses exactly the verdict and the broken laws that it names, of the cases that it names, until its
+day: a known failure must not hide another one of the same case. A case that passes against it fails the run, or the
+file would go on excusing what has long been mended; and so does an entry that names no case, or it would go on looking
+as if it excused something. The latter can only be known of a run that collected every case: a selection says nothing of
+the cases it left out. See ``unused``.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from typing import assert_never
+
+from harness.cases.inventory import Catalogue
+from harness.records.record import Expectation, Expectations, Record, UnusedExpectation
+from harness.records.verdict import Verdict
+from harness.verdicts.release import Fit, fit
+
+__all__ = ["Ran", "expected", "is_expired", "matches", "unused"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ran:
+    """What a run did: which cases it collected, in which worlds, and the records it made."""
+
+    catalogue: Catalogue
+    worlds: Sequence[str]
+    records: Sequence[Record]
+
+
+def expected(record: Record, expectations: Expectations | None) -> Record:
+    """Change the verdict of a record where an expectation says so; laws, tensors and ledger stay as evidence."""
+    if expectations is None:
+        return record
+    concerned = [entry for entry in expectations.entries if _concerns(entry, record)]
+    live = [entry for entry in concerned if not is_expired(entry, expectations.today)]
+    for entry in live:
+        if entry.verdict is record.verdict and not _unnamed(entry, record):
+            return replace(record, verdict=Verdict.KNOWN_FAILURE, expectation=entry)
+    if record.verdict is Verdict.PASSED and live:
+        headline = f"expected to be {live[0].verdict}, and passed: remove the expectation; {record.headline}"
+        return replace(record, verdict=Verdict.UNEXPECTED_PASS, headline=headline, expectation=live[0])
+    return record if record.verdict.is_conforming else _unexcused(record, live, concerned)
+
+
+def is_expired(entry: Expectation, today: str) -> bool:
+    """Tell whether the last day of an expectation is past."""
+    return today > entry.expiry  # both ISO 8601, which sorts as dates do
+
+
+def matches(pattern: str, text: str) -> bool:
+    """Match with ``*`` and ``?``; a leading ``!`` means all that the rest does not match.
+
+    Brackets stand for themselves, because the ids of cases are full of them.
+    """
+    if pattern.startswith("!"):
+        return not matches(pattern[1:], text)
+    return fnmatchcase(text, pattern.replace("[", "[[]"))
+
+
+def unused(expectations: Expectations | None, ran: Ran) -> tuple[UnusedExpectation, ...]:
+    """List the expectations of engines in the run that bore on no record; see [Note: strict in both directions].
+
+    Entries of engines that took no part are not listed: one file serves runs of any engine.
+    """
+    if expectations is None:
+        return ()
+    by_engine: dict[str, list[Record]] = defaultdict(list)
+    for record in ran.records:
+        by_engine[record.engine].append(record)
+    return tuple(
+        found
+        for entry in expectations.entries
+        if entry.engine in by_engine
+        and (found := _unused(entry, expectations.today, replace(ran, records=by_engine[entry.engine])))
+    )
+
+
+def _concerns(entry: Expectation, record: Record) -> bool:
+    return (
+        entry.engine == record.engine
+        and matches(entry.case, record.case)
+        and matches(entry.world, record.world)
+        and fit(entry.version, record.engine_version) is Fit.MEETS
+    )
+
+
+def _unnamed(entry: Expectation, record: Record) -> list[str]:
+    """Give what a record shows and its expectation does not name: broken laws, or the headline if none was judged."""
+    seen = [law.law for law in record.laws if not law.held] or [record.headline]
+    return [text for text in seen if entry.shows and not any(matches(glob, text) for glob in entry.shows)]
+
+
+def _unexcused(record: Record, live: Sequence[Expectation], concerned: Sequence[Expectation]) -> Record:
+    """Say in the headline why an expectation that names this case does not excuse it."""
+    alike = next((entry for entry in live if entry.verdict is record.verdict), None)
+    if alike is not None:
+        named, unnamed = (_listed(texts) for texts in (alike.shows, _unnamed(alike, record)))
+        note = f"expectation excuses {named}, not {unnamed}"
+        return replace(record, headline=f"{note}; {record.headline}", expectation=alike)
+    if live:
+        note = f"expectation says {live[0].verdict}, not {record.verdict}"
+        return replace(record, headline=f"{note}; {record.headline}", expectation=live[0])
+    for entry in concerned:
+        if entry.verdict is record.verdict:
+            note = f"expectation expired on {entry.expiry}"
+            return replace(record, headline=f"{note}; {record.headline}", expectation=entry)
+    return record
+
+
+def _listed(texts: Sequence[str]) -> str:
+    return ", ".join(map(repr, texts))
+
+
+def _unused(entry: Expectation, today: str, ran: Ran) -> UnusedExpectation | None:
+    """Say why an entry bore on none of its engine's records; None if it did."""
+    release = next((r.engine_version for r in ran.records if r.engine_version), "")
+    if is_expired(entry, today):
+        return _idle(entry, f"expired on {entry.expiry} and excuses nothing; renew or remove it")
+    if not release:
+        return _idle(entry, "no case of this engine came to a verdict")
+    match fit(entry.version, release):
+        case Fit.NEVER:
+            why = f"no release can meet '{entry.version}': the engine calls itself '{release}'"
+            return _idle(entry, why, is_stale=ran.catalogue.is_whole)
+        case Fit.MISSES:
+            return _idle(entry, f"'{entry.version}' does not hold of '{release}'")
+        case Fit.MEETS:
+            return _idle_on_cases(entry, ran)
+        case other:
+            assert_never(other)
+
+
+def _idle_on_cases(entry: Expectation, ran: Ran) -> UnusedExpectation | None:
+    is_whole = ran.catalogue.is_whole
+    if not any(matches(entry.world, world) for world in ran.worlds):
+        return _idle(entry, f"no world of this run is like '{entry.world}'")
+    if not any(matches(entry.case, case) for case in ran.catalogue.cases):
+        if is_whole:
+            return _idle(entry, "no case has such an id: see `shardproof list --cases`", is_stale=True)
+        return _idle(entry, "none of the cases selected has such an id")
+    verdicts = {record.verdict for record in ran.records if _concerns(entry, record)}
+    if not verdicts:
+        return _idle(entry, "its cases make no sense in these worlds, or were not reached")
+    if verdicts == {Verdict.UNSUPPORTED}:
+        return _idle(entry, "the engine refuses every such case: UNSUPPORTED", is_stale=is_whole)
+    return None
+
+
+def _idle(entry: Expectation, why: str, *, is_stale: bool = False) -> UnusedExpectation:
+    return UnusedExpectation(expectation=entry, why=why, is_stale=is_stale)

@@ -1,0 +1,217 @@
+"""The file of known failures: TOML in, checked entries out; ``known_failures`` says what they do to a verdict."""
+
+from __future__ import annotations
+
+import difflib
+import re
+import tomllib
+from collections.abc import Iterable, Mapping
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+from engine.registry import BUILT_IN
+from harness.cases.inventory import SUITES
+from harness.errors import UsageError
+from harness.records.record import Expectation, Expectations
+from harness.records.verdict import Verdict
+from harness.verdicts.known_failures import matches
+from harness.verdicts.release import check_condition
+from harness.worlds.spec import MAX_RANKS, WorldKind
+
+__all__ = ["SHIPPED", "find", "read"]
+
+SHIPPED = SUITES / "expectations.toml"
+
+_TABLE = "expectation"
+_REQUIRED = ("engine", "case", "shows", "reason", "link", "expiry")
+_OPTIONAL = ("version", "world", "verdict")
+# An engine can be known to do these. PASSED and UNSUPPORTED need no excuse; the rest say nothing of an engine.
+_EXPECTABLE = (Verdict.FAILED, Verdict.HUNG, Verdict.CRASHED, Verdict.UNSUPPORTED_SILENT)
+
+
+def find(named: str | None) -> Path | None:
+    """Give the file that the user named, else the one that ships with the suites, else None."""
+    if named is not None:
+        return Path(named)
+    return SHIPPED if SHIPPED.exists() else None
+
+
+def read(file: Path, *, today: date) -> Expectations:
+    """Read and check a file; a UsageError says which entry is wrong, and what would be right."""
+    tables = _tables(file)
+    entries = tuple(
+        _entry(number, table, f"{file}: {_TABLE} {number}") for number, table in enumerate(tables, start=1)
+    )
+    return Expectations(source=str(file), today=today.isoformat(), entries=entries)
+
+
+# Any, from here on: TOML before it is checked.
+def _tables(file: Path) -> list[Any]:
+    try:
+        text = file.read_text(encoding="utf-8")
+        plain = tomllib.loads(text)
+    except FileNotFoundError as error:
+        raise UsageError(
+            f"expectations {file}", expected="a file", got="none there", hint="the path that was meant"
+        ) from error
+    except (OSError, ValueError) as error:  # ValueError: not UTF-8, or not TOML
+        raise UsageError(
+            f"expectations {file}",
+            expected="a readable TOML file",
+            got=f"{type(error).__name__}: {error}",
+            hint="the example in docs/known-failures.md",
+        ) from error
+    for key in plain.keys() - {_TABLE}:
+        raise UsageError(
+            f"{file}: {key}", expected=f"only [[{_TABLE}]]", got=f"{key!r}", hint=f"[[{_TABLE}]]"
+        )
+    tables = plain.get(_TABLE, [])
+    if not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):
+        raise UsageError(
+            f"{file}: {_TABLE}",
+            expected=f"a list of tables, each headed [[{_TABLE}]]",
+            got=f"[{_TABLE}]" if isinstance(tables, dict) else repr(tables),
+            hint="two brackets",
+        )
+    return tables
+
+
+def _entry(number: int, table: Mapping[str, Any], what: str) -> Expectation:
+    _check_keys(table, what)
+    return Expectation(
+        number=number,
+        engine=_engine(table, what),
+        version=_version(table, what),
+        case=_case(table, what),
+        world=_world(table, what),
+        verdict=_verdict(table, what),
+        reason=_text(table, "reason", what),
+        link=_link(table, what),
+        expiry=_expiry(table, what),
+        shows=_shows(table, what),
+    )
+
+
+def _check_keys(table: Mapping[str, Any], what: str) -> None:
+    known = (*_REQUIRED, *_OPTIONAL)
+    for key in sorted(table.keys() - set(known)):
+        raise UsageError(what, expected=f"the keys {', '.join(known)}", got=repr(key), hint=_near(key, known))
+    for key in _REQUIRED:
+        if key not in table:
+            given = ", ".join(table) or "nothing"
+            raise UsageError(what, expected=f"the key {key!r}", got=given, hint=f"{key} = ...")
+
+
+def _text(table: Mapping[str, Any], key: str, what: str, *, default: str = "") -> str:
+    value = table.get(key, default)
+    if not isinstance(value, str) or (key in table and not value.strip()):
+        raise UsageError(
+            f"{what}: {key}", expected="a text that says something", got=repr(value), hint=f'{key} = "..."'
+        )
+    return value
+
+
+def _engine(table: Mapping[str, Any], what: str) -> str:
+    name = _text(table, "engine", what)
+    # An engine of the user's is not loaded here: the file may serve runs in which it takes no part.
+    if name not in BUILT_IN and ":" not in name:
+        raise UsageError(
+            f"{what}: engine",
+            expected=f"the name given to --engine ({', '.join(sorted(BUILT_IN))}, or one with a colon)",
+            got=repr(name),
+            hint=_near(name, BUILT_IN),
+        )
+    return name
+
+
+def _version(table: Mapping[str, Any], what: str) -> str:
+    condition = _text(table, "version", what)
+    if condition:
+        check_condition(condition, f"{what}: version")
+    return condition
+
+
+def _case(table: Mapping[str, Any], what: str) -> str:
+    pattern = _text(table, "case", what)
+    if pattern.startswith("suites/"):
+        raise UsageError(
+            f"{what}: case",
+            expected="the id of a case as in its record",
+            got=repr(pattern),
+            hint=repr(pattern.removeprefix("suites/")),
+        )
+    return pattern
+
+
+def _world(table: Mapping[str, Any], what: str) -> str:
+    pattern = _text(table, "world", what, default="*")
+    spellings = (
+        f"{kind}:{size}{device}"
+        for kind in WorldKind
+        for size in range(1, MAX_RANKS + 1)
+        for device in ("", ":cuda")
+    )
+    if not any(matches(pattern, spelling) for spelling in spellings):
+        raise UsageError(
+            f"{what}: world",
+            expected="a glob on KIND:SIZE",
+            got=repr(pattern),
+            hint="'threads:*', '*:1' or '!*:1'",
+        )
+    return pattern
+
+
+def _verdict(table: Mapping[str, Any], what: str) -> Verdict:
+    name = _text(table, "verdict", what, default=Verdict.FAILED)
+    if name not in _EXPECTABLE:
+        raise UsageError(
+            f"{what}: verdict",
+            expected=f"one of {', '.join(_EXPECTABLE)}",
+            got=repr(name),
+            hint=_near(name, _EXPECTABLE),
+        )
+    return Verdict(name)
+
+
+def _shows(table: Mapping[str, Any], what: str) -> tuple[str, ...]:
+    value = table["shows"]
+    globs = value if isinstance(value, list) else [value]
+    if not globs or not all(isinstance(glob, str) and glob.strip() for glob in globs):
+        raise UsageError(
+            f"{what}: shows",
+            expected="globs that each broken law matches, or the headline where no law is judged",
+            got=repr(value),
+            hint='shows = "matches the oracle", or a list of such',
+        )
+    return tuple(globs)
+
+
+def _link(table: Mapping[str, Any], what: str) -> str:
+    link = _text(table, "link", what)
+    if not re.fullmatch(r"https?://[^\s<>\"'`|\\]+", link):
+        raise UsageError(
+            f"{what}: link",
+            expected="the address of a public report",
+            got=repr(link),
+            hint="https://github.com/OWNER/REPOSITORY/issues/NUMBER",
+        )
+    return link
+
+
+def _expiry(table: Mapping[str, Any], what: str) -> str:
+    value = table["expiry"]
+    if type(value) is not date:  # a time of day is a date to Python too
+        raise UsageError(
+            f"{what}: expiry",
+            expected="a date without quotes",
+            got=repr(value) if isinstance(value, str) else str(value),
+            hint="expiry = 2027-01-31",
+        )
+    return value.isoformat()
+
+
+def _near(word: str, known: Iterable[str]) -> str:
+    names = list(known)
+    near = difflib.get_close_matches(word, names, n=1, cutoff=0.4)
+    return repr(near[0]) if near else f"one of {', '.join(sorted(names))}"

@@ -1,0 +1,114 @@
+"""Whether a case could have shown anything: judged from the oracle and the inputs, never from the engine.
+
+An engine that leaves its gradients empty or its parameters unmoved fails parity; it must not be able to make
+the case vacuous. So nothing here reads an observed tensor: only the digests of what the ranks were given. The one
+exception is a model that rounds by itself, in `harness.verdicts.visibility`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+
+import torch
+
+from harness.cases.training import LoopOrder
+from harness.laws.law import Evidence
+from harness.laws.tolerance import MULTIPLE
+from harness.training.oracle import Quantity
+from harness.verdicts.visibility import hidden_because
+
+__all__ = ["incomparable_because", "vacuous_because"]
+
+# A movement or gradient smaller than this many roundings of float32 could not be told from noise.
+_TOO_SMALL = 2 * MULTIPLE * torch.finfo(torch.float32).eps
+
+
+def incomparable_because(evidence: Evidence) -> str | None:
+    """Return why the oracle is no reference for the ranks at all; see [Note: equal draws]."""
+    plan = evidence.training.plan
+    apart = {
+        f"draw on {evidence.oracle.device}": evidence.oracle.device != "cpu",
+        "are stages of a pipeline": plan.pipeline_stages > 1,
+        "share cut tensors": plan.cut_axis is not None,
+    }
+    why = next((what for what, is_so in apart.items() if is_so), None)
+    if why is None or not evidence.oracle.draws:
+        return None
+    return f"forward draws random numbers, and ranks that {why} draw others than the oracle"
+
+
+def vacuous_because(evidence: Evidence) -> str | None:
+    """Say why nothing could have gone wrong in this training, or give None when something could."""
+    if evidence.training.schedule.order is LoopOrder.ZERO_THEN_STEP:
+        return "gradients are cleared before the optimizer step, so no gradient ever reaches a parameter"
+    if not evidence.oracle.steps:
+        return "the training has no steps"
+    return (
+        _diverged(evidence)
+        or _equal_inputs(evidence)
+        or _idle_ranks(evidence)
+        or _independent_parameters(evidence)
+        or _still_parameters(evidence)
+        or hidden_because(evidence)
+    )
+
+
+def _diverged(evidence: Evidence) -> str | None:
+    """Find a reference, or its noise, that is no number: comparisons with it would hold, or show nothing.
+
+    A buffer may hold infinities that are meant, as masks do.
+    """
+    oracle = evidence.oracle
+    for place in (p for p in oracle.noise if p.quantity is not Quantity.BUFFER):
+        reference = oracle.reference(place.quantity, place.step, rank=0)[place.name]
+        if reference is not None and not bool(reference.isfinite().all()):
+            what = f"{place.quantity} {place.name!r}"
+            return f"the oracle itself diverged: {what} is not finite after step {place.step}"
+    wild = next((p for p, noise in oracle.noise.items() if not math.isfinite(noise)), None)
+    return (
+        None
+        if wild is None
+        else f"the noise of {wild.quantity} {wild.name!r} in step {wild.step} is not finite"
+    )
+
+
+def _equal_inputs(evidence: Evidence) -> str | None:
+    # Ranks of one tensor-parallel group or pipeline are given the same data on purpose.
+    of_rank = {evidence.data_rank(o.rank): o.input_digest for o in evidence.ranks}
+    digest, count = Counter(of_rank.values()).most_common(1)[0]
+    if count == 1:
+        return None
+    ranks = [o.rank for o in evidence.ranks if o.input_digest == digest]
+    return f"ranks {ranks} were given equal inputs, so a missing reduction between them cannot show"
+
+
+def _idle_ranks(evidence: Evidence) -> str | None:
+    """Find a step to whose gradient some rank adds nothing: without that rank, it would come out the same."""
+    for step, seen in enumerate(evidence.oracle.steps):
+        for rank in range(evidence.data_size):
+            if not any(bool(pieces[:, rank].any()) for pieces in seen.contributions.values()):
+                return f"every gradient of rank {rank} is zero in step {step}"
+    return None
+
+
+def _independent_parameters(evidence: Evidence) -> str | None:
+    idle = evidence.training.problem.idle
+    for name, initial in evidence.oracle.initial.items():
+        gradients = [seen.gradients[name] for seen in evidence.oracle.steps]
+        is_used = any(g is not None and bool(g.any()) for g in gradients)
+        if is_used and name in idle:
+            return f"{name!r} is idle by the problem's word, yet the loss depends on it"
+        if not is_used and name not in idle and initial.numel():
+            return f"the loss does not depend on {name!r}: its gradient is zero in every step"
+    return None
+
+
+def _still_parameters(evidence: Evidence) -> str | None:
+    for name, initial in evidence.oracle.initial.items():
+        if not initial.numel() or name in evidence.training.problem.idle:
+            continue
+        moved = (evidence.oracle.steps[-1].parameters[name] - initial).abs().max()
+        if moved <= _TOO_SMALL * initial.abs().max():
+            return f"parameter {name!r} hardly moves: a frozen one would look the same"
+    return None

@@ -1,0 +1,181 @@
+"""Whether simple defects would show: their effect on each tensor, known from the oracle, against its allowed error.
+
+[Note: simple defects] Noise must be small against the smallest defect that a case claims to see. Four defects stand
+for all: a gradient that is half as large, a gradient without the share of one rank, a gradient that was reduced in
+bfloat16, and a parameter that is never updated. Each has a closed form, so that no further training is needed. A defect
+shows if its effect on a tensor is larger than the allowed error in at least one step.
+
+[Note: rounding of one side] Autocast leaves float64 alone, so the rounding of a model that uses it lies between the
+oracle and each float32 run. It is no noise: two runs with the same sums round alike. It is no fault either: the engine
+is not asked for less. Such a model keeps its large allowed error. Beyond that its first gradients are compared with
+those of the same arithmetic, `OracleObservation.first`, where only the reduction may differ. Within the noise of these
+the reduction was right. Else it may have been in bfloat16, or the engine may round elsewhere: the run proves nothing.
+Only this comparison reads what the engine showed, and it can make a run vacuous, not passed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from harness.laws.law import Evidence
+from harness.laws.structure import pieces_of
+from harness.laws.tolerance import allowed_error, clipping_factor, error_of_noise, rounded_scale
+from harness.training.absolute_error import deviation, largest
+from harness.training.oracle import OracleObservation, Place, Quantity
+from harness.training.reduction_orders import is_of_full_precision
+
+__all__ = ["hidden_because"]
+
+# The largest element of a tensor moves by up to half of a rounding; of few elements the luckiest moves by less.
+_SHARE_OF_A_ROUNDING = 0.25
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Effect:
+    """What one defect does to one tensor in one step, beside the error that is allowed there."""
+
+    place: Place
+    allowed: float
+    effect: float
+
+    @property
+    def ratio(self) -> float:
+        """Allowed error over effect: above 1 the defect is hidden."""
+        return self.allowed / self.effect if self.effect else math.inf
+
+    def __str__(self) -> str:
+        where = f"{self.place.quantity} {self.place.name!r} in step {self.place.step}"
+        return f"{where} may be off by {self.allowed:.3g}, {self.ratio:.3g} x what"
+
+
+def hidden_because(evidence: Evidence) -> str | None:
+    """Return which defect would not show, with the worst tensor and the ratio; None if all would."""
+    if evidence.oracle.is_exact:
+        return None
+    return (
+        _hidden_factor(evidence)
+        or _hidden_rank(evidence)
+        or _hidden_updates(evidence)
+        or _hidden_rounding(evidence)
+    )
+
+
+def _hidden_factor(evidence: Evidence) -> str | None:
+    oracle = evidence.oracle
+    worst = _worst(_halved(oracle, name) for name in _trained(evidence))
+    return None if worst is None else f"{worst} halving it would change: a wrong factor would pass"
+
+
+def _halved(oracle: OracleObservation, name: str) -> Iterator[_Effect]:
+    for place, gradient in _gradients(oracle, name):
+        yield _Effect(place=place, allowed=allowed_error(oracle, place), effect=largest(gradient) / 2)
+
+
+def _hidden_rank(evidence: Evidence) -> str | None:
+    """Find a rank whose share in the gradients is hidden in all of them: some tensors may not need each rank.
+
+    A reduction in few bits may lose a small share, as it was asked to: there no share is required to show.
+    """
+    oracle = evidence.oracle
+    if not _reduces_fully(evidence):
+        return None
+    worst = _worst(_without(oracle, rank) for rank in range(oracle.world_size))
+    return None if worst is None else f"{worst} the share of one rank changes: a missing rank would pass"
+
+
+def _without(oracle: OracleObservation, rank: int) -> Iterator[_Effect]:
+    for name in oracle.initial:
+        for place, _ in _gradients(oracle, name):
+            pieces = oracle.steps[place.step].contributions[name]
+            share = largest(pieces[:, rank].sum(0)) / oracle.divisor
+            effect = share * clipping_factor(oracle, place)
+            if effect:
+                yield _Effect(place=place, allowed=allowed_error(oracle, place), effect=effect)
+
+
+def _hidden_updates(evidence: Evidence) -> str | None:
+    worst = _worst(_unmoved(evidence.oracle, name) for name in _trained(evidence))
+    return None if worst is None else f"{worst} training changes: a frozen parameter would pass"
+
+
+def _unmoved(oracle: OracleObservation, name: str) -> Iterator[_Effect]:
+    for step, seen in enumerate(oracle.steps):
+        place = Place(quantity=Quantity.PARAMETER, step=step, name=name)
+        moved = seen.parameters[name] - oracle.initial[name]
+        yield _Effect(place=place, allowed=allowed_error(oracle, place), effect=largest(moved))
+
+
+def _hidden_rounding(evidence: Evidence) -> str | None:
+    """Ask for reductions in bfloat16 only where the plan computes and reduces in more bits, between ranks."""
+    oracle = evidence.oracle
+    if not _reduces_fully(evidence):
+        return None
+    worst = _worst(_rounded(oracle, name) for name in _trained(evidence))
+    if worst is None or _first_gradients_agree(evidence):
+        return None
+    return f"{worst} a reduction in bfloat16 changes: it would pass, as would rounding of the model's own"
+
+
+def _rounded(oracle: OracleObservation, name: str) -> Iterator[_Effect]:
+    rounding = _SHARE_OF_A_ROUNDING * torch.finfo(torch.bfloat16).eps
+    for place, _ in _gradients(oracle, name):
+        effect = rounding * rounded_scale(oracle, place)
+        yield _Effect(place=place, allowed=allowed_error(oracle, place), effect=effect)
+
+
+def _first_gradients_agree(evidence: Evidence) -> bool:
+    """Whether the engine's first gradients are sums of what the same arithmetic computes; see the note above."""
+    first = evidence.oracle.first
+    if first is None:
+        return False
+    rounding = _SHARE_OF_A_ROUNDING * torch.finfo(torch.bfloat16).eps
+    for name, expected in first.gradients.items():
+        place = Place(quantity=Quantity.GRADIENT, step=0, name=name)
+        allowed = error_of_noise(evidence.oracle, place, first.noise[name])
+        if allowed > rounding * rounded_scale(evidence.oracle, place):
+            return False
+        for piece in pieces_of(evidence, place):
+            error = deviation(piece.shard.tensor, piece.shard.of(expected))
+            if error.numel() and not error.max().item() <= allowed:
+                return False
+    return True
+
+
+def _reduces_fully(evidence: Evidence) -> bool:
+    """Whether several ranks add up their gradients in at least float32."""
+    oracle = evidence.oracle
+    return oracle.world_size > 1 and is_of_full_precision(oracle.plan, evidence.training.convert)
+
+
+def _trained(evidence: Evidence) -> list[str]:
+    """Name the parameters that the case claims to train; others are another reason's."""
+    oracle, idle = evidence.oracle, evidence.training.problem.idle
+    return [n for n, initial in oracle.initial.items() if n not in idle and initial.numel()]
+
+
+def _gradients(oracle: OracleObservation, name: str) -> Iterator[tuple[Place, torch.Tensor]]:
+    """Yield the gradients of a parameter that some loss reached."""
+    for step, seen in enumerate(oracle.steps):
+        gradient = seen.gradients[name]
+        if gradient is not None and name in seen.contributions and bool(gradient.any()):
+            yield Place(quantity=Quantity.GRADIENT, step=step, name=name), gradient
+
+
+def _worst(found: Iterable[Iterator[_Effect]]) -> _Effect | None:
+    """Return the most hidden of the defects that no step shows, at the step that comes closest to showing it."""
+    hidden = [effect for effects in found if (effect := _clearest(effects)) is not None and effect.ratio > 1]
+    return max(hidden, key=lambda effect: effect.ratio, default=None)
+
+
+def _clearest(effects: Iterator[_Effect]) -> _Effect | None:
+    best: _Effect | None = None
+    for effect in effects:
+        if effect.ratio <= 1:
+            return effect  # it shows, and that is enough
+        if best is None or effect.ratio < best.ratio:
+            best = effect
+    return best

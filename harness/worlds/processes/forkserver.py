@@ -1,0 +1,225 @@
+"""The fork server: one warm process per session, of which every host is a fork.
+
+[Note: a server that does not answer] A server may be stopped, killed, or stuck in its imports. So each wait for it has
+a limit. A server that misses one is ended with its keeper and everything below them. The next call starts another.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from functools import cache
+from multiprocessing import forkserver
+from multiprocessing.context import ForkServerContext, ForkServerProcess
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from harness.errors import HarnessBug
+from harness.worlds.processes.lineage import below, has_ended, signalled
+
+__all__ = [
+    "REPORT_LIMIT_S",
+    "STATUS_WITHOUT_SERVER",
+    "end",
+    "end_server",
+    "forkserver_context",
+    "kill",
+    "started",
+    "warm_up",
+]
+
+# What multiprocessing reports for a process whose end it cannot learn, because the fork server has ended first.
+STATUS_WITHOUT_SERVER = 255
+
+_KEEPER = "harness.worlds.processes.keeper"
+_WARM = "harness.runner.preload"
+_ROOT = Path(__file__).resolve().parents[3]
+# The imports of a new server take seconds; on a cold disk tens of them.
+_IMPORTS_LIMIT_S = 60.0
+# SIGKILL needs no cooperation; this only bounds a wait that should be instant.
+_END_LIMIT_S = 5.0
+# A server reports the end of a process in milliseconds; a busy machine may need longer.
+REPORT_LIMIT_S = 1.0
+_POLL_S = 0.01
+
+
+@cache
+def forkserver_context() -> ForkServerContext:
+    """Return the context whose processes are forks of a warm server; starts the server on first use."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([_KEEPER, _WARM])  # in this order: see [Note: the keeper]
+    _ensure_server()
+    return context
+
+
+def started(function: Callable[..., None], *args: Any, limit_s: float) -> ForkServerProcess:
+    """Start ``function(*args)`` in a fork of the server.
+
+    The fork does not import the caller's main module, as multiprocessing would have it do: a script may be slow
+    to import, or not safe to. So what is sent must come from importable modules.
+
+    Raises HarnessBug if the fork is not there after ``limit_s``. A new server has a minute more for its imports.
+    A server that has ended is replaced once.
+    """
+    try:
+        return _start(function, args, limit_s)
+    except (OSError, EOFError):  # the server has ended, and its keeper had perhaps not
+        end_server()
+    try:
+        return _start(function, args, limit_s)
+    except (OSError, EOFError) as error:
+        end_server()
+        raise _no_server(f"{type(error).__name__}: {error}") from error
+
+
+def end(process: ForkServerProcess) -> None:
+    """Kill a process that `started` returned, wait for its end, and release it."""
+    kill(process)
+    if process.exitcode is not None:
+        process.close()
+
+
+def kill(process: ForkServerProcess) -> None:
+    """Kill a process that `started` returned, and wait for its end; a server that does not report it is ended too."""
+    pid = process.pid or 0
+    process.kill()
+    limit = time.monotonic() + _END_LIMIT_S
+    while process.exitcode is None and not has_ended(pid) and time.monotonic() < limit:
+        process.join(_POLL_S)
+    process.join(REPORT_LIMIT_S)
+    if process.exitcode is None:
+        end_server()
+        process.join(_END_LIMIT_S)
+    if process.exitcode == STATUS_WITHOUT_SERVER and not has_ended(pid):
+        signalled(pid, signal.SIGKILL)  # multiprocessing takes it for ended; its keeper was killed too
+
+
+def end_server() -> None:
+    """End the server, its keeper and everything below them, whatever state they are in."""
+    keeper = _pid()
+    if keeper is None:
+        return
+    limit = time.monotonic() + _END_LIMIT_S
+    while time.monotonic() < limit and (rest := below(keeper)):
+        for process in rest:
+            signalled(process.pid, signal.SIGKILL)
+        time.sleep(_POLL_S)
+    signalled(keeper, signal.SIGKILL)
+    while time.monotonic() < limit and not has_ended(keeper):
+        time.sleep(_POLL_S)
+
+
+def warm_up(limit_s: float = _IMPORTS_LIMIT_S) -> None:
+    """Wait until the server has done its imports, so that no case is charged for them."""
+    process = started(_nothing, limit_s=limit_s)
+    process.join(limit_s)
+    end(process)
+
+
+class _Patience(threading.Thread):
+    """Ends the server unless cancelled within ``limit_s``, which ends every wait for it.
+
+    A server that may still import has a minute, unless it is stopped.
+    """
+
+    def __init__(self, server: int | None, limit_s: float) -> None:
+        super().__init__(daemon=True)
+        self._server = server
+        self.limit_s = limit_s
+        self.is_over = False
+        self._is_answered = threading.Event()
+
+    def run(self) -> None:
+        """Wait for the answer."""
+        more_s = 0.0 if self._server in _answered else _IMPORTS_LIMIT_S - self.limit_s
+        if self._is_answered.wait(self.limit_s):
+            return
+        if more_s > 0 and not _is_stopped(self._server):
+            self.limit_s += more_s
+            if self._is_answered.wait(more_s):
+                return
+        self.is_over = True
+        end_server()
+
+    def cancel(self) -> None:
+        """Report the answer, or that none is needed any more."""
+        self._is_answered.set()
+
+
+def _is_stopped(keeper: int | None) -> bool:
+    return keeper is not None and any(process.is_stopped for process in below(keeper))
+
+
+_answered: set[int] = set()  # the servers that have done their imports, by pid
+
+
+def _start(function: Callable[..., None], args: tuple[Any, ...], limit_s: float) -> ForkServerProcess:
+    process = forkserver_context().Process(target=function, args=args)
+    _ensure_server()
+    server = _pid()
+    patience = _Patience(server, limit_s)
+    patience.start()
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = ModuleType("__main__")
+    failure: OSError | EOFError | None = None
+    try:
+        process.start()
+    except (OSError, EOFError) as error:
+        failure = error
+    finally:
+        sys.modules["__main__"] = main
+        patience.cancel()
+    patience.join()
+    if patience.is_over:
+        raise _no_server(f"nothing within {patience.limit_s:g} s") from failure
+    if failure is not None:
+        raise failure
+    if server is not None:
+        _answered.add(server)
+    return process
+
+
+def _ensure_server() -> None:
+    """Start the server unless it runs.
+
+    Its environment is set for it alone: one OpenMP thread, because a fork of a process that ran an OpenMP region
+    with more threads hangs; and a path on which our own package is found, because the server does not take over
+    the parent's.
+    """
+    path = os.pathsep.join([str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    wanted = {"OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+    before = {name: os.environ.get(name) for name in wanted}
+    os.environ.update(wanted)
+    try:
+        forkserver.ensure_running()
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+def _pid() -> int | None:
+    """Return the process that multiprocessing started: the keeper where there is one, else the server."""
+    pid: int | None = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]  # no public name
+    return pid
+
+
+def _no_server(got: str) -> HarnessBug:
+    return HarnessBug(
+        "the fork server",
+        expected="a new process",
+        got=got,
+        hint="the command again; `shardproof doctor` if it comes back",
+    )
+
+
+def _nothing() -> None:
+    """Be forked, which the server does only after its imports."""

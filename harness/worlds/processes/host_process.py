@@ -1,0 +1,249 @@
+"""One process of a world, from its start to its end: links to the supervisor, hosts one rank or many threads."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import os
+import queue
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import NoReturn
+
+import torch
+import torch.distributed as dist
+
+from harness.torch_compat.process_groups import FileStore, Store
+from harness.tracing.collectives.interception import Door, standing_in_c10d
+from harness.tracing.current_rank import bind_rank, current_rank
+from harness.tracing.recorder import Recorder
+from harness.tracing.witnesses import current_witnesses
+from harness.worlds.messages import Dying, Finished, HostSpec, Job, Message, Ready, Started, send
+from harness.worlds.outcome import Raised, Returned
+from harness.worlds.output import redirect_output
+from harness.worlds.processes.leaving import await_threads, leave, start_afresh
+from harness.worlds.processes.lineage import adopt_orphans
+from harness.worlds.raised import raised, text_of
+from harness.worlds.rank import RankContext, journal_path, run_rank
+from harness.worlds.spec import WorldKind, WorldSpec
+from harness.worlds.threads.isolation import isolate_threads
+from harness.worlds.threads.process_group import global_ranks, register_threads_backend
+from harness.worlds.threads.scheduler import Turns
+from harness.worlds.threads.store import MemoryStore
+from harness.worlds.threads.transport import Exchange
+
+__all__ = ["Link", "host_main"]
+
+# So many of the longest turns fit before the deadline: what ranks then wait in is there to be told of.
+_TURNS_TO_DEADLINE = 4
+# A group's own timeout must not fire before the world's deadline, which knows more about the cause.
+_BEYOND_DEADLINE_S = 60.0
+
+
+class Link:
+    """The pipe to the supervisor: any thread may send; jobs come in through a queue."""
+
+    def __init__(self, connection: Connection, ranks: tuple[int, ...]) -> None:
+        self._connection = connection
+        self._ranks = ranks
+        self._lock = threading.Lock()
+        self.jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        threading.Thread(target=self._receive, name="link", daemon=True).start()
+
+    def _say_unloadable(self, error: Exception) -> None:
+        text = text_of(error)
+        message = f"the job cannot be loaded on the rank: {text}; send what importable modules define"
+        for rank in self._ranks:
+            self.send(Finished(outcome=raised(rank, error, message)))
+
+    def send(self, message: Message) -> None:
+        """Send one message; a value that is not plain is the sender's error."""
+        with self._lock:
+            send(self._connection, message)
+
+    def _receive(self) -> None:
+        while True:
+            try:
+                self.jobs.put(self._connection.recv())
+            except (EOFError, OSError):
+                os._exit(1)  # the supervisor is gone: nobody is left to judge, so leave no orphan
+            except Exception as error:  # unpickling imports modules, which may raise anything
+                self._say_unloadable(error)
+
+
+def host_main(connection: Connection, spec: HostSpec) -> None:
+    """Host the ranks of ``spec`` until the supervisor sends None, then leave; runs in a process of its own."""
+    os.setsid()  # one process group per host, so that whatever a rank starts can be ended with it
+    adopt_orphans()  # a child that leaves the group, and whose parent has ended, stays below its host
+    start_afresh()
+    redirect_output(spec.output_file)
+    with spec.stack_file.open("w") as stacks:
+        faulthandler.enable(stacks, all_threads=True)
+        faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+        torch.set_num_threads(1)
+        link = Link(connection, spec.ranks)
+        if spec.world.kind is WorldKind.THREADS:
+            _host_threads(link, spec)
+        else:
+            _host_process(link, spec)
+        leave(link)
+
+
+def _host_process(link: Link, spec: HostSpec) -> None:
+    world, (rank,) = spec.world, spec.ranks
+    recorders: list[Recorder] = []
+    device = torch.device(world.device, rank) if world.device == "cuda" else torch.device("cpu")
+    store = FileStore(str(spec.folder / "store"), world.size)
+    backend = "nccl" if world.device == "cuda" else "gloo"
+
+    def enter() -> None:
+        if not dist.is_initialized():
+            if device.type == "cuda":
+                torch.cuda.set_device(device)
+            _join(world, backend, store, rank)
+
+    door = Door(
+        recorder=lambda: recorders[-1] if recorders else None,
+        ranks_of=global_ranks,
+        listener=current_witnesses,
+    )
+    with standing_in_c10d(door):
+        link.send(Ready())
+        while (job := link.jobs.get()) is not None:
+            link.send(Started(rank=rank, thread_ident=threading.get_ident()))
+            context = _context(world, rank, device, job)
+            recorders.append(context.recorder)
+            _report(link, context, job, enter)
+        if dist.is_initialized():
+            _destroy_groups(link, rank)
+        await_threads(link)
+
+
+def _destroy_groups(link: Link, rank: int) -> None:
+    """End the process groups as a script does; an error takes the place of the rank's result."""
+    try:
+        dist.destroy_process_group()
+    except Exception as error:
+        link.send(Finished(outcome=raised(rank, error)))
+
+
+def _host_threads(link: Link, spec: HostSpec) -> None:
+    world = spec.world
+    store = MemoryStore()
+    recorders: dict[int, Recorder] = {}
+
+    def recorder() -> Recorder | None:
+        rank = current_rank()
+        return None if rank is None else recorders.get(rank)
+
+    register_threads_backend()
+    # torch 2.15 records the calls of every group, once per process: ranks that are threads would share one record.
+    os.environ["TORCH_FR_BUFFER_SIZE"] = "0"
+    with isolate_threads(), _last_words(link):
+        link.send(Ready())
+        while (job := link.jobs.get()) is not None:
+            turns = store.turns = Turns(world.size, job.seed, longest_s=world.deadline_s / _TURNS_TO_DEADLINE)
+            exchange = Exchange(world.size, turns)
+            contexts = [_context(world, rank, torch.device("cpu"), job) for rank in range(world.size)]
+            recorders.update({c.rank: c.recorder for c in contexts})
+            door = Door(
+                recorder=recorder, ranks_of=global_ranks, carrier=exchange, listener=current_witnesses
+            )
+            with standing_in_c10d(door):
+                _run_threads(
+                    link, job, contexts, turns, exchange, lambda rank: _join(world, "threads", store, rank)
+                )
+        await_threads(link)
+
+
+def _run_threads(
+    link: Link,
+    job: Job,
+    contexts: list[RankContext],
+    turns: Turns,
+    exchange: Exchange,
+    join: Callable[[int], None],
+) -> None:
+    def live(context: RankContext) -> None:
+        bind_rank(context.rank)
+        torch.set_num_threads(1)  # per thread under OpenMP
+        link.send(Started(rank=context.rank, thread_ident=threading.get_ident()))
+        turns.begin(context.rank)
+        try:
+            outcome = _report(
+                link, context, job, lambda: None if dist.is_initialized() else join(context.rank)
+            )
+            match outcome:
+                case Returned():
+                    exchange.leave(context.rank)
+                case Raised(is_symptom=False):
+                    exchange.abort(f"rank {context.rank} raised {outcome.kind}: {outcome.message}")
+        finally:
+            turns.end(context.rank)
+
+    threads = [threading.Thread(target=live, args=(c,), name=f"rank{c.rank}", daemon=True) for c in contexts]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def _report(
+    link: Link, context: RankContext, job: Job, enter: Callable[[], None]
+) -> Returned | Raised | None:
+    outcome = run_rank(context, job, enter)
+    try:
+        link.send(Finished(outcome=outcome))
+    except Exception as error:  # a value may raise what it likes where it is looked at
+        message = f"the rank's result cannot be sent: {text_of(error)}; return plain values"
+        told = raised(context.rank, error, message)
+        try:
+            link.send(Finished(outcome=told))
+        except BaseException:  # nothing can be sent: this thread's stack shows which rank it was
+            lost = outcome if isinstance(outcome, Raised) else told
+            os.write(2, lost.traceback.encode())
+            os.abort()
+        return told
+    return outcome if isinstance(outcome, Returned | Raised) else None
+
+
+def _context(world: WorldSpec, rank: int, device: torch.device, job: Job) -> RankContext:
+    recorder = Recorder(journal_path(job.folder, rank))
+    return RankContext(rank=rank, size=world.size, device=device, folder=job.folder, recorder=recorder)
+
+
+def _join(world: WorldSpec, backend: str, store: Store, rank: int) -> None:
+    timeout_s = world.collective_timeout_s or world.deadline_s + _BEYOND_DEADLINE_S
+    dist.init_process_group(
+        backend, store=store, rank=rank, world_size=world.size, timeout=timedelta(seconds=timeout_s)
+    )
+
+
+@contextlib.contextmanager
+def _last_words(link: Link) -> Iterator[None]:
+    """Say which rank is about to end the process that all ranks share, since the exit status cannot."""
+    silent_exit = os._exit
+
+    def exit_aloud(status: int) -> NoReturn:
+        _say(f"os._exit({status})")
+        silent_exit(status)
+
+    def listen(event: str, args: tuple[object, ...]) -> None:
+        if event in {"os.kill", "os.killpg"} and args[0] in {os.getpid(), os.getpgid(0), 0, -1}:
+            _say(f"{event}({args[0]}, {args[1]!r})")
+
+    def _say(call: str) -> None:
+        rank = current_rank()
+        if rank is not None:
+            link.send(Dying(rank=rank, call=call))
+
+    sys.addaudithook(listen)  # cannot be taken back; this process lives for one world
+    os._exit = exit_aloud
+    try:
+        yield
+    finally:
+        os._exit = silent_exit

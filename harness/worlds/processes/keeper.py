@@ -1,0 +1,130 @@
+"""The keeper of the fork server: a small process between the session and the server; imported for its effect.
+
+[Note: the keeper] The server imports this module before all others. The import forks: the child goes on as the
+server, the parent stays as its keeper. A keeper adopts every orphan below it, so a process that leaves its session
+and whose parents have ended, or whose rank was killed, is still found, as a child of the keeper. When the session
+or the server ends, however it ends, the keeper ends everything below it. No engine's code runs here. There is one
+keeper per session, made before anything large is imported, so that it costs a world nothing.
+
+Where the kernel lets no process adopt orphans the import does nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import shutil
+import signal
+import socket
+import stat
+import sys
+import time
+from pathlib import Path
+from typing import NoReturn
+
+from harness.worlds.processes.lineage import adopt_orphans, below, die_with_parent, signalled
+
+__all__: list[str] = []
+
+# SIGKILL needs no cooperation; a process that the kernel cannot end just now must not keep the keeper for ever.
+_END_LIMIT_S = 5.0
+_POLL_S = 0.01
+# How often the keeper looks whether its session has ended, where the kernel cannot wake it for that.
+_LOOK_S = 1.0
+_IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+
+
+def _keep() -> None:
+    """Split into the keeper, which never returns, and the server, which goes on."""
+    session = os.getppid()
+    if not adopt_orphans():
+        return
+    keeper = os.getpid()
+    folder = _folder_of_listener()
+    # A signal to the session's whole group, Ctrl-C in a terminal included, reaches neither: the session ends first.
+    os.setsid()
+    server = os.fork()
+    if server:
+        _watch(session, server, folder)
+    die_with_parent()
+    if os.getppid() != keeper:
+        os._exit(1)
+
+
+def _watch(session: int, server: int, folder: Path | None) -> NoReturn:
+    """Reap what ends, until the session or the server has ended; then end the rest."""
+    for number in _IGNORED:  # they are meant for the session, whose end is what the keeper waits for
+        signal.signal(number, signal.SIG_IGN)
+    os.closerange(3, os.sysconf("SC_OPEN_MAX"))
+    woken = _wake_on_child()
+    end = _end_of(session)
+    watched = [woken] if end is None else [woken, end]
+    is_over = False
+    while not is_over:
+        ready, _, _ = select.select(watched, [], [], _LOOK_S if end is None else None)
+        with contextlib.suppress(BlockingIOError):
+            os.read(woken, 4096)
+        is_over = end in ready or os.getppid() != session or server in _reaped()
+    is_orphaned = end in ready or os.getppid() != session
+    _end_all()
+    if is_orphaned and folder is not None:
+        shutil.rmtree(
+            folder, ignore_errors=True
+        )  # what the session would have removed, had it come to its exit
+    os._exit(0)
+
+
+def _wake_on_child() -> int:
+    """Return a file descriptor that is readable once a child has ended."""
+    reads, writes = os.pipe()
+    os.set_blocking(reads, False)
+    os.set_blocking(writes, False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.set_wakeup_fd(writes, warn_on_full_buffer=False)
+    os.write(writes, b"\0")  # children that ended before this are looked for too
+    return reads
+
+
+def _end_of(pid: int) -> int | None:
+    """Return a file descriptor that is readable once a process has ended; None where there is none of the kind."""
+    try:
+        return os.pidfd_open(pid)
+    except (AttributeError, OSError):
+        return None
+
+
+def _reaped() -> list[int]:
+    """Wait for every child that has ended, adopted ones included; returns their pids."""
+    pids: list[int] = []
+    with contextlib.suppress(ChildProcessError):
+        while (pid := os.waitpid(-1, os.WNOHANG)[0]) != 0:
+            pids.append(pid)
+    return pids
+
+
+def _end_all() -> None:
+    limit = time.monotonic() + _END_LIMIT_S
+    while time.monotonic() < limit and (rest := below(os.getpid())):
+        for process in rest:
+            signalled(process.pid, signal.SIGKILL)
+        time.sleep(_POLL_S)
+        _reaped()
+
+
+def _folder_of_listener() -> Path | None:
+    """Return the temporary folder that multiprocessing made for the server's socket."""
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            if not stat.S_ISSOCK(os.fstat(int(name)).st_mode):
+                continue
+            with socket.socket(fileno=os.dup(int(name))) as listener:
+                address = listener.getsockname()
+                is_listener = listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN) == 1
+            if is_listener and isinstance(address, str) and Path(address).parent.name.startswith("pymp-"):
+                return Path(address).parent
+    return None
+
+
+if any("multiprocessing.forkserver" in argument for argument in sys.orig_argv):
+    _keep()

@@ -1,0 +1,65 @@
+"""How a host leaves once its ranks have returned: as a training script does, up to the interpreter's last steps.
+
+[Note: leaving] A script that has come to its last line waits for its threads that are no daemons, runs its exit
+hooks, and ends with a status. An engine can hang or crash in each of these, after the last number was right, and a
+user then waits for a job that never ends. So a host does the same. It does not finalize the interpreter: threads of
+a backend that still run in C++ crash there at times, through no fault of an engine, and multiprocessing's and
+torch's own launchers leave by `os._exit` too. Hooks of modules that the fork server imported do not run, since
+they belong to the server.
+
+A host says `Leaving` first and `Left` last. An exit status of zero proves nothing by itself: a hook that calls
+`os._exit(0)` hides all hooks after it. Then the host waits until its supervisor lets it go. So the processes that
+it leaves are looked up while it is alive, and each is known to be below this host.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import sys
+import threading
+from multiprocessing import util
+from typing import TYPE_CHECKING, NoReturn
+
+from harness.tracing.current_rank import owner_of
+from harness.worlds.messages import LastThread, Leaving, Left
+
+if TYPE_CHECKING:
+    from harness.worlds.processes.host_process import Link
+
+__all__ = ["await_threads", "leave", "start_afresh"]
+
+_exit = os._exit  # an engine may replace what others look up later
+
+
+def start_afresh() -> None:
+    """Forget the exit hooks of the fork server, but for the one that ends multiprocessing's daemonic workers."""
+    atexit._clear()
+    atexit.register(util._exit_function)  # type: ignore[attr-defined]  # it has no public name
+
+
+def await_threads(link: Link) -> None:
+    """Wait for the threads that a script would wait for, for ever if need be; the supervisor has the deadline."""
+    link.send(Leaving(ident=threading.get_ident(), threads=tuple(_threads())))
+    # The interpreter's own way: it also ends the idle threads of executors, which are no daemons either.
+    threading._shutdown()  # type: ignore[attr-defined]  # it has no public name
+
+
+def leave(link: Link) -> NoReturn:
+    """Run the exit hooks, say so, wait to be let go, and end the process."""
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):  # a rank may have closed them
+            stream.flush()
+    link.send(Left())
+    link.jobs.get()
+    _exit(0)
+
+
+def _threads() -> list[LastThread]:
+    return [
+        LastThread(name=thread.name, ident=thread.ident or 0, rank=owner_of(thread))
+        for thread in threading.enumerate()
+        if not thread.daemon and thread is not threading.main_thread()
+    ]

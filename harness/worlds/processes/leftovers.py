@@ -1,0 +1,132 @@
+"""What ranks leave behind: found wherever it went in the tree of processes, named, and ended.
+
+While a host lives it is the parent of all orphans below it; once it has ended the keeper is (see [Note: the keeper]).
+Where no process can adopt orphans only the process group of a host is looked at.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Iterator, Sequence
+
+from harness.worlds.processes.host_handle import Host
+from harness.worlds.processes.lineage import (
+    Process,
+    below,
+    command,
+    has_ended,
+    is_running,
+    parent_of,
+    signalled,
+)
+
+__all__ = ["Leftovers"]
+
+# How long a process may outlive its rank: one that ends because a pipe of the rank was closed, as multiprocessing's
+# resource tracker does, needs a moment.
+_GRACE_S = 0.5
+_END_LIMIT_S = 5.0  # SIGKILL needs no cooperation; this only bounds a wait that should be instant
+_POLL_S = 0.005
+_LONGEST_NAME = 60
+
+
+class Leftovers:
+    """The processes that the ranks of one world started, while they run."""
+
+    def __init__(self, hosts: Sequence[Host]) -> None:
+        self._hosts = tuple(hosts)
+        self._server = parent_of(hosts[0].pid) if hosts else None
+        keeper = None if self._server is None else parent_of(self._server)
+        # Without a keeper the server is our own child, and our other children are not ours to end.
+        self._keeper = None if keeper == os.getpid() else keeper
+        self._seen: dict[Host, list[Process]] = {}
+        self._before = {process.pid for process in self._orphans()}
+
+    def look(self, host: Host) -> None:
+        """Note what is below a host that is still alive."""
+        self._seen[host] = below(host.pid)
+
+    def end(self) -> tuple[str, ...]:
+        """End everything that is left; returns a text for each host whose ranks came to their own ends and left it."""
+        limit = time.monotonic() + _GRACE_S
+        while time.monotonic() < limit and self._left():
+            time.sleep(_POLL_S)
+        leaks = [
+            f"{_ranks(ranks)} left processes behind: {', '.join(names)}"
+            for ranks, names in self._left().items()
+        ]
+        limit = time.monotonic() + _END_LIMIT_S
+        for host in self._hosts:
+            _end_group(host)
+        while time.monotonic() < limit and (rest := [*self._still_running(), *self._orphans()]):
+            for process in rest:
+                signalled(process.pid, signal.SIGKILL)
+            time.sleep(_POLL_S)
+        while time.monotonic() < limit and self._is_restarting:
+            time.sleep(_POLL_S)
+        return tuple(leaks)
+
+    @property
+    def _is_restarting(self) -> bool:
+        """Whether the server has ended and its keeper has not: no server can be started until it has."""
+        if self._keeper is None or self._server is None:
+            return False
+        return not command(self._server) and not has_ended(self._keeper)
+
+    def _left(self) -> dict[tuple[int, ...], list[str]]:
+        """Name what ranks left, by rank; what is below a rank that was stopped is no leftover."""
+        found: dict[tuple[int, ...], list[str]] = {}
+        for host, process in self._running_by_host():
+            if host.ended_by_itself:
+                found.setdefault(host.spec.ranks, []).append(self._name(process))
+        for host in self._hosts if self._keeper is None else ():
+            if host.is_over and host.ended_by_itself and _has_group(host):
+                found.setdefault(host.spec.ranks, ["some in its process group"])
+        return found
+
+    def _running_by_host(self) -> Iterator[tuple[Host, Process]]:
+        for host, processes in self._seen.items():
+            yield from ((host, process) for process in processes if is_running(process))
+        seen = {process.pid for processes in self._seen.values() for process in processes}
+        for process in self._orphans():
+            if process.pid not in seen | self._before:
+                yield self._host_of(process), process
+
+    def _host_of(self, orphan: Process) -> Host:
+        """Return the host that an orphan was below: that of its session, else the first that ended unseen."""
+        of_session = [host for host in self._hosts if host.pid == orphan.session]
+        unseen = [host for host in self._hosts if host.is_over and host not in self._seen]
+        return (of_session or unseen or list(self._hosts))[0]
+
+    def _still_running(self) -> list[Process]:
+        return [process for processes in self._seen.values() for process in processes if is_running(process)]
+
+    def _orphans(self) -> list[Process]:
+        return [] if self._keeper is None else below(self._keeper, without=self._server)
+
+    def _name(self, process: Process) -> str:
+        words = command(process.pid)
+        is_fork = self._server is None or words == command(self._server)
+        name = "a fork of the rank" if is_fork else repr(words[:_LONGEST_NAME])
+        is_detached = all(process.session != host.pid for host in self._hosts)
+        return f"{name} in a session of its own" if is_detached else name
+
+
+def _ranks(ranks: tuple[int, ...]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+
+
+def _has_group(host: Host) -> bool:
+    try:
+        os.killpg(host.pid, 0)
+    except (ProcessLookupError, PermissionError):
+        return False
+    return True
+
+
+def _end_group(host: Host) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(host.pid, signal.SIGKILL)

@@ -1,0 +1,100 @@
+"""What an asynchronous call was lent: its buffers, from its issue to its result, and what became of them meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from harness.tracing.collectives.call import Call, Pieces
+from harness.tracing.ledger import HarmKind, Op
+from harness.worlds.threads.poison import poisoned, spared_piece
+
+__all__ = ["Loan", "is_freed"]
+
+
+class Loan:
+    """The buffers of one call, and what they held when it was issued: inputs their values, outputs poison.
+
+    Until the call is complete nobody else may write to any of them, nor give their memory back. ``inputs`` are the
+    snapshots that the transport took, flat, in the form in which it took them.
+    """
+
+    def __init__(self, call: Call, inputs: Pieces, seed: int) -> None:
+        self._call = call
+        self._inputs = inputs
+        self._seed = seed
+
+    def harms(self) -> Iterator[HarmKind]:
+        """Tell what was done to the buffers since; each kind once. To be asked before results are written."""
+        inputs = [t for part in self._call.inputs for t in part]
+        outputs = [t for part in self._call.outputs for t in part]
+        if any(map(is_freed, inputs)):
+            yield HarmKind.INPUT_FREED
+        elif any(self._overwritten()):
+            yield HarmKind.INPUT_OVERWRITTEN
+        if any(map(is_freed, outputs)):
+            yield HarmKind.OUTPUT_FREED
+        elif not all(self._untouched()):
+            yield HarmKind.OUTPUT_OVERWRITTEN
+
+    def _overwritten(self) -> Iterator[bool]:
+        outputs = [t for part in self._call.outputs for t in part]
+        for tensor, kept in self._kept():
+            spared = any(tensor.data_ptr() == t.data_ptr() for t in self._spared())
+            if spared or not any(_overlap(tensor, output) for output in outputs):
+                yield not torch.equal(_bits(tensor), _bits(kept))
+
+    def _kept(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        for pieces, kept in zip(self._call.inputs, self._inputs, strict=True):
+            # A reduce-scatter's pieces are kept as one.
+            is_joined = self._call.op is Op.REDUCE_SCATTER
+            parts = torch.split(kept[0], [t.numel() for t in pieces]) if is_joined else kept
+            yield from zip(pieces, parts, strict=True)
+
+    def _untouched(self) -> Iterator[bool]:
+        for i, outputs in enumerate(self._call.outputs):
+            spared = spared_piece(self._call, i)
+            for output in outputs:
+                if output.numel() and (spared is None or output.data_ptr() != spared.data_ptr()):
+                    yield bool((_bits(output) == _bits(poisoned(output.dtype, self._seed))).all())
+
+    def _spared(self) -> Iterator[torch.Tensor]:
+        pieces = (spared_piece(self._call, i) for i in range(len(self._call.outputs)))
+        return (piece for piece in pieces if piece is not None)
+
+
+# By size in bytes.
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def is_freed(tensor: torch.Tensor) -> bool:
+    """Say whether a tensor's memory was given back, so that nobody may touch it."""
+    if not tensor.numel():
+        return False
+    return (
+        tensor.untyped_storage().nbytes() < (_reach(tensor) + tensor.storage_offset()) * tensor.element_size()
+    )
+
+
+def _reach(tensor: torch.Tensor) -> int:
+    """Count the elements of the storage from a tensor's first one to its last one."""
+    if tensor.is_contiguous():
+        return tensor.numel()
+    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True))
+
+
+def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
+    if one.untyped_storage().data_ptr() != other.untyped_storage().data_ptr():
+        return False
+    start, other_start = one.data_ptr(), other.data_ptr()
+    end = start + _reach(one) * one.element_size()
+    return start < other_start + _reach(other) * other.element_size() and other_start < end
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    """Give the bits of the elements as integers, a row for each: as these a NaN equals itself."""
+    plain = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+    return plain.view(_INTEGERS[plain.element_size()]).reshape(
+        tensor.numel(), 2 if tensor.is_complex() else 1
+    )

@@ -1,0 +1,111 @@
+"""Who is blocked on what, and when that can never end. Knows ranks and threads, not collectives.
+
+[Note: deadlock] Ranks are deadlocked when each of them has returned or is blocked: nobody is left to bring
+what any of them waits for. That is no timeout: a rank that computes is not blocked, and what it has issued
+asynchronously has already arrived. A rank is blocked when its own thread is, and with it every other thread
+through which it ever communicated.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+
+from harness.tracing.collectives.call import Call
+from harness.tracing.current_rank import is_home_thread
+from harness.worlds.threads.errors import DeadlockError
+from harness.worlds.threads.rendezvous import Awaited
+from harness.worlds.threads.scheduler import Sleeper, Turns
+
+__all__ = ["Blockage", "Waiter"]
+
+_HINT = "make every rank issue the same collectives of each group, in one order"
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Waiter:
+    """One blocked thread; released when what it awaits is over."""
+
+    awaited: Awaited
+    call: Call
+    thread: int
+    sleeper: Sleeper
+    is_released: bool = False
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Blockage:
+    """All blocked threads of a world, and the ranks that have returned; guarded by the turns' lock."""
+
+    world_size: int
+    turns: Turns
+    left: set[int] = field(default_factory=set)
+    _waiters: dict[Waiter, None] = field(default_factory=dict)
+    _threads: dict[int, set[int]] = field(default_factory=dict)
+    _homes: dict[int, int] = field(default_factory=dict)
+
+    def seen(self, rank: int) -> None:
+        """Note that the calling thread communicates for ``rank``."""
+        thread = threading.get_ident()
+        self._threads.setdefault(rank, set()).add(thread)
+        if is_home_thread():
+            self._homes[rank] = thread
+
+    def enter(self, awaited: Awaited, call: Call) -> Waiter:
+        """Note that the calling thread is about to block."""
+        sleeper = self.turns.sleeper()
+        waiter = Waiter(awaited=awaited, call=call, thread=threading.get_ident(), sleeper=sleeper)
+        self._waiters[waiter] = None
+        return waiter
+
+    def leave(self, waiter: Waiter) -> None:
+        """Note that a waiter has given up by itself."""
+        self._waiters.pop(waiter, None)
+
+    def release(self, awaited: Awaited | None) -> None:
+        """Let go all who wait for ``awaited``; None lets go everybody."""
+        for waiter in [w for w in self._waiters if awaited is None or w.awaited is awaited]:
+            waiter.is_released = True
+            del self._waiters[waiter]
+            self.turns.wake(waiter.sleeper)
+
+    def resolve(self) -> None:
+        """Fail what can never complete, and release who waits for it."""
+        left = frozenset(self.left)
+        stuck = list(self._waiters) if self._is_deadlock() else []
+        stuck = stuck or [w for w in self._waiters if left and w.awaited.is_hopeless(left)]
+        if not stuck:
+            return
+        table = self._table()
+        for awaited in {id(w.awaited): w.awaited for w in stuck}.values():
+            awaited.error = DeadlockError(
+                awaited.where,
+                expected=f"rank(s) {list(awaited.absent())} to come",
+                got=f"no rank that still can\n{table}\n",
+                hint=_HINT,
+            )
+            awaited.is_over = True
+            self.release(awaited)
+
+    def _is_deadlock(self) -> bool:
+        if len(self._waiters) + len(self.left) < self.world_size:  # the usual case, decided without a loop
+            return False
+        blocked = {w.thread for w in self._waiters}
+        alive = {t.ident for t in threading.enumerate()}
+        return all(
+            rank in self.left
+            or (self._homes.get(rank) in blocked and (self._threads[rank] & alive) <= blocked)
+            for rank in range(self.world_size)
+        )
+
+    def _table(self) -> str:
+        rows = {
+            w.call.global_rank: f"  rank {w.call.global_rank} waits for rank(s)"
+            f" {list(w.awaited.absent())} in {w.awaited.where}: {w.call}"
+            for w in self._waiters
+        }
+        for rank in range(self.world_size):
+            rows.setdefault(
+                rank, f"  rank {rank} has returned" if rank in self.left else f"  rank {rank} is computing"
+            )
+        return "\n".join(rows[rank] for rank in sorted(rows))

@@ -1,0 +1,225 @@
+"""What a rank may block on: a meeting of a whole group, or the receipt of a message; and their data."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from harness.tracing.collectives.call import Call, Pieces
+from harness.tracing.ledger import Op
+from harness.worlds.threads.errors import CollectiveError, CollectiveRefusedError
+from harness.worlds.threads.reduction import reduce_flat
+from harness.worlds.threads.validation import check_message, check_pieces, is_same, refuse_sides
+
+__all__ = ["Arrival", "Awaited", "Mailbox", "Meeting", "Message", "Receipt", "snapshot"]
+
+_REDUCTIONS = frozenset({Op.ALL_REDUCE, Op.REDUCE})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Arrival:
+    """One rank's call together with what its inputs held at the time."""
+
+    call: Call
+    inputs: Pieces
+
+
+def snapshot(call: Call) -> Pieces:
+    """Copy a call's inputs, flat, because the caller may write to them, or we to outputs that alias them.
+
+    A synchronous reduction is left where it is: its caller is blocked until the result has been computed.
+    """
+    if call.op in _REDUCTIONS and not call.is_async:
+        return call.inputs
+    if call.op is Op.REDUCE_SCATTER:
+        # One tensor per rank: it is reduced whole and cut afterwards.
+        return tuple((torch.cat([t.reshape(-1) for t in pieces]),) for pieces in call.inputs)
+    return tuple(
+        tuple(t.clone(memory_format=torch.contiguous_format).view(-1) for t in pieces)
+        for pieces in call.inputs
+    )
+
+
+class Awaited:
+    """Something that completes or fails once; the exchange's lock guards it."""
+
+    def __init__(self, where: str) -> None:
+        self.where = where
+        self.is_over = False
+        self.error: CollectiveError | None = None
+
+    def absent(self) -> tuple[int, ...]:
+        """Global ranks that have still to come."""
+        raise NotImplementedError
+
+    def is_hopeless(self, left: frozenset[int]) -> bool:
+        """Say whether the ranks that have left make completion impossible."""
+        raise NotImplementedError
+
+    def sources(self, i: int, rank: int) -> Sequence[torch.Tensor]:
+        """Give what belongs in the pieces of ``outputs[i]`` of a group rank, once complete."""
+        raise NotImplementedError
+
+
+Sources = Callable[[int, int], Sequence[torch.Tensor]]
+
+
+class Meeting(Awaited):
+    """One collective of one group: every member deposits its call, the last one to come settles it."""
+
+    def __init__(self, where: str, ranks: tuple[int, ...]) -> None:
+        super().__init__(where)
+        self.ranks = ranks
+        self.arrivals: dict[int, Arrival] = {}
+        self._sources: Sources | None = None
+
+    @property
+    def is_full(self) -> bool:
+        """Whether every member has come."""
+        return len(self.arrivals) == len(self.ranks)
+
+    def add(self, arrival: Arrival) -> None:
+        """Deposit a call; raises CollectiveMismatchError when it differs from those deposited before."""
+        self.arrivals[arrival.call.rank] = arrival
+        first = next(iter(self.arrivals.values()))
+        if not is_same(first.call, arrival.call):
+            refuse_sides([a.call for a in self.arrivals.values()], self.where)
+
+    def settle(self) -> None:
+        """Compute the result once for all members, from what they deposited; raises CollectiveError."""
+        arrivals = [self.arrivals[rank] for rank in range(len(self.ranks))]
+        check_pieces({rank: a.call for rank, a in self.arrivals.items()}, self.where)
+        try:
+            self._sources = _settle(arrivals)
+        except RuntimeError as error:  # an arithmetic that torch has not for this dtype
+            raise CollectiveRefusedError(
+                self.where, expected="tensors that can be combined", got=str(error), hint="another dtype"
+            ) from error
+        self.arrivals.clear()  # each work keeps this meeting until it took its part; the calls can go now
+
+    def absent(self) -> tuple[int, ...]:
+        """Members that have not deposited their call."""
+        return tuple(g for rank, g in enumerate(self.ranks) if rank not in self.arrivals)
+
+    def is_hopeless(self, left: frozenset[int]) -> bool:
+        """One member missing for good is enough."""
+        return not left.isdisjoint(self.absent())
+
+    def sources(self, i: int, rank: int) -> Sequence[torch.Tensor]:
+        """Give a member's part of the result."""
+        return () if self._sources is None else self._sources(i, rank)
+
+
+def _settle(arrivals: Sequence[Arrival]) -> Sources:
+    call = arrivals[0].call
+    root = arrivals[call.peer or 0].inputs
+    match call.op:
+        case Op.ALL_REDUCE | Op.REDUCE | Op.REDUCE_SCATTER if call.reduce_op is not None:
+            op = call.reduce_op
+            totals = [reduce_flat(op, [a.inputs[i][0] for a in arrivals]) for i in range(len(call.inputs))]
+            if call.op is not Op.REDUCE_SCATTER:
+                return lambda i, rank: (totals[i],)
+            cuts = [
+                torch.split(total, [t.numel() for t in part])
+                for total, part in zip(totals, call.inputs, strict=True)
+            ]
+            return lambda i, rank: (cuts[i][rank],)
+        case Op.ALL_GATHER | Op.GATHER:
+            columns = [[a.inputs[i][0] for a in arrivals] for i in range(len(call.inputs))]
+            return lambda i, rank: columns[i]
+        case Op.BROADCAST:
+            return lambda i, rank: root[i]
+        case Op.SCATTER:
+            return lambda i, rank: (root[i][rank],)
+        case Op.ALL_TO_ALL:
+            rows = [a.inputs for a in arrivals]
+            return lambda i, rank: [inputs[i][rank] for inputs in rows]
+        case _:
+            return lambda i, rank: ()
+
+
+class Message(Awaited):
+    """What one rank sent; complete when it is received, because no backend promises to buffer it."""
+
+    def __init__(self, where: str, arrival: Arrival) -> None:
+        super().__init__(where)
+        self.arrival = arrival
+        self.source = arrival.call.rank  # group rank
+
+    def absent(self) -> tuple[int, ...]:
+        """The rank that it was sent to."""
+        call = self.arrival.call
+        return () if call.peer is None else (call.ranks[call.peer],)
+
+    def is_hopeless(self, left: frozenset[int]) -> bool:
+        """Only its destination can receive it."""
+        return left.issuperset(self.absent())
+
+    def sources(self, i: int, rank: int) -> Sequence[torch.Tensor]:
+        """A send has no results."""
+        return ()
+
+
+class Receipt(Awaited):
+    """One posted receive, from one source or from any."""
+
+    def __init__(self, where: str, call: Call) -> None:
+        super().__init__(where)
+        self.call = call
+        self.source = call.peer  # group rank; of a receive from any source, known once it is complete
+        self._is_any = self.source is None
+        self._message: Message | None = None
+
+    def accepts(self, source: int) -> bool:
+        """Say whether a message from this group rank is one that was asked for."""
+        return self._is_any or source == self.source
+
+    def take(self, message: Message) -> None:
+        """Complete with a message; raises CollectiveMismatchError when it does not fit."""
+        self.source = message.source
+        check_message(message.arrival.call, self.call)
+        self._message = message
+
+    def absent(self) -> tuple[int, ...]:
+        """Ranks that may send what is awaited."""
+        ranks = self.call.ranks
+        if self._is_any:
+            return tuple(g for rank, g in enumerate(ranks) if rank != self.call.rank)
+        return () if self.source is None else (ranks[self.source],)
+
+    def is_hopeless(self, left: frozenset[int]) -> bool:
+        """Only when no source is left."""
+        return left.issuperset(self.absent())
+
+    def sources(self, i: int, rank: int) -> Sequence[torch.Tensor]:
+        """Give what the message holds."""
+        return () if self._message is None else self._message.arrival.inputs[i]
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Mailbox:
+    """Messages and receives of one destination and tag that have not met; first come, first served."""
+
+    messages: deque[Message] = field(default_factory=deque)
+    receipts: list[Receipt] = field(default_factory=list)
+
+    def deliver(self, message: Message) -> Receipt | None:
+        """Give the earliest receive that a message is for, if one was posted; else keep the message."""
+        for receipt in self.receipts:
+            if receipt.accepts(message.source):
+                self.receipts.remove(receipt)
+                return receipt
+        self.messages.append(message)
+        return None
+
+    def post(self, receipt: Receipt) -> Message | None:
+        """Give the earliest message for a receive, if one came; else keep the receive."""
+        for message in self.messages:
+            if receipt.accepts(message.source):
+                self.messages.remove(message)
+                return message
+        self.receipts.append(receipt)
+        return None

@@ -1,0 +1,261 @@
+"""The transport of the threads world: ranks meet in memory. Data and who waits; no process groups.
+
+[Note: what is late] A call copies its inputs and returns; if it is asynchronous its outputs are poisoned
+until somebody waits on its work. So an engine that reads a result too early reads NaN every time, not once in
+a while, and one that never waits trains on NaN. When the result is there, the call's buffers are looked at: an
+input that changed or is gone, or an output that is not poison any more, was touched while it was the transport's.
+
+[Note: schedules] Which rank runs, and how late each result is, is drawn from the seed of the turns, and from nothing
+else: of the first one, by the exchange's own order of calls; of the second, by each rank's. Under the seed
+RUN_UNTIL_BLOCKED every result is as late as can be.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch.distributed as dist
+
+from harness.torch_compat.dispatch import raw_access
+from harness.tracing.collectives.call import Call
+from harness.tracing.collectives.call_site import call_site
+from harness.tracing.ledger import HarmKind, Op
+from harness.worlds.threads.buffer_guard import Loan
+from harness.worlds.threads.deadlock import Blockage
+from harness.worlds.threads.errors import (
+    CollectiveError,
+    CollectiveMismatchError,
+    CollectiveTimeoutError,
+    WorldAbandonedError,
+)
+from harness.worlds.threads.poison import poison
+from harness.worlds.threads.rendezvous import Arrival, Awaited, Mailbox, Meeting, Message, Receipt, snapshot
+from harness.worlds.threads.scheduler import RUN_UNTIL_BLOCKED, Turns
+from harness.worlds.threads.validation import check_alone
+from harness.worlds.threads.work import Lateness, LateWork
+
+__all__ = ["Exchange"]
+
+_GroupKey = tuple[str, tuple[int, ...]]
+_BoxKey = tuple[_GroupKey, int, int]
+# What is drawn from for each asynchronous call; see Lateness. As late as can be finds most, so it has half.
+_NUM_CALLS = (None, None, None, 0, 1, 3)
+_NUM_POLLS = (0, 0, 1, 3)
+OnHarm = Callable[[HarmKind, str], None] | None
+
+
+class _Open(NamedTuple):
+    """An asynchronous work whose result is not written yet, and who is told of harm."""
+
+    work: LateWork
+    on_harm: OnHarm
+
+
+class Exchange:
+    """What the rank threads of one world share; carries every call that the door hands over."""
+
+    def __init__(self, world_size: int, turns: Turns | None = None) -> None:
+        self._turns = turns or Turns(world_size)
+        self._lock = self._turns.lock
+        self._blockage = Blockage(world_size=world_size, turns=self._turns)
+        self._meetings: dict[tuple[_GroupKey, int], Meeting] = {}
+        self._next_seq: Counter[tuple[_GroupKey, int]] = Counter()
+        self._mailboxes: dict[_BoxKey, Mailbox] = {}
+        self._open: dict[int, _Open] = {}
+        self._draws = {rank: random.Random(f"{self._turns.seed} {rank}") for rank in range(world_size)}
+        self._abandoned: str | None = None
+
+    def carry(self, call: Call, on_harm: OnHarm = None) -> dist.Work:
+        """Start a call and return its work; a synchronous call has completed by then.
+
+        ``on_harm`` is told what becomes of the buffers of an asynchronous one before its result is there.
+        """
+        self._turns.offer()
+        self._pass_call(call.global_rank)
+        check_alone(call, f"{call.op} of group {list(call.ranks)} at {call.site}")
+        with raw_access():
+            arrival = Arrival(call=call, inputs=snapshot(call))
+            match call.op:
+                case Op.SEND:
+                    awaited: Awaited = self._send(arrival)
+                case Op.RECV:
+                    awaited = self._receive(call)
+                case _:
+                    awaited = self._meet(arrival)
+            loan = None
+            if call.is_async:
+                poison(call, self._turns.seed)
+                loan = Loan(call, arrival.inputs, self._turns.seed)
+        work = LateWork(call, awaited, self, loan, self._lateness(call))
+        if call.is_async:
+            with self._lock:
+                self._open[id(work)] = _Open(work, on_harm)
+        else:
+            work.wait()
+        return work
+
+    def give_way(self) -> None:
+        """Let other ranks run: this one asks over and over."""
+        self._turns.give_way()
+
+    def delivered(self, work: LateWork, loan: Loan | None) -> None:
+        """Close a work; look at what became of its buffers."""
+        with self._lock:
+            found = self._open.pop(id(work), None)
+        if found is not None and found.on_harm is not None and loan is not None:
+            for kind in loan.harms():
+                found.on_harm(kind, call_site())
+
+    def leave(self, rank: int) -> None:
+        """Note that a rank's body has returned: it will bring nothing more."""
+        with self._lock:
+            self._blockage.left.add(rank)
+            self._blockage.resolve()
+
+    def abort(self, reason: BaseException | str) -> None:
+        """Wake every blocked rank, now and later, with WorldAbandonedError."""
+        with self._lock:
+            self._abandoned = self._abandoned or str(reason) or type(reason).__name__
+            self._turns.give_up("the world ends")
+            self._blockage.release(None)
+
+    def open_works(self) -> list[str]:
+        """Describe the asynchronous works that nobody has waited for, by rank."""
+        with self._lock:
+            calls = [call for o in self._open.values() if (call := o.work.pending) is not None]
+        return [f"rank {c.global_rank}: {c}" for c in sorted(calls, key=lambda c: c.global_rank)]
+
+    def _pass_call(self, rank: int) -> None:
+        """Have results of this rank come that are as late as they shall be."""
+        if self._turns.seed == RUN_UNTIL_BLOCKED:
+            return
+        with self._lock:
+            works = [o.work for o in self._open.values()]
+        for work in works:
+            if work.pending is not None and work.pending.global_rank == rank:
+                work.pass_call()
+
+    def _lateness(self, call: Call) -> Lateness:
+        draw = self._draws.get(call.global_rank)
+        if self._turns.seed == RUN_UNTIL_BLOCKED or draw is None:
+            return Lateness()
+        return Lateness(num_calls=draw.choice(_NUM_CALLS), num_polls=draw.choice(_NUM_POLLS))
+
+    def _meet(self, arrival: Arrival) -> Meeting:
+        call = arrival.call
+        group = (call.group_name, call.ranks)
+        with self._lock:
+            self._enter(call)
+            seq = self._next_seq[group, call.rank]
+            self._next_seq[group, call.rank] = seq + 1
+            meeting = self._meetings.get((group, seq))
+            if meeting is None:
+                meeting = Meeting(
+                    f"collective #{seq} of group {call.group_name} {list(call.ranks)}", call.ranks
+                )
+                self._meetings[group, seq] = meeting
+            if meeting.error is not None:
+                raise copy.copy(meeting.error)
+            try:
+                meeting.add(arrival)
+            except CollectiveMismatchError as error:
+                self._finish(meeting, error)
+                raise
+            if not meeting.is_full:
+                return meeting
+            del self._meetings[group, seq]
+        self._settle(meeting)
+        return meeting
+
+    def _settle(self, meeting: Meeting) -> None:
+        """Compute outside the lock, so that other groups go on; then let everybody take their part."""
+        error: CollectiveError | None = None
+        try:
+            meeting.settle()
+        except CollectiveError as e:
+            error = e
+        with self._lock:
+            self._finish(meeting, error)
+
+    def _send(self, arrival: Arrival) -> Message:
+        call = arrival.call
+        destination = "nobody" if call.peer is None else f"rank {call.ranks[call.peer]}"
+        where = f"a message to {destination} in group {call.group_name} {list(call.ranks)}"
+        message = Message(where, arrival)
+        with self._lock:
+            self._enter(call)
+            receipt = self._mailbox(call, call.peer).deliver(message)
+            if receipt is not None:
+                self._hand_over(receipt, message)
+        return message
+
+    def _receive(self, call: Call) -> Receipt:
+        source = "any rank" if call.peer is None else f"rank {call.ranks[call.peer]}"
+        receipt = Receipt(f"a message from {source} in group {call.group_name} {list(call.ranks)}", call)
+        with self._lock:
+            self._enter(call)
+            message = self._mailbox(call, call.rank).post(receipt)
+            if message is not None:
+                self._hand_over(receipt, message)
+        return receipt
+
+    def _hand_over(self, receipt: Receipt, message: Message) -> None:
+        error: CollectiveError | None = None
+        try:
+            receipt.take(message)
+        except CollectiveMismatchError as e:
+            error = e
+        self._finish(receipt, error)
+        self._finish(message, error)
+
+    def _mailbox(self, call: Call, destination: int | None) -> Mailbox:
+        key = ((call.group_name, call.ranks), -1 if destination is None else destination, call.tag)
+        return self._mailboxes.setdefault(key, Mailbox())
+
+    def _enter(self, call: Call) -> None:
+        if self._abandoned is not None:
+            raise WorldAbandonedError(self._abandoned)
+        self._blockage.seen(call.global_rank)
+
+    def _finish(self, awaited: Awaited, error: CollectiveError | None) -> None:
+        awaited.error = error
+        awaited.is_over = True
+        self._blockage.release(awaited)
+
+    def block(self, awaited: Awaited, call: Call, timeout_s: float | None) -> None:
+        """Return once ``awaited`` is complete; raises its error, a timeout, or the world's end."""
+        with self._lock:
+            if not awaited.is_over:
+                if self._abandoned is not None:
+                    raise WorldAbandonedError(self._abandoned)
+                self._blockage.seen(call.global_rank)
+                self._sleep(awaited, call, timeout_s)
+            error = awaited.error
+        if error is not None:
+            raise copy.copy(error)  # each rank its own, with its own traceback
+
+    def _sleep(self, awaited: Awaited, call: Call, timeout_s: float | None) -> None:
+        waiter = self._blockage.enter(awaited, call)
+        self._blockage.resolve()
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        self._turns.sleep(waiter.sleeper, lambda: waiter.is_released, deadline)
+        if not waiter.is_released:
+            self._blockage.leave(waiter)
+            self._finish(awaited, _timeout(awaited, call, timeout_s))
+            return
+        if not awaited.is_over and self._abandoned is not None:
+            raise WorldAbandonedError(self._abandoned)
+
+
+def _timeout(awaited: Awaited, call: Call, timeout_s: float | None) -> CollectiveTimeoutError:
+    return CollectiveTimeoutError(
+        awaited.where,
+        expected=f"every rank within {timeout_s} s",
+        got=f"no call from rank(s) {list(awaited.absent())}; rank {call.global_rank} called {call}",
+        hint="the stacks of the ranks that did not come",
+    )

@@ -1,0 +1,152 @@
+"""The work of one call: its outputs hold poison until somebody waits, then the result."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from harness.torch_compat.dispatch import copy_all, raw_access
+from harness.tracing.collectives.call import Call
+from harness.worlds.threads.buffer_guard import Loan, is_freed
+from harness.worlds.threads.rendezvous import Awaited, Receipt
+
+__all__ = ["LateWork", "Lateness", "Office"]
+
+
+@dataclass(slots=True)
+class Lateness:
+    """How late a result is that everybody has come for.
+
+    ``num_calls``: after so many further calls of its rank it is written, wait or no wait; None: not before the
+    wait. ``num_polls``: so often asking whether it is complete is answered with no.
+    """
+
+    num_calls: int | None = None
+    num_polls: int = 0
+
+
+class Office(Protocol):
+    """Who keeps works: has their ranks wait, and is told what becomes of them."""
+
+    def block(self, awaited: Awaited, call: Call, timeout_s: float | None) -> None:
+        """Return once ``awaited`` is complete; raises its error, a timeout, or the world's end."""
+
+    def give_way(self) -> None:
+        """Let other ranks run: this one asks over and over."""
+
+    def delivered(self, work: LateWork, loan: Loan | None) -> None:
+        """Take note that a result is about to be written; the loan of an asynchronous call ends."""
+
+
+class LateWork(dist.Work):
+    """One rank's part in something awaited; results are written by the rank's own thread, when it waits.
+
+    Or earlier, where its lateness says so.
+    """
+
+    def __init__(
+        self, call: Call, awaited: Awaited, office: Office, loan: Loan | None, lateness: Lateness
+    ) -> None:
+        super().__init__()
+        self._pending: Call | None = call  # None once delivered, so that the tensors can go
+        self._awaited: Awaited | None = awaited
+        self._office = office
+        self._loan = loan
+        self._lateness = lateness
+        self._delivering = threading.RLock()
+        # Weak: a work that somebody still holds must not keep the tensors that the engine has let go of.
+        self._results = [weakref.ref(t) for part in call.outputs for t in part]
+        self._source = call.peer
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Block until everybody has come, then write the outputs; only the first wait does anything."""
+        # C++ spells "no timeout of its own" as zero.
+        limit_s = timeout.total_seconds() if timeout else None
+        with self._delivering:
+            call, awaited = self._pending, self._awaited
+            if call is None:
+                return True
+            if awaited is not None:
+                self._office.block(awaited, call, limit_s or call.timeout_s)
+                if isinstance(awaited, Receipt):
+                    self._source = awaited.source
+                with raw_access():
+                    self._office.delivered(self, self._loan)
+                    _deliver(awaited, call)
+            self._pending = self._awaited = self._loan = None
+        return True
+
+    @property
+    def pending(self) -> Call | None:
+        """The call, until its result was written."""
+        return self._pending
+
+    def pass_call(self) -> None:
+        """Note that the rank makes another call: the result comes now, if it is as late as it shall be."""
+        if self._lateness.num_calls is None or self._awaited is None or not self._awaited.is_over:
+            return
+        self._lateness.num_calls -= 1
+        if self._lateness.num_calls < 0 and self._awaited.error is None:
+            self.wait()
+
+    def get_future(self) -> Any:  # Any: torch.futures.Future over a list of tensors
+        """Wait, and return the completed future of the outputs."""
+        outputs = self.result()
+        self.wait()
+        future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
+        future.set_result(outputs)
+        return future
+
+    def result(self) -> list[torch.Tensor]:
+        """Give the outputs that are still alive, poisoned until somebody has waited."""
+        return [t for ref in self._results if (t := ref()) is not None]
+
+    def synchronize(self) -> None:
+        """Wait."""
+        self.wait()
+
+    def block_current_stream(self) -> None:
+        """Wait; there is no stream on CPU that could wait instead."""
+        self.wait()
+
+    def is_completed(self) -> bool:
+        """Say whether a wait would return at once; if so write the outputs, as a polling loop expects."""
+        awaited = self._awaited
+        is_over = awaited is None or awaited.is_over
+        if is_over and (awaited is None or self._lateness.num_polls <= 0):
+            self.wait()
+            return True
+        self._lateness.num_polls -= is_over
+        self._office.give_way()
+        return False
+
+    def is_success(self) -> bool:
+        """Say whether the call completed without an error."""
+        awaited = self._awaited
+        return awaited is None or (awaited.is_over and awaited.error is None)
+
+    def exception(self) -> Any:
+        """Give the error that a wait would raise, if it is known."""
+        return None if self._awaited is None else self._awaited.error
+
+    def source_rank(self) -> int:
+        """Give the group rank that a received message came from."""
+        return -1 if self._source is None else self._source
+
+    def _source_rank(self) -> int:
+        return self.source_rank()
+
+
+def _deliver(awaited: Awaited, call: Call) -> None:
+    for i, outputs in enumerate(call.outputs):
+        if not outputs or any(map(is_freed, outputs)):  # to write there would end the process; the loan tells
+            continue
+        sources = awaited.sources(i, call.rank)
+        shaped = [s if o.dim() == 1 else s.view(o.shape) for s, o in zip(sources, outputs, strict=True)]
+        copy_all(outputs, shaped)
