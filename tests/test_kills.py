@@ -203,7 +203,7 @@ def test_prey_that_survives_one_case_fails_though_it_dies_of_another() -> None:
     assert conclude(matrix) == DOES_NOT_CONFORM
 
 
-def test_prey_that_refuses_one_case_must_die_of_another() -> None:
+def test_prey_that_refuses_one_case_must_die_of_others() -> None:
     both = (a_pair(), a_pair(case=OTHER), a_pair("B", case=OTHER))
     died = [a_record(both[0], Verdict.FAILED), a_record(both[2], Verdict.FAILED)]
     refused = a_record(both[1], Verdict.UNSUPPORTED)
@@ -212,8 +212,15 @@ def test_prey_that_refuses_one_case_must_die_of_another() -> None:
     assert conclude(matrix) == CONFORMS
     assert "1 prey refused" in summary(matrix, duration_s=1)
     assert f"{both[1].mutant} in threads:2 on {OTHER}: UNSUPPORTED" in render_markdown(matrix)
-    alone = a_matrix(a_record(a_pair(), Verdict.UNSUPPORTED))
-    assert conclude(alone) == DOES_NOT_CONFORM
+    survived = a_matrix(a_record(both[0], Verdict.PASSED), *died[1:], refused, pairs=both)
+    assert [target.name for target in survived.unkilled] == [both[0].mutant]
+
+
+def test_a_mutant_and_a_case_of_which_all_pairs_are_refused_do_not_count() -> None:
+    matrix = a_matrix(a_record(a_pair(), Verdict.UNSUPPORTED))
+    assert (matrix.unkilled, matrix.harmless) == ((), ())
+    assert conclude(matrix) == CONFORMS
+    assert "1 prey refused" in summary(matrix, duration_s=1)
 
 
 def test_a_mutant_that_is_no_prey_may_survive() -> None:

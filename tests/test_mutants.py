@@ -74,6 +74,8 @@ def test_honest_engines_pass(engine: str, world: str) -> None:
 def test_every_mutant_dies_of_a_case_that_names_it(tmp_path: Path) -> None:
     finished = _call("harness.cli.main", "mutants", "--quick", "-n", "2", "--out", str(tmp_path / "hunt"))
     assert finished.returncode == 0, finished.stdout[-3000:] + finished.stderr[-3000:]
+    # Other releases lack what some cases need; in the one that this is tested with, none is left out for that.
+    assert "refused" not in finished.stdout.splitlines()[-1]
 
 
 def test_there_are_enough_mutants_and_each_names_its_model() -> None:

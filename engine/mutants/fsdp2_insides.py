@@ -13,27 +13,21 @@ from engine.contract import PreparedModel
 from engine.mutants.calls import after, before
 
 __all__ = [
-    "Forgetful",
     "after_method",
     "before_method",
     "deaf",
     "deaf_in",
+    "forget_post_reduce_events",
     "groups",
     "ignore",
     "in_context",
+    "keep_reduce_inputs",
+    "reduce_inputs",
     "states",
     "waits_without_own_event",
 ]
 
 # Any, throughout: FSDP2's insides and the streams of a device have no public types.
-
-
-class Forgetful(list[Any]):
-    """Inputs of reductions, without the events that tell when those have read them."""
-
-    def append(self, state: Any) -> None:
-        """Keep one."""
-        super().append(state._replace(event=None))
 
 
 def in_context(prepared: PreparedModel, sin: Callable[[Any], None]) -> PreparedModel:
@@ -130,5 +124,34 @@ def states(prepared: PreparedModel) -> list[Any]:
 
 
 def groups(prepared: PreparedModel) -> list[Any]:
-    """Give the groups of parameters of all units."""
-    return [group for state in states(prepared) for group in state._fsdp_param_groups]
+    """Return the groups of all units; until torch 2.11 a unit had one at most, under another name."""
+    found = []
+    for state in states(prepared):
+        if hasattr(state, "_fsdp_param_groups"):
+            found += state._fsdp_param_groups
+        elif state._fsdp_param_group is not None:
+            found.append(state._fsdp_param_group)
+    return found
+
+
+def reduce_inputs(context: Any) -> list[Any]:
+    """Return the inputs of reductions that are kept with their events; until torch 2.11 one at most."""
+    if hasattr(context, "reduce_scatter_states"):
+        return list(context.reduce_scatter_states)
+    return [] if context.reduce_scatter_state is None else [context.reduce_scatter_state]
+
+
+def keep_reduce_inputs(context: Any, inputs: list[Any]) -> None:
+    """Keep these inputs of reductions instead."""
+    if hasattr(context, "reduce_scatter_states"):
+        context.reduce_scatter_states[:] = inputs
+    else:
+        context.reduce_scatter_state = inputs[-1] if inputs else None
+
+
+def forget_post_reduce_events(group: Any) -> None:
+    """Forget the events for which the end of backward is to wait; until torch 2.12 each group had its own."""
+    if hasattr(group.comm_ctx, "_last_post_reduce_events"):
+        group.comm_ctx._last_post_reduce_events.clear()
+    else:
+        group._post_reduce_event = None

@@ -13,7 +13,7 @@ from engine.adapters.reference import PreparedReference, ReferenceEngine
 from engine.adapters.torch_fsdp2 import FullyShardEngine, PreparedFullyShard
 from engine.contract import Plan, PreparedModel
 from engine.mutants.calls import after, before
-from engine.mutants.fsdp2_insides import groups
+from engine.mutants.fsdp2_insides import groups, reduce_inputs
 from engine.mutants.keeping import KeepingFsdp2, KeepingReference, taking
 from engine.mutants.mutant import Condition, Trace, mutant
 from engine.mutants.plans import SHARDED_BLOCKS
@@ -164,8 +164,9 @@ class MovesWhatItWasToLeave(ReferenceEngine):
 
 
 def _keep_reduce_input(group: Any, kept: list[Any]) -> None:
-    if group.comm_ctx.reduce_scatter_states:
-        kept.append(group.comm_ctx.reduce_scatter_states[-1].reduce_scatter_input)
+    inputs = reduce_inputs(group.comm_ctx)
+    if inputs:
+        kept.append(inputs[-1].reduce_scatter_input)
 
 
 def _keep_gradients(group: Any, kept: list[Any]) -> None:

@@ -16,7 +16,16 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from engine.adapters.torch_fsdp2 import FullyShardEngine
 from engine.contract import Plan, PreparedModel
-from engine.mutants.fsdp2_insides import Forgetful, after_method, before_method, deaf, deaf_in, in_context
+from engine.mutants.fsdp2_insides import (
+    after_method,
+    before_method,
+    deaf,
+    deaf_in,
+    forget_post_reduce_events,
+    in_context,
+    keep_reduce_inputs,
+    reduce_inputs,
+)
 from engine.mutants.mutant import Condition, Trace, mutant
 from engine.mutants.plans import HYBRID_BLOCKS, SHARDED_BLOCKS
 from engine.plan import Reshard
@@ -83,11 +92,8 @@ class EndsBackwardWithoutAWait(FullyShardEngine):
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         """Shard honestly, then forget the events for which the end of backward is to wait."""
-
-        def forget_events(group: Any) -> None:
-            group.comm_ctx._last_post_reduce_events.clear()
-
-        return after_method(super().prepare(model, plan, mesh), "post_backward", forget_events)
+        prepared = super().prepare(model, plan, mesh)
+        return after_method(prepared, "post_backward", forget_post_reduce_events)
 
 
 @mutant(
@@ -121,10 +127,11 @@ class ReusesTheReduceInput(FullyShardEngine):
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         """Shard honestly, then keep inputs without their events."""
 
-        def forget_events(context: Any) -> None:
-            context.reduce_scatter_states = Forgetful()
+        def forget_events(group: Any) -> None:
+            kept = reduce_inputs(group.comm_ctx)
+            keep_reduce_inputs(group.comm_ctx, [state._replace(event=None) for state in kept])
 
-        return in_context(super().prepare(model, plan, mesh), forget_events)
+        return after_method(super().prepare(model, plan, mesh), "post_backward", forget_events)
 
 
 @mutant(
@@ -144,7 +151,7 @@ class FreesTheReduceInput(FullyShardEngine):
         """Shard honestly, then let go of each reduction's input after it."""
 
         def let_go(group: Any) -> None:
-            group.comm_ctx.reduce_scatter_states.clear()
+            keep_reduce_inputs(group.comm_ctx, [])
 
         return after_method(super().prepare(model, plan, mesh), "post_backward", let_go)
 

@@ -60,8 +60,8 @@ class MutantRow:
 class KillMatrix:
     """Mutants by cases; ``is_whole`` tells that no case was left out by a suite's name or a keyword.
 
-    Where cases were left out, a mutant that none of the others names does not count; nor do, where pairs need a
-    device that is not here, the mutants and cases that have no other pair.
+    Where cases were left out, a mutant that none of the others names does not count; nor do the mutants and cases all
+    of whose pairs need a device that is not here, or were refused.
     """
 
     targets: tuple[Target, ...]
@@ -106,18 +106,20 @@ class KillMatrix:
     def unkilled(self) -> tuple[Target, ...]:
         """Mutants that no case killed; of some cases only, those that these should have."""
         prey = {m.pair.mutant for m in self.met if m.pair.is_prey}
-        rows = (row for row in self.mutants if not row.killers)
+        refusing = _all_refused((m.pair.mutant, m) for m in self.met)
+        rows = (row for row in self.mutants if not row.killers and row.target.name not in refusing)
         return tuple(row.target for row in rows if self.is_whole or row.target.name in prey)
 
     @property
     def harmless(self) -> tuple[Idle, ...]:
         """Cases that kill no mutant, and so prove nothing yet."""
         killing = {m.pair.case for m in self.met if m.fate is Fate.KILLED}
+        refused = _all_refused((m.pair.case, m) for m in self.met)
         whys = {idle.case: idle.why for idle in self.idle}
         return tuple(
             Idle(case=case, why=whys.get(case, "killed none that it met"))
             for case in self.cases
-            if case not in killing
+            if case not in killing and case not in refused
         )
 
     @property
@@ -144,6 +146,14 @@ def kill_matrix(
         idle=selection.idle,
         is_whole=is_whole,
     )
+
+
+def _all_refused(met: Iterable[tuple[str, Met]]) -> set[str]:
+    """Return the keys of which every pair was refused."""
+    fates: dict[str, set[Fate]] = {}
+    for key, one in met:
+        fates.setdefault(key, set()).add(one.fate)
+    return {key for key, found in fates.items() if found == {Fate.REFUSED}}
 
 
 def _met(pair: Pair, target: Target, record: Record | None) -> Met:
