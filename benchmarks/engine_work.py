@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_leaves
 
 from engine import reference
 from harness.torch_compat.process_groups import FileStore
-from harness.tracing.collectives.interception import Door, standing_in_c10d
+from harness.tracing.collectives.interception import Interceptor, standing_in_c10d
 from harness.tracing.ledger import Entry, Ledger, Op, Phase
 from harness.tracing.recorder import Recorder
 from harness.worlds.rank import RankContext
@@ -151,7 +151,7 @@ def compare_as_process(rank: int, size: int, folder: Path, work: Work) -> None:
 
     def counted(step: Callable[[], object]) -> Ledger:
         recorder = Recorder()
-        with standing_in_c10d(Door(recorder=lambda: recorder, ranks_of=global_ranks)):
+        with standing_in_c10d(Interceptor(recorder=lambda: recorder, ranks_of=global_ranks)):
             step()
         return recorder.ledger()
 

@@ -25,7 +25,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 from benchmarks.watch_work import WORK
 from harness.torch_compat.process_groups import FileStore
-from harness.tracing.collectives.interception import Door, standing_in_c10d
+from harness.tracing.collectives.interception import Interceptor, standing_in_c10d
 from harness.tracing.ledger import Phase
 from harness.tracing.recorder import Recorder
 from harness.tracing.unit_hooks import watching_units
@@ -63,7 +63,7 @@ def _rank(rank: int, folder: str, num_turns: int) -> None:
 def _measure(model: nn.Module, width: int, num_turns: int, journal: Path) -> dict[str, list[float]]:
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
     recorder = Recorder(journal)
-    door = Door(recorder=lambda: recorder, ranks_of=global_ranks)
+    door = Interceptor(recorder=lambda: recorder, ranks_of=global_ranks)
     watches: dict[str, Watch] = {
         "plain": nullcontext,
         "ledger": lambda: standing_in_c10d(door),
@@ -82,7 +82,7 @@ def _measure(model: nn.Module, width: int, num_turns: int, journal: Path) -> dic
 
 
 @contextmanager
-def _with_course(door: Door, model: nn.Module, recorder: Recorder) -> Iterator[None]:
+def _with_course(door: Interceptor, model: nn.Module, recorder: Recorder) -> Iterator[None]:
     """Watch each layer as a unit, and the phases of a loop, as a case does."""
     units = tuple(name for name, module in model.named_modules() if isinstance(module, nn.Linear))
     with standing_in_c10d(door), watching_units(model, units, recorder), recorder.during(Phase.STEP, step=0):

@@ -30,7 +30,7 @@ from harness.worlds.outcome import Returned
 from harness.worlds.rank import RankContext, journal_path
 from harness.worlds.spec import WorldKind, WorldSpec
 
-__all__ = ["Event", "Happening", "draw", "main", "record"]
+__all__ = ["Event", "EventKind", "draw", "main", "record"]
 
 NUM_RANKS = 2
 NUM_BLOCKS = 3
@@ -47,7 +47,7 @@ _VOCABULARY, _WIDTH, _TOKENS = 32, 16, 8
 # What is recorded
 
 
-class Happening(StrEnum):
+class EventKind(StrEnum):
     """What an event says."""
 
     STARTS = "a unit's compute starts"
@@ -59,8 +59,8 @@ class Happening(StrEnum):
 
 
 _WAITED = {
-    Happening.GATHER_ISSUED: Happening.GATHER_WAITED,
-    Happening.REDUCTION_ISSUED: Happening.REDUCTION_WAITED,
+    EventKind.GATHER_ISSUED: EventKind.GATHER_WAITED,
+    EventKind.REDUCTION_ISSUED: EventKind.REDUCTION_WAITED,
 }
 
 
@@ -71,7 +71,7 @@ class Event:
     ``whole``: the units whose whole parameters had memory then; None for waits, where nobody looks.
     """
 
-    happening: Happening
+    happening: EventKind
     unit: str
     part: str
     phase: Phase
@@ -142,7 +142,7 @@ class Watch:
         """Say what the loop does from now on."""
         self._phase, self._step = phase, step
 
-    def mark(self, happening: Happening, unit: str, part: str = "") -> None:
+    def mark(self, happening: EventKind, unit: str, part: str = "") -> None:
         """Note an event; what the journal gets from here on comes after it."""
         event = Event(
             happening=happening,
@@ -163,10 +163,10 @@ class Watch:
         """Mark where the module itself computes: inside of what the engine does before and after."""
 
         def starts(*_: Any) -> None:
-            self.mark(Happening.STARTS, unit, part)
+            self.mark(EventKind.STARTS, unit, part)
 
         def ends(*_: Any) -> None:
-            self.mark(Happening.ENDS, unit, part)
+            self.mark(EventKind.ENDS, unit, part)
 
         def watch_backward(_: nn.Module, inputs: tuple[torch.Tensor], output: torch.Tensor) -> None:
             # Hooks of a node run after those of its tensors, and so after the engine has gathered.
@@ -199,7 +199,7 @@ class _WatchedGather(DefaultAllGather):
 
     # Any: handed on as it comes.
     def __call__(self, *args: Any, **kwargs: Any) -> dist.Work | None:
-        self._watch.mark(Happening.GATHER_ISSUED, self._unit)
+        self._watch.mark(EventKind.GATHER_ISSUED, self._unit)
         return super().__call__(*args, **kwargs)
 
 
@@ -210,7 +210,7 @@ class _WatchedReduceScatter(DefaultReduceScatter):
         self._watch, self._unit = watch, unit
 
     def __call__(self, *args: Any, **kwargs: Any) -> dist.Work | None:
-        self._watch.mark(Happening.REDUCTION_ISSUED, self._unit)
+        self._watch.mark(EventKind.REDUCTION_ISSUED, self._unit)
         return super().__call__(*args, **kwargs)
 
 
@@ -227,7 +227,7 @@ def _plain(mark: Mark) -> PlainMark:
 def _mark(plain: PlainMark) -> Mark:
     place, happening, unit, part, phase, step, whole = plain
     event = Event(
-        happening=Happening[happening],
+        happening=EventKind[happening],
         unit=unit,
         part=part,
         phase=Phase[phase],
@@ -256,10 +256,10 @@ def train(context: RankContext) -> tuple[PlainMark, ...]:
             loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
         watch.enter(Phase.STEP, step)
         with context.recorder.during(Phase.STEP, step=step):
-            watch.mark(Happening.STARTS, OPTIMIZER, "optimizer")
+            watch.mark(EventKind.STARTS, OPTIMIZER, "optimizer")
             optimizer.step()
             optimizer.zero_grad()
-            watch.mark(Happening.ENDS, OPTIMIZER, "optimizer")
+            watch.mark(EventKind.ENDS, OPTIMIZER, "optimizer")
     return tuple(map(_plain, watch.marks))
 
 
@@ -332,7 +332,7 @@ class Bar:
     last: int
 
 
-def bars(events: Sequence[Event], begins: Happening, ends: Happening) -> tuple[Bar, ...]:
+def bars(events: Sequence[Event], begins: EventKind, ends: EventKind) -> tuple[Bar, ...]:
     """Pair the events that begin something with those that end it."""
     began: dict[tuple[str, str], int] = {}
     found = []
@@ -423,8 +423,8 @@ def draw(events: Sequence[Event]) -> str:
         *_titles(),
         *_phases(events, places),
         *_boxes(events, places),
-        *_collectives(events, places, Happening.GATHER_ISSUED, _GATHERS),
-        *_collectives(events, places, Happening.REDUCTION_ISSUED, _REDUCTIONS),
+        *_collectives(events, places, EventKind.GATHER_ISSUED, _GATHERS),
+        *_collectives(events, places, EventKind.REDUCTION_ISSUED, _REDUCTIONS),
         *_strips(events, places),
         *_foot(events),
         "</svg>",
@@ -434,18 +434,18 @@ def draw(events: Sequence[Event]) -> str:
 
 def _places(events: Sequence[Event]) -> list[float]:
     """Give every event its x; compute is drawn wide, for its name, and everything else narrow."""
-    wide = sum(event.happening is Happening.STARTS for event in events)
+    wide = sum(event.happening is EventKind.STARTS for event in events)
     width = (_RIGHT - _LEFT - _NARROW * (len(events) - 1 - wide)) / wide
     places = [_LEFT]
     for event in events[:-1]:
-        places.append(places[-1] + (width if event.happening is Happening.STARTS else _NARROW))
+        places.append(places[-1] + (width if event.happening is EventKind.STARTS else _NARROW))
     return places
 
 
 def _columns(events: Sequence[Event], places: Sequence[float]) -> Iterator[str]:
     """Shade what lies below a unit that computes: that is what overlaps with it."""
     top, bottom = _COMPUTE + _BOX, _MEMORY - 14
-    for bar in bars(events, Happening.STARTS, Happening.ENDS):
+    for bar in bars(events, EventKind.STARTS, EventKind.ENDS):
         if bar.unit in UNITS:
             yield _rect(f"{_class(bar.unit)} column", places[bar.first], places[bar.last], top, bottom - top)
 
@@ -475,14 +475,14 @@ def _phases(events: Sequence[Event], places: Sequence[float]) -> Iterator[str]:
 
 
 def _boxes(events: Sequence[Event], places: Sequence[float]) -> Iterator[str]:
-    for bar in bars(events, Happening.STARTS, Happening.ENDS):
+    for bar in bars(events, EventKind.STARTS, EventKind.ENDS):
         first, last = places[bar.first], places[bar.last]
         yield _rect(_class(bar.unit), first, last, _COMPUTE, _BOX, radius=4)
         yield _text("middle", (first + last) / 2, _COMPUTE + _BOX / 2 + 4, _short(bar.part))
 
 
 def _collectives(
-    events: Sequence[Event], places: Sequence[float], issued: Happening, top: int
+    events: Sequence[Event], places: Sequence[float], issued: EventKind, top: int
 ) -> Iterator[str]:
     for bar in bars(events, issued, _WAITED[issued]):
         first, last = places[bar.first], places[bar.last]

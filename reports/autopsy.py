@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from harness.records.hang import Autopsy, CallRecord, Doing, RankAutopsy, Side
+from harness.records.hang import CallRecord, HangReport, RankActivity, RankAutopsy, Side
 from reports.text import ranks, size
 
 __all__ = ["Plight", "Step", "cycle", "lines", "plights", "steps"]
 
 _WORDS = {
-    Doing.WAITING: "waiting in a call",
-    Doing.OUTSIDE: "in no call",
-    Doing.RETURNED: "returned",
-    Doing.FAILED: "failed",
+    RankActivity.WAITING: "waiting in a call",
+    RankActivity.OUTSIDE: "in no call",
+    RankActivity.RETURNED: "returned",
+    RankActivity.FAILED: "failed",
 }
 
 _SHORTLY = ("call", "last call", "when", "waits for")  # what a few lines of text tell of a rank
@@ -42,7 +42,7 @@ class Step:
     is_different: bool
 
 
-def plights(autopsy: Autopsy) -> tuple[Plight, ...]:
+def plights(autopsy: HangReport) -> tuple[Plight, ...]:
     """Fold ranks that differ in nothing but their number; those that are blamed come last, beside the others."""
     groups: dict[RankAutopsy, list[int]] = {}
     for rank in autopsy.ranks:
@@ -51,7 +51,7 @@ def plights(autopsy: Autopsy) -> tuple[Plight, ...]:
     return tuple(sorted(found, key=lambda plight: plight.is_blamed))
 
 
-def steps(autopsy: Autopsy) -> tuple[Step, ...]:
+def steps(autopsy: HangReport) -> tuple[Step, ...]:
     """Give the places that matter, in order: the last in common, where places parted, where calls parted."""
     difference = autopsy.difference
     if difference is None:
@@ -81,12 +81,12 @@ def steps(autopsy: Autopsy) -> tuple[Step, ...]:
     return tuple(found)
 
 
-def cycle(autopsy: Autopsy) -> str:
+def cycle(autopsy: HangReport) -> str:
     """Spell who waits for whom in a circle; empty where there is none."""
     return " -> ".join(f"rank {r}" for r in (*autopsy.cycle, *autopsy.cycle[:1]))
 
 
-def lines(autopsy: Autopsy) -> list[str]:
+def lines(autopsy: HangReport) -> list[str]:
     """Tell it in a few lines of plain text, a line for ranks in one plight."""
     found = []
     for plight in plights(autopsy):
@@ -102,10 +102,10 @@ def lines(autopsy: Autopsy) -> list[str]:
     return found
 
 
-def _plight(autopsy: Autopsy, like: RankAutopsy, members: Sequence[int]) -> Plight:
+def _plight(autopsy: HangReport, like: RankAutopsy, members: Sequence[int]) -> Plight:
     facts = [("end", like.ended)] if like.ended != _WORDS[like.doing] else []
     if like.call is not None:
-        facts.append(("call" if like.doing is Doing.WAITING else "last call", _brief(like.call)))
+        facts.append(("call" if like.doing is RankActivity.WAITING else "last call", _brief(like.call)))
         facts += [
             ("group", _group(like.call)),
             ("payload", _payload(like.call)),
@@ -125,7 +125,7 @@ def _plight(autopsy: Autopsy, like: RankAutopsy, members: Sequence[int]) -> Plig
     )
 
 
-def _sides(sides: Sequence[Side], autopsy: Autopsy | None = None) -> tuple[tuple[str, str], ...]:
+def _sides(sides: Sequence[Side], autopsy: HangReport | None = None) -> tuple[tuple[str, str], ...]:
     """Spell who made what; of those that made no call, if the autopsy is given, where they are instead."""
     found = []
     for side in sides:
@@ -145,11 +145,11 @@ def _sides(sides: Sequence[Side], autopsy: Autopsy | None = None) -> tuple[tuple
 def _instead(rank: RankAutopsy) -> str:
     call = "" if rank.call is None else f"{_brief(rank.call)}, {_moment(rank.call)}"
     match rank.doing:
-        case Doing.WAITING:
+        case RankActivity.WAITING:
             return f"instead waiting in {call}, group {_group(rank.call)}" if rank.call else "waiting"
-        case Doing.OUTSIDE:
+        case RankActivity.OUTSIDE:
             return f"in no call, {f'at {rank.frames[0]}' if rank.frames else f'last in {call}'}"
-        case Doing.RETURNED | Doing.FAILED:
+        case RankActivity.RETURNED | RankActivity.FAILED:
             return rank.ended
 
 

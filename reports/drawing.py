@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from harness.records.timeline import Passage, RankTimeline, Timeline
+from harness.records.timeline import CollectiveSpan, RankTimeline, Timeline
 
 __all__ = ["Layout", "Row", "lay_out", "rows_of"]
 
@@ -37,7 +37,7 @@ class Row:
     """Collectives of one lane of which no two are under way at once, so that one line holds them."""
 
     lane: str
-    passages: tuple[Passage, ...]
+    passages: tuple[CollectiveSpan, ...]
 
 
 def lay_out(timeline: Timeline) -> Layout:
@@ -53,7 +53,7 @@ def lay_out(timeline: Timeline) -> Layout:
 
 def rows_of(rank: RankTimeline, lane: str) -> tuple[Row, ...]:
     """Spread the collectives of one lane over as few lines as hold them."""
-    lines: list[list[Passage]] = []
+    lines: list[list[CollectiveSpan]] = []
     for passage in (p for p in rank.passages if p.lane == lane):
         free = (line for line in lines if _is_over(line[-1], passage))
         line = next(free, None)
@@ -63,7 +63,7 @@ def rows_of(rank: RankTimeline, lane: str) -> tuple[Row, ...]:
     return tuple(Row(lane=lane, passages=tuple(line)) for line in lines)
 
 
-def _is_over(earlier: Passage, later: Passage) -> bool:
+def _is_over(earlier: CollectiveSpan, later: CollectiveSpan) -> bool:
     return earlier.landed is not None and earlier.landed.place < later.issued.place
 
 
@@ -87,7 +87,7 @@ class _Walk:
         return self._next == len(self._places)
 
     @property
-    def issue(self) -> Passage:
+    def issue(self) -> CollectiveSpan:
         """The collective before which the walk has stopped."""
         return self._issues[self._places[self._next]]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tabulate import tabulate
 
-from harness.audit.kill_matrix import Fate, KillMatrix, Met, MutantRow
+from harness.audit.kill_matrix import KillMatrix, MutantRow, MutantStatus, PairResult
 from harness.records.run import write_file
 from reports.case_names import by_test
 from reports.text import duration, one_line
@@ -17,7 +17,7 @@ __all__ = ["render", "render_json", "render_markdown", "summary", "write_kills"]
 
 _NUM_TESTS = 2  # named in a row of the terminal's table, where a line should stay a line
 _NUM_LISTED = 50  # beyond these a terminal scrolls them away anyway
-_SCHEMA = 1
+_SCHEMA = 2
 
 
 def render(matrix: KillMatrix, *, duration_s: float) -> str:
@@ -76,7 +76,7 @@ def render_json(matrix: KillMatrix) -> str:
                 "mutant": met.pair.mutant,
                 "case": met.pair.case,
                 "world": met.pair.world,
-                "is_prey": met.pair.is_prey,
+                "must_kill": met.pair.must_kill,
                 "fate": met.fate.value,
                 "verdict": None if met.verdict is None else str(met.verdict),
             }
@@ -105,8 +105,8 @@ def _score(matrix: KillMatrix) -> str:
     told = [
         f"{num_killed} of {len(matrix.mutants)} mutants killed",
         f"{num_cases - len(matrix.harmless)} of {num_cases} cases kill at least one",
-        *([f"{len(matrix.survivors)} prey survived"] if matrix.survivors else []),
-        *([f"{len(matrix.refused)} prey refused"] if matrix.refused else []),
+        *([f"{len(matrix.survivors)} pairs survived"] if matrix.survivors else []),
+        *([f"{len(matrix.refused)} pairs refused"] if matrix.refused else []),
         *([f"{len(matrix.unknown)} without a verdict"] if matrix.unknown else []),
     ]
     return ", ".join(told)
@@ -121,7 +121,7 @@ def _killers(row: MutantRow, *, limit: int | None) -> str:
 
 
 def _killed_by(matrix: KillMatrix, case: str) -> list[str]:
-    return [m.pair.mutant for m in matrix.met if m.pair.case == case and m.fate is Fate.KILLED]
+    return [m.pair.mutant for m in matrix.met if m.pair.case == case and m.fate is MutantStatus.KILLED]
 
 
 def _findings(matrix: KillMatrix, *, limit: int | None) -> list[str]:
@@ -134,7 +134,7 @@ def _findings(matrix: KillMatrix, *, limit: int | None) -> list[str]:
     elsewhere = [f"{p.mutant} in {p.world} on {one_line(p.case)}" for p in matrix.elsewhere]
     return [
         *_section("No verdict, which is our own fault:", unknown, limit),
-        *_section("Prey that survived:", survivors, limit),
+        *_section("Mutants that survived a case that names them:", survivors, limit),
         *_section("Mutants that no case kills:", unkilled, limit),
         *_section("Cases that kill no mutant:", harmless, limit),
         *_section("Left out, because the engine does not declare what the case needs:", refused, limit),
@@ -142,7 +142,7 @@ def _findings(matrix: KillMatrix, *, limit: int | None) -> list[str]:
     ]
 
 
-def _told(met: Met) -> str:
+def _told(met: PairResult) -> str:
     verdict = "no verdict" if met.verdict is None else str(met.verdict)
     where = f"{met.pair.mutant} in {met.pair.world} on {one_line(met.pair.case)}"
     return f"{where}: {verdict}: {one_line(met.headline, limit=200)}"

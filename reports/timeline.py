@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from html import escape
 from pathlib import Path
 
-from harness.records.timeline import COMPUTE, Clash, Passage, RankTimeline, Spell, Timeline
+from harness.records.timeline import COMPUTE, CollectiveSpan, RaceMark, RankTimeline, Timeline, UnitSpan
 from harness.tracing.ledger import Op
 from harness.tracing.races.report import Touch
 from reports.drawing import Layout, Row, lay_out, rows_of
@@ -137,14 +137,14 @@ class _Picture:
             yield from self._row(rank, row)
         self.height += 0 if rows else _ROW
 
-    def _phase(self, rank: RankTimeline, phase: Spell, top: float) -> str:
+    def _phase(self, rank: RankTimeline, phase: UnitSpan, top: float) -> str:
         first, last = self._x(rank, phase.first.place), self._x(rank, phase.last.place)
         name = phase.name if phase.microbatch <= 0 else f"{phase.name} {phase.microbatch}"
         return f'<path class="phase" d="M{first} {top + 6} V{top} H{last} V{top + 6}"/>' + (
             _text("soft mid", (first + last) / 2, top - 4, name) if _fits(name, last - first) else ""
         )
 
-    def _spell(self, rank: RankTimeline, spell: Spell) -> Iterator[str]:
+    def _spell(self, rank: RankTimeline, spell: UnitSpan) -> Iterator[str]:
         first, last = self._x(rank, spell.first.place), self._x(rank, spell.last.place)
         tone = "whole" if spell.unit else "around"
         name = _first_that_fits((spell.name, spell.name.rpartition(".")[2]), last - first)
@@ -160,7 +160,7 @@ class _Picture:
             yield from self._passage(rank, passage)
         self.height += _ROW
 
-    def _passage(self, rank: RankTimeline, passage: Passage) -> Iterator[str]:
+    def _passage(self, rank: RankTimeline, passage: CollectiveSpan) -> Iterator[str]:
         entry, top = passage.entry, self.height
         self._heights[rank.rank, entry.seq] = top + _ROW / 2
         first = self._x(rank, passage.issued.place)
@@ -182,7 +182,7 @@ class _Picture:
         if label:
             yield _text("mid", (first + last) / 2, top + 13, label)
 
-    def _clash(self, rank: RankTimeline, clash: Clash) -> Iterator[str]:
+    def _clash(self, rank: RankTimeline, clash: RaceMark) -> Iterator[str]:
         touches = (clash.race.first, clash.race.second)
         points = [
             (self._x(rank, moment.place) + _COLUMN / 2, self._touched(rank, lane, touch))

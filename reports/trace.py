@@ -19,7 +19,15 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from harness.records.timeline import COMPUTE, Clash, Moment, Passage, RankTimeline, Spell, Timeline
+from harness.records.timeline import (
+    COMPUTE,
+    CollectiveSpan,
+    Moment,
+    RaceMark,
+    RankTimeline,
+    Timeline,
+    UnitSpan,
+)
 
 __all__ = ["render", "trace_events"]
 
@@ -91,7 +99,7 @@ class _Clock:
         """Give a moment's time."""
         return self._us(moment.at_ns)
 
-    def landing_us(self, rank: int, passage: Passage) -> float:
+    def landing_us(self, rank: int, passage: CollectiveSpan) -> float:
         """Give when a collective landed, or the end of its rank."""
         return self._us(self._last[rank] if passage.landed is None else passage.landed.at_ns)
 
@@ -129,7 +137,7 @@ class _Process:
             yield self.event("M", lane, 0.0, "thread_name", args={"name": lane})
             yield self.event("M", lane, 0.0, "thread_sort_index", args={"sort_index": place})
 
-    def slice(self, lane: str, spell: Spell, cat: str) -> _Event:
+    def slice(self, lane: str, spell: UnitSpan, cat: str) -> _Event:
         """Give what lasts."""
         first, last = self.clock.us(spell.first), self.clock.us(spell.last)
         args = {"phase": spell.phase, "step": spell.step, "microbatch": spell.microbatch}
@@ -163,7 +171,7 @@ class _Arrow(NamedTuple):
             yield process.event(ph, lane, ts, self.name, cat=self.cat, id=number, **ends)
 
 
-def _passage(process: _Process, passage: Passage) -> Iterator[_Event]:
+def _passage(process: _Process, passage: CollectiveSpan) -> Iterator[_Event]:
     entry, lane = passage.entry, passage.lane
     issued, landed = process.clock.us(passage.issued), process.clock.landing_us(process.rank.rank, passage)
     args = {
@@ -185,7 +193,7 @@ def _passage(process: _Process, passage: Passage) -> Iterator[_Event]:
         yield process.point(COMPUTE, landed, f"wait for {name}", "wait", args=args)
 
 
-def _flight(process: _Process, passage: Passage) -> Iterator[_Arrow]:
+def _flight(process: _Process, passage: CollectiveSpan) -> Iterator[_Arrow]:
     """Draw an arrow from the issue of a collective to the wait for it, if there is one."""
     if passage.landed is not None:
         issued, landed = process.clock.us(passage.issued), process.clock.us(passage.landed)
@@ -193,7 +201,7 @@ def _flight(process: _Process, passage: Passage) -> Iterator[_Arrow]:
         yield _Arrow("flight", "flight", places)
 
 
-def _clash(process: _Process, clash: Clash) -> Iterator[_Event]:
+def _clash(process: _Process, clash: RaceMark) -> Iterator[_Event]:
     race = clash.race
     for touch, (_, lane, at) in zip((race.first, race.second), _touched(process, clash), strict=True):
         args = {"touch": str(touch), "race": str(race)}
@@ -202,7 +210,7 @@ def _clash(process: _Process, clash: Clash) -> Iterator[_Event]:
         yield process.point(lane, at, name, "race", cname="terrible", args=args)
 
 
-def _touched(process: _Process, clash: Clash) -> list[_Place]:
+def _touched(process: _Process, clash: RaceMark) -> list[_Place]:
     moments = zip(clash.lanes, (clash.first, clash.second), strict=True)
     return [_Place(process, lane, process.clock.us(moment)) for lane, moment in moments]
 

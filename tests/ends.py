@@ -23,7 +23,7 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
-from harness.tracing.events import Happening
+from harness.tracing.events import EventKind
 from harness.worlds.rank import RankContext
 
 CULPRIT = 1
@@ -74,7 +74,7 @@ def fills_the_disk_with_calls(context: RankContext) -> None:
 def fills_the_disk_with_its_last_marks(context: RankContext) -> None:
     """Return, with marks that the end of the ledger has no room for."""
     if _is_culprit(context):
-        context.recorder.mark(Happening.BEGAN)
+        context.recorder.mark(EventKind.BEGAN)
         _fill_disk(context)
 
 

@@ -1,4 +1,4 @@
-"""The page on classes of bugs: every mutant that it names exists and is prey, every row has one or says why not."""
+"""The page on classes of bugs: some case names every mutant on it, and every row has one or says why not."""
 
 from __future__ import annotations
 

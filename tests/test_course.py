@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from harness.tracing.events import Course, Happening, Mark, flights, stretches
+from harness.tracing.events import EventKind, EventLog, Mark, flights, stretches
 from harness.tracing.journal import read_journal
 from harness.tracing.ledger import Op, Phase
 from harness.tracing.recorder import CallSummary, Recorder
@@ -31,7 +31,7 @@ def a_call() -> CallSummary:
     )
 
 
-def told(course: Course) -> list[str]:
+def told(course: EventLog) -> list[str]:
     return [mark.what.name + (f" {mark.unit}" if mark.unit else "") for mark in course]
 
 
@@ -40,8 +40,8 @@ def test_marks_calls_and_waits_lie_in_one_order(tmp_path: Path) -> None:
     with recorder.during(Phase.FORWARD, step=3, microbatch=1):
         recorder.enter_unit("a")
         seq = recorder.issued(a_call())
-        recorder.mark(Happening.PLACED, seq=seq, stream="s")
-        recorder.mark(Happening.COMPUTES, "a")
+        recorder.mark(EventKind.PLACED, seq=seq, stream="s")
+        recorder.mark(EventKind.COMPUTES, "a")
         recorder.waited(seq)
         recorder.leave_unit("a")
     recorder.close()
@@ -61,7 +61,7 @@ def test_times_and_marks_are_no_part_of_the_ledger(tmp_path: Path) -> None:
         recorder = Recorder(tmp_path / name)
         seq = recorder.issued(a_call())
         for _ in range(marks):
-            recorder.mark(Happening.COMPUTES, "a")
+            recorder.mark(EventKind.COMPUTES, "a")
         recorder.waited(seq)
         recorder.close()
     assert read_journal(tmp_path / "plain").ledger == read_journal(tmp_path / "marked").ledger
@@ -81,16 +81,16 @@ def test_a_journal_without_a_course_is_read(tmp_path: Path) -> None:
 
 def test_what_a_killed_rank_had_called_is_there_with_the_marks_before_it(tmp_path: Path) -> None:
     recorder = Recorder(tmp_path / "journal")
-    recorder.mark(Happening.COMPUTES, "a")
+    recorder.mark(EventKind.COMPUTES, "a")
     recorder.issued(a_call())
-    recorder.mark(Happening.LEFT, "a")  # never written: nothing was called after it
+    recorder.mark(EventKind.LEFT, "a")  # never written: nothing was called after it
     assert told(read_journal(tmp_path / "journal").course) == ["COMPUTES a", "ISSUED"]
     recorder.close()
 
 
 def test_a_watcher_looks_before_each_call_and_mark_but_not_while_the_harness_reads(tmp_path: Path) -> None:
     recorder = Recorder(tmp_path / "journal")
-    with recorder.watched_by(lambda: recorder.note(Happening.RESHARDED, "a")):
+    with recorder.watched_by(lambda: recorder.note(EventKind.RESHARDED, "a")):
         recorder.issued(a_call())
         with recorder.during(Phase.OBSERVE):
             recorder.issued(a_call())
@@ -100,14 +100,14 @@ def test_a_watcher_looks_before_each_call_and_mark_but_not_while_the_harness_rea
     assert looked == ["RESHARDED a", "ISSUED", "BEGAN", "ISSUED", "ENDED", "ISSUED"]
 
 
-def marks(*words: str) -> Course:
+def marks(*words: str) -> EventLog:
     """Write a course: ``computes a`` and the like, in backward where a word is in capitals."""
     made = []
     for at, word in enumerate(words):
         what, _, unit = word.partition(" ")
         phase = Phase.BACKWARD if what.isupper() else Phase.FORWARD
         made.append(
-            Mark(what=Happening[what.upper()], at_ns=at, phase=phase, step=0, microbatch=0, unit=unit or None)
+            Mark(what=EventKind[what.upper()], at_ns=at, phase=phase, step=0, microbatch=0, unit=unit or None)
         )
     return tuple(made)
 
@@ -158,7 +158,7 @@ def test_a_flight_ends_where_streams_say_so_if_they_were_watched(tmp_path: Path)
     unwatched = flights(read_journal(tmp_path / "journal").course)
     assert [(f.seq, f.issued, f.landed) for f in unwatched] == [(0, 0, 2), (1, 1, None)]
     recorder = Recorder(tmp_path / "journal")
-    recorder.mark(Happening.JOINED, seq=second)
+    recorder.mark(EventKind.JOINED, seq=second)
     recorder.close()
     watched = flights(read_journal(tmp_path / "journal").course)
     assert [(f.seq, f.landed) for f in watched] == [(0, None), (1, 3)]

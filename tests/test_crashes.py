@@ -11,7 +11,7 @@ from fixtures.optimizers import SGD
 from fixtures.problems import MLP_EVEN
 from harness.cases.training import Schedule, Training
 from harness.records.verdict import Verdict
-from harness.records.world_result import Kept
+from harness.records.world_result import SavedResult
 from harness.runner.session import TrialSession
 from harness.runner.target import Cell
 from harness.tracing.ledger import Ledger, Op
@@ -60,7 +60,7 @@ UNLIKE = {**ALIKE, 1: numbered([entry(Op.BROADCAST)])}
 
 def _judged(ledgers: dict[int, Ledger], *outcomes: Outcome, leaks: tuple[str, ...] = ()) -> Judgement:
     result = WorldResult(outcomes=outcomes, leaks=leaks)
-    return judge_failure(Kept(result=result, refusals={}, ledgers=(ledgers[0], ledgers[1]), ranks=()))
+    return judge_failure(SavedResult(result=result, refusals={}, ledgers=(ledgers[0], ledgers[1]), ranks=()))
 
 
 def _raised(file: str) -> Raised:

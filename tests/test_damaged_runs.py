@@ -50,7 +50,7 @@ class Garbles(DistributedDataParallelEngine):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Kept:
+class SavedResult:
     """A run, a copy of it to compare with, and the folder of its one world."""
 
     run: Path
@@ -63,7 +63,7 @@ class Kept:
 
 
 @pytest.fixture(scope="module")
-def kept(tmp_path_factory: pytest.TempPathFactory) -> Kept:
+def kept(tmp_path_factory: pytest.TempPathFactory) -> SavedResult:
     folder = tmp_path_factory.mktemp("kept")
     options = [
         "--engine",
@@ -79,7 +79,7 @@ def kept(tmp_path_factory: pytest.TempPathFactory) -> Kept:
     assert _call("run", *options)[0] == 0
     (outcomes,) = (folder / "run").rglob("outcomes.json")
     shutil.copytree(folder / "run", folder / "copy")
-    found = Kept(run=folder / "run", copy=folder / "copy", world=outcomes.parent)
+    found = SavedResult(run=folder / "run", copy=folder / "copy", world=outcomes.parent)
     assert all((found.world / name).is_file() for name in OF_A_WORLD)
     for command in (["report"], ["timeline"], ["diff", str(found.copy)], ["judge"]):
         assert _call(*command, str(found.run))[0] == 0
@@ -143,7 +143,7 @@ def _bounded(num_examples: int) -> settings:
 @pytest.mark.parametrize("name", OF_THE_RUN)
 @_bounded(60)
 @given(data=st.data())
-def test_report_and_diff_survive_a_damaged_run(name: str, kept: Kept, data: st.DataObject) -> None:
+def test_report_and_diff_survive_a_damaged_run(name: str, kept: SavedResult, data: st.DataObject) -> None:
     with _damaged(kept.file(name, is_of_world=False), data) as is_changed:
         run = str(kept.run)
         for command in (["report", run], ["diff", str(kept.copy), run], ["timeline", run]):
@@ -153,7 +153,9 @@ def test_report_and_diff_survive_a_damaged_run(name: str, kept: Kept, data: st.D
 @pytest.mark.parametrize("name", OF_A_TIMELINE)
 @_bounded(60)
 @given(data=st.data())
-def test_report_and_timeline_survive_damaged_journals(name: str, kept: Kept, data: st.DataObject) -> None:
+def test_report_and_timeline_survive_damaged_journals(
+    name: str, kept: SavedResult, data: st.DataObject
+) -> None:
     with _damaged(kept.file(name, is_of_world=True), data) as is_changed:
         for command in ("report", "timeline"):
             _check(*_call(command, str(kept.run)), is_changed=is_changed)
@@ -163,13 +165,13 @@ def test_report_and_timeline_survive_damaged_journals(name: str, kept: Kept, dat
 @pytest.mark.parametrize("name", [*OF_THE_RUN, *(f"world/{name}" for name in OF_A_WORLD)])
 @_bounded(4)
 @given(data=st.data())
-def test_judge_survives_damage(name: str, kept: Kept, data: st.DataObject) -> None:
+def test_judge_survives_damage(name: str, kept: SavedResult, data: st.DataObject) -> None:
     file = kept.file(name.removeprefix("world/"), is_of_world=name.startswith("world/"))
     with _damaged(file, data) as is_changed:
         _check(*_call("judge", str(kept.run)), is_changed=is_changed)
 
 
-def test_a_red_record_that_is_damaged_away_leaves_no_green_run(kept: Kept, tmp_path: Path) -> None:
+def test_a_red_record_that_is_damaged_away_leaves_no_green_run(kept: SavedResult, tmp_path: Path) -> None:
     shutil.copytree(kept.run, tmp_path / "run")
     records = tmp_path / "run" / "records.jsonl"
     (line,) = records.read_text().splitlines()

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from harness.torch_compat.process_groups import HashStore
-from harness.tracing.collectives.interception import Door, standing_in_c10d
+from harness.tracing.collectives.interception import Interceptor, standing_in_c10d
 from harness.tracing.ledger import Op
 from harness.tracing.operators import OperatorMode
 from harness.tracing.recorder import Recorder
@@ -49,14 +49,14 @@ def _together(body: Callable[[int], T]) -> list[T]:
 @pytest.mark.parametrize("recorder", [None, Recorder()], ids=["unheard", "recorded"])
 def test_a_kernel_that_waits_leaves_the_gil_to_others(recorder: Recorder | None) -> None:
     pair = _pair()
-    with standing_in_c10d(Door(recorder=lambda: recorder, ranks_of=lambda group: (0, 1))):
+    with standing_in_c10d(Interceptor(recorder=lambda: recorder, ranks_of=lambda group: (0, 1))):
         _together(lambda rank: pair[rank].monitored_barrier(_LIMIT))
     assert recorder is None or [e.op for e in recorder.ledger()] == [Op.BARRIER] * 2
 
 
 def test_what_has_no_data_is_no_call() -> None:
     pair, recorder = _pair(), Recorder()
-    with standing_in_c10d(Door(recorder=lambda: recorder, ranks_of=lambda group: (0, 1))):
+    with standing_in_c10d(Interceptor(recorder=lambda: recorder, ranks_of=lambda group: (0, 1))):
         pair[0].allreduce([torch.ones(2, device="meta")])
         assert not recorder.ledger()
         works = _together(lambda rank: pair[rank].allreduce([torch.ones(2)]))
@@ -91,7 +91,7 @@ def test_what_a_backend_does_in_a_wait_is_no_operator_of_the_engine() -> None:
             output.neg_()
         return witness.names, output.tolist()
 
-    with standing_in_c10d(Door(recorder=Recorder, ranks_of=lambda group: (0, 1))):
+    with standing_in_c10d(Interceptor(recorder=Recorder, ranks_of=lambda group: (0, 1))):
         done = _together(reduce_scatter)
     assert done == [(["ones", "neg_"], [-2.0, -2.0])] * 2
 
@@ -106,7 +106,7 @@ def _waited_for(pair: list[Any], tensor: torch.Tensor) -> Any:
 
 def test_a_work_that_is_over_keeps_no_memory() -> None:
     pair, recorder, ended = _pair(), Recorder(), Event()
-    with standing_in_c10d(Door(recorder=lambda: recorder, ranks_of=lambda group: (0, 1))):
+    with standing_in_c10d(Interceptor(recorder=lambda: recorder, ranks_of=lambda group: (0, 1))):
         tensor = torch.ones(2)
         ref = weakref.ref(tensor.untyped_storage(), lambda _: ended.set())
         boxed = _waited_for(pair, tensor)

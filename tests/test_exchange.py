@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from harness.tracing.collectives.call import Pieces
 from harness.tracing.collectives.call_site import call_site
 from harness.tracing.current_rank import bind_rank
-from harness.tracing.ledger import HarmKind, Op
+from harness.tracing.ledger import Op, ViolationKind
 from harness.worlds.threads.errors import (
     CollectiveMismatchError,
     CollectiveRefusedError,
@@ -23,7 +23,7 @@ from harness.worlds.threads.errors import (
     DeadlockError,
     WorldAbandonedError,
 )
-from harness.worlds.threads.transport import Exchange
+from harness.worlds.threads.transport import InMemoryTransport
 from tests.calls import made_call
 
 # Any: RedOpType's stub has no members.
@@ -37,7 +37,7 @@ _HANG_S = 20.0
 class Rank:
     """One rank's end of an exchange, with calls spelt short."""
 
-    def __init__(self, exchange: Exchange, rank: int, size: int) -> None:
+    def __init__(self, exchange: InMemoryTransport, rank: int, size: int) -> None:
         self.exchange = exchange
         self.rank = rank
         self.size = size
@@ -75,9 +75,9 @@ class Rank:
 Body = Callable[[Rank], Any]
 
 
-def outcomes(size: int, body: Body, exchange: Exchange | None = None) -> list[Any]:
+def outcomes(size: int, body: Body, exchange: InMemoryTransport | None = None) -> list[Any]:
     """Run ``body`` on each rank's thread; give what it returned or raised, in rank order."""
-    exchange = exchange or Exchange(size)
+    exchange = exchange or InMemoryTransport(size)
     results: list[Any] = [None] * size
 
     def live(rank: int) -> None:
@@ -283,7 +283,7 @@ def test_an_asynchronous_result_is_garbage_until_waited_for(dtype: torch.dtype) 
 
 
 def test_a_result_nobody_waits_for_stays_garbage_and_is_reported() -> None:
-    exchange = Exchange(2)
+    exchange = InMemoryTransport(2)
 
     def body(me: Rank) -> tuple[bool, str]:
         tensor = torch.ones(2)
@@ -298,7 +298,7 @@ def test_a_result_nobody_waits_for_stays_garbage_and_is_reported() -> None:
 
 
 def test_waiting_closes_a_work() -> None:
-    exchange = Exchange(2)
+    exchange = InMemoryTransport(2)
     outcomes(2, lambda me: me.all_reduce(torch.ones(2), is_async=True).wait(), exchange)
     assert exchange.open_works() == []
 
@@ -341,7 +341,7 @@ def test_inputs_are_read_at_the_call_and_not_later() -> None:
 
 
 def test_a_result_whose_memory_is_gone_is_not_written() -> None:
-    told: list[HarmKind] = []
+    told: list[ViolationKind] = []
 
     def body(me: Rank) -> list[float]:
         pieces = (torch.empty(1000), torch.empty(1000))
@@ -353,7 +353,7 @@ def test_a_result_whose_memory_is_gone_is_not_written() -> None:
         return [float(pieces[1].untyped_storage().nbytes())]
 
     assert returned(2, body) == [[4000.0]] * 2
-    assert told == [HarmKind.OUTPUT_FREED] * 2
+    assert told == [ViolationKind.OUTPUT_FREED] * 2
 
 
 def test_polling_and_futures_end_with_the_result() -> None:
@@ -401,7 +401,7 @@ def test_keeps_no_tensor_once_everybody_took_their_part() -> None:
         pieces = tuple(torch.empty(odd) for _ in range(me.size))
         return [first, me.all_gather(pieces, tensor), me.all_reduce(tensor)]
 
-    exchange = Exchange(2)
+    exchange = InMemoryTransport(2)
     works = outcomes(2, body, exchange)
     gc.collect()
     # type(), because asking some of torch's modules for their class warns.
@@ -674,7 +674,7 @@ def test_a_thread_of_a_blocked_rank_may_still_bring_what_is_missing() -> None:
 
 
 def test_abort_wakes_the_blocked_past_any_except_exception() -> None:
-    exchange = Exchange(3)
+    exchange = InMemoryTransport(3)
 
     def body(me: Rank) -> None:
         if me.rank == 2:
@@ -694,7 +694,7 @@ def test_abort_wakes_the_blocked_past_any_except_exception() -> None:
 
 
 def test_nothing_starts_after_an_abort() -> None:
-    exchange = Exchange(1)
+    exchange = InMemoryTransport(1)
     exchange.abort("over")
     (error,) = outcomes(1, lambda me: me.barrier(), exchange)
     assert isinstance(error, WorldAbandonedError)

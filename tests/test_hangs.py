@@ -18,7 +18,7 @@ from engine.mutants.registry import MUTANTS
 from fixtures.optimizers import SGD
 from fixtures.problems import MLP_EVEN
 from harness.cases.training import Schedule, Training
-from harness.records.hang import Autopsy, Doing
+from harness.records.hang import HangReport, RankActivity
 from harness.records.record import Record, from_json, to_json
 from harness.records.verdict import Verdict
 from harness.records.world_result import keep_result, load_kept
@@ -46,7 +46,7 @@ class Truth:
 
     mutant: str
     call: str
-    odd: Doing
+    odd: RankActivity
     odd_call: str
     position: int | None
     is_cycle: bool
@@ -59,7 +59,7 @@ TRUTHS = [
     Truth(
         mutant="SkipsACountOnTheLastRank",
         call="all_reduce",
-        odd=Doing.WAITING,
+        odd=RankActivity.WAITING,
         odd_call="all_reduce #7",
         position=1,
         is_cycle=True,
@@ -67,7 +67,7 @@ TRUTHS = [
     Truth(
         mutant="TakesTwoGroupsInTurn",
         call="all_reduce",
-        odd=Doing.WAITING,
+        odd=RankActivity.WAITING,
         odd_call="all_reduce #0",
         position=0,
         is_cycle=True,
@@ -75,7 +75,7 @@ TRUTHS = [
     Truth(
         mutant="ReducesInTheWrongGroup",
         call="all_reduce",
-        odd=Doing.WAITING,
+        odd=RankActivity.WAITING,
         odd_call="all_reduce #0",
         position=0,
         is_cycle=True,
@@ -83,7 +83,7 @@ TRUTHS = [
     Truth(
         mutant="NeverComesToAnEnd",
         call="all_gather",
-        odd=Doing.OUTSIDE,
+        odd=RankActivity.OUTSIDE,
         odd_call="reduce_scatter #1",
         position=2,
         is_cycle=False,
@@ -93,7 +93,7 @@ TRUTHS = [
     Truth(
         mutant="LocksItselfOut",
         call="all_reduce",
-        odd=Doing.OUTSIDE,
+        odd=RankActivity.OUTSIDE,
         odd_call="all_reduce #6",
         position=1,
         is_cycle=False,
@@ -102,7 +102,7 @@ TRUTHS = [
     Truth(
         mutant="SendsToNobody",
         call="all_reduce",
-        odd=Doing.WAITING,
+        odd=RankActivity.WAITING,
         odd_call="send #0",
         position=7,
         is_cycle=True,
@@ -112,7 +112,7 @@ TRUTHS = [
     Truth(
         mutant="CountsFewerParametersOnTheLastRank",
         call="all_reduce",
-        odd=Doing.WAITING,
+        odd=RankActivity.WAITING,
         odd_call="all_gather #0",
         position=5,
         is_cycle=True,
@@ -120,7 +120,7 @@ TRUTHS = [
     Truth(
         mutant="SkipsABackwardOnTheLastRank",
         call="all_reduce",
-        odd=Doing.RETURNED,
+        odd=RankActivity.RETURNED,
         odd_call="all_reduce #6",
         position=7,
         is_cycle=False,
@@ -159,7 +159,7 @@ def explain(truth: Truth, world: str, folder: Path) -> Explained:
     return run(drive_rank, TRAINING, f"engine.mutants.hangs:{truth.mutant}", world=world, folder=folder)
 
 
-def check(truth: Truth, explained: Explained, size: int) -> Autopsy:
+def check(truth: Truth, explained: Explained, size: int) -> HangReport:
     """Hold an explanation against the truth, rank by rank."""
     judgement, autopsy = explained.judgement, explained.judgement.autopsy
     assert explained.late_s <= PROMISED_S
@@ -176,12 +176,12 @@ def check(truth: Truth, explained: Explained, size: int) -> Autopsy:
     assert f"{odd.call.op} #{odd.call.position}" == truth.odd_call
     for rank in autopsy.ranks:
         if rank is not odd:
-            assert rank.doing is Doing.WAITING
+            assert rank.doing is RankActivity.WAITING
             assert rank.call is not None
             assert rank.call.op == truth.call
             assert rank.call.site.startswith(truth.site)
             assert odd.rank in rank.awaits
-        if rank.doing is not Doing.RETURNED:
+        if rank.doing is not RankActivity.RETURNED:
             assert rank.stack
     assert truth.frame in (odd.frames or ("",))[0]
     return autopsy
@@ -266,7 +266,7 @@ def test_a_process_that_does_not_answer_is_ended_in_time(
     assert explained.judgement.verdict is Verdict.HUNG
     assert explained.judgement.autopsy is not None
     odd = explained.judgement.autopsy.ranks[1]
-    assert odd.doing is Doing.OUTSIDE
+    assert odd.doing is RankActivity.OUTSIDE
     assert odd.frames == (() if body is stop_the_process else odd.frames[:1])
     assert all(body.__name__ in frame for frame in odd.frames)
 
@@ -276,7 +276,11 @@ def test_a_rank_that_is_stopped_for_the_deadlock_of_others_is_told_with_its_stac
     assert explained.late_s < -20, "a deadlock is told when it is there, not at the deadline"
     autopsy = explained.judgement.autopsy
     assert autopsy is not None
-    assert [r.doing for r in autopsy.ranks] == [Doing.WAITING, Doing.RETURNED, Doing.OUTSIDE]
+    assert [r.doing for r in autopsy.ranks] == [
+        RankActivity.WAITING,
+        RankActivity.RETURNED,
+        RankActivity.OUTSIDE,
+    ]
     assert autopsy.ranks[2].ended == "stopped because of another rank"
     assert "leave_one_and_occupy_another" in autopsy.ranks[2].frames[0]
     assert autopsy.blamed == (1, 2)

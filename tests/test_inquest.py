@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from harness.records.hang import Autopsy, Doing, RankAutopsy
+from harness.records.hang import HangReport, RankActivity, RankAutopsy
 from harness.tracing.ledger import Entry, Ledger, Op, Phase, Wait
-from harness.verdicts.hang_analysis import hold_inquest
+from harness.verdicts.hang_analysis import analyse_hang
 from harness.worlds.outcome import Abandoned, Died, Outcome, Raised, Returned, TimedOut
 from tests.ledgers import entry, numbered, renew, sharding_ledger, without
 
@@ -38,11 +38,11 @@ def blocked(entry_: Entry, **fields: object) -> Entry:
     return renew(entry_, **{"wait": None, "is_async": False, **fields})
 
 
-def inquest(*ledgers: Ledger, outcomes: tuple[Outcome, ...] = ()) -> Autopsy:
-    return hold_inquest(outcomes or tuple(map(late, range(len(ledgers)))), dict(enumerate(ledgers)))
+def inquest(*ledgers: Ledger, outcomes: tuple[Outcome, ...] = ()) -> HangReport:
+    return analyse_hang(outcomes or tuple(map(late, range(len(ledgers)))), dict(enumerate(ledgers)))
 
 
-def doings(autopsy: Autopsy) -> list[Doing]:
+def doings(autopsy: HangReport) -> list[RankActivity]:
     return [rank.doing for rank in autopsy.ranks]
 
 
@@ -60,7 +60,7 @@ def test_rank_that_left_is_blamed() -> None:
     )
     assert found.blamed == (0,)
     assert found.cycle == ()
-    assert doings(found) == [Doing.RETURNED, Doing.WAITING]
+    assert doings(found) == [RankActivity.RETURNED, RankActivity.WAITING]
     assert found.ranks[1].awaits == (0,)
     assert found.difference is not None
     assert found.difference.position == 3
@@ -77,7 +77,7 @@ def test_rank_in_no_call_is_told_with_its_own_frame() -> None:
         numbered([blocked(entry())]), numbered([told(entry(group=(1,)))]), outcomes=(late(0), late(1, STACK))
     )
     assert "for rank 1 (in no call, at engine.py:40 in linger; last call: all_reduce" in found.summary
-    assert doings(found) == [Doing.WAITING, Doing.OUTSIDE]
+    assert doings(found) == [RankActivity.WAITING, RankActivity.OUTSIDE]
     own = ("engine.py:40 in linger", "torch/distributed/fsdp/_fully_shard/_fsdp_state.py:9 in _pre_forward")
     assert found.ranks[1].frames == own
     assert len(found.ranks[1].stack) == 5
@@ -124,7 +124,7 @@ def test_wait_that_began_and_did_not_end_holds_a_rank() -> None:
     # As in gloo: the call itself returned.
     calls = [told(entry(site="x.py:1")), renew(entry(site="x.py:2"), is_async=True, wait=BEGUN)]
     found = inquest(numbered(calls), numbered([calls[0]]), outcomes=(late(0, STACK), late(1, STACK)))
-    assert doings(found) == [Doing.WAITING, Doing.OUTSIDE]
+    assert doings(found) == [RankActivity.WAITING, RankActivity.OUTSIDE]
 
 
 @pytest.mark.parametrize(
@@ -132,21 +132,23 @@ def test_wait_that_began_and_did_not_end_holds_a_rank() -> None:
     [
         (
             '  File "/x/site-packages/torch/autograd/graph.py", line 1 in _engine_run_backward\n',
-            Doing.WAITING,
+            RankActivity.WAITING,
         ),
-        ('  File "/home/me/engine.py", line 3 in spin\n', Doing.OUTSIDE),
-        ("", Doing.WAITING),
+        ('  File "/home/me/engine.py", line 3 in spin\n', RankActivity.OUTSIDE),
+        ("", RankActivity.WAITING),
     ],
 )
-def test_who_took_a_future_waits_unless_its_stack_ends_in_its_own_code(stack: str, doing: Doing) -> None:
+def test_who_took_a_future_waits_unless_its_stack_ends_in_its_own_code(
+    stack: str, doing: RankActivity
+) -> None:
     future = renew(entry(), is_async=True, wait=replace(OVER, is_over=None))
     found = inquest(numbered([future]), (), outcomes=(late(0, stack), late(1)))
     assert found.ranks[0].doing is doing
 
 
 def test_wait_that_ended_before_others_came_is_one_on_a_device() -> None:
-    assert inquest(numbered([told(entry())]), ()).ranks[0].doing is Doing.WAITING
-    assert inquest(numbered([told(entry(Op.BROADCAST, peer=0))]), ()).ranks[0].doing is Doing.OUTSIDE
+    assert inquest(numbered([told(entry())]), ()).ranks[0].doing is RankActivity.WAITING
+    assert inquest(numbered([told(entry(Op.BROADCAST, peer=0))]), ()).ranks[0].doing is RankActivity.OUTSIDE
 
 
 def test_call_of_the_rank_itself_comes_before_those_of_its_threads() -> None:
@@ -166,7 +168,10 @@ def test_message_without_its_other_end_is_told(op: Op) -> None:
 
 def test_message_that_was_answered_holds_nobody() -> None:
     sent, received = told(entry(Op.SEND, peer=1)), told(entry(Op.RECV, peer=0))
-    assert doings(inquest(numbered([sent]), numbered([received]))) == [Doing.OUTSIDE, Doing.OUTSIDE]
+    assert doings(inquest(numbered([sent]), numbered([received]))) == [
+        RankActivity.OUTSIDE,
+        RankActivity.OUTSIDE,
+    ]
     from_any = told(entry(Op.RECV, peer=None))
     found = inquest(numbered([sent, blocked(entry(Op.SEND, peer=1))]), numbered([from_any]))
     assert found.ranks[0].awaits == (1,)
@@ -231,7 +236,12 @@ def test_every_end_is_told() -> None:
     died = Died(rank=2, exit_code=3, is_attributed=True, text="")
     stopped = Abandoned(rank=3, stack=_traceback("f.py"))
     found = inquest(*[numbered([blocked(entry(world_size=4))])] * 4, outcomes=(deadlock, own, died, stopped))
-    assert doings(found) == [Doing.WAITING, Doing.FAILED, Doing.FAILED, Doing.WAITING]
+    assert doings(found) == [
+        RankActivity.WAITING,
+        RankActivity.FAILED,
+        RankActivity.FAILED,
+        RankActivity.WAITING,
+    ]
     assert [r.ended for r in found.ranks] == [
         "raised DeadlockError",
         "raised ValueError",
@@ -256,8 +266,8 @@ def test_any_single_omission_is_laid_to_the_rank_that_made_it(data: st.DataObjec
             *ledgers, outcomes=tuple(Returned(rank=r, value=None) if r == rank else late(r) for r in range(3))
         ).ranks
     )
-    assert [r.rank for r in ends if r.doing is Doing.WAITING] == [r for r in range(3) if r != rank]
-    assert all(rank in r.awaits for r in ends if r.doing is Doing.WAITING)
+    assert [r.rank for r in ends if r.doing is RankActivity.WAITING] == [r for r in range(3) if r != rank]
+    assert all(rank in r.awaits for r in ends if r.doing is RankActivity.WAITING)
 
 
 def _traceback(file: str) -> str:

@@ -1,4 +1,4 @@
-"""A case meets the mutants that its marks name, in one world each; prey that lives, or an idle case, fails the hunt."""
+"""A case runs on the mutants that its marks name; one that survives, or a case that names none, fails the run."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from typing import Any
 import pytest
 
 from engine.mutants.registry import MUTANTS
-from harness.audit.kill_matrix import Fate, KillMatrix, Target, kill_matrix
+from harness.audit.kill_matrix import KillMatrix, MutantStatus, Target, kill_matrix
 from harness.audit.marks import (
     WORLDS,
     Breadth,
     Idle,
     MarkedCase,
+    MustKill,
     Pair,
-    Prey,
     Selection,
     check_names,
+    kills_of,
     mutant_name,
     pairs,
-    prey_of,
     read_selection,
     write_selection,
 )
@@ -40,8 +40,8 @@ CASE = "parity/test_x.py::test_y[m3]"
 OTHER = "parity/test_x.py::test_z"
 
 
-def a_case(*prey: Prey, sizes: tuple[Sizes, ...] = ()) -> MarkedCase:
-    return MarkedCase(id=CASE, prey=frozenset(prey), sizes=sizes)
+def a_case(*kills: MustKill, sizes: tuple[Sizes, ...] = ()) -> MarkedCase:
+    return MarkedCase(id=CASE, kills=frozenset(kills), sizes=sizes)
 
 
 def a_target(name: str = "Sums", *verdicts: str) -> Target:
@@ -51,7 +51,7 @@ def a_target(name: str = "Sums", *verdicts: str) -> Target:
 
 
 def a_pair(mutant: str = "Sums", **changes: Any) -> Pair:  # Any: the fields of Pair
-    plain = Pair(mutant=mutant, case=CASE, world="threads:2", is_prey=True)
+    plain = Pair(mutant=mutant, case=CASE, world="threads:2", must_kill=True)
     return dataclasses.replace(plain, **changes)
 
 
@@ -78,18 +78,18 @@ def a_matrix(
 
 
 def test_marks_add_up() -> None:
-    marks = [pytest.mark.prey("A", "B"), pytest.mark.prey("B", "C", world="threads:4")]
-    assert prey_of(marks, where=CASE) == {
-        *(Prey(mutant=name) for name in "AB"),
-        *(Prey(mutant=name, world="threads:4") for name in "BC"),
+    marks = [pytest.mark.kills("A", "B"), pytest.mark.kills("B", "C", world="threads:4")]
+    assert kills_of(marks, where=CASE) == {
+        *(MustKill(mutant=name) for name in "AB"),
+        *(MustKill(mutant=name, world="threads:4") for name in "BC"),
     }
 
 
 @pytest.mark.parametrize(
     ("args", "kwargs", "hint"),
     [
-        ((), {}, "prey()"),
-        ((1,), {}, "prey(1)"),
+        ((), {}, "kills()"),
+        ((1,), {}, "kills(1)"),
         (("A",), {"worlds": "threads:4"}, "worlds='threads:4'"),
         (("A",), {"world": "thread:4"}, "try --world threads:4"),
     ],
@@ -98,17 +98,17 @@ def test_a_mark_that_cannot_be_read_is_a_usage_error(
     args: tuple[Any, ...], kwargs: dict[str, Any], hint: str
 ) -> None:
     with pytest.raises(UsageError) as caught:
-        prey_of([pytest.mark.prey.with_args(*args, **kwargs)], where=CASE)
+        kills_of([pytest.mark.kills.with_args(*args, **kwargs)], where=CASE)
     assert hint in str(caught.value)
 
 
 def test_a_name_that_is_no_mutant_is_a_usage_error_with_a_near_one() -> None:
     known = [m.name for m in MUTANTS]
-    check_names([a_case(Prey(mutant="SumsInsteadOfAveraging"))], known)
+    check_names([a_case(MustKill(mutant="SumsInsteadOfAveraging"))], known)
     with pytest.raises(UsageError, match=r"got 'SumsInstedOfAveraging'; try 'SumsInsteadOfAveraging'"):
-        check_names([a_case(Prey(mutant="SumsInstedOfAveraging"))], known)
+        check_names([a_case(MustKill(mutant="SumsInstedOfAveraging"))], known)
     with pytest.raises(UsageError, match=r"of X: .* got 'Qqq', 'Zzz'; try names from engine/mutants"):
-        check_names([MarkedCase(id="X", prey=frozenset(Prey(mutant=n) for n in ("Zzz", "Qqq")))], known)
+        check_names([MarkedCase(id="X", kills=frozenset(MustKill(mutant=n) for n in ("Zzz", "Qqq")))], known)
 
 
 def test_a_mutant_goes_by_its_name_in_the_catalogue() -> None:
@@ -129,12 +129,12 @@ def test_a_mutant_goes_by_its_name_in_the_catalogue() -> None:
     ],
 )
 def test_asks_in_the_first_world_that_suits_the_case(sizes: tuple[Sizes, ...], world: str) -> None:
-    found = pairs(a_case(Prey(mutant="A"), sizes=sizes), ["A", "B"], WORLDS, Breadth.MARKED)
+    found = pairs(a_case(MustKill(mutant="A"), sizes=sizes), ["A", "B"], WORLDS, Breadth.MARKED)
     assert found == (a_pair("A", world=world),)
 
 
 def test_a_mark_may_ask_in_a_world_of_its_own_whatever_the_list() -> None:
-    case = a_case(Prey(mutant="A"), Prey(mutant="A", world="threads:6"), Prey(mutant="B"))
+    case = a_case(MustKill(mutant="A"), MustKill(mutant="A", world="threads:6"), MustKill(mutant="B"))
     assert pairs(case, ["A", "B"], ["threads:2"], Breadth.MARKED) == (
         a_pair("A", world="threads:6"),
         a_pair("B"),
@@ -142,18 +142,18 @@ def test_a_mark_may_ask_in_a_world_of_its_own_whatever_the_list() -> None:
 
 
 def test_a_mark_may_not_ask_in_a_world_that_does_not_suit_the_case() -> None:
-    case = a_case(Prey(mutant="A", world="threads:1"), sizes=(SEVERAL,))
+    case = a_case(MustKill(mutant="A", world="threads:1"), sizes=(SEVERAL,))
     with pytest.raises(UsageError, match="two ranks or more"):
         pairs(case, ["A"], WORLDS, Breadth.MARKED)
 
 
-def test_the_whole_breadth_adds_mutants_that_are_no_prey() -> None:
-    found = pairs(a_case(Prey(mutant="A")), ["A", "B"], WORLDS, Breadth.ALL)
-    assert found == (a_pair("A"), a_pair("B", is_prey=False))
+def test_the_whole_breadth_adds_mutants_that_are_not_named() -> None:
+    found = pairs(a_case(MustKill(mutant="A")), ["A", "B"], WORLDS, Breadth.ALL)
+    assert found == (a_pair("A"), a_pair("B", must_kill=False))
 
 
 def test_no_pair_comes_of_a_case_that_no_world_suits() -> None:
-    assert pairs(a_case(Prey(mutant="A"), sizes=(SEVERAL,)), ["A"], ["threads:1"], Breadth.ALL) == ()
+    assert pairs(a_case(MustKill(mutant="A"), sizes=(SEVERAL,)), ["A"], ["threads:1"], Breadth.ALL) == ()
 
 
 def test_what_was_selected_can_be_read_again(tmp_path: Path) -> None:
@@ -177,15 +177,15 @@ def test_each_mutant_dies_of_verdicts_that_are_known() -> None:
 def test_only_its_own_verdict_kills_a_mutant(verdict: Verdict) -> None:
     (met,) = a_matrix(a_record(a_pair(), verdict)).met
     fates = {
-        Verdict.ERRORED: Fate.UNKNOWN,
-        Verdict.NOT_RUN: Fate.UNKNOWN,
-        Verdict.FAILED: Fate.KILLED,
-        Verdict.UNSUPPORTED: Fate.REFUSED,
+        Verdict.ERRORED: MutantStatus.UNKNOWN,
+        Verdict.NOT_RUN: MutantStatus.UNKNOWN,
+        Verdict.FAILED: MutantStatus.KILLED,
+        Verdict.UNSUPPORTED: MutantStatus.REFUSED,
     }
-    assert met.fate is fates.get(verdict, Fate.SURVIVED)
+    assert met.fate is fates.get(verdict, MutantStatus.SURVIVED)
 
 
-def test_a_hunt_in_which_all_die_is_proven() -> None:
+def test_a_run_in_which_all_are_killed_is_proven() -> None:
     matrix = a_matrix(a_record(a_pair(), Verdict.FAILED))
     assert matrix.is_proven
     assert conclude(matrix) == CONFORMS
@@ -194,7 +194,7 @@ def test_a_hunt_in_which_all_die_is_proven() -> None:
     )
 
 
-def test_prey_that_survives_one_case_fails_though_it_dies_of_another() -> None:
+def test_a_mutant_that_survives_one_case_fails_though_another_kills_it() -> None:
     both = (a_pair(), a_pair(case=OTHER))
     matrix = a_matrix(a_record(both[0], Verdict.FAILED), a_record(both[1], Verdict.PASSED), pairs=both)
     assert [met.pair for met in matrix.survivors] == [both[1]]
@@ -203,14 +203,14 @@ def test_prey_that_survives_one_case_fails_though_it_dies_of_another() -> None:
     assert conclude(matrix) == DOES_NOT_CONFORM
 
 
-def test_prey_that_refuses_one_case_must_die_of_others() -> None:
+def test_a_mutant_that_refuses_one_case_must_die_of_others() -> None:
     both = (a_pair(), a_pair(case=OTHER), a_pair("B", case=OTHER))
     died = [a_record(both[0], Verdict.FAILED), a_record(both[2], Verdict.FAILED)]
     refused = a_record(both[1], Verdict.UNSUPPORTED)
     matrix = a_matrix(*died, refused, pairs=both)
     assert [met.pair for met in matrix.refused] == [both[1]]
     assert conclude(matrix) == CONFORMS
-    assert "1 prey refused" in summary(matrix, duration_s=1)
+    assert "1 pairs refused" in summary(matrix, duration_s=1)
     assert f"{both[1].mutant} in threads:2 on {OTHER}: UNSUPPORTED" in render_markdown(matrix)
     survived = a_matrix(a_record(both[0], Verdict.PASSED), *died[1:], refused, pairs=both)
     assert [target.name for target in survived.unkilled] == [both[0].mutant]
@@ -220,17 +220,17 @@ def test_a_mutant_and_a_case_of_which_all_pairs_are_refused_do_not_count() -> No
     matrix = a_matrix(a_record(a_pair(), Verdict.UNSUPPORTED))
     assert (matrix.unkilled, matrix.harmless) == ((), ())
     assert conclude(matrix) == CONFORMS
-    assert "1 prey refused" in summary(matrix, duration_s=1)
+    assert "1 pairs refused" in summary(matrix, duration_s=1)
 
 
-def test_a_mutant_that_is_no_prey_may_survive() -> None:
-    both = (a_pair(), a_pair(case=OTHER), a_pair("B"), a_pair("B", case=OTHER, is_prey=False))
+def test_a_mutant_that_is_not_named_may_survive() -> None:
+    both = (a_pair(), a_pair(case=OTHER), a_pair("B"), a_pair("B", case=OTHER, must_kill=False))
     died = [a_record(pair, Verdict.FAILED) for pair in both[:3]]
     matrix = a_matrix(*died, a_record(both[3], Verdict.PASSED), pairs=both)
     assert conclude(matrix) == CONFORMS
 
 
-def test_a_mutant_without_a_pair_counts_only_in_a_whole_hunt() -> None:
+def test_a_mutant_without_a_pair_counts_only_in_a_whole_run() -> None:
     selection, records = Selection(pairs=(a_pair(),)), [a_record(a_pair(), Verdict.FAILED)]
     targets = [a_target(), a_target("B")]
     whole = kill_matrix(targets, selection, records, is_whole=True)
@@ -239,16 +239,16 @@ def test_a_mutant_without_a_pair_counts_only_in_a_whole_hunt() -> None:
     assert conclude(kill_matrix(targets, selection, records, is_whole=False)) == CONFORMS
 
 
-def test_a_mutant_that_is_no_prey_of_some_cases_may_survive_them_all() -> None:
-    both = (a_pair(), a_pair("B", is_prey=False))
+def test_a_mutant_that_some_cases_do_not_name_cases_may_survive_them_all() -> None:
+    both = (a_pair(), a_pair("B", must_kill=False))
     records = [a_record(both[0], Verdict.FAILED), a_record(both[1], Verdict.PASSED)]
     assert conclude(a_matrix(*records, pairs=both, is_whole=False)) == CONFORMS
     assert conclude(a_matrix(*records, pairs=both, is_whole=True)) == DOES_NOT_CONFORM
 
 
-def test_a_case_without_prey_fails() -> None:
-    matrix = a_matrix(a_record(a_pair(), Verdict.FAILED), idle=(Idle(case=OTHER, why="no prey mark"),))
-    assert matrix.harmless == (Idle(case=OTHER, why="no prey mark"),)
+def test_a_case_without_mutants_fails() -> None:
+    matrix = a_matrix(a_record(a_pair(), Verdict.FAILED), idle=(Idle(case=OTHER, why="no kills mark"),))
+    assert matrix.harmless == (Idle(case=OTHER, why="no kills mark"),)
     assert conclude(matrix) == DOES_NOT_CONFORM
 
 
@@ -277,7 +277,7 @@ def test_every_form_tells_what_is_wrong() -> None:
     for text in (render(matrix, duration_s=1.5), render_markdown(matrix)):
         assert f"B in threads:2 on {OTHER}: CRASHED: what was seen" in text
         assert "parity/x::y" in text
-        assert "1 of 2 mutants killed, 1 of 2 cases kill at least one, 1 prey survived" in text
+        assert "1 of 2 mutants killed, 1 of 2 cases kill at least one, 1 pairs survived" in text
     plain = json.loads(render_json(matrix))
     assert [mutant["killed_by"] for mutant in plain["mutants"]] == [[CASE], []]
     assert [pair["fate"] for pair in plain["pairs"]] == ["killed", "survived"]
@@ -286,7 +286,7 @@ def test_every_form_tells_what_is_wrong() -> None:
 
 def test_marks_that_the_page_shows_name_what_there_is() -> None:
     page = (ROOT / "docs" / "write-a-case.md").read_text()
-    shown = set(re.findall(r'"(\w+)"', " ".join(re.findall(r"mark\.prey\(.*\)", page))))
+    shown = set(re.findall(r'"(\w+)"', " ".join(re.findall(r"mark\.kills\(.*\)", page))))
     assert shown
     assert shown <= {mutant.name for mutant in MUTANTS}
-    assert {"rows", "prey"} <= set(re.findall(r"^\| `(\w+)\(", page, re.M))
+    assert {"rows", "kills"} <= set(re.findall(r"^\| `(\w+)\(", page, re.M))

@@ -14,7 +14,7 @@ from fixtures.problems import ModelProblem
 from harness.cases.training import Schedule, Training
 from harness.laws.communication.buffers import LeavesBuffersAlone, ResultsAreWaitedFor, harm_in
 from harness.laws.law import Evidence
-from harness.tracing.ledger import Harm, HarmKind, Ledger, Op, Phase
+from harness.tracing.ledger import BufferViolation, Ledger, Op, Phase, ViolationKind
 from tests.ledgers import entry, evidence, numbered
 
 # Of the second block: 40 rows of 12 and 40 more elements, of which 3 ranks make 42 each.
@@ -61,10 +61,12 @@ def test_each_asynchronous_result_of_each_rank_is_waited_for() -> None:
     assert "more)" not in record.summary
 
 
-@pytest.mark.parametrize("kind", HarmKind)
-def test_each_harm_on_each_rank_is_told(kind: HarmKind) -> None:
+@pytest.mark.parametrize("kind", ViolationKind)
+def test_each_harm_on_each_rank_is_told(kind: ViolationKind) -> None:
     called = entry(Op.ALL_GATHER, is_async=True, unit="blocks.1")
-    harm = Harm(kind=kind, phase=Phase.BACKWARD, step=0, microbatch=0, unit=None, site="engine.py:7 in step")
+    harm = BufferViolation(
+        kind=kind, phase=Phase.BACKWARD, step=0, microbatch=0, unit=None, site="engine.py:7 in step"
+    )
     harmed = replace(called, harms=(harm,))
     honest, other = numbered([called, called]), numbered([called, harmed])
     record = LeavesBuffersAlone().judge(_evidence(honest, honest)).record

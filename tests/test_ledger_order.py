@@ -16,7 +16,7 @@ from harness.laws.communication.order import Computes, Gathers, Order, Reduces, 
 from harness.laws.communication.select import Select
 from harness.laws.law import Evidence
 from harness.records.observation import Observation
-from harness.tracing.events import Happening, Mark
+from harness.tracing.events import EventKind, Mark
 from harness.tracing.ledger import Ledger, Op, Phase, Wait, wait_from_json, wait_to_json
 from tests.ledgers import changed, entry, evidence, numbered, sharding_ledger
 
@@ -140,16 +140,16 @@ def with_frees(ledger: Ledger, frees: Mapping[int, str], phase: Phase = Phase.BA
         calls = [call for call in ledger if call.step == step]
         for index in range(len(calls) + 1):
             if index in frees:
-                marks.append(_mark(Happening.RESHARDED, step, phase, unit=frees[index]))
+                marks.append(_mark(EventKind.RESHARDED, step, phase, unit=frees[index]))
             if index < len(calls):
-                marks.append(_mark(Happening.ISSUED, step, calls[index].phase, seq=calls[index].seq))
-        marks += [_mark(Happening.WAITED, step, call.phase, seq=call.seq) for call in calls]
+                marks.append(_mark(EventKind.ISSUED, step, calls[index].phase, seq=calls[index].seq))
+        marks += [_mark(EventKind.WAITED, step, call.phase, seq=call.seq) for call in calls]
     _, observation = chain_evidence(ledger, ledger).ranks
     return replace(observation, course=tuple(marks))
 
 
 def _mark(
-    what: Happening, step: int, phase: Phase, *, unit: str | None = None, seq: int | None = None
+    what: EventKind, step: int, phase: Phase, *, unit: str | None = None, seq: int | None = None
 ) -> Mark:
     return Mark(what=what, at_ns=0, phase=phase, step=step, microbatch=0, unit=unit, seq=seq)
 
@@ -189,7 +189,7 @@ def test_frees_of_other_phases_are_left_out_of_account() -> None:
         with_frees(ledger, {1: "blocks.3", 2: ""}),
         with_frees(ledger, {0: ""}, phase=Phase.FORWARD),
     )
-    frees = [mark for mark in forward.course if mark.what is Happening.RESHARDED]
+    frees = [mark for mark in forward.course if mark.what is EventKind.RESHARDED]
     assert judged(replace(backward, course=(*frees, *backward.course)))[0]
     assert not judged(replace(backward, course=tuple(_in(Phase.FORWARD, m) for m in backward.course)))[0]
     everywhere = replace(FREED, select=Select())
@@ -199,7 +199,7 @@ def test_frees_of_other_phases_are_left_out_of_account() -> None:
 
 
 def _in(phase: Phase, mark: Mark) -> Mark:
-    return replace(mark, phase=phase) if mark.what is Happening.RESHARDED else mark
+    return replace(mark, phase=phase) if mark.what is EventKind.RESHARDED else mark
 
 
 def test_one_rank_alone_need_not_communicate() -> None:

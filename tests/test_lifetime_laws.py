@@ -19,8 +19,8 @@ from harness.laws.memory.in_turn import UnshardedInTurn
 from harness.laws.memory.user_tensors import UserTensorsLive
 from harness.tracing.ledger import Phase
 from harness.tracing.memory.report import (
+    Allocation,
     Kind,
-    Life,
     LifetimeReport,
     Stretch,
     UserTensor,
@@ -41,8 +41,8 @@ def _life(
     kind: Kind = Kind.GATHERED,
     unit: str | None = "blocks.0",
     num_bytes: int = 8,
-) -> Life:
-    return Life(
+) -> Allocation:
+    return Allocation(
         kind=kind, unit=unit, num_bytes=num_bytes, born=born, died=died, operator="op", site="file.py:1"
     )
 
@@ -292,7 +292,7 @@ def _emptied(shard: Shard) -> Shard:
     return replace(shard, tensor=shard.tensor[:0])
 
 
-def _steps(*lives: Life, num_steps: int = 4) -> LifetimeReport:
+def _steps(*lives: Allocation, num_steps: int = 4) -> LifetimeReport:
     """Give steps of ten events each, all of the optimizer's phase."""
     stretches = tuple(_stretch(10 * s, Phase.STEP, step=s, microbatch=-1) for s in range(num_steps))
     return LifetimeReport(
@@ -315,7 +315,7 @@ def _steps(*lives: Life, num_steps: int = 4) -> LifetimeReport:
         pytest.param((_life(2, 22), _life(22, None, kind=Kind.STAGING)), False, id="of-another-kind"),
     ],
 )
-def test_steps_leave_as_much_as_those_before(lives: tuple[Life, ...], is_held: bool) -> None:
+def test_steps_leave_as_much_as_those_before(lives: tuple[Allocation, ...], is_held: bool) -> None:
     assert _verdict(NoLeaks(), _steps(*lives), steps=4)[0] is is_held
 
 

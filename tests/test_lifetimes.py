@@ -11,12 +11,12 @@ import torch
 
 from harness.cases.training import Watch
 from harness.tracing.ledger import Phase
-from harness.tracing.memory.allocations import Lives, Role
+from harness.tracing.memory.allocations import Allocations, Role
 from harness.tracing.memory.report import (
     Kind,
     UserTensor,
 )
-from harness.tracing.memory.tracker import LifetimeWatch
+from harness.tracing.memory.tracker import MemoryTracker
 from harness.tracing.recorder import Place, Recorder
 from harness.training.watches import watching
 
@@ -29,10 +29,10 @@ class _Told:
     """A rank's memory told of by hand; each call is an event in ``phase``."""
 
     def __init__(self) -> None:
-        self.lives = Lives()
+        self.lives = Allocations()
         self.phase = Phase.FORWARD
 
-    def event(self) -> Lives:
+    def event(self) -> Allocations:
         self.lives.advance(Place(self.phase, 0, 0, None))
         return self.lives
 
@@ -297,13 +297,13 @@ def test_stretches_tell_where_the_loop_stood() -> None:
 
 
 @contextmanager
-def _watched(recorder: Recorder | None = None) -> Iterator[LifetimeWatch]:
+def _watched(recorder: Recorder | None = None) -> Iterator[MemoryTracker]:
     with watching(frozenset({Watch.LIFETIMES}), recorder or Recorder()) as watches:
         assert watches.lifetimes is not None
         yield watches.lifetimes
 
 
-def _alive(watch: LifetimeWatch) -> list[tuple[str, int]]:
+def _alive(watch: MemoryTracker) -> list[tuple[str, int]]:
     gc.collect()
     watch.mark()
     return [(life.operator, life.num_bytes) for life in watch.report().lives if life.died is None]

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from harness.tracing.collectives.call import Pieces
-from harness.tracing.ledger import HarmKind, Op
-from harness.worlds.threads.buffer_guard import Loan
+from harness.tracing.ledger import Op, ViolationKind
+from harness.worlds.threads.buffer_guard import BufferGuard
 from harness.worlds.threads.poison import poison
 from harness.worlds.threads.rendezvous import snapshot
 from tests.calls import made_call
@@ -18,12 +18,12 @@ from tests.calls import made_call
 Tensor = torch.Tensor
 
 
-def loan(op: Op, inputs: Pieces, outputs: Pieces, rank: int = 0, peer: int | None = None) -> Loan:
+def loan(op: Op, inputs: Pieces, outputs: Pieces, rank: int = 0, peer: int | None = None) -> BufferGuard:
     """Issue a call: take its snapshot, poison its outputs."""
     call = made_call(op, inputs, outputs, rank=rank, peer=peer, is_async=True)
     kept = snapshot(call)
     poison(call, 3)
-    return Loan(call, kept, 3)
+    return BufferGuard(call, kept, 3)
 
 
 def test_nothing_is_told_where_nothing_was_done() -> None:
@@ -41,7 +41,7 @@ def test_an_input_that_changed_is_told(fill: float) -> None:
     whole, row = torch.arange(6.0), torch.empty(3)
     lent = loan(Op.REDUCE_SCATTER, ((whole[:3], whole[3:]),), ((row,),))
     whole[4] = fill
-    assert [*lent.harms()] == [HarmKind.INPUT_OVERWRITTEN]
+    assert [*lent.harms()] == [ViolationKind.INPUT_OVERWRITTEN]
 
 
 def test_a_nan_that_stayed_is_no_change() -> None:
@@ -68,21 +68,21 @@ def test_an_output_that_was_written_to_is_told_in_any_dtype(dtype: torch.dtype) 
         lent = loan(Op.ALL_GATHER, ((mine,),), (pieces,))
         assert [*lent.harms()] == []
         pieces[1].view(torch.uint8)[byte] = 1
-        assert [*lent.harms()] == [HarmKind.OUTPUT_OVERWRITTEN]
+        assert [*lent.harms()] == [ViolationKind.OUTPUT_OVERWRITTEN]
 
 
 def test_what_is_gathered_in_place_must_stay_too() -> None:
     buffer = torch.arange(6.0)
     lent = loan(Op.ALL_GATHER, ((buffer[:3],),), ((buffer[:3], buffer[3:]),))
     buffer[0] = 7
-    assert [*lent.harms()] == [HarmKind.INPUT_OVERWRITTEN]
+    assert [*lent.harms()] == [ViolationKind.INPUT_OVERWRITTEN]
 
 
 def test_what_is_reduced_in_place_is_poison_until_it_comes() -> None:
     summed = torch.arange(6.0)
     lent = loan(Op.ALL_REDUCE, ((summed,),), ((summed,),))
     summed.zero_()
-    assert [*lent.harms()] == [HarmKind.OUTPUT_OVERWRITTEN]
+    assert [*lent.harms()] == [ViolationKind.OUTPUT_OVERWRITTEN]
 
 
 def test_a_scatter_into_its_own_input_leaves_the_other_rows() -> None:
@@ -90,15 +90,18 @@ def test_a_scatter_into_its_own_input_leaves_the_other_rows() -> None:
     lent = loan(Op.REDUCE_SCATTER, ((whole[:3], whole[3:]),), ((whole[:3],),))
     assert [*lent.harms()] == []
     whole[5] = 0
-    assert [*lent.harms()] == [HarmKind.INPUT_OVERWRITTEN]
+    assert [*lent.harms()] == [ViolationKind.INPUT_OVERWRITTEN]
 
 
 @pytest.mark.parametrize(
     ("pick", "kind"),
-    [(lambda whole, row: whole, HarmKind.INPUT_FREED), (lambda whole, row: row, HarmKind.OUTPUT_FREED)],
+    [
+        (lambda whole, row: whole, ViolationKind.INPUT_FREED),
+        (lambda whole, row: row, ViolationKind.OUTPUT_FREED),
+    ],
     ids=["input", "output"],
 )
-def test_memory_that_is_gone_is_told(pick: Callable[[Tensor, Tensor], Tensor], kind: HarmKind) -> None:
+def test_memory_that_is_gone_is_told(pick: Callable[[Tensor, Tensor], Tensor], kind: ViolationKind) -> None:
     whole, row = torch.arange(6.0), torch.empty(3)
     lent = loan(Op.REDUCE_SCATTER, ((whole[:3], whole[3:]),), ((row,),))
     pick(whole, row).untyped_storage().resize_(0)
@@ -110,7 +113,7 @@ def test_both_are_told_where_both_were_harmed() -> None:
     lent = loan(Op.ALL_GATHER, ((mine,),), (pieces,))
     mine.fill_(1)
     pieces[0].fill_(1)
-    assert [*lent.harms()] == [HarmKind.INPUT_OVERWRITTEN, HarmKind.OUTPUT_OVERWRITTEN]
+    assert [*lent.harms()] == [ViolationKind.INPUT_OVERWRITTEN, ViolationKind.OUTPUT_OVERWRITTEN]
 
 
 def test_a_message_may_be_of_any_shape() -> None:
@@ -118,4 +121,4 @@ def test_a_message_may_be_of_any_shape() -> None:
     lent = loan(Op.SEND, ((message,),), ((),), peer=1)
     assert [*lent.harms()] == []
     message[0, 0] = 9
-    assert [*lent.harms()] == [HarmKind.INPUT_OVERWRITTEN]
+    assert [*lent.harms()] == [ViolationKind.INPUT_OVERWRITTEN]

@@ -13,7 +13,7 @@ from harness.laws.communication.order import Gathers, Order, Reduces, Reshards, 
 from harness.laws.communication.overlap import Overlaps, PrefetchDistance
 from harness.laws.communication.select import Select
 from harness.laws.law import Evidence
-from harness.tracing.events import Course, Happening, Mark
+from harness.tracing.events import EventKind, EventLog, Mark
 from harness.tracing.ledger import Entry, Op, Phase
 from tests.ledgers import entry, numbered
 from tests.test_ledger_order import BYTES_OF, chain_evidence
@@ -28,7 +28,7 @@ TOO_FAR = ("G", "W", "C", "G3", "W3", "G2", "G1", "C3", "D3", "W2", "C2", "D2", 
 WRONG_ONE = ("G", "W", "C", "G3", "W3", "G1", "C3", "D3", "G2", "W2", "C2", "D2", "W1", "C1", "D1")
 
 
-def chain(*order: str, phase: Phase = Phase.BACKWARD) -> tuple[tuple[Entry, ...], Course]:
+def chain(*order: str, phase: Phase = Phase.BACKWARD) -> tuple[tuple[Entry, ...], EventLog]:
     """Write two steps of a chain's backward, or forward, as a ledger and a course."""
     is_forward = phase is Phase.FORWARD
     entries: list[Entry] = []
@@ -43,19 +43,19 @@ def chain(*order: str, phase: Phase = Phase.BACKWARD) -> tuple[tuple[Entry, ...]
                 issued[unit] = seq = len(entries)
                 entries.append(entry(op, phase=phase, step=step, num_bytes=BYTES_OF[unit], unit=unit))
             what = {
-                **dict.fromkeys("GR", Happening.ISSUED),
-                "W": Happening.JOINED,
-                "C": Happening.COMPUTES if is_forward else Happening.GRADES,
-                "D": Happening.LEFT if is_forward else Happening.GRADED,
-                "F": Happening.RESHARDED,
+                **dict.fromkeys("GR", EventKind.ISSUED),
+                "W": EventKind.JOINED,
+                "C": EventKind.COMPUTES if is_forward else EventKind.GRADES,
+                "D": EventKind.LEFT if is_forward else EventKind.GRADED,
+                "F": EventKind.RESHARDED,
             }[word[0]]
             if word[0] == "C":
-                course.append(_mark(Happening.ENTERED if is_forward else Happening.TURNED, step, unit))
+                course.append(_mark(EventKind.ENTERED if is_forward else EventKind.TURNED, step, unit))
             course.append(_mark(what, step, unit, issued[unit] if word[0] == "W" else seq))
     return numbered(entries), tuple(replace(mark, phase=phase) for mark in course)
 
 
-def _mark(what: Happening, step: int, unit: str, seq: int | None = None) -> Mark:
+def _mark(what: EventKind, step: int, unit: str, seq: int | None = None) -> Mark:
     return Mark(what=what, at_ns=1, phase=Phase.BACKWARD, step=step, microbatch=0, unit=unit, seq=seq)
 
 

@@ -20,7 +20,7 @@ from harness.laws.races import NoRaces
 from harness.tracing.ledger import Phase
 from harness.tracing.races import streams
 from harness.tracing.races.clock import Clock, Moment, Order
-from harness.tracing.races.detector import RaceWatch, current_watch
+from harness.tracing.races.detector import RaceDetector, current_watch
 from harness.tracing.races.report import Kind, Race, RaceReport, Touch, report_from_json, report_to_json
 from harness.tracing.races.shadow import Access, Memory, Span
 from harness.tracing.recorder import Recorder
@@ -231,7 +231,7 @@ def test_the_allocator_waits_for_streams_that_it_was_told_of() -> None:
 
 
 @contextmanager
-def _watched() -> Iterator[RaceWatch]:
+def _watched() -> Iterator[RaceDetector]:
     with watching(frozenset({Watch.RACES}), Recorder()) as watches:
         assert watches.races is not None
         yield watches.races

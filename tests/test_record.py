@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import harness.records.record
 from harness.errors import UsageError
-from harness.records.hang import Autopsy, CallRecord, Difference, Doing, RankAutopsy, Side
+from harness.records.hang import CallRecord, Divergence, HangReport, RankActivity, RankAutopsy, Side
 from harness.records.record import (
     SCHEMA_VERSION,
     Expectation,
@@ -96,7 +96,7 @@ CALLS = st.builds(
 )
 SIDES = st.builds(Side, ranks=st.lists(SMALL).map(tuple), call=st.none() | CALLS)
 DIFFERENCES = st.builds(
-    Difference,
+    Divergence,
     group=st.lists(SMALL).map(tuple),
     axis=TEXTS,
     group_name=TEXTS,
@@ -106,7 +106,7 @@ DIFFERENCES = st.builds(
     strayed=st.lists(SIDES, max_size=2).map(tuple),
 )
 AUTOPSIES = st.builds(
-    Autopsy,
+    HangReport,
     summary=TEXTS,
     blamed=st.lists(SMALL).map(tuple),
     cycle=st.lists(SMALL).map(tuple),
@@ -115,7 +115,7 @@ AUTOPSIES = st.builds(
             RankAutopsy,
             rank=SMALL,
             ended=TEXTS,
-            doing=st.sampled_from(Doing),
+            doing=st.sampled_from(RankActivity),
             call=st.none() | CALLS,
             awaits=st.lists(SMALL).map(tuple),
             frames=st.lists(TEXTS, max_size=2).map(tuple),

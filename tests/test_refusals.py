@@ -19,7 +19,7 @@ from harness.laws.communication.matching import RanksAgree
 from harness.laws.parity import MatchesOracle
 from harness.records.record import Record
 from harness.records.verdict import Verdict
-from harness.records.world_result import Kept
+from harness.records.world_result import SavedResult
 from harness.runner.session import TrialSession
 from harness.runner.target import Cell
 from harness.tracing.ledger import Entry, Ledger, Op
@@ -112,8 +112,8 @@ def _raised(rank: int, kind: str = "ValueError", *, is_symptom: bool = False) ->
 
 def _kept(
     *outcomes: Outcome, ledgers: Mapping[int, Ledger] | None = None, leaks: tuple[str, ...] = ()
-) -> Kept:
-    return Kept(
+) -> SavedResult:
+    return SavedResult(
         result=WorldResult(outcomes=outcomes, leaks=leaks),
         refusals={o.rank: str(o.value) for o in outcomes if isinstance(o, Returned) and o.value is not None},
         ledgers=tuple((ledgers or {}).get(o.rank, ()) for o in outcomes),
@@ -125,7 +125,7 @@ def _not_asked() -> OracleObservation:
     raise AssertionError("numbers play no part in this")
 
 
-def _verdict(kept: Kept, refusal: Refusal) -> tuple[Verdict, str]:
+def _verdict(kept: SavedResult, refusal: Refusal) -> tuple[Verdict, str]:
     engine = DistributedDataParallelEngine
     judgement = judge(_case(refusal), engine.capabilities, kept, _not_asked)
     assert [o.rank for o in judgement.outcomes] == [o.rank for o in kept.result.outcomes]

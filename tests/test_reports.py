@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from harness.records.hang import Autopsy, CallRecord, Difference, Doing, RankAutopsy, Side
+from harness.records.hang import CallRecord, Divergence, HangReport, RankActivity, RankAutopsy, Side
 from harness.records.record import (
     Expectation,
     Footer,
@@ -131,19 +131,25 @@ def a_record(
     )
 
 
-def an_autopsy(text: str) -> Autopsy:
+def an_autopsy(text: str) -> HangReport:
     """Ranks 0 to 2 wait for rank 3, which is somewhere else; whatever an engine words is ``text``."""
     call = replace(CALL, site=text, unit=text)
     waiting = RankAutopsy(
-        rank=0, ended="late", doing=Doing.WAITING, call=call, awaits=(3,), frames=(text,), stack=(text, text)
+        rank=0,
+        ended="late",
+        doing=RankActivity.WAITING,
+        call=call,
+        awaits=(3,),
+        frames=(text,),
+        stack=(text, text),
     )
-    lost = replace(waiting, rank=3, doing=Doing.OUTSIDE, awaits=())
-    return Autopsy(
+    lost = replace(waiting, rank=3, doing=RankActivity.OUTSIDE, awaits=())
+    return HangReport(
         summary=text,
         blamed=(3,),
         cycle=(0, 3),
         ranks=(*(replace(waiting, rank=r) for r in range(3)), lost),
-        difference=Difference(
+        difference=Divergence(
             group=(0, 1, 2, 3),
             axis=text,
             group_name="",

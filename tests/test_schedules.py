@@ -20,7 +20,7 @@ from harness.errors import UsageError
 from harness.laws.communication.buffers import LeavesBuffersAlone, ResultsAreWaitedFor
 from harness.laws.parity import MatchesOracle
 from harness.records.verdict import Verdict
-from harness.runner.options import Effort
+from harness.runner.options import RunOptions
 from harness.runner.schedules import explore, load_schedules
 from harness.runner.session import Source, TrialSession
 from harness.runner.target import Cell
@@ -107,7 +107,7 @@ def _lines(folder: Path, rank: int) -> list[dict[str, Any]]:
 
 def test_a_seed_that_shows_a_sin_shows_it_every_time(tmp_path: Path) -> None:
     def judged(seed: int, folder: str) -> tuple[Verdict, str]:
-        session = TrialSession(Source(folder=tmp_path / folder), Effort(seed=seed))
+        session = TrialSession(Source(folder=tmp_path / folder), RunOptions(seed=seed))
         record = session.run(CASE, ARRIVAL, suite="", command="")
         session.close()
         return record.verdict, record.headline
@@ -120,12 +120,12 @@ def test_a_seed_that_shows_a_sin_shows_it_every_time(tmp_path: Path) -> None:
 
 
 def test_exploring_finds_the_seed_and_says_how_to_come_back(tmp_path: Path) -> None:
-    session = TrialSession(Source(folder=tmp_path), Effort(num_schedules=4))
+    session = TrialSession(Source(folder=tmp_path), RunOptions(num_schedules=4))
     record = session.run(CASE, ARRIVAL, suite="", command="pytest case")
     session.close()
     assert record.verdict is Verdict.FAILED
     assert record.command == f"pytest case --schedule-seed={SEED_THAT_FAILS}"
-    again = TrialSession(Source(folder=tmp_path, is_replay=True), Effort(num_schedules=4))
+    again = TrialSession(Source(folder=tmp_path, is_replay=True), RunOptions(num_schedules=4))
     offline = again.run(CASE, ARRIVAL, suite="", command="pytest case")
     assert replace(offline, duration_s=0.0) == replace(record, duration_s=0.0)
 
@@ -194,15 +194,15 @@ def test_harm_is_told_with_collective_unit_parameters_and_site(
 
 def test_effort_is_checked_and_spelt() -> None:
     with pytest.raises(UsageError, match="--schedules: expected a number from 1 on, got 0"):
-        Effort(num_schedules=0)
+        RunOptions(num_schedules=0)
     with pytest.raises(UsageError, match="--schedule-seed: expected a number from 0 on, got -3"):
-        Effort(seed=-3)
+        RunOptions(seed=-3)
     processes = replace(THREADS, kind=WorldKind.PROCESSES)
-    assert [*Effort(seed=3, num_schedules=2).seeds(TRAINING, THREADS)] == [3, 4]
-    assert [*Effort().seeds(replace(TRAINING, schedules=3), THREADS)] == [0, 1, 2]
-    assert [*Effort(seed=3, num_schedules=2).seeds(TRAINING, processes)] == [3]
-    assert Effort(is_thorough=True).applied(TRAINING).watch == {Watch.RACES, Watch.LIFETIMES}
-    assert Effort(is_thorough=True).options(0) == ("--thorough",)
+    assert [*RunOptions(seed=3, num_schedules=2).seeds(TRAINING, THREADS)] == [3, 4]
+    assert [*RunOptions().seeds(replace(TRAINING, schedules=3), THREADS)] == [0, 1, 2]
+    assert [*RunOptions(seed=3, num_schedules=2).seeds(TRAINING, processes)] == [3]
+    assert RunOptions(is_thorough=True).applied(TRAINING).watch == {Watch.RACES, Watch.LIFETIMES}
+    assert RunOptions(is_thorough=True).options(0) == ("--thorough",)
 
 
 def test_the_command_line_takes_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

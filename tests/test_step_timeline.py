@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import engine.reference.torch_internals
-from examples.step_timeline import BLOCKS, PICTURE, Bar, Event, Happening, bars, draw, record, wholes
+from examples.step_timeline import BLOCKS, PICTURE, Bar, Event, EventKind, bars, draw, record, wholes
 from harness.tracing.ledger import Phase
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -27,11 +27,11 @@ def _events() -> tuple[Event, ...]:
 
 
 def _computes(events: Sequence[Event], phase: Phase) -> dict[str, Bar]:
-    found = bars(events, Happening.STARTS, Happening.ENDS)
+    found = bars(events, EventKind.STARTS, EventKind.ENDS)
     return {bar.unit: bar for bar in found if bar.unit in BLOCKS and events[bar.first].phase is phase}
 
 
-def _under_way(events: Sequence[Event], compute: Bar, issued: Happening, waited: Happening) -> list[str]:
+def _under_way(events: Sequence[Event], compute: Bar, issued: EventKind, waited: EventKind) -> list[str]:
     found = bars(events, issued, waited)
     return [bar.unit for bar in found if bar.first < compute.first and compute.last < bar.last]
 
@@ -45,7 +45,7 @@ def test_the_picture_is_what_a_run_draws() -> None:
 @pytest.mark.slow
 def test_the_next_gather_is_under_way_while_a_unit_computes() -> None:
     events = _events()
-    gathers = (Happening.GATHER_ISSUED, Happening.GATHER_WAITED)
+    gathers = (EventKind.GATHER_ISSUED, EventKind.GATHER_WAITED)
     for phase, order in ((Phase.FORWARD, BLOCKS), (Phase.BACKWARD, BLOCKS[::-1])):
         computes = _computes(events, phase)
         ahead = {unit: _under_way(events, computes[unit], *gathers) for unit in order}
@@ -56,7 +56,7 @@ def test_the_next_gather_is_under_way_while_a_unit_computes() -> None:
 def test_the_reduction_before_is_under_way_while_a_unit_computes() -> None:
     events, order = _events(), BLOCKS[::-1]
     computes = _computes(events, Phase.BACKWARD)
-    reductions = (Happening.REDUCTION_ISSUED, Happening.REDUCTION_WAITED)
+    reductions = (EventKind.REDUCTION_ISSUED, EventKind.REDUCTION_WAITED)
     behind = {unit: _under_way(events, computes[unit], *reductions) for unit in order}
     assert behind == {unit: list(order[max(0, i - 1) : i]) for i, unit in enumerate(order)}
 
@@ -64,7 +64,7 @@ def test_the_reduction_before_is_under_way_while_a_unit_computes() -> None:
 @pytest.mark.slow
 def test_a_unit_is_whole_while_it_computes_and_not_at_the_end() -> None:
     events = _events()
-    for bar in bars(events, Happening.STARTS, Happening.ENDS):
+    for bar in bars(events, EventKind.STARTS, EventKind.ENDS):
         whole = [
             w for w in wholes(events) if w.unit == bar.unit and w.first <= bar.first and bar.last <= w.last
         ]

@@ -17,7 +17,15 @@ from examples.race_timeline import PICTURE, draw_picture, observe
 from harness.cli.main import main
 from harness.records.record import Record
 from harness.records.run import RunWriter
-from harness.records.timeline import COMPUTE, Clash, Moment, Passage, Spell, Timeline, read_timeline
+from harness.records.timeline import (
+    COMPUTE,
+    CollectiveSpan,
+    Moment,
+    RaceMark,
+    Timeline,
+    UnitSpan,
+    read_timeline,
+)
 from harness.records.verdict import Verdict
 from reports import page
 from reports.drawing import lay_out
@@ -127,13 +135,13 @@ def _crowded(timeline: Timeline) -> Timeline:
     def at_once(moment: Moment) -> Moment:
         return replace(moment, at_ns=moment.place)
 
-    def spell(it: Spell) -> Spell:
+    def spell(it: UnitSpan) -> UnitSpan:
         return replace(it, first=at_once(it.first), last=at_once(it.last))
 
-    def passage(it: Passage) -> Passage:
+    def passage(it: CollectiveSpan) -> CollectiveSpan:
         return replace(it, issued=at_once(it.issued), landed=it.landed and at_once(it.landed))
 
-    def clash(it: Clash) -> Clash:
+    def clash(it: RaceMark) -> RaceMark:
         return replace(it, first=at_once(it.first), second=at_once(it.second))
 
     return Timeline(

@@ -12,16 +12,16 @@ from torch._C._distributed_c10d import PrefixStore
 
 from harness.tracing.current_rank import adopt_rank, bind_rank
 from harness.worlds.threads import scheduler as module
-from harness.worlds.threads.scheduler import Turns
+from harness.worlds.threads.scheduler import Scheduler
 from harness.worlds.threads.store import MemoryStore
 
 _HANG_S = 20.0
-Body = Callable[[int, Turns], None]
+Body = Callable[[int, Scheduler], None]
 
 
-def live(size: int, body: Body, seed: int = 0, longest_s: float = 5.0) -> Turns:
+def live(size: int, body: Body, seed: int = 0, longest_s: float = 5.0) -> Scheduler:
     """Run a body on each rank's thread between its beginning and its end."""
-    turns = Turns(size, seed, longest_s)
+    turns = Scheduler(size, seed, longest_s)
 
     def run(rank: int) -> None:
         bind_rank(rank)
@@ -44,7 +44,7 @@ def order(size: int, seed: int) -> list[int]:
     """Tell whose turn it was, where each rank offers its own four times."""
     taken: list[int] = []
 
-    def body(rank: int, turns: Turns) -> None:
+    def body(rank: int, turns: Scheduler) -> None:
         for _ in range(4):
             taken.append(rank)
             turns.offer()
@@ -65,7 +65,7 @@ def test_a_seed_decides_and_nothing_else() -> None:
 def test_a_rank_that_polls_lets_the_others_run() -> None:
     is_there = False
 
-    def body(rank: int, turns: Turns) -> None:
+    def body(rank: int, turns: Scheduler) -> None:
         nonlocal is_there
         if rank:
             is_there = True
@@ -79,7 +79,7 @@ def test_who_sleeps_is_woken_in_the_order_of_the_seed() -> None:
     woken: list[int] = []
     is_open = False
 
-    def body(rank: int, turns: Turns) -> None:
+    def body(rank: int, turns: Scheduler) -> None:
         nonlocal is_open
         with turns.lock:
             if rank < 3:
@@ -91,7 +91,7 @@ def test_who_sleeps_is_woken_in_the_order_of_the_seed() -> None:
                 for sleeper in (sleepers[2], sleepers[0], sleepers[1]):
                     turns.wake(sleeper)
 
-    sleepers: dict[int, module.Sleeper] = {}
+    sleepers: dict[int, module.SleepingRank] = {}
     live(4, body)
     assert woken == [0, 1, 2]
 
@@ -101,7 +101,7 @@ def test_turns_end_where_a_rank_waits_for_another_by_itself(monkeypatch: pytest.
     monkeypatch.setattr(module, "_STALLED_AFTER_S", 0.05)
     is_there = threading.Event()
 
-    def body(rank: int, turns: Turns) -> None:
+    def body(rank: int, turns: Scheduler) -> None:
         if rank:
             is_there.set()
         assert is_there.wait(_HANG_S)
@@ -113,9 +113,9 @@ def test_turns_end_where_a_rank_waits_for_one_that_has_slept(monkeypatch: pytest
     monkeypatch.setattr(module, "_LOOK_EVERY_S", 0.01)
     monkeypatch.setattr(module, "_STALLED_AFTER_S", 0.05)
     is_over, is_there = False, threading.Event()
-    sleepers: dict[int, module.Sleeper] = {}
+    sleepers: dict[int, module.SleepingRank] = {}
 
-    def body(rank: int, turns: Turns) -> None:
+    def body(rank: int, turns: Scheduler) -> None:
         nonlocal is_over
         with turns.lock:
             if rank == 0:
@@ -135,7 +135,7 @@ def test_turns_end_where_a_rank_computes_for_too_long(monkeypatch: pytest.Monkey
     monkeypatch.setattr(module, "_LOOK_EVERY_S", 0.01)
     is_over = threading.Event()
 
-    def body(rank: int, turns: Turns) -> None:
+    def body(rank: int, turns: Scheduler) -> None:
         if rank:
             is_over.set()
         while not is_over.is_set():
@@ -145,7 +145,7 @@ def test_turns_end_where_a_rank_computes_for_too_long(monkeypatch: pytest.Monkey
 
 
 def test_turns_end_where_a_rank_communicates_on_another_thread() -> None:
-    def body(rank: int, turns: Turns) -> None:
+    def body(rank: int, turns: Scheduler) -> None:
         def communicate() -> None:
             adopt_rank(rank)
             turns.offer()
@@ -172,7 +172,7 @@ def test_a_rank_that_ends_hands_its_turn_on() -> None:
 def test_a_store_lets_others_run_until_a_key_is_there() -> None:
     store = MemoryStore()
 
-    def body(rank: int, turns: Turns) -> None:
+    def body(rank: int, turns: Scheduler) -> None:
         store.turns = turns
         mine = PrefixStore("group", store)  # as torch hands it on, through C++
         if rank == 0:
@@ -188,7 +188,7 @@ def test_a_store_lets_others_run_until_a_key_is_there() -> None:
 def test_a_store_wakes_who_waits_for_several_keys_once_all_are_there() -> None:
     store = MemoryStore()
 
-    def body(rank: int, turns: Turns) -> None:
+    def body(rank: int, turns: Scheduler) -> None:
         store.turns = turns
         if rank == 0:
             store.wait(["one", "two"])

@@ -15,7 +15,7 @@ import pytest
 
 from harness.errors import HarnessBug
 from harness.records.verdict import Verdict
-from harness.records.world_result import Kept
+from harness.records.world_result import SavedResult
 from harness.tracing.journal import read_journal
 from harness.verdicts.judge import Judgement, judge_failure
 from harness.worlds.launch import World, launch
@@ -50,7 +50,7 @@ def _run(body: Body, kind: WorldKind, folder: Path, *, deadline_s: float = DEADL
 def _judged(result: WorldResult, folder: Path) -> Judgement:
     assert not result.is_clean
     ledgers = tuple(read_journal(journal_path(folder, o.rank)).ledger for o in result.outcomes)
-    return judge_failure(Kept(result=result, refusals={}, ledgers=ledgers, ranks=()))
+    return judge_failure(SavedResult(result=result, refusals={}, ledgers=ledgers, ranks=()))
 
 
 def _is_alive(pid: int) -> bool:

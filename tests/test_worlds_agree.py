@@ -13,7 +13,7 @@ from harness.cases.training import Schedule, Training
 from harness.laws.communication.matching import RanksAgree
 from harness.laws.parity import MatchesOracle
 from harness.records.verdict import Verdict
-from harness.records.world_result import Kept, keep_result, load_kept
+from harness.records.world_result import SavedResult, keep_result, load_kept
 from harness.runner.session import Source, TrialSession
 from harness.runner.target import Cell
 from harness.tracing.ledger import Entry, Op, Phase
@@ -36,7 +36,7 @@ ACCUMULATING = _training(Plan(units=MLP_UNEVEN.units, accumulation=Accumulation.
 HYBRID = _training(Plan(units=MLP_UNEVEN.units, layout=Layout.HYBRID), microbatches=1)
 
 
-def _observe(kind: WorldKind, size: int, engine: str, training: Training, folder: Path) -> Kept:
+def _observe(kind: WorldKind, size: int, engine: str, training: Training, folder: Path) -> SavedResult:
     result = launch(WorldSpec(kind=kind, size=size), drive_rank, training, engine, folder=folder)
     keep_result(result, folder)
     return load_kept(folder)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from engine.adapters.torch_fsdp1 import NAMES
-from harness.cases.script import Bench
+from harness.cases.script import InterfaceBench
 from suites.wrapper.claims import RIGHT, Claims
 
 ONE = torch.tensor([1.0, 2.0])
@@ -17,7 +17,7 @@ ONE = torch.tensor([1.0, 2.0])
 
 def _noted(claim: Callable[[Claims], None]) -> str:
     notes: list[str] = []
-    bench = Bench(
+    bench = InterfaceBench(
         names=NAMES,
         rank=0,
         size=1,

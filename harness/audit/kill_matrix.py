@@ -10,12 +10,12 @@ from harness.audit.marks import Idle, Pair, Selection
 from harness.records.record import Record
 from harness.records.verdict import Verdict
 
-__all__ = ["Fate", "KillMatrix", "Met", "MutantRow", "Target", "kill_matrix"]
+__all__ = ["KillMatrix", "MutantRow", "MutantStatus", "PairResult", "Target", "kill_matrix"]
 
 _OURS = frozenset({Verdict.ERRORED, Verdict.NOT_RUN})  # they say nothing of the mutant, nor of the case
 
 
-class Fate(Enum):
+class MutantStatus(Enum):
     """What became of a mutant on a case."""
 
     KILLED = "killed"  # the verdict is one by which its sin shows
@@ -38,11 +38,11 @@ class Target:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Met:
+class PairResult:
     """What happened to one pair; ``verdict`` is None where there is no record."""
 
     pair: Pair
-    fate: Fate
+    fate: MutantStatus
     verdict: Verdict | None
     headline: str
 
@@ -65,7 +65,7 @@ class KillMatrix:
     """
 
     targets: tuple[Target, ...]
-    met: tuple[Met, ...]
+    met: tuple[PairResult, ...]
     elsewhere: tuple[Pair, ...]
     idle: tuple[Idle, ...]
     is_whole: bool
@@ -77,7 +77,7 @@ class KillMatrix:
         rows = []
         for target in self.targets:
             met = [m for m in self.met if m.pair.mutant == target.name]
-            killers = dict.fromkeys(m.pair.case for m in met if m.fate is Fate.KILLED)
+            killers = dict.fromkeys(m.pair.case for m in met if m.fate is MutantStatus.KILLED)
             if met or (self.is_whole and target.name not in away):
                 rows.append(MutantRow(target=target, killers=tuple(killers), num_pairs=len(met)))
         return tuple(rows)
@@ -88,32 +88,32 @@ class KillMatrix:
         return tuple(sorted({m.pair.case for m in self.met} | {idle.case for idle in self.idle}))
 
     @property
-    def survivors(self) -> tuple[Met, ...]:
-        """Mutants that a case names as its prey and did not kill."""
-        return tuple(m for m in self.met if m.pair.is_prey and m.fate is Fate.SURVIVED)
+    def survivors(self) -> tuple[PairResult, ...]:
+        """Mutants that a case names and did not kill."""
+        return tuple(m for m in self.met if m.pair.must_kill and m.fate is MutantStatus.SURVIVED)
 
     @property
-    def refused(self) -> tuple[Met, ...]:
-        """Mutants that a case names as its prey, and whose engines rightly refused it."""
-        return tuple(m for m in self.met if m.pair.is_prey and m.fate is Fate.REFUSED)
+    def refused(self) -> tuple[PairResult, ...]:
+        """Mutants that a case names, and whose engines rightly refused it."""
+        return tuple(m for m in self.met if m.pair.must_kill and m.fate is MutantStatus.REFUSED)
 
     @property
-    def unknown(self) -> tuple[Met, ...]:
+    def unknown(self) -> tuple[PairResult, ...]:
         """Pairs without a verdict on the mutant, which is our fault."""
-        return tuple(m for m in self.met if m.fate is Fate.UNKNOWN)
+        return tuple(m for m in self.met if m.fate is MutantStatus.UNKNOWN)
 
     @property
     def unkilled(self) -> tuple[Target, ...]:
         """Mutants that no case killed; of some cases only, those that these should have."""
-        prey = {m.pair.mutant for m in self.met if m.pair.is_prey}
+        named = {m.pair.mutant for m in self.met if m.pair.must_kill}
         refusing = _all_refused((m.pair.mutant, m) for m in self.met)
         rows = (row for row in self.mutants if not row.killers and row.target.name not in refusing)
-        return tuple(row.target for row in rows if self.is_whole or row.target.name in prey)
+        return tuple(row.target for row in rows if self.is_whole or row.target.name in named)
 
     @property
     def harmless(self) -> tuple[Idle, ...]:
         """Cases that kill no mutant, and so prove nothing yet."""
-        killing = {m.pair.case for m in self.met if m.fate is Fate.KILLED}
+        killing = {m.pair.case for m in self.met if m.fate is MutantStatus.KILLED}
         refused = _all_refused((m.pair.case, m) for m in self.met)
         whys = {idle.case: idle.why for idle in self.idle}
         return tuple(
@@ -124,7 +124,7 @@ class KillMatrix:
 
     @property
     def is_proven(self) -> bool:
-        """Whether every mutant died, every case killed, and no prey got away."""
+        """Whether every mutant died, every case killed, and no mutant survived a case that names it."""
         return not (self.survivors or self.unknown or self.unkilled or self.harmless)
 
 
@@ -148,21 +148,21 @@ def kill_matrix(
     )
 
 
-def _all_refused(met: Iterable[tuple[str, Met]]) -> set[str]:
+def _all_refused(met: Iterable[tuple[str, PairResult]]) -> set[str]:
     """Return the keys of which every pair was refused."""
-    fates: dict[str, set[Fate]] = {}
+    fates: dict[str, set[MutantStatus]] = {}
     for key, one in met:
         fates.setdefault(key, set()).add(one.fate)
-    return {key for key, found in fates.items() if found == {Fate.REFUSED}}
+    return {key for key, found in fates.items() if found == {MutantStatus.REFUSED}}
 
 
-def _met(pair: Pair, target: Target, record: Record | None) -> Met:
+def _met(pair: Pair, target: Target, record: Record | None) -> PairResult:
     if record is None:
-        return Met(pair=pair, fate=Fate.UNKNOWN, verdict=None, headline="no record")
+        return PairResult(pair=pair, fate=MutantStatus.UNKNOWN, verdict=None, headline="no record")
     if record.verdict in _OURS:
-        fate = Fate.UNKNOWN
+        fate = MutantStatus.UNKNOWN
     elif record.verdict in target.verdicts:
-        fate = Fate.KILLED
+        fate = MutantStatus.KILLED
     else:
-        fate = Fate.REFUSED if record.verdict is Verdict.UNSUPPORTED else Fate.SURVIVED
-    return Met(pair=pair, fate=fate, verdict=record.verdict, headline=record.headline)
+        fate = MutantStatus.REFUSED if record.verdict is Verdict.UNSUPPORTED else MutantStatus.SURVIVED
+    return PairResult(pair=pair, fate=fate, verdict=record.verdict, headline=record.headline)

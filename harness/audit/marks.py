@@ -1,6 +1,6 @@
-"""Prey: the mutants that a case must kill, as its marks say, and the pairs of mutant and case to run. No pytest here.
+"""The mutants that a case must kill, as its marks say, and the pairs of mutant and case to run. No pytest here.
 
-A suite's test says ``@pytest.mark.prey("SumsInsteadOfAveraging", ...)``; ``world="threads:4"`` there asks in one world
+A suite's test says ``@pytest.mark.kills("SumsInsteadOfAveraging", ...)``; ``world="threads:4"`` there asks in one world
 alone. A mutant goes by the last name of its engine: ``engine.mutants.scale:SumsInsteadOfAveraging``.
 """
 
@@ -25,13 +25,13 @@ __all__ = [
     "Idle",
     "Mark",
     "MarkedCase",
+    "MustKill",
     "Pair",
-    "Prey",
     "Selection",
     "check_names",
+    "kills_of",
     "mutant_name",
     "pairs",
-    "prey_of",
     "read_selection",
     "write_selection",
 ]
@@ -40,7 +40,7 @@ __all__ = [
 # communicate, four the fewest with two replicas of two, three give uneven shards; one rank has nobody to fail.
 # Processes are dear: they are for ranks that must share none.
 WORLDS = ("threads:2", "threads:4", "threads:3", "threads:6", "threads:1", "processes:2")
-_FILE = "prey.json"
+_FILE = "mutants.json"
 _SCHEMA = 1
 
 
@@ -48,9 +48,7 @@ class Breadth(Enum):
     """Which pairs of mutant and case are run."""
 
     MARKED = "marked"  # each case meets the mutants that its marks name
-    ONCE = (
-        "once"  # each mutant meets one of the cases whose marks name it, the first; other cases meet nobody
-    )
+    ONCE = "once"  # each mutant meets one of the cases whose marks name it, the first; other cases meet none
     ALL = "all"  # each case meets every mutant; those that its marks name it must kill
 
 
@@ -71,7 +69,7 @@ class Mark(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Prey:
+class MustKill:
     """One mutant that a case must kill; in ``world``, or where that is empty, in the first that suits the case."""
 
     mutant: str
@@ -83,7 +81,7 @@ class MarkedCase:
     """A case as its marks tell: what it must kill, and the worlds that it makes sense for."""
 
     id: str
-    prey: frozenset[Prey] = frozenset()
+    kills: frozenset[MustKill] = frozenset()
     sizes: tuple[Sizes, ...] = ()
 
     def suits(self, world: str) -> bool:
@@ -93,12 +91,12 @@ class MarkedCase:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pair:
-    """One mutant on one case in one world; ``is_prey`` tells that the case must kill it."""
+    """One mutant on one case in one world; ``must_kill`` tells that the case must kill it."""
 
     mutant: str
     case: str
     world: str
-    is_prey: bool
+    must_kill: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,36 +122,36 @@ def mutant_name(engine: str) -> str:
     return engine.rpartition(":")[2]
 
 
-def prey_of(marks: Iterable[Mark], *, where: str) -> frozenset[Prey]:
-    """Read ``prey`` marks, all of them together; raises UsageError for one that cannot be read."""
-    found: set[Prey] = set()
+def kills_of(marks: Iterable[Mark], *, where: str) -> frozenset[MustKill]:
+    """Read ``kills`` marks, all of them together; raises UsageError for one that cannot be read."""
+    found: set[MustKill] = set()
     for mark in marks:
         names, world = mark.args, mark.kwargs.get("world", "")
         is_spelt = names and all(isinstance(name, str) for name in names) and isinstance(world, str)
         if not is_spelt or set(mark.kwargs) - {"world"}:
             given = ", ".join([*map(repr, names), *(f"{k}={v!r}" for k, v in mark.kwargs.items())])
             raise UsageError(
-                f"the prey mark of {where}",
+                f"the kills mark of {where}",
                 expected="names of mutants, and perhaps world=",
-                got=f"prey({given})",
-                hint='@pytest.mark.prey("SumsInsteadOfAveraging", world="threads:4")',
+                got=f"kills({given})",
+                hint='@pytest.mark.kills("SumsInsteadOfAveraging", world="threads:4")',
             )
         if world:
             WorldSpec.parse(world)
-        found |= {Prey(mutant=name, world=world) for name in names}
+        found |= {MustKill(mutant=name, world=world) for name in names}
     return frozenset(found)
 
 
 def check_names(cases: Iterable[MarkedCase], known: Collection[str]) -> None:
-    """Raise UsageError for prey that is no mutant, all of it at once."""
+    """Raise UsageError for a name that is no mutant, all of it at once."""
     unknown: dict[str, str] = {}  # with the first case that names it
     for case in cases:
-        for name in sorted({prey.mutant for prey in case.prey} - set(known)):
+        for name in sorted({kill.mutant for kill in case.kills} - set(known)):
             unknown.setdefault(name, case.id)
     if unknown:
         near = [n for name in unknown for n in difflib.get_close_matches(name, known, n=1, cutoff=0.4)]
         raise UsageError(
-            f"the prey mark of {', '.join(dict.fromkeys(unknown.values()))}",
+            f"the kills mark of {', '.join(dict.fromkeys(unknown.values()))}",
             expected="names of mutants",
             got=", ".join(map(repr, unknown)),
             hint=" or ".join(map(repr, dict.fromkeys(near))) or "names from engine/mutants",
@@ -170,13 +168,13 @@ def pairs(
     first = next((world for world in worlds if case.suits(world)), None)
     found = []
     for mutant in mutants:
-        marks = [prey for prey in case.prey if prey.mutant == mutant]
-        asked = sorted({prey.world for prey in marks if prey.world})
+        marks = [kill for kill in case.kills if kill.mutant == mutant]
+        asked = sorted({kill.world for kill in marks if kill.world})
         for world in asked:
             _refuse_unsuited(case, world)
         if marks or breadth is Breadth.ALL:
             places = asked or ([first] if first else [])
-            found += [Pair(mutant=mutant, case=case.id, world=w, is_prey=bool(marks)) for w in places]
+            found += [Pair(mutant=mutant, case=case.id, world=w, must_kill=bool(marks)) for w in places]
     return tuple(found)
 
 
@@ -197,7 +195,7 @@ def read_selection(folder: Path) -> Selection | None:
 def _refuse_unsuited(case: MarkedCase, world: str) -> None:
     if not case.suits(world):
         raise UsageError(
-            f"the prey mark of {case.id}",
+            f"the kills mark of {case.id}",
             expected=f"a world for {' and '.join(sizes.name for sizes in case.sizes)}, as its worlds mark says",
             got=f"world={world!r}",
             hint="another world, or none",

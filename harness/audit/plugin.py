@@ -1,9 +1,9 @@
-"""The hunt: a pytest plugin that gives each case the mutants it is to kill, instead of every engine.
+"""A pytest plugin for mutation testing: each case runs on the mutants that it must kill, instead of on every engine.
 
 [Note: the placeholder] What a case's marks say is known once all its parameters are, that is, on the collected
 item; but the mutants are parameters themselves. So every case is first collected with each mutant that any of its
-marks may name, and once with nobody. The item with nobody stands for the case: it tells what the marks of the case
-are, whether -k leaves it, and never runs.
+marks may name, and once with a placeholder. That item stands for the case: it has the marks of the case, shows
+whether -k leaves it, and never runs.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from harness.audit.marks import (
     Pair,
     Selection,
     check_names,
+    kills_of,
     mutant_name,
     pairs,
-    prey_of,
     write_selection,
 )
 from harness.cases.case_id import Node
@@ -35,14 +35,14 @@ from harness.runner.target import PLACEHOLDER, Cell
 from harness.worlds.sizes import Sizes
 from harness.worlds.spec import WorldSpec
 
-__all__ = ["Grounds", "Hunt"]
+__all__ = ["MutationPlugin", "MutationRun"]
 
 _Key = tuple[str, str, str]  # Node.key: what identifies the record of a pair
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Grounds:
-    """Where a hunt goes: engines by the names of their mutants, worlds in the order of preference."""
+class MutationRun:
+    """What is run: engines by the names of their mutants, worlds in the order of preference."""
 
     engines: dict[str, str]
     worlds: tuple[str, ...]
@@ -51,13 +51,13 @@ class Grounds:
     out: Path | None = None
 
     @classmethod
-    def of(cls, cells: Sequence[Cell], config: pytest.Config) -> Grounds:
+    def of(cls, cells: Sequence[Cell], config: pytest.Config) -> MutationRun:
         """Read a session's cells and options."""
         out = config.getoption("--out")
         return cls(
             engines={mutant_name(cell.engine): cell.engine for cell in cells},
             worlds=tuple(dict.fromkeys(str(cell.world) for cell in cells)),
-            breadth=Breadth(config.getoption("--prey")),
+            breadth=Breadth(config.getoption("--mutants")),
             deadline_s=cells[0].world.deadline_s,
             out=Path(out) if out else None,
         )
@@ -80,30 +80,30 @@ class _Meeting:
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add the option that chooses pairs."""
     parser.getgroup("shardproof").addoption(
-        "--prey",
+        "--mutants",
         choices=[str(breadth.value) for breadth in Breadth],
-        help="engines are mutants: give each case those that its prey marks name, or one case each of these, or all",
+        help="engines are mutants: give each case those that its `kills` marks name, or one case each of these, or all",
     )
 
 
 @pytest.hookimpl(trylast=True)  # after the plugin that reads engines and worlds
 def pytest_configure(config: pytest.Config) -> None:
     """Choose the engine and the world of each case instead of the plugin that runs it."""
-    if config.getoption("--prey"):
+    if config.getoption("--mutants"):
         config.stash[CELLS_ARE_CHOSEN] = True
-        grounds = Grounds.of(config.stash[CELLS], config)
-        config.pluginmanager.register(Hunt(grounds), "shardproof-hunt")
+        grounds = MutationRun.of(config.stash[CELLS], config)
+        config.pluginmanager.register(MutationPlugin(grounds), "shardproof-mutants")
 
 
-class Hunt:
+class MutationPlugin:
     """Selects pairs of mutant and case, writes them down, and says how it goes without calling a kill a failure."""
 
-    def __init__(self, grounds: Grounds) -> None:
+    def __init__(self, grounds: MutationRun) -> None:
         self._grounds = grounds
 
     @pytest.hookimpl(tryfirst=True)  # so that the cell comes first in ids, where Node finds it
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
-        """Give every test that asks for a trial each mutant that a mark of it may name, and nobody once."""
+        """Give every test that asks for a trial each mutant that a mark of it may name, and the placeholder once."""
         if "trial" not in metafunc.fixturenames:
             return
         cells = [
@@ -116,9 +116,9 @@ class Hunt:
     def pytest_collection_modifyitems(
         self, config: pytest.Config, items: list[pytest.Item]
     ) -> Iterator[None]:
-        """Keep the pairs; nobody stays until others have chosen among the cases, then goes."""
+        """Keep the pairs; placeholders stay until other plugins have chosen among the cases, then go."""
         try:
-            cases = [_marked(item) for item in items if _is_nobody(item)]
+            cases = [_marked(item) for item in items if _is_placeholder(item)]
             check_names(cases, self._grounds.engines)
             met = [self._meeting(case) for case in cases]
             if self._grounds.breadth is Breadth.ONCE:
@@ -128,10 +128,10 @@ class Hunt:
             refuse(config, items, error)
             yield
             return
-        items[:] = [item for item in items if _is_nobody(item) or _key(item) in wanted]
+        items[:] = [item for item in items if _is_placeholder(item) or _key(item) in wanted]
         yield
-        left = {_case(item) for item in items if _is_nobody(item)}
-        items[:] = [item for item in items if not _is_nobody(item)]
+        left = {_case(item) for item in items if _is_placeholder(item)}
+        items[:] = [item for item in items if not _is_placeholder(item)]
         if self._grounds.out is not None:
             chosen = tuple(wanted[key] for item in items if (key := _key(item)) in wanted)
             met = [meeting for meeting in met if meeting.case in left]
@@ -155,20 +155,20 @@ class Hunt:
         worlds = [world for world in self._grounds.worlds if outer.suits(world)]
         if not any(mark.name == "worlds" for mark in inner):
             worlds = worlds[:1]  # each of its cases will be asked in the first
-        marks = [*definition.iter_markers("prey"), *(mark for mark in inner if mark.name == "prey")]
+        marks = [*definition.iter_markers("kills"), *(mark for mark in inner if mark.name == "kills")]
         try:
-            prey = prey_of(marks, where=definition.nodeid)
+            kills = kills_of(marks, where=definition.nodeid)
         except UsageError:
-            prey = (
+            kills = (
                 frozenset()
             )  # told better from the items, where it ends the session and not this file alone
         names = (
-            {p.mutant for p in prey}
+            {p.mutant for p in kills}
             if self._grounds.breadth is not Breadth.ALL
             else set(self._grounds.engines)
         )
         wanted = {(name, world) for name in names for world in worlds}
-        wanted |= {(p.mutant, p.world) for p in prey if p.world}
+        wanted |= {(p.mutant, p.world) for p in kills if p.world}
         engines = self._grounds.engines
         return [self._grounds.cell(engines[name], w) for name, w in sorted(wanted) if name in engines]
 
@@ -179,7 +179,7 @@ class Hunt:
             here = tuple(pair for pair in met if _is_here(pair.world))
             return _Meeting(case=case.id, pairs=here, elsewhere=tuple(p for p in met if p not in here))
         is_suited = any(case.suits(world) for world in self._grounds.worlds)
-        why = "no prey mark" if is_suited else f"makes no sense in {', '.join(self._grounds.worlds)}"
+        why = "no kills mark" if is_suited else f"makes no sense in {', '.join(self._grounds.worlds)}"
         return _Meeting(case=case.id, why=why)
 
     def _wanted(self, met: Sequence[_Meeting], items: Sequence[pytest.Item]) -> dict[_Key, Pair]:
@@ -188,7 +188,7 @@ class Hunt:
         found = {(engines[p.mutant], p.case, p.world): p for meeting in met for p in meeting.pairs}
         for key in sorted(found.keys() - set(map(_key, items))):
             raise UsageError(
-                f"the prey mark of {found[key].case}",
+                f"the kills mark of {found[key].case}",
                 expected="a mark on the module, the test, or a value in a list given to parametrize",
                 got=f"{found[key].mutant} from elsewhere",
                 hint="moving the mark",
@@ -222,7 +222,7 @@ def _is_here(world: str) -> bool:
     return torch.cuda.is_available()
 
 
-def _is_nobody(item: pytest.Item) -> bool:
+def _is_placeholder(item: pytest.Item) -> bool:
     cell = _cell(item)
     return cell is not None and cell.is_placeholder
 
@@ -246,4 +246,4 @@ def _case(item: pytest.Item) -> str:
 def _marked(item: pytest.Item) -> MarkedCase:
     case = _case(item)
     sizes: tuple[Sizes, ...] = tuple(mark.args[0] for mark in item.iter_markers("worlds"))
-    return MarkedCase(id=case, prey=prey_of(item.iter_markers("prey"), where=case), sizes=sizes)
+    return MarkedCase(id=case, kills=kills_of(item.iter_markers("kills"), where=case), sizes=sizes)

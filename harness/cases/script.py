@@ -20,7 +20,7 @@ from torch import nn
 from engine.contract import Capability, UnitHandle, WrapperNames
 from harness.tracing.ledger import Ledger
 
-__all__ = ["Actor", "Batch", "Bench", "EachMicrobatch", "Evaluation", "Script"]
+__all__ = ["Actor", "Batch", "EachMicrobatch", "Evaluation", "InterfaceBench", "Script"]
 
 
 class Evaluation(Enum):
@@ -48,7 +48,7 @@ class Batch(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Bench:
+class InterfaceBench:
     """What calls of an engine's own interface work with, on one rank: its names, and whom to tell what was seen.
 
     ``ledger`` gives what this rank has communicated so far.
@@ -122,7 +122,7 @@ class Actor(ABC):
         """Say that the loop holds on to tensors, which are nobody else's to let go of; a watch may want to know."""
 
     @abstractmethod
-    def bench(self) -> Bench | None:
+    def bench(self) -> InterfaceBench | None:
         """Give what calls of the engine's own interface need; None where there is no engine."""
 
     @abstractmethod

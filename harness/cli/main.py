@@ -54,7 +54,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Judge engines on suites: launch worlds, record verdicts, write the reports."""
     from harness.records.provenance import today
     from harness.records.run import refuse_existing
-    from harness.runner.options import Effort
+    from harness.runner.options import RunOptions
     from harness.verdicts import known_failures_file
     from harness.worlds.spec import WorldSpec
 
@@ -67,7 +67,7 @@ def run(arguments: argparse.Namespace) -> int:
         known_failures_file.read(file, today=today())
     for world in arguments.world or []:
         WorldSpec.parse(world)
-    effort = Effort(
+    effort = RunOptions(
         seed=arguments.schedule_seed, num_schedules=arguments.schedules, is_thorough=arguments.thorough
     )
     if not _any_is_usable(arguments.engine or sorted(BUILT_IN), arguments.deadline):
@@ -189,14 +189,14 @@ def coverage(arguments: argparse.Namespace) -> int:
 
 
 def mutants(arguments: argparse.Namespace) -> int:
-    """Show that every case kills the engines wrong on purpose that its prey marks name; prints the kill matrix.
+    """Run mutation testing: check that each case kills the mutants that its `kills` marks name; prints the kill matrix.
 
     Returns 1 where one of them survives, where a mutant is killed by no case, or where a case kills no mutant.
     """
-    from harness.cli.mutants import Request, hunt, shipped
+    from harness.cli.mutants import Request, run_mutants, shipped
 
     now = f"{datetime.now(UTC):%Y%m%d-%H%M%S}"
-    return hunt(
+    return run_mutants(
         Request(
             targets=shipped(),
             suites=tuple(suites(arguments.suite)),
@@ -326,14 +326,14 @@ def _add_proofs(commands: Any) -> None:
         dest="breadth",
         action="store_const",
         const=Breadth.ALL,
-        help="every mutant on every case, not only its prey",
+        help="every mutant on every case, not only on those that name it",
     )
     breadth.add_argument(
         "--quick",
         dest="breadth",
         action="store_const",
         const=Breadth.ONCE,
-        help="every mutant on one case, the first whose prey it is",
+        help="every mutant on one case, the first that names it",
     )
     sub.set_defaults(command=mutants)
 

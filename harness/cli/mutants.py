@@ -19,7 +19,7 @@ from harness.runner.invoke import CONFORMS, DOES_NOT_CONFORM, OUR_FAULT, USAGE, 
 from harness.worlds.spec import WorldSpec
 from reports.kills import render, write_kills
 
-__all__ = ["Request", "conclude", "hunt", "shipped"]
+__all__ = ["Request", "conclude", "run_mutants", "shipped"]
 
 # How pytest ends where tests ran, whether they passed (0) or not (1), and where none was left to run (5).
 _COLLECTED = (0, 1, 5)
@@ -28,7 +28,7 @@ _USAGE_ERROR = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """What to hunt, with which cases, where; ``is_whole`` tells that ``suites`` are all and there is no keyword."""
+    """Which mutants run on which cases, where; ``is_whole`` means all suites and no keyword."""
 
     targets: tuple[Target, ...]
     suites: tuple[Path, ...]
@@ -55,7 +55,7 @@ def shipped() -> tuple[Target, ...]:
     )
 
 
-def hunt(request: Request) -> int:
+def run_mutants(request: Request) -> int:
     """Run the pairs, write and print the kill matrix; returns the exit code."""
     started = time.monotonic()
     refuse_existing(request.out)
@@ -94,7 +94,7 @@ def _arguments(request: Request) -> list[str]:
         *map(str, request.suites),
         *(f"--engine={target.engine}" for target in request.targets),
         *(f"--world={world}" for world in request.worlds),
-        f"--prey={request.breadth.value}",
+        f"--mutants={request.breadth.value}",
         f"--out={request.out}",
         f"--deadline={request.deadline_s}",
         "--no-expectations",  # an excuse for an honest engine must not save a mutant

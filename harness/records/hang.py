@@ -8,10 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-__all__ = ["Autopsy", "CallRecord", "Difference", "Doing", "RankAutopsy", "Side"]
+__all__ = ["CallRecord", "Divergence", "HangReport", "RankActivity", "RankAutopsy", "Side"]
 
 
-class Doing(StrEnum):
+class RankActivity(StrEnum):
     """What a rank was doing when its world was stopped."""
 
     WAITING = "waiting"  # in a call that has not completed
@@ -58,7 +58,7 @@ class RankAutopsy:
 
     rank: int
     ended: str
-    doing: Doing
+    doing: RankActivity
     call: CallRecord | None
     awaits: tuple[int, ...]
     frames: tuple[str, ...]
@@ -74,7 +74,7 @@ class Side:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Difference:
+class Divergence:
     """Where members of a group part: at which ``position`` of its calls, the last in common before, and the sides.
 
     ``strayed`` is where they had already been in different places of the training, though their calls were alike:
@@ -91,7 +91,7 @@ class Difference:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Autopsy:
+class HangReport:
     """Why a world could not go on: a line for a person, every rank, and the group in which it began.
 
     ``blamed`` are the ranks that others wait for and that wait for nobody; in a cycle of waiting ranks, all of them
@@ -102,4 +102,4 @@ class Autopsy:
     blamed: tuple[int, ...]
     cycle: tuple[int, ...]
     ranks: tuple[RankAutopsy, ...]
-    difference: Difference | None
+    difference: Divergence | None

@@ -13,7 +13,7 @@ from typing import Any
 from engine.contract import Cut, NoGradient, Shard
 from harness.errors import UnreadableError
 from harness.records.tensor_file import read_tree, write_tree
-from harness.tracing.events import Course
+from harness.tracing.events import EventLog
 from harness.tracing.ledger import Ledger
 from harness.tracing.memory import report as lifetimes
 from harness.tracing.memory.census_report import Count, counts_from_json, counts_to_json
@@ -76,7 +76,7 @@ class Observation:
     repeat_digests: tuple[str, ...] = ()
     race_report: RaceReport | None = None
     lifetime_report: LifetimeReport | None = None
-    course: Course = ()
+    course: EventLog = ()
     cut: Cut = Cut.EVENLY
     no_gradient: NoGradient = NoGradient.NONE
     counts: tuple[Count, ...] = ()
@@ -139,7 +139,7 @@ def _tensors(observation: Observation) -> Iterator[tuple[str, Shard]]:
     yield from ((name, shard) for group in groups for name, shard in group.items() if shard is not None)
 
 
-def load_observation(path: Path, ledger: Ledger, course: Course = ()) -> Observation:
+def load_observation(path: Path, ledger: Ledger, course: EventLog = ()) -> Observation:
     """Read what `save_observation` wrote; raises UnreadableError for a missing or damaged file."""
     try:
         return _observation(read_tree(path), ledger, course)
@@ -153,7 +153,7 @@ def load_observation(path: Path, ledger: Ledger, course: Course = ()) -> Observa
 
 
 # Any, from here on: the trees that files hold.
-def _observation(plain: dict[str, Any], ledger: Ledger, course: Course) -> Observation:
+def _observation(plain: dict[str, Any], ledger: Ledger, course: EventLog) -> Observation:
     return Observation(
         rank=plain["rank"],
         input_digest=plain["input_digest"],

@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import TypeVar
 
 from harness.records import codec
-from harness.records.hang import Autopsy
+from harness.records.hang import HangReport
 from harness.records.verdict import Verdict
 
 __all__ = [
@@ -157,7 +157,7 @@ class Record:
     command: str = ""
     duration_s: float = 0.0
     expectation: Expectation | None = None
-    autopsy: Autopsy | None = None
+    autopsy: HangReport | None = None
     output: str = ""
     schema: int = SCHEMA_VERSION
 

@@ -13,12 +13,21 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from harness.records.manifest import MANIFEST, changes
-from harness.tracing.events import Course, Happening, flights, stretches
+from harness.tracing.events import EventKind, EventLog, flights, stretches
 from harness.tracing.journal import UNREADABLE, read_journal
 from harness.tracing.ledger import Entry, Op, Phase
 from harness.tracing.races.report import RACES, Race, Touch, report_from_json
 
-__all__ = ["COMPUTE", "Clash", "Moment", "Passage", "RankTimeline", "Spell", "Timeline", "read_timeline"]
+__all__ = [
+    "COMPUTE",
+    "CollectiveSpan",
+    "Moment",
+    "RaceMark",
+    "RankTimeline",
+    "Timeline",
+    "UnitSpan",
+    "read_timeline",
+]
 
 COMPUTE = "compute"
 """The lane of what computes: the default stream, and the host where nobody watched streams."""
@@ -36,7 +45,7 @@ class Moment:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Spell:
+class UnitSpan:
     """A unit computes, or the loop is in a phase, which has no unit."""
 
     unit: str | None
@@ -53,7 +62,7 @@ class Spell:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Passage:
+class CollectiveSpan:
     """One collective from its issue to the first wait of what computes; ``landed`` is None where there was none.
 
     ``lane`` is the stream on which it was issued where streams were watched, else its group.
@@ -71,7 +80,7 @@ class Passage:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Clash:
+class RaceMark:
     """A race, with the lanes of its two touches and when they were; of an older report nobody knows when."""
 
     race: Race
@@ -86,10 +95,10 @@ class RankTimeline:
 
     rank: int
     lanes: tuple[str, ...]
-    phases: tuple[Spell, ...]
-    spells: tuple[Spell, ...]
-    passages: tuple[Passage, ...]
-    clashes: tuple[Clash, ...]
+    phases: tuple[UnitSpan, ...]
+    spells: tuple[UnitSpan, ...]
+    passages: tuple[CollectiveSpan, ...]
+    clashes: tuple[RaceMark, ...]
 
     def of_step(self, step: int) -> RankTimeline:
         """Keep what began in one step; a race is kept where its second touch was."""
@@ -166,8 +175,8 @@ def _read_rank(rank: int, journal: Path, problems: dict[str, str]) -> RankTimeli
 
 
 def _clashes(
-    file: Path, course: Course, lanes: tuple[str, ...], problems: dict[str, str]
-) -> tuple[Clash, ...]:
+    file: Path, course: EventLog, lanes: tuple[str, ...], problems: dict[str, str]
+) -> tuple[RaceMark, ...]:
     """Read a report of races; a damaged one is left out, because a part of it would clear the rest."""
     if file.name in problems or not file.is_file():
         return ()
@@ -179,26 +188,26 @@ def _clashes(
         return ()
 
 
-def _phases(course: Course) -> Iterator[Spell]:
+def _phases(course: EventLog) -> Iterator[UnitSpan]:
     began: list[int] = []
     for at, mark in enumerate(course):
-        if mark.what is Happening.BEGAN:
+        if mark.what is EventKind.BEGAN:
             began.append(at)
-        elif mark.what is Happening.ENDED and began:
+        elif mark.what is EventKind.ENDED and began:
             first = began.pop()
             # What lies between phases holds the others, and what the harness reads is none of the engine's.
             if mark.phase not in {Phase.BETWEEN, Phase.OBSERVE}:
                 yield _spell(course, None, first, at)
 
 
-def _spells(course: Course) -> Iterator[Spell]:
+def _spells(course: EventLog) -> Iterator[UnitSpan]:
     for stretch in stretches(course):
         yield _spell(course, stretch.unit, stretch.first, stretch.last)
 
 
-def _spell(course: Course, unit: str | None, first: int, last: int) -> Spell:
+def _spell(course: EventLog, unit: str | None, first: int, last: int) -> UnitSpan:
     mark = course[first]
-    return Spell(
+    return UnitSpan(
         unit=unit,
         phase=mark.phase,
         step=mark.step,
@@ -208,14 +217,14 @@ def _spell(course: Course, unit: str | None, first: int, last: int) -> Spell:
     )
 
 
-def _passages(course: Course, entries: dict[int, Entry]) -> Iterator[Passage]:
-    streams = {mark.seq: mark.stream for mark in course if mark.what is Happening.PLACED}
+def _passages(course: EventLog, entries: dict[int, Entry]) -> Iterator[CollectiveSpan]:
+    streams = {mark.seq: mark.stream for mark in course if mark.what is EventKind.PLACED}
     for flight in flights(course):
         entry = entries.get(flight.seq)
         if entry is None or entry.phase is Phase.OBSERVE:
             continue
         stream = streams.get(flight.seq)
-        yield Passage(
+        yield CollectiveSpan(
             entry=entry,
             lane=_group_lane(entry) if stream is None else _stream_lane(stream),
             issued=_moment(course, flight.issued),
@@ -223,8 +232,8 @@ def _passages(course: Course, entries: dict[int, Entry]) -> Iterator[Passage]:
         )
 
 
-def _clash(race: Race, course: Course, lanes: tuple[str, ...]) -> Clash:
-    return Clash(
+def _clash(race: Race, course: EventLog, lanes: tuple[str, ...]) -> RaceMark:
+    return RaceMark(
         race=race,
         lanes=(_touch_lane(race.first, lanes), _touch_lane(race.second, lanes)),
         first=_moment_at(course, race.first.at_ns),
@@ -250,11 +259,11 @@ def _group_lane(entry: Entry) -> str:
     return f"axis {entry.axis}" if entry.axis else f"{len(entry.group)} ranks"
 
 
-def _moment(course: Course, at: int) -> Moment:
+def _moment(course: EventLog, at: int) -> Moment:
     return Moment(at_ns=course[at].at_ns, place=at)
 
 
-def _moment_at(course: Course, at_ns: int) -> Moment:
+def _moment_at(course: EventLog, at_ns: int) -> Moment:
     """Give the place of the last thing before a time that the journal has no line for."""
     before = [at for at, mark in enumerate(course) if mark.at_ns <= at_ns]
     return Moment(at_ns=at_ns, place=before[-1] if before else 0)

@@ -16,7 +16,7 @@ from harness.tracing.ledger import Ledger
 from harness.worlds.outcome import Abandoned, Died, Outcome, Raised, Returned, TimedOut, WorldResult
 from harness.worlds.rank import journal_path
 
-__all__ = ["Kept", "check_kept", "keep_result", "load_kept", "observation_path"]
+__all__ = ["SavedResult", "check_kept", "keep_result", "load_kept", "observation_path"]
 
 _OUTCOMES = "outcomes.json"
 _READ = {_OUTCOMES, "engine.json", "schedule"}  # besides what the ranks wrote
@@ -26,7 +26,7 @@ _KINDS: Mapping[str, type[Outcome]] = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Kept:
+class SavedResult:
     """What one world left: how its ranks ended, each rank's ledger, and the observations if all trained.
 
     ``refusals`` are the words of the ranks that refused the plan, by rank.
@@ -69,7 +69,7 @@ def _is_read(path: Path) -> bool:
     return path.is_file() and (path.name.startswith("rank") or path.name in _READ)
 
 
-def load_kept(folder: Path) -> Kept:
+def load_kept(folder: Path) -> SavedResult:
     """Read one world's folder; raises UnreadableError when it is not there or not whole."""
     try:
         plain = json.loads((folder / _OUTCOMES).read_text())
@@ -94,7 +94,7 @@ def load_kept(folder: Path) -> Kept:
         else ()
     )
     ledgers = tuple(journal.ledger for journal in journals)
-    return Kept(result=result, refusals=refusals, ledgers=ledgers, ranks=ranks)
+    return SavedResult(result=result, refusals=refusals, ledgers=ledgers, ranks=ranks)
 
 
 def _journal(path: Path) -> Journal:

@@ -30,7 +30,7 @@ from harness.training.oracle_answer import ask_oracle
 from harness.worlds.launch import WorldPool
 from harness.worlds.spec import WorldKind
 
-__all__ = ["Archive", "Source", "unexercised"]
+__all__ = ["ObservationCache", "Source", "unexercised"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +45,7 @@ class Source:
     is_replay: bool = False
 
 
-class Archive:
+class ObservationCache:
     """Gives what was observed of a training, running it where nobody has yet; remembers all of it."""
 
     def __init__(self, source: Source) -> None:

@@ -11,11 +11,11 @@ from harness.worlds.spec import WorldKind, WorldSpec
 if TYPE_CHECKING:
     from harness.cases.training import Training
 
-__all__ = ["Effort"]
+__all__ = ["RunOptions"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Effort:
+class RunOptions:
     """What a run spends on each case.
 
     Where ranks are threads a case is run once for each of ``num_schedules`` seeds, the first being ``seed``; in

@@ -19,8 +19,8 @@ from harness.records.provenance import today
 from harness.records.record import Expectations
 from harness.records.run import read_run, refuse_existing
 from harness.runner.collection import Refusals
-from harness.runner.options import Effort
-from harness.runner.record_writer import Sink
+from harness.runner.options import RunOptions
+from harness.runner.record_writer import RecordWriter
 from harness.runner.target import Cell
 from harness.verdicts import known_failures_file
 from harness.worlds.processes.forkserver import forkserver_context
@@ -31,7 +31,7 @@ __all__ = ["CELLS", "CELLS_ARE_CHOSEN", "EFFORT", "EXPECTATIONS", "will_run"]
 
 CELLS = pytest.StashKey[Sequence[Cell]]()
 CELLS_ARE_CHOSEN = pytest.StashKey[bool]()  # by another plugin, for each case by itself
-EFFORT = pytest.StashKey[Effort]()
+EFFORT = pytest.StashKey[RunOptions]()
 EXPECTATIONS = pytest.StashKey[Expectations | None]()
 
 _DEFAULT_WORLDS = ["threads:2"]
@@ -40,7 +40,7 @@ _MARKS = (
     "device(name): the only device that can show what a case asks",
     "rows(id, ...): the upstream tests that a case stands for",
     "api(name, ...): the names of FullyShardedDataParallel's interface that a case stands for",
-    "prey(mutant, ..., world=None): the mutants that a case must kill, in one world or in the first that suits it",
+    "kills(mutant, ..., world=None): the mutants that a case must kill, in one world or in the first that suits it",
 )
 _TO_WORKER = "shardproof.expectations"
 
@@ -98,7 +98,7 @@ def pytest_configure(config: pytest.Config) -> None:
         raise pytest.UsageError(str(error)) from error
     if not hasattr(config, "workerinput"):
         out = config.getoption("--out")
-        sink = Sink(
+        sink = RecordWriter(
             config,
             config.stash[CELLS],
             config.stash[EXPECTATIONS],
@@ -144,13 +144,13 @@ def _cells(config: pytest.Config) -> list[Cell]:
     return [Cell(engine=engine, world=world) for engine in engines for world in worlds]
 
 
-def _effort(config: pytest.Config) -> Effort:
+def _effort(config: pytest.Config) -> RunOptions:
     """Read the options; a replay looks at what the run to replay made its effort for."""
     replay = config.getoption("--replay")
     if replay:
         made = read_run(Path(replay)).header
-        return Effort(seed=made.seed, num_schedules=made.num_schedules, is_thorough=made.is_thorough)
-    return Effort(
+        return RunOptions(seed=made.seed, num_schedules=made.num_schedules, is_thorough=made.is_thorough)
+    return RunOptions(
         seed=config.getoption("--schedule-seed"),
         num_schedules=config.getoption("--schedules"),
         is_thorough=config.getoption("--thorough"),

@@ -23,7 +23,7 @@ from harness.records.record import Expectations, Record, UnusedExpectation, from
 from harness.records.run import RunWriter
 from harness.records.verdict import Verdict
 from harness.runner.interruption import uninterrupted
-from harness.runner.options import Effort
+from harness.runner.options import RunOptions
 from harness.runner.target import Cell
 from harness.torch_compat.releases import remark
 from harness.verdicts.known_failures import Ran, unused
@@ -35,7 +35,7 @@ __all__ = [
     "RECORD_PROPERTY",
     "UNAVAILABLE",
     "UNAVAILABLE_FROM_WORKER",
-    "Sink",
+    "RecordWriter",
 ]
 
 RECORD_PROPERTY = "shardproof.record"  # the user property under which a test's report carries its record
@@ -46,7 +46,7 @@ UNAVAILABLE = pytest.StashKey[dict[str, str]]()  # engines that cannot be judged
 UNAVAILABLE_FROM_WORKER = "shardproof.unavailable"
 
 
-class Sink:
+class RecordWriter:
     """Writes each record as its report arrives; one process, so that lines never interleave.
 
     Without ``out`` it only counts verdicts.
@@ -58,7 +58,7 @@ class Sink:
         cells: Sequence[Cell],
         expectations: Expectations | None,
         out: Path | None,
-        effort: Effort,
+        effort: RunOptions,
     ) -> None:
         self._config = config
         self._cells = cells

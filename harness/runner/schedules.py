@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from harness.records.world_result import Kept, keep_result, load_kept, observation_path
+from harness.records.world_result import SavedResult, keep_result, load_kept, observation_path
 from harness.worlds.launch import World
 from harness.worlds.outcome import Returned, WorldResult
 from harness.worlds.spec import WorldSpec
@@ -22,7 +22,7 @@ class Scheduled(NamedTuple):
     """What a world left under the schedule of one seed."""
 
     seed: int
-    kept: Kept
+    kept: SavedResult
 
 
 # Any: the body's own arguments.
@@ -87,7 +87,7 @@ def _drop_repetitions(places: list[Path]) -> None:
             shutil.rmtree(place)
 
 
-def _is_repetition(place: Path, first_place: Path, first: Kept) -> bool:
+def _is_repetition(place: Path, first_place: Path, first: SavedResult) -> bool:
     kept = load_kept(place)
     ranks = [o.rank for o in first.ranks]
     return (

@@ -15,8 +15,8 @@ from harness.laws.races import NoRaces
 from harness.records.ledger_summary import summarize
 from harness.records.record import LedgerLine, Record
 from harness.records.verdict import Verdict
-from harness.runner.observation_cache import Archive, Source, unexercised
-from harness.runner.options import Effort
+from harness.runner.observation_cache import ObservationCache, Source, unexercised
+from harness.runner.options import RunOptions
 from harness.runner.target import Cell
 from harness.training.oracle import OracleObservation
 from harness.verdicts.case import Case
@@ -43,9 +43,9 @@ class _Judged:
 class TrialSession:
     """Runs and judges cases."""
 
-    def __init__(self, source: Source, effort: Effort | None = None) -> None:
-        self._effort = effort or Effort()
-        self._archive = Archive(source)
+    def __init__(self, source: Source, effort: RunOptions | None = None) -> None:
+        self._effort = effort or RunOptions()
+        self._archive = ObservationCache(source)
 
     def run(self, case: Case, cell: Cell, *, suite: str, command: str) -> Record:
         """Judge one case in one cell; our own errors become the verdict ERRORED, the caller's are raised.

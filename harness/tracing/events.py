@@ -15,9 +15,9 @@ from typing import Any
 from harness.tracing.ledger import Phase, expect
 
 __all__ = [
-    "Course",
+    "EventKind",
+    "EventLog",
     "Flight",
-    "Happening",
     "Mark",
     "Stretch",
     "flights",
@@ -26,7 +26,7 @@ __all__ = [
 ]
 
 
-class Happening(StrEnum):
+class EventKind(StrEnum):
     """What happened; the order is that in which one unit passes through them."""
 
     BEGAN = "a phase of the loop began"
@@ -54,7 +54,7 @@ class Mark:
     the stream where a call was placed, which a watch over streams alone can tell.
     """
 
-    what: Happening
+    what: EventKind
     at_ns: int
     phase: Phase
     step: int
@@ -64,7 +64,7 @@ class Mark:
     stream: str | None = None
 
 
-Course = tuple[Mark, ...]
+EventLog = tuple[Mark, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,7 +105,7 @@ def marks_of(line: Mapping[str, Any]) -> tuple[Mark, ...]:
 def _marks(line: Mapping[str, Any]) -> Iterator[Mark]:
     for what, at_ns, phase, step, microbatch, unit, seq, stream in line.get("marks", ()):
         yield Mark(
-            what=Happening[what],
+            what=EventKind[what],
             at_ns=at_ns,
             phase=Phase(phase),
             step=step,
@@ -118,7 +118,7 @@ def _marks(line: Mapping[str, Any]) -> Iterator[Mark]:
         is_issue = "entry" in line
         place = line["entry"] if is_issue else line
         yield Mark(
-            what=Happening.ISSUED if is_issue else Happening.WAITED,
+            what=EventKind.ISSUED if is_issue else EventKind.WAITED,
             at_ns=line["at_ns"],
             phase=Phase(place["phase"]),
             step=place["step"],
@@ -128,16 +128,16 @@ def _marks(line: Mapping[str, Any]) -> Iterator[Mark]:
         )
 
 
-def flights(course: Course) -> tuple[Flight, ...]:
+def flights(course: EventLog) -> tuple[Flight, ...]:
     """Give every collective with its issue and landing, in the order of issue."""
     # Where streams were watched, what the host waited for on another stream orders nothing that computes.
-    is_watched = any(mark.what is Happening.JOINED for mark in course)
-    landing = Happening.JOINED if is_watched else Happening.WAITED
+    is_watched = any(mark.what is EventKind.JOINED for mark in course)
+    landing = EventKind.JOINED if is_watched else EventKind.WAITED
     landed = {mark.seq: at for at, mark in reversed([*enumerate(course)]) if mark.what is landing}
     return tuple(
         Flight(seq=mark.seq, issued=at, landed=landed.get(mark.seq))
         for at, mark in enumerate(course)
-        if mark.what is Happening.ISSUED and mark.seq is not None
+        if mark.what is EventKind.ISSUED and mark.seq is not None
     )
 
 
@@ -172,21 +172,21 @@ class _Stretches:
     def _read(self, at: int, mark: Mark) -> None:
         unit = mark.unit or ""
         match mark.what:
-            case Happening.BEGAN | Happening.ENDED:
+            case EventKind.BEGAN | EventKind.ENDED:
                 self._pause(at)
                 self._frames.clear()
-            case Happening.ENTERED:
+            case EventKind.ENTERED:
                 self._pause(at)
                 self._frames.append(_Frame(unit, mark.phase is Phase.BACKWARD))
-            case Happening.TURNED:
+            case EventKind.TURNED:
                 self._pause(at)
                 self._frames = [_Frame(unit, is_backward=True)]
-            case Happening.COMPUTES | Happening.GRADES:
+            case EventKind.COMPUTES | EventKind.GRADES:
                 if self._frames and self._frames[-1].unit == unit and self._frames[-1].since is None:
                     self._frames[-1].since = at
-            case Happening.LEFT:
+            case EventKind.LEFT:
                 self._leave(at, unit)
-            case Happening.GRADED:
+            case EventKind.GRADED:
                 # A recomputed forward may have been broken off, and is the unit's own backward in any case.
                 if any(frame.unit == unit for frame in self._frames):
                     self._pause(at)

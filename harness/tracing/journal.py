@@ -8,10 +8,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from harness.tracing.events import Course, Mark, marks_of
+from harness.tracing.events import EventLog, Mark, marks_of
 from harness.tracing.ledger import (
+    BufferViolation,
     Entry,
-    Harm,
     Ledger,
     Wait,
     completed,
@@ -33,7 +33,7 @@ class Journal(NamedTuple):
     """
 
     ledger: Ledger
-    course: Course
+    course: EventLog
     damaged: tuple[int, ...] = ()
 
 
@@ -74,7 +74,7 @@ class _Reading:
         self.marks: list[Mark] = []
         self._entries: list[Entry] = []
         self._waits: dict[int, Wait] = {}
-        self._harms: dict[int, tuple[Harm, ...]] = {}
+        self._harms: dict[int, tuple[BufferViolation, ...]] = {}
 
     def take(self, line: Any) -> None:
         marks = marks_of(line)

@@ -9,12 +9,12 @@ from types import UnionType
 from typing import Any
 
 __all__ = [
+    "BufferViolation",
     "Entry",
-    "Harm",
-    "HarmKind",
     "Ledger",
     "Op",
     "Phase",
+    "ViolationKind",
     "Wait",
     "completed",
     "entry_from_json",
@@ -71,7 +71,7 @@ class Wait:
     is_over: bool | None = field(default=None, compare=False)
 
 
-class HarmKind(StrEnum):
+class ViolationKind(StrEnum):
     """What became of a collective's buffers while it was under way."""
 
     INPUT_OVERWRITTEN = "its input was overwritten"
@@ -81,10 +81,10 @@ class HarmKind(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Harm:
+class BufferViolation:
     """Something done to a collective's buffers before its result was there, and where that was noticed, at the wait."""
 
-    kind: HarmKind
+    kind: ViolationKind
     phase: Phase
     step: int
     microbatch: int
@@ -125,7 +125,7 @@ class Entry:
     thread: str
     site: str
     group_name: str = field(default="", compare=False)
-    harms: tuple[Harm, ...] = ()
+    harms: tuple[BufferViolation, ...] = ()
 
     @property
     def signature(self) -> tuple[object, ...]:
@@ -202,22 +202,22 @@ def wait_from_json(data: Mapping[str, Any]) -> Wait:
     )
 
 
-def harm_to_json(harm: Harm) -> dict[str, object]:
+def harm_to_json(harm: BufferViolation) -> dict[str, object]:
     """Give the JSON object of a harm."""
     return asdict(harm)
 
 
 def completed(
-    entries: Iterable[Entry], waits: Mapping[int, Wait], harms: Mapping[int, tuple[Harm, ...]]
+    entries: Iterable[Entry], waits: Mapping[int, Wait], harms: Mapping[int, tuple[BufferViolation, ...]]
 ) -> Ledger:
     """Give entries with their waits and harms, which are known later, by the entries' numbers."""
     return tuple(replace(e, wait=waits.get(e.seq), harms=harms.get(e.seq, ())) for e in entries)
 
 
 # Any: JSON.
-def harm_from_json(data: Mapping[str, Any]) -> Harm:
+def harm_from_json(data: Mapping[str, Any]) -> BufferViolation:
     """Read what `harm_to_json` wrote."""
-    return Harm(**{**data, "kind": HarmKind(data["kind"]), "phase": Phase(data["phase"])})
+    return BufferViolation(**{**data, "kind": ViolationKind(data["kind"]), "phase": Phase(data["phase"])})
 
 
 def entry_from_json(data: Mapping[str, object]) -> Entry:

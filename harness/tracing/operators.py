@@ -19,7 +19,7 @@ from harness.torch_compat.dispatch import device_kernel
 from harness.torch_compat.private_names import optional
 from harness.tracing.collectives.backend import is_inside_backend
 
-__all__ = ["OperatorMode", "OperatorWitness"]
+__all__ = ["OperatorMode", "OperatorObserver"]
 
 # The door sees what these carry; the operators only hand over.
 _COMMUNICATION = frozenset({"c10d", "_c10d_functional", "_c10d_functional_autograd", "c10d_functional"})
@@ -43,7 +43,7 @@ class _Footprint:
     leaves_unwritten: bool
 
 
-class OperatorWitness(Protocol):
+class OperatorObserver(Protocol):
     """Who is told of operators; tensors are plain ones with memory of their own."""
 
     def operator(
@@ -69,7 +69,7 @@ _Mode: Any = optional("torch.utils._python_dispatch:TorchDispatchMode") or objec
 class OperatorMode(_Mode):  # type: ignore[misc]  # a class of Any
     """Tells the witnesses of each operator on the calling thread."""
 
-    def __init__(self, witnesses: Sequence[OperatorWitness]) -> None:
+    def __init__(self, witnesses: Sequence[OperatorObserver]) -> None:
         super().__init__()
         self._witnesses = witnesses
 

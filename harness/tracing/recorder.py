@@ -13,14 +13,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
-from harness.tracing.events import Happening
+from harness.tracing.events import EventKind
 from harness.tracing.ledger import (
+    BufferViolation,
     Entry,
-    Harm,
-    HarmKind,
     Ledger,
     Op,
     Phase,
+    ViolationKind,
     Wait,
     completed,
     entry_to_json,
@@ -70,7 +70,7 @@ class Recorder:
     def __init__(self, journal: Path | None = None) -> None:
         self._entries: list[Entry] = []
         self._waits: dict[int, Wait] = {}
-        self._harms: dict[int, tuple[Harm, ...]] = {}
+        self._harms: dict[int, tuple[BufferViolation, ...]] = {}
         self._over: set[int] = set()
         self._seq_of_group: Counter[tuple[object, ...]] = Counter()
         self._axis_of_group: dict[str, str] = {}
@@ -99,32 +99,32 @@ class Recorder:
         outer = (self._phase, self._step, self._microbatch)
         self._phase, self._step, self._microbatch = phase, step, microbatch
         self._units.clear()
-        self.mark(Happening.BEGAN)
+        self.mark(EventKind.BEGAN)
         try:
             yield
         finally:
-            self.mark(Happening.ENDED)
+            self.mark(EventKind.ENDED)
             self._phase, self._step, self._microbatch = outer
 
     def enter_unit(self, unit: str) -> None:
         """Note that a unit's forward began."""
         self._units.append(unit)
-        self.mark(Happening.ENTERED, unit)
+        self.mark(EventKind.ENTERED, unit)
 
     def leave_unit(self, unit: str) -> None:
         """Note that a unit's forward ended; tolerates units that an exception skipped."""
-        self.mark(Happening.LEFT, unit)
+        self.mark(EventKind.LEFT, unit)
         while self._units and self._units.pop() != unit:
             pass
 
-    def turn_to_unit(self, unit: str) -> None:
+    def enter_unit_backward(self, unit: str) -> None:
         """Note that backward reached a unit; it lasts until backward reaches another."""
         self._units[:] = [unit]
-        self.mark(Happening.TURNED, unit)
+        self.mark(EventKind.TURNED, unit)
 
     def mark(
         self,
-        what: Happening,
+        what: EventKind,
         unit: str | None = None,
         *,
         seq: int | None = None,
@@ -136,7 +136,7 @@ class Recorder:
 
     def note(
         self,
-        what: Happening,
+        what: EventKind,
         unit: str | None = None,
         *,
         seq: int | None = None,
@@ -201,11 +201,13 @@ class Recorder:
                 self._over.add(seq)
                 self._write_text(b'{"over":%d}\n' % seq)  # as short as it is frequent
 
-    def harmed(self, seq: int, kind: HarmKind, site: str) -> None:
+    def harmed(self, seq: int, kind: ViolationKind, site: str) -> None:
         """Write down what was done to the buffers of a call before its result was there; noticed now, at ``site``."""
         with self._lock:
             phase, step, microbatch, unit = self.place
-            harm = Harm(kind=kind, phase=phase, step=step, microbatch=microbatch, unit=unit, site=site)
+            harm = BufferViolation(
+                kind=kind, phase=phase, step=step, microbatch=microbatch, unit=unit, site=site
+            )
             self._harms[seq] = (*self._harms.get(seq, ()), harm)
             self._write({"harm": seq, **harm_to_json(harm)})
 

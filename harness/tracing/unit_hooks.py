@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from engine.contract import UnitHandle
-from harness.tracing.events import Happening
+from harness.tracing.events import EventKind
 from harness.tracing.ledger import Phase
 from harness.tracing.recorder import Recorder
 
@@ -52,7 +52,7 @@ def watching_states(units: Mapping[str, UnitHandle], recorder: Recorder) -> Iter
         for name, unit in units.items():
             if (is_whole := unit.is_unsharded()) is not seen[name]:
                 seen[name] = is_whole
-                recorder.note(Happening.UNSHARDED if is_whole else Happening.RESHARDED, name)
+                recorder.note(EventKind.UNSHARDED if is_whole else EventKind.RESHARDED, name)
 
     with recorder.watched_by(look):
         yield
@@ -88,13 +88,13 @@ class _Hooks:
 
     def compute(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
         """Say that the forward itself begins; have the gradients of its inputs say when backward is through."""
-        self._recorder.mark(Happening.COMPUTES, self._unit)
+        self._recorder.mark(EventKind.COMPUTES, self._unit)
         if self._recorder.place.phase is Phase.BACKWARD:
             return  # a forward that is run again: what it is given has said so the first time
         given = (t.grad_fn for t in _tensors_in(inputs) if t.requires_grad)
         # An engine that watches inputs puts one node of its own before them all, which this precedes.
         if (node := next((n for n in given if n is not None), None)) is not None:
-            node.register_prehook(self._marks(Happening.GRADED))
+            node.register_prehook(self._marks(EventKind.GRADED))
 
     def leave(self, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
         """End the turn, and have its outputs' gradients announce the unit's backward."""
@@ -109,12 +109,12 @@ class _Hooks:
         for tensor in _tensors_in(output):
             if tensor.grad_fn is not None and self._results.is_new(tensor):
                 # Hooks of a node run after those of its tensors, where engines gather.
-                tensor.grad_fn.register_prehook(self._marks(Happening.GRADES))
+                tensor.grad_fn.register_prehook(self._marks(EventKind.GRADES))
 
     def _arrive(self, gradient: torch.Tensor) -> None:
-        self._recorder.turn_to_unit(self._unit)
+        self._recorder.enter_unit_backward(self._unit)
 
-    def _marks(self, what: Happening) -> Callable[..., None]:
+    def _marks(self, what: EventKind) -> Callable[..., None]:
         def mark(*_: Any) -> None:
             self._recorder.mark(what, self._unit)
 

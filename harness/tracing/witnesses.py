@@ -12,12 +12,12 @@ from harness.torch_compat.dispatch import make_operators
 from harness.torch_compat.patching import Replacement
 from harness.tracing.collectives.call import Call
 from harness.tracing.current_rank import current_rank
-from harness.tracing.operators import OperatorMode, OperatorWitness
+from harness.tracing.operators import OperatorMode, OperatorObserver
 
-__all__ = ["Witness", "current_witnesses", "witnessed"]
+__all__ = ["Witness", "current_witnesses", "observing_operators"]
 
 
-class Witness(OperatorWitness, Protocol):
+class Witness(OperatorObserver, Protocol):
     """A watch over one rank: told of operators, collectives, waits for them, and resizes of storages."""
 
     def resized(self, storage: torch.UntypedStorage, num_bytes: int) -> None:
@@ -65,7 +65,7 @@ def current_witnesses() -> _Witnesses | None:
 
 
 @contextmanager
-def witnessed(*witnesses: Witness) -> Iterator[None]:
+def observing_operators(*witnesses: Witness) -> Iterator[None]:
     """Tell the witnesses what the calling thread's rank does to memory, until exit; with none, change nothing."""
     if not witnesses:
         yield

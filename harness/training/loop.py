@@ -127,7 +127,7 @@ def train(
     steps = []
     for step in range(training.schedule.steps):
         if training.resume is not None and step == training.resume.after_steps and adapter is not None:
-            loop.hand_over(_prepare(context, training, adapter, training.resume.plan))
+            loop.resume_in(_prepare(context, training, adapter, training.resume.plan))
         steps.append(loop.step(step))
     with recorder.during(Phase.OBSERVE):
         return Observation(
@@ -167,7 +167,7 @@ class _Loop:
         """Hash of all data so far."""
         return self._inputs.hexdigest()
 
-    def hand_over(self, successor: PreparedModel) -> None:
+    def resume_in(self, successor: PreparedModel) -> None:
         """Go on with another prepared model, which takes over the state of this one."""
         successor.optimizer(self._training.optimizer)
         with calling("full_state"):

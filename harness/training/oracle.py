@@ -18,7 +18,7 @@ from harness.cases.training import LoopOrder, Training, ZeroGrad
 from harness.torch_compat.dtypes import cast_module, widened
 from harness.training.absolute_error import deviation, largest
 from harness.training.draws import drawing_apart, drawing_in
-from harness.training.oracle_actor import OracleActor, Workshop
+from harness.training.oracle_actor import OracleActor, OracleModels
 from harness.training.reduction_orders import (
     EXACT_ORDER,
     Summation,
@@ -230,7 +230,7 @@ def _first_step(training: Training, world_size: int) -> FirstStep:
     dtype = training.convert or torch.float32
     model = cast_module(training.problem.build(), dtype)
     in_order = replace(reordering(0, training.plan, dtype), seed=None)
-    _, contributions = _pieces(training, Workshop(model, world_size, in_order), step=0)
+    _, contributions = _pieces(training, OracleModels(model, world_size, in_order), step=0)
     orders = [reordering(k, training.plan, dtype) for k in range(num_reorderings(training.plan))]
     exact = {n: EXACT_ORDER.reduce(widened(pieces), training.plan) for n, pieces in contributions.items()}
     noise = {
@@ -246,7 +246,7 @@ def _with_lagging(training: Training, world_size: int, exact: _Run) -> tuple[Ora
     No random numbers of float32 are drawn and buffers follow these forwards: this names a defect, and decides nothing.
     """
     model = cast_module(training.problem.build(), EXACT_ORDER.dtype)
-    workshop = Workshop(model, world_size, EXACT_ORDER)
+    workshop = OracleModels(model, world_size, EXACT_ORDER)
     parameters, met = dict(model.named_parameters()), exact.initial
     steps = [*exact.steps[:1]]
     for step, seen in enumerate(exact.steps[1:], start=1):
@@ -306,7 +306,7 @@ def _train(
     parameters = dict(model.named_parameters())
     initial, built_buffers = _copy(parameters), _copy(dict(model.named_buffers()))
     optimizer = training.optimizer(parameters.values())
-    workshop = Workshop(model, world_size, summation)
+    workshop = OracleModels(model, world_size, summation)
     steps = []
     for step in range(training.schedule.steps):
         with drawing:
@@ -342,7 +342,7 @@ def _train(
 
 
 def _pieces(
-    training: Training, workshop: Workshop, step: int
+    training: Training, workshop: OracleModels, step: int
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Play the script of a step for each rank by itself; give losses, and gradients of each (microbatch, rank)."""
     num_microbatches, world_size = training.schedule.microbatches, workshop.world_size

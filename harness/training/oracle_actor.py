@@ -18,10 +18,10 @@ from harness.torch_compat.dtypes import cast, cast_module
 from harness.training.draws import Seeds, has_drawn
 from harness.training.reduction_orders import Rows, Summation
 
-__all__ = ["OracleActor", "Workshop"]
+__all__ = ["OracleActor", "OracleModels"]
 
 
-class Workshop:
+class OracleModels:
     """What the oracle computes with: the trained model, and for each rank a model that computes in its place.
 
     Those share the trained parameters, unless forward and backward are to compute in another dtype. Each has
@@ -91,7 +91,7 @@ def _casting(model: nn.Module, dtype: torch.dtype) -> nn.Module:
 class OracleActor(Actor):
     """One rank of one step; ``gradients`` are by (microbatch, parameter), in the parameters' dtype."""
 
-    def __init__(self, workshop: Workshop, training: Training, step: int, rank: int) -> None:
+    def __init__(self, workshop: OracleModels, training: Training, step: int, rank: int) -> None:
         self.step = step
         self.num_microbatches = training.schedule.microbatches
         self.weight = loss_weight(training, workshop.world_size, step)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 
 from harness.tracing.races.cuda import watched_cuda_streams
-from harness.tracing.races.detector import RaceWatch, set_watch
+from harness.tracing.races.detector import RaceDetector, set_watch
 from harness.tracing.races.streams import tracked_streams
 from harness.tracing.recorder import Recorder
 
@@ -14,12 +14,12 @@ __all__ = ["watched_streams"]
 
 
 @contextmanager
-def watched_streams(recorder: Recorder, device_type: str = "cpu") -> Iterator[RaceWatch]:
-    """Have the calling thread's rank watched until exit; operators are told by `witnessed`.
+def watched_streams(recorder: Recorder, device_type: str = "cpu") -> Iterator[RaceDetector]:
+    """Have the calling thread's rank watched until exit; operators are told by `observing_operators`.
 
     On a CPU its streams are ones that remember; on CUDA they are its own, and torch tells of them.
     """
-    of_device: AbstractContextManager[RaceWatch] = (
+    of_device: AbstractContextManager[RaceDetector] = (
         watched_cuda_streams(recorder) if device_type == "cuda" else _remembering(recorder)
     )
     with of_device as watch:
@@ -31,6 +31,6 @@ def watched_streams(recorder: Recorder, device_type: str = "cpu") -> Iterator[Ra
 
 
 @contextmanager
-def _remembering(recorder: Recorder) -> Iterator[RaceWatch]:
+def _remembering(recorder: Recorder) -> Iterator[RaceDetector]:
     with tracked_streams():
-        yield RaceWatch(recorder)
+        yield RaceDetector(recorder)

@@ -13,7 +13,7 @@ from torch import nn
 
 from engine.contract import Accumulation, Capability, PreparedModel, Shard, UnitHandle
 from harness.cases.loss import loss_weight
-from harness.cases.script import Actor, Batch, Bench, Evaluation
+from harness.cases.script import Actor, Batch, Evaluation, InterfaceBench
 from harness.cases.training import Training
 from harness.records.observation import Fact
 from harness.tracing.ledger import Phase
@@ -22,7 +22,7 @@ from harness.training.reads import read_shards
 from harness.training.watches import Watches
 from harness.worlds.rank import RankContext
 
-__all__ = ["RankActor", "Tape"]
+__all__ = ["RankActor", "StepLog"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -31,7 +31,7 @@ class _Placed:
     target: torch.Tensor
 
 
-class Tape:
+class StepLog:
     """What an actor wrote down in one step."""
 
     def __init__(self) -> None:
@@ -55,7 +55,7 @@ class RankActor(Actor):
         self.step = step
         self.num_microbatches = training.schedule.microbatches
         self.weight = loss_weight(training, training.plan.data_size(context.size), step)
-        self.tape = Tape()
+        self.tape = StepLog()
         self._prepared = prepared
         self._training = training
         self._context = context
@@ -159,10 +159,10 @@ class RankActor(Actor):
             with self._context.recorder.during(Phase.OBSERVE, step=self.step):
                 self._lifetimes.holds(name, held)
 
-    def bench(self) -> Bench:
+    def bench(self) -> InterfaceBench:
         """Name this rank and the engine's interface."""
         context = self._context
-        return Bench(
+        return InterfaceBench(
             names=self._prepared.wrapper(),
             rank=context.rank,
             size=context.size,

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 from harness.cases.training import Watch
 from harness.tracing.memory.census import Census, counting
-from harness.tracing.memory.tracker import LifetimeWatch
-from harness.tracing.races.detector import RaceWatch
+from harness.tracing.memory.tracker import MemoryTracker
+from harness.tracing.races.detector import RaceDetector
 from harness.tracing.recorder import Recorder
-from harness.tracing.witnesses import witnessed
+from harness.tracing.witnesses import observing_operators
 from harness.training.expected_memory import Form
 from harness.training.race_watches import watched_streams
 
@@ -22,8 +22,8 @@ __all__ = ["Watches", "watching"]
 class Watches:
     """Those that were asked for; ``form`` is of the model before the engine had it, for the census."""
 
-    races: RaceWatch | None = None
-    lifetimes: LifetimeWatch | None = None
+    races: RaceDetector | None = None
+    lifetimes: MemoryTracker | None = None
     census: Census | None = None
     form: Form | None = None
 
@@ -34,8 +34,8 @@ def watching(
 ) -> Iterator[Watches]:
     """Watch what the calling thread's rank does to memory, and on which streams of a device, until exit."""
     streams = watched_streams(recorder, device_type) if Watch.RACES in asked else nullcontext()
-    lifetimes = LifetimeWatch(recorder) if Watch.LIFETIMES in asked else None
+    lifetimes = MemoryTracker(recorder) if Watch.LIFETIMES in asked else None
     with streams as races, counting(census):
         witnesses = [watch for watch in (races, lifetimes) if watch is not None]
-        with witnessed(*witnesses):
+        with observing_operators(*witnesses):
             yield Watches(races=races, lifetimes=lifetimes, census=census)

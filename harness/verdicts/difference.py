@@ -6,19 +6,19 @@ from collections import defaultdict
 from collections.abc import Callable
 
 from harness.laws.communication.counterparts import Counterparts, Group
-from harness.records.hang import CallRecord, Difference, Side
+from harness.records.hang import CallRecord, Divergence, Side
 from harness.tracing.ledger import Entry
 
 __all__ = ["call_record", "difference"]
 
 
-def difference(counterparts: Counterparts, group: Group) -> Difference | None:
+def difference(counterparts: Counterparts, group: Group) -> Divergence | None:
     """Walk the members' calls side by side to the first on which they differ; None if they never do."""
     walk = _Walk(counterparts, group)
     for position in range(walk.longest):
         sides = walk.sides(position, _signature)
         if len(sides) > 1:
-            return Difference(
+            return Divergence(
                 group=group.ranks,
                 axis=walk.axis,
                 group_name=counterparts.name_of(group),

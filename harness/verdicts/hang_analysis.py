@@ -14,13 +14,13 @@ from dataclasses import dataclass
 from typing import assert_never
 
 from harness.laws.communication.counterparts import Counterparts, Group, is_message
-from harness.records.hang import Autopsy, CallRecord, Difference, Doing, RankAutopsy
+from harness.records.hang import CallRecord, Divergence, HangReport, RankActivity, RankAutopsy
 from harness.tracing.ledger import Entry, Ledger
 from harness.verdicts.difference import call_record, difference
 from harness.worlds.outcome import Abandoned, Died, Outcome, Raised, Returned, TimedOut
 from harness.worlds.processes.python_stack import frames_of, own_frames
 
-__all__ = ["TRANSPORT_ERRORS", "hold_inquest"]
+__all__ = ["TRANSPORT_ERRORS", "analyse_hang"]
 
 # Errors of the threads world by which a rank learns that it cannot go on: it is in the call that raised them.
 TRANSPORT_ERRORS = frozenset({"CollectiveMismatchError", "DeadlockError", "CollectiveTimeoutError"})
@@ -28,7 +28,7 @@ TRANSPORT_ERRORS = frozenset({"CollectiveMismatchError", "DeadlockError", "Colle
 _MOST_PLACES = 3  # in one line
 
 
-def hold_inquest(outcomes: Sequence[Outcome], ledgers: Mapping[int, Ledger]) -> Autopsy:
+def analyse_hang(outcomes: Sequence[Outcome], ledgers: Mapping[int, Ledger]) -> HangReport:
     """Say of every rank where it was and whom it waited for, and in which call the ranks parted."""
     counterparts = Counterparts(ledgers)
     entries: dict[int, Entry] = {}
@@ -38,12 +38,12 @@ def hold_inquest(outcomes: Sequence[Outcome], ledgers: Mapping[int, Ledger]) -> 
         if found.call is not None:
             entries[found.rank.rank] = found.call
         ranks.append(found.rank)
-    waiting = {r.rank: r for r in ranks if r.doing is Doing.WAITING}
+    waiting = {r.rank: r for r in ranks if r.doing is RankActivity.WAITING}
     cycle = _cycle(waiting)
     blamed = _blamed(ranks, cycle)
     first = _first(waiting, blamed, entries)
     parted = None if first is None else _parted(counterparts, entries[first])
-    return Autopsy(
+    return HangReport(
         summary=_summary(ranks, first, blamed, cycle, parted),
         blamed=blamed,
         cycle=cycle,
@@ -69,11 +69,11 @@ def _examine(outcome: Outcome, ledger: Ledger, counterparts: Counterparts) -> _E
     if held is None and isinstance(outcome, Raised) and outcome.kind in TRANSPORT_ERRORS and ledger:
         held = ledger[-1]  # it learnt when it made the call that nobody would come
     if isinstance(outcome, Returned):
-        doing = Doing.RETURNED
+        doing = RankActivity.RETURNED
     elif not is_alive:
-        doing = Doing.FAILED
+        doing = RankActivity.FAILED
     else:
-        doing = Doing.OUTSIDE if held is None else Doing.WAITING
+        doing = RankActivity.OUTSIDE if held is None else RankActivity.WAITING
     call = held or (ledger[-1] if ledger else None)
     rank = RankAutopsy(
         rank=outcome.rank,
@@ -155,15 +155,15 @@ def _cycle(waiting: Mapping[int, RankAutopsy]) -> tuple[int, ...]:
 
 
 def _blamed(ranks: Sequence[RankAutopsy], cycle: tuple[int, ...]) -> tuple[int, ...]:
-    waits = Counter(awaited for r in ranks if r.doing is Doing.WAITING for awaited in r.awaits)
-    free = [r.rank for r in ranks if r.doing is not Doing.WAITING and waits[r.rank]]
+    waits = Counter(awaited for r in ranks if r.doing is RankActivity.WAITING for awaited in r.awaits)
+    free = [r.rank for r in ranks if r.doing is not RankActivity.WAITING and waits[r.rank]]
     if free:
         return tuple(free)
     if cycle:
         most = max(waits[rank] for rank in cycle)
         return tuple(sorted(rank for rank in cycle if waits[rank] == most))
     # Nobody waits for anybody: whoever is in no call and did not come to its end holds up the world by itself.
-    return tuple(r.rank for r in ranks if r.doing is Doing.OUTSIDE)
+    return tuple(r.rank for r in ranks if r.doing is RankActivity.OUTSIDE)
 
 
 def _first(
@@ -174,7 +174,7 @@ def _first(
     return min(direct, key=lambda r: (entries[r].seq, r), default=None)
 
 
-def _parted(counterparts: Counterparts, entry: Entry) -> Difference | None:
+def _parted(counterparts: Counterparts, entry: Entry) -> Divergence | None:
     return None if is_message(entry) else difference(counterparts, Group.of(entry))
 
 
@@ -183,7 +183,7 @@ def _summary(
     first: int | None,
     blamed: tuple[int, ...],
     cycle: tuple[int, ...],
-    parted: Difference | None,
+    parted: Divergence | None,
 ) -> str:
     by_rank = {r.rank: r for r in ranks}
     if first is None:
@@ -199,7 +199,7 @@ def _waits(by_rank: Mapping[int, RankAutopsy], first: int, blamed: tuple[int, ..
     alike = [
         r.rank
         for r in by_rank.values()
-        if r.doing is Doing.WAITING and r.awaits == rank.awaits and _is_same(r.call, rank.call)
+        if r.doing is RankActivity.WAITING and r.awaits == rank.awaits and _is_same(r.call, rank.call)
     ]
     culprits = [r for r in rank.awaits if r in blamed] or list(rank.awaits)
     who = f"{_names(alike)} {'waits' if len(alike) == 1 else 'wait'} in {_tell(rank.call)}"
@@ -213,7 +213,7 @@ def _in_turn(by_rank: Mapping[int, RankAutopsy], cycle: tuple[int, ...]) -> Iter
         yield f"rank {rank} for rank {awaited} in {_tell(by_rank[rank].call)}"
 
 
-def _strays(parted: Difference | None) -> list[str]:
+def _strays(parted: Divergence | None) -> list[str]:
     if parted is None or not parted.strayed:
         return []
     calls = [(side.ranks, side.call) for side in parted.strayed if side.call is not None]
@@ -238,12 +238,12 @@ def _whereabouts(ranks: Sequence[RankAutopsy]) -> str:
 def _where(rank: RankAutopsy) -> str:
     last = f"last call: {_brief(rank.call)}" if rank.call else "no call before"
     match rank.doing:
-        case Doing.WAITING:
+        case RankActivity.WAITING:
             return f"waiting in {_tell(rank.call)}{f' for {_names(rank.awaits)}' if rank.awaits else ''}"
-        case Doing.OUTSIDE:
+        case RankActivity.OUTSIDE:
             at = (rank.frames or rank.stack)[:1]
             return f"in no call, {f'at {at[0]}' if at else 'nobody knows where'}; {last}"
-        case Doing.RETURNED | Doing.FAILED:
+        case RankActivity.RETURNED | RankActivity.FAILED:
             return f"{rank.ended}; {last}"
         case _:
             assert_never(rank.doing)

@@ -16,13 +16,13 @@ from harness.laws.law import Evidence, Law, Ruling
 from harness.laws.memory.census import MemoryIsExplained
 from harness.laws.memory.user_tensors import UserTensorsLive
 from harness.laws.races import NoRaces
-from harness.records.hang import Autopsy
+from harness.records.hang import HangReport
 from harness.records.record import LawRecord, OutcomeRecord, TensorRecord
 from harness.records.verdict import Verdict
-from harness.records.world_result import Kept
+from harness.records.world_result import SavedResult
 from harness.training.oracle import OracleObservation
 from harness.verdicts.case import Case, Refusal
-from harness.verdicts.hang_analysis import TRANSPORT_ERRORS, hold_inquest
+from harness.verdicts.hang_analysis import TRANSPORT_ERRORS, analyse_hang
 from harness.verdicts.vacuity import incomparable_because, vacuous_because
 from harness.worlds.outcome import (
     Abandoned,
@@ -57,11 +57,11 @@ class Judgement:
     laws: tuple[LawRecord, ...] = ()
     worst: TensorRecord | None = None
     outcomes: tuple[OutcomeRecord, ...] = ()
-    autopsy: Autopsy | None = None
+    autopsy: HangReport | None = None
 
 
 def judge(
-    case: Case, declared: Set[Capability], kept: Kept, oracle: Callable[[], OracleObservation]
+    case: Case, declared: Set[Capability], kept: SavedResult, oracle: Callable[[], OracleObservation]
 ) -> Judgement:
     """Judge every rank of one case; an undeclared capability turns the question into *was it refused?*
 
@@ -89,7 +89,7 @@ def implied(training: Training) -> tuple[Law, ...]:
     return (*_IMPLIED, *((MemoryIsExplained(),) if training.is_counted else ()), *watched)
 
 
-def _judge_refusal(undeclared: Set[Capability], kept: Kept) -> Judgement:
+def _judge_refusal(undeclared: Set[Capability], kept: SavedResult) -> Judgement:
     """Ask whether every rank refused in prepare; anything else is a finding, a crash on the way included."""
     needs = ", ".join(sorted(c.name for c in undeclared))
     outcomes = _outcome_records(kept.result)
@@ -120,7 +120,7 @@ def _ends_badly(result: WorldResult) -> bool:
     )
 
 
-def _judge_loud_refusal(case: Case, kept: Kept) -> Judgement | None:
+def _judge_loud_refusal(case: Case, kept: SavedResult) -> Judgement | None:
     """Ask whether an engine that may or must refuse did so on every rank; None when it went on, as it may."""
     outcomes = _outcome_records(kept.result)
     words = {**kept.refusals, **_raised(kept.result)}
@@ -139,7 +139,7 @@ def _judge_loud_refusal(case: Case, kept: Kept) -> Judgement | None:
     return Judgement(verdict=Verdict.PASSED, headline=headline, outcomes=outcomes)
 
 
-def _went_ahead(kept: Kept, refused: Set[int]) -> list[int]:
+def _went_ahead(kept: SavedResult, refused: Set[int]) -> list[int]:
     """Give the ranks that did not refuse, but for those stopped before they made a call that one who did never made.
 
     A world is stopped when its first rank raises: who is no further than that rank may have been about to raise too.
@@ -166,7 +166,7 @@ def _raised(result: WorldResult) -> dict[int, str]:
     }
 
 
-def judge_failure(kept: Kept) -> Judgement:
+def judge_failure(kept: SavedResult) -> Judgement:
     """Name what went wrong in a world that did not end well; the ledgers know more than a signal or an error."""
     cause = causal(kept.result)
     outcomes = _outcome_records(kept.result)
@@ -180,7 +180,7 @@ def judge_failure(kept: Kept) -> Judgement:
     if not is_hang and not (isinstance(cause, Raised) and cause.is_symptom):
         return _judge_crash(kept, cause)
     ledgers = dict(enumerate(kept.ledgers))
-    autopsy = hold_inquest(kept.result.outcomes, ledgers)
+    autopsy = analyse_hang(kept.result.outcomes, ledgers)
     mismatch = first_disagreement(ledgers)
     if isinstance(cause, Raised) and cause.kind == _MISMATCH:
         verdict, headline = Verdict.FAILED, cause.message
@@ -193,7 +193,7 @@ def judge_failure(kept: Kept) -> Judgement:
     return Judgement(verdict=verdict, headline=headline, outcomes=outcomes, autopsy=autopsy)
 
 
-def _judge_crash(kept: Kept, cause: Outcome) -> Judgement:
+def _judge_crash(kept: SavedResult, cause: Outcome) -> Judgement:
     """Name the crash; what ranks disagreed on before is its cause, unless the engine raised an error of its own."""
     ledgers = dict(enumerate(kept.ledgers))
     mismatch = first_disagreement(ledgers)
@@ -208,11 +208,11 @@ def _judge_crash(kept: Kept, cause: Outcome) -> Judgement:
         verdict=verdict,
         headline="; ".join((*told, *kept.result.leaks)),
         outcomes=_outcome_records(kept.result),
-        autopsy=hold_inquest(kept.result.outcomes, ledgers) if mismatch or is_cut_off else None,
+        autopsy=analyse_hang(kept.result.outcomes, ledgers) if mismatch or is_cut_off else None,
     )
 
 
-def _judge_laws(case: Case, kept: Kept, oracle: OracleObservation) -> Judgement:
+def _judge_laws(case: Case, kept: SavedResult, oracle: OracleObservation) -> Judgement:
     evidence = Evidence(
         training=case.training,
         world_size=len(kept.ranks),
@@ -245,7 +245,7 @@ def _worst(rulings: Sequence[Ruling]) -> TensorRecord | None:
     return next((r.worst for r in rulings if r.worst is not None), None)
 
 
-def _tell_hang(result: WorldResult, autopsy: Autopsy) -> str:
+def _tell_hang(result: WorldResult, autopsy: HangReport) -> str:
     """Say who waits for whom: the ledgers word it alike in every world, a backend's error does not."""
     late = sorted(o.rank for o in result.outcomes if isinstance(o, TimedOut))
     # A consequence by its text, which an engine's library may have raised for a reason of its own.

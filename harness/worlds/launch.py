@@ -12,7 +12,7 @@ from harness.errors import UsageError
 from harness.tracing.journal import read_journal
 from harness.worlds.messages import HostSpec, Job
 from harness.worlds.outcome import Abandoned, Died, Ending, Outcome, Raised, Returned, TimedOut, WorldResult
-from harness.worlds.processes.host_handle import Host
+from harness.worlds.processes.host_handle import HostHandle
 from harness.worlds.processes.leftovers import Leftovers
 from harness.worlds.rank import journal_path
 from harness.worlds.spec import WorldKind, WorldSpec
@@ -54,12 +54,12 @@ class World:
         self.spec = spec
         ranks = tuple(range(spec.size))
         shares = [ranks] if spec.kind is WorldKind.THREADS else [(rank,) for rank in ranks]
-        self._hosts: list[Host] = []
+        self._hosts: list[HostHandle] = []
         self._leftovers = Leftovers(())
         self.is_usable = True
         try:
             for share in shares:
-                self._hosts.append(Host(HostSpec(world=spec, ranks=share, folder=folder)))
+                self._hosts.append(HostHandle(HostSpec(world=spec, ranks=share, folder=folder)))
             self._leftovers = Leftovers(self._hosts)
             self._await_ready()
         except BaseException:
@@ -134,11 +134,11 @@ class World:
         outcomes = {rank: o for host in self._hosts for rank, o in host.outcomes.items()}
         return Ending(outcomes=outcomes, leaks=leaks)
 
-    def _check_servers(self, hosts: Iterable[Host]) -> None:
+    def _check_servers(self, hosts: Iterable[HostHandle]) -> None:
         for host in hosts:
             host.check_server()
 
-    def _listen_while(self, is_awaited: Callable[[Host], bool], limit: float) -> None:
+    def _listen_while(self, is_awaited: Callable[[HostHandle], bool], limit: float) -> None:
         """Listen to the hosts until none is awaited that is not over; sooner if one fails for a reason of its own."""
         stop_at = limit
         while (left := stop_at - time.monotonic()) > 0 and any(

@@ -66,7 +66,7 @@ class HostSpec:
 class Job:
     """What every rank of a world is to run: ``body(context, *args)``; journals and files go to ``folder``.
 
-    ``seed`` is the schedule's; see `Turns`.
+    ``seed`` is the schedule's; see `Scheduler`.
     """
 
     body: Callable[..., Any]  # Any: the signature is (RankContext, *args)

@@ -35,10 +35,10 @@ ALL_GROUPS = Exactly(NUM_GROUPS)
 FREED = (Count(select=IN_FORWARD, expected=ALL_GROUPS), Count(select=IN_BACKWARD, expected=ALL_GROUPS))
 RIGHT = (MatchesOracle(), RanksAgree())
 HELD = [
-    pytest.param(EVERY_UNIT, id="all", marks=pytest.mark.prey("IgnoresSingleHolds", "LosesWhatItHeldBack")),
-    pytest.param((ROOT,), id="root", marks=pytest.mark.prey("IgnoresSingleHolds", "HoldsTheWholeTreeBack")),
+    pytest.param(EVERY_UNIT, id="all", marks=pytest.mark.kills("IgnoresSingleHolds", "LosesWhatItHeldBack")),
+    pytest.param((ROOT,), id="root", marks=pytest.mark.kills("IgnoresSingleHolds", "HoldsTheWholeTreeBack")),
     pytest.param(
-        CHAIN.units[1:3], id="some", marks=pytest.mark.prey("IgnoresSingleHolds", "LosesWhatItHeldBack")
+        CHAIN.units[1:3], id="some", marks=pytest.mark.kills("IgnoresSingleHolds", "LosesWhatItHeldBack")
     ),
 ]
 
@@ -70,7 +70,7 @@ def test_replicas_reduce_as_told(trial: Trial, units: tuple[str, ...]) -> None:
 
 
 @pytest.mark.rows("T30")
-@pytest.mark.prey("IgnoresSingleHolds", "LosesWhatItHeldBack")
+@pytest.mark.kills("IgnoresSingleHolds", "LosesWhatItHeldBack")
 @pytest.mark.worlds(FOUR_OR_MORE_EVEN)
 def test_shards_of_replicas_reduce_as_told(trial: Trial) -> None:
     training = _training(Layout.HYBRID, HoldingBack(units=CHAIN.units[1:3]))
@@ -78,7 +78,7 @@ def test_shards_of_replicas_reduce_as_told(trial: Trial) -> None:
 
 
 @pytest.mark.rows("T30")
-@pytest.mark.prey("ReducesReplicasAllTheSame")
+@pytest.mark.kills("ReducesReplicasAllTheSame")
 @pytest.mark.worlds(FOUR_OR_MORE_EVEN)
 @pytest.mark.parametrize(
     "units", [pytest.param(EVERY_UNIT, id="all"), pytest.param(CHAIN.units[1:3], id="some")]
@@ -90,7 +90,7 @@ def test_replicas_wait_for_the_last_microbatch_as_told(trial: Trial, units: tupl
 
 
 @pytest.mark.rows("T30")
-@pytest.mark.prey("FreesHeldUnitsAfterBackward")
+@pytest.mark.kills("FreesHeldUnitsAfterBackward")
 @pytest.mark.worlds(SEVERAL)
 @pytest.mark.parametrize("units", [pytest.param(EVERY_UNIT, id="all"), pytest.param((ROOT,), id="root")])
 def test_units_kept_after_backward_are_gathered_once(trial: Trial, units: tuple[str, ...]) -> None:
@@ -108,7 +108,7 @@ def test_units_kept_after_backward_are_gathered_once(trial: Trial, units: tuple[
 
 
 @pytest.mark.rows("T30")
-@pytest.mark.prey("KeepsTheRootWhileAccumulating", "SynchronisesEveryMicrobatch")
+@pytest.mark.kills("KeepsTheRootWhileAccumulating", "SynchronisesEveryMicrobatch")
 @pytest.mark.worlds(SEVERAL)
 def test_gathers_as_often_whether_accumulating_or_not(trial: Trial) -> None:
     script = HoldingBack(units=())

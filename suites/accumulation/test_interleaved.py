@@ -42,13 +42,13 @@ RIGHT = (MatchesOracle(), RanksAgree())
         pytest.param(Layout.REPLICATE, Reshard.NATIVE, id="replicated", marks=pytest.mark.rows("R15")),
     ],
 )
-@pytest.mark.prey("ForgetsEarlierForwards")
+@pytest.mark.kills("ForgetsEarlierForwards")
 def test_one_forward_one_backward_reduces_once(trial: Trial, layout: Layout, reshard: Reshard) -> None:
     trial.holds(_training(layout, reshard, Interleaved(ahead=1)), *ONCE, *RIGHT)
 
 
 @pytest.mark.rows("T31")
-@pytest.mark.prey("ForgetsEarlierForwards", "FreesHeldUnitsAfterBackward", "SynchronisesEveryMicrobatch")
+@pytest.mark.kills("ForgetsEarlierForwards", "FreesHeldUnitsAfterBackward", "SynchronisesEveryMicrobatch")
 @pytest.mark.worlds(SEVERAL)
 def test_units_kept_all_step_are_gathered_once(trial: Trial) -> None:
     once = Count(select=GATHERS, expected=Exactly(NUM_GROUPS), per=Per.STEP)
@@ -56,7 +56,7 @@ def test_units_kept_all_step_are_gathered_once(trial: Trial) -> None:
 
 
 @pytest.mark.rows("T31")
-@pytest.mark.prey("ForgetsTheSecondBackward", "ForgetsEarlierForwards")
+@pytest.mark.kills("ForgetsTheSecondBackward", "ForgetsEarlierForwards")
 @pytest.mark.parametrize(
     "accumulation",
     [

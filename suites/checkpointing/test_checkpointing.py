@@ -51,7 +51,7 @@ class GathersOfFreedUnits:
 
 @pytest.mark.worlds(SEVERAL)
 @pytest.mark.rows("T16")
-@pytest.mark.prey("CountsRecomputedGradientsTwice")
+@pytest.mark.kills("CountsRecomputedGradientsTwice")
 @pytest.mark.parametrize(
     ("problem", "units", "root_owns"),
     [
@@ -60,17 +60,17 @@ class GathersOfFreedUnits:
             HELD,
             1,
             id="held-reentrant",
-            marks=pytest.mark.prey("GathersAgainAfterARecompute", "RecomputesBeforeTheGatherIsOver"),
+            marks=pytest.mark.kills("GathersAgainAfterARecompute", "RecomputesBeforeTheGatherIsOver"),
         ),
         pytest.param(
-            CHECKPOINTED, HOLDING, 1, id="holding", marks=pytest.mark.prey("GathersOnceMoreInBackward")
+            CHECKPOINTED, HOLDING, 1, id="holding", marks=pytest.mark.kills("GathersOnceMoreInBackward")
         ),
         pytest.param(
             CHECKPOINTED,
             GROUPS,
             0,
             id="groups",
-            marks=pytest.mark.prey("GathersWhatBackwardDoesWithout", "RecomputesBeforeTheGatherIsOver"),
+            marks=pytest.mark.kills("GathersWhatBackwardDoesWithout", "RecomputesBeforeTheGatherIsOver"),
         ),
     ],
 )
@@ -90,7 +90,7 @@ def test_freed_parameters_are_gathered_once_for_recompute_and_backward(
 
 @pytest.mark.worlds(SEVERAL)
 @pytest.mark.rows("T16", "T26")
-@pytest.mark.prey("CountsRecomputedGradientsTwice", "RecomputesBeforeTheGatherIsOver")
+@pytest.mark.kills("CountsRecomputedGradientsTwice", "RecomputesBeforeTheGatherIsOver")
 @pytest.mark.parametrize(
     ("problem", "units"),
     [
@@ -107,11 +107,11 @@ def test_kept_parameters_are_not_gathered_for_a_recompute(
 
 
 @pytest.mark.rows("R12", "R13")
-@pytest.mark.prey("CountsRecomputedGradientsTwice")
+@pytest.mark.kills("CountsRecomputedGradientsTwice")
 @pytest.mark.parametrize(
     "problem",
     [
-        pytest.param(CHECKPOINTED_REENTRANT, marks=pytest.mark.prey("SearchesTheGraph")),
+        pytest.param(CHECKPOINTED_REENTRANT, marks=pytest.mark.kills("SearchesTheGraph")),
         pytest.param(CHECKPOINTED_TIED),
     ],
     ids=lambda problem: problem.name,
@@ -122,7 +122,7 @@ def test_replicas_recompute_alike(trial: Trial, problem: Problem) -> None:
 
 
 @pytest.mark.rows("T22")
-@pytest.mark.prey("ForgetsEarlierForwards", "CountsRecomputedGradientsTwice")
+@pytest.mark.kills("ForgetsEarlierForwards", "CountsRecomputedGradientsTwice")
 @pytest.mark.parametrize(
     "reshard",
     [pytest.param(Reshard.AFTER_FORWARD, id="freed"), pytest.param(Reshard.KEEP, id="kept")],

@@ -17,14 +17,14 @@ from harness.runner.fixture import Trial
 from harness.worlds.sizes import EVEN, SEVERAL
 
 LAWS = (MatchesOracle(), RanksAgree())
-prey = pytest.mark.prey
+kills = pytest.mark.kills
 # A third to an eighth of the norms that occur, so that the parameters still move; and far above all of them.
 LIMITS = {1.0: 20.0, 2.0: 0.3, math.inf: 0.1}
 PLENTY = 1000.0
 
 
-def _order(norm_type: float, *hunted: str) -> object:
-    return pytest.param(norm_type, id=f"norm_{norm_type:g}", marks=prey(*hunted))
+def _order(norm_type: float, *mutants: str) -> object:
+    return pytest.param(norm_type, id=f"norm_{norm_type:g}", marks=kills(*mutants))
 
 
 @pytest.mark.worlds(SEVERAL)
@@ -54,17 +54,17 @@ def test_counts_a_replica_once(trial: Trial, norm_type: float) -> None:
 
 
 @pytest.mark.worlds(SEVERAL)
-@pytest.mark.prey("ClipsOnOneRank")
+@pytest.mark.kills("ClipsOnOneRank")
 def test_clips_replicas_alike(trial: Trial) -> None:
     trial.holds(_training(Layout.REPLICATE, Clip(max_norm=LIMITS[2.0]), problem=MLP_UNEVEN), *LAWS)
 
 
-@pytest.mark.prey("ScalesSmallGradientsUp")
+@pytest.mark.kills("ScalesSmallGradientsUp")
 def test_leaves_small_gradients_alone(trial: Trial) -> None:
     trial.holds(_training(Layout.NATIVE, Clip(max_norm=PLENTY)), *LAWS)
 
 
-@pytest.mark.prey("ClipsByTheLastMicrobatch", "NeverClips")
+@pytest.mark.kills("ClipsByTheLastMicrobatch", "NeverClips")
 def test_clips_what_all_microbatches_accumulated(trial: Trial) -> None:
     trial.holds(_training(Layout.NATIVE, Clip(max_norm=LIMITS[2.0]), microbatches=3), *LAWS)
 

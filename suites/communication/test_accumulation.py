@@ -32,21 +32,21 @@ def _training(layout: Layout, microbatches: int) -> Training:
     )
 
 
-@pytest.mark.prey("SynchronisesEveryMicrobatch")
+@pytest.mark.kills("SynchronisesEveryMicrobatch")
 @pytest.mark.worlds(SEVERAL)
 def test_is_silent_until_the_last_microbatch(trial: Trial) -> None:
     trial.holds(_training(Layout.NATIVE, 3), Nothing(select=EARLY), RanksAgree())
 
 
 @pytest.mark.rows("T35")
-@pytest.mark.prey("ReducesReplicasEveryMicrobatch")
+@pytest.mark.kills("ReducesReplicasEveryMicrobatch")
 @pytest.mark.worlds(EVEN)
 def test_two_replicas_are_silent_until_the_last_microbatch(trial: Trial) -> None:
     trial.holds(_training(Layout.HYBRID, 3), MatchesOracle(), Nothing(select=EARLY), RanksAgree())
 
 
 @pytest.mark.rows("R14")
-@pytest.mark.prey("ForgetsToSynchroniseOneParameter")
+@pytest.mark.kills("ForgetsToSynchroniseOneParameter")
 @pytest.mark.worlds(SEVERAL)
 @pytest.mark.parametrize("microbatches", [3, 4], ids="m{}".format)
 def test_replicas_reduce_once_per_step(trial: Trial, microbatches: int) -> None:
@@ -60,7 +60,7 @@ def test_replicas_reduce_once_per_step(trial: Trial, microbatches: int) -> None:
 
 
 @pytest.mark.rows("T30")
-@pytest.mark.prey("SynchronisesEveryMicrobatch", "ReplicatesInsteadOfSharding")
+@pytest.mark.kills("SynchronisesEveryMicrobatch", "ReplicatesInsteadOfSharding")
 @pytest.mark.worlds(SEVERAL)
 @pytest.mark.parametrize("microbatches", [3, 4], ids="m{}".format)
 def test_shards_reduce_once_per_step(trial: Trial, microbatches: int) -> None:

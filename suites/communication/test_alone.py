@@ -18,7 +18,7 @@ ANYTHING = Select(window=Window.TRAINING)
 
 
 @pytest.mark.rows("T38", "C30")
-@pytest.mark.prey("CommunicatesAlone")
+@pytest.mark.kills("CommunicatesAlone")
 @pytest.mark.worlds(ALONE)
 def test_a_lone_rank_communicates_nothing(trial: Trial) -> None:
     training = Training(

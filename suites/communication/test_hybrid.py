@@ -37,7 +37,7 @@ every_problem = pytest.mark.parametrize("problem", [MLP_EVEN, MLP_UNEVEN], ids=a
 
 
 @pytest.mark.rows("T35")
-@pytest.mark.prey("NeverSynchronisesReplicas", "ShardsOverReplicas")
+@pytest.mark.kills("NeverSynchronisesReplicas", "ShardsOverReplicas")
 @pytest.mark.worlds(FOUR_OR_MORE_EVEN)
 @every_problem
 def test_reduces_within_and_across_replicas(trial: Trial, problem: Problem) -> None:
@@ -51,7 +51,7 @@ def test_reduces_within_and_across_replicas(trial: Trial, problem: Problem) -> N
 
 
 @pytest.mark.rows("T35")
-@pytest.mark.prey("TransposesTheMesh")
+@pytest.mark.kills("TransposesTheMesh")
 @pytest.mark.worlds(SIX_OR_MORE_EVEN)
 @every_problem
 def test_reduces_within_and_across_pairs(trial: Trial, problem: Problem) -> None:
@@ -64,7 +64,7 @@ def test_reduces_within_and_across_pairs(trial: Trial, problem: Problem) -> None
     )
 
 
-@pytest.mark.prey("TransposesTheMesh")
+@pytest.mark.kills("TransposesTheMesh")
 @pytest.mark.worlds(SEVERAL)
 @every_problem
 def test_one_replica_reduces_within_itself(trial: Trial, problem: Problem) -> None:
@@ -76,7 +76,7 @@ def test_one_replica_reduces_within_itself(trial: Trial, problem: Problem) -> No
     )
 
 
-@pytest.mark.prey("NeverSynchronisesSingles", "TransposesTheMesh")
+@pytest.mark.kills("NeverSynchronisesSingles", "TransposesTheMesh")
 @pytest.mark.worlds(SEVERAL)
 @every_problem
 def test_single_ranks_reduce_across_replicas(trial: Trial, problem: Problem) -> None:

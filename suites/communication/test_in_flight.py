@@ -24,7 +24,7 @@ REDUCTIONS = Select(ops=(Op.REDUCE_SCATTER,), phases=(Phase.BACKWARD,))
 
 
 @pytest.mark.rows("C09", "C10")
-@pytest.mark.prey("ReducesWithoutBound")
+@pytest.mark.kills("ReducesWithoutBound")
 @pytest.mark.worlds(SEVERAL)
 @pytest.mark.parametrize(
     ("layout", "most"),
@@ -46,7 +46,7 @@ def test_no_more_reductions_are_in_flight_than_allowed(trial: Trial, layout: Lay
 
 
 @pytest.mark.rows("C11")
-@pytest.mark.prey("AcceptsNoReduceBuffers")
+@pytest.mark.kills("AcceptsNoReduceBuffers")
 def test_a_bound_of_none_is_refused(trial: Trial) -> None:
     trial.holds(_training(Layout.SHARD, 0), MatchesOracle(), refusal=Refusal.REQUIRED)
 

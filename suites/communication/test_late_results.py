@@ -26,13 +26,13 @@ SHARDED = Plan(
 )
 
 
-@pytest.mark.prey("ReadsBucketsTooEarly", "ForgetsTheWorkOfANorm")
+@pytest.mark.kills("ReadsBucketsTooEarly", "ForgetsTheWorkOfANorm")
 @pytest.mark.worlds(SEVERAL)
 def test_waits_for_results_whatever_the_layout(trial: Trial) -> None:
     trial.holds(Training(problem=CHAIN, optimizer=SGD, plan=Plan(units=CHAIN.units)), *LAWS)
 
 
-@pytest.mark.prey("ClearsTheReduceInput", "FreesTheInputOfAReduction", "FillsTheGatherOutput")
+@pytest.mark.kills("ClearsTheReduceInput", "FreesTheInputOfAReduction", "FillsTheGatherOutput")
 @pytest.mark.worlds(SEVERAL)
 @pytest.mark.parametrize(
     "plan",
@@ -50,7 +50,7 @@ def test_leaves_buffers_alone(trial: Trial, plan: Plan) -> None:
     trial.holds(training, *LAWS)
 
 
-@pytest.mark.prey("TrustsTheOrderOfArrival")
+@pytest.mark.kills("TrustsTheOrderOfArrival")
 @pytest.mark.worlds(THREE_OR_MORE)
 def test_learns_the_same_in_whatever_order_ranks_come(trial: Trial) -> None:
     trial.holds(Training(problem=CHAIN, optimizer=SGD, plan=Plan(units=CHAIN.units), schedules=6), *LAWS)

@@ -21,14 +21,14 @@ IN_BACKWARD = Select(phases=(Phase.BACKWARD,))
 REDUCTIONS = Select(ops=(Op.ALL_REDUCE, Op.REDUCE_SCATTER), phases=(Phase.BACKWARD,))
 
 
-@pytest.mark.prey("ReducesInBfloat16")
+@pytest.mark.kills("ReducesInBfloat16")
 @pytest.mark.worlds(SEVERAL)
 def test_reduces_in_the_parameters_dtype(trial: Trial) -> None:
     training = Training(problem=MLP_EVEN, optimizer=SGD, plan=Plan(units=MLP_EVEN.units))
     trial.holds(training, Dtype(select=IN_BACKWARD, dtype="float32"), RanksAgree())
 
 
-@pytest.mark.prey("KeepsFloat32OnTheWire")
+@pytest.mark.kills("KeepsFloat32OnTheWire")
 @pytest.mark.worlds(SEVERAL)
 def test_reduces_in_bfloat16_when_asked(trial: Trial) -> None:
     plan = Plan(units=MLP_EVEN.units, reduce_dtype=torch.bfloat16)

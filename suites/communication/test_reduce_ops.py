@@ -27,14 +27,14 @@ def _training(layout: Layout) -> Training:
 
 
 @pytest.mark.rows("C27")
-@pytest.mark.prey("AveragesOnTheWire")
+@pytest.mark.kills("AveragesOnTheWire")
 @pytest.mark.worlds(SEVERAL)
 def test_shards_are_reduced_by_sums(trial: Trial) -> None:
     by_sums = ReduceOps(select=SCATTERS, allowed=("sum",))
     trial.holds(_training(Layout.SHARD), by_sums, MatchesOracle(), RanksAgree())
 
 
-@pytest.mark.prey("AveragesOnTheWire")
+@pytest.mark.kills("AveragesOnTheWire")
 @pytest.mark.worlds(SEVERAL)
 def test_replicas_are_reduced_by_sums(trial: Trial) -> None:
     by_sums = ReduceOps(select=REDUCTIONS, allowed=("sum",))
@@ -42,7 +42,7 @@ def test_replicas_are_reduced_by_sums(trial: Trial) -> None:
 
 
 @pytest.mark.rows("C28")
-@pytest.mark.prey("AveragesOnTheWire", "AveragesReplicasOnTheWire")
+@pytest.mark.kills("AveragesOnTheWire", "AveragesReplicasOnTheWire")
 @pytest.mark.worlds(FOUR_OR_MORE_EVEN)
 def test_shards_of_replicas_are_reduced_by_sums_twice(trial: Trial) -> None:
     trial.holds(

@@ -27,7 +27,7 @@ PROBLEMS = [MLP_EVEN, MLP_UNEVEN, TRANSFORMER]
 SETTLED = (2,)
 
 
-@pytest.mark.prey("ForgetsToSynchroniseOneParameter", "NeverSynchronises")
+@pytest.mark.kills("ForgetsToSynchroniseOneParameter", "NeverSynchronises")
 @pytest.mark.worlds(SEVERAL)
 @pytest.mark.parametrize("problem", PROBLEMS, ids=attrgetter("name"))
 def test_reduces_each_gradient_once(trial: Trial, problem: Problem) -> None:
@@ -45,7 +45,7 @@ def test_reduces_each_gradient_once(trial: Trial, problem: Problem) -> None:
     )
 
 
-@pytest.mark.prey("TakesAllUnitsForOne")
+@pytest.mark.kills("TakesAllUnitsForOne")
 @pytest.mark.worlds(SEVERAL)
 @pytest.mark.parametrize("problem", PROBLEMS, ids=attrgetter("name"))
 def test_reduces_each_group_in_one_collective(trial: Trial, problem: Problem) -> None:

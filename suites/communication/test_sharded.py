@@ -33,7 +33,7 @@ def _training(problem: Problem, reshard: Reshard) -> Training:
 
 
 @pytest.mark.rows("C06")
-@pytest.mark.prey("GathersOnceMoreInBackward", "TakesAllUnitsForOne")
+@pytest.mark.kills("GathersOnceMoreInBackward", "TakesAllUnitsForOne")
 @pytest.mark.worlds(SEVERAL)
 @pytest.mark.parametrize("problem", PROBLEMS, ids=attrgetter("name"))
 def test_gathers_each_group_twice_when_freed_after_forward(trial: Trial, problem: Problem) -> None:
@@ -48,7 +48,7 @@ def test_gathers_each_group_twice_when_freed_after_forward(trial: Trial, problem
 
 
 @pytest.mark.rows("C06")
-@pytest.mark.prey("GathersOnceMoreInBackward", "FreesWhatItWasAskedToKeep")
+@pytest.mark.kills("GathersOnceMoreInBackward", "FreesWhatItWasAskedToKeep")
 @pytest.mark.worlds(SEVERAL)
 @pytest.mark.parametrize("problem", PROBLEMS, ids=attrgetter("name"))
 def test_gathers_each_group_once_when_kept(trial: Trial, problem: Problem) -> None:
@@ -63,7 +63,7 @@ def test_gathers_each_group_once_when_kept(trial: Trial, problem: Problem) -> No
 
 
 @pytest.mark.rows("C06")
-@pytest.mark.prey("FreesWholeWhereAPartWasAsked")
+@pytest.mark.kills("FreesWholeWhereAPartWasAsked")
 @pytest.mark.worlds(FOUR_OR_MORE_EVEN)
 def test_gathers_each_group_from_its_pair_when_sharded_over_pairs(trial: Trial) -> None:
     from_pairs = replace(GATHERS_IN_BACKWARD, group_size=2)
@@ -78,7 +78,7 @@ def test_gathers_each_group_from_its_pair_when_sharded_over_pairs(trial: Trial) 
 
 
 @pytest.mark.rows("C06")
-@pytest.mark.prey("ReducesInBfloat16")
+@pytest.mark.kills("ReducesInBfloat16")
 @pytest.mark.worlds(SEVERAL)
 @pytest.mark.parametrize("problem", PROBLEMS, ids=attrgetter("name"))
 def test_moves_no_more_than_the_padded_model(trial: Trial, problem: Problem) -> None:

@@ -18,19 +18,19 @@ COMPLEX = frozenset({Capability.COMPLEX})
 
 
 @pytest.mark.worlds(SEVERAL)
-@pytest.mark.prey("ForgetsUnsavedBuffers")
+@pytest.mark.kills("ForgetsUnsavedBuffers")
 def test_turns_by_a_complex_buffer(trial: Trial) -> None:
     trial.holds(Training(problem=ROTARY, optimizer=SGD, plan=Plan(units=ROTARY.units)), *LAWS)
 
 
-@pytest.mark.prey("DropsImaginaryParts")
+@pytest.mark.kills("DropsImaginaryParts")
 @pytest.mark.parametrize("optimizer", [SGD, ADAMW], ids=lambda value: value.name)
 def test_trains_complex_parameters(trial: Trial, optimizer: Sgd | AdamW) -> None:
     plan = Plan(units=SPECTRAL.units, demands=COMPLEX)
     trial.holds(Training(problem=SPECTRAL, optimizer=optimizer, plan=plan), *LAWS)
 
 
-@pytest.mark.prey("DropsImaginaryParts")
+@pytest.mark.kills("DropsImaginaryParts")
 @pytest.mark.parametrize("accumulation", Accumulation, ids=lambda value: value.name.lower())
 def test_accumulates_complex_gradients(trial: Trial, accumulation: Accumulation) -> None:
     plan = Plan(units=SPECTRAL.units, accumulation=accumulation, demands=COMPLEX)
@@ -38,7 +38,7 @@ def test_accumulates_complex_gradients(trial: Trial, accumulation: Accumulation)
     trial.holds(Training(problem=SPECTRAL, optimizer=SGD, plan=plan, schedule=schedule), *LAWS)
 
 
-@pytest.mark.prey("DropsImaginaryParts")
+@pytest.mark.kills("DropsImaginaryParts")
 def test_replicates_complex_parameters(trial: Trial) -> None:
     plan = Plan(layout=Layout.REPLICATE, units=SPECTRAL.units, demands=COMPLEX)
     trial.holds(Training(problem=SPECTRAL, optimizer=ADAMW, plan=plan), *LAWS)

@@ -14,7 +14,7 @@ from harness.runner.fixture import Trial
 from harness.worlds.sizes import EVEN
 
 LAWS = (Repeatable(), MatchesOracle())
-pytestmark = pytest.mark.prey("SumsInAnotherOrderEachTime")
+pytestmark = pytest.mark.kills("SumsInAnotherOrderEachTime")
 
 
 @pytest.mark.parametrize("microbatches", [1, 3], ids="m{}".format)

@@ -25,7 +25,7 @@ ONCE_PER_BLOCK = Exactly(len(MIXTURE.units))
 pytestmark = [pytest.mark.rows("T33"), pytest.mark.worlds(FOUR_OR_MORE_EVEN)]
 
 
-@pytest.mark.prey("ScalesExpertsByTheirRanks", "MixesExpertsUp")
+@pytest.mark.kills("ScalesExpertsByTheirRanks", "MixesExpertsUp")
 @pytest.mark.parametrize(
     ("reshard", "optimizer"),
     [
@@ -47,7 +47,7 @@ def test_experts_train_beside_weights_of_all_ranks(
     )
 
 
-@pytest.mark.prey("ScalesExpertsByTheirRanks", "MixesExpertsUp")
+@pytest.mark.kills("ScalesExpertsByTheirRanks", "MixesExpertsUp")
 def test_experts_accumulate_until_the_last_microbatch(trial: Trial) -> None:
     before = Select(ops=OF_EXPERTS.ops, axis="data", microbatches=Microbatches.ALL_BUT_LAST)
     plan = _plan(Reshard.AFTER_FORWARD, Accumulation.LAST_MICROBATCH)

@@ -37,7 +37,7 @@ WIRES = [
 
 
 @pytest.mark.rows("T39")
-@pytest.mark.prey("CountsOnTheHost", world=WORLD)
+@pytest.mark.kills("CountsOnTheHost", world=WORLD)
 @pytest.mark.worlds(SEVERAL)
 def test_a_replayed_graph_equals_the_eager_step(trial: Trial) -> None:
     training = Training(
@@ -51,7 +51,7 @@ def test_a_replayed_graph_equals_the_eager_step(trial: Trial) -> None:
 
 
 @pytest.mark.rows("C05")
-@pytest.mark.prey("CopiesGradientsOneByOne", world=WORLD)
+@pytest.mark.kills("CopiesGradientsOneByOne", world=WORLD)
 @pytest.mark.worlds(SEVERAL)
 def test_packs_gradients_of_one_group_together(trial: Trial) -> None:
     plan = Plan(layout=Layout.SHARD, compute_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -60,7 +60,7 @@ def test_packs_gradients_of_one_group_together(trial: Trial) -> None:
 
 
 @pytest.mark.rows("C23")
-@pytest.mark.prey("BuffersWhereItLikes", world=WORLD)
+@pytest.mark.kills("BuffersWhereItLikes", world=WORLD)
 @pytest.mark.worlds(SEVERAL)
 def test_communicates_from_memory_of_the_group(trial: Trial) -> None:
     plan = Plan(layout=Layout.SHARD, units=MLP_EVEN.units, buffers=Buffers.GROUP)
@@ -68,7 +68,7 @@ def test_communicates_from_memory_of_the_group(trial: Trial) -> None:
     trial.holds(training, MatchesOracle(), Notes(subject=POOL, value=OWN_POOL), RanksAgree())
 
 
-@pytest.mark.prey("SumsInsteadOfAveraging", world=WORLD)
+@pytest.mark.kills("SumsInsteadOfAveraging", world=WORLD)
 @pytest.mark.worlds(SEVERAL)
 @pytest.mark.parametrize("wire", WIRES)
 def test_trains_the_same_model_over_symmetric_memory(trial: Trial, wire: Wire) -> None:
@@ -77,7 +77,7 @@ def test_trains_the_same_model_over_symmetric_memory(trial: Trial, wire: Wire) -
 
 
 @pytest.mark.rows("T10", "R07")
-@pytest.mark.prey("DropsThePinnedCopy", world=WORLD)
+@pytest.mark.kills("DropsThePinnedCopy", world=WORLD)
 def test_trains_the_same_transformer_from_pinned_memory(trial: Trial) -> None:
     plan = Plan(offload=Offload.PINNED, units=TRANSFORMER.units)
     training = Training(problem=TRANSFORMER, optimizer=ADAMW, plan=plan, script=NotesForms())

@@ -13,8 +13,8 @@ from harness.runner.fixture import Trial
 
 # A rank that computes for ever is seen at the deadline alone, which this timeout brings nearer; it is generous still.
 @pytest.mark.timeout(33)
-@pytest.mark.prey("SkipsACountOnTheLastRank", "TakesTwoGroupsInTurn", "ReducesInTheWrongGroup")
-@pytest.mark.prey("NeverComesToAnEnd", "LocksItselfOut", "SendsToNobody")
-@pytest.mark.prey("CountsFewerParametersOnTheLastRank", "SkipsABackwardOnTheLastRank")
+@pytest.mark.kills("SkipsACountOnTheLastRank", "TakesTwoGroupsInTurn", "ReducesInTheWrongGroup")
+@pytest.mark.kills("NeverComesToAnEnd", "LocksItselfOut", "SendsToNobody")
+@pytest.mark.kills("CountsFewerParametersOnTheLastRank", "SkipsABackwardOnTheLastRank")
 def test_every_rank_comes_to_its_end(trial: Trial) -> None:
     trial.holds(Training(problem=MLP_EVEN, optimizer=SGD, schedule=Schedule(steps=3)), RanksAgree())

@@ -23,7 +23,7 @@ from harness.worlds.sizes import SEVERAL
         pytest.param(Layout.REPLICATE, id="replicate", marks=pytest.mark.rows("R01")),
     ],
 )
-@pytest.mark.prey("DetachesNestedInputs")
+@pytest.mark.kills("DetachesNestedInputs")
 def test_takes_nested_inputs(trial: Trial, layout: Layout) -> None:
     plan = Plan(layout=layout, units=NESTED_INPUTS.units)
     trial.holds(
@@ -34,7 +34,7 @@ def test_takes_nested_inputs(trial: Trial, layout: Layout) -> None:
 
 
 @pytest.mark.rows("T01")
-@pytest.mark.prey("CastsOuterInputsAlone")
+@pytest.mark.kills("CastsOuterInputsAlone")
 def test_casts_nested_inputs(trial: Trial) -> None:
     plan = Plan(layout=Layout.SHARD, units=NESTED_INPUTS.units, compute_dtype=torch.bfloat16)
     trial.holds(
@@ -46,7 +46,7 @@ def test_casts_nested_inputs(trial: Trial) -> None:
 
 @pytest.mark.rows("T02")
 @pytest.mark.worlds(SEVERAL)
-@pytest.mark.prey("ReducesOnlyAfterInputs")
+@pytest.mark.kills("ReducesOnlyAfterInputs")
 @pytest.mark.parametrize("layout", [Layout.SHARD, Layout.REPLICATE], ids=lambda x: x.name.lower())
 def test_takes_no_inputs(trial: Trial, layout: Layout) -> None:
     plan = Plan(layout=layout, units=NO_INPUTS.units)

@@ -52,10 +52,10 @@ HELD_BACK = replace(FREED, accumulation=Accumulation.LAST_MICROBATCH)
 AHEAD = replace(FREED, prefetch=Prefetch.by_distance(CHAIN.units, forward=2, backward=2))
 ONE, THREE = Schedule(), Schedule(microbatches=3)
 of_four = pytest.mark.worlds(FOUR_OR_MORE_EVEN)
-of_buffers = pytest.mark.prey("KeepsGatherOutputs", "KeepsBuffersUntilTheStep")
-of_prefetches = pytest.mark.prey("PrefetchesEverything", "GathersEverythingAhead")
-of_a_pass = pytest.mark.prey("KeepsUnitsUntilBackwardEnds", "FreesAllUnitsTogether")
-of_reductions = pytest.mark.prey("PilesUpReduceInputs")
+of_buffers = pytest.mark.kills("KeepsGatherOutputs", "KeepsBuffersUntilTheStep")
+of_prefetches = pytest.mark.kills("PrefetchesEverything", "GathersEverythingAhead")
+of_a_pass = pytest.mark.kills("KeepsUnitsUntilBackwardEnds", "FreesAllUnitsTogether")
+of_reductions = pytest.mark.kills("PilesUpReduceInputs")
 
 
 @of_a_pass
@@ -94,7 +94,7 @@ def test_units_are_gathered_in_turn(trial: Trial, plan: Plan, problem: Problem, 
             FREED,
             Exactly(0),
             id="freed",
-            marks=pytest.mark.prey(
+            marks=pytest.mark.kills(
                 "KeepsWhatItWasAskedToFree", "KeepsRootsWhateverAsked", "FreesInTheFirstStepAlone"
             ),
         ),
@@ -102,10 +102,10 @@ def test_units_are_gathered_in_turn(trial: Trial, plan: Plan, problem: Problem, 
             KEPT,
             Between(ALL_LEAST, ALL_MOST),
             id="kept",
-            marks=pytest.mark.prey("FreesWhatItWasAskedToKeep", "GathersAgainWhatItWasAskedToKeep"),
+            marks=pytest.mark.kills("FreesWhatItWasAskedToKeep", "GathersAgainWhatItWasAskedToKeep"),
         ),
         pytest.param(
-            HYBRID, Exactly(0), id="hybrid", marks=[of_four, pytest.mark.prey("KeepsWhatItWasAskedToFree")]
+            HYBRID, Exactly(0), id="hybrid", marks=[of_four, pytest.mark.kills("KeepsWhatItWasAskedToFree")]
         ),
     ],
 )
@@ -120,7 +120,7 @@ def test_the_policy_says_what_forward_leaves_gathered(
     )
 
 
-@pytest.mark.prey("RemembersAUnit", "RemembersAUnitOfTheReference", "LeaksAfterBackward")
+@pytest.mark.kills("RemembersAUnit", "RemembersAUnitOfTheReference", "LeaksAfterBackward")
 @pytest.mark.worlds(SEVERAL)
 @pytest.mark.parametrize(
     "plan",
@@ -158,14 +158,14 @@ def test_backward_leaves_nothing_gathered(trial: Trial, plan: Plan) -> None:
             Between(ALL_LEAST, ALL_MOST),
             Between(ALL_LEAST, ALL_MOST),
             id="kept",
-            marks=pytest.mark.prey("FreesWhatItWasAskedToKeep", "GathersAgainWhatItWasAskedToKeep"),
+            marks=pytest.mark.kills("FreesWhatItWasAskedToKeep", "GathersAgainWhatItWasAskedToKeep"),
         ),
         pytest.param(
             PAIRS,
             Between(PARTS_AND_LAST_LEAST, PARTS_AND_ONE_MOST),
             Between(PARTS_AND_LAST_LEAST, PARTS_AND_ONE_MOST),
             id="pairs",
-            marks=[of_four, pytest.mark.prey("FreesWholeWhereAPartWasAsked")],
+            marks=[of_four, pytest.mark.kills("FreesWholeWhereAPartWasAsked")],
         ),
         pytest.param(
             HYBRID,
@@ -187,7 +187,7 @@ def test_parameters_take_the_memory_of_those_in_turn(
     )
 
 
-@pytest.mark.prey("KeepsGatherOutputs", "KeepsBuffersUntilTheStep")
+@pytest.mark.kills("KeepsGatherOutputs", "KeepsBuffersUntilTheStep")
 @pytest.mark.worlds(TOGETHER)
 @pytest.mark.parametrize("plan", [FREED, KEPT], ids=["freed", "kept"])
 def test_buffers_are_those_of_neighbours(trial: Trial, plan: Plan) -> None:
@@ -199,7 +199,7 @@ def test_buffers_are_those_of_neighbours(trial: Trial, plan: Plan) -> None:
     )
 
 
-@pytest.mark.prey("KeepsWholeGradients", "KeepsGradientsUntilTheStep")
+@pytest.mark.kills("KeepsWholeGradients", "KeepsGradientsUntilTheStep")
 @pytest.mark.worlds(SEVERAL)
 @pytest.mark.parametrize("plan", [FREED, pytest.param(HYBRID, marks=of_four)], ids=["shard", "hybrid"])
 def test_gradients_go_once_they_are_packed(trial: Trial, plan: Plan) -> None:
@@ -211,7 +211,7 @@ def test_gradients_go_once_they_are_packed(trial: Trial, plan: Plan) -> None:
     )
 
 
-@pytest.mark.prey("ReducesDespiteNoSync")
+@pytest.mark.kills("ReducesDespiteNoSync")
 @pytest.mark.worlds(TOGETHER)
 def test_gradients_are_held_back_once(trial: Trial) -> None:
     _holds(
@@ -223,7 +223,7 @@ def test_gradients_are_held_back_once(trial: Trial) -> None:
     )
 
 
-@pytest.mark.prey("PilesUpGradients")
+@pytest.mark.kills("PilesUpGradients")
 @pytest.mark.worlds(TOGETHER)
 def test_gradients_of_replicas_exist_twice_at_most(trial: Trial) -> None:
     """As they are computed and as they are reduced, or in a bucket and beside it."""
@@ -236,7 +236,7 @@ def test_gradients_of_replicas_exist_twice_at_most(trial: Trial) -> None:
     )
 
 
-@pytest.mark.prey("PilesUpGradients")
+@pytest.mark.kills("PilesUpGradients")
 @pytest.mark.worlds(TOGETHER)
 @pytest.mark.parametrize(
     ("plan", "problem", "optimizer", "schedule"),
@@ -263,12 +263,12 @@ def test_no_step_leaves_more_than_the_one_before(
     )
 
 
-@pytest.mark.prey("FreesTheUsersOutputs")
+@pytest.mark.kills("FreesTheUsersOutputs")
 @pytest.mark.worlds(SEVERAL)
 @pytest.mark.parametrize(
     "layout",
     [
-        pytest.param(Layout.NATIVE, id="native", marks=pytest.mark.prey("FreesTheUsersInputs")),
+        pytest.param(Layout.NATIVE, id="native", marks=pytest.mark.kills("FreesTheUsersInputs")),
         pytest.param(Layout.REPLICATE, id="replicate"),
     ],
 )
@@ -284,7 +284,7 @@ def test_what_the_user_holds_is_let_alone(trial: Trial, layout: Layout) -> None:
     )
 
 
-@pytest.mark.prey("MovesWhatItWasToLeave")
+@pytest.mark.kills("MovesWhatItWasToLeave")
 @pytest.mark.worlds(SEVERAL)
 def test_buffers_and_ignored_parameters_are_let_alone(trial: Trial) -> None:
     _holds(

@@ -22,20 +22,20 @@ LAWS = (MatchesOracle(), Notes(subject=HOMES, value="cpu"), RanksAgree())
 
 
 @pytest.mark.rows("T10", "R07")
-@pytest.mark.prey("OffloadsZeros", "OffloadsLastBackwardsGradients", "UpdatesACopy")
+@pytest.mark.kills("OffloadsZeros", "OffloadsLastBackwardsGradients", "UpdatesACopy")
 def test_trains_the_same_transformer_from_the_host(trial: Trial) -> None:
     plan = Plan(offload=Offload.CPU, units=TRANSFORMER.units)
     trial.holds(Training(problem=TRANSFORMER, optimizer=ADAMW, plan=plan, script=NotesForms()), *LAWS)
 
 
 @pytest.mark.rows("T10", "R07")
-@pytest.mark.prey("OverwritesOffloadedGradients", "OffloadsLastBackwardsGradients")
+@pytest.mark.kills("OverwritesOffloadedGradients", "OffloadsLastBackwardsGradients")
 def test_adds_microbatches_on_the_host(trial: Trial) -> None:
     plan = Plan(offload=Offload.CPU, units=MLP_UNEVEN.units)
     trial.holds(_three_microbatches(plan), *LAWS)
 
 
-@pytest.mark.prey("OffloadsZeros", "UpdatesACopy")
+@pytest.mark.kills("OffloadsZeros", "UpdatesACopy")
 @pytest.mark.worlds(FOUR_OR_MORE_EVEN)
 def test_accumulates_over_replicas_on_the_host(trial: Trial) -> None:
     plan = Plan(

@@ -22,8 +22,10 @@ CASES: list[tuple[Problem, NamedOptimizer, int]] = [
 
 
 @pytest.mark.rows("T30")
-@pytest.mark.prey("KeepsOnlyTheLastMicrobatch", "DoublesGradientsEveryMicrobatch", "DividesWhatItAccumulated")
-@pytest.mark.prey("StepsAfterEveryMicrobatch", "AssignsWholeGradientsToShards")
+@pytest.mark.kills(
+    "KeepsOnlyTheLastMicrobatch", "DoublesGradientsEveryMicrobatch", "DividesWhatItAccumulated"
+)
+@pytest.mark.kills("StepsAfterEveryMicrobatch", "AssignsWholeGradientsToShards")
 @pytest.mark.parametrize(
     ("problem", "optimizer", "microbatches"),
     CASES,

@@ -21,21 +21,25 @@ LAWS = (MatchesOracle(), HoldsItsShare(), RanksAgree())
 WORLD = None  # the number of ranks: what an engine divides by when nobody asks
 # float64 beside float32: it is one of the dtypes in which engines divide partly before and partly after the sum.
 FACTORS = [
-    pytest.param(1, None, id="one-float32", marks=pytest.mark.prey("AveragesWhateverTheFactor")),
-    pytest.param(2, None, id="two-float32", marks=pytest.mark.prey("DividesByTheSquareOfTheFactor")),
-    pytest.param(2, torch.float64, id="two-float64", marks=pytest.mark.prey("DividesByTheSquareOfTheFactor")),
+    pytest.param(1, None, id="one-float32", marks=pytest.mark.kills("AveragesWhateverTheFactor")),
+    pytest.param(2, None, id="two-float32", marks=pytest.mark.kills("DividesByTheSquareOfTheFactor")),
+    pytest.param(
+        2, torch.float64, id="two-float64", marks=pytest.mark.kills("DividesByTheSquareOfTheFactor")
+    ),
     pytest.param(
         WORLD,
         torch.float64,
         id="world-float64",
-        marks=[pytest.mark.worlds(SEVERAL), pytest.mark.prey("DividesByTheSquareOfTheFactor")],
+        marks=[pytest.mark.worlds(SEVERAL), pytest.mark.kills("DividesByTheSquareOfTheFactor")],
     ),
 ]
 FACTORS_OF_REPLICAS = [
-    pytest.param(1, None, id="one-float32", marks=pytest.mark.prey("IgnoresTheDivideFactor")),
-    pytest.param(2, None, id="two-float32", marks=pytest.mark.prey("DividesByTheFactorTwice")),
-    pytest.param(2, torch.float64, id="two-float64", marks=pytest.mark.prey("DividesByTheFactorTwice")),
-    pytest.param(WORLD, torch.float64, id="world-float64", marks=pytest.mark.prey("DividesByTheFactorTwice")),
+    pytest.param(1, None, id="one-float32", marks=pytest.mark.kills("IgnoresTheDivideFactor")),
+    pytest.param(2, None, id="two-float32", marks=pytest.mark.kills("DividesByTheFactorTwice")),
+    pytest.param(2, torch.float64, id="two-float64", marks=pytest.mark.kills("DividesByTheFactorTwice")),
+    pytest.param(
+        WORLD, torch.float64, id="world-float64", marks=pytest.mark.kills("DividesByTheFactorTwice")
+    ),
 ]
 
 
@@ -65,7 +69,7 @@ def test_divides_as_asked_on_replicas(
 
 
 @pytest.mark.rows("C08")
-@pytest.mark.prey("IgnoresTheDivideFactorOfSingles")
+@pytest.mark.kills("IgnoresTheDivideFactorOfSingles")
 @pytest.mark.worlds(SEVERAL)
 def test_divides_by_one_on_single_ranks(trial: Trial) -> None:
     plan = Plan(layout=Layout.HYBRID, replicas=Replicas.SINGLES, reduce_dtype=torch.float32)
@@ -73,7 +77,7 @@ def test_divides_by_one_on_single_ranks(trial: Trial) -> None:
 
 
 @pytest.mark.rows("C08")
-@pytest.mark.prey("AveragesWhateverTheFactor")
+@pytest.mark.kills("AveragesWhateverTheFactor")
 @pytest.mark.worlds(SEVERAL)
 def test_divides_as_asked_what_bfloat16_computed(trial: Trial) -> None:
     plan = Plan(compute_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -81,14 +85,14 @@ def test_divides_as_asked_what_bfloat16_computed(trial: Trial) -> None:
 
 
 @pytest.mark.rows("C29")
-@pytest.mark.prey("HalvesOneUnit")
+@pytest.mark.kills("HalvesOneUnit")
 @pytest.mark.worlds(ALONE)
 @pytest.mark.parametrize(
     "factor",
     [
         pytest.param(None, id="none"),
         pytest.param(1, id="one"),
-        pytest.param(2, id="two", marks=pytest.mark.prey("IgnoresTheDivideFactorOfOneRank")),
+        pytest.param(2, id="two", marks=pytest.mark.kills("IgnoresTheDivideFactorOfOneRank")),
     ],
 )
 def test_one_rank_divides_by_the_factor_alone(trial: Trial, factor: int | None) -> None:

@@ -17,8 +17,8 @@ from harness.worlds.sizes import POWERS_OF_TWO
 @pytest.mark.parametrize(
     "microbatches",
     [
-        pytest.param(1, id="m1", marks=pytest.mark.prey("DriftsByOneBit", "SumsInsteadOfAveraging")),
-        pytest.param(4, id="m4", marks=pytest.mark.prey("DriftsByOneBit", "KeepsOnlyTheLastMicrobatch")),
+        pytest.param(1, id="m1", marks=pytest.mark.kills("DriftsByOneBit", "SumsInsteadOfAveraging")),
+        pytest.param(4, id="m4", marks=pytest.mark.kills("DriftsByOneBit", "KeepsOnlyTheLastMicrobatch")),
     ],
 )
 def test_is_exact_to_the_bit(trial: Trial, microbatches: int) -> None:

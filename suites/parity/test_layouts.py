@@ -24,16 +24,19 @@ GATHERS_IN_BACKWARD = Select(ops=(Op.ALL_GATHER,), phases=(Phase.BACKWARD,))
 AT_MOST = len(list(MLP_UNEVEN.build().parameters()))
 # One axis of the mesh has a single rank, or neither has; on one rank both have.
 OTHER_REPLICAS = [
-    pytest.param(Replicas.ONE, id="one", marks=pytest.mark.prey("DividesOneReplicaTwice")),
+    pytest.param(Replicas.ONE, id="one", marks=pytest.mark.kills("DividesOneReplicaTwice")),
     pytest.param(
         Replicas.SINGLES,
         id="singles",
-        marks=[pytest.mark.worlds(SEVERAL), pytest.mark.prey("NeverSynchronisesSingles", "AcceptsEveryPlan")],
+        marks=[
+            pytest.mark.worlds(SEVERAL),
+            pytest.mark.kills("NeverSynchronisesSingles", "AcceptsEveryPlan"),
+        ],
     ),
     pytest.param(
         Replicas.PAIRS,
         id="pairs",
-        marks=[pytest.mark.worlds(SIX_OR_MORE_EVEN), pytest.mark.prey("NeverSynchronisesReplicas")],
+        marks=[pytest.mark.worlds(SIX_OR_MORE_EVEN), pytest.mark.kills("NeverSynchronisesReplicas")],
     ),
 ]
 
@@ -43,12 +46,12 @@ OTHER_REPLICAS = [
     "layout",
     [
         pytest.param(
-            Layout.REPLICATE, id="replicate", marks=pytest.mark.prey("ForgetsToSynchroniseOneParameter")
+            Layout.REPLICATE, id="replicate", marks=pytest.mark.kills("ForgetsToSynchroniseOneParameter")
         ),
         pytest.param(
             Layout.SHARD,
             id="shard",
-            marks=pytest.mark.prey("ReplicatesInsteadOfSharding", "CallsTheWholeItsChunks"),
+            marks=pytest.mark.kills("ReplicatesInsteadOfSharding", "CallsTheWholeItsChunks"),
         ),
     ],
 )
@@ -58,7 +61,7 @@ def test_trains_the_same_model(trial: Trial, layout: Layout) -> None:
 
 
 @pytest.mark.rows("T09")
-@pytest.mark.prey("KeepsWhatItWasAskedToFree")
+@pytest.mark.kills("KeepsWhatItWasAskedToFree")
 @pytest.mark.worlds(SEVERAL)
 def test_frees_after_forward_as_asked(trial: Trial) -> None:
     plan = Plan(layout=Layout.SHARD, units=MLP_UNEVEN.units, reshard=Reshard.AFTER_FORWARD)
@@ -67,7 +70,7 @@ def test_frees_after_forward_as_asked(trial: Trial) -> None:
 
 
 @pytest.mark.rows("T09")
-@pytest.mark.prey("FreesWhatItWasAskedToKeep")
+@pytest.mark.kills("FreesWhatItWasAskedToKeep")
 @pytest.mark.worlds(SEVERAL)
 def test_keeps_until_backward_as_asked(trial: Trial) -> None:
     plan = Plan(layout=Layout.SHARD, units=MLP_UNEVEN.units, reshard=Reshard.KEEP)
@@ -75,13 +78,13 @@ def test_keeps_until_backward_as_asked(trial: Trial) -> None:
 
 
 @pytest.mark.rows("T35")
-@pytest.mark.prey("NeverSynchronisesReplicas", "AcceptsEveryPlan")
+@pytest.mark.kills("NeverSynchronisesReplicas", "AcceptsEveryPlan")
 @pytest.mark.worlds(EVEN)
 @pytest.mark.parametrize(
     ("optimizer", "microbatches"),
     [
         pytest.param(SGD, 1, id="sgd-m1"),
-        pytest.param(ADAMW, 3, id="adamw-m3", marks=pytest.mark.prey("LosesMicrobatchesOfReplicas")),
+        pytest.param(ADAMW, 3, id="adamw-m3", marks=pytest.mark.kills("LosesMicrobatchesOfReplicas")),
     ],
 )
 def test_trains_the_same_model_on_two_replicas(

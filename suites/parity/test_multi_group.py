@@ -41,7 +41,7 @@ CASES: list[tuple[Problem, NamedOptimizer, int]] = [
         pytest.param(
             *case,
             id=f"{case[0].name}-{case[1].name}-m{case[2]}",
-            marks=pytest.mark.prey(*(OF_ONE_MICROBATCH if case[2] == 1 else OF_SEVERAL)),
+            marks=pytest.mark.kills(*(OF_ONE_MICROBATCH if case[2] == 1 else OF_SEVERAL)),
         )
         for case in CASES
     ],
@@ -58,7 +58,7 @@ def test_trains_the_same_model(
     trial.holds(training, MatchesOracle(), RanksAgree())
 
 
-@pytest.mark.prey("ForgetsToSynchroniseOneParameter", "DropsAUnitOnTheLastRank", "DriftsByOneBit")
+@pytest.mark.kills("ForgetsToSynchroniseOneParameter", "DropsAUnitOnTheLastRank", "DriftsByOneBit")
 @pytest.mark.parametrize("optimizer", [SGD, ADAMW], ids=name)
 def test_trains_the_same_transformer(trial: Trial, optimizer: NamedOptimizer) -> None:
     training = Training(problem=TRANSFORMER, optimizer=optimizer, plan=Plan(units=TRANSFORMER.units))

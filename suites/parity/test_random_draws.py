@@ -13,13 +13,13 @@ from harness.laws.parity import MatchesOracle
 from harness.runner.fixture import Trial
 
 
-@pytest.mark.prey("SumsInsteadOfAveraging", "DrawsAlikeOnAllRanks")
+@pytest.mark.kills("SumsInsteadOfAveraging", "DrawsAlikeOnAllRanks")
 @pytest.mark.parametrize(
     "problem",
     [
-        pytest.param(DROPPED, id="dropped", marks=pytest.mark.prey("RecomputesWithOtherDraws")),
+        pytest.param(DROPPED, id="dropped", marks=pytest.mark.kills("RecomputesWithOtherDraws")),
         pytest.param(
-            DROPPED_AND_RECOMPUTED, id="recomputed", marks=pytest.mark.prey("RecomputesWithOtherDraws")
+            DROPPED_AND_RECOMPUTED, id="recomputed", marks=pytest.mark.kills("RecomputesWithOtherDraws")
         ),
         pytest.param(NOISY, id="noisy"),
     ],

@@ -20,10 +20,12 @@ name = attrgetter("name")
 @pytest.mark.parametrize(
     ("optimizer", "microbatches"),
     [
-        pytest.param(SGD, 1, id="sgd-m1", marks=pytest.mark.prey("SumsInsteadOfAveraging", "DriftsByOneBit")),
-        pytest.param(ADAMW, 1, id="adamw-m1", marks=pytest.mark.prey("SumsInsteadOfAveraging")),
-        pytest.param(SGD, 3, id="sgd-m3", marks=pytest.mark.prey("KeepsOnlyTheLastMicrobatch")),
-        pytest.param(ADAMW, 4, id="adamw-m4", marks=pytest.mark.prey("DoublesGradientsEveryMicrobatch")),
+        pytest.param(
+            SGD, 1, id="sgd-m1", marks=pytest.mark.kills("SumsInsteadOfAveraging", "DriftsByOneBit")
+        ),
+        pytest.param(ADAMW, 1, id="adamw-m1", marks=pytest.mark.kills("SumsInsteadOfAveraging")),
+        pytest.param(SGD, 3, id="sgd-m3", marks=pytest.mark.kills("KeepsOnlyTheLastMicrobatch")),
+        pytest.param(ADAMW, 4, id="adamw-m4", marks=pytest.mark.kills("DoublesGradientsEveryMicrobatch")),
     ],
 )
 def test_trains_the_same_model(trial: Trial, optimizer: NamedOptimizer, microbatches: int) -> None:
@@ -33,7 +35,7 @@ def test_trains_the_same_model(trial: Trial, optimizer: NamedOptimizer, microbat
     trial.holds(training, MatchesOracle(), RanksAgree())
 
 
-@pytest.mark.prey("ForgetsToSynchroniseOneParameter")
+@pytest.mark.kills("ForgetsToSynchroniseOneParameter")
 @pytest.mark.parametrize("microbatches", [1, 3], ids="m{}".format)
 def test_keeps_buffers(trial: Trial, microbatches: int) -> None:
     training = Training(problem=MLP_BUFFERS, optimizer=SGD, schedule=Schedule(microbatches=microbatches))

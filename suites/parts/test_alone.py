@@ -21,7 +21,7 @@ both_layouts = pytest.mark.parametrize(
 
 
 @pytest.mark.rows("T12", "R08")
-@pytest.mark.prey("NeverReducesParts")
+@pytest.mark.kills("NeverReducesParts")
 @both_layouts
 def test_a_step_through_one_unit_updates_it_alone(trial: Trial, layout: Layout) -> None:
     script = OnePartOnOddSteps(part="layers.0")
@@ -32,7 +32,7 @@ def test_a_step_through_one_unit_updates_it_alone(trial: Trial, layout: Layout) 
 
 @pytest.mark.worlds(SEVERAL)  # a lone rank has everything at hand, and nothing to reduce
 @pytest.mark.rows("T36", "R16")
-@pytest.mark.prey("IgnoresForwardMethods", "NeverReducesForwardMethods")
+@pytest.mark.kills("IgnoresForwardMethods", "NeverReducesForwardMethods")
 @both_layouts
 def test_a_method_trains_like_forward(trial: Trial, layout: Layout) -> None:
     plan = Plan(

@@ -29,7 +29,7 @@ EARLY_REDUCTIONS = Select(
 
 
 @pytest.mark.rows("T17")
-@pytest.mark.prey("CountsTheFirstUseAlone", "NeverReducesParts")
+@pytest.mark.kills("CountsTheFirstUseAlone", "NeverReducesParts")
 @pytest.mark.parametrize(
     ("problem", "reshard"),
     [
@@ -59,13 +59,13 @@ def test_every_chunk_adds_to_the_gradient(trial: Trial, problem: Problem, reshar
             TRUNK_AND_HEAD.units,
             Reshard.KEEP,
             id="grouped-kept",
-            marks=pytest.mark.prey("IgnoresTheFlagsOfGroups", "CountsTheFirstUseAlone"),
+            marks=pytest.mark.kills("IgnoresTheFlagsOfGroups", "CountsTheFirstUseAlone"),
         ),
         pytest.param(
             UNGROUPED,
             Reshard.AFTER_FORWARD,
             id="ungrouped-freed",
-            marks=pytest.mark.prey("CountsTheFirstUseAlone"),
+            marks=pytest.mark.kills("CountsTheFirstUseAlone"),
         ),
     ],
 )
@@ -93,7 +93,7 @@ def test_chunks_accumulate_until_the_last_microbatch(
 
 
 @pytest.mark.rows("T23")
-@pytest.mark.prey("NeverReducesGroupsRunInPart", "ForgetsEarlierForwards")
+@pytest.mark.kills("NeverReducesGroupsRunInPart", "ForgetsEarlierForwards")
 def test_a_group_run_in_part_is_reduced(trial: Trial) -> None:
     script = TrunkTwiceOnOddSteps(stop="norm")
     plan = Plan(
@@ -113,7 +113,7 @@ def test_a_group_run_in_part_is_reduced(trial: Trial) -> None:
 
 
 @pytest.mark.rows("T18")
-@pytest.mark.prey("CastsTheFirstInputsAlone")
+@pytest.mark.kills("CastsTheFirstInputsAlone")
 def test_casts_the_inputs_of_every_module_of_a_group(trial: Trial) -> None:
     plan = Plan(
         layout=Layout.SHARD,

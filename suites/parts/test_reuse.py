@@ -16,14 +16,14 @@ from harness.runner.fixture import Trial
 
 
 @pytest.mark.rows("T13", "R09")
-@pytest.mark.prey("CountsTheFirstUseAlone")
+@pytest.mark.kills("CountsTheFirstUseAlone")
 @pytest.mark.parametrize("layout", [Layout.REPLICATE, Layout.SHARD], ids=lambda layout: layout.name.lower())
 def test_a_module_learns_from_each_of_its_runs(trial: Trial, layout: Layout) -> None:
     plan = Plan(layout=layout, units=REUSED.units)
     trial.holds(Training(problem=REUSED, optimizer=SGD, plan=plan), MatchesOracle(), RanksAgree())
 
 
-@pytest.mark.prey("ForgetsEarlierForwards")
+@pytest.mark.kills("ForgetsEarlierForwards")
 @pytest.mark.parametrize("backwards", Backwards, ids=lambda backwards: backwards.name.lower())
 def test_every_forward_that_waits_for_backward_counts(trial: Trial, backwards: Backwards) -> None:
     script = AllForwardsFirst(backwards=backwards)

@@ -50,7 +50,7 @@ every_order = pytest.mark.parametrize("order", Order, ids=lambda order: order.na
 
 
 @pytest.mark.rows("T31")
-@pytest.mark.prey("ReducesEveryMicrobatchOfAPipeline")
+@pytest.mark.kills("ReducesEveryMicrobatchOfAPipeline")
 @pytest.mark.worlds(FOUR_OR_MORE_EVEN)
 @every_order
 def test_sharded_stages_train_as_one_model(trial: Trial, order: Order) -> None:
@@ -67,7 +67,7 @@ def test_sharded_stages_train_as_one_model(trial: Trial, order: Order) -> None:
 
 
 @pytest.mark.rows("R15")
-@pytest.mark.prey(
+@pytest.mark.kills(
     "ReducesEveryMicrobatchOfAPipeline",
     "ReducesBeforeTheLastBackward",
     "KeepsOnlyTheLastMicrobatchOfAPipeline",

@@ -18,17 +18,17 @@ CONTRADICTIONS = [
     pytest.param(
         Plan(layout=Layout.REPLICATE, placement=Placement.LARGEST),
         id="dim_of_replicas",
-        marks=pytest.mark.prey("DropsWhatTheLayoutExcludes"),
+        marks=pytest.mark.kills("DropsWhatTheLayoutExcludes"),
     ),
     pytest.param(
         Plan(layout=Layout.REPLICATE, reshard=Reshard.AFTER_FORWARD),
         id="freed_replicas",
-        marks=pytest.mark.prey("DropsWhatTheLayoutExcludes"),
+        marks=pytest.mark.kills("DropsWhatTheLayoutExcludes"),
     ),
     pytest.param(
         Plan(layout=Layout.SHARD, reshard=Reshard.TO_PAIRS),
         id="pairs_of_odd_ranks",
-        marks=[pytest.mark.worlds(ODD), pytest.mark.prey("DropsWhatTheLayoutExcludes")],
+        marks=[pytest.mark.worlds(ODD), pytest.mark.kills("DropsWhatTheLayoutExcludes")],
     ),
 ]
 

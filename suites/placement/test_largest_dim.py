@@ -21,7 +21,7 @@ from harness.worlds.sizes import POWERS_OF_TWO, SEVERAL
 
 
 @pytest.mark.rows("T25")
-@pytest.mark.prey(
+@pytest.mark.kills(
     "ShardsTheFirstDim",
     "ReassemblesAlongTheFirstDim",
     "KeepsWholeOptimizerState",

@@ -18,7 +18,7 @@ from harness.runner.fixture import Trial
 
 
 @pytest.mark.rows("T07")
-@pytest.mark.prey("ShowsPaddingRows", "InfersTheSizeFromItsShard", "NeverUpdatesTheLastRanksRows")
+@pytest.mark.kills("ShowsPaddingRows", "InfersTheSizeFromItsShard", "NeverUpdatesTheLastRanksRows")
 @pytest.mark.parametrize("optimizer", [SGD, ADAMW], ids=attrgetter("name"))
 def test_shards_rows_that_ranks_do_not_divide(trial: Trial, optimizer: NamedOptimizer) -> None:
     training = Training(problem=UNEVEN_GROUP, optimizer=optimizer, plan=Plan(layout=Layout.SHARD))
@@ -26,7 +26,7 @@ def test_shards_rows_that_ranks_do_not_divide(trial: Trial, optimizer: NamedOpti
 
 
 @pytest.mark.rows("R05")
-@pytest.mark.prey("DividesTwice", "NeverUpdatesOneParameter")
+@pytest.mark.kills("DividesTwice", "NeverUpdatesOneParameter")
 def test_replicates_rows_that_ranks_do_not_divide(trial: Trial) -> None:
     training = Training(problem=UNEVEN_GROUP, optimizer=SGD, plan=Plan(layout=Layout.REPLICATE))
     trial.holds(training, MatchesOracle(), HoldsItsShare(), RanksAgree())

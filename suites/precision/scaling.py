@@ -7,7 +7,7 @@ import math
 import torch
 from torch import nn
 
-from harness.cases.script import Bench
+from harness.cases.script import InterfaceBench
 
 __all__ = ["AFTER_AN_INFINITE", "AFTER_A_FINITE", "AFTER_NONE", "scales_together"]
 
@@ -16,7 +16,7 @@ AFTER_NONE = "after a step in which one rank had no gradient"
 AFTER_A_FINITE = "after finite gradients"
 
 
-def scales_together(bench: Bench, is_fused: bool) -> None:
+def scales_together(bench: InterfaceBench, is_fused: bool) -> None:
     """Step thrice: one rank's gradient is infinite, the other end's rank has none, all are finite.
 
     Gradients are what a shard's would be, of ranks that hold one element each.

@@ -14,7 +14,7 @@ from harness.runner.fixture import Trial
 from harness.worlds.sizes import SEVERAL
 
 
-@pytest.mark.prey("SumsInsteadOfAveraging", "KeepsOnlyTheLastMicrobatch")
+@pytest.mark.kills("SumsInsteadOfAveraging", "KeepsOnlyTheLastMicrobatch")
 @pytest.mark.worlds(SEVERAL)
 def test_trains_a_model_under_autocast(trial: Trial) -> None:
     training = Training(

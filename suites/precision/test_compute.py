@@ -38,7 +38,7 @@ def _training(problem: Problem, plan: Plan, microbatches: int = 1) -> Training:
 
 
 @pytest.mark.rows("C08")
-@pytest.mark.prey(
+@pytest.mark.kills(
     "HalvesOneUnit", "ForgetsMicrobatchesInLowPrecision", "IgnoresTheComputeDtype", "SumsInsteadOfAveraging"
 )
 @pytest.mark.worlds(SEVERAL)
@@ -53,7 +53,7 @@ def test_computes_in_bfloat16_and_reduces_in_float32(trial: Trial, problem: Prob
     )
 
 
-@pytest.mark.prey("IgnoresTheComputeDtype", "HalvesOneUnit", "ForgetsMicrobatchesInLowPrecision")
+@pytest.mark.kills("IgnoresTheComputeDtype", "HalvesOneUnit", "ForgetsMicrobatchesInLowPrecision")
 @pytest.mark.worlds(SEVERAL)
 def test_gathers_and_reduces_in_the_compute_dtype_when_asked_for_nothing_else(trial: Trial) -> None:
     in_bfloat16 = Dtype(select=Select(phases=(Phase.FORWARD, Phase.BACKWARD)), dtype="bfloat16")
@@ -68,7 +68,7 @@ def test_gathers_and_reduces_in_the_compute_dtype_when_asked_for_nothing_else(tr
 
 
 @pytest.mark.rows("T18")
-@pytest.mark.prey("ReducesAsComputedUnasked")
+@pytest.mark.kills("ReducesAsComputedUnasked")
 @pytest.mark.worlds(SEVERAL)
 @pytest.mark.parametrize("layout", [Layout.REPLICATE, Layout.SHARD], ids=lambda layout: layout.name.lower())
 def test_gathers_in_the_compute_dtype_and_reduces_as_stored_when_asked_for_nothing_else(
@@ -86,7 +86,7 @@ def test_gathers_in_the_compute_dtype_and_reduces_as_stored_when_asked_for_nothi
     )
 
 
-@pytest.mark.prey("ReturnsTheComputeDtype")
+@pytest.mark.kills("ReturnsTheComputeDtype")
 def test_returns_the_dtype_asked_for(trial: Trial) -> None:
     plan = replace(LOW, output_dtype=torch.float32)
     trial.holds(
@@ -95,7 +95,7 @@ def test_returns_the_dtype_asked_for(trial: Trial) -> None:
 
 
 @pytest.mark.rows("T18")
-@pytest.mark.prey("CastsInputsOfTheFirstModuleAlone")
+@pytest.mark.kills("CastsInputsOfTheFirstModuleAlone")
 def test_casts_the_inputs_of_each_module_of_a_group(trial: Trial) -> None:
     plan = replace(LOW, grouping=Grouping.REQUIRED)
     trial.holds(
@@ -105,7 +105,7 @@ def test_casts_the_inputs_of_each_module_of_a_group(trial: Trial) -> None:
     )
 
 
-@pytest.mark.prey("ReducesReplicasInBfloat16")
+@pytest.mark.kills("ReducesReplicasInBfloat16")
 @pytest.mark.worlds(FOUR_OR_MORE_EVEN)
 def test_reduces_across_replicas_in_float32_too(trial: Trial) -> None:
     plan = replace(LOW, layout=Layout.HYBRID)

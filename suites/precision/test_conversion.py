@@ -15,7 +15,7 @@ from harness.runner.fixture import Trial
 
 
 @pytest.mark.rows("T06", "R04")
-@pytest.mark.prey("ReducesInTheDtypeOfBefore")
+@pytest.mark.kills("ReducesInTheDtypeOfBefore")
 def test_trains_in_float64_once_converted(trial: Trial) -> None:
     training = Training(
         problem=MLP_UNEVEN,

@@ -27,7 +27,7 @@ def _training(problem: Problem, plan: Plan, microbatches: int = 1) -> Training:
 
 
 @pytest.mark.rows("C02")
-@pytest.mark.prey("ReducesInBfloat16")
+@pytest.mark.kills("ReducesInBfloat16")
 @pytest.mark.worlds(SEVERAL)
 @pytest.mark.worlds(POWERS_OF_TWO)
 def test_reduces_in_float32_without_a_loss(trial: Trial) -> None:
@@ -37,7 +37,7 @@ def test_reduces_in_float32_without_a_loss(trial: Trial) -> None:
 
 
 @pytest.mark.rows("C03")
-@pytest.mark.prey("DividesFloat16AfterTheSum", "ReducesInBfloat16")
+@pytest.mark.kills("DividesFloat16AfterTheSum", "ReducesInBfloat16")
 @pytest.mark.worlds(SEVERAL)
 @pytest.mark.worlds(POWERS_OF_TWO)
 def test_reduces_in_float16_without_overflow(trial: Trial) -> None:
@@ -47,7 +47,7 @@ def test_reduces_in_float16_without_overflow(trial: Trial) -> None:
 
 
 @pytest.mark.rows("C08")
-@pytest.mark.prey("AccumulatesInBfloat16", "KeepsNoMasterWeights")
+@pytest.mark.kills("AccumulatesInBfloat16", "KeepsNoMasterWeights")
 @pytest.mark.worlds(POWERS_OF_TWO)
 def test_accumulates_in_the_dtype_of_the_reduction(trial: Trial) -> None:
     plan = Plan(
@@ -60,7 +60,7 @@ def test_accumulates_in_the_dtype_of_the_reduction(trial: Trial) -> None:
 
 
 @pytest.mark.rows("C04")
-@pytest.mark.prey("RoundsWhereDtypesAreMixed", "AccumulatesInBfloat16")
+@pytest.mark.kills("RoundsWhereDtypesAreMixed", "AccumulatesInBfloat16")
 @pytest.mark.worlds(POWERS_OF_TWO)
 def test_reduces_fresh_and_accumulated_gradients_together(trial: Trial) -> None:
     plan = Plan(

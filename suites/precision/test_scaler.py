@@ -18,7 +18,7 @@ from suites.precision.scaling import AFTER_A_FINITE, AFTER_AN_INFINITE, AFTER_NO
 
 @pytest.mark.worlds(SEVERAL)
 @pytest.mark.api("ShardedGradScaler")
-@pytest.mark.prey("KeepsOverflowLocal")
+@pytest.mark.kills("KeepsOverflowLocal")
 @pytest.mark.parametrize("is_fused", [False, True], ids=["plain", "fused"])
 def test_ranks_skip_steps_and_change_the_scale_together(trial: Trial, is_fused: bool) -> None:
     """Half the scale after the infinite gradient, twice the scale after two steps without one."""

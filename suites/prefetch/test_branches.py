@@ -47,14 +47,14 @@ LEARNT = (MatchesOracle(), RanksAgree())
             (RIGHT, TRUNK, LEFT, TRUNK),
             Exactly(4),
             id="used-later",
-            marks=pytest.mark.prey("GathersMistakenPrefetchesAgain"),
+            marks=pytest.mark.kills("GathersMistakenPrefetchesAgain"),
         ),
         pytest.param(
             LEFT_FIRST,
             (LEFT, TRUNK, RIGHT, TRUNK),
             Between(4, 5),  # from the right head back to the left one, whose own backward is over
             id="never-used",
-            marks=pytest.mark.prey("TakesUnusedPrefetchesAsCurrent"),
+            marks=pytest.mark.kills("TakesUnusedPrefetchesAsCurrent"),
         ),
     ],
 )
@@ -71,7 +71,7 @@ def test_a_wrong_guess_costs_one_gather_at_most(
 
 
 @pytest.mark.rows("C13")
-@pytest.mark.prey("GathersMistakenPrefetchesAgain", "NeverPrefetches")
+@pytest.mark.kills("GathersMistakenPrefetchesAgain", "NeverPrefetches")
 @pytest.mark.worlds(SEVERAL)
 def test_a_unit_pointed_at_by_mistake_waits_for_its_turn(trial: Trial) -> None:
     backward = (

@@ -25,7 +25,7 @@ RIGHT = (MatchesOracle(), RanksAgree())
 
 
 @pytest.mark.rows("T15", "R11")
-@pytest.mark.prey("IgnoresTheStepEvent")
+@pytest.mark.kills("IgnoresTheStepEvent")
 @pytest.mark.parametrize("layout", [Layout.SHARD, Layout.REPLICATE], ids=lambda x: x.name.lower())
 def test_forward_sees_the_update_that_an_event_announces(trial: Trial, layout: Layout) -> None:
     plan = Plan(layout=layout, units=CHAIN.units, demands=frozenset({Capability.STEP_EVENT}))
@@ -33,7 +33,7 @@ def test_forward_sees_the_update_that_an_event_announces(trial: Trial, layout: L
 
 
 @pytest.mark.rows("T11")
-@pytest.mark.prey("GathersSynchronously", "ReadsTheGatherTooEarly")
+@pytest.mark.kills("GathersSynchronously", "ReadsTheGatherTooEarly")
 @pytest.mark.worlds(SEVERAL)
 def test_gathers_block_nobody_when_asked(trial: Trial) -> None:
     plan = Plan(
@@ -51,7 +51,7 @@ def test_gathers_block_nobody_when_asked(trial: Trial) -> None:
 
 
 @pytest.mark.rows("C18")
-@pytest.mark.prey("GathersTheLastUnitFirst", "NeverReducesGroupsRunInPart")
+@pytest.mark.kills("GathersTheLastUnitFirst", "NeverReducesGroupsRunInPart")
 @pytest.mark.worlds(SEVERAL)
 def test_a_group_with_an_unused_module_is_treated_like_any_other(trial: Trial) -> None:
     """Reductions are counted: an engine may leave out what has no gradient, and then no size tells whose it is."""

@@ -82,7 +82,7 @@ JOINTLY = (
             1,
             ONE_AHEAD,
             id="one",
-            marks=pytest.mark.prey(
+            marks=pytest.mark.kills(
                 "NeverPrefetches",
                 "PrefetchesOneTooFar",
                 "PrefetchesAgainInRecomputation",
@@ -93,7 +93,7 @@ JOINTLY = (
             2,
             TWO_AHEAD,
             id="two",
-            marks=pytest.mark.prey("NeverPrefetches", "PrefetchesOneTooFar", "SwapsPrefetchesOnTheLastRank"),
+            marks=pytest.mark.kills("NeverPrefetches", "PrefetchesOneTooFar", "SwapsPrefetchesOnTheLastRank"),
         ),
     ],
 )
@@ -117,13 +117,13 @@ def test_forward_gathers_ahead_as_listed(
             1,
             ONE_BEHIND,
             id="one",
-            marks=pytest.mark.prey("NeverPrefetches", "PrefetchesOneTooFar", "KeepsMistakenPrefetches"),
+            marks=pytest.mark.kills("NeverPrefetches", "PrefetchesOneTooFar", "KeepsMistakenPrefetches"),
         ),
         pytest.param(
             2,
             TWO_BEHIND,
             id="two",
-            marks=pytest.mark.prey("NeverPrefetches", "PrefetchesOneTooFar", "SwapsPrefetchesOnTheLastRank"),
+            marks=pytest.mark.kills("NeverPrefetches", "PrefetchesOneTooFar", "SwapsPrefetchesOnTheLastRank"),
         ),
     ],
 )
@@ -140,7 +140,7 @@ def test_backward_gathers_ahead_as_listed(
 
 
 @pytest.mark.rows("C16")
-@pytest.mark.prey("NeverPrefetches", "SwapsPrefetchesOnTheLastRank")
+@pytest.mark.kills("NeverPrefetches", "SwapsPrefetchesOnTheLastRank")
 @pytest.mark.worlds(SEVERAL)
 def test_lists_hold_inside_checkpoints(trial: Trial) -> None:
     prefetch = Prefetch(backward=((N2, (N1, I1)), (N1, (N0, I0))))
@@ -149,7 +149,7 @@ def test_lists_hold_inside_checkpoints(trial: Trial) -> None:
 
 
 @pytest.mark.rows("C17")
-@pytest.mark.prey("NeverPrefetches", "SplitsJointUnits")
+@pytest.mark.kills("NeverPrefetches", "SplitsJointUnits")
 @pytest.mark.worlds(SEVERAL)
 def test_groups_of_several_modules_prefetch_like_one(trial: Trial) -> None:
     training = _training(CHAIN, Prefetch.by_distance(JOINT, backward=1), JOINT)
@@ -162,7 +162,7 @@ def test_groups_of_several_modules_prefetch_like_one(trial: Trial) -> None:
 
 
 @pytest.mark.rows("C19")
-@pytest.mark.prey("KeepsMistakenPrefetches", "PrefetchesStaleParameters", "TakesUnusedPrefetchesAsCurrent")
+@pytest.mark.kills("KeepsMistakenPrefetches", "PrefetchesStaleParameters", "TakesUnusedPrefetchesAsCurrent")
 @pytest.mark.worlds(SEVERAL)
 def test_a_wrong_hint_costs_no_correctness(trial: Trial) -> None:
     # When the first block's backward asks for the last one, that one's backward is over.
@@ -170,7 +170,7 @@ def test_a_wrong_hint_costs_no_correctness(trial: Trial) -> None:
 
 
 @pytest.mark.rows("T14", "R10")
-@pytest.mark.prey("PrefetchesStaleParameters")
+@pytest.mark.kills("PrefetchesStaleParameters")
 @pytest.mark.parametrize("layout", [Layout.SHARD, Layout.REPLICATE], ids=lambda x: x.name.lower())
 def test_lists_change_nothing_that_is_learnt(trial: Trial, layout: Layout) -> None:
     prefetch = Prefetch.by_distance(UNITS, forward=2, backward=2)

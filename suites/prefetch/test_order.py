@@ -54,7 +54,7 @@ RIGHT = (MatchesOracle(), RanksAgree())
 
 
 @pytest.mark.rows("C13", "T09")
-@pytest.mark.prey("GathersTheLastUnitFirst", "ReducesInTheOrderOfForward", "ReadsTheGatherTooEarly")
+@pytest.mark.kills("GathersTheLastUnitFirst", "ReducesInTheOrderOfForward", "ReadsTheGatherTooEarly")
 @pytest.mark.worlds(SEVERAL)
 @pytest.mark.parametrize(
     ("problem", "reshard"),
@@ -69,7 +69,7 @@ def test_gathers_as_used_and_again_in_reverse(trial: Trial, problem: Problem, re
 
 
 @pytest.mark.rows("C13", "T09")
-@pytest.mark.prey("GathersTheLastUnitFirst", "ReducesInTheOrderOfForward", "ReadsTheGatherTooEarly")
+@pytest.mark.kills("GathersTheLastUnitFirst", "ReducesInTheOrderOfForward", "ReadsTheGatherTooEarly")
 @pytest.mark.worlds(SEVERAL)
 def test_gathers_kept_units_in_forward_alone(trial: Trial) -> None:
     training = _training(CHAIN, _plan(reshard=Reshard.KEEP))
@@ -77,7 +77,7 @@ def test_gathers_kept_units_in_forward_alone(trial: Trial) -> None:
 
 
 @pytest.mark.rows("C13")
-@pytest.mark.prey("GathersTheLastUnitFirst", "ReducesInTheOrderOfForward")
+@pytest.mark.kills("GathersTheLastUnitFirst", "ReducesInTheOrderOfForward")
 @pytest.mark.worlds(SEVERAL)
 @pytest.mark.parametrize(
     ("problem", "reshard", "orders"),
@@ -87,7 +87,7 @@ def test_gathers_kept_units_in_forward_alone(trial: Trial) -> None:
             Reshard.AFTER_FORWARD,
             (FREED, ALL_AGAIN),
             id="freed",
-            marks=pytest.mark.prey("PrefetchesAfterItsTurn"),
+            marks=pytest.mark.kills("PrefetchesAfterItsTurn"),
         ),
         pytest.param(CHECKPOINTED_CHAIN, Reshard.AFTER_FORWARD, (FREED, ALL_AGAIN), id="checkpointed"),
         pytest.param(CHAIN, Reshard.NATIVE, (FREED_BUT_ROOT, BLOCKS_AGAIN), id="root-kept"),
@@ -116,7 +116,7 @@ def test_a_step_goes_in_the_order_of_torch(
 
 
 @pytest.mark.rows("R06")
-@pytest.mark.prey("ReducesInTheOrderOfForward")
+@pytest.mark.kills("ReducesInTheOrderOfForward")
 @pytest.mark.worlds(SEVERAL)
 def test_replicas_reduce_in_reverse(trial: Trial) -> None:
     plan = Plan(layout=Layout.REPLICATE, units=CHAIN.units, grouping=Grouping.REQUIRED)
@@ -124,14 +124,14 @@ def test_replicas_reduce_in_reverse(trial: Trial) -> None:
 
 
 @pytest.mark.rows("C13")
-@pytest.mark.prey("ReducesInTheOrderOfForward", "ReadsTheGatherTooEarly")
+@pytest.mark.kills("ReducesInTheOrderOfForward", "ReadsTheGatherTooEarly")
 @pytest.mark.worlds(SEVERAL)
 def test_reduces_a_unit_used_twice_once(trial: Trial) -> None:
     trial.holds(_training(LOOPED_CHAIN, _plan()), REDUCED, *RIGHT)
 
 
 @pytest.mark.rows("C13")
-@pytest.mark.prey("ForgetsEarlierForwards", "GathersTheLastUnitFirst", "ReducesInTheOrderOfForward")
+@pytest.mark.kills("ForgetsEarlierForwards", "GathersTheLastUnitFirst", "ReducesInTheOrderOfForward")
 @pytest.mark.worlds(SEVERAL)
 def test_two_forwards_and_one_backward_reduce_once(trial: Trial) -> None:
     training = Training(

@@ -37,15 +37,15 @@ SCATTERS = Overlaps(select=Select(ops=(Op.REDUCE_SCATTER,), phases=(Phase.BACKWA
 REDUCTIONS = Overlaps(
     select=Select(ops=(Op.ALL_REDUCE,), phases=(Phase.BACKWARD,)), but_for=(UNITS[1], FIRST, ROOT)
 )
-of_waits = pytest.mark.prey("WaitsForEachGather", "WaitsWhereItGathers")
-of_lists = pytest.mark.prey("NeverPrefetches", "PrefetchesOneTooFew", "PrefetchesTheUnitAfterNext")
+of_waits = pytest.mark.kills("WaitsForEachGather", "WaitsWhereItGathers")
+of_lists = pytest.mark.kills("NeverPrefetches", "PrefetchesOneTooFew", "PrefetchesTheUnitAfterNext")
 on_a_cpu = pytest.mark.device("cpu")  # on CUDA the watch has yet to be seen at work; `--thorough` asks for it
 
 
 @on_a_cpu
 @of_waits
 @of_lists
-@pytest.mark.prey("PrefetchesOneTooFar", "GathersEverythingFirst")
+@pytest.mark.kills("PrefetchesOneTooFar", "GathersEverythingFirst")
 @pytest.mark.rows("C14")
 @pytest.mark.worlds(SEVERAL)
 @pytest.mark.parametrize("distance", [1, 2], ids=["one", "two"])
@@ -58,7 +58,7 @@ def test_forward_gathers_overlap_as_far_ahead_as_listed(trial: Trial, distance: 
 @on_a_cpu
 @of_waits
 @of_lists
-@pytest.mark.prey("PrefetchesOneTooFar")
+@pytest.mark.kills("PrefetchesOneTooFar")
 @pytest.mark.rows("C15")
 @pytest.mark.worlds(SEVERAL)
 @pytest.mark.parametrize("distance", [1, 2], ids=["one", "two"])
@@ -70,7 +70,7 @@ def test_backward_gathers_overlap_as_far_ahead_as_listed(trial: Trial, distance:
 
 @on_a_cpu
 @of_waits
-@pytest.mark.prey("PrefetchesAfterItsTurn")
+@pytest.mark.kills("PrefetchesAfterItsTurn")
 @pytest.mark.rows("C13")
 @pytest.mark.worlds(SEVERAL)
 @pytest.mark.parametrize(
@@ -87,7 +87,7 @@ def test_backward_gathers_overlap_unasked(trial: Trial, problem: Problem, schedu
 
 
 @on_a_cpu
-@pytest.mark.prey("GathersEverythingFirst")
+@pytest.mark.kills("GathersEverythingFirst")
 @pytest.mark.worlds(SEVERAL)
 def test_no_more_than_the_next_unit_is_gathered_unasked(trial: Trial) -> None:
     """An engine need not look ahead in forward by itself; where it does, it is not to fill the memory."""
@@ -96,7 +96,7 @@ def test_no_more_than_the_next_unit_is_gathered_unasked(trial: Trial) -> None:
 
 
 @on_a_cpu
-@pytest.mark.prey("WaitsForEachReduction", "WaitsWhereItReduces", "ReducesInTheOrderOfForward")
+@pytest.mark.kills("WaitsForEachReduction", "WaitsWhereItReduces", "ReducesInTheOrderOfForward")
 @pytest.mark.rows("C13")
 @pytest.mark.worlds(SEVERAL)
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ SHARDED = Plan(
 )
 NATIVE = replace(SHARDED, reshard=Reshard.NATIVE)  # for engines that have one way alone
 HYBRID = replace(SHARDED, layout=Layout.HYBRID)
-of_one_unit = pytest.mark.prey(
+of_one_unit = pytest.mark.kills(
     "GathersBeforeTheCopyIn",
     "CopiesOutDuringTheGather",
     "ReducesBeforeGradientsAreThere",
@@ -39,13 +39,13 @@ of_one_unit = pytest.mark.prey(
     "ReadsGathersUnderWay",
     "TakesReductionsAsDone",
 )
-of_one_flat_unit = pytest.mark.prey(
+of_one_flat_unit = pytest.mark.kills(
     "ComputesForwardDuringTheGather",
     "GathersFlatParametersDuringTheStep",
     "ReducesFlatGradientsInTheMaking",
     "StepsOnFlatGradientsInTheMaking",
 )
-of_several_units = pytest.mark.prey(
+of_several_units = pytest.mark.kills(
     "FreesTheReduceInput",
     "ReusesTheReduceInput",
     "FreesTheGatherOutput",
@@ -57,7 +57,7 @@ of_four = pytest.mark.worlds(FOUR_OR_MORE_EVEN)
 
 
 @on_a_cpu
-@pytest.mark.prey("ReducesBeforeGradientsAreThere")
+@pytest.mark.kills("ReducesBeforeGradientsAreThere")
 @pytest.mark.worlds(SEVERAL)
 def test_streams_wait_whatever_the_layout(trial: Trial) -> None:
     _holds(trial, Plan())
@@ -84,7 +84,7 @@ def test_streams_of_one_unit_wait(trial: Trial) -> None:
             id="freed",
             marks=[
                 of_one_flat_unit,
-                pytest.mark.prey(
+                pytest.mark.kills(
                     "FreesTheGatherOutputInBackward",
                     "FreesTheLastGatherOutput",
                     "RunsTheHookDuringTheReduction",
@@ -98,7 +98,7 @@ def test_streams_of_one_unit_wait(trial: Trial) -> None:
             id="pairs",
             marks=[
                 of_four,
-                pytest.mark.prey(
+                pytest.mark.kills(
                     "GathersPartsBeforeTheyAreCut",
                     "SendsPartsBeforeTheyAreCut",
                     "FreesTheGatherOutputInBackward",
@@ -121,14 +121,14 @@ def test_streams_wait_where_units_run_twice(trial: Trial, problem: Problem) -> N
 
 
 @on_a_cpu
-@pytest.mark.prey("ReducesBeforeTheCut", "DividesBeforeTheReduction")
+@pytest.mark.kills("ReducesBeforeTheCut", "DividesBeforeTheReduction")
 @pytest.mark.worlds(SEVERAL)
 def test_streams_of_replicas_wait(trial: Trial) -> None:
     _holds(trial, Plan(layout=Layout.REPLICATE, units=CHAIN.units))
 
 
 @on_a_cpu
-@pytest.mark.prey(
+@pytest.mark.kills(
     "ReducesReplicasBeforeTheScatter",
     "EndsBackwardWithoutAWait",
     "ReducesBeforeTheCut",
@@ -142,7 +142,7 @@ def test_streams_of_replicas_wait(trial: Trial) -> None:
         pytest.param(
             torch.bfloat16,
             id="bfloat16",
-            marks=pytest.mark.prey("FreesTheReplicasBuffer", "FreesReducedOutputs"),
+            marks=pytest.mark.kills("FreesTheReplicasBuffer", "FreesReducedOutputs"),
         ),
     ],
 )
@@ -151,14 +151,14 @@ def test_streams_of_a_hybrid_wait(trial: Trial, reduce_dtype: torch.dtype | None
 
 
 @on_a_cpu
-@pytest.mark.prey("GathersBeforeTheCopyIn", "ReducesBeforeGradientsAreThere", "ReducesBeforeTheCut")
+@pytest.mark.kills("GathersBeforeTheCopyIn", "ReducesBeforeGradientsAreThere", "ReducesBeforeTheCut")
 @pytest.mark.worlds(SEVERAL)
 def test_streams_wait_around_frozen_parameters(trial: Trial) -> None:
     _holds(trial, replace(NATIVE, units=FROZEN.units), problem=FROZEN)
 
 
 @on_a_cpu
-@pytest.mark.prey("GathersBeforeTheCopyIn", "ReducesBeforeGradientsAreThere", "ReducesBeforeTheCut")
+@pytest.mark.kills("GathersBeforeTheCopyIn", "ReducesBeforeGradientsAreThere", "ReducesBeforeTheCut")
 @pytest.mark.worlds(SEVERAL)
 @pytest.mark.parametrize(
     ("layout", "accumulation"),
@@ -167,7 +167,7 @@ def test_streams_wait_around_frozen_parameters(trial: Trial) -> None:
             Layout.SHARD,
             Accumulation.EVERY_MICROBATCH,
             id="shard-every",
-            marks=pytest.mark.prey("EndsBackwardWithoutAWait"),
+            marks=pytest.mark.kills("EndsBackwardWithoutAWait"),
         ),
         pytest.param(Layout.SHARD, Accumulation.LAST_MICROBATCH, id="shard-last"),
         pytest.param(Layout.HYBRID, Accumulation.EVERY_MICROBATCH, id="hybrid-every", marks=of_four),
@@ -180,7 +180,7 @@ def test_streams_wait_over_microbatches(trial: Trial, layout: Layout, accumulati
 
 
 @on_a_cpu
-@pytest.mark.prey("CopiesOutDuringTheGather", "FreesTheGatherOutput", "FreesTheCopiedBuffer")
+@pytest.mark.kills("CopiesOutDuringTheGather", "FreesTheGatherOutput", "FreesTheCopiedBuffer")
 @pytest.mark.worlds(SEVERAL)
 @pytest.mark.parametrize("distance", [1, 2])
 def test_streams_of_prefetched_units_wait(trial: Trial, distance: int) -> None:
@@ -189,21 +189,21 @@ def test_streams_of_prefetched_units_wait(trial: Trial, distance: int) -> None:
 
 
 @on_a_cpu
-@pytest.mark.prey("GathersWhileTheStepWrites", "GathersBeforeTheEventOfTheStep")
+@pytest.mark.kills("GathersWhileTheStepWrites", "GathersBeforeTheEventOfTheStep")
 @pytest.mark.worlds(SEVERAL)
 def test_gathers_wait_for_the_event_of_the_step(trial: Trial) -> None:
     _holds(trial, replace(SHARDED, demands=frozenset({Capability.STEP_EVENT})))
 
 
 @on_a_cpu
-@pytest.mark.prey("FreesTheReduceInput")
+@pytest.mark.kills("FreesTheReduceInput")
 @pytest.mark.worlds(SEVERAL)
 def test_streams_wait_with_several_reductions_in_flight(trial: Trial) -> None:
     _holds(trial, replace(SHARDED, max_reduce_buffers=3))
 
 
 @on_a_cpu
-@pytest.mark.prey("ReadsAnAsyncGatherUnderWay", "GathersByHandBeforeTheWrite")
+@pytest.mark.kills("ReadsAnAsyncGatherUnderWay", "GathersByHandBeforeTheWrite")
 @pytest.mark.worlds(SEVERAL)
 def test_streams_wait_for_gathers_by_hand(trial: Trial) -> None:
     script = UnshardByHand(units=CHAIN.units, gather=Gather.UNAWAITED)
@@ -212,7 +212,7 @@ def test_streams_wait_for_gathers_by_hand(trial: Trial) -> None:
 
 
 @on_a_cpu
-@pytest.mark.prey("ReducesBeforeGradientsAreThere", "ReducesBeforeTheCut")
+@pytest.mark.kills("ReducesBeforeGradientsAreThere", "ReducesBeforeTheCut")
 @pytest.mark.worlds(SEVERAL)
 def test_streams_wait_around_a_dtype_for_reductions(trial: Trial) -> None:
     """What was reduced is cast, and let go, on the stream that comes last."""
@@ -220,7 +220,7 @@ def test_streams_wait_around_a_dtype_for_reductions(trial: Trial) -> None:
 
 
 @on_a_cpu
-@pytest.mark.prey("CopiesOutDuringTheGather", "FreesTheCopiedBuffer")
+@pytest.mark.kills("CopiesOutDuringTheGather", "FreesTheCopiedBuffer")
 @pytest.mark.worlds(SEVERAL)
 def test_streams_wait_where_forwards_wait_for_their_backwards(trial: Trial) -> None:
     """What a backward gathered ahead and did not use is memory again for the gathers of the next one."""

@@ -22,7 +22,7 @@ both_layouts = pytest.mark.parametrize(
 )
 
 
-@pytest.mark.prey("ComputesWithWhatAnEvaluationSaw")
+@pytest.mark.kills("ComputesWithWhatAnEvaluationSaw")
 @both_layouts
 def test_an_evaluation_before_the_step_leaves_nothing_stale(trial: Trial, layout: Layout) -> None:
     script = Evaluates(moment=Moment.BEFORE_STEP)
@@ -30,7 +30,7 @@ def test_an_evaluation_before_the_step_leaves_nothing_stale(trial: Trial, layout
     trial.holds(Training(problem=MLP_EVEN, optimizer=SGD, plan=plan, script=script), *LAWS)
 
 
-@pytest.mark.prey("KeepsAnInferenceTensor")
+@pytest.mark.kills("KeepsAnInferenceTensor")
 @both_layouts
 def test_trains_after_an_evaluation_in_inference_mode(trial: Trial, layout: Layout) -> None:
     script = Evaluates(moment=Moment.BEFORE_TRAINING, how=Evaluation.INFERENCE)

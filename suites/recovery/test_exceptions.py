@@ -18,7 +18,7 @@ LAWS = (MatchesOracle(), RanksAgree(), Notes(subject=RAISED, value="FloatingPoin
 
 
 @pytest.mark.rows("T21")
-@pytest.mark.prey("DropsEarlierBackwards", "NeverRecovers")
+@pytest.mark.kills("DropsEarlierBackwards", "NeverRecovers")
 @pytest.mark.parametrize(
     "reshard",
     [pytest.param(Reshard.AFTER_FORWARD, id="freed"), pytest.param(Reshard.KEEP, id="kept")],
@@ -35,12 +35,12 @@ def test_a_forward_that_raised_leaves_nothing_behind(trial: Trial, reshard: Resh
     trial.holds(Training(problem=GUARDED, optimizer=SGD, plan=plan, script=script), *LAWS)
 
 
-@pytest.mark.prey("LeaksTheFailedIteration")
+@pytest.mark.kills("LeaksTheFailedIteration")
 @pytest.mark.parametrize(
     "layout",
     [
         pytest.param(Layout.REPLICATE, id="replicate"),
-        pytest.param(Layout.SHARD, id="shard", marks=pytest.mark.prey("NeverRecovers")),
+        pytest.param(Layout.SHARD, id="shard", marks=pytest.mark.kills("NeverRecovers")),
     ],
 )
 def test_nothing_of_the_iteration_that_failed_is_learnt(trial: Trial, layout: Layout) -> None:

@@ -18,7 +18,7 @@ from harness.worlds.sizes import EVEN, SEVERAL
 LAWS = (MatchesOracle(), RanksAgree())
 
 
-@pytest.mark.prey("GivesSmallParametersNoGradient")
+@pytest.mark.kills("GivesSmallParametersNoGradient")
 @pytest.mark.parametrize(
     "layout",
     [
@@ -35,9 +35,9 @@ def test_trains_single_rows_of_which_most_ranks_own_nothing(trial: Trial, layout
 @pytest.mark.parametrize(
     "problem",
     [
-        pytest.param(SCALARS, id="scalars", marks=pytest.mark.prey("ForgetsScalars", "RefusesOnOneRank")),
+        pytest.param(SCALARS, id="scalars", marks=pytest.mark.kills("ForgetsScalars", "RefusesOnOneRank")),
         pytest.param(
-            EMPTY_ROWS, id="empty_rows", marks=pytest.mark.prey("MistakesTheNeighbourOfAnEmptyParameter")
+            EMPTY_ROWS, id="empty_rows", marks=pytest.mark.kills("MistakesTheNeighbourOfAnEmptyParameter")
         ),
     ],
 )

@@ -61,13 +61,13 @@ def _gathers_by_hand(number: int) -> tuple[Count, OnlyThese, AllWaited]:
             Gather.BLOCKING,
             Reshard.AFTER_FORWARD,
             id="blocking-after_forward",
-            marks=pytest.mark.prey("ShowsPaddedRows", "GathersInForwardAlone"),
+            marks=pytest.mark.kills("ShowsPaddedRows", "GathersInForwardAlone"),
         ),
         pytest.param(
             Gather.AWAITED,
             Reshard.AFTER_FORWARD,
             id="awaited-after_forward",
-            marks=pytest.mark.prey("ShowsPaddedRows", "LeavesOthersRowsStale"),
+            marks=pytest.mark.kills("ShowsPaddedRows", "LeavesOthersRowsStale"),
         ),
         pytest.param(
             Gather.BLOCKING,
@@ -75,7 +75,7 @@ def _gathers_by_hand(number: int) -> tuple[Count, OnlyThese, AllWaited]:
             id="blocking-to_pairs",
             marks=[
                 pytest.mark.worlds(FOUR_OR_MORE_EVEN),
-                pytest.mark.prey("ShowsPaddedRows", "GathersInForwardAlone"),
+                pytest.mark.kills("ShowsPaddedRows", "GathersInForwardAlone"),
             ],
         ),
     ],
@@ -99,7 +99,7 @@ def test_shows_odd_shapes_whole(trial: Trial, gather: Gather, reshard: Reshard) 
 
 @pytest.mark.rows("C20", "C22")
 @pytest.mark.worlds(SEVERAL)
-@pytest.mark.prey("GathersInForwardAlone", "GathersWhenWaitedFor")
+@pytest.mark.kills("GathersInForwardAlone", "GathersWhenWaitedFor")
 @pytest.mark.parametrize(
     ("reshard", "times"),
     [
@@ -118,7 +118,7 @@ def test_gathers_ahead_between_other_collectives(trial: Trial, reshard: Reshard,
 
 @pytest.mark.rows("C21", "C22")
 @pytest.mark.worlds(SEVERAL)
-@pytest.mark.prey("WaitsForNoGather")
+@pytest.mark.kills("WaitsForNoGather")
 def test_gathers_a_root_that_owns_nothing(trial: Trial) -> None:
     trial.holds(
         _training(MLP_UNEVEN, Layout.SHARD, Reshard.KEEP, EVERY_LAYER, Gather.AWAITED),
@@ -137,7 +137,7 @@ def test_gathers_a_root_that_owns_nothing(trial: Trial) -> None:
 
 @pytest.mark.rows("C22", "R02")
 @pytest.mark.worlds(SEVERAL)
-@pytest.mark.prey("GathersInForwardAlone")
+@pytest.mark.kills("GathersInForwardAlone")
 def test_shows_replicas_whole(trial: Trial) -> None:
     groups = (*INNER, "")
     trial.holds(

@@ -51,17 +51,17 @@ class Told:
         pytest.param(
             Told(units=ALL, reshard=Reshard.NATIVE, kept=frozenset({""})),
             id="all-native",
-            marks=pytest.mark.prey("IgnoresALaterPolicy"),
+            marks=pytest.mark.kills("IgnoresALaterPolicy"),
         ),
         pytest.param(
             Told(units=("",), reshard=Reshard.KEEP, kept=frozenset(ALL)),
             id="root-keep",
-            marks=pytest.mark.prey("IgnoresALaterPolicy", "TellsAllWhatOneWasTold"),
+            marks=pytest.mark.kills("IgnoresALaterPolicy", "TellsAllWhatOneWasTold"),
         ),
         pytest.param(
             Told(units=("",), reshard=Reshard.AFTER_FORWARD, kept=frozenset()),
             id="root-after_forward",
-            marks=pytest.mark.prey("IgnoresALaterPolicy", "TellsAllWhatOneWasTold"),
+            marks=pytest.mark.kills("IgnoresALaterPolicy", "TellsAllWhatOneWasTold"),
         ),
     ],
 )
@@ -108,7 +108,7 @@ def test_frees_as_told_last(trial: Trial, told: Told) -> None:
         pytest.param(TIED_HEAD, Reshard.AFTER_FORWARD, id="tied-after_forward"),
     ],
 )
-@pytest.mark.prey("FreesHeldUnitsAfterBackward", "ReshardsTheRootAlone")
+@pytest.mark.kills("FreesHeldUnitsAfterBackward", "ReshardsTheRootAlone")
 def test_holds_the_head_through_all_chunks(trial: Trial, problem: Problem, reshard: Reshard) -> None:
     head = next(unit for unit in problem.units if unit.endswith("head"))
     plan = Plan(

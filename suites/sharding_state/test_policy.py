@@ -62,12 +62,12 @@ def _laws(moments: tuple[str, ...]) -> tuple[Law, ...]:
             Reshard.AFTER_FORWARD,
             (),
             id="after_forward",
-            marks=pytest.mark.prey(
+            marks=pytest.mark.kills(
                 "KeepsRootsWhateverAsked", "FreesInTheFirstStepAlone", "LeaksAfterBackward"
             ),
         ),
-        pytest.param(Reshard.KEEP, ALL, id="keep", marks=pytest.mark.prey("FreesWhatItWasAskedToKeep")),
-        pytest.param(Reshard.NATIVE, ("",), id="native", marks=pytest.mark.prey("FreesTheRootByDefault")),
+        pytest.param(Reshard.KEEP, ALL, id="keep", marks=pytest.mark.kills("FreesWhatItWasAskedToKeep")),
+        pytest.param(Reshard.NATIVE, ("",), id="native", marks=pytest.mark.kills("FreesTheRootByDefault")),
     ],
 )
 def test_shows_what_the_policy_says(trial: Trial, reshard: Reshard, kept: tuple[str, ...]) -> None:
@@ -88,7 +88,7 @@ def test_shows_what_the_policy_says(trial: Trial, reshard: Reshard, kept: tuple[
 
 @pytest.mark.rows("T03", "T04")
 @pytest.mark.worlds(SEVERAL)
-@pytest.mark.prey("FreesTheRootByDefault")
+@pytest.mark.kills("FreesTheRootByDefault")
 def test_keeps_a_single_group_by_default(trial: Trial) -> None:
     trial.holds(
         Training(problem=MLP_UNEVEN, optimizer=SGD, plan=_plan(Layout.SHARD, units=()), script=LookAround()),
@@ -106,7 +106,7 @@ def test_keeps_a_single_group_by_default(trial: Trial) -> None:
 
 @pytest.mark.rows("T03", "T04", "C01")
 @pytest.mark.worlds(FOUR_OR_MORE_EVEN)
-@pytest.mark.prey("FreesWholeWhereAPartWasAsked", "KeepsRootsWhateverAsked")
+@pytest.mark.kills("FreesWholeWhereAPartWasAsked", "KeepsRootsWhateverAsked")
 @pytest.mark.parametrize(
     "problem",
     [
@@ -134,7 +134,7 @@ def test_gathers_again_from_pairs(trial: Trial, problem: Problem) -> None:
 
 @pytest.mark.rows("C07", "T03")
 @pytest.mark.worlds(SEVERAL)
-@pytest.mark.prey("ReshardsTheRootAlone")
+@pytest.mark.kills("ReshardsTheRootAlone")
 def test_gathers_again_what_was_freed_by_hand(trial: Trial) -> None:
     trial.holds(
         Training(
@@ -158,7 +158,7 @@ def test_gathers_again_what_was_freed_by_hand(trial: Trial) -> None:
 
 @pytest.mark.rows("R02", "R03")
 @pytest.mark.worlds(SEVERAL)
-@pytest.mark.prey("ReshardsTheRootAlone", "LeaksAfterBackward")
+@pytest.mark.kills("ReshardsTheRootAlone", "LeaksAfterBackward")
 def test_shows_replicas_whole_until_freed(trial: Trial) -> None:
     trial.holds(
         Training(
@@ -182,7 +182,7 @@ def test_shows_replicas_whole_until_freed(trial: Trial) -> None:
 
 @pytest.mark.rows("T04", "R03")
 @pytest.mark.worlds(SEVERAL)
-@pytest.mark.prey("FreesOnlyWhatGotGradients")
+@pytest.mark.kills("FreesOnlyWhatGotGradients")
 @pytest.mark.parametrize("layout", [Layout.SHARD, Layout.REPLICATE], ids=lambda x: x.name.lower())
 def test_frees_what_backward_never_entered(trial: Trial, layout: Layout) -> None:
     reshard = Reshard.KEEP if layout is Layout.SHARD else Reshard.NATIVE

@@ -36,15 +36,15 @@ MOMENTS = (BEFORE_FORWARD, AFTER_FORWARD, AFTER_BACKWARD)
             Layout.SHARD,
             Reshard.AFTER_FORWARD,
             id="shard-after_forward",
-            marks=pytest.mark.prey("KeepsRootsWhateverAsked"),
+            marks=pytest.mark.kills("KeepsRootsWhateverAsked"),
         ),
         pytest.param(
-            Layout.SHARD, Reshard.NATIVE, id="shard-native", marks=pytest.mark.prey("FreesTheRootByDefault")
+            Layout.SHARD, Reshard.NATIVE, id="shard-native", marks=pytest.mark.kills("FreesTheRootByDefault")
         ),
         pytest.param(Layout.REPLICATE, Reshard.NATIVE, id="replicate"),
     ],
 )
-@pytest.mark.prey("HoldsBackTheFirstRootAlone")
+@pytest.mark.kills("HoldsBackTheFirstRootAlone")
 def test_trains_roots_beside_each_other(trial: Trial, layout: Layout, reshard: Reshard) -> None:
     plan = Plan(
         layout=layout,

@@ -23,7 +23,7 @@ TWO_GROUPS = ("token", "head")
 
 @pytest.mark.worlds(SEVERAL)  # of one rank, no row is the last rank's
 @pytest.mark.rows("T27")
-@pytest.mark.prey("UntiesSharedParameters", "LosesTheLastRowsOfSharedParameters", "SplitsTiedModules")
+@pytest.mark.kills("UntiesSharedParameters", "LosesTheLastRowsOfSharedParameters", "SplitsTiedModules")
 @pytest.mark.parametrize(
     "reshard",
     [pytest.param(Reshard.AFTER_FORWARD, id="freed"), pytest.param(Reshard.KEEP, id="kept")],
@@ -34,7 +34,7 @@ def test_every_row_of_a_tied_parameter_learns(trial: Trial, reshard: Reshard) ->
 
 
 @pytest.mark.rows("T26", "R13")
-@pytest.mark.prey("UntiesSharedParameters", "CountsTheFirstUseAlone")
+@pytest.mark.kills("UntiesSharedParameters", "CountsTheFirstUseAlone")
 @pytest.mark.parametrize("layout", [Layout.REPLICATE, Layout.SHARD], ids=lambda layout: layout.name.lower())
 def test_a_parameter_tied_within_the_root_learns_from_both_uses(trial: Trial, layout: Layout) -> None:
     plan = Plan(layout=layout, units=TIED.units)
@@ -43,14 +43,14 @@ def test_a_parameter_tied_within_the_root_learns_from_both_uses(trial: Trial, la
 
 @pytest.mark.worlds(SEVERAL)
 @pytest.mark.rows("T28")
-@pytest.mark.prey("UntiesSharedParameters", "LosesTheLastRowsOfSharedParameters")
+@pytest.mark.kills("UntiesSharedParameters", "LosesTheLastRowsOfSharedParameters")
 def test_a_parameter_tied_over_two_groups_is_refused_or_learns_from_both(trial: Trial) -> None:
     plan = Plan(layout=Layout.SHARD, units=TWO_GROUPS, grouping=Grouping.REQUIRED)
     trial.holds(Training(problem=TIED, optimizer=SGD, plan=plan), *LAWS, refusal=Refusal.ALLOWED)
 
 
 @pytest.mark.rows("T29")
-@pytest.mark.prey("TellsParametersApartByName")
+@pytest.mark.kills("TellsParametersApartByName")
 def test_models_made_one_after_another_are_told_apart(trial: Trial) -> None:
     plan = Plan(layout=Layout.SHARD, units=TIED.units, grouping=Grouping.REQUIRED)
     training = Training(problem=TIED, optimizer=SGD, plan=plan, schedule=Schedule(steps=2, repeats=3))

@@ -17,9 +17,9 @@ from harness.worlds.sizes import SEVERAL
 
 
 @pytest.mark.rows("T08", "R06")
-@pytest.mark.prey("ReplicatesInsteadOfSharding", "CallsTheWholeItsChunks", "ShowsSlicesOfWholes")
-@pytest.mark.prey("KeepsTheModelInAClosure", "KeepsTheModelOnTheLastRank", "KeepsWholesAfterTheFirstStep")
-@pytest.mark.prey("CutsGradientsFromWholeBuffers", "CutsStateFromWholeBuffers", "AveragesWholeParameters")
+@pytest.mark.kills("ReplicatesInsteadOfSharding", "CallsTheWholeItsChunks", "ShowsSlicesOfWholes")
+@pytest.mark.kills("KeepsTheModelInAClosure", "KeepsTheModelOnTheLastRank", "KeepsWholesAfterTheFirstStep")
+@pytest.mark.kills("CutsGradientsFromWholeBuffers", "CutsStateFromWholeBuffers", "AveragesWholeParameters")
 @pytest.mark.worlds(SEVERAL)
 def test_holds_its_share(trial: Trial) -> None:
     plan = Plan(layout=Layout.SHARD, units=MLP_EVEN.units)

@@ -13,8 +13,8 @@ from harness.runner.fixture import Trial
 
 
 @pytest.mark.rows("T07", "R05")
-@pytest.mark.prey("SumsInsteadOfAveraging", "NeverSynchronises", "StepsBeforeTheReduction")
-@pytest.mark.prey("StartsOtherRanksAnew", "OrdersParametersByRank", "IgnoresMoreOnTheLastRank")
-@pytest.mark.prey("AddsGradientsToParameters", "RepeatsTheSecondGradients", "KeepsOneOldGradient")
+@pytest.mark.kills("SumsInsteadOfAveraging", "NeverSynchronises", "StepsBeforeTheReduction")
+@pytest.mark.kills("StartsOtherRanksAnew", "OrdersParametersByRank", "IgnoresMoreOnTheLastRank")
+@pytest.mark.kills("AddsGradientsToParameters", "RepeatsTheSecondGradients", "KeepsOneOldGradient")
 def test_trains_the_same_model(trial: Trial) -> None:
     trial.holds(Training(problem=MLP_EVEN, optimizer=SGD), MatchesOracle(), RanksAgree())

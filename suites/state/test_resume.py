@@ -25,12 +25,12 @@ LAWS = (MatchesOracle(), RanksAgree())
         pytest.param(
             SGD,
             id="sgd",
-            marks=pytest.mark.prey("LosesOptimizerState", "PermutesOptimizerState", "LoadsNoParameters"),
+            marks=pytest.mark.kills("LosesOptimizerState", "PermutesOptimizerState", "LoadsNoParameters"),
         ),
         pytest.param(
             ADAMW,
             id="adamw",
-            marks=pytest.mark.prey(
+            marks=pytest.mark.kills(
                 "ResetsTheStepCount", "StartsAdamAtStepOne", "StepsOldParametersAfterAResume"
             ),
         ),
@@ -42,7 +42,7 @@ def test_resumes_as_it_was(trial: Trial, optimizer: NamedOptimizer) -> None:
 
 
 @pytest.mark.worlds(EVEN)
-@pytest.mark.prey("LosesOptimizerState")
+@pytest.mark.kills("LosesOptimizerState")
 @pytest.mark.parametrize("optimizer", [SGD, ADAMW], ids=attrgetter("name"))
 def test_resumes_on_two_replicas_what_all_ranks_shared(trial: Trial, optimizer: NamedOptimizer) -> None:
     """Shards over n ranks become shards over n / 2: what a change of world size asks of a state."""
@@ -50,17 +50,17 @@ def test_resumes_on_two_replicas_what_all_ranks_shared(trial: Trial, optimizer: 
 
 
 @pytest.mark.worlds(SEVERAL)
-@pytest.mark.prey("LosesStateOfOtherRanks", "FailsToLoadEmptyShards")
+@pytest.mark.kills("LosesStateOfOtherRanks", "FailsToLoadEmptyShards")
 def test_resumes_in_shards_what_was_replicated(trial: Trial) -> None:
     trial.holds(_training(MLP_UNEVEN, ADAMW, Layout.REPLICATE, Layout.SHARD), *LAWS)
 
 
-@pytest.mark.prey("LosesOptimizerState")
+@pytest.mark.kills("LosesOptimizerState")
 def test_resumes_tied_parameters(trial: Trial) -> None:
     trial.holds(_training(TIED, ADAMW, Layout.NATIVE, Layout.NATIVE), *LAWS)
 
 
-@pytest.mark.prey("LoadsNoBuffers")
+@pytest.mark.kills("LoadsNoBuffers")
 def test_resumes_buffers_where_they_were(trial: Trial) -> None:
     """Each forward changes them, and the loss depends on them."""
     trial.holds(_training(MLP_BUFFERS, SGD, Layout.NATIVE, Layout.NATIVE), *LAWS)

@@ -28,8 +28,8 @@ ACROSS = Select(ops=(Op.ALL_REDUCE,), axis="replicate", phases=(Phase.BACKWARD,)
 ONCE_PER_GROUP = Exactly(NUM_GROUPS)
 SEEN_IN_EVERY_WIDTH = ("ScalesByTheTensorRanks", "KeepsNormsOnTheirTensorRank", "SwapsTheCutsOfOneDim")
 
-uneven = pytest.mark.prey(*SEEN_IN_EVERY_WIDTH, "LosesTheLastRowsOfUnevenPieces")
-even = pytest.mark.prey(*SEEN_IN_EVERY_WIDTH)
+uneven = pytest.mark.kills(*SEEN_IN_EVERY_WIDTH, "LosesTheLastRowsOfUnevenPieces")
+even = pytest.mark.kills(*SEEN_IN_EVERY_WIDTH)
 
 
 @pytest.mark.rows("T32")
@@ -56,7 +56,7 @@ def test_shards_of_cut_tensors_train_as_one_model(trial: Trial, problem: Problem
 
 
 @pytest.mark.rows("T32")
-@pytest.mark.prey("KeepsNormsOnTheirTensorRank", "LosesTheLastRowsOfUnevenPieces", "SwapsTheCutsOfOneDim")
+@pytest.mark.kills("KeepsNormsOnTheirTensorRank", "LosesTheLastRowsOfUnevenPieces", "SwapsTheCutsOfOneDim")
 @pytest.mark.worlds(FOUR_OR_MORE_EVEN)
 def test_shards_of_cut_tensors_accumulate(trial: Trial) -> None:
     plan = Plan(
@@ -79,7 +79,7 @@ def test_shards_of_cut_tensors_accumulate(trial: Trial) -> None:
 
 
 @pytest.mark.rows("T32")
-@pytest.mark.prey("ClipsOnOneTensorRank")
+@pytest.mark.kills("ClipsOnOneTensorRank")
 @pytest.mark.worlds(FOUR_OR_MORE_EVEN)
 def test_clips_by_the_norm_over_all_axes(trial: Trial) -> None:
     plan = Plan(
@@ -94,7 +94,7 @@ def test_clips_by_the_norm_over_all_axes(trial: Trial) -> None:
 
 @pytest.mark.rows("T34")
 @pytest.mark.worlds(FOURS)
-@pytest.mark.prey("ScalesByTheTensorRanks", "KeepsNormsOnTheirTensorRank", "NeverSynchronisesReplicas")
+@pytest.mark.kills("ScalesByTheTensorRanks", "KeepsNormsOnTheirTensorRank", "NeverSynchronisesReplicas")
 @pytest.mark.parametrize("problem", [STACK_5], ids=attrgetter("name"))
 def test_replicas_of_shards_of_cut_tensors_train_as_one_model(trial: Trial, problem: Problem) -> None:
     trial.holds(
@@ -108,7 +108,7 @@ def test_replicas_of_shards_of_cut_tensors_train_as_one_model(trial: Trial, prob
 
 @pytest.mark.rows("R17")
 @pytest.mark.worlds(FOUR_OR_MORE_EVEN)
-@pytest.mark.prey("ScalesByTheTensorRanks", "KeepsNormsOnTheirTensorRank")
+@pytest.mark.kills("ScalesByTheTensorRanks", "KeepsNormsOnTheirTensorRank")
 @pytest.mark.parametrize("problem", [STACK_5, STACK_16], ids=attrgetter("name"))
 def test_replicas_of_cut_tensors_train_as_one_model(trial: Trial, problem: Problem) -> None:
     trial.holds(

@@ -26,14 +26,14 @@ REDUCTIONS = Select(ops=(Op.REDUCE_SCATTER,), phases=(Phase.BACKWARD,))
 NUM_TRAINED = 2
 
 
-@pytest.mark.prey("TrainsFrozenParameters")
+@pytest.mark.kills("TrainsFrozenParameters")
 def test_trains_around_frozen_parameters(trial: Trial) -> None:
     """With AdamW: its weight decay would move a frozen parameter that had a gradient of zeros."""
     trial.holds(Training(problem=FROZEN, optimizer=ADAMW, plan=Plan(units=FROZEN.units)), *LAWS)
 
 
 @pytest.mark.worlds(SEVERAL)
-@pytest.mark.prey("NeverFreesFrozenUnits", "TrainsFrozenParameters")
+@pytest.mark.kills("NeverFreesFrozenUnits", "TrainsFrozenParameters")
 def test_frees_frozen_units_and_reduces_none_of_them(trial: Trial) -> None:
     plan = Plan(
         layout=Layout.SHARD, units=FROZEN.units, grouping=Grouping.REQUIRED, reshard=Reshard.AFTER_FORWARD

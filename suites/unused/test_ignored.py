@@ -50,7 +50,7 @@ PADDED = ClosedForm(name="those bytes, rows padded to the world", formula=_padde
 
 
 @pytest.mark.worlds(SEVERAL)
-@pytest.mark.prey("ShardsIgnoredParameters")
+@pytest.mark.kills("ShardsIgnoredParameters")
 def test_leaves_ignored_parameters_whole(trial: Trial) -> None:
     units = tuple(unit for unit in FROZEN.units if unit != "base")
     plan = Plan(layout=Layout.SHARD, units=units, ignored=IGNORED, reshard=Reshard.AFTER_FORWARD)

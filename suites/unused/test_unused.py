@@ -19,7 +19,7 @@ from harness.worlds.sizes import EVEN, SEVERAL
 LAWS = (MatchesOracle(), RanksAgree())
 
 
-@pytest.mark.prey("GivesZerosToUnusedParameters", "TakesTheFirstGraphForAll")
+@pytest.mark.kills("GivesZerosToUnusedParameters", "TakesTheFirstGraphForAll")
 @pytest.mark.parametrize("optimizer", [SGD, ADAMW], ids=attrgetter("name"))
 def test_leaves_unused_parameters_without_a_gradient(trial: Trial, optimizer: NamedOptimizer) -> None:
     """The side layer goes unused in steps 2 and 3: after clearing to zeros it coasts on, after None it rests."""
@@ -32,11 +32,11 @@ def test_leaves_unused_parameters_without_a_gradient(trial: Trial, optimizer: Na
 @pytest.mark.parametrize(
     "layout",
     [
-        pytest.param(Layout.NATIVE, id="native", marks=pytest.mark.prey("ReducesWhatEachRankUsed")),
+        pytest.param(Layout.NATIVE, id="native", marks=pytest.mark.kills("ReducesWhatEachRankUsed")),
         pytest.param(
             Layout.HYBRID,
             id="hybrid",
-            marks=[pytest.mark.prey("ReducesWhatEachRankUsed"), pytest.mark.worlds(EVEN)],
+            marks=[pytest.mark.kills("ReducesWhatEachRankUsed"), pytest.mark.worlds(EVEN)],
         ),
     ],
 )
@@ -45,7 +45,7 @@ def test_reduces_what_only_some_ranks_used(trial: Trial, layout: Layout) -> None
 
 
 @pytest.mark.worlds(SEVERAL)
-@pytest.mark.prey("ReducesWhatEachRankUsed")
+@pytest.mark.kills("ReducesWhatEachRankUsed")
 def test_accumulates_what_only_some_ranks_used(trial: Trial) -> None:
     trial.holds(_borrowed(Plan(accumulation=Accumulation.LAST_MICROBATCH), microbatches=3), *LAWS)
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from harness.cases.script import Bench
+from harness.cases.script import InterfaceBench
 from suites.wrapper.claims import Claims
 from suites.wrapper.specimens import (
     UNITS,
@@ -45,7 +45,7 @@ __all__ = [
 ]
 
 
-def reach_module(bench: Bench) -> None:
+def reach_module(bench: InterfaceBench) -> None:
     """Note what the wrapper of the root, and of a unit inside it, say that they wrap."""
     claims = Claims(bench)
     model = tower()
@@ -55,7 +55,7 @@ def reach_module(bench: Bench) -> None:
     claims.same("the module of a unit", root.middle.module is middle, True)
 
 
-def reach_attributes(bench: Bench) -> None:
+def reach_attributes(bench: InterfaceBench) -> None:
     """Note what is found through the wrapper by name."""
     claims = Claims(bench)
     model = tower()
@@ -69,7 +69,7 @@ def reach_attributes(bench: Bench) -> None:
     claims.refuses("an attribute that nobody has", lambda: root.nothing, AttributeError)
 
 
-def reach_items(bench: Bench) -> None:
+def reach_items(bench: InterfaceBench) -> None:
     """Note what is found by index through the wrapper of a list of modules."""
     claims = Claims(bench)
     layers = [nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 2)]
@@ -80,7 +80,7 @@ def reach_items(bench: Bench) -> None:
     claims.same("a slice", [type(module) for module in chain[:2]], [nn.Linear, nn.ReLU])
 
 
-def tell_the_root(bench: Bench) -> None:
+def tell_the_root(bench: InterfaceBench) -> None:
     """Note who says that it is the root before any forward, and after one."""
     claims = Claims(bench)
     root = wrapped(bench, tower())
@@ -92,7 +92,7 @@ def tell_the_root(bench: Bench) -> None:
     claims.same("a unit that is asked first", alone.head.check_is_root(), True)
 
 
-def list_units(bench: Bench) -> None:
+def list_units(bench: InterfaceBench) -> None:
     """Note which units are listed, in what order."""
     claims = Claims(bench)
     engine = bench.names.FullyShardedDataParallel
@@ -104,7 +104,7 @@ def list_units(bench: Bench) -> None:
     claims.same("their class", {type(unit) for unit in engine.fsdp_modules(root)}, {engine})
 
 
-def list_units_of_others(bench: Bench) -> None:
+def list_units_of_others(bench: InterfaceBench) -> None:
     """Note which units are listed of a module that is not wrapped itself."""
     claims = Claims(bench)
     engine = bench.names.FullyShardedDataParallel
@@ -116,7 +116,7 @@ def list_units_of_others(bench: Bench) -> None:
     claims.same("units of a model without", engine.fsdp_modules(nn.Linear(2, 2)), [])
 
 
-def apply_to_all(bench: Bench) -> None:
+def apply_to_all(bench: InterfaceBench) -> None:
     """Double every weight by ``apply``, and note what it saw, what it gave, and what became of the weights."""
     claims = Claims(bench)
     root = wrapped(bench, tower())
@@ -137,7 +137,7 @@ def apply_to_all(bench: Bench) -> None:
     claims.same("an output afterwards", root(batch(bench.rank)).detach(), alone(batch(bench.rank)).detach())
 
 
-def apply_while_it_runs(bench: Bench) -> None:
+def apply_while_it_runs(bench: InterfaceBench) -> None:
     """Note what becomes of ``apply`` in a forward."""
     claims = Claims(bench)
 
@@ -176,7 +176,7 @@ def _loss_of_all(output: dict[str, Any]) -> torch.Tensor:
     return total
 
 
-def call_with_keywords(bench: Bench) -> None:
+def call_with_keywords(bench: InterfaceBench) -> None:
     """Pass tensors by keyword, take them out of containers, and note what they were and what they taught."""
     claims = Claims(bench)
     root = wrapped(bench, _Talkative(), units=("tower", "tower.middle"))
@@ -199,7 +199,7 @@ def call_with_keywords(bench: Bench) -> None:
     claims.same("what they taught", got, {k: g for k, g in expected.items() if g is not None})
 
 
-def name_parameters(bench: Bench) -> None:
+def name_parameters(bench: InterfaceBench) -> None:
     """Note the names of parameters outside and inside ``summon_full_params``."""
     claims = Claims(bench)
     engine, names = bench.names.FullyShardedDataParallel, list(parameters(tower()))
@@ -215,7 +215,7 @@ def name_parameters(bench: Bench) -> None:
     claims.same("names outside again", [name for name, _ in root.named_parameters()], outside)
 
 
-def name_flat_parameters(bench: Bench) -> None:
+def name_flat_parameters(bench: InterfaceBench) -> None:
     """Note what parameters are shown of flat ones outside and inside ``summon_full_params``."""
     claims = Claims(bench)
     engine, names = bench.names.FullyShardedDataParallel, parameters(tower())
@@ -230,7 +230,7 @@ def name_flat_parameters(bench: Bench) -> None:
     claims.same("the same ones afterwards", _where(flat, root.parameters()), list(range(len(flat))))
 
 
-def name_buffers(bench: Bench) -> None:
+def name_buffers(bench: InterfaceBench) -> None:
     """Note the names of buffers outside and inside ``summon_full_params``."""
     claims = Claims(bench)
     buffers = {name: b.clone() for name, b in tower().named_buffers()}
@@ -249,19 +249,19 @@ class Conversion(Enum):
     DOUBLE = "module.double()"
 
 
-def convert(bench: Bench, how: Conversion, form: Form) -> None:
+def convert(bench: InterfaceBench, how: Conversion, form: Form) -> None:
     """Make doubles of the model once wrapped, train a step, and note dtypes and values."""
     _convert(bench, wrapped(bench, tower(), use_orig_params=form.use_orig_params), how)
 
 
-def convert_after_a_forward(bench: Bench) -> None:
+def convert_after_a_forward(bench: InterfaceBench) -> None:
     """Make doubles of a model that ran already, train a step, and note dtypes and values."""
     root = wrapped(bench, tower())
     root(batch(bench.rank))
     _convert(bench, root, Conversion.TO)
 
 
-def _convert(bench: Bench, root: Any, how: Conversion) -> None:
+def _convert(bench: InterfaceBench, root: Any, how: Conversion) -> None:
     claims = Claims(bench)
     result = root.double() if how is Conversion.DOUBLE else root.to(torch.float64)
     claims.same("what it returns", result is root, True)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.distributed.fsdp import ShardingStrategy
 
-from harness.cases.script import Bench
+from harness.cases.script import InterfaceBench
 from harness.tracing.ledger import Op
 from suites.wrapper.claims import Claims
 from suites.wrapper.specimens import UNITS, Form, batch, summoned, tower, train, trained_alone, wrapped
@@ -30,7 +30,7 @@ _NUM_UNITS = 1 + len(UNITS)  # the root is one
 SILENT = "n"  # of a pattern of steps, the letter of one inside no_sync
 
 
-def accumulate(bench: Bench, pattern: str, strategy: ShardingStrategy, form: Form) -> None:
+def accumulate(bench: InterfaceBench, pattern: str, strategy: ShardingStrategy, form: Form) -> None:
     """Take a step for each letter, those of ``n`` inside no_sync; note what gradients added up to by an update."""
     root = wrapped(bench, tower(), sharding_strategy=strategy, use_orig_params=form.use_orig_params)
     optimizer = torch.optim.SGD(root.parameters(), lr=0.25)
@@ -42,7 +42,7 @@ def accumulate(bench: Bench, pattern: str, strategy: ShardingStrategy, form: For
     Claims(bench).same("parameters afterwards", summoned(bench, root), expected)
 
 
-def count_reductions(bench: Bench, strategy: ShardingStrategy) -> None:
+def count_reductions(bench: InterfaceBench, strategy: ShardingStrategy) -> None:
     """Note how often gradients are reduced in steps inside no_sync and outside."""
     claims = Claims(bench)
     root = wrapped(bench, tower(), sharding_strategy=strategy)
@@ -58,7 +58,7 @@ def count_reductions(bench: Bench, strategy: ShardingStrategy) -> None:
         claims.same("reductions inside again", _count(bench, _REDUCTIONS, step), 0)
 
 
-def count_gathers(bench: Bench) -> None:
+def count_gathers(bench: InterfaceBench) -> None:
     """Note that the gathers of a step are as many whatever the steps before it were."""
     claims = Claims(bench)
     root = wrapped(bench, tower(), sharding_strategy=ShardingStrategy.FULL_SHARD)
@@ -74,7 +74,7 @@ def count_gathers(bench: Bench) -> None:
     claims.same("gathers of each step", counts, [counts[1]] * len(counts))
 
 
-def count_kept_gathers(bench: Bench) -> None:
+def count_kept_gathers(bench: InterfaceBench) -> None:
     """Note that what is not freed after forward is kept from one backward inside no_sync to the next forward."""
     root = wrapped(bench, tower(), sharding_strategy=ShardingStrategy.SHARD_GRAD_OP)
     counts = []
@@ -85,7 +85,7 @@ def count_kept_gathers(bench: Bench) -> None:
     Claims(bench).same("gathers of each step", counts, expected)
 
 
-def nest(bench: Bench) -> None:
+def nest(bench: InterfaceBench) -> None:
     """Enter no_sync inside no_sync; note that the outer one still holds once the inner one ended."""
     claims = Claims(bench)
     root = wrapped(bench, tower())
@@ -96,7 +96,7 @@ def nest(bench: Bench) -> None:
     claims.same("reductions afterwards", _count(bench, _REDUCTIONS, lambda: train(bench, root)), _NUM_UNITS)
 
 
-def leave_by_an_exception(bench: Bench) -> None:
+def leave_by_an_exception(bench: InterfaceBench) -> None:
     """Leave no_sync by an exception; note that the next step is synchronised."""
     claims = Claims(bench)
     root = wrapped(bench, tower())
@@ -109,7 +109,7 @@ def leave_by_an_exception(bench: Bench) -> None:
     claims.same("reductions afterwards", _count(bench, _REDUCTIONS, lambda: train(bench, root)), _NUM_UNITS)
 
 
-def refuse_for_a_unit(bench: Bench) -> None:
+def refuse_for_a_unit(bench: InterfaceBench) -> None:
     """Note what becomes of no_sync of a unit inside the root."""
     claims = Claims(bench)
     root = wrapped(bench, tower())
@@ -123,7 +123,7 @@ def refuse_for_a_unit(bench: Bench) -> None:
 
 
 # Any: whatever the call gives.
-def _count(bench: Bench, ops: tuple[Op, ...], call: Callable[[], Any]) -> int:
+def _count(bench: InterfaceBench, ops: tuple[Op, ...], call: Callable[[], Any]) -> int:
     """Count the collectives of floats that a call issues; integers are an engine's own bookkeeping."""
     already = len(bench.ledger())
     call()

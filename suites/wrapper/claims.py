@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from harness.cases.script import Bench
+from harness.cases.script import InterfaceBench
 
 __all__ = ["RIGHT", "Claims"]
 
@@ -20,7 +20,7 @@ _LONGEST = 400  # a note is read by a person
 class Claims:
     """Notes of each subject that it is right, or what was got instead."""
 
-    def __init__(self, bench: Bench) -> None:
+    def __init__(self, bench: InterfaceBench) -> None:
         self._note = bench.note
 
     # Any: values of the interface under test, plain or nested.

@@ -9,7 +9,7 @@ from torch import distributed
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import ShardingStrategy
 
-from harness.cases.script import Bench
+from harness.cases.script import InterfaceBench
 from harness.tracing.ledger import Op
 from suites.wrapper.claims import Claims
 from suites.wrapper.specimens import UNITS, gradients, summoned, tower, train, trained_alone, wrapped
@@ -42,7 +42,7 @@ class _Diary:
         self.forms.append((gradient.dim(), *(o.dim() for o in output)))
 
 
-def refuse_hooks(bench: Bench) -> None:
+def refuse_hooks(bench: InterfaceBench) -> None:
     """Note what becomes of no hook, of a second one, of one for a unit and of one for replicas of shards."""
     claims = Claims(bench)
     root = wrapped(bench, tower())
@@ -57,7 +57,7 @@ def refuse_hooks(bench: Bench) -> None:
     claims.refuses("a hook of replicas", lambda: hybrid.register_comm_hook(None, _ignore), AssertionError)
 
 
-def hook_shards(bench: Bench) -> None:
+def hook_shards(bench: InterfaceBench) -> None:
     """Sum by hand in a hook of shards; note what it was given, and what training made of it."""
     claims, diary = Claims(bench), _Diary()
 
@@ -73,7 +73,7 @@ def hook_shards(bench: Bench) -> None:
     _train_with(bench, root, claims, diary, form=(1, 1))
 
 
-def hook_replicas(bench: Bench) -> None:
+def hook_replicas(bench: InterfaceBench) -> None:
     """Sum by hand in a hook of replicas; note what it was given, and what training made of it."""
     claims, diary = Claims(bench), _Diary()
 
@@ -87,7 +87,9 @@ def hook_replicas(bench: Bench) -> None:
     _train_with(bench, root, claims, diary, form=(1,))
 
 
-def _train_with(bench: Bench, root: Any, claims: Claims, diary: _Diary, *, form: tuple[int, ...]) -> None:
+def _train_with(
+    bench: InterfaceBench, root: Any, claims: Claims, diary: _Diary, *, form: tuple[int, ...]
+) -> None:
     optimizer = torch.optim.SGD(root.parameters(), lr=_LR)
     with root.no_sync():
         train(bench, root, step=1)
@@ -101,7 +103,7 @@ def _train_with(bench: Bench, root: Any, claims: Claims, diary: _Diary, *, form:
     claims.same("parameters afterwards", summoned(bench, root), trained_alone(bench.size, lr=_LR))
 
 
-def _own_gradients(bench: Bench) -> dict[tuple[str, ...], float]:
+def _own_gradients(bench: InterfaceBench) -> dict[tuple[str, ...], float]:
     """Sum what this rank's rows alone give each unit."""
     alone = tower()
     train(bench, alone)
@@ -109,7 +111,7 @@ def _own_gradients(bench: Bench) -> dict[tuple[str, ...], float]:
     return {owned: sum(value for name, value in named if name.startswith(owned)) for owned in _OWNED}
 
 
-def hook_by_default(bench: Bench, strategy: ShardingStrategy) -> None:
+def hook_by_default(bench: InterfaceBench, strategy: ShardingStrategy) -> None:
     """Register the hook that does what is done without one, and note what training made of it."""
     names = bench.names
     root = wrapped(bench, tower(), sharding_strategy=strategy)
@@ -123,7 +125,7 @@ def hook_by_default(bench: Bench, strategy: ShardingStrategy) -> None:
     Claims(bench).same("parameters afterwards", got, trained_alone(bench.size, lr=_LR))
 
 
-def compress(bench: Bench, dtype: torch.dtype, strategy: ShardingStrategy) -> None:
+def compress(bench: InterfaceBench, dtype: torch.dtype, strategy: ShardingStrategy) -> None:
     """Register a hook that communicates in fewer bits; note in how many, and how far off the gradients are."""
     claims, names = Claims(bench), bench.names
     hook = names.bf16_compress_hook if dtype is torch.bfloat16 else names.fp16_compress_hook

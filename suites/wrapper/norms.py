@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import ShardingStrategy
 
-from harness.cases.script import Bench
+from harness.cases.script import InterfaceBench
 from suites.wrapper.claims import Claims
 from suites.wrapper.specimens import Form, Wrapping, batch, copies, gradients, tower, train, wrapped
 
@@ -29,20 +29,20 @@ __all__ = [
 _TOLERANCE = 1e-5
 
 
-def clip(bench: Bench, strategy: ShardingStrategy, form: Form, norm_type: float) -> None:
+def clip(bench: InterfaceBench, strategy: ShardingStrategy, form: Form, norm_type: float) -> None:
     """Clip to a quarter; note the norm, and by how much a step moved the parameters."""
     claims = Claims(bench)
     root = wrapped(bench, tower(), sharding_strategy=strategy, use_orig_params=form.use_orig_params)
     _clip_to_a_quarter(bench, root, claims, gradients(tower(), bench.size), norm_type)
 
 
-def clip_hybrid(bench: Bench, norm_type: float) -> None:
+def clip_hybrid(bench: InterfaceBench, norm_type: float) -> None:
     """Clip a model of which replicas have shards each."""
     root = Wrapping(strategy=ShardingStrategy.HYBRID_SHARD).wrap(bench, tower())
     _clip_to_a_quarter(bench, root, Claims(bench), gradients(tower(), bench.size), norm_type)
 
 
-def clip_a_mixture(bench: Bench, norm_type: float) -> None:
+def clip_a_mixture(bench: InterfaceBench, norm_type: float) -> None:
     """Clip a model of which one unit is replicated and the rest are shards."""
     model = tower()
     model.middle = wrapped(bench, model.middle, units=("1",), sharding_strategy=ShardingStrategy.NO_SHARD)
@@ -50,7 +50,7 @@ def clip_a_mixture(bench: Bench, norm_type: float) -> None:
     _clip_to_a_quarter(bench, root, Claims(bench), gradients(tower(), bench.size), norm_type)
 
 
-def clip_beside_ignored(bench: Bench, norm_type: float) -> None:
+def clip_beside_ignored(bench: InterfaceBench, norm_type: float) -> None:
     """Clip a model of which the wrapper ignores the head, whose gradient ranks have made equal themselves."""
     model = tower()
     expected = gradients(tower(), bench.size)
@@ -60,7 +60,7 @@ def clip_beside_ignored(bench: Bench, norm_type: float) -> None:
 
 
 def _clip_to_a_quarter(
-    bench: Bench,
+    bench: InterfaceBench,
     root: Any,
     claims: Claims,
     expected: dict[str, torch.Tensor],
@@ -83,7 +83,7 @@ def _clip_to_a_quarter(
     claims.near("clipped gradients", moved, {k: g / 4 for k, g in expected.items()}, tolerance=_TOLERANCE)
 
 
-def clip_little(bench: Bench) -> None:
+def clip_little(bench: InterfaceBench) -> None:
     """Clip to far more than there is; note that nothing changed."""
     claims = Claims(bench)
     root = wrapped(bench, tower())
@@ -97,14 +97,14 @@ def clip_little(bench: Bench) -> None:
     claims.same("gradients", got, expected)
 
 
-def clip_nothing(bench: Bench) -> None:
+def clip_nothing(bench: InterfaceBench) -> None:
     """Clip before there is any gradient."""
     claims = Claims(bench)
     root = wrapped(bench, tower())
     claims.same("the norm", root.clip_grad_norm_(1.0), torch.tensor(0.0))
 
 
-def clip_where_few_have_any(bench: Bench) -> None:
+def clip_where_few_have_any(bench: InterfaceBench) -> None:
     """Clip a model of a single number, of which all ranks but one have nothing."""
     claims = Claims(bench)
     model = nn.Linear(1, 1, bias=False)
@@ -120,7 +120,7 @@ def clip_where_few_have_any(bench: Bench) -> None:
     claims.near("the number afterwards", after, {"weight": torch.tensor([[1.0]])}, tolerance=_TOLERANCE)
 
 
-def clip_in_dtype(bench: Bench, dtype: torch.dtype) -> None:
+def clip_in_dtype(bench: InterfaceBench, dtype: torch.dtype) -> None:
     """Clip gradients of another dtype; note the dtype of the norm, and its value."""
     claims = Claims(bench)
     root = wrapped(bench, tower(dtype))
@@ -133,7 +133,7 @@ def clip_in_dtype(bench: Bench, dtype: torch.dtype) -> None:
     claims.near("the norm", told, total, tolerance=tolerance)
 
 
-def clip_of_a_unit(bench: Bench) -> None:
+def clip_of_a_unit(bench: InterfaceBench) -> None:
     """Note what becomes of clipping a unit alone."""
     claims = Claims(bench)
     root = wrapped(bench, tower())

@@ -10,7 +10,7 @@ from torch import distributed
 from torch.distributed.fsdp import FullStateDictConfig, ShardedStateDictConfig, StateDictType
 from torch.distributed.tensor import DTensor
 
-from harness.cases.script import Bench
+from harness.cases.script import InterfaceBench
 from suites.wrapper.claims import Claims
 from suites.wrapper.specimens import (
     Form,
@@ -28,8 +28,8 @@ __all__ = [
     "blank",
     "copy_it",
     "exchange_with_a_plain_model",
-    "hand_over",
     "hand_over_local",
+    "resume_in",
     "save_full",
     "save_in_part",
     "save_on_rank_0",
@@ -41,7 +41,7 @@ __all__ = [
 _LR = 0.25
 
 
-def save_full(bench: Bench, wrapping: Wrapping) -> None:
+def save_full(bench: InterfaceBench, wrapping: Wrapping) -> None:
     """Note names and values of a full state dict, before and after training."""
     claims = Claims(bench)
     root = wrapping.wrap(bench, tower())
@@ -52,7 +52,7 @@ def save_full(bench: Bench, wrapping: Wrapping) -> None:
     )
 
 
-def save_in_part(bench: Bench) -> None:
+def save_in_part(bench: InterfaceBench) -> None:
     """Note names and values of the full state dict of a unit, and of a prefixed one."""
     claims = Claims(bench)
     engine, root = bench.names.FullyShardedDataParallel, Wrapping().wrap(bench, tower())
@@ -67,7 +67,7 @@ def save_in_part(bench: Bench) -> None:
     )
 
 
-def copy_it(bench: Bench) -> None:
+def copy_it(bench: InterfaceBench) -> None:
     """Train on after saving; note that what was saved stays as it was."""
     claims = Claims(bench)
     root = Wrapping().wrap(bench, tower())
@@ -76,7 +76,7 @@ def copy_it(bench: Bench) -> None:
     claims.same("what was saved", _sorted(saved), _sorted(tower().state_dict()))
 
 
-def save_on_rank_0(bench: Bench) -> None:
+def save_on_rank_0(bench: InterfaceBench) -> None:
     """Note that rank 0 alone is given a full state dict, and that the model can be trained on."""
     claims = Claims(bench)
     root = Wrapping().wrap(bench, tower())
@@ -87,7 +87,7 @@ def save_on_rank_0(bench: Bench) -> None:
     claims.same("parameters afterwards", summoned(bench, root), parameters(_trained(bench)))
 
 
-def save_to_host(bench: Bench) -> None:
+def save_to_host(bench: InterfaceBench) -> None:
     """Note where a full state dict is that was asked for on the host, and what is in it."""
     claims = Claims(bench)
     saved = _full(bench, Wrapping().wrap(bench, tower()), FullStateDictConfig(offload_to_cpu=True))
@@ -95,7 +95,7 @@ def save_to_host(bench: Bench) -> None:
     claims.same("what it is", _sorted(saved), _sorted(tower().state_dict()))
 
 
-def save_shards_to_host(bench: Bench) -> None:
+def save_shards_to_host(bench: InterfaceBench) -> None:
     """Note where a sharded state dict is that was asked for on the host, and that it can be loaded."""
     claims = Claims(bench)
     engine, root = bench.names.FullyShardedDataParallel, Wrapping().wrap(bench, tower())
@@ -111,7 +111,7 @@ def save_shards_to_host(bench: Bench) -> None:
     claims.same("parameters afterwards", summoned(bench, other), parameters(tower()))
 
 
-def save_sharded(bench: Bench, wrapping: Wrapping) -> None:
+def save_sharded(bench: InterfaceBench, wrapping: Wrapping) -> None:
     """Note names, sizes and values of a sharded state dict, and that ranks share it."""
     claims = Claims(bench)
     engine, root = bench.names.FullyShardedDataParallel, wrapping.wrap(bench, tower())
@@ -134,7 +134,7 @@ def save_sharded(bench: Bench, wrapping: Wrapping) -> None:
     claims.same("elements of all ranks", int(shares), sum(p.numel() for p in tower().parameters()))
 
 
-def hand_over(bench: Bench, kind: StateDictType, before: Wrapping, after: Wrapping) -> None:
+def resume_in(bench: InterfaceBench, kind: StateDictType, before: Wrapping, after: Wrapping) -> None:
     """Train, save, and load into a model of other values that is wrapped in another way."""
     claims = Claims(bench)
     engine = bench.names.FullyShardedDataParallel
@@ -150,8 +150,8 @@ def hand_over(bench: Bench, kind: StateDictType, before: Wrapping, after: Wrappi
     claims.same("an output afterwards", second(batch(bench.rank)).detach(), alone)
 
 
-def hand_over_local(bench: Bench, form: Form) -> None:
-    """As `hand_over`, by each rank's own part, into a model that is wrapped in the same way."""
+def hand_over_local(bench: InterfaceBench, form: Form) -> None:
+    """As `resume_in`, by each rank's own part, into a model that is wrapped in the same way."""
     claims = Claims(bench)
     engine, wrapping = bench.names.FullyShardedDataParallel, Wrapping(form=form)
     first, second = wrapping.wrap(bench, tower()), wrapping.wrap(bench, blank())
@@ -164,7 +164,7 @@ def hand_over_local(bench: Bench, form: Form) -> None:
     claims.same("buffers afterwards", _buffers(second), _buffers(tower()))
 
 
-def exchange_with_a_plain_model(bench: Bench, wrapping: Wrapping) -> None:
+def exchange_with_a_plain_model(bench: InterfaceBench, wrapping: Wrapping) -> None:
     """Load what a plain model saved, train, and let a plain model load that."""
     claims = Claims(bench)
     engine, root = bench.names.FullyShardedDataParallel, wrapping.wrap(bench, blank())
@@ -187,20 +187,20 @@ def blank() -> Tower:
     return model
 
 
-def _train(bench: Bench, root: Any) -> None:
+def _train(bench: InterfaceBench, root: Any) -> None:
     optimizer = torch.optim.SGD(root.parameters(), lr=_LR)
     train(bench, root)
     optimizer.step()
     optimizer.zero_grad()
 
 
-def _trained(bench: Bench) -> Tower:
+def _trained(bench: InterfaceBench) -> Tower:
     model = tower()
     model.load_state_dict(trained_alone(bench.size, lr=_LR), strict=False)
     return model
 
 
-def _full(bench: Bench, root: Any, config: FullStateDictConfig | None = None) -> dict[str, Any]:
+def _full(bench: InterfaceBench, root: Any, config: FullStateDictConfig | None = None) -> dict[str, Any]:
     with bench.names.FullyShardedDataParallel.state_dict_type(root, StateDictType.FULL_STATE_DICT, config):
         saved: dict[str, Any] = root.state_dict()
     return saved

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import (
     StateDictType,
 )
 
-from harness.cases.script import Bench
+from harness.cases.script import InterfaceBench
 from suites.wrapper.claims import Claims
 from suites.wrapper.saved_models import blank
 from suites.wrapper.specimens import Wrapping, batch, mean_loss, parameters, summoned, tower, train
@@ -72,7 +72,7 @@ class _Trained:
     optimizer: torch.optim.Optimizer
 
 
-def resume(bench: Bench, route: Route, kind: Kind, before: Wrapping, after: Wrapping) -> None:
+def resume(bench: InterfaceBench, route: Route, kind: Kind, before: Wrapping, after: Wrapping) -> None:
     """Train, hand model and optimizer over to others, train on; note what came of it."""
     first = _trained(bench, before, kind)
     second = _fresh(bench, after, kind)
@@ -83,7 +83,7 @@ def resume(bench: Bench, route: Route, kind: Kind, before: Wrapping, after: Wrap
     Claims(bench).near("parameters afterwards", got, _alone(bench, kind, _BEFORE + 1), tolerance=_TOLERANCE)
 
 
-def see_state(bench: Bench, kind: Kind, wrapping: Wrapping) -> None:
+def see_state(bench: InterfaceBench, kind: Kind, wrapping: Wrapping) -> None:
     """Note the keys, shapes and values of a full state of the optimizer."""
     claims = Claims(bench)
     trained = _trained(bench, wrapping, kind)
@@ -105,7 +105,7 @@ def see_state(bench: Bench, kind: Kind, wrapping: Wrapping) -> None:
     claims.same("the options of the group", {key: group[key] for key in plain}, plain)
 
 
-def save_on_rank_0(bench: Bench) -> None:
+def save_on_rank_0(bench: InterfaceBench) -> None:
     """Note that rank 0 alone is given the state when that was asked for, and where it is."""
     claims = Claims(bench)
     trained = _trained(bench, Wrapping(), Kind.ADAMW)
@@ -125,7 +125,7 @@ def save_on_rank_0(bench: Bench) -> None:
     claims.same("elsewhere than on the host", {t.device.type for t in tensors} - {"cpu"}, set())
 
 
-def resume_groups(bench: Bench) -> None:
+def resume_groups(bench: InterfaceBench) -> None:
     """Hand over the state of groups of parameters that take turns; note the groups, and training on."""
     claims = Claims(bench)
     first = _trained(bench, Wrapping(), Kind.SGD, _taking_turns)
@@ -145,7 +145,7 @@ def resume_groups(bench: Bench) -> None:
     claims.near("parameters afterwards", summoned(bench, second.root), expected, tolerance=_TOLERANCE)
 
 
-def resume_plain(bench: Bench, kind: Kind, before: Wrapping) -> None:
+def resume_plain(bench: InterfaceBench, kind: Kind, before: Wrapping) -> None:
     """Rekey a full state by numbers, load it into the optimizer of a model that nobody wrapped, and train on."""
     claims, engine = Claims(bench), bench.names.FullyShardedDataParallel
     first = _trained(bench, before, kind)
@@ -170,7 +170,7 @@ def resume_plain(bench: Bench, kind: Kind, before: Wrapping) -> None:
     )
 
 
-def resume_wrapped_from_plain(bench: Bench, kind: Kind) -> None:
+def resume_wrapped_from_plain(bench: InterfaceBench, kind: Kind) -> None:
     """Rekey the state of a plain optimizer by names, load it into that of a wrapped model, and train on."""
     claims, engine = Claims(bench), bench.names.FullyShardedDataParallel
     plain = _plain(bench, kind, _BEFORE)
@@ -203,13 +203,13 @@ def _taking_turns(model: Any) -> Iterable[Any]:
     return [{"params": params[0::2], "weight_decay": 0.5}, {"params": params[1::2], "weight_decay": 0.0}]
 
 
-def _fresh(bench: Bench, wrapping: Wrapping, kind: Kind, groups: Groups = _all) -> _Trained:
+def _fresh(bench: InterfaceBench, wrapping: Wrapping, kind: Kind, groups: Groups = _all) -> _Trained:
     """Wrap a model whose values are all wrong, with an optimizer that has seen nothing."""
     root = wrapping.wrap(bench, blank().to(_DTYPE))
     return _Trained(root=root, optimizer=kind.build(groups(root)))
 
 
-def _trained(bench: Bench, wrapping: Wrapping, kind: Kind, groups: Groups = _all) -> _Trained:
+def _trained(bench: InterfaceBench, wrapping: Wrapping, kind: Kind, groups: Groups = _all) -> _Trained:
     root = wrapping.wrap(bench, tower(_DTYPE))
     trained = _Trained(root=root, optimizer=kind.build(groups(root)))
     for step in range(_BEFORE):
@@ -217,13 +217,13 @@ def _trained(bench: Bench, wrapping: Wrapping, kind: Kind, groups: Groups = _all
     return trained
 
 
-def _step(bench: Bench, trained: _Trained, step: int) -> None:
+def _step(bench: InterfaceBench, trained: _Trained, step: int) -> None:
     train(bench, trained.root, step, _DTYPE)
     trained.optimizer.step()
     trained.optimizer.zero_grad()
 
 
-def _plain(bench: Bench, kind: Kind, steps: int, groups: Groups = _all) -> _Trained:
+def _plain(bench: InterfaceBench, kind: Kind, steps: int, groups: Groups = _all) -> _Trained:
     """Train on this rank alone, on the rows of all ranks."""
     model = tower(_DTYPE)
     trained = _Trained(root=model, optimizer=kind.build(groups(model)))
@@ -232,7 +232,7 @@ def _plain(bench: Bench, kind: Kind, steps: int, groups: Groups = _all) -> _Trai
     return trained
 
 
-def _plain_step(bench: Bench, trained: _Trained, step: int) -> None:
+def _plain_step(bench: InterfaceBench, trained: _Trained, step: int) -> None:
     for rank in range(bench.size):
         loss = mean_loss(trained.root(batch(rank, step, _DTYPE)), bench.size) / bench.size
         loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
@@ -240,12 +240,12 @@ def _plain_step(bench: Bench, trained: _Trained, step: int) -> None:
     trained.optimizer.zero_grad()
 
 
-def _alone(bench: Bench, kind: Kind, steps: int, groups: Groups = _all) -> dict[str, torch.Tensor]:
+def _alone(bench: InterfaceBench, kind: Kind, steps: int, groups: Groups = _all) -> dict[str, torch.Tensor]:
     model: nn.Module = _plain(bench, kind, steps, groups).root
     return parameters(model)
 
 
-def _hand_over_model(bench: Bench, first: Any, second: Any) -> None:
+def _hand_over_model(bench: InterfaceBench, first: Any, second: Any) -> None:
     engine, full = bench.names.FullyShardedDataParallel, StateDictType.FULL_STATE_DICT
     with engine.state_dict_type(first, full):
         saved = first.state_dict()
@@ -254,7 +254,10 @@ def _hand_over_model(bench: Bench, first: Any, second: Any) -> None:
 
 
 def _save(
-    bench: Bench, trained: _Trained, kind: StateDictType, config: FullOptimStateDictConfig | None = None
+    bench: InterfaceBench,
+    trained: _Trained,
+    kind: StateDictType,
+    config: FullOptimStateDictConfig | None = None,
 ) -> dict[str, Any]:
     engine = bench.names.FullyShardedDataParallel
     with engine.state_dict_type(trained.root, kind, None, config):
@@ -262,7 +265,7 @@ def _save(
     return saved
 
 
-def _hand_over(bench: Bench, route: Route, first: _Trained, second: _Trained) -> None:
+def _hand_over(bench: InterfaceBench, route: Route, first: _Trained, second: _Trained) -> None:
     """Take the state out of one optimizer and put it into another."""
     match route:
         case Route.SHARD_FULL | Route.SCATTER_FULL | Route.FLATTEN_SHARDED:
@@ -273,7 +276,7 @@ def _hand_over(bench: Bench, route: Route, first: _Trained, second: _Trained) ->
         second.optimizer.load_state_dict(loadable)
 
 
-def _by_settings(bench: Bench, route: Route, first: _Trained, second: _Trained) -> dict[str, Any]:
+def _by_settings(bench: InterfaceBench, route: Route, first: _Trained, second: _Trained) -> dict[str, Any]:
     engine = bench.names.FullyShardedDataParallel
     kind, model, optim = StateDictType.FULL_STATE_DICT, None, None
     if route is Route.SHARDED:
@@ -301,7 +304,7 @@ def _taken_away(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     return taken
 
 
-def _by_older_names(bench: Bench, route: Route, first: _Trained, second: _Trained) -> dict[str, Any]:
+def _by_older_names(bench: InterfaceBench, route: Route, first: _Trained, second: _Trained) -> dict[str, Any]:
     engine = bench.names.FullyShardedDataParallel
     loadable: dict[str, Any]
     if route is Route.FLATTEN_SHARDED:

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import (
     StateDictType,
 )
 
-from harness.cases.script import Bench
+from harness.cases.script import InterfaceBench
 from suites.wrapper.claims import Claims
 from suites.wrapper.specimens import tower, wrapped
 
@@ -43,7 +43,7 @@ _DEFAULTS: dict[StateDictType, tuple[StateDictConfig, OptimStateDictConfig]] = {
 }
 
 
-def set_types(bench: Bench) -> None:
+def set_types(bench: InterfaceBench) -> None:
     """Set one type after the other, with configs and without; note what is told, and what was before."""
     claims = Claims(bench)
     engine = bench.names.FullyShardedDataParallel
@@ -64,7 +64,7 @@ def set_types(bench: Bench) -> None:
     claims.same("what a unit tells", _told(engine, root.middle), [FULL, *configs])
 
 
-def set_types_of_others(bench: Bench) -> None:
+def set_types_of_others(bench: InterfaceBench) -> None:
     """Set the type of wrapped models inside a module that is not wrapped."""
     claims = Claims(bench)
     engine = bench.names.FullyShardedDataParallel
@@ -75,7 +75,7 @@ def set_types_of_others(bench: Bench) -> None:
         claims.same("what each tells", _told(engine, root), [SHARDED, *_DEFAULTS[SHARDED]])
 
 
-def scope_types(bench: Bench) -> None:
+def scope_types(bench: InterfaceBench) -> None:
     """Enter contexts inside each other; note what is told in them, and once each has ended."""
     claims = Claims(bench)
     engine = bench.names.FullyShardedDataParallel
@@ -91,7 +91,7 @@ def scope_types(bench: Bench) -> None:
     claims.same("afterwards", _told(engine, root), outer)
 
 
-def leave_by_an_exception(bench: Bench) -> None:
+def leave_by_an_exception(bench: InterfaceBench) -> None:
     """Leave a context by an exception; note what is told then."""
     claims = Claims(bench)
     engine = bench.names.FullyShardedDataParallel
@@ -106,7 +106,7 @@ def leave_by_an_exception(bench: Bench) -> None:
     claims.same("the type afterwards", _told(engine, root), [FULL, *_DEFAULTS[FULL]])
 
 
-def refuse_configs(bench: Bench) -> None:
+def refuse_configs(bench: InterfaceBench) -> None:
     """Note what becomes of configs of another type, and that nothing is set by them."""
     claims = Claims(bench)
     engine = bench.names.FullyShardedDataParallel
@@ -128,7 +128,7 @@ def refuse_configs(bench: Bench) -> None:
     claims.same("what is told afterwards", _told(engine, root), [SHARDED, *_DEFAULTS[SHARDED]])
 
 
-def refuse_mixtures(bench: Bench) -> None:
+def refuse_mixtures(bench: InterfaceBench) -> None:
     """Set a unit to another type than the rest; note what becomes of asking for the type, and of setting it."""
     claims = Claims(bench)
     engine = bench.names.FullyShardedDataParallel

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import ShardingStrategy
 
-from harness.cases.script import Bench
+from harness.cases.script import InterfaceBench
 from suites.wrapper.exercises.wrapped import wrap
 
 __all__ = [
@@ -61,7 +61,7 @@ class Wrapping:
     units: tuple[str, ...] = UNITS
     by_mesh: bool = False
 
-    def wrap(self, bench: Bench, model: nn.Module) -> Any:
+    def wrap(self, bench: InterfaceBench, model: nn.Module) -> Any:
         """Wrap a model in this way."""
         options: dict[str, Any] = {
             "sharding_strategy": self.strategy,
@@ -131,7 +131,7 @@ def mean_loss(output: torch.Tensor, size: int) -> torch.Tensor:
     return output.sum() * size
 
 
-def wrapped(bench: Bench, model: nn.Module, units: tuple[str, ...] = UNITS, **options: Any) -> Any:
+def wrapped(bench: InterfaceBench, model: nn.Module, units: tuple[str, ...] = UNITS, **options: Any) -> Any:
     """Wrap the units and the model; ``options`` are the wrapper's own, with original parameters by default."""
     chosen = {model.get_submodule(name) for name in units}
     # A policy refuses a model that has wrapped units already.
@@ -139,14 +139,16 @@ def wrapped(bench: Bench, model: nn.Module, units: tuple[str, ...] = UNITS, **op
     return wrap(bench, model, auto_wrap_policy=policy, **options)
 
 
-def train(bench: Bench, root: Any, step: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+def train(
+    bench: InterfaceBench, root: Any, step: int = 0, dtype: torch.dtype = torch.float32
+) -> torch.Tensor:
     """Take this rank's rows of a step forward and backward; gives the output."""
     output: torch.Tensor = root(batch(bench.rank, step, dtype))
     mean_loss(output, bench.size).backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
     return output
 
 
-def summoned(bench: Bench, root: Any, **options: Any) -> dict[str, torch.Tensor]:
+def summoned(bench: InterfaceBench, root: Any, **options: Any) -> dict[str, torch.Tensor]:
     """Copy whole parameters, by name."""
     with bench.names.FullyShardedDataParallel.summon_full_params(root, writeback=False, **options):
         return copies(root.named_parameters())

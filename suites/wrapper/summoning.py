@@ -9,7 +9,7 @@ import torch
 from torch import distributed, nn
 from torch.distributed.fsdp import ShardingStrategy
 
-from harness.cases.script import Bench
+from harness.cases.script import InterfaceBench
 from suites.wrapper.claims import Claims
 from suites.wrapper.specimens import (
     Form,
@@ -46,7 +46,7 @@ __all__ = [
 ]
 
 
-def summon_values(bench: Bench, strategy: ShardingStrategy, form: Form) -> None:
+def summon_values(bench: InterfaceBench, strategy: ShardingStrategy, form: Form) -> None:
     """Note names, shapes and values inside, before and after a forward, and that all is as before outside."""
     claims = Claims(bench)
     root = wrapped(bench, tower(), sharding_strategy=strategy, use_orig_params=form.use_orig_params)
@@ -59,7 +59,7 @@ def summon_values(bench: Bench, strategy: ShardingStrategy, form: Form) -> None:
     claims.same("parameters after a backward", summoned(bench, root), parameters(tower()))
 
 
-def summon_of_others(bench: Bench) -> None:
+def summon_of_others(bench: InterfaceBench) -> None:
     """Note what is shown of wrapped models inside a module that is not wrapped."""
     plain = nn.ModuleDict(
         {"first": wrapped(bench, tower()), "second": wrapped(bench, tower(), units=("head",))}
@@ -69,7 +69,7 @@ def summon_of_others(bench: Bench) -> None:
     Claims(bench).same("parameters inside", got, [parameters(tower())] * 2)
 
 
-def write_back(bench: Bench, form: Form) -> None:
+def write_back(bench: InterfaceBench, form: Form) -> None:
     """Change parameters inside; note that the change stays, and that the model is trained from there."""
     claims = Claims(bench)
     root = wrapped(bench, tower(), use_orig_params=form.use_orig_params)
@@ -81,7 +81,7 @@ def write_back(bench: Bench, form: Form) -> None:
     claims.same("an output afterwards", root(batch(bench.rank)).detach(), alone(batch(bench.rank)).detach())
 
 
-def write_and_forget(bench: Bench, form: Form) -> None:
+def write_and_forget(bench: InterfaceBench, form: Form) -> None:
     """Change parameters inside without writing back; note that nothing of it stays."""
     claims = Claims(bench)
     root = wrapped(bench, tower(), use_orig_params=form.use_orig_params)
@@ -90,7 +90,7 @@ def write_and_forget(bench: Bench, form: Form) -> None:
     claims.same("parameters afterwards", summoned(bench, root), parameters(tower()))
 
 
-def write_shares(bench: Bench) -> None:
+def write_shares(bench: InterfaceBench) -> None:
     """Have each rank write its number everywhere; note that each number stays in its rank's share alone."""
     claims = Claims(bench)
     root = wrapped(bench, tower(), use_orig_params=False)
@@ -110,7 +110,7 @@ def write_shares(bench: Bench) -> None:
     claims.same("what others see", everyone, [ours] * bench.size)
 
 
-def summon_here(bench: Bench) -> None:
+def summon_here(bench: InterfaceBench) -> None:
     """Summon the root's own parameters; note that units keep their shares."""
     claims = Claims(bench)
     root = wrapped(bench, tower())
@@ -125,7 +125,7 @@ def summon_here(bench: Bench) -> None:
     claims.same("whole ones of units", [n for n in inside if n not in own and inside[n].dim() == 2], [])
 
 
-def summon_on_rank_0(bench: Bench) -> None:
+def summon_on_rank_0(bench: InterfaceBench) -> None:
     """Summon on rank 0 alone; note that others keep their shares."""
     claims = Claims(bench)
     root = wrapped(bench, tower())
@@ -140,7 +140,7 @@ def summon_on_rank_0(bench: Bench) -> None:
     claims.same("shapes outside", _shapes(root), outside)
 
 
-def summon_to_host(bench: Bench) -> None:
+def summon_to_host(bench: InterfaceBench) -> None:
     """Summon into the host's memory; note what is there, and that it is where it was afterwards."""
     claims = Claims(bench)
     root = wrapped(bench, tower())
@@ -152,7 +152,7 @@ def summon_to_host(bench: Bench) -> None:
     claims.same("where they are afterwards", {p.device.type for p in root.parameters()}, {bench.device.type})
 
 
-def summon_to_the_host_of_rank_0(bench: Bench) -> None:
+def summon_to_the_host_of_rank_0(bench: InterfaceBench) -> None:
     """Summon into the host's memory of rank 0 alone; note what each rank sees."""
     claims = Claims(bench)
     root = wrapped(bench, tower())
@@ -168,7 +168,7 @@ def summon_to_the_host_of_rank_0(bench: Bench) -> None:
     claims.same("parameters afterwards", summoned(bench, root), whole)
 
 
-def write_back_from_the_host(bench: Bench) -> None:
+def write_back_from_the_host(bench: InterfaceBench) -> None:
     """Change parameters in the host's memory; note that the change stays."""
     root, alone = wrapped(bench, tower()), tower()
     with bench.names.FullyShardedDataParallel.summon_full_params(root, offload_to_cpu=True):
@@ -177,7 +177,7 @@ def write_back_from_the_host(bench: Bench) -> None:
     Claims(bench).same("parameters afterwards", summoned(bench, root), parameters(alone))
 
 
-def summon_gradients(bench: Bench, strategy: ShardingStrategy) -> None:
+def summon_gradients(bench: InterfaceBench, strategy: ShardingStrategy) -> None:
     """Note gradients inside, and that an update afterwards uses them as they were."""
     claims = Claims(bench)
     root = wrapped(bench, tower(), sharding_strategy=strategy)
@@ -195,7 +195,7 @@ def summon_gradients(bench: Bench, strategy: ShardingStrategy) -> None:
     claims.same("parameters afterwards", summoned(bench, root), trained_alone(bench.size, lr=0.25))
 
 
-def write_gradients(bench: Bench) -> None:
+def write_gradients(bench: InterfaceBench) -> None:
     """Halve gradients inside; note that the update is halved."""
     claims = Claims(bench)
     root = wrapped(bench, tower())
@@ -211,7 +211,7 @@ def write_gradients(bench: Bench) -> None:
     claims.same("parameters afterwards", summoned(bench, root), trained_alone(bench.size, lr=0.25))
 
 
-def refuse_combinations(bench: Bench) -> None:
+def refuse_combinations(bench: InterfaceBench) -> None:
     """Note what becomes of options that exclude each other, and that the model still works."""
     claims = Claims(bench)
     root = wrapped(bench, tower())
@@ -224,7 +224,7 @@ def refuse_combinations(bench: Bench) -> None:
     train(bench, root)
 
 
-def refuse_inside_itself(bench: Bench) -> None:
+def refuse_inside_itself(bench: InterfaceBench) -> None:
     """Note what becomes of summoning what is summoned, and of the outer context."""
     claims = Claims(bench)
     root = wrapped(bench, tower())
@@ -235,7 +235,7 @@ def refuse_inside_itself(bench: Bench) -> None:
     claims.same("parameters afterwards", summoned(bench, root), parameters(tower()))
 
 
-def refuse_inside_forward(bench: Bench) -> None:
+def refuse_inside_forward(bench: InterfaceBench) -> None:
     """Note what becomes of summoning in the root's forward, and of the training step around it."""
     claims = Claims(bench)
     enter = _entering(bench)
@@ -252,7 +252,7 @@ def refuse_inside_forward(bench: Bench) -> None:
     train(bench, roots[0])
 
 
-def refuse_inside_backward(bench: Bench) -> None:
+def refuse_inside_backward(bench: InterfaceBench) -> None:
     """Note what becomes of summoning in backward."""
     claims = Claims(bench)
     enter = _entering(bench)
@@ -265,7 +265,7 @@ def refuse_inside_backward(bench: Bench) -> None:
     train(bench, root)
 
 
-def leave_by_an_exception(bench: Bench) -> None:
+def leave_by_an_exception(bench: InterfaceBench) -> None:
     """Leave by an exception; note that what was written stays, that shares are shares, and that training goes on."""
     claims = Claims(bench)
     root = wrapped(bench, tower())
@@ -284,7 +284,7 @@ def leave_by_an_exception(bench: Bench) -> None:
     train(bench, root)
 
 
-def _entering(bench: Bench) -> Callable[..., None]:
+def _entering(bench: InterfaceBench) -> Callable[..., None]:
     # Any: the engine's wrapper and its options.
     def enter(root: Any, **options: Any) -> None:
         with bench.names.FullyShardedDataParallel.summon_full_params(root, **{"writeback": False, **options}):

@@ -22,7 +22,7 @@ CONFIGS = (
 
 
 @pytest.mark.api("set_state_dict_type", "get_state_dict_type", *CONFIGS)
-@pytest.mark.prey("ForgetsConfigs", "TellsTheNewTypeAsTheOld")
+@pytest.mark.kills("ForgetsConfigs", "TellsTheNewTypeAsTheOld")
 def test_sets_the_type_and_tells_what_was_before(trial: Trial) -> None:
     subjects = (
         "the type at first",
@@ -35,31 +35,31 @@ def test_sets_the_type_and_tells_what_was_before(trial: Trial) -> None:
 
 
 @pytest.mark.api("set_state_dict_type", "get_state_dict_type")
-@pytest.mark.prey("SetsTheTypeOfTheFirstRootAlone")
+@pytest.mark.kills("SetsTheTypeOfTheFirstRootAlone")
 def test_sets_the_type_of_all_wrapped_modules_below(trial: Trial) -> None:
     hold(trial, settings.set_types_of_others, "what each tells")
 
 
 @pytest.mark.api("state_dict_type")
-@pytest.mark.prey("ScopesNothing", "LeavesFullStateDicts")
+@pytest.mark.kills("ScopesNothing", "LeavesFullStateDicts")
 def test_gives_the_type_back_at_the_end_of_a_context(trial: Trial) -> None:
     hold(trial, settings.scope_types, "inside", "inside both", "inside again", "afterwards")
 
 
 @pytest.mark.api("state_dict_type")
-@pytest.mark.prey("LeavesTheTypeAfterAnException")
+@pytest.mark.kills("LeavesTheTypeAfterAnException")
 def test_gives_the_type_back_after_an_exception(trial: Trial) -> None:
     hold(trial, settings.leave_by_an_exception, "the exception", "the type afterwards")
 
 
 @pytest.mark.api("set_state_dict_type", *CONFIGS)
-@pytest.mark.prey("TakesConfigsOfOtherTypes")
+@pytest.mark.kills("TakesConfigsOfOtherTypes")
 def test_refuses_configs_of_another_type(trial: Trial) -> None:
     hold(trial, settings.refuse_configs, "configs of another type", "what is told afterwards")
 
 
 @pytest.mark.api("get_state_dict_type", "set_state_dict_type")
-@pytest.mark.prey("TellsTheTypeOfSomeUnit")
+@pytest.mark.kills("TellsTheTypeOfSomeUnit")
 def test_refuses_units_of_several_types(trial: Trial) -> None:
     subjects = (
         "asking units that differ",

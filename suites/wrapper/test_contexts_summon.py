@@ -23,7 +23,7 @@ STRATEGIES = pytest.mark.parametrize(
 @FORMS
 @STRATEGIES
 @pytest.mark.worlds(SEVERAL)
-@pytest.mark.prey("MisalignsWhatItSummons")
+@pytest.mark.kills("MisalignsWhatItSummons")
 def test_shows_whole_parameters_by_their_names(trial: Trial, strategy: ShardingStrategy, form: Form) -> None:
     subjects = (
         "parameters inside",
@@ -34,14 +34,14 @@ def test_shows_whole_parameters_by_their_names(trial: Trial, strategy: ShardingS
     hold(trial, summoning.summon_values, *subjects, arguments=(strategy, form))
 
 
-@pytest.mark.prey("MisalignsWhatItSummons")
+@pytest.mark.kills("MisalignsWhatItSummons")
 def test_shows_those_of_all_wrapped_modules_below(trial: Trial) -> None:
     hold(trial, summoning.summon_of_others, "parameters inside")
 
 
 @FORMS
 @pytest.mark.worlds(SEVERAL)
-@pytest.mark.prey("NeverWritesBack")
+@pytest.mark.kills("NeverWritesBack")
 def test_writes_back_what_was_changed(trial: Trial, form: Form) -> None:
     subjects = ("parameters afterwards", "an output afterwards")
     hold(trial, summoning.write_back, *subjects, arguments=(form,))
@@ -49,46 +49,46 @@ def test_writes_back_what_was_changed(trial: Trial, form: Form) -> None:
 
 @FORMS
 @pytest.mark.worlds(SEVERAL)  # of one rank there are no shards, and what is changed stays
-@pytest.mark.prey("AlwaysWritesBack")
+@pytest.mark.kills("AlwaysWritesBack")
 def test_forgets_what_was_changed_without_writing_back(trial: Trial, form: Form) -> None:
     hold(trial, summoning.write_and_forget, "parameters afterwards", arguments=(form,))
 
 
 @pytest.mark.worlds(SEVERAL)
-@pytest.mark.prey("WritesBackFromRank0")
+@pytest.mark.kills("WritesBackFromRank0")
 def test_writes_back_the_share_of_each_rank(trial: Trial) -> None:
     subjects = ("all numbers, in the order of ranks", "what others see")
     hold(trial, summoning.write_shares, *subjects)
 
 
 @pytest.mark.worlds(SEVERAL)
-@pytest.mark.prey("AlwaysSummonsAll")
+@pytest.mark.kills("AlwaysSummonsAll")
 def test_summons_the_root_alone(trial: Trial) -> None:
     hold(trial, summoning.summon_here, "the root's own", "those of units", "whole ones of units")
 
 
 @pytest.mark.worlds(SEVERAL)
-@pytest.mark.prey("SummonsOnAllRanks")
+@pytest.mark.kills("SummonsOnAllRanks")
 def test_summons_on_rank_0_alone(trial: Trial) -> None:
     hold(trial, summoning.summon_on_rank_0, "what the rank sees", "shapes outside")
 
 
 @pytest.mark.worlds(SEVERAL)
-@pytest.mark.prey("SpoilsWhatGoesToTheHost")
+@pytest.mark.kills("SpoilsWhatGoesToTheHost")
 def test_summons_to_the_host(trial: Trial) -> None:
     subjects = ("parameters inside", "where they are", "where they are afterwards")
     hold(trial, summoning.summon_to_host, *subjects)
 
 
 @pytest.mark.worlds(SEVERAL)
-@pytest.mark.prey("SpoilsWhatGoesToTheHost")
+@pytest.mark.kills("SpoilsWhatGoesToTheHost")
 def test_summons_to_the_host_of_rank_0_alone(trial: Trial) -> None:
     subjects = ("what the rank sees", "shapes outside", "parameters afterwards")
     hold(trial, summoning.summon_to_the_host_of_rank_0, *subjects)
 
 
 @pytest.mark.worlds(SEVERAL)
-@pytest.mark.prey("SpoilsWhatGoesToTheHost")
+@pytest.mark.kills("SpoilsWhatGoesToTheHost")
 def test_writes_back_from_the_host(trial: Trial) -> None:
     hold(trial, summoning.write_back_from_the_host, "parameters afterwards")
 
@@ -97,9 +97,9 @@ def test_writes_back_from_the_host(trial: Trial) -> None:
 @pytest.mark.parametrize(
     "strategy",
     [
-        pytest.param(ShardingStrategy.FULL_SHARD, marks=pytest.mark.prey("SummonsNoGradients")),
-        pytest.param(ShardingStrategy.SHARD_GRAD_OP, marks=pytest.mark.prey("SummonsNoGradients")),
-        pytest.param(ShardingStrategy.NO_SHARD, marks=pytest.mark.prey("MisalignsWhatItSummons")),
+        pytest.param(ShardingStrategy.FULL_SHARD, marks=pytest.mark.kills("SummonsNoGradients")),
+        pytest.param(ShardingStrategy.SHARD_GRAD_OP, marks=pytest.mark.kills("SummonsNoGradients")),
+        pytest.param(ShardingStrategy.NO_SHARD, marks=pytest.mark.kills("MisalignsWhatItSummons")),
     ],
     ids=lambda strategy: strategy.name.lower(),
 )
@@ -109,12 +109,12 @@ def test_shows_whole_gradients(trial: Trial, strategy: ShardingStrategy) -> None
 
 
 @pytest.mark.worlds(SEVERAL)
-@pytest.mark.prey("SummonsNoGradients")
+@pytest.mark.kills("SummonsNoGradients")
 def test_writes_gradients_back(trial: Trial) -> None:
     hold(trial, summoning.write_gradients, "shapes inside", "parameters afterwards")
 
 
-@pytest.mark.prey("TakesEveryCombination")
+@pytest.mark.kills("TakesEveryCombination")
 def test_refuses_what_cannot_be_combined(trial: Trial) -> None:
     subjects = (
         "rank 0 alone that writes back",
@@ -125,24 +125,24 @@ def test_refuses_what_cannot_be_combined(trial: Trial) -> None:
     hold(trial, summoning.refuse_combinations, *subjects)
 
 
-@pytest.mark.prey("SummonsAnywhere")
+@pytest.mark.kills("SummonsAnywhere")
 def test_refuses_to_summon_what_is_summoned(trial: Trial) -> None:
     subjects = ("summoning inside", "parameters inside", "parameters afterwards")
     hold(trial, summoning.refuse_inside_itself, *subjects)
 
 
-@pytest.mark.prey("SummonsAnywhere")
+@pytest.mark.kills("SummonsAnywhere")
 def test_refuses_to_summon_in_forward(trial: Trial) -> None:
     hold(trial, summoning.refuse_inside_forward, "summoning in forward")
 
 
-@pytest.mark.prey("SummonsAnywhere")
+@pytest.mark.kills("SummonsAnywhere")
 def test_refuses_to_summon_in_backward(trial: Trial) -> None:
     hold(trial, summoning.refuse_inside_backward, "summoning in backward")
 
 
 @pytest.mark.worlds(SEVERAL)
-@pytest.mark.prey("NeverWritesBack")
+@pytest.mark.kills("NeverWritesBack")
 def test_frees_and_writes_back_after_an_exception(trial: Trial) -> None:
     subjects = ("the exception", "shapes afterwards", "parameters afterwards")
     hold(trial, summoning.leave_by_an_exception, *subjects)

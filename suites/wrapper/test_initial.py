@@ -13,7 +13,7 @@ from suites.wrapper.exercises.initial import DIFFERS, TIMES, VALUES, initialises
 from suites.wrapper.exercising import exercise
 
 
-@pytest.mark.prey("NeverResets")
+@pytest.mark.kills("NeverResets")
 @pytest.mark.api("param_init_fn", "device_id")
 def test_modules_without_memory_reset_themselves(trial: Trial) -> None:
     trial.holds(
@@ -24,7 +24,7 @@ def test_modules_without_memory_reset_themselves(trial: Trial) -> None:
     )
 
 
-@pytest.mark.prey("IgnoresTheInitialiser")
+@pytest.mark.kills("IgnoresTheInitialiser")
 @pytest.mark.api("param_init_fn")
 def test_a_function_initialises_each_module_once(trial: Trial) -> None:
     trial.holds(
@@ -35,7 +35,7 @@ def test_a_function_initialises_each_module_once(trial: Trial) -> None:
     )
 
 
-@pytest.mark.prey("LeavesBuffersWithoutMemory")
+@pytest.mark.kills("LeavesBuffersWithoutMemory")
 @pytest.mark.api("device_id")
 def test_initialises_and_runs_on_the_device(trial: Trial) -> None:
     trial.holds(
@@ -46,7 +46,7 @@ def test_initialises_and_runs_on_the_device(trial: Trial) -> None:
     )
 
 
-@pytest.mark.prey("StartsEachRankOnItsOwn")
+@pytest.mark.kills("StartsEachRankOnItsOwn")
 @pytest.mark.api("sync_module_states")
 @pytest.mark.worlds(SEVERAL)  # a lone rank is rank 0
 def test_no_rank_starts_with_values_of_its_own(trial: Trial) -> None:
@@ -54,7 +54,7 @@ def test_no_rank_starts_with_values_of_its_own(trial: Trial) -> None:
     trial.holds(shards, Notes(subject=DIFFERS, value="False"), MatchesOracle())
 
 
-@pytest.mark.prey("StartsEachReplicaOnItsOwn")
+@pytest.mark.kills("StartsEachReplicaOnItsOwn")
 @pytest.mark.api("sync_module_states", "ShardingStrategy.HYBRID_SHARD")
 @pytest.mark.worlds(EVEN)
 def test_no_replica_starts_with_values_of_its_own(trial: Trial) -> None:

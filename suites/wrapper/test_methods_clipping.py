@@ -16,11 +16,11 @@ from suites.wrapper.specimens import Form
 
 pytestmark = pytest.mark.api("clip_grad_norm_")
 CLIPPED = ("the norm", "clipped gradients")
-prey = pytest.mark.prey
+kills = pytest.mark.kills
 
 
-def _order(norm_type: float, *hunted: str) -> object:
-    return pytest.param(norm_type, id=f"norm_{norm_type:g}", marks=prey(*hunted) if hunted else ())
+def _order(norm_type: float, *mutants: str) -> object:
+    return pytest.param(norm_type, id=f"norm_{norm_type:g}", marks=kills(*mutants) if mutants else ())
 
 
 of_each_norm = pytest.mark.parametrize(
@@ -73,18 +73,18 @@ def test_counts_what_it_ignores_once(trial: Trial, norm_type: float) -> None:
     hold(trial, norms.clip_beside_ignored, *CLIPPED, arguments=(norm_type,))
 
 
-@pytest.mark.prey("ScalesLittleUp")
+@pytest.mark.kills("ScalesLittleUp")
 def test_leaves_little_gradients_alone(trial: Trial) -> None:
     hold(trial, norms.clip_little, "the norm", "gradients")
 
 
-@pytest.mark.prey("ClipsAndTellsNothing")
+@pytest.mark.kills("ClipsAndTellsNothing")
 def test_tells_a_norm_of_nothing(trial: Trial) -> None:
     hold(trial, norms.clip_nothing, "the norm")
 
 
 @pytest.mark.worlds(SEVERAL)
-@pytest.mark.prey("ClipsShardsByTheirOwnNorm")
+@pytest.mark.kills("ClipsShardsByTheirOwnNorm")
 def test_tells_the_norm_to_ranks_that_have_nothing(trial: Trial) -> None:
     hold(trial, norms.clip_where_few_have_any, "the norm", "the number afterwards")
 
@@ -92,8 +92,8 @@ def test_tells_the_norm_to_ranks_that_have_nothing(trial: Trial) -> None:
 @pytest.mark.parametrize(
     "dtype",
     [
-        pytest.param(torch.float64, marks=prey("ClipsShardsByTheirOwnNorm")),
-        pytest.param(torch.bfloat16, marks=prey("TellsNormsInSinglePrecision")),
+        pytest.param(torch.float64, marks=kills("ClipsShardsByTheirOwnNorm")),
+        pytest.param(torch.bfloat16, marks=kills("TellsNormsInSinglePrecision")),
     ],
     ids=lambda d: str(d).partition(".")[2],
 )
@@ -101,6 +101,6 @@ def test_tells_the_norm_in_the_dtype_of_gradients(trial: Trial, dtype: torch.dty
     hold(trial, norms.clip_in_dtype, "the norm", arguments=(dtype,))
 
 
-@pytest.mark.prey("ClipsUnitsAlone")
+@pytest.mark.kills("ClipsUnitsAlone")
 def test_refuses_to_clip_a_unit(trial: Trial) -> None:
     hold(trial, norms.clip_of_a_unit, "clipping a unit")

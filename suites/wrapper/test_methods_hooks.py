@@ -21,25 +21,25 @@ HOOKED = (
 
 
 @pytest.mark.worlds(SEVERAL)
-@pytest.mark.prey("TakesAnyHook")
+@pytest.mark.kills("TakesAnyHook")
 def test_refuses_what_is_no_hook_or_one_too_many(trial: Trial) -> None:
     subjects = ("what cannot be called", "a hook of a unit", "a second hook", "a hook of replicas")
     hold(trial, hooks.refuse_hooks, *subjects)
 
 
 @pytest.mark.worlds(SEVERAL)
-@pytest.mark.prey("CallsHooksOfReplicasAlone", "CallsHooksTwice")
+@pytest.mark.kills("CallsHooksOfReplicasAlone", "CallsHooksTwice")
 def test_gives_a_hook_each_gradient_once_and_where_its_share_goes(trial: Trial) -> None:
     hold(trial, hooks.hook_shards, *HOOKED, "a share of the gradient")
 
 
-@pytest.mark.prey("CallsHooksTwice")
+@pytest.mark.kills("CallsHooksTwice")
 def test_gives_a_hook_of_replicas_each_gradient_once(trial: Trial) -> None:
     hold(trial, hooks.hook_replicas, *HOOKED)
 
 
 @pytest.mark.worlds(SEVERAL)
-@pytest.mark.prey("GivesHooksCopies")
+@pytest.mark.kills("GivesHooksCopies")
 @pytest.mark.parametrize(
     "strategy",
     [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD],
@@ -50,7 +50,7 @@ def test_trains_alike_with_the_hook_that_is_the_default(trial: Trial, strategy: 
 
 
 @pytest.mark.worlds(SEVERAL)
-@pytest.mark.prey("CompressesNothing")
+@pytest.mark.kills("CompressesNothing")
 @pytest.mark.parametrize(
     "strategy",
     [ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD],

@@ -22,15 +22,15 @@ HYBRID = Wrapping(strategy=ShardingStrategy.HYBRID_SHARD)
 MESH, MESH_ROOT = Wrapping(by_mesh=True), Wrapping(by_mesh=True, units=())
 SGD, ADAMW = Kind.SGD, Kind.ADAMW
 RESUMED = "parameters afterwards"
-LOSSES = pytest.mark.prey("LosesMomentum")
-STEPS = pytest.mark.prey("RestartsTheCountOfSteps")
+LOSSES = pytest.mark.kills("LosesMomentum")
+STEPS = pytest.mark.kills("RestartsTheCountOfSteps")
 KINDS = pytest.mark.parametrize("kind", Kind, ids=lambda kind: kind.name.lower())
 
 
 @KINDS
 @pytest.mark.api("optim_state_dict", "FullOptimStateDictConfig")
 @pytest.mark.worlds(SEVERAL)
-@pytest.mark.prey("NamesTheWrapperInOptimizerStates", "LosesMomentumWhenItSaves")
+@pytest.mark.kills("NamesTheWrapperInOptimizerStates", "LosesMomentumWhenItSaves")
 @pytest.mark.parametrize("wrapping", [SHARDS, FLAT, WHOLE, HYBRID], ids=str)
 def test_saves_state_as_if_nobody_had_wrapped_the_model(trial: Trial, kind: Kind, wrapping: Wrapping) -> None:
     subjects = ("whose state it is", "the state", "the names of the group", "the options of the group")
@@ -41,7 +41,7 @@ def test_saves_state_as_if_nobody_had_wrapped_the_model(trial: Trial, kind: Kind
     "optim_state_dict", "full_optim_state_dict", "FullOptimStateDictConfig", "OptimStateDictConfig"
 )
 @pytest.mark.worlds(SEVERAL)
-@pytest.mark.prey("SavesOnEveryRank")
+@pytest.mark.kills("SavesOnEveryRank")
 def test_gives_state_to_rank_0_alone(trial: Trial) -> None:
     subjects = (
         "what the rank is given",
@@ -76,14 +76,14 @@ def test_resumes_in_another_wrapping(trial: Trial, kind: Kind, before: Wrapping,
 
 @pytest.mark.api("optim_state_dict", "optim_state_dict_to_load")
 @pytest.mark.worlds(SEVERAL)
-@pytest.mark.prey("SavesTheLastMomentAsAll")
+@pytest.mark.kills("SavesTheLastMomentAsAll")
 @pytest.mark.parametrize("after", [SHARDS, FLAT_HEAD], ids=str)
 def test_resumes_two_moments_of_shards_by_name(trial: Trial, after: Wrapping) -> None:
     hold(trial, saved_optimizers.resume, RESUMED, arguments=(Route.FULL, ADAMW, SHARDS, after))
 
 
 @pytest.mark.api("optim_state_dict", "optim_state_dict_to_load")
-@pytest.mark.prey("SharesTheCountOfSteps")
+@pytest.mark.kills("SharesTheCountOfSteps")
 @pytest.mark.parametrize("after", [SHARDS, KEPT], ids=str)
 def test_resumes_by_name_the_steps_that_flat_parameters_shared(trial: Trial, after: Wrapping) -> None:
     hold(trial, saved_optimizers.resume, RESUMED, arguments=(Route.FULL, ADAMW, FLAT, after))
@@ -119,7 +119,7 @@ def test_resumes_by_every_route(trial: Trial, route: Route, kind: Kind, before: 
 
 
 @pytest.mark.api("optim_state_dict")
-@pytest.mark.prey("IgnoresTheStateGiven")
+@pytest.mark.kills("IgnoresTheStateGiven")
 @pytest.mark.parametrize(
     ("kind", "before"),
     [(SGD, SHARDS), (ADAMW, FLAT)],
@@ -130,7 +130,7 @@ def test_resumes_from_a_state_that_it_is_given(trial: Trial, kind: Kind, before:
 
 
 @pytest.mark.api("optim_state_dict", "optim_state_dict_to_load")
-@pytest.mark.prey("PermutesGroups")
+@pytest.mark.kills("PermutesGroups")
 def test_resumes_groups_that_take_turns(trial: Trial) -> None:
     subjects = ("the names of each group", "the options of each group", RESUMED)
     hold(trial, saved_optimizers.resume_groups, *subjects)

@@ -15,8 +15,8 @@ from suites.wrapper.specimens import Form, Wrapping
 SHARDS, FLAT = Wrapping(), Wrapping(form=Form.FLAT)
 WHOLE = Wrapping(strategy=ShardingStrategy.NO_SHARD)
 FLAT_HEAD = Wrapping(form=Form.FLAT, units=("head",))
-LOSSES = pytest.mark.prey("LosesMomentum")
-STEPS = pytest.mark.prey("RestartsTheCountOfSteps")
+LOSSES = pytest.mark.kills("LosesMomentum")
+STEPS = pytest.mark.kills("RestartsTheCountOfSteps")
 BY_KIND = pytest.mark.parametrize(
     ("kind", "before"),
     [pytest.param(Kind.SGD, SHARDS, marks=LOSSES), pytest.param(Kind.ADAMW, FLAT, marks=STEPS)],
@@ -48,7 +48,7 @@ def test_flattens_what_ranks_have_in_shards(trial: Trial, kind: Kind, before: Wr
     [pytest.param(Kind.SGD, SHARDS, marks=LOSSES), pytest.param(Kind.ADAMW, WHOLE, marks=STEPS)],
     ids=lambda value: value.name.lower() if isinstance(value, Kind) else str(value),
 )
-@pytest.mark.prey("RekeysToEachOther")
+@pytest.mark.kills("RekeysToEachOther")
 @pytest.mark.api("rekey_optim_state_dict", "OptimStateKeyType")
 def test_hands_state_to_a_plain_optimizer_by_number(trial: Trial, kind: Kind, before: Wrapping) -> None:
     subjects = (
@@ -60,7 +60,7 @@ def test_hands_state_to_a_plain_optimizer_by_number(trial: Trial, kind: Kind, be
     hold(trial, saved_optimizers.resume_plain, *subjects, arguments=(kind, before))
 
 
-@pytest.mark.prey("RekeysToEachOther")
+@pytest.mark.kills("RekeysToEachOther")
 @pytest.mark.api("rekey_optim_state_dict", "shard_full_optim_state_dict", "OptimStateKeyType")
 @pytest.mark.parametrize("kind", Kind, ids=lambda kind: kind.name.lower())
 def test_takes_state_of_a_plain_optimizer_by_name(trial: Trial, kind: Kind) -> None:

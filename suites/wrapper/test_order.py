@@ -51,7 +51,7 @@ IN_TURN = (Gathers(ROOT), Gathers(B0), Gathers(B1, B1), Gathers(B2, B2), Gathers
 AHEAD = (Gathers(ROOT), Gathers(B0), Gathers(B1, B0), Gathers(B2, B1), Gathers(B3, B2))
 
 
-@pytest.mark.prey("SwapsBackwardPrefetch")
+@pytest.mark.kills("SwapsBackwardPrefetch")
 @pytest.mark.api("backward_prefetch", "BackwardPrefetch")
 @pytest.mark.worlds(SEVERAL)
 @pytest.mark.parametrize(
@@ -69,7 +69,7 @@ def test_backward_gathers_the_next_unit(
     trial.holds(training, Order(select=BACKWARD, events=events), *RIGHT)
 
 
-@pytest.mark.prey("InvertsForwardPrefetch")
+@pytest.mark.kills("InvertsForwardPrefetch")
 @pytest.mark.api("forward_prefetch")
 @pytest.mark.worlds(SEVERAL)
 @pytest.mark.parametrize(
@@ -81,7 +81,7 @@ def test_forward_gathers_the_next_unit(trial: Trial, is_ahead: bool, events: tup
     trial.holds(training, Order(select=FORWARD, events=events), *RIGHT)
 
 
-@pytest.mark.prey("GathersAllUnitsAtOnce")
+@pytest.mark.kills("GathersAllUnitsAtOnce")
 @pytest.mark.api("limit_all_gathers")
 @pytest.mark.worlds(SEVERAL)
 @pytest.mark.parametrize("is_ahead", [False, True], ids=["in-turn", "ahead"])
@@ -90,7 +90,7 @@ def test_no_more_than_two_gathers_are_in_flight(trial: Trial, is_ahead: bool) ->
     trial.holds(training, InFlight(select=GATHERS, at_most=2), *RIGHT)
 
 
-@pytest.mark.prey("DividesWrappedGradientsTwice")
+@pytest.mark.kills("DividesWrappedGradientsTwice")
 @pytest.mark.api("limit_all_gathers")
 @pytest.mark.worlds(SEVERAL)
 def test_without_a_limit_trains_the_same_model(trial: Trial) -> None:

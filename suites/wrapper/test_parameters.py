@@ -29,11 +29,11 @@ FULL, ZERO2, NO = ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, S
 HYBRID, HYBRID_ZERO2 = ShardingStrategy.HYBRID_SHARD, ShardingStrategy["_HYBRID_SHARD_ZERO2"]
 ALL_BUT_HEAD = ["", *(f"blocks.{i}.{layer}" for i in range(2) for layer in ("first", "second")), "stem"]
 
-KEEPS, FREES = pytest.mark.prey("KeepsWhatTheStrategyFrees"), pytest.mark.prey("FreesWhatTheStrategyKeeps")
-SHARDS = pytest.mark.prey("ShardsWhatTheStrategyReplicates")
+KEEPS, FREES = pytest.mark.kills("KeepsWhatTheStrategyFrees"), pytest.mark.kills("FreesWhatTheStrategyKeeps")
+SHARDS = pytest.mark.kills("ShardsWhatTheStrategyReplicates")
 
 
-@pytest.mark.prey("AlwaysShowsFlatParameters")
+@pytest.mark.kills("AlwaysShowsFlatParameters")
 @pytest.mark.api("use_orig_params")
 @pytest.mark.worlds(SEVERAL)  # for a lone rank the pieces are the parameters
 def test_shows_pieces_under_the_old_names(trial: Trial) -> None:
@@ -46,7 +46,7 @@ def test_shows_pieces_under_the_old_names(trial: Trial) -> None:
     )
 
 
-@pytest.mark.prey("AlwaysShowsNames")
+@pytest.mark.kills("AlwaysShowsNames")
 @pytest.mark.api("use_orig_params", "FlatParameter")
 @pytest.mark.worlds(SEVERAL)  # for a lone rank the pieces are the parameters
 def test_shows_one_flat_parameter_for_each_unit(trial: Trial) -> None:
@@ -112,16 +112,18 @@ def test_shards_and_frees_as_the_strategy_says(
     "kind",
     [
         pytest.param(
-            "group", marks=[pytest.mark.prey("IgnoresTheGroupGiven"), pytest.mark.api("process_group")]
+            "group", marks=[pytest.mark.kills("IgnoresTheGroupGiven"), pytest.mark.api("process_group")]
         ),
-        pytest.param("mesh", marks=[pytest.mark.prey("IgnoresTheMeshGiven"), pytest.mark.api("device_mesh")]),
+        pytest.param(
+            "mesh", marks=[pytest.mark.kills("IgnoresTheMeshGiven"), pytest.mark.api("device_mesh")]
+        ),
     ],
 )
 def test_shards_over_the_ranks_given(trial: Trial, kind: str) -> None:
     trial.holds(exercise(shards_over_a_group, kind), Notes(subject=GRADIENTS, value=TRUE), MatchesOracle())
 
 
-@pytest.mark.prey("NeverMeetsReplicas")
+@pytest.mark.kills("NeverMeetsReplicas")
 @pytest.mark.worlds(FOUR_OR_MORE_EVEN)
 @pytest.mark.parametrize(
     ("kind", "strategy"),
@@ -141,7 +143,7 @@ def test_trains_one_model_in_two_replicas(trial: Trial, kind: str, strategy: Sha
     )
 
 
-@pytest.mark.prey("ForgetsWhatToIgnore")
+@pytest.mark.kills("ForgetsWhatToIgnore")
 @pytest.mark.worlds(SEVERAL)
 @pytest.mark.parametrize(
     "kind",
@@ -160,7 +162,7 @@ def test_leaves_ignored_modules_alone(trial: Trial, kind: str) -> None:
     )
 
 
-@pytest.mark.prey("ForgetsWhatToIgnore")
+@pytest.mark.kills("ForgetsWhatToIgnore")
 @pytest.mark.api("ignored_states")
 @pytest.mark.worlds(SEVERAL)
 def test_leaves_ignored_parameters_alone(trial: Trial) -> None:
@@ -172,7 +174,7 @@ def test_leaves_ignored_parameters_alone(trial: Trial) -> None:
     )
 
 
-@pytest.mark.prey("ReadsOffloadedGradientsTooEarly")
+@pytest.mark.kills("ReadsOffloadedGradientsTooEarly")
 @pytest.mark.api("cpu_offload", "CPUOffload")
 def test_keeps_what_is_offloaded_on_the_host(trial: Trial) -> None:
     trial.holds(

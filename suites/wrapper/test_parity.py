@@ -63,7 +63,7 @@ pytestmark = [
 ]
 
 
-@pytest.mark.prey("DividesWrappedGradientsTwice")
+@pytest.mark.kills("DividesWrappedGradientsTwice")
 @pytest.mark.parametrize("microbatches", [1, 3], ids="m{}".format)
 @every_strategy
 def test_trains_the_same_model(
@@ -73,7 +73,7 @@ def test_trains_the_same_model(
     trial.holds(_training(plan, microbatches), MatchesOracle(), RanksAgree())
 
 
-@pytest.mark.prey("DividesWrappedGradientsTwice", "ReducesDespiteNoSync")
+@pytest.mark.kills("DividesWrappedGradientsTwice", "ReducesDespiteNoSync")
 @every_strategy
 def test_adds_up_microbatches_and_reduces_once(
     trial: Trial, layout: Layout, reshard: Reshard, wrapper: Wrapper

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.api("mixed_precision", "MixedPrecision")
             FULL,
             HIGH,
             id="nothing",
-            marks=pytest.mark.prey("ComputesInBfloat16Unasked"),
+            marks=pytest.mark.kills("ComputesInBfloat16Unasked"),
         ),
         pytest.param(
             MixedPrecision(param_dtype=LOW),
@@ -35,7 +35,7 @@ pytestmark = pytest.mark.api("mixed_precision", "MixedPrecision")
             "float32, bfloat16, float32",  # inputs of units are left as they are unless told otherwise
             LOW,
             id="parameters",
-            marks=pytest.mark.prey("IgnoresMixedPrecision"),
+            marks=pytest.mark.kills("IgnoresMixedPrecision"),
         ),
         pytest.param(
             MixedPrecision(param_dtype=LOW, cast_root_forward_inputs=False),
@@ -43,7 +43,7 @@ pytestmark = pytest.mark.api("mixed_precision", "MixedPrecision")
             "float32, bfloat16, float32",
             LOW,
             id="no-inputs",
-            marks=pytest.mark.prey("IgnoresCastFlags", "IgnoresMixedPrecision"),
+            marks=pytest.mark.kills("IgnoresCastFlags", "IgnoresMixedPrecision"),
         ),
         pytest.param(
             MixedPrecision(param_dtype=LOW, cast_forward_inputs=True),
@@ -51,7 +51,7 @@ pytestmark = pytest.mark.api("mixed_precision", "MixedPrecision")
             "bfloat16, bfloat16, float32",
             LOW,
             id="all-inputs",
-            marks=pytest.mark.prey("IgnoresCastFlags", "IgnoresMixedPrecision"),
+            marks=pytest.mark.kills("IgnoresCastFlags", "IgnoresMixedPrecision"),
         ),
         pytest.param(
             MixedPrecision(buffer_dtype=LOW),
@@ -59,7 +59,7 @@ pytestmark = pytest.mark.api("mixed_precision", "MixedPrecision")
             "float32, float32, bfloat16",
             HIGH,
             id="buffers",
-            marks=pytest.mark.prey("IgnoresMixedPrecision"),
+            marks=pytest.mark.kills("IgnoresMixedPrecision"),
         ),
         pytest.param(
             MixedPrecision(reduce_dtype=LOW),
@@ -67,7 +67,7 @@ pytestmark = pytest.mark.api("mixed_precision", "MixedPrecision")
             FULL,
             HIGH,
             id="reductions",
-            marks=pytest.mark.prey("ComputesInTheReduceDtype"),
+            marks=pytest.mark.kills("ComputesInTheReduceDtype"),
         ),
     ],
 )
@@ -90,19 +90,19 @@ def test_computes_in_the_dtypes_named(
             MixedPrecision(param_dtype=LOW),
             HIGH,
             id="full",
-            marks=pytest.mark.prey("KeepsLowGradients", "RoundsTheShards"),
+            marks=pytest.mark.kills("KeepsLowGradients", "RoundsTheShards"),
         ),
         pytest.param(
             MixedPrecision(param_dtype=LOW, keep_low_precision_grads=True),
             LOW,
             id="low",
-            marks=pytest.mark.prey("IgnoresMixedPrecision", "RoundsTheShards"),
+            marks=pytest.mark.kills("IgnoresMixedPrecision", "RoundsTheShards"),
         ),
         pytest.param(
             MixedPrecision(reduce_dtype=LOW),
             HIGH,
             id="reduced-low",
-            marks=pytest.mark.prey("RoundsTheShards"),
+            marks=pytest.mark.kills("RoundsTheShards"),
         ),
     ],
 )
@@ -123,22 +123,25 @@ def test_keeps_shards_in_full_precision(
     ("precision", "is_precise"),
     [
         pytest.param(
-            MixedPrecision(), True, id="nothing", marks=pytest.mark.prey("ComputesInBfloat16Unasked")
+            MixedPrecision(), True, id="nothing", marks=pytest.mark.kills("ComputesInBfloat16Unasked")
         ),
         pytest.param(
-            MixedPrecision(reduce_dtype=LOW), False, id="low", marks=pytest.mark.prey("IgnoresMixedPrecision")
+            MixedPrecision(reduce_dtype=LOW),
+            False,
+            id="low",
+            marks=pytest.mark.kills("IgnoresMixedPrecision"),
         ),
         pytest.param(
             MixedPrecision(param_dtype=LOW),
             False,
             id="as-computed",
-            marks=pytest.mark.prey("IgnoresMixedPrecision"),
+            marks=pytest.mark.kills("IgnoresMixedPrecision"),
         ),
         pytest.param(
             MixedPrecision(param_dtype=LOW, reduce_dtype=HIGH),
             True,
             id="high",
-            marks=pytest.mark.prey("ReducesInTheComputeDtype"),
+            marks=pytest.mark.kills("ReducesInTheComputeDtype"),
         ),
     ],
 )
@@ -151,7 +154,7 @@ def test_reduces_in_the_dtype_named(trial: Trial, precision: MixedPrecision, is_
     )
 
 
-@pytest.mark.prey("CastsBatchNorm")
+@pytest.mark.kills("CastsBatchNorm")
 @pytest.mark.api("auto_wrap_policy")
 def test_batch_norm_computes_in_full_precision(trial: Trial) -> None:
     trial.holds(

@@ -33,7 +33,7 @@ ACCEPTS = {"policy of numbers": "IgnoresOverridesOfAPolicy"}
         pytest.param(
             attempt,
             id=attempt.replace(" ", "-"),
-            marks=[pytest.mark.api(*names), pytest.mark.prey(ACCEPTS.get(attempt, "AcceptsContradictions"))],
+            marks=[pytest.mark.api(*names), pytest.mark.kills(ACCEPTS.get(attempt, "AcceptsContradictions"))],
         )
         for attempt, names in ATTEMPTS.items()
     ],

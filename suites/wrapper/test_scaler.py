@@ -12,7 +12,7 @@ from suites.wrapper.exercises.scaler import skips_together
 from suites.wrapper.exercising import exercise
 
 
-@pytest.mark.prey("KeepsOverflowLocal")
+@pytest.mark.kills("KeepsOverflowLocal")
 @pytest.mark.worlds(SEVERAL)  # a lone rank is all ranks
 @pytest.mark.api("ShardedGradScaler")
 @pytest.mark.parametrize("is_last", [False, True], ids=["first", "last"])

@@ -22,7 +22,7 @@ TRUE = "True"
 FULL = pytest.mark.api("FullStateDictConfig", "FullOptimStateDictConfig")
 LOCAL = pytest.mark.api("LocalStateDictConfig", "LocalOptimStateDictConfig")
 SHARDED = pytest.mark.api("ShardedStateDictConfig", "ShardedOptimStateDictConfig")
-WHOLE = pytest.mark.prey("GivesShardsForWholes")
+WHOLE = pytest.mark.kills("GivesShardsForWholes")
 every_type = pytest.mark.parametrize(
     "kind",
     [
@@ -33,13 +33,13 @@ every_type = pytest.mark.parametrize(
 )
 FORMS = [
     pytest.param("full", id="full", marks=WHOLE),
-    pytest.param("full on rank 0", id="rank0", marks=pytest.mark.prey("IgnoresStateConfigs")),
-    pytest.param("sharded", id="sharded", marks=pytest.mark.prey("GivesWholesForShards")),
+    pytest.param("full on rank 0", id="rank0", marks=pytest.mark.kills("IgnoresStateConfigs")),
+    pytest.param("sharded", id="sharded", marks=pytest.mark.kills("GivesWholesForShards")),
 ]
 ON_THE_HOST = pytest.param("full on the host", id="host", marks=[WHOLE, pytest.mark.api("StateDictConfig")])
 
 
-@pytest.mark.prey("IgnoresStateConfigs")
+@pytest.mark.kills("IgnoresStateConfigs")
 @pytest.mark.api("StateDictType", "StateDictSettings", "StateDictConfig", "OptimStateDictConfig")
 @every_type
 def test_keeps_the_settings(trial: Trial, kind: StateDictType) -> None:
@@ -55,7 +55,7 @@ def test_keeps_the_settings(trial: Trial, kind: StateDictType) -> None:
     )
 
 
-@pytest.mark.prey("IgnoresStateConfigs")
+@pytest.mark.kills("IgnoresStateConfigs")
 @pytest.mark.api("StateDictType")
 @every_type
 def test_refuses_configs_of_another_type(trial: Trial, kind: StateDictType) -> None:
@@ -84,7 +84,7 @@ def test_optimizer_state_comes_in_the_form_set(trial: Trial, kind: str) -> None:
     )
 
 
-@pytest.mark.prey("NumbersStateByName")
+@pytest.mark.kills("NumbersStateByName")
 @pytest.mark.api("OptimStateKeyType")
 @pytest.mark.worlds(APART)  # as above
 def test_optimizer_state_goes_by_name_or_id(trial: Trial) -> None:

@@ -23,7 +23,7 @@ LOADED = ("what loading says", "parameters afterwards", "buffers afterwards", "a
 
 
 @pytest.mark.api("state_dict", "StateDictType")
-@pytest.mark.prey("NamesTheWrapperInStates", "MixesUpBuffers")
+@pytest.mark.kills("NamesTheWrapperInStates", "MixesUpBuffers")
 @pytest.mark.parametrize("wrapping", [SHARDS, FLAT, KEPT, WHOLE, WHOLE_FLAT, HYBRID], ids=str)
 def test_saves_the_model_as_if_nobody_had_wrapped_it(trial: Trial, wrapping: Wrapping) -> None:
     subjects = ("the state at first", "the state after training")
@@ -31,33 +31,33 @@ def test_saves_the_model_as_if_nobody_had_wrapped_it(trial: Trial, wrapping: Wra
 
 
 @pytest.mark.api("state_dict", "StateDictType")
-@pytest.mark.prey("NamesTheWrapperInStates")
+@pytest.mark.kills("NamesTheWrapperInStates")
 def test_saves_parts_and_prefixes(trial: Trial) -> None:
     hold(trial, saved_models.save_in_part, "the state of a unit", "the state under a prefix")
 
 
 @pytest.mark.api("state_dict", "StateDictType")
-@pytest.mark.prey("ReusesWhatItSaved")
+@pytest.mark.kills("ReusesWhatItSaved")
 def test_saves_a_copy(trial: Trial) -> None:
     hold(trial, saved_models.copy_it, "what was saved")
 
 
 @pytest.mark.api("FullStateDictConfig")
 @pytest.mark.worlds(SEVERAL)
-@pytest.mark.prey("SavesOnEveryRank")
+@pytest.mark.kills("SavesOnEveryRank")
 def test_gives_the_state_to_rank_0_alone(trial: Trial) -> None:
     hold(trial, saved_models.save_on_rank_0, "what the rank is given", "parameters afterwards")
 
 
 @pytest.mark.api("FullStateDictConfig", "StateDictConfig")
 @pytest.mark.worlds(SEVERAL)
-@pytest.mark.prey("SpoilsWhatGoesToTheHost")
+@pytest.mark.kills("SpoilsWhatGoesToTheHost")
 def test_gives_the_state_to_the_host(trial: Trial) -> None:
     hold(trial, saved_models.save_to_host, "where it is", "what it is")
 
 
 @pytest.mark.api("ShardedStateDictConfig", "StateDictConfig")
-@pytest.mark.prey("IgnoresShardedStates")
+@pytest.mark.kills("IgnoresShardedStates")
 def test_gives_shards_to_the_host(trial: Trial) -> None:
     hold(trial, saved_models.save_shards_to_host, "elsewhere than on the host", "parameters afterwards")
 
@@ -67,10 +67,10 @@ def test_gives_shards_to_the_host(trial: Trial) -> None:
 @pytest.mark.parametrize(
     "wrapping",
     [
-        pytest.param(SHARDS, marks=pytest.mark.prey("SavesWholesAsShards")),
-        pytest.param(FLAT, marks=pytest.mark.prey("SavesWholesAsShards")),
-        pytest.param(MESH, marks=pytest.mark.prey("SavesWholesAsShards")),
-        pytest.param(WHOLE, marks=pytest.mark.prey("NamesTheWrapperInStates")),
+        pytest.param(SHARDS, marks=pytest.mark.kills("SavesWholesAsShards")),
+        pytest.param(FLAT, marks=pytest.mark.kills("SavesWholesAsShards")),
+        pytest.param(MESH, marks=pytest.mark.kills("SavesWholesAsShards")),
+        pytest.param(WHOLE, marks=pytest.mark.kills("NamesTheWrapperInStates")),
     ],
     ids=str,
 )
@@ -80,7 +80,7 @@ def test_saves_each_element_on_one_rank(trial: Trial, wrapping: Wrapping) -> Non
 
 
 @pytest.mark.api("state_dict", "load_state_dict", "StateDictType")
-@pytest.mark.prey("LoadsParametersAlone")
+@pytest.mark.kills("LoadsParametersAlone")
 @pytest.mark.parametrize(
     ("before", "after"),
     [
@@ -95,23 +95,23 @@ def test_saves_each_element_on_one_rank(trial: Trial, wrapping: Wrapping) -> Non
     ids=str,
 )
 def test_loads_what_another_wrapping_saved(trial: Trial, before: Wrapping, after: Wrapping) -> None:
-    hold(trial, saved_models.hand_over, *LOADED, arguments=(FULL, before, after))
+    hold(trial, saved_models.resume_in, *LOADED, arguments=(FULL, before, after))
 
 
 @pytest.mark.api("state_dict", "load_state_dict", "StateDictType")
 @pytest.mark.worlds(SEVERAL)
-@pytest.mark.prey("IgnoresShardedStates")
+@pytest.mark.kills("IgnoresShardedStates")
 @pytest.mark.parametrize(
     ("before", "after"),
     [(SHARDS, Wrapping(form=Form.FLAT, units=("head",))), (FLAT, SHARDS), (KEPT, SHARDS), (MESH, MESH_ROOT)],
     ids=str,
 )
 def test_loads_shards_that_another_wrapping_saved(trial: Trial, before: Wrapping, after: Wrapping) -> None:
-    hold(trial, saved_models.hand_over, *LOADED, arguments=(SHARDED, before, after))
+    hold(trial, saved_models.resume_in, *LOADED, arguments=(SHARDED, before, after))
 
 
 @pytest.mark.api("state_dict", "load_state_dict", "StateDictType", "LocalStateDictConfig")
-@pytest.mark.prey("IgnoresLocalStates")
+@pytest.mark.kills("IgnoresLocalStates")
 @pytest.mark.parametrize("form", Form, ids=lambda form: form.name.lower())
 def test_loads_what_each_rank_saved_of_its_own(trial: Trial, form: Form) -> None:
     subjects = ("what loading says", "parameters afterwards", "buffers afterwards")
@@ -119,7 +119,7 @@ def test_loads_what_each_rank_saved_of_its_own(trial: Trial, form: Form) -> None
 
 
 @pytest.mark.api("state_dict", "load_state_dict", "StateDictType")
-@pytest.mark.prey("LoadsParametersAlone")
+@pytest.mark.kills("LoadsParametersAlone")
 @pytest.mark.parametrize("wrapping", [SHARDS, FLAT, WHOLE], ids=str)
 def test_exchanges_states_with_a_model_that_nobody_wrapped(trial: Trial, wrapping: Wrapping) -> None:
     subjects = ("parameters of the wrapped", "parameters of the plain", "buffers of the plain")

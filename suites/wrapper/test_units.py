@@ -34,14 +34,14 @@ ASKED = (
     "blocks.1.first 49, blocks.1.second 48, blocks.1 97, blocks 0, head 21"
 )
 
-IGNORED = pytest.mark.prey("IgnoresThePolicy")
+IGNORED = pytest.mark.kills("IgnoresThePolicy")
 
 
 @pytest.mark.api("auto_wrap_policy")
 @pytest.mark.parametrize(
     ("policy", "units"),
     [
-        pytest.param("none", [""], id="none", marks=pytest.mark.prey("WrapsLayersUnasked")),
+        pytest.param("none", [""], id="none", marks=pytest.mark.kills("WrapsLayersUnasked")),
         pytest.param("a function", BLOCKS, id="function", marks=IGNORED),
         pytest.param("classes", BLOCKS, id="classes", marks=[IGNORED, pytest.mark.api("ModuleWrapPolicy")]),
         pytest.param(
@@ -95,7 +95,7 @@ def test_asks_a_policy_from_the_leaves_up(trial: Trial) -> None:
     trial.holds(exercise(asks_from_the_leaves_up), Notes(subject="asked", value=ASKED), MatchesOracle())
 
 
-@pytest.mark.prey("GivesUnitsNoOptions", "AlwaysShowsNames")
+@pytest.mark.kills("GivesUnitsNoOptions", "AlwaysShowsNames")
 @pytest.mark.api("auto_wrap_policy", "mixed_precision", "sharding_strategy", "use_orig_params")
 def test_units_have_the_options_of_the_root(trial: Trial) -> None:
     trial.holds(
@@ -107,7 +107,7 @@ def test_units_have_the_options_of_the_root(trial: Trial) -> None:
     )
 
 
-@pytest.mark.prey("IgnoresOverridesOfAPolicy", "IgnoresThePolicy")
+@pytest.mark.kills("IgnoresOverridesOfAPolicy", "IgnoresThePolicy")
 @pytest.mark.api("auto_wrap_policy", "CustomPolicy")
 @pytest.mark.worlds(SEVERAL)  # a lone rank frees nothing
 def test_a_policy_overrides_options_of_one_unit(trial: Trial) -> None:
@@ -121,7 +121,7 @@ def test_a_policy_overrides_options_of_one_unit(trial: Trial) -> None:
 
 # Torch keeps what enable_wrap says in one place for all threads: ranks that are threads would share it.
 @pytest.mark.worlds(ALONE)
-@pytest.mark.prey("AlwaysShowsNames")
+@pytest.mark.kills("AlwaysShowsNames")
 @pytest.mark.api("enable_wrap", "wrap")
 def test_wraps_what_is_annotated(trial: Trial) -> None:
     trial.holds(
@@ -137,7 +137,7 @@ def test_wraps_what_is_annotated(trial: Trial) -> None:
 
 # Warnings are caught for all threads of a process: ranks that are threads would hear each other's.
 @pytest.mark.worlds(ALONE)
-@pytest.mark.prey("WrapsContainersSilently")
+@pytest.mark.kills("WrapsContainersSilently")
 @pytest.mark.api("init.module")
 @pytest.mark.parametrize("is_dict", [False, True], ids=["list", "dict"])
 def test_warns_of_containers_without_a_forward(trial: Trial, is_dict: bool) -> None:

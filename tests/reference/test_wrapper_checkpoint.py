@@ -130,7 +130,7 @@ def load(side: Side, model: Any, optimizer: torch.optim.Optimizer, saved: dict[s
     optimizer.load_state_dict(made)
 
 
-def hand_over(
+def resume_in(
     context: RankContext, before: Side, after: Side, factory: Callable[[nn.Module], torch.optim.Optimizer]
 ) -> None:
     """Train two steps under one wrapper and one more under the other, from what the first one saved."""
@@ -181,4 +181,4 @@ def test_a_checkpoint_crosses(
     before, after = CROSSINGS[crossing]
     # torch's functions for optimizer states keep a profile that all threads of a process share, and clear it.
     kind = WorldKind.THREADS if "torch" not in crossing else WorldKind.PROCESSES
-    run_world(kind, size, hand_over, before, after, factory, folder=tmp_path)
+    run_world(kind, size, resume_in, before, after, factory, folder=tmp_path)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from engine.contract import Capability
-from harness.cases.script import Actor, Bench, EachMicrobatch
+from harness.cases.script import Actor, EachMicrobatch, InterfaceBench
 
 __all__ = ["Exercise"]
 
@@ -29,7 +29,7 @@ class Exercise:
 
     def play(self, actor: Actor) -> None:
         """Exercise, then train; the oracle, which has no engine, only trains."""
-        bench: Bench | None = actor.bench()
+        bench: InterfaceBench | None = actor.bench()
         if bench is not None:
             self.body(bench, *self.arguments)
         EachMicrobatch().play(actor)

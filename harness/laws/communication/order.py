@@ -12,7 +12,7 @@ from harness.laws.communication.ruling import blindness, pick
 from harness.laws.communication.select import Per, Select
 from harness.laws.law import Evidence, Ruling, rule
 from harness.records.observation import Observation
-from harness.tracing.events import Happening, Mark
+from harness.tracing.events import EventKind, Mark
 from harness.tracing.ledger import Entry, Op
 
 __all__ = ["Computes", "Event", "Gathers", "Order", "Reduces", "Reshards", "Together"]
@@ -121,10 +121,10 @@ class Order:
             return picked
         by_seq: dict[int | None, Entry] = {entry.seq: entry for entry in picked}
         return [
-            mark if mark.what is Happening.RESHARDED else by_seq[mark.seq]
+            mark if mark.what is EventKind.RESHARDED else by_seq[mark.seq]
             for mark in observation.course
-            if (mark.what is Happening.RESHARDED and self._covers(mark))
-            or (mark.what is Happening.ISSUED and mark.seq in by_seq)
+            if (mark.what is EventKind.RESHARDED and self._covers(mark))
+            or (mark.what is EventKind.ISSUED and mark.seq in by_seq)
         ]
 
     def _covers(self, mark: Mark) -> bool:

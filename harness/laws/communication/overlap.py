@@ -19,7 +19,7 @@ from harness.laws.communication.ruling import blindness, pick, when
 from harness.laws.communication.select import Moment, Per, Select
 from harness.laws.law import Evidence, Ruling, rule
 from harness.records.observation import Observation
-from harness.tracing.events import Flight, Happening, Mark, Stretch, flights, stretches
+from harness.tracing.events import EventKind, Flight, Mark, Stretch, flights, stretches
 from harness.tracing.ledger import Ledger, Op, Phase
 
 __all__ = ["Overlaps", "PrefetchDistance"]
@@ -160,11 +160,11 @@ def _turns(
         if e.op is Op.ALL_GATHER and e.phase is phase and moment.holds(e)
     }
     unit_with = {name: group.unit for group in groups for name in group.unit.split(",")}
-    begins = Happening.COMPUTES if phase is Phase.FORWARD else Happening.GRADES
+    begins = EventKind.COMPUTES if phase is Phase.FORWARD else EventKind.GRADES
     gathered: dict[str, None] = {}
     begun: set[str] = set()
     for mark in observation.course:
-        if mark.what is Happening.ISSUED and mark.seq in carried:
+        if mark.what is EventKind.ISSUED and mark.seq in carried:
             gathered[carried[mark.seq]] = None
         elif _begins(mark, begins, moment, phase):
             unit = unit_with.get(mark.unit or "")
@@ -173,7 +173,7 @@ def _turns(
                 yield _Turn(unit=unit, ahead=tuple(u for u in gathered if u not in begun))
 
 
-def _begins(mark: Mark, what: Happening, moment: Moment, phase: Phase) -> bool:
+def _begins(mark: Mark, what: EventKind, moment: Moment, phase: Phase) -> bool:
     return mark.what is what and mark.phase is phase and moment.holds(mark)
 
 

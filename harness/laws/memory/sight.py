@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from harness.laws.law import Evidence
-from harness.tracing.memory.report import Life, LifetimeReport
+from harness.tracing.memory.report import Allocation, LifetimeReport
 
 __all__ = ["MOST_SITES", "made", "reports"]
 
@@ -30,7 +30,7 @@ def reports(evidence: Evidence, broken: list[str]) -> Iterator[tuple[int, Lifeti
             yield observation.rank, report
 
 
-def made(life: Life) -> str:
+def made(life: Allocation) -> str:
     """Tell what made a piece of memory."""
     unit = "" if life.unit is None else f" of unit {life.unit!r}"
     return f"{life.num_bytes} bytes{unit} from {life.operator} at {life.site}"

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from harness.tracing.collectives.call import Pieces
 from harness.tracing.ledger import Op
 
-__all__ = ["SPELLINGS", "Exchanged", "Spelling"]
+__all__ = ["SPELLINGS", "CollectiveSchema", "CollectiveTensors"]
 
 Tensors = Sequence[torch.Tensor]
 # Any: operators box their arguments; what lies under each name is fixed by the operator's schema.
@@ -20,7 +20,7 @@ Arguments = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Exchanged:
+class CollectiveTensors:
     """The tensors of a call and its root, destination or source."""
 
     inputs: Pieces = ()
@@ -30,7 +30,7 @@ class Exchanged:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Spelling:
+class CollectiveSchema:
     """One c10d operator: what it means and how its tensors are laid out.
 
     ``exchanged`` is given the arguments by name, the caller's group rank and the group's size.
@@ -38,7 +38,7 @@ class Spelling:
     """
 
     op: Op
-    exchanged: Callable[[Arguments, int, int], Exchanged]
+    exchanged: Callable[[Arguments, int, int], CollectiveTensors]
     returned: str | None = None
     returns_work: bool = field(default=True)
 
@@ -57,114 +57,126 @@ def _split(buffer: torch.Tensor, sizes: Sequence[int], size: int) -> tuple[torch
     return tuple(torch.split(buffer, rows))
 
 
-def _all_reduce(a: Arguments, rank: int, size: int) -> Exchanged:
-    return Exchanged(inputs=_each(a["tensors"]), outputs=_each(a["tensors"]))
+def _all_reduce(a: Arguments, rank: int, size: int) -> CollectiveTensors:
+    return CollectiveTensors(inputs=_each(a["tensors"]), outputs=_each(a["tensors"]))
 
 
-def _broadcast(a: Arguments, rank: int, size: int) -> Exchanged:
+def _broadcast(a: Arguments, rank: int, size: int) -> CollectiveTensors:
     tensors = _each(a["tensors"])
     root = a["root_rank"]
-    return Exchanged(inputs=tensors if rank == root else ((),) * len(tensors), outputs=tensors, peer=root)
+    return CollectiveTensors(
+        inputs=tensors if rank == root else ((),) * len(tensors), outputs=tensors, peer=root
+    )
 
 
-def _reduce(a: Arguments, rank: int, size: int) -> Exchanged:
+def _reduce(a: Arguments, rank: int, size: int) -> CollectiveTensors:
     tensors = _each(a["tensors"])
     root = a["root_rank"]
-    return Exchanged(inputs=tensors, outputs=tensors if rank == root else ((),) * len(tensors), peer=root)
+    return CollectiveTensors(
+        inputs=tensors, outputs=tensors if rank == root else ((),) * len(tensors), peer=root
+    )
 
 
-def _all_gather_list(a: Arguments, rank: int, size: int) -> Exchanged:
-    return Exchanged(inputs=_each(a["input_tensors"]), outputs=tuple(tuple(o) for o in a["output_tensors"]))
+def _all_gather_list(a: Arguments, rank: int, size: int) -> CollectiveTensors:
+    return CollectiveTensors(
+        inputs=_each(a["input_tensors"]), outputs=tuple(tuple(o) for o in a["output_tensors"])
+    )
 
 
-def _all_gather_lists(a: Arguments, rank: int, size: int) -> Exchanged:
+def _all_gather_lists(a: Arguments, rank: int, size: int) -> CollectiveTensors:
     # Coalesced lists come rank-major: output_lists[rank][i] belongs to input_list[i].
     outputs = tuple(zip(*a["output_lists"], strict=True))
-    return Exchanged(inputs=_each(a["input_list"]), outputs=outputs)
+    return CollectiveTensors(inputs=_each(a["input_list"]), outputs=outputs)
 
 
-def _all_gather_base(a: Arguments, rank: int, size: int) -> Exchanged:
-    return Exchanged(inputs=((a["input_tensor"],),), outputs=(_pieces(a["output_tensor"], size),))
+def _all_gather_base(a: Arguments, rank: int, size: int) -> CollectiveTensors:
+    return CollectiveTensors(inputs=((a["input_tensor"],),), outputs=(_pieces(a["output_tensor"], size),))
 
 
-def _all_gather_bases(a: Arguments, rank: int, size: int) -> Exchanged:
-    return Exchanged(inputs=_each(a["inputs"]), outputs=tuple(_pieces(o, size) for o in a["outputs"]))
+def _all_gather_bases(a: Arguments, rank: int, size: int) -> CollectiveTensors:
+    return CollectiveTensors(inputs=_each(a["inputs"]), outputs=tuple(_pieces(o, size) for o in a["outputs"]))
 
 
-def _reduce_scatter_list(a: Arguments, rank: int, size: int) -> Exchanged:
-    return Exchanged(inputs=tuple(tuple(i) for i in a["input_tensors"]), outputs=_each(a["output_tensors"]))
+def _reduce_scatter_list(a: Arguments, rank: int, size: int) -> CollectiveTensors:
+    return CollectiveTensors(
+        inputs=tuple(tuple(i) for i in a["input_tensors"]), outputs=_each(a["output_tensors"])
+    )
 
 
-def _reduce_scatter_base(a: Arguments, rank: int, size: int) -> Exchanged:
-    return Exchanged(inputs=(_pieces(a["input_tensor"], size),), outputs=((a["output_tensor"],),))
+def _reduce_scatter_base(a: Arguments, rank: int, size: int) -> CollectiveTensors:
+    return CollectiveTensors(inputs=(_pieces(a["input_tensor"], size),), outputs=((a["output_tensor"],),))
 
 
-def _reduce_scatter_bases(a: Arguments, rank: int, size: int) -> Exchanged:
-    return Exchanged(inputs=tuple(_pieces(i, size) for i in a["inputs"]), outputs=_each(a["outputs"]))
+def _reduce_scatter_bases(a: Arguments, rank: int, size: int) -> CollectiveTensors:
+    return CollectiveTensors(inputs=tuple(_pieces(i, size) for i in a["inputs"]), outputs=_each(a["outputs"]))
 
 
-def _gather(a: Arguments, rank: int, size: int) -> Exchanged:
+def _gather(a: Arguments, rank: int, size: int) -> CollectiveTensors:
     outputs = tuple(tuple(o) for o in a["output_tensors"]) or ((),) * len(a["input_tensors"])
-    return Exchanged(inputs=_each(a["input_tensors"]), outputs=outputs, peer=a["root_rank"])
+    return CollectiveTensors(inputs=_each(a["input_tensors"]), outputs=outputs, peer=a["root_rank"])
 
 
-def _scatter(a: Arguments, rank: int, size: int) -> Exchanged:
+def _scatter(a: Arguments, rank: int, size: int) -> CollectiveTensors:
     inputs = tuple(tuple(i) for i in a["input_tensors"]) or ((),) * len(a["output_tensors"])
-    return Exchanged(inputs=inputs, outputs=_each(a["output_tensors"]), peer=a["root_rank"])
+    return CollectiveTensors(inputs=inputs, outputs=_each(a["output_tensors"]), peer=a["root_rank"])
 
 
-def _all_to_all_list(a: Arguments, rank: int, size: int) -> Exchanged:
-    return Exchanged(inputs=(tuple(a["input_tensors"]),), outputs=(tuple(a["output_tensors"]),))
+def _all_to_all_list(a: Arguments, rank: int, size: int) -> CollectiveTensors:
+    return CollectiveTensors(inputs=(tuple(a["input_tensors"]),), outputs=(tuple(a["output_tensors"]),))
 
 
-def _all_to_all_base(a: Arguments, rank: int, size: int) -> Exchanged:
-    return Exchanged(
+def _all_to_all_base(a: Arguments, rank: int, size: int) -> CollectiveTensors:
+    return CollectiveTensors(
         inputs=(_split(a["input"], a["input_split_sizes"], size),),
         outputs=(_split(a["output"], a["output_split_sizes"], size),),
     )
 
 
-def _send(a: Arguments, rank: int, size: int) -> Exchanged:
-    return Exchanged(inputs=_each(a["tensors"]), peer=a["dst"], tag=a["tag"])
+def _send(a: Arguments, rank: int, size: int) -> CollectiveTensors:
+    return CollectiveTensors(inputs=_each(a["tensors"]), peer=a["dst"], tag=a["tag"])
 
 
-def _recv(a: Arguments, rank: int, size: int) -> Exchanged:
-    return Exchanged(outputs=_each(a["tensors"]), peer=a["src"], tag=a["tag"])
+def _recv(a: Arguments, rank: int, size: int) -> CollectiveTensors:
+    return CollectiveTensors(outputs=_each(a["tensors"]), peer=a["src"], tag=a["tag"])
 
 
-def _recv_any(a: Arguments, rank: int, size: int) -> Exchanged:
-    return Exchanged(outputs=_each(a["tensors"]), tag=a["tag"])
+def _recv_any(a: Arguments, rank: int, size: int) -> CollectiveTensors:
+    return CollectiveTensors(outputs=_each(a["tensors"]), tag=a["tag"])
 
 
-def _barrier(a: Arguments, rank: int, size: int) -> Exchanged:
-    return Exchanged()
+def _barrier(a: Arguments, rank: int, size: int) -> CollectiveTensors:
+    return CollectiveTensors()
 
 
-SPELLINGS: Mapping[str, Spelling] = {
-    "allreduce_": Spelling(op=Op.ALL_REDUCE, exchanged=_all_reduce, returned="tensors"),
-    "allreduce_coalesced_": Spelling(op=Op.ALL_REDUCE, exchanged=_all_reduce),
-    "broadcast_": Spelling(op=Op.BROADCAST, exchanged=_broadcast, returned="tensors"),
-    "reduce_": Spelling(op=Op.REDUCE, exchanged=_reduce),
-    "allgather_": Spelling(op=Op.ALL_GATHER, exchanged=_all_gather_list, returned="output_tensors"),
-    "allgather_coalesced_": Spelling(op=Op.ALL_GATHER, exchanged=_all_gather_lists),
-    "_allgather_base_": Spelling(op=Op.ALL_GATHER, exchanged=_all_gather_base, returned="output_tensor"),
-    "allgather_into_tensor_coalesced_": Spelling(op=Op.ALL_GATHER, exchanged=_all_gather_bases),
-    "reduce_scatter_": Spelling(
+SPELLINGS: Mapping[str, CollectiveSchema] = {
+    "allreduce_": CollectiveSchema(op=Op.ALL_REDUCE, exchanged=_all_reduce, returned="tensors"),
+    "allreduce_coalesced_": CollectiveSchema(op=Op.ALL_REDUCE, exchanged=_all_reduce),
+    "broadcast_": CollectiveSchema(op=Op.BROADCAST, exchanged=_broadcast, returned="tensors"),
+    "reduce_": CollectiveSchema(op=Op.REDUCE, exchanged=_reduce),
+    "allgather_": CollectiveSchema(op=Op.ALL_GATHER, exchanged=_all_gather_list, returned="output_tensors"),
+    "allgather_coalesced_": CollectiveSchema(op=Op.ALL_GATHER, exchanged=_all_gather_lists),
+    "_allgather_base_": CollectiveSchema(
+        op=Op.ALL_GATHER, exchanged=_all_gather_base, returned="output_tensor"
+    ),
+    "allgather_into_tensor_coalesced_": CollectiveSchema(op=Op.ALL_GATHER, exchanged=_all_gather_bases),
+    "reduce_scatter_": CollectiveSchema(
         op=Op.REDUCE_SCATTER, exchanged=_reduce_scatter_list, returned="output_tensors"
     ),
-    "_reduce_scatter_base_": Spelling(
+    "_reduce_scatter_base_": CollectiveSchema(
         op=Op.REDUCE_SCATTER, exchanged=_reduce_scatter_base, returned="output_tensor"
     ),
-    "reduce_scatter_tensor_coalesced_": Spelling(op=Op.REDUCE_SCATTER, exchanged=_reduce_scatter_bases),
-    "gather_": Spelling(op=Op.GATHER, exchanged=_gather),
-    "scatter_": Spelling(op=Op.SCATTER, exchanged=_scatter, returned="output_tensors"),
-    "alltoall_": Spelling(op=Op.ALL_TO_ALL, exchanged=_all_to_all_list, returned="output_tensors"),
-    "alltoall_base_": Spelling(op=Op.ALL_TO_ALL, exchanged=_all_to_all_base),
-    "send": Spelling(op=Op.SEND, exchanged=_send),
-    "recv_": Spelling(op=Op.RECV, exchanged=_recv),
-    "recv_any_source_": Spelling(op=Op.RECV, exchanged=_recv_any),
-    "barrier": Spelling(op=Op.BARRIER, exchanged=_barrier),
-    "monitored_barrier_": Spelling(op=Op.BARRIER, exchanged=_barrier, returns_work=False),
+    "reduce_scatter_tensor_coalesced_": CollectiveSchema(
+        op=Op.REDUCE_SCATTER, exchanged=_reduce_scatter_bases
+    ),
+    "gather_": CollectiveSchema(op=Op.GATHER, exchanged=_gather),
+    "scatter_": CollectiveSchema(op=Op.SCATTER, exchanged=_scatter, returned="output_tensors"),
+    "alltoall_": CollectiveSchema(op=Op.ALL_TO_ALL, exchanged=_all_to_all_list, returned="output_tensors"),
+    "alltoall_base_": CollectiveSchema(op=Op.ALL_TO_ALL, exchanged=_all_to_all_base),
+    "send": CollectiveSchema(op=Op.SEND, exchanged=_send),
+    "recv_": CollectiveSchema(op=Op.RECV, exchanged=_recv),
+    "recv_any_source_": CollectiveSchema(op=Op.RECV, exchanged=_recv_any),
+    "barrier": CollectiveSchema(op=Op.BARRIER, exchanged=_barrier),
+    "monitored_barrier_": CollectiveSchema(op=Op.BARRIER, exchanged=_barrier, returns_work=False),
 }
 
 

@@ -7,7 +7,7 @@ from functools import lru_cache
 from pathlib import Path, PurePath
 from types import CodeType, FrameType
 
-__all__ = ["call_site", "is_passage", "short_path"]
+__all__ = ["call_site", "is_internal_frame", "short_path"]
 
 _OURS = Path(__file__).resolve().parents[2]
 
@@ -45,7 +45,7 @@ def call_site() -> str:
     return _NOWHERE
 
 
-def is_passage(file: str) -> bool:
+def is_internal_frame(file: str) -> bool:
     """Say whether calls only pass through a file on their way from the engine to the backend."""
     return short_path(file).startswith((*_PASSAGE, *_OF_PYTHON)) or file.startswith(_PASSAGE_OF_OURS)
 
@@ -55,7 +55,7 @@ def is_passage(file: str) -> bool:
 def _place(code: CodeType) -> tuple[str, str] | None:
     """Give a code object's file and function; None for code that calls pass through."""
     file = code.co_filename
-    return None if is_passage(file) else (short_path(file), code.co_name)
+    return None if is_internal_frame(file) else (short_path(file), code.co_name)
 
 
 def short_path(file: str) -> str:

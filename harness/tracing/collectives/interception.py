@@ -23,30 +23,30 @@ import torch
 import torch.distributed as dist
 
 from harness.torch_compat.dispatch import are_of_meta, kernels_before_backends
-from harness.tracing.collectives.c10d_ops import SPELLINGS, Spelling, process_group
+from harness.tracing.collectives.c10d_ops import SPELLINGS, CollectiveSchema, process_group
 from harness.tracing.collectives.call import Call, short_name
 from harness.tracing.collectives.call_site import call_site
 from harness.tracing.collectives.futures import late_futures
 from harness.tracing.collectives.work import Valuer, Works
-from harness.tracing.ledger import HarmKind, Op
+from harness.tracing.ledger import Op, ViolationKind
 from harness.tracing.recorder import CallSummary, Recorder
 
-__all__ = ["Carrier", "Door", "Listener", "standing_in_c10d"]
+__all__ = ["CollectiveObserver", "CollectiveTransport", "Interceptor", "standing_in_c10d"]
 
 _REDUCE_OP_NAMES = {op: name.lower() for name, op in dist.ReduceOp.RedOpType.__members__.items()}
 
 
-class Carrier(Protocol):
+class CollectiveTransport(Protocol):
     """What moves the data of a call; the backend itself where there is none."""
 
-    def carry(self, call: Call, on_harm: Callable[[HarmKind, str], None] | None) -> dist.Work:
+    def carry(self, call: Call, on_harm: Callable[[ViolationKind, str], None] | None) -> dist.Work:
         """Start the call and return its work; a synchronous call is complete on return.
 
         ``on_harm`` is told, with the site, what was done to the buffers of an asynchronous one too early.
         """
 
 
-class Listener(Protocol):
+class CollectiveObserver(Protocol):
     """Who is told of calls, and of waits for them, besides the recorder."""
 
     # Any: whatever the listener knows a call by.
@@ -63,22 +63,22 @@ class Listener(Protocol):
         """Take note of a wait, of which there may be several for one call."""
 
 
-def _nobody() -> Listener | None:
+def _nobody() -> CollectiveObserver | None:
     return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Door:
+class Interceptor:
     """Who records a call made on this thread, who else listens, what carries it, and which ranks a group has."""
 
     recorder: Callable[[], Recorder | None]
     ranks_of: Callable[[dist.ProcessGroup], tuple[int, ...]]
-    carrier: Carrier | None = None
-    listener: Callable[[], Listener | None] = _nobody
+    carrier: CollectiveTransport | None = None
+    listener: Callable[[], CollectiveObserver | None] = _nobody
 
 
 @contextmanager
-def standing_in_c10d(door: Door) -> Iterator[None]:
+def standing_in_c10d(door: Interceptor) -> Iterator[None]:
     """Stand before the backends' kernels of all c10d operators, of whatever device, until exit.
 
     Process-wide: ranks that are threads share one door, and ``door.recorder`` tells them apart.
@@ -93,7 +93,9 @@ class _Kernel:
     """What stands before the backends' kernels of one operator."""
 
     # Any: calls the kernel of the backend.
-    def __init__(self, name: str, spelling: Spelling, door: Door, works: Works, go_on: Any) -> None:
+    def __init__(
+        self, name: str, spelling: CollectiveSchema, door: Interceptor, works: Works, go_on: Any
+    ) -> None:
         self._spelling = spelling
         self._go_on = go_on
         self._door = door
@@ -137,7 +139,9 @@ class _Hearing:
     """The recorder and the listener, as they know one call."""
 
     # Any: whatever the listener knows the call by.
-    def __init__(self, recorder: Recorder | None, seq: int, listener: Listener | None, issued: Any) -> None:
+    def __init__(
+        self, recorder: Recorder | None, seq: int, listener: CollectiveObserver | None, issued: Any
+    ) -> None:
         self._recorder = recorder
         self._seq = seq
         self._listener = listener
@@ -158,7 +162,7 @@ class _Hearing:
             self._recorder.over(self._seq)
 
 
-def _valuer(door: Door, device: torch.device) -> Valuer | None:
+def _valuer(door: Interceptor, device: torch.device) -> Valuer | None:
     if device.type != "cpu":
         return None
     return _value_of_own_future if door.carrier is None else _outputs
@@ -180,7 +184,7 @@ def _work_in(result: Any) -> dist.Work | None:
 
 
 def _read(
-    spelling: Spelling, a: dict[str, Any], ranks_of: Callable[[dist.ProcessGroup], tuple[int, ...]]
+    spelling: CollectiveSchema, a: dict[str, Any], ranks_of: Callable[[dist.ProcessGroup], tuple[int, ...]]
 ) -> Call:
     group = process_group(a)
     ranks = ranks_of(group)

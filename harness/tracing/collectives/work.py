@@ -12,7 +12,7 @@ import torch.distributed as dist
 from harness.tracing.collectives.backend import inside_backend
 from harness.tracing.collectives.futures import late_future
 
-__all__ = ["Hearing", "Valuer", "Works"]
+__all__ = ["Valuer", "WaitObserver", "Works"]
 
 # How many works stay that Python has let go of: C++ may still hold the pointer of one, and without its Python half
 # that would never be over.
@@ -22,7 +22,7 @@ _NUM_KEPT = 64
 Valuer = Callable[[dist.Work], Callable[[], Any]]
 
 
-class Hearing(Protocol):
+class WaitObserver(Protocol):
     """Who is told of waits for one call."""
 
     def waits(self, *, is_over: bool | None) -> None:
@@ -38,7 +38,7 @@ class WatchedWork(dist.Work):
     Without ``valuer`` the future is the work's own, as that of a device knows of streams; taking it counts as waiting.
     """
 
-    def __init__(self, inner: dist.Work, hearing: Hearing, works: Works, valuer: Valuer | None) -> None:
+    def __init__(self, inner: dist.Work, hearing: WaitObserver, works: Works, valuer: Valuer | None) -> None:
         super().__init__()
         self._inner = inner
         self._hearing = hearing
@@ -126,7 +126,7 @@ class Works:
         self._waiting: dict[int, WatchedWork] = {}
         self._kept: deque[WatchedWork] = deque(maxlen=_NUM_KEPT)
 
-    def watch(self, inner: dist.Work, hearing: Hearing, valuer: Valuer | None) -> WatchedWork:
+    def watch(self, inner: dist.Work, hearing: WaitObserver, valuer: Valuer | None) -> WatchedWork:
         """Give a work that stands for ``inner``, and keep it until somebody waits for it."""
         work = WatchedWork(inner, hearing, self, valuer)
         self._waiting[id(work)] = work

@@ -22,10 +22,10 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from harness.tracing.ledger import Phase
-from harness.tracing.memory.report import Kind, Life, Stretch
+from harness.tracing.memory.report import Allocation, Kind, Stretch
 from harness.tracing.recorder import Place
 
-__all__ = ["Lives", "Role"]
+__all__ = ["Allocations", "Role"]
 
 
 class Role(Enum):
@@ -62,7 +62,7 @@ class _Life:
     is_packed: bool = False
 
 
-class Lives:
+class Allocations:
     """All memory of one rank, by a key that is unique among what is alive; events are counted from 0."""
 
     def __init__(self) -> None:
@@ -183,11 +183,11 @@ class Lives:
         for key in outputs if is_scattered else ():
             self._life(key).roles.add(Role.SCATTERED_INTO)
 
-    def told(self) -> tuple[Life, ...]:
+    def told(self) -> tuple[Allocation, ...]:
         """Give all lives with their kinds; see [Note: kinds]."""
         gradients = self._gradients()
         return tuple(
-            Life(
+            Allocation(
                 kind=_kind(life, is_gradient=index in gradients),
                 unit=next(iter(life.units)) if len(life.units) == 1 else None,
                 num_bytes=life.num_bytes,

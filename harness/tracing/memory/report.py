@@ -9,7 +9,15 @@ from typing import Any
 
 from harness.tracing.ledger import Phase
 
-__all__ = ["Kind", "Life", "LifetimeReport", "Stretch", "UserTensor", "report_from_json", "report_to_json"]
+__all__ = [
+    "Allocation",
+    "Kind",
+    "LifetimeReport",
+    "Stretch",
+    "UserTensor",
+    "report_from_json",
+    "report_to_json",
+]
 
 
 class Kind(StrEnum):
@@ -30,7 +38,7 @@ class Kind(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Life:
+class Allocation:
     """One piece of memory from event ``born`` on, until it was given back at event ``died``; None: never.
 
     ``unit`` is the unit of the plan whose parameters or gradients are in it, ``""`` the root; None where that is
@@ -72,7 +80,7 @@ class LifetimeReport:
 
     num_events: int
     num_collectives: int
-    lives: tuple[Life, ...] = ()
+    lives: tuple[Allocation, ...] = ()
     stretches: tuple[Stretch, ...] = ()
     user_tensors: tuple[UserTensor, ...] = ()
 
@@ -100,9 +108,9 @@ def report_from_json(plain: Mapping[str, Any]) -> LifetimeReport:
     )
 
 
-def _lives(plain: list[Any]) -> Iterator[Life]:
+def _lives(plain: list[Any]) -> Iterator[Allocation]:
     for kind, unit, num_bytes, born, died, operator, site in plain:
-        yield Life(
+        yield Allocation(
             kind=Kind(kind),
             unit=unit,
             num_bytes=num_bytes,

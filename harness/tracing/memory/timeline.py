@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from harness.tracing.ledger import Phase
-from harness.tracing.memory.report import Kind, Life, LifetimeReport, Stretch
+from harness.tracing.memory.report import Allocation, Kind, LifetimeReport, Stretch
 
 __all__ = ["Moment", "Turn", "moments", "spell_bytes", "turns"]
 
@@ -19,7 +19,7 @@ class Moment:
 
     event: int
     place: Stretch
-    alive: tuple[Life, ...]
+    alive: tuple[Allocation, ...]
 
     def num_bytes(self, kinds: tuple[Kind, ...]) -> int:
         """Add up what is alive of these kinds."""
@@ -86,7 +86,7 @@ def spell_bytes(alive: Mapping[str, int]) -> str:
     return ", ".join(f"{name} {num_bytes}" for name, num_bytes in Counter(alive).most_common())
 
 
-def _alive(lives: list[Life], event: int) -> Iterator[Life]:
+def _alive(lives: list[Allocation], event: int) -> Iterator[Allocation]:
     return (life for life in lives if life.born <= event and (life.died is None or event < life.died))
 
 

@@ -15,12 +15,12 @@ from engine.contract import Plan, PreparedModel
 from harness.tracing.collectives.call import Call
 from harness.tracing.collectives.call_site import call_site
 from harness.tracing.ledger import Op, Phase
-from harness.tracing.memory.allocations import Lives, Role
+from harness.tracing.memory.allocations import Allocations, Role
 from harness.tracing.memory.report import LifetimeReport, UserTensor
 from harness.tracing.recorder import Recorder
 from harness.tracing.storages import Storages
 
-__all__ = ["LifetimeWatch"]
+__all__ = ["MemoryTracker"]
 
 # What leaves every element as it was, in whatever order; what it makes is the same memory's contents once more.
 _COPIES = frozenset(
@@ -55,7 +55,7 @@ class _Held:
     change: str = ""
 
 
-class LifetimeWatch:
+class MemoryTracker:
     """One rank's watch, on any device. Thread-safe: memory may be asked for on threads of an engine's own.
 
     What the harness itself does to observe makes no lives; what ends meanwhile does end.
@@ -63,7 +63,7 @@ class LifetimeWatch:
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
-        self._lives = Lives()
+        self._lives = Allocations()
         self._storages = Storages()
         self._held: list[_Held] = []
         self._told: list[UserTensor] = []  # of whom there is nothing more to tell

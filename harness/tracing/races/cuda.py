@@ -19,7 +19,7 @@ from harness.torch_compat.cuda import current_stream_handle, hears_streams, stre
 from harness.torch_compat.patching import Replacement
 from harness.tracing.collectives.call import Call
 from harness.tracing.races.clock import Clock
-from harness.tracing.races.detector import DEFAULT, RaceWatch, current_watch
+from harness.tracing.races.detector import DEFAULT, RaceDetector, current_watch
 from harness.tracing.races.streams import name_of_variable
 from harness.tracing.recorder import Recorder
 
@@ -34,7 +34,7 @@ class _InHand(threading.local):
     collective: tuple[str, Clock] | None = None
 
 
-class CudaRaceWatch(RaceWatch):
+class CudaRaceWatch(RaceDetector):
     """One rank's watch. Streams and events are known by the handles of CUDA; streams begin when first heard of."""
 
     device_type = "cuda"

@@ -12,7 +12,7 @@ import torch
 from harness.tracing.collectives.call import Call
 from harness.tracing.collectives.call_site import call_site
 from harness.tracing.current_rank import current_rank
-from harness.tracing.events import Happening
+from harness.tracing.events import EventKind
 from harness.tracing.ledger import Phase
 from harness.tracing.races.byte_range import is_memory, span_of
 from harness.tracing.races.clock import Clock, Moment, Order
@@ -21,7 +21,7 @@ from harness.tracing.races.shadow import Access, Memory
 from harness.tracing.recorder import Recorder
 from harness.tracing.storages import Storages
 
-__all__ = ["DEFAULT", "RaceWatch", "current_watch", "set_watch"]
+__all__ = ["DEFAULT", "RaceDetector", "current_watch", "set_watch"]
 
 DEFAULT = 0
 """The timeline of the stream on which everything runs that nobody puts elsewhere."""
@@ -31,7 +31,7 @@ class _Selected(threading.local):
     timeline: int = DEFAULT
 
 
-class RaceWatch:
+class RaceDetector:
     """One rank's watch. Thread-safe: an engine may issue from threads of its own.
 
     What the harness itself does to observe is left out: it is no part of the engine, and would order things.
@@ -161,7 +161,7 @@ class RaceWatch:
             writes = [t for part in call.outputs for t in part]
             self._touch_all(str(call.op), reads, writes, timeline, set(), is_passing=call.is_async)
             if seq >= 0:
-                self._recorder.mark(Happening.PLACED, seq=seq, stream=self._names[self.selected])
+                self._recorder.mark(EventKind.PLACED, seq=seq, stream=self._names[self.selected])
                 self._in_flight[seq] = self._order.moment(timeline)
                 self._land()
             return self._order.clock(timeline) if call.is_async else None
@@ -199,7 +199,7 @@ class RaceWatch:
         clock = self._order.clock(DEFAULT)
         for seq in [s for s, moment in self._in_flight.items() if clock.knows(moment)]:
             del self._in_flight[seq]
-            self._recorder.mark(Happening.JOINED, seq=seq)
+            self._recorder.mark(EventKind.JOINED, seq=seq)
 
     def _settle(self) -> None:
         """Take releases down that happened since the last event: before whatever is told next."""
@@ -258,15 +258,15 @@ class RaceWatch:
         )
 
 
-_watches: dict[int | None, RaceWatch] = {}  # by rank; None is the only rank of its process
+_watches: dict[int | None, RaceDetector] = {}  # by rank; None is the only rank of its process
 
 
-def current_watch() -> RaceWatch | None:
+def current_watch() -> RaceDetector | None:
     """Give the watch over the calling thread's rank, if there is one."""
     return _watches.get(current_rank()) if _watches else None
 
 
-def set_watch(watch: RaceWatch | None) -> None:
+def set_watch(watch: RaceDetector | None) -> None:
     """Put the calling thread's rank under a watch; None ends it."""
     if watch is None:
         _watches.pop(current_rank(), None)

@@ -19,7 +19,7 @@ import torch
 from harness.torch_compat.dispatch import guards_of_record_stream
 from harness.torch_compat.patching import Replacement
 from harness.tracing.races.clock import Clock
-from harness.tracing.races.detector import DEFAULT, RaceWatch, current_watch
+from harness.tracing.races.detector import DEFAULT, RaceDetector, current_watch
 
 __all__ = [
     "TrackedEvent",
@@ -41,7 +41,7 @@ class TrackedStream(_Stream):
 
     # Any, here and below: torch leaves its stand-ins for streams and events of a CPU untyped.
     def __init__(
-        self, priority: int = -1, *, watch: RaceWatch | None = None, timeline: int | None = None
+        self, priority: int = -1, *, watch: RaceDetector | None = None, timeline: int | None = None
     ) -> None:
         super().__init__(priority)
         self.watch = watch or current_watch()
@@ -87,7 +87,7 @@ class TrackedEvent(_Event):
 
     def __init__(self, *_: Any, **__: Any) -> None:  # other devices' events have options
         self.fired: Clock | None = None
-        self._watch: RaceWatch | None = None
+        self._watch: RaceDetector | None = None
 
     def record(self, stream: Any = None) -> None:
         """Fire when all that is issued on the stream so far is done; on the current one if none is given."""

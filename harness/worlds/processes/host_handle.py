@@ -37,10 +37,10 @@ from harness.worlds.processes.host_process import host_main
 from harness.worlds.processes.lineage import can_adopt, command, has_ended, parent_of, signalled
 from harness.worlds.processes.stacks import crashed_thread, stack_of
 
-__all__ = ["Host"]
+__all__ = ["HostHandle"]
 
 
-class Host:
+class HostHandle:
     """One host process as its supervisor sees it."""
 
     def __init__(self, spec: HostSpec) -> None:

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from harness.torch_compat.process_groups import FileStore, Store
-from harness.tracing.collectives.interception import Door, standing_in_c10d
+from harness.tracing.collectives.interception import Interceptor, standing_in_c10d
 from harness.tracing.current_rank import bind_rank, current_rank
 from harness.tracing.recorder import Recorder
 from harness.tracing.witnesses import current_witnesses
@@ -32,11 +32,11 @@ from harness.worlds.rank import RankContext, journal_path, run_rank
 from harness.worlds.spec import WorldKind, WorldSpec
 from harness.worlds.threads.isolation import isolate_threads
 from harness.worlds.threads.process_group import global_ranks, register_threads_backend
-from harness.worlds.threads.scheduler import Turns
+from harness.worlds.threads.scheduler import Scheduler
 from harness.worlds.threads.store import MemoryStore
-from harness.worlds.threads.transport import Exchange
+from harness.worlds.threads.transport import InMemoryTransport
 
-__all__ = ["Link", "host_main"]
+__all__ = ["SupervisorLink", "host_main"]
 
 # So many of the longest turns fit before the deadline: what ranks then wait in is there to be told of.
 _TURNS_TO_DEADLINE = 4
@@ -44,7 +44,7 @@ _TURNS_TO_DEADLINE = 4
 _BEYOND_DEADLINE_S = 60.0
 
 
-class Link:
+class SupervisorLink:
     """The pipe to the supervisor: any thread may send; jobs come in through a queue."""
 
     def __init__(self, connection: Connection, ranks: tuple[int, ...]) -> None:
@@ -85,7 +85,7 @@ def host_main(connection: Connection, spec: HostSpec) -> None:
         faulthandler.enable(stacks, all_threads=True)
         faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
         torch.set_num_threads(1)
-        link = Link(connection, spec.ranks)
+        link = SupervisorLink(connection, spec.ranks)
         if spec.world.kind is WorldKind.THREADS:
             _host_threads(link, spec)
         else:
@@ -93,7 +93,7 @@ def host_main(connection: Connection, spec: HostSpec) -> None:
         leave(link)
 
 
-def _host_process(link: Link, spec: HostSpec) -> None:
+def _host_process(link: SupervisorLink, spec: HostSpec) -> None:
     world, (rank,) = spec.world, spec.ranks
     recorders: list[Recorder] = []
     device = torch.device(world.device, rank) if world.device == "cuda" else torch.device("cpu")
@@ -106,7 +106,7 @@ def _host_process(link: Link, spec: HostSpec) -> None:
                 torch.cuda.set_device(device)
             _join(world, backend, store, rank)
 
-    door = Door(
+    door = Interceptor(
         recorder=lambda: recorders[-1] if recorders else None,
         ranks_of=global_ranks,
         listener=current_witnesses,
@@ -123,7 +123,7 @@ def _host_process(link: Link, spec: HostSpec) -> None:
         await_threads(link)
 
 
-def _destroy_groups(link: Link, rank: int) -> None:
+def _destroy_groups(link: SupervisorLink, rank: int) -> None:
     """End the process groups as a script does; an error takes the place of the rank's result."""
     try:
         dist.destroy_process_group()
@@ -131,7 +131,7 @@ def _destroy_groups(link: Link, rank: int) -> None:
         link.send(Finished(outcome=raised(rank, error)))
 
 
-def _host_threads(link: Link, spec: HostSpec) -> None:
+def _host_threads(link: SupervisorLink, spec: HostSpec) -> None:
     world = spec.world
     store = MemoryStore()
     recorders: dict[int, Recorder] = {}
@@ -146,11 +146,13 @@ def _host_threads(link: Link, spec: HostSpec) -> None:
     with isolate_threads(), _last_words(link):
         link.send(Ready())
         while (job := link.jobs.get()) is not None:
-            turns = store.turns = Turns(world.size, job.seed, longest_s=world.deadline_s / _TURNS_TO_DEADLINE)
-            exchange = Exchange(world.size, turns)
+            turns = store.turns = Scheduler(
+                world.size, job.seed, longest_s=world.deadline_s / _TURNS_TO_DEADLINE
+            )
+            exchange = InMemoryTransport(world.size, turns)
             contexts = [_context(world, rank, torch.device("cpu"), job) for rank in range(world.size)]
             recorders.update({c.rank: c.recorder for c in contexts})
-            door = Door(
+            door = Interceptor(
                 recorder=recorder, ranks_of=global_ranks, carrier=exchange, listener=current_witnesses
             )
             with standing_in_c10d(door):
@@ -161,11 +163,11 @@ def _host_threads(link: Link, spec: HostSpec) -> None:
 
 
 def _run_threads(
-    link: Link,
+    link: SupervisorLink,
     job: Job,
     contexts: list[RankContext],
-    turns: Turns,
-    exchange: Exchange,
+    turns: Scheduler,
+    exchange: InMemoryTransport,
     join: Callable[[int], None],
 ) -> None:
     def live(context: RankContext) -> None:
@@ -193,7 +195,7 @@ def _run_threads(
 
 
 def _report(
-    link: Link, context: RankContext, job: Job, enter: Callable[[], None]
+    link: SupervisorLink, context: RankContext, job: Job, enter: Callable[[], None]
 ) -> Returned | Raised | None:
     outcome = run_rank(context, job, enter)
     try:
@@ -224,7 +226,7 @@ def _join(world: WorldSpec, backend: str, store: Store, rank: int) -> None:
 
 
 @contextlib.contextmanager
-def _last_words(link: Link) -> Iterator[None]:
+def _last_words(link: SupervisorLink) -> Iterator[None]:
     """Say which rank is about to end the process that all ranks share, since the exit status cannot."""
     silent_exit = os._exit
 

@@ -26,7 +26,7 @@ from harness.tracing.current_rank import owner_of
 from harness.worlds.messages import LastThread, Leaving, Left
 
 if TYPE_CHECKING:
-    from harness.worlds.processes.host_process import Link
+    from harness.worlds.processes.host_process import SupervisorLink
 
 __all__ = ["await_threads", "leave", "start_afresh"]
 
@@ -39,14 +39,14 @@ def start_afresh() -> None:
     atexit.register(util._exit_function)  # type: ignore[attr-defined]  # it has no public name
 
 
-def await_threads(link: Link) -> None:
+def await_threads(link: SupervisorLink) -> None:
     """Wait for the threads that a script would wait for, for ever if need be; the supervisor has the deadline."""
     link.send(Leaving(ident=threading.get_ident(), threads=tuple(_threads())))
     # The interpreter's own way: it also ends the idle threads of executors, which are no daemons either.
     threading._shutdown()  # type: ignore[attr-defined]  # it has no public name
 
 
-def leave(link: Link) -> NoReturn:
+def leave(link: SupervisorLink) -> NoReturn:
     """Run the exit hooks, say so, wait to be let go, and end the process."""
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):

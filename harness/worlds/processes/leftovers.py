@@ -12,7 +12,7 @@ import signal
 import time
 from collections.abc import Iterator, Sequence
 
-from harness.worlds.processes.host_handle import Host
+from harness.worlds.processes.host_handle import HostHandle
 from harness.worlds.processes.lineage import (
     Process,
     below,
@@ -36,16 +36,16 @@ _LONGEST_NAME = 60
 class Leftovers:
     """The processes that the ranks of one world started, while they run."""
 
-    def __init__(self, hosts: Sequence[Host]) -> None:
+    def __init__(self, hosts: Sequence[HostHandle]) -> None:
         self._hosts = tuple(hosts)
         self._server = parent_of(hosts[0].pid) if hosts else None
         keeper = None if self._server is None else parent_of(self._server)
         # Without a keeper the server is our own child, and our other children are not ours to end.
         self._keeper = None if keeper == os.getpid() else keeper
-        self._seen: dict[Host, list[Process]] = {}
+        self._seen: dict[HostHandle, list[Process]] = {}
         self._before = {process.pid for process in self._orphans()}
 
-    def look(self, host: Host) -> None:
+    def look(self, host: HostHandle) -> None:
         """Note what is below a host that is still alive."""
         self._seen[host] = below(host.pid)
 
@@ -87,7 +87,7 @@ class Leftovers:
                 found.setdefault(host.spec.ranks, ["some in its process group"])
         return found
 
-    def _running_by_host(self) -> Iterator[tuple[Host, Process]]:
+    def _running_by_host(self) -> Iterator[tuple[HostHandle, Process]]:
         for host, processes in self._seen.items():
             yield from ((host, process) for process in processes if is_running(process))
         seen = {process.pid for processes in self._seen.values() for process in processes}
@@ -95,7 +95,7 @@ class Leftovers:
             if process.pid not in seen | self._before:
                 yield self._host_of(process), process
 
-    def _host_of(self, orphan: Process) -> Host:
+    def _host_of(self, orphan: Process) -> HostHandle:
         """Return the host that an orphan was below: that of its session, else the first that ended unseen."""
         of_session = [host for host in self._hosts if host.pid == orphan.session]
         unseen = [host for host in self._hosts if host.is_over and host not in self._seen]
@@ -119,7 +119,7 @@ def _ranks(ranks: tuple[int, ...]) -> str:
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
 
-def _has_group(host: Host) -> bool:
+def _has_group(host: HostHandle) -> bool:
     try:
         os.killpg(host.pid, 0)
     except (ProcessLookupError, PermissionError):
@@ -127,6 +127,6 @@ def _has_group(host: Host) -> bool:
     return True
 
 
-def _end_group(host: Host) -> None:
+def _end_group(host: HostHandle) -> None:
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(host.pid, signal.SIGKILL)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from harness.tracing.collectives.call_site import is_passage, short_path
+from harness.tracing.collectives.call_site import is_internal_frame, short_path
 
 __all__ = ["frames_of", "is_in_passage", "own_frames"]
 
@@ -32,7 +32,7 @@ def is_in_passage(text: str) -> bool:
     """Whether the innermost frame of a stack lies on the way of a call to the backend, or in the harness."""
     found = _innermost_first(text)
     return bool(found) and (
-        is_passage(found[0]["file"]) or short_path(found[0]["file"]).startswith("harness/")
+        is_internal_frame(found[0]["file"]) or short_path(found[0]["file"]).startswith("harness/")
     )
 
 
@@ -48,7 +48,7 @@ def _spell(match: re.Match[str]) -> str:
 
 def _is_own(file: str) -> bool:
     name = short_path(file)
-    if file.startswith("<") or is_passage(file) or name.startswith("harness/"):
+    if file.startswith("<") or is_internal_frame(file) or name.startswith("harness/"):
         return False
     if name.startswith("torch/"):
         return name.startswith(_ENGINES_OF_TORCH)

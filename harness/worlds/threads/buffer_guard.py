@@ -7,13 +7,13 @@ from collections.abc import Iterator
 import torch
 
 from harness.tracing.collectives.call import Call, Pieces
-from harness.tracing.ledger import HarmKind, Op
+from harness.tracing.ledger import Op, ViolationKind
 from harness.worlds.threads.poison import poisoned, spared_piece
 
-__all__ = ["Loan", "is_freed"]
+__all__ = ["BufferGuard", "is_freed"]
 
 
-class Loan:
+class BufferGuard:
     """The buffers of one call, and what they held when it was issued: inputs their values, outputs poison.
 
     Until the call is complete nobody else may write to any of them, nor give their memory back. ``inputs`` are the
@@ -25,18 +25,18 @@ class Loan:
         self._inputs = inputs
         self._seed = seed
 
-    def harms(self) -> Iterator[HarmKind]:
+    def harms(self) -> Iterator[ViolationKind]:
         """Tell what was done to the buffers since; each kind once. To be asked before results are written."""
         inputs = [t for part in self._call.inputs for t in part]
         outputs = [t for part in self._call.outputs for t in part]
         if any(map(is_freed, inputs)):
-            yield HarmKind.INPUT_FREED
+            yield ViolationKind.INPUT_FREED
         elif any(self._overwritten()):
-            yield HarmKind.INPUT_OVERWRITTEN
+            yield ViolationKind.INPUT_OVERWRITTEN
         if any(map(is_freed, outputs)):
-            yield HarmKind.OUTPUT_FREED
+            yield ViolationKind.OUTPUT_FREED
         elif not all(self._untouched()):
-            yield HarmKind.OUTPUT_OVERWRITTEN
+            yield ViolationKind.OUTPUT_OVERWRITTEN
 
     def _overwritten(self) -> Iterator[bool]:
         outputs = [t for part in self._call.outputs for t in part]

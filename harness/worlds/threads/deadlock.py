@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 from harness.tracing.collectives.call import Call
 from harness.tracing.current_rank import is_home_thread
 from harness.worlds.threads.errors import DeadlockError
-from harness.worlds.threads.rendezvous import Awaited
-from harness.worlds.threads.scheduler import Sleeper, Turns
+from harness.worlds.threads.rendezvous import PendingOp
+from harness.worlds.threads.scheduler import Scheduler, SleepingRank
 
-__all__ = ["Blockage", "Waiter"]
+__all__ = ["DeadlockDetector", "Waiter"]
 
 _HINT = "make every rank issue the same collectives of each group, in one order"
 
@@ -26,19 +26,19 @@ _HINT = "make every rank issue the same collectives of each group, in one order"
 class Waiter:
     """One blocked thread; released when what it awaits is over."""
 
-    awaited: Awaited
+    awaited: PendingOp
     call: Call
     thread: int
-    sleeper: Sleeper
+    sleeper: SleepingRank
     is_released: bool = False
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class Blockage:
+class DeadlockDetector:
     """All blocked threads of a world, and the ranks that have returned; guarded by the turns' lock."""
 
     world_size: int
-    turns: Turns
+    turns: Scheduler
     left: set[int] = field(default_factory=set)
     _waiters: dict[Waiter, None] = field(default_factory=dict)
     _threads: dict[int, set[int]] = field(default_factory=dict)
@@ -51,7 +51,7 @@ class Blockage:
         if is_home_thread():
             self._homes[rank] = thread
 
-    def enter(self, awaited: Awaited, call: Call) -> Waiter:
+    def enter(self, awaited: PendingOp, call: Call) -> Waiter:
         """Note that the calling thread is about to block."""
         sleeper = self.turns.sleeper()
         waiter = Waiter(awaited=awaited, call=call, thread=threading.get_ident(), sleeper=sleeper)
@@ -62,7 +62,7 @@ class Blockage:
         """Note that a waiter has given up by itself."""
         self._waiters.pop(waiter, None)
 
-    def release(self, awaited: Awaited | None) -> None:
+    def release(self, awaited: PendingOp | None) -> None:
         """Let go all who wait for ``awaited``; None lets go everybody."""
         for waiter in [w for w in self._waiters if awaited is None or w.awaited is awaited]:
             waiter.is_released = True
@@ -73,7 +73,7 @@ class Blockage:
         """Fail what can never complete, and release who waits for it."""
         left = frozenset(self.left)
         stuck = list(self._waiters) if self._is_deadlock() else []
-        stuck = stuck or [w for w in self._waiters if left and w.awaited.is_hopeless(left)]
+        stuck = stuck or [w for w in self._waiters if left and w.awaited.is_unsatisfiable(left)]
         if not stuck:
             return
         table = self._table()

@@ -14,13 +14,13 @@ from harness.worlds.threads.errors import CollectiveError, CollectiveRefusedErro
 from harness.worlds.threads.reduction import reduce_flat
 from harness.worlds.threads.validation import check_message, check_pieces, is_same, refuse_sides
 
-__all__ = ["Arrival", "Awaited", "Mailbox", "Meeting", "Message", "Receipt", "snapshot"]
+__all__ = ["Contribution", "Mailbox", "Message", "PendingOp", "PostedReceive", "Rendezvous", "snapshot"]
 
 _REDUCTIONS = frozenset({Op.ALL_REDUCE, Op.REDUCE})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Arrival:
+class Contribution:
     """One rank's call together with what its inputs held at the time."""
 
     call: Call
@@ -43,7 +43,7 @@ def snapshot(call: Call) -> Pieces:
     )
 
 
-class Awaited:
+class PendingOp:
     """Something that completes or fails once; the exchange's lock guards it."""
 
     def __init__(self, where: str) -> None:
@@ -55,7 +55,7 @@ class Awaited:
         """Global ranks that have still to come."""
         raise NotImplementedError
 
-    def is_hopeless(self, left: frozenset[int]) -> bool:
+    def is_unsatisfiable(self, left: frozenset[int]) -> bool:
         """Say whether the ranks that have left make completion impossible."""
         raise NotImplementedError
 
@@ -67,13 +67,13 @@ class Awaited:
 Sources = Callable[[int, int], Sequence[torch.Tensor]]
 
 
-class Meeting(Awaited):
+class Rendezvous(PendingOp):
     """One collective of one group: every member deposits its call, the last one to come settles it."""
 
     def __init__(self, where: str, ranks: tuple[int, ...]) -> None:
         super().__init__(where)
         self.ranks = ranks
-        self.arrivals: dict[int, Arrival] = {}
+        self.arrivals: dict[int, Contribution] = {}
         self._sources: Sources | None = None
 
     @property
@@ -81,7 +81,7 @@ class Meeting(Awaited):
         """Whether every member has come."""
         return len(self.arrivals) == len(self.ranks)
 
-    def add(self, arrival: Arrival) -> None:
+    def add(self, arrival: Contribution) -> None:
         """Deposit a call; raises CollectiveMismatchError when it differs from those deposited before."""
         self.arrivals[arrival.call.rank] = arrival
         first = next(iter(self.arrivals.values()))
@@ -104,7 +104,7 @@ class Meeting(Awaited):
         """Members that have not deposited their call."""
         return tuple(g for rank, g in enumerate(self.ranks) if rank not in self.arrivals)
 
-    def is_hopeless(self, left: frozenset[int]) -> bool:
+    def is_unsatisfiable(self, left: frozenset[int]) -> bool:
         """One member missing for good is enough."""
         return not left.isdisjoint(self.absent())
 
@@ -113,7 +113,7 @@ class Meeting(Awaited):
         return () if self._sources is None else self._sources(i, rank)
 
 
-def _settle(arrivals: Sequence[Arrival]) -> Sources:
+def _settle(arrivals: Sequence[Contribution]) -> Sources:
     call = arrivals[0].call
     root = arrivals[call.peer or 0].inputs
     match call.op:
@@ -141,10 +141,10 @@ def _settle(arrivals: Sequence[Arrival]) -> Sources:
             return lambda i, rank: ()
 
 
-class Message(Awaited):
+class Message(PendingOp):
     """What one rank sent; complete when it is received, because no backend promises to buffer it."""
 
-    def __init__(self, where: str, arrival: Arrival) -> None:
+    def __init__(self, where: str, arrival: Contribution) -> None:
         super().__init__(where)
         self.arrival = arrival
         self.source = arrival.call.rank  # group rank
@@ -154,7 +154,7 @@ class Message(Awaited):
         call = self.arrival.call
         return () if call.peer is None else (call.ranks[call.peer],)
 
-    def is_hopeless(self, left: frozenset[int]) -> bool:
+    def is_unsatisfiable(self, left: frozenset[int]) -> bool:
         """Only its destination can receive it."""
         return left.issuperset(self.absent())
 
@@ -163,7 +163,7 @@ class Message(Awaited):
         return ()
 
 
-class Receipt(Awaited):
+class PostedReceive(PendingOp):
     """One posted receive, from one source or from any."""
 
     def __init__(self, where: str, call: Call) -> None:
@@ -190,7 +190,7 @@ class Receipt(Awaited):
             return tuple(g for rank, g in enumerate(ranks) if rank != self.call.rank)
         return () if self.source is None else (ranks[self.source],)
 
-    def is_hopeless(self, left: frozenset[int]) -> bool:
+    def is_unsatisfiable(self, left: frozenset[int]) -> bool:
         """Only when no source is left."""
         return left.issuperset(self.absent())
 
@@ -204,9 +204,9 @@ class Mailbox:
     """Messages and receives of one destination and tag that have not met; first come, first served."""
 
     messages: deque[Message] = field(default_factory=deque)
-    receipts: list[Receipt] = field(default_factory=list)
+    receipts: list[PostedReceive] = field(default_factory=list)
 
-    def deliver(self, message: Message) -> Receipt | None:
+    def deliver(self, message: Message) -> PostedReceive | None:
         """Give the earliest receive that a message is for, if one was posted; else keep the message."""
         for receipt in self.receipts:
             if receipt.accepts(message.source):
@@ -215,7 +215,7 @@ class Mailbox:
         self.messages.append(message)
         return None
 
-    def post(self, receipt: Receipt) -> Message | None:
+    def post(self, receipt: PostedReceive) -> Message | None:
         """Give the earliest message for a receive, if one came; else keep the receive."""
         for message in self.messages:
             if receipt.accepts(message.source):

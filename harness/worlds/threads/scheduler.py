@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 from harness.tracing.current_rank import current_rank, is_home_thread
 
-__all__ = ["RUN_UNTIL_BLOCKED", "Sleeper", "Turns"]
+__all__ = ["RUN_UNTIL_BLOCKED", "Scheduler", "SleepingRank"]
 
 RUN_UNTIL_BLOCKED = 0
 """The seed under which a rank hands over only where it has to, to the next one in order of ranks."""
@@ -36,14 +36,14 @@ _LONGEST_TURN_S = 5.0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Sleeper:
+class SleepingRank:
     """A thread that sleeps, or is about to; ``rank`` is None for one that has no turns."""
 
     rank: int | None
     condition: threading.Condition
 
 
-class Turns:
+class Scheduler:
     """The turns of one world. ``lock`` guards them, and whatever its users change together with them.
 
     A thread that never began, and any thread but the one that did, runs freely. A turn longer than ``longest_s`` is the
@@ -63,7 +63,9 @@ class Turns:
         self._holder: int | None = None
         self._last = -1
         self._num_turns = 0
-        self._sleepers = {rank: Sleeper(rank, threading.Condition(self.lock)) for rank in range(world_size)}
+        self._sleepers = {
+            rank: SleepingRank(rank, threading.Condition(self.lock)) for rank in range(world_size)
+        }
         self._clocks: dict[int, int] = {}  # of ranks between their beginning and their end
 
     def begin(self, rank: int) -> None:
@@ -103,17 +105,19 @@ class Turns:
                 self._ready.add(rank)
                 self._await_turn(rank)
 
-    def sleeper(self) -> Sleeper:
+    def sleeper(self) -> SleepingRank:
         """Give what the calling thread, which holds ``lock``, is to be woken by."""
         rank = current_rank()
         if rank is None or rank not in self._clocks:
-            return Sleeper(None, threading.Condition(self.lock))
+            return SleepingRank(None, threading.Condition(self.lock))
         if not is_home_thread():
             self.give_up(f"rank {rank} communicates on a thread that it started")
-            return Sleeper(None, threading.Condition(self.lock))
+            return SleepingRank(None, threading.Condition(self.lock))
         return self._sleepers[rank]
 
-    def sleep(self, sleeper: Sleeper, is_over: Callable[[], bool], deadline: float | None = None) -> None:
+    def sleep(
+        self, sleeper: SleepingRank, is_over: Callable[[], bool], deadline: float | None = None
+    ) -> None:
         """Let others run until ``is_over``, or until the deadline by time.monotonic; the caller holds ``lock``."""
         rank = sleeper.rank
         if rank is not None:
@@ -132,7 +136,7 @@ class Turns:
             self.wake(sleeper)
             self._await_turn(rank)
 
-    def wake(self, sleeper: Sleeper) -> None:
+    def wake(self, sleeper: SleepingRank) -> None:
         """Say that what somebody sleeps for is over; the caller holds ``lock``.
 
         Who has to await its turn is woken by that alone: to wake it twice would double the switches between threads.

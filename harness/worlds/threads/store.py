@@ -9,7 +9,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from harness.torch_compat.process_groups import Store
-from harness.worlds.threads.scheduler import Sleeper, Turns
+from harness.worlds.threads.scheduler import Scheduler, SleepingRank
 
 __all__ = ["MemoryStore"]
 
@@ -24,9 +24,9 @@ class MemoryStore(Store):
 
     def __init__(self) -> None:
         super().__init__()
-        self.turns = Turns(0)
+        self.turns = Scheduler(0)
         self._values: dict[str, bytes] = {}
-        self._sleepers: dict[Sleeper, Sequence[str]] = {}  # and the keys that each waits for
+        self._sleepers: dict[SleepingRank, Sequence[str]] = {}  # and the keys that each waits for
 
     def set(self, key: str, value: bytes | str) -> None:
         """Set a value; whoever waits for the key goes on."""

@@ -24,9 +24,9 @@ import torch.distributed as dist
 from harness.torch_compat.dispatch import raw_access
 from harness.tracing.collectives.call import Call
 from harness.tracing.collectives.call_site import call_site
-from harness.tracing.ledger import HarmKind, Op
-from harness.worlds.threads.buffer_guard import Loan
-from harness.worlds.threads.deadlock import Blockage
+from harness.tracing.ledger import Op, ViolationKind
+from harness.worlds.threads.buffer_guard import BufferGuard
+from harness.worlds.threads.deadlock import DeadlockDetector
 from harness.worlds.threads.errors import (
     CollectiveError,
     CollectiveMismatchError,
@@ -34,36 +34,44 @@ from harness.worlds.threads.errors import (
     WorldAbandonedError,
 )
 from harness.worlds.threads.poison import poison
-from harness.worlds.threads.rendezvous import Arrival, Awaited, Mailbox, Meeting, Message, Receipt, snapshot
-from harness.worlds.threads.scheduler import RUN_UNTIL_BLOCKED, Turns
+from harness.worlds.threads.rendezvous import (
+    Contribution,
+    Mailbox,
+    Message,
+    PendingOp,
+    PostedReceive,
+    Rendezvous,
+    snapshot,
+)
+from harness.worlds.threads.scheduler import RUN_UNTIL_BLOCKED, Scheduler
 from harness.worlds.threads.validation import check_alone
-from harness.worlds.threads.work import Lateness, LateWork
+from harness.worlds.threads.work import Delay, DelayedWork
 
-__all__ = ["Exchange"]
+__all__ = ["InMemoryTransport"]
 
 _GroupKey = tuple[str, tuple[int, ...]]
 _BoxKey = tuple[_GroupKey, int, int]
 # What is drawn from for each asynchronous call; see Lateness. As late as can be finds most, so it has half.
 _NUM_CALLS = (None, None, None, 0, 1, 3)
 _NUM_POLLS = (0, 0, 1, 3)
-OnHarm = Callable[[HarmKind, str], None] | None
+OnHarm = Callable[[ViolationKind, str], None] | None
 
 
 class _Open(NamedTuple):
     """An asynchronous work whose result is not written yet, and who is told of harm."""
 
-    work: LateWork
+    work: DelayedWork
     on_harm: OnHarm
 
 
-class Exchange:
+class InMemoryTransport:
     """What the rank threads of one world share; carries every call that the door hands over."""
 
-    def __init__(self, world_size: int, turns: Turns | None = None) -> None:
-        self._turns = turns or Turns(world_size)
+    def __init__(self, world_size: int, turns: Scheduler | None = None) -> None:
+        self._turns = turns or Scheduler(world_size)
         self._lock = self._turns.lock
-        self._blockage = Blockage(world_size=world_size, turns=self._turns)
-        self._meetings: dict[tuple[_GroupKey, int], Meeting] = {}
+        self._blockage = DeadlockDetector(world_size=world_size, turns=self._turns)
+        self._meetings: dict[tuple[_GroupKey, int], Rendezvous] = {}
         self._next_seq: Counter[tuple[_GroupKey, int]] = Counter()
         self._mailboxes: dict[_BoxKey, Mailbox] = {}
         self._open: dict[int, _Open] = {}
@@ -79,10 +87,10 @@ class Exchange:
         self._pass_call(call.global_rank)
         check_alone(call, f"{call.op} of group {list(call.ranks)} at {call.site}")
         with raw_access():
-            arrival = Arrival(call=call, inputs=snapshot(call))
+            arrival = Contribution(call=call, inputs=snapshot(call))
             match call.op:
                 case Op.SEND:
-                    awaited: Awaited = self._send(arrival)
+                    awaited: PendingOp = self._send(arrival)
                 case Op.RECV:
                     awaited = self._receive(call)
                 case _:
@@ -90,8 +98,8 @@ class Exchange:
             loan = None
             if call.is_async:
                 poison(call, self._turns.seed)
-                loan = Loan(call, arrival.inputs, self._turns.seed)
-        work = LateWork(call, awaited, self, loan, self._lateness(call))
+                loan = BufferGuard(call, arrival.inputs, self._turns.seed)
+        work = DelayedWork(call, awaited, self, loan, self._lateness(call))
         if call.is_async:
             with self._lock:
                 self._open[id(work)] = _Open(work, on_harm)
@@ -103,7 +111,7 @@ class Exchange:
         """Let other ranks run: this one asks over and over."""
         self._turns.give_way()
 
-    def delivered(self, work: LateWork, loan: Loan | None) -> None:
+    def delivered(self, work: DelayedWork, loan: BufferGuard | None) -> None:
         """Close a work; look at what became of its buffers."""
         with self._lock:
             found = self._open.pop(id(work), None)
@@ -140,13 +148,13 @@ class Exchange:
             if work.pending is not None and work.pending.global_rank == rank:
                 work.pass_call()
 
-    def _lateness(self, call: Call) -> Lateness:
+    def _lateness(self, call: Call) -> Delay:
         draw = self._draws.get(call.global_rank)
         if self._turns.seed == RUN_UNTIL_BLOCKED or draw is None:
-            return Lateness()
-        return Lateness(num_calls=draw.choice(_NUM_CALLS), num_polls=draw.choice(_NUM_POLLS))
+            return Delay()
+        return Delay(num_calls=draw.choice(_NUM_CALLS), num_polls=draw.choice(_NUM_POLLS))
 
-    def _meet(self, arrival: Arrival) -> Meeting:
+    def _meet(self, arrival: Contribution) -> Rendezvous:
         call = arrival.call
         group = (call.group_name, call.ranks)
         with self._lock:
@@ -155,7 +163,7 @@ class Exchange:
             self._next_seq[group, call.rank] = seq + 1
             meeting = self._meetings.get((group, seq))
             if meeting is None:
-                meeting = Meeting(
+                meeting = Rendezvous(
                     f"collective #{seq} of group {call.group_name} {list(call.ranks)}", call.ranks
                 )
                 self._meetings[group, seq] = meeting
@@ -172,7 +180,7 @@ class Exchange:
         self._settle(meeting)
         return meeting
 
-    def _settle(self, meeting: Meeting) -> None:
+    def _settle(self, meeting: Rendezvous) -> None:
         """Compute outside the lock, so that other groups go on; then let everybody take their part."""
         error: CollectiveError | None = None
         try:
@@ -182,7 +190,7 @@ class Exchange:
         with self._lock:
             self._finish(meeting, error)
 
-    def _send(self, arrival: Arrival) -> Message:
+    def _send(self, arrival: Contribution) -> Message:
         call = arrival.call
         destination = "nobody" if call.peer is None else f"rank {call.ranks[call.peer]}"
         where = f"a message to {destination} in group {call.group_name} {list(call.ranks)}"
@@ -194,9 +202,11 @@ class Exchange:
                 self._hand_over(receipt, message)
         return message
 
-    def _receive(self, call: Call) -> Receipt:
+    def _receive(self, call: Call) -> PostedReceive:
         source = "any rank" if call.peer is None else f"rank {call.ranks[call.peer]}"
-        receipt = Receipt(f"a message from {source} in group {call.group_name} {list(call.ranks)}", call)
+        receipt = PostedReceive(
+            f"a message from {source} in group {call.group_name} {list(call.ranks)}", call
+        )
         with self._lock:
             self._enter(call)
             message = self._mailbox(call, call.rank).post(receipt)
@@ -204,7 +214,7 @@ class Exchange:
                 self._hand_over(receipt, message)
         return receipt
 
-    def _hand_over(self, receipt: Receipt, message: Message) -> None:
+    def _hand_over(self, receipt: PostedReceive, message: Message) -> None:
         error: CollectiveError | None = None
         try:
             receipt.take(message)
@@ -222,12 +232,12 @@ class Exchange:
             raise WorldAbandonedError(self._abandoned)
         self._blockage.seen(call.global_rank)
 
-    def _finish(self, awaited: Awaited, error: CollectiveError | None) -> None:
+    def _finish(self, awaited: PendingOp, error: CollectiveError | None) -> None:
         awaited.error = error
         awaited.is_over = True
         self._blockage.release(awaited)
 
-    def block(self, awaited: Awaited, call: Call, timeout_s: float | None) -> None:
+    def block(self, awaited: PendingOp, call: Call, timeout_s: float | None) -> None:
         """Return once ``awaited`` is complete; raises its error, a timeout, or the world's end."""
         with self._lock:
             if not awaited.is_over:
@@ -239,7 +249,7 @@ class Exchange:
         if error is not None:
             raise copy.copy(error)  # each rank its own, with its own traceback
 
-    def _sleep(self, awaited: Awaited, call: Call, timeout_s: float | None) -> None:
+    def _sleep(self, awaited: PendingOp, call: Call, timeout_s: float | None) -> None:
         waiter = self._blockage.enter(awaited, call)
         self._blockage.resolve()
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
@@ -252,7 +262,7 @@ class Exchange:
             raise WorldAbandonedError(self._abandoned)
 
 
-def _timeout(awaited: Awaited, call: Call, timeout_s: float | None) -> CollectiveTimeoutError:
+def _timeout(awaited: PendingOp, call: Call, timeout_s: float | None) -> CollectiveTimeoutError:
     return CollectiveTimeoutError(
         awaited.where,
         expected=f"every rank within {timeout_s} s",

@@ -13,14 +13,14 @@ import torch.distributed as dist
 
 from harness.torch_compat.dispatch import copy_all, raw_access
 from harness.tracing.collectives.call import Call
-from harness.worlds.threads.buffer_guard import Loan, is_freed
-from harness.worlds.threads.rendezvous import Awaited, Receipt
+from harness.worlds.threads.buffer_guard import BufferGuard, is_freed
+from harness.worlds.threads.rendezvous import PendingOp, PostedReceive
 
-__all__ = ["LateWork", "Lateness", "Office"]
+__all__ = ["Delay", "DelayedWork", "WorkOwner"]
 
 
 @dataclass(slots=True)
-class Lateness:
+class Delay:
     """How late a result is that everybody has come for.
 
     ``num_calls``: after so many further calls of its rank it is written, wait or no wait; None: not before the
@@ -31,31 +31,31 @@ class Lateness:
     num_polls: int = 0
 
 
-class Office(Protocol):
+class WorkOwner(Protocol):
     """Who keeps works: has their ranks wait, and is told what becomes of them."""
 
-    def block(self, awaited: Awaited, call: Call, timeout_s: float | None) -> None:
+    def block(self, awaited: PendingOp, call: Call, timeout_s: float | None) -> None:
         """Return once ``awaited`` is complete; raises its error, a timeout, or the world's end."""
 
     def give_way(self) -> None:
         """Let other ranks run: this one asks over and over."""
 
-    def delivered(self, work: LateWork, loan: Loan | None) -> None:
+    def delivered(self, work: DelayedWork, loan: BufferGuard | None) -> None:
         """Take note that a result is about to be written; the loan of an asynchronous call ends."""
 
 
-class LateWork(dist.Work):
+class DelayedWork(dist.Work):
     """One rank's part in something awaited; results are written by the rank's own thread, when it waits.
 
     Or earlier, where its lateness says so.
     """
 
     def __init__(
-        self, call: Call, awaited: Awaited, office: Office, loan: Loan | None, lateness: Lateness
+        self, call: Call, awaited: PendingOp, office: WorkOwner, loan: BufferGuard | None, lateness: Delay
     ) -> None:
         super().__init__()
         self._pending: Call | None = call  # None once delivered, so that the tensors can go
-        self._awaited: Awaited | None = awaited
+        self._awaited: PendingOp | None = awaited
         self._office = office
         self._loan = loan
         self._lateness = lateness
@@ -74,7 +74,7 @@ class LateWork(dist.Work):
                 return True
             if awaited is not None:
                 self._office.block(awaited, call, limit_s or call.timeout_s)
-                if isinstance(awaited, Receipt):
+                if isinstance(awaited, PostedReceive):
                     self._source = awaited.source
                 with raw_access():
                     self._office.delivered(self, self._loan)
@@ -143,7 +143,7 @@ class LateWork(dist.Work):
         return self.source_rank()
 
 
-def _deliver(awaited: Awaited, call: Call) -> None:
+def _deliver(awaited: PendingOp, call: Call) -> None:
     for i, outputs in enumerate(call.outputs):
         if not outputs or any(map(is_freed, outputs)):  # to write there would end the process; the loan tells
             continue

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import ShardingStrategy
 
 from fixtures.tower import fill, whole_numbers
-from harness.cases.script import Bench
+from harness.cases.script import InterfaceBench
 from suites.wrapper.exercises.wrapped import same, whole, wrap
 
 __all__ = ["DIFFERS", "TIMES", "VALUES", "initialises", "moves", "resets", "synchronises"]
@@ -54,7 +54,7 @@ def _expected() -> dict[str, torch.Tensor]:
     return {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
-def resets(bench: Bench) -> None:
+def resets(bench: InterfaceBench) -> None:
     """Wrap a model without memory: each module resets itself."""
     model = _model("meta")
     buffers = [module for module in model.modules() if isinstance(module, _Layer)]
@@ -63,7 +63,7 @@ def resets(bench: Bench) -> None:
     bench.note("buffers", [layer.offset[0].item() for layer in buffers])
 
 
-def initialises(bench: Bench) -> None:
+def initialises(bench: InterfaceBench) -> None:
     """Wrap it with a function that initialises: the function has the last word, and is called once a module."""
     calls: Counter[int] = Counter()
     model = _model("meta")
@@ -85,7 +85,7 @@ def initialises(bench: Bench) -> None:
     bench.note(TIMES, [calls[id(layer)] for layer in layers])
 
 
-def moves(bench: Bench) -> None:
+def moves(bench: InterfaceBench) -> None:
     """Note where parameters and buffers are that were made without memory, and where forward runs."""
     model = _model("meta")
     root = wrap(bench, model)
@@ -96,7 +96,7 @@ def moves(bench: Bench) -> None:
     bench.note("the output is on the device", output.device.type == bench.device.type)
 
 
-def synchronises(bench: Bench, strategy: ShardingStrategy) -> None:
+def synchronises(bench: InterfaceBench, strategy: ShardingStrategy) -> None:
     """Start with other values on each rank: note whether any goes on with its own; hybrid ones have two replicas.
 
     Where tensors are on the host an engine may refuse, since the wrapper promises to send between devices alone.

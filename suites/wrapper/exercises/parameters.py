@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffload, ShardingStrategy
 
 from fixtures.tower import Block, Tower, rows
-from harness.cases.script import Bench
+from harness.cases.script import InterfaceBench
 from suites.wrapper.exercises.wrapped import clean, same, takes_the_step_of, units_of, wrap
 
 __all__ = [
@@ -33,13 +33,13 @@ SUMS = "numbers of elements over ranks as the model has them"
 IGNORED = "ignored parameters as they were"
 
 
-def _sum_over_ranks(bench: Bench, numbers: list[int]) -> list[int]:
+def _sum_over_ranks(bench: InterfaceBench, numbers: list[int]) -> list[int]:
     total = torch.tensor(numbers, device=bench.device)
     dist.all_reduce(total)
     return [int(number) for number in total]
 
 
-def shows_pieces(bench: Bench) -> None:
+def shows_pieces(bench: InterfaceBench) -> None:
     """With use_orig_params each rank has 1-D pieces by the old names, which make up the parameters."""
     plain = dict(Tower().named_parameters())
     root = wrap(bench, Tower(), auto_wrap_policy=bench.names.ModuleWrapPolicy({Block}))
@@ -50,7 +50,7 @@ def shows_pieces(bench: Bench) -> None:
     bench.note(SUMS, sizes == [p.numel() for p in plain.values()])
 
 
-def shows_flat(bench: Bench) -> None:
+def shows_flat(bench: InterfaceBench) -> None:
     """Without use_orig_params each unit has one flat parameter, of which each rank has its padded part."""
     model = Tower()
     sizes = Counter(_unit_of(name) for name, p in model.named_parameters() for _ in range(p.numel()))
@@ -70,7 +70,7 @@ def _unit_of(name: str) -> str:
     return ".".join(name.split(".")[:2]) if name.startswith("blocks.") else ""
 
 
-def shows_states(bench: Bench, strategy: ShardingStrategy | None) -> None:
+def shows_states(bench: InterfaceBench, strategy: ShardingStrategy | None) -> None:
     """Note of one unit whether it is whole: before forward, after it, and after backward."""
     model = Tower()
     root = wrap(
@@ -90,7 +90,7 @@ def shows_states(bench: Bench, strategy: ShardingStrategy | None) -> None:
 
 
 # Any: options of the wrapper.
-def _over(bench: Bench, strategy: ShardingStrategy | None) -> dict[str, Any]:
+def _over(bench: InterfaceBench, strategy: ShardingStrategy | None) -> dict[str, Any]:
     if strategy is None:
         return {}
     if "HYBRID" not in strategy.name:
@@ -99,7 +99,7 @@ def _over(bench: Bench, strategy: ShardingStrategy | None) -> dict[str, Any]:
     return {"sharding_strategy": strategy, "device_mesh": mesh}
 
 
-def shards_over_a_group(bench: Bench, kind: str) -> None:
+def shards_over_a_group(bench: InterfaceBench, kind: str) -> None:
     """Over half of the ranks: what is sharded and averaged stays among them. ``kind`` is group or mesh."""
     half = bench.size // 2
     mesh = init_device_mesh(bench.device.type, (2, half), mesh_dim_names=("outer", "inner"))
@@ -110,7 +110,7 @@ def shards_over_a_group(bench: Bench, kind: str) -> None:
     takes_the_step_of(bench, range(bench.rank // half * half, (bench.rank // half + 1) * half), **options)
 
 
-def trains_in_replicas(bench: Bench, kind: str, strategy: ShardingStrategy) -> None:
+def trains_in_replicas(bench: InterfaceBench, kind: str, strategy: ShardingStrategy) -> None:
     """In two replicas: all ranks train one model. ``kind`` is groups or mesh."""
     half = bench.size // 2
     mesh = init_device_mesh(bench.device.type, (2, half), mesh_dim_names=("replicate", "shard"))
@@ -126,7 +126,7 @@ def trains_in_replicas(bench: Bench, kind: str, strategy: ShardingStrategy) -> N
     bench.note("each replica holds the model once", 2 * total <= sizes <= 2 * (total + 16 * half))
 
 
-def ignores(bench: Bench, kind: str) -> None:
+def ignores(bench: InterfaceBench, kind: str) -> None:
     """Leave the head alone: named as a module, or by its parameters. Its gradient is the rank's own."""
     model, plain = Tower(), Tower()
     given: dict[str, dict[str, Any]] = {
@@ -146,7 +146,7 @@ def ignores(bench: Bench, kind: str) -> None:
     bench.note("gradients of ignored parameters are the rank's own", same(got, own))
 
 
-def keeps_on_the_host(bench: Bench) -> None:
+def keeps_on_the_host(bench: InterfaceBench) -> None:
     """Offload: shards and gradients are on the host between steps, and the step is right."""
     root = takes_the_step_of(bench, range(bench.size), cpu_offload=CPUOffload(offload_params=True))
     homes = {t.device.type for p in root.parameters() for t in (p, p.grad) if t is not None}

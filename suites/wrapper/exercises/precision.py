@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecision
 
-from harness.cases.script import Bench
+from harness.cases.script import InterfaceBench
 from suites.wrapper.exercises.wrapped import wrap
 
 __all__ = ["casts", "excepts_batch_norm", "keeps", "reduces"]
@@ -38,7 +38,7 @@ class _Inner(_Witness):
     """What is made a unit."""
 
 
-def casts(bench: Bench, precision: MixedPrecision) -> None:
+def casts(bench: InterfaceBench, precision: MixedPrecision) -> None:
     """Note what root and unit saw in forward, and the dtypes of parameters, gradients and output."""
     inner = _Inner()
     model = _Witness(inner)
@@ -52,7 +52,7 @@ def casts(bench: Bench, precision: MixedPrecision) -> None:
     bench.note("the root returned", output.dtype)
 
 
-def keeps(bench: Bench, precision: MixedPrecision) -> None:
+def keeps(bench: InterfaceBench, precision: MixedPrecision) -> None:
     """Note the dtypes of shards before and after a step, and of their gradients."""
     root = wrap(bench, _Witness(), mixed_precision=precision)
     optimizer = torch.optim.SGD(root.parameters(), lr=2.0**-10)
@@ -69,7 +69,7 @@ def keeps(bench: Bench, precision: MixedPrecision) -> None:
     bench.note("shards are updated in full", bool((weight == 1 - 2.0**-9).all()))
 
 
-def reduces(bench: Bench, precision: MixedPrecision) -> None:
+def reduces(bench: InterfaceBench, precision: MixedPrecision) -> None:
     """Note whether gradients that bfloat16 holds are averaged to a mean that it does not hold."""
     root = wrap(bench, _Witness(), mixed_precision=precision)
     of_ranks = [256.0 + 2 * (rank % 2) for rank in range(bench.size)]
@@ -91,7 +91,7 @@ class _Normed(nn.Module):
         return output
 
 
-def excepts_batch_norm(bench: Bench) -> None:
+def excepts_batch_norm(bench: InterfaceBench) -> None:
     """Note in what BatchNorm computes beside a layer in low precision."""
     model = _Normed()
     norm, layer = model.norm, model.layer

@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 
 from fixtures.tower import Tower, rows
-from harness.cases.script import Bench
+from harness.cases.script import InterfaceBench
 from suites.wrapper.exercises.wrapped import wrap
 
 __all__ = ["skips_together"]
 
 
-def skips_together(bench: Bench, is_last: bool) -> None:
+def skips_together(bench: InterfaceBench, is_last: bool) -> None:
     """Make the gradients of one rank infinite, the first or the last, and then take an honest step."""
     root = wrap(bench, Tower())
     optimizer = torch.optim.SGD(root.parameters(), lr=2.0**-6)

@@ -23,7 +23,7 @@ from torch.distributed.fsdp import (
 )
 
 from fixtures.tower import Block, Tower, rows
-from harness.cases.script import Bench
+from harness.cases.script import InterfaceBench
 from suites.wrapper.exercises.wrapped import raised, wrap
 
 __all__ = [
@@ -48,11 +48,11 @@ CONFIGS: dict[StateDictType, tuple[type[StateDictConfig], type[OptimStateDictCon
 
 
 # Any: engines share no base class.
-def _root(bench: Bench, **options: Any) -> Any:
+def _root(bench: InterfaceBench, **options: Any) -> Any:
     return wrap(bench, Tower(), auto_wrap_policy=bench.names.ModuleWrapPolicy({Block}), **options)
 
 
-def keeps_settings(bench: Bench, kind: StateDictType) -> None:
+def keeps_settings(bench: InterfaceBench, kind: StateDictType) -> None:
     """Set type and configs, with nothing said of configs and with everything, and note what is told of them."""
     api, root = bench.names.FullyShardedDataParallel, _root(bench)
     of_parameters, of_optimizer = CONFIGS[kind]
@@ -73,7 +73,7 @@ def _offloads(api: Any, root: nn.Module) -> bool:
     return offloads
 
 
-def refuses_others(bench: Bench, kind: StateDictType) -> None:
+def refuses_others(bench: InterfaceBench, kind: StateDictType) -> None:
     """Set a type with the configs of each other type, and note that none is taken and nothing is changed."""
     api, root = bench.names.FullyShardedDataParallel, _root(bench)
     own, _ = CONFIGS[kind]
@@ -93,13 +93,13 @@ def _elements(value: Any) -> int:  # Any: a tensor of whatever kind
     return int(local.numel())
 
 
-def _spread(bench: Bench, numbers: dict[str, int]) -> dict[str, int]:
+def _spread(bench: InterfaceBench, numbers: dict[str, int]) -> dict[str, int]:
     total = torch.tensor(list(numbers.values()), device=bench.device)
     torch.distributed.all_reduce(total)
     return dict(zip(numbers, total.tolist(), strict=True))
 
 
-def forms_of_parameters(bench: Bench, kind: str) -> None:
+def forms_of_parameters(bench: InterfaceBench, kind: str) -> None:
     """Note the form of a state dict: where it is, and how much of each parameter."""
     mesh = init_device_mesh(bench.device.type, (bench.size,))
     api, root = bench.names.FullyShardedDataParallel, _root(bench, device_mesh=mesh)
@@ -115,7 +115,7 @@ def forms_of_parameters(bench: Bench, kind: str) -> None:
     _note_form(bench, {name: _elements(v) for name, v in got.items() if "shift" not in name}, plain, kind)
 
 
-def _note_form(bench: Bench, sizes: dict[str, int], plain: dict[str, int], kind: str) -> None:
+def _note_form(bench: InterfaceBench, sizes: dict[str, int], plain: dict[str, int], kind: str) -> None:
     whole = {name: size for name, size in plain.items() if "shift" not in name}
     if kind == "full on rank 0" and bench.rank:
         bench.note("form", "as asked" if not sizes else f"not empty: {sorted(sizes)}")
@@ -126,7 +126,7 @@ def _note_form(bench: Bench, sizes: dict[str, int], plain: dict[str, int], kind:
         bench.note("form", "as asked" if sizes == whole else "not whole")
 
 
-def forms_of_optimizer_state(bench: Bench, kind: str) -> None:
+def forms_of_optimizer_state(bench: InterfaceBench, kind: str) -> None:
     """Note the form of an optimizer's state."""
     mesh = init_device_mesh(bench.device.type, (bench.size,))
     api, root = bench.names.FullyShardedDataParallel, _root(bench, device_mesh=mesh)
@@ -144,14 +144,14 @@ def forms_of_optimizer_state(bench: Bench, kind: str) -> None:
 
 
 # Any: engines share no base class.
-def _stepped(bench: Bench, root: Any) -> torch.optim.Optimizer:
+def _stepped(bench: InterfaceBench, root: Any) -> torch.optim.Optimizer:
     optimizer = torch.optim.SGD(root.parameters(), lr=0.5, momentum=0.5)
     root(rows(bench.rank).to(bench.device)).sum().backward()
     optimizer.step()
     return optimizer
 
 
-def rekeys(bench: Bench) -> None:
+def rekeys(bench: InterfaceBench) -> None:
     """Turn an optimizer's state from names to ids, and back."""
     api, root = bench.names.FullyShardedDataParallel, _root(bench)
     optimizer = _stepped(bench, root)

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
 
 from engine.contract import WrapperNames
 from fixtures.tower import WIDTH, Block, Tower, rows
-from harness.cases.script import Bench
+from harness.cases.script import InterfaceBench
 from suites.wrapper.exercises.wrapped import takes_the_step_of, units_of, wrap
 
 __all__ = [
@@ -52,19 +52,19 @@ _POLICIES: dict[str, Callable[[WrapperNames], Any]] = {
 }
 
 
-def wraps_by_policy(bench: Bench, policy: str) -> None:
+def wraps_by_policy(bench: InterfaceBench, policy: str) -> None:
     """Wrap a tower by a policy, and train it."""
     root = takes_the_step_of(bench, range(bench.size), auto_wrap_policy=_POLICIES[policy](bench.names))
     bench.note(UNITS, units_of(bench, root, Tower()))
 
 
-def wraps_everything(bench: Bench) -> None:
+def wraps_everything(bench: InterfaceBench) -> None:
     """Wrap every module of a block, which has no bare list of modules to be warned of."""
     root = wrap(bench, Block(), auto_wrap_policy=bench.names.always_wrap_policy)
     bench.note(UNITS, units_of(bench, root, Block()))
 
 
-def asks_from_the_leaves_up(bench: Bench) -> None:
+def asks_from_the_leaves_up(bench: InterfaceBench) -> None:
     """Note of which modules a policy is asked whether they are units, and how much no unit has yet."""
     model = Tower()
     known = {module: name for name, module in model.named_modules()}
@@ -79,7 +79,7 @@ def asks_from_the_leaves_up(bench: Bench) -> None:
     bench.note("asked", ", ".join(asked))
 
 
-def hands_down_options(bench: Bench) -> None:
+def hands_down_options(bench: InterfaceBench) -> None:
     """Give options to the root, and note what becomes of them in a unit inside."""
     model = Tower()
     low = MixedPrecision(param_dtype=torch.bfloat16, buffer_dtype=torch.bfloat16)
@@ -95,7 +95,7 @@ def hands_down_options(bench: Bench) -> None:
     bench.note("flat inside", all(isinstance(p, bench.names.FlatParameter) for p in flat.parameters()))
 
 
-def overrides_options_of_one(bench: Bench) -> None:
+def overrides_options_of_one(bench: InterfaceBench) -> None:
     """Keep one block after forward, the root's option being to free."""
     model = Tower()
     kept = model.blocks[0]
@@ -108,7 +108,7 @@ def overrides_options_of_one(bench: Bench) -> None:
     bench.note(UNITS, units_of(bench, root, Tower()))
 
 
-def wraps_as_annotated(bench: Bench) -> None:
+def wraps_as_annotated(bench: InterfaceBench) -> None:
     """Note what wrap does outside of enable_wrap, inside with its options, and with options of its own."""
     names = bench.names
     layer = nn.Linear(2, 2)
@@ -124,7 +124,7 @@ def wraps_as_annotated(bench: Bench) -> None:
     bench.note("outside again", names.wrap(layer) is layer)
 
 
-def warns_of_containers(bench: Bench, is_dict: bool) -> None:
+def warns_of_containers(bench: InterfaceBench, is_dict: bool) -> None:
     """Note whether wrapping a bare list or dict of modules, and then a plain module, is warned of."""
     bare = nn.ModuleDict({"layer": nn.Linear(2, 2)}) if is_dict else nn.ModuleList([nn.Linear(2, 2)])
     for subject, module in (("warned of a container", bare), ("warned of a module", nn.Linear(2, 2))):

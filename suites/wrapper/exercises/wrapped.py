@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from fixtures.tower import Tower, rows
-from harness.cases.script import Bench
+from harness.cases.script import InterfaceBench
 
 __all__ = ["GRADIENTS", "clean", "raised", "same", "takes_the_step_of", "units_of", "whole", "wrap"]
 
@@ -19,7 +19,7 @@ _PREFIX = "_fsdp_wrapped_module."  # what the wrapper puts into names, and docum
 
 
 # Any: engines share no base class.
-def wrap(bench: Bench, module: nn.Module, **options: Any) -> Any:
+def wrap(bench: InterfaceBench, module: nn.Module, **options: Any) -> Any:
     """Wrap a module where the rank computes, parameters under their own names unless told otherwise."""
     given = {"device_id": bench.device, "use_orig_params": True, **options}
     return bench.names.FullyShardedDataParallel(module, **given)
@@ -30,13 +30,13 @@ def clean(name: str) -> str:
     return name.replace(_PREFIX, "").removesuffix(_PREFIX[:-1]).removesuffix(".")
 
 
-def whole(bench: Bench, root: nn.Module) -> dict[str, torch.Tensor]:
+def whole(bench: InterfaceBench, root: nn.Module) -> dict[str, torch.Tensor]:
     """Read all parameters, gathered, by their original names."""
     with bench.names.FullyShardedDataParallel.summon_full_params(root, writeback=False):
         return {clean(name): p.detach().clone() for name, p in root.named_parameters()}
 
 
-def units_of(bench: Bench, root: nn.Module, plain: nn.Module) -> list[str]:
+def units_of(bench: InterfaceBench, root: nn.Module, plain: nn.Module) -> list[str]:
     """Name the modules that were wrapped, as the model ``plain`` called them; sorted."""
     known = {clean(name): name for name, _ in plain.named_modules()}
     units = {id(unit) for unit in bench.names.FullyShardedDataParallel.fsdp_modules(root)}
@@ -52,7 +52,7 @@ def same(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> boo
 
 
 # Any: options of the wrapper, and the wrapper.
-def takes_the_step_of(bench: Bench, ranks: range, **options: Any) -> Any:
+def takes_the_step_of(bench: InterfaceBench, ranks: range, **options: Any) -> Any:
     """Take one step of a tower, compare it with that of one process with the data of ``ranks``, give the root."""
     plain = Tower()
     sum(plain(rows(rank)).sum() for rank in ranks).backward()

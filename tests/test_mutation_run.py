@@ -1,4 +1,4 @@
-"""A hunt from end to end: marks to pairs, pairs to verdicts, verdicts to an exit code; honest engines must not die."""
+"""Mutation testing from end to end: from marks to an exit code; an honest engine among the mutants survives."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from harness.runner.invoke import CONFORMS, DOES_NOT_CONFORM, USAGE
 
 ROOT = Path(__file__).resolve().parents[1]
 
-# The first test waits for the hunts of all, which starve on a busy machine.
+# The first test waits for the runs of all, which starve on a busy machine.
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(530)]
 
 
@@ -38,8 +38,8 @@ from harness.cases.training import Schedule, Training
 from harness.laws.parity import MatchesOracle
 from harness.runner.fixture import Trial
 
-pytestmark = pytest.mark.prey("{module}")
-three = pytest.param(2, marks=pytest.mark.prey("KeepsOnlyTheLastMicrobatch", world="threads:3"))
+pytestmark = pytest.mark.kills("{module}")
+three = pytest.param(2, marks=pytest.mark.kills("KeepsOnlyTheLastMicrobatch", world="threads:3"))
 
 def holds(trial, microbatches=1):
     schedule = Schedule(steps=2, microbatches=microbatches)
@@ -49,7 +49,7 @@ def holds(trial, microbatches=1):
 def test_kills(trial: Trial, microbatches):
     holds(trial, microbatches)
 
-@pytest.mark.prey("Posing")
+@pytest.mark.kills("Posing")
 def test_cannot_tell(trial: Trial):
     holds(trial)
 """
@@ -59,22 +59,23 @@ from harness.runner.fixture import Trial
 def test_unmarked(trial: Trial):
     raise AssertionError("never run")
 """
-# One process for all three, because importing torch takes longer than the hunts.
+# One process for all three, because importing torch takes longer than the runs.
 HUNTS = """
 import sys
 from pathlib import Path
 from harness.cli.main import main
-from harness.cli.mutants import Request, Target, hunt, shipped
+from harness.cli.mutants import Request, Target, run_mutants, shipped
 
 folder = Path(sys.argv[1])
-posing = Target(name="Posing", engine="tests.test_hunt:Posing", sin="none", trace="NUMBERS", verdicts=("FAILED",))
+engine = "tests.test_mutation_run:Posing"
+posing = Target(name="Posing", engine=engine, sin="none", trace="NUMBERS", verdicts=("FAILED",))
 names = {"SumsInsteadOfAveraging", "KeepsOnlyTheLastMicrobatch"}
 targets = (*(t for t in shipped() if t.name in names), posing)
 
 def goes(suite, num_workers):
     out = folder / f"{suite}-out"
     where = {"suites": (folder / suite,), "worlds": ("threads:2",), "out": out}
-    return hunt(Request(targets=targets, num_workers=num_workers, **where))
+    return run_mutants(Request(targets=targets, num_workers=num_workers, **where))
 
 print("code of honest", goes("honest", 1))
 print("code of misspelt", goes("misspelt", 0))
@@ -90,8 +91,8 @@ def _suite(folder: Path, **files: str) -> None:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Hunted:
-    """What three hunts printed and left."""
+class MutationRuns:
+    """What three runs printed and left."""
 
     folder: Path
     stderr: str
@@ -100,8 +101,8 @@ class Hunted:
 
 
 @cache  # one process for all tests below
-def _hunted() -> Hunted:
-    folder = Path(mkdtemp(prefix="shardproof-hunt-"))
+def _run() -> MutationRuns:
+    folder = Path(mkdtemp(prefix="shardproof-mutants-"))
     _suite(folder / "honest", marked=SUITE.format(module="SumsInsteadOfAveraging"), unmarked=UNMARKED)
     _suite(folder / "misspelt", marked=SUITE.format(module="SumsInstedOfAveraging"))
     done = subprocess.run(
@@ -114,7 +115,7 @@ def _hunted() -> Hunted:
     )
     parts = re.findall(r"(.*?)^code of (\w+) (\d)$", done.stdout, re.M | re.S)
     assert len(parts) == 3, done.stdout + done.stderr
-    return Hunted(
+    return MutationRuns(
         folder=folder,
         stderr=done.stderr,
         stdout={suite: text for text, suite, _ in parts},
@@ -122,40 +123,40 @@ def _hunted() -> Hunted:
     )
 
 
-def test_a_hunt_runs_exactly_the_pairs_of_its_marks() -> None:
-    hunted = _hunted()
-    found = json.loads((hunted.folder / "honest-out" / "kills.json").read_text())["pairs"]
+def test_a_run_takes_exactly_the_pairs_of_its_marks() -> None:
+    run = _run()
+    found = json.loads((run.folder / "honest-out" / "kills.json").read_text())["pairs"]
     assert sorted((p["case"].partition("::")[2], p["mutant"], p["world"], p["fate"]) for p in found) == [
         ("test_cannot_tell", "Posing", "threads:2", "survived"),
         ("test_cannot_tell", "SumsInsteadOfAveraging", "threads:2", "killed"),
         ("test_kills[1]", "SumsInsteadOfAveraging", "threads:2", "killed"),
         ("test_kills[2]", "KeepsOnlyTheLastMicrobatch", "threads:3", "killed"),
         ("test_kills[2]", "SumsInsteadOfAveraging", "threads:2", "killed"),
-    ], hunted.stdout["honest"]
+    ], run.stdout["honest"]
 
 
-def test_an_honest_engine_that_poses_as_prey_fails_the_hunt() -> None:
-    hunted = _hunted()
-    told = hunted.stdout["honest"]
-    assert hunted.codes["honest"] == DOES_NOT_CONFORM, told
+def test_an_honest_engine_that_poses_as_a_mutant_fails_the_run() -> None:
+    run = _run()
+    told = run.stdout["honest"]
+    assert run.codes["honest"] == DOES_NOT_CONFORM, told
     assert "Posing in threads:2 on" in told
     last = told.strip().splitlines()[-1]
     assert last.startswith(
-        "2 of 3 mutants killed, 3 of 4 cases kill at least one, 1 prey survived; 5 pairs in"
+        "2 of 3 mutants killed, 3 of 4 cases kill at least one, 1 pairs survived; 5 pairs in"
     )
-    kept = (hunted.folder / "honest-out" / "kills.md").read_text()
+    kept = (run.folder / "honest-out" / "kills.md").read_text()
     assert "Mutants that no case kills:\n\n- Posing: none" in kept
 
 
-def test_a_case_without_a_prey_mark_is_told_and_never_run() -> None:
-    assert "test_unmarked: no prey mark" in _hunted().stdout["honest"]
+def test_a_case_without_a_kills_mark_is_named_and_never_run() -> None:
+    assert "test_unmarked: no kills mark" in _run().stdout["honest"]
 
 
-def test_a_misspelt_mutant_ends_the_hunt() -> None:
-    hunted = _hunted()
-    assert hunted.codes["misspelt"] == USAGE
-    assert "got 'SumsInstedOfAveraging'; try 'SumsInsteadOfAveraging'" in hunted.stderr
-    assert not (hunted.folder / "misspelt-out").exists()
+def test_a_misspelt_mutant_ends_the_run() -> None:
+    run = _run()
+    assert run.codes["misspelt"] == USAGE
+    assert "got 'SumsInstedOfAveraging'; try 'SumsInsteadOfAveraging'" in run.stderr
+    assert not (run.folder / "misspelt-out").exists()
 
 
 def test_what_a_worker_refuses_ends_the_session(request: pytest.FixtureRequest) -> None:
@@ -170,7 +171,7 @@ def test_what_a_worker_refuses_ends_the_session(request: pytest.FixtureRequest) 
 
 
 def test_the_command_kills_with_the_smoke_suite() -> None:
-    hunted = _hunted()
-    assert hunted.codes["smoke"] == CONFORMS, hunted.stdout["smoke"]
-    last = hunted.stdout["smoke"].strip().splitlines()[-1]
+    run = _run()
+    assert run.codes["smoke"] == CONFORMS, run.stdout["smoke"]
+    last = run.stdout["smoke"].strip().splitlines()[-1]
     assert last.startswith("1 of 1 mutants killed, 1 of 1 cases kill at least one; 1 pairs in")
