@@ -34,8 +34,9 @@ from harness.runner.session import Source, TrialSession
 from harness.runner.target import Cell
 from harness.verdicts.case import Case, Refusal
 from harness.verdicts.known_failures import expected
-from harness.worlds.processes.forkserver import warm_up
+from harness.worlds.processes.forkserver import NUM_SERVERS, warm_up
 from harness.worlds.sizes import Sizes
+from harness.worlds.spec import WorldKind
 from suites.upstream import TABLES, TESTS
 
 __all__ = ["Trial"]
@@ -161,7 +162,8 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         config.workeroutput[UNAVAILABLE_FROM_WORKER] = unavailable
     if will_run(config) and any("trial" in getattr(item, "fixturenames", ()) for item in session.items):
         try:
-            warm_up(config.getoption("--deadline"))
+            are_processes = any(_is_of_processes(item) for item in session.items)
+            warm_up(config.getoption("--deadline"), num_servers=NUM_SERVERS if are_processes else 1)
         except HarnessBug as error:
             pytest.exit(str(error), returncode=pytest.ExitCode.INTERNAL_ERROR)
 
@@ -207,6 +209,11 @@ def _makes_sense(item: pytest.Item) -> bool:
 def _cell(item: pytest.Item) -> Cell | None:
     callspec = getattr(item, "callspec", None)
     return callspec.params.get("cell") if callspec is not None else None
+
+
+def _is_of_processes(item: pytest.Item) -> bool:
+    cell = _cell(item)
+    return cell is not None and cell.world.kind is WorldKind.PROCESSES and cell.world.size > 1
 
 
 def _is_known(item: pytest.Item, known: set[tuple[str, str, str]] | None) -> bool:

@@ -23,7 +23,7 @@ from harness.runner.options import RunOptions
 from harness.runner.record_writer import RecordWriter
 from harness.runner.target import Cell
 from harness.verdicts import known_failures_file
-from harness.worlds.processes.forkserver import forkserver_context
+from harness.worlds.processes.forkserver import draw_hash_seeds, forkserver_context
 from harness.worlds.processes.lineage import die_with_parent
 from harness.worlds.spec import WorldSpec
 
@@ -109,6 +109,7 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(Refusals(), "shardproof-refusals")
     # Under xdist the workers run the cases, each with "no" of its own.
     if config.getoption("dist", "no") == "no":
+        draw_hash_seeds(config.stash[EFFORT].seed)
         if _will_run_suites(config):
             forkserver_context()  # it does its imports while this process does its own
         config.pluginmanager.import_plugin("harness.runner.fixture")

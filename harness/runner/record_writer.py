@@ -27,6 +27,7 @@ from harness.runner.options import RunOptions
 from harness.runner.target import Cell
 from harness.torch_compat.releases import remark
 from harness.verdicts.known_failures import Ran, unused
+from harness.worlds.processes.forkserver import hash_seeds
 
 __all__ = [
     "CATALOGUE",
@@ -171,6 +172,7 @@ class RecordWriter:
             start,
             num_schedules=self._effort.num_schedules,
             is_thorough=self._effort.is_thorough,
+            hash_seeds=hash_seeds(self._effort.seed),
             expectations=self._expectations,
         )
         with self._stopping():

@@ -1,4 +1,10 @@
-"""The fork server: one warm process per session, of which every host is a fork.
+"""The fork servers: warm processes of a session, of which every host is a fork.
+
+[Note: two servers] Python draws the seed of its string hashes, and with it the order of sets, when it starts. On a
+cluster each rank has its own, so an engine that communicates in the order of a set does so differently on each. A fork
+has the seed of its server. So there are two servers with different seeds: hosts of even ranks, and all that is not a
+rank, are forks of the first; hosts of odd ranks are forks of the second, which starts when it is needed. Threads of one
+process share a seed.
 
 [Note: a server that does not answer] A server may be stopped, killed, or stuck in its imports. So each wait for it has
 a limit. A server that misses one is ended with its keeper and everything below them. The next call starts another.
@@ -8,27 +14,33 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import random
 import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from harness.errors import HarnessBug
 from harness.worlds.processes.lineage import below, has_ended, signalled
 
 __all__ = [
+    "NUM_SERVERS",
     "REPORT_LIMIT_S",
     "STATUS_WITHOUT_SERVER",
+    "draw_hash_seeds",
     "end",
     "end_server",
     "forkserver_context",
+    "hash_seeds",
     "kill",
     "started",
     "warm_up",
@@ -49,17 +61,40 @@ REPORT_LIMIT_S = 1.0
 _POLL_S = 0.01
 
 
+NUM_SERVERS = 2
+
+# Any: multiprocessing has no public name for a server; the first is its own.
+_servers: list[Any] = [forkserver._forkserver, *(forkserver.ForkServer() for _ in range(1, NUM_SERVERS))]
+_server_of: WeakKeyDictionary[ForkServerProcess, int] = WeakKeyDictionary()
+_connecting = threading.Lock()
+_seed = 0
+
+
+def draw_hash_seeds(seed: int) -> None:
+    """Draw the hash seeds of a session; servers with others are ended."""
+    global _seed
+    if seed != _seed:
+        for number in range(NUM_SERVERS):
+            end_server(number)
+    _seed = seed
+
+
+def hash_seeds(seed: int) -> tuple[int, ...]:
+    """Return ``PYTHONHASHSEED`` of each server for the seed of a session's first schedule."""
+    return tuple(random.Random(f"{seed}/{server}").randrange(1, 2**32) for server in range(NUM_SERVERS))
+
+
 @cache
 def forkserver_context() -> ForkServerContext:
-    """Return the context whose processes are forks of a warm server; starts the server on first use."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([_KEEPER, _WARM])  # in this order: see [Note: the keeper]
-    _ensure_server()
-    return context
+    """Return the context whose processes are forks of a warm server; starts the first server on first use."""
+    for server in _servers:
+        server.set_forkserver_preload([_KEEPER, _WARM])  # in this order: see [Note: the keeper]
+    _ensure_server(0)
+    return multiprocessing.get_context("forkserver")
 
 
-def started(function: Callable[..., None], *args: Any, limit_s: float) -> ForkServerProcess:
-    """Start ``function(*args)`` in a fork of the server.
+def started(function: Callable[..., None], *args: Any, limit_s: float, server: int = 0) -> ForkServerProcess:
+    """Start ``function(*args)`` in a fork of a server, the first unless another is asked for by number.
 
     The fork does not import the caller's main module, as multiprocessing would have it do: a script may be slow
     to import, or not safe to. So what is sent must come from importable modules.
@@ -68,13 +103,13 @@ def started(function: Callable[..., None], *args: Any, limit_s: float) -> ForkSe
     A server that has ended is replaced once.
     """
     try:
-        return _start(function, args, limit_s)
+        return _start(function, args, limit_s, server)
     except (OSError, EOFError):  # the server has ended, and its keeper had perhaps not
-        end_server()
+        end_server(server)
     try:
-        return _start(function, args, limit_s)
+        return _start(function, args, limit_s, server)
     except (OSError, EOFError) as error:
-        end_server()
+        end_server(server)
         raise _no_server(f"{type(error).__name__}: {error}") from error
 
 
@@ -94,15 +129,15 @@ def kill(process: ForkServerProcess) -> None:
         process.join(_POLL_S)
     process.join(REPORT_LIMIT_S)
     if process.exitcode is None:
-        end_server()
+        end_server(_server_of.get(process, 0))
         process.join(_END_LIMIT_S)
     if process.exitcode == STATUS_WITHOUT_SERVER and not has_ended(pid):
         signalled(pid, signal.SIGKILL)  # multiprocessing takes it for ended; its keeper was killed too
 
 
-def end_server() -> None:
-    """End the server, its keeper and everything below them, whatever state they are in."""
-    keeper = _pid()
+def end_server(server: int = 0) -> None:
+    """End a server, its keeper and everything below them, whatever state they are in."""
+    keeper = _pid(server)
     if keeper is None:
         return
     limit = time.monotonic() + _END_LIMIT_S
@@ -115,11 +150,15 @@ def end_server() -> None:
         time.sleep(_POLL_S)
 
 
-def warm_up(limit_s: float = _IMPORTS_LIMIT_S) -> None:
-    """Wait until the server has done its imports, so that no case is charged for them."""
-    process = started(_nothing, limit_s=limit_s)
-    process.join(limit_s)
-    end(process)
+def warm_up(limit_s: float = _IMPORTS_LIMIT_S, *, num_servers: int = 1) -> None:
+    """Wait until the servers have done their imports, so that no case is charged for them."""
+    forkserver_context()
+    for server in range(num_servers):
+        _ensure_server(server)
+    for server in range(num_servers):
+        process = started(_nothing, limit_s=limit_s, server=server)
+        process.join(limit_s)
+        end(process)
 
 
 class _Patience(threading.Thread):
@@ -128,8 +167,9 @@ class _Patience(threading.Thread):
     A server that may still import has a minute, unless it is stopped.
     """
 
-    def __init__(self, server: int | None, limit_s: float) -> None:
+    def __init__(self, number: int, server: int | None, limit_s: float) -> None:
         super().__init__(daemon=True)
+        self._number = number
         self._server = server
         self.limit_s = limit_s
         self.is_over = False
@@ -145,7 +185,7 @@ class _Patience(threading.Thread):
             if self._is_answered.wait(more_s):
                 return
         self.is_over = True
-        end_server()
+        end_server(self._number)
 
     def cancel(self) -> None:
         """Report the answer, or that none is needed any more."""
@@ -159,17 +199,21 @@ def _is_stopped(keeper: int | None) -> bool:
 _answered: set[int] = set()  # the servers that have done their imports, by pid
 
 
-def _start(function: Callable[..., None], args: tuple[Any, ...], limit_s: float) -> ForkServerProcess:
+def _start(
+    function: Callable[..., None], args: tuple[Any, ...], limit_s: float, number: int
+) -> ForkServerProcess:
     process = forkserver_context().Process(target=function, args=args)
-    _ensure_server()
-    server = _pid()
-    patience = _Patience(server, limit_s)
+    _server_of[process] = number
+    _ensure_server(number)
+    server = _pid(number)
+    patience = _Patience(number, server, limit_s)
     patience.start()
     main = sys.modules["__main__"]
     sys.modules["__main__"] = ModuleType("__main__")
     failure: OSError | EOFError | None = None
     try:
-        process.start()
+        with _connected_to(number):
+            process.start()
     except (OSError, EOFError) as error:
         failure = error
     finally:
@@ -185,19 +229,32 @@ def _start(function: Callable[..., None], args: tuple[Any, ...], limit_s: float)
     return process
 
 
-def _ensure_server() -> None:
-    """Start the server unless it runs.
+@contextmanager
+def _connected_to(number: int) -> Iterator[None]:
+    """Make multiprocessing fork from this server: it looks the function up where a process starts."""
+    with _connecting:
+        first = forkserver.connect_to_new_process
+        forkserver.connect_to_new_process = _servers[number].connect_to_new_process
+        try:
+            yield
+        finally:
+            forkserver.connect_to_new_process = first
+
+
+def _ensure_server(number: int = 0) -> None:
+    """Start a server unless it runs.
 
     Its environment is set for it alone: one OpenMP thread, because a fork of a process that ran an OpenMP region
-    with more threads hangs; and a path on which our own package is found, because the server does not take over
-    the parent's.
+    with more threads hangs; a path on which our own package is found, because the server does not take over the
+    parent's; and its hash seed.
     """
     path = os.pathsep.join([str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    wanted = {"OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+    seed = hash_seeds(_seed)[number]
+    wanted = {"OMP_NUM_THREADS": "1", "PYTHONPATH": path, "PYTHONHASHSEED": str(seed)}
     before = {name: os.environ.get(name) for name in wanted}
     os.environ.update(wanted)
     try:
-        forkserver.ensure_running()
+        _servers[number].ensure_running()
     finally:
         for name, value in before.items():
             if value is None:
@@ -206,9 +263,9 @@ def _ensure_server() -> None:
                 os.environ[name] = value
 
 
-def _pid() -> int | None:
+def _pid(number: int = 0) -> int | None:
     """Return the process that multiprocessing started: the keeper where there is one, else the server."""
-    pid: int | None = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]  # no public name
+    pid: int | None = _servers[number]._forkserver_pid
     return pid
 
 

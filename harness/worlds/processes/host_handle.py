@@ -25,6 +25,7 @@ from harness.worlds.messages import (
 from harness.worlds.outcome import Abandoned, Died, Outcome, Raised, Returned, TimedOut
 from harness.worlds.output import drop_empty, printed
 from harness.worlds.processes.forkserver import (
+    NUM_SERVERS,
     REPORT_LIMIT_S,
     STATUS_WITHOUT_SERVER,
     end,
@@ -36,6 +37,7 @@ from harness.worlds.processes.forkserver import (
 from harness.worlds.processes.host_process import host_main
 from harness.worlds.processes.lineage import can_adopt, command, has_ended, parent_of, signalled
 from harness.worlds.processes.stacks import crashed_thread, stack_of
+from harness.worlds.spec import WorldKind
 
 __all__ = ["HostHandle"]
 
@@ -57,7 +59,9 @@ class HostHandle:
         self.connection: Connection = ours
         self._inbox = Inbox(ours)
         try:
-            self._process: ForkServerProcess = started(host_main, theirs, spec, limit_s=spec.world.deadline_s)
+            self._process: ForkServerProcess = started(
+                host_main, theirs, spec, limit_s=spec.world.deadline_s, server=self._server_number
+            )
         except BaseException:
             ours.close()
             raise
@@ -65,6 +69,11 @@ class HostHandle:
             theirs.close()
         self.pid = self._process.pid or 0
         self._server = parent_of(self.pid)
+
+    @property
+    def _server_number(self) -> int:
+        """Which fork server the host comes from; see [Note: two servers]."""
+        return 0 if self.spec.world.kind is WorldKind.THREADS else self.spec.ranks[0] % NUM_SERVERS
 
     @property
     def awaited(self) -> list[Connection | int]:
@@ -105,7 +114,7 @@ class HostHandle:
             return
         self._process.join(REPORT_LIMIT_S)
         if self._process.exitcode is None:
-            end_server()
+            end_server(self._server_number)
             raise HarnessBug(
                 f"world {self.spec.world}",
                 expected=f"the fork server to report the end of the host of ranks {self.spec.ranks}",

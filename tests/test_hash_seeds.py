@@ -1,0 +1,95 @@
+"""Ranks in processes hash texts differently, as on a cluster, and the seed of a session repeats how."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from engine.adapters.torch_ddp import DistributedDataParallelEngine, PreparedDdp
+from fixtures.optimizers import SGD
+from fixtures.problems import MLP_EVEN
+from harness.cases.training import Training
+from harness.cli.main import main
+from harness.laws.parity import MatchesOracle
+from harness.records.run import read_run
+from harness.records.verdict import Verdict
+from harness.runner.session import TrialSession
+from harness.runner.target import Cell
+from harness.verdicts.case import Case
+from harness.worlds.launch import launch
+from harness.worlds.outcome import Returned
+from harness.worlds.processes.forkserver import draw_hash_seeds, hash_seeds
+from harness.worlds.rank import RankContext
+from harness.worlds.spec import WorldSpec
+
+
+def _hash(context: RankContext) -> int:
+    return hash("layers.0.weight")
+
+
+def hashes(world: str, folder: Path) -> list[int]:
+    found = []
+    for outcome in launch(WorldSpec.parse(world), _hash, folder=folder).outcomes:
+        assert isinstance(outcome, Returned)
+        assert isinstance(outcome.value, int)
+        found.append(outcome.value)
+    return found
+
+
+class _PreparedInSetOrder(PreparedDdp):
+    def step(self) -> None:
+        shapes = {name: tuple(p.shape) for name, p in self.named.named_parameters()}
+        for name in set(shapes):
+            dist.all_reduce(torch.zeros(shapes[name]))
+        super().step()
+
+
+class CommunicatesInSetOrder(DistributedDataParallelEngine):
+    """Issues a collective for each parameter, in the order of a set of names."""
+
+    prepared_type = _PreparedInSetOrder
+
+
+def test_neighbours_have_different_seeds_which_the_seed_of_the_session_repeats(tmp_path: Path) -> None:
+    first = hashes("processes:4", tmp_path / "first")
+    assert first[0] == first[2] != first[1] == first[3]
+    draw_hash_seeds(1)
+    other = hashes("processes:2", tmp_path / "other")
+    draw_hash_seeds(0)
+    assert set(other).isdisjoint(first)
+    assert hashes("processes:2", tmp_path / "again") == first[:2]
+    assert hashes("threads:2", tmp_path / "threads") == [first[0]] * 2
+
+
+def test_seeds_are_drawn_from_the_seed_of_the_session() -> None:
+    seeds = [hash_seeds(seed) for seed in range(8)]
+    assert seeds == [hash_seeds(seed) for seed in range(8)]
+    assert len({seed for pair in seeds for seed in pair}) == 16
+
+
+@pytest.mark.parametrize(
+    ("world", "verdict"), [("processes:2", Verdict.FAILED), ("threads:2", Verdict.PASSED)]
+)
+def test_an_engine_that_communicates_in_the_order_of_a_set_fails_in_processes(
+    session: TrialSession, world: str, verdict: Verdict
+) -> None:
+    training = Training(problem=MLP_EVEN, optimizer=SGD)
+    record = session.run(
+        Case(id="case", training=training, laws=(MatchesOracle(),)),
+        Cell(engine=f"{__name__}:CommunicatesInSetOrder", world=WorldSpec.parse(world, deadline_s=20.0)),
+        suite="",
+        command="",
+    )
+    assert record.verdict is verdict, record.headline
+    assert verdict is Verdict.PASSED or "all_reduce" in record.headline
+
+
+def test_a_run_records_its_seeds(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    options = ["--engine=torch.ddp", "--world=threads:2", "--suite=smoke", "--schedule-seed=3"]
+    assert main(["run", *options, f"--out={out}"]) == 0
+    draw_hash_seeds(0)
+    assert read_run(out).header.hash_seeds == hash_seeds(3)
