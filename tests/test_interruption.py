@@ -96,7 +96,7 @@ def test_ctrl_c_twice_ends_at_once(waiting: LiveRun) -> None:
     os.kill(waiting.process.pid, signal.SIGINT)
     waiting.wait_until(lambda: _takes_first(waiting), LIMIT_S)
     os.kill(waiting.process.pid, signal.SIGINT)
-    assert waiting.ended(5.0) == -signal.SIGINT, waiting.said()
+    assert waiting.ended(LIMIT_S) == -signal.SIGINT, waiting.said()
     _assert_nothing_is_left(waiting)
     assert len(read_run(waiting.out).records) == 1
 

@@ -16,7 +16,7 @@ from engine.adapters.torch_ddp import DistributedDataParallelEngine, PreparedDdp
 from engine.adapters.torch_fsdp2 import FullyShardEngine, PreparedFullyShard
 from engine.capability import Capability
 from engine.contract import Plan
-from engine.mutants.mutant import Condition, mutant
+from engine.mutants.mutant import Condition, Trace, mutant
 from engine.plan import Layout
 
 _CLIP = Plan(demands=frozenset({Capability.CLIP}))
@@ -198,7 +198,7 @@ class _PreparedSilent(PreparedFullyShard):
         return None  # type: ignore[return-value]  # the sin
 
 
-@mutant(after="pytorch/pytorch#87401", kills_on=Condition(world_size=1, plan=_CLIP))
+@mutant(after="pytorch/pytorch#87401", kills_on=Condition(world_size=1, plan=_CLIP), trace=Trace.CRASH)
 class ReturnsNoNorm(FullyShardEngine):
     """Clipping does not return the norm.
 

@@ -173,8 +173,8 @@ class Header:
     """Where, when and with what a run was made; ``expectations`` is None where raw verdicts were wanted.
 
     ``shortfalls`` is empty but in the result of judging a run again: what that run lacked, and its records that could
-    not be judged again. ``hash_seeds`` are values of ``PYTHONHASHSEED``: the first of all ranks in worlds of threads; in
-    worlds of processes the first of even and the second of odd ranks.
+    not be judged again. ``hash_seeds`` are values of ``PYTHONHASHSEED``: the first of all ranks in worlds of threads,
+    in worlds of processes the first of even and the second of odd ranks.
     """
 
     started_at: str  # ISO 8601, UTC

@@ -38,10 +38,13 @@ class Leftovers:
 
     def __init__(self, hosts: Sequence[HostHandle]) -> None:
         self._hosts = tuple(hosts)
-        self._server = parent_of(hosts[0].pid) if hosts else None
-        keeper = None if self._server is None else parent_of(self._server)
-        # Without a keeper the server is our own child, and our other children are not ours to end.
-        self._keeper = None if keeper == os.getpid() else keeper
+        servers = {server for host in hosts if (server := parent_of(host.pid)) is not None}
+        keepers = {server: parent_of(server) for server in sorted(servers)}
+        # Without a keeper a server is our own child, and our other children are not ours to end.
+        self._keepers = {
+            server: keeper for server, keeper in keepers.items() if keeper not in {None, os.getpid()}
+        }
+        self._servers = tuple(keepers)
         self._seen: dict[HostHandle, list[Process]] = {}
         self._before = {process.pid for process in self._orphans()}
 
@@ -71,10 +74,11 @@ class Leftovers:
 
     @property
     def _is_restarting(self) -> bool:
-        """Whether the server has ended and its keeper has not: no server can be started until it has."""
-        if self._keeper is None or self._server is None:
-            return False
-        return not command(self._server) and not has_ended(self._keeper)
+        """Whether a server has ended and its keeper has not: no server can be started until it has."""
+        return any(
+            not command(server) and keeper is not None and not has_ended(keeper)
+            for server, keeper in self._keepers.items()
+        )
 
     def _left(self) -> dict[tuple[int, ...], list[str]]:
         """Name what ranks left, by rank; what is below a rank that was stopped is no leftover."""
@@ -82,7 +86,7 @@ class Leftovers:
         for host, process in self._running_by_host():
             if host.ended_by_itself:
                 found.setdefault(host.spec.ranks, []).append(self._name(process))
-        for host in self._hosts if self._keeper is None else ():
+        for host in () if self._keepers else self._hosts:
             if host.is_over and host.ended_by_itself and _has_group(host):
                 found.setdefault(host.spec.ranks, ["some in its process group"])
         return found
@@ -105,11 +109,16 @@ class Leftovers:
         return [process for processes in self._seen.values() for process in processes if is_running(process)]
 
     def _orphans(self) -> list[Process]:
-        return [] if self._keeper is None else below(self._keeper, without=self._server)
+        return [
+            process
+            for server, keeper in self._keepers.items()
+            if keeper is not None
+            for process in below(keeper, without=server)
+        ]
 
     def _name(self, process: Process) -> str:
         words = command(process.pid)
-        is_fork = self._server is None or words == command(self._server)
+        is_fork = not self._servers or words in map(command, self._servers)
         name = "a fork of the rank" if is_fork else repr(words[:_LONGEST_NAME])
         is_detached = all(process.session != host.pid for host in self._hosts)
         return f"{name} in a session of its own" if is_detached else name
