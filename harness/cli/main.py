@@ -251,7 +251,9 @@ def _first_sentence(module: Path) -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="shardproof", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="shardproof", description="Judge data-parallel training engines for PyTorch."
+    )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     sub = commands.add_parser("run", help="judge engines", description=run.__doc__)
     sub.add_argument(
@@ -266,7 +268,7 @@ def _parser() -> argparse.ArgumentParser:
     group.add_argument("--no-expectations", action="store_true", help="give raw verdicts")
     sub.set_defaults(command=run)
     for command, text in (
-        (judge, "judge a run's observations again"),
+        (judge, "judge the observations of a run again"),
         (report, "write a run's reports again"),
     ):
         sub = commands.add_parser(command.__name__, help=text, description=command.__doc__)
@@ -286,7 +288,7 @@ def _parser() -> argparse.ArgumentParser:
     sub.set_defaults(command=list_all)
     _add_diff(commands)
     _add_proofs(commands)
-    sub = commands.add_parser("doctor", help="say what this machine can run", description=doctor.__doc__)
+    sub = commands.add_parser("doctor", help="report what this machine can run", description=doctor.__doc__)
     sub.set_defaults(command=doctor)
     return parser
 
@@ -310,14 +312,14 @@ def _add_diff(commands: Any) -> None:
 def _add_proofs(commands: Any) -> None:
     """Add the commands that say what the suites themselves are worth."""
     sub = commands.add_parser(
-        "coverage", help="which of torch's own tests the cases stand for", description=coverage.__doc__
+        "coverage", help="show which of torch's own tests the cases cover", description=coverage.__doc__
     )
     sub.add_argument("runs", metavar="DIR", nargs="*", help="folders of runs, whose verdicts are shown")
     sub.add_argument("--api", metavar="NAME", help="lines of this interface instead of tests: fsdp1")
     sub.add_argument("--markdown", action="store_true", help="print the table as Markdown")
     sub.set_defaults(command=coverage)
     sub = commands.add_parser(
-        "mutants", help="show that every case kills an engine wrong on purpose", description=mutants.__doc__
+        "mutants", help="run mutation testing of the suites", description=mutants.__doc__
     )
     _add_selection(sub, worlds="threads:2, 4, 3, 6 and 1, processes:2, each case in the first that suits it")
     breadth = sub.add_mutually_exclusive_group()
@@ -341,7 +343,11 @@ def _add_proofs(commands: Any) -> None:
 def _add_effort(sub: argparse.ArgumentParser) -> None:
     """Add what says how hard to look."""
     sub.add_argument(
-        "--schedule-seed", type=int, default=0, metavar="S", help="seed of the first schedule; default: 0"
+        "--schedule-seed",
+        type=int,
+        default=0,
+        metavar="S",
+        help="seed of schedules and hashes; default: 0",
     )
     sub.add_argument(
         "--schedules",

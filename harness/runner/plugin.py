@@ -67,7 +67,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
     group.addoption("--no-expectations", action="store_true", help="give raw verdicts")
     group.addoption(
-        "--schedule-seed", type=int, default=0, metavar="S", help="seed of the first schedule (default: 0)"
+        "--schedule-seed",
+        type=int,
+        default=0,
+        metavar="S",
+        help="seed of schedules and hashes (default: 0)",
     )
     group.addoption(
         "--schedules",
