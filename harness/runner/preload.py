@@ -45,6 +45,9 @@ def _leave() -> None:
 
 atexit.register(_leave)
 
+# torch draws the seed of a new process at random. Ranks that seed nothing shall start alike in every run and from either
+# server, so all start where a new generator does.
+torch.manual_seed(torch.Generator().initial_seed())
 # A fork of a process whose OpenMP pool has run with more threads hangs in its first parallel region.
 torch.set_num_threads(1)
 # What is here stays: the collector of a fork need not look at it again, and so does not copy its pages.
