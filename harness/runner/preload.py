@@ -45,7 +45,7 @@ def _leave() -> None:
 
 atexit.register(_leave)
 
-# torch draws the seed of a new process at random. Ranks that seed nothing shall start alike in every run and from either
+# torch draws the seed of a new process at random. Ranks that seed nothing shall start alike in every run, from either
 # server, so all start where a new generator does.
 torch.manual_seed(torch.Generator().initial_seed())
 # A fork of a process whose OpenMP pool has run with more threads hangs in its first parallel region.
