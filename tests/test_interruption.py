@@ -11,11 +11,13 @@ from pathlib import Path
 import pytest
 
 from benchmarks.live_run import LiveRun
+from harness.cli import main as cli
 from harness.cli.main import main
 from harness.records.run import read_run
 from harness.records.verdict import Verdict
 from harness.runner import interruption
 from harness.runner.interruption import interruptible, uninterrupted
+from harness.runner.invoke import OUR_FAULT
 
 # Far above what is needed: machines are busy. No test waits so long unless it fails.
 LIMIT_S = 60.0
@@ -133,3 +135,33 @@ def test_a_write_is_finished_before_an_interrupt() -> None:
 def test_an_error_in_a_write_is_not_hidden_by_an_interrupt() -> None:
     with pytest.raises(OSError, match="full"):
         _fail_to_write()
+
+
+def _select(monkeypatch: pytest.MonkeyPatch, call: Callable[[], int]) -> list[int]:
+    """Have a run call this instead of pytest; returns the exit codes that it concluded from."""
+    concluded: list[int] = []
+
+    def conclude(out: Path, code: int) -> int:
+        if not concluded:
+            os.kill(os.getpid(), signal.SIGINT)
+        concluded.append(code)
+        return 0
+
+    monkeypatch.setattr(cli, "call_pytest", lambda arguments: call())
+    monkeypatch.setattr(cli, "_conclude", conclude)
+    return concluded
+
+
+def test_ctrl_c_while_the_reports_are_written_lets_them_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    concluded = _select(monkeypatch, lambda: 0)
+    assert cli.main(["run", "--suite=smoke", "--engine=torch.ddp"]) == OUR_FAULT
+    assert concluded == [0]
+
+
+def test_ctrl_c_as_pytest_ends_still_writes_reports(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted() -> int:
+        raise KeyboardInterrupt
+
+    concluded = _select(monkeypatch, interrupted)
+    assert cli.main(["run", "--suite=smoke", "--engine=torch.ddp"]) == OUR_FAULT
+    assert concluded == [2]

@@ -13,7 +13,7 @@ from engine.registry import BUILT_IN, EngineNotFoundError, check_spelling
 from harness.audit.marks import WORLDS, Breadth
 from harness.errors import ShardproofError, UsageError
 from harness.records.verdict import Verdict
-from harness.runner.interruption import interruptible
+from harness.runner.interruption import interruptible, uninterrupted
 from harness.runner.invoke import (
     CONFORMS,
     DOES_NOT_CONFORM,
@@ -26,6 +26,8 @@ from harness.runner.invoke import (
 )
 
 __all__ = ["main"]
+
+_INTERRUPTED = 2  # pytest.ExitCode.INTERRUPTED, without the import
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -84,8 +86,12 @@ def run(arguments: argparse.Namespace) -> int:
         *(["-n", str(arguments.workers)] if arguments.workers else []),
         *(["-k", arguments.keyword] if arguments.keyword else []),
     ]
-    code = call_pytest([*map(str, suites(arguments.suite)), *options])
-    return _conclude(out, code)
+    try:
+        code = call_pytest([*map(str, suites(arguments.suite)), *options])
+    except KeyboardInterrupt:  # one that pytest did not take, because it was about to end
+        code = _INTERRUPTED
+    with uninterrupted():
+        return _conclude(out, code)
 
 
 def _any_is_usable(engines: Sequence[str], limit_s: float) -> bool:
