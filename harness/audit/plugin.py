@@ -103,7 +103,7 @@ class MutationPlugin:
 
     @pytest.hookimpl(tryfirst=True)  # so that the cell comes first in ids, where Node finds it
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
-        """Give every test that asks for a trial each mutant that a mark of it may name, and the placeholder once."""
+        """Parametrize every test with a trial by the placeholder and each mutant that a mark of it may name."""
         if "trial" not in metafunc.fixturenames:
             return
         cells = [

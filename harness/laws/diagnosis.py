@@ -10,7 +10,7 @@ import math
 import torch
 
 from engine.contract import Shard
-from harness.laws.hypotheses import Suspect, hypotheses, share_of
+from harness.laws.hypotheses import Suspect, factor_between, hypotheses, share_of
 from harness.laws.law import Evidence
 from harness.laws.structure import Piece
 from harness.laws.tolerance import allowed_error
@@ -89,11 +89,8 @@ def _unchanged_rows(suspect: Suspect) -> str | None:
 
 def _constant_factor(suspect: Suspect) -> str | None:
     """Find f with got = f x the reference; one element alone would fit any f."""
-    square = suspect.expected.abs().square().sum().item()
-    if suspect.expected.count_nonzero() < 2 or square == 0:
-        return None
-    factor = (suspect.got * suspect.expected.conj()).sum().item() / square
-    if not suspect.fits(suspect.expected * factor):
+    factor = factor_between(suspect.got, suspect.expected)
+    if factor is None or not suspect.fits(suspect.expected * factor):
         return None
     return f"a constant factor {factor:.6g} of the reference"
 

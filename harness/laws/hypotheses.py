@@ -14,7 +14,7 @@ from harness.laws.law import Evidence
 from harness.training.absolute_error import deviation, largest
 from harness.training.oracle import OracleObservation, OracleStep, Place, Quantity
 
-__all__ = ["Hypothesis", "Suspect", "hypotheses", "share_of"]
+__all__ = ["Hypothesis", "Suspect", "factor_between", "hypotheses", "share_of"]
 
 # A hypothesis must fit this many times better than the error it explains, else any small defect would fit
 # its neighbour.
@@ -240,8 +240,9 @@ def _of_parameter(suspect: Suspect) -> Iterator[Hypothesis]:
     if step > 0:
         yield Hypothesis(text="the previous step's value (stale)", tensor=before)
     update = suspect.expected - before
-    factor = _factor(suspect.got - before, update)
+    factor = factor_between(suspect.got - before, update)
     if factor is not None:
+        factor = factor.real
         more = ": added once more" if math.isclose(factor, 2, rel_tol=1e-3) else ""
         text = f"updated by {factor:.6g} x the reference's update{more}"
         yield Hypothesis(text=text, tensor=before + factor * update)
@@ -323,13 +324,13 @@ def _norm(tensors: list[torch.Tensor], order: float) -> float:
     return float(torch.linalg.vector_norm(elements, order))
 
 
-def _factor(got: torch.Tensor, expected: torch.Tensor) -> float | None:
+def factor_between(got: torch.Tensor, expected: torch.Tensor) -> complex | None:
     """Return the f that brings f x expected closest to got; None if one element alone would fit any f."""
     square = expected.abs().square().sum().item()
     if expected.count_nonzero() < 2 or not math.isfinite(square) or square == 0:
         return None
     factor = (got * expected.conj()).sum().item() / square
-    return factor.real if math.isfinite(abs(factor)) else None
+    return factor if math.isfinite(abs(factor)) else None
 
 
 def _share(suspect: Suspect) -> str:

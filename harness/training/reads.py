@@ -48,7 +48,7 @@ def read_gradients(prepared: PreparedModel) -> dict[str, Shard | None]:
 
 
 def read_norm(prepared: PreparedModel, max_norm: float, norm_type: float) -> float:
-    """Have the engine clip, and return the norm that it returns."""
+    """Clip through the engine, and return the norm that it returns."""
     with calling("clip_grad_norm_"):
         norm: object = prepared.clip_grad_norm_(max_norm, norm_type)
         if not isinstance(norm, SupportsFloat):
