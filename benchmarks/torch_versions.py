@@ -23,10 +23,10 @@ from pathlib import Path
 from typing import IO
 
 from engine.registry import BUILT_IN
+from harness.records.record import Verdict
 from harness.records.run import Run, read_run
-from harness.records.verdict import Verdict
 from harness.torch_compat.releases import TESTED
-from reports.tally import tally
+from reports.summary import tally
 
 ROOT = Path(__file__).resolve().parents[1]
 ENVIRONMENTS = ROOT / ".venvs"

@@ -11,10 +11,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:  # who only asks which engines there are need not wait for torch
+if TYPE_CHECKING:  # the names of engines are known without torch
     from engine.contract import Engine
-
-__all__ = ["BUILT_IN", "EngineNotFoundError", "EngineUnavailableError", "check_spelling", "resolve"]
+    from engine.mutants.mutant import Mutant
 
 # Adapters load when named, so that listing engines costs no import and one missing package hurts nobody else.
 BUILT_IN = {
@@ -52,6 +51,13 @@ def check_spelling(spec: str) -> None:
     """Raise EngineNotFoundError for a name that nothing can answer to; imports nothing."""
     if spec not in BUILT_IN and ":" not in spec:
         raise EngineNotFoundError(spec, _not_built_in(spec))
+
+
+def shipped_mutants() -> tuple[Mutant, ...]:
+    """Return the engines that are wrong on purpose, sorted by name; imports all their modules."""
+    from engine.mutants.registry import MUTANTS
+
+    return MUTANTS
 
 
 def resolve(spec: str) -> Engine:

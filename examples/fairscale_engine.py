@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from engine.contract import Capability, Engine, Plan, PreparedModel, Reshard, Shard, shard_of
+from shardproof import Capability, Engine, Plan, PreparedModel, Reshard, Shard, shard_of
 
 __all__ = ["FairscaleEngine"]
 

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
 from engine.adapters.torch_fsdp2 import FullyShardEngine
-from engine.contract import Plan, PreparedModel
+from shardproof import Plan, PreparedModel
 
 __all__ = ["FullyShardWithHook"]
 

@@ -23,7 +23,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from engine.contract import Capability, Cut, Engine, OptimizerFactory, Plan, PreparedModel, Shard, shard_of
+from shardproof import Capability, Cut, Engine, OptimizerFactory, Plan, PreparedModel, Shard, shard_of
 
 __all__ = ["ExperimentalMegatronFsdpEngine", "MegatronFsdpEngine"]
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from engine.contract import Capability, Engine, Plan, PreparedModel
+from shardproof import Capability, Engine, Plan, PreparedModel
 
 __all__ = ["AveragedReplicas", "MyEngine"]
 

@@ -13,17 +13,25 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from engine.contract import Grouping, Layout, Plan, Reshard
 from fixtures.chain import CHAIN
 from fixtures.optimizers import SGD
-from harness.cases.training import Schedule, Training, Watch
-from harness.records.timeline import RankTimeline, Timeline, read_timeline
+from harness.records.rank_timeline import RankTimeline, Timeline, read_timeline
 from harness.records.world_result import keep_result
-from harness.tracing.races.report import Race
+from harness.tracing.races.race_report import Race
 from harness.training.loop import drive_rank
-from harness.worlds.launch import launch
-from harness.worlds.spec import WorldKind, WorldSpec
-from reports.timeline import draw_alone
+from reports.timeline_svg import draw_alone
+from shardproof import (
+    Grouping,
+    Layout,
+    Plan,
+    Reshard,
+    Schedule,
+    Training,
+    Watch,
+    WorldKind,
+    WorldSpec,
+    launch,
+)
 
 __all__ = ["PICTURE", "draw_picture", "main", "observe"]
 

@@ -24,11 +24,8 @@ from torch.nn import functional
 
 from engine.reference import FSDPModule, fully_shard
 from engine.reference.collectives import DefaultAllGather, DefaultReduceScatter
-from harness.tracing.ledger import Phase
-from harness.worlds.launch import launch
-from harness.worlds.outcome import Returned
-from harness.worlds.rank import RankContext, journal_path
-from harness.worlds.spec import WorldKind, WorldSpec
+from harness.worlds.rank import journal_path
+from shardproof import Phase, RankContext, Returned, WorldKind, WorldSpec, launch
 
 __all__ = ["Event", "EventKind", "draw", "main", "record"]
 

@@ -11,17 +11,20 @@ from pathlib import Path
 
 from parameterized import parameterized  # type: ignore[import-untyped]  # it ships no types
 
-from engine.contract import Plan
 from fixtures.optimizers import SGD
 from fixtures.problems import MLP_UNEVEN
-from harness.cases.training import Training
-from harness.laws.communication.matching import RanksAgree
-from harness.laws.parity import MatchesOracle
-from harness.records.verdict import Verdict
-from harness.runner.session import Source, TrialSession
-from harness.runner.target import Cell
-from harness.verdicts.case import Case
-from harness.worlds.spec import WorldSpec
+from shardproof import (
+    Case,
+    Cell,
+    MatchesOracle,
+    Plan,
+    RanksAgree,
+    Source,
+    Training,
+    TrialSession,
+    Verdict,
+    WorldSpec,
+)
 
 ENGINE = f"{Path(__file__).parent / 'my_engine.py'}:MyEngine"
 CASE = Case(

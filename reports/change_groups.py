@@ -9,8 +9,7 @@ from types import MappingProxyType
 
 from harness.records.diff.comparison import Comparison, News, RecordChange, steady
 from harness.records.diff.traffic import Traffic, TrafficChange
-from harness.records.record import Record
-from harness.records.verdict import Verdict
+from harness.records.record import Record, Verdict
 from reports.text import ranks, size
 
 __all__ = ["TITLES", "ChangeGroup", "Line", "case_lines", "groups", "shared_world"]

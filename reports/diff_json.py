@@ -8,7 +8,7 @@ from harness.records.diff.comparability import ComparedRun
 from harness.records.diff.comparison import Comparison, RecordChange, broken_laws
 from harness.records.diff.traffic import Traffic, TrafficChange
 from harness.records.record import Record
-from reports.tally import tally
+from reports.summary import tally
 
 __all__ = ["VERSION", "render_json"]
 

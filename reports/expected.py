@@ -5,9 +5,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from harness.records.record import Expectation, Record
+from harness.records.record import Expectation, Record, Verdict
 from harness.records.run import Run
-from harness.records.verdict import Verdict
 from reports.text import one_line
 
 __all__ = ["Known", "address", "idle", "known", "stale", "told"]

@@ -7,14 +7,13 @@ from collections.abc import Iterable, Sequence
 from typing import Literal
 from xml.etree import ElementTree
 
-from harness.records.record import LawRecord, Record
+from harness.records.record import LawRecord, Record, Verdict
 from harness.records.run import Run
-from harness.records.verdict import Verdict
-from reports import autopsy
+from reports import evidence as autopsy
 from reports.evidence import headroom, outcome_groups, place
 from reports.expected import stale, told
 from reports.matrix import Column
-from reports.tally import warnings
+from reports.summary import warnings
 from reports.text import clip, one_line, printable
 
 __all__ = ["render"]

@@ -10,7 +10,7 @@ from tabulate import tabulate
 
 from harness.audit.kill_matrix import KillMatrix, MutantRow, MutantStatus, PairResult
 from harness.records.run import write_file
-from reports.case_names import by_test
+from reports.matrix import by_test
 from reports.text import duration, one_line
 
 __all__ = ["render", "render_json", "render_markdown", "summary", "write_kills"]

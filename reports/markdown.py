@@ -12,17 +12,16 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from harness.records.record import Record
+from harness.records.record import Record, Verdict
 from harness.records.run import Run
-from harness.records.verdict import Verdict
-from reports import autopsy
+from reports import evidence as autopsy
 from reports.evidence import headroom, ledger_rows, outcome_groups, place
 from reports.expected import address, idle, stale
-from reports.mark import MARKS
 from reports.markup import Budget, code, escape, num_bytes, table
-from reports.matrix import Column, Matrix, Row, arrange, by_severity, label
-from reports.tally import conclude, tally, warnings
+from reports.matrix import CaseRow, Column, Matrix, arrange, by_severity, label
+from reports.summary import conclude, tally, warnings
 from reports.text import clip, duration, printable, size, versions
+from reports.verdict_style import MARKS
 
 __all__ = ["LIMIT_BYTES", "render"]
 
@@ -137,7 +136,7 @@ def _heading(column: Column) -> str:
     return f"{escape(column.engine)}<br>{escape(column.world)}"
 
 
-def _row(row: Row, num_columns: int) -> str:
+def _row(row: CaseRow, num_columns: int) -> str:
     cells = ("".join(MARKS[record.verdict].letter for record in cell) for cell in row.cells[:num_columns])
     return f"| {' | '.join([code(row.label).replace('|', chr(92) + '|'), *map(code, cells)])} |"
 

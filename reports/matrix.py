@@ -1,17 +1,30 @@
-"""A run arranged for looking at: columns of engine and world, rows of cases grouped by suite."""
+"""A run as a matrix: columns of engine and world, rows of cases grouped by suite and folded by test."""
 
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from harness.records.record import Record
+from harness.records.record import Record, Verdict
 from harness.records.run import Run
-from harness.records.verdict import Verdict
-from reports.mark import MARKS
+from reports.text import one_line
+from reports.verdict_style import MARKS
 
-__all__ = ["Column", "Matrix", "Row", "SuiteRows", "arrange", "by_severity", "label"]
+
+def by_test(cases: Iterable[str], *, limit: int | None = None) -> list[str]:
+    """Name each test once, with how many of its cases there are; beyond ``limit`` tests, only their number."""
+    counts = Counter(case.partition("[")[0] for case in cases)
+    told = []
+    for test, count in counts.items():
+        suite = test.split("/")[0] if "/" in test else ""
+        name = one_line(f"{suite}/{label(test, suite)}" if suite else test)
+        told.append(name if count == 1 else f"{name} ({count})")
+    if limit is None or len(told) <= limit:
+        return told
+    return [*told[:limit], f"and {len(told) - limit} more"]
+
 
 _PYTEST_ID = re.compile(r"test_(?P<file>\w+)\.py::test_(?P<law>\w+)(?P<parameters>\[.*\])?", re.DOTALL)
 
@@ -25,7 +38,7 @@ class Column:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class CaseRow:
     """One case; ``cells`` has an entry for each column: no record, one, or (a problem) several."""
 
     case: str
@@ -38,7 +51,7 @@ class SuiteRows:
     """The rows of one suite."""
 
     suite: str
-    rows: tuple[Row, ...]
+    rows: tuple[CaseRow, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,10 +70,10 @@ def arrange(run: Run) -> Matrix:
     for record in run.records:
         row = cells.setdefault((record.suite, record.case), {})
         row.setdefault(Column(engine=record.engine, world=record.world), []).append(record)
-    suites: dict[str, list[Row]] = {}
+    suites: dict[str, list[CaseRow]] = {}
     for (suite, case), row in sorted(cells.items()):
         arranged = tuple(tuple(row.get(column, ())) for column in columns)
-        suites.setdefault(suite, []).append(Row(case=case, label=label(case, suite), cells=arranged))
+        suites.setdefault(suite, []).append(CaseRow(case=case, label=label(case, suite), cells=arranged))
     return Matrix(
         columns=columns, suites=tuple(SuiteRows(suite=s, rows=tuple(rows)) for s, rows in suites.items())
     )

@@ -10,13 +10,13 @@ from types import MappingProxyType
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from harness.records.record import Record
+from harness.records.record import Record, Verdict
 from harness.records.run import Run
-from harness.records.verdict import Verdict
-from reports import autopsy, evidence, expected, text
-from reports.mark import MARKS, Mark
+from reports import evidence, expected, text
+from reports import evidence as autopsy
 from reports.matrix import Column, arrange, by_severity, label
-from reports.tally import Tally, conclude, tally, warnings
+from reports.summary import Tally, conclude, tally, warnings
+from reports.verdict_style import MARKS, VerdictStyle
 
 __all__ = ["Key", "render"]
 
@@ -98,7 +98,7 @@ def _safe(value: object) -> object:
     return text.printable(value) if isinstance(value, str) and not hasattr(value, "__html__") else value
 
 
-def _mark(verdict: Verdict) -> Mark:
+def _mark(verdict: Verdict) -> VerdictStyle:
     return MARKS[verdict]
 
 

@@ -7,15 +7,14 @@ import textwrap
 
 from tabulate import tabulate
 
-from harness.records.record import Record
+from harness.records.record import Record, Verdict
 from harness.records.run import Run
-from harness.records.verdict import Verdict
-from reports import autopsy
+from reports import evidence as autopsy
 from reports.expected import idle, known, stale, told
-from reports.mark import MARKS
 from reports.matrix import Column, Matrix, arrange, by_severity, label
-from reports.tally import Tally, conclude, tally, warnings
+from reports.summary import Tally, conclude, tally, warnings
 from reports.text import duration, one_line, versions
+from reports.verdict_style import MARKS
 
 __all__ = ["render"]
 

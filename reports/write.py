@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from harness.records.run import Run, read_run, write_file
 from reports import junit, markdown, page
-from reports.pictures import pictures
+from reports.timeline_svg import pictures
 
 __all__ = ["Written", "write_reports"]
 

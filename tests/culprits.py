@@ -222,6 +222,6 @@ class QuotesADeadlock(Raises):
     """Raises one of ours."""
 
     def error(self) -> BaseException:
-        from harness.worlds.threads.errors import DeadlockError
+        from harness.worlds.threads.collective_errors import DeadlockError
 
         return DeadlockError("my queue", expected="a job", got="none", hint="another")

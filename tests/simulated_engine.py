@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 from engine.contract import Layout, Shard
-from harness.cases.loss import loss_weight
-from harness.cases.training import LoopOrder, Training, ZeroGrad
+from harness.cases.training import LoopOrder, Training, ZeroGrad, loss_weight
 from harness.records.observation import Observation, StepObservation
 
 Tensors = Mapping[str, torch.Tensor]

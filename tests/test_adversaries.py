@@ -16,11 +16,10 @@ from fixtures.problems import MLP_EVEN
 from harness.cases.training import Schedule, Training
 from harness.laws.communication.matching import RanksAgree
 from harness.laws.parity import MatchesOracle
-from harness.laws.sharding.holdings import HoldsItsShare
-from harness.records.record import Record
-from harness.records.verdict import Verdict
+from harness.laws.sharding import HoldsItsShare
+from harness.records.record import Record, Verdict
+from harness.runner.options import Cell
 from harness.runner.session import TrialSession
-from harness.runner.target import Cell
 from harness.verdicts.case import Case
 from harness.worlds.processes.forkserver import warm_up
 from harness.worlds.spec import WorldSpec

@@ -18,17 +18,20 @@ from fixtures.problems import MLP_EVEN
 from harness.cases.training import Schedule, Training
 from harness.laws.communication.matching import RanksAgree
 from harness.laws.parity import MatchesOracle
-from harness.records.record import Record
-from harness.records.verdict import Verdict
+from harness.records.record import Record, Verdict
+from harness.runner.options import Cell
 from harness.runner.session import TrialSession
-from harness.runner.target import Cell
 from harness.verdicts.case import Case
 from harness.worlds.messages import Finished, encode
 from harness.worlds.outcome import Raised
 from harness.worlds.processes.forkserver import warm_up
 from harness.worlds.raised import is_abandonment, raised
 from harness.worlds.spec import WorldSpec
-from harness.worlds.threads.errors import CollectiveTimeoutError, DeadlockError, WorldAbandonedError
+from harness.worlds.threads.collective_errors import (
+    CollectiveTimeoutError,
+    DeadlockError,
+    WorldAbandonedError,
+)
 from tests import culprits
 
 DEADLINE_S = 30.0
@@ -155,10 +158,10 @@ def test_an_error_of_the_transport_is_known_by_its_origin() -> None:
 
     found = _caught(timeout(CollectiveTimeoutError))
     assert (found.kind, found.is_symptom) == (
-        "harness.worlds.threads.errors.CollectiveTimeoutError",
+        "harness.worlds.threads.collective_errors.CollectiveTimeoutError",
         False,
     )
-    assert _caught(timeout(DeadlockError)).kind == "harness.worlds.threads.errors.DeadlockError"
+    assert _caught(timeout(DeadlockError)).kind == "harness.worlds.threads.collective_errors.DeadlockError"
 
 
 def test_who_abandons_itself_has_raised() -> None:

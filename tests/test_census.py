@@ -16,14 +16,20 @@ from harness.cases.script import EachMicrobatch
 from harness.cases.scripts.interface import Exercise
 from harness.cases.training import Problem, Resume, Schedule, Training
 from harness.laws.law import Evidence, Ruling
-from harness.laws.memory.census import MemoryIsExplained
+from harness.laws.memory.share import MemoryIsExplained
 from harness.tracing.ledger import Phase
 from harness.tracing.memory.census import Census, counting
-from harness.tracing.memory.census_report import Count, Moment, Piece, counts_from_json, counts_to_json
+from harness.tracing.memory.census_report import (
+    CensusEntry,
+    CensusTime,
+    LiveStorage,
+    counts_from_json,
+    counts_to_json,
+)
 from harness.tracing.recorder import Recorder
 from harness.training.expected_memory import StateTensor, explained, form_of, state_bytes
 from harness.training.oracle import OracleObservation, run_oracle
-from harness.verdicts.judge import implied
+from harness.verdicts.judgement import implied
 from tests.simulated_engine import simulate
 
 SHARD = Plan(layout=Layout.SHARD)
@@ -34,8 +40,8 @@ FLOAT = 4
 # Taking -----------------------------------------------------------------------------------------------------
 
 
-def _taken(census: Census, limit: int = 1 << 30) -> Count:
-    census.take(0, Moment.STEPPED, lambda: limit)
+def _taken(census: Census, limit: int = 1 << 30) -> CensusEntry:
+    census.take(0, CensusTime.STEPPED, lambda: limit)
     return census.counts[-1]
 
 
@@ -157,11 +163,13 @@ def _oracle() -> OracleObservation:
 def _ruling(*of_ranks: int, training: Training | None = None, step: int = 0) -> Ruling:
     """Judge ranks that held so many bytes after the step."""
     training = training or _training()
-    piece = Piece(num_bytes=4096, shape=(32, 32), operator="clone", site="engine.py:1 in keep")
+    piece = LiveStorage(num_bytes=4096, shape=(32, 32), operator="clone", site="engine.py:1 in keep")
     ranks = tuple(
         replace(
             seen,
-            counts=(Count(step=step, moment=Moment.STEPPED, num_bytes=num_bytes, largest=(piece,)),),
+            counts=(
+                CensusEntry(step=step, moment=CensusTime.STEPPED, num_bytes=num_bytes, largest=(piece,)),
+            ),
         )
         for seen, num_bytes in zip(simulate(training, 2), of_ranks, strict=True)
     )
@@ -229,6 +237,6 @@ def _nothing(*_: object) -> None:
 
 
 def test_counts_travel_as_json() -> None:
-    piece = Piece(num_bytes=8, shape=(2,), operator="clone", site="here")
-    counts = (Count(step=1, moment=Moment.CLEARED, num_bytes=8, largest=(piece,)),)
+    piece = LiveStorage(num_bytes=8, shape=(2,), operator="clone", site="here")
+    counts = (CensusEntry(step=1, moment=CensusTime.CLEARED, num_bytes=8, largest=(piece,)),)
     assert counts_from_json(counts_to_json(counts)) == counts

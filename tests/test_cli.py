@@ -11,8 +11,8 @@ import pytest
 from engine.adapters.torch_ddp import DistributedDataParallelEngine
 from engine.contract import Plan, PreparedModel
 from harness.cli.main import main
+from harness.records.record import Verdict
 from harness.records.run import read_run
-from harness.records.verdict import Verdict
 
 ROOT = Path(__file__).resolve().parents[1]
 

@@ -20,7 +20,7 @@ from harness.laws.parity import MatchesOracle
 from harness.laws.tolerance import allowed_error
 from harness.torch_compat.dtypes import cast, cast_module, is_rounded, widened
 from harness.training.absolute_error import deviation, largest
-from harness.training.oracle import Place, Quantity, run_oracle
+from harness.training.oracle import Quantity, TensorKey, run_oracle
 from harness.verdicts.vacuity import vacuous_because
 from tests.simulated_engine import Honest, Moment, simulate
 
@@ -148,6 +148,6 @@ def test_the_oracle_turns_by_what_the_model_was_built_with() -> None:
 @pytest.mark.parametrize("optimizer", [SGD, ADAMW], ids=lambda o: o.name)
 def test_complex_parameters_may_round(optimizer: Sgd | AdamW) -> None:
     oracle = run_oracle(replace(TRAINING, optimizer=optimizer), 2)
-    parameter = Place(quantity=Quantity.PARAMETER, step=1, name="turns")
+    parameter = TensorKey(quantity=Quantity.PARAMETER, step=1, name="turns")
     assert 0 < allowed_error(oracle, parameter) < 1e-4
     assert oracle.dtype(Quantity.PARAMETER, "turns") is torch.complex64

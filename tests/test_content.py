@@ -25,9 +25,9 @@ from fixtures.problems import MLP_EVEN, PROBLEMS, ModelProblem
 from harness.cases.content import content_digest
 from harness.cases.training import Schedule, Training
 from harness.laws.parity import MatchesOracle
-from harness.records.verdict import Verdict
+from harness.records.record import Verdict
+from harness.runner.options import Cell
 from harness.runner.session import Source, TrialSession
-from harness.runner.target import Cell
 from harness.verdicts.case import Case
 from harness.worlds.spec import WorldKind, WorldSpec
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from harness.laws.communication.counterparts import Counterparts, Group
+from harness.laws.communication.matching import Counterparts, ProcessGroup
 from harness.tracing.ledger import Entry, Op, Phase, Wait
 from tests.ledgers import entry, numbered
 
@@ -43,7 +43,7 @@ def test_collectives_are_counted_by_group() -> None:
     assert counterparts.absent(0, first) == ()
     assert counterparts.absent(0, between) == ()
     assert counterparts.absent(0, second) == (1,)
-    assert {rank: len(calls) for rank, calls in counterparts.collectives(Group.of(first)).items()} == {
+    assert {rank: len(calls) for rank, calls in counterparts.collectives(ProcessGroup.of(first)).items()} == {
         0: 2,
         1: 1,
     }
@@ -54,9 +54,9 @@ def test_groups_of_the_same_ranks_are_told_apart_by_name() -> None:
     counterparts, told = world((first, second), (second,), (first, second))
     assert counterparts.absent(0, told[0][0]) == (1,)
     assert counterparts.absent(0, told[0][1]) == ()
-    assert counterparts.name_of(Group.of(first)) == "3"
+    assert counterparts.name_of(ProcessGroup.of(first)) == "3"
     alone, _ = world((first,), (first,), (first,))
-    assert alone.name_of(Group.of(first)) == ""
+    assert alone.name_of(ProcessGroup.of(first)) == ""
 
 
 @pytest.mark.parametrize(("mine", "other"), [(Op.SEND, Op.RECV), (Op.RECV, Op.SEND)])

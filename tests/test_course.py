@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from harness.tracing.events import EventKind, EventLog, Mark, flights, stretches
+from harness.tracing.events import EventKind, EventLog, TraceEvent, flights, stretches
 from harness.tracing.journal import read_journal
 from harness.tracing.ledger import Op, Phase
 from harness.tracing.recorder import CallSummary, Recorder
@@ -107,7 +107,9 @@ def marks(*words: str) -> EventLog:
         what, _, unit = word.partition(" ")
         phase = Phase.BACKWARD if what.isupper() else Phase.FORWARD
         made.append(
-            Mark(what=EventKind[what.upper()], at_ns=at, phase=phase, step=0, microbatch=0, unit=unit or None)
+            TraceEvent(
+                what=EventKind[what.upper()], at_ns=at, phase=phase, step=0, microbatch=0, unit=unit or None
+            )
         )
     return tuple(made)
 

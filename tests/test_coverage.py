@@ -13,11 +13,10 @@ from pathlib import Path
 import pytest
 from torch.distributed import fsdp
 
-from harness.audit.coverage import Coverage, Table, cover, judge_row
+from harness.audit.upstream_coverage import Coverage, Table, cover, judge_row
 from harness.errors import UsageError
-from harness.records.record import Record
-from harness.records.verdict import Verdict
-from reports.coverage import render, render_markdown
+from harness.records.record import Record, Verdict
+from reports.coverage_table import render, render_markdown
 from suites.upstream import FSDP1, TESTS, UPSTREAM, WRAPPER
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -89,7 +88,7 @@ def test_rows_that_need_a_gpu_say_why() -> None:
 
 
 def test_the_table_needs_no_torch() -> None:
-    code = "import sys; import suites.upstream, harness.audit.coverage; sys.exit('torch' in sys.modules)"
+    code = "import sys; import suites.upstream, harness.audit.upstream_coverage; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False, timeout=60).returncode == 0
 
 

@@ -10,13 +10,13 @@ import pytest
 from fixtures.optimizers import SGD
 from fixtures.problems import MLP_EVEN
 from harness.cases.training import Schedule, Training
-from harness.records.verdict import Verdict
+from harness.records.record import Verdict
 from harness.records.world_result import SavedResult
+from harness.runner.options import Cell
 from harness.runner.session import TrialSession
-from harness.runner.target import Cell
 from harness.tracing.ledger import Ledger, Op
 from harness.verdicts.case import Case
-from harness.verdicts.judge import Judgement, judge_failure
+from harness.verdicts.judgement import Judgement, judge_failure
 from harness.worlds.outcome import Abandoned, Died, Outcome, Raised, Returned, TimedOut, WorldResult
 from harness.worlds.spec import WorldSpec
 from tests.ledgers import entry, numbered

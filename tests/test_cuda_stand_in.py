@@ -15,14 +15,14 @@ from harness.records.world_result import keep_result, load_kept
 from harness.runner.engines import EngineDescription
 from harness.tracing.ledger import Phase
 from harness.tracing.races.fake_cuda import cuda_stand_in
-from harness.tracing.races.report import Kind, RaceReport
+from harness.tracing.races.race_report import RaceKind, RaceReport
 from harness.tracing.recorder import Recorder
 from harness.training.loop import drive_rank
 from harness.training.watches import watching
 from harness.worlds.launch import launch
 from harness.worlds.spec import WorldSpec
 
-RAW = Kind.READ_AFTER_WRITE
+RAW = RaceKind.READ_AFTER_WRITE
 without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="torch.cuda is the real one here")
 
 

@@ -22,8 +22,8 @@ from harness.torch_compat.dispatch import device_kernel
 from harness.tracing.collectives.call import Call
 from harness.tracing.ledger import Op, Phase
 from harness.tracing.races.clock import Clock
-from harness.tracing.races.cuda import CudaRaceWatch, watched_cuda_streams
-from harness.tracing.races.report import Kind
+from harness.tracing.races.cuda_streams import CudaRaceWatch, watched_cuda_streams
+from harness.tracing.races.race_report import RaceKind
 from harness.tracing.recorder import Recorder
 from harness.training.watches import watching
 from tests.calls import made_call
@@ -31,8 +31,8 @@ from tests.orders import NO_ORDERS, ORDERS, Ordering, write_here_read_there
 from tests.test_race_mutants import EXPECTED, SHARDED, race_reports, racing_training
 from tests.told_streams import ToldEvent, ToldStream, drive_told, told_device, told_to_the_allocator
 
-RAW, REUSE = Kind.READ_AFTER_WRITE, Kind.REUSE
-Found = list[tuple[Kind, str, str]]
+RAW, REUSE = RaceKind.READ_AFTER_WRITE, RaceKind.REUSE
+Found = list[tuple[RaceKind, str, str]]
 NCCL = 77
 """The handle of the stream on which a group's collectives run."""
 

@@ -14,9 +14,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from harness.cli.main import main
+from harness.records.record import Verdict
 from harness.records.run import JUDGED, read_run
-from harness.records.verdict import Verdict
-from reports.tally import Conclusion, conclude
+from reports.summary import Conclusion, conclude
 
 CODES = {0, 1, 2, 3}
 OF_THE_RUN = ("records.jsonl", "run.jsonl", "SHA256SUMS")

@@ -16,10 +16,18 @@ from harness.laws import diagnosis
 from harness.laws.diagnosis import UNSTRUCTURED
 from harness.laws.law import Evidence
 from harness.laws.parity import MatchesOracle
-from harness.laws.structure import Piece
+from harness.laws.structure import RankShard
 from harness.laws.tolerance import allowed_error
 from harness.records.record import TensorRecord
-from harness.training.oracle import INITIAL_STEP, LOSSES, NORM, OracleObservation, Place, Quantity, run_oracle
+from harness.training.oracle import (
+    INITIAL_STEP,
+    LOSSES,
+    NORM,
+    OracleObservation,
+    Quantity,
+    TensorKey,
+    run_oracle,
+)
 from tests.simulated_engine import Honest, Moment, accumulate, ring_mean, row_shard, simulate, whole
 
 WORLD_SIZE = 4
@@ -146,10 +154,10 @@ UPDATES: dict[str, tuple[Callable[[torch.Tensor, torch.Tensor, Moment], torch.Te
 
 
 def looks_like(
-    oracle: OracleObservation, place: Place, rank: int, shard: Shard, training: Training = TRAINING
+    oracle: OracleObservation, place: TensorKey, rank: int, shard: Shard, training: Training = TRAINING
 ) -> str:
     evidence = Evidence(training=training, world_size=oracle.world_size, ranks=(), oracle=oracle)
-    return diagnosis.looks_like(evidence, place, Piece(rank=rank, shard=shard))
+    return diagnosis.looks_like(evidence, place, RankShard(rank=rank, shard=shard))
 
 
 @pytest.fixture(scope="module")
@@ -232,7 +240,7 @@ def test_names_a_gradient_that_was_not_cleared(oracle: OracleObservation) -> Non
 def test_names_the_rank_whose_data_a_loss_is_of(oracle: OracleObservation) -> None:
     column = oracle.steps[0].losses[:, 2:3].clone()
     shard = Shard(tensor=column, offsets=(0, 1), global_shape=(3, WORLD_SIZE))
-    place = Place(quantity=Quantity.LOSS, step=0, name=LOSSES)
+    place = TensorKey(quantity=Quantity.LOSS, step=0, name=LOSSES)
     assert looks_like(oracle, place, 1, shard) == "the loss of rank 2's data"
 
 
@@ -250,13 +258,13 @@ def test_names_the_step_whose_norm_was_kept() -> None:
         norm = norms[kept]
         assert norm is not None
         wrong = whole(norm.float() * (1 if kept < 2 else 1.37))
-        place = Place(quantity=Quantity.NORM, step=2, name=NORM)
+        place = TensorKey(quantity=Quantity.NORM, step=2, name=NORM)
         assert looks_like(oracle, place, 0, wrong, training) == told
 
 
 def test_gives_an_initial_parameter_no_training_defect(oracle: OracleObservation) -> None:
     initial = oracle.initial["layers.0.weight"].float()
-    place = Place(quantity=Quantity.INITIAL, step=INITIAL_STEP, name="layers.0.weight")
+    place = TensorKey(quantity=Quantity.INITIAL, step=INITIAL_STEP, name="layers.0.weight")
     assert looks_like(oracle, place, 0, whole(2 * initial)) == "a constant factor 2 of the reference"
     flipped = looks_like(oracle, place, 0, whole(initial.flip(0)))
     assert flipped == "permuted: rows of the reference in another order"
@@ -269,14 +277,14 @@ def test_one_element_fits_no_constant_factor() -> None:
     gradient = oracle.steps[0].gradients["layers.3.bias"]
     assert gradient is not None
     assert gradient.numel() == 1
-    place = Place(quantity=Quantity.GRADIENT, step=0, name="layers.3.bias")
+    place = TensorKey(quantity=Quantity.GRADIENT, step=0, name="layers.3.bias")
     wrong = row_shard(gradient.float() * 1.37, 0, 2)
     assert looks_like(oracle, place, 0, wrong) == UNSTRUCTURED
 
 
 def test_a_defect_near_the_noise_is_given_no_name(oracle: OracleObservation) -> None:
     """Within noise of itself the reference would fit too, as a factor of 1; a name must explain the error."""
-    place = Place(quantity=Quantity.GRADIENT, step=0, name="layers.1.weight")
+    place = TensorKey(quantity=Quantity.GRADIENT, step=0, name="layers.1.weight")
     gradient = oracle.steps[0].gradients["layers.1.weight"]
     assert gradient is not None
     off = gradient.float()
@@ -289,7 +297,7 @@ def test_names_a_defect_of_an_exact_training() -> None:
     oracle = run_oracle(training, 4)
     gradient = oracle.steps[1].gradients["left.weight"]
     assert gradient is not None
-    place = Place(quantity=Quantity.GRADIENT, step=1, name="left.weight")
+    place = TensorKey(quantity=Quantity.GRADIENT, step=1, name="left.weight")
     assert looks_like(oracle, place, 0, whole(4 * gradient.float())).startswith("exactly 4 x the reference")
     off = gradient.float()
     off[0, 0] += 2.0**-13

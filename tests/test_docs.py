@@ -25,18 +25,8 @@ import engine.capability
 import engine.plan
 import fixtures.optimizers
 import fixtures.problems
-import harness.laws.communication.bounds
 import harness.laws.communication.counts
-import harness.laws.communication.matching
-import harness.laws.communication.overlap
-import harness.laws.communication.select
-import harness.laws.memory.amounts
-import harness.laws.memory.in_turn
-import harness.laws.memory.user_tensors
-import harness.laws.parity
-import harness.laws.races
-import harness.laws.sharding.holdings
-import harness.worlds.sizes
+import shardproof
 import suites.communication.closed_forms
 from engine.contract import Engine, PreparedModel
 from engine.registry import BUILT_IN, EngineNotFoundError, resolve
@@ -44,13 +34,12 @@ from harness.cli import main as cli
 from harness.errors import UsageError
 from harness.laws.communication.select import Select
 from harness.laws.law import Law
-from harness.laws.memory.amounts import When
+from harness.laws.memory.lifetimes import AfterPhase
 from harness.laws.tolerance import MULTIPLE
-from harness.records.record import Expectations, Record, from_json
-from harness.records.verdict import Verdict
+from harness.records.record import Expectations, Record, Verdict, from_json
 from harness.runner import invoke
 from harness.tracing.ledger import Phase
-from harness.tracing.memory.report import Kind
+from harness.tracing.memory.memory_report import MemoryKind
 from harness.verdicts.known_failures_file import read
 from harness.worlds.spec import WorldSpec
 
@@ -180,22 +169,9 @@ def test_laws_of_the_table_can_be_written() -> None:
     rows = re.findall(
         r"^\| `(\w+\(.*?\))` \|", _text(CASES).partition("## Laws")[2].partition("\n## ")[0], re.M
     )
-    modules = (
-        harness.laws.sharding.holdings,
-        harness.laws.communication.matching,
-        harness.laws.communication.bounds,
-        harness.laws.communication.counts,
-        harness.laws.memory.amounts,
-        harness.laws.memory.in_turn,
-        harness.laws.memory.user_tensors,
-        harness.laws.communication.overlap,
-        harness.laws.races,
-        harness.laws.parity,
-        suites.communication.closed_forms,
-    )
-    known = {name: getattr(module, name) for module in modules for name in module.__all__}
+    known = {**vars(shardproof), **vars(suites.communication.closed_forms)}
     known |= dict.fromkeys("SAB", Select()) | {"LOW": 1, "HIGH": 2, "Phase": Phase}
-    known |= {"P": Phase.FORWARD, "K": (Kind.GATHERED,), "W": When.FORWARD}
+    known |= {"P": Phase.FORWARD, "K": (MemoryKind.GATHERED,), "W": AfterPhase.FORWARD}
     laws: list[Law] = [eval(row, {"__builtins__": {}}, known) for row in rows]
     shown = {type(law).__name__ for law in laws}
     assert shown >= {*harness.laws.communication.counts.__all__, "RanksAgree", "MatchesOracle"}
@@ -332,10 +308,10 @@ def test_names_in_capitals_exist() -> None:
     modules = (
         fixtures.problems,
         fixtures.optimizers,
-        harness.worlds.sizes,
+        shardproof,
         suites.communication.closed_forms,
     )
-    known = {name for module in modules for name in module.__all__}
+    known = {name for module in modules for name in getattr(module, "__all__", vars(module))}
     known |= {member.name for member in engine.capability.Capability} | {str(v) for v in Verdict}
     told = {name for page in PAGES for name in re.findall(r"`([A-Z][A-Z_]+)`", _text(page))}
     assert told - known == set()

@@ -10,10 +10,10 @@ import pytest
 from engine.capability import Capability
 from engine.registry import EngineNotFoundError, resolve
 from harness.cli.main import main
+from harness.records.record import Verdict
 from harness.records.run import read_run
-from harness.records.verdict import Verdict
 from harness.runner.engines import describe, examine
-from reports.tally import Conclusion, conclude
+from reports.summary import Conclusion, conclude
 
 BROKEN = "tests/broken_engines.py"
 WHY = {

@@ -16,7 +16,7 @@ from harness.tracing.collectives.call import Pieces
 from harness.tracing.collectives.call_site import call_site
 from harness.tracing.current_rank import bind_rank
 from harness.tracing.ledger import Op, ViolationKind
-from harness.worlds.threads.errors import (
+from harness.worlds.threads.collective_errors import (
     CollectiveMismatchError,
     CollectiveRefusedError,
     CollectiveTimeoutError,

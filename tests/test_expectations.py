@@ -9,13 +9,11 @@ from typing import Any
 
 import pytest
 
-from harness.cases.inventory import SUITES, Catalogue, collected, files
+from harness.cases.case_id import SUITES, Catalogue, collected, files
 from harness.errors import UsageError
-from harness.records.record import Expectation, Expectations, LawRecord, Record
-from harness.records.verdict import Verdict
-from harness.verdicts.known_failures import Ran, expected, matches, unused
+from harness.records.record import Expectation, Expectations, LawRecord, Record, Verdict
+from harness.verdicts.known_failures import Fit, Ran, check_condition, expected, fit, matches, unused
 from harness.verdicts.known_failures_file import SHIPPED, find, read
-from harness.verdicts.release import Fit, check_condition, fit
 
 TODAY = "2030-06-15"
 CASE = "parity/test_x.py::test_y[mlp_even-sgd-m3]"

@@ -15,10 +15,10 @@ from fixtures.optimizers import ADAMW, EXACT_SGD, SGD, AdamW, Sgd
 from fixtures.problems import EXACT_LINEAR, MLP_UNEVEN, PROBLEMS, TRANSFORMER, ModelProblem
 from harness.cases.training import Schedule, Training
 from harness.cases.units import groups_of
-from harness.laws.communication.payloads import mistakable
+from harness.laws.communication.order import mistakable
 from harness.laws.law import Evidence
 from harness.laws.tolerance import allowed_error
-from harness.training.oracle import OracleObservation, Place, Quantity, run_oracle
+from harness.training.oracle import OracleObservation, Quantity, TensorKey, run_oracle
 from suites.wrapper import specimens
 
 any_problem = pytest.mark.parametrize("problem", PROBLEMS, ids=lambda p: p.name)
@@ -117,7 +117,7 @@ def test_allowed_error_of_parameters_is_below_the_smallest_real_defect(
     oracle = run_oracle(training, world_size)
     for step, seen in enumerate(oracle.steps):
         for name, value in seen.parameters.items():
-            allowed = allowed_error(oracle, Place(quantity=Quantity.PARAMETER, step=step, name=name))
+            allowed = allowed_error(oracle, TensorKey(quantity=Quantity.PARAMETER, step=step, name=name))
             assert allowed < SMALLEST_DEFECT / 2 * value.abs().max().item(), name
 
 

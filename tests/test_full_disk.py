@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.live_run import LiveRun
+from harness.records.record import Verdict
 from harness.records.run import RUN, read_run
-from harness.records.verdict import Verdict
 from harness.tracing.recorder import Recorder
 
 LIMIT_S = 60.0

@@ -19,14 +19,13 @@ from fixtures.optimizers import SGD
 from fixtures.problems import MLP_EVEN
 from harness.cases.training import Schedule, Training
 from harness.records.hang import HangReport, RankActivity
-from harness.records.record import Record, from_json, to_json
-from harness.records.verdict import Verdict
+from harness.records.record import Record, Verdict, from_json, to_json
 from harness.records.world_result import keep_result, load_kept
+from harness.runner.options import Cell
 from harness.runner.session import Source, TrialSession
-from harness.runner.target import Cell
 from harness.training.loop import drive_rank
 from harness.verdicts.case import Case
-from harness.verdicts.judge import Judgement, judge_failure
+from harness.verdicts.judgement import Judgement, judge_failure
 from harness.worlds.launch import World
 from harness.worlds.rank import RankContext
 from harness.worlds.spec import WorldSpec

@@ -14,10 +14,10 @@ from fixtures.problems import MLP_EVEN
 from harness.cases.training import Training
 from harness.cli.main import main
 from harness.laws.parity import MatchesOracle
+from harness.records.record import Verdict
 from harness.records.run import read_run
-from harness.records.verdict import Verdict
+from harness.runner.options import Cell
 from harness.runner.session import TrialSession
-from harness.runner.target import Cell
 from harness.verdicts.case import Case
 from harness.worlds.launch import launch
 from harness.worlds.outcome import Returned

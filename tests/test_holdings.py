@@ -13,7 +13,7 @@ from fixtures.optimizers import SGD
 from fixtures.problems import MLP_UNEVEN
 from harness.cases.training import Schedule, Training
 from harness.laws.law import Evidence, Ruling
-from harness.laws.sharding.holdings import HoldsItsShare
+from harness.laws.sharding import HoldsItsShare
 from harness.records.observation import Observation
 from harness.training.oracle import OracleObservation, run_oracle
 from tests.flat_pieces import flattened

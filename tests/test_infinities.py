@@ -20,7 +20,7 @@ from harness.laws.law import Evidence
 from harness.laws.parity import MatchesOracle
 from harness.laws.tolerance import allowed_error
 from harness.training.absolute_error import deviation, largest
-from harness.training.oracle import OracleObservation, Place, Quantity, run_oracle
+from harness.training.oracle import OracleObservation, Quantity, TensorKey, run_oracle
 from harness.verdicts.vacuity import vacuous_because
 from tests.simulated_engine import simulate
 
@@ -133,7 +133,7 @@ def test_constants_are_what_no_forward_changes() -> None:
     assert oracle_of(training_of(NORMALISED)).constants == {"scale"}
     assert oracle_of(training_of(REPLACED)).constants == set()
     oracle = oracle_of(training_of(NORMALISED))
-    mean = Place(quantity=Quantity.BUFFER, step=2, name="norm.running_mean")
+    mean = TensorKey(quantity=Quantity.BUFFER, step=2, name="norm.running_mean")
     assert allowed_error(oracle, mean) > 0
     assert allowed_error(oracle, replace(mean, name="scale")) == 0
 

@@ -13,8 +13,8 @@ import pytest
 from benchmarks.live_run import LiveRun
 from harness.cli import main as cli
 from harness.cli.main import main
+from harness.records.record import Verdict
 from harness.records.run import read_run
-from harness.records.verdict import Verdict
 from harness.runner import interruption
 from harness.runner.interruption import interruptible, uninterrupted
 from harness.runner.invoke import OUR_FAULT

@@ -30,10 +30,9 @@ from harness.cases.training import LoopOrder, Schedule, Training
 from harness.laws.communication.matching import RanksAgree
 from harness.laws.law import Evidence, Ruling
 from harness.laws.parity import MatchesOracle
-from harness.records.record import Record
-from harness.records.verdict import Verdict
+from harness.records.record import Record, Verdict
+from harness.runner.options import Cell
 from harness.runner.session import Source, TrialSession
-from harness.runner.target import Cell
 from harness.verdicts.case import Case
 from harness.worlds.spec import WorldKind, WorldSpec
 

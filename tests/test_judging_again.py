@@ -11,9 +11,8 @@ from pathlib import Path
 import pytest
 
 from harness.cli.main import main
-from harness.records.record import Record
+from harness.records.record import Record, Verdict
 from harness.records.run import JUDGED, RECORDS, RUN, Run, RunWriter, read_run
-from harness.records.verdict import Verdict
 
 ENGINE = """
 from pathlib import Path

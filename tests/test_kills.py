@@ -29,10 +29,9 @@ from harness.audit.marks import (
 )
 from harness.cli.mutants import conclude, shipped
 from harness.errors import UsageError
-from harness.records.record import Record
-from harness.records.verdict import Verdict
+from harness.records.record import Record, Verdict
 from harness.runner.invoke import CONFORMS, DOES_NOT_CONFORM, OUR_FAULT
-from harness.worlds.sizes import APART, FOUR_OR_MORE_EVEN, SEVERAL, Sizes
+from harness.worlds.spec import APART, FOUR_OR_MORE_EVEN, SEVERAL, Sizes
 from reports.kills import render, render_json, render_markdown, summary
 
 ROOT = Path(__file__).resolve().parents[1]

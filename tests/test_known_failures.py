@@ -10,10 +10,9 @@ from pathlib import Path
 import pytest
 
 from harness.cli.main import main
-from harness.records.record import Record
+from harness.records.record import Record, Verdict
 from harness.records.run import JUDGED, Run, read_run
-from harness.records.verdict import Verdict
-from reports.tally import Conclusion, conclude, tally
+from reports.summary import Conclusion, conclude, tally
 
 ROOT = Path(__file__).resolve().parents[1]
 SUMS = "engine.mutants.scale:SumsInsteadOfAveraging"

@@ -14,7 +14,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 HOMELESS = frozenset({"utils", "util", "helpers", "helper", "common", "misc"})
-PACKAGES = ("engine", "fixtures", "harness", "suites", "reports")
+PACKAGES = ("engine", "fixtures", "harness", "shardproof", "suites", "reports")
 
 
 # The entries of harness/, each of which imports none that follow it.
@@ -86,7 +86,9 @@ class Layer:
 
     package: str
     allowed: tuple[str, ...]
-    exceptions: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # by path of a single file
+    entries: Mapping[str, tuple[str, ...]] = field(
+        default_factory=dict
+    )  # what files below a path may besides
 
     def offences(self, root: Path) -> list[str]:
         """List the imports that this layer does not allow."""
@@ -99,13 +101,14 @@ class Layer:
 
     def _allows(self, path: str, name: str) -> bool:
         top = name.partition(".")[0]
-        allowed = (self.package, *self.allowed, *self.exceptions.get(path, ()))
+        besides = (name for below, names in self.entries.items() if path.startswith(below) for name in names)
+        allowed = (self.package, *self.allowed, *besides)
         return top in sys.stdlib_module_names or any(_is_below(name, a) for a in allowed)
 
 
 LAYERS = (
     Layer(package="engine", allowed=("torch",)),
-    Layer(package="fixtures", allowed=("torch",)),
+    Layer(package="fixtures", allowed=("shardproof", "torch")),
     Layer(
         package="harness",
         allowed=(
@@ -116,45 +119,36 @@ LAYERS = (
             "engine.shard",
             "engine.registry",
         ),
-        # The command line is a thin layer over pytest: it calls pytest.main, and nothing else of it.
-        exceptions={
-            "harness/runner/invoke.py": ("pytest",),
-            "harness/runner/plugin.py": ("pytest",),
-            # The table of upstream tests is data: marks are checked against it in whatever session they are met.
-            "harness/runner/fixture.py": ("pytest", "suites.upstream"),
-            "harness/runner/record_writer.py": ("pytest",),
-            "harness/audit/plugin.py": ("pytest",),
-            "harness/cli/case_list.py": ("pytest",),
-            "harness/runner/collection.py": ("pytest",),
-            "harness/cli/main.py": ("reports",),
-            # Commands too long for the command line's own file.
-            "harness/cli/diff.py": ("reports",),
-            "harness/cli/judge.py": ("pytest",),
-            "harness/cli/coverage.py": ("pytest", "reports", "suites.upstream"),
-            "harness/cli/mutants.py": ("reports", "engine.mutants"),
-            "harness/cli/timeline.py": ("reports",),
-            "harness/verdicts/release.py": ("packaging",),
+        entries={
+            "harness/verdicts/": ("packaging",),
+            "harness/runner/": ("pytest",),
+            "harness/audit/": ("pytest",),
+            "harness/cli/": ("pytest", "reports"),
+            "harness/runner/fixture.py": ("suites.upstream",),
+            "harness/cli/coverage.py": ("suites.upstream",),
         },
     ),
-    Layer(package="suites", allowed=("harness", "fixtures", "engine.contract", "pytest", "torch")),
+    Layer(package="shardproof", allowed=("engine.contract", "harness")),
+    Layer(
+        package="suites", allowed=("shardproof", "harness", "fixtures", "engine.contract", "pytest", "torch")
+    ),
     Layer(
         package="reports",
         allowed=(
             "harness.records.record",
             "harness.records.hang",
-            "harness.records.verdict",
             "harness.errors",
             "harness.records.run",
-            "harness.audit.coverage",
+            "harness.audit.upstream_coverage",
             "harness.audit.kill_matrix",
             # Two runs compared, as values.
             "harness.records.diff.comparability",
             "harness.records.diff.comparison",
             "harness.records.diff.traffic",
             # Timelines: values over journals, which hold no tensors.
-            "harness.records.timeline",
+            "harness.records.rank_timeline",
             "harness.tracing.ledger",
-            "harness.tracing.races.report",
+            "harness.tracing.races.race_report",
             "jinja2",
             "tabulate",
         ),
@@ -216,6 +210,21 @@ def against_the_order(root: Path) -> list[str]:
         for found in module.imports()
         if found.name.startswith("harness.") and place(found.name) > place(module.name)
     ]
+
+
+def repeated(root: Path, names: Callable[[Module], list[str]]) -> list[str]:
+    """List the names that stand in two modules of harness, engine and reports, with the modules."""
+    places: dict[str, list[str]] = {}
+    for module in (m for package in ("harness", "engine", "reports") for m in modules(package, root)):
+        for name in names(module):
+            places.setdefault(name, []).append(module.path)
+    unique = {name: paths for name, paths in places.items() if len(paths) > 1 and name != "__init__.py"}
+    return [f"{name}: {', '.join(paths)}" for name, paths in sorted(unique.items())]
+
+
+def _public_classes(module: Module) -> list[str]:
+    body = ast.parse(module.source).body
+    return [node.name for node in body if isinstance(node, ast.ClassDef) and not node.name.startswith("_")]
 
 
 def homeless(root: Path) -> list[str]:
@@ -283,6 +292,15 @@ def test_harness_has_twelve_entries_in_one_order() -> None:
     assert against_the_order(ROOT) == []
 
 
+@pytest.mark.xfail(strict=True, reason="modules of the reference engine and of mutants still repeat names")
+def test_no_module_name_stands_twice() -> None:
+    assert repeated(ROOT, lambda module: [module.path.rpartition("/")[2]]) == []
+
+
+def test_no_public_class_name_stands_twice() -> None:
+    assert repeated(ROOT, _public_classes) == []
+
+
 def test_no_file_is_named_for_nothing() -> None:
     assert homeless(ROOT) == []
 
@@ -324,7 +342,7 @@ OFFENDERS = {
     "engine/adapters/mine.py": "import harness.cases.training\n",
     "engine/deep/__init__.py": "from ... import suites\n",
     "fixtures/models.py": "def build():\n    from engine.contract import Plan\n",
-    "harness/verdicts/judge.py": "from engine.adapters.torch_ddp import PreparedDdp\n",
+    "harness/verdicts/judgement.py": "from engine.adapters.torch_ddp import PreparedDdp\n",
     "harness/runner/session.py": "from engine import mutants\n",
     "harness/training/loop.py": "import pytest\n",
     "harness/records/record.py": "from reports.html import render\n",
@@ -381,6 +399,21 @@ def test_checker_allows_what_is_allowed(write: Write) -> None:
 )
 def test_checker_finds_private_names_of_torch(write: Write, source: str) -> None:
     assert private_torch("suites", write({"suites/test_mine.py": source}))
+
+
+def test_checker_finds_names_that_stand_twice(write: Write) -> None:
+    root = write(
+        {
+            "harness/a/__init__.py": "",
+            "harness/a/law.py": "class Kind: ...\nclass _Own: ...\n",
+            "reports/__init__.py": "",
+            "reports/law.py": "class Kind: ...\nclass _Own: ...\n",
+        }
+    )
+    assert repeated(root, _public_classes) == ["Kind: harness/a/law.py, reports/law.py"]
+    assert repeated(root, lambda module: [module.path.rpartition("/")[2]]) == [
+        "law.py: harness/a/law.py, reports/law.py"
+    ]
 
 
 def test_checker_leaves_public_names_and_dunders_alone(write: Write) -> None:

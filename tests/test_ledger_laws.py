@@ -19,7 +19,7 @@ from harness.laws.communication.counts import (
     OnlyThese,
     ReduceOps,
 )
-from harness.laws.communication.select import Microbatches, Moment, Per, Select, Window
+from harness.laws.communication.select import LoopStep, Microbatches, Per, Select, Window
 from harness.laws.law import Law
 from harness.records.ledger_summary import summarize
 from harness.tracing.ledger import Entry, Ledger, Op, Phase, Wait
@@ -285,13 +285,13 @@ def test_each_field_narrows(select: Select, picked: set[int]) -> None:
 
 def test_moments_follow_the_schedule() -> None:
     schedule = Schedule(steps=3, microbatches=2)
-    assert Select().moments(schedule, Per.STEP) == (Moment(step=1), Moment(step=2))
+    assert Select().moments(schedule, Per.STEP) == (LoopStep(step=1), LoopStep(step=2))
     assert Select(microbatches=Microbatches.LAST, steps=(2,)).moments(schedule, Per.MICROBATCH) == (
-        Moment(step=2, microbatch=1),
+        LoopStep(step=2, microbatch=1),
     )
     assert Select(steps=(7,)).moments(schedule, Per.STEP) == ()
     listed = Select(microbatches=(1, 2), steps=(1,))
-    assert listed.moments(schedule, Per.MICROBATCH) == (Moment(step=1, microbatch=1),)
+    assert listed.moments(schedule, Per.MICROBATCH) == (LoopStep(step=1, microbatch=1),)
 
 
 @pytest.mark.parametrize(

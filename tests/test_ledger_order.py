@@ -11,12 +11,12 @@ from engine.contract import Plan
 from fixtures.chain import CHAIN
 from fixtures.problems import EXACT_LINEAR
 from harness.laws.communication.counts import Asynchronous
-from harness.laws.communication.in_flight import InFlight
 from harness.laws.communication.order import Computes, Gathers, Order, Reduces, Reshards, Together
+from harness.laws.communication.overlap import AtMostInFlight
 from harness.laws.communication.select import Select
 from harness.laws.law import Evidence
 from harness.records.observation import Observation
-from harness.tracing.events import EventKind, Mark
+from harness.tracing.events import EventKind, TraceEvent
 from harness.tracing.ledger import Ledger, Op, Phase, Wait, wait_from_json, wait_to_json
 from tests.ledgers import changed, entry, evidence, numbered, sharding_ledger
 
@@ -150,8 +150,8 @@ def with_frees(ledger: Ledger, frees: Mapping[int, str], phase: Phase = Phase.BA
 
 def _mark(
     what: EventKind, step: int, phase: Phase, *, unit: str | None = None, seq: int | None = None
-) -> Mark:
-    return Mark(what=what, at_ns=0, phase=phase, step=step, microbatch=0, unit=unit, seq=seq)
+) -> TraceEvent:
+    return TraceEvent(what=what, at_ns=0, phase=phase, step=step, microbatch=0, unit=unit, seq=seq)
 
 
 FREED = replace(
@@ -198,7 +198,7 @@ def test_frees_of_other_phases_are_left_out_of_account() -> None:
     assert "got free the root" in everywhere.judge(replace(plain, ranks=ranks)).record.summary
 
 
-def _in(phase: Phase, mark: Mark) -> Mark:
+def _in(phase: Phase, mark: TraceEvent) -> TraceEvent:
     return replace(mark, phase=phase) if mark.what is EventKind.RESHARDED else mark
 
 
@@ -219,11 +219,11 @@ def reductions(*issued_at_wait: int | None) -> Ledger:
 
 
 def test_reductions_in_flight_are_counted_until_waited_for() -> None:
-    two = InFlight(select=Select(), at_most=2)
+    two = AtMostInFlight(select=Select(), at_most=2)
     bounded = reductions(2, 3, 3)
     assert two.judge(evidence(bounded, bounded, steps=2, microbatches=1)).record.held
     for ledger, count in ((reductions(3, 3, 3), 3), (reductions(None, 2, 3), 2)):
-        one = InFlight(select=Select(), at_most=count - 1)
+        one = AtMostInFlight(select=Select(), at_most=count - 1)
         record = one.judge(evidence(bounded if count == 3 else reductions(1, 2, 3), ledger, steps=2)).record
         assert not record.held
         assert f"expected at most {count - 1} in flight, got {count}" in record.summary

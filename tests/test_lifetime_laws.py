@@ -14,20 +14,26 @@ from fixtures.optimizers import SGD
 from harness.cases.training import Schedule, Training
 from harness.laws.communication.bounds import Between, Exactly
 from harness.laws.law import Evidence, Law
-from harness.laws.memory.amounts import Left, NoLeaks, Peak, When
-from harness.laws.memory.in_turn import UnshardedInTurn
-from harness.laws.memory.user_tensors import UserTensorsLive
+from harness.laws.memory.lifetimes import (
+    AfterPhase,
+    LiveBytes,
+    NoLeaks,
+    PeakBytes,
+    UnshardedOnlyInTurn,
+    UserTensorsLive,
+)
 from harness.tracing.ledger import Phase
-from harness.tracing.memory.report import (
+from harness.tracing.memory.memory_report import (
     Allocation,
-    Kind,
     LifetimeReport,
-    Stretch,
+    LoopSpan,
+    MemoryKind,
     UserTensor,
+    last_of,
+    moments,
     report_from_json,
     report_to_json,
 )
-from harness.tracing.memory.timeline import last_of, moments
 from harness.training.oracle import run_oracle
 from tests.simulated_engine import simulate
 
@@ -38,7 +44,7 @@ def _life(
     born: int,
     died: int | None,
     *,
-    kind: Kind = Kind.GATHERED,
+    kind: MemoryKind = MemoryKind.GATHERED,
     unit: str | None = "blocks.0",
     num_bytes: int = 8,
 ) -> Allocation:
@@ -49,14 +55,14 @@ def _life(
 
 def _stretch(
     start: int, phase: Phase, *, step: int = 0, microbatch: int = 0, unit: str | None = None
-) -> Stretch:
-    return Stretch(start=start, phase=phase, step=step, microbatch=microbatch, unit=unit)
+) -> LoopSpan:
+    return LoopSpan(start=start, phase=phase, step=step, microbatch=microbatch, unit=unit)
 
 
 REPORT = LifetimeReport(
     num_events=9,
     num_collectives=1,
-    lives=(_life(1, 4), _life(3, None, kind=Kind.STAGING, unit=None)),
+    lives=(_life(1, 4), _life(3, None, kind=MemoryKind.STAGING, unit=None)),
     stretches=(_stretch(1, Phase.FORWARD), _stretch(5, Phase.BACKWARD)),
     user_tensors=(UserTensor(name="an input", num_bytes=4, change="gone"),),
 )
@@ -69,8 +75,8 @@ def test_a_report_survives_json() -> None:
 def test_moments_tell_what_was_alive() -> None:
     seen = list(moments(REPORT, lambda s: s.phase is Phase.FORWARD))
     assert [m.event for m in seen] == [1, 2, 3, 4]
-    assert [m.num_bytes((Kind.GATHERED, Kind.STAGING)) for m in seen] == [8, 8, 16, 8]
-    assert [m.units(Kind.GATHERED) for m in seen] == [{"blocks.0"}] * 3 + [frozenset()]
+    assert [m.num_bytes((MemoryKind.GATHERED, MemoryKind.STAGING)) for m in seen] == [8, 8, 16, 8]
+    assert [m.units(MemoryKind.GATHERED) for m in seen] == [{"blocks.0"}] * 3 + [frozenset()]
 
 
 def test_the_last_event_of_a_phase_is_before_the_next_stretch() -> None:
@@ -107,9 +113,9 @@ def _verdict(law: Law, report: LifetimeReport | None, *, steps: int = 1) -> tupl
 
 
 LAWS: tuple[Law, ...] = (
-    UnshardedInTurn(phase=Phase.FORWARD),
-    Left(kinds=(Kind.GATHERED,), after=When.FORWARD, expected=Exactly(0)),
-    Peak(kinds=(Kind.GATHERED,), phase=Phase.FORWARD, expected=Between(0, 1)),
+    UnshardedOnlyInTurn(phase=Phase.FORWARD),
+    LiveBytes(kinds=(MemoryKind.GATHERED,), after=AfterPhase.FORWARD, expected=Exactly(0)),
+    PeakBytes(kinds=(MemoryKind.GATHERED,), phase=Phase.FORWARD, expected=Between(0, 1)),
     NoLeaks(),
     UserTensorsLive(at_least=()),
 )
@@ -129,7 +135,7 @@ def test_a_law_looks_at_every_rank() -> None:
     evidence = _evidence(_walk({}))
     first, second = evidence.ranks
     blind = replace(evidence, ranks=(first, replace(second, lifetime_report=None)))
-    law = UnshardedInTurn(phase=Phase.FORWARD)
+    law = UnshardedOnlyInTurn(phase=Phase.FORWARD)
     assert law.judge(evidence).record.held
     record = law.judge(blind).record
     assert not record.held
@@ -169,7 +175,7 @@ def test_units_are_gathered_in_turn_or_named(
 ) -> None:
     order = UNITS if phase is Phase.FORWARD else UNITS[::-1]
     unit = "" if whose < 0 else order[whose]
-    held, summary = _verdict(UnshardedInTurn(phase=phase, ahead=ahead), _walk({unit: events}, phase))
+    held, summary = _verdict(UnshardedOnlyInTurn(phase=phase, ahead=ahead), _walk({unit: events}, phase))
     assert held is is_held
     assert held or repr(unit) in summary
 
@@ -177,7 +183,7 @@ def test_units_are_gathered_in_turn_or_named(
 def test_a_unit_that_computes_sharded_breaks_the_law() -> None:
     report = _walk({})
     report = replace(report, lives=tuple(life for life in report.lives if life.unit != "blocks.1"))
-    held, summary = _verdict(UnshardedInTurn(phase=Phase.FORWARD), report)
+    held, summary = _verdict(UnshardedOnlyInTurn(phase=Phase.FORWARD), report)
     assert not held
     assert "expected it gathered" in summary
 
@@ -185,7 +191,7 @@ def test_a_unit_that_computes_sharded_breaks_the_law() -> None:
 def test_a_unit_without_a_turn_breaks_the_law() -> None:
     report = _walk({})
     report = replace(report, stretches=report.stretches[:2])
-    held, summary = _verdict(UnshardedInTurn(phase=Phase.FORWARD), report)
+    held, summary = _verdict(UnshardedOnlyInTurn(phase=Phase.FORWARD), report)
     assert not held
     assert "'blocks.2'" in summary
 
@@ -201,16 +207,16 @@ def test_a_unit_without_a_turn_breaks_the_law() -> None:
 )
 def test_what_is_kept_waits_for_its_backward(phase: Phase, whose: int, is_held: bool) -> None:
     order = UNITS if phase is Phase.FORWARD else UNITS[::-1]
-    law = UnshardedInTurn(phase=phase, ahead=0, keeps=True)
+    law = UnshardedOnlyInTurn(phase=phase, ahead=0, keeps=True)
     held, _ = _verdict(law, _walk({order[whose]: (11, 17)}, phase))
     assert held is is_held
 
 
 def test_a_buffer_of_the_unit_before_may_stay_one_turn() -> None:
     report = _walk({})
-    late = replace(report, lives=(*report.lives, _life(2, 15, kind=Kind.STAGING, unit="blocks.0")))
-    later = replace(report, lives=(*report.lives, _life(2, 25, kind=Kind.STAGING, unit="blocks.0")))
-    law = UnshardedInTurn(phase=Phase.FORWARD)
+    late = replace(report, lives=(*report.lives, _life(2, 15, kind=MemoryKind.STAGING, unit="blocks.0")))
+    later = replace(report, lives=(*report.lives, _life(2, 25, kind=MemoryKind.STAGING, unit="blocks.0")))
+    law = UnshardedOnlyInTurn(phase=Phase.FORWARD)
     assert _verdict(law, late)[0]
     assert not _verdict(law, later)[0]
 
@@ -223,7 +229,7 @@ def test_what_is_left_is_what_the_last_event_of_a_phase_shows(died: int | None, 
         lives=(_life(1, died),),
         stretches=(_stretch(1, Phase.FORWARD), _stretch(6, Phase.BACKWARD)),
     )
-    law = Left(kinds=(Kind.GATHERED,), after=When.FORWARD, expected=Exactly(0))
+    law = LiveBytes(kinds=(MemoryKind.GATHERED,), after=AfterPhase.FORWARD, expected=Exactly(0))
     assert _verdict(law, report)[0] is is_held
 
 
@@ -231,10 +237,10 @@ def test_that_nothing_is_left_of_what_never_was_shows_nothing() -> None:
     report = LifetimeReport(
         num_events=8,
         num_collectives=1,
-        lives=(_life(1, 2, kind=Kind.OTHER),),
+        lives=(_life(1, 2, kind=MemoryKind.OTHER),),
         stretches=(_stretch(1, Phase.FORWARD),),
     )
-    law = Left(kinds=(Kind.GATHERED,), after=When.FORWARD, expected=Exactly(0))
+    law = LiveBytes(kinds=(MemoryKind.GATHERED,), after=AfterPhase.FORWARD, expected=Exactly(0))
     assert not _verdict(law, report)[0]
 
 
@@ -248,20 +254,20 @@ def test_a_peak_is_the_most_at_one_event(expected: Exactly | Between, is_held: b
         lives=(_life(1, 5), _life(4, 9, num_bytes=16), _life(5, 9, num_bytes=4), _life(7, 9, num_bytes=90)),
         stretches=(_stretch(1, Phase.FORWARD), _stretch(7, Phase.BACKWARD)),
     )
-    law = Peak(kinds=(Kind.GATHERED,), phase=Phase.FORWARD, expected=expected)
+    law = PeakBytes(kinds=(MemoryKind.GATHERED,), phase=Phase.FORWARD, expected=expected)
     held, summary = _verdict(law, report)
     assert held is is_held
     assert held or "24 (gathered of 'blocks.0' 24)" in summary
 
 
-@pytest.mark.parametrize("law", [Left, Peak])
+@pytest.mark.parametrize("law", [LiveBytes, PeakBytes])
 @pytest.mark.parametrize(
     ("owns_nothing_of", "is_held"),
     [((), False), (("gain",), False), (("gain", "shift", "blocks.3.weight", "blocks.3.bias"), True)],
 )
-@pytest.mark.parametrize("kind", [Kind.GATHERED, Kind.GRADIENT])
+@pytest.mark.parametrize("kind", [MemoryKind.GATHERED, MemoryKind.GRADIENT])
 def test_what_a_rank_gathers_and_owns_nothing_of_may_be_missing_there(
-    law: type[Left | Peak], owns_nothing_of: tuple[str, ...], is_held: bool, kind: Kind
+    law: type[LiveBytes | PeakBytes], owns_nothing_of: tuple[str, ...], is_held: bool, kind: MemoryKind
 ) -> None:
     """The root has gains, shifts and a block: 18 and 10 x 21 elements of four bytes."""
     report = LifetimeReport(
@@ -272,20 +278,22 @@ def test_what_a_rank_gathers_and_owns_nothing_of_may_be_missing_there(
     )
     expected = Exactly(24 + 912)
     judged: Law = (
-        Left(kinds=(kind,), after=When.FORWARD, expected=expected)
-        if law is Left
-        else Peak(kinds=(kind,), phase=Phase.FORWARD, expected=expected)
+        LiveBytes(kinds=(kind,), after=AfterPhase.FORWARD, expected=expected)
+        if law is LiveBytes
+        else PeakBytes(kinds=(kind,), phase=Phase.FORWARD, expected=expected)
     )
     evidence = _evidence(report)
     ranks = tuple(
         replace(rank, initial={**rank.initial, **{n: _emptied(rank.initial[n]) for n in owns_nothing_of}})
         for rank in evidence.ranks
     )
-    assert judged.judge(replace(evidence, ranks=ranks)).record.held is (is_held and kind is Kind.GATHERED)
+    assert judged.judge(replace(evidence, ranks=ranks)).record.held is (
+        is_held and kind is MemoryKind.GATHERED
+    )
     one = replace(evidence, ranks=(ranks[0], evidence.ranks[1]))
     record = judged.judge(one).record
     assert not record.held
-    assert record.summary.startswith("rank 1" if is_held and kind is Kind.GATHERED else "rank 0")
+    assert record.summary.startswith("rank 1" if is_held and kind is MemoryKind.GATHERED else "rank 0")
 
 
 def _emptied(shard: Shard) -> Shard:
@@ -304,15 +312,15 @@ def _steps(*lives: Allocation, num_steps: int = 4) -> LifetimeReport:
     ("lives", "is_held"),
     [
         pytest.param((), True, id="nothing"),
-        pytest.param((_life(2, None, kind=Kind.OPTIMIZER),), True, id="made-in-the-first-step"),
+        pytest.param((_life(2, None, kind=MemoryKind.OPTIMIZER),), True, id="made-in-the-first-step"),
         pytest.param(
             (_life(2, 12), _life(12, 22), _life(22, 32), _life(32, None)), True, id="one-for-another"
         ),
         pytest.param((_life(12, None),), True, id="made-in-the-second-step"),
         pytest.param((_life(22, None),), False, id="left-by-a-later-step"),
         pytest.param((_life(12, 22),), False, id="lost-by-a-later-step"),
-        pytest.param((_life(22, None, kind=Kind.USER),), True, id="the-user's"),
-        pytest.param((_life(2, 22), _life(22, None, kind=Kind.STAGING)), False, id="of-another-kind"),
+        pytest.param((_life(22, None, kind=MemoryKind.USER),), True, id="the-user's"),
+        pytest.param((_life(2, 22), _life(22, None, kind=MemoryKind.STAGING)), False, id="of-another-kind"),
     ],
 )
 def test_steps_leave_as_much_as_those_before(lives: tuple[Allocation, ...], is_held: bool) -> None:
@@ -330,27 +338,27 @@ def test_what_a_law_needs_of_each_step_was_seen() -> None:
     whole = LifetimeReport(
         num_events=40,
         num_collectives=1,
-        lives=(_life(0, 1), _life(1, None, kind=Kind.OPTIMIZER)),
+        lives=(_life(0, 1), _life(1, None, kind=MemoryKind.OPTIMIZER)),
         stretches=tuple(
             _stretch(10 * step + 5 * half, phase, step=step, microbatch=0 if half == 0 else -1)
             for step in range(4)
             for half, phase in enumerate((Phase.FORWARD, Phase.STEP))
         ),
     )
-    kinds, nothing = (Kind.GATHERED,), Exactly(0)
+    kinds, nothing = (MemoryKind.GATHERED,), Exactly(0)
     cases: tuple[tuple[Law, Phase, str], ...] = (
         (
-            Left(kinds=kinds, after=When.FORWARD, expected=nothing),
+            LiveBytes(kinds=kinds, after=AfterPhase.FORWARD, expected=nothing),
             Phase.FORWARD,
             "rank 1, step 2: expected events in forward, got none",
         ),
         (
-            Left(kinds=kinds, after=When.STEP, expected=nothing),
+            LiveBytes(kinds=kinds, after=AfterPhase.STEP, expected=nothing),
             Phase.STEP,
             "rank 1, step 2: expected events in step, got none",
         ),
         (
-            Peak(phase=Phase.FORWARD, kinds=(Kind.GATHERED,), expected=Between(0, 8)),
+            PeakBytes(phase=Phase.FORWARD, kinds=(MemoryKind.GATHERED,), expected=Between(0, 8)),
             Phase.FORWARD,
             "rank 1, step 2: expected events in forward, got none",
         ),
@@ -391,9 +399,9 @@ def test_the_users_tensors_were_seen_and_let_alone(name: str, change: str, is_he
 
 def test_what_is_surplus_is_told_by_who_made_it() -> None:
     report = _walk({"blocks.2": (3, 7)})
-    other = replace(_life(3, 7, kind=Kind.OTHER, unit="blocks.2"), operator="innocent")
+    other = replace(_life(3, 7, kind=MemoryKind.OTHER, unit="blocks.2"), operator="innocent")
     held, summary = _verdict(
-        UnshardedInTurn(phase=Phase.FORWARD, ahead=0), replace(report, lives=(*report.lives, other))
+        UnshardedOnlyInTurn(phase=Phase.FORWARD, ahead=0), replace(report, lives=(*report.lives, other))
     )
     assert not held
     assert (
@@ -409,18 +417,18 @@ def test_turns_of_modules_that_are_no_units_are_left_out() -> None:
     inside = _stretch(15, Phase.FORWARD, unit="blocks.1.inner")
     between = _stretch(19, Phase.FORWARD)
     stretches = (*report.stretches[:2], inside, between, *report.stretches[2:])
-    assert _verdict(UnshardedInTurn(phase=Phase.FORWARD), replace(report, stretches=stretches))[0]
+    assert _verdict(UnshardedOnlyInTurn(phase=Phase.FORWARD), replace(report, stretches=stretches))[0]
 
 
 def test_what_held_is_told_with_its_range() -> None:
     report = _walk({"blocks.2": (3, 7)})
-    peak = Peak(kinds=(Kind.GATHERED,), phase=Phase.FORWARD, expected=Between(0, 16))
+    peak = PeakBytes(kinds=(MemoryKind.GATHERED,), phase=Phase.FORWARD, expected=Between(0, 16))
     assert _verdict(peak, report) == (True, "16 bytes in 2 steps of ranks")
-    left = Left(kinds=(Kind.GATHERED,), after=When.FORWARD, expected=Between(0, 8))
+    left = LiveBytes(kinds=(MemoryKind.GATHERED,), after=AfterPhase.FORWARD, expected=Between(0, 8))
     assert _verdict(left, report) == (True, "0 bytes at 2 moments")
     first, second = _evidence(report).ranks
     longer = replace(report, lives=(*report.lives, _life(22, None)))
     differ = replace(_evidence(report), ranks=(first, replace(second, lifetime_report=longer)))
     assert left.judge(differ).record.summary == "0 to 8 bytes at 2 moments"
-    turns = UnshardedInTurn(phase=Phase.FORWARD, ahead=2)
+    turns = UnshardedOnlyInTurn(phase=Phase.FORWARD, ahead=2)
     assert _verdict(turns, report) == (True, "in 6 turns on 2 ranks")

@@ -12,12 +12,12 @@ import torch
 from harness.cases.training import Watch
 from harness.tracing.ledger import Phase
 from harness.tracing.memory.allocations import Allocations, Role
-from harness.tracing.memory.report import (
-    Kind,
+from harness.tracing.memory.memory_report import (
+    MemoryKind,
     UserTensor,
 )
 from harness.tracing.memory.tracker import MemoryTracker
-from harness.tracing.recorder import Place, Recorder
+from harness.tracing.recorder import LoopPosition, Recorder
 from harness.training.watches import watching
 
 # Lives ------------------------------------------------------------------------------------------------------
@@ -33,7 +33,7 @@ class _Told:
         self.phase = Phase.FORWARD
 
     def event(self) -> Allocations:
-        self.lives.advance(Place(self.phase, 0, 0, None))
+        self.lives.advance(LoopPosition(self.phase, 0, 0, None))
         return self.lives
 
     def born(self, *keys: int, num_bytes: int = 8) -> None:
@@ -47,10 +47,10 @@ class _Told:
     def copied(self, source: int, target: int, *, is_packing: bool = True) -> None:
         self.event().copied([source], [target], is_packing=is_packing)
 
-    def kinds(self) -> dict[str, Kind]:
+    def kinds(self) -> dict[str, MemoryKind]:
         return {life.operator: life.kind for life in self.lives.told()}
 
-    def kind(self, key: int) -> Kind:
+    def kind(self, key: int) -> MemoryKind:
         return self.kinds()[f"make {key}"]
 
     def units(self, key: int) -> list[str | None]:
@@ -73,7 +73,7 @@ def test_what_a_gather_is_copied_out_of_is_staging_and_where_it_goes_is_gathered
     told.copied(BUFFER, WHOLE)
     told.event().computed([WHOLE])
     kinds = [told.kind(key) for key in (SHARE, INPUT, BUFFER, WHOLE)]
-    assert kinds == [Kind.SHARDED, Kind.STAGING, Kind.STAGING, Kind.GATHERED]
+    assert kinds == [MemoryKind.SHARDED, MemoryKind.STAGING, MemoryKind.STAGING, MemoryKind.GATHERED]
     assert told.units(WHOLE) == told.units(BUFFER) == ["a"]
 
 
@@ -82,7 +82,7 @@ def test_a_gather_that_nothing_is_copied_out_of_is_gathered_itself(is_used: bool
     told = _gathered()
     if is_used:
         told.event().computed([BUFFER])
-    assert told.kind(BUFFER) is Kind.GATHERED
+    assert told.kind(BUFFER) is MemoryKind.GATHERED
 
 
 def test_what_is_computed_with_stays_gathered_though_a_part_of_it_is_kept() -> None:
@@ -90,7 +90,7 @@ def test_what_is_computed_with_stays_gathered_though_a_part_of_it_is_kept() -> N
     told.event().computed([BUFFER])
     told.born(WHOLE)
     told.copied(BUFFER, WHOLE)
-    assert told.kind(BUFFER) is told.kind(WHOLE) is Kind.GATHERED
+    assert told.kind(BUFFER) is told.kind(WHOLE) is MemoryKind.GATHERED
 
 
 def test_a_part_that_is_gathered_again_stays_gathered() -> None:
@@ -100,14 +100,14 @@ def test_a_part_that_is_gathered_again_stays_gathered() -> None:
     told.copied(BUFFER, WHOLE)
     told.copied(WHOLE, 4)
     told.event().gathered([4], [4])
-    assert told.kind(WHOLE) is Kind.GATHERED
+    assert told.kind(WHOLE) is MemoryKind.GATHERED
 
 
 def test_a_gather_of_what_are_no_shares_is_nothing_to_us() -> None:
     told = _Told()
     told.born(INPUT, BUFFER)
     told.event().gathered([INPUT], [BUFFER])
-    assert told.kind(BUFFER) is told.kind(INPUT) is Kind.OTHER
+    assert told.kind(BUFFER) is told.kind(INPUT) is MemoryKind.OTHER
 
 
 def test_a_copy_of_shares_is_gathered_once_it_is_computed_with() -> None:
@@ -117,8 +117,8 @@ def test_a_copy_of_shares_is_gathered_once_it_is_computed_with() -> None:
     told.copied(SHARE, WHOLE)
     told.copied(SHARE, BUFFER)
     told.event().computed([WHOLE])
-    assert told.kind(WHOLE) is Kind.GATHERED
-    assert told.kind(BUFFER) is Kind.OTHER
+    assert told.kind(WHOLE) is MemoryKind.GATHERED
+    assert told.kind(BUFFER) is MemoryKind.OTHER
 
 
 def test_a_buffer_that_is_used_again_has_a_life_for_each_unit() -> None:
@@ -133,7 +133,7 @@ def test_a_buffer_that_is_used_again_has_a_life_for_each_unit() -> None:
     assert told.units(BUFFER) == ["a", "b"]
     first, second = (life for life in told.lives.told() if life.operator == f"make {BUFFER}")
     assert first.died == second.born
-    assert first.kind is second.kind is Kind.STAGING
+    assert first.kind is second.kind is MemoryKind.STAGING
 
 
 def test_memory_that_is_given_back_and_taken_again_is_another_life() -> None:
@@ -141,7 +141,7 @@ def test_memory_that_is_given_back_and_taken_again_is_another_life() -> None:
     told.event().resized(BUFFER, 0, "resize_", "")
     told.event().resized(BUFFER, 8, "resize_", "")
     told.event().gathered([INPUT], [BUFFER])
-    lives = [life for life in told.lives.told() if life.unit == "a" and life.kind is Kind.GATHERED]
+    lives = [life for life in told.lives.told() if life.unit == "a" and life.kind is MemoryKind.GATHERED]
     assert [(life.num_bytes, life.died is None) for life in lives] == [(8, False), (8, True)]
 
 
@@ -149,7 +149,7 @@ def test_roles_that_an_owner_gave_outlive_a_resize() -> None:
     told = _Told()
     told.share(SHARE, "a")
     told.event().resized(SHARE, 16, "resize_", "")
-    assert [life.kind for life in told.lives.told()] == [Kind.SHARDED, Kind.SHARDED]
+    assert [life.kind for life in told.lives.told()] == [MemoryKind.SHARDED, MemoryKind.SHARDED]
     assert told.lives.has_role(SHARE, Role.SHARE)
 
 
@@ -164,7 +164,10 @@ def test_a_share_that_was_resized_is_that_units_still_and_other_memory_no_ones()
     told.copied(SHARE, INPUT)
     told.event().gathered([INPUT], [BUFFER])
     resized = [life for life in told.lives.told() if life.operator == "resize_"]
-    assert [(life.kind, life.unit) for life in resized] == [(Kind.SHARDED, "a"), (Kind.USER, None)]
+    assert [(life.kind, life.unit) for life in resized] == [
+        (MemoryKind.SHARDED, "a"),
+        (MemoryKind.USER, None),
+    ]
     assert told.units(BUFFER) == ["a"]
 
 
@@ -175,8 +178,8 @@ def test_what_is_reduced_is_a_units_but_no_share_of_it() -> None:
     told.copied(GRADIENT, INPUT)
     told.event().gathered([INPUT], [BUFFER])  # as a norm's, or a logger's
     assert told.units(GRADIENT) == ["a"]
-    assert told.kind(GRADIENT) is Kind.REDUCED
-    assert told.kind(BUFFER) is Kind.OTHER
+    assert told.kind(GRADIENT) is MemoryKind.REDUCED
+    assert told.kind(BUFFER) is MemoryKind.OTHER
 
 
 def test_a_copy_into_shares_leaves_them_shares_and_those_of_their_own_unit() -> None:
@@ -187,7 +190,7 @@ def test_a_copy_into_shares_leaves_them_shares_and_those_of_their_own_unit() -> 
     told.born(5, 6)
     told.copied(4, 5)
     told.event().gathered([5], [6])
-    assert told.kind(4) is Kind.SHARDED
+    assert told.kind(4) is MemoryKind.SHARDED
     assert told.units(4) == told.units(6) == ["b"]
 
 
@@ -196,9 +199,9 @@ def test_a_copy_of_whole_and_other_memory_is_whole() -> None:
     told.born(4, WHOLE, 5)
     told.event().copied([BUFFER, 4], [WHOLE], is_packing=True)
     told.event().copied([4], [5], is_packing=True)
-    assert told.kind(WHOLE) is Kind.GATHERED
+    assert told.kind(WHOLE) is MemoryKind.GATHERED
     assert told.units(WHOLE) == ["a"]
-    assert told.kind(5) is Kind.OTHER
+    assert told.kind(5) is MemoryKind.OTHER
 
 
 def test_what_is_packed_for_no_reduction_is_no_gradient() -> None:
@@ -208,8 +211,8 @@ def test_what_is_packed_for_no_reduction_is_no_gradient() -> None:
     told.copied(20, 21)
     told.copied(GRADIENT, PACKED)
     told.event().reduced([PACKED], [ROW], is_scattered=True)
-    assert told.kind(20) is told.kind(21) is Kind.OTHER
-    assert told.kind(GRADIENT) is Kind.GRADIENT
+    assert told.kind(20) is told.kind(21) is MemoryKind.OTHER
+    assert told.kind(GRADIENT) is MemoryKind.GRADIENT
 
 
 def test_what_is_added_to_itself_is_made_of_others_alone() -> None:
@@ -218,7 +221,7 @@ def test_what_is_added_to_itself_is_made_of_others_alone() -> None:
     told.born(GRADIENT)
     told.event().summed([GRADIENT], [GRADIENT], is_packing=True)
     told.event().reduced([GRADIENT], [GRADIENT], is_scattered=False)
-    assert told.kind(GRADIENT) is Kind.GRADIENT
+    assert told.kind(GRADIENT) is MemoryKind.GRADIENT
 
 
 GRADIENT, PACKED, ROW = 10, 11, 12
@@ -231,7 +234,7 @@ def test_gradients_are_what_was_packed_for_a_reduction() -> None:
     told.copied(GRADIENT, PACKED)
     told.event().reduced([PACKED], [ROW], is_scattered=True)
     kinds = [told.kind(key) for key in (GRADIENT, PACKED, ROW)]
-    assert kinds == [Kind.GRADIENT, Kind.STAGING, Kind.REDUCED]
+    assert kinds == [MemoryKind.GRADIENT, MemoryKind.STAGING, MemoryKind.REDUCED]
 
 
 def test_a_gradient_that_is_reduced_as_it_is_stays_one() -> None:
@@ -239,7 +242,7 @@ def test_a_gradient_that_is_reduced_as_it_is_stays_one() -> None:
     told.phase = Phase.BACKWARD
     told.born(GRADIENT)
     told.event().reduced([GRADIENT], [GRADIENT], is_scattered=False)
-    assert told.kind(GRADIENT) is Kind.GRADIENT
+    assert told.kind(GRADIENT) is MemoryKind.GRADIENT
 
 
 def test_gradients_are_found_through_casts_sums_and_packing() -> None:
@@ -251,8 +254,8 @@ def test_gradients_are_found_through_casts_sums_and_packing() -> None:
     told.copied(GRADIENT, PACKED)
     told.copied(PACKED, 22)  # packed once more
     told.event().reduced([22], [ROW], is_scattered=True)
-    assert [told.kind(key) for key in (20, 21, GRADIENT)] == [Kind.GRADIENT] * 3
-    assert told.kind(PACKED) is told.kind(22) is Kind.STAGING
+    assert [told.kind(key) for key in (20, 21, GRADIENT)] == [MemoryKind.GRADIENT] * 3
+    assert told.kind(PACKED) is told.kind(22) is MemoryKind.STAGING
 
 
 def test_what_the_optimizers_parameters_have_is_reduced() -> None:
@@ -263,8 +266,8 @@ def test_what_the_optimizers_parameters_have_is_reduced() -> None:
     told.event().reduced([PACKED], [PACKED], is_scattered=False)
     told.copied(PACKED, GRADIENT)
     told.lives.is_role(GRADIENT, Role.REDUCED, "a")
-    assert told.kind(GRADIENT) is Kind.REDUCED
-    assert told.kind(PACKED) is Kind.STAGING
+    assert told.kind(GRADIENT) is MemoryKind.REDUCED
+    assert told.kind(PACKED) is MemoryKind.STAGING
 
 
 def test_what_a_step_makes_is_the_optimizers_and_the_rest_is_other() -> None:
@@ -273,7 +276,11 @@ def test_what_a_step_makes_is_the_optimizers_and_the_rest_is_other() -> None:
     told.phase = Phase.STEP
     told.born(31, 32)
     told.lives.is_role(32, Role.USER)
-    assert [told.kind(key) for key in (30, 31, 32)] == [Kind.OTHER, Kind.OPTIMIZER, Kind.USER]
+    assert [told.kind(key) for key in (30, 31, 32)] == [
+        MemoryKind.OTHER,
+        MemoryKind.OPTIMIZER,
+        MemoryKind.USER,
+    ]
 
 
 def test_lives_of_no_bytes_or_of_no_time_are_not_told() -> None:

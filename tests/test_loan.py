@@ -10,8 +10,7 @@ import torch
 
 from harness.tracing.collectives.call import Pieces
 from harness.tracing.ledger import Op, ViolationKind
-from harness.worlds.threads.buffer_guard import BufferGuard
-from harness.worlds.threads.poison import poison
+from harness.worlds.threads.buffer_guard import BufferGuard, poison
 from harness.worlds.threads.rendezvous import snapshot
 from tests.calls import made_call
 

@@ -12,9 +12,8 @@ import pytest
 
 from engine.mutants.registry import MUTANTS
 from engine.registry import BUILT_IN
-from harness.records.record import Record
+from harness.records.record import Record, Verdict
 from harness.records.run import read_run
-from harness.records.verdict import Verdict
 
 ROOT = Path(__file__).resolve().parents[1]
 WORLDS = ["threads:2", "processes:2"]

@@ -12,11 +12,10 @@ from fixtures.optimizers import ADAMW, SGD
 from fixtures.problems import EXACT_LINEAR, MLP_BUFFERS, MLP_UNEVEN, TRANSFORMER, ModelProblem
 from fixtures.random_draws import DROPPED, DROPPED_AND_RECOMPUTED, NOISY
 from fixtures.thin import EMPTY_ROWS
-from harness.cases.loss import loss_weight
-from harness.cases.training import Clip, LoopOrder, Schedule, Training, ZeroGrad
+from harness.cases.training import Clip, LoopOrder, Schedule, Training, ZeroGrad, loss_weight
 from harness.laws.tolerance import MULTIPLE, allowed_error
 from harness.training.draws import drawing_in
-from harness.training.oracle import LOSSES, OracleObservation, Place, Quantity, run_oracle
+from harness.training.oracle import LOSSES, OracleObservation, Quantity, TensorKey, run_oracle
 from harness.training.reduction_orders import EXACT_ORDER, reordering
 
 TRAINING = Training(problem=MLP_UNEVEN, optimizer=SGD, schedule=Schedule(steps=3, microbatches=3))
@@ -72,7 +71,7 @@ def test_factor_of_the_plan_divides_the_sum_over_ranks(
         assert gradient is not None
         assert averaged is not None
         torch.testing.assert_close(gradient, averaged * 1.5, rtol=1e-12, atol=1e-14)
-        place = Place(quantity=Quantity.GRADIENT, step=0, name=name)
+        place = TensorKey(quantity=Quantity.GRADIENT, step=0, name=name)
         assert allowed_error(halved, place) < 2 * 1.5 * allowed_error(oracle, place)
 
 
@@ -119,9 +118,9 @@ def test_dtypes_are_those_of_the_float32_training() -> None:
 
 def test_integers_and_initial_parameters_may_not_differ_at_all() -> None:
     seen = run_oracle(Training(problem=MLP_BUFFERS, optimizer=SGD), 2)
-    assert allowed_error(seen, Place(quantity=Quantity.BUFFER, step=2, name="num_forwards")) == 0
-    assert allowed_error(seen, Place(quantity=Quantity.BUFFER, step=2, name="gain")) > 0
-    assert allowed_error(seen, Place(quantity=Quantity.INITIAL, step=-1, name="first.weight")) == 0
+    assert allowed_error(seen, TensorKey(quantity=Quantity.BUFFER, step=2, name="num_forwards")) == 0
+    assert allowed_error(seen, TensorKey(quantity=Quantity.BUFFER, step=2, name="gain")) > 0
+    assert allowed_error(seen, TensorKey(quantity=Quantity.INITIAL, step=-1, name="first.weight")) == 0
 
 
 def test_noise_is_that_of_float32(oracle: OracleObservation) -> None:
@@ -131,7 +130,7 @@ def test_noise_is_that_of_float32(oracle: OracleObservation) -> None:
         elif place.quantity is Quantity.GRADIENT:
             pieces = oracle.steps[place.step].contributions[place.name]
             assert noise < 1e-6 * (pieces.abs().sum((0, 1)) / 3).max().item()
-    assert oracle.noise[Place(quantity=Quantity.LOSS, step=0, name=LOSSES)] > 0
+    assert oracle.noise[TensorKey(quantity=Quantity.LOSS, step=0, name=LOSSES)] > 0
 
 
 def test_noise_is_the_same_every_time(oracle: OracleObservation) -> None:
@@ -173,7 +172,7 @@ def test_reduction_in_bfloat16_allows_errors_of_bfloat16_and_no_more() -> None:
     full = run_oracle(TRAINING, 3)
     for name, gradient in full.steps[0].gradients.items():
         assert gradient is not None
-        place = Place(quantity=Quantity.GRADIENT, step=0, name=name)
+        place = TensorKey(quantity=Quantity.GRADIENT, step=0, name=name)
         scale = (full.steps[0].contributions[name].abs().sum((0, 1)) / 3).max().item()
         assert allowed_error(full, place) < 1e-4 * scale < allowed_error(short, place) < 0.2 * scale
 
@@ -190,11 +189,11 @@ def test_without_noise_two_roundings_are_allowed_and_one_of_a_gradient_in_the_dt
     full = _silent(run_oracle(TRAINING, 3))
     eps, coarse = torch.finfo(torch.float32).eps, torch.finfo(torch.bfloat16).eps
     for name in full.initial:
-        of_gradient = Place(quantity=Quantity.GRADIENT, step=0, name=name)
+        of_gradient = TensorKey(quantity=Quantity.GRADIENT, step=0, name=name)
         scale = (full.steps[0].contributions[name].abs().sum((0, 1)) / 3).max().item()
         assert allowed_error(full, of_gradient) == pytest.approx(MULTIPLE * 2 * eps * scale)
         assert allowed_error(short, of_gradient) == pytest.approx(MULTIPLE * coarse * scale)
-        of_parameter = Place(quantity=Quantity.PARAMETER, step=1, name=name)
+        of_parameter = TensorKey(quantity=Quantity.PARAMETER, step=1, name=name)
         history = (short.initial[name], *(short.steps[i].parameters[name] for i in (0, 1)))
         largest = max(value.abs().max().item() for value in history)
         assert allowed_error(short, of_parameter) == pytest.approx(MULTIPLE * 2 * eps * largest)
@@ -211,7 +210,7 @@ def test_a_clipped_gradient_may_be_off_by_as_much_less() -> None:
     assert norm is not None
     assert norm > 10 * max_norm
     for name in plain.initial:
-        place = Place(quantity=Quantity.GRADIENT, step=0, name=name)
+        place = TensorKey(quantity=Quantity.GRADIENT, step=0, name=name)
         floor = allowed_error(_silent(plain), place) * max_norm / norm.item()
         assert allowed_error(_silent(clipped), place) == pytest.approx(floor, rel=1e-4)
         assert allowed_error(clipped, place) < 0.1 * allowed_error(plain, place)
@@ -222,11 +221,11 @@ def test_what_no_loss_reached_or_has_no_elements_may_not_be_off_at_all() -> None
     empty = [name for name, value in oracle.initial.items() if value.numel() == 0]
     assert empty
     for quantity in (Quantity.GRADIENT, Quantity.PARAMETER):
-        assert {allowed_error(oracle, Place(quantity=quantity, step=0, name=n)) for n in empty} == {0.0}
+        assert {allowed_error(oracle, TensorKey(quantity=quantity, step=0, name=n)) for n in empty} == {0.0}
     step, *later = oracle.steps
     unreached = replace(oracle, steps=(replace(step, contributions={}), *later))
     for name in oracle.initial:
-        assert allowed_error(unreached, Place(quantity=Quantity.GRADIENT, step=0, name=name)) == 0.0
+        assert allowed_error(unreached, TensorKey(quantity=Quantity.GRADIENT, step=0, name=name)) == 0.0
 
 
 def test_exactness_is_lost_when_the_world_is_no_power_of_two() -> None:
@@ -243,7 +242,7 @@ def test_a_model_that_draws_has_the_noise_of_one_that_does_not() -> None:
         assert seen.draws
         for name, gradient in seen.steps[0].gradients.items():
             assert gradient is not None
-            place = Place(quantity=Quantity.GRADIENT, step=0, name=name)
+            place = TensorKey(quantity=Quantity.GRADIENT, step=0, name=name)
             assert allowed_error(seen, place) < 1e-4 * gradient.abs().max().item()
 
 

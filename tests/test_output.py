@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from harness.cli.main import main
+from harness.records.record import Verdict
 from harness.records.run import read_run
-from harness.records.verdict import Verdict
 from harness.worlds.output import drop_empty, printed
 
 TALKATIVE = """

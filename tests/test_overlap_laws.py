@@ -13,7 +13,7 @@ from harness.laws.communication.order import Gathers, Order, Reduces, Reshards, 
 from harness.laws.communication.overlap import Overlaps, PrefetchDistance
 from harness.laws.communication.select import Select
 from harness.laws.law import Evidence
-from harness.tracing.events import EventKind, EventLog, Mark
+from harness.tracing.events import EventKind, EventLog, TraceEvent
 from harness.tracing.ledger import Entry, Op, Phase
 from tests.ledgers import entry, numbered
 from tests.test_ledger_order import BYTES_OF, chain_evidence
@@ -32,7 +32,7 @@ def chain(*order: str, phase: Phase = Phase.BACKWARD) -> tuple[tuple[Entry, ...]
     """Write two steps of a chain's backward, or forward, as a ledger and a course."""
     is_forward = phase is Phase.FORWARD
     entries: list[Entry] = []
-    course: list[Mark] = []
+    course: list[TraceEvent] = []
     for step in range(2):
         issued: dict[str, int] = {}
         for word in order:
@@ -55,8 +55,8 @@ def chain(*order: str, phase: Phase = Phase.BACKWARD) -> tuple[tuple[Entry, ...]
     return numbered(entries), tuple(replace(mark, phase=phase) for mark in course)
 
 
-def _mark(what: EventKind, step: int, unit: str, seq: int | None = None) -> Mark:
-    return Mark(what=what, at_ns=1, phase=Phase.BACKWARD, step=step, microbatch=0, unit=unit, seq=seq)
+def _mark(what: EventKind, step: int, unit: str, seq: int | None = None) -> TraceEvent:
+    return TraceEvent(what=what, at_ns=1, phase=Phase.BACKWARD, step=step, microbatch=0, unit=unit, seq=seq)
 
 
 def seen(*ranks: Sequence[str], phase: Phase = Phase.BACKWARD) -> Evidence:

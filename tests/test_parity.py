@@ -20,7 +20,14 @@ from harness.laws.law import Evidence, Ruling
 from harness.laws.parity import MatchesOracle
 from harness.laws.tolerance import allowed_error
 from harness.records.observation import Observation, StepObservation
-from harness.training.oracle import INITIAL_STEP, OracleObservation, OracleStep, Place, Quantity, run_oracle
+from harness.training.oracle import (
+    INITIAL_STEP,
+    OracleObservation,
+    OracleStep,
+    Quantity,
+    TensorKey,
+    run_oracle,
+)
 from tests.flat_pieces import flat, flattened
 from tests.simulated_engine import Honest, Moment, accumulate, ring_mean, row_shard, simulate, whole
 
@@ -62,7 +69,7 @@ def one_tensor(reference: torch.Tensor, world_size: int, noise: float, shards: l
     name, exact = "p", reference.double()
     zeros = torch.zeros(1, world_size, *reference.shape, dtype=torch.float64)
     losses = torch.ones(1, world_size, dtype=torch.float64)
-    parameter = Place(quantity=Quantity.PARAMETER, step=0, name=name)
+    parameter = TensorKey(quantity=Quantity.PARAMETER, step=0, name=name)
     oracle = OracleObservation(
         world_size=world_size,
         plan=Plan(),
@@ -74,9 +81,9 @@ def one_tensor(reference: torch.Tensor, world_size: int, noise: float, shards: l
         ),
         optimizer_state={},
         buffers=tuple({} for _ in range(world_size)),
-        noise={parameter: noise, Place(quantity=Quantity.LOSS, step=0, name="loss"): 0.0},
+        noise={parameter: noise, TensorKey(quantity=Quantity.LOSS, step=0, name="loss"): 0.0},
         constants=frozenset(),
-        dtypes={Place(quantity=q, step=INITIAL_STEP, name=name): reference.dtype for q in Quantity},
+        dtypes={TensorKey(quantity=q, step=INITIAL_STEP, name=name): reference.dtype for q in Quantity},
         is_exact=False,
     )
     ranks = tuple(
@@ -168,7 +175,7 @@ def displace(
 ) -> Evidence:
     reference, shards, rank, local = case
     evidence = one_tensor(reference, len(shards), noise, shards)
-    allowed = allowed_error(evidence.oracle, Place(quantity=Quantity.PARAMETER, step=0, name="p"))
+    allowed = allowed_error(evidence.oracle, TensorKey(quantity=Quantity.PARAMETER, step=0, name="p"))
     shards[rank].tensor[local] += sign * times_allowed * allowed
     return evidence
 
@@ -336,7 +343,7 @@ def test_the_tensor_that_came_closest_is_told(honest: Evidence) -> None:
     nudged = shard.tensor.clone()
     reference = shard.of(honest.oracle.steps[closest.step].parameters[WEIGHT])
     nudged.view(-1)[0] = reference.reshape(-1)[0] + 0.99 * allowed_error(
-        honest.oracle, Place(quantity=Quantity.PARAMETER, step=closest.step, name=WEIGHT)
+        honest.oracle, TensorKey(quantity=Quantity.PARAMETER, step=closest.step, name=WEIGHT)
     )
 
     def nearly(o: Observation) -> Observation:

@@ -12,8 +12,8 @@ import pytest
 
 from engine.registry import BUILT_IN
 from harness.errors import HarnessBug
+from harness.records.record import Verdict
 from harness.records.run import read_run
-from harness.records.verdict import Verdict
 from harness.torch_compat import private_names
 from harness.torch_compat.private_names import (
     NAMES,

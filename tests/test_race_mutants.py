@@ -20,7 +20,7 @@ from harness.cases.scripts.unit_state import Gather, UnshardByHand
 from harness.cases.training import Schedule, Training, Watch
 from harness.records.world_result import keep_result, load_kept
 from harness.tracing.races import streams
-from harness.tracing.races.report import Kind, RaceReport
+from harness.tracing.races.race_report import RaceKind, RaceReport
 from harness.training.loop import drive_rank
 from harness.worlds.launch import launch
 from harness.worlds.rank import RankContext
@@ -34,7 +34,9 @@ BFLOAT16 = replace(HYBRID, reduce_dtype=torch.bfloat16)
 PAIRS = replace(SHARDED, reshard=Reshard.TO_PAIRS)
 BY_HAND = UnshardByHand(units=CHAIN.units, gather=Gather.UNAWAITED)
 ASKED_AHEAD = replace(SHARDED, demands=BY_HAND.demands | {Capability.ASYNC_GATHER})
-Found = tuple[Kind, str, str, str | None]  # kind, the two operators, and the unit whose turn the second was
+Found = tuple[
+    RaceKind, str, str, str | None
+]  # kind, the two operators, and the unit whose turn the second was
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +65,7 @@ class Expected:
 
 
 BLOCKS = ("blocks.0", "blocks.1", "blocks.2", "blocks.3")
-RAW, WAW, REUSE = Kind.READ_AFTER_WRITE, Kind.WRITE_AFTER_WRITE, Kind.REUSE
+RAW, WAW, REUSE = RaceKind.READ_AFTER_WRITE, RaceKind.WRITE_AFTER_WRITE, RaceKind.REUSE
 DEFAULT = "the default stream"
 EXPECTED = {
     "GathersBeforeTheCopyIn": Expected(

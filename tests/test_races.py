@@ -16,12 +16,19 @@ from fixtures.chain import CHAIN
 from fixtures.optimizers import SGD
 from harness.cases.training import Schedule, Training, Watch
 from harness.laws.law import Evidence
-from harness.laws.races import NoRaces
+from harness.laws.runtime import NoRaces
 from harness.tracing.ledger import Phase
 from harness.tracing.races import streams
-from harness.tracing.races.clock import Clock, Moment, Order
+from harness.tracing.races.clock import Clock, Epoch, HappensBefore
 from harness.tracing.races.detector import RaceDetector, current_watch
-from harness.tracing.races.report import Kind, Race, RaceReport, Touch, report_from_json, report_to_json
+from harness.tracing.races.race_report import (
+    Race,
+    RaceKind,
+    RaceReport,
+    Touch,
+    report_from_json,
+    report_to_json,
+)
 from harness.tracing.races.shadow import Access, Memory, Span
 from harness.tracing.recorder import Recorder
 from harness.training.oracle import run_oracle
@@ -34,20 +41,20 @@ from tests.simulated_engine import simulate
 
 def test_a_clock_knows_what_it_was_told_and_all_before() -> None:
     clock = Clock({1: 3})
-    assert clock.knows(Moment(1, 3))
-    assert clock.knows(Moment(1, 2))
-    assert not clock.knows(Moment(1, 4))
-    assert not clock.knows(Moment(2, 1))
+    assert clock.knows(Epoch(1, 3))
+    assert clock.knows(Epoch(1, 2))
+    assert not clock.knows(Epoch(1, 4))
+    assert not clock.knows(Epoch(2, 1))
 
 
 def test_joined_clocks_know_what_either_knows() -> None:
     both = Clock({1: 3, 2: 1}).joined(Clock({1: 2, 3: 5}))
-    assert all(both.knows(moment) for moment in (Moment(1, 3), Moment(2, 1), Moment(3, 5)))
-    assert not both.knows(Moment(1, 4))
+    assert all(both.knows(moment) for moment in (Epoch(1, 3), Epoch(2, 1), Epoch(3, 5)))
+    assert not both.knows(Epoch(1, 4))
 
 
 def test_an_event_orders_what_was_issued_before_it_alone() -> None:
-    order = Order()
+    order = HappensBefore()
     first, second = order.begin(), order.begin()
     before = order.moment(first)
     fired = order.signal(first)
@@ -58,7 +65,7 @@ def test_an_event_orders_what_was_issued_before_it_alone() -> None:
 
 
 def test_waits_pass_on_what_was_waited_for() -> None:
-    order = Order()
+    order = HappensBefore()
     first, second, third = order.begin(), order.begin(), order.begin()
     start = order.moment(first)
     order.wait(second, order.signal(first))
@@ -67,7 +74,7 @@ def test_waits_pass_on_what_was_waited_for() -> None:
 
 
 def test_what_the_host_waited_for_orders_streams_that_are_still_to_come() -> None:
-    order = Order()
+    order = HappensBefore()
     first, second = order.begin(), order.begin()
     start = order.moment(first)
     order.host_waits(order.signal(first))
@@ -100,12 +107,12 @@ class _Bench:
     """A memory with one piece, key 0, and two streams; ``touch`` gives the kinds of the conflicts."""
 
     def __init__(self) -> None:
-        self.order = Order()
+        self.order = HappensBefore()
         self.streams = (self.order.begin(), self.order.begin())
         self.memory = Memory()
         self.memory.allocate(0, self.streams[0])
 
-    def touch(self, touch: Touch, stream: int, span: Span = WHOLE, key: int = 0) -> list[Kind]:
+    def touch(self, touch: Touch, stream: int, span: Span = WHOLE, key: int = 0) -> list[RaceKind]:
         timeline = self.streams[stream]
         access = Access(touch, self.order.moment(timeline), span)
         return [c.kind for c in self.memory.touch(key, access, self.order.clock(timeline))]
@@ -121,13 +128,13 @@ class _Bench:
 @pytest.mark.parametrize(
     ("first", "second", "kind"),
     [
-        (WRITE, READ, Kind.READ_AFTER_WRITE),
-        (READ, WRITE, Kind.WRITE_AFTER_READ),
-        (WRITE, WRITE, Kind.WRITE_AFTER_WRITE),
+        (WRITE, READ, RaceKind.READ_AFTER_WRITE),
+        (READ, WRITE, RaceKind.WRITE_AFTER_READ),
+        (WRITE, WRITE, RaceKind.WRITE_AFTER_WRITE),
     ],
-    ids=lambda value: str(value) if isinstance(value, Kind) else "",
+    ids=lambda value: str(value) if isinstance(value, RaceKind) else "",
 )
-def test_touches_of_two_streams_race_unless_one_waits(first: Touch, second: Touch, kind: Kind) -> None:
+def test_touches_of_two_streams_race_unless_one_waits(first: Touch, second: Touch, kind: RaceKind) -> None:
     racing, waiting = _Bench(), _Bench()
     assert racing.touch(first, 0) == []
     assert racing.touch(second, 1) == [kind]
@@ -148,14 +155,14 @@ def test_a_wait_before_the_touch_orders_nothing() -> None:
     bench = _Bench()
     bench.wait(1, 0)
     bench.touch(WRITE, 0)
-    assert bench.touch(READ, 1) == [Kind.READ_AFTER_WRITE]
+    assert bench.touch(READ, 1) == [RaceKind.READ_AFTER_WRITE]
 
 
 def test_a_read_does_not_hide_the_write_before_it() -> None:
     bench = _Bench()
     bench.touch(WRITE, 0)
     bench.touch(READ, 0)
-    assert bench.touch(READ, 1) == [Kind.READ_AFTER_WRITE]
+    assert bench.touch(READ, 1) == [RaceKind.READ_AFTER_WRITE]
 
 
 @pytest.mark.parametrize("part", [Span(0, 4), Span(4, 8), Span(2, 6)])
@@ -164,7 +171,7 @@ def test_a_smaller_write_does_not_hide_a_larger_one(part: Span) -> None:
         bench = _Bench()
         bench.touch(WRITE, 0)
         bench.touch(WRITE, 0, part)
-        assert bench.touch(READ, 1, place) == [Kind.READ_AFTER_WRITE] * (1 + part.meets(place))
+        assert bench.touch(READ, 1, place) == [RaceKind.READ_AFTER_WRITE] * (1 + part.meets(place))
 
 
 def test_a_read_does_not_hide_that_of_another_stream() -> None:
@@ -172,7 +179,7 @@ def test_a_read_does_not_hide_that_of_another_stream() -> None:
         bench = _Bench()
         bench.touch(READ, first)
         bench.touch(READ, second)
-        assert bench.touch(WRITE, second) == [Kind.WRITE_AFTER_READ]
+        assert bench.touch(WRITE, second) == [RaceKind.WRITE_AFTER_READ]
 
 
 def test_memory_that_nobody_announced_was_there_before() -> None:
@@ -183,14 +190,14 @@ def test_memory_that_nobody_announced_was_there_before() -> None:
     bench.memory.release(7, bench.order.clock)
     bench.memory.release(8, bench.order.clock)  # nor was this, and nobody touched it
     bench.memory.allocate(9, bench.streams[0])
-    assert bench.touch(WRITE, 0, key=9) == [Kind.REUSE]
+    assert bench.touch(WRITE, 0, key=9) == [RaceKind.REUSE]
 
 
 def test_who_is_in_the_way_of_reuse_is_told_once() -> None:
     bench = _Bench()
     bench.touch(READ, 1)
     bench.renew()
-    assert bench.touch(WRITE, 0, key=1) == [Kind.REUSE]
+    assert bench.touch(WRITE, 0, key=1) == [RaceKind.REUSE]
     bench.memory.allocate(2, bench.streams[0])
     assert bench.touch(WRITE, 0, key=2) == []
 
@@ -201,7 +208,7 @@ def test_memory_is_not_reused_while_another_stream_uses_it() -> None:
     bench.wait(1, 0)
     bench.touch(READ, 1)
     bench.renew()
-    assert bench.touch(WRITE, 0, key=1) == [Kind.REUSE]
+    assert bench.touch(WRITE, 0, key=1) == [RaceKind.REUSE]
 
 
 def test_memory_is_reused_by_what_has_waited() -> None:
@@ -237,7 +244,7 @@ def _watched() -> Iterator[RaceDetector]:
         yield watches.races
 
 
-def _races(body: Callable[[], object]) -> list[tuple[Kind, str, str]]:
+def _races(body: Callable[[], object]) -> list[tuple[RaceKind, str, str]]:
     """Watch ``body``, which is one rank on its own; give each race's kind and operators."""
     with _watched() as watch:
         body()
@@ -255,7 +262,9 @@ def test_whatever_waits_orders(order: Ordering) -> None:
 
 @pytest.mark.parametrize("order", NO_ORDERS.values(), ids=NO_ORDERS)
 def test_whatever_does_not_wait_for_the_write_does_not(order: Ordering) -> None:
-    assert _races(lambda: write_here_read_there(torch.cpu, order)) == [(Kind.READ_AFTER_WRITE, "add_", "sum")]
+    assert _races(lambda: write_here_read_there(torch.cpu, order)) == [
+        (RaceKind.READ_AFTER_WRITE, "add_", "sum")
+    ]
 
 
 def test_streams_are_idle_as_torchs_own_where_nobody_watches() -> None:
@@ -288,15 +297,18 @@ def test_events_order_as_streams_do() -> None:
         with torch.cpu.stream(side):
             tensor.sum()
 
-    assert _races(body) == [(Kind.READ_AFTER_WRITE, "add_", "sum")]
+    assert _races(body) == [(RaceKind.READ_AFTER_WRITE, "add_", "sum")]
 
 
 @pytest.mark.parametrize(
     ("is_read", "expected"),
-    [(False, [(Kind.WRITE_AFTER_WRITE, "ones", "add_"), (Kind.WRITE_AFTER_READ, "sum", "add_")]), (True, [])],
+    [
+        (False, [(RaceKind.WRITE_AFTER_WRITE, "ones", "add_"), (RaceKind.WRITE_AFTER_READ, "sum", "add_")]),
+        (True, []),
+    ],
 )
 def test_a_number_that_the_host_reads_orders_what_comes_later(
-    is_read: bool, expected: list[tuple[Kind, str, str]]
+    is_read: bool, expected: list[tuple[RaceKind, str, str]]
 ) -> None:
     def body() -> None:
         with torch.cpu.stream(_side()):
@@ -318,7 +330,7 @@ def test_backward_and_views_are_seen() -> None:
             weight.grad.t()[0].zero_()
 
     kinds = {kind for kind, _, second in _races(body) if second == "zero_"}
-    assert kinds == {Kind.WRITE_AFTER_WRITE}
+    assert kinds == {RaceKind.WRITE_AFTER_WRITE}
 
 
 def _let_go(*, records: bool, waits: bool = False) -> None:
@@ -335,7 +347,7 @@ def _let_go(*, records: bool, waits: bool = False) -> None:
 
 
 def test_released_memory_is_kept_recorded_or_raced_for() -> None:
-    assert _races(lambda: _let_go(records=False)) == [(Kind.REUSE, "sum", "zeros")]
+    assert _races(lambda: _let_go(records=False)) == [(RaceKind.REUSE, "sum", "zeros")]
     assert _races(lambda: _let_go(records=True)) == []
     assert _races(lambda: _let_go(records=False, waits=True)) == []
 
@@ -364,7 +376,7 @@ def test_memory_that_is_asked_for_unwritten_is_reused_memory_too(grows: bool) ->
             later = torch.empty(4)
         later.fill_(1)
 
-    assert _races(body) == [(Kind.REUSE, "sum", "fill_")]
+    assert _races(body) == [(RaceKind.REUSE, "sum", "fill_")]
 
 
 def test_what_the_harness_reads_is_no_touch_and_no_collective() -> None:
@@ -404,7 +416,7 @@ def test_memory_that_a_storage_gives_back_is_released() -> None:
         tensor.untyped_storage().resize_(0)
         torch.zeros(4)
 
-    assert _races(body) == [(Kind.REUSE, "sum", "zeros")]
+    assert _races(body) == [(RaceKind.REUSE, "sum", "zeros")]
 
 
 def test_streams_and_storages_are_torchs_own_again_afterwards() -> None:
@@ -434,7 +446,7 @@ def test_a_race_tells_streams_by_the_names_they_were_given() -> None:
 
 # Reports and the law ----------------------------------------------------------------------------------------
 
-RACE = Race(kind=Kind.REUSE, first=READ, second=WRITE, count=2)
+RACE = Race(kind=RaceKind.REUSE, first=READ, second=WRITE, count=2)
 REPORT = RaceReport(num_touches=3, num_streams=2, num_collectives=1, races=(RACE,))
 
 

@@ -19,7 +19,7 @@ from harness.worlds.launch import launch
 from harness.worlds.outcome import Returned
 from harness.worlds.rank import RankContext
 from harness.worlds.spec import WorldKind, WorldSpec
-from harness.worlds.threads.rng import rank_generators
+from harness.worlds.threads.isolation import rank_generators
 
 # Operators that draw on CPU but cannot be told from which generator: they draw through others that can
 # (native_dropout), or not at all on CPU (choosing a kernel; attention that refuses dropout).

@@ -10,10 +10,9 @@ from fixtures.problems import MLP_EVEN
 from harness.cases.training import Clip, Resume, Schedule, Training
 from harness.laws.communication.matching import RanksAgree
 from harness.laws.parity import MatchesOracle
-from harness.records.record import Record
-from harness.records.verdict import Verdict
+from harness.records.record import Record, Verdict
+from harness.runner.options import Cell
 from harness.runner.session import TrialSession
-from harness.runner.target import Cell
 from harness.verdicts.case import Case
 from harness.worlds.spec import WorldSpec
 from tests import misread

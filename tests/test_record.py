@@ -26,10 +26,10 @@ from harness.records.record import (
     Record,
     TensorRecord,
     UnusedExpectation,
+    Verdict,
     from_json,
     to_json,
 )
-from harness.records.verdict import Verdict
 
 WHERE = "run/records.jsonl:7"
 

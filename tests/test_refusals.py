@@ -17,15 +17,14 @@ from fixtures.problems import MLP_EVEN
 from harness.cases.training import Schedule, Training
 from harness.laws.communication.matching import RanksAgree
 from harness.laws.parity import MatchesOracle
-from harness.records.record import Record
-from harness.records.verdict import Verdict
+from harness.records.record import Record, Verdict
 from harness.records.world_result import SavedResult
+from harness.runner.options import Cell
 from harness.runner.session import TrialSession
-from harness.runner.target import Cell
 from harness.tracing.ledger import Entry, Ledger, Op
 from harness.training.oracle import OracleObservation
 from harness.verdicts.case import Case, Refusal
-from harness.verdicts.judge import judge
+from harness.verdicts.judgement import judge
 from harness.worlds.outcome import Abandoned, Died, Outcome, Raised, Returned, TimedOut, WorldResult
 from harness.worlds.spec import WorldKind, WorldSpec
 from tests.ledgers import entry, numbered

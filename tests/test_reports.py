@@ -28,16 +28,15 @@ from harness.records.record import (
     Record,
     TensorRecord,
     UnusedExpectation,
+    Verdict,
 )
 from harness.records.run import Run, RunWriter
-from harness.records.verdict import Verdict
 from reports import junit, markdown, page, terminal
-from reports.autopsy import plights, steps
-from reports.evidence import bar, ledger_rows, outcome_groups
-from reports.mark import MARKS
+from reports.evidence import bar, ledger_rows, outcome_groups, plights, steps
 from reports.matrix import arrange, label
-from reports.tally import Conclusion, conclude, tally
+from reports.summary import Conclusion, conclude, tally
 from reports.text import clip, duration, one_line, printable, ranks, size
+from reports.verdict_style import MARKS
 from reports.write import write_reports
 
 ROOT = Path(__file__).parents[1]

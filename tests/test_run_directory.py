@@ -16,9 +16,8 @@ import pytest
 from harness.errors import HarnessBug, UsageError
 from harness.records import provenance
 from harness.records.manifest import MANIFEST
-from harness.records.record import Footer, Header, Record, to_json
+from harness.records.record import Footer, Header, Record, Verdict, to_json
 from harness.records.run import RECORDS, RUN, RunWriter, read_run, write_file
-from harness.records.verdict import Verdict
 
 HEADER = Header(
     started_at="2030-01-01T00:00:00+00:00",

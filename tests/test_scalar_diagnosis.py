@@ -15,8 +15,8 @@ from fixtures.problems import MLP_EVEN, MLP_UNEVEN
 from harness.cases.training import Clip, Schedule, Training
 from harness.laws.diagnosis import UNSTRUCTURED, looks_like
 from harness.laws.law import Evidence
-from harness.laws.structure import Piece
-from harness.training.oracle import LOSSES, NORM, OracleObservation, Place, Quantity, run_oracle
+from harness.laws.structure import RankShard
+from harness.training.oracle import LOSSES, NORM, OracleObservation, Quantity, TensorKey, run_oracle
 from tests.simulated_engine import row_shard, simulate, whole
 
 WORLD_SIZE = 4
@@ -90,8 +90,8 @@ def test_names_what_is_wrong_with_a_norm(clipped: OracleObservation, defect: str
     norm = clipped.steps[STEP].norm
     assert norm is not None
     wrong = whole(torch.tensor(rule(clipped, float(norm)), dtype=torch.float64))
-    place = Place(quantity=Quantity.NORM, step=STEP, name=NORM)
-    assert looks_like(evidence(CLIPPED, clipped), place, Piece(rank=1, shard=wrong)) == text
+    place = TensorKey(quantity=Quantity.NORM, step=STEP, name=NORM)
+    assert looks_like(evidence(CLIPPED, clipped), place, RankShard(rank=1, shard=wrong)) == text
 
 
 def test_names_half_a_norm_in_a_world_of_two() -> None:
@@ -99,9 +99,9 @@ def test_names_half_a_norm_in_a_world_of_two() -> None:
     oracle = run_oracle(training, 2)
     norm = oracle.steps[STEP].norm
     assert norm is not None
-    place = Place(quantity=Quantity.NORM, step=STEP, name=NORM)
+    place = TensorKey(quantity=Quantity.NORM, step=STEP, name=NORM)
     seen = Evidence(training=training, world_size=2, ranks=(), oracle=oracle)
-    assert looks_like(seen, place, Piece(rank=0, shard=whole(norm / 2))) == "half the reference"
+    assert looks_like(seen, place, RankShard(rank=0, shard=whole(norm / 2))) == "half the reference"
 
 
 GRADIENTS: dict[str, tuple[Callable[[OracleObservation, torch.Tensor], torch.Tensor], str]] = {
@@ -122,8 +122,8 @@ def test_names_what_clipping_did_to_a_gradient(clipped: OracleObservation, defec
     rule, text = GRADIENTS[defect]
     name = "layers.1.weight"
     wrong = row_shard(rule(clipped, gradients(clipped)[name]), 1, WORLD_SIZE)
-    place = Place(quantity=Quantity.GRADIENT, step=STEP, name=name)
-    assert looks_like(evidence(CLIPPED, clipped), place, Piece(rank=1, shard=wrong)) == text
+    place = TensorKey(quantity=Quantity.GRADIENT, step=STEP, name=name)
+    assert looks_like(evidence(CLIPPED, clipped), place, RankShard(rank=1, shard=wrong)) == text
 
 
 LOSSES_OF: dict[str, tuple[Callable[[torch.Tensor, torch.Tensor], torch.Tensor], str]] = {
@@ -144,8 +144,8 @@ def test_names_what_is_wrong_with_a_loss(plain: OracleObservation, defect: str) 
     rule, text = LOSSES_OF[defect]
     wrong = rule(plain.steps[STEP].losses, plain.steps[STEP - 1].losses).unsqueeze(1)
     shard = Shard(tensor=wrong, offsets=(0, 1), global_shape=(2, WORLD_SIZE))
-    place = Place(quantity=Quantity.LOSS, step=STEP, name=LOSSES)
-    assert looks_like(evidence(PLAIN, plain), place, Piece(rank=1, shard=shard)).startswith(text)
+    place = TensorKey(quantity=Quantity.LOSS, step=STEP, name=LOSSES)
+    assert looks_like(evidence(PLAIN, plain), place, RankShard(rank=1, shard=shard)).startswith(text)
 
 
 def test_names_a_gradient_computed_with_last_steps_parameters() -> None:
@@ -155,9 +155,9 @@ def test_names_a_gradient_computed_with_last_steps_parameters() -> None:
     name = "layers.1.weight"
     wrong = unmoved.steps[1].gradients[name]
     assert wrong is not None
-    place = Place(quantity=Quantity.GRADIENT, step=1, name=name)
+    place = TensorKey(quantity=Quantity.GRADIENT, step=1, name=name)
     shard = row_shard(wrong.float(), 2, WORLD_SIZE)
-    told = looks_like(evidence(PLAIN, oracle), place, Piece(rank=2, shard=shard))
+    told = looks_like(evidence(PLAIN, oracle), place, RankShard(rank=2, shard=shard))
     assert told == "computed with last step's parameters"
 
 
@@ -166,8 +166,8 @@ def test_names_the_rank_whose_rows_a_rank_holds(plain: OracleObservation) -> Non
     right = plain.steps[0].parameters[name]
     theirs, mine = row_shard(right, 3, WORLD_SIZE), row_shard(right, 1, WORLD_SIZE)
     shard = replace(mine, tensor=theirs.tensor.float())
-    place = Place(quantity=Quantity.PARAMETER, step=0, name=name)
+    place = TensorKey(quantity=Quantity.PARAMETER, step=0, name=name)
     rows, chunk = right.shape[0], right.shape[0] // WORLD_SIZE
-    assert looks_like(evidence(PLAIN, plain), place, Piece(rank=1, shard=shard)) == (
+    assert looks_like(evidence(PLAIN, plain), place, RankShard(rank=1, shard=shard)) == (
         f"rows {chunk}..{2 * chunk - 1} hold those of the reference at {3 * chunk}..{rows - 1}, the share of rank 3"
     )

@@ -19,11 +19,10 @@ from harness.cli.main import main
 from harness.errors import UsageError
 from harness.laws.communication.buffers import LeavesBuffersAlone, ResultsAreWaitedFor
 from harness.laws.parity import MatchesOracle
-from harness.records.verdict import Verdict
-from harness.runner.options import RunOptions
+from harness.records.record import Verdict
+from harness.runner.options import Cell, RunOptions
 from harness.runner.schedules import explore, load_schedules
 from harness.runner.session import Source, TrialSession
-from harness.runner.target import Cell
 from harness.training.loop import drive_rank
 from harness.verdicts.case import Case
 from harness.worlds.launch import World, launch

@@ -12,9 +12,8 @@ from engine.contract import Capability, Layout, Plan
 from fixtures.optimizers import SGD
 from fixtures.problems import MLP_EVEN
 from harness.cases.training import Clip, Resume, Schedule, Training
-from harness.laws.determinism import Repeatable
 from harness.laws.law import Evidence, Law
-from harness.laws.notes import Notes, ShowsTheModel, UnitsAre, UnitState
+from harness.laws.runtime import Deterministic, ExpectedUnitState, Notes, ShowsTheModel, UnitsAre
 from harness.records.observation import Fact, Observation, StepObservation, digest
 from harness.records.record import LawRecord
 from harness.training.oracle import OracleObservation, run_oracle
@@ -22,7 +21,7 @@ from tests.simulated_engine import simulate
 
 TRAINING = Training(problem=MLP_EVEN, optimizer=SGD, schedule=Schedule(steps=2))
 WORLD_SIZE = 2
-FREED = UnitsAre(states=(UnitState(moment="after forward", unit="layers.0", is_unsharded=False),))
+FREED = UnitsAre(states=(ExpectedUnitState(moment="after forward", unit="layers.0", is_unsharded=False),))
 CAST = Notes(subject="output", value="torch.bfloat16")
 SHOWN = ShowsTheModel(moments=("after forward",))
 Change = Callable[[StepObservation], StepObservation]
@@ -136,7 +135,7 @@ def test_repetitions_agree_or_the_first_that_differs_is_named() -> None:
         seen = (ranks[0], replace(ranks[1], repeat_digests=digests))
         seen = (replace(seen[0], repeat_digests=("a", "a", "a")), seen[1])
         evidence = Evidence(training=training, world_size=WORLD_SIZE, ranks=seen, oracle=_oracle())
-        return Repeatable().judge(evidence).record
+        return Deterministic().judge(evidence).record
 
     assert rule("a", "a", "a").held
     assert rule("a", "a", "b").summary == "rank 1: repetition 2 of 3 differs from the first"

@@ -15,23 +15,20 @@ import pytest
 
 from examples.race_timeline import PICTURE, draw_picture, observe
 from harness.cli.main import main
-from harness.records.record import Record
-from harness.records.run import RunWriter
-from harness.records.timeline import (
+from harness.records.rank_timeline import (
     COMPUTE,
     CollectiveSpan,
-    Moment,
     RaceMark,
     Timeline,
+    TimePoint,
     UnitSpan,
     read_timeline,
 )
-from harness.records.verdict import Verdict
+from harness.records.record import Record, Verdict
+from harness.records.run import RunWriter
 from reports import page
-from reports.drawing import lay_out
-from reports.pictures import pictures
-from reports.timeline import draw
-from reports.trace import trace_events
+from reports.perfetto import trace_events
+from reports.timeline_svg import draw, lay_out, pictures
 from reports.write import write_reports
 from tests.test_reports import HEADER, a_record, a_run
 
@@ -132,7 +129,7 @@ def test_perfetto_takes_the_identifiers(folder: Path) -> None:
 def _crowded(timeline: Timeline) -> Timeline:
     """Have all that happens follow within nanoseconds, so that what stands for a moment has no room."""
 
-    def at_once(moment: Moment) -> Moment:
+    def at_once(moment: TimePoint) -> TimePoint:
         return replace(moment, at_ns=moment.place)
 
     def spell(it: UnitSpan) -> UnitSpan:

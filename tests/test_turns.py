@@ -12,8 +12,8 @@ from torch._C._distributed_c10d import PrefixStore
 
 from harness.tracing.current_rank import adopt_rank, bind_rank
 from harness.worlds.threads import scheduler as module
+from harness.worlds.threads.process_group import MemoryStore
 from harness.worlds.threads.scheduler import Scheduler
-from harness.worlds.threads.store import MemoryStore
 
 _HANG_S = 20.0
 Body = Callable[[int, Scheduler], None]

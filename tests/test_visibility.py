@@ -20,7 +20,7 @@ from harness.laws.law import Evidence
 from harness.laws.parity import MatchesOracle
 from harness.laws.tolerance import MULTIPLE, allowed_error
 from harness.training.absolute_error import largest
-from harness.training.oracle import OracleObservation, Place, Quantity, run_oracle
+from harness.training.oracle import OracleObservation, Quantity, TensorKey, run_oracle
 from harness.verdicts.vacuity import vacuous_because
 from harness.verdicts.visibility import hidden_because
 from tests.simulated_engine import Honest, Moment, accumulate, ring_mean, simulate
@@ -187,7 +187,7 @@ def test_only_models_that_round_by_themselves_are_computed_once_more(oracle: Ora
     rounding = run_oracle(ROUNDING, 3)
     assert rounding.first is not None
     for name, noise in rounding.first.noise.items():
-        place = Place(quantity=Quantity.GRADIENT, step=0, name=name)
+        place = TensorKey(quantity=Quantity.GRADIENT, step=0, name=name)
         assert 100 * MULTIPLE * noise < allowed_error(rounding, place)
 
 

@@ -15,10 +15,9 @@ from fixtures.optimizers import SGD
 from fixtures.problems import MLP_EVEN
 from harness.cases.training import Schedule, Training
 from harness.laws.parity import MatchesOracle
-from harness.records.record import Record
-from harness.records.verdict import Verdict
+from harness.records.record import Record, Verdict
+from harness.runner.options import Cell
 from harness.runner.session import TrialSession
-from harness.runner.target import Cell
 from harness.verdicts.case import Case
 from harness.worlds.messages import Dying, Finished, Garbled, Inbox, Message, Ready, Started, encode, send
 from harness.worlds.outcome import Abandoned, Died, Outcome, Raised, Returned, TimedOut
@@ -33,8 +32,8 @@ from pathlib import Path
 from engine.adapters.torch_ddp import DistributedDataParallelEngine
 
 PATCH = '''
-import pathlib, harness.verdicts.judge
-from harness.records.verdict import Verdict
+import pathlib, harness.verdicts.judgement
+from harness.records.record import Verdict
 pathlib.Path({marker!r}).touch()
 '''
 

@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 
 from harness.errors import HarnessBug
-from harness.records.verdict import Verdict
+from harness.records.record import Verdict
 from harness.records.world_result import SavedResult
 from harness.tracing.journal import read_journal
-from harness.verdicts.judge import Judgement, judge_failure
+from harness.verdicts.judgement import Judgement, judge_failure
 from harness.worlds.launch import World, launch
 from harness.worlds.outcome import Raised, Returned, TimedOut, WorldResult
 from harness.worlds.processes.forkserver import warm_up

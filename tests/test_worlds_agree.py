@@ -12,10 +12,10 @@ from fixtures.problems import MLP_UNEVEN
 from harness.cases.training import Schedule, Training
 from harness.laws.communication.matching import RanksAgree
 from harness.laws.parity import MatchesOracle
-from harness.records.verdict import Verdict
+from harness.records.record import Verdict
 from harness.records.world_result import SavedResult, keep_result, load_kept
+from harness.runner.options import Cell
 from harness.runner.session import Source, TrialSession
-from harness.runner.target import Cell
 from harness.tracing.ledger import Entry, Op, Phase
 from harness.training.loop import drive_rank
 from harness.verdicts.case import Case

@@ -17,9 +17,9 @@ from harness.cases.training import Schedule, Training
 from harness.laws.law import Evidence
 from harness.laws.parity import MatchesOracle
 from harness.records.observation import Observation, StepObservation
-from harness.records.verdict import Verdict
+from harness.records.record import Verdict
+from harness.runner.options import Cell
 from harness.runner.session import TrialSession
-from harness.runner.target import Cell
 from harness.training.oracle import OracleObservation, run_oracle
 from harness.verdicts.case import Case
 from harness.worlds.spec import WorldKind, WorldSpec

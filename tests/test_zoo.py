@@ -11,9 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from harness.records.verdict import Verdict
+from harness.records.record import Verdict
 from harness.records.world_result import keep_result, load_kept
-from harness.verdicts.judge import judge_failure
+from harness.verdicts.judgement import judge_failure
 from harness.worlds.launch import launch
 from harness.worlds.outcome import Abandoned, Died, Outcome, Raised, Returned, TimedOut
 from harness.worlds.rank import RankContext

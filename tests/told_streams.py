@@ -13,7 +13,7 @@ import torch
 from torch.cuda import _gpu_trace as trace
 
 from harness.cases.training import Training
-from harness.tracing.races import cuda
+from harness.tracing.races import cuda_streams as cuda
 from harness.tracing.recorder import Recorder
 from harness.training import loop
 from harness.training.watches import Watches, watching

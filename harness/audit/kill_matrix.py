@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from harness.audit.marks import Idle, Pair, Selection
-from harness.records.record import Record
-from harness.records.verdict import Verdict
+from harness.records.record import Record, Verdict
 
 __all__ = ["KillMatrix", "MutantRow", "MutantStatus", "PairResult", "Target", "kill_matrix"]
 

@@ -16,17 +16,16 @@ from typing import Any, Protocol
 from harness.errors import UsageError
 from harness.records import codec
 from harness.records.run import write_file
-from harness.worlds.sizes import Sizes
-from harness.worlds.spec import WorldSpec
+from harness.worlds.spec import Sizes, WorldSpec
 
 __all__ = [
     "WORLDS",
     "Breadth",
     "Idle",
-    "Mark",
     "MarkedCase",
     "MustKill",
     "Pair",
+    "PytestMark",
     "Selection",
     "check_names",
     "kills_of",
@@ -52,7 +51,7 @@ class Breadth(Enum):
     ALL = "all"  # each case meets every mutant; those that its marks name it must kill
 
 
-class Mark(Protocol):
+class PytestMark(Protocol):
     """What is needed of a pytest mark."""
 
     @property
@@ -122,7 +121,7 @@ def mutant_name(engine: str) -> str:
     return engine.rpartition(":")[2]
 
 
-def kills_of(marks: Iterable[Mark], *, where: str) -> frozenset[MustKill]:
+def kills_of(marks: Iterable[PytestMark], *, where: str) -> frozenset[MustKill]:
     """Read ``kills`` marks, all of them together; raises UsageError for one that cannot be read."""
     found: set[MustKill] = set()
     for mark in marks:

@@ -14,19 +14,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from engine.contract import Accumulation, Capability, Layout, Plan
 from harness.cases.script import Batch, EachMicrobatch, Script
 
-__all__ = [
-    "Batch",
-    "Clip",
-    "LoopOrder",
-    "NamedOptimizer",
-    "Problem",
-    "Resume",
-    "Schedule",
-    "Training",
-    "Watch",
-    "ZeroGrad",
-]
-
 
 class Problem(Protocol):
     """A model with its data and loss; implemented in ``fixtures``, picklable, the same on every rank."""
@@ -206,3 +193,19 @@ class Training:
         missing = [what for what, is_so in wants.items() if not is_so]
         if missing:
             raise ValueError(f"Training: expected of a pipeline {'; '.join(missing)}")
+
+
+def loss_weight(training: Training, world_size: int, step: int) -> float:
+    """Give what each rank multiplies ``loss_sum`` with, so that averaging over ranks gives the global mean.
+
+    The global mean divides by the items of all ranks and microbatches of the step; an engine averages
+    gradients over ranks, hence the factor ``world_size``. A plan with a divide factor of its own changes
+    neither data nor loss: its gradient is then that of the global mean times ``world_size`` / factor.
+    """
+    problem = training.problem
+    total = sum(
+        problem.num_items(step=step, microbatch=microbatch, rank=rank)
+        for microbatch in range(training.schedule.microbatches)
+        for rank in range(world_size)
+    )
+    return world_size / total

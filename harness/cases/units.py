@@ -11,13 +11,13 @@ from torch import nn
 from engine.contract import Layout, Plan, Roots
 from harness.cases.training import Training
 
-__all__ = ["ROOT", "Group", "chunked_numel", "groups_in", "groups_of", "num_shares_of"]
+__all__ = ["ROOT", "UnitParameters", "chunked_numel", "groups_in", "groups_of", "num_shares_of"]
 
 ROOT = ""  # the unit of what no other unit takes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Group:
+class UnitParameters:
     """The parameters of one unit of a plan, each once however often registered, by its first name.
 
     ``shapes`` are whole.
@@ -39,7 +39,7 @@ class Group:
         return sum(rounded) * self.bytes_per_element
 
 
-def groups_of(training: Training) -> tuple[Group, ...]:
+def groups_of(training: Training) -> tuple[UnitParameters, ...]:
     """Give the groups that own parameters: units in the order of the plan, then the root.
 
     A parameter belongs to the first unit that contains it, so inner units must come before those around them.
@@ -57,10 +57,10 @@ def groups_of(training: Training) -> tuple[Group, ...]:
 
 
 # Laws ask for each step and rank, and building a model takes longer than all the rest of judging.
-_known: dict[tuple[object, ...], tuple[Group, ...]] = {}
+_known: dict[tuple[object, ...], tuple[UnitParameters, ...]] = {}
 
 
-def groups_in(model: nn.Module, plan: Plan) -> tuple[Group, ...]:
+def groups_in(model: nn.Module, plan: Plan) -> tuple[UnitParameters, ...]:
     """Group the parameters of a model that no engine has prepared yet, as `groups_of` does."""
     return tuple(_groups(model, plan))
 
@@ -78,7 +78,7 @@ def num_shares_of(plan: Plan, world_size: int) -> int:
             raise ValueError("num_shares_of: expected a plan that names a layout, got Layout.NATIVE")
 
 
-def chunked_numel(groups: Iterable[Group], num_shares: int) -> int:
+def chunked_numel(groups: Iterable[UnitParameters], num_shares: int) -> int:
     """Return the most elements that a rank's stretches of all groups can have; see [Note: chunks]."""
     most = 0
     for group in groups:
@@ -89,7 +89,7 @@ def chunked_numel(groups: Iterable[Group], num_shares: int) -> int:
     return most
 
 
-def _groups(model: nn.Module, plan: Plan) -> Iterator[Group]:
+def _groups(model: nn.Module, plan: Plan) -> Iterator[UnitParameters]:
     names = {parameter: name for name, parameter in model.named_parameters()}
     taken = {model.get_parameter(name) for name in plan.ignored}
     # With several roots nobody owns what is outside of them.
@@ -100,7 +100,7 @@ def _groups(model: nn.Module, plan: Plan) -> Iterator[Group]:
         taken |= own.keys()
         if own:
             first = next(iter(own))
-            yield Group(
+            yield UnitParameters(
                 unit=unit,
                 names=tuple(names[p] for p in own),
                 shapes=tuple(tuple(p.shape) for p in own),

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from harness.audit.coverage import Coverage, Table, cover
+from harness.audit.upstream_coverage import Coverage, Table, cover
 from harness.cases.case_id import Node
 from harness.errors import UsageError
 from harness.records.run import read_run
 from harness.runner.invoke import CONFORMS, DOES_NOT_CONFORM, OUR_FAULT, USAGE, call_pytest, suites
-from reports.coverage import render, render_markdown
+from reports.coverage_table import render, render_markdown
 from suites.upstream import TABLES, TESTS
 
 __all__ = ["collect", "show_coverage"]

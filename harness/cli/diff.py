@@ -14,10 +14,10 @@ from harness.records.diff.comparability import ComparedRun
 from harness.records.diff.comparison import Comparison, compare
 from harness.records.run import read_run, write_file
 from harness.runner.invoke import CONFORMS, DOES_NOT_CONFORM
-from reports.diff import WIDTH, render, render_markdown, summary
 from reports.diff_json import render_json
+from reports.diff_text import WIDTH, render, render_markdown, summary
 
-__all__ = ["Format", "Request", "show_diff"]
+__all__ = ["DiffRequest", "Format", "show_diff"]
 
 _LEAST_WIDTH = 40  # below it every line would be broken several times
 
@@ -31,7 +31,7 @@ class Format(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
+class DiffRequest:
     """Which runs to compare, and how to show it; no engines mean all, no ``out`` the standard output."""
 
     before: Path
@@ -41,7 +41,7 @@ class Request:
     out: Path | None = None
 
 
-def show_diff(request: Request) -> int:
+def show_diff(request: DiffRequest) -> int:
     """Print or write the comparison; returns 0 if nothing changed, 1 if something did or a run is damaged.
 
     Raises UsageError for what is no run, for a run compared with itself, and for an engine that neither run has.
@@ -59,7 +59,7 @@ def show_diff(request: Request) -> int:
     return DOES_NOT_CONFORM if found.changes or is_damaged else CONFORMS
 
 
-def _refuse_one_run(request: Request) -> None:
+def _refuse_one_run(request: DiffRequest) -> None:
     if request.before.resolve() == request.after.resolve():
         raise UsageError(
             f"diff {request.before} {request.after}",
@@ -73,7 +73,7 @@ def _read(folder: Path) -> ComparedRun:
     return ComparedRun(folder=str(folder), run=read_run(folder))
 
 
-def _rendered(found: Comparison, request: Request) -> str:
+def _rendered(found: Comparison, request: DiffRequest) -> str:
     match request.format:
         case Format.TERMINAL:
             return render(found, width=WIDTH if request.out is not None else _width())

@@ -16,9 +16,8 @@ from typing import TYPE_CHECKING
 
 from harness.cases.case_id import Node
 from harness.errors import HarnessBug, UsageError
-from harness.records.record import Footer, Record
+from harness.records.record import Footer, Record, Verdict
 from harness.records.run import JUDGED, Run, RunWriter, read_run
-from harness.records.verdict import Verdict
 from harness.runner.invoke import call_pytest, suite_folders
 from harness.runner.record_writer import NOT_JUDGED_PROPERTY
 from harness.worlds.spec import WorldSpec

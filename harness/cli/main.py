@@ -12,7 +12,7 @@ from typing import Any
 from engine.registry import BUILT_IN, EngineNotFoundError, check_spelling
 from harness.audit.marks import WORLDS, Breadth
 from harness.errors import ShardproofError, UsageError
-from harness.records.verdict import Verdict
+from harness.records.record import Verdict
 from harness.runner.interruption import interruptible, uninterrupted
 from harness.runner.invoke import (
     CONFORMS,
@@ -124,10 +124,10 @@ def report(arguments: argparse.Namespace) -> int:
 
 def timeline(arguments: argparse.Namespace) -> int:
     """Write what happened when in one case, the worst that matches, for Perfetto or chrome://tracing."""
-    from harness.cli.timeline import Request, export
+    from harness.cli.timeline import TimelineRequest, export
 
     return export(
-        Request(
+        TimelineRequest(
             run=Path(arguments.run),
             case=arguments.case,
             engines=tuple(arguments.engine or ()),
@@ -139,10 +139,10 @@ def timeline(arguments: argparse.Namespace) -> int:
 
 def diff(arguments: argparse.Namespace) -> int:
     """Compare two runs: verdicts, headlines, counts and bytes that changed; returns 1 if any did, else 0."""
-    from harness.cli.diff import Format, Request, show_diff
+    from harness.cli.diff import DiffRequest, Format, show_diff
 
     return show_diff(
-        Request(
+        DiffRequest(
             before=Path(arguments.before),
             after=Path(arguments.after),
             format=Format(arguments.format),
@@ -199,11 +199,11 @@ def mutants(arguments: argparse.Namespace) -> int:
 
     Returns 1 where one of them survives, where a mutant is killed by no case, or where a case kills no mutant.
     """
-    from harness.cli.mutants import Request, run_mutants, shipped
+    from harness.cli.mutants import MutantsRequest, run_mutants, shipped
 
     now = f"{datetime.now(UTC):%Y%m%d-%H%M%S}"
     return run_mutants(
-        Request(
+        MutantsRequest(
             targets=shipped(),
             suites=tuple(suites(arguments.suite)),
             worlds=tuple(dict.fromkeys(arguments.world or WORLDS)),
@@ -238,7 +238,7 @@ def _conclude(out: Path, pytest_code: int) -> int:
 
 def _show(run_folder: Path) -> int:
     """Write a run's reports, print its matrix, and turn its verdicts into the exit code."""
-    from reports.tally import Conclusion, conclude
+    from reports.summary import Conclusion, conclude
     from reports.terminal import render
     from reports.write import write_reports
 

@@ -8,18 +8,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from engine.mutants.registry import MUTANTS
+from engine.registry import shipped_mutants
 from harness.audit.kill_matrix import KillMatrix, Target, kill_matrix
 from harness.audit.marks import Breadth, read_selection
 from harness.errors import HarnessBug
-from harness.records.record import Record
+from harness.records.record import Record, Verdict
 from harness.records.run import RUN, read_run, refuse_existing
-from harness.records.verdict import Verdict
 from harness.runner.invoke import CONFORMS, DOES_NOT_CONFORM, OUR_FAULT, USAGE, call_pytest
 from harness.worlds.spec import WorldSpec
 from reports.kills import render, write_kills
 
-__all__ = ["Request", "conclude", "run_mutants", "shipped"]
+__all__ = ["MutantsRequest", "conclude", "run_mutants", "shipped"]
 
 # How pytest ends where tests ran, whether they passed (0) or not (1), and where none was left to run (5).
 _COLLECTED = (0, 1, 5)
@@ -27,7 +26,7 @@ _USAGE_ERROR = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
+class MutantsRequest:
     """Which mutants run on which cases, where; ``is_whole`` means all suites and no keyword."""
 
     targets: tuple[Target, ...]
@@ -42,7 +41,7 @@ class Request:
 
 
 def shipped() -> tuple[Target, ...]:
-    """Give the mutants that ship with the suites."""
+    """Return the mutants that ship with the suites."""
     return tuple(
         Target(
             name=mutant.name,
@@ -51,11 +50,11 @@ def shipped() -> tuple[Target, ...]:
             trace=mutant.trace.name,
             verdicts=tuple(str(verdict) for verdict in Verdict if mutant.trace.is_kill(verdict)),
         )
-        for mutant in MUTANTS
+        for mutant in shipped_mutants()
     )
 
 
-def run_mutants(request: Request) -> int:
+def run_mutants(request: MutantsRequest) -> int:
     """Run the pairs, write and print the kill matrix; returns the exit code."""
     started = time.monotonic()
     refuse_existing(request.out)
@@ -85,12 +84,12 @@ def conclude(matrix: KillMatrix) -> int:
     return CONFORMS if matrix.is_proven else DOES_NOT_CONFORM
 
 
-def _arguments(request: Request) -> list[str]:
+def _arguments(request: MutantsRequest) -> list[str]:
     names = [target.name for target in request.targets]
     if len(set(names)) < len(names):
         raise HarnessBug("mutants", expected="names of their own", got=", ".join(names), hint="renaming one")
     return [
-        *("-p", "harness.audit.plugin"),
+        *("-p", "harness.audit.mutation_plugin"),
         *map(str, request.suites),
         *(f"--engine={target.engine}" for target in request.targets),
         *(f"--world={world}" for world in request.worlds),

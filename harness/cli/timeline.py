@@ -8,20 +8,20 @@ from difflib import get_close_matches
 from pathlib import Path
 
 from harness.errors import UsageError
+from harness.records.rank_timeline import read_timeline
 from harness.records.record import Record
 from harness.records.run import read_run, write_file
-from harness.records.timeline import read_timeline
 from harness.runner.invoke import CONFORMS, DOES_NOT_CONFORM
 from reports.matrix import by_severity
-from reports.trace import render
+from reports.perfetto import render
 
-__all__ = ["Request", "export"]
+__all__ = ["TimelineRequest", "export"]
 
 _FILE = "timeline.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
+class TimelineRequest:
     """What to write where: ``case`` is a name or a part of one, empty for any; no engines, no ranks mean all."""
 
     run: Path
@@ -31,7 +31,7 @@ class Request:
     out: Path | None = None
 
 
-def export(request: Request) -> int:
+def export(request: TimelineRequest) -> int:
     """Write the trace of the worst record that matches; returns 1 if a file of the run is damaged, else 0.
 
     Raises UsageError if no record matches, or if nothing was observed.
@@ -59,7 +59,7 @@ def export(request: Request) -> int:
     return DOES_NOT_CONFORM if problems else CONFORMS
 
 
-def _choose(records: Sequence[Record], request: Request) -> Record:
+def _choose(records: Sequence[Record], request: TimelineRequest) -> Record:
     """Give the worst record that matches and was observed; an exact name goes before a part of others."""
     asked = [r for r in records if not request.engines or r.engine in request.engines]
     observed = [r for r in asked if r.observation and request.case in r.case]

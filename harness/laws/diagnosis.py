@@ -12,11 +12,11 @@ import torch
 from engine.contract import Shard
 from harness.laws.hypotheses import Suspect, factor_between, hypotheses, share_of
 from harness.laws.law import Evidence
-from harness.laws.structure import Piece
+from harness.laws.structure import RankShard
 from harness.laws.tolerance import allowed_error
 from harness.torch_compat.dtypes import widened
 from harness.training.absolute_error import deviation
-from harness.training.oracle import Place, Quantity
+from harness.training.oracle import Quantity, TensorKey
 
 __all__ = ["NOT_FINITE", "UNSTRUCTURED", "looks_like"]
 
@@ -27,7 +27,7 @@ UNSTRUCTURED = "unstructured difference"
 _MOST_DIFFERENCES = 2**24
 
 
-def looks_like(evidence: Evidence, place: Place, piece: Piece) -> str:
+def looks_like(evidence: Evidence, place: TensorKey, piece: RankShard) -> str:
     """Characterise a wrong shard by the first defect that reproduces it, the most specific first."""
     rank = evidence.data_rank(piece.rank)
     full = evidence.oracle.reference(place.quantity, place.step, rank)[place.name]
@@ -51,7 +51,7 @@ def looks_like(evidence: Evidence, place: Place, piece: Piece) -> str:
     )
 
 
-def _suspect(evidence: Evidence, place: Place, piece: Piece, full: torch.Tensor) -> Suspect:
+def _suspect(evidence: Evidence, place: TensorKey, piece: RankShard, full: torch.Tensor) -> Suspect:
     shard: Shard = piece.shard
     got, expected = widened(shard.tensor), widened(shard.of(full))
     own = next((o.initial for o in evidence.ranks if o.rank == piece.rank), {})

@@ -12,7 +12,7 @@ from engine.contract import Shard
 from harness.cases.training import Clip
 from harness.laws.law import Evidence
 from harness.training.absolute_error import deviation, largest
-from harness.training.oracle import OracleObservation, OracleStep, Place, Quantity
+from harness.training.oracle import OracleObservation, OracleStep, Quantity, TensorKey
 
 __all__ = ["Hypothesis", "Suspect", "factor_between", "hypotheses", "share_of"]
 
@@ -40,7 +40,7 @@ class Suspect:
     """
 
     evidence: Evidence
-    place: Place
+    place: TensorKey
     rank: int
     shard: Shard
     own: Mapping[str, Shard]

@@ -13,12 +13,12 @@ import torch
 
 from harness.laws.diagnosis import looks_like
 from harness.laws.law import Evidence, Ruling
-from harness.laws.structure import Piece, num_declared_zeros, observed, pieces_of, structural_faults
+from harness.laws.structure import RankShard, num_declared_zeros, observed, pieces_of, structural_faults
 from harness.laws.tolerance import allowed_error
 from harness.records.record import LawRecord, TensorRecord
 from harness.torch_compat.dtypes import widened
 from harness.training.absolute_error import deviation
-from harness.training.oracle import INITIAL_STEP, Place, Quantity
+from harness.training.oracle import INITIAL_STEP, Quantity, TensorKey
 
 __all__ = ["MatchesOracle"]
 
@@ -38,7 +38,7 @@ class _Finding:
 class _Comparison:
     """One piece against its region of the reference; errors are those of `harness.training.absolute_error`."""
 
-    piece: Piece
+    piece: RankShard
     expected: torch.Tensor
     error: torch.Tensor
     allowed: float
@@ -69,7 +69,7 @@ class _Comparison:
 class _Closest:
     """A comparison with the tensor that it was made of."""
 
-    place: Place
+    place: TensorKey
     comparison: _Comparison
 
 
@@ -115,7 +115,7 @@ def _broken(law: str, findings: list[_Finding]) -> Ruling:
     return Ruling(record=record, worst=headline.worst)
 
 
-def _moments(evidence: Evidence) -> Iterator[tuple[Place, ...]]:
+def _moments(evidence: Evidence) -> Iterator[tuple[TensorKey, ...]]:
     """Yield the tensors that are compared, in the order in which training makes them."""
     last = len(evidence.oracle.steps) - 1
     yield _places(evidence, Quantity.INITIAL, INITIAL_STEP)
@@ -126,15 +126,15 @@ def _moments(evidence: Evidence) -> Iterator[tuple[Place, ...]]:
     yield _places(evidence, Quantity.BUFFER, last)
 
 
-def _places(evidence: Evidence, quantity: Quantity, step: int) -> tuple[Place, ...]:
+def _places(evidence: Evidence, quantity: Quantity, step: int) -> tuple[TensorKey, ...]:
     """List the oracle's names, then those that only some rank has."""
     names = dict.fromkeys(evidence.oracle.reference(quantity, step, rank=0))
     for observation in evidence.ranks:
         names.update(dict.fromkeys(observed(evidence, observation, quantity, step)))
-    return tuple(Place(quantity=quantity, step=step, name=name) for name in names)
+    return tuple(TensorKey(quantity=quantity, step=step, name=name) for name in names)
 
 
-def _comparisons(evidence: Evidence, place: Place) -> list[_Comparison]:
+def _comparisons(evidence: Evidence, place: TensorKey) -> list[_Comparison]:
     # Empty shards cannot be wrong, and have no worst element.
     pieces = [piece for piece in pieces_of(evidence, place) if piece.shard.tensor.numel()]
     if not pieces:
@@ -143,7 +143,7 @@ def _comparisons(evidence: Evidence, place: Place) -> list[_Comparison]:
     return [_compare(evidence, place, piece, allowed) for piece in pieces]
 
 
-def _compare(evidence: Evidence, place: Place, piece: Piece, allowed: float) -> _Comparison:
+def _compare(evidence: Evidence, place: TensorKey, piece: RankShard, allowed: float) -> _Comparison:
     full = evidence.oracle.reference(place.quantity, place.step, evidence.data_rank(piece.rank))[place.name]
     if full is None:
         raise ValueError(f"{_where(place)}: expected a reference tensor, got None")
@@ -152,7 +152,7 @@ def _compare(evidence: Evidence, place: Place, piece: Piece, allowed: float) -> 
     return _Comparison(piece=piece, expected=expected, error=error, allowed=allowed)
 
 
-def _findings(evidence: Evidence, place: Place, comparisons: list[_Comparison]) -> Iterator[_Finding]:
+def _findings(evidence: Evidence, place: TensorKey, comparisons: list[_Comparison]) -> Iterator[_Finding]:
     where = _where(place)
     faults = structural_faults(evidence, place)
     if faults:
@@ -168,12 +168,12 @@ def _findings(evidence: Evidence, place: Place, comparisons: list[_Comparison]) 
             yield _Finding(text=f"{where}: {divergence}", severity=0.0)
 
 
-def _where(place: Place) -> str:
+def _where(place: TensorKey) -> str:
     when = "before training" if place.step == INITIAL_STEP else f"step {place.step}"
     return f"{when}, {place.quantity} {place.name!r}"
 
 
-def _wrong_value(evidence: Evidence, place: Place, worst: _Comparison, num_ranks: int) -> _Finding:
+def _wrong_value(evidence: Evidence, place: TensorKey, worst: _Comparison, num_ranks: int) -> _Finding:
     shard = worst.piece.shard
     record = _record(place, worst, looks_like(evidence, place, worst.piece))
     form = "flat shard" if shard.is_flat else "shard"
@@ -186,7 +186,7 @@ def _wrong_value(evidence: Evidence, place: Place, worst: _Comparison, num_ranks
     return _Finding(text=text, severity=record.ratio, worst=record)
 
 
-def _record(place: Place, comparison: _Comparison, characterised: str) -> TensorRecord:
+def _record(place: TensorKey, comparison: _Comparison, characterised: str) -> TensorRecord:
     shard, index = comparison.piece.shard, comparison.worst_index
     got, expected = _parts(shard.tensor[index].item(), comparison.expected[index].item())
     return TensorRecord(

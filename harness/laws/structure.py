@@ -12,15 +12,15 @@ from harness.cases.stages import is_on_rank
 from harness.laws.law import Evidence
 from harness.records.observation import Observation
 from harness.training.absolute_error import largest
-from harness.training.oracle import LOSSES, NORM, Place, Quantity
+from harness.training.oracle import LOSSES, NORM, Quantity, TensorKey
 
-__all__ = ["Piece", "Tensors", "num_declared_zeros", "observed", "pieces_of", "structural_faults"]
+__all__ = ["RankShard", "Tensors", "num_declared_zeros", "observed", "pieces_of", "structural_faults"]
 
 Tensors = Mapping[str, Shard | None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Piece:
+class RankShard:
     """One rank's shard of one tensor, of the right form to be compared."""
 
     rank: int
@@ -57,7 +57,7 @@ def observed(evidence: Evidence, observation: Observation, quantity: Quantity, s
             return {NORM: Shard(tensor=whole, offsets=(), global_shape=())}
 
 
-def structural_faults(evidence: Evidence, place: Place) -> tuple[str, ...]:
+def structural_faults(evidence: Evidence, place: TensorKey) -> tuple[str, ...]:
     """Say what is wrong with the form of one tensor on any rank; values play no part."""
     faults = [
         f"rank {observation.rank}: {fault}"
@@ -69,7 +69,7 @@ def structural_faults(evidence: Evidence, place: Place) -> tuple[str, ...]:
     return tuple(faults)
 
 
-def pieces_of(evidence: Evidence, place: Place) -> tuple[Piece, ...]:
+def pieces_of(evidence: Evidence, place: TensorKey) -> tuple[RankShard, ...]:
     """Give the shards of one tensor on all ranks that have it in the right form."""
     pieces = []
     for observation in evidence.ranks:
@@ -77,7 +77,7 @@ def pieces_of(evidence: Evidence, place: Place) -> tuple[Piece, ...]:
             continue  # there is nothing to compare with
         shard = observed(evidence, observation, place.quantity, place.step).get(place.name)
         if shard is not None and _fault(evidence, observation, place) is None:
-            pieces.append(Piece(rank=observation.rank, shard=shard))
+            pieces.append(RankShard(rank=observation.rank, shard=shard))
     return tuple(pieces)
 
 
@@ -92,7 +92,7 @@ def num_declared_zeros(evidence: Evidence) -> int:
     )
 
 
-def _fault(evidence: Evidence, observation: Observation, place: Place) -> str | None:
+def _fault(evidence: Evidence, observation: Observation, place: TensorKey) -> str | None:
     tensors = observed(evidence, observation, place.quantity, place.step)
     if place.quantity not in {Quantity.LOSS, Quantity.NORM}:
         name, rank = place.name.partition("/")[0], observation.rank
@@ -109,17 +109,17 @@ def _fault(evidence: Evidence, observation: Observation, place: Place) -> str | 
 
 
 def _references(
-    evidence: Evidence, observation: Observation, place: Place
+    evidence: Evidence, observation: Observation, place: TensorKey
 ) -> Mapping[str, torch.Tensor | None]:
     rank = evidence.data_rank(observation.rank)
     return evidence.oracle.reference(place.quantity, place.step, rank)
 
 
-def _reference(evidence: Evidence, observation: Observation, place: Place) -> torch.Tensor | None:
+def _reference(evidence: Evidence, observation: Observation, place: TensorKey) -> torch.Tensor | None:
     return _references(evidence, observation, place).get(place.name)
 
 
-def _excess(evidence: Evidence, observation: Observation, place: Place, shard: Shard) -> str | None:
+def _excess(evidence: Evidence, observation: Observation, place: TensorKey, shard: Shard) -> str | None:
     """Excuse a gradient where the oracle has none if the engine says that it shows zeros there, and does."""
     if shard.tensor.any():
         return f"expected None, got {_unexpected(evidence, observation, place, shard)}"
@@ -128,7 +128,7 @@ def _excess(evidence: Evidence, observation: Observation, place: Place, shard: S
     return "expected None, got zeros; engines that show zeros for none declare PreparedModel.no_gradient"
 
 
-def _unexpected(evidence: Evidence, observation: Observation, place: Place, shard: Shard) -> str:
+def _unexpected(evidence: Evidence, observation: Observation, place: TensorKey, shard: Shard) -> str:
     """Describe a gradient where there must be none: what a step before left is found often."""
     for step in reversed(range(place.step)):
         earlier = _reference(evidence, observation, replace(place, step=step))
@@ -142,7 +142,7 @@ def _unexpected(evidence: Evidence, observation: Observation, place: Place, shar
 def _absence(
     evidence: Evidence,
     observation: Observation,
-    place: Place,
+    place: TensorKey,
     reference: torch.Tensor | None,
     *,
     is_listed: bool,
@@ -159,12 +159,12 @@ def _absence(
     return "expected a tensor, got None" if is_listed else "expected a tensor, the name is missing"
 
 
-def _is_held(evidence: Evidence, place: Place) -> bool:
+def _is_held(evidence: Evidence, place: TensorKey) -> bool:
     shown = (observed(evidence, o, place.quantity, place.step).get(place.name) for o in evidence.ranks)
     return any(shard is not None for shard in shown)
 
 
-def _misfit(shard: Shard, reference: torch.Tensor, evidence: Evidence, place: Place) -> str | None:
+def _misfit(shard: Shard, reference: torch.Tensor, evidence: Evidence, place: TensorKey) -> str | None:
     shape = tuple(reference.shape)
     if shard.global_shape != shape:
         return f"expected global shape {shape}, got {shard.global_shape}"
@@ -178,7 +178,7 @@ def _misfit(shard: Shard, reference: torch.Tensor, evidence: Evidence, place: Pl
     return None
 
 
-def _gap(evidence: Evidence, place: Place) -> str | None:
+def _gap(evidence: Evidence, place: TensorKey) -> str | None:
     """Find elements of the whole that no rank holds."""
     reference = evidence.oracle.reference(place.quantity, place.step, 0).get(place.name)
     if reference is None:

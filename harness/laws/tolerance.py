@@ -6,7 +6,7 @@ import torch
 
 from harness.torch_compat.dtypes import is_rounded
 from harness.training.absolute_error import largest
-from harness.training.oracle import OracleObservation, Place, Quantity
+from harness.training.oracle import OracleObservation, Quantity, TensorKey
 
 __all__ = ["MULTIPLE", "allowed_error", "clipping_factor", "error_of_noise", "rounded_scale"]
 
@@ -26,7 +26,7 @@ MULTIPLE = 16.0
 _FLOOR_ROUNDINGS = 2.0
 
 
-def allowed_error(oracle: OracleObservation, place: Place) -> float:
+def allowed_error(oracle: OracleObservation, place: TensorKey) -> float:
     """Give the largest absolute error that re-ordered sums explain; zero where nothing may round.
 
     Zero for exact trainings, for initial parameters (nothing was computed yet), for constant buffers (a mask may hold
@@ -45,7 +45,7 @@ def allowed_error(oracle: OracleObservation, place: Place) -> float:
 
 
 def error_of_noise(
-    oracle: OracleObservation, place: Place, noise: float, dtype: torch.dtype = torch.float32
+    oracle: OracleObservation, place: TensorKey, noise: float, dtype: torch.dtype = torch.float32
 ) -> float:
     """Return the error that is allowed where noise was measured in ``dtype``."""
     floor = _FLOOR_ROUNDINGS * torch.finfo(dtype).eps * rounded_scale(oracle, place)
@@ -55,7 +55,7 @@ def error_of_noise(
     return MULTIPLE * max(noise, floor)
 
 
-def rounded_scale(oracle: OracleObservation, place: Place) -> float:
+def rounded_scale(oracle: OracleObservation, place: TensorKey) -> float:
     """Return the largest value rounded on the way: the result itself may have cancelled to nearly zero."""
     match place.quantity:
         case Quantity.GRADIENT:
@@ -75,7 +75,7 @@ def rounded_scale(oracle: OracleObservation, place: Place) -> float:
             return 0.0 if reference is None else largest(reference)
 
 
-def clipping_factor(oracle: OracleObservation, place: Place) -> float:
+def clipping_factor(oracle: OracleObservation, place: TensorKey) -> float:
     """Return the factor by which clipping made a gradient, and all that was rounded before, smaller."""
     step = oracle.steps[place.step]
     gradient, pieces = step.gradients[place.name], step.contributions[place.name]

@@ -11,8 +11,7 @@ from datetime import UTC, date, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from harness.records.record import Footer, Header
-from harness.records.verdict import Verdict
+from harness.records.record import Footer, Header, Verdict
 
 __all__ = ["UNKNOWN", "footer", "header", "today"]
 

@@ -1,4 +1,4 @@
-"""A record: one verdict with its evidence; the header and footer of a run. Values only; no torch here.
+"""Verdicts, and the record of one case on one engine in one world. No torch here.
 
 How they are written is in ``harness.records.codec``. Headers and footers carry a further key ``kind`` ("header",
 "footer") because they share a file; records have a file to themselves.
@@ -8,29 +8,34 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from enum import StrEnum
 from types import MappingProxyType
 from typing import TypeVar
 
 from harness.records import codec
 from harness.records.hang import HangReport
-from harness.records.verdict import Verdict
 
-__all__ = [
-    "SCHEMA_VERSION",
-    "Expectation",
-    "Expectations",
-    "Footer",
-    "Header",
-    "LawRecord",
-    "LedgerLine",
-    "Line",
-    "OutcomeRecord",
-    "Record",
-    "TensorRecord",
-    "UnusedExpectation",
-    "from_json",
-    "to_json",
-]
+
+class Verdict(StrEnum):
+    """What is said of one engine on one case in one world."""
+
+    PASSED = "PASSED"  # every law held, and each could have failed
+    FAILED = "FAILED"  # a law was broken
+    VACUOUS = "VACUOUS"  # nothing could have gone wrong, so nothing was proven
+    UNSUPPORTED = "UNSUPPORTED"  # not declared, and refused loudly
+    UNSUPPORTED_SILENT = "UNSUPPORTED_SILENT"  # not declared, yet accepted without a word
+    HUNG = "HUNG"  # a rank did not end before the deadline, or waits for one that never comes
+    CRASHED = "CRASHED"  # a rank raised or died
+    ERRORED = "ERRORED"  # our own fault; says nothing about the engine
+    KNOWN_FAILURE = "KNOWN_FAILURE"  # failed as an expectation file says it would
+    UNEXPECTED_PASS = "UNEXPECTED_PASS"  # an expectation file says it fails, and it did not
+    NOT_RUN = "NOT_RUN"  # selected, but never reached
+
+    @property
+    def is_conforming(self) -> bool:
+        """Whether a run with only such verdicts exits 0."""
+        return self in {Verdict.PASSED, Verdict.UNSUPPORTED, Verdict.KNOWN_FAILURE}
+
 
 SCHEMA_VERSION = 5
 

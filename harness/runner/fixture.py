@@ -11,16 +11,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from harness.cases.case_id import Node
-from harness.cases.inventory import collected
+from harness.cases.case_id import Node, collected
 from harness.cases.training import Training
 from harness.errors import HarnessBug, UnreadableError, UsageError
 from harness.laws.law import Law
-from harness.records.record import Record, to_json
+from harness.records.record import Record, Verdict, to_json
 from harness.records.run import OBSERVATIONS, read_run
-from harness.records.verdict import Verdict
 from harness.runner.collection import refuse
 from harness.runner.engines import examine
+from harness.runner.options import Cell
 from harness.runner.plugin import CELLS, CELLS_ARE_CHOSEN, EFFORT, EXPECTATIONS, will_run
 from harness.runner.record_writer import (
     CATALOGUE,
@@ -31,12 +30,10 @@ from harness.runner.record_writer import (
     UNAVAILABLE_FROM_WORKER,
 )
 from harness.runner.session import Source, TrialSession
-from harness.runner.target import Cell
 from harness.verdicts.case import Case, Refusal
 from harness.verdicts.known_failures import expected
 from harness.worlds.processes.forkserver import NUM_SERVERS, warm_up
-from harness.worlds.sizes import Sizes
-from harness.worlds.spec import WorldKind
+from harness.worlds.spec import Sizes, WorldKind
 from suites.upstream import TABLES, TESTS
 
 __all__ = ["Trial"]

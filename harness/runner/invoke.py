@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from harness.cases.inventory import SUITES
+from harness.cases.case_id import SUITES
 from harness.errors import UsageError
 
 __all__ = [

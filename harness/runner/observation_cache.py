@@ -21,8 +21,8 @@ from harness.cases.training import Training, Watch
 from harness.errors import UnreadableError
 from harness.records.world_result import check_kept, keep_result
 from harness.runner.engines import EngineDescription, describe, keep_description, load_description
+from harness.runner.options import Cell
 from harness.runner.schedules import Scheduled, explore, load_schedules, schedule_folders
-from harness.runner.target import Cell
 from harness.torch_compat.private_names import Feature, require
 from harness.training.loop import drive_rank
 from harness.training.oracle import OracleObservation

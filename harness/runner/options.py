@@ -1,4 +1,4 @@
-"""How hard to look: how many schedules each case is run under, from which seed, and what is watched besides."""
+"""Where a case is judged (an engine in a world), under how many schedules, and with which watches. No torch here."""
 
 from __future__ import annotations
 
@@ -11,7 +11,24 @@ from harness.worlds.spec import WorldKind, WorldSpec
 if TYPE_CHECKING:
     from harness.cases.training import Training
 
-__all__ = ["RunOptions"]
+
+PLACEHOLDER = "nobody"  # no engine: the instance of a case that tells its marks and never runs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cell:
+    """One engine, by the name it was given, in one world."""
+
+    engine: str
+    world: WorldSpec
+
+    @property
+    def is_placeholder(self) -> bool:
+        """Whether nothing is to be run."""
+        return self.engine == PLACEHOLDER
+
+    def __str__(self) -> str:
+        return f"{self.engine}@{self.world}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,15 +13,14 @@ from typing import Any
 import pytest
 
 from engine.registry import BUILT_IN, EngineNotFoundError, check_spelling
-from harness.cases.inventory import SUITES
+from harness.cases.case_id import SUITES
 from harness.errors import UsageError
 from harness.records.provenance import today
 from harness.records.record import Expectations
 from harness.records.run import read_run, refuse_existing
 from harness.runner.collection import Refusals
-from harness.runner.options import RunOptions
+from harness.runner.options import Cell, RunOptions
 from harness.runner.record_writer import RecordWriter
-from harness.runner.target import Cell
 from harness.verdicts import known_failures_file
 from harness.worlds.processes.forkserver import draw_hash_seeds, forkserver_context
 from harness.worlds.processes.lineage import die_with_parent

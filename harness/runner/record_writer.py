@@ -15,16 +15,13 @@ from typing import Any
 
 import pytest
 
-from harness.cases.case_id import Node
-from harness.cases.inventory import Catalogue
+from harness.cases.case_id import Catalogue, Node
 from harness.errors import UsageError
 from harness.records.provenance import footer, header
-from harness.records.record import Expectations, Record, UnusedExpectation, from_json
+from harness.records.record import Expectations, Record, UnusedExpectation, Verdict, from_json
 from harness.records.run import RunWriter
-from harness.records.verdict import Verdict
 from harness.runner.interruption import uninterrupted
-from harness.runner.options import RunOptions
-from harness.runner.target import Cell
+from harness.runner.options import Cell, RunOptions
 from harness.torch_compat.releases import remark
 from harness.verdicts.known_failures import Ran, unused
 from harness.worlds.processes.forkserver import hash_seeds

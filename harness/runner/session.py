@@ -11,16 +11,14 @@ from engine.contract import Capability
 from harness.cases.training import Training, Watch
 from harness.errors import UnreadableError, UsageError
 from harness.laws.diagnosis import NOT_FINITE
-from harness.laws.races import NoRaces
+from harness.laws.runtime import NoRaces
 from harness.records.ledger_summary import summarize
-from harness.records.record import LedgerLine, Record
-from harness.records.verdict import Verdict
+from harness.records.record import LedgerLine, Record, Verdict
 from harness.runner.observation_cache import ObservationCache, Source, unexercised
-from harness.runner.options import RunOptions
-from harness.runner.target import Cell
+from harness.runner.options import Cell, RunOptions
 from harness.training.oracle import OracleObservation
 from harness.verdicts.case import Case
-from harness.verdicts.judge import Judgement, judge
+from harness.verdicts.judgement import Judgement, judge
 from harness.worlds.output import printed
 from harness.worlds.spec import WorldKind
 

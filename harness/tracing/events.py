@@ -15,11 +15,11 @@ from typing import Any
 from harness.tracing.ledger import Phase, expect
 
 __all__ = [
+    "ComputeSpan",
     "EventKind",
     "EventLog",
     "Flight",
-    "Mark",
-    "Stretch",
+    "TraceEvent",
     "flights",
     "marks_of",
     "stretches",
@@ -46,7 +46,7 @@ class EventKind(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Mark:
+class TraceEvent:
     """One thing that happened on a rank.
 
     ``at_ns`` is a monotonic clock's: of use among ranks of one machine alone. ``seq`` is the number of the call
@@ -64,7 +64,7 @@ class Mark:
     stream: str | None = None
 
 
-EventLog = tuple[Mark, ...]
+EventLog = tuple[TraceEvent, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +81,7 @@ class Flight:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stretch:
+class ComputeSpan:
     """A unit computes from one position of the course to another, and nothing else of a unit's happens between."""
 
     unit: str
@@ -91,7 +91,7 @@ class Stretch:
 
 
 # Any: JSON.
-def marks_of(line: Mapping[str, Any]) -> tuple[Mark, ...]:
+def marks_of(line: Mapping[str, Any]) -> tuple[TraceEvent, ...]:
     """Read the marks of one line of a rank's journal; raises what `expect` raises for values of another type."""
     found = tuple(_marks(line))
     for mark in found:
@@ -102,9 +102,9 @@ def marks_of(line: Mapping[str, Any]) -> tuple[Mark, ...]:
 
 
 # Any: JSON.
-def _marks(line: Mapping[str, Any]) -> Iterator[Mark]:
+def _marks(line: Mapping[str, Any]) -> Iterator[TraceEvent]:
     for what, at_ns, phase, step, microbatch, unit, seq, stream in line.get("marks", ()):
-        yield Mark(
+        yield TraceEvent(
             what=EventKind[what],
             at_ns=at_ns,
             phase=Phase(phase),
@@ -117,7 +117,7 @@ def _marks(line: Mapping[str, Any]) -> Iterator[Mark]:
     if "at_ns" in line:
         is_issue = "entry" in line
         place = line["entry"] if is_issue else line
-        yield Mark(
+        yield TraceEvent(
             what=EventKind.ISSUED if is_issue else EventKind.WAITED,
             at_ns=line["at_ns"],
             phase=Phase(place["phase"]),
@@ -150,7 +150,7 @@ class _Frame:
     since: int | None = None
 
 
-def stretches(course: Sequence[Mark]) -> tuple[Stretch, ...]:
+def stretches(course: Sequence[TraceEvent]) -> tuple[ComputeSpan, ...]:
     """Give when units computed, in order.
 
     A unit that calls another computes before and after it. In backward, what a unit around another computes after
@@ -163,13 +163,13 @@ def stretches(course: Sequence[Mark]) -> tuple[Stretch, ...]:
 class _Stretches:
     """Reads a course once; the frames are the units under way, the innermost last."""
 
-    def __init__(self, course: Sequence[Mark]) -> None:
-        self.found: list[Stretch] = []
+    def __init__(self, course: Sequence[TraceEvent]) -> None:
+        self.found: list[ComputeSpan] = []
         self._frames: list[_Frame] = []
         for at, mark in enumerate(course):
             self._read(at, mark)
 
-    def _read(self, at: int, mark: Mark) -> None:
+    def _read(self, at: int, mark: TraceEvent) -> None:
         unit = mark.unit or ""
         match mark.what:
             case EventKind.BEGAN | EventKind.ENDED:
@@ -206,4 +206,4 @@ class _Stretches:
             return
         frame = self._frames[-1]
         frame.since = None
-        self.found.append(Stretch(unit=frame.unit, first=since, last=at, is_backward=frame.is_backward))
+        self.found.append(ComputeSpan(unit=frame.unit, first=since, last=at, is_backward=frame.is_backward))

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from harness.tracing.events import EventLog, Mark, marks_of
+from harness.tracing.events import EventLog, TraceEvent, marks_of
 from harness.tracing.ledger import (
     BufferViolation,
     Entry,
@@ -71,7 +71,7 @@ class _Reading:
     """Takes one line after the other; a line that raises leaves nothing behind."""
 
     def __init__(self) -> None:
-        self.marks: list[Mark] = []
+        self.marks: list[TraceEvent] = []
         self._entries: list[Entry] = []
         self._waits: dict[int, Wait] = {}
         self._harms: dict[int, tuple[BufferViolation, ...]] = {}

@@ -28,7 +28,7 @@ from harness.tracing.ledger import (
     wait_to_json,
 )
 
-__all__ = ["CallSummary", "Place", "Recorder"]
+__all__ = ["CallSummary", "LoopPosition", "Recorder"]
 
 
 _ENCODER = json.JSONEncoder(separators=(",", ":"))  # once: json.dumps would build one per line
@@ -50,7 +50,7 @@ class CallSummary:
     site: str
 
 
-class Place(NamedTuple):
+class LoopPosition(NamedTuple):
     """Where the training loop stands: the labels that an entry would be given now."""
 
     phase: Phase
@@ -165,10 +165,10 @@ class Recorder:
             self._watcher = None
 
     @property
-    def place(self) -> Place:
+    def place(self) -> LoopPosition:
         """Tell where the loop stands."""
         unit = self._units[-1] if self._units else None
-        return Place(self._phase, self._step, self._microbatch, unit)
+        return LoopPosition(self._phase, self._step, self._microbatch, unit)
 
     def issued(self, call: CallSummary) -> int:
         """Write a call down and return its sequence number, before the call starts."""

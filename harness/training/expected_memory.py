@@ -27,7 +27,7 @@ from torch import nn
 
 from engine.contract import Capability, Cut, Placement, Plan
 from harness.cases.training import Training
-from harness.cases.units import Group, chunked_numel, groups_in, num_shares_of
+from harness.cases.units import UnitParameters, chunked_numel, groups_in, num_shares_of
 
 __all__ = ["Explained", "Form", "StateTensor", "explained", "form_of", "state_bytes"]
 
@@ -39,7 +39,7 @@ _ALIGNMENT_BYTES = 16
 class Form:
     """What the closed form needs of a model: its groups, and the bytes that every rank holds whole."""
 
-    groups: tuple[Group, ...]
+    groups: tuple[UnitParameters, ...]
     buffer_bytes: int
     ignored_bytes: int
 
@@ -147,7 +147,7 @@ def share_numel(shape: tuple[int, ...], plan: Plan, shares: int, width: int = 4)
     return max(rows, flat)
 
 
-def _group_numel(group: Group, plan: Plan, shares: int, cut: Cut) -> int:
+def _group_numel(group: UnitParameters, plan: Plan, shares: int, cut: Cut) -> int:
     if cut is Cut.CHUNKS:
         return chunked_numel((group,), shares)
     numels = (share_numel(shape, plan, shares, group.bytes_per_element) for shape in group.shapes)

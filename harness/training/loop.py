@@ -17,7 +17,7 @@ from harness.records.observation import Observation, StepObservation, digest, sa
 from harness.records.world_result import observation_path
 from harness.tracing.ledger import Phase
 from harness.tracing.memory.census import Census
-from harness.tracing.memory.census_report import Moment
+from harness.tracing.memory.census_report import CensusTime
 from harness.tracing.races.fake_cuda import cuda_stand_in
 from harness.tracing.unit_hooks import watching_states, watching_units
 from harness.training.expected_memory import Form, explained
@@ -197,10 +197,10 @@ class _Loop:
             if schedule.order is LoopOrder.ZERO_THEN_STEP:
                 self._zero_grad(step)
             prepared.step()
-            self._count(actor, Moment.STEPPED)
+            self._count(actor, CensusTime.STEPPED)
             if schedule.order is LoopOrder.STEP_THEN_ZERO:
                 self._zero_grad(step)
-            self._count(actor, Moment.CLEARED)
+            self._count(actor, CensusTime.CLEARED)
             if self._lifetimes is not None:
                 self._lifetimes.end_step()
         with recorder.during(Phase.OBSERVE, step=step):
@@ -214,7 +214,7 @@ class _Loop:
             snapshots=actor.tape.snapshots,
         )
 
-    def _count(self, actor: RankActor, moment: Moment) -> None:
+    def _count(self, actor: RankActor, moment: CensusTime) -> None:
         form = None if self._watches is None else self._watches.form
         if self._census is not None and form is not None and actor.is_at_rest:
             with self._context.recorder.during(Phase.OBSERVE, step=actor.step):

@@ -34,8 +34,8 @@ __all__ = [
     "FirstStep",
     "OracleObservation",
     "OracleStep",
-    "Place",
     "Quantity",
+    "TensorKey",
     "run_oracle",
 ]
 
@@ -61,7 +61,7 @@ class Quantity(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class TensorKey:
     """One tensor of a training: what it is, after which step, and its name."""
 
     quantity: Quantity
@@ -118,9 +118,9 @@ class OracleObservation:
     steps: tuple[OracleStep, ...]
     optimizer_state: Tensors
     buffers: tuple[Tensors, ...]
-    noise: Mapping[Place, float]
+    noise: Mapping[TensorKey, float]
     constants: frozenset[str]
-    dtypes: Mapping[Place, torch.dtype]
+    dtypes: Mapping[TensorKey, torch.dtype]
     is_exact: bool
     draws: bool = False
     device: str = "cpu"
@@ -152,7 +152,7 @@ class OracleObservation:
 
     def dtype(self, quantity: Quantity, name: str) -> torch.dtype:
         """Give the dtype that an engine's tensor must have."""
-        return self.dtypes[Place(quantity=quantity, step=INITIAL_STEP, name=name)]
+        return self.dtypes[TensorKey(quantity=quantity, step=INITIAL_STEP, name=name)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -166,7 +166,7 @@ class _Run:
     built_buffers: Tensors
     draws: bool
 
-    def tensors(self) -> dict[Place, torch.Tensor]:
+    def tensors(self) -> dict[TensorKey, torch.Tensor]:
         """List every tensor; buffers of all ranks are one tensor, since their noise is judged together."""
         last = len(self.steps) - 1
         places = [(Quantity.INITIAL, INITIAL_STEP, name, t) for name, t in self.initial.items()]
@@ -179,7 +179,7 @@ class _Run:
         for name in self.buffers[0]:
             together = torch.stack([of_rank[name] for of_rank in self.buffers])
             places.append((Quantity.BUFFER, last, name, together))
-        return {Place(quantity=q, step=s, name=n): t for q, s, n, t in places}
+        return {TensorKey(quantity=q, step=s, name=n): t for q, s, n, t in places}
 
 
 def run_oracle(training: Training, world_size: int) -> OracleObservation:
@@ -205,7 +205,7 @@ def run_oracle(training: Training, world_size: int) -> OracleObservation:
         noise=noise,
         constants=_constants(exact, noise),
         dtypes={
-            Place(quantity=place.quantity, step=INITIAL_STEP, name=place.name): tensor.dtype
+            TensorKey(quantity=place.quantity, step=INITIAL_STEP, name=place.name): tensor.dtype
             for place, tensor in noisy[0].tensors().items()
         },
         is_exact=training.problem.is_exact and is_power_of_two and not any(noise.values()),
@@ -214,13 +214,13 @@ def run_oracle(training: Training, world_size: int) -> OracleObservation:
     )
 
 
-def _rounds_coarsely(training: Training, exact: _Run, noise: Mapping[Place, float]) -> bool:
+def _rounds_coarsely(training: Training, exact: _Run, noise: Mapping[TensorKey, float]) -> bool:
     """Whether the first gradients round as those of bfloat16 do, although nothing was asked in fewer bits."""
     if not exact.steps or training.schedule.clip or not is_of_full_precision(training.plan, training.convert):
         return False
     coarse = _COARSE_ROUNDINGS * torch.finfo(torch.float32).eps
     return any(
-        noise[Place(quantity=Quantity.GRADIENT, step=0, name=name)]
+        noise[TensorKey(quantity=Quantity.GRADIENT, step=0, name=name)]
         > coarse * largest(pieces.abs().sum((0, 1)))
         for name, pieces in exact.steps[0].contributions.items()
     )
@@ -276,15 +276,15 @@ def _reordering(number: int, training: Training, draws: bool) -> Summation:
 
 
 def _largest_deviation(
-    exact: dict[Place, torch.Tensor], runs: list[dict[Place, torch.Tensor]]
-) -> dict[Place, float]:
+    exact: dict[TensorKey, torch.Tensor], runs: list[dict[TensorKey, torch.Tensor]]
+) -> dict[TensorKey, float]:
     return {
         place: max(deviation(run[place], value).max().item() for run in runs) if value.numel() else 0.0
         for place, value in exact.items()
     }
 
 
-def _constants(exact: _Run, noise: Mapping[Place, float]) -> frozenset[str]:
+def _constants(exact: _Run, noise: Mapping[TensorKey, float]) -> frozenset[str]:
     """Name the buffers that are what they were, and that no other run deviates from."""
     quiet = {p.name for p, deviates_by in noise.items() if p.quantity is Quantity.BUFFER and not deviates_by}
     built = exact.built_buffers

@@ -11,9 +11,8 @@ import torch
 from torch import nn
 
 from engine.contract import UnitHandle
-from harness.cases.loss import loss_weight
 from harness.cases.script import Actor, Batch, Evaluation
-from harness.cases.training import Training
+from harness.cases.training import Training, loss_weight
 from harness.torch_compat.dtypes import cast, cast_module
 from harness.training.draws import Seeds, has_drawn
 from harness.training.reduction_orders import Rows, Summation

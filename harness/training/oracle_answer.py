@@ -9,8 +9,8 @@ from typing import Any
 
 from harness.cases.training import Training
 from harness.errors import EngineError, HarnessBug, ShardproofError, UsageError
-from harness.records.tensor_file import dtype_name, dtype_of, read_tree, write_tree
-from harness.training.oracle import FirstStep, OracleObservation, OracleStep, Place, Quantity, run_oracle
+from harness.records.observation import dtype_name, dtype_of, read_tree, write_tree
+from harness.training.oracle import FirstStep, OracleObservation, OracleStep, Quantity, TensorKey, run_oracle
 from harness.worlds.processes.fresh_process import NoAnswerError, ask
 
 __all__ = ["ask_oracle"]
@@ -103,9 +103,9 @@ def _observation(plain: dict[str, Any], training: Training) -> OracleObservation
     )
 
 
-def _spelled(place: Place) -> tuple[str, int, str]:
+def _spelled(place: TensorKey) -> tuple[str, int, str]:
     return (place.quantity.name, place.step, place.name)
 
 
-def _place(quantity: str, step: int, name: str) -> Place:
-    return Place(quantity=Quantity[quantity], step=step, name=name)
+def _place(quantity: str, step: int, name: str) -> TensorKey:
+    return TensorKey(quantity=Quantity[quantity], step=step, name=name)

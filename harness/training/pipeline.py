@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
 
 from engine.contract import Engine, OptimizerFactory, Plan, PreparedModel, Shard
-from harness.cases.scripts.pipelined import Order, Pipelined
+from harness.cases.scripts.pipeline_order import Pipelined, PipelineOrder
 from harness.cases.stages import num_stages, stages_of
 from harness.cases.training import Training
 from harness.tracing.ledger import Phase
@@ -135,7 +135,7 @@ class Pipeline(PreparedModel):
         script, count = self._training.script, self._training.schedule.microbatches
         assert isinstance(script, Pipelined)  # the training has seen to that
         # The loss is weighted, so that the sum over microbatches is the mean over items: nothing is scaled after.
-        if script.order is Order.INTERLEAVED:
+        if script.order is PipelineOrder.INTERLEAVED:
             return ScheduleInterleaved1F1B(
                 list(self._stages), count, loss_fn=self._weighted_loss, scale_grads=False
             )

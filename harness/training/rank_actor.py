@@ -12,9 +12,8 @@ import torch
 from torch import nn
 
 from engine.contract import Accumulation, Capability, PreparedModel, Shard, UnitHandle
-from harness.cases.loss import loss_weight
 from harness.cases.script import Actor, Batch, Evaluation, InterfaceBench
-from harness.cases.training import Training
+from harness.cases.training import Training, loss_weight
 from harness.records.observation import Fact
 from harness.tracing.ledger import Phase
 from harness.training.draws import Seeds

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 from harness.cases.training import Watch
 from harness.tracing.memory.census import Census, counting
 from harness.tracing.memory.tracker import MemoryTracker
-from harness.tracing.races.detector import RaceDetector
+from harness.tracing.operators import observing_operators
+from harness.tracing.races.cuda_streams import watched_cuda_streams
+from harness.tracing.races.detector import RaceDetector, set_watch
+from harness.tracing.races.streams import tracked_streams
 from harness.tracing.recorder import Recorder
-from harness.tracing.witnesses import observing_operators
 from harness.training.expected_memory import Form
-from harness.training.race_watches import watched_streams
-
-__all__ = ["Watches", "watching"]
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -39,3 +38,26 @@ def watching(
         witnesses = [watch for watch in (races, lifetimes) if watch is not None]
         with observing_operators(*witnesses):
             yield Watches(races=races, lifetimes=lifetimes, census=census)
+
+
+@contextmanager
+def watched_streams(recorder: Recorder, device_type: str = "cpu") -> Iterator[RaceDetector]:
+    """Have the calling thread's rank watched until exit; operators are told by `observing_operators`.
+
+    On a CPU its streams are ones that remember; on CUDA they are its own, and torch tells of them.
+    """
+    of_device: AbstractContextManager[RaceDetector] = (
+        watched_cuda_streams(recorder) if device_type == "cuda" else _remembering(recorder)
+    )
+    with of_device as watch:
+        set_watch(watch)
+        try:
+            yield watch
+        finally:
+            set_watch(None)
+
+
+@contextmanager
+def _remembering(recorder: Recorder) -> Iterator[RaceDetector]:
+    with tracked_streams():
+        yield RaceDetector(recorder)

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable
 
-from harness.laws.communication.counterparts import Counterparts, Group
+from harness.laws.communication.matching import Counterparts, ProcessGroup
 from harness.records.hang import CallRecord, Divergence, Side
 from harness.tracing.ledger import Entry
 
 __all__ = ["call_record", "difference"]
 
 
-def difference(counterparts: Counterparts, group: Group) -> Divergence | None:
+def difference(counterparts: Counterparts, group: ProcessGroup) -> Divergence | None:
     """Walk the members' calls side by side to the first on which they differ; None if they never do."""
     walk = _Walk(counterparts, group)
     for position in range(walk.longest):
@@ -37,7 +37,7 @@ def call_record(counterparts: Counterparts, rank: int, entry: Entry) -> CallReco
         op=entry.op,
         group=entry.group,
         axis=entry.axis or "",
-        group_name=counterparts.name_of(Group.of(entry)),
+        group_name=counterparts.name_of(ProcessGroup.of(entry)),
         position=counterparts.position(rank, entry),
         dtype=entry.dtype,
         num_bytes=entry.num_bytes,
@@ -66,7 +66,7 @@ def _place(entry: Entry) -> object:
 class _Walk:
     """The collectives of one group's members, side by side."""
 
-    def __init__(self, counterparts: Counterparts, group: Group) -> None:
+    def __init__(self, counterparts: Counterparts, group: ProcessGroup) -> None:
         self._counterparts = counterparts
         self._calls = counterparts.collectives(group)
         self.longest = max(map(len, self._calls.values()), default=0)

@@ -13,12 +13,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import assert_never
 
-from harness.laws.communication.counterparts import Counterparts, Group, is_message
+from harness.laws.communication.matching import Counterparts, ProcessGroup, is_message
 from harness.records.hang import CallRecord, Divergence, HangReport, RankActivity, RankAutopsy
 from harness.tracing.ledger import Entry, Ledger
 from harness.verdicts.difference import call_record, difference
 from harness.worlds.outcome import Abandoned, Died, Outcome, Raised, Returned, TimedOut
-from harness.worlds.processes.python_stack import frames_of, own_frames
+from harness.worlds.processes.stacks import frames_of, own_frames
 
 __all__ = ["TRANSPORT_ERRORS", "analyse_hang"]
 
@@ -175,7 +175,7 @@ def _first(
 
 
 def _parted(counterparts: Counterparts, entry: Entry) -> Divergence | None:
-    return None if is_message(entry) else difference(counterparts, Group.of(entry))
+    return None if is_message(entry) else difference(counterparts, ProcessGroup.of(entry))
 
 
 def _summary(

@@ -1,4 +1,4 @@
-"""Known failures: what the expectations of a run make of a verdict, and which of them bore on nothing. Pure.
+"""An engine's release, such as ``torch 2.13.0+cpu``, and conditions on it, such as ``torch >=2.11,<2.15``.
 
 [Note: strict in both directions]
 An expectation excuses exactly the verdict and the broken laws that it names, of the cases that it names, until its
@@ -13,15 +13,61 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from enum import Enum
 from fnmatch import fnmatchcase
 from typing import assert_never
 
-from harness.cases.inventory import Catalogue
-from harness.records.record import Expectation, Expectations, Record, UnusedExpectation
-from harness.records.verdict import Verdict
-from harness.verdicts.release import Fit, fit
+from packaging.requirements import InvalidRequirement, Requirement
+from packaging.utils import canonicalize_name
+from packaging.version import InvalidVersion, Version
 
-__all__ = ["Ran", "expected", "is_expired", "matches", "unused"]
+from harness.cases.case_id import Catalogue
+from harness.errors import UsageError
+from harness.records.record import Expectation, Expectations, Record, UnusedExpectation, Verdict
+
+
+class Fit(Enum):
+    """How a condition and a release go together."""
+
+    MEETS = "meets"  # the release meets the condition, or there is none
+    MISSES = "misses"  # another release of the same engine would meet it
+    NEVER = "never"  # no release could: another name, or no version that can be read
+
+
+def check_condition(condition: str, what: str) -> None:
+    """Raise a UsageError about ``what`` unless ``condition`` is a name with bounds on its version."""
+    try:
+        found = Requirement(condition)
+    except InvalidRequirement as error:
+        problem = str(error).splitlines()[0]
+        raise _refusal(what, f"{condition!r} ({problem})") from error
+    if not found.specifier or found.extras or found.marker or found.url:
+        raise _refusal(what, repr(condition))
+
+
+def fit(condition: str, release: str) -> Fit:
+    """Say how a checked condition and an engine's own account of its release go together."""
+    if not condition:
+        return Fit.MEETS
+    wanted = Requirement(condition)
+    name, _, version = release.rpartition(" ")
+    try:
+        found = Version(version)
+    except InvalidVersion:
+        return Fit.NEVER
+    if canonicalize_name(name) != canonicalize_name(wanted.name):
+        return Fit.NEVER
+    # Nightlies are releases too: without this, no bound would ever hold of one.
+    return Fit.MEETS if wanted.specifier.contains(found, prereleases=True) else Fit.MISSES
+
+
+def _refusal(what: str, got: str) -> UsageError:
+    return UsageError(
+        what,
+        expected="a name with bounds on its version",
+        got=got,
+        hint='"torch >=2.11,<2.15", or no `version` at all if every release fails',
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

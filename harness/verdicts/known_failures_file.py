@@ -11,12 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from engine.registry import BUILT_IN
-from harness.cases.inventory import SUITES
+from harness.cases.case_id import SUITES
 from harness.errors import UsageError
-from harness.records.record import Expectation, Expectations
-from harness.records.verdict import Verdict
-from harness.verdicts.known_failures import matches
-from harness.verdicts.release import check_condition
+from harness.records.record import Expectation, Expectations, Verdict
+from harness.verdicts.known_failures import check_condition, matches
 from harness.worlds.spec import MAX_RANKS, WorldKind
 
 __all__ = ["SHIPPED", "find", "read"]

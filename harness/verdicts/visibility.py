@@ -25,7 +25,7 @@ from harness.laws.law import Evidence
 from harness.laws.structure import pieces_of
 from harness.laws.tolerance import allowed_error, clipping_factor, error_of_noise, rounded_scale
 from harness.training.absolute_error import deviation, largest
-from harness.training.oracle import OracleObservation, Place, Quantity
+from harness.training.oracle import OracleObservation, Quantity, TensorKey
 from harness.training.reduction_orders import is_of_full_precision
 
 __all__ = ["hidden_because"]
@@ -38,7 +38,7 @@ _SHARE_OF_A_ROUNDING = 0.25
 class _Effect:
     """What one defect does to one tensor in one step, beside the error that is allowed there."""
 
-    place: Place
+    place: TensorKey
     allowed: float
     effect: float
 
@@ -104,7 +104,7 @@ def _hidden_updates(evidence: Evidence) -> str | None:
 
 def _unmoved(oracle: OracleObservation, name: str) -> Iterator[_Effect]:
     for step, seen in enumerate(oracle.steps):
-        place = Place(quantity=Quantity.PARAMETER, step=step, name=name)
+        place = TensorKey(quantity=Quantity.PARAMETER, step=step, name=name)
         moved = seen.parameters[name] - oracle.initial[name]
         yield _Effect(place=place, allowed=allowed_error(oracle, place), effect=largest(moved))
 
@@ -134,7 +134,7 @@ def _first_gradients_agree(evidence: Evidence) -> bool:
         return False
     rounding = _SHARE_OF_A_ROUNDING * torch.finfo(torch.bfloat16).eps
     for name, expected in first.gradients.items():
-        place = Place(quantity=Quantity.GRADIENT, step=0, name=name)
+        place = TensorKey(quantity=Quantity.GRADIENT, step=0, name=name)
         allowed = error_of_noise(evidence.oracle, place, first.noise[name])
         if allowed > rounding * rounded_scale(evidence.oracle, place):
             return False
@@ -157,12 +157,12 @@ def _trained(evidence: Evidence) -> list[str]:
     return [n for n, initial in oracle.initial.items() if n not in idle and initial.numel()]
 
 
-def _gradients(oracle: OracleObservation, name: str) -> Iterator[tuple[Place, torch.Tensor]]:
+def _gradients(oracle: OracleObservation, name: str) -> Iterator[tuple[TensorKey, torch.Tensor]]:
     """Yield the gradients of a parameter that some loss reached."""
     for step, seen in enumerate(oracle.steps):
         gradient = seen.gradients[name]
         if gradient is not None and name in seen.contributions and bool(gradient.any()):
-            yield Place(quantity=Quantity.GRADIENT, step=step, name=name), gradient
+            yield TensorKey(quantity=Quantity.GRADIENT, step=step, name=name), gradient
 
 
 def _worst(found: Iterable[Iterator[_Effect]]) -> _Effect | None:

@@ -17,10 +17,11 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 from harness.worlds.outcome import Outcome
 from harness.worlds.output import SUFFIX
+from harness.worlds.printable import shortened
 from harness.worlds.spec import WorldSpec
-from harness.worlds.text import shortened
 
 __all__ = [
+    "Done",
     "Dying",
     "Finished",
     "Garbled",
@@ -29,7 +30,6 @@ __all__ = [
     "Job",
     "LastThread",
     "Leaving",
-    "Left",
     "Message",
     "Ready",
     "Started",
@@ -121,7 +121,7 @@ class Leaving:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Left:
+class Done:
     """Host: all is done; I end with status 0 as soon as I am let go."""
 
 
@@ -132,7 +132,7 @@ class Garbled:
     text: str
 
 
-Message = Ready | Started | Finished | Dying | Leaving | Left
+Message = Ready | Started | Finished | Dying | Leaving | Done
 
 _KINDS: Mapping[str, type] = {
     kind.__name__: kind for kind in (*get_args(Message), *get_args(Outcome), LastThread)

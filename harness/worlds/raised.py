@@ -20,8 +20,12 @@ import torch
 
 from harness.tracing.collectives.call_site import short_path
 from harness.worlds.outcome import Raised
-from harness.worlds.text import legible, shortened
-from harness.worlds.threads.errors import CollectiveError, CollectiveTimeoutError, WorldAbandonedError
+from harness.worlds.printable import legible, shortened
+from harness.worlds.threads.collective_errors import (
+    CollectiveError,
+    CollectiveTimeoutError,
+    WorldAbandonedError,
+)
 
 __all__ = ["IN", "is_abandonment", "kind_of", "raised", "text_of"]
 

@@ -1,15 +1,14 @@
-"""What a world is asked to be: its kind, size, device and deadline; how it is spelt on the command line."""
+"""A requested world: its kind, size, device and deadline, its command-line spelling, and the sizes a case allows."""
 
 from __future__ import annotations
 
 import difflib
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 
 from harness.errors import UsageError
-
-__all__ = ["MAX_RANKS", "WorldKind", "WorldSpec"]
 
 MAX_RANKS = 64
 
@@ -71,3 +70,36 @@ class WorldSpec:
 
     def __str__(self) -> str:
         return f"{self.kind}:{self.size}" + ("" if self.device == "cpu" else f":{self.device}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    """A named set of world sizes; with ``kind`` those of worlds in which ranks live so."""
+
+    name: str
+    allows: Callable[[int], bool]
+    kind: WorldKind | None = None
+
+    def suits(self, world: WorldSpec) -> bool:
+        """Whether this world is one of them."""
+        return self.allows(world.size) and self.kind in {None, world.kind}
+
+
+ALONE = Sizes(name="one rank", allows=lambda size: size == 1)
+SEVERAL = Sizes(name="two ranks or more", allows=lambda size: size > 1)
+THREE_OR_MORE = Sizes(name="three ranks or more", allows=lambda size: size > 2)
+# For calls of an engine that keeps something for the whole process, so that ranks which share one disturb each other.
+APART = Sizes(name="ranks that share no process", allows=lambda size: size > 1, kind=WorldKind.PROCESSES)
+# For laws that count what is alive: gloo's own threads may hold a work, and its tensors, after the engine let go of it.
+TOGETHER = Sizes(
+    name="several ranks that share a process", allows=lambda size: size > 1, kind=WorldKind.THREADS
+)
+EVEN = Sizes(name="two replicas of equal size", allows=lambda size: size % 2 == 0)
+FOUR_OR_MORE_EVEN = Sizes(
+    name="two replicas of several ranks", allows=lambda size: size >= 4 and size % 2 == 0
+)
+# Four ranks are two pairs, which is the mesh of two replicas.
+SIX_OR_MORE_EVEN = Sizes(name="three pairs or more", allows=lambda size: size >= 6 and size % 2 == 0)
+FOURS = Sizes(name="two replicas of pairs that share their data", allows=lambda size: size % 4 == 0)
+POWERS_OF_TWO = Sizes(name="worlds by which division is exact", allows=lambda size: size & (size - 1) == 0)
+ODD = Sizes(name="ranks that make no pairs", allows=lambda size: size > 1 and size % 2 == 1)

@@ -9,19 +9,32 @@ from dataclasses import replace
 
 import pytest
 
-from engine.contract import Accumulation, Grouping, Layout, Plan, Reshard
 from fixtures.chain import CHAIN
 from fixtures.optimizers import SGD
-from harness.cases.scripts.microbatches import Holding, HoldingBack
-from harness.cases.training import Schedule, Training
-from harness.laws.communication.bounds import Exactly
-from harness.laws.communication.counts import Count, Nothing, OnlyThese
-from harness.laws.communication.matching import RanksAgree
-from harness.laws.communication.select import Microbatches, Select
-from harness.laws.parity import MatchesOracle
-from harness.runner.fixture import Trial
-from harness.tracing.ledger import Op, Phase
-from harness.worlds.sizes import FOUR_OR_MORE_EVEN, SEVERAL
+from shardproof import (
+    FOUR_OR_MORE_EVEN,
+    SEVERAL,
+    Accumulation,
+    Count,
+    Exactly,
+    Grouping,
+    Holding,
+    HoldingBack,
+    Layout,
+    MatchesOracle,
+    Microbatches,
+    Nothing,
+    OnlyThese,
+    Op,
+    Phase,
+    Plan,
+    RanksAgree,
+    Reshard,
+    Schedule,
+    Select,
+    Training,
+    Trial,
+)
 from suites.communication.closed_forms import NUM_GROUPS, NUM_UNHELD_GROUPS
 
 NUM_MICROBATCHES = 3

@@ -6,19 +6,30 @@ from dataclasses import replace
 
 import pytest
 
-from engine.contract import Accumulation, Grouping, Layout, Plan, Reshard
 from fixtures.chain import CHAIN
 from fixtures.optimizers import SGD
-from harness.cases.scripts.microbatches import Interleaved
-from harness.cases.training import Schedule, Training
-from harness.laws.communication.bounds import Exactly
-from harness.laws.communication.counts import Count, Nothing
-from harness.laws.communication.matching import RanksAgree
-from harness.laws.communication.select import Microbatches, Per, Select
-from harness.laws.parity import MatchesOracle
-from harness.runner.fixture import Trial
-from harness.tracing.ledger import Op, Phase
-from harness.worlds.sizes import SEVERAL
+from shardproof import (
+    SEVERAL,
+    Accumulation,
+    Count,
+    Exactly,
+    Grouping,
+    Interleaved,
+    Layout,
+    MatchesOracle,
+    Microbatches,
+    Nothing,
+    Op,
+    Per,
+    Phase,
+    Plan,
+    RanksAgree,
+    Reshard,
+    Schedule,
+    Select,
+    Training,
+    Trial,
+)
 from suites.communication.closed_forms import NUM_GROUPS
 
 NUM_MICROBATCHES = 3

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import pytest
 
-from engine.contract import Capability, Layout, Plan
 from fixtures.buffered import MASKED, NORMALISED, REPLACED
 from fixtures.optimizers import SGD
-from harness.cases.scripts.evaluation import EvaluatesFirst
-from harness.cases.training import Schedule, Training
-from harness.laws.communication.matching import RanksAgree
-from harness.laws.parity import MatchesOracle
-from harness.runner.fixture import Trial
-from harness.worlds.sizes import EVEN, SEVERAL
+from shardproof import (
+    EVEN,
+    SEVERAL,
+    Capability,
+    EvaluatesFirst,
+    Layout,
+    MatchesOracle,
+    Plan,
+    RanksAgree,
+    Schedule,
+    Training,
+    Trial,
+)
 
 LAWS = (MatchesOracle(), RanksAgree())
 OWN = frozenset({Capability.OWN_BUFFERS})

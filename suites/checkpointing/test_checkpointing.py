@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 import pytest
 
-from engine.contract import Grouping, Layout, Plan, Reshard
 from fixtures.checkpointed import (
     CHECKPOINTED,
     CHECKPOINTED_REENTRANT,
@@ -14,16 +13,27 @@ from fixtures.checkpointed import (
     CHECKPOINTED_TIED_REENTRANT,
 )
 from fixtures.optimizers import SGD
-from harness.cases.scripts.parts import AllForwardsFirst, Backwards
-from harness.cases.training import Problem, Schedule, Training
-from harness.laws.communication.bounds import Exactly
-from harness.laws.communication.counts import Count, Nothing
-from harness.laws.communication.matching import RanksAgree
-from harness.laws.communication.select import Select
-from harness.laws.parity import MatchesOracle
-from harness.runner.fixture import Trial
-from harness.tracing.ledger import Op, Phase
-from harness.worlds.sizes import SEVERAL
+from shardproof import (
+    SEVERAL,
+    AllForwardsFirst,
+    Backwards,
+    Count,
+    Exactly,
+    Grouping,
+    Layout,
+    MatchesOracle,
+    Nothing,
+    Op,
+    Phase,
+    Plan,
+    Problem,
+    RanksAgree,
+    Reshard,
+    Schedule,
+    Select,
+    Training,
+    Trial,
+)
 
 LAWS = (MatchesOracle(), RanksAgree())
 GATHERS_IN_BACKWARD = Select(ops=(Op.ALL_GATHER,), phases=(Phase.BACKWARD,))

@@ -6,15 +6,23 @@ import math
 
 import pytest
 
-from engine.contract import Capability, Layout, Plan
 from fixtures.optimizers import SGD
 from fixtures.problems import MLP_EVEN, MLP_UNEVEN
 from fixtures.thin import ONE_NUMBER, SINGLE_ROWS
-from harness.cases.training import Clip, Problem, Schedule, Training
-from harness.laws.communication.matching import RanksAgree
-from harness.laws.parity import MatchesOracle
-from harness.runner.fixture import Trial
-from harness.worlds.sizes import EVEN, SEVERAL
+from shardproof import (
+    EVEN,
+    SEVERAL,
+    Capability,
+    Clip,
+    Layout,
+    MatchesOracle,
+    Plan,
+    Problem,
+    RanksAgree,
+    Schedule,
+    Training,
+    Trial,
+)
 
 LAWS = (MatchesOracle(), RanksAgree())
 kills = pytest.mark.kills

@@ -6,10 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from math import prod
 
-from engine.contract import Plan
-from harness.cases.scripts.microbatches import HoldingBack
-from harness.cases.training import Training
-from harness.cases.units import groups_of
+from shardproof import HoldingBack, Plan, Training, groups_of
 
 __all__ = ["GRADIENT_BYTES", "NUM_GROUPS", "NUM_UNHELD_GROUPS", "PADDED_BYTES"]
 

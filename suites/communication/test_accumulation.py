@@ -6,18 +6,28 @@ from dataclasses import replace
 
 import pytest
 
-from engine.contract import Accumulation, Layout, Plan
 from fixtures.optimizers import SGD
 from fixtures.problems import MLP_UNEVEN
-from harness.cases.training import Schedule, Training
-from harness.laws.communication.bounds import Between, Exactly
-from harness.laws.communication.counts import Bytes, Nothing
-from harness.laws.communication.matching import RanksAgree
-from harness.laws.communication.select import Microbatches, Select
-from harness.laws.parity import MatchesOracle
-from harness.runner.fixture import Trial
-from harness.tracing.ledger import Op, Phase
-from harness.worlds.sizes import EVEN, SEVERAL
+from shardproof import (
+    EVEN,
+    SEVERAL,
+    Accumulation,
+    Between,
+    Bytes,
+    Exactly,
+    Layout,
+    MatchesOracle,
+    Microbatches,
+    Nothing,
+    Op,
+    Phase,
+    Plan,
+    RanksAgree,
+    Schedule,
+    Select,
+    Training,
+    Trial,
+)
 from suites.communication.closed_forms import GRADIENT_BYTES, PADDED_BYTES
 
 REDUCING = (Op.ALL_REDUCE, Op.REDUCE_SCATTER)

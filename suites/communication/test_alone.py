@@ -4,15 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from engine.contract import Layout, Plan
 from fixtures.optimizers import ADAMW
 from fixtures.placements import UNEVEN_GROUP
-from harness.cases.training import Schedule, Training
-from harness.laws.communication.counts import Nothing
-from harness.laws.communication.select import Select, Window
-from harness.laws.parity import MatchesOracle
-from harness.runner.fixture import Trial
-from harness.worlds.sizes import ALONE
+from shardproof import ALONE, Layout, MatchesOracle, Nothing, Plan, Schedule, Select, Training, Trial, Window
 
 ANYTHING = Select(window=Window.TRAINING)
 

@@ -10,17 +10,30 @@ from operator import attrgetter
 
 import pytest
 
-from engine.contract import Grouping, Layout, Plan, Replicas, Reshard
 from fixtures.optimizers import SGD
 from fixtures.problems import MLP_EVEN, MLP_UNEVEN
-from harness.cases.training import Problem, Training
-from harness.laws.communication.bounds import Exactly
-from harness.laws.communication.counts import AllWaited, Bytes, Count, OnlyThese
-from harness.laws.communication.matching import RanksAgree
-from harness.laws.communication.select import Select
-from harness.runner.fixture import Trial
-from harness.tracing.ledger import Op, Phase
-from harness.worlds.sizes import FOUR_OR_MORE_EVEN, SEVERAL, SIX_OR_MORE_EVEN
+from shardproof import (
+    FOUR_OR_MORE_EVEN,
+    SEVERAL,
+    SIX_OR_MORE_EVEN,
+    AllWaited,
+    Bytes,
+    Count,
+    Exactly,
+    Grouping,
+    Layout,
+    OnlyThese,
+    Op,
+    Phase,
+    Plan,
+    Problem,
+    RanksAgree,
+    Replicas,
+    Reshard,
+    Select,
+    Training,
+    Trial,
+)
 from suites.communication.closed_forms import GRADIENT_BYTES, NUM_GROUPS
 
 GATHERS = Select(ops=(Op.ALL_GATHER,), axis="shard")

@@ -4,20 +4,28 @@ from __future__ import annotations
 
 import pytest
 
-from engine.contract import Grouping, Layout, Plan, Reshard
 from fixtures.chain import CHAIN
 from fixtures.optimizers import SGD
-from harness.cases.training import Training
-from harness.laws.communication.bounds import Exactly
-from harness.laws.communication.counts import AllWaited, Count
-from harness.laws.communication.in_flight import InFlight
-from harness.laws.communication.matching import RanksAgree
-from harness.laws.communication.select import Select
-from harness.laws.parity import MatchesOracle
-from harness.runner.fixture import Trial
-from harness.tracing.ledger import Op, Phase
-from harness.verdicts.case import Refusal
-from harness.worlds.sizes import FOUR_OR_MORE_EVEN, SEVERAL
+from shardproof import (
+    FOUR_OR_MORE_EVEN,
+    SEVERAL,
+    AllWaited,
+    AtMostInFlight,
+    Count,
+    Exactly,
+    Grouping,
+    Layout,
+    MatchesOracle,
+    Op,
+    Phase,
+    Plan,
+    RanksAgree,
+    Refusal,
+    Reshard,
+    Select,
+    Training,
+    Trial,
+)
 from suites.communication.closed_forms import NUM_GROUPS
 
 REDUCTIONS = Select(ops=(Op.REDUCE_SCATTER,), phases=(Phase.BACKWARD,))
@@ -37,7 +45,7 @@ REDUCTIONS = Select(ops=(Op.REDUCE_SCATTER,), phases=(Phase.BACKWARD,))
 def test_no_more_reductions_are_in_flight_than_allowed(trial: Trial, layout: Layout, most: int) -> None:
     trial.holds(
         _training(layout, most),
-        InFlight(select=REDUCTIONS, at_most=most),
+        AtMostInFlight(select=REDUCTIONS, at_most=most),
         Count(select=REDUCTIONS, expected=Exactly(NUM_GROUPS)),
         AllWaited(select=REDUCTIONS),
         MatchesOracle(),

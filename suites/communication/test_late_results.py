@@ -10,15 +10,25 @@ from dataclasses import replace
 
 import pytest
 
-from engine.contract import Accumulation, Grouping, Layout, Plan, Reshard
 from fixtures.chain import CHAIN
 from fixtures.optimizers import SGD
-from harness.cases.training import Schedule, Training
-from harness.laws.communication.buffers import LeavesBuffersAlone, ResultsAreWaitedFor
-from harness.laws.communication.matching import RanksAgree
-from harness.laws.parity import MatchesOracle
-from harness.runner.fixture import Trial
-from harness.worlds.sizes import FOUR_OR_MORE_EVEN, SEVERAL, THREE_OR_MORE
+from shardproof import (
+    FOUR_OR_MORE_EVEN,
+    SEVERAL,
+    THREE_OR_MORE,
+    Accumulation,
+    Grouping,
+    Layout,
+    LeavesBuffersAlone,
+    MatchesOracle,
+    Plan,
+    RanksAgree,
+    Reshard,
+    ResultsAreWaitedFor,
+    Schedule,
+    Training,
+    Trial,
+)
 
 LAWS = (LeavesBuffersAlone(), ResultsAreWaitedFor(), MatchesOracle(), RanksAgree())
 SHARDED = Plan(

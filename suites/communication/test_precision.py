@@ -5,17 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from engine.contract import Plan
 from fixtures.optimizers import SGD
 from fixtures.problems import MLP_EVEN
-from harness.cases.training import Training
-from harness.laws.communication.counts import Dtype
-from harness.laws.communication.matching import RanksAgree
-from harness.laws.communication.select import Select
-from harness.laws.parity import MatchesOracle
-from harness.runner.fixture import Trial
-from harness.tracing.ledger import Op, Phase
-from harness.worlds.sizes import SEVERAL
+from shardproof import SEVERAL, Dtype, MatchesOracle, Op, Phase, Plan, RanksAgree, Select, Training, Trial
 
 IN_BACKWARD = Select(phases=(Phase.BACKWARD,))
 REDUCTIONS = Select(ops=(Op.ALL_REDUCE, Op.REDUCE_SCATTER), phases=(Phase.BACKWARD,))

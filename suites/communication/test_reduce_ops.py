@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import pytest
 
-from engine.contract import Layout, Plan, Wire
 from fixtures.optimizers import SGD
 from fixtures.problems import MLP_UNEVEN
-from harness.cases.training import Training
-from harness.laws.communication.counts import ReduceOps
-from harness.laws.communication.matching import RanksAgree
-from harness.laws.communication.select import Select
-from harness.laws.parity import MatchesOracle
-from harness.runner.fixture import Trial
-from harness.tracing.ledger import Op, Phase
-from harness.worlds.sizes import FOUR_OR_MORE_EVEN, SEVERAL
+from shardproof import (
+    FOUR_OR_MORE_EVEN,
+    SEVERAL,
+    Layout,
+    MatchesOracle,
+    Op,
+    Phase,
+    Plan,
+    RanksAgree,
+    ReduceOps,
+    Select,
+    Training,
+    Trial,
+    Wire,
+)
 
 SCATTERS = Select(ops=(Op.REDUCE_SCATTER,), phases=(Phase.BACKWARD,))
 REDUCTIONS = Select(ops=(Op.ALL_REDUCE,), phases=(Phase.BACKWARD,))

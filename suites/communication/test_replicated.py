@@ -7,17 +7,27 @@ from operator import attrgetter
 
 import pytest
 
-from engine.contract import Grouping, Layout, Plan
 from fixtures.optimizers import SGD
 from fixtures.problems import MLP_EVEN, MLP_UNEVEN, TRANSFORMER
-from harness.cases.training import Problem, Training
-from harness.laws.communication.bounds import Exactly
-from harness.laws.communication.counts import AllWaited, Bytes, Count, Nothing, OnlyThese
-from harness.laws.communication.matching import RanksAgree
-from harness.laws.communication.select import Select
-from harness.runner.fixture import Trial
-from harness.tracing.ledger import Op, Phase
-from harness.worlds.sizes import SEVERAL
+from shardproof import (
+    SEVERAL,
+    AllWaited,
+    Bytes,
+    Count,
+    Exactly,
+    Grouping,
+    Layout,
+    Nothing,
+    OnlyThese,
+    Op,
+    Phase,
+    Plan,
+    Problem,
+    RanksAgree,
+    Select,
+    Training,
+    Trial,
+)
 from suites.communication.closed_forms import GRADIENT_BYTES, NUM_GROUPS
 
 REDUCTIONS = Select(ops=(Op.ALL_REDUCE,), phases=(Phase.BACKWARD,), dtypes=("float32",))

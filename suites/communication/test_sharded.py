@@ -7,17 +7,30 @@ from operator import attrgetter
 
 import pytest
 
-from engine.contract import Grouping, Layout, Plan, Reshard
 from fixtures.optimizers import SGD
 from fixtures.problems import MLP_EVEN, MLP_UNEVEN, TRANSFORMER
-from harness.cases.training import Problem, Training
-from harness.laws.communication.bounds import Between, Exactly
-from harness.laws.communication.counts import AllWaited, Bytes, Count, Nothing, OnlyThese
-from harness.laws.communication.matching import RanksAgree
-from harness.laws.communication.select import Select
-from harness.runner.fixture import Trial
-from harness.tracing.ledger import Op, Phase
-from harness.worlds.sizes import FOUR_OR_MORE_EVEN, SEVERAL
+from shardproof import (
+    FOUR_OR_MORE_EVEN,
+    SEVERAL,
+    AllWaited,
+    Between,
+    Bytes,
+    Count,
+    Exactly,
+    Grouping,
+    Layout,
+    Nothing,
+    OnlyThese,
+    Op,
+    Phase,
+    Plan,
+    Problem,
+    RanksAgree,
+    Reshard,
+    Select,
+    Training,
+    Trial,
+)
 from suites.communication.closed_forms import GRADIENT_BYTES, NUM_GROUPS, PADDED_BYTES
 
 GATHERS_IN_FORWARD = Select(ops=(Op.ALL_GATHER,), phases=(Phase.FORWARD,))

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import pytest
 
-from engine.contract import Accumulation, Capability, Layout, Plan
 from fixtures.complex_numbers import ROTARY, SPECTRAL
 from fixtures.optimizers import ADAMW, SGD, AdamW, Sgd
-from harness.cases.training import Schedule, Training
-from harness.laws.communication.matching import RanksAgree
-from harness.laws.parity import MatchesOracle
-from harness.runner.fixture import Trial
-from harness.worlds.sizes import SEVERAL
+from shardproof import (
+    SEVERAL,
+    Accumulation,
+    Capability,
+    Layout,
+    MatchesOracle,
+    Plan,
+    RanksAgree,
+    Schedule,
+    Training,
+    Trial,
+)
 
 LAWS = (MatchesOracle(), RanksAgree())
 COMPLEX = frozenset({Capability.COMPLEX})

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import pytest
 
-from engine.contract import Accumulation, Layout, Plan
 from fixtures.optimizers import ADAMW, SGD
 from fixtures.problems import MLP_UNEVEN
-from harness.cases.training import Schedule, Training
-from harness.laws.determinism import Repeatable
-from harness.laws.parity import MatchesOracle
-from harness.runner.fixture import Trial
-from harness.worlds.sizes import EVEN
+from shardproof import (
+    EVEN,
+    Accumulation,
+    Deterministic,
+    Layout,
+    MatchesOracle,
+    Plan,
+    Schedule,
+    Training,
+    Trial,
+)
 
-LAWS = (Repeatable(), MatchesOracle())
+LAWS = (Deterministic(), MatchesOracle())
 pytestmark = pytest.mark.kills("SumsInAnotherOrderEachTime")
 
 

@@ -4,18 +4,31 @@ from __future__ import annotations
 
 import pytest
 
-from engine.contract import Accumulation, Grouping, Layout, Plan, Reshard
 from fixtures.experts import MIXTURE
 from fixtures.optimizers import ADAMW, SGD
-from harness.cases.training import NamedOptimizer, Schedule, Training
-from harness.laws.communication.bounds import Exactly
-from harness.laws.communication.counts import AllWaited, Count, Nothing
-from harness.laws.communication.matching import RanksAgree
-from harness.laws.communication.select import Microbatches, Per, Select
-from harness.laws.parity import MatchesOracle
-from harness.runner.fixture import Trial
-from harness.tracing.ledger import Op, Phase
-from harness.worlds.sizes import FOUR_OR_MORE_EVEN
+from shardproof import (
+    FOUR_OR_MORE_EVEN,
+    Accumulation,
+    AllWaited,
+    Count,
+    Exactly,
+    Grouping,
+    Layout,
+    MatchesOracle,
+    Microbatches,
+    NamedOptimizer,
+    Nothing,
+    Op,
+    Per,
+    Phase,
+    Plan,
+    RanksAgree,
+    Reshard,
+    Schedule,
+    Select,
+    Training,
+    Trial,
+)
 
 EXPERTS = tuple(f"{unit}.experts.{weight}" for unit in MIXTURE.units for weight in ("inward", "outward"))
 OF_EXPERTS = Select(ops=(Op.REDUCE_SCATTER,), axis="data", phases=(Phase.BACKWARD,))

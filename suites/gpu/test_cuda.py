@@ -5,28 +5,36 @@ from __future__ import annotations
 import pytest
 import torch
 
-from engine.contract import Buffers, Capability, Layout, Offload, Plan, Wire
 from fixtures.optimizers import ADAMW, SGD
 from fixtures.placements import MANY_PARAMETERS
 from fixtures.problems import MLP_EVEN, TRANSFORMER
-from harness.cases.scripts.cuda import (
+from shardproof import (
     COPIES,
     EQUAL,
     FEW,
+    HOMES,
     OWN_POOL,
+    PINNED,
     POOL,
     REPLAY,
+    SEVERAL,
+    Buffers,
+    Capability,
     CountsCopies,
+    Layout,
+    MatchesOracle,
+    Notes,
+    NotesForms,
+    Offload,
+    Plan,
+    RanksAgree,
     ReplaysAGraph,
+    Schedule,
+    Training,
+    Trial,
     WatchesPools,
+    Wire,
 )
-from harness.cases.scripts.forms import HOMES, PINNED, NotesForms
-from harness.cases.training import Schedule, Training
-from harness.laws.communication.matching import RanksAgree
-from harness.laws.notes import Notes
-from harness.laws.parity import MatchesOracle
-from harness.runner.fixture import Trial
-from harness.worlds.sizes import SEVERAL
 
 pytestmark = pytest.mark.device("cuda")
 WORLD = "processes:2:cuda"

@@ -6,9 +6,7 @@ import pytest
 
 from fixtures.optimizers import SGD
 from fixtures.problems import MLP_EVEN
-from harness.cases.training import Schedule, Training
-from harness.laws.communication.matching import RanksAgree
-from harness.runner.fixture import Trial
+from shardproof import RanksAgree, Schedule, Training, Trial
 
 
 # A rank that computes for ever is seen at the deadline alone, which this timeout brings nearer; it is generous still.

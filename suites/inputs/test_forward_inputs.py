@@ -5,15 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from engine.contract import Layout, Plan
 from fixtures.forward_inputs import NESTED_INPUTS, NO_INPUTS
 from fixtures.optimizers import SGD
-from harness.cases.scripts.nesting import NestInputs
-from harness.cases.training import Training
-from harness.laws.communication.matching import RanksAgree
-from harness.laws.parity import MatchesOracle
-from harness.runner.fixture import Trial
-from harness.worlds.sizes import SEVERAL
+from shardproof import SEVERAL, Layout, MatchesOracle, NestInputs, Plan, RanksAgree, Training, Trial
 
 
 @pytest.mark.parametrize(

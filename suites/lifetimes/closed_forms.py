@@ -24,9 +24,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
 
-from engine.contract import Layout
-from harness.cases.training import Training
-from harness.cases.units import ROOT, Group, groups_of
+from shardproof import ROOT, Layout, Training, UnitParameters, groups_of
 
 __all__ = [
     "ACCUMULATED_MOST",
@@ -73,7 +71,7 @@ class _Sizes:
         self.root_least = sum(group.num_bytes for group in roots)
         self.root_most = sum(map(self._most, roots))
 
-    def _most(self, group: Group) -> int:
+    def _most(self, group: UnitParameters) -> int:
         """Add up what engines lay between parameters; see [Note: least and most]."""
         ranks, width = self._num_shards, group.bytes_per_element
         rows = [(-(-shape[0] // ranks) * ranks, *shape[1:]) for shape in group.shapes]

@@ -6,24 +6,43 @@ from dataclasses import replace
 
 import pytest
 
-from engine.contract import Accumulation, Grouping, Layout, Plan, Prefetch, Reshard
 from fixtures.chain import CHAIN, CHECKPOINTED_CHAIN
 from fixtures.hoarding import HOARD
 from fixtures.optimizers import ADAMW, SGD
-from harness.cases.script import EachMicrobatch, Script
-from harness.cases.scripts.holding import HoldsOn
-from harness.cases.training import NamedOptimizer, Problem, Schedule, Training, Watch, ZeroGrad
-from harness.laws.communication.bounds import Between, Exactly
-from harness.laws.communication.matching import RanksAgree
-from harness.laws.law import Law
-from harness.laws.memory.amounts import Left, NoLeaks, Peak, When
-from harness.laws.memory.in_turn import UnshardedInTurn
-from harness.laws.memory.user_tensors import UserTensorsLive
-from harness.laws.parity import MatchesOracle
-from harness.runner.fixture import Trial
-from harness.tracing.ledger import Phase
-from harness.tracing.memory.report import Kind
-from harness.worlds.sizes import FOUR_OR_MORE_EVEN, SEVERAL, TOGETHER
+from shardproof import (
+    FOUR_OR_MORE_EVEN,
+    SEVERAL,
+    TOGETHER,
+    Accumulation,
+    AfterPhase,
+    Between,
+    EachMicrobatch,
+    Exactly,
+    Grouping,
+    HoldsOn,
+    Law,
+    Layout,
+    LiveBytes,
+    MatchesOracle,
+    MemoryKind,
+    NamedOptimizer,
+    NoLeaks,
+    PeakBytes,
+    Phase,
+    Plan,
+    Prefetch,
+    Problem,
+    RanksAgree,
+    Reshard,
+    Schedule,
+    Script,
+    Training,
+    Trial,
+    UnshardedOnlyInTurn,
+    UserTensorsLive,
+    Watch,
+    ZeroGrad,
+)
 from suites.lifetimes.closed_forms import (
     ACCUMULATED_MOST,
     ALL_LEAST,
@@ -39,8 +58,8 @@ from suites.lifetimes.closed_forms import (
     ROOT_AND_TWO_MOST,
 )
 
-GATHERED, STAGING, GRADIENT = (Kind.GATHERED,), (Kind.STAGING,), (Kind.GRADIENT,)
-UNREDUCED = (Kind.GRADIENT, Kind.STAGING)  # a flat gradient is packed as it is made
+GATHERED, STAGING, GRADIENT = (MemoryKind.GATHERED,), (MemoryKind.STAGING,), (MemoryKind.GRADIENT,)
+UNREDUCED = (MemoryKind.GRADIENT, MemoryKind.STAGING)  # a flat gradient is packed as it is made
 FREED = Plan(
     layout=Layout.SHARD, units=CHAIN.units, grouping=Grouping.REQUIRED, reshard=Reshard.AFTER_FORWARD
 )
@@ -79,8 +98,8 @@ def test_units_are_gathered_in_turn(trial: Trial, plan: Plan, problem: Problem, 
     _holds(
         trial,
         plan,
-        UnshardedInTurn(phase=Phase.FORWARD, ahead=ahead, keeps=keeps),
-        UnshardedInTurn(phase=Phase.BACKWARD, ahead=ahead, keeps=keeps),
+        UnshardedOnlyInTurn(phase=Phase.FORWARD, ahead=ahead, keeps=keeps),
+        UnshardedOnlyInTurn(phase=Phase.BACKWARD, ahead=ahead, keeps=keeps),
         problem=problem,
         schedule=schedule,
     )
@@ -115,7 +134,7 @@ def test_the_policy_says_what_forward_leaves_gathered(
     _holds(
         trial,
         plan,
-        Left(kinds=GATHERED, after=When.FORWARD, expected=left),
+        LiveBytes(kinds=GATHERED, after=AfterPhase.FORWARD, expected=left),
         schedule=Schedule(microbatches=2),
     )
 
@@ -136,8 +155,8 @@ def test_backward_leaves_nothing_gathered(trial: Trial, plan: Plan) -> None:
     _holds(
         trial,
         plan,
-        Left(kinds=GATHERED, after=When.BACKWARD, expected=Exactly(0)),
-        Left(kinds=GATHERED, after=When.STEP, expected=Exactly(0)),
+        LiveBytes(kinds=GATHERED, after=AfterPhase.BACKWARD, expected=Exactly(0)),
+        LiveBytes(kinds=GATHERED, after=AfterPhase.STEP, expected=Exactly(0)),
         schedule=Schedule(microbatches=2),
     )
 
@@ -182,8 +201,8 @@ def test_parameters_take_the_memory_of_those_in_turn(
     _holds(
         trial,
         plan,
-        Peak(kinds=GATHERED, phase=Phase.FORWARD, expected=forward),
-        Peak(kinds=GATHERED, phase=Phase.BACKWARD, expected=backward),
+        PeakBytes(kinds=GATHERED, phase=Phase.FORWARD, expected=forward),
+        PeakBytes(kinds=GATHERED, phase=Phase.BACKWARD, expected=backward),
     )
 
 
@@ -194,8 +213,8 @@ def test_buffers_are_those_of_neighbours(trial: Trial, plan: Plan) -> None:
     _holds(
         trial,
         plan,
-        Peak(kinds=STAGING, phase=Phase.FORWARD, expected=Between(0, BUFFERS_OF_TWO)),
-        Peak(kinds=STAGING, phase=Phase.BACKWARD, expected=Between(ONE_LEAST, BUFFERS_OF_THREE)),
+        PeakBytes(kinds=STAGING, phase=Phase.FORWARD, expected=Between(0, BUFFERS_OF_TWO)),
+        PeakBytes(kinds=STAGING, phase=Phase.BACKWARD, expected=Between(ONE_LEAST, BUFFERS_OF_THREE)),
     )
 
 
@@ -206,7 +225,7 @@ def test_gradients_go_once_they_are_packed(trial: Trial, plan: Plan) -> None:
     _holds(
         trial,
         plan,
-        Peak(kinds=GRADIENT, phase=Phase.BACKWARD, expected=Between(ONE_LEAST, ROOT_AND_ONE_MOST)),
+        PeakBytes(kinds=GRADIENT, phase=Phase.BACKWARD, expected=Between(ONE_LEAST, ROOT_AND_ONE_MOST)),
         schedule=THREE,
     )
 
@@ -217,8 +236,8 @@ def test_gradients_are_held_back_once(trial: Trial) -> None:
     _holds(
         trial,
         HELD_BACK,
-        Peak(kinds=UNREDUCED, phase=Phase.BETWEEN, expected=Between(ALL_LEAST, ALL_MOST)),
-        Peak(kinds=GRADIENT, phase=Phase.BACKWARD, expected=Between(ONE_LEAST, ACCUMULATED_MOST)),
+        PeakBytes(kinds=UNREDUCED, phase=Phase.BETWEEN, expected=Between(ALL_LEAST, ALL_MOST)),
+        PeakBytes(kinds=GRADIENT, phase=Phase.BACKWARD, expected=Between(ONE_LEAST, ACCUMULATED_MOST)),
         schedule=THREE,
     )
 
@@ -227,12 +246,12 @@ def test_gradients_are_held_back_once(trial: Trial) -> None:
 @pytest.mark.worlds(TOGETHER)
 def test_gradients_of_replicas_exist_twice_at_most(trial: Trial) -> None:
     """As they are computed and as they are reduced, or in a bucket and beside it."""
-    gradients = (*UNREDUCED, Kind.REDUCED)
+    gradients = (*UNREDUCED, MemoryKind.REDUCED)
     _holds(
         trial,
         REPLICATED,
-        Peak(kinds=gradients, phase=Phase.BACKWARD, expected=Between(ALL_LEAST, ALL_TWICE)),
-        Peak(kinds=GATHERED, phase=Phase.FORWARD, expected=Between(0, ALL_MOST)),
+        PeakBytes(kinds=gradients, phase=Phase.BACKWARD, expected=Between(ALL_LEAST, ALL_TWICE)),
+        PeakBytes(kinds=GATHERED, phase=Phase.FORWARD, expected=Between(0, ALL_MOST)),
     )
 
 

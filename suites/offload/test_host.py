@@ -7,16 +7,23 @@ from __future__ import annotations
 
 import pytest
 
-from engine.contract import Accumulation, Layout, Offload, Plan
 from fixtures.optimizers import ADAMW, SGD
 from fixtures.problems import MLP_UNEVEN, TRANSFORMER
-from harness.cases.scripts.forms import HOMES, NotesForms
-from harness.cases.training import Schedule, Training
-from harness.laws.communication.matching import RanksAgree
-from harness.laws.notes import Notes
-from harness.laws.parity import MatchesOracle
-from harness.runner.fixture import Trial
-from harness.worlds.sizes import FOUR_OR_MORE_EVEN
+from shardproof import (
+    FOUR_OR_MORE_EVEN,
+    HOMES,
+    Accumulation,
+    Layout,
+    MatchesOracle,
+    Notes,
+    NotesForms,
+    Offload,
+    Plan,
+    RanksAgree,
+    Schedule,
+    Training,
+    Trial,
+)
 
 LAWS = (MatchesOracle(), Notes(subject=HOMES, value="cpu"), RanksAgree())
 

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import pytest
 
-from engine.contract import Accumulation, Plan
 from fixtures.optimizers import ADAMW, SGD
 from fixtures.problems import MLP_EVEN, MLP_UNEVEN
-from harness.cases.training import NamedOptimizer, Problem, Schedule, Training
-from harness.laws.communication.matching import RanksAgree
-from harness.laws.parity import MatchesOracle
-from harness.runner.fixture import Trial
+from shardproof import (
+    Accumulation,
+    MatchesOracle,
+    NamedOptimizer,
+    Plan,
+    Problem,
+    RanksAgree,
+    Schedule,
+    Training,
+    Trial,
+)
 
 # Each problem, each optimizer, and each number of microbatches with each of the others.
 CASES: list[tuple[Problem, NamedOptimizer, int]] = [

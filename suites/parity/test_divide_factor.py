@@ -7,15 +7,21 @@ from dataclasses import replace
 import pytest
 import torch
 
-from engine.contract import Layout, Plan, Replicas
 from fixtures.optimizers import SGD
 from fixtures.problems import MLP_UNEVEN
-from harness.cases.training import Training
-from harness.laws.communication.matching import RanksAgree
-from harness.laws.parity import MatchesOracle
-from harness.laws.sharding.holdings import HoldsItsShare
-from harness.runner.fixture import Trial
-from harness.worlds.sizes import ALONE, FOUR_OR_MORE_EVEN, SEVERAL
+from shardproof import (
+    ALONE,
+    FOUR_OR_MORE_EVEN,
+    SEVERAL,
+    HoldsItsShare,
+    Layout,
+    MatchesOracle,
+    Plan,
+    RanksAgree,
+    Replicas,
+    Training,
+    Trial,
+)
 
 LAWS = (MatchesOracle(), HoldsItsShare(), RanksAgree())
 WORLD = None  # the number of ranks: what an engine divides by when nobody asks

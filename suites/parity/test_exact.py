@@ -6,11 +6,7 @@ import pytest
 
 from fixtures.optimizers import EXACT_SGD
 from fixtures.problems import EXACT_LINEAR
-from harness.cases.training import Schedule, Training
-from harness.laws.communication.matching import RanksAgree
-from harness.laws.parity import MatchesOracle
-from harness.runner.fixture import Trial
-from harness.worlds.sizes import POWERS_OF_TWO
+from shardproof import POWERS_OF_TWO, MatchesOracle, RanksAgree, Schedule, Training, Trial
 
 
 @pytest.mark.worlds(POWERS_OF_TWO)

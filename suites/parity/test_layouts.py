@@ -4,19 +4,31 @@ from __future__ import annotations
 
 import pytest
 
-from engine.contract import Accumulation, Layout, Plan, Replicas, Reshard
 from fixtures.optimizers import ADAMW, SGD
 from fixtures.problems import MLP_UNEVEN
-from harness.cases.training import NamedOptimizer, Schedule, Training
-from harness.laws.communication.bounds import Between
-from harness.laws.communication.counts import Count, Nothing
-from harness.laws.communication.matching import RanksAgree
-from harness.laws.communication.select import Select
-from harness.laws.parity import MatchesOracle
-from harness.laws.sharding.holdings import HoldsItsShare
-from harness.runner.fixture import Trial
-from harness.tracing.ledger import Op, Phase
-from harness.worlds.sizes import EVEN, SEVERAL, SIX_OR_MORE_EVEN
+from shardproof import (
+    EVEN,
+    SEVERAL,
+    SIX_OR_MORE_EVEN,
+    Accumulation,
+    Between,
+    Count,
+    HoldsItsShare,
+    Layout,
+    MatchesOracle,
+    NamedOptimizer,
+    Nothing,
+    Op,
+    Phase,
+    Plan,
+    RanksAgree,
+    Replicas,
+    Reshard,
+    Schedule,
+    Select,
+    Training,
+    Trial,
+)
 
 LAWS = (MatchesOracle(), HoldsItsShare(), RanksAgree())
 GATHERS_IN_BACKWARD = Select(ops=(Op.ALL_GATHER,), phases=(Phase.BACKWARD,))

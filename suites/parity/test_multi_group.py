@@ -6,13 +6,9 @@ from operator import attrgetter
 
 import pytest
 
-from engine.contract import Plan
 from fixtures.optimizers import ADAMW, SGD
 from fixtures.problems import MLP_EVEN, MLP_UNEVEN, TRANSFORMER
-from harness.cases.training import NamedOptimizer, Problem, Schedule, Training
-from harness.laws.communication.matching import RanksAgree
-from harness.laws.parity import MatchesOracle
-from harness.runner.fixture import Trial
+from shardproof import MatchesOracle, NamedOptimizer, Plan, Problem, RanksAgree, Schedule, Training, Trial
 
 OF_ONE_MICROBATCH = (
     "ForgetsToSynchroniseOneParameter",

@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from engine.contract import Plan
 from fixtures.optimizers import SGD
 from fixtures.random_draws import DROPPED, DROPPED_AND_RECOMPUTED, NOISY
-from harness.cases.training import Problem, Schedule, Training
-from harness.laws.communication.matching import RanksAgree
-from harness.laws.parity import MatchesOracle
-from harness.runner.fixture import Trial
+from shardproof import MatchesOracle, Plan, Problem, RanksAgree, Schedule, Training, Trial
 
 
 @pytest.mark.kills("SumsInsteadOfAveraging", "DrawsAlikeOnAllRanks")

@@ -8,10 +8,7 @@ import pytest
 
 from fixtures.optimizers import ADAMW, SGD
 from fixtures.problems import MLP_BUFFERS, SINGLE_GROUP
-from harness.cases.training import NamedOptimizer, Schedule, Training
-from harness.laws.communication.matching import RanksAgree
-from harness.laws.parity import MatchesOracle
-from harness.runner.fixture import Trial
+from shardproof import MatchesOracle, NamedOptimizer, RanksAgree, Schedule, Training, Trial
 
 name = attrgetter("name")
 

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import pytest
 
-from engine.contract import Grouping, Layout, Plan
 from fixtures.optimizers import ADAMW, SGD
 from fixtures.patches import PATCHES
 from fixtures.problems import MLP_EVEN
-from harness.cases.scripts.parts import OnePartOnOddSteps
-from harness.cases.training import Training
-from harness.laws.communication.matching import RanksAgree
-from harness.laws.parity import MatchesOracle
-from harness.runner.fixture import Trial
-from harness.worlds.sizes import SEVERAL
+from shardproof import (
+    SEVERAL,
+    Grouping,
+    Layout,
+    MatchesOracle,
+    OnePartOnOddSteps,
+    Plan,
+    RanksAgree,
+    Training,
+    Trial,
+)
 
 both_layouts = pytest.mark.parametrize(
     "layout", [Layout.REPLICATE, Layout.SHARD], ids=lambda layout: layout.name.lower()

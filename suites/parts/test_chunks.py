@@ -5,19 +5,31 @@ from __future__ import annotations
 import pytest
 import torch
 
-from engine.contract import Accumulation, Grouping, Layout, Plan, Reshard
 from fixtures.optimizers import SGD
 from fixtures.trunk_and_head import TRUNK_AND_HEAD, TRUNK_AND_TIED_HEAD
 from fixtures.widening import WIDENING
-from harness.cases.scripts.parts import ChunksOfTheHead, FlaggedChunks, TrunkTwiceOnOddSteps
-from harness.cases.training import Problem, Schedule, Training
-from harness.laws.communication.counts import Nothing
-from harness.laws.communication.matching import RanksAgree
-from harness.laws.communication.select import Microbatches, Select
-from harness.laws.parity import MatchesOracle
-from harness.runner.fixture import Trial
-from harness.tracing.ledger import Op, Phase
-from harness.worlds.sizes import SEVERAL
+from shardproof import (
+    SEVERAL,
+    Accumulation,
+    ChunksOfTheHead,
+    FlaggedChunks,
+    Grouping,
+    Layout,
+    MatchesOracle,
+    Microbatches,
+    Nothing,
+    Op,
+    Phase,
+    Plan,
+    Problem,
+    RanksAgree,
+    Reshard,
+    Schedule,
+    Select,
+    Training,
+    Trial,
+    TrunkTwiceOnOddSteps,
+)
 
 UNGROUPED = ("embed", "body", "norm", "head")
 EARLY_REDUCTIONS = Select(

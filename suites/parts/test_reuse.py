@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import pytest
 
-from engine.contract import Grouping, Layout, Plan
 from fixtures.optimizers import SGD
 from fixtures.problems import MLP_UNEVEN
 from fixtures.reused import REUSED
-from harness.cases.scripts.parts import AllForwardsFirst, Backwards
-from harness.cases.training import Schedule, Training
-from harness.laws.communication.matching import RanksAgree
-from harness.laws.parity import MatchesOracle
-from harness.runner.fixture import Trial
+from shardproof import (
+    AllForwardsFirst,
+    Backwards,
+    Grouping,
+    Layout,
+    MatchesOracle,
+    Plan,
+    RanksAgree,
+    Schedule,
+    Training,
+    Trial,
+)
 
 
 @pytest.mark.rows("T13", "R09")

@@ -4,20 +4,33 @@ from __future__ import annotations
 
 import pytest
 
-from engine.contract import Accumulation, Grouping, Layout, Plan
 from fixtures.optimizers import SGD
 from fixtures.pipeline import STAGED
-from harness.cases.scripts.pipelined import Order, Pipelined
-from harness.cases.stages import num_stages
-from harness.cases.training import Schedule, Training
-from harness.laws.communication.bounds import Between, Exactly
-from harness.laws.communication.counts import AllWaited, Count, Nothing
-from harness.laws.communication.matching import RanksAgree
-from harness.laws.communication.select import Microbatches, Per, Select
-from harness.laws.parity import MatchesOracle
-from harness.runner.fixture import Trial
-from harness.tracing.ledger import Op, Phase
-from harness.worlds.sizes import FOUR_OR_MORE_EVEN
+from shardproof import (
+    FOUR_OR_MORE_EVEN,
+    Accumulation,
+    AllWaited,
+    Between,
+    Count,
+    Exactly,
+    Grouping,
+    Layout,
+    MatchesOracle,
+    Microbatches,
+    Nothing,
+    Op,
+    Per,
+    Phase,
+    Pipelined,
+    PipelineOrder,
+    Plan,
+    RanksAgree,
+    Schedule,
+    Select,
+    Training,
+    Trial,
+    num_stages,
+)
 from suites.communication.closed_forms import ClosedForm
 
 NUM_MICROBATCHES = 4
@@ -46,14 +59,14 @@ THE_MESSAGES = (
     Count(select=RECEIVES, expected=Exactly(MESSAGES), per=Per.STEP),
     AllWaited(select=RECEIVES),
 )
-every_order = pytest.mark.parametrize("order", Order, ids=lambda order: order.name.lower())
+every_order = pytest.mark.parametrize("order", PipelineOrder, ids=lambda order: order.name.lower())
 
 
 @pytest.mark.rows("T31")
 @pytest.mark.kills("ReducesEveryMicrobatchOfAPipeline")
 @pytest.mark.worlds(FOUR_OR_MORE_EVEN)
 @every_order
-def test_sharded_stages_train_as_one_model(trial: Trial, order: Order) -> None:
+def test_sharded_stages_train_as_one_model(trial: Trial, order: PipelineOrder) -> None:
     last = Select(ops=SCATTERS.ops, axis="data", phases=(Phase.BACKWARD,), microbatches=Microbatches.LAST)
     trial.holds(
         _training(Layout.SHARD, order),
@@ -75,7 +88,7 @@ def test_sharded_stages_train_as_one_model(trial: Trial, order: Order) -> None:
 )
 @pytest.mark.worlds(FOUR_OR_MORE_EVEN)
 @every_order
-def test_replicated_stages_train_as_one_model(trial: Trial, order: Order) -> None:
+def test_replicated_stages_train_as_one_model(trial: Trial, order: PipelineOrder) -> None:
     last = Select(ops=SUMS.ops, axis="data", phases=(Phase.BACKWARD,), microbatches=Microbatches.LAST)
     trial.holds(
         _training(Layout.REPLICATE, order),
@@ -88,7 +101,7 @@ def test_replicated_stages_train_as_one_model(trial: Trial, order: Order) -> Non
     )
 
 
-def _training(layout: Layout, order: Order) -> Training:
+def _training(layout: Layout, order: PipelineOrder) -> Training:
     plan = Plan(
         layout=layout,
         pipeline_stages=2,

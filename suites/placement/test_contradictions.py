@@ -4,14 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from engine.contract import Layout, Placement, Plan, Reshard
 from fixtures.optimizers import SGD
 from fixtures.placements import DIVISIBLE_MLP
-from harness.cases.training import Training
-from harness.laws.parity import MatchesOracle
-from harness.runner.fixture import Trial
-from harness.verdicts.case import Refusal
-from harness.worlds.sizes import ODD
+from shardproof import ODD, Layout, MatchesOracle, Placement, Plan, Refusal, Reshard, Training, Trial
 
 CONTRADICTIONS = [
     # What every rank holds whole is sharded along no dim, and not freed.

@@ -6,18 +6,27 @@ from operator import attrgetter
 
 import pytest
 
-from engine.contract import Layout, Placement, Plan
 from fixtures.optimizers import ADAMW
 from fixtures.placements import DIVISIBLE_MLP, DIVISIBLE_TRANSFORMER
-from harness.cases.scripts.forms import FORWARD, LAYOUTS, NotesForms
-from harness.cases.training import Problem, Training
-from harness.laws.communication.matching import RanksAgree
-from harness.laws.notes import Notes
-from harness.laws.parity import MatchesOracle
-from harness.laws.sharding.holdings import HoldsItsShare
-from harness.laws.sharding.placement import LiesOnTheDimAskedFor, StateLiesWithItsParameter
-from harness.runner.fixture import Trial
-from harness.worlds.sizes import POWERS_OF_TWO, SEVERAL
+from shardproof import (
+    FORWARD,
+    LAYOUTS,
+    POWERS_OF_TWO,
+    SEVERAL,
+    HoldsItsShare,
+    Layout,
+    LiesOnTheDimAskedFor,
+    MatchesOracle,
+    Notes,
+    NotesForms,
+    Placement,
+    Plan,
+    Problem,
+    RanksAgree,
+    StateLiesWithItsParameter,
+    Training,
+    Trial,
+)
 
 
 @pytest.mark.rows("T25")

@@ -6,15 +6,19 @@ from operator import attrgetter
 
 import pytest
 
-from engine.contract import Layout, Plan
 from fixtures.optimizers import ADAMW, SGD
 from fixtures.placements import UNEVEN_GROUP
-from harness.cases.training import NamedOptimizer, Training
-from harness.laws.communication.matching import RanksAgree
-from harness.laws.parity import MatchesOracle
-from harness.laws.sharding.holdings import HoldsItsShare
-from harness.laws.sharding.placement import StateLiesWithItsParameter
-from harness.runner.fixture import Trial
+from shardproof import (
+    HoldsItsShare,
+    Layout,
+    MatchesOracle,
+    NamedOptimizer,
+    Plan,
+    RanksAgree,
+    StateLiesWithItsParameter,
+    Training,
+    Trial,
+)
 
 
 @pytest.mark.rows("T07")

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import nn
 
-from harness.cases.script import InterfaceBench
+from shardproof import InterfaceBench
 
 __all__ = ["AFTER_AN_INFINITE", "AFTER_A_FINITE", "AFTER_NONE", "scales_together"]
 

@@ -4,14 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from engine.contract import Plan
 from fixtures.autocast import AUTOCAST
 from fixtures.optimizers import SGD
-from harness.cases.training import Schedule, Training
-from harness.laws.communication.matching import RanksAgree
-from harness.laws.parity import MatchesOracle
-from harness.runner.fixture import Trial
-from harness.worlds.sizes import SEVERAL
+from shardproof import SEVERAL, MatchesOracle, Plan, RanksAgree, Schedule, Training, Trial
 
 
 @pytest.mark.kills("SumsInsteadOfAveraging", "KeepsOnlyTheLastMicrobatch")

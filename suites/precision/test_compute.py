@@ -8,20 +8,30 @@ from operator import attrgetter
 import pytest
 import torch
 
-from engine.contract import Capability, Grouping, Layout, Plan
 from fixtures.optimizers import SGD
 from fixtures.precision import JOINT_CASTS
 from fixtures.problems import MLP_UNEVEN, TRANSFORMER
-from harness.cases.scripts.forms import OUTPUT_DTYPE, NotesForms
-from harness.cases.training import Problem, Schedule, Training
-from harness.laws.communication.counts import Dtype
-from harness.laws.communication.matching import RanksAgree
-from harness.laws.communication.select import Select
-from harness.laws.notes import Notes
-from harness.laws.parity import MatchesOracle
-from harness.runner.fixture import Trial
-from harness.tracing.ledger import Op, Phase
-from harness.worlds.sizes import FOUR_OR_MORE_EVEN, SEVERAL
+from shardproof import (
+    FOUR_OR_MORE_EVEN,
+    OUTPUT_DTYPE,
+    SEVERAL,
+    Capability,
+    Dtype,
+    Grouping,
+    Layout,
+    MatchesOracle,
+    Notes,
+    NotesForms,
+    Op,
+    Phase,
+    Plan,
+    Problem,
+    RanksAgree,
+    Schedule,
+    Select,
+    Training,
+    Trial,
+)
 
 REDUCTIONS = Select(ops=(Op.ALL_REDUCE, Op.REDUCE_SCATTER), phases=(Phase.BACKWARD,))
 LOW = Plan(compute_dtype=torch.bfloat16, reduce_dtype=torch.float32)

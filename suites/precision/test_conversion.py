@@ -5,13 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from engine.contract import Capability, Plan
 from fixtures.optimizers import ADAMW
 from fixtures.problems import MLP_UNEVEN
-from harness.cases.training import Schedule, Training
-from harness.laws.communication.matching import RanksAgree
-from harness.laws.parity import MatchesOracle
-from harness.runner.fixture import Trial
+from shardproof import Capability, MatchesOracle, Plan, RanksAgree, Schedule, Training, Trial
 
 
 @pytest.mark.rows("T06", "R04")

@@ -5,17 +5,26 @@ from __future__ import annotations
 import pytest
 import torch
 
-from engine.contract import Accumulation, Capability, Plan
 from fixtures.optimizers import EXACT_SGD
 from fixtures.precision import EXACT_LATE, EXACT_OVERFLOW, EXACT_WIDE
-from harness.cases.training import Problem, Schedule, Training
-from harness.laws.communication.counts import Dtype
-from harness.laws.communication.matching import RanksAgree
-from harness.laws.communication.select import Select, Window
-from harness.laws.parity import MatchesOracle
-from harness.runner.fixture import Trial
-from harness.tracing.ledger import Op, Phase
-from harness.worlds.sizes import POWERS_OF_TWO, SEVERAL
+from shardproof import (
+    POWERS_OF_TWO,
+    SEVERAL,
+    Accumulation,
+    Capability,
+    Dtype,
+    MatchesOracle,
+    Op,
+    Phase,
+    Plan,
+    Problem,
+    RanksAgree,
+    Schedule,
+    Select,
+    Training,
+    Trial,
+    Window,
+)
 
 # One step: the next one's parameters would need more bits than forward has.
 REDUCTIONS = Select(ops=(Op.ALL_REDUCE, Op.REDUCE_SCATTER), phases=(Phase.BACKWARD,), window=Window.TRAINING)

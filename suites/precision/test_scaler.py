@@ -4,15 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from engine.contract import Layout, Plan
 from fixtures.optimizers import SGD
 from fixtures.problems import MLP_EVEN
-from harness.cases.scripts.interface import Exercise
-from harness.cases.training import Schedule, Training
-from harness.laws.notes import Notes
-from harness.laws.parity import MatchesOracle
-from harness.runner.fixture import Trial
-from harness.worlds.sizes import SEVERAL
+from shardproof import SEVERAL, Exercise, Layout, MatchesOracle, Notes, Plan, Schedule, Training, Trial
 from suites.precision.scaling import AFTER_A_FINITE, AFTER_AN_INFINITE, AFTER_NONE, scales_together
 
 

@@ -11,20 +11,35 @@ from __future__ import annotations
 
 import pytest
 
-from engine.contract import Capability, Grouping, Layout, Plan, Prefetch, Reshard
 from fixtures.heads import FORK
 from fixtures.optimizers import SGD
-from harness.cases.scripts.microbatches import BranchByBranch
-from harness.cases.training import Training, Watch
-from harness.laws.communication.bounds import Between, Exactly, Expectation
-from harness.laws.communication.counts import Count
-from harness.laws.communication.matching import RanksAgree
-from harness.laws.communication.order import Gathers, Order, Reduces, Reshards, Together
-from harness.laws.communication.select import Select
-from harness.laws.parity import MatchesOracle
-from harness.runner.fixture import Trial
-from harness.tracing.ledger import Op, Phase
-from harness.worlds.sizes import SEVERAL
+from shardproof import (
+    SEVERAL,
+    Between,
+    Bound,
+    BranchByBranch,
+    Capability,
+    Count,
+    Exactly,
+    Gathers,
+    Grouping,
+    Layout,
+    MatchesOracle,
+    Op,
+    Order,
+    Phase,
+    Plan,
+    Prefetch,
+    RanksAgree,
+    Reduces,
+    Reshard,
+    Reshards,
+    Select,
+    Together,
+    Training,
+    Trial,
+    Watch,
+)
 
 FORWARD = Select(phases=(Phase.FORWARD,))
 BACKWARD = Select(phases=(Phase.BACKWARD,))
@@ -59,7 +74,7 @@ LEARNT = (MatchesOracle(), RanksAgree())
     ],
 )
 def test_a_wrong_guess_costs_one_gather_at_most(
-    trial: Trial, script: BranchByBranch, reduced: tuple[str, ...], gathers: Expectation
+    trial: Trial, script: BranchByBranch, reduced: tuple[str, ...], gathers: Bound
 ) -> None:
     trial.holds(
         _training(script),

@@ -4,19 +4,31 @@ from __future__ import annotations
 
 import pytest
 
-from engine.contract import Capability, Grouping, Layout, Plan, Reshard
 from fixtures.chain import CHAIN, SPARE_CHAIN
 from fixtures.optimizers import SGD
-from harness.cases.training import Training, Watch
-from harness.laws.communication.bounds import Exactly
-from harness.laws.communication.counts import AllWaited, Asynchronous, Count
-from harness.laws.communication.matching import RanksAgree
-from harness.laws.communication.order import Gathers, Order, Reshards
-from harness.laws.communication.select import Select
-from harness.laws.parity import MatchesOracle
-from harness.runner.fixture import Trial
-from harness.tracing.ledger import Op, Phase
-from harness.worlds.sizes import SEVERAL
+from shardproof import (
+    SEVERAL,
+    AllWaited,
+    Asynchronous,
+    Capability,
+    Count,
+    Exactly,
+    Gathers,
+    Grouping,
+    Layout,
+    MatchesOracle,
+    Op,
+    Order,
+    Phase,
+    Plan,
+    RanksAgree,
+    Reshard,
+    Reshards,
+    Select,
+    Training,
+    Trial,
+    Watch,
+)
 from suites.communication.closed_forms import NUM_GROUPS
 
 GATHERS = Select(ops=(Op.ALL_GATHER,))

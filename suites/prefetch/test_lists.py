@@ -13,17 +13,31 @@ from __future__ import annotations
 
 import pytest
 
-from engine.contract import Capability, Grouping, Layout, Plan, Prefetch, Reshard
 from fixtures.chain import CHAIN, CHECKPOINTED_CHAIN, NESTED_CHAIN
 from fixtures.optimizers import SGD
-from harness.cases.training import Problem, Training, Watch
-from harness.laws.communication.matching import RanksAgree
-from harness.laws.communication.order import Event, Gathers, Order, Reduces, Reshards, Together
-from harness.laws.communication.select import Select
-from harness.laws.parity import MatchesOracle
-from harness.runner.fixture import Trial
-from harness.tracing.ledger import Phase
-from harness.worlds.sizes import SEVERAL
+from shardproof import (
+    SEVERAL,
+    Capability,
+    Event,
+    Gathers,
+    Grouping,
+    Layout,
+    MatchesOracle,
+    Order,
+    Phase,
+    Plan,
+    Prefetch,
+    Problem,
+    RanksAgree,
+    Reduces,
+    Reshard,
+    Reshards,
+    Select,
+    Together,
+    Training,
+    Trial,
+    Watch,
+)
 
 FORWARD = Select(phases=(Phase.FORWARD,))
 BACKWARD = Select(phases=(Phase.BACKWARD,))

@@ -10,19 +10,36 @@ from dataclasses import replace
 
 import pytest
 
-from engine.contract import Capability, Grouping, Layout, Plan, Reshard
 from fixtures.chain import CHAIN, CHECKPOINTED_CHAIN, LOOPED_CHAIN
 from fixtures.optimizers import SGD
-from harness.cases.scripts.microbatches import SumOfForwards
-from harness.cases.training import Problem, Schedule, Training, Watch
-from harness.laws.communication.counts import Nothing
-from harness.laws.communication.matching import RanksAgree
-from harness.laws.communication.order import Event, Gathers, Order, Reduces, Reshards, Together
-from harness.laws.communication.select import Microbatches, Select
-from harness.laws.parity import MatchesOracle
-from harness.runner.fixture import Trial
-from harness.tracing.ledger import Op, Phase
-from harness.worlds.sizes import FOUR_OR_MORE_EVEN, SEVERAL
+from shardproof import (
+    FOUR_OR_MORE_EVEN,
+    SEVERAL,
+    Capability,
+    Event,
+    Gathers,
+    Grouping,
+    Layout,
+    MatchesOracle,
+    Microbatches,
+    Nothing,
+    Op,
+    Order,
+    Phase,
+    Plan,
+    Problem,
+    RanksAgree,
+    Reduces,
+    Reshard,
+    Reshards,
+    Schedule,
+    Select,
+    SumOfForwards,
+    Together,
+    Training,
+    Trial,
+    Watch,
+)
 
 FORWARD = Select(phases=(Phase.FORWARD,))
 BACKWARD = Select(phases=(Phase.BACKWARD,))

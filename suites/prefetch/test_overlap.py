@@ -9,18 +9,32 @@ from __future__ import annotations
 
 import pytest
 
-from engine.contract import Capability, Grouping, Layout, Plan, Prefetch, Reshard
 from fixtures.chain import CHAIN, CHECKPOINTED_CHAIN
 from fixtures.optimizers import SGD
-from harness.cases.training import Problem, Schedule, Training, Watch
-from harness.laws.communication.bounds import Between, Exactly
-from harness.laws.communication.matching import RanksAgree
-from harness.laws.communication.overlap import Overlaps, PrefetchDistance
-from harness.laws.communication.select import Select
-from harness.laws.parity import MatchesOracle
-from harness.runner.fixture import Trial
-from harness.tracing.ledger import Op, Phase
-from harness.worlds.sizes import FOUR_OR_MORE_EVEN, SEVERAL
+from shardproof import (
+    FOUR_OR_MORE_EVEN,
+    SEVERAL,
+    Between,
+    Capability,
+    Exactly,
+    Grouping,
+    Layout,
+    MatchesOracle,
+    Op,
+    Overlaps,
+    Phase,
+    Plan,
+    Prefetch,
+    PrefetchDistance,
+    Problem,
+    RanksAgree,
+    Reshard,
+    Schedule,
+    Select,
+    Training,
+    Trial,
+    Watch,
+)
 
 ROOT = ""
 UNITS = CHAIN.units

@@ -7,20 +7,35 @@ from dataclasses import replace
 import pytest
 import torch
 
-from engine.contract import Accumulation, Capability, Grouping, Layout, Plan, Prefetch, Reshard
 from fixtures.chain import CHAIN, CHECKPOINTED_CHAIN, LOOPED_CHAIN
 from fixtures.idle import FROZEN
 from fixtures.optimizers import SGD
 from fixtures.problems import MLP_UNEVEN
-from harness.cases.script import EachMicrobatch, Script
-from harness.cases.scripts.parts import AllForwardsFirst, Backwards
-from harness.cases.scripts.unit_state import Gather, UnshardByHand
-from harness.cases.training import Problem, Schedule, Training, Watch
-from harness.laws.communication.matching import RanksAgree
-from harness.laws.parity import MatchesOracle
-from harness.laws.races import NoRaces
-from harness.runner.fixture import Trial
-from harness.worlds.sizes import FOUR_OR_MORE_EVEN, SEVERAL
+from shardproof import (
+    FOUR_OR_MORE_EVEN,
+    SEVERAL,
+    Accumulation,
+    AllForwardsFirst,
+    Backwards,
+    Capability,
+    EachMicrobatch,
+    Gather,
+    Grouping,
+    Layout,
+    MatchesOracle,
+    NoRaces,
+    Plan,
+    Prefetch,
+    Problem,
+    RanksAgree,
+    Reshard,
+    Schedule,
+    Script,
+    Training,
+    Trial,
+    UnshardByHand,
+    Watch,
+)
 
 LAWS = (NoRaces(), MatchesOracle(), RanksAgree())
 SHARDED = Plan(

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import pytest
 
-from engine.contract import Layout, Plan
 from fixtures.optimizers import SGD
 from fixtures.problems import MLP_EVEN
-from harness.cases.script import Evaluation
-from harness.cases.scripts.recovery import Evaluates, Moment
-from harness.cases.training import Training
-from harness.laws.communication.matching import RanksAgree
-from harness.laws.parity import MatchesOracle
-from harness.runner.fixture import Trial
+from shardproof import (
+    Evaluates,
+    Evaluation,
+    EvaluationPoint,
+    Layout,
+    MatchesOracle,
+    Plan,
+    RanksAgree,
+    Training,
+    Trial,
+)
 
 # The root owns the last layer: engines keep its parameters longest.
 UNITS = MLP_EVEN.units[:-1]
@@ -25,7 +29,7 @@ both_layouts = pytest.mark.parametrize(
 @pytest.mark.kills("ComputesWithWhatAnEvaluationSaw")
 @both_layouts
 def test_an_evaluation_before_the_step_leaves_nothing_stale(trial: Trial, layout: Layout) -> None:
-    script = Evaluates(moment=Moment.BEFORE_STEP)
+    script = Evaluates(moment=EvaluationPoint.BEFORE_STEP)
     plan = Plan(layout=layout, units=UNITS)
     trial.holds(Training(problem=MLP_EVEN, optimizer=SGD, plan=plan, script=script), *LAWS)
 
@@ -33,6 +37,6 @@ def test_an_evaluation_before_the_step_leaves_nothing_stale(trial: Trial, layout
 @pytest.mark.kills("KeepsAnInferenceTensor")
 @both_layouts
 def test_trains_after_an_evaluation_in_inference_mode(trial: Trial, layout: Layout) -> None:
-    script = Evaluates(moment=Moment.BEFORE_TRAINING, how=Evaluation.INFERENCE)
+    script = Evaluates(moment=EvaluationPoint.BEFORE_TRAINING, how=Evaluation.INFERENCE)
     plan = Plan(layout=layout, units=UNITS)
     trial.holds(Training(problem=MLP_EVEN, optimizer=SGD, plan=plan, script=script), *LAWS)

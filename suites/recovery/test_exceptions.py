@@ -4,15 +4,24 @@ from __future__ import annotations
 
 import pytest
 
-from engine.contract import Accumulation, Grouping, Layout, Plan, Reshard
 from fixtures.guarded import GUARDED
 from fixtures.optimizers import SGD
-from harness.cases.scripts.recovery import RAISED, FailsFirst, SkipsAFailure
-from harness.cases.training import Schedule, Training
-from harness.laws.communication.matching import RanksAgree
-from harness.laws.notes import Notes
-from harness.laws.parity import MatchesOracle
-from harness.runner.fixture import Trial
+from shardproof import (
+    RAISED,
+    Accumulation,
+    FailsFirst,
+    Grouping,
+    Layout,
+    MatchesOracle,
+    Notes,
+    Plan,
+    RanksAgree,
+    Reshard,
+    Schedule,
+    SkipsAFailure,
+    Training,
+    Trial,
+)
 
 LAWS = (MatchesOracle(), RanksAgree(), Notes(subject=RAISED, value="FloatingPointError"))
 

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import pytest
 
-from engine.contract import Layout, Plan
 from fixtures.optimizers import SGD
 from fixtures.thin import EMPTY_ROWS, SCALARS, SINGLE_ROWS
-from harness.cases.training import Problem, Training
-from harness.laws.communication.matching import RanksAgree
-from harness.laws.parity import MatchesOracle
-from harness.laws.sharding.holdings import HoldsItsShare
-from harness.runner.fixture import Trial
-from harness.verdicts.case import Refusal
-from harness.worlds.sizes import EVEN, SEVERAL
+from shardproof import (
+    EVEN,
+    SEVERAL,
+    HoldsItsShare,
+    Layout,
+    MatchesOracle,
+    Plan,
+    Problem,
+    RanksAgree,
+    Refusal,
+    Training,
+    Trial,
+)
 
 LAWS = (MatchesOracle(), RanksAgree())
 

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from harness.laws.notes import UnitState
+from shardproof import ExpectedUnitState
 
 __all__ = ["states"]
 
 
 def states(
     moment: str, *, unsharded: tuple[str, ...] = (), sharded: tuple[str, ...] = ()
-) -> tuple[UnitState, ...]:
+) -> tuple[ExpectedUnitState, ...]:
     """Say of each unit what it is at that moment."""
     return (
-        *(UnitState(moment=moment, unit=unit, is_unsharded=True) for unit in unsharded),
-        *(UnitState(moment=moment, unit=unit, is_unsharded=False) for unit in sharded),
+        *(ExpectedUnitState(moment=moment, unit=unit, is_unsharded=True) for unit in unsharded),
+        *(ExpectedUnitState(moment=moment, unit=unit, is_unsharded=False) for unit in sharded),
     )

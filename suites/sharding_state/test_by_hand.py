@@ -4,28 +4,39 @@ from __future__ import annotations
 
 import pytest
 
-from engine.contract import Grouping, Layout, Plan, Reshard
 from fixtures.heads import TALKATIVE
 from fixtures.odd_shapes import ODD_SHAPES
 from fixtures.optimizers import SGD
 from fixtures.problems import MLP_UNEVEN
-from harness.cases.scripts.unit_state import (
+from shardproof import (
     AFTER_BACKWARD,
     BEFORE_BACKWARD,
     BEFORE_FORWARD,
+    FOUR_OR_MORE_EVEN,
+    SEVERAL,
+    AllWaited,
+    Count,
+    Exactly,
     Gather,
+    Grouping,
+    Layout,
+    MatchesOracle,
+    OnlyThese,
+    Op,
+    Per,
+    Phase,
+    Plan,
+    Problem,
+    RanksAgree,
+    Reshard,
+    Select,
+    ShowsTheModel,
+    Training,
+    Trial,
+    UnitsAre,
     UnshardByHand,
+    Window,
 )
-from harness.cases.training import Problem, Training
-from harness.laws.communication.bounds import Exactly
-from harness.laws.communication.counts import AllWaited, Count, OnlyThese
-from harness.laws.communication.matching import RanksAgree
-from harness.laws.communication.select import Per, Select, Window
-from harness.laws.notes import ShowsTheModel, UnitsAre
-from harness.laws.parity import MatchesOracle
-from harness.runner.fixture import Trial
-from harness.tracing.ledger import Op, Phase
-from harness.worlds.sizes import FOUR_OR_MORE_EVEN, SEVERAL
 from suites.sharding_state.states import states
 
 GATHERS = Select(ops=(Op.ALL_GATHER,), window=Window.TRAINING)

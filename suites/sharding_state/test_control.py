@@ -6,27 +6,36 @@ from dataclasses import dataclass
 
 import pytest
 
-from engine.contract import Grouping, Layout, Plan, Reshard
 from fixtures.heads import TIED_HEAD, TRUNK_AND_HEAD
 from fixtures.optimizers import SGD
 from fixtures.problems import MLP_UNEVEN
-from harness.cases.scripts.chunks import NUM_CHUNKS, HoldHeadOpen, after_chunk
-from harness.cases.scripts.unit_state import (
+from shardproof import (
     AFTER_BACKWARD,
     AFTER_FORWARD_FREED,
     AFTER_FORWARD_KEPT,
+    NUM_CHUNKS,
+    SEVERAL,
+    Count,
+    Exactly,
+    Grouping,
+    HoldHeadOpen,
+    Layout,
+    MatchesOracle,
+    Op,
+    Phase,
+    Plan,
+    Problem,
+    RanksAgree,
+    Reshard,
+    Schedule,
+    Select,
+    ShowsTheModel,
     ToggleReshard,
+    Training,
+    Trial,
+    UnitsAre,
+    after_chunk,
 )
-from harness.cases.training import Problem, Schedule, Training
-from harness.laws.communication.bounds import Exactly
-from harness.laws.communication.counts import Count
-from harness.laws.communication.matching import RanksAgree
-from harness.laws.communication.select import Select
-from harness.laws.notes import ShowsTheModel, UnitsAre
-from harness.laws.parity import MatchesOracle
-from harness.runner.fixture import Trial
-from harness.tracing.ledger import Op, Phase
-from harness.worlds.sizes import SEVERAL
 from suites.sharding_state.states import states
 
 INNER = ("layers.0", "layers.1")

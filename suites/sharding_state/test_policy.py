@@ -4,29 +4,41 @@ from __future__ import annotations
 
 import pytest
 
-from engine.contract import Capability, Grouping, Layout, Plan, Reshard
 from fixtures.heads import TWO_HEADS
 from fixtures.optimizers import SGD
 from fixtures.problems import MLP_EVEN, MLP_UNEVEN
-from harness.cases.scripts.unit_state import (
+from shardproof import (
     AFTER_BACKWARD,
     AFTER_FORWARD,
     BEFORE_BACKWARD,
     BEFORE_FORWARD,
+    FOUR_OR_MORE_EVEN,
+    POWERS_OF_TWO,
+    SEVERAL,
     AlternateHeads,
+    Capability,
+    Count,
+    Exactly,
+    Grouping,
+    Law,
+    Layout,
     LookAround,
+    MatchesOracle,
+    Nothing,
+    OnlyThese,
+    Op,
+    Phase,
+    Plan,
+    Problem,
+    RanksAgree,
+    Reshard,
+    Select,
+    ShowsTheModel,
+    Training,
+    Trial,
+    UnitsAre,
+    Window,
 )
-from harness.cases.training import Problem, Training
-from harness.laws.communication.bounds import Exactly
-from harness.laws.communication.counts import Count, Nothing, OnlyThese
-from harness.laws.communication.matching import RanksAgree
-from harness.laws.communication.select import Select, Window
-from harness.laws.law import Law
-from harness.laws.notes import ShowsTheModel, UnitsAre
-from harness.laws.parity import MatchesOracle
-from harness.runner.fixture import Trial
-from harness.tracing.ledger import Op, Phase
-from harness.worlds.sizes import FOUR_OR_MORE_EVEN, POWERS_OF_TWO, SEVERAL
 from suites.sharding_state.states import states
 
 # Every step, the first included: nothing that a step leaves behind may change what the next one gathers.

@@ -6,20 +6,36 @@ from dataclasses import replace
 
 import pytest
 
-from engine.contract import Accumulation, Capability, Grouping, Layout, Plan, Reshard, Roots
 from fixtures.optimizers import SGD
 from fixtures.problems import MLP_UNEVEN
-from harness.cases.scripts.unit_state import AFTER_BACKWARD, AFTER_FORWARD, BEFORE_FORWARD, LookAround
-from harness.cases.training import Schedule, Training
-from harness.laws.communication.bounds import Exactly
-from harness.laws.communication.counts import Count, Nothing
-from harness.laws.communication.matching import RanksAgree
-from harness.laws.communication.select import Microbatches, Select
-from harness.laws.notes import ShowsTheModel, UnitsAre
-from harness.laws.parity import MatchesOracle
-from harness.runner.fixture import Trial
-from harness.tracing.ledger import Op, Phase
-from harness.worlds.sizes import SEVERAL
+from shardproof import (
+    AFTER_BACKWARD,
+    AFTER_FORWARD,
+    BEFORE_FORWARD,
+    SEVERAL,
+    Accumulation,
+    Capability,
+    Count,
+    Exactly,
+    Grouping,
+    Layout,
+    LookAround,
+    MatchesOracle,
+    Microbatches,
+    Nothing,
+    Op,
+    Phase,
+    Plan,
+    RanksAgree,
+    Reshard,
+    Roots,
+    Schedule,
+    Select,
+    ShowsTheModel,
+    Training,
+    Trial,
+    UnitsAre,
+)
 from suites.sharding_state.states import states
 
 ROOTS = MLP_UNEVEN.units

@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import pytest
 
-from engine.contract import Grouping, Layout, Plan, Reshard
 from fixtures.optimizers import ADAMW, SGD
 from fixtures.tied import TIED
-from harness.cases.training import Schedule, Training
-from harness.laws.communication.matching import RanksAgree
-from harness.laws.parity import MatchesOracle
-from harness.laws.sharding.holdings import HoldsItsShare
-from harness.laws.sharding.movement import EveryRowMoves
-from harness.runner.fixture import Trial
-from harness.verdicts.case import Refusal
-from harness.worlds.sizes import SEVERAL
+from shardproof import (
+    SEVERAL,
+    EveryRowMoves,
+    Grouping,
+    HoldsItsShare,
+    Layout,
+    MatchesOracle,
+    Plan,
+    RanksAgree,
+    Refusal,
+    Reshard,
+    Schedule,
+    Training,
+    Trial,
+)
 
 LAWS = (MatchesOracle(), EveryRowMoves(parameter="token.weight"), HoldsItsShare(), RanksAgree())
 ONE_GROUP = ("token,head", "blocks.0", "blocks.1")

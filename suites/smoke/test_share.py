@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import pytest
 
-from engine.contract import Layout, Plan
 from fixtures.optimizers import ADAMW
 from fixtures.problems import MLP_EVEN
-from harness.cases.training import Training
-from harness.laws.communication.matching import RanksAgree
-from harness.laws.memory.census import MemoryIsExplained
-from harness.laws.parity import MatchesOracle
-from harness.laws.sharding.holdings import HoldsItsShare
-from harness.runner.fixture import Trial
-from harness.worlds.sizes import SEVERAL
+from shardproof import (
+    SEVERAL,
+    HoldsItsShare,
+    Layout,
+    MatchesOracle,
+    MemoryIsExplained,
+    Plan,
+    RanksAgree,
+    Training,
+    Trial,
+)
 
 
 @pytest.mark.rows("T08", "R06")

@@ -6,10 +6,7 @@ import pytest
 
 from fixtures.optimizers import SGD
 from fixtures.problems import MLP_EVEN
-from harness.cases.training import Training
-from harness.laws.communication.matching import RanksAgree
-from harness.laws.parity import MatchesOracle
-from harness.runner.fixture import Trial
+from shardproof import MatchesOracle, RanksAgree, Training, Trial
 
 
 @pytest.mark.rows("T07", "R05")

@@ -6,15 +6,24 @@ from operator import attrgetter
 
 import pytest
 
-from engine.contract import Capability, Layout, Plan
 from fixtures.optimizers import ADAMW, SGD
 from fixtures.problems import MLP_BUFFERS, MLP_EVEN, MLP_UNEVEN
 from fixtures.tied import TIED
-from harness.cases.training import NamedOptimizer, Problem, Resume, Schedule, Training
-from harness.laws.communication.matching import RanksAgree
-from harness.laws.parity import MatchesOracle
-from harness.runner.fixture import Trial
-from harness.worlds.sizes import EVEN, SEVERAL
+from shardproof import (
+    EVEN,
+    SEVERAL,
+    Capability,
+    Layout,
+    MatchesOracle,
+    NamedOptimizer,
+    Plan,
+    Problem,
+    RanksAgree,
+    Resume,
+    Schedule,
+    Training,
+    Trial,
+)
 
 LAWS = (MatchesOracle(), RanksAgree())
 

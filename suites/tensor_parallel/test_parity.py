@@ -6,18 +6,34 @@ from operator import attrgetter
 
 import pytest
 
-from engine.contract import Accumulation, Capability, Grouping, Layout, Plan, Reshard
 from fixtures.optimizers import ADAMW, SGD
 from fixtures.tensor_parallel import STACK_3, STACK_5, STACK_16, STACK_17
-from harness.cases.training import Clip, Problem, Schedule, Training
-from harness.laws.communication.bounds import Exactly
-from harness.laws.communication.counts import AllWaited, Count, Nothing
-from harness.laws.communication.matching import RanksAgree
-from harness.laws.communication.select import Microbatches, Per, Select
-from harness.laws.parity import MatchesOracle
-from harness.runner.fixture import Trial
-from harness.tracing.ledger import Op, Phase
-from harness.worlds.sizes import FOUR_OR_MORE_EVEN, FOURS
+from shardproof import (
+    FOUR_OR_MORE_EVEN,
+    FOURS,
+    Accumulation,
+    AllWaited,
+    Capability,
+    Clip,
+    Count,
+    Exactly,
+    Grouping,
+    Layout,
+    MatchesOracle,
+    Microbatches,
+    Nothing,
+    Op,
+    Per,
+    Phase,
+    Plan,
+    Problem,
+    RanksAgree,
+    Reshard,
+    Schedule,
+    Select,
+    Training,
+    Trial,
+)
 from suites.communication.closed_forms import NUM_GROUPS
 
 GATHERS = Select(ops=(Op.ALL_GATHER,), axis="data", phases=(Phase.FORWARD,))

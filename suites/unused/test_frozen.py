@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import pytest
 
-from engine.contract import Grouping, Layout, Plan, Reshard
 from fixtures.idle import FROZEN
 from fixtures.optimizers import ADAMW, SGD
-from harness.cases.training import Training
-from harness.laws.communication.bounds import Exactly
-from harness.laws.communication.counts import Count
-from harness.laws.communication.matching import RanksAgree
-from harness.laws.communication.select import Select
-from harness.laws.parity import MatchesOracle
-from harness.laws.sharding.holdings import HoldsItsShare
-from harness.runner.fixture import Trial
-from harness.tracing.ledger import Op, Phase
-from harness.worlds.sizes import SEVERAL
+from shardproof import (
+    SEVERAL,
+    Count,
+    Exactly,
+    Grouping,
+    HoldsItsShare,
+    Layout,
+    MatchesOracle,
+    Op,
+    Phase,
+    Plan,
+    RanksAgree,
+    Reshard,
+    Select,
+    Training,
+    Trial,
+)
 from suites.communication.closed_forms import NUM_GROUPS
 
 LAWS = (MatchesOracle(), RanksAgree())

@@ -11,19 +11,24 @@ from math import prod
 import pytest
 import torch
 
-from engine.contract import Layout, Plan, Reshard
 from fixtures.idle import FROZEN
 from fixtures.optimizers import SGD
-from harness.cases.training import Training
-from harness.laws.communication.bounds import Between
-from harness.laws.communication.counts import Bytes
-from harness.laws.communication.matching import RanksAgree
-from harness.laws.communication.select import Select
-from harness.laws.parity import MatchesOracle
-from harness.laws.sharding.holdings import HoldsItsShare
-from harness.runner.fixture import Trial
-from harness.tracing.ledger import Op, Phase
-from harness.worlds.sizes import SEVERAL
+from shardproof import (
+    SEVERAL,
+    Between,
+    Bytes,
+    HoldsItsShare,
+    Layout,
+    MatchesOracle,
+    Op,
+    Phase,
+    Plan,
+    RanksAgree,
+    Reshard,
+    Select,
+    Training,
+    Trial,
+)
 from suites.communication.closed_forms import ClosedForm
 
 GATHERS = Select(ops=(Op.ALL_GATHER,), phases=(Phase.FORWARD,))

@@ -7,14 +7,22 @@ from operator import attrgetter
 
 import pytest
 
-from engine.contract import Accumulation, Capability, Layout, Plan
 from fixtures.idle import BORROWED, SOMETIMES
 from fixtures.optimizers import ADAMW, SGD
-from harness.cases.training import NamedOptimizer, Schedule, Training
-from harness.laws.communication.matching import RanksAgree
-from harness.laws.parity import MatchesOracle
-from harness.runner.fixture import Trial
-from harness.worlds.sizes import EVEN, SEVERAL
+from shardproof import (
+    EVEN,
+    SEVERAL,
+    Accumulation,
+    Capability,
+    Layout,
+    MatchesOracle,
+    NamedOptimizer,
+    Plan,
+    RanksAgree,
+    Schedule,
+    Training,
+    Trial,
+)
 
 LAWS = (MatchesOracle(), RanksAgree())
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from harness.audit.coverage import Table
+from harness.audit.upstream_coverage import Table
 from suites.upstream.fully_shard_comm import ROWS as _COMM
 from suites.upstream.fully_shard_training import ROWS as _TRAINING
 from suites.upstream.replicate_training import ROWS as _REPLICATE

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from harness.cases.script import InterfaceBench
+from shardproof import InterfaceBench
 from suites.wrapper.claims import Claims
 from suites.wrapper.specimens import (
     UNITS,

@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch.distributed.fsdp import ShardingStrategy
 
-from harness.cases.script import InterfaceBench
-from harness.tracing.ledger import Op
+from shardproof import InterfaceBench, Op
 from suites.wrapper.claims import Claims
 from suites.wrapper.specimens import UNITS, Form, batch, summoned, tower, train, trained_alone, wrapped
 

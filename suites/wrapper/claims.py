@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from harness.cases.script import InterfaceBench
+from shardproof import InterfaceBench
 
 __all__ = ["RIGHT", "Claims"]
 

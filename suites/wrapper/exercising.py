@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from engine.contract import Layout, Plan, Wrapper
 from fixtures.optimizers import SGD
 from fixtures.problems import MLP_EVEN
-from harness.cases.scripts.interface import Exercise
-from harness.cases.training import Schedule, Training
+from shardproof import Exercise, Layout, Plan, Schedule, Training, Wrapper
 
 __all__ = ["exercise"]
 

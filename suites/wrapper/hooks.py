@@ -9,8 +9,7 @@ from torch import distributed
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import ShardingStrategy
 
-from harness.cases.script import InterfaceBench
-from harness.tracing.ledger import Op
+from shardproof import InterfaceBench, Op
 from suites.wrapper.claims import Claims
 from suites.wrapper.specimens import UNITS, gradients, summoned, tower, train, trained_alone, wrapped
 

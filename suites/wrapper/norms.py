@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import ShardingStrategy
 
-from harness.cases.script import InterfaceBench
+from shardproof import InterfaceBench
 from suites.wrapper.claims import Claims
 from suites.wrapper.specimens import Form, Wrapping, batch, copies, gradients, tower, train, wrapped
 

@@ -10,7 +10,7 @@ from torch import distributed
 from torch.distributed.fsdp import FullStateDictConfig, ShardedStateDictConfig, StateDictType
 from torch.distributed.tensor import DTensor
 
-from harness.cases.script import InterfaceBench
+from shardproof import InterfaceBench
 from suites.wrapper.claims import Claims
 from suites.wrapper.specimens import (
     Form,

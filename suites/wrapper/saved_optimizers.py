@@ -17,7 +17,7 @@ from torch.distributed.fsdp import (
     StateDictType,
 )
 
-from harness.cases.script import InterfaceBench
+from shardproof import InterfaceBench
 from suites.wrapper.claims import Claims
 from suites.wrapper.saved_models import blank
 from suites.wrapper.specimens import Wrapping, batch, mean_loss, parameters, summoned, tower, train

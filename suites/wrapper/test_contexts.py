@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from harness.runner.fixture import Trial
+from shardproof import Trial
 from suites.wrapper import settings
 from suites.wrapper.exercised import hold
 

@@ -5,10 +5,7 @@ from __future__ import annotations
 import pytest
 from torch.distributed.fsdp import ShardingStrategy
 
-from harness.laws.notes import Notes
-from harness.laws.parity import MatchesOracle
-from harness.runner.fixture import Trial
-from harness.worlds.sizes import EVEN, SEVERAL
+from shardproof import EVEN, SEVERAL, MatchesOracle, Notes, Trial
 from suites.wrapper.exercises.initial import DIFFERS, TIMES, VALUES, initialises, moves, resets, synchronises
 from suites.wrapper.exercising import exercise
 

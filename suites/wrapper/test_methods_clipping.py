@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch.distributed.fsdp import ShardingStrategy
 
-from harness.runner.fixture import Trial
-from harness.worlds.sizes import FOUR_OR_MORE_EVEN, SEVERAL
+from shardproof import FOUR_OR_MORE_EVEN, SEVERAL, Trial
 from suites.wrapper import norms
 from suites.wrapper.exercised import hold
 from suites.wrapper.specimens import Form

@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch.distributed.fsdp import ShardingStrategy
 
-from harness.runner.fixture import Trial
-from harness.worlds.sizes import SEVERAL
+from shardproof import SEVERAL, Trial
 from suites.wrapper import hooks
 from suites.wrapper.exercised import hold
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 from torch.distributed.fsdp import ShardingStrategy
 
-from harness.runner.fixture import Trial
-from harness.worlds.sizes import SEVERAL
+from shardproof import SEVERAL, Trial
 from suites.wrapper import saved_optimizers
 from suites.wrapper.exercised import hold
 from suites.wrapper.saved_optimizers import Kind, Route

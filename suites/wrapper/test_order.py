@@ -8,18 +8,31 @@ from __future__ import annotations
 
 import pytest
 
-from engine.contract import BackwardGather, Grouping, Layout, Plan, Reshard, Wrapper
 from fixtures.chain import CHAIN, TELLING_CHAIN
 from fixtures.optimizers import SGD
-from harness.cases.training import Problem, Training
-from harness.laws.communication.in_flight import InFlight
-from harness.laws.communication.matching import RanksAgree
-from harness.laws.communication.order import Computes, Event, Gathers, Order, Reduces
-from harness.laws.communication.select import Select
-from harness.laws.parity import MatchesOracle
-from harness.runner.fixture import Trial
-from harness.tracing.ledger import Op, Phase
-from harness.worlds.sizes import SEVERAL
+from shardproof import (
+    SEVERAL,
+    AtMostInFlight,
+    BackwardGather,
+    Computes,
+    Event,
+    Gathers,
+    Grouping,
+    Layout,
+    MatchesOracle,
+    Op,
+    Order,
+    Phase,
+    Plan,
+    Problem,
+    RanksAgree,
+    Reduces,
+    Reshard,
+    Select,
+    Training,
+    Trial,
+    Wrapper,
+)
 
 FORWARD = Select(phases=(Phase.FORWARD,))
 BACKWARD = Select(phases=(Phase.BACKWARD,))
@@ -87,7 +100,7 @@ def test_forward_gathers_the_next_unit(trial: Trial, is_ahead: bool, events: tup
 @pytest.mark.parametrize("is_ahead", [False, True], ids=["in-turn", "ahead"])
 def test_no_more_than_two_gathers_are_in_flight(trial: Trial, is_ahead: bool) -> None:
     training = _training(CHAIN, Wrapper(limit_all_gathers=True, forward_prefetch=is_ahead))
-    trial.holds(training, InFlight(select=GATHERS, at_most=2), *RIGHT)
+    trial.holds(training, AtMostInFlight(select=GATHERS, at_most=2), *RIGHT)
 
 
 @pytest.mark.kills("DividesWrappedGradientsTwice")

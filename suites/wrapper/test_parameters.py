@@ -5,10 +5,7 @@ from __future__ import annotations
 import pytest
 from torch.distributed.fsdp import ShardingStrategy
 
-from harness.laws.notes import Notes
-from harness.laws.parity import MatchesOracle
-from harness.runner.fixture import Trial
-from harness.worlds.sizes import FOUR_OR_MORE_EVEN, SEVERAL
+from shardproof import FOUR_OR_MORE_EVEN, SEVERAL, MatchesOracle, Notes, Trial
 from suites.wrapper.exercises.parameters import (
     IGNORED,
     NAMES,

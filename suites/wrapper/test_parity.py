@@ -9,17 +9,27 @@ from typing import Any
 
 import pytest
 
-from engine.contract import Accumulation, Layout, Plan, Reshard, Wrapper
 from fixtures.optimizers import SGD
 from fixtures.problems import MLP_UNEVEN
-from harness.cases.training import Schedule, Training
-from harness.laws.communication.counts import Nothing
-from harness.laws.communication.matching import RanksAgree
-from harness.laws.communication.select import Microbatches, Select
-from harness.laws.parity import MatchesOracle
-from harness.runner.fixture import Trial
-from harness.tracing.ledger import Op, Phase
-from harness.worlds.sizes import FOUR_OR_MORE_EVEN, SEVERAL
+from shardproof import (
+    FOUR_OR_MORE_EVEN,
+    SEVERAL,
+    Accumulation,
+    Layout,
+    MatchesOracle,
+    Microbatches,
+    Nothing,
+    Op,
+    Phase,
+    Plan,
+    RanksAgree,
+    Reshard,
+    Schedule,
+    Select,
+    Training,
+    Trial,
+    Wrapper,
+)
 
 REDUCING = (Op.ALL_REDUCE, Op.REDUCE_SCATTER)
 EARLY = Select(ops=REDUCING, phases=(Phase.BACKWARD,), microbatches=Microbatches.ALL_BUT_LAST)

@@ -6,10 +6,7 @@ import pytest
 import torch
 from torch.distributed.fsdp import MixedPrecision
 
-from harness.laws.notes import Notes
-from harness.laws.parity import MatchesOracle
-from harness.runner.fixture import Trial
-from harness.worlds.sizes import SEVERAL
+from shardproof import SEVERAL, MatchesOracle, Notes, Trial
 from suites.wrapper.exercises.precision import casts, excepts_batch_norm, keeps, reduces
 from suites.wrapper.exercising import exercise
 

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from harness.laws.notes import Notes
-from harness.laws.parity import MatchesOracle
-from harness.runner.fixture import Trial
+from shardproof import MatchesOracle, Notes, Trial
 from suites.wrapper.exercises.refusals import REFUSAL, refuses
 from suites.wrapper.exercising import exercise
 

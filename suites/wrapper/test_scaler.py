@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from harness.laws.notes import Notes
-from harness.laws.parity import MatchesOracle
-from harness.runner.fixture import Trial
-from harness.worlds.sizes import SEVERAL
+from shardproof import SEVERAL, MatchesOracle, Notes, Trial
 from suites.wrapper.exercises.scaler import skips_together
 from suites.wrapper.exercising import exercise
 

@@ -5,10 +5,7 @@ from __future__ import annotations
 import pytest
 from torch.distributed.fsdp import StateDictType
 
-from harness.laws.notes import Notes
-from harness.laws.parity import MatchesOracle
-from harness.runner.fixture import Trial
-from harness.worlds.sizes import APART, SEVERAL
+from shardproof import APART, SEVERAL, MatchesOracle, Notes, Trial
 from suites.wrapper.exercises.settings import (
     forms_of_optimizer_state,
     forms_of_parameters,

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from harness.laws.notes import Notes
-from harness.laws.parity import MatchesOracle
-from harness.runner.fixture import Trial
-from harness.worlds.sizes import ALONE, SEVERAL
+from shardproof import ALONE, SEVERAL, MatchesOracle, Notes, Trial
 from suites.wrapper.exercises.units import (
     UNITS,
     asks_from_the_leaves_up,

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from harness.cases.units import groups_of
-from harness.laws.communication.payloads import group_of, spell_unit
-from harness.laws.communication.ruling import ledgers, when
+from harness.laws.communication.bounds import ledgers, when
+from harness.laws.communication.order import group_of, spell_unit
 from harness.laws.law import Evidence, Ruling, rule
 from harness.tracing.ledger import Entry, Ledger
 

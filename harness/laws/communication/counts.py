@@ -7,9 +7,17 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from harness.laws.communication.bounds import Amount, Expectation, evaluate
-from harness.laws.communication.ruling import at, blindness, ledgers, pick, when
-from harness.laws.communication.select import Moment, Per, Select
+from harness.laws.communication.bounds import (
+    Amount,
+    Bound,
+    at,
+    blindness,
+    evaluate,
+    ledgers,
+    pick,
+    when,
+)
+from harness.laws.communication.select import LoopStep, Per, Select
 from harness.laws.law import Evidence, Ruling, rule
 from harness.tracing.ledger import Entry, Ledger, Phase
 
@@ -34,7 +42,7 @@ class Count:
     """So many collectives in each microbatch or step, on each rank."""
 
     select: Select
-    expected: Expectation
+    expected: Bound
     per: Per = Per.MICROBATCH
 
     @property
@@ -54,7 +62,7 @@ class Bytes:
     """So many bytes in each microbatch or step, on each rank, beside the ``minimum`` that theory allows."""
 
     select: Select
-    expected: Expectation
+    expected: Bound
     minimum: Amount
     per: Per = Per.MICROBATCH
 
@@ -279,7 +287,7 @@ class _Tally:
         """Give every amount, rank by rank, moment by moment."""
         return [self.measure(at(m, p)) for _, p in self._picked(evidence) for m in self._moments(evidence)]
 
-    def breaches(self, evidence: Evidence, expected: Expectation) -> Iterator[str]:
+    def breaches(self, evidence: Evidence, expected: Bound) -> Iterator[str]:
         """Tell every moment whose amount is not as expected, and what lies outside all moments."""
         spelt = expected.spell(evidence.training, evidence.world_size)
         for rank, picked in self._picked(evidence):
@@ -304,7 +312,7 @@ class _Tally:
         for rank, ledger in ledgers(evidence):
             yield rank, pick(self.select, ledger, evidence)
 
-    def _moments(self, evidence: Evidence) -> tuple[Moment, ...]:
+    def _moments(self, evidence: Evidence) -> tuple[LoopStep, ...]:
         return self.select.moments(evidence.training.schedule, self.per)
 
 

@@ -1,4 +1,7 @@
-"""Whether ranks agree on what they communicate; works on ledgers that end too soon.
+"""Which calls of several ranks form one collective, and the law that ranks agree on them.
+
+See [Note: which calls belong together] in ``harness.laws.communication.matching``. Here groups of equal ranks are
+told apart by their names too, because this is about who waits for whom and not about what should have been.
 
 [Note: which calls belong together] The n-th collective of a group must be the same on all of its members, so
 calls are matched by their position among the rank's collectives in that group; groups of equal ranks are told apart
@@ -14,13 +17,90 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 
-from harness.laws.communication.counterparts import Group
 from harness.laws.communication.select import NOTHING_OBSERVED, shows_nothing
 from harness.laws.law import Evidence, Ruling
 from harness.records.record import LawRecord
 from harness.tracing.ledger import Entry, Ledger, Op
 
-__all__ = ["Extent", "RanksAgree", "first_disagreement"]
+# What a rank cannot come back from before all others have come; of the rest, some rank only gives and may go on.
+_OF_ALL = frozenset({Op.ALL_GATHER, Op.REDUCE_SCATTER, Op.ALL_REDUCE, Op.ALL_TO_ALL, Op.BARRIER})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessGroup:
+    """One group of ranks; its name is empty in ledgers that were kept without it."""
+
+    ranks: tuple[int, ...]
+    name: str
+
+    @classmethod
+    def of(cls, entry: Entry) -> ProcessGroup:
+        """Give the group of a call."""
+        return cls(ranks=entry.group, name=entry.group_name)
+
+
+def is_message(entry: Entry) -> bool:
+    """Say whether a call is one end of a message, and not a collective."""
+    return entry.op in {Op.SEND, Op.RECV}
+
+
+class Counterparts:
+    """The calls of all ranks of a world, by group and by rank."""
+
+    def __init__(self, ledgers: Mapping[int, Ledger]) -> None:
+        self._collectives: dict[ProcessGroup, dict[int, list[Entry]]] = defaultdict(lambda: defaultdict(list))
+        self._messages: dict[tuple[ProcessGroup, Op, int, int | None], list[Entry]] = defaultdict(list)
+        self._position: dict[tuple[int, int], int] = {}
+        self._names: dict[tuple[int, ...], set[str]] = defaultdict(set)
+        for rank, ledger in ledgers.items():
+            for entry in ledger:
+                group = ProcessGroup.of(entry)
+                self._names[group.ranks].add(group.name)
+                calls = (
+                    self._messages[group, entry.op, rank, entry.peer]
+                    if is_message(entry)
+                    else self._collectives[group][rank]
+                )
+                self._position[rank, entry.seq] = len(calls)
+                calls.append(entry)
+
+    def name_of(self, group: ProcessGroup) -> str:
+        """Give torch's name of a group where another one has the same ranks, else nothing."""
+        return group.name if len(self._names[group.ranks]) > 1 else ""
+
+    def position(self, rank: int, entry: Entry) -> int:
+        """Count the rank's collectives of that group, or messages that way, before this one."""
+        return self._position[rank, entry.seq]
+
+    def collectives(self, group: ProcessGroup) -> dict[int, list[Entry]]:
+        """Give each member's collectives of a group, none for a member that made none."""
+        return {rank: self._collectives[group][rank] for rank in group.ranks}
+
+    def absent(self, rank: int, entry: Entry) -> tuple[int, ...]:
+        """Give the ranks that have yet to come to a call, or that came with another one in its place."""
+        position = self.position(rank, entry)
+        if is_message(entry):
+            return self._absent_end(rank, entry, position)
+        others = {r: calls for r, calls in self.collectives(ProcessGroup.of(entry)).items() if r != rank}
+        missing = tuple(r for r, calls in others.items() if len(calls) <= position)
+        return missing or tuple(
+            r for r, calls in others.items() if calls[position].signature != entry.signature
+        )
+
+    def is_stuck(self, rank: int, entry: Entry) -> bool:
+        """Say whether a call that was waited for cannot have completed on this rank, whatever the wait says."""
+        is_over = entry.wait is not None and entry.wait.is_over
+        return (not is_over or entry.op in _OF_ALL) and bool(self.absent(rank, entry))
+
+    def _absent_end(self, rank: int, entry: Entry, position: int) -> tuple[int, ...]:
+        if entry.peer is None:
+            return tuple(r for r in entry.group if r != rank)
+        other_end = Op.RECV if entry.op is Op.SEND else Op.SEND
+        group = ProcessGroup.of(entry)
+        answers = len(self._messages.get((group, other_end, entry.peer, rank), ()))
+        if other_end is Op.RECV:  # whoever receives from any source may take this message too
+            answers += len(self._messages.get((group, other_end, entry.peer, None), ()))
+        return () if position < answers else (entry.peer,)
 
 
 class Extent(Enum):
@@ -47,7 +127,7 @@ class RanksAgree:
         if broken:
             record = LawRecord(law=self.name, held=False, summary=broken[0], details=tuple(broken))
             return Ruling(record=record)
-        num_groups = len({Group.of(e) for ledger in ledgers.values() for e in ledger})
+        num_groups = len({ProcessGroup.of(e) for ledger in ledgers.values() for e in ledger})
         calls = sum(len(ledger) for ledger in ledgers.values())
         held = f"{calls} calls in {num_groups} groups"
         return Ruling(record=LawRecord(law=self.name, held=True, summary=held))
@@ -97,19 +177,21 @@ def _disagreements(ledgers: Mapping[int, Ledger], extent: Extent) -> Iterator[_D
     yield from _message_disagreements(ledgers, extent)
 
 
-def _collectives(ledgers: Mapping[int, Ledger]) -> dict[Group, dict[int, list[Entry]]]:
+def _collectives(ledgers: Mapping[int, Ledger]) -> dict[ProcessGroup, dict[int, list[Entry]]]:
     """Sort collectives by group, then by rank; members that made no call have an empty list."""
-    groups: dict[Group, dict[int, list[Entry]]] = {}
+    groups: dict[ProcessGroup, dict[int, list[Entry]]] = {}
     for rank, ledger in ledgers.items():
         for entry in ledger:
             if entry.op in {Op.SEND, Op.RECV}:
                 continue
-            members = groups.setdefault(Group.of(entry), {m: [] for m in entry.group if m in ledgers})
+            members = groups.setdefault(ProcessGroup.of(entry), {m: [] for m in entry.group if m in ledgers})
             members.setdefault(rank, []).append(entry)
     return groups
 
 
-def _first_in_group(group: Group, calls: Mapping[int, list[Entry]], extent: Extent) -> _Disagreement | None:
+def _first_in_group(
+    group: ProcessGroup, calls: Mapping[int, list[Entry]], extent: Extent
+) -> _Disagreement | None:
     """Walk the group's calls side by side to the first on which its members differ."""
     for position in range(max(map(len, calls.values()))):
         made = {rank: entries[position] for rank, entries in calls.items() if position < len(entries)}

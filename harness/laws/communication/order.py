@@ -1,21 +1,53 @@
-"""The law that units are gathered, freed and reduced in the order named; see [Note: whose parameters]."""
+"""The law that units are gathered, freed and reduced in a named order; a collective's size identifies its unit.
+
+[Note: whose parameters] Engines say nothing of what they send. In a model whose units all have different sizes the
+number of bytes tells the unit, whether or not an engine pads rows to the number of ranks or aligns parameters. A
+model in which two units could be mistaken for each other proves nothing about order, and breaks the law.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
+from itertools import combinations, zip_longest
 
-from harness.cases.units import Group, groups_of
-from harness.laws.communication.payloads import group_of, mistakable, spell_unit
-from harness.laws.communication.ruling import blindness, pick
+from harness.cases.units import ROOT, UnitParameters, groups_of
+from harness.laws.communication.bounds import blindness, pick
 from harness.laws.communication.select import Per, Select
 from harness.laws.law import Evidence, Ruling, rule
 from harness.records.observation import Observation
-from harness.tracing.events import EventKind, Mark
+from harness.tracing.events import EventKind, TraceEvent
 from harness.tracing.ledger import Entry, Op
 
-__all__ = ["Computes", "Event", "Gathers", "Order", "Reduces", "Reshards", "Together"]
+_ALIGNED_BYTES = 16  # as far as engines are known to align each parameter in a buffer
+
+
+def group_of(entry: Entry, groups: Sequence[UnitParameters], num_ranks: int) -> UnitParameters | None:
+    """Give the group whose parameters or gradients an entry carries; None where none or several are of that size."""
+    # A replica's part of the gradients is reduced across replicas: as many times smaller as it has ranks.
+    share = num_ranks // len(entry.group) if entry.op is Op.ALL_REDUCE else 1
+    size = entry.num_bytes * share
+    found = [group for group in groups if group.num_bytes <= size <= _most_bytes(group, num_ranks)]
+    return found[0] if len(found) == 1 else None
+
+
+def mistakable(groups: Sequence[UnitParameters], evidence: Evidence) -> Iterator[str]:
+    """Tell which units could be mistaken for each other; see [Note: whose parameters]."""
+    for one, other in combinations(sorted(groups, key=lambda g: g.num_bytes), 2):
+        if _most_bytes(one, evidence.world_size) >= other.num_bytes:
+            yield (
+                f"expected units of different sizes, got {spell_unit(one.unit)} and {spell_unit(other.unit)}, which "
+                f"{evidence.world_size} ranks cannot tell apart; try other widths"
+            )
+
+
+def spell_unit(unit: str) -> str:
+    """Spell a unit for a person."""
+    return "the root" if unit == ROOT else unit
+
+
+def _most_bytes(group: UnitParameters, num_ranks: int) -> int:
+    return group.padded_bytes(num_ranks) + len(group.shapes) * (_ALIGNED_BYTES - group.bytes_per_element)
 
 
 @dataclass(frozen=True, slots=True)  # positional: `Gathers("blocks.0")` reads aloud
@@ -114,7 +146,7 @@ class Order:
                 broken += [f"rank {observation.rank} {moment}: {text}" for text in self._disorder(told)]
         return rule(self.name, broken, held=f"in order on every rank in {len(moments)} microbatches")
 
-    def _happened(self, observation: Observation, evidence: Evidence) -> Sequence[Entry | Mark]:
+    def _happened(self, observation: Observation, evidence: Evidence) -> Sequence[Entry | TraceEvent]:
         """Give what is asked for in order; without a course, which tells of frees alone, the calls by themselves."""
         picked = [e for e in pick(self.select, observation.ledger, evidence) if self._is_asked(e)]
         if not self._asks_for(Reshards):
@@ -127,7 +159,7 @@ class Order:
             or (mark.what is EventKind.ISSUED and mark.seq in by_seq)
         ]
 
-    def _covers(self, mark: Mark) -> bool:
+    def _covers(self, mark: TraceEvent) -> bool:
         return not self.select.phases or mark.phase in self.select.phases
 
     def _is_asked(self, entry: Entry) -> bool:
@@ -168,9 +200,9 @@ def _is_met(wanted: Event | None, got: Event | str | None) -> bool:
     return wanted == got
 
 
-def _event(happened: Entry | Mark, groups: Sequence[Group], num_ranks: int) -> Event | str:
+def _event(happened: Entry | TraceEvent, groups: Sequence[UnitParameters], num_ranks: int) -> Event | str:
     """Tell whose parameters it is about; a text where no unit is of that size."""
-    if isinstance(happened, Mark):
+    if isinstance(happened, TraceEvent):
         return Reshards(happened.unit or "")
     if happened.op is Op.BROADCAST and happened.unit is not None:
         return Computes(happened.unit)

@@ -12,17 +12,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from harness.cases.training import Watch
-from harness.cases.units import ROOT, Group, groups_of
-from harness.laws.communication.bounds import Expectation
-from harness.laws.communication.payloads import group_of, mistakable, spell_unit
-from harness.laws.communication.ruling import blindness, pick, when
-from harness.laws.communication.select import Moment, Per, Select
+from harness.cases.units import ROOT, UnitParameters, groups_of
+from harness.laws.communication.bounds import Amount, Bound, blindness, evaluate, ledgers, pick, when
+from harness.laws.communication.order import group_of, mistakable, spell_unit
+from harness.laws.communication.select import LoopStep, Per, Select
 from harness.laws.law import Evidence, Ruling, rule
 from harness.records.observation import Observation
-from harness.tracing.events import EventKind, Flight, Mark, Stretch, flights, stretches
-from harness.tracing.ledger import Ledger, Op, Phase
-
-__all__ = ["Overlaps", "PrefetchDistance"]
+from harness.tracing.events import ComputeSpan, EventKind, Flight, TraceEvent, flights, stretches
+from harness.tracing.ledger import Entry, Ledger, Op, Phase
 
 _NO_COURSE = "expected to see units compute, got no course of it"
 
@@ -78,7 +75,7 @@ def _exposed(picked: Ledger, observation: Observation) -> Ledger:
     return tuple(e for e in picked if e.seq not in in_flight or not _is_hidden(in_flight[e.seq], spans))
 
 
-def _is_hidden(flight: Flight, spans: Sequence[Stretch]) -> bool:
+def _is_hidden(flight: Flight, spans: Sequence[ComputeSpan]) -> bool:
     # What nobody ever waits for is another law's affair; it is in flight to the end.
     return any(
         flight.issued < span.first and (flight.landed is None or span.last <= flight.landed) for span in spans
@@ -94,7 +91,7 @@ class PrefetchDistance:
     """
 
     phase: Phase
-    units: Expectation
+    units: Bound
 
     @property
     def name(self) -> str:
@@ -151,7 +148,11 @@ class _Turn:
 
 
 def _turns(
-    observation: Observation, moment: Moment, phase: Phase, groups: Sequence[Group], evidence: Evidence
+    observation: Observation,
+    moment: LoopStep,
+    phase: Phase,
+    groups: Sequence[UnitParameters],
+    evidence: Evidence,
 ) -> Iterator[_Turn]:
     """Give the turns of units that were gathered in that phase, in order; a joint unit begins with its first module."""
     carried = {
@@ -173,13 +174,58 @@ def _turns(
                 yield _Turn(unit=unit, ahead=tuple(u for u in gathered if u not in begun))
 
 
-def _begins(mark: Mark, what: EventKind, moment: Moment, phase: Phase) -> bool:
+def _begins(mark: TraceEvent, what: EventKind, moment: LoopStep, phase: Phase) -> bool:
     return mark.what is what and mark.phase is phase and moment.holds(mark)
 
 
-def _named(group: Group | None) -> str:
+def _named(group: UnitParameters | None) -> str:
     return "what no unit is the size of" if group is None else group.unit
 
 
 def _list(units: Sequence[str]) -> str:
     return ", ".join(map(spell_unit, units)) or "none"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AtMostInFlight:
+    """Whenever a selected collective is issued, at most so many of them, itself included, are not waited for yet.
+
+    A collective that blocks is waited for at once. What a rank holds for a collective, it holds at least until then.
+    """
+
+    select: Select
+    at_most: Amount
+
+    @property
+    def name(self) -> str:
+        """Say the law."""
+        limit = self.at_most if isinstance(self.at_most, int) else self.at_most.name
+        return f"at most {limit} x {self.select} in flight"
+
+    def judge(self, evidence: Evidence) -> Ruling:
+        """Count on every rank, call by call."""
+        limit = evaluate(self.at_most, evidence.training, evidence.world_size)
+        broken = blindness(evidence, (self.select,), Per.STEP)
+        most = 0
+        for rank, ledger in ledgers(evidence):
+            picked = pick(self.select, ledger, evidence)
+            if not picked and evidence.world_size > 1:
+                broken.append(f"rank {rank}: expected {self.select}, got none")
+            for entry, count in _counts(picked):
+                most = max(most, count)
+                if count > limit:
+                    text = f"expected at most {limit} in flight, got {count}, the last of them"
+                    broken.append(f"rank {rank} {when(entry)}: {text} {entry.describe()}")
+        return rule(self.name, broken, held=f"at most {most} on every rank")
+
+
+def _counts(picked: Ledger) -> Iterator[tuple[Entry, int]]:
+    for position, entry in enumerate(picked):
+        yield entry, sum(_is_under_way(e, entry.seq) for e in picked[: position + 1])
+
+
+def _is_under_way(entry: Entry, seq: int) -> bool:
+    """Tell whether ``entry`` was not waited for when call ``seq`` was made, itself among those issued by then."""
+    wait = entry.wait
+    # A ledger that does not tell when somebody waited proves no bound.
+    return wait is None or wait.num_issued is None or wait.num_issued > seq

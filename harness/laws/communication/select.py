@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from enum import Enum
 
 from harness.cases.training import Schedule
-from harness.tracing.events import Mark
+from harness.tracing.events import TraceEvent
 from harness.tracing.ledger import Entry, Ledger, Op, Phase
 
 __all__ = [
     "BEFORE_STEPS",
     "NOTHING_OBSERVED",
+    "LoopStep",
     "Microbatches",
-    "Moment",
     "Per",
     "Select",
     "Window",
@@ -49,13 +49,13 @@ class Per(Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
-class Moment:
+class LoopStep:
     """One step of a training, or one microbatch of it; microbatch is None for the whole step."""
 
     step: int
     microbatch: int | None = None
 
-    def holds(self, happened: Entry | Mark) -> bool:
+    def holds(self, happened: Entry | TraceEvent) -> bool:
         """Tell whether an entry was issued then, or something else happened."""
         return happened.step == self.step and self.microbatch in {None, happened.microbatch}
 
@@ -113,19 +113,19 @@ class Select:
         """Give the entries selected, in order of issue."""
         return tuple(entry for entry in ledger if self._matches(entry, schedule))
 
-    def moments(self, schedule: Schedule, per: Per) -> tuple[Moment, ...]:
+    def moments(self, schedule: Schedule, per: Per) -> tuple[LoopStep, ...]:
         """Give the steps or microbatches this selection covers; empty where the schedule has none of them."""
         return tuple(self._moments(schedule, per))
 
-    def _moments(self, schedule: Schedule, per: Per) -> Iterator[Moment]:
+    def _moments(self, schedule: Schedule, per: Per) -> Iterator[LoopStep]:
         indices = self._indices(schedule)
         if per is Per.STEP and self._covers_step(BEFORE_STEPS):
-            yield Moment(step=BEFORE_STEPS)
+            yield LoopStep(step=BEFORE_STEPS)
         for step in filter(self._covers_step, range(schedule.steps)):
             if per is Per.MICROBATCH:
-                yield from (Moment(step=step, microbatch=m) for m in indices)
+                yield from (LoopStep(step=step, microbatch=m) for m in indices)
             elif indices:
-                yield Moment(step=step)
+                yield LoopStep(step=step)
 
     def _indices(self, schedule: Schedule) -> range | tuple[int, ...]:
         last = schedule.microbatches - 1

@@ -22,8 +22,7 @@ from enum import StrEnum
 from harness.errors import UsageError
 from harness.records.diff.comparability import ComparedRun, Setting, settings_that_differ, warnings
 from harness.records.diff.traffic import TrafficChange, is_measured, traffic_changes
-from harness.records.record import Record
-from harness.records.verdict import Verdict
+from harness.records.record import Record, Verdict
 
 __all__ = ["Comparison", "News", "RecordChange", "broken_laws", "compare", "steady"]
 

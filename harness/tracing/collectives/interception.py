@@ -27,7 +27,7 @@ from harness.tracing.collectives.c10d_ops import SPELLINGS, CollectiveSchema, pr
 from harness.tracing.collectives.call import Call, short_name
 from harness.tracing.collectives.call_site import call_site
 from harness.tracing.collectives.futures import late_futures
-from harness.tracing.collectives.work import Valuer, Works
+from harness.tracing.collectives.watched_work import Valuer, Works
 from harness.tracing.ledger import Op, ViolationKind
 from harness.tracing.recorder import CallSummary, Recorder
 

@@ -22,8 +22,8 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from harness.tracing.ledger import Phase
-from harness.tracing.memory.report import Allocation, Kind, Stretch
-from harness.tracing.recorder import Place
+from harness.tracing.memory.memory_report import Allocation, LoopSpan, MemoryKind
+from harness.tracing.recorder import LoopPosition
 
 __all__ = ["Allocations", "Role"]
 
@@ -68,8 +68,8 @@ class Allocations:
     def __init__(self) -> None:
         self._all: list[_Life] = []
         self._alive: dict[int, int] = {}  # by key: the index of its life
-        self._stretches: list[Stretch] = []
-        self._place: Place | None = None
+        self._stretches: list[LoopSpan] = []
+        self._place: LoopPosition | None = None
         self._now = 0
 
     @property
@@ -81,13 +81,13 @@ class Allocations:
         """Whether the memory was announced, and has not ended."""
         return key in self._alive
 
-    def advance(self, place: Place) -> None:
+    def advance(self, place: LoopPosition) -> None:
         """Begin the next event, which happens where the loop stands."""
         self._now += 1
         if place != self._place:
             self._place = place
             self._stretches.append(
-                Stretch(
+                LoopSpan(
                     start=self._now,
                     phase=place.phase,
                     step=place.step,
@@ -200,7 +200,7 @@ class Allocations:
             if life.num_bytes and life.died != life.born
         )
 
-    def stretches(self) -> tuple[Stretch, ...]:
+    def stretches(self) -> tuple[LoopSpan, ...]:
         """Give where the loop stood, in order."""
         return tuple(self._stretches)
 
@@ -236,21 +236,21 @@ class Allocations:
 
 
 _SETTLED = (
-    (Role.SHARE, Kind.SHARDED),
-    (Role.USER, Kind.USER),
-    (Role.REDUCED, Kind.REDUCED),
-    (Role.SCATTERED_INTO, Kind.REDUCED),
-    (Role.COMPUTED_WITH, Kind.GATHERED),
-    (Role.COPIED_OUT, Kind.STAGING),
-    (Role.WHOLE, Kind.GATHERED),
-    (Role.GATHERED_FROM, Kind.STAGING),
+    (Role.SHARE, MemoryKind.SHARDED),
+    (Role.USER, MemoryKind.USER),
+    (Role.REDUCED, MemoryKind.REDUCED),
+    (Role.SCATTERED_INTO, MemoryKind.REDUCED),
+    (Role.COMPUTED_WITH, MemoryKind.GATHERED),
+    (Role.COPIED_OUT, MemoryKind.STAGING),
+    (Role.WHOLE, MemoryKind.GATHERED),
+    (Role.GATHERED_FROM, MemoryKind.STAGING),
 )
 
 
-def _kind(life: _Life, *, is_gradient: bool) -> Kind:
+def _kind(life: _Life, *, is_gradient: bool) -> MemoryKind:
     for role, kind in _SETTLED:
         if role in life.roles:
             return kind
     if is_gradient or Role.REDUCED_FROM in life.roles:
-        return Kind.STAGING if life.is_packed else Kind.GRADIENT
-    return Kind.OPTIMIZER if life.phase is Phase.STEP else Kind.OTHER
+        return MemoryKind.STAGING if life.is_packed else MemoryKind.GRADIENT
+    return MemoryKind.OPTIMIZER if life.phase is Phase.STEP else MemoryKind.OTHER

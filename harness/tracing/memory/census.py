@@ -34,10 +34,10 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from harness.torch_compat.private_names import optional
-from harness.tracing.collectives.backend import is_inside_backend
 from harness.tracing.collectives.call_site import call_site
+from harness.tracing.collectives.watched_work import is_inside_backend
 from harness.tracing.ledger import Phase
-from harness.tracing.memory.census_report import Count, Moment, Piece
+from harness.tracing.memory.census_report import CensusEntry, CensusTime, LiveStorage
 from harness.tracing.recorder import Recorder
 
 __all__ = ["Census", "counting"]
@@ -72,11 +72,11 @@ class Census:
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
         self._seen: dict[int, _Seen] = {}  # by the storage's id, which another may have after its end
-        self._counts: list[Count] = []
+        self._counts: list[CensusEntry] = []
         self._limit = -1  # what was explained at the last look
 
     @property
-    def counts(self) -> tuple[Count, ...]:
+    def counts(self) -> tuple[CensusEntry, ...]:
         """All counts so far."""
         return tuple(self._counts)
 
@@ -94,7 +94,7 @@ class Census:
             if (seen := self._meet(local, "unknown")) is not None:
                 seen.is_users = True
 
-    def take(self, step: int, moment: Moment, explained: Callable[[], int]) -> None:
+    def take(self, step: int, moment: CensusTime, explained: Callable[[], int]) -> None:
         """Count now; again, if there is more than explained, until what is let go late is gone."""
         sizes = self._sizes()
         if _total(sizes) > self._limit:
@@ -109,7 +109,7 @@ class Census:
             sizes = self._sizes()
         largest = nlargest(_NUM_LARGEST, sizes, key=itemgetter(1))
         pieces = tuple(_piece(seen, num_bytes) for seen, num_bytes in largest)
-        self._counts.append(Count(step=step, moment=moment, num_bytes=_total(sizes), largest=pieces))
+        self._counts.append(CensusEntry(step=step, moment=moment, num_bytes=_total(sizes), largest=pieces))
 
     def _meet(self, tensor: torch.Tensor, operator: str) -> _Seen | None:
         if tensor.layout is not torch.strided or tensor.is_meta:
@@ -182,5 +182,5 @@ def _total(sizes: Iterable[tuple[_Seen, int]]) -> int:
     return sum(num_bytes for _, num_bytes in sizes)
 
 
-def _piece(seen: _Seen, num_bytes: int) -> Piece:
-    return Piece(num_bytes=num_bytes, shape=seen.shape, operator=seen.operator, site=seen.site)
+def _piece(seen: _Seen, num_bytes: int) -> LiveStorage:
+    return LiveStorage(num_bytes=num_bytes, shape=seen.shape, operator=seen.operator, site=seen.site)

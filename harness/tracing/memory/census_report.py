@@ -7,10 +7,10 @@ from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import Any
 
-__all__ = ["Count", "Moment", "Piece", "counts_from_json", "counts_to_json"]
+__all__ = ["CensusEntry", "CensusTime", "LiveStorage", "counts_from_json", "counts_to_json"]
 
 
-class Moment(StrEnum):
+class CensusTime(StrEnum):
     """When the memory was counted."""
 
     STEPPED = "after the optimizer step"
@@ -18,7 +18,7 @@ class Moment(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
+class LiveStorage:
     """One storage: its bytes now, and the shape, operator and call site of the first tensor seen in it."""
 
     num_bytes: int
@@ -31,30 +31,30 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Count:
+class CensusEntry:
     """All memory that a rank holds at one moment of a step, and the largest pieces of it."""
 
     step: int
-    moment: Moment
+    moment: CensusTime
     num_bytes: int
-    largest: tuple[Piece, ...]
+    largest: tuple[LiveStorage, ...]
 
 
 # Any: JSON.
-def counts_to_json(counts: Iterable[Count]) -> list[dict[str, Any]]:
+def counts_to_json(counts: Iterable[CensusEntry]) -> list[dict[str, Any]]:
     """Write counts in JSON's own types."""
     return [asdict(count) for count in counts]
 
 
-def counts_from_json(plain: Iterable[dict[str, Any]]) -> tuple[Count, ...]:
+def counts_from_json(plain: Iterable[dict[str, Any]]) -> tuple[CensusEntry, ...]:
     """Read what `counts_to_json` wrote."""
     return tuple(
-        Count(
+        CensusEntry(
             step=count["step"],
-            moment=Moment(count["moment"]),
+            moment=CensusTime(count["moment"]),
             num_bytes=count["num_bytes"],
             largest=tuple(
-                Piece(
+                LiveStorage(
                     num_bytes=piece["num_bytes"],
                     shape=tuple(piece["shape"]),
                     operator=piece["operator"],

@@ -16,7 +16,7 @@ from harness.tracing.collectives.call import Call
 from harness.tracing.collectives.call_site import call_site
 from harness.tracing.ledger import Op, Phase
 from harness.tracing.memory.allocations import Allocations, Role
-from harness.tracing.memory.report import LifetimeReport, UserTensor
+from harness.tracing.memory.memory_report import LifetimeReport, UserTensor
 from harness.tracing.recorder import Recorder
 from harness.tracing.storages import Storages
 

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import NamedTuple
 
-__all__ = ["Clock", "Moment", "Order"]
+__all__ = ["Clock", "Epoch", "HappensBefore"]
 
 
-class Moment(NamedTuple):
+class Epoch(NamedTuple):
     """A stretch of one timeline between two signals that it gave: what else could wait for, no finer."""
 
     timeline: int
@@ -24,7 +24,7 @@ class Clock:
     def __init__(self, counts: Mapping[int, int] = MappingProxyType({})) -> None:
         self._counts = dict(counts)
 
-    def knows(self, moment: Moment) -> bool:
+    def knows(self, moment: Epoch) -> bool:
         """Whether ``moment`` has surely passed."""
         return self._counts.get(moment.timeline, 0) >= moment.number
 
@@ -37,12 +37,12 @@ class Clock:
             counts[timeline] = max(counts.get(timeline, 0), count)
         return Clock(counts)
 
-    def at(self, moment: Moment) -> Clock:
+    def at(self, moment: Epoch) -> Clock:
         """Give the clock of the same knowledge that has come to ``moment`` of its own timeline."""
         return Clock({**self._counts, moment.timeline: moment.number})
 
 
-class Order:
+class HappensBefore:
     """What is ordered before what on one rank: a clock for each timeline, moved by signals and waits alone.
 
     A timeline is a stream, or an asynchronous collective, which is a stream of its own from its issue until
@@ -52,18 +52,18 @@ class Order:
 
     def __init__(self) -> None:
         self._clocks: list[Clock] = []
-        self._moments: list[Moment] = []
+        self._moments: list[Epoch] = []
         self._host = Clock()
 
     def begin(self, after: Clock | None = None) -> int:
         """Start a timeline, ordered after nothing but what the host waited for, or ``after`` besides; name it."""
         timeline = len(self._clocks)
-        moment = Moment(timeline, 1)
+        moment = Epoch(timeline, 1)
         self._moments.append(moment)
         self._clocks.append((self._host if after is None else self._host.joined(after)).at(moment))
         return timeline
 
-    def moment(self, timeline: int) -> Moment:
+    def moment(self, timeline: int) -> Epoch:
         """Tell where a timeline stands."""
         return self._moments[timeline]
 
@@ -74,7 +74,7 @@ class Order:
     def signal(self, timeline: int) -> Clock:
         """Record an event: give what has happened when it fires, all that is issued on the timeline so far."""
         fired = self._clocks[timeline]
-        later = Moment(timeline, self._moments[timeline].number + 1)
+        later = Epoch(timeline, self._moments[timeline].number + 1)
         self._moments[timeline] = later
         self._clocks[timeline] = fired.at(later)
         return fired

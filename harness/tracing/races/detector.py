@@ -14,10 +14,9 @@ from harness.tracing.collectives.call_site import call_site
 from harness.tracing.current_rank import current_rank
 from harness.tracing.events import EventKind
 from harness.tracing.ledger import Phase
-from harness.tracing.races.byte_range import is_memory, span_of
-from harness.tracing.races.clock import Clock, Moment, Order
-from harness.tracing.races.report import Kind, Race, RaceReport, Touch
-from harness.tracing.races.shadow import Access, Memory
+from harness.tracing.races.clock import Clock, Epoch, HappensBefore
+from harness.tracing.races.race_report import Race, RaceKind, RaceReport, Touch
+from harness.tracing.races.shadow import Access, Memory, is_memory, span_of
 from harness.tracing.recorder import Recorder
 from harness.tracing.storages import Storages
 
@@ -43,13 +42,13 @@ class RaceDetector:
     def __init__(self, recorder: Recorder) -> None:
         self.streams: dict[int, object] = {}  # by timeline, for whoever asks which one is the current one
         self._recorder = recorder
-        self._order = Order()
+        self._order = HappensBefore()
         self._memory = Memory()
         self._storages = Storages()
         self._names = {self._order.begin(): "the default stream"}
         self._selected = _Selected()
         self._races: dict[tuple[object, ...], Race] = {}
-        self._in_flight: dict[int, Moment] = {}  # what the default stream has not waited for, by number
+        self._in_flight: dict[int, Epoch] = {}  # what the default stream has not waited for, by number
         self._num_touches = 0
         self._num_collectives = 0
         self._lock = threading.RLock()
@@ -248,7 +247,7 @@ class RaceDetector:
             at_ns=time.monotonic_ns(),
         )
 
-    def _note(self, kind: Kind, first: Touch, second: Touch) -> None:
+    def _note(self, kind: RaceKind, first: Touch, second: Touch) -> None:
         key = (kind, first.place, second.place)
         known = self._races.get(key)
         self._races[key] = (

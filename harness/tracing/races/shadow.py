@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from harness.tracing.races.clock import Clock, Moment
-from harness.tracing.races.report import Kind, Touch
+import torch
 
-__all__ = ["Access", "Conflict", "Memory", "Span"]
+from harness.tracing.races.clock import Clock, Epoch
+from harness.tracing.races.race_report import RaceKind, Touch
 
 
 class Span(NamedTuple):
@@ -38,7 +38,7 @@ class Access(NamedTuple):
     """A touch of one stretch of memory at a moment; ``is_passing``: its timeline is one collective, and ends."""
 
     touch: Touch
-    moment: Moment
+    moment: Epoch
     span: Span
     is_passing: bool = False
 
@@ -46,7 +46,7 @@ class Access(NamedTuple):
 class Conflict(NamedTuple):
     """An access that should have been waited for, and was not."""
 
-    kind: Kind
+    kind: RaceKind
     earlier: Touch
 
 
@@ -94,7 +94,7 @@ class Memory:
         conflicts = list(_conflicts(life, access, clock))
         if conflicts and life.ghosts:
             self._forget(
-                life.pool, {conflict.earlier for conflict in conflicts if conflict.kind is Kind.REUSE}
+                life.pool, {conflict.earlier for conflict in conflicts if conflict.kind is RaceKind.REUSE}
             )
         life.ghosts = ()
         life.accesses = [old for old in life.accesses if not _replaces(access, old)]
@@ -135,16 +135,18 @@ class Memory:
 def _conflicts(life: _Life, access: Access, clock: Clock) -> Iterator[Conflict]:
     for ghost in life.ghosts:
         if not clock.knows(ghost.moment):
-            yield Conflict(Kind.REUSE, ghost.touch)
+            yield Conflict(RaceKind.REUSE, ghost.touch)
     for old in life.accesses:
         is_harmless = not (old.touch.is_write or access.touch.is_write)
         if is_harmless or not old.span.meets(access.span) or clock.knows(old.moment):
             continue
         if not access.touch.is_write:
-            yield Conflict(Kind.READ_AFTER_WRITE, old.touch)
+            yield Conflict(RaceKind.READ_AFTER_WRITE, old.touch)
         else:
             is_overwrite = old.touch.is_write
-            yield Conflict(Kind.WRITE_AFTER_WRITE if is_overwrite else Kind.WRITE_AFTER_READ, old.touch)
+            yield Conflict(
+                RaceKind.WRITE_AFTER_WRITE if is_overwrite else RaceKind.WRITE_AFTER_READ, old.touch
+            )
 
 
 def _replaces(new: Access, old: Access) -> bool:
@@ -153,3 +155,18 @@ def _replaces(new: Access, old: Access) -> bool:
         return False
     is_same_timeline = new.moment.timeline == old.moment.timeline
     return new.touch.is_write or (is_same_timeline and not old.touch.is_write)
+
+
+def is_memory(tensor: torch.Tensor, device_type: str) -> bool:
+    """Whether a tensor is a plain one with memory of such a device behind it, and any elements."""
+    return tensor.device.type == device_type and tensor.layout is torch.strided and tensor.numel() > 0
+
+
+def span_of(tensor: torch.Tensor) -> Span:
+    """Give the bytes of its storage from a tensor's first element to its last one."""
+    width = tensor.element_size()
+    start = int(tensor.storage_offset()) * width
+    if tensor.is_contiguous():
+        return Span(start, start + tensor.numel() * width)
+    reach = sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True))
+    return Span(start, start + (int(reach) + 1) * width)

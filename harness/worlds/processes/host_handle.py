@@ -10,6 +10,7 @@ from multiprocessing.context import ForkServerProcess
 
 from harness.errors import HarnessBug
 from harness.worlds.messages import (
+    Done,
     Dying,
     Finished,
     Garbled,
@@ -18,7 +19,6 @@ from harness.worlds.messages import (
     Job,
     LastThread,
     Leaving,
-    Left,
     Ready,
     Started,
 )
@@ -202,7 +202,7 @@ class HostHandle:
                 self._dying = message
             case Leaving():
                 self._leaving = message
-            case Left():
+            case Done():
                 self.has_left = True
             case Garbled(text=text):
                 for rank in self.pending:

@@ -20,8 +20,8 @@ import torch.distributed as dist
 from harness.torch_compat.process_groups import FileStore, Store
 from harness.tracing.collectives.interception import Interceptor, standing_in_c10d
 from harness.tracing.current_rank import bind_rank, current_rank
+from harness.tracing.operators import current_witnesses
 from harness.tracing.recorder import Recorder
-from harness.tracing.witnesses import current_witnesses
 from harness.worlds.messages import Dying, Finished, HostSpec, Job, Message, Ready, Started, send
 from harness.worlds.outcome import Raised, Returned
 from harness.worlds.output import redirect_output
@@ -31,9 +31,8 @@ from harness.worlds.raised import raised, text_of
 from harness.worlds.rank import RankContext, journal_path, run_rank
 from harness.worlds.spec import WorldKind, WorldSpec
 from harness.worlds.threads.isolation import isolate_threads
-from harness.worlds.threads.process_group import global_ranks, register_threads_backend
+from harness.worlds.threads.process_group import MemoryStore, global_ranks, register_threads_backend
 from harness.worlds.threads.scheduler import Scheduler
-from harness.worlds.threads.store import MemoryStore
 from harness.worlds.threads.transport import InMemoryTransport
 
 __all__ = ["SupervisorLink", "host_main"]

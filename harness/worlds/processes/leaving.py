@@ -7,7 +7,7 @@ a backend that still run in C++ crash there at times, through no fault of an eng
 torch's own launchers leave by `os._exit` too. Hooks of modules that the fork server imported do not run, since
 they belong to the server.
 
-A host says `Leaving` first and `Left` last. An exit status of zero proves nothing by itself: a hook that calls
+A host says `Leaving` first and `Done` last. An exit status of zero proves nothing by itself: a hook that calls
 `os._exit(0)` hides all hooks after it. Then the host waits until its supervisor lets it go. So the processes that
 it leaves are looked up while it is alive, and each is known to be below this host.
 """
@@ -23,7 +23,7 @@ from multiprocessing import util
 from typing import TYPE_CHECKING, NoReturn
 
 from harness.tracing.current_rank import owner_of
-from harness.worlds.messages import LastThread, Leaving, Left
+from harness.worlds.messages import Done, LastThread, Leaving
 
 if TYPE_CHECKING:
     from harness.worlds.processes.host_process import SupervisorLink
@@ -52,7 +52,7 @@ def leave(link: SupervisorLink) -> NoReturn:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):  # a rank may have closed them
             stream.flush()
-    link.send(Left())
+    link.send(Done())
     link.jobs.get()
     _exit(0)
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from harness.tracing.collectives.call import Call
 from harness.tracing.current_rank import is_home_thread
-from harness.worlds.threads.errors import DeadlockError
+from harness.worlds.threads.collective_errors import DeadlockError
 from harness.worlds.threads.rendezvous import PendingOp
 from harness.worlds.threads.scheduler import Scheduler, SleepingRank
 

@@ -1,19 +1,30 @@
-"""Letting threads be ranks: what torch keeps once per process, kept once per rank. Random numbers: rank_rng."""
+"""State that torch keeps once per process, kept once per rank thread: default groups, devices and random generators.
+
+[Note: substitution] A random operator that is given no generator asks for the process's. Its kernel is replaced
+by one that, on a rank's thread, passes the rank's own generator instead; so nothing is swapped or locked, and
+ranks draw side by side. Operators that take no generator draw through others that do.
+"""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
+import torch
+
 from harness.torch_compat import dispatch, dtensor, process_groups
+from harness.torch_compat.dispatch import (
+    generator_address,
+    random_operators,
+    replace_default_generator,
+    replaced_kernels,
+)
 from harness.torch_compat.patching import Replacement
 from harness.tracing.current_rank import adopt_rank, current_rank, own_thread
-from harness.worlds.threads.rng import inherit_generator, rank_generator, rank_generators
-from harness.worlds.threads.subgroup import split_group, split_method
-
-__all__ = ["isolate_threads"]
+from harness.worlds.threads.process_group import split_group, split_method
 
 
 class _Own(threading.local):
@@ -77,3 +88,96 @@ def _heirs() -> Replacement:
         start(thread)
 
     return Replacement(lambda: [(threading.Thread, "start", start_as_heir)])
+
+
+_GENERATOR = "generator"
+
+
+class _OwnGenerator(threading.local):
+    generator: torch.Generator | None = None
+
+
+_own_generator = _OwnGenerator()
+
+
+class _Default(torch.Generator):
+    """Stands where torch keeps the default generator and acts on the calling rank's."""
+
+    def __new__(cls, process_wide: torch.Generator) -> _Default:
+        return super().__new__(cls)
+
+    def __init__(self, process_wide: torch.Generator) -> None:
+        self.process_wide = process_wide
+        self.first_state = process_wide.get_state()
+
+    def actual(self) -> torch.Generator:
+        """Give the calling thread's generator; a rank's starts as the process's stood at installation."""
+        if current_rank() is None:
+            return self.process_wide
+        if _own_generator.generator is None:
+            _own_generator.generator = torch.Generator()
+            _own_generator.generator.set_state(self.first_state)
+        return _own_generator.generator
+
+    def manual_seed(self, seed: int) -> torch.Generator:
+        self.actual().manual_seed(seed)
+        return self
+
+    def seed(self) -> int:
+        return self.actual().seed()
+
+    def initial_seed(self) -> int:
+        return self.actual().initial_seed()
+
+    def get_state(self) -> torch.Tensor:
+        return self.actual().get_state()
+
+    def set_state(self, _new_state: torch.Tensor) -> torch.Generator:
+        self.actual().set_state(_new_state)
+        return self
+
+    def clone_state(self) -> torch.Generator:
+        return self.actual().clone_state()
+
+    def graphsafe_get_state(self) -> torch.Generator:
+        return self.actual().graphsafe_get_state()
+
+    def graphsafe_set_state(self, _new_state: torch.Generator) -> torch.Generator:
+        self.actual().graphsafe_set_state(_new_state)
+        return self
+
+
+class _RandomKernel:
+    """A random operator's kernel with the default generator replaced by the calling rank's."""
+
+    # Any: the dispatcher's own kernel handle, and boxed arguments and results.
+    def __init__(self, default: _Default, original: Any) -> None:
+        self._original = original
+        self._default = default
+        self._defaults = {generator_address(default), generator_address(default.process_wide)}
+
+    def __call__(self, keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        given = kwargs.get(_GENERATOR)
+        # The default generator itself is what `generator=torch.default_generator` passes.
+        if given is None or generator_address(given) in self._defaults:
+            kwargs[_GENERATOR] = self._default.actual()
+        return self._original.call_boxed(keyset, *args, **kwargs)
+
+
+@contextmanager
+def rank_generators() -> Iterator[None]:
+    """Give every thread bound to a rank a default generator of its own; threads of no rank keep torch's."""
+    default = _Default(torch.default_generator)
+    kernels = {name: partial(_RandomKernel, default) for name in random_operators()}
+    with replaced_kernels("aten", kernels), replace_default_generator(default):
+        yield
+
+
+def rank_generator() -> torch.Generator | None:
+    """Return the generator that the calling rank has drawn from so far, to hand to a thread of its own."""
+    return _own_generator.generator
+
+
+def inherit_generator(generator: torch.Generator | None) -> None:
+    """Draw from a generator of the rank's other thread on this one too."""
+    _own_generator.generator = generator

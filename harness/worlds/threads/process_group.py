@@ -1,14 +1,160 @@
-"""The backend name ``threads`` and the ranks of a group. The data goes through the exchange, not through here."""
+"""The process-group backend `threads`: its store, its groups, and how a group is split."""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 
-from harness.torch_compat.process_groups import fake_backend
+from harness.torch_compat.process_groups import GroupOptions, Store, create_subgroup, fake_backend
+from harness.worlds.threads.scheduler import Scheduler, SleepingRank
 
-__all__ = ["BACKEND", "global_ranks", "register_threads_backend"]
+_TIMEOUT = timedelta(minutes=5)  # where the caller gives none; torch's own stores have the same
+
+
+class MemoryStore(Store):
+    """A store in memory whose waits let other ranks have their turn, as torch's own in C++ would not.
+
+    ``turns`` are those of the ranks that run now. Methods are named as torch's C++ looks them up.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.turns = Scheduler(0)
+        self._values: dict[str, bytes] = {}
+        self._sleepers: dict[SleepingRank, Sequence[str]] = {}  # and the keys that each waits for
+
+    def set(self, key: str, value: bytes | str) -> None:
+        """Set a value; whoever waits for the key goes on."""
+        with self.turns.lock:
+            self._put(key, value if isinstance(value, bytes) else value.encode())
+
+    def get(self, key: str) -> bytes:
+        """Wait for a key and give its value."""
+        self.wait([key])
+        return self._values[key]
+
+    def add(self, key: str, amount: int) -> int:
+        """Add to a number, which is 0 at first; gives the sum."""
+        with self.turns.lock:
+            total = int(self._values.get(key, b"0")) + amount
+            self._put(key, str(total).encode())
+            return total
+
+    def compare_set(self, key: str, expected: bytes, desired: bytes) -> bytes:  # type: ignore[override]
+        """Set a value where the old one is as expected, or where both are missing; gives what is there then."""
+        with self.turns.lock:
+            if self._values.get(key, b"") == bytes(expected):
+                self._put(key, bytes(desired))
+            return self._values.get(key, bytes(expected))
+
+    def check(self, keys: Sequence[str]) -> bool:
+        """Say whether all keys are there."""
+        return all(key in self._values for key in keys)
+
+    def wait(self, keys: Sequence[str], timeout: timedelta = _TIMEOUT) -> None:
+        """Wait for all keys; raises DistStoreError where they do not come in time."""
+        with self.turns.lock:
+            if self.check(keys):
+                return
+            sleeper = self.turns.sleeper()
+            self._sleepers[sleeper] = keys
+            self.turns.sleep(sleeper, lambda: self.check(keys), time.monotonic() + timeout.total_seconds())
+            del self._sleepers[sleeper]
+            if not self.check(keys):
+                raise dist.DistStoreError(f"timeout: no {list(keys)} within {timeout.total_seconds()} s")
+
+    def deleteKey(self, key: str) -> bool:  # noqa: N802 - C++'s name
+        """Remove a key; says whether it was there."""
+        return self._values.pop(key, None) is not None
+
+    def getNumKeys(self) -> int:  # noqa: N802 - C++'s name
+        """Count the keys."""
+        return len(self._values)
+
+    def _put(self, key: str, value: bytes) -> None:
+        self._values[key] = value
+        for sleeper, keys in self._sleepers.items():
+            if self.check(keys):
+                self.turns.wake(sleeper)
+
+
+def split_group(
+    parent_pg: dist.ProcessGroup | None = None,
+    split_ranks: Sequence[Sequence[int]] | None = None,
+    timeout: timedelta | None = None,
+    pg_options: object = None,
+    group_desc: str | None = None,
+    backend: str | None = None,
+) -> dist.ProcessGroup | None:
+    """Split ``parent_pg`` by ranks within it, as `torch.distributed.split_group` documents.
+
+    Returns this rank's part, or None on a rank that is in no part.
+    """
+    if not split_ranks:
+        raise ValueError(f"split_group: expected a list of lists of ranks, got {split_ranks!r}")
+    parent = parent_pg or dist.group.WORLD
+    if parent is None:
+        raise ValueError(
+            "split_group: expected an initialized default process group; call init_process_group"
+        )
+    parent_ranks = dist.get_process_group_ranks(parent)
+    parts = [sorted(part) for part in split_ranks]
+    for part in parts:
+        _check_part(part, len(parent_ranks))
+    nth = _next_split(parent)
+    mine = next((part for part in parts if parent.rank() in part), None)
+    if mine is None:
+        return None
+    ranks = [parent_ranks[rank] for rank in mine]
+    # Every member of the parent splits the same number of times, so all of them arrive at one name.
+    name = f"{parent.group_name}:split:{nth}:{'_'.join(map(str, ranks))}"
+    description = group_desc or f"{parent.group_desc}:split:{nth}"
+    return create_subgroup(
+        ranks, GroupOptions(backend or dist.get_backend(parent), name, timeout, description)
+    )
+
+
+def split_method(
+    self: dist.ProcessGroup,
+    ranks: Sequence[int],
+    timeout: timedelta | None = None,
+    opts: object = None,
+    group_name: str | None = None,
+    group_desc: str | None = None,
+    device_types: object = None,
+) -> dist.ProcessGroup | None:
+    """Split this group as `ProcessGroup.split_group` does: one part, under ``group_name`` if given."""
+    if group_name is None:
+        return split_group(self, [ranks], timeout, group_desc=group_desc)
+    part = sorted(ranks)
+    parent_ranks = dist.get_process_group_ranks(self)
+    _check_part(part, len(parent_ranks))
+    if self.rank() not in part:
+        return None
+    options = GroupOptions(dist.get_backend(self), group_name, timeout, group_desc)
+    return create_subgroup([parent_ranks[rank] for rank in part], options)
+
+
+def _check_part(part: Sequence[int], parent_size: int) -> None:
+    if not part or len(part) != len(set(part)) or not set(part) <= set(range(parent_size)):
+        raise ValueError(
+            f"split_group: expected distinct ranks within a group of {parent_size}, got {list(part)}"
+        )
+
+
+# One count for each group object; a group belongs to one rank, so threads never share an entry.
+_splits: dict[dist.ProcessGroup, int] = {}
+
+
+def _next_split(parent: dist.ProcessGroup) -> int:
+    nth = _splits.get(parent, 0)
+    _splits[parent] = nth + 1
+    return nth
+
 
 BACKEND = "threads"
 

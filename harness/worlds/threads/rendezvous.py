@@ -10,9 +10,8 @@ import torch
 
 from harness.tracing.collectives.call import Call, Pieces
 from harness.tracing.ledger import Op
-from harness.worlds.threads.errors import CollectiveError, CollectiveRefusedError
-from harness.worlds.threads.reduction import reduce_flat
-from harness.worlds.threads.validation import check_message, check_pieces, is_same, refuse_sides
+from harness.worlds.threads.collective_errors import CollectiveError, CollectiveRefusedError
+from harness.worlds.threads.validation import check_message, check_pieces, is_same, reduce_flat, refuse_sides
 
 __all__ = ["Contribution", "Mailbox", "Message", "PendingOp", "PostedReceive", "Rendezvous", "snapshot"]
 

@@ -25,15 +25,15 @@ from harness.torch_compat.dispatch import raw_access
 from harness.tracing.collectives.call import Call
 from harness.tracing.collectives.call_site import call_site
 from harness.tracing.ledger import Op, ViolationKind
-from harness.worlds.threads.buffer_guard import BufferGuard
-from harness.worlds.threads.deadlock import DeadlockDetector
-from harness.worlds.threads.errors import (
+from harness.worlds.threads.buffer_guard import BufferGuard, poison
+from harness.worlds.threads.collective_errors import (
     CollectiveError,
     CollectiveMismatchError,
     CollectiveTimeoutError,
     WorldAbandonedError,
 )
-from harness.worlds.threads.poison import poison
+from harness.worlds.threads.deadlock import DeadlockDetector
+from harness.worlds.threads.delayed_work import Delay, DelayedWork
 from harness.worlds.threads.rendezvous import (
     Contribution,
     Mailbox,
@@ -45,7 +45,6 @@ from harness.worlds.threads.rendezvous import (
 )
 from harness.worlds.threads.scheduler import RUN_UNTIL_BLOCKED, Scheduler
 from harness.worlds.threads.validation import check_alone
-from harness.worlds.threads.work import Delay, DelayedWork
 
 __all__ = ["InMemoryTransport"]
 

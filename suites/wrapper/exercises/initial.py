@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import ShardingStrategy
 
 from fixtures.tower import fill, whole_numbers
-from harness.cases.script import InterfaceBench
+from shardproof import InterfaceBench
 from suites.wrapper.exercises.wrapped import same, whole, wrap
 
 __all__ = ["DIFFERS", "TIMES", "VALUES", "initialises", "moves", "resets", "synchronises"]

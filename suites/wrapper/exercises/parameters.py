@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffload, ShardingStrategy
 
 from fixtures.tower import Block, Tower, rows
-from harness.cases.script import InterfaceBench
+from shardproof import InterfaceBench
 from suites.wrapper.exercises.wrapped import clean, same, takes_the_step_of, units_of, wrap
 
 __all__ = [

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecision
 
-from harness.cases.script import InterfaceBench
+from shardproof import InterfaceBench
 from suites.wrapper.exercises.wrapped import wrap
 
 __all__ = ["casts", "excepts_batch_norm", "keeps", "reduces"]

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import ShardingStrategy
 
 from fixtures.tower import Block, Tower
-from harness.cases.script import InterfaceBench
+from shardproof import InterfaceBench
 from suites.wrapper.exercises.wrapped import raised, wrap
 
 __all__ = ["REFUSAL", "refuses"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from fixtures.tower import Tower, rows
-from harness.cases.script import InterfaceBench
+from shardproof import InterfaceBench
 from suites.wrapper.exercises.wrapped import wrap
 
 __all__ = ["skips_together"]

@@ -23,7 +23,7 @@ from torch.distributed.fsdp import (
 )
 
 from fixtures.tower import Block, Tower, rows
-from harness.cases.script import InterfaceBench
+from shardproof import InterfaceBench
 from suites.wrapper.exercises.wrapped import raised, wrap
 
 __all__ = [

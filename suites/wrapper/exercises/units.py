@@ -11,9 +11,8 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
 
-from engine.contract import WrapperNames
 from fixtures.tower import WIDTH, Block, Tower, rows
-from harness.cases.script import InterfaceBench
+from shardproof import InterfaceBench, WrapperNames
 from suites.wrapper.exercises.wrapped import takes_the_step_of, units_of, wrap
 
 __all__ = [

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from fixtures.tower import Tower, rows
-from harness.cases.script import InterfaceBench
+from shardproof import InterfaceBench
 
 __all__ = ["GRADIENTS", "clean", "raised", "same", "takes_the_step_of", "units_of", "whole", "wrap"]
 

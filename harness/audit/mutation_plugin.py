@@ -1,0 +1,248 @@
+"""A pytest plugin for mutation testing: each case runs on the mutants that it must kill, instead of on every engine.
+
+[Note: the placeholder] What a case's marks say is known once all its parameters are, that is, on the collected
+item; but the mutants are parameters themselves. So every case is first collected with each mutant that any of its
+marks may name, and once with a placeholder. That item stands for the case: it has the marks of the case, shows
+whether -k leaves it, and never runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+
+from harness.audit.marks import (
+    Breadth,
+    Idle,
+    MarkedCase,
+    Pair,
+    PytestMark,
+    Selection,
+    check_names,
+    kills_of,
+    mutant_name,
+    pairs,
+    write_selection,
+)
+from harness.cases.case_id import Node
+from harness.errors import UsageError
+from harness.runner.collection import refuse
+from harness.runner.options import PLACEHOLDER, Cell
+from harness.runner.plugin import CELLS, CELLS_ARE_CHOSEN
+from harness.worlds.spec import Sizes, WorldSpec
+
+__all__ = ["MutationPlugin", "MutationRun"]
+
+_Key = tuple[str, str, str]  # Node.key: what identifies the record of a pair
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MutationRun:
+    """What is run: engines by the names of their mutants, worlds in the order of preference."""
+
+    engines: dict[str, str]
+    worlds: tuple[str, ...]
+    breadth: Breadth
+    deadline_s: float
+    out: Path | None = None
+
+    @classmethod
+    def of(cls, cells: Sequence[Cell], config: pytest.Config) -> MutationRun:
+        """Read a session's cells and options."""
+        out = config.getoption("--out")
+        return cls(
+            engines={mutant_name(cell.engine): cell.engine for cell in cells},
+            worlds=tuple(dict.fromkeys(str(cell.world) for cell in cells)),
+            breadth=Breadth(config.getoption("--mutants")),
+            deadline_s=cells[0].world.deadline_s,
+            out=Path(out) if out else None,
+        )
+
+    def cell(self, engine: str, world: str) -> Cell:
+        """Give one engine in one world."""
+        return Cell(engine=engine, world=WorldSpec.parse(world, deadline_s=self.deadline_s))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Meeting:
+    """What one case meets: pairs to run here, pairs whose device is not here, or why there are none at all."""
+
+    case: str
+    pairs: tuple[Pair, ...] = ()
+    elsewhere: tuple[Pair, ...] = ()
+    why: str = ""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the option that chooses pairs."""
+    parser.getgroup("shardproof").addoption(
+        "--mutants",
+        choices=[str(breadth.value) for breadth in Breadth],
+        help="engines are mutants: give each case those that its `kills` marks name, or one case each of these, or all",
+    )
+
+
+@pytest.hookimpl(trylast=True)  # after the plugin that reads engines and worlds
+def pytest_configure(config: pytest.Config) -> None:
+    """Choose the engine and the world of each case instead of the plugin that runs it."""
+    if config.getoption("--mutants"):
+        config.stash[CELLS_ARE_CHOSEN] = True
+        grounds = MutationRun.of(config.stash[CELLS], config)
+        config.pluginmanager.register(MutationPlugin(grounds), "shardproof-mutants")
+
+
+class MutationPlugin:
+    """Selects pairs of mutant and case, writes them down, and says how it goes without calling a kill a failure."""
+
+    def __init__(self, grounds: MutationRun) -> None:
+        self._grounds = grounds
+
+    @pytest.hookimpl(tryfirst=True)  # so that the cell comes first in ids, where Node finds it
+    def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
+        """Parametrize every test with a trial by the placeholder and each mutant that a mark of it may name."""
+        if "trial" not in metafunc.fixturenames:
+            return
+        cells = [
+            self._grounds.cell(PLACEHOLDER, self._grounds.worlds[0]),
+            *self._candidates(metafunc.definition),
+        ]
+        metafunc.parametrize("cell", cells, ids=[str(cell) for cell in cells], scope="session")
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)  # around -k and all others that leave items out
+    def pytest_collection_modifyitems(
+        self, config: pytest.Config, items: list[pytest.Item]
+    ) -> Iterator[None]:
+        """Keep the pairs; placeholders stay until other plugins have chosen among the cases, then go."""
+        try:
+            cases = [_marked(item) for item in items if _is_placeholder(item)]
+            check_names(cases, self._grounds.engines)
+            met = [self._meeting(case) for case in cases]
+            if self._grounds.breadth is Breadth.ONCE:
+                met = [*_first_meetings(met)]
+            wanted = self._wanted(met, items)
+        except UsageError as error:
+            refuse(config, items, error)
+            yield
+            return
+        items[:] = [item for item in items if _is_placeholder(item) or _key(item) in wanted]
+        yield
+        left = {_case(item) for item in items if _is_placeholder(item)}
+        items[:] = [item for item in items if not _is_placeholder(item)]
+        if self._grounds.out is not None:
+            chosen = tuple(wanted[key] for item in items if (key := _key(item)) in wanted)
+            met = [meeting for meeting in met if meeting.case in left]
+            selection = Selection(
+                pairs=chosen,
+                elsewhere=tuple(pair for meeting in met for pair in meeting.elsewhere),
+                idle=tuple(Idle(case=meeting.case, why=meeting.why) for meeting in met if meeting.why),
+            )
+            write_selection(self._grounds.out, selection)
+
+    def pytest_report_teststatus(self, report: pytest.TestReport) -> tuple[str, str, str] | None:
+        """Call a mutant that fails caught: here that is what should happen."""
+        if report.when != "call":
+            return None
+        return ("caught", "x", "CAUGHT") if report.failed else ("escaped", ".", "ESCAPED")
+
+    def _candidates(self, definition: pytest.Item) -> list[Cell]:
+        inner = _marks_of_parameters(definition)
+        sizes = tuple(mark.args[0] for mark in definition.iter_markers("worlds"))
+        outer = MarkedCase(id=definition.nodeid, sizes=sizes)
+        worlds = [world for world in self._grounds.worlds if outer.suits(world)]
+        if not any(mark.name == "worlds" for mark in inner):
+            worlds = worlds[:1]  # each of its cases will be asked in the first
+        marks = [*definition.iter_markers("kills"), *(mark for mark in inner if mark.name == "kills")]
+        try:
+            kills = kills_of(marks, where=definition.nodeid)
+        except UsageError:
+            kills = (
+                frozenset()
+            )  # told better from the items, where it ends the session and not this file alone
+        names = (
+            {p.mutant for p in kills}
+            if self._grounds.breadth is not Breadth.ALL
+            else set(self._grounds.engines)
+        )
+        wanted = {(name, world) for name in names for world in worlds}
+        wanted |= {(p.mutant, p.world) for p in kills if p.world}
+        engines = self._grounds.engines
+        return [self._grounds.cell(engines[name], w) for name, w in sorted(wanted) if name in engines]
+
+    def _meeting(self, case: MarkedCase) -> _Meeting:
+        """Pair one case."""
+        met = pairs(case, list(self._grounds.engines), self._grounds.worlds, self._grounds.breadth)
+        if met:
+            here = tuple(pair for pair in met if _is_here(pair.world))
+            return _Meeting(case=case.id, pairs=here, elsewhere=tuple(p for p in met if p not in here))
+        is_suited = any(case.suits(world) for world in self._grounds.worlds)
+        why = "no kills mark" if is_suited else f"makes no sense in {', '.join(self._grounds.worlds)}"
+        return _Meeting(case=case.id, why=why)
+
+    def _wanted(self, met: Sequence[_Meeting], items: Sequence[pytest.Item]) -> dict[_Key, Pair]:
+        """Find the item of every pair; raises UsageError where a mark came from where no candidate was seen."""
+        engines = self._grounds.engines
+        found = {(engines[p.mutant], p.case, p.world): p for meeting in met for p in meeting.pairs}
+        for key in sorted(found.keys() - set(map(_key, items))):
+            raise UsageError(
+                f"the kills mark of {found[key].case}",
+                expected="a mark on the module, the test, or a value in a list given to parametrize",
+                got=f"{found[key].mutant} from elsewhere",
+                hint="moving the mark",
+            )
+        return found
+
+
+def _first_meetings(met: Sequence[_Meeting]) -> Iterator[_Meeting]:
+    """Leave each mutant the first case that it meets here, and only cases that some mutant meets."""
+    seen: set[str] = set()
+    for meeting in met:
+        new = tuple(pair for pair in meeting.pairs if pair.mutant not in seen)
+        seen |= {pair.mutant for pair in new}
+        if new or meeting.elsewhere:
+            yield replace(meeting, pairs=new)
+
+
+def _marks_of_parameters(definition: pytest.Item) -> list[PytestMark]:
+    """Give the marks of all values of the test's own parameters."""
+    lists = [[*mark.args, *mark.kwargs.values()] for mark in definition.iter_markers("parametrize")]
+    # A generator can be read once, and not by us: _wanted refuses what is missed here.
+    values = [v for given in lists for values in given if isinstance(values, list | tuple) for v in values]
+    return [mark for value in values for mark in getattr(value, "marks", ())]
+
+
+def _is_here(world: str) -> bool:
+    if WorldSpec.parse(world).device == "cpu":
+        return True
+    import torch  # here, because only who collects cases needs it
+
+    return torch.cuda.is_available()
+
+
+def _is_placeholder(item: pytest.Item) -> bool:
+    cell = _cell(item)
+    return cell is not None and cell.is_placeholder
+
+
+def _cell(item: pytest.Item) -> Cell | None:
+    callspec = getattr(item, "callspec", None)
+    cell = callspec.params.get("cell") if callspec is not None else None
+    return cell if isinstance(cell, Cell) else None
+
+
+def _key(item: pytest.Item) -> _Key | None:
+    node = Node.parse(item.nodeid)
+    return node.key if node is not None else None
+
+
+def _case(item: pytest.Item) -> str:
+    node = Node.parse(item.nodeid)
+    return node.case if node is not None else item.nodeid
+
+
+def _marked(item: pytest.Item) -> MarkedCase:
+    case = _case(item)
+    sizes: tuple[Sizes, ...] = tuple(mark.args[0] for mark in item.iter_markers("worlds"))
+    return MarkedCase(id=case, kills=kills_of(item.iter_markers("kills"), where=case), sizes=sizes)

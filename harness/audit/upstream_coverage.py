@@ -1,0 +1,147 @@
+"""Coverage: which cases stand for which line of a table, and what a run says of each. Values only; no pytest here.
+
+A suite's test says ``@pytest.mark.rows("T07", "R05", ...)`` of upstream tests, ``@pytest.mark.api("no_sync", ...)`` of
+an interface.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from harness.audit.marks import PytestMark
+from harness.errors import UsageError
+from harness.records.record import Record, Verdict
+
+__all__ = ["Coverage", "Row", "RowCoverage", "RowVerdict", "Table", "cover", "judge_row"]
+
+# What is worst for an engine first; after these come the ones that conform.
+_WORST_FIRST = (
+    Verdict.FAILED,
+    Verdict.CRASHED,
+    Verdict.HUNG,
+    Verdict.UNSUPPORTED_SILENT,
+    Verdict.UNEXPECTED_PASS,
+    Verdict.VACUOUS,
+    Verdict.ERRORED,
+    Verdict.NOT_RUN,
+    Verdict.KNOWN_FAILURE,  # known, but a failure: a row with one has not passed
+    Verdict.PASSED,
+    Verdict.UNSUPPORTED,  # the row's verdict only where nothing else was judged
+)
+
+
+class Row(Protocol):
+    """What is needed of an upstream test, or of a name in an interface."""
+
+    @property
+    def id(self) -> str:
+        """Its short name, such as T07 or no_sync."""
+
+    @property
+    def test(self) -> str:
+        """Its whole name upstream: of a test, class and test."""
+
+    @property
+    def promise(self) -> str:
+        """What it promises of any engine."""
+
+    @property
+    def why_gpu(self) -> str:
+        """Why only a GPU can show it; empty where any machine can."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Table:
+    """Rows that cases stand for, the mark by which these say so, and what both are called."""
+
+    mark: str
+    rows: Sequence[Row]
+    column: str  # what is in the column of whole names
+    ids: str
+    example: str  # of the mark
+    command: str  # that lists the rows
+
+    def rows_of(self, marks: Iterable[PytestMark], *, where: str) -> tuple[str, ...]:
+        """Read this table's marks, all of them together; raises UsageError for what is no row."""
+        known = [row.id for row in self.rows]
+        found: dict[str, None] = {}
+        for mark in marks:
+            if mark.kwargs or not mark.args:
+                raise self._refusal(where, f"{self.mark}() without one, or with names", self.example)
+            for row in mark.args:
+                if row not in known:
+                    raise self._refusal(where, repr(row), _near(str(row), known) or f"`{self.command}`")
+                found[row] = None
+        return tuple(found)
+
+    def _refusal(self, where: str, got: str, hint: str) -> UsageError:
+        expected = f"{self.ids}, such as {self.rows[0].id!r}"
+        return UsageError(f"the {self.mark} mark of {where}", expected=expected, got=got, hint=hint)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowVerdict:
+    """What one engine's records add up to for a row; None where none of its cases was run."""
+
+    verdict: Verdict | None
+    num_judged: int  # of the row's cases; fewer than there are, where the run had no world for some
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowCoverage:
+    """One row with the cases that stand for it, and a verdict per engine in the order of the table."""
+
+    row: Row
+    cases: tuple[str, ...]
+    verdicts: tuple[RowVerdict, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Coverage:
+    """Every row of a table."""
+
+    table: Table
+    engines: tuple[str, ...]
+    rows: tuple[RowCoverage, ...]
+
+    @property
+    def missing(self) -> tuple[Row, ...]:
+        """Rows that no case stands for."""
+        return tuple(found.row for found in self.rows if not found.cases)
+
+    def num_passed(self, engine: str) -> int:
+        """Count the rows whose verdict for this engine is PASSED."""
+        place = self.engines.index(engine)
+        return sum(found.verdicts[place].verdict is Verdict.PASSED for found in self.rows)
+
+
+def cover(table: Table, cases: Mapping[str, Collection[str]], records: Sequence[Record]) -> Coverage:
+    """Join a table's rows with cases that name them, ``cases`` giving the rows of each, and with what runs say."""
+    engines = tuple(dict.fromkeys(record.engine for record in records))
+    verdicts: dict[tuple[str, str], list[Verdict]] = {}
+    for record in records:
+        verdicts.setdefault((record.engine, record.case), []).append(record.verdict)
+    covered = []
+    for row in table.rows:
+        standing = tuple(sorted(case for case, named in cases.items() if row.id in named))
+        judged = [[v for case in standing if (v := verdicts.get((e, case)))] for e in engines]
+        told = tuple(
+            RowVerdict(verdict=judge_row([v for found in lists for v in found]), num_judged=len(lists))
+            for lists in judged
+        )
+        covered.append(RowCoverage(row=row, cases=standing, verdicts=told))
+    return Coverage(table=table, engines=engines, rows=tuple(covered))
+
+
+def judge_row(verdicts: Collection[Verdict]) -> Verdict | None:
+    """Say what verdicts of a row's cases add up to: the worst of them; None for none at all."""
+    return min(verdicts, key=_WORST_FIRST.index, default=None)
+
+
+def _near(row: str, known: Sequence[str]) -> str:
+    padded = f"{row[:1].upper()}{row[1:].zfill(2)}"  # T7 is as near to T37 as to T07
+    near = [padded] if padded in known else difflib.get_close_matches(row, known, n=1, cutoff=0.4)
+    return repr(near[0]) if near else ""

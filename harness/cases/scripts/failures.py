@@ -1,0 +1,93 @@
+"""Loops in which something comes between: a forward that raises, or an evaluation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import ClassVar
+
+import torch
+
+from engine.contract import Capability
+from harness.cases.script import Actor, Evaluation
+
+__all__ = ["RAISED", "Evaluates", "EvaluationPoint", "FailsFirst", "SkipsAFailure"]
+
+RAISED = "what the forward did that had to raise"  # the subject of a note
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FailsFirst:
+    """The last microbatch of a step makes the model raise; then the whole step is done again.
+
+    The model must raise FloatingPointError for inputs that are no numbers.
+    """
+
+    demands: ClassVar[frozenset[Capability]] = frozenset({Capability.RECOVER})
+
+    def play(self, actor: Actor) -> None:
+        """Fail, forget, begin again."""
+        for microbatch in range(actor.num_microbatches - 1):
+            _train(actor, microbatch, is_counted=False)
+        _fail(actor, actor.num_microbatches - 1)
+        actor.zero_grad()
+        for microbatch in range(actor.num_microbatches):
+            _train(actor, microbatch)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SkipsAFailure:
+    """After the last microbatch of a step one more makes the model raise; the optimizer steps without it.
+
+    As for `FailsFirst`, the model must raise FloatingPointError for inputs that are no numbers.
+    """
+
+    demands: ClassVar[frozenset[Capability]] = frozenset({Capability.RECOVER, Capability.RECOVER_KEEPING})
+
+    def play(self, actor: Actor) -> None:
+        """Train, fail, forget the failure alone."""
+        for microbatch in range(actor.num_microbatches):
+            _train(actor, microbatch)
+        _fail(actor, actor.num_microbatches - 1)
+
+
+class EvaluationPoint(Enum):
+    """When a training loop evaluates."""
+
+    BEFORE_TRAINING = "before the first forward that trains"
+    BEFORE_STEP = "after the last backward, before the optimizer step"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluates:
+    """Microbatches one after the other, and evaluations at a moment of each step."""
+
+    moment: EvaluationPoint
+    how: Evaluation = Evaluation.NO_GRAD
+    demands: ClassVar[frozenset[Capability]] = frozenset()
+
+    def play(self, actor: Actor) -> None:
+        """Evaluate on the data of the first microbatch."""
+        if self.moment is EvaluationPoint.BEFORE_TRAINING and actor.step == 0:
+            actor.evaluate(0, self.how)
+        for microbatch in range(actor.num_microbatches):
+            _train(actor, microbatch)
+        if self.moment is EvaluationPoint.BEFORE_STEP:
+            actor.evaluate(0, self.how)
+
+
+def _fail(actor: Actor, microbatch: int) -> None:
+    inputs = (torch.full_like(x, torch.nan) for x in actor.batch(microbatch).inputs)
+    try:
+        actor.forward(microbatch, *inputs)
+    except FloatingPointError as error:
+        actor.note(RAISED, type(error).__name__)
+    else:
+        actor.note(RAISED, "nothing")
+    actor.recover()
+
+
+def _train(actor: Actor, microbatch: int, *, is_counted: bool = True) -> None:
+    with actor.synchronisation(microbatch):
+        output = actor.forward(microbatch, *actor.batch(microbatch).inputs)
+        actor.backward(microbatch, actor.loss(microbatch, output), is_counted=is_counted)

@@ -1,0 +1,192 @@
+"""Training loops: orders of microbatches, reductions held back, nested inputs, evaluations between steps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, ClassVar
+
+import torch
+
+from engine.contract import Capability
+from harness.cases.script import Actor, EachMicrobatch
+
+
+class Holding(Enum):
+    """What is held back before the last microbatch."""
+
+    GRADIENTS = "the whole reduction"
+    REPLICAS = "the reduction across replicas alone"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HoldingBack:
+    """A plain loop in which ``units`` hold their reductions back until the last microbatch; ``""`` is the root.
+
+    Units are told by their own handles, each alone; with ``keeps`` they keep gathered parameters meanwhile.
+    """
+
+    units: tuple[str, ...]
+    holding: Holding = Holding.GRADIENTS
+    keeps: bool = False
+
+    @property
+    def demands(self) -> frozenset[Capability]:
+        """Tell which handles are used."""
+        is_whole = self.holding is Holding.GRADIENTS
+        used = {Capability.UNIT_SYNC if is_whole else Capability.REPLICA_SYNC}
+        return frozenset(used | ({Capability.KEEP_AFTER_BACKWARD} if self.keeps else set()))
+
+    def play(self, actor: Actor) -> None:
+        """Tell the units before each microbatch."""
+        for microbatch in range(actor.num_microbatches):
+            is_last = microbatch == actor.num_microbatches - 1
+            for name in self.units:
+                unit = actor.units()[name]
+                if self.holding is Holding.GRADIENTS:
+                    unit.set_gradient_sync(is_on=is_last)
+                else:
+                    unit.set_replica_sync(is_on=is_last)
+                if self.keeps:
+                    unit.set_reshard_after_backward(is_on=is_last)
+            with actor.synchronisation(microbatch):
+                output = actor.forward(microbatch, *actor.batch(microbatch).inputs)
+                actor.backward(microbatch, actor.loss(microbatch, output))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Interleaved:
+    """Forwards run ``ahead`` of backwards by so many microbatches, as on a stage of a pipeline.
+
+    One ahead is one-forward-one-backward; as many ahead as there are microbatches runs all forwards first.
+    The engine is told which backward ends the step.
+    """
+
+    ahead: int
+    keeps: bool = False
+
+    @property
+    def demands(self) -> frozenset[Capability]:
+        """Tell which handles are used."""
+        used = {Capability.INTERLEAVE, Capability.UNIT_SYNC}
+        return frozenset(used | ({Capability.KEEP_AFTER_BACKWARD} if self.keeps else set()))
+
+    def play(self, actor: Actor) -> None:
+        """Run each backward as soon as enough forwards are ahead of it."""
+        num, losses = actor.num_microbatches, dict[int, torch.Tensor]()
+        for microbatch in range(num):
+            for ahead in range(len(losses), min(microbatch + self.ahead + 1, num)):
+                output = actor.forward(ahead, *actor.batch(ahead).inputs)
+                losses[ahead] = actor.loss(ahead, output)
+            is_last = microbatch == num - 1
+            actor.units()[""].set_last_backward(is_last=is_last)
+            if self.keeps:
+                for unit in actor.units().values():
+                    unit.set_reshard_after_backward(is_on=is_last)
+            with actor.synchronisation(microbatch):
+                actor.backward(microbatch, losses[microbatch])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SumOfForwards:
+    """All microbatches go forward; then the sum of their losses goes backward once, as the last microbatch's."""
+
+    demands: ClassVar[frozenset[Capability]] = frozenset({Capability.INTERLEAVE})
+
+    def play(self, actor: Actor) -> None:
+        """Give the engine several forwards and one backward."""
+        losses = []
+        for microbatch in range(actor.num_microbatches):
+            output = actor.forward(microbatch, *actor.batch(microbatch).inputs)
+            losses.append(actor.loss(microbatch, output))
+        actor.backward(actor.num_microbatches - 1, torch.stack(losses).sum())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BranchByBranch:
+    """The model returns several outputs; each has a loss and a backward of its own, in the order of ``branches``.
+
+    All of them go through the graph of one forward, and the engine is told which backward ends the step. Outputs
+    share the columns of the target, the first ones first.
+    """
+
+    branches: tuple[int, ...]
+    demands: ClassVar[frozenset[Capability]] = frozenset({Capability.UNIT_SYNC})
+
+    def play(self, actor: Actor) -> None:
+        """Have each backward pass the other branches by."""
+        for microbatch in range(actor.num_microbatches):
+            batch = actor.batch(microbatch)
+            outputs = actor.forward(microbatch, *batch.inputs)
+            targets = torch.split(batch.target, [output.shape[1] for output in outputs], dim=1)
+            losses = [
+                actor.loss(microbatch, output, target)
+                for output, target in zip(outputs, targets, strict=True)
+            ]
+            *earlier, last = self.branches
+            actor.units()[""].set_last_backward(is_last=False)
+            for branch in earlier:
+                actor.backward_of_branch(microbatch, losses[branch])
+            actor.units()[""].set_last_backward(is_last=microbatch == actor.num_microbatches - 1)
+            actor.backward(microbatch, losses[last])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NestInputs:
+    """Forward is called with one tensor and a tuple of the others; they come from the host, as from a loader."""
+
+    demands: ClassVar[frozenset[Capability]] = frozenset()
+
+    def play(self, actor: Actor) -> None:
+        """Take one microbatch at a time."""
+        for microbatch in range(actor.num_microbatches):
+            with actor.synchronisation(microbatch):
+                first, *others = (tensor.cpu() for tensor in actor.batch(microbatch).inputs)
+                output = actor.forward(microbatch, first, tuple(others))
+                actor.backward(microbatch, actor.loss(microbatch, output))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluatesFirst:
+    """Each step evaluates the first microbatch without gradients, then trains on all of them."""
+
+    demands: ClassVar[frozenset[Capability]] = frozenset()
+
+    def play(self, actor: Actor) -> None:
+        """Evaluate, then train."""
+        actor.evaluate(0)
+        EachMicrobatch().play(actor)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HoldsOn:
+    """A plain loop that keeps each output, a slice of each input, and the outputs of ``units``, taken by hooks."""
+
+    units: tuple[str, ...]
+    demands: ClassVar[frozenset[Capability]] = frozenset()
+
+    def play(self, actor: Actor) -> None:
+        """Take one microbatch at a time, and let nothing go."""
+        kept: list[torch.Tensor] = []
+        for microbatch in range(actor.num_microbatches):
+            inputs = actor.batch(microbatch).inputs
+            with actor.synchronisation(microbatch):
+                output, activations = self._forward(actor, microbatch)
+                slices = [tensor[:1] for tensor in inputs]
+                actor.hold("an activation", *activations)
+                actor.hold("a slice of an input", *slices)
+                actor.backward(microbatch, actor.loss(microbatch, output))
+            kept += [output.detach(), *activations, *slices]
+
+    # Any: a model takes and returns what it likes.
+    def _forward(self, actor: Actor, microbatch: int) -> tuple[Any, list[torch.Tensor]]:
+        taken: list[torch.Tensor] = []
+
+        def take(_: torch.nn.Module, __: tuple[Any, ...], output: torch.Tensor) -> None:
+            taken.append(output.detach())
+
+        handles = [actor.part(unit).register_forward_hook(take) for unit in self.units]
+        output = actor.forward(microbatch, *actor.batch(microbatch).inputs)
+        for handle in handles:
+            handle.remove()
+        return output, taken

@@ -1,0 +1,82 @@
+"""The law over the census: between steps no rank holds more than the plan's layout explains."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from harness.cases.training import Training
+from harness.cases.units import num_shares_of
+from harness.laws.law import Evidence, Ruling, rule
+from harness.records.observation import Observation
+from harness.tracing.memory.census_report import CensusEntry
+from harness.training.expected_memory import Explained, StateTensor, explained, form_of, state_bytes
+from harness.training.oracle import Quantity
+
+__all__ = ["MemoryIsExplained"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryIsExplained:
+    """After each optimizer step the rank's storages together are no larger than its share of everything.
+
+    The count comes from the census, so what an adapter shows plays no part. Numbers cannot show this, and neither
+    can the shards: an engine that holds everything whole may show slices of it.
+    """
+
+    name: str = "memory between steps is explained by the layout"
+
+    def judge(self, evidence: Evidence) -> Ruling:
+        """Compare every count on every rank with the closed form."""
+        if not any(observation.counts for observation in evidence.ranks):
+            return rule(self.name, [], held="not counted: these observations hold no census")
+        if num_shares_of(evidence.training.plan, evidence.world_size) == 1:
+            return rule(self.name, [], held="every rank is a replica by itself")
+        broken: list[str] = []
+        most = 0
+        num_counts = len(evidence.ranks[0].counts)
+        for observation in evidence.ranks:
+            limit = _explained(evidence, observation)
+            counts = list(_counted(evidence.training, observation))
+            most = max([most, *(count.num_bytes for count in counts)])
+            broken += [
+                _breach(observation.rank, count, limit)
+                for count in counts
+                if count.num_bytes > limit.num_bytes
+            ]
+            if len(observation.counts) != num_counts:
+                broken.append(
+                    f"rank {observation.rank}: expected {num_counts} counts, as on rank 0, "
+                    f"got {len(observation.counts)}"
+                )
+        limit = _explained(evidence, evidence.ranks[0])
+        return rule(self.name, broken, held=f"at most {most} of {limit.num_bytes} bytes on each rank")
+
+
+def _counted(training: Training, observation: Observation) -> Iterator[CensusEntry]:
+    """Return the counts before the training is handed over: afterwards the loop itself holds both models."""
+    last = training.schedule.steps if training.resume is None else training.resume.after_steps
+    return (count for count in observation.counts if count.step < last)
+
+
+def _explained(evidence: Evidence, observation: Observation) -> Explained:
+    training, size, cut = evidence.training, evidence.world_size, observation.cut
+    oracle, form = evidence.oracle, form_of(evidence.training)
+    state = (
+        StateTensor(
+            parameter=name.partition("/")[0],
+            shape=tuple(whole.shape),
+            bytes_per_element=oracle.dtype(Quantity.OPTIMIZER_STATE, name).itemsize,
+        )
+        for name, whole in oracle.optimizer_state.items()
+    )
+    num_bytes = state_bytes(form, training, size, cut=cut, state=state)
+    return explained(form, training, size, cut=cut, state=num_bytes)
+
+
+def _breach(rank: int, count: CensusEntry, limit: Explained) -> str:
+    largest = "; ".join(map(str, count.largest))
+    return (
+        f"rank {rank}, step {count.step}, {count.moment}: expected at most {limit}, got {count.num_bytes} bytes; "
+        f"the largest: {largest}"
+    )

@@ -1,0 +1,218 @@
+"""Laws over how a training ran: notes of its script, states of units, equal repetitions, and no races."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from harness.laws.law import Evidence, Ruling, rule
+from harness.laws.tolerance import allowed_error
+from harness.records.observation import StepObservation
+from harness.records.record import LawRecord
+from harness.training.absolute_error import deviation
+from harness.training.oracle import INITIAL_STEP, Quantity, TensorKey
+
+_NOTHING = "nothing"  # stands for a note that was never made
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpectedUnitState:
+    """At a moment a unit is gathered (``unsharded``), or each rank has its share alone (``sharded``)."""
+
+    moment: str
+    unit: str
+    is_unsharded: bool
+
+    @property
+    def value(self) -> str:
+        """Spell the state as it is observed."""
+        return "unsharded" if self.is_unsharded else "sharded"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnitsAre:
+    """At each moment of every step each unit is in the state named, on every rank."""
+
+    states: tuple[ExpectedUnitState, ...]
+
+    @property
+    def name(self) -> str:
+        """Say how many states are asked for."""
+        moments = dict.fromkeys(s.moment for s in self.states)
+        return f"units are gathered and freed as planned ({', '.join(moments)})"
+
+    def judge(self, evidence: Evidence) -> Ruling:
+        """Look each state up."""
+        broken = [
+            f"step {step}, rank {rank}, {wanted.moment}: expected unit {wanted.unit!r} {wanted.value}, got {got}"
+            for rank, step, seen in _steps(evidence)
+            for wanted in self.states
+            if (got := _value(seen, wanted.moment, f"unit {wanted.unit!r}")) != wanted.value
+        ]
+        return rule(
+            self.name, broken, held=f"{len(self.states)} states in every step on {evidence.world_size} ranks"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Notes:
+    """The script noted this of a subject, in every step on every rank.
+
+    ``is_explained``: another note than this value says by itself what is wrong.
+    """
+
+    subject: str
+    value: str
+    is_explained: bool = False
+
+    @property
+    def name(self) -> str:
+        """Say the law."""
+        return f"{self.subject} is {self.value}"
+
+    def judge(self, evidence: Evidence) -> Ruling:
+        """Look the subject up."""
+        broken = []
+        for rank, step, seen in _steps(evidence):
+            values = [fact.value for fact in seen.facts if fact.subject == self.subject] or [_NOTHING]
+            broken += [
+                f"step {step}, rank {rank}: {self._told(value)}" for value in values if value != self.value
+            ]
+        return rule(self.name, broken, held=f"in every step on {evidence.world_size} ranks")
+
+    def _told(self, value: str) -> str:
+        if self.is_explained and value != _NOTHING:
+            return f"{self.subject}: {value}"
+        item = _first_unlike(self.value, value)
+        return f"expected {self.subject} {self.value}, got {value}{f': {item}' if item else ''}"
+
+
+def _first_unlike(expected: str, got: str) -> str | None:
+    """Name the first item in which two lists differ that were noted as texts; None if they are no lists."""
+    try:
+        wanted, found = ast.literal_eval(expected), ast.literal_eval(got)
+    except (ValueError, SyntaxError):
+        return None
+    if not (isinstance(wanted, list) and isinstance(found, list)):
+        return None
+    if len(wanted) != len(found):
+        return f"{len(found)} items instead of {len(wanted)}"
+    unlike = (i for i, (one, other) in enumerate(zip(wanted, found, strict=True)) if one != other)
+    return next((f"item {i} is {found[i]!r} instead of {wanted[i]!r}" for i in unlike), None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShowsTheModel:
+    """Whatever a module shows of a parameter at these moments is the oracle's, from before the step's update."""
+
+    moments: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        """Say the law."""
+        return f"modules show the oracle's parameters ({', '.join(self.moments)})"
+
+    def judge(self, evidence: Evidence) -> Ruling:
+        """Compare every parameter shown, whole or share, on every rank."""
+        broken = [
+            text
+            for rank, step, seen in _steps(evidence)
+            for moment in self.moments
+            for text in self._wrong(evidence, step, seen, moment, f"step {step}, rank {rank}, {moment}")
+        ]
+        return rule(self.name, broken, held=f"in every step on {evidence.world_size} ranks")
+
+    def _wrong(
+        self, evidence: Evidence, step: int, seen: StepObservation, moment: str, where: str
+    ) -> Iterator[str]:
+        shown = seen.snapshots.get(moment, {})
+        quantity = Quantity.INITIAL if step == 0 else Quantity.PARAMETER
+        before = INITIAL_STEP if step == 0 else step - 1
+        for name, whole in evidence.oracle.reference(quantity, before, rank=0).items():
+            if name not in shown:
+                yield f"{where}: expected parameter {name!r}, got nothing"
+                continue
+            place = TensorKey(quantity=quantity, step=before, name=name)
+            assert whole is not None
+            error = _error(shown[name].tensor, shown[name].of(whole))
+            allowed = allowed_error(evidence.oracle, place)
+            if not error <= allowed:  # NaN is wrong too
+                yield f"{where}: parameter {name!r} is off by {error:.3g}, allowed {allowed:.3g}"
+
+
+def _error(got: torch.Tensor, expected: torch.Tensor) -> float:
+    if got.shape != expected.shape:
+        return float("inf")
+    return deviation(got, expected).max().item() if got.numel() else 0.0
+
+
+def _steps(evidence: Evidence) -> Iterator[tuple[int, int, StepObservation]]:
+    for observation in evidence.ranks:
+        for step, seen in enumerate(observation.steps):
+            yield observation.rank, step, seen
+
+
+def _value(seen: StepObservation, moment: str, subject: str) -> str:
+    found = (f.value for f in seen.facts if (f.moment, f.subject) == (moment, subject))
+    return next(found, "nothing")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Deterministic:
+    """All repetitions that the schedule asks for agree in every bit of every tensor, loss and norm."""
+
+    name: str = "repeats itself bitwise"
+
+    def judge(self, evidence: Evidence) -> Ruling:
+        """Compare the hashes of all repetitions, on every rank."""
+        broken = []
+        for observation in evidence.ranks:
+            digests = observation.repeat_digests
+            if len(digests) < 2:
+                broken.append(f"rank {observation.rank}: expected several repetitions, got {len(digests)}")
+            elif len(set(digests)) > 1:
+                first = next(i for i, d in enumerate(digests) if d != digests[0])
+                broken.append(
+                    f"rank {observation.rank}: repetition {first} of {len(digests)} differs from the first"
+                )
+        if broken:
+            more = f" (and {len(broken) - 1} more ranks)" if len(broken) > 1 else ""
+            record = LawRecord(law=self.name, held=False, summary=broken[0] + more, details=tuple(broken))
+            return Ruling(record=record)
+        count = evidence.training.schedule.repeats
+        held = f"{count} repetitions on {evidence.world_size} ranks"
+        return Ruling(record=LawRecord(law=self.name, held=True, summary=held))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NoRaces:
+    """No two operators touch the same memory, one of them writing, unless something has the later one wait."""
+
+    @property
+    def name(self) -> str:
+        """Say the law."""
+        return "streams wait for each other"
+
+    def judge(self, evidence: Evidence) -> Ruling:
+        """Look at what each rank's watch found; a rank that nobody watched breaks the law."""
+        broken: list[str] = []
+        num_touches, num_streams, num_collectives = 0, 0, 0
+        for observation in evidence.ranks:
+            report = observation.race_report
+            if report is None or not report.num_touches:
+                broken.append(
+                    f"rank {observation.rank}: expected a watch over its streams, got none that saw any"
+                )
+                continue
+            num_touches += report.num_touches
+            num_collectives += report.num_collectives
+            num_streams = max(num_streams, report.num_streams)
+            broken += [f"rank {observation.rank}: {race}" for race in report.races]
+        held = (
+            f"{num_touches} touches of memory and {num_collectives} collectives on {evidence.world_size} ranks, "
+            f"up to {num_streams} streams each"
+        )
+        return rule(self.name, broken, held=held)

@@ -1,1 +1,0 @@
-"""Laws over shards: where rows lie, who holds how much, how parts move."""

@@ -1,0 +1,269 @@
+"""What a world left in its folder as a timeline: when units computed, collectives were under way, and touches raced.
+
+Read from the ranks' journals and race reports, whatever became of the world. No torch here: reports draw it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from harness.records.manifest import MANIFEST, changes
+from harness.tracing.events import EventKind, EventLog, flights, stretches
+from harness.tracing.journal import UNREADABLE, read_journal
+from harness.tracing.ledger import Entry, Op, Phase
+from harness.tracing.races.race_report import RACES, Race, Touch, report_from_json
+
+__all__ = [
+    "COMPUTE",
+    "CollectiveSpan",
+    "RaceMark",
+    "RankTimeline",
+    "TimePoint",
+    "Timeline",
+    "UnitSpan",
+    "read_timeline",
+]
+
+COMPUTE = "compute"
+"""The lane of what computes: the default stream, and the host where nobody watched streams."""
+
+_JOURNAL = re.compile(r"rank(\d+)\.ledger\.jsonl")
+_DEFAULT_STREAM = "the default stream"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimePoint:
+    """When something happened: by the clock, and by its place among all that the rank's journal tells."""
+
+    at_ns: int
+    place: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnitSpan:
+    """A unit computes, or the loop is in a phase, which has no unit."""
+
+    unit: str | None
+    phase: Phase
+    step: int
+    microbatch: int
+    first: TimePoint
+    last: TimePoint
+
+    @property
+    def name(self) -> str:
+        """Spell who it is."""
+        return str(self.phase) if self.unit is None else self.unit or "root"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CollectiveSpan:
+    """One collective from its issue to the first wait of what computes; ``landed`` is None where there was none.
+
+    ``lane`` is the stream on which it was issued where streams were watched, else its group.
+    """
+
+    entry: Entry
+    lane: str
+    issued: TimePoint
+    landed: TimePoint | None
+
+    @property
+    def key(self) -> tuple[tuple[int, ...], int] | None:
+        """What the same collective has on every rank of its group; None for a message, which has one peer."""
+        return None if self.entry.op in {Op.SEND, Op.RECV} else (self.entry.group, self.entry.group_seq)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RaceMark:
+    """A race, with the lanes of its two touches and when they were; of an older report nobody knows when."""
+
+    race: Race
+    lanes: tuple[str, str]
+    first: TimePoint
+    second: TimePoint
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankTimeline:
+    """One rank: its lanes from top to bottom, and what is on them."""
+
+    rank: int
+    lanes: tuple[str, ...]
+    phases: tuple[UnitSpan, ...]
+    spells: tuple[UnitSpan, ...]
+    passages: tuple[CollectiveSpan, ...]
+    clashes: tuple[RaceMark, ...]
+
+    def of_step(self, step: int) -> RankTimeline:
+        """Keep what began in one step; a race is kept where its second touch was."""
+        return replace(
+            self,
+            phases=tuple(s for s in self.phases if s.step == step),
+            spells=tuple(s for s in self.spells if s.step == step),
+            passages=tuple(p for p in self.passages if p.entry.step == step),
+            clashes=tuple(c for c in self.clashes if c.race.second.step == step),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timeline:
+    """All ranks of one world, or some of them; ``problems`` say which files are damaged, and so lack something here."""
+
+    ranks: tuple[RankTimeline, ...]
+    problems: tuple[str, ...] = ()
+
+    @property
+    def steps(self) -> tuple[int, ...]:
+        """Tell the steps there are; before the first one nothing is drawn step by step."""
+        return tuple(sorted({p.step for r in self.ranks for p in (*r.phases, *r.spells) if p.step >= 0}))
+
+    @property
+    def telling_step(self) -> int | None:
+        """Tell which step says most: the one in which most races were first met, else the last."""
+        raced = Counter(c.race.second.step for r in self.ranks for c in r.clashes)
+        return max(self.steps, key=lambda step: (raced[step], step), default=None)
+
+    def of_step(self, step: int) -> Timeline:
+        """Keep one step."""
+        return replace(self, ranks=tuple(rank.of_step(step) for rank in self.ranks))
+
+    def of_ranks(self, keep: Callable[[int], bool]) -> Timeline:
+        """Keep some ranks."""
+        return replace(self, ranks=tuple(r for r in self.ranks if keep(r.rank)))
+
+
+def read_timeline(folder: Path) -> Timeline:
+    """Read what the ranks of one world left; no ranks where there are no journals, or where those hold no course."""
+    found = sorted((int(m[1]), p) for p in folder.glob("rank*.jsonl") if (m := _JOURNAL.fullmatch(p.name)))
+    problems = _changed(folder)
+    ranks = [_read_rank(rank, journal, problems) for rank, journal in found]
+    told = tuple(f"{name}: {why}" for name, why in sorted(problems.items()))
+    return Timeline(ranks=tuple(rank for rank in ranks if rank is not None), problems=told)
+
+
+def _changed(folder: Path) -> dict[str, str]:
+    """Name the files that changed since they were kept; a world that was never kept whole has no manifest."""
+    if not (folder / MANIFEST).is_file():
+        return {}
+    return dict(changes(folder, lambda name: name.endswith((".ledger.jsonl", RACES))))
+
+
+def _read_rank(rank: int, journal: Path, problems: dict[str, str]) -> RankTimeline | None:
+    ledger, course, damaged = read_journal(journal)
+    if damaged:
+        problems[journal.name] = f"{len(damaged)} damaged line(s) skipped, the first in line {damaged[0]}"
+    if not course:
+        return None
+    passages = tuple(_passages(course, {entry.seq: entry for entry in ledger}))
+    lanes = tuple(dict.fromkeys((COMPUTE, *(p.lane for p in passages))))
+    clashes = _clashes(journal.with_name(f"rank{rank}{RACES}"), course, lanes, problems)
+    touched = (lane for clash in clashes for lane in clash.lanes)
+    return RankTimeline(
+        rank=rank,
+        lanes=tuple(dict.fromkeys((*lanes, *touched))),
+        phases=tuple(_phases(course)),
+        spells=tuple(_spells(course)),
+        passages=passages,
+        clashes=clashes,
+    )
+
+
+def _clashes(
+    file: Path, course: EventLog, lanes: tuple[str, ...], problems: dict[str, str]
+) -> tuple[RaceMark, ...]:
+    """Read a report of races; a damaged one is left out, because a part of it would clear the rest."""
+    if file.name in problems or not file.is_file():
+        return ()
+    try:
+        races = report_from_json(json.loads(file.read_text())).races
+        return tuple(_clash(race, course, lanes) for race in races if race.second.at_ns)
+    except UNREADABLE:
+        problems[file.name] = "damaged, left out"
+        return ()
+
+
+def _phases(course: EventLog) -> Iterator[UnitSpan]:
+    began: list[int] = []
+    for at, mark in enumerate(course):
+        if mark.what is EventKind.BEGAN:
+            began.append(at)
+        elif mark.what is EventKind.ENDED and began:
+            first = began.pop()
+            # What lies between phases holds the others, and what the harness reads is none of the engine's.
+            if mark.phase not in {Phase.BETWEEN, Phase.OBSERVE}:
+                yield _spell(course, None, first, at)
+
+
+def _spells(course: EventLog) -> Iterator[UnitSpan]:
+    for stretch in stretches(course):
+        yield _spell(course, stretch.unit, stretch.first, stretch.last)
+
+
+def _spell(course: EventLog, unit: str | None, first: int, last: int) -> UnitSpan:
+    mark = course[first]
+    return UnitSpan(
+        unit=unit,
+        phase=mark.phase,
+        step=mark.step,
+        microbatch=mark.microbatch,
+        first=_moment(course, first),
+        last=_moment(course, last),
+    )
+
+
+def _passages(course: EventLog, entries: dict[int, Entry]) -> Iterator[CollectiveSpan]:
+    streams = {mark.seq: mark.stream for mark in course if mark.what is EventKind.PLACED}
+    for flight in flights(course):
+        entry = entries.get(flight.seq)
+        if entry is None or entry.phase is Phase.OBSERVE:
+            continue
+        stream = streams.get(flight.seq)
+        yield CollectiveSpan(
+            entry=entry,
+            lane=_group_lane(entry) if stream is None else _stream_lane(stream),
+            issued=_moment(course, flight.issued),
+            landed=None if flight.landed is None else _moment(course, flight.landed),
+        )
+
+
+def _clash(race: Race, course: EventLog, lanes: tuple[str, ...]) -> RaceMark:
+    return RaceMark(
+        race=race,
+        lanes=(_touch_lane(race.first, lanes), _touch_lane(race.second, lanes)),
+        first=_moment_at(course, race.first.at_ns),
+        second=_moment_at(course, race.second.at_ns),
+    )
+
+
+def _touch_lane(touch: Touch, lanes: tuple[str, ...]) -> str:
+    """A collective that blocks nobody is a stream of its own; it is drawn where collectives are."""
+    if touch.stream.endswith("own stream"):
+        return next((lane for lane in lanes if lane != COMPUTE), COMPUTE)
+    return _stream_lane(touch.stream)
+
+
+def _stream_lane(stream: str) -> str:
+    if stream == _DEFAULT_STREAM:
+        return COMPUTE
+    named = re.search(r"\((.+)\)$", stream)
+    return named[1] if named else stream
+
+
+def _group_lane(entry: Entry) -> str:
+    return f"axis {entry.axis}" if entry.axis else f"{len(entry.group)} ranks"
+
+
+def _moment(course: EventLog, at: int) -> TimePoint:
+    return TimePoint(at_ns=course[at].at_ns, place=at)
+
+
+def _moment_at(course: EventLog, at_ns: int) -> TimePoint:
+    """Give the place of the last thing before a time that the journal has no line for."""
+    before = [at for at, mark in enumerate(course) if mark.at_ns <= at_ns]
+    return TimePoint(at_ns=at_ns, place=before[-1] if before else 0)

@@ -1,0 +1,165 @@
+"""The works that the door hands out: they tell who waits for them, and stay as long as somebody may ask."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch.distributed as dist
+
+from harness.tracing.collectives.futures import late_future
+
+# How many works stay that Python has let go of: C++ may still hold the pointer of one, and without its Python half
+# that would never be over.
+_NUM_KEPT = 64
+
+# Any: the value of a future. Given a work when its future is taken, gives what tells the value when it is complete.
+Valuer = Callable[[dist.Work], Callable[[], Any]]
+
+
+class WaitObserver(Protocol):
+    """Who is told of waits for one call."""
+
+    def waits(self, *, is_over: bool | None) -> None:
+        """Take note that somebody waits; ``is_over`` as `harness.tracing.ledger.Wait` has it."""
+
+    def over(self) -> None:
+        """Take note that the wait came to its end; one that raises does not."""
+
+
+class WatchedWork(dist.Work):
+    """A work that tells the recorder when somebody waits for it, or for its future, and until when.
+
+    Without ``valuer`` the future is the work's own, as that of a device knows of streams; taking it counts as waiting.
+    """
+
+    def __init__(self, inner: dist.Work, hearing: WaitObserver, works: Works, valuer: Valuer | None) -> None:
+        super().__init__()
+        self._inner = inner
+        self._hearing = hearing
+        self._works = works
+        self._valuer = valuer
+        self._is_over = False
+
+    def __del__(self) -> None:
+        """Stay for C++, which may still hold the other half, but without the tensors, once Python has let go."""
+        if self._is_over and self._valuer is not None:  # else a device may still be at it
+            self._inner = _Over()
+        self._works.keep(self)
+
+    # Any below: dist.Work's own methods are untyped where they hand tensors back.
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        self._begin(is_over=False)
+        with inside_backend():
+            waited = self._inner.wait() if timeout is None else self._inner.wait(timeout)
+        self._end()
+        return waited
+
+    def get_future(self) -> Any:
+        if self._valuer is not None:
+            return late_future(self, self._valuer(self._inner))
+        self._begin(is_over=None)
+        future = self._inner.get_future()
+        if future.done():
+            self._end()
+        return future
+
+    def synchronize(self) -> None:
+        self._begin(is_over=False)
+        with inside_backend():
+            self._inner.synchronize()
+        self._end()
+
+    def block_current_stream(self) -> None:
+        self._begin(is_over=False)
+        self._inner.block_current_stream()
+        self._end()
+
+    def result(self) -> Any:
+        return self._inner.result()
+
+    def is_completed(self) -> bool:
+        # Whoever is told that a result is there may use it: that ends a wait like any other.
+        is_completed = self._inner.is_completed()
+        if is_completed:
+            self._begin(is_over=True)
+            self._is_over = True
+        return is_completed
+
+    def is_success(self) -> bool:
+        return self._inner.is_success()
+
+    def exception(self) -> Any:
+        return self._inner.exception()
+
+    def source_rank(self) -> int:
+        return self._inner.source_rank()
+
+    def _source_rank(self) -> int:  # the spelling that torch's own recv from any source uses
+        return self._inner._source_rank()
+
+    def _begin(self, *, is_over: bool | None) -> None:
+        self._hearing.waits(is_over=is_over)
+        self._works.waited(self)
+
+    def _end(self) -> None:
+        self._hearing.over()
+        self._is_over = True
+
+
+class _Over(dist.Work):
+    """What is left of a work on a CPU that is over and that only C++ may hold: it can wait again, and no more."""
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        return True
+
+
+class Works:
+    """Keeps works referenced: all that nobody waited for, and the most recent of those that Python has let go of."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[int, WatchedWork] = {}
+        self._kept: deque[WatchedWork] = deque(maxlen=_NUM_KEPT)
+
+    def watch(self, inner: dist.Work, hearing: WaitObserver, valuer: Valuer | None) -> WatchedWork:
+        """Give a work that stands for ``inner``, and keep it until somebody waits for it."""
+        work = WatchedWork(inner, hearing, self, valuer)
+        self._waiting[id(work)] = work
+        return work
+
+    def waited(self, work: WatchedWork) -> None:
+        """Leave a work to those who hold it."""
+        self._waiting.pop(id(work), None)
+
+    def keep(self, work: WatchedWork) -> None:
+        """Keep a work that is about to go, for a while; it goes without a word the next time."""
+        self._kept.append(work)
+
+
+class _Own(threading.local):
+    """The calling thread's."""
+
+    depth = 0
+
+
+_own = _Own()
+
+
+class inside_backend:  # noqa: N801 - reads as the context that it is
+    """Context of a call into a backend: gloo, for one, copies what it has summed up while somebody waits for it."""
+
+    __slots__ = ()
+
+    def __enter__(self) -> None:
+        _own.depth += 1
+
+    def __exit__(self, *error: object) -> None:
+        _own.depth -= 1
+
+
+def is_inside_backend() -> bool:
+    """Tell an operator that a backend calls from those of the engine."""
+    return _own.depth > 0

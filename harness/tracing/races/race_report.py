@@ -1,0 +1,121 @@
+"""A race as a plain value: two operators that touch the same memory, and the wait that nobody made. No torch here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from harness.tracing.ledger import Phase
+
+__all__ = ["RACES", "Race", "RaceKind", "RaceReport", "Touch", "report_from_json", "report_to_json"]
+
+RACES = ".races.json"
+"""How the file ends that holds a rank's report."""
+
+
+class RaceKind(StrEnum):
+    """What goes wrong if the second operator runs before, or while, the first does."""
+
+    READ_AFTER_WRITE = "read after write"
+    WRITE_AFTER_READ = "write after read"
+    WRITE_AFTER_WRITE = "write after write"
+    REUSE = "reuse of released memory"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Touch:
+    """One operator or collective that touched memory: on which stream, in whose turn, and where it was called.
+
+    ``at_ns`` is when, by the clock of the course; two touches are no other for it. 0 in reports kept without it.
+    """
+
+    operator: str
+    is_write: bool
+    stream: str
+    phase: Phase
+    step: int
+    microbatch: int
+    unit: str | None
+    site: str
+    at_ns: int = field(default=0, compare=False)
+
+    def __str__(self) -> str:
+        """Spell it for a person."""
+        verb = "writes" if self.is_write else "reads"
+        where = [] if self.unit is None else [f"unit {self.unit!r}" if self.unit else "the root"]
+        where += [str(self.phase)] + [f"step {self.step}"] * (self.step >= 0)
+        where += [f"microbatch {self.microbatch}"] * (self.microbatch >= 0)
+        return f"{self.operator} {verb} on {self.stream} ({', '.join([*where, f'at {self.site}'])})"
+
+    @property
+    def place(self) -> tuple[object, ...]:
+        """What a touch of the next step, microbatch or tensor has in common with this one."""
+        return (self.operator, self.is_write, self.stream, self.phase, self.unit, self.site)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Race:
+    """Two touches of the same memory that nothing orders; ``first`` was issued before ``second``.
+
+    ``count`` is how often touches of these two places met so, the first time being the one told.
+    """
+
+    kind: RaceKind
+    first: Touch
+    second: Touch
+    count: int = 1
+
+    @property
+    def missing(self) -> str:
+        """Say which wait would order the two."""
+        waiting, awaited = self.second.stream, self.first.stream
+        if self.kind is RaceKind.REUSE:
+            return (
+                f"nothing has {waiting} wait for {awaited} between the two, and the memory was released meanwhile; "
+                f"keep it until {waiting} has waited for an event recorded on {awaited} after {self.first.operator}, "
+                "or call record_stream"
+            )
+        return (
+            f"nothing has {waiting} wait for {awaited} between the two; "
+            f"expected a wait for an event recorded on {awaited} after {self.first.operator}, or for its work"
+        )
+
+    def __str__(self) -> str:
+        """Tell the whole race in one line."""
+        times = "" if self.count == 1 else f" ({self.count} times)"
+        return f"{self.kind}{times}: {self.first}; then {self.second}; {self.missing}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RaceReport:
+    """What the watch over one rank's streams saw: how much there was to see, and the races."""
+
+    num_touches: int
+    num_streams: int
+    num_collectives: int
+    races: tuple[Race, ...] = ()
+
+
+def report_to_json(report: RaceReport) -> dict[str, Any]:
+    """Give the report in JSON's own types."""
+    return asdict(report)
+
+
+def report_from_json(plain: Mapping[str, Any]) -> RaceReport:
+    """Read what `report_to_json` gave."""
+    races = tuple(
+        Race(
+            kind=RaceKind(race["kind"]),
+            first=_touch(race["first"]),
+            second=_touch(race["second"]),
+            count=race["count"],
+        )
+        for race in plain["races"]
+    )
+    return RaceReport(**{**plain, "races": races})
+
+
+def _touch(plain: Mapping[str, Any]) -> Touch:
+    return Touch(**{**plain, "phase": Phase(plain["phase"])})

@@ -1,0 +1,305 @@
+"""Judging one case: from how the ranks ended and what they observed to a verdict. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import dataclass, replace
+from typing import assert_never
+
+from engine.contract import Capability
+from harness.cases.training import Training, Watch
+from harness.laws.communication.buffers import LeavesBuffersAlone, ResultsAreWaitedFor, harm_in
+from harness.laws.communication.counts import ReadsAreSilent
+from harness.laws.communication.matching import Counterparts, first_disagreement
+from harness.laws.law import Evidence, Law, Ruling
+from harness.laws.memory.lifetimes import UserTensorsLive
+from harness.laws.memory.share import MemoryIsExplained
+from harness.laws.runtime import NoRaces
+from harness.records.hang import HangReport
+from harness.records.record import LawRecord, OutcomeRecord, TensorRecord, Verdict
+from harness.records.world_result import SavedResult
+from harness.training.oracle import OracleObservation
+from harness.verdicts.case import Case, Refusal
+from harness.verdicts.hang_analysis import TRANSPORT_ERRORS, analyse_hang
+from harness.verdicts.vacuity import incomparable_because, vacuous_because
+from harness.worlds.outcome import (
+    Abandoned,
+    Died,
+    Outcome,
+    Raised,
+    Returned,
+    TimedOut,
+    WorldResult,
+    causal,
+)
+from harness.worlds.processes.stacks import is_in_passage
+
+__all__ = ["Judgement", "implied", "judge", "judge_failure"]
+
+# The error of the threads world that says what the engine did, as gloo's hangs and garbage do not.
+_MISMATCH = "CollectiveMismatchError"
+
+_IMPLIED: tuple[Law, ...] = (ReadsAreSilent(), LeavesBuffersAlone(), ResultsAreWaitedFor())
+_IMPLIED_BY: Mapping[Watch, Law] = {
+    Watch.RACES: NoRaces(),
+    Watch.LIFETIMES: UserTensorsLive(at_least=()),  # not every script has the loop hold inputs and outputs
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Judgement:
+    """A verdict, the one line that explains it, and what it rests on."""
+
+    verdict: Verdict
+    headline: str
+    laws: tuple[LawRecord, ...] = ()
+    worst: TensorRecord | None = None
+    outcomes: tuple[OutcomeRecord, ...] = ()
+    autopsy: HangReport | None = None
+
+
+def judge(
+    case: Case, declared: Set[Capability], kept: SavedResult, oracle: Callable[[], OracleObservation]
+) -> Judgement:
+    """Judge every rank of one case; an undeclared capability turns the question into *was it refused?*
+
+    ``oracle`` is asked only where numbers are: who hangs or crashes is told without it, and so at once.
+    """
+    undeclared = case.training.needs - declared
+    if undeclared:
+        return _judge_refusal(undeclared, kept)
+    if case.refusal is not Refusal.WRONG:
+        told = _judge_loud_refusal(case, kept)
+        if told is not None:
+            return told
+    if kept.refusals:
+        rank, words = min(kept.refusals.items())
+        headline = f"rank {rank} refused a plan that the engine declares it can honour: {words}"
+        return Judgement(verdict=Verdict.CRASHED, headline=headline, outcomes=_outcome_records(kept.result))
+    if not kept.result.is_clean:
+        return judge_failure(kept)
+    return _judge_laws(case, kept, oracle())
+
+
+def implied(training: Training) -> tuple[Law, ...]:
+    """Give the laws that hold of every training, and those of what it is watched for, whatever a case asks."""
+    watched = (law for watch, law in _IMPLIED_BY.items() if watch in training.watch)
+    return (*_IMPLIED, *((MemoryIsExplained(),) if training.is_counted else ()), *watched)
+
+
+def _judge_refusal(undeclared: Set[Capability], kept: SavedResult) -> Judgement:
+    """Ask whether every rank refused in prepare; anything else is a finding, a crash on the way included."""
+    needs = ", ".join(sorted(c.name for c in undeclared))
+    outcomes = _outcome_records(kept.result)
+    num_ranks = len(kept.result.outcomes)
+    if len(kept.refusals) == num_ranks and kept.result.is_clean:
+        headline = f"needs {needs}; refused with {kept.refusals[0]}"
+        return Judgement(verdict=Verdict.UNSUPPORTED, headline=headline, outcomes=outcomes)
+    if kept.refusals and len(kept.refusals) < num_ranks and not _ends_badly(kept.result):
+        others = sorted(set(range(num_ranks)) - set(kept.refusals))
+        headline = (
+            f"needs {needs}; refused on rank(s) {sorted(kept.refusals)} with {min(kept.refusals.items())[1]}, "
+            f"while rank(s) {others} went ahead"
+        )
+        return Judgement(verdict=Verdict.FAILED, headline=headline, outcomes=outcomes)
+    if kept.result.is_clean:
+        headline = f"accepted a plan that needs {needs}, which it does not declare, without a word"
+        return Judgement(verdict=Verdict.UNSUPPORTED_SILENT, headline=headline, outcomes=outcomes)
+    failure = judge_failure(kept)
+    instead = "refused, and then" if kept.refusals else "instead of refusing in prepare"
+    headline = f"needs {needs}, which it does not declare; {instead}: {failure.headline}"
+    return replace(failure, headline=headline)
+
+
+def _ends_badly(result: WorldResult) -> bool:
+    """Whether a rank died, or did not end after it had returned, as one that refused has: no rank went ahead then."""
+    return any(
+        isinstance(o, Died) or (isinstance(o, TimedOut) and o.is_after_result) for o in result.outcomes
+    )
+
+
+def _judge_loud_refusal(case: Case, kept: SavedResult) -> Judgement | None:
+    """Ask whether an engine that may or must refuse did so on every rank; None when it went on, as it may."""
+    outcomes = _outcome_records(kept.result)
+    words = {**kept.refusals, **_raised(kept.result)}
+    if not words:
+        if case.refusal is Refusal.ALLOWED or not kept.result.is_clean:
+            return None
+        headline = "went on with a plan that has no right outcome, without a word"
+        return Judgement(verdict=Verdict.FAILED, headline=headline, outcomes=outcomes)
+    if kept.result.leaks or _ends_badly(kept.result):
+        return judge_failure(kept)  # no refusal excuses that
+    first, ahead = min(words.items())[1], _went_ahead(kept, words.keys())
+    if ahead:
+        headline = f"refused on rank(s) {sorted(words)} while rank(s) {ahead} went ahead: {first}"
+        return Judgement(verdict=Verdict.FAILED, headline=headline, outcomes=outcomes)
+    headline = f"refused, as it {'must' if case.refusal is Refusal.REQUIRED else 'may'}: {first}"
+    return Judgement(verdict=Verdict.PASSED, headline=headline, outcomes=outcomes)
+
+
+def _went_ahead(kept: SavedResult, refused: Set[int]) -> list[int]:
+    """Give the ranks that did not refuse, but for those stopped before they made a call that one who did never made.
+
+    A world is stopped when its first rank raises: who is no further than that rank may have been about to raise too.
+    """
+    ledgers = dict(enumerate(kept.ledgers))
+    calls = Counterparts(ledgers)
+    return [
+        o.rank
+        for o in kept.result.outcomes
+        if o.rank not in refused
+        and not (
+            isinstance(o, Abandoned)
+            and all(refused.isdisjoint(calls.absent(o.rank, entry)) for entry in ledgers[o.rank])
+        )
+    ]
+
+
+def _raised(result: WorldResult) -> dict[int, str]:
+    """Give the words of ranks that raised by themselves; an error of the transport is no refusal."""
+    return {
+        o.rank: f"{o.kind}: {o.message}"
+        for o in result.outcomes
+        if isinstance(o, Raised) and not o.is_symptom and o.kind not in TRANSPORT_ERRORS
+    }
+
+
+def judge_failure(kept: SavedResult) -> Judgement:
+    """Name what went wrong in a world that did not end well; the ledgers know more than a signal or an error."""
+    cause = causal(kept.result)
+    outcomes = _outcome_records(kept.result)
+    if cause is None:
+        headline = "; ".join(kept.result.leaks)
+        return Judgement(verdict=Verdict.FAILED, headline=headline, outcomes=outcomes)
+    if isinstance(cause, TimedOut) and cause.is_after_result:
+        headline = "; ".join((_tell(cause), *kept.result.leaks))
+        return Judgement(verdict=Verdict.HUNG, headline=headline, outcomes=outcomes)
+    is_hang = isinstance(cause, TimedOut) or (isinstance(cause, Raised) and cause.kind in TRANSPORT_ERRORS)
+    if not is_hang and not (isinstance(cause, Raised) and cause.is_symptom):
+        return _judge_crash(kept, cause)
+    ledgers = dict(enumerate(kept.ledgers))
+    autopsy = analyse_hang(kept.result.outcomes, ledgers)
+    mismatch = first_disagreement(ledgers)
+    if isinstance(cause, Raised) and cause.kind == _MISMATCH:
+        verdict, headline = Verdict.FAILED, cause.message
+    elif mismatch is not None:
+        verdict, headline = Verdict.FAILED, f"{mismatch} (then: {_tell(cause)})"
+    elif is_hang:
+        verdict, headline = Verdict.HUNG, _tell_hang(kept.result, autopsy)
+    else:
+        verdict, headline = Verdict.CRASHED, _tell(cause)
+    return Judgement(verdict=verdict, headline=headline, outcomes=outcomes, autopsy=autopsy)
+
+
+def _judge_crash(kept: SavedResult, cause: Outcome) -> Judgement:
+    """Name the crash; what ranks disagreed on before is its cause, unless the engine raised an error of its own."""
+    ledgers = dict(enumerate(kept.ledgers))
+    mismatch = first_disagreement(ledgers)
+    harm = harm_in(kept.ledgers)  # what was freed or overwritten too early may be what the rank fell over
+    is_own = isinstance(cause, Raised) and not is_in_passage(cause.traceback)
+    is_cut_off = isinstance(cause, Died) and not cause.is_after_result
+    verdict, told = Verdict.CRASHED, [_tell(cause)]
+    if mismatch is not None and not is_own:
+        verdict, told = Verdict.FAILED, [f"{mismatch} (then: {_tell(cause)})"]
+    told += [f"before that {found}" for found in (harm, mismatch if is_own else None) if found]
+    return Judgement(
+        verdict=verdict,
+        headline="; ".join((*told, *kept.result.leaks)),
+        outcomes=_outcome_records(kept.result),
+        autopsy=analyse_hang(kept.result.outcomes, ledgers) if mismatch or is_cut_off else None,
+    )
+
+
+def _judge_laws(case: Case, kept: SavedResult, oracle: OracleObservation) -> Judgement:
+    evidence = Evidence(
+        training=case.training,
+        world_size=len(kept.ranks),
+        ranks=kept.ranks,
+        oracle=oracle,
+    )
+    reason = incomparable_because(evidence)
+    if reason is not None:
+        return Judgement(verdict=Verdict.VACUOUS, headline=reason)
+    always = implied(case.training)
+    asked = tuple(law for law in case.laws if law not in always)
+    rulings = [law.judge(evidence) for law in (*always, *asked)]
+    broken = [r for r in rulings if not r.record.held]
+    worst = _worst(broken or rulings)
+    records = tuple(r.record for r in rulings)
+    if broken:
+        return Judgement(verdict=Verdict.FAILED, headline=_headline(broken[0]), laws=records, worst=worst)
+    reason = vacuous_because(evidence)
+    if reason is not None:
+        return Judgement(verdict=Verdict.VACUOUS, headline=reason, laws=records, worst=worst)
+    held = "; ".join(_headline(r) for r in rulings)
+    return Judgement(verdict=Verdict.PASSED, headline=held, laws=records, worst=worst)
+
+
+def _headline(ruling: Ruling) -> str:
+    return f"{ruling.record.law}: {ruling.record.summary}"
+
+
+def _worst(rulings: Sequence[Ruling]) -> TensorRecord | None:
+    return next((r.worst for r in rulings if r.worst is not None), None)
+
+
+def _tell_hang(result: WorldResult, autopsy: HangReport) -> str:
+    """Say who waits for whom: the ledgers word it alike in every world, a backend's error does not."""
+    late = sorted(o.rank for o in result.outcomes if isinstance(o, TimedOut))
+    # A consequence by its text, which an engine's library may have raised for a reason of its own.
+    raised = [o for o in result.outcomes if isinstance(o, Raised) and o.is_symptom]
+    errors = [_tell(o) for o in raised if o.kind not in TRANSPORT_ERRORS]
+    parts = [autopsy.summary, f"not ended at the deadline: rank(s) {late}" if late else "", *errors[:1]]
+    return "; ".join(part for part in parts if part)
+
+
+def _tell(outcome: Outcome) -> str:
+    match outcome:
+        case Raised():
+            return f"rank {outcome.rank} raised {outcome.kind}: {outcome.message}"
+        case Died(is_attributed=True):
+            when = " after its result" if outcome.is_after_result else ""
+            return f"rank {outcome.rank} {outcome.how}{when}{_where(outcome.text)}"
+        case Died():
+            how = f"{outcome.how} after their results" if outcome.is_after_result else outcome.how
+            return f"the process of all ranks {how}; nothing tells which rank ended it{_where(outcome.text)}"
+        case TimedOut(is_after_result=True):
+            who = f"rank {outcome.rank}" if outcome.is_attributed else "the process of all ranks"
+            thread = (
+                f"; thread {outcome.thread!r}, which is not a daemon, still runs" if outcome.thread else ""
+            )
+            return f"{who} returned its result and did not end{thread}{_where(outcome.stack)}"
+        case TimedOut():
+            return f"rank {outcome.rank} did not end; last collective: {outcome.last_call}{_where(outcome.stack)}"
+        case Abandoned():
+            return f"rank {outcome.rank} was stopped because of another rank"
+        case Returned():
+            return f"rank {outcome.rank} returned"
+        case _:
+            assert_never(outcome)
+
+
+def _where(stack: str) -> str:
+    first = stack.strip().splitlines()[0].strip() if stack.strip() else ""
+    at = "at " if first.startswith("File ") else ""
+    return f"; {at}{first}" if first else ""
+
+
+def _outcome_records(result: WorldResult) -> tuple[OutcomeRecord, ...]:
+    return tuple(
+        OutcomeRecord(rank=o.rank, kind=type(o).__name__, text=_evidence_text(o)) for o in result.outcomes
+    )
+
+
+def _evidence_text(outcome: Outcome) -> str:
+    match outcome:
+        case Raised():
+            return outcome.traceback or f"{outcome.kind}: {outcome.message}"
+        case Died():
+            return f"{outcome.how}\n{outcome.text}".strip()
+        case TimedOut():
+            return f"last collective: {outcome.last_call}\n{outcome.stack}".strip()
+        case Returned() | Abandoned():
+            return ""
+        case _:
+            assert_never(outcome)

@@ -1,0 +1,228 @@
+"""A timeline in the trace-event format, which Perfetto and chrome://tracing open.
+
+One process for each rank; its threads are the loop's phases and the lanes of the timeline. What a unit computes is a
+complete event. A collective is an asynchronous event from its issue to its landing, with a short slice at each of the
+two for arrows to start and end at: one from its issue to its landing, one through its issues on all ranks. A race is
+two instants and an arrow between them. Times are microseconds since the first thing told; ranks of one machine share
+a clock.
+
+[Note: identifiers] Perfetto takes less than the format's description allows. An arrow has to be identified by a number,
+else it is dropped as an import error. Threads are one to their tid, whatever process they are in, and tid 0 is no
+thread of its own. An asynchronous event belongs to a process only if its identifier says that it is local.
+"""
+
+from __future__ import annotations
+
+import json
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+from harness.records.rank_timeline import (
+    COMPUTE,
+    CollectiveSpan,
+    RaceMark,
+    RankTimeline,
+    Timeline,
+    TimePoint,
+    UnitSpan,
+)
+
+__all__ = ["render", "trace_events"]
+
+# Any, throughout: JSON.
+_Event = dict[str, Any]
+
+_PHASES = "phases"
+_POINT_US = 1.0  # how long a slice is that stands for a moment; arrows need one to hold on to
+_POINTS = frozenset({"issue", "wait", "race"})
+_MAX_THREADS = 100  # of a rank, so that its number is seen in those of its threads; see [Note: identifiers]
+
+
+def render(timeline: Timeline, *, title: str) -> str:
+    """Give the whole file."""
+    told = {"traceEvents": trace_events(timeline), "displayTimeUnit": "ns", "otherData": {"title": title}}
+    return json.dumps(told, indent=None, separators=(",", ":"))
+
+
+def trace_events(timeline: Timeline) -> list[_Event]:
+    """Give the events: metadata first, then by time."""
+    clock = _Clock(timeline)
+    processes = [_Process(rank, clock) for rank in timeline.ranks]
+    arrows = [*_across_ranks(processes)]
+    told: list[_Event] = []
+    for process in processes:
+        rank = process.rank
+        told += process.names()
+        told += (process.slice(_PHASES, s, "phase") for s in rank.phases)
+        told += (process.slice(COMPUTE, s, "compute") for s in rank.spells)
+        for passage in rank.passages:
+            told += _passage(process, passage)
+            arrows += _flight(process, passage)
+        for clash in rank.clashes:
+            told += _clash(process, clash)
+            arrows.append(_Arrow("race", "race", _touched(process, clash)))
+    _shorten_points(told)
+    for number, arrow in enumerate(arrows, start=1):
+        told += arrow.events(number)
+    return sorted(told, key=lambda e: (e["ph"] != "M", e["ts"]))
+
+
+def _shorten_points(told: Sequence[_Event]) -> None:
+    """Have what stands for a moment end before anything else of its thread begins or ends.
+
+    Perfetto drops a slice that begins inside another and ends after it.
+    """
+    threads: dict[int, list[_Event]] = defaultdict(list)
+    for event in told:
+        if event["ph"] == "X":
+            threads[event["tid"]].append(event)
+    for slices in threads.values():
+        lasting = [e for e in slices if e["cat"] not in _POINTS]
+        times = sorted([*(e["ts"] for e in slices), *(e["ts"] + e["dur"] for e in lasting)])
+        for event in slices:
+            after = bisect_right(times, event["ts"])
+            if event["cat"] in _POINTS and after < len(times):
+                event["dur"] = min(event["dur"], round(times[after] - event["ts"], 3))
+
+
+class _Clock:
+    """Microseconds since the first thing told; what never ended ends with its rank."""
+
+    def __init__(self, timeline: Timeline) -> None:
+        told = [m.at_ns for rank in timeline.ranks for m in _moments(rank)]
+        self._first = min(told, default=0)
+        self._last = {rank.rank: max((m.at_ns for m in _moments(rank)), default=0) for rank in timeline.ranks}
+
+    def us(self, moment: TimePoint) -> float:
+        """Give a moment's time."""
+        return self._us(moment.at_ns)
+
+    def landing_us(self, rank: int, passage: CollectiveSpan) -> float:
+        """Give when a collective landed, or the end of its rank."""
+        return self._us(self._last[rank] if passage.landed is None else passage.landed.at_ns)
+
+    def _us(self, at_ns: int) -> float:
+        return (at_ns - self._first) / 1000
+
+
+def _moments(rank: RankTimeline) -> Iterator[TimePoint]:
+    for spell in (*rank.phases, *rank.spells):
+        yield from (spell.first, spell.last)
+    for passage in rank.passages:
+        yield from (m for m in (passage.issued, passage.landed) if m is not None)
+    for clash in rank.clashes:
+        yield from (clash.first, clash.second)
+
+
+class _Process:
+    """A rank as a process of the trace, its lanes as threads; see [Note: identifiers]."""
+
+    def __init__(self, rank: RankTimeline, clock: _Clock) -> None:
+        self.rank = rank
+        self.clock = clock
+        self._pid = _MAX_THREADS * (rank.rank + 1)
+        self._tids = {lane: tid for tid, lane in enumerate((_PHASES, *rank.lanes), start=self._pid)}
+
+    def event(self, ph: str, lane: str, ts: float, name: str, **more: Any) -> _Event:
+        """Give an event of one lane."""
+        return {"ph": ph, "ts": ts, "pid": self._pid, "tid": self._tids[lane], "name": name, **more}
+
+    def names(self) -> Iterator[_Event]:
+        """Tell a viewer what rank and lanes are called, and in which order they stand."""
+        yield self.event("M", _PHASES, 0.0, "process_name", args={"name": f"rank {self.rank.rank}"})
+        yield self.event("M", _PHASES, 0.0, "process_sort_index", args={"sort_index": self.rank.rank})
+        for place, lane in enumerate(self._tids):
+            yield self.event("M", lane, 0.0, "thread_name", args={"name": lane})
+            yield self.event("M", lane, 0.0, "thread_sort_index", args={"sort_index": place})
+
+    def slice(self, lane: str, spell: UnitSpan, cat: str) -> _Event:
+        """Give what lasts."""
+        first, last = self.clock.us(spell.first), self.clock.us(spell.last)
+        args = {"phase": spell.phase, "step": spell.step, "microbatch": spell.microbatch}
+        return self.event("X", lane, first, spell.name, cat=cat, dur=last - first, args=args)
+
+    def point(self, lane: str, ts: float, name: str, cat: str, **more: Any) -> _Event:
+        """Give a slice that stands for a moment."""
+        return self.event("X", lane, ts, name, cat=cat, dur=_POINT_US, **more)
+
+
+class _Place(NamedTuple):
+    """Where an arrow touches: a lane of a rank, at a time."""
+
+    process: _Process
+    lane: str
+    ts: float
+
+
+class _Arrow(NamedTuple):
+    """An arrow through two places or more, in order of time."""
+
+    name: str
+    cat: str
+    places: Sequence[_Place]
+
+    def events(self, number: int) -> Iterator[_Event]:
+        """Start, step and finish, all of one number."""
+        inner = len(self.places) - 2
+        for ph, (process, lane, ts) in zip(("s", *"t" * inner, "f"), self.places, strict=True):
+            ends = {"bp": "e"} if ph == "f" else {}
+            yield process.event(ph, lane, ts, self.name, cat=self.cat, id=number, **ends)
+
+
+def _passage(process: _Process, passage: CollectiveSpan) -> Iterator[_Event]:
+    entry, lane = passage.entry, passage.lane
+    issued, landed = process.clock.us(passage.issued), process.clock.landing_us(process.rank.rank, passage)
+    args = {
+        "unit": entry.unit,
+        "phase": entry.phase,
+        "step": entry.step,
+        "group": list(entry.group),
+        "group_seq": entry.group_seq,
+        "dtype": entry.dtype,
+        "num_bytes": entry.num_bytes,
+        "site": entry.site,
+        "waited": passage.landed is not None,
+    }
+    name, local = str(entry.op), {"local": hex(entry.seq)}
+    yield process.event("b", lane, issued, name, cat="collective", id2=local, args=args)
+    yield process.event("e", lane, landed, name, cat="collective", id2=local)
+    yield process.point(lane, issued, f"issue {name}", "issue", args=args)
+    if passage.landed is not None:
+        yield process.point(COMPUTE, landed, f"wait for {name}", "wait", args=args)
+
+
+def _flight(process: _Process, passage: CollectiveSpan) -> Iterator[_Arrow]:
+    """Draw an arrow from the issue of a collective to the wait for it, if there is one."""
+    if passage.landed is not None:
+        issued, landed = process.clock.us(passage.issued), process.clock.us(passage.landed)
+        places = (_Place(process, passage.lane, issued), _Place(process, COMPUTE, landed))
+        yield _Arrow("flight", "flight", places)
+
+
+def _clash(process: _Process, clash: RaceMark) -> Iterator[_Event]:
+    race = clash.race
+    for touch, (_, lane, at) in zip((race.first, race.second), _touched(process, clash), strict=True):
+        args = {"touch": str(touch), "race": str(race)}
+        name = f"race: {touch.operator} {'writes' if touch.is_write else 'reads'}"
+        yield process.event("i", lane, at, name, cat="race", s="t", args=args)
+        yield process.point(lane, at, name, "race", cname="terrible", args=args)
+
+
+def _touched(process: _Process, clash: RaceMark) -> list[_Place]:
+    moments = zip(clash.lanes, (clash.first, clash.second), strict=True)
+    return [_Place(process, lane, process.clock.us(moment)) for lane, moment in moments]
+
+
+def _across_ranks(processes: Sequence[_Process]) -> Iterator[_Arrow]:
+    """Draw an arrow through the issues of each collective, from the first rank that issued it to the last."""
+    issues: dict[Any, list[_Place]] = defaultdict(list)
+    for process in processes:
+        for passage in process.rank.passages:
+            if passage.key is not None:
+                place = _Place(process, passage.lane, process.clock.us(passage.issued))
+                issues[passage.key].append(place)
+    for places in issues.values():
+        if len(places) > 1:  # what one rank alone issued has no arrow
+            yield _Arrow("same collective", "ranks", sorted(places, key=lambda place: place.ts))

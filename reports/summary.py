@@ -1,0 +1,85 @@
+"""Verdicts counted, and what they add up to for a run."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+
+from harness.records.record import Record, Verdict
+from harness.records.run import Run
+from reports.expected import stale
+from reports.verdict_style import MARKS
+
+__all__ = ["Conclusion", "Tally", "conclude", "tally", "warnings"]
+
+
+class Conclusion(Enum):
+    """What a run shows as a whole."""
+
+    CONFORMING = "Conforming"  # nothing but PASSED, UNSUPPORTED and KNOWN_FAILURE, and the run is whole
+    NOT_CONFORMING = "Not conforming"  # some other verdict, or a stale expectation
+    INCOMPLETE = "Incomplete"  # nothing bad was seen, but the run is not whole
+    EMPTY = "Nothing judged"  # no record at all
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tally:
+    """Verdicts counted. Opting out is counted like any other verdict: it never raises the score."""
+
+    counts: Mapping[Verdict, int]  # in the order of MARKS; only those that occur
+
+    @property
+    def total(self) -> int:
+        """All records, whatever their verdict."""
+        return sum(self.counts.values())
+
+    @property
+    def passed(self) -> int:
+        """Records with the verdict PASSED."""
+        return self.counts.get(Verdict.PASSED, 0)
+
+    @property
+    def num_not_conforming(self) -> int:
+        """Records for which the run does not exit 0."""
+        return sum(count for verdict, count in self.counts.items() if not verdict.is_conforming)
+
+    @property
+    def percent(self) -> str:
+        """PASSED of all records, rounded down: 100% means all."""
+        return f"{self.passed * 1000 // self.total / 10:.1f}%" if self.total else "0.0%"
+
+    @property
+    def score(self) -> str:
+        """The score in words."""
+        return f"{self.passed} of {self.total} passed ({self.percent})"
+
+    @property
+    def words(self) -> str:
+        """Every count in words."""
+        return ", ".join(f"{count} {verdict}" for verdict, count in self.counts.items()) or "no records"
+
+
+def tally(records: Iterable[Record]) -> Tally:
+    """Count verdicts."""
+    counter = Counter(record.verdict for record in records)
+    return Tally(counts={verdict: counter[verdict] for verdict in MARKS if counter[verdict]})
+
+
+def conclude(run: Run) -> Conclusion:
+    """Say what the run shows; a run that is not whole, or expects what is not there, never conforms."""
+    counted = tally(run.records)
+    if counted.num_not_conforming or stale(run):
+        return Conclusion.NOT_CONFORMING
+    if not counted.total:
+        return Conclusion.EMPTY
+    return Conclusion.INCOMPLETE if warnings(run) else Conclusion.CONFORMING
+
+
+def warnings(run: Run) -> tuple[str, ...]:
+    """Say why the run is not whole; empty if it is."""
+    interrupted = ("the run was interrupted: it has no footer, so cases may be missing",)
+    unavailable = run.footer.unavailable if run.footer else {}
+    missing = tuple(f"{engine} was not judged: {problem}" for engine, problem in sorted(unavailable.items()))
+    return (interrupted if run.is_interrupted else ()) + missing + run.problems
