@@ -1,4 +1,4 @@
-"""What a run expected to fail: known failures, told once for each entry, and entries that bore on nothing."""
+"""Known failures of a run: each cause once, and the entries of the expectations file that no record used."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ _ADDRESS = re.compile(r"https?://[^\s<>\"'`|\\\x00-\x20\x7f-\U0010ffff]+")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Known:
-    """An entry of the expectations file, and how many records it explains."""
+    """A cause in the expectations file, by one of its cases, and how many records it explains."""
 
     expectation: Expectation
     count: int
 
 
 def known(run: Run) -> tuple[Known, ...]:
-    """Give the entries that excuse some record, in the order of the file."""
-    counts: dict[Expectation, int] = {}
+    """Return the causes that excuse some record, once for each engine, in the order of the file."""
+    excused: dict[tuple[int, str, str], list[Expectation]] = {}
     for record in run.records:
-        if record.verdict is Verdict.KNOWN_FAILURE and record.expectation is not None:
-            counts[record.expectation] = counts.get(record.expectation, 0) + 1
-    ordered = sorted(counts.items(), key=lambda item: item[0].number)
-    return tuple(Known(expectation=entry, count=count) for entry, count in ordered)
+        entry = record.expectation
+        if record.verdict is Verdict.KNOWN_FAILURE and entry is not None:
+            excused.setdefault((entry.number, entry.engine, entry.reason), []).append(entry)
+    return tuple(Known(expectation=entries[0], count=len(entries)) for _, entries in sorted(excused.items()))
 
 
 def stale(run: Run) -> tuple[str, ...]:

@@ -282,6 +282,39 @@ def test_a_file_is_read(tmp_path: Path) -> None:
     assert several.entries == (an_entry(shows=("matches", "agr*")),)
 
 
+def test_a_cause_lists_the_cases_that_show_it(tmp_path: Path) -> None:
+    cases = """cases = [
+    "parity/test_x.py::test_y[*-sgd-*]",
+    { case = "smoke/*", engine = "torch.ddp", world = "*:1", verdict = "HUNG", shows = ["late", "never"] },
+]"""
+    text = GOOD.replace('case = "parity/test_x.py::test_y[*-sgd-*]"', cases)
+    first = an_entry()
+    other = an_entry(
+        case="smoke/*", engine="torch.ddp", world="*:1", verdict=Verdict.HUNG, shows=("late", "never")
+    )
+    assert _read(tmp_path, text).entries == (first, other)
+    assert [entry.number for entry in _read(tmp_path, text + GOOD).entries] == [1, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("cases", "words"),
+    [
+        ('case = "a"\ncases = ["b"]', ["expectation 1: cases", "got both"]),
+        ("cases = []", ["expectation 1: cases", "got []"]),
+        ('cases = "a"', ["expectation 1: cases", "got 'a'"]),
+        ('cases = ["a", 3]', ["expectation 1: case 2", "got 3"]),
+        ('cases = [{ world = "*:1" }]', ["expectation 1: case 1", "the id of a case"]),
+        ('cases = [{ case = "a", reason = "b" }]', ["expectation 1: case 1", "'reason': 'b'"]),
+        ('cases = ["a", { case = "b", world = "threads" }]', ["expectation 1, case 2: world", "'threads'"]),
+    ],
+)
+def test_cases_that_cannot_be_right_are_refused(tmp_path: Path, cases: str, words: list[str]) -> None:
+    with pytest.raises(UsageError) as caught:
+        _read(tmp_path, GOOD.replace('case = "parity/test_x.py::test_y[*-sgd-*]"', cases))
+    text = str(caught.value)
+    assert all(word in text for word in ["known.toml", "; try ", *words]), text
+
+
 @pytest.mark.parametrize(
     ("old", "new", "words"),
     [

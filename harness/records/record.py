@@ -99,7 +99,7 @@ class OutcomeRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Expectation:
-    """One known failure, as the expectations file tells it; ``number`` is its place there, from 1.
+    """One known failure, of one case; ``number`` is the place of its cause in the expectations file, from 1.
 
     ``case`` and ``world`` are globs, ``version`` is a condition on the engine's release, empty for any, and
     ``expiry`` the last day on which it excuses anything (ISO 8601). ``shows`` are globs, of which each broken law must

@@ -1,11 +1,16 @@
-"""The file of known failures: TOML in, checked entries out; ``known_failures`` says what they do to a verdict."""
+"""The file of known failures: TOML in, checked entries out; ``known_failures`` applies them to verdicts.
+
+A table is one cause: its reason, link and expiry stand once, and ``cases`` lists the cases that show it. A case that
+differs from the table in engine, release, world, verdict or broken laws is an inline table with these keys. Each case
+becomes one `Expectation`; those of one table share its number.
+"""
 
 from __future__ import annotations
 
 import difflib
 import re
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -17,13 +22,13 @@ from harness.records.record import Expectation, Expectations, Verdict
 from harness.verdicts.known_failures import check_condition, matches
 from harness.worlds.spec import MAX_RANKS, WorldKind
 
-__all__ = ["SHIPPED", "find", "read"]
-
 SHIPPED = SUITES / "expectations.toml"
 
 _TABLE = "expectation"
 _REQUIRED = ("engine", "case", "shows", "reason", "link", "expiry")
 _OPTIONAL = ("version", "world", "verdict")
+_CASES = "cases"
+_OF_A_CASE = ("case", "engine", "version", "world", "verdict", "shows")
 # An engine can be known to do these. PASSED and UNSUPPORTED need no excuse; the rest say nothing of an engine.
 _EXPECTABLE = (Verdict.FAILED, Verdict.HUNG, Verdict.CRASHED, Verdict.UNSUPPORTED_SILENT)
 
@@ -39,7 +44,9 @@ def read(file: Path, *, today: date) -> Expectations:
     """Read and check a file; a UsageError says which entry is wrong, and what would be right."""
     tables = _tables(file)
     entries = tuple(
-        _entry(number, table, f"{file}: {_TABLE} {number}") for number, table in enumerate(tables, start=1)
+        _entry(number, row, what)
+        for number, table in enumerate(tables, start=1)
+        for what, row in _rows(table, f"{file}: {_TABLE} {number}")
     )
     return Expectations(source=str(file), today=today.isoformat(), entries=entries)
 
@@ -75,6 +82,32 @@ def _tables(file: Path) -> list[Any]:
     return tables
 
 
+def _rows(table: Mapping[str, Any], what: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield a flat table for each case of a cause, with what messages call it."""
+    if _CASES not in table:
+        yield what, table
+        return
+    cases = table[_CASES]
+    if "case" in table or not isinstance(cases, list) or not cases:
+        raise UsageError(
+            f"{what}: {_CASES}",
+            expected="either `case`, or `cases` with a list of cases",
+            got="both" if "case" in table else repr(cases),
+            hint='cases = ["parity/test_exact.py::test_sums", { case = "smoke/*", world = "*:1" }]',
+        )
+    shared = {key: value for key, value in table.items() if key != _CASES}
+    for place, case in enumerate(cases, start=1):
+        row = {"case": case} if isinstance(case, str) else case
+        if not isinstance(row, dict) or "case" not in row or not row.keys() <= set(_OF_A_CASE):
+            raise UsageError(
+                f"{what}: case {place}",
+                expected=f"the id of a case, or a table of `case` and any of {', '.join(_OF_A_CASE[1:])}",
+                got=repr(case),
+                hint='{ case = "smoke/*", world = "*:1" }',
+            )
+        yield f"{what}, case {place}", shared | row
+
+
 def _entry(number: int, table: Mapping[str, Any], what: str) -> Expectation:
     _check_keys(table, what)
     return Expectation(
@@ -92,7 +125,7 @@ def _entry(number: int, table: Mapping[str, Any], what: str) -> Expectation:
 
 
 def _check_keys(table: Mapping[str, Any], what: str) -> None:
-    known = (*_REQUIRED, *_OPTIONAL)
+    known = (*_REQUIRED, *_OPTIONAL, _CASES)
     for key in sorted(table.keys() - set(known)):
         raise UsageError(what, expected=f"the keys {', '.join(known)}", got=repr(key), hint=_near(key, known))
     for key in _REQUIRED:
