@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from harness.records.hang import CallRecord, HangReport, RankActivity, RankAutopsy, Side
+from harness.records.hang import CallRecord, HangReport, RankActivity, RankState, Side
 from harness.records.record import OutcomeRecord, Record, TensorRecord
 from reports.text import number, ranks, rough, size, times
 
@@ -121,11 +121,11 @@ _SHORTLY = ("call", "last call", "when", "waits for")  # what a few lines of tex
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plight:
+class StateCard:
     """Ranks that are all in one place: what is told of them, by label, and their stack."""
 
     ranks: str
-    is_blamed: bool
+    is_suspect: bool
     words: str
     facts: tuple[tuple[str, str], ...]
     frames: tuple[str, ...]
@@ -142,31 +142,31 @@ class Step:
     is_different: bool
 
 
-def plights(autopsy: HangReport) -> tuple[Plight, ...]:
-    """Fold ranks that differ in nothing but their number; those that are blamed come last, beside the others."""
-    groups: dict[RankAutopsy, list[int]] = {}
-    for rank in autopsy.ranks:
+def state_cards(hang: HangReport) -> tuple[StateCard, ...]:
+    """Fold ranks that differ in nothing but their number; suspects come last, beside the others."""
+    groups: dict[RankState, list[int]] = {}
+    for rank in hang.ranks:
         groups.setdefault(replace(rank, rank=-1), []).append(rank.rank)
-    found = [_plight(autopsy, like, members) for like, members in groups.items()]
-    return tuple(sorted(found, key=lambda plight: plight.is_blamed))
+    found = [_card(hang, like, members) for like, members in groups.items()]
+    return tuple(sorted(found, key=lambda card: card.is_suspect))
 
 
-def steps(autopsy: HangReport) -> tuple[Step, ...]:
+def hang_steps(hang: HangReport) -> tuple[Step, ...]:
     """Give the places that matter, in order: the last in common, where places parted, where calls parted."""
-    difference = autopsy.difference
+    difference = hang.difference
     if difference is None:
         return ()
     found = []
-    if difference.common is not None and not difference.strayed:
+    if difference.common is not None and not difference.desynchronised:
         words = f"all: {_brief(difference.common)}, {_moment(difference.common)}"
         found.append(Step(number=f"#{difference.common.position}", words=words, sides=(), is_different=False))
-    if difference.strayed:
-        first = next(s.call.position for s in difference.strayed if s.call is not None)
+    if difference.desynchronised:
+        first = next(s.call.position for s in difference.desynchronised if s.call is not None)
         found.append(
             Step(
                 number=f"#{first}",
                 words="alike, and from here on made in different places",
-                sides=_sides(difference.strayed),
+                sides=_sides(difference.desynchronised),
                 is_different=False,
             )
         )
@@ -174,35 +174,35 @@ def steps(autopsy: HangReport) -> tuple[Step, ...]:
         Step(
             number=f"#{difference.position}",
             words="the first difference",
-            sides=_sides(difference.sides, autopsy),
+            sides=_sides(difference.sides, hang),
             is_different=True,
         )
     )
     return tuple(found)
 
 
-def cycle(autopsy: HangReport) -> str:
+def hang_cycle(hang: HangReport) -> str:
     """Spell who waits for whom in a circle; empty where there is none."""
-    return " -> ".join(f"rank {r}" for r in (*autopsy.cycle, *autopsy.cycle[:1]))
+    return " -> ".join(f"rank {r}" for r in (*hang.cycle, *hang.cycle[:1]))
 
 
-def lines(autopsy: HangReport) -> list[str]:
-    """Tell it in a few lines of plain text, a line for ranks in one plight."""
+def hang_lines(hang: HangReport) -> list[str]:
+    """Tell it in a few lines of plain text, a line for ranks in one card."""
     found = []
-    for plight in plights(autopsy):
-        facts = dict(plight.facts)
+    for card in state_cards(hang):
+        facts = dict(card.facts)
         told = [f"{label} {facts[label]}" for label in _SHORTLY if label in facts]
-        at = [f"at {plight.frames[0]}"] if plight.frames else []
-        found.append(f"{plight.ranks}: {plight.words}; {', '.join([*told, *at])}")
-    if autopsy.cycle:
-        found.append(f"in a circle: {cycle(autopsy)}")
-    for step in steps(autopsy):
+        at = [f"at {card.frames[0]}"] if card.frames else []
+        found.append(f"{card.ranks}: {card.words}; {', '.join([*told, *at])}")
+    if hang.cycle:
+        found.append(f"in a circle: {hang_cycle(hang)}")
+    for step in hang_steps(hang):
         sides = "; ".join(f"{who}: {what}" for who, what in step.sides)
         found.append(f"call {step.number}: {step.words}{f': {sides}' if sides else ''}")
     return found
 
 
-def _plight(autopsy: HangReport, like: RankAutopsy, members: Sequence[int]) -> Plight:
+def _card(hang: HangReport, like: RankState, members: Sequence[int]) -> StateCard:
     facts = [("end", like.ended)] if like.ended != _WORDS[like.doing] else []
     if like.call is not None:
         facts.append(("call" if like.doing is RankActivity.WAITING else "last call", _brief(like.call)))
@@ -215,9 +215,9 @@ def _plight(autopsy: HangReport, like: RankAutopsy, members: Sequence[int]) -> P
         facts.append(("made at", like.call.site))
     if like.awaits:
         facts.append(("waits for", ranks(like.awaits)))
-    return Plight(
+    return StateCard(
         ranks=ranks(members),
-        is_blamed=not set(members).isdisjoint(autopsy.blamed),
+        is_suspect=not set(members).isdisjoint(hang.suspects),
         words=_WORDS[like.doing],
         facts=tuple(facts),
         frames=like.frames,
@@ -225,8 +225,8 @@ def _plight(autopsy: HangReport, like: RankAutopsy, members: Sequence[int]) -> P
     )
 
 
-def _sides(sides: Sequence[Side], autopsy: HangReport | None = None) -> tuple[tuple[str, str], ...]:
-    """Spell who made what; of those that made no call, if the autopsy is given, where they are instead."""
+def _sides(sides: Sequence[Side], hang: HangReport | None = None) -> tuple[tuple[str, str], ...]:
+    """Spell who made what; of those that made no call, if the hang report is given, where they are instead."""
     found = []
     for side in sides:
         if side.call is not None:
@@ -235,14 +235,14 @@ def _sides(sides: Sequence[Side], autopsy: HangReport | None = None) -> tuple[tu
             )
             continue
         places: dict[str, list[int]] = {}
-        for rank in () if autopsy is None else autopsy.ranks:
+        for rank in () if hang is None else hang.ranks:
             if rank.rank in side.ranks:
                 places.setdefault(_instead(rank), []).append(rank.rank)
         found += [(ranks(members), f"never made one; {place}") for place, members in places.items()]
     return tuple(found)
 
 
-def _instead(rank: RankAutopsy) -> str:
+def _instead(rank: RankState) -> str:
     call = "" if rank.call is None else f"{_brief(rank.call)}, {_moment(rank.call)}"
     match rank.doing:
         case RankActivity.WAITING:

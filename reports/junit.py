@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 
 from harness.records.record import LawRecord, Record, Verdict
 from harness.records.run import Run
-from reports import evidence as autopsy
+from reports import evidence
 from reports.evidence import headroom, outcome_groups, place
 from reports.expected import stale, told
 from reports.matrix import Column
@@ -89,7 +89,7 @@ def _evidence(record: Record) -> str:
         lines += _law_lines(law)
     if record.worst is not None:
         lines += [place(record.worst), headroom(record.worst), f"looks like: {record.worst.looks_like}"]
-    lines += [] if record.autopsy is None else autopsy.lines(record.autopsy)
+    lines += [] if record.hang is None else evidence.hang_lines(record.hang)
     for group in outcome_groups(record):
         lines += [f"{group.ranks}: {group.kind}", group.text]
     return "\n".join([*lines, f"again: {record.command}"] if record.command else lines)

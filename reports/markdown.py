@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from harness.records.record import Record, Verdict
 from harness.records.run import Run
-from reports import evidence as autopsy
+from reports import evidence
 from reports.evidence import headroom, ledger_rows, outcome_groups, place
 from reports.expected import address, idle, stale
 from reports.markup import Budget, code, escape, num_bytes, table
@@ -30,7 +30,7 @@ _RESERVE_BYTES = 2_000  # for the sentences that say what was left out
 _MATRIX_BYTES = LIMIT_BYTES // 2  # so that failures keep room for their evidence
 _NUM_WARNINGS = 20
 _NUM_COLUMNS = 100
-_NUM_PLIGHTS = 8
+_NUM_CARDS = 8
 _TEXT_LIMIT = 4_000  # characters of one rank's stack
 
 
@@ -166,9 +166,9 @@ def _detail(record: Record) -> str:
     if record.verdict is Verdict.PASSED:
         return f"- {title}: {escape(record.headline)} ({duration(record.duration_s)})"
     parts = [f"### {title}", _expectation(record), escape(record.headline, limit=2000)]
-    parts += [*_autopsy(record), *_laws(record), *_worst(record)]
+    parts += [*_hang(record), *_laws(record), *_worst(record)]
     if not record.verdict.is_conforming:
-        parts += [*_ledger(record), *([] if record.autopsy else _outcomes(record)), *_output(record)]
+        parts += [*_ledger(record), *([] if record.hang else _outcomes(record)), *_output(record)]
     if record.command:
         parts.append(f"Again: {code(record.command, limit=2000)}")
     return "\n\n".join(part for part in parts if part)
@@ -195,20 +195,20 @@ def _laws(record: Record) -> list[str]:
     return ["\n".join(lines)] if lines else []
 
 
-def _autopsy(record: Record) -> list[str]:
+def _hang(record: Record) -> list[str]:
     """Tell ranks side by side, the difference, and the frames of each that are its own."""
-    if record.autopsy is None:
+    if record.hang is None:
         return []
-    found = autopsy.plights(record.autopsy)[:_NUM_PLIGHTS]
-    labels = list(dict.fromkeys(label for plight in found for label, _ in plight.facts))
-    names = [f"**{p.ranks}** (holds up the others)" if p.is_blamed else p.ranks for p in found]
+    found = evidence.state_cards(record.hang)[:_NUM_CARDS]
+    labels = list(dict.fromkeys(label for card in found for label, _ in card.facts))
+    names = [f"**{p.ranks}** (holds up the others)" if p.is_suspect else p.ranks for p in found]
     rows = [("", *(p.words for p in found))]
     rows += [(label, *(escape(dict(p.facts).get(label, "")) for p in found)) for label in labels]
     rows.append(("stack", *("<br>".join(code(frame) for frame in p.frames[:4]) for p in found)))
     parts = [table(["ranks", *names], rows)]
-    if circle := autopsy.cycle(record.autopsy):
+    if circle := evidence.hang_cycle(record.hang):
         parts.append(f"In a circle: {escape(circle)}")
-    for step in autopsy.steps(record.autopsy):
+    for step in evidence.hang_steps(record.hang):
         sides = "".join(f"\n  - {escape(who)}: {escape(what)}" for who, what in step.sides)
         parts.append(f"- call {escape(step.number)}: {escape(step.words)}{sides}")
     return parts

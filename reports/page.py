@@ -13,7 +13,6 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from harness.records.record import Record, Verdict
 from harness.records.run import Run
 from reports import evidence, expected, text
-from reports import evidence as autopsy
 from reports.matrix import Column, arrange, by_severity, label
 from reports.summary import Tally, conclude, tally, warnings
 from reports.verdict_style import MARKS, VerdictStyle
@@ -73,7 +72,7 @@ def _environment() -> Environment:
     environment.filters |= {
         "address": expected.address,
         "bar": evidence.bar,
-        "cycle": autopsy.cycle,
+        "cycle": evidence.hang_cycle,
         "clip": lambda value: text.clip(value, _TEXT_LIMIT),
         "duration": text.duration,
         "headroom": evidence.headroom,
@@ -84,11 +83,11 @@ def _environment() -> Environment:
         "one_line": text.one_line,
         "outcome_groups": evidence.outcome_groups,
         "place": evidence.place,
-        "plights": autopsy.plights,
+        "state_cards": evidence.state_cards,
         "ranks": text.ranks,
         "rough": text.rough,
         "size": _size,
-        "steps": autopsy.steps,
+        "steps": evidence.hang_steps,
     }
     return environment
 

@@ -9,7 +9,7 @@ from tabulate import tabulate
 
 from harness.records.record import Record, Verdict
 from harness.records.run import Run
-from reports import evidence as autopsy
+from reports import evidence
 from reports.expected import idle, known, stale, told
 from reports.matrix import Column, Matrix, arrange, by_severity, label
 from reports.summary import Tally, conclude, tally, warnings
@@ -20,7 +20,7 @@ __all__ = ["render"]
 
 _WIDTH = 100
 _MOST_IDLE = 3  # expectations told one by one
-_MOST_OF_AN_AUTOPSY = 8  # lines
+_MOST_OF_A_HANG = 8  # lines
 _NUM_HEADLINES = 50  # beyond these a terminal scrolls them away anyway
 
 
@@ -94,7 +94,7 @@ def _headlines(run: Run) -> list[str]:
         headline = textwrap.fill(
             one_line(record.headline, limit=500), _WIDTH, initial_indent="    ", subsequent_indent="    "
         )
-        lines = (one_line(cell), headline, *_autopsy(record), f"    {told(record)}")
+        lines = (one_line(cell), headline, *_hang(record), f"    {told(record)}")
         parts.append("\n".join(line for line in lines if line.strip()))
     if len(broken) > _NUM_HEADLINES:
         parts.append(
@@ -103,12 +103,12 @@ def _headlines(run: Run) -> list[str]:
     return parts
 
 
-def _autopsy(record: Record) -> list[str]:
-    """Tell of ranks in one plight in a line or two each, and of the call at which they parted."""
-    if record.autopsy is None:
+def _hang(record: Record) -> list[str]:
+    """Tell of ranks in one card in a line or two each, and of the call at which they parted."""
+    if record.hang is None:
         return []
-    told_of = autopsy.lines(record.autopsy)
-    kept = told_of if len(told_of) <= _MOST_OF_AN_AUTOPSY else [*told_of[:_MOST_OF_AN_AUTOPSY], "..."]
+    told_of = evidence.hang_lines(record.hang)
+    kept = told_of if len(told_of) <= _MOST_OF_A_HANG else [*told_of[:_MOST_OF_A_HANG], "..."]
     return [
         textwrap.fill(
             one_line(line, limit=400), _WIDTH, initial_indent="      ", subsequent_indent="        "

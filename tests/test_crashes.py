@@ -48,8 +48,8 @@ def test_two_sizes_are_the_cause_and_not_the_signal(session: TrialSession, world
     record = session.run(Case(id="case", training=TRAINING, laws=()), cell, suite="", command="")
     assert record.verdict is Verdict.FAILED
     assert re.match(headline, record.headline), record.headline
-    assert record.autopsy is not None
-    assert [rank.call is not None and rank.call.op for rank in record.autopsy.ranks] == ["all_reduce"] * 2
+    assert record.hang is not None
+    assert [rank.call is not None and rank.call.op for rank in record.hang.ranks] == ["all_reduce"] * 2
 
 
 # The rest needs no world.
@@ -72,19 +72,19 @@ def _died(*, is_after_result: bool = False) -> Died:
     return Died(rank=0, exit_code=-6, is_attributed=True, text="", is_after_result=is_after_result)
 
 
-def test_a_signal_alone_is_a_crash_with_an_autopsy() -> None:
+def test_a_signal_alone_is_a_crash_with_an_hang() -> None:
     found = _judged(ALIKE, _died(), Abandoned(rank=1))
     assert (found.verdict, found.headline) == (Verdict.CRASHED, "rank 0 was killed by SIGABRT")
-    assert found.autopsy is not None
-    assert [rank.ended for rank in found.autopsy.ranks] == [
+    assert found.hang is not None
+    assert [rank.ended for rank in found.hang.ranks] == [
         "was killed by SIGABRT",
         "stopped because of another rank",
     ]
 
 
-def test_a_signal_after_the_result_has_no_autopsy() -> None:
+def test_a_signal_after_the_result_has_no_hang() -> None:
     found = _judged(ALIKE, _died(is_after_result=True), Returned(rank=1, value=None))
-    assert (found.verdict, found.autopsy) == (Verdict.CRASHED, None)
+    assert (found.verdict, found.hang) == (Verdict.CRASHED, None)
 
 
 @pytest.mark.parametrize("outcome", [_died(), _raised(OURS)], ids=["signal", "backend"])
@@ -95,7 +95,7 @@ def test_a_disagreement_comes_before_what_the_backend_made_of_it(outcome: Outcom
         r"group \[0, 1\] disagrees on call #0: .*all_reduce.*broadcast.* \(then: rank 0 .*\); rank 1 left a process",
         found.headline,
     )
-    assert found.autopsy is not None
+    assert found.hang is not None
 
 
 def test_an_error_of_the_engine_comes_before_a_disagreement() -> None:
@@ -104,7 +104,7 @@ def test_an_error_of_the_engine_comes_before_a_disagreement() -> None:
     assert found.headline.startswith(
         "rank 0 raised RuntimeError: no; before that group [0, 1] disagrees on call #0: "
     )
-    assert found.autopsy is not None
+    assert found.hang is not None
 
 
 def test_a_hang_tells_an_error_that_reads_like_its_consequence() -> None:
@@ -119,5 +119,5 @@ def test_a_hang_tells_an_error_that_reads_like_its_consequence() -> None:
 def test_an_error_without_a_disagreement_is_told_alone() -> None:
     for file in (OURS, THEIRS):
         found = _judged(ALIKE, _raised(file), Abandoned(rank=1))
-        assert (found.verdict, found.autopsy) == (Verdict.CRASHED, None)
+        assert (found.verdict, found.hang) == (Verdict.CRASHED, None)
         assert found.headline == "rank 0 raised RuntimeError: no"

@@ -160,20 +160,20 @@ def explain(truth: Truth, world: str, folder: Path) -> Explained:
 
 def check(truth: Truth, explained: Explained, size: int) -> HangReport:
     """Hold an explanation against the truth, rank by rank."""
-    judgement, autopsy = explained.judgement, explained.judgement.autopsy
+    judgement, hang = explained.judgement, explained.judgement.hang
     assert explained.late_s <= PROMISED_S
     assert judgement.verdict is Verdict.HUNG, judgement.headline
-    assert autopsy is not None
+    assert hang is not None
     assert "\n" not in judgement.headline
-    assert judgement.headline.startswith(autopsy.summary)
-    assert [rank.rank for rank in autopsy.ranks] == list(range(size))
-    odd = autopsy.ranks[truth.odd_rank]
-    assert odd.rank in autopsy.blamed
-    assert bool(autopsy.cycle) is truth.is_cycle
+    assert judgement.headline.startswith(hang.summary)
+    assert [rank.rank for rank in hang.ranks] == list(range(size))
+    odd = hang.ranks[truth.odd_rank]
+    assert odd.rank in hang.suspects
+    assert bool(hang.cycle) is truth.is_cycle
     assert odd.doing is truth.odd
     assert odd.call is not None
     assert f"{odd.call.op} #{odd.call.position}" == truth.odd_call
-    for rank in autopsy.ranks:
+    for rank in hang.ranks:
         if rank is not odd:
             assert rank.doing is RankActivity.WAITING
             assert rank.call is not None
@@ -183,7 +183,7 @@ def check(truth: Truth, explained: Explained, size: int) -> HangReport:
         if rank.doing is not RankActivity.RETURNED:
             assert rank.stack
     assert truth.frame in (odd.frames or ("",))[0]
-    return autopsy
+    return hang
 
 
 def test_every_mutant_that_hangs_is_here() -> None:
@@ -194,12 +194,12 @@ def test_every_mutant_that_hangs_is_here() -> None:
 
 @by_truth
 def test_threads_are_explained(truth: Truth, tmp_path: Path) -> None:
-    autopsy = check(truth, explain(truth, "threads:4", tmp_path), 4)
+    hang = check(truth, explain(truth, "threads:4", tmp_path), 4)
     odd = truth.odd_rank % 4
-    assert autopsy.blamed == (odd,)
-    assert autopsy.difference is not None
-    assert autopsy.difference.position == truth.position
-    made, absent = autopsy.difference.sides
+    assert hang.suspects == (odd,)
+    assert hang.difference is not None
+    assert hang.difference.position == truth.position
+    made, absent = hang.difference.sides
     assert made.ranks == tuple(r for r in range(4) if r != odd)
     assert absent.ranks == (odd,)
     assert absent.call is None
@@ -207,23 +207,24 @@ def test_threads_are_explained(truth: Truth, tmp_path: Path) -> None:
 
 @by_truth
 def test_processes_are_explained(truth: Truth, tmp_path: Path) -> None:
-    autopsy = check(truth, explain(truth, "processes:2", tmp_path), 2)
+    hang = check(truth, explain(truth, "processes:2", tmp_path), 2)
     if truth.is_cycle:
-        assert (
-            autopsy.blamed == autopsy.cycle == (0, 1)
-        )  # of two that wait for each other none is more to blame
+        assert hang.suspects == hang.cycle == (0, 1)  # of two that wait for each other none is more to blame
 
 
 def test_threads_and_processes_are_explained_alike(tmp_path: Path) -> None:
     truth = next(t for t in TRUTHS if t.mutant == "SkipsABackwardOnTheLastRank")
     threads, processes = (explain(truth, w, tmp_path / w[:4]) for w in ("threads:2", "processes:2"))
-    assert threads.judgement.autopsy is not None
-    assert processes.judgement.autopsy is not None
-    assert threads.judgement.autopsy.summary == processes.judgement.autopsy.summary
-    assert threads.judgement.autopsy.difference == processes.judgement.autopsy.difference
-    strayed = processes.judgement.autopsy.difference
-    assert strayed is not None
-    assert [(side.ranks, side.call and side.call.step) for side in strayed.strayed] == [((0,), 1), ((1,), 2)]
+    assert threads.judgement.hang is not None
+    assert processes.judgement.hang is not None
+    assert threads.judgement.hang.summary == processes.judgement.hang.summary
+    assert threads.judgement.hang.difference == processes.judgement.hang.difference
+    parted = processes.judgement.hang.difference
+    assert parted is not None
+    assert [(side.ranks, side.call and side.call.step) for side in parted.desynchronised] == [
+        ((0,), 1),
+        ((1,), 2),
+    ]
 
 
 def hold_the_interpreter(context: RankContext) -> None:
@@ -263,8 +264,8 @@ def test_a_process_that_does_not_answer_is_ended_in_time(
     explained = run(body, world=world, folder=tmp_path, deadline_s=1.0)
     assert explained.late_s <= PROMISED_S
     assert explained.judgement.verdict is Verdict.HUNG
-    assert explained.judgement.autopsy is not None
-    odd = explained.judgement.autopsy.ranks[1]
+    assert explained.judgement.hang is not None
+    odd = explained.judgement.hang.ranks[1]
     assert odd.doing is RankActivity.OUTSIDE
     assert odd.frames == (() if body is stop_the_process else odd.frames[:1])
     assert all(body.__name__ in frame for frame in odd.frames)
@@ -273,21 +274,21 @@ def test_a_process_that_does_not_answer_is_ended_in_time(
 def test_a_rank_that_is_stopped_for_the_deadlock_of_others_is_told_with_its_stack(tmp_path: Path) -> None:
     explained = run(leave_one_and_occupy_another, world="threads:3", folder=tmp_path, deadline_s=30.0)
     assert explained.late_s < -20, "a deadlock is told when it is there, not at the deadline"
-    autopsy = explained.judgement.autopsy
-    assert autopsy is not None
-    assert [r.doing for r in autopsy.ranks] == [
+    hang = explained.judgement.hang
+    assert hang is not None
+    assert [r.doing for r in hang.ranks] == [
         RankActivity.WAITING,
         RankActivity.RETURNED,
         RankActivity.OUTSIDE,
     ]
-    assert autopsy.ranks[2].ended == "stopped because of another rank"
-    assert "leave_one_and_occupy_another" in autopsy.ranks[2].frames[0]
-    assert autopsy.blamed == (1, 2)
-    assert autopsy.ranks[0].awaits == (1, 2)
-    assert " for rank 1 (returned; no call before) and rank 2 (in no call, at " in autopsy.summary
+    assert hang.ranks[2].ended == "stopped because of another rank"
+    assert "leave_one_and_occupy_another" in hang.ranks[2].frames[0]
+    assert hang.suspects == (1, 2)
+    assert hang.ranks[0].awaits == (1, 2)
+    assert " for rank 1 (returned; no call before) and rank 2 (in no call, at " in hang.summary
 
 
-def test_the_record_has_the_autopsy_and_no_oracle_is_asked(
+def test_the_record_has_the_hang_report_and_no_oracle_is_asked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: object, **__: object) -> None:
@@ -299,10 +300,9 @@ def test_the_record_has_the_autopsy_and_no_oracle_is_asked(
     record = session.run(Case(id="case", training=TRAINING, laws=()), cell, suite="", command="")
     session.close()
     assert record.verdict is Verdict.HUNG
-    assert record.autopsy is not None
+    assert record.hang is not None
     assert from_json(Record, to_json(record), where="here") == record
     again = TrialSession(Source(folder=tmp_path, is_replay=True))
     assert (
-        again.run(Case(id="case", training=TRAINING, laws=()), cell, suite="", command="").autopsy
-        == record.autopsy
+        again.run(Case(id="case", training=TRAINING, laws=()), cell, suite="", command="").hang == record.hang
     )

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import harness.records.record
 from harness.errors import UsageError
-from harness.records.hang import CallRecord, Divergence, HangReport, RankActivity, RankAutopsy, Side
+from harness.records.hang import CallRecord, Divergence, HangReport, RankActivity, RankState, Side
 from harness.records.record import (
     SCHEMA_VERSION,
     Expectation,
@@ -103,16 +103,16 @@ DIFFERENCES = st.builds(
     position=SMALL,
     common=st.none() | CALLS,
     sides=st.lists(SIDES, max_size=2).map(tuple),
-    strayed=st.lists(SIDES, max_size=2).map(tuple),
+    desynchronised=st.lists(SIDES, max_size=2).map(tuple),
 )
 AUTOPSIES = st.builds(
     HangReport,
     summary=TEXTS,
-    blamed=st.lists(SMALL).map(tuple),
+    suspects=st.lists(SMALL).map(tuple),
     cycle=st.lists(SMALL).map(tuple),
     ranks=st.lists(
         st.builds(
-            RankAutopsy,
+            RankState,
             rank=SMALL,
             ended=TEXTS,
             doing=st.sampled_from(RankActivity),
@@ -142,7 +142,7 @@ RECORDS = st.builds(
     command=TEXTS,
     duration_s=FLOATS,
     expectation=st.none() | ENTRIES,
-    autopsy=st.none() | AUTOPSIES,
+    hang=st.none() | AUTOPSIES,
     schema=st.just(SCHEMA_VERSION),
 )
 NAMES = st.lists(TEXTS, max_size=2).map(tuple)
@@ -308,9 +308,18 @@ def test_a_line_of_an_older_schema_may_lack_what_has_a_default(monkeypatch: pyte
         from_json(Record, edited(case=...), where=WHERE)
 
 
-@pytest.mark.parametrize(("field", "schema"), [("expectation", 1), ("autopsy", 2)])
+@pytest.mark.parametrize(("field", "schema"), [("expectation", 1), ("hang", 2)])
 def test_a_record_from_before_a_field_is_read(field: str, schema: int) -> None:
     assert from_json(Record, edited(**{field: ..., "schema": schema}), where=WHERE) == a_record(schema=schema)
+
+
+def test_a_hang_report_from_before_its_fields_were_renamed_is_read() -> None:
+    report = {"summary": "s", "blamed": [1], "cycle": [], "ranks": [], "difference": None}
+    line = edited(autopsy=report, hang=..., schema=5)
+    read = from_json(Record, line, where=WHERE)
+    assert read.hang == HangReport(summary="s", suspects=(1,), cycle=(), ranks=(), difference=None)
+    with pytest.raises(UsageError, match="autopsy"):
+        from_json(Record, edited(autopsy=report, hang=...), where=WHERE)
 
 
 def test_every_line_has_what_readers_of_other_languages_need() -> None:

@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from harness.records.hang import CallRecord, Divergence, HangReport, RankActivity, RankAutopsy, Side
+from harness.records.hang import CallRecord, Divergence, HangReport, RankActivity, RankState, Side
 from harness.records.record import (
     Expectation,
     Footer,
@@ -32,7 +32,7 @@ from harness.records.record import (
 )
 from harness.records.run import Run, RunWriter
 from reports import junit, markdown, page, terminal
-from reports.evidence import bar, ledger_rows, outcome_groups, plights, steps
+from reports.evidence import bar, hang_steps, ledger_rows, outcome_groups, state_cards
 from reports.matrix import arrange, label
 from reports.summary import Conclusion, conclude, tally
 from reports.text import clip, duration, one_line, printable, ranks, size
@@ -133,7 +133,7 @@ def a_record(
 def an_autopsy(text: str) -> HangReport:
     """Ranks 0 to 2 wait for rank 3, which is somewhere else; whatever an engine words is ``text``."""
     call = replace(CALL, site=text, unit=text)
-    waiting = RankAutopsy(
+    waiting = RankState(
         rank=0,
         ended="late",
         doing=RankActivity.WAITING,
@@ -145,7 +145,7 @@ def an_autopsy(text: str) -> HangReport:
     lost = replace(waiting, rank=3, doing=RankActivity.OUTSIDE, awaits=())
     return HangReport(
         summary=text,
-        blamed=(3,),
+        suspects=(3,),
         cycle=(0, 3),
         ranks=(*(replace(waiting, rank=r) for r in range(3)), lost),
         difference=Divergence(
@@ -361,7 +361,7 @@ def test_hostile_text_stays_text(render: Callable[[Run], str]) -> None:
         worst=replace(WORST, name=HOSTILE, looks_like=HOSTILE),
         laws=(LawRecord(law=HOSTILE, held=False, summary=HOSTILE, details=(HOSTILE,)),),
         outcomes=(OutcomeRecord(rank=0, kind=HOSTILE, text=HOSTILE),),
-        autopsy=an_autopsy(HOSTILE),
+        hang=an_autopsy(HOSTILE),
         command=HOSTILE,
         expectation=replace(ENTRY, reason=HOSTILE, link=HOSTILE, expiry=HOSTILE),
     )
@@ -376,8 +376,8 @@ def test_hostile_text_stays_text(render: Callable[[Run], str]) -> None:
 
 
 @pytest.mark.parametrize("render", RENDERERS, ids=lambda render: render.__module__)
-def test_an_autopsy_is_told_by_ranks_in_one_plight(render: Callable[[Run], str]) -> None:
-    record = replace(a_record(verdict=Verdict.HUNG), autopsy=an_autopsy("engine.py:7 in reduce"))
+def test_an_autopsy_is_told_by_ranks_in_one_card(render: Callable[[Run], str]) -> None:
+    record = replace(a_record(verdict=Verdict.HUNG), hang=an_autopsy("engine.py:7 in reduce"))
     told = html.unescape(re.sub(r"</?\w[^>]*>", " ", render(a_run(record))))
     words = " ".join(told.replace("\\", "").split())
     for part in (
@@ -395,22 +395,22 @@ def test_an_autopsy_is_told_by_ranks_in_one_plight(render: Callable[[Run], str])
 
 
 def test_ranks_in_one_plight_are_folded_and_the_blamed_come_last() -> None:
-    blamed_first = replace(an_autopsy("x"), blamed=(0, 1, 2))
-    assert [p.ranks for p in plights(blamed_first)] == ["rank 3", "ranks 0-2"]
-    assert [p.is_blamed for p in plights(blamed_first)] == [False, True]
-    assert [dict(p.facts).get("waits for") for p in plights(an_autopsy("x"))] == ["rank 3", None]
+    blamed_first = replace(an_autopsy("x"), suspects=(0, 1, 2))
+    assert [p.ranks for p in state_cards(blamed_first)] == ["rank 3", "ranks 0-2"]
+    assert [p.is_suspect for p in state_cards(blamed_first)] == [False, True]
+    assert [dict(p.facts).get("waits for") for p in state_cards(an_autopsy("x"))] == ["rank 3", None]
 
 
 def test_straying_is_told_before_the_difference() -> None:
-    autopsy = an_autopsy("x")
-    assert autopsy.difference is not None
+    hang = an_autopsy("x")
+    assert hang.difference is not None
     early = replace(CALL, position=2)
-    strayed = (Side(ranks=(0, 1, 2), call=early), Side(ranks=(3,), call=replace(early, step=3)))
-    astray = replace(autopsy, difference=replace(autopsy.difference, strayed=strayed))
-    assert [step.number for step in steps(astray)] == ["#2", "#4"]
-    assert [step.number for step in steps(autopsy)] == ["#3", "#4"]
-    assert [who for who, _ in steps(astray)[0].sides] == ["ranks 0-2", "rank 3"]
-    assert steps(replace(autopsy, difference=None)) == ()
+    desynchronised = (Side(ranks=(0, 1, 2), call=early), Side(ranks=(3,), call=replace(early, step=3)))
+    astray = replace(hang, difference=replace(hang.difference, desynchronised=desynchronised))
+    assert [step.number for step in hang_steps(astray)] == ["#2", "#4"]
+    assert [step.number for step in hang_steps(hang)] == ["#3", "#4"]
+    assert [who for who, _ in hang_steps(astray)[0].sides] == ["ranks 0-2", "rank 3"]
+    assert hang_steps(replace(hang, difference=None)) == ()
 
 
 def test_markdown_tables_survive_pipes() -> None:

@@ -128,6 +128,8 @@ def _decode_fields(kind: type, plain: Any, at: _Place) -> Any:
     if not isinstance(plain, dict):
         raise at.refusal(expected=f"an object with the fields of a {kind.__name__}", value=plain)
     hints = _hints(kind)
+    if at.schema < at.newest:
+        plain = _renamed(kind, plain)
     for name in sorted(plain.keys() - hints.keys()):
         raise at.inside(name).complaint(
             expected=f"a field of {kind.__name__}", got="an unknown one", hint=_nearest(name, hints)
@@ -136,6 +138,12 @@ def _decode_fields(kind: type, plain: Any, at: _Place) -> Any:
     if absent:
         raise at.complaint(expected=f"the field {absent[0]!r}", got=f"a {kind.__name__} without it")
     return kind(**{name: _decode(hints[name], value, at.inside(name)) for name, value in plain.items()})
+
+
+def _renamed(kind: type, plain: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of an older schema under the names of today."""
+    names = {f.metadata["formerly"]: f.name for f in fields(kind) if "formerly" in f.metadata}
+    return {names.get(name, name): value for name, value in plain.items()}
 
 
 def _may_be_absent(of: Field[Any], at: _Place) -> bool:

@@ -1,14 +1,14 @@
-"""An autopsy: where each rank of a world was when it could not go on, and why nobody came. Values only; no torch here.
+"""The hang report: where each rank of a world was when it could not go on, and why. Values only; no torch here.
 
-It is performed by ``harness.verdicts.hang_analysis`` and travels in records.
+It is made by ``harness.verdicts.hang_analysis`` and travels in records.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
-__all__ = ["CallRecord", "Divergence", "HangReport", "RankActivity", "RankAutopsy", "Side"]
+__all__ = ["CallRecord", "Divergence", "HangReport", "RankActivity", "RankState", "Side"]
 
 
 class RankActivity(StrEnum):
@@ -49,7 +49,7 @@ class CallRecord:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RankAutopsy:
+class RankState:
     """One rank: how it ended, what it was doing, and where.
 
     ``call`` is the one it waits in, else the last it made. ``awaits`` are the global ranks that have yet to come to
@@ -77,7 +77,7 @@ class Side:
 class Divergence:
     """Where members of a group part: at which ``position`` of its calls, the last in common before, and the sides.
 
-    ``strayed`` is where they had already been in different places of the training, though their calls were alike:
+    ``desynchronised`` is where they had already been in different places of the training, with calls alike:
     the first call from which on this was so without a break; empty where there is none.
     """
 
@@ -87,19 +87,19 @@ class Divergence:
     position: int
     common: CallRecord | None
     sides: tuple[Side, ...]
-    strayed: tuple[Side, ...] = ()
+    desynchronised: tuple[Side, ...] = field(default=(), metadata={"formerly": "strayed"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HangReport:
     """Why a world could not go on: a line for a person, every rank, and the group in which it began.
 
-    ``blamed`` are the ranks that others wait for and that wait for nobody; in a cycle of waiting ranks, all of them
+    ``suspects`` are the ranks that others wait for and that wait for no rank; in a cycle of waiting ranks, all of them
     or those that most others wait for. ``cycle`` holds ranks each of which waits for the next, the last for the first.
     """
 
     summary: str
-    blamed: tuple[int, ...]
+    suspects: tuple[int, ...] = field(metadata={"formerly": "blamed"})
     cycle: tuple[int, ...]
-    ranks: tuple[RankAutopsy, ...]
+    ranks: tuple[RankState, ...]
     difference: Divergence | None

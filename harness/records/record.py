@@ -37,7 +37,7 @@ class Verdict(StrEnum):
         return self in {Verdict.PASSED, Verdict.UNSUPPORTED, Verdict.KNOWN_FAILURE}
 
 
-SCHEMA_VERSION = 5
+SCHEMA_VERSION = 6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,7 +142,7 @@ class Record:
 
     ``world`` is as on the command line (``threads:4``). ``observation`` is a folder, relative to the run's, or
     empty. ``command`` repeats this one case. ``duration_s`` is wall time of this case. ``expectation`` is
-    the one that bore on the verdict or, expired, no longer does. ``autopsy`` tells why ranks could not go on; None
+    the one that bore on the verdict or, expired, no longer does. ``hang`` is why ranks could not go on; None
     where they could, or failed otherwise. ``output`` is the end of what the ranks' processes printed, unless the
     verdict is PASSED or UNSUPPORTED.
     """
@@ -162,7 +162,7 @@ class Record:
     command: str = ""
     duration_s: float = 0.0
     expectation: Expectation | None = None
-    autopsy: HangReport | None = None
+    hang: HangReport | None = field(default=None, metadata={"formerly": "autopsy"})
     output: str = ""
     schema: int = SCHEMA_VERSION
 

@@ -78,7 +78,7 @@ class TrialSession:
             worst=judgement.worst,
             ledger=found.ledger,
             outcomes=judgement.outcomes,
-            autopsy=judgement.autopsy,
+            hang=judgement.hang,
             output=self._printed(training, cell, case.id, judgement.verdict),
             observation=self._archive.name(training, cell, case.id),
             command=" ".join((command, *self._effort.options(found.seed))),

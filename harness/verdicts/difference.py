@@ -25,7 +25,7 @@ def difference(counterparts: Counterparts, group: ProcessGroup) -> Divergence | 
                 position=position,
                 common=walk.call(min(group.ranks), position - 1),
                 sides=sides,
-                strayed=walk.strayed(position),
+                desynchronised=walk.desynchronised(position),
             )
     return None
 
@@ -86,7 +86,7 @@ class _Walk:
         sides = [Side(ranks=tuple(ranks), call=self.call(ranks[0], position)) for ranks in members.values()]
         return tuple(sorted(sides, key=lambda side: side.call is None))
 
-    def strayed(self, end: int) -> tuple[Side, ...]:
+    def desynchronised(self, end: int) -> tuple[Side, ...]:
         """Go back from the difference for as long as calls are alike and made in different places.
 
         A single such place proves nothing: engines may well call one collective from two lines, by rank. Nor do all

@@ -1,4 +1,4 @@
-"""The inquest: from ledgers and outcomes of a world that could not go on to its autopsy. Pure.
+"""Hang analysis: from ledgers and outcomes of a world that could not go on to its hang report. Pure.
 
 [Note: what a rank waits in] A journal tells each call before it starts, each wait when it begins and when it ends. So
 a rank is in a call that blocks if no wait for it was written down, and in a wait that began and has no end. Who took a
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import assert_never
 
 from harness.laws.communication.matching import Counterparts, ProcessGroup, is_message
-from harness.records.hang import CallRecord, Divergence, HangReport, RankActivity, RankAutopsy
+from harness.records.hang import CallRecord, Divergence, HangReport, RankActivity, RankState
 from harness.tracing.ledger import Entry, Ledger
 from harness.verdicts.difference import call_record, difference
 from harness.worlds.outcome import Abandoned, Died, Outcome, Raised, Returned, TimedOut
@@ -40,12 +40,12 @@ def analyse_hang(outcomes: Sequence[Outcome], ledgers: Mapping[int, Ledger]) -> 
         ranks.append(found.rank)
     waiting = {r.rank: r for r in ranks if r.doing is RankActivity.WAITING}
     cycle = _cycle(waiting)
-    blamed = _blamed(ranks, cycle)
-    first = _first(waiting, blamed, entries)
+    suspects = _suspects(ranks, cycle)
+    first = _first(waiting, suspects, entries)
     parted = None if first is None else _parted(counterparts, entries[first])
     return HangReport(
-        summary=_summary(ranks, first, blamed, cycle, parted),
-        blamed=blamed,
+        summary=_summary(ranks, first, suspects, cycle, parted),
+        suspects=suspects,
         cycle=cycle,
         ranks=tuple(ranks),
         difference=parted,
@@ -56,7 +56,7 @@ def analyse_hang(outcomes: Sequence[Outcome], ledgers: Mapping[int, Ledger]) -> 
 class _Examined:
     """A rank and, as its ledger has it, the call that is told of it."""
 
-    rank: RankAutopsy
+    rank: RankState
     call: Entry | None
 
 
@@ -75,7 +75,7 @@ def _examine(outcome: Outcome, ledger: Ledger, counterparts: Counterparts) -> _E
     else:
         doing = RankActivity.OUTSIDE if held is None else RankActivity.WAITING
     call = held or (ledger[-1] if ledger else None)
-    rank = RankAutopsy(
+    rank = RankState(
         rank=outcome.rank,
         ended=_ended(outcome),
         doing=doing,
@@ -137,7 +137,7 @@ def _since(entry: Entry) -> int:
     return entry.seq + 1 if begun is None else begun
 
 
-def _cycle(waiting: Mapping[int, RankAutopsy]) -> tuple[int, ...]:
+def _cycle(waiting: Mapping[int, RankState]) -> tuple[int, ...]:
     """Find the shortest way from a rank over those it waits for back to itself; empty if there is none."""
     best: tuple[int, ...] = ()
     for start in waiting:
@@ -154,7 +154,7 @@ def _cycle(waiting: Mapping[int, RankAutopsy]) -> tuple[int, ...]:
     return best
 
 
-def _blamed(ranks: Sequence[RankAutopsy], cycle: tuple[int, ...]) -> tuple[int, ...]:
+def _suspects(ranks: Sequence[RankState], cycle: tuple[int, ...]) -> tuple[int, ...]:
     waits = Counter(awaited for r in ranks if r.doing is RankActivity.WAITING for awaited in r.awaits)
     free = [r.rank for r in ranks if r.doing is not RankActivity.WAITING and waits[r.rank]]
     if free:
@@ -167,10 +167,10 @@ def _blamed(ranks: Sequence[RankAutopsy], cycle: tuple[int, ...]) -> tuple[int, 
 
 
 def _first(
-    waiting: Mapping[int, RankAutopsy], blamed: tuple[int, ...], entries: Mapping[int, Entry]
+    waiting: Mapping[int, RankState], suspects: tuple[int, ...], entries: Mapping[int, Entry]
 ) -> int | None:
-    """Choose the rank to tell of: one that waits for a blamed one, the earliest call first."""
-    direct = [r for r, found in waiting.items() if set(found.awaits) & set(blamed)] or list(waiting)
+    """Choose the rank that the summary names: one that waits for a suspect, the earliest call first."""
+    direct = [r for r, found in waiting.items() if set(found.awaits) & set(suspects)] or list(waiting)
     return min(direct, key=lambda r: (entries[r].seq, r), default=None)
 
 
@@ -179,21 +179,21 @@ def _parted(counterparts: Counterparts, entry: Entry) -> Divergence | None:
 
 
 def _summary(
-    ranks: Sequence[RankAutopsy],
+    ranks: Sequence[RankState],
     first: int | None,
-    blamed: tuple[int, ...],
+    suspects: tuple[int, ...],
     cycle: tuple[int, ...],
     parted: Divergence | None,
 ) -> str:
     by_rank = {r.rank: r for r in ranks}
     if first is None:
-        return _whereabouts([by_rank[rank] for rank in blamed]) or "no rank waits for another"
-    if len(blamed) > 1 and set(blamed) <= set(cycle):
+        return _whereabouts([by_rank[rank] for rank in suspects]) or "no rank waits for another"
+    if len(suspects) > 1 and set(suspects) <= set(cycle):
         return f"{_names(cycle)} wait for each other: {'; '.join(_in_turn(by_rank, cycle))}"
-    return "; ".join([_waits(by_rank, first, blamed), *_strays(parted)])
+    return "; ".join([_waits(by_rank, first, suspects), *_strays(parted)])
 
 
-def _waits(by_rank: Mapping[int, RankAutopsy], first: int, blamed: tuple[int, ...]) -> str:
+def _waits(by_rank: Mapping[int, RankState], first: int, suspects: tuple[int, ...]) -> str:
     """Tell one call that ranks wait in, for whom, and what those do instead."""
     rank = by_rank[first]
     alike = [
@@ -201,22 +201,22 @@ def _waits(by_rank: Mapping[int, RankAutopsy], first: int, blamed: tuple[int, ..
         for r in by_rank.values()
         if r.doing is RankActivity.WAITING and r.awaits == rank.awaits and _is_same(r.call, rank.call)
     ]
-    culprits = [r for r in rank.awaits if r in blamed] or list(rank.awaits)
+    culprits = [r for r in rank.awaits if r in suspects] or list(rank.awaits)
     who = f"{_names(alike)} {'waits' if len(alike) == 1 else 'wait'} in {_tell(rank.call)}"
     if not culprits:
         return f"{who}, which all have come to"
     return f"{who} for {_whereabouts([by_rank[r] for r in culprits])}"
 
 
-def _in_turn(by_rank: Mapping[int, RankAutopsy], cycle: tuple[int, ...]) -> Iterator[str]:
+def _in_turn(by_rank: Mapping[int, RankState], cycle: tuple[int, ...]) -> Iterator[str]:
     for rank, awaited in zip(cycle, (*cycle[1:], cycle[0]), strict=True):
         yield f"rank {rank} for rank {awaited} in {_tell(by_rank[rank].call)}"
 
 
 def _strays(parted: Divergence | None) -> list[str]:
-    if parted is None or not parted.strayed:
+    if parted is None or not parted.desynchronised:
         return []
-    calls = [(side.ranks, side.call) for side in parted.strayed if side.call is not None]
+    calls = [(side.ranks, side.call) for side in parted.desynchronised if side.call is not None]
     has_sites = len({call.site for _, call in calls}) > 1
     places = ", ".join(
         f"{_names(ranks)} in {_moment(call)}{f' at {call.site}' if has_sites else ''}"
@@ -225,7 +225,7 @@ def _strays(parted: Divergence | None) -> list[str]:
     return [f"from #{calls[0][1].position} on their calls were alike but not their places: {places}"]
 
 
-def _whereabouts(ranks: Sequence[RankAutopsy]) -> str:
+def _whereabouts(ranks: Sequence[RankState]) -> str:
     """Name ranks with where they are, those in one place together; of many places the first few."""
     places: dict[str, list[int]] = {}
     for rank in ranks:
@@ -235,7 +235,7 @@ def _whereabouts(ranks: Sequence[RankAutopsy]) -> str:
     return " and ".join([*told[:_MOST_PLACES], *more])
 
 
-def _where(rank: RankAutopsy) -> str:
+def _where(rank: RankState) -> str:
     last = f"last call: {_brief(rank.call)}" if rank.call else "no call before"
     match rank.doing:
         case RankActivity.WAITING:

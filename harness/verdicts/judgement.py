@@ -55,7 +55,7 @@ class Judgement:
     laws: tuple[LawRecord, ...] = ()
     worst: TensorRecord | None = None
     outcomes: tuple[OutcomeRecord, ...] = ()
-    autopsy: HangReport | None = None
+    hang: HangReport | None = None
 
 
 def judge(
@@ -178,17 +178,17 @@ def judge_failure(kept: SavedResult) -> Judgement:
     if not is_hang and not (isinstance(cause, Raised) and cause.is_symptom):
         return _judge_crash(kept, cause)
     ledgers = dict(enumerate(kept.ledgers))
-    autopsy = analyse_hang(kept.result.outcomes, ledgers)
+    hang = analyse_hang(kept.result.outcomes, ledgers)
     mismatch = first_disagreement(ledgers)
     if isinstance(cause, Raised) and cause.kind == _MISMATCH:
         verdict, headline = Verdict.FAILED, cause.message
     elif mismatch is not None:
         verdict, headline = Verdict.FAILED, f"{mismatch} (then: {_tell(cause)})"
     elif is_hang:
-        verdict, headline = Verdict.HUNG, _tell_hang(kept.result, autopsy)
+        verdict, headline = Verdict.HUNG, _tell_hang(kept.result, hang)
     else:
         verdict, headline = Verdict.CRASHED, _tell(cause)
-    return Judgement(verdict=verdict, headline=headline, outcomes=outcomes, autopsy=autopsy)
+    return Judgement(verdict=verdict, headline=headline, outcomes=outcomes, hang=hang)
 
 
 def _judge_crash(kept: SavedResult, cause: Outcome) -> Judgement:
@@ -206,7 +206,7 @@ def _judge_crash(kept: SavedResult, cause: Outcome) -> Judgement:
         verdict=verdict,
         headline="; ".join((*told, *kept.result.leaks)),
         outcomes=_outcome_records(kept.result),
-        autopsy=analyse_hang(kept.result.outcomes, ledgers) if mismatch or is_cut_off else None,
+        hang=analyse_hang(kept.result.outcomes, ledgers) if mismatch or is_cut_off else None,
     )
 
 
@@ -243,13 +243,13 @@ def _worst(rulings: Sequence[Ruling]) -> TensorRecord | None:
     return next((r.worst for r in rulings if r.worst is not None), None)
 
 
-def _tell_hang(result: WorldResult, autopsy: HangReport) -> str:
+def _tell_hang(result: WorldResult, hang: HangReport) -> str:
     """Say who waits for whom: the ledgers word it alike in every world, a backend's error does not."""
     late = sorted(o.rank for o in result.outcomes if isinstance(o, TimedOut))
     # A consequence by its text, which an engine's library may have raised for a reason of its own.
     raised = [o for o in result.outcomes if isinstance(o, Raised) and o.is_symptom]
     errors = [_tell(o) for o in raised if o.kind not in TRANSPORT_ERRORS]
-    parts = [autopsy.summary, f"not ended at the deadline: rank(s) {late}" if late else "", *errors[:1]]
+    parts = [hang.summary, f"not ended at the deadline: rank(s) {late}" if late else "", *errors[:1]]
     return "; ".join(part for part in parts if part)
 
 

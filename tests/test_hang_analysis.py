@@ -1,4 +1,4 @@
-"""The inquest over ledgers written by hand: who waits in what for whom, who is blamed, and where ranks parted."""
+"""Hang analysis over ledgers written by hand: wait-for relations, suspects, and where ranks diverge."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from harness.records.hang import HangReport, RankActivity, RankAutopsy
+from harness.records.hang import HangReport, RankActivity, RankState
 from harness.tracing.ledger import Entry, Ledger, Op, Phase, Wait
 from harness.verdicts.hang_analysis import analyse_hang
 from harness.worlds.outcome import Abandoned, Died, Outcome, Raised, Returned, TimedOut
@@ -38,17 +38,17 @@ def blocked(entry_: Entry, **fields: object) -> Entry:
     return renew(entry_, **{"wait": None, "is_async": False, **fields})
 
 
-def inquest(*ledgers: Ledger, outcomes: tuple[Outcome, ...] = ()) -> HangReport:
+def analysed(*ledgers: Ledger, outcomes: tuple[Outcome, ...] = ()) -> HangReport:
     return analyse_hang(outcomes or tuple(map(late, range(len(ledgers)))), dict(enumerate(ledgers)))
 
 
-def doings(autopsy: HangReport) -> list[RankActivity]:
-    return [rank.doing for rank in autopsy.ranks]
+def doings(hang: HangReport) -> list[RankActivity]:
+    return [rank.doing for rank in hang.ranks]
 
 
-def test_rank_that_left_is_blamed() -> None:
+def test_rank_that_left_is_suspect() -> None:
     calls = [told(entry(site=f"x.py:{line}")) for line in (9, 10, 11)]
-    found = inquest(
+    found = analysed(
         numbered(calls),
         numbered([*calls, blocked(entry(site="x.py:12"))]),
         outcomes=(Returned(rank=0, value=None), late(1)),
@@ -58,7 +58,7 @@ def test_rank_that_left_is_blamed() -> None:
         " of step 0 for rank 0 (returned; last call: all_reduce #2 of group [0, 1] in"
         " backward of microbatch 0 of step 0)"
     )
-    assert found.blamed == (0,)
+    assert found.suspects == (0,)
     assert found.cycle == ()
     assert doings(found) == [RankActivity.RETURNED, RankActivity.WAITING]
     assert found.ranks[1].awaits == (0,)
@@ -73,7 +73,7 @@ def test_rank_that_left_is_blamed() -> None:
 
 
 def test_rank_in_no_call_is_told_with_its_own_frame() -> None:
-    found = inquest(
+    found = analysed(
         numbered([blocked(entry())]), numbered([told(entry(group=(1,)))]), outcomes=(late(0), late(1, STACK))
     )
     assert "for rank 1 (in no call, at engine.py:40 in linger; last call: all_reduce" in found.summary
@@ -84,15 +84,15 @@ def test_rank_in_no_call_is_told_with_its_own_frame() -> None:
 
 
 def test_rank_that_never_called_anything_is_told_so() -> None:
-    found = inquest(numbered([blocked(entry())]), ())
+    found = analysed(numbered([blocked(entry())]), ())
     assert found.summary.endswith("for rank 1 (in no call, nobody knows where; no call before)")
 
 
-def test_root_of_a_chain_of_waits_is_blamed() -> None:
+def test_root_of_a_chain_of_waits_is_suspect() -> None:
     # 0 waits for 1, which waits for 2, which computes for ever.
     pairs = [blocked(entry(group=(0, 1))), blocked(entry(group=(1, 2)))]
-    found = inquest(numbered([pairs[0]]), numbered([pairs[1]]), ())
-    assert found.blamed == (2,)
+    found = analysed(numbered([pairs[0]]), numbered([pairs[1]]), ())
+    assert found.suspects == (2,)
     assert found.summary.startswith("rank 1 waits in all_reduce")
     assert "for rank 2 (in no call" in found.summary
 
@@ -100,30 +100,30 @@ def test_root_of_a_chain_of_waits_is_blamed() -> None:
 def test_cycle_is_told_as_such() -> None:
     first, second = entry(group=(0, 1), site="a.py:1"), entry(group=(1, 2), site="b.py:2")
     third = entry(group=(0, 2), site="c.py:3")
-    found = inquest(numbered([blocked(first)]), numbered([blocked(second)]), numbered([blocked(third)]))
+    found = analysed(numbered([blocked(first)]), numbered([blocked(second)]), numbered([blocked(third)]))
     assert found.cycle == (0, 1, 2)
-    assert found.blamed == (0, 1, 2)
+    assert found.suspects == (0, 1, 2)
     assert found.summary.startswith("ranks 0-2 wait for each other: rank 0 for rank 1 in all_reduce")
     assert "rank 2 for rank 0 in all_reduce" in found.summary
 
 
 def test_groups_of_equal_ranks_make_a_cycle_too() -> None:
     left, right = blocked(entry(group_name="left")), blocked(entry(group_name="right"))
-    found = inquest(numbered([left]), numbered([right]))
+    found = analysed(numbered([left]), numbered([right]))
     assert found.cycle == (0, 1)
 
 
-def test_of_a_cycle_the_rank_that_most_wait_for_is_blamed() -> None:
+def test_of_a_cycle_the_rank_that_most_wait_for_is_suspect() -> None:
     everybody, pair = blocked(entry(world_size=4)), blocked(entry(group=(2, 3)))
-    found = inquest(*[numbered([everybody])] * 3, numbered([pair]))
+    found = analysed(*[numbered([everybody])] * 3, numbered([pair]))
     assert found.cycle == (2, 3)
-    assert found.blamed == (3,)
+    assert found.suspects == (3,)
 
 
 def test_wait_that_began_and_did_not_end_holds_a_rank() -> None:
     # As in gloo: the call itself returned.
     calls = [told(entry(site="x.py:1")), renew(entry(site="x.py:2"), is_async=True, wait=BEGUN)]
-    found = inquest(numbered(calls), numbered([calls[0]]), outcomes=(late(0, STACK), late(1, STACK)))
+    found = analysed(numbered(calls), numbered([calls[0]]), outcomes=(late(0, STACK), late(1, STACK)))
     assert doings(found) == [RankActivity.WAITING, RankActivity.OUTSIDE]
 
 
@@ -142,38 +142,38 @@ def test_who_took_a_future_waits_unless_its_stack_ends_in_its_own_code(
     stack: str, doing: RankActivity
 ) -> None:
     future = renew(entry(), is_async=True, wait=replace(OVER, is_over=None))
-    found = inquest(numbered([future]), (), outcomes=(late(0, stack), late(1)))
+    found = analysed(numbered([future]), (), outcomes=(late(0, stack), late(1)))
     assert found.ranks[0].doing is doing
 
 
 def test_wait_that_ended_before_others_came_is_one_on_a_device() -> None:
-    assert inquest(numbered([told(entry())]), ()).ranks[0].doing is RankActivity.WAITING
-    assert inquest(numbered([told(entry(Op.BROADCAST, peer=0))]), ()).ranks[0].doing is RankActivity.OUTSIDE
+    assert analysed(numbered([told(entry())]), ()).ranks[0].doing is RankActivity.WAITING
+    assert analysed(numbered([told(entry(Op.BROADCAST, peer=0))]), ()).ranks[0].doing is RankActivity.OUTSIDE
 
 
 def test_call_of_the_rank_itself_comes_before_those_of_its_threads() -> None:
     own, other = blocked(entry(site="own.py:1")), blocked(entry(site="thread.py:1"), thread="comm")
-    call = inquest(numbered([own, other]), ()).ranks[0].call
+    call = analysed(numbered([own, other]), ()).ranks[0].call
     assert call is not None
     assert call.site == "own.py:1"
 
 
 @pytest.mark.parametrize("op", [Op.SEND, Op.RECV])
 def test_message_without_its_other_end_is_told(op: Op) -> None:
-    found = inquest(numbered([blocked(entry(op, peer=1))]), ())
+    found = analysed(numbered([blocked(entry(op, peer=1))]), ())
     assert found.summary.startswith(f"rank 0 waits in {op}(")
-    assert found.blamed == (1,)
+    assert found.suspects == (1,)
     assert found.difference is None
 
 
 def test_message_that_was_answered_holds_nobody() -> None:
     sent, received = told(entry(Op.SEND, peer=1)), told(entry(Op.RECV, peer=0))
-    assert doings(inquest(numbered([sent]), numbered([received]))) == [
+    assert doings(analysed(numbered([sent]), numbered([received]))) == [
         RankActivity.OUTSIDE,
         RankActivity.OUTSIDE,
     ]
     from_any = told(entry(Op.RECV, peer=None))
-    found = inquest(numbered([sent, blocked(entry(Op.SEND, peer=1))]), numbered([from_any]))
+    found = analysed(numbered([sent, blocked(entry(Op.SEND, peer=1))]), numbered([from_any]))
     assert found.ranks[0].awaits == (1,)
 
 
@@ -181,14 +181,14 @@ def test_calls_that_were_alike_in_other_places_are_told_from_where_they_began() 
     sites = [f"x.py:{line}" for line in range(6)]
     whole = [told(entry(site=site)) for site in sites]
     short = [c for c in whole if c.site != "x.py:2"]
-    found = inquest(
+    found = analysed(
         numbered([*whole[:-1], blocked(whole[-1])]),
         numbered(short),
         outcomes=(late(0), Returned(rank=1, value=None)),
     )
     assert found.difference is not None
     assert found.difference.position == 5
-    assert [(s.ranks, s.call and s.call.site) for s in found.difference.strayed] == [
+    assert [(s.ranks, s.call and s.call.site) for s in found.difference.desynchronised] == [
         ((0,), "x.py:2"),
         ((1,), "x.py:3"),
     ]
@@ -198,28 +198,28 @@ def test_calls_that_were_alike_in_other_places_are_told_from_where_they_began() 
 def test_one_call_from_two_lines_is_no_straying() -> None:
     left = [told(entry(site="root.py:1")), told(entry(site="x.py:2")), blocked(entry(site="x.py:3"))]
     right = [told(entry(site="leaf.py:1")), told(entry(site="x.py:2"))]
-    found = inquest(numbered(left), numbered(right))
+    found = analysed(numbered(left), numbered(right))
     assert found.difference is not None
-    assert found.difference.strayed == ()
+    assert found.difference.desynchronised == ()
 
 
 @pytest.mark.parametrize(("step", "is_straying"), [(0, False), (1, True)])
 def test_other_lines_from_the_first_call_on_are_a_habit_of_the_engine(step: int, is_straying: bool) -> None:
     left = [told(entry(site="root.py:1")), told(entry(site="root.py:2")), blocked(entry(site="x.py:3"))]
     right = [told(entry(site="leaf.py:1")), told(entry(site="leaf.py:2"), step=step)]
-    found = inquest(numbered(left), numbered(right))
+    found = analysed(numbered(left), numbered(right))
     assert found.difference is not None
-    assert bool(found.difference.strayed) is is_straying
+    assert bool(found.difference.desynchronised) is is_straying
 
 
 def test_ranks_that_all_compute_wait_for_nobody() -> None:
-    found = inquest((), (), outcomes=(late(0, STACK), late(1, STACK)))
+    found = analysed((), (), outcomes=(late(0, STACK), late(1, STACK)))
     assert found.summary == "ranks 0, 1 (in no call, at engine.py:40 in linger; no call before)"
-    assert found.blamed == (0, 1)
+    assert found.suspects == (0, 1)
 
 
 def test_ranks_that_called_different_things_wait_for_each_other() -> None:
-    found = inquest(numbered([blocked(entry())]), numbered([blocked(entry(Op.BARRIER))]))
+    found = analysed(numbered([blocked(entry())]), numbered([blocked(entry(Op.BARRIER))]))
     assert found.cycle == (0, 1)
     assert found.difference is not None
     assert [(side.ranks, side.call and side.call.op) for side in found.difference.sides] == [
@@ -235,7 +235,7 @@ def test_every_end_is_told() -> None:
     own = replace(deadlock, rank=1, kind="ValueError")
     died = Died(rank=2, exit_code=3, is_attributed=True, text="")
     stopped = Abandoned(rank=3, stack=_traceback("f.py"))
-    found = inquest(*[numbered([blocked(entry(world_size=4))])] * 4, outcomes=(deadlock, own, died, stopped))
+    found = analysed(*[numbered([blocked(entry(world_size=4))])] * 4, outcomes=(deadlock, own, died, stopped))
     assert doings(found) == [
         RankActivity.WAITING,
         RankActivity.FAILED,
@@ -261,8 +261,8 @@ def test_any_single_omission_is_laid_to_the_rank_that_made_it(data: st.DataObjec
     stopped = numbered([*honest[:-1], blocked(honest[-1])])
     short = without(honest, lambda e: e.seq == position)
     ledgers = [short if r == rank else stopped for r in range(3)]
-    ends: list[RankAutopsy] = list(
-        inquest(
+    ends: list[RankState] = list(
+        analysed(
             *ledgers, outcomes=tuple(Returned(rank=r, value=None) if r == rank else late(r) for r in range(3))
         ).ranks
     )
