@@ -376,7 +376,7 @@ def test_hostile_text_stays_text(render: Callable[[Run], str]) -> None:
 
 
 @pytest.mark.parametrize("render", RENDERERS, ids=lambda render: render.__module__)
-def test_an_autopsy_is_told_by_ranks_in_one_card(render: Callable[[Run], str]) -> None:
+def test_a_hang_report_folds_ranks_in_one_state(render: Callable[[Run], str]) -> None:
     record = replace(a_record(verdict=Verdict.HUNG), hang=an_autopsy("engine.py:7 in reduce"))
     told = html.unescape(re.sub(r"</?\w[^>]*>", " ", render(a_run(record))))
     words = " ".join(told.replace("\\", "").split())
