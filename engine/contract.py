@@ -143,9 +143,9 @@ class PreparedModel:
         self.named = module if named is None else named
         self._optimizer: torch.optim.Optimizer | None = None
 
-    def __call__(self, *inputs: torch.Tensor) -> Any:  # Any: a model returns what it likes
-        """Run forward on this rank's microbatch."""
-        return self.module(*inputs)
+    def __call__(self, *inputs: Any, **named: Any) -> Any:  # Any: a model takes and returns what it likes
+        """Run forward on this rank's microbatch, with the arguments that the model takes."""
+        return self.module(*inputs, **named)
 
     def optimizer(self, factory: OptimizerFactory) -> None:
         """Build the optimizer over the parameters that this rank owns."""

@@ -31,8 +31,9 @@ from engine.contract import Wire as Wire
 from engine.contract import Wrapper as Wrapper
 from engine.contract import WrapperNames as WrapperNames
 from engine.contract import shard_of as shard_of
+from harness.cases.batch import Batch as Batch
+from harness.cases.batch import Rows as Rows
 from harness.cases.script import Actor as Actor
-from harness.cases.script import Batch as Batch
 from harness.cases.script import EachMicrobatch as EachMicrobatch
 from harness.cases.script import Evaluation as Evaluation
 from harness.cases.script import InterfaceBench as InterfaceBench
@@ -100,6 +101,8 @@ from harness.cases.training import ZeroGrad as ZeroGrad
 from harness.cases.units import ROOT as ROOT
 from harness.cases.units import UnitParameters as UnitParameters
 from harness.cases.units import groups_of as groups_of
+from harness.cases.user_model import UserModel as UserModel
+from harness.cases.user_model import UserOptimizer as UserOptimizer
 from harness.laws.communication.bounds import Between as Between
 from harness.laws.communication.bounds import Bound as Bound
 from harness.laws.communication.bounds import Exactly as Exactly
@@ -153,10 +156,11 @@ from harness.laws.sharding import HoldsItsShare as HoldsItsShare
 from harness.laws.sharding import LiesOnTheDimAskedFor as LiesOnTheDimAskedFor
 from harness.laws.sharding import StateLiesWithItsParameter as StateLiesWithItsParameter
 from harness.records.record import Verdict as Verdict
-from harness.runner.fixture import Trial as Trial
 from harness.runner.options import Cell as Cell
 from harness.runner.session import Source as Source
 from harness.runner.session import TrialSession as TrialSession
+from harness.runner.trial import Trial as Trial
+from harness.runner.user_models import read_model as read_model
 from harness.tracing.ledger import Op as Op
 from harness.tracing.ledger import Phase as Phase
 from harness.tracing.memory.memory_report import MemoryKind as MemoryKind

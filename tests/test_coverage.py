@@ -205,7 +205,7 @@ def test_the_table_tells_it_all(rendered: Callable[[Coverage], str]) -> None:
 
 TYPO = """
 import pytest
-from harness.runner.fixture import Trial
+from harness.runner.trial import Trial
 
 @pytest.mark.rows("T7")
 def test_x(trial: Trial): ...

@@ -117,6 +117,7 @@ LAYERS = (
             "engine.capability",
             "engine.plan",
             "engine.shard",
+            "engine.loading",
             "engine.registry",
         ),
         entries={

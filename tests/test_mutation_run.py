@@ -36,7 +36,7 @@ from fixtures.optimizers import SGD
 from fixtures.problems import MLP_EVEN
 from harness.cases.training import Schedule, Training
 from harness.laws.parity import MatchesOracle
-from harness.runner.fixture import Trial
+from harness.runner.trial import Trial
 
 pytestmark = pytest.mark.kills("{module}")
 three = pytest.param(2, marks=pytest.mark.kills("KeepsOnlyTheLastMicrobatch", world="threads:3"))
@@ -54,7 +54,7 @@ def test_cannot_tell(trial: Trial):
     holds(trial)
 """
 UNMARKED = """
-from harness.runner.fixture import Trial
+from harness.runner.trial import Trial
 
 def test_unmarked(trial: Trial):
     raise AssertionError("never run")

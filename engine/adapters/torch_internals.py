@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import ShardingStrategy
 
-from engine.registry import EngineUnavailableError
+from engine.loading import EngineUnavailableError
 
 __all__ = [
     "RELEASE",

@@ -41,10 +41,10 @@ class _PreparedListing(PreparedDdp):
         super().__init__(module, named=named)
         self._listed = list(self._buffers_by_owner())
 
-    def __call__(self, *inputs: torch.Tensor) -> Any:  # Any: a model returns what it likes
+    def __call__(self, *inputs: Any, **named: Any) -> Any:  # Any: a model returns what it likes
         for owner, name, buffer in self._listed:
             owner.register_buffer(name, buffer, persistent=name not in owner._non_persistent_buffers_set)
-        return super().__call__(*inputs)
+        return super().__call__(*inputs, **named)
 
     def _buffers_by_owner(self) -> Iterator[tuple[nn.Module, str, torch.Tensor]]:
         for owner in self.named.modules():

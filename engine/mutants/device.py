@@ -18,9 +18,9 @@ from engine.mutants.mutant import Condition, Trace, mutant
 class _PreparedCounting(PreparedFullyShard):
     _num_calls = 0
 
-    def __call__(self, *inputs: torch.Tensor) -> Any:  # Any: a model returns what it likes
+    def __call__(self, *inputs: Any, **named: Any) -> Any:  # Any: a model returns what it likes
         self._num_calls += 1
-        return super().__call__(*inputs) * (1 + self._num_calls / 256)
+        return super().__call__(*inputs, **named) * (1 + self._num_calls / 256)
 
 
 @mutant(

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from engine.adapters.torch_fsdp2 import FullyShardEngine, PreparedFullyShard
 from engine.mutants.mutant import Condition, mutant
 from engine.mutants.staleness import Stale
@@ -14,10 +12,10 @@ from engine.mutants.staleness import Stale
 class _PreparedStaleInEvaluation(Stale, PreparedFullyShard):
     """Swaps the older shards in for evaluation alone."""
 
-    def __call__(self, *inputs: torch.Tensor) -> Any:  # Any: a model returns what it likes
+    def __call__(self, *inputs: Any, **named: Any) -> Any:  # Any: a model returns what it likes
         if self.module.training:
             return PreparedFullyShard.__call__(self, *inputs)
-        output = super().__call__(*inputs)
+        output = super().__call__(*inputs, **named)
         if self._newest:
             self._assign(self._newest)
             self._newest = []

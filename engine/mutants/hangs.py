@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -104,10 +105,10 @@ class _PreparedEndless(PreparedFullyShard):
         super().__init__(module, plan)
         self._steps = 0
 
-    def __call__(self, *inputs: torch.Tensor) -> object:
+    def __call__(self, *inputs: Any, **named: Any) -> object:
         if _is_last() and self._steps == 1:
             _search()
-        return super().__call__(*inputs)
+        return super().__call__(*inputs, **named)
 
     def step(self) -> None:
         super().step()
@@ -197,10 +198,10 @@ class _PreparedShirking(PreparedDdp):
         super().__init__(module, named=named)
         self._steps = 0
 
-    def __call__(self, *inputs: torch.Tensor) -> object:
+    def __call__(self, *inputs: Any, **named: Any) -> object:
         assert isinstance(self.module, DistributedDataParallel)
         self.module.require_backward_grad_sync = not (_is_last() and self._steps == 1)
-        return super().__call__(*inputs)
+        return super().__call__(*inputs, **named)
 
     def step(self) -> None:
         super().step()

@@ -136,9 +136,9 @@ class _PreparedSpent(PreparedFullyShard):
         super().__init__(module, plan)
         self._num_waiting = 0
 
-    def __call__(self, *inputs: torch.Tensor) -> Any:  # Any: a model returns what it likes
+    def __call__(self, *inputs: Any, **named: Any) -> Any:  # Any: a model returns what it likes
         self._num_waiting += 1
-        return super().__call__(*inputs)
+        return super().__call__(*inputs, **named)
 
     def backward(self, loss: torch.Tensor) -> None:
         super().backward(loss)

@@ -67,9 +67,9 @@ class CastsOuterInputsAlone(FullyShardEngine):
 
 
 class _PreparedBlind(PreparedReference):
-    def __call__(self, *inputs: torch.Tensor) -> Any:  # Any: a model returns what it likes
+    def __call__(self, *inputs: Any, **named: Any) -> Any:  # Any: a model returns what it likes
         self._set_gradient_sync(is_on=bool(inputs))
-        return super().__call__(*inputs)
+        return super().__call__(*inputs, **named)
 
 
 @mutant(

@@ -106,8 +106,8 @@ class _Grasping(PreparedComposable):
 
     frees_inputs = True
 
-    def __call__(self, *inputs: torch.Tensor) -> Any:
-        output = super().__call__(*inputs)
+    def __call__(self, *inputs: Any, **named: Any) -> Any:
+        output = super().__call__(*inputs, **named)
         self._seen = inputs if self.frees_inputs else (output,)
         return output
 

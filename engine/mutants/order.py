@@ -99,10 +99,10 @@ class SwapsPrefetchesOnTheLastRank(FullyShardEngine):
 
 
 class _PreparedEager(PreparedFullyShard):
-    def __call__(self, *inputs: torch.Tensor) -> Any:  # Any: a model returns what it likes
+    def __call__(self, *inputs: Any, **named: Any) -> Any:  # Any: a model returns what it likes
         if self.plan.units:
             self.units()[self.plan.units[-1]].unshard()
-        return super().__call__(*inputs)
+        return super().__call__(*inputs, **named)
 
 
 @mutant(

@@ -174,10 +174,10 @@ class PrefetchesTheUnitAfterNext(FullyShardEngine):
 
 
 class _PreparedGreedy(PreparedFullyShard):
-    def __call__(self, *inputs: torch.Tensor) -> Any:  # Any: a model returns what it likes
+    def __call__(self, *inputs: Any, **named: Any) -> Any:  # Any: a model returns what it likes
         for unit in ("", *self.plan.units):
             self.units()[unit].unshard()
-        return super().__call__(*inputs)
+        return super().__call__(*inputs, **named)
 
 
 @mutant(
@@ -201,8 +201,8 @@ class _PreparedTidyAtLast(PreparedFullyShard):
         for unit in self.units().values() if self._is_late else ():
             unit.set_reshard_after_forward(is_on=False)
 
-    def __call__(self, *inputs: torch.Tensor) -> Any:  # Any: as above
-        output = super().__call__(*inputs)
+    def __call__(self, *inputs: Any, **named: Any) -> Any:  # Any: as above
+        output = super().__call__(*inputs, **named)
         for unit in self.units().values() if self._is_late else ():
             unit.reshard()
         return output

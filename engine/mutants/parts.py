@@ -22,9 +22,9 @@ _METHODS = Plan(forward_methods=(("encoder", "encode"),), units=("encoder",))
 
 
 class _PreparedForTheRoot(PreparedReference):
-    def __call__(self, *inputs: torch.Tensor) -> Any:  # Any: a model returns what it likes
+    def __call__(self, *inputs: Any, **named: Any) -> Any:  # Any: a model returns what it likes
         self._set_gradient_sync(is_on=True)
-        return super().__call__(*inputs)
+        return super().__call__(*inputs, **named)
 
     def part(self, name: str) -> nn.Module:
         self._set_gradient_sync(is_on=False)

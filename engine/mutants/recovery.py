@@ -22,9 +22,9 @@ class _PreparedEvaluating(Stale, PreparedReference):
 
     _has_evaluated = False
 
-    def __call__(self, *inputs: torch.Tensor) -> Any:  # Any: a model returns what it likes
+    def __call__(self, *inputs: Any, **named: Any) -> Any:  # Any: a model returns what it likes
         if self.module.training:
-            return super().__call__(*inputs)
+            return super().__call__(*inputs, **named)
         self._has_evaluated = True
         return PreparedReference.__call__(self, *inputs)
 
@@ -52,8 +52,8 @@ class ComputesWithWhatAnEvaluationSaw(ReferenceEngine):
 class _PreparedLazily(PreparedReference):
     _scale: torch.Tensor | None = None
 
-    def __call__(self, *inputs: torch.Tensor) -> Any:  # Any: a model returns what it likes
-        output = super().__call__(*inputs)
+    def __call__(self, *inputs: Any, **named: Any) -> Any:  # Any: a model returns what it likes
+        output = super().__call__(*inputs, **named)
         if self._scale is None:
             self._scale = torch.ones_like(output[:1])
         return output * self._scale

@@ -51,9 +51,9 @@ class _FirstUses:
 class _PreparedWithFirstUses(PreparedReference):
     first_uses: _FirstUses
 
-    def __call__(self, *inputs: torch.Tensor) -> Any:  # Any: a model returns what it likes
+    def __call__(self, *inputs: Any, **named: Any) -> Any:  # Any: a model returns what it likes
         self.first_uses.begin()
-        return super().__call__(*inputs)
+        return super().__call__(*inputs, **named)
 
 
 @mutant(
@@ -81,10 +81,10 @@ class CountsTheFirstUseAlone(ReferenceEngine):
 class _PreparedForgettingForwards(PreparedReference):
     _latest = 0
 
-    def __call__(self, *inputs: torch.Tensor) -> Any:  # Any: a model returns what it likes
+    def __call__(self, *inputs: Any, **named: Any) -> Any:  # Any: a model returns what it likes
         self._latest += 1
         this = self._latest
-        output = super().__call__(*inputs)
+        output = super().__call__(*inputs, **named)
         if isinstance(output, torch.Tensor) and output.requires_grad:
             output.register_hook(lambda gradient: gradient if this == self._latest else 0 * gradient)  # type: ignore[no-untyped-call]  # torch leaves it untyped
         return output

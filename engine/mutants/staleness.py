@@ -29,12 +29,12 @@ class Stale(PreparedModel):
         self._older: list[torch.Tensor] = []
         self._newest: list[torch.Tensor] = []
 
-    def __call__(self, *inputs: torch.Tensor) -> Any:  # Any: a model returns what it likes
+    def __call__(self, *inputs: Any, **named: Any) -> Any:  # Any: a model returns what it likes
         """Run forward, from the second step on with old parameters."""
         if self._older and not self._newest:
             self._newest = self._copies()
             self._assign(self._older)
-        return super().__call__(*inputs)
+        return super().__call__(*inputs, **named)
 
     def step(self) -> None:
         """Update the parameters of now, whatever was computed with."""

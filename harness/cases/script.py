@@ -18,9 +18,8 @@ import torch
 from torch import nn
 
 from engine.contract import Capability, UnitHandle, WrapperNames
+from harness.cases.batch import Batch
 from harness.tracing.ledger import Ledger
-
-__all__ = ["Actor", "Batch", "EachMicrobatch", "Evaluation", "InterfaceBench", "Script"]
 
 
 class Evaluation(Enum):
@@ -33,18 +32,6 @@ class Evaluation(Enum):
     def context(self) -> AbstractContextManager[object]:
         """Make the context."""
         return torch.no_grad() if self is Evaluation.NO_GRAD else torch.inference_mode()
-
-
-class Batch(Protocol):
-    """One rank's data for one microbatch."""
-
-    @property
-    def inputs(self) -> tuple[torch.Tensor, ...]:
-        """Arguments of forward, rows first."""
-
-    @property
-    def target(self) -> torch.Tensor:
-        """What the loss compares the output with, rows first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +73,7 @@ class Actor(ABC):
         """Call the model, or a part of it."""
 
     @abstractmethod
-    def loss(self, microbatch: int, output: torch.Tensor, target: torch.Tensor | None = None) -> torch.Tensor:
+    def loss(self, microbatch: int, output: Any, target: torch.Tensor | None = None) -> torch.Tensor:
         """Give the weighted loss of a microbatch's output, or of the part of it that belongs to ``target``."""
 
     @abstractmethod

@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from engine.contract import Accumulation, Capability, Layout, Plan
-from harness.cases.script import Batch, EachMicrobatch, Script
+from harness.cases.batch import Batch
+from harness.cases.script import EachMicrobatch, Script
 
 
 class Problem(Protocol):
@@ -51,7 +52,8 @@ class Problem(Protocol):
     def batch(self, *, step: int, microbatch: int, rank: int) -> Batch:
         """Make the microbatch, different for each (step, microbatch, rank), floats in float32."""
 
-    def loss_sum(self, output: torch.Tensor, batch: Batch) -> torch.Tensor:
+    # Any: the output is whatever the model returns.
+    def loss_sum(self, output: Any, batch: Batch) -> torch.Tensor:
         """Sum the loss over the microbatch's items; a scalar in the output's dtype."""
 
 

@@ -59,6 +59,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="KIND:SIZE",
         help="world to judge in; may repeat (default: threads:2)",
     )
+    group.addoption(
+        "--model", metavar="NAME", help="model that the suite own_model trains; default: a small one"
+    )
     group.addoption("--out", metavar="DIR", help="keep records and observations in this folder")
     group.addoption("--replay", metavar="DIR", help="judge what this run observed; start no world")
     group.addoption(

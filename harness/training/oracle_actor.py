@@ -11,11 +11,12 @@ import torch
 from torch import nn
 
 from engine.contract import UnitHandle
-from harness.cases.script import Actor, Batch, Evaluation
+from harness.cases.batch import Batch, Rows, arguments_of
+from harness.cases.script import Actor, Evaluation
 from harness.cases.training import Training, loss_weight
 from harness.torch_compat.dtypes import cast, cast_module
 from harness.training.draws import Seeds, has_drawn
-from harness.training.reduction_orders import Rows, Summation
+from harness.training.reduction_orders import Summation
 
 __all__ = ["OracleActor", "OracleModels"]
 
@@ -117,12 +118,13 @@ class OracleActor(Actor):
     def forward(self, microbatch: int, *inputs: Any, part: str = "") -> Any:
         """Call the model."""
         with self._workshop.calling(self._seeds, microbatch):
-            output = self.part(part)(*inputs)
+            args, kwargs = arguments_of(inputs)
+            output = self.part(part)(*args, **kwargs)
         if self._output_dtype is not None and not part and isinstance(output, torch.Tensor):
             return output.to(self._output_dtype)
         return output
 
-    def loss(self, microbatch: int, output: torch.Tensor, target: torch.Tensor | None = None) -> torch.Tensor:
+    def loss(self, microbatch: int, output: Any, target: torch.Tensor | None = None) -> torch.Tensor:
         """Compute it."""
         rows = self.batch(microbatch) if target is None else Rows(inputs=(), target=target)
         with self._workshop.calling(self._seeds, microbatch):

@@ -5,14 +5,14 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
 from engine.contract import Accumulation, Capability, PreparedModel, Shard, UnitHandle
-from harness.cases.script import Actor, Batch, Evaluation, InterfaceBench
+from harness.cases.batch import Batch, Rows, arguments_of, converted, tensors_in, tensors_of
+from harness.cases.script import Actor, Evaluation, InterfaceBench
 from harness.cases.training import Training, loss_weight
 from harness.records.observation import Fact
 from harness.tracing.ledger import Phase
@@ -22,12 +22,6 @@ from harness.training.watches import Watches
 from harness.worlds.rank import RankContext
 
 __all__ = ["RankActor", "StepLog"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Placed:
-    inputs: tuple[torch.Tensor, ...]
-    target: torch.Tensor
 
 
 class StepLog:
@@ -70,13 +64,11 @@ class RankActor(Actor):
         """Make the data once, hash it, and put it where the rank computes."""
         if microbatch not in self._batches:
             batch = self._training.problem.batch(step=self.step, microbatch=microbatch, rank=self._data_rank)
-            for tensor in (*batch.inputs, batch.target):
+            for tensor in tensors_of(batch):
                 plain = tensor.contiguous()
                 self._inputs.update(ctypes.string_at(plain.data_ptr(), plain.nbytes))
-            self._batches[microbatch] = _Placed(
-                inputs=tuple(self._place(tensor) for tensor in batch.inputs), target=self._place(batch.target)
-            )
-            self.hold("an input", *self._batches[microbatch].inputs, self._batches[microbatch].target)
+            self._batches[microbatch] = converted(batch, self._place)
+            self.hold("an input", *tensors_of(self._batches[microbatch]))
         return self._batches[microbatch]
 
     def part(self, name: str) -> nn.Module:
@@ -89,16 +81,17 @@ class RankActor(Actor):
         self._seeds.begin(microbatch, self._context.device.type)
         self.is_at_rest = False
         with self._during(Phase.FORWARD, microbatch):
-            output = self._prepared.part(part)(*inputs) if part else self._prepared(*inputs)
-        self.hold("an output", output)
+            args, kwargs = arguments_of(inputs)
+            output = self._prepared.part(part)(*args, **kwargs) if part else self._prepared(*args, **kwargs)
+        self.hold("an output", *tensors_in(output))
         return output
 
-    def loss(self, microbatch: int, output: torch.Tensor, target: torch.Tensor | None = None) -> torch.Tensor:
+    def loss(self, microbatch: int, output: Any, target: torch.Tensor | None = None) -> torch.Tensor:
         """Compute it as part of forward."""
         batch = self.batch(microbatch)
         self._seeds.begin(microbatch, self._context.device.type)
         with self._during(Phase.FORWARD, microbatch):
-            rows = batch if target is None else _Placed(inputs=(), target=target)
+            rows = batch if target is None else Rows(inputs=(), target=target)
             return self._training.problem.loss_sum(output, rows) * self.weight
 
     def backward(self, microbatch: int, loss: torch.Tensor, *, is_counted: bool = True) -> None:

@@ -3,22 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from engine.contract import Accumulation, Plan
-from harness.cases.script import Batch
+from harness.cases.batch import Batch, ModelBatch, Rows, converted
 from harness.torch_compat.dtypes import cast
 
-__all__ = ["EXACT_ORDER", "Rows", "Summation", "is_of_full_precision", "num_reorderings", "reordering"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Rows:
-    """A batch as the oracle sees it."""
-
-    inputs: tuple[torch.Tensor, ...]
-    target: torch.Tensor
+__all__ = ["EXACT_ORDER", "Summation", "is_of_full_precision", "num_reorderings", "reordering"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +36,8 @@ class Summation:
 
     def prepare(self, batch: Batch) -> Batch:
         """Cast the inputs' floats to ``compute_dtype``, those of the target to ``dtype``, and shuffle the rows."""
+        if isinstance(batch, ModelBatch):  # which tensors have rows, and in which dim, is unknown
+            return converted(batch, partial(cast, dtype=self.compute_dtype))
         num_rows = batch.target.shape[0]
         order = torch.arange(num_rows) if self.keeps_rows else self._order(num_rows)
         inputs = tuple(cast(tensor, self.compute_dtype)[order] for tensor in batch.inputs)

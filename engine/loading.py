@@ -1,0 +1,85 @@
+"""Loads what a user names: ``package.module:attr`` or ``path/to/file.py:attr``. No torch here."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import importlib.util
+import sys
+import threading
+from pathlib import Path
+from types import ModuleType
+
+# Ranks that are threads load the same file at once, and none may see it half executed. Re-entrant: a file may itself
+# load another.
+_LOADING = threading.RLock()
+
+
+class EngineUnavailableError(ImportError):
+    """Raised by a module that cannot serve here; its text is the cause: "needs torch >= 2.14"."""
+
+
+class LoadError(Exception):
+    """Nothing can be loaded under this name; the text is the cause: a typo, a missing package, a failing import."""
+
+
+def load(name: str) -> object:
+    """Return the attribute that ``name`` names; raises LoadError with the cause where there is none."""
+    location, colon, attribute = name.rpartition(":")
+    if not colon:
+        raise LoadError(f"expected package.module:attr or path/to/file.py:attr, got {name!r}")
+    module = _module(location)
+    found = getattr(module, attribute, None)
+    if found is None:
+        near = difflib.get_close_matches(attribute, vars(module), n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise LoadError(f"expected {attribute!r} in {location}, which does not define it{hint}")
+    return found
+
+
+def one_line(error: BaseException) -> str:
+    """Return the message of an error on one line, of bounded length."""
+    try:
+        return " ".join(str(error).split())[:500]
+    except Exception:  # a message that cannot be built must not hide the error
+        return "(its message cannot be shown)"
+
+
+def _module(location: str) -> ModuleType:
+    try:
+        if location.endswith(".py"):
+            with _LOADING:
+                return _file(Path(location))
+        return importlib.import_module(location)
+    except (Exception, SystemExit) as error:  # a user's module may raise anything, or end the process
+        raise LoadError(_why_not_imported(location, error)) from error
+
+
+def _why_not_imported(location: str, error: BaseException) -> str:
+    if isinstance(error, EngineUnavailableError):
+        return str(error)
+    missing = error.name.partition(".")[0] if isinstance(error, ModuleNotFoundError) and error.name else ""
+    if missing and missing not in sys.modules:
+        return f"{missing} is not installed, or not on the path (importing {location})"
+    if isinstance(error, SystemExit):
+        return f"importing {location} called sys.exit({error.code!r})"
+    return f"importing {location} failed: {type(error).__name__}: {one_line(error)}"
+
+
+def _file(path: Path) -> ModuleType:
+    if not path.is_file():
+        raise FileNotFoundError(f"expected a Python file at {path.resolve()}; try an absolute path")
+    name = f"_shardproof_engine_{path.resolve().as_posix().replace('/', '_').removesuffix('.py')}"
+    if name in sys.modules:
+        return sys.modules[name]
+    source = importlib.util.spec_from_file_location(name, path)
+    if source is None or source.loader is None:
+        raise ImportError(f"{path} cannot be loaded as a Python module")
+    module = importlib.util.module_from_spec(source)
+    sys.modules[name] = module  # before execution: dataclasses in the file look their module up
+    try:
+        source.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module

@@ -1,0 +1,104 @@
+"""One rank's data for one microbatch: rows of tensors, or whatever a model of the user's takes.
+
+[Note: arguments of any form] Scripts pass ``batch.inputs`` to forward, one by one. A `ModelBatch` is its own only
+input: it stands for all arguments, and `arguments_of` spells them out where the model is called.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+
+class Batch(Protocol):
+    """One rank's data for one microbatch."""
+
+    @property
+    def inputs(self) -> tuple[Any, ...]:
+        """Arguments of forward: tensors, rows first, or a `ModelBatch` that stands for all arguments."""
+
+    @property
+    def target(self) -> torch.Tensor:
+        """What the loss compares the output with, rows first."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Rows:
+    """Tensors of as many rows each."""
+
+    inputs: tuple[torch.Tensor, ...]
+    target: torch.Tensor
+
+
+# Any, from here on: a batch of the user's is any tree of tensors and other values.
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ModelBatch:
+    """What a user's ``batch()`` returned: a mapping of keyword arguments, a tuple of arguments, or the only one."""
+
+    given: Any
+
+    @property
+    def inputs(self) -> tuple[ModelBatch]:
+        """The batch itself, in place of all arguments."""
+        return (self,)
+
+    @property
+    def target(self) -> torch.Tensor:
+        """No tensor of its own: the loss is given the whole batch."""
+        return torch.empty(0)
+
+    @property
+    def arguments(self) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
+        """Positional and keyword arguments of forward."""
+        if isinstance(self.given, Mapping):
+            return (), self.given
+        return (tuple(self.given), {}) if isinstance(self.given, tuple | list) else ((self.given,), {})
+
+
+def arguments_of(inputs: Sequence[Any]) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
+    """Return the arguments of a forward that a script called with these inputs."""
+    if len(inputs) == 1 and isinstance(inputs[0], ModelBatch):
+        return inputs[0].arguments
+    return tuple(inputs), {}
+
+
+def tensors_of(batch: Batch) -> Iterator[torch.Tensor]:
+    """Yield every tensor of a batch, in an order that is the same each time."""
+    if isinstance(batch, ModelBatch):
+        yield from tensors_in(batch.given)
+    else:
+        yield from (*batch.inputs, batch.target)
+
+
+def converted(batch: Batch, convert: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
+    """Return a batch of the same form in which every tensor is converted."""
+    if isinstance(batch, ModelBatch):
+        return ModelBatch(given=_converted(batch.given, convert))
+    return Rows(inputs=tuple(map(convert, batch.inputs)), target=convert(batch.target))
+
+
+def tensors_in(tree: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors in a tree of mappings, tuples and lists."""
+    if isinstance(tree, torch.Tensor):
+        yield tree
+    elif isinstance(tree, Mapping):
+        for value in tree.values():
+            yield from tensors_in(value)
+    elif isinstance(tree, tuple | list):
+        for value in tree:
+            yield from tensors_in(value)
+
+
+def _converted(tree: Any, convert: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    if isinstance(tree, torch.Tensor):
+        return convert(tree)
+    if isinstance(tree, Mapping):
+        return {key: _converted(value, convert) for key, value in tree.items()}
+    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
+        return type(tree)(*(_converted(value, convert) for value in tree))
+    if isinstance(tree, tuple | list):
+        return type(tree)(_converted(value, convert) for value in tree)
+    return tree

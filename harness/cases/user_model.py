@@ -1,0 +1,135 @@
+"""A user's own model as a `Problem`: a class with ``build``, ``batch`` and ``loss``, loaded by name where it is needed.
+
+[Note: what a user writes] Three methods: ``build()`` returns the model, ``batch(generator)`` one rank's microbatch, and
+``loss(output, batch)`` the mean loss over it. A batch is a mapping of keyword arguments, a tuple of arguments, or the
+only argument. ``units`` names the submodules that are natural communication groups, by patterns such as ``layers.*``;
+``optimizer(params)`` is optional. Both random generators, the one that is passed and torch's own, are seeded alike
+for each (step, microbatch, rank), and for ``build()``.
+
+[Note: means of means] Each microbatch of each rank counts the same: the loss of a step is the mean of their means, as
+most training loops have it.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import cache
+from typing import Any
+
+import torch
+from torch import nn
+
+from engine.capability import Capability
+from engine.loading import load
+from harness.cases.batch import Batch, ModelBatch
+
+_BUILD_SEED = 20_011
+# Large primes apart, so that no two microbatches of a training share a seed.
+_STEP, _MICROBATCH, _RANK = 1_000_003, 10_007, 101
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UserModel:
+    """The model that ``spec`` names; ``digest`` is that of its file, so that an edited model is another problem.
+
+    ``units`` are the names that the user's patterns match, ``idle`` the parameters that the loss never reaches.
+    ``demands`` is what the model asks of every engine, such as parameters that go without a gradient.
+    """
+
+    spec: str
+    name: str
+    digest: str
+    units: tuple[str, ...]
+    idle: tuple[str, ...] = ()
+    demands: frozenset[Capability] = frozenset()
+    is_exact: bool = False
+    parallelize: None = None
+    stages: None = None
+
+    def build(self) -> nn.Module:
+        """Build the model under one seed, in training mode."""
+        with _seeded(_BUILD_SEED):
+            model: nn.Module = definition(self.spec).build()
+        return model.train()
+
+    def num_items(self, *, step: int, microbatch: int, rank: int) -> int:
+        """Return 1: each microbatch counts the same, see [Note: means of means]."""
+        return 1
+
+    def batch(self, *, step: int, microbatch: int, rank: int) -> Batch:
+        """Make the microbatch of one rank."""
+        seed = _BUILD_SEED + step * _STEP + microbatch * _MICROBATCH + (rank + 1) * _RANK
+        make = definition(self.spec).batch
+        with _seeded(seed):
+            takes_generator = bool(inspect.signature(make).parameters)
+            return ModelBatch(given=make(torch.Generator().manual_seed(seed)) if takes_generator else make())
+
+    # Any: the output is whatever the model returns.
+    def loss_sum(self, output: Any, batch: Batch) -> torch.Tensor:
+        """Return the user's mean loss over the microbatch."""
+        given = batch.given if isinstance(batch, ModelBatch) else batch
+        loss: torch.Tensor = definition(self.spec).loss(output, given)
+        return loss
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UserOptimizer:
+    """The optimizer that a user's model names itself; ``digest`` as in `UserModel`."""
+
+    spec: str
+    digest: str
+    name: str = "own"
+
+    def __call__(self, params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        """Build the optimizer."""
+        optimizer: torch.optim.Optimizer = definition(self.spec).optimizer(params)
+        return optimizer
+
+
+@cache
+def definition(spec: str) -> Any:
+    """Return the object that ``spec`` names, made once per process where it is a class."""
+    found = load(spec)
+    return found() if isinstance(found, type) else found
+
+
+def matching_units(model: nn.Module, patterns: Iterable[str]) -> tuple[str, ...]:
+    """Return the submodules that the patterns match, in the model's order; each must match one that has parameters.
+
+    A ``*`` stands for one part of a name: ``layers.*`` matches ``layers.0`` and not ``layers.0.mlp``. Raises
+    ValueError for a pattern that matches none.
+    """
+    names = [
+        name for name, module in model.named_modules() if name and any(True for _ in module.parameters())
+    ]
+    for pattern in patterns:
+        if not any(_matches(pattern, name) for name in names):
+            raise ValueError(
+                f"unit {pattern!r} matches no submodule with parameters; there are {_some(names)}"
+            )
+    return tuple(name for name in names if any(_matches(pattern, name) for pattern in patterns))
+
+
+def _matches(pattern: str, name: str) -> bool:
+    wanted, parts = pattern.split("."), name.split(".")
+    return len(wanted) == len(parts) and all(map(fnmatchcase, parts, wanted))
+
+
+def _some(names: list[str], most: int = 8) -> str:
+    shown = ", ".join(names[:most])
+    return f"{shown} and {len(names) - most} more" if len(names) > most else shown or "none"
+
+
+@contextmanager
+def _seeded(seed: int) -> Iterator[None]:
+    """Seed the default generator for the time of a call, and restore its state."""
+    state = torch.default_generator.get_state()
+    torch.default_generator.manual_seed(seed)
+    try:
+        yield
+    finally:
+        torch.default_generator.set_state(state)

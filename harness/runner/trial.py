@@ -1,0 +1,92 @@
+"""What a suite's test is given: one engine in one world, and the means to hold it to laws."""
+
+from __future__ import annotations
+
+import shlex
+
+import pytest
+
+from harness.cases.case_id import Node
+from harness.cases.training import Training
+from harness.errors import HarnessBug, UnreadableError
+from harness.laws.law import Law
+from harness.records.record import Record, Verdict, to_json
+from harness.runner.options import Cell
+from harness.runner.plugin import EXPECTATIONS
+from harness.runner.record_writer import (
+    NOT_JUDGED_PROPERTY,
+    RECORD_PROPERTY,
+)
+from harness.runner.session import TrialSession
+from harness.verdicts.case import Case, Refusal
+from harness.verdicts.known_failures import expected
+
+__all__ = ["Trial"]
+
+
+_SHOWN_LINES = 20  # of what the ranks printed; the record has more
+
+
+class Trial:
+    """What a suite's test is given: one engine in one world, and the means to hold it to laws."""
+
+    def __init__(self, session: TrialSession, cell: Cell, item: pytest.Item) -> None:
+        self._session = session
+        self._cell = cell
+        self._item = item
+        self._expectations = item.config.stash[EXPECTATIONS]
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks the world has."""
+        return self._cell.world.size
+
+    def holds(self, training: Training, *laws: Law, refusal: Refusal = Refusal.WRONG) -> None:
+        """Judge this engine: every law must hold of the training, on every rank.
+
+        ``refusal`` says what becomes of an engine that declares all that the plan needs and refuses it.
+        Fails the test for every verdict that does not conform, skips it for UNSUPPORTED, and lets it fail as
+        expected for KNOWN_FAILURE; in any case the verdict is recorded.
+        """
+        __tracebackhide__ = True
+        node = Node.parse(self._item.nodeid)
+        if node is None:
+            raise HarnessBug(
+                "the trial fixture",
+                expected="a node id with ENGINE@WORLD",
+                got=self._item.nodeid,
+                hint="reporting this",
+            )
+        case = Case(id=node.case, training=training, laws=laws, refusal=refusal)
+        try:
+            judged = self._session.run(case, self._cell, suite=node.suite, command=self._command(node))
+        except UnreadableError as error:
+            self._item.user_properties.append((NOT_JUDGED_PROPERTY, error.why))
+            pytest.fail(f"not judged again: {error}", pytrace=False)
+        record = expected(judged, self._expectations)
+        self._item.user_properties.append((RECORD_PROPERTY, to_json(record)))
+        if record.verdict is Verdict.UNSUPPORTED:
+            pytest.skip(f"UNSUPPORTED: {record.headline}")
+        if record.verdict is Verdict.KNOWN_FAILURE and record.expectation is not None:
+            pytest.xfail(f"KNOWN_FAILURE: {record.expectation.reason} ({record.expectation.link})")
+        if not record.verdict.is_conforming:
+            pytest.fail(_explain(record), pytrace=False)
+
+    def _command(self, node: Node) -> str:
+        """Return the command that repeats this case, with the user's model."""
+        model = self._item.config.getoption("--model")
+        return shlex.join([*shlex.split(node.command), *(["--model", model] if model else [])])
+
+
+def _explain(record: Record) -> str:
+    lines = [f"{record.verdict}: {record.engine} in {record.world}: {record.case}", record.headline]
+    for law in record.laws:
+        if not law.held:
+            lines += [f"  {law.law}: {law.summary}", *(f"    {d}" for d in law.details)]
+    lines += [f"  rank {o.rank} {o.kind}" for o in record.outcomes]
+    if record.expectation is not None:
+        entry = record.expectation
+        lines.append(f"  expectation {entry.number}: {entry.reason} ({entry.link}), until {entry.expiry}")
+    if record.output:
+        lines += ["  printed:", *(f"    {line}" for line in record.output.splitlines()[-_SHOWN_LINES:])]
+    return "\n".join([*lines, f"repeat: {record.command}"])

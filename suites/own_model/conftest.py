@@ -1,0 +1,26 @@
+"""Which model the cases train: the one that ``--model`` names, else a small decoder of ours."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+
+from fixtures.optimizers import ADAMW
+from fixtures.own_model import OWN_MODEL
+from shardproof import NamedOptimizer, UserModel, read_model
+
+
+@cache
+def _named(spec: str, limit_s: float) -> tuple[UserModel, NamedOptimizer]:
+    model, optimizer = read_model(spec, limit_s=limit_s)
+    return model, optimizer or ADAMW
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Give each case the model and its optimizer."""
+    if "own" in metafunc.fixturenames:
+        spec: str | None = metafunc.config.getoption("--model")
+        limit_s: float = metafunc.config.getoption("--deadline")
+        own = _named(spec, limit_s) if spec else (OWN_MODEL, ADAMW)
+        metafunc.parametrize("own", [pytest.param(own, id=own[0].name)])

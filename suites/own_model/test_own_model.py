@@ -1,0 +1,90 @@
+"""What every engine promises, on a model of the user's: it is trained as one process trains it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from shardproof import (
+    EVEN,
+    SEVERAL,
+    Accumulation,
+    AllWaited,
+    Capability,
+    Clip,
+    HoldsItsShare,
+    Layout,
+    MatchesOracle,
+    NamedOptimizer,
+    Plan,
+    RanksAgree,
+    Reshard,
+    Resume,
+    Schedule,
+    Select,
+    Training,
+    Trial,
+    UserModel,
+)
+
+LAWS = (MatchesOracle(), RanksAgree(), AllWaited(select=Select()))
+Own = tuple[UserModel, NamedOptimizer]
+
+
+@pytest.mark.kills("SumsInsteadOfAveraging", "ForgetsToSynchroniseOneParameter")
+def test_trains_as_one_process_does(trial: Trial, own: Own) -> None:
+    trial.holds(_training(own, Plan()), *LAWS)
+
+
+@pytest.mark.kills("KeepsOnlyTheLastMicrobatch", "DoublesGradientsEveryMicrobatch")
+def test_accumulates_microbatches(trial: Trial, own: Own) -> None:
+    trial.holds(_training(own, Plan(), microbatches=3), *LAWS)
+
+
+@pytest.mark.kills("SynchronisesTheFirstMicrobatch")
+def test_accumulates_until_the_last_microbatch(trial: Trial, own: Own) -> None:
+    plan = Plan(accumulation=Accumulation.LAST_MICROBATCH)
+    trial.holds(_training(own, plan, microbatches=3), *LAWS)
+
+
+@pytest.mark.worlds(SEVERAL)
+@pytest.mark.kills("ReplicatesInsteadOfSharding", "ShowsSlicesOfWholes")
+@pytest.mark.parametrize("reshard", [Reshard.AFTER_FORWARD, Reshard.KEEP], ids=["frees", "keeps"])
+def test_shards(trial: Trial, own: Own, reshard: Reshard) -> None:
+    trial.holds(_training(own, Plan(layout=Layout.SHARD, reshard=reshard)), *LAWS, HoldsItsShare())
+
+
+@pytest.mark.kills("ForgetsToSynchroniseOneParameter")
+def test_replicates(trial: Trial, own: Own) -> None:
+    trial.holds(_training(own, Plan(layout=Layout.REPLICATE)), *LAWS, HoldsItsShare())
+
+
+@pytest.mark.worlds(EVEN)
+@pytest.mark.kills("NeverSynchronisesReplicas")
+def test_shards_two_replicas(trial: Trial, own: Own) -> None:
+    trial.holds(_training(own, Plan(layout=Layout.HYBRID)), *LAWS, HoldsItsShare())
+
+
+@pytest.mark.worlds(SEVERAL)
+@pytest.mark.kills("NeverClips", "ReturnsNoNorm")
+def test_clips_by_the_norm_of_the_whole(trial: Trial, own: Own) -> None:
+    plan = Plan(demands=frozenset({Capability.CLIP}))
+    trial.holds(_training(own, plan, clip=Clip(max_norm=0.1)), *LAWS)
+
+
+@pytest.mark.kills("LosesOptimizerState", "LoadsNoParameters")
+def test_resumes_from_its_state(trial: Trial, own: Own) -> None:
+    plan = Plan(units=own[0].units, demands=own[0].demands | {Capability.STATE})
+    training = _training(own, plan)
+    trial.holds(replace(training, resume=Resume(after_steps=1, plan=training.plan)), *LAWS)
+
+
+def _training(own: Own, plan: Plan, *, microbatches: int = 1, clip: Clip | None = None) -> Training:
+    model, optimizer = own
+    return Training(
+        problem=model,
+        optimizer=optimizer,
+        plan=replace(plan, units=model.units, demands=plan.demands | model.demands),
+        schedule=Schedule(microbatches=microbatches, clip=clip),
+    )
