@@ -160,6 +160,7 @@ from harness.runner.options import Cell as Cell
 from harness.runner.session import Source as Source
 from harness.runner.session import TrialSession as TrialSession
 from harness.runner.trial import Trial as Trial
+from harness.runner.user_models import absolute as absolute
 from harness.runner.user_models import read_model as read_model
 from harness.tracing.ledger import Op as Op
 from harness.tracing.ledger import Phase as Phase

@@ -53,7 +53,9 @@ class UserModel:
     def build(self) -> nn.Module:
         """Build the model under one seed, in training mode."""
         with _seeded(_BUILD_SEED):
-            model: nn.Module = definition(self.spec).build()
+            model: object = definition(self.spec).build()
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"build() returned a {type(model).__name__}, not an nn.Module")
         return model.train()
 
     def num_items(self, *, step: int, microbatch: int, rank: int) -> int:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from engine.registry import BUILT_IN, EngineNotFoundError, check_spelling
 from harness.audit.marks import WORLDS, Breadth
@@ -25,18 +25,20 @@ from harness.runner.invoke import (
     suites,
 )
 
-__all__ = ["main"]
+if TYPE_CHECKING:
+    from harness.records.run import Run
 
+_OWN_MODEL = "own_model"  # the suite
 _INTERRUPTED = 2  # pytest.ExitCode.INTERRUPTED, without the import
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns 0 conforming, 1 not, 2 wrong usage, 3 an error of our own."""
     arguments = _parser().parse_args(argv)
-    if arguments.command in {run, mutants}:
+    if arguments.command in {run, check, mutants}:
         # A console script does not look for modules where it is called; people name engines of their own from there.
-        # Commands that only read a run do not look there either: it may be the folder of the run.
-        sys.path.insert(0, str(Path.cwd()))
+        # Last, so that no folder there hides one of ours. Commands that only read a run do not look there.
+        sys.path.append(str(Path.cwd()))
     try:
         with interruptible():
             code: int = arguments.command(arguments)
@@ -54,6 +56,27 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(arguments: argparse.Namespace) -> int:
     """Judge engines on suites: launch worlds, record verdicts, write the reports."""
+    return _run(arguments)
+
+
+def check(arguments: argparse.Namespace) -> int:
+    """Judge engines on a model of your own: is it trained as one process trains it, under every plan that they declare?
+
+    MODEL is a class with build(), batch() and loss(), as path/to/file.py:Name or package.module:Name.
+    """
+    from harness.runner.user_models import absolute, read_model
+    from harness.worlds.processes.forkserver import forkserver_context
+    from reports.model_check import render
+
+    check_temporary_folder()
+    spec = absolute(arguments.model)
+    forkserver_context()  # it starts while this process goes on
+    read_model(spec, limit_s=arguments.deadline)
+    arguments.suite, arguments.expectations, arguments.no_expectations = [_OWN_MODEL], None, True
+    return _run(arguments, f"--model={spec}", "--tb=no", render=render)
+
+
+def _run(arguments: argparse.Namespace, *extra: str, render: Callable[[Run], str] | None = None) -> int:
     from harness.records.provenance import today
     from harness.records.run import refuse_existing
     from harness.runner.options import RunOptions
@@ -85,13 +108,14 @@ def run(arguments: argparse.Namespace) -> int:
         *([f"--expectations={file}"] if file else ["--no-expectations"]),
         *(["-n", str(arguments.workers)] if arguments.workers else []),
         *(["-k", arguments.keyword] if arguments.keyword else []),
+        *extra,
     ]
     try:
         code = call_pytest([*map(str, suites(arguments.suite)), *options])
     except KeyboardInterrupt:  # one that pytest did not take, because it was about to end
         code = _INTERRUPTED
     with uninterrupted():
-        return _conclude(out, code)
+        return _conclude(out, code, render)
 
 
 def _any_is_usable(engines: Sequence[str], limit_s: float) -> bool:
@@ -217,12 +241,12 @@ def mutants(arguments: argparse.Namespace) -> int:
     )
 
 
-def _conclude(out: Path, pytest_code: int) -> int:
+def _conclude(out: Path, pytest_code: int, render: Callable[[Run], str] | None = None) -> int:
     """Turn pytest's exit code into ours; where cases ran the records decide."""
     has_records = (out / "records.jsonl").exists()
     if pytest_code == 4:
         if has_records:  # some of the engines asked for could not be judged; the others were
-            _show(out)
+            _show(out, render)
         return USAGE
     if pytest_code == 5:
         print("shardproof: no case was selected; see `shardproof list --cases`", file=sys.stderr)
@@ -230,20 +254,20 @@ def _conclude(out: Path, pytest_code: int) -> int:
     if not has_records:
         print("shardproof: no case was run; see the messages above", file=sys.stderr)
         return OUR_FAULT
-    code = _show(out)
+    code = _show(out, render)
     if pytest_code not in (0, 1):
         return OUR_FAULT
     return DOES_NOT_CONFORM if code == CONFORMS and pytest_code else code
 
 
-def _show(run_folder: Path) -> int:
-    """Write a run's reports, print its matrix, and turn its verdicts into the exit code."""
+def _show(run_folder: Path, render: Callable[[Run], str] | None = None) -> int:
+    """Write a run's reports, print its matrix or what ``render`` makes of it, and return the exit code."""
+    from reports import terminal
     from reports.summary import Conclusion, conclude
-    from reports.terminal import render
     from reports.write import write_reports
 
     result, paths = write_reports(run_folder)
-    print(render(result))
+    print((render or terminal.render)(result))
     for path in paths:
         print(f"wrote {path}")
     if Verdict.ERRORED in {record.verdict for record in result.records}:
@@ -273,6 +297,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     group.add_argument("--no-expectations", action="store_true", help="give raw verdicts")
     sub.set_defaults(command=run)
+    _add_check(commands)
     for command, text in (
         (judge, "judge the observations of a run again"),
         (report, "write a run's reports again"),
@@ -300,6 +325,17 @@ def _parser() -> argparse.ArgumentParser:
 
 
 # Any, here and below: argparse does not export the type of its sub-parsers.
+def _add_check(commands: Any) -> None:
+    sub = commands.add_parser("check", help="judge engines on your own model", description=check.__doc__)
+    sub.add_argument("model", metavar="MODEL", help="path/to/file.py:Name or package.module:Name")
+    sub.add_argument(
+        "--engine", action="append", metavar="NAME", help="repeat for several; default: all built in"
+    )
+    _add_cases(sub, worlds="threads:2")
+    _add_effort(sub)
+    sub.set_defaults(command=check)
+
+
 def _add_diff(commands: Any) -> None:
     sub = commands.add_parser("diff", help="compare two runs", description=diff.__doc__)
     sub.add_argument("before", metavar="A", help="folder of a run")
@@ -370,11 +406,16 @@ def _add_effort(sub: argparse.ArgumentParser) -> None:
 
 
 def _add_selection(sub: argparse.ArgumentParser, *, worlds: str) -> None:
-    """Add what commands that run cases share; ``worlds`` are the default ones in words."""
+    """Add which cases run where; ``worlds`` are the default ones in words."""
+    sub.add_argument("--suite", action="append", metavar="NAME", help="repeat for several; default: all")
+    _add_cases(sub, worlds=worlds)
+
+
+def _add_cases(sub: argparse.ArgumentParser, *, worlds: str) -> None:
+    """Add what commands that run cases share."""
     sub.add_argument(
         "--world", action="append", metavar="KIND:SIZE", help=f"repeat for several; default: {worlds}"
     )
-    sub.add_argument("--suite", action="append", metavar="NAME", help="repeat for several; default: all")
     sub.add_argument("--out", metavar="DIR", help="folder for the run; default: below conformance/")
     sub.add_argument("--deadline", type=float, default=60.0, metavar="S", help="seconds a world may take")
     sub.add_argument("-n", "--workers", type=int, default=0, metavar="N", help="run N cases at a time")

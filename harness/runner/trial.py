@@ -73,9 +73,13 @@ class Trial:
             pytest.fail(_explain(record), pytrace=False)
 
     def _command(self, node: Node) -> str:
-        """Return the command that repeats this case, with the user's model."""
-        model = self._item.config.getoption("--model")
-        return shlex.join([*shlex.split(node.command), *(["--model", model] if model else [])])
+        """Return the command that repeats this case: of a user's model, with all its parameters."""
+        model: str | None = self._item.config.getoption("--model")
+        if model is None:
+            return node.command
+        function: str = getattr(self._item, "originalname", self._item.name)
+        where = ("--engine", node.engine, "--world", node.world)
+        return shlex.join(["shardproof", "check", model, *where, "-k", function])
 
 
 def _explain(record: Record) -> str:

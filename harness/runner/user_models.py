@@ -21,13 +21,11 @@ from harness.cases.batch import Batch, arguments_of, converted, tensors_of
 from harness.cases.user_model import UserModel, UserOptimizer, definition, matching_units
 from harness.errors import UsageError
 from harness.torch_compat.dtypes import cast, cast_module
+from harness.verdicts.vacuity import ZERO_BESIDE
 from harness.worlds.processes.fresh_process import NoAnswerError, ask
 
 _LONGEST_ANSWER = 2**24
 _METHODS = ("build", "batch", "loss")
-# In float64, a gradient so small beside the largest of its model is zero but for rounding: that of a bias before a
-# normalisation, or of a key's bias in attention.
-_ZERO_BESIDE = 1e-10
 _PLACES = ((0, 0), (0, 1), (1, 0), (1, 1))  # steps and ranks whose gradients are looked at
 _HINT = "docs/check-your-model.md"
 
@@ -107,8 +105,6 @@ def _called(what: str, function: Any) -> Any:
 def _built_alike(problem: UserModel) -> nn.Module:
     """Build the model twice; raises ValueError unless both have parameters, and the same."""
     model, again = (_called("build()", problem.build) for _ in range(2))
-    if not isinstance(model, nn.Module):
-        raise ValueError(f"build() returned a {type(model).__name__}, not an nn.Module")
     parameters, others = dict(model.named_parameters()), dict(again.named_parameters())
     if not parameters:
         raise ValueError("build() returned a model without parameters")
@@ -155,7 +151,7 @@ def _unused(places: Sequence[Mapping[str, float | None]]) -> dict[str, list[str]
     ``places`` holds the largest gradient of each parameter in some steps and on some ranks; None: it had none.
     """
     largest = {name: max(found[name] or 0.0 for found in places) for name in places[0]}
-    zero = _ZERO_BESIDE * max(largest.values())
+    zero = ZERO_BESIDE * max(largest.values())
     if not zero:
         raise ValueError("no parameter has a gradient: the loss depends on none of them")
     unused = [frozenset(name for name, size in found.items() if size is None) for found in places]

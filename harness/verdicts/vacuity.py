@@ -15,11 +15,13 @@ import torch
 from harness.cases.training import LoopOrder
 from harness.laws.law import Evidence
 from harness.laws.tolerance import MULTIPLE
+from harness.training.absolute_error import largest
 from harness.training.oracle import Quantity
 from harness.verdicts.visibility import hidden_because
 
-__all__ = ["incomparable_because", "vacuous_because"]
-
+# In float64, a gradient so small beside the largest of its model is zero but for rounding: that of a bias before a
+# normalisation, or of a key's bias in attention.
+ZERO_BESIDE = 1e-10
 # A movement or gradient smaller than this many roundings of float32 could not be told from noise.
 _TOO_SMALL = 2 * MULTIPLE * torch.finfo(torch.float32).eps
 
@@ -94,14 +96,21 @@ def _idle_ranks(evidence: Evidence) -> str | None:
 
 def _independent_parameters(evidence: Evidence) -> str | None:
     idle = evidence.training.problem.idle
+    sizes = {name: _largest_gradient(evidence, name) for name in evidence.oracle.initial}
+    zero = ZERO_BESIDE * max(sizes.values(), default=0.0)
     for name, initial in evidence.oracle.initial.items():
-        gradients = [seen.gradients[name] for seen in evidence.oracle.steps]
-        is_used = any(g is not None and bool(g.any()) for g in gradients)
+        is_used = sizes[name] > zero
         if is_used and name in idle:
             return f"{name!r} is idle by the problem's word, yet the loss depends on it"
         if not is_used and name not in idle and initial.numel():
             return f"the loss does not depend on {name!r}: its gradient is zero in every step"
     return None
+
+
+def _largest_gradient(evidence: Evidence, name: str) -> float:
+    """Return the largest element of a parameter's gradients over all steps; 0 where it has none."""
+    gradients = [seen.gradients[name] for seen in evidence.oracle.steps]
+    return max((largest(g) for g in gradients if g is not None), default=0.0)
 
 
 def _still_parameters(evidence: Evidence) -> str | None:

@@ -8,12 +8,12 @@ import pytest
 
 from fixtures.optimizers import ADAMW
 from fixtures.own_model import OWN_MODEL
-from shardproof import NamedOptimizer, UserModel, read_model
+from shardproof import NamedOptimizer, UserModel, absolute, read_model
 
 
 @cache
 def _named(spec: str, limit_s: float) -> tuple[UserModel, NamedOptimizer]:
-    model, optimizer = read_model(spec, limit_s=limit_s)
+    model, optimizer = read_model(absolute(spec), limit_s=limit_s)
     return model, optimizer or ADAMW
 
 

@@ -1,0 +1,166 @@
+"""`shardproof check`: a user's model is judged, right and wrong engines told apart, mistakes refused in a sentence."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine.registry import shipped_mutants
+from fixtures.own_model import OWN_MODEL
+from harness.cases.batch import ModelBatch, arguments_of, converted, tensors_of
+from harness.cases.user_model import UserModel, matching_units
+from harness.cli.main import main
+from harness.errors import UsageError
+from harness.runner.user_models import absolute, read_model
+
+GOOD = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(6, 6) for _ in range(2))
+        self.normed = nn.Linear(6, 6)
+        self.out = nn.Linear(6, 2)
+
+    def forward(self, x, *, scale):
+        for block in self.blocks:
+            x = torch.tanh(block(x)) * scale["of"]
+        hidden = self.normed(x)
+        return {"y": self.out(hidden - hidden.mean(0, keepdim=True))}
+
+class Mine:
+    units = ("blocks.*",)
+    def build(self):
+        return Net()
+    def batch(self, generator):
+        return {"x": torch.randn(4, 6, generator=generator), "scale": {"of": 0.5}}
+    def loss(self, output, batch):
+        return (output["y"] - batch["x"][:, :2]).square().mean()
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    file = tmp_path / "mine.py"
+    file.write_text(GOOD)
+    return file
+
+
+def _check(file: Path, engine: str, *options: str) -> int:
+    out = str(file.parent / "run")
+    return main(["check", f"{file}:Mine", "--engine", engine, "--out", out, *options])
+
+
+def test_a_right_engine_is_proven(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert _check(file, "torch.fsdp2", "-k", "trains or frees") == 0
+    shown = capsys.readouterr().out
+    assert "proven        trains as one process does\n" in shown
+    assert "proven        shards (frees)\n" in shown
+    assert "more than" in shown
+
+
+def test_a_wrong_engine_is_caught_with_its_cause(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    engine = next(m.engine_spec for m in shipped_mutants() if m.name == "SumsInsteadOfAveraging")
+    assert _check(file, engine, "-k", "trains") == 1
+    shown = capsys.readouterr().out
+    assert "exactly 2 x the reference" in " ".join(shown.split())
+    assert "shardproof check" in shown
+
+
+def test_a_model_is_read(file: Path) -> None:
+    model, optimizer = read_model(absolute(f"{file}:Mine"), limit_s=60)
+    assert (model.name, model.units) == ("Mine", ("blocks.0", "blocks.1"))
+    # A bias before its mean is taken off has a gradient that is zero but for rounding.
+    assert model.idle == ("normed.bias",)
+    assert optimizer is None
+    assert not model.demands
+
+
+def test_an_edited_file_is_another_problem(file: Path) -> None:
+    before, _ = read_model(f"{file}:Mine", limit_s=60)
+    file.write_text(GOOD.replace("0.5", "0.25"))
+    after, _ = read_model(f"{file}:Mine", limit_s=60)
+    assert before != after
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        ('"blocks.*"', '"block.*"', "unit 'block.*' matches no submodule with parameters; there are blocks"),
+        ("generator=generator", "generator=torch.Generator()", "equal data for two ranks"),
+        (".square().mean()", ".square()", "a tensor of shape [4, 2], not one number"),
+        (".square().mean()", ".square().mean() * float('nan')", "loss() is nan in step 0"),
+        (".square().mean()", ".detach().square().mean()", "without a gradient"),
+        ("return Net()", "return None", "build() returned a NoneType, not an nn.Module"),
+        ("return Net()", "return nn.ReLU()", "without parameters"),
+        ("return Net()", "raise KeyError('weights')", "build() raised KeyError: 'weights'"),
+        ("def loss(", "def lost(", "Mine without loss()"),
+        ("class Mine", "class Nine", "which does not define it; did you mean 'Nine'?"),
+        ("import torch\n", "import torchh\n", "torchh is not installed"),
+        ('"x": torch.randn', '"z": torch.randn', "the model's forward in float64 raised TypeError"),
+    ],
+)
+def test_a_mistake_is_refused_in_a_sentence(
+    file: Path, old: str, new: str, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert old in GOOD
+    file.write_text(GOOD.replace(old, new, 1))
+    with pytest.raises(UsageError) as caught:
+        read_model(f"{file}:Mine", limit_s=60)
+    assert words in str(caught.value)
+    assert _check(file, "torch.ddp") == 2
+    assert words in capsys.readouterr().err
+
+
+def test_a_pattern_matches_one_part_of_a_name() -> None:
+    model = OWN_MODEL.build()
+    assert matching_units(model, ["layers.*"]) == OWN_MODEL.units
+    assert matching_units(model, ["layers.*.mix", "head"]) == ("layers.0.mix", "layers.1.mix", "head")
+    with pytest.raises(ValueError, match="matches no submodule"):
+        matching_units(model, ["*.*.*.*"])
+
+
+def test_the_model_that_ships_is_described_as_it_is() -> None:
+    described, optimizer = read_model(OWN_MODEL.spec, limit_s=60)
+    assert described == OWN_MODEL
+    assert optimizer is not None
+
+
+@pytest.mark.parametrize(
+    ("given", "args", "kwargs"),
+    [
+        ({"x": 1}, (), {"x": 1}),
+        ((1, 2), (1, 2), {}),
+        ([1, 2], (1, 2), {}),
+        (3, (3,), {}),
+    ],
+)
+def test_a_batch_is_what_forward_takes(given: object, args: tuple[object, ...], kwargs: object) -> None:
+    assert arguments_of(ModelBatch(given=given).inputs) == (args, kwargs)
+
+
+def test_every_tensor_of_a_tree_is_converted() -> None:
+    batch = ModelBatch(
+        given={"a": (torch.ones(1), [torch.ones(2), None]), "b": {"c": torch.ones(3)}, "d": "x"}
+    )
+    doubled = converted(batch, torch.Tensor.double)
+    assert [(t.numel(), t.dtype) for t in tensors_of(doubled)] == [(n, torch.float64) for n in (1, 2, 3)]
+    assert isinstance(doubled, ModelBatch)
+    assert doubled.given["a"][1][1] is None
+    assert doubled.given["d"] == "x"
+
+
+def test_data_and_model_are_the_same_each_time() -> None:
+    def numbers(model: UserModel) -> list[torch.Tensor]:
+        batch = model.batch(step=1, microbatch=2, rank=3)
+        return [*tensors_of(batch), *model.build().parameters()]
+
+    state = torch.get_rng_state()
+    first = numbers(OWN_MODEL)
+    assert torch.equal(torch.get_rng_state(), state)
+    torch.manual_seed(17)
+    assert all(torch.equal(a, b) for a, b in zip(first, numbers(OWN_MODEL), strict=True))
