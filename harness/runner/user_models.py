@@ -104,6 +104,8 @@ def _called(what: str, function: Any) -> Any:
 
 def _built_alike(problem: UserModel) -> nn.Module:
     """Build the model twice; raises ValueError unless both have parameters, and the same."""
+    model: nn.Module
+    again: nn.Module
     model, again = (_called("build()", problem.build) for _ in range(2))
     parameters, others = dict(model.named_parameters()), dict(again.named_parameters())
     if not parameters:
