@@ -21,6 +21,7 @@ from shardproof import (
     Replicas,
     Training,
     Trial,
+    Wire,
 )
 
 LAWS = (MatchesOracle(), HoldsItsShare(), RanksAgree())
@@ -56,6 +57,24 @@ def test_divides_as_asked(
     trial: Trial, layout: Layout, factor: int | None, reduce_dtype: torch.dtype | None
 ) -> None:
     trial.holds(_training(Plan(layout=layout, reduce_dtype=reduce_dtype), factor or trial.world_size), *LAWS)
+
+
+@pytest.mark.rows("C08", "C27")
+@pytest.mark.kills("DividesByTheSquareOfTheFactor")
+@pytest.mark.worlds(SEVERAL)
+@pytest.mark.parametrize(
+    ("reduce_dtype", "wire"),
+    [
+        pytest.param(torch.float64, Wire.NATIVE, id="before-and-after"),
+        pytest.param(None, Wire.SUM, id="after"),
+    ],
+)
+def test_divides_sums_of_shards_by_more_than_the_ranks(
+    trial: Trial, reduce_dtype: torch.dtype | None, wire: Wire
+) -> None:
+    """By 8: it has a factor for either side of the sum, and is the size of none of the usual worlds."""
+    plan = Plan(layout=Layout.SHARD, reduce_dtype=reduce_dtype, wire=wire)
+    trial.holds(_training(plan, 8), *LAWS)
 
 
 @pytest.mark.rows("C08")

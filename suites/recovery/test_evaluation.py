@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import ClassVar
+
 import pytest
 
 from fixtures.optimizers import SGD
 from fixtures.problems import MLP_EVEN
 from shardproof import (
+    Actor,
+    Capability,
     Evaluates,
     Evaluation,
     EvaluationPoint,
@@ -32,6 +37,27 @@ def test_an_evaluation_before_the_step_leaves_nothing_stale(trial: Trial, layout
     script = Evaluates(moment=EvaluationPoint.BEFORE_STEP)
     plan = Plan(layout=layout, units=UNITS)
     trial.holds(Training(problem=MLP_EVEN, optimizer=SGD, plan=plan, script=script), *LAWS)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluatesBetween:
+    """Each microbatch is evaluated between its forward and its backward."""
+
+    demands: ClassVar[frozenset[Capability]] = frozenset()
+
+    def play(self, actor: Actor) -> None:
+        """Hold a graph while the model runs without one."""
+        for microbatch in range(actor.num_microbatches):
+            loss = actor.loss(microbatch, actor.forward(microbatch, *actor.batch(microbatch).inputs))
+            actor.evaluate(microbatch)
+            actor.backward(microbatch, loss)
+
+
+@pytest.mark.kills("EvaluatesWithStaleParameters")
+@both_layouts
+def test_an_evaluation_between_forward_and_backward_changes_nothing(trial: Trial, layout: Layout) -> None:
+    plan = Plan(layout=layout, units=UNITS)
+    trial.holds(Training(problem=MLP_EVEN, optimizer=SGD, plan=plan, script=EvaluatesBetween()), *LAWS)
 
 
 @pytest.mark.kills("KeepsAnInferenceTensor")

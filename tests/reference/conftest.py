@@ -1,13 +1,19 @@
-"""pytest glue: cases that drive torch's own engine through the same front door are marked ``twin``.
+"""pytest glue: worlds to run ranks in, and the mark ``twin`` for tests of torch's own engine.
 
-They show that a law of these tests is FSDP2's too, and what torch gets wrong; `make twins` runs them.
+Twins show that what the tests demand holds for FSDP2 too, through the same front door, and what torch gets wrong;
+`make twins` runs them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from pathlib import Path
+
 import pytest
 
+from harness.worlds.launch import WorldPool
 from tests.reference.front_doors import TORCH
+from tests.reference.ranks import Ranks
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -16,3 +22,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         parameters = getattr(item, "callspec", None)
         if parameters is not None and parameters.params.get("door") == TORCH.name:
             item.add_marker(pytest.mark.twin)
+
+
+@pytest.fixture(scope="module")
+def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorldPool]:
+    """Keep worlds of threads for the tests of one file."""
+    pool = WorldPool(tmp_path_factory.mktemp("worlds"))
+    yield pool
+    pool.close()
+
+
+@pytest.fixture
+def ranks(pool: WorldPool, tmp_path: Path) -> Ranks:
+    """Run bodies on ranks."""
+    return Ranks(pool, tmp_path)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch.distributed.fsdp as torch_fsdp
 from torch.distributed._composable.replicate_with_fsdp import replicate as torch_replicate
 
@@ -50,3 +51,4 @@ REFERENCE = FrontDoor(
     share_comm_ctx=reference.share_comm_ctx,
 )
 BY_NAME = {door.name: door for door in (TORCH, REFERENCE)}
+each_door = pytest.mark.parametrize("door", sorted(BY_NAME))

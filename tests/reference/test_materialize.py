@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +17,7 @@ from engine.reference.materialize import broadcast_states, materialize, move_to_
 from harness.tracing.ledger import Op
 from harness.worlds.rank import RankContext
 from harness.worlds.spec import WorldKind
-from tests.reference.oracle import run_world
+from tests.reference.ranks import Ranks
 
 CPU = torch.device("cpu")
 
@@ -328,34 +326,30 @@ def _states(module: nn.Module) -> dict[str, bytes]:
     return {name: _bytes(t) for name, t in (*module.named_parameters(), *module.named_buffers())}
 
 
-def _broadcast_zoo(context: RankContext, bucket_bytes: int) -> None:
+def _broadcast_zoo(context: RankContext, bucket_bytes: int) -> int:
+    """Broadcast a model of every kind of tensor; returns in how many messages."""
     model = Zoo(seed=context.rank + 10)
     expected, mine = _states(Zoo(seed=10)), _states(model)
     assert context.rank == 0 or all(mine[name] != expected[name] for name in mine if mine[name])
-    identities = {name: id(p) for name, p in model.named_parameters()}
-    strides = {name: p.stride() for name, p in model.named_parameters()}
+    before = [(name, id(p), p.stride()) for name, p in model.named_parameters()]
     broadcast_states(model, dist.group.WORLD, bucket_bytes=bucket_bytes)  # type: ignore[arg-type]  # set in a world
     assert _states(model) == expected
-    assert {name: id(p) for name, p in model.named_parameters()} == identities
-    assert {name: p.stride() for name, p in model.named_parameters()} == strides
+    assert [(name, id(p), p.stride()) for name, p in model.named_parameters()] == before
     assert all(p.grad_fn is None for p in model.parameters())
-
-
-@pytest.mark.parametrize("kind", WorldKind)
-@pytest.mark.parametrize("bucket_bytes", [1, 40, 2**20])
-def test_all_ranks_get_the_states_of_the_first(kind: WorldKind, bucket_bytes: int, tmp_path: Path) -> None:
-    run_world(kind, 3 if kind is WorldKind.THREADS else 2, _broadcast_zoo, bucket_bytes, folder=tmp_path)
-
-
-def _count_broadcasts(context: RankContext, bucket_bytes: int) -> int:
-    broadcast_states(Zoo(seed=1), dist.group.WORLD, bucket_bytes=bucket_bytes)  # type: ignore[arg-type]
     return len([entry for entry in context.recorder.ledger() if entry.op is Op.BROADCAST])
 
 
-def test_tensors_of_all_dtypes_go_in_one_message(tmp_path: Path) -> None:
-    num_filled = len([value for value in _states(Zoo(seed=1)).values() if value])
-    assert run_world(WorldKind.THREADS, 2, _count_broadcasts, 2**20, folder=tmp_path) == [1, 1]
-    assert run_world(WorldKind.THREADS, 2, _count_broadcasts, 1, folder=tmp_path) == [num_filled] * 2
+NUM_FILLED = len([value for value in _states(Zoo(seed=1)).values() if value])
+
+
+@pytest.mark.parametrize("kind", WorldKind)
+@pytest.mark.parametrize(("bucket_bytes", "num_messages"), [(1, NUM_FILLED), (40, None), (2**20, 1)])
+def test_all_ranks_get_the_states_of_the_first(
+    kind: WorldKind, bucket_bytes: int, num_messages: int | None, ranks: Ranks
+) -> None:
+    """Tensors of all dtypes go in one message, where that may be large enough."""
+    for num in ranks.run(2, _broadcast_zoo, bucket_bytes, kind=kind):
+        assert num_messages in {None, num}
 
 
 def _broadcast_in_a_part(context: RankContext) -> list[float]:
@@ -368,8 +362,8 @@ def _broadcast_in_a_part(context: RankContext) -> list[float]:
     return model.weight.flatten().tolist()
 
 
-def test_first_rank_of_the_group_is_the_source(tmp_path: Path) -> None:
-    assert run_world(WorldKind.THREADS, 3, _broadcast_in_a_part, folder=tmp_path) == [[0.0], [1.0], [1.0]]
+def test_first_rank_of_the_group_is_the_source(ranks: Ranks) -> None:
+    assert ranks.run(3, _broadcast_in_a_part) == [[0.0], [1.0], [1.0]]
 
 
 def _broadcast_but_some(context: RankContext) -> list[float]:
@@ -386,8 +380,8 @@ def _broadcast_but_some(context: RankContext) -> list[float]:
     return [float(module.weight) for module in model if isinstance(module, nn.Linear)]
 
 
-def test_ignored_states_are_left_alone(tmp_path: Path) -> None:
-    assert run_world(WorldKind.THREADS, 2, _broadcast_but_some, folder=tmp_path) == [
+def test_ignored_states_are_left_alone(ranks: Ranks) -> None:
+    assert ranks.run(2, _broadcast_but_some) == [
         [0.0, 0.0, 0.0, 0.0],
         [0.0, 1.0, 1.0, 1.0],
     ]
@@ -403,8 +397,8 @@ def _broadcast_shards(context: RankContext) -> list[float]:
     return model.weight.to_local().flatten().tolist()
 
 
-def test_shards_of_another_axis_are_sent_as_they_lie(tmp_path: Path) -> None:
-    assert run_world(WorldKind.THREADS, 4, _broadcast_shards, folder=tmp_path) == [[0.0], [1.0], [0.0], [1.0]]
+def test_shards_of_another_axis_are_sent_as_they_lie(ranks: Ranks) -> None:
+    assert ranks.run(4, _broadcast_shards) == [[0.0], [1.0], [0.0], [1.0]]
 
 
 def _broadcast_without_backend(context: RankContext) -> str:
@@ -418,16 +412,7 @@ def _broadcast_without_backend(context: RankContext) -> str:
     return "accepted"
 
 
-def test_states_that_the_backend_cannot_reach_are_refused(tmp_path: Path) -> None:
-    for told in run_world(WorldKind.PROCESSES, 2, _broadcast_without_backend, folder=tmp_path):
+def test_states_that_the_backend_cannot_reach_are_refused(ranks: Ranks) -> None:
+    for told in ranks.run(2, _broadcast_without_backend, kind=WorldKind.PROCESSES):
         assert told.startswith("The module has CPU parameters or buffers when `sync_module_states=True`")
         assert "a group of cuda:fake" in told
-
-
-def test_zoo_holds_what_it_says() -> None:
-    zoo = Zoo(seed=1)
-    assert not zoo.transposed.is_contiguous()
-    assert not zoo.strided.is_contiguous()
-    assert zoo.empty.numel() == 0
-    assert len({t.dtype for t in (*zoo.parameters(), *zoo.buffers())}) == 9
-    assert math.prod(zoo.flag.shape) % 2 == 1

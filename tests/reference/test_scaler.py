@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,12 +14,11 @@ from torch import nn
 from torch.amp.grad_scaler import GradScaler
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler as ScalerOfTorch
 
-from engine import reference
 from engine.reference.scaler import ShardedGradScaler
 from harness.tracing.ledger import Op
 from harness.worlds.rank import RankContext
 from harness.worlds.spec import WorldKind
-from tests.reference.oracle import run_world
+from tests.reference.ranks import Ranks
 
 SIZE = 3
 INIT_SCALE = 16.0
@@ -45,33 +43,27 @@ STORIES: dict[str, Story] = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Told:
-    """What one rank was left with after each step."""
-
-    scales: tuple[float, ...]
-    trackers: tuple[int, ...]
-    parameters: tuple[float, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
     """How a rank trains one parameter."""
 
     make: Callable[..., Scaler] = ShardedGradScaler
-    optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.SGD
     options: dict[str, Any] = field(default_factory=dict)
     unscales_first: bool = False
     dtype: torch.dtype = torch.float32
 
 
-def _train(context: RankContext, story: Story, setup: Setup) -> Told:
+# What one rank is left with after each step: the scale, how many finite steps it counts, and the parameter.
+Left = list[tuple[float, int, float]]
+
+
+def _train(rank: int, story: Story, setup: Setup) -> Left:
     parameter = nn.Parameter(torch.zeros(1, dtype=setup.dtype))
-    optimizer = setup.optimizer([parameter], lr=RATE, **setup.options)
+    optimizer = torch.optim.SGD([parameter], lr=RATE, **setup.options)
     scaler = setup.make("cpu", init_scale=INIT_SCALE, growth_interval=2)
-    scales, trackers, parameters = [], [], []
+    left = []
     for values in story:
         optimizer.zero_grad()
-        value = values[context.rank]
+        value = values[rank]
         scale = scaler.scale(torch.ones(()))
         if value is not None:
             parameter.grad = torch.full((1,), value * float(scale), dtype=setup.dtype)
@@ -79,16 +71,18 @@ def _train(context: RankContext, story: Story, setup: Setup) -> Told:
             scaler.unscale_(optimizer)
         scaler.step(optimizer)
         scaler.update()
-        scales.append(scaler.get_scale())
-        trackers.append(scaler._get_growth_tracker())
-        parameters.append(float(parameter.detach()))
-    return Told(scales=tuple(scales), trackers=tuple(trackers), parameters=tuple(parameters))
+        left.append((scaler.get_scale(), scaler._get_growth_tracker(), float(parameter.detach())))
+    return left
 
 
-def _expected(story: Story, rank: int) -> Told:
-    """Say what a scaler does that sees all ranks' gradients."""
+def _train_each(context: RankContext, setup: Setup, names: list[str]) -> dict[str, Left]:
+    return {name: _train(context.rank, STORIES[name], setup) for name in names}
+
+
+def _expected(story: Story, rank: int) -> Left:
+    """Compute what a scaler does that sees all ranks' gradients."""
     scale, tracker, parameter = INIT_SCALE, 0, 0.0
-    scales, trackers, parameters = [], [], []
+    left = []
     for values in story:
         if all(value is None or math.isfinite(value) for value in values):
             parameter -= RATE * (values[rank] or 0.0)
@@ -97,10 +91,13 @@ def _expected(story: Story, rank: int) -> Told:
                 scale, tracker = scale * 2, 0
         else:
             scale, tracker = scale / 2, 0
-        scales.append(scale)
-        trackers.append(tracker)
-        parameters.append(parameter)
-    return Told(scales=tuple(scales), trackers=tuple(trackers), parameters=tuple(parameters))
+        left.append((scale, tracker, parameter))
+    return left
+
+
+def _assert_is_right(told: list[dict[str, Left]]) -> None:
+    for rank, found in enumerate(told):
+        assert found == {name: _expected(STORIES[name], rank) for name in found}
 
 
 SETUPS = {
@@ -113,31 +110,25 @@ SETUPS = {
 
 
 @pytest.mark.parametrize("setup", SETUPS.values(), ids=SETUPS)
-@pytest.mark.parametrize("story", STORIES.values(), ids=STORIES)
-def test_ranks_step_and_scale_together(story: Story, setup: Setup, tmp_path: Path) -> None:
-    told = run_world(WorldKind.THREADS, SIZE, _train, story, setup, folder=tmp_path)
-    assert told == [_expected(story, rank) for rank in range(SIZE)]
+def test_ranks_step_and_scale_together(setup: Setup, ranks: Ranks) -> None:
+    _assert_is_right(ranks.run(SIZE, _train_each, setup, list(STORIES)))
 
 
-def test_ranks_that_are_processes_do_so_too(tmp_path: Path) -> None:
-    story = STORIES["one-without-one-infinite"]
-    told = run_world(WorldKind.PROCESSES, SIZE, _train, story, Setup(), folder=tmp_path)
-    assert told == [_expected(story, rank) for rank in range(SIZE)]
+def test_ranks_that_are_processes_do_so_too(ranks: Ranks) -> None:
+    told = ranks.run(SIZE, _train_each, Setup(), ["one-without-one-infinite"], kind=WorldKind.PROCESSES)
+    _assert_is_right(told)
 
 
-@pytest.mark.parametrize("story", ["all-finite", "one-infinite", "one-without", "often"])
-def test_scales_are_those_of_torch(story: str, tmp_path: Path) -> None:
-    setup = Setup(make=ScalerOfTorch)
-    told = run_world(WorldKind.THREADS, SIZE, _train, STORIES[story], setup, folder=tmp_path)
-    assert told == [_expected(STORIES[story], rank) for rank in range(SIZE)]
+def test_scales_are_those_of_torch(ranks: Ranks) -> None:
+    stories = ["all-finite", "one-infinite", "one-without", "often"]
+    _assert_is_right(ranks.run(SIZE, _train_each, Setup(make=ScalerOfTorch), stories))
 
 
-def test_a_scaler_that_asks_itself_alone_lets_ranks_part(tmp_path: Path) -> None:
+def test_a_scaler_that_asks_itself_alone_lets_ranks_part(ranks: Ranks) -> None:
     """The stories tell a scaler that agrees from one that does not."""
-    story, setup = STORIES["one-infinite"], Setup(make=GradScaler)
-    told = run_world(WorldKind.THREADS, SIZE, _train, story, setup, folder=tmp_path)
-    assert told != [_expected(story, rank) for rank in range(SIZE)]
-    assert len({t.scales for t in told}) > 1
+    told = ranks.run(SIZE, _train_each, Setup(make=GradScaler), ["one-infinite"])
+    with pytest.raises(AssertionError):
+        _assert_is_right(told)
 
 
 # --- one collective -----------------------------------------------------------------------------------------------
@@ -166,12 +157,12 @@ def _count(context: RankContext, unscales_first: bool, enabled: bool) -> list[in
 
 
 @pytest.mark.parametrize("unscales_first", [False, True], ids=["step", "unscale"])
-def test_one_collective_for_each_optimizer_and_step(unscales_first: bool, tmp_path: Path) -> None:
-    assert run_world(WorldKind.THREADS, 2, _count, unscales_first, True, folder=tmp_path) == [[1, 2]] * 2
+def test_one_collective_for_each_optimizer_and_step(unscales_first: bool, ranks: Ranks) -> None:
+    assert ranks.run(2, _count, unscales_first, True) == [[1, 2]] * 2
 
 
-def test_a_scaler_that_is_not_enabled_communicates_nothing(tmp_path: Path) -> None:
-    assert run_world(WorldKind.THREADS, 2, _count, False, False, folder=tmp_path) == [[0, 0]] * 2
+def test_a_scaler_that_is_not_enabled_communicates_nothing(ranks: Ranks) -> None:
+    assert ranks.run(2, _count, False, False) == [[0, 0]] * 2
 
 
 def _train_in_a_part(context: RankContext) -> float:
@@ -187,8 +178,8 @@ def _train_in_a_part(context: RankContext) -> float:
     return scaler.get_scale()
 
 
-def test_ranks_of_another_group_are_not_asked(tmp_path: Path) -> None:
-    assert run_world(WorldKind.THREADS, 4, _train_in_a_part, folder=tmp_path) == [16.0, 16.0, 8.0, 8.0]
+def test_ranks_of_another_group_are_not_asked(ranks: Ranks) -> None:
+    assert ranks.run(4, _train_in_a_part) == [16.0, 16.0, 8.0, 8.0]
 
 
 def _agree_over_devices(context: RankContext) -> list[list[float]]:
@@ -206,41 +197,11 @@ def _agree_over_devices(context: RankContext) -> list[list[float]]:
     return found
 
 
-def test_finding_of_one_device_reaches_all_devices_of_all_ranks(tmp_path: Path) -> None:
-    assert run_world(WorldKind.THREADS, 2, _agree_over_devices, folder=tmp_path) == [
+def test_finding_of_one_device_reaches_all_devices_of_all_ranks(ranks: Ranks) -> None:
+    assert ranks.run(2, _agree_over_devices) == [
         [[0.0], [1.0], [1.0]],
         [[0.0, 0.0], [1.0, 1.0], [1.0, 1.0]],
     ]
-
-
-# --- models -------------------------------------------------------------------------------------------------------
-
-
-def _train_shards(context: RankContext) -> list[float]:
-    model = nn.Linear(2, 3, bias=False)
-    with torch.no_grad():
-        model.weight.fill_(1.0)
-    reference.fully_shard(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.25)
-    scaler = ShardedGradScaler("cpu", init_scale=INIT_SCALE)
-    sums = []
-    for bad in (False, True, False):
-        rows = torch.ones(1, 2)
-        weights = torch.tensor(
-            [1.0, 1.0, math.inf if bad else 1.0]
-        )  # the last row's shard is the last rank's
-        optimizer.zero_grad()
-        scaler.scale((model(rows) * weights).sum()).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        sums.append(float(sum(p.to_local().sum() for p in model.parameters())))  # type: ignore[attr-defined]
-        sums.append(scaler.get_scale())
-    return sums
-
-
-def test_shards_step_together(tmp_path: Path) -> None:
-    told = run_world(WorldKind.THREADS, SIZE, _train_shards, folder=tmp_path)
-    assert told == [[1.5, 16.0, 1.5, 8.0, 1.0, 8.0]] * SIZE
 
 
 # --- losses -------------------------------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,6 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
-    get_optimizer_state_dict,
     get_state_dict,
     set_model_state_dict,
     set_optimizer_state_dict,
@@ -23,18 +22,14 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from harness.worlds.launch import launch
-from harness.worlds.outcome import Raised, causal
 from harness.worlds.rank import RankContext
-from harness.worlds.spec import WorldKind, WorldSpec
-from tests.reference.front_doors import BY_NAME
-from tests.values import keep_value, kept_values
+from harness.worlds.spec import WorldKind
+from tests.reference.front_doors import BY_NAME, each_door
+from tests.reference.ranks import Ranks
 
 NUM_ROWS = 12  # divisible by every world size here, so that the mean of the ranks' means is the batch's
 # Float64 everywhere; only the order of summation differs. AdamW's root and division magnify it somewhat.
 TOLERANCE = 1e-10
-
-each_door = pytest.mark.parametrize("door", BY_NAME)
 
 
 class Optimizer(StrEnum):
@@ -133,52 +128,47 @@ def _oracle(kind: type[nn.Module], optimizer: Optimizer, num_steps: int) -> nn.M
     return model
 
 
-def _assert_is(sharded: nn.Module, whole: nn.Module) -> None:
-    """Hold every parameter's shard on this rank, and its whole value, to a model that no engine touched."""
+def _assert_is(sharded: nn.Module, plain: nn.Module) -> None:
+    """Compare parameters with those of a model that no engine touched."""
     __tracebackhide__ = True
-    expected = dict(whole.named_parameters())
-    assert [name for name, _ in sharded.named_parameters()] == list(expected)
-    for name, parameter in sharded.named_parameters():
-        _assert_value(name, parameter, expected[name])
+    _assert_values(dict(sharded.named_parameters()), dict(plain.named_parameters()))
+    for mine, theirs in zip(sharded.parameters(), plain.parameters(), strict=True):
+        assert mine.requires_grad == theirs.requires_grad
 
 
-def _assert_value(name: str, found: object, expected: torch.Tensor) -> None:
+def _assert_values(found: Mapping[str, Any], expected: Mapping[str, torch.Tensor]) -> None:
+    """Compare every tensor's shard on this rank, and its whole value."""
     __tracebackhide__ = True
-    assert isinstance(found, DTensor), f"{name}: expected a DTensor, got {type(found).__name__}"
-    shard = distribute_tensor(expected.detach(), found.device_mesh, found.placements).to_local()
-    for what, ours, theirs in (("shard", found.to_local(), shard), ("whole", found.full_tensor(), expected)):
-        told = f"{what} of {name}: expected {theirs}, got {ours}"
-        torch.testing.assert_close(ours, theirs, rtol=TOLERANCE, atol=TOLERANCE, msg=told)
-
-
-def _launch(kind: WorldKind, size: int, body: Callable[..., Any], *args: object, folder: Path) -> list[Any]:
-    """Run a body on every rank and give what each returned; shows the cause where one did not."""
-    __tracebackhide__ = True
-    result = launch(WorldSpec(kind=kind, size=size), keep_value, body, *args, folder=folder)
-    cause = causal(result)
-    assert result.is_clean, cause.traceback if isinstance(cause, Raised) else (cause, result.leaks)
-    return kept_values(folder, size)
+    assert list(found) == list(expected)
+    for name, value in expected.items():
+        mine = found[name]
+        assert isinstance(mine, DTensor), f"{name}: expected a DTensor, got {type(mine).__name__}"
+        shard = distribute_tensor(value.detach(), mine.device_mesh, mine.placements).to_local()
+        for what, ours, theirs in (("shard", mine.to_local(), shard), ("whole", mine.full_tensor(), value)):
+            told = f"{what} of {name}: expected {theirs}, got {ours}"
+            torch.testing.assert_close(ours, theirs, rtol=TOLERANCE, atol=TOLERANCE, msg=told)
 
 
 # --- from world to world ------------------------------------------------------------------------------------------
 
 
 def _save_after_two_steps(
-    context: RankContext, door: str, kind: type[nn.Module], optimizer: Optimizer, shape: tuple[int, ...]
+    context: RankContext,
+    door: str,
+    kind: type[nn.Module],
+    optimizer: Optimizer,
+    shape: tuple[int, ...],
+    checkpoint: Path,
 ) -> None:
     model = _sharded(door, kind, _mesh(shape))
     optim = optimizer.over(model)
     _train(model, optim, range(2), rank=context.rank, size=context.size)
     state, optim_state = get_state_dict(model, optim)
-    save({"model": state, "optim": optim_state}, checkpoint_id=context.folder / "checkpoint")
+    save({"model": state, "optim": optim_state}, checkpoint_id=checkpoint)
 
 
 def _load_and_train_the_third(
-    context: RankContext,
-    door: str,
-    kind: type[nn.Module],
-    optimizer: Optimizer,
-    checkpoint: Path,
+    context: RankContext, door: str, kind: type[nn.Module], optimizer: Optimizer, checkpoint: Path
 ) -> None:
     model = _sharded(door, kind, _mesh((context.size,)), seed=1)
     optim = optimizer.over(model)
@@ -191,38 +181,31 @@ def _load_and_train_the_third(
     _assert_is(model, _oracle(kind, optimizer, 3))
 
 
-def _carry_over(
-    world: WorldKind,
+@each_door
+@pytest.mark.parametrize(
+    ("kind", "optimizer", "shape", "world"),
+    [
+        pytest.param(Net, Optimizer.ADAMW, (4,), WorldKind.THREADS, id="adamw"),
+        pytest.param(Net, Optimizer.MOMENTUM, (4,), WorldKind.THREADS, id="momentum"),
+        pytest.param(Net, Optimizer.ADAMW, (2, 2), WorldKind.THREADS, id="adamw-hybrid"),
+        pytest.param(Net, Optimizer.MOMENTUM, (2, 2), WorldKind.THREADS, id="momentum-hybrid"),
+        pytest.param(Net, Optimizer.ADAMW, (4,), WorldKind.PROCESSES, id="processes"),
+        pytest.param(TiedNet, Optimizer.ADAMW, (4,), WorldKind.THREADS, id="tied-and-frozen"),
+    ],
+)
+def test_a_checkpoint_is_trained_on_in_worlds_of_other_sizes(
     door: str,
     kind: type[nn.Module],
     optimizer: Optimizer,
     shape: tuple[int, ...],
-    folder: Path,
+    world: WorldKind,
+    ranks: Ranks,
+    tmp_path: Path,
 ) -> None:
-    saved = folder / "4"
-    _launch(world, 4, _save_after_two_steps, door, kind, optimizer, shape, folder=saved)
+    saved = tmp_path / "checkpoint"
+    ranks.run(4, _save_after_two_steps, door, kind, optimizer, shape, saved, kind=world)
     for size in (2, 3):
-        load = (_load_and_train_the_third, door, kind, optimizer, saved / "checkpoint")
-        _launch(world, size, *load, folder=folder / str(size))
-
-
-@each_door
-@pytest.mark.parametrize("optimizer", Optimizer)
-@pytest.mark.parametrize("shape", [(4,), (2, 2)], ids=str)
-def test_a_checkpoint_is_trained_on_in_worlds_of_other_sizes(
-    door: str, optimizer: Optimizer, shape: tuple[int, ...], tmp_path: Path
-) -> None:
-    _carry_over(WorldKind.THREADS, door, Net, optimizer, shape, tmp_path)
-
-
-@each_door
-def test_a_checkpoint_is_trained_on_where_ranks_are_processes(door: str, tmp_path: Path) -> None:
-    _carry_over(WorldKind.PROCESSES, door, Net, Optimizer.ADAMW, (4,), tmp_path)
-
-
-@each_door
-def test_tied_and_frozen_parameters_go_through_a_checkpoint(door: str, tmp_path: Path) -> None:
-    _carry_over(WorldKind.THREADS, door, TiedNet, Optimizer.ADAMW, (4,), tmp_path)
+        ranks.run(size, _load_and_train_the_third, door, kind, optimizer, saved, kind=world)
 
 
 # --- whole --------------------------------------------------------------------------------------------------------
@@ -231,24 +214,19 @@ WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 FROM_RANK_0 = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=True)
 
 
-def _gather_and_load_back(context: RankContext, door: str, optimizer: Optimizer) -> None:
+def _load_from_rank_0(context: RankContext, door: str, optimizer: Optimizer) -> None:
     mesh = _mesh((context.size,))
     model = _sharded(door, Net, mesh)
     optim = optimizer.over(model)
     _train(model, optim, range(2), rank=context.rank, size=context.size)
     state, optim_state = get_state_dict(model, optim, options=WHOLE)
-    oracle = _oracle(Net, optimizer, 2)
-    if context.rank == 0:
-        torch.testing.assert_close(state, dict(oracle.state_dict()), rtol=TOLERANCE, atol=TOLERANCE)
-    else:
-        assert not state, "cpu_offload of a full state dict is for rank 0 alone"
-
+    assert bool(state) == (context.rank == 0), "cpu_offload of a full state dict is for rank 0 alone"
     fresh = _sharded(door, Net, mesh, seed=1)
     fresh_optim = optimizer.over(fresh)
     # Not set_state_dict: it takes the empty model state of the other ranks for "optimizer only", and rank 0 hangs.
     set_model_state_dict(fresh, state, options=FROM_RANK_0)
     set_optimizer_state_dict(fresh, fresh_optim, optim_state, options=FROM_RANK_0)
-    _assert_is(fresh, oracle)
+    _assert_is(fresh, _oracle(Net, optimizer, 2))
     _train(fresh, fresh_optim, range(2, 3), rank=context.rank, size=context.size)
     _assert_is(fresh, _oracle(Net, optimizer, 3))
 
@@ -256,9 +234,9 @@ def _gather_and_load_back(context: RankContext, door: str, optimizer: Optimizer)
 @each_door
 @pytest.mark.parametrize("optimizer", Optimizer)
 def test_a_full_state_dict_is_gathered_and_loaded_from_rank_0(
-    door: str, optimizer: Optimizer, tmp_path: Path
+    door: str, optimizer: Optimizer, ranks: Ranks
 ) -> None:
-    _launch(WorldKind.THREADS, 3, _gather_and_load_back, door, optimizer, folder=tmp_path)
+    ranks.run(3, _load_from_rank_0, door, optimizer)
 
 
 def _load_what_is_incomplete(context: RankContext, door: str) -> None:
@@ -273,46 +251,38 @@ def _load_what_is_incomplete(context: RankContext, door: str) -> None:
 
 
 @each_door
-def test_strict_loading_names_what_is_missing(door: str, tmp_path: Path) -> None:
-    _launch(WorldKind.THREADS, 2, _load_what_is_incomplete, door, folder=tmp_path)
+def test_strict_loading_names_what_is_missing(door: str, ranks: Ranks) -> None:
+    ranks.run(2, _load_what_is_incomplete, door)
 
 
 # --- plain state_dict and load_state_dict -------------------------------------------------------------------------
 
 
-def _assert_state_is(state: Mapping[str, object], whole: nn.Module) -> None:
-    __tracebackhide__ = True
-    expected = whole.state_dict()
-    assert list(state) == list(expected)
-    for name, found in state.items():
-        _assert_value(name, found, expected[name])
-
-
-def _speak_at_every_moment(context: RankContext, door: str, reshard: bool, shape: tuple[int, ...]) -> None:
+def _save_at_every_moment(context: RankContext, door: str, reshard: bool, shape: tuple[int, ...]) -> None:
     model = _sharded(door, Net, _mesh(shape), reshard_after_forward=reshard)
-    plain = _plain(Net)
-    _assert_state_is(model.state_dict(), plain)
+    before, after = _plain(Net).state_dict(), _oracle(Net, Optimizer.MOMENTUM, 1).state_dict()
+    _assert_values(model.state_dict(), before)
     loss = _loss(model, 0, rank=context.rank, size=context.size)
-    _assert_state_is(model.state_dict(), plain)
+    _assert_values(model.state_dict(), before)
     loss.backward()
-    _assert_state_is(model.state_dict(), plain)
+    _assert_values(model.state_dict(), before)
     Optimizer.MOMENTUM.over(model).step()
-    _assert_state_is(model.state_dict(), _oracle(Net, Optimizer.MOMENTUM, 1))
+    _assert_values(model.state_dict(), after)
     with torch.no_grad():
         model(torch.ones(2, 5, dtype=torch.float64))
-    _assert_state_is(model.state_dict(), _oracle(Net, Optimizer.MOMENTUM, 1))
+    _assert_values(model.state_dict(), after)
     model.unshard()
-    _assert_state_is(model.state_dict(), _oracle(Net, Optimizer.MOMENTUM, 1))
+    _assert_values(model.state_dict(), after)
 
 
 @each_door
 @pytest.mark.parametrize("shape", [(3,), (2, 2)], ids=str)
 @pytest.mark.parametrize("reshard", [True, False], ids=["reshard", "keep"])
 def test_state_dict_gives_shards_at_every_moment(
-    door: str, reshard: bool, shape: tuple[int, ...], tmp_path: Path
+    door: str, reshard: bool, shape: tuple[int, ...], ranks: Ranks
 ) -> None:
     size = torch.Size(shape).numel()
-    _launch(WorldKind.THREADS, size, _speak_at_every_moment, door, reshard, shape, folder=tmp_path)
+    ranks.run(size, _save_at_every_moment, door, reshard, shape)
 
 
 class Moment(StrEnum):
@@ -324,35 +294,30 @@ class Moment(StrEnum):
 
 
 def _load(context: RankContext, door: str, moment: Moment, assign: bool) -> None:
-    mesh = _mesh((context.size,))
+    mesh, place = _mesh((context.size,)), {"rank": context.rank, "size": context.size}
     trained = _sharded(door, Net, mesh)
-    _train(trained, Optimizer.MOMENTUM.over(trained), range(1), rank=context.rank, size=context.size)
+    _train(trained, Optimizer.MOMENTUM.over(trained), range(1), **place)
     model = _sharded(door, Net, mesh, seed=1, reshard_after_forward=False)
-    match moment:
-        case Moment.BEFORE_FORWARD:
-            pass
-        case Moment.AFTER_FORWARD:
-            with torch.no_grad():
-                _loss(model, 5, rank=context.rank, size=context.size)
-        case Moment.AFTER_TRAINING:
-            _train(model, Optimizer.ADAMW.over(model), range(5, 7), rank=context.rank, size=context.size)
+    if moment is Moment.AFTER_FORWARD:
+        with torch.no_grad():
+            _loss(model, 5, **place)
+    if moment is Moment.AFTER_TRAINING:
+        _train(model, Optimizer.ADAMW.over(model), range(5, 7), **place)
     state = {name: value.detach().clone() for name, value in trained.state_dict().items()}
     model.load_state_dict(state, assign=assign)
-    _assert_is(model, _oracle(Net, Optimizer.MOMENTUM, 1))
-    # The oracle's one step had a momentum of nothing before it, so two fresh optimizers do as one step each.
     oracle = _oracle(Net, Optimizer.MOMENTUM, 1)
+    _assert_is(model, oracle)
+    # The optimizers of both are new ones.
     _train(oracle, Optimizer.MOMENTUM.over(oracle), range(1, 3))
-    _train(model, Optimizer.MOMENTUM.over(model), range(1, 3), rank=context.rank, size=context.size)
+    _train(model, Optimizer.MOMENTUM.over(model), range(1, 3), **place)
     _assert_is(model, oracle)
 
 
 @each_door
 @pytest.mark.parametrize("assign", [False, True], ids=["copy", "assign"])
 @pytest.mark.parametrize("moment", Moment)
-def test_a_loaded_state_is_what_is_trained_on(
-    door: str, moment: Moment, assign: bool, tmp_path: Path
-) -> None:
-    _launch(WorldKind.THREADS, 3, _load, door, moment, assign, folder=tmp_path)
+def test_a_loaded_state_is_what_is_trained_on(door: str, moment: Moment, assign: bool, ranks: Ranks) -> None:
+    ranks.run(3, _load, door, moment, assign)
 
 
 def _load_on_meta(context: RankContext, door: str) -> None:
@@ -368,60 +333,5 @@ def _load_on_meta(context: RankContext, door: str) -> None:
 
 
 @each_door
-def test_a_model_on_meta_is_made_real_by_loading(door: str, tmp_path: Path) -> None:
-    _launch(WorldKind.THREADS, 3, _load_on_meta, door, folder=tmp_path)
-
-
-# --- optimizer state ----------------------------------------------------------------------------------------------
-
-
-def _optimizer_state(context: RankContext, door: str, shape: tuple[int, ...]) -> None:
-    model = _sharded(door, Net, _mesh(shape))
-    optim = Optimizer.ADAMW.over(model)
-    _train(model, optim, range(2), rank=context.rank, size=context.size)
-    state: Any = get_optimizer_state_dict(model, optim)[
-        "state"
-    ]  # Any: keyed by name, then by AdamW's own keys
-    parameters = dict(model.named_parameters())
-    whole = _plain(Net)
-    whole_optim = Optimizer.ADAMW.over(whole)
-    _train(whole, whole_optim, range(2))
-    assert list(state) == list(parameters)
-    for name, expected in whole.named_parameters():
-        assert set(state[name]) == {"step", "exp_avg", "exp_avg_sq"}
-        assert state[name]["step"] == 2
-        for key in ("exp_avg", "exp_avg_sq"):
-            assert state[name][key].placements == parameters[name].placements
-            _assert_value(f"{key} of {name}", state[name][key], whole_optim.state[expected][key])
-
-
-@each_door
-@pytest.mark.parametrize("shape", [(3,), (2, 2)], ids=str)
-def test_optimizer_state_is_sharded_as_its_parameters(
-    door: str, shape: tuple[int, ...], tmp_path: Path
-) -> None:
-    size = torch.Size(shape).numel()
-    _launch(WorldKind.THREADS, size, _optimizer_state, door, shape, folder=tmp_path)
-
-
-# --- tied and frozen ----------------------------------------------------------------------------------------------
-
-
-def _tied_and_frozen(context: RankContext, door: str) -> None:
-    model = _sharded(door, TiedNet, _mesh((context.size,)))
-    before = _plain(TiedNet)
-    state = model.state_dict()
-    _assert_state_is(state, before)
-    assert {"reader.weight", "writer.weight"} <= set(state)
-    other = _sharded(door, TiedNet, _mesh((context.size,)), seed=1)
-    other.load_state_dict(state)
-    assert other.writer.weight is other.reader.weight
-    assert not other.inner.weight.requires_grad
-    _train(other, Optimizer.ADAMW.over(other), range(2), rank=context.rank, size=context.size)
-    _assert_is(other, _oracle(TiedNet, Optimizer.ADAMW, 2))
-    _assert_value("frozen", other.inner.weight, before.get_parameter("inner.weight"))
-
-
-@each_door
-def test_tied_stays_tied_and_frozen_stays_frozen(door: str, tmp_path: Path) -> None:
-    _launch(WorldKind.THREADS, 3, _tied_and_frozen, door, folder=tmp_path)
+def test_a_model_on_meta_is_made_real_by_loading(door: str, ranks: Ranks) -> None:
+    ranks.run(3, _load_on_meta, door)

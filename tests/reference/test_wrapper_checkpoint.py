@@ -6,7 +6,6 @@ import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,7 +22,7 @@ from torch.distributed.fsdp import (
 from engine import reference
 from harness.worlds.rank import RankContext
 from harness.worlds.spec import WorldKind
-from tests.reference.oracle import run_world
+from tests.reference.ranks import Ranks
 
 WRAPPERS: dict[str, type[reference.FullyShardedDataParallel | torch_fsdp.FullyShardedDataParallel]] = {
     "reference": reference.FullyShardedDataParallel,
@@ -176,9 +175,9 @@ CROSSINGS = {
 @pytest.mark.parametrize("crossing", CROSSINGS)
 @pytest.mark.parametrize("size", [2, 3])
 def test_a_checkpoint_crosses(
-    crossing: str, size: int, factory: Callable[[nn.Module], torch.optim.Optimizer], tmp_path: Path
+    crossing: str, size: int, factory: Callable[[nn.Module], torch.optim.Optimizer], ranks: Ranks
 ) -> None:
     before, after = CROSSINGS[crossing]
     # torch's functions for optimizer states keep a profile that all threads of a process share, and clear it.
     kind = WorldKind.THREADS if "torch" not in crossing else WorldKind.PROCESSES
-    run_world(kind, size, resume_in, before, after, factory, folder=tmp_path)
+    ranks.run(size, resume_in, before, after, factory, kind=kind)

@@ -6,33 +6,19 @@ import copy
 import gc
 import io
 import weakref
-from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 
 from engine.reference import clip_grad_norm_, fully_shard, replicate
-from harness.worlds.launch import launch
-from harness.worlds.outcome import Returned
 from harness.worlds.rank import RankContext
-from harness.worlds.spec import WorldKind, WorldSpec
-from tests.values import keep_value, kept_values
-
-Body = Callable[..., Any]  # a rank body returns what its test compares
-
-
-def _run(
-    body: Body, *args: object, size: int, folder: Path, kind: WorldKind = WorldKind.THREADS
-) -> list[Any]:
-    result = launch(WorldSpec(kind=kind, size=size, deadline_s=60), keep_value, body, *args, folder=folder)
-    assert all(isinstance(o, Returned) for o in result.outcomes), result.outcomes
-    return kept_values(folder, size)
+from harness.worlds.spec import WorldKind
+from tests.reference.models import assert_gradients, hybrid_mesh
+from tests.reference.ranks import Ranks
 
 
 def _twins(num_layers: int = 2) -> tuple[nn.Sequential, nn.Sequential]:
@@ -52,11 +38,11 @@ def _error(model: nn.Module, plain: nn.Module) -> float:
     return error.item()
 
 
-def _gradient(model: Any) -> torch.Tensor:
-    return torch.cat([p.grad.full_tensor().flatten() for p in model.parameters() if p.grad is not None])
+def _gradients(plain: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: p.grad for name, p in plain.named_parameters() if p.grad is not None}
 
 
-def _flags_before_the_first_forward(context: RankContext) -> float:
+def _flags_before_the_first_forward(context: RankContext) -> None:
     model, plain = _twins()
     fully_shard(model[0])
     model[0].set_is_last_backward(False)  # type: ignore[operator]  # gained by sharding
@@ -66,44 +52,35 @@ def _flags_before_the_first_forward(context: RankContext) -> float:
         if trained is model:
             model.set_is_last_backward(True)  # type: ignore[operator]  # gained by sharding
         trained(_inputs()).square().mean().backward()
-    expected = torch.cat([p.grad.flatten() for p in plain.parameters() if p.grad is not None])
-    return (_gradient(model) - expected).abs().max().item()
+    assert_gradients(model, _gradients(plain))
 
 
-def test_flags_may_be_set_before_the_root_is_known(tmp_path: Path) -> None:
-    assert _run(_flags_before_the_first_forward, size=2, folder=tmp_path) == pytest.approx([0, 0], abs=1e-12)
+def test_flags_may_be_set_before_the_root_is_known(ranks: Ranks) -> None:
+    ranks.run(2, _flags_before_the_first_forward)
 
 
-def _partly_used_while_only_scattering(context: RankContext) -> tuple[float, float]:
+def _partly_used_while_only_scattering(context: RankContext) -> None:
     """Use both layers, reduce-scattering alone; then one; the other's part must still reach its gradient."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    mesh = hybrid_mesh(2, 2)
     model, plain = _twins()
-    errors = []
-    for layer in model:
-        fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+    for module in (*model, model):
+        fully_shard(module, mesh=mesh)
     for _ in range(2):
-        model.zero_grad()
-        plain.zero_grad()
         for trained in (model, plain):
-            first, second = trained
+            trained.zero_grad()
             if trained is model:
                 model.set_requires_all_reduce(False)  # type: ignore[operator]  # gained by sharding
             trained(_inputs()).square().mean().backward()
             if trained is model:
                 model.set_requires_all_reduce(True)  # type: ignore[operator]
-            trained.forward = first.__call__  # type: ignore[method-assign]
+            trained.forward = trained[0].__call__  # type: ignore[method-assign]
             trained(_inputs()).square().mean().backward()
             del trained.forward
-            assert second is not first
-        expected = torch.cat([p.grad.flatten() for p in plain.parameters() if p.grad is not None])
-        errors.append((_gradient(model) - expected).abs().max().item())
-    return errors[0], errors[1]
+        assert_gradients(model, _gradients(plain))
 
 
-def test_what_was_only_scattered_is_not_left_for_the_next_step(tmp_path: Path) -> None:
-    for errors in _run(_partly_used_while_only_scattering, size=4, folder=tmp_path):
-        assert errors == pytest.approx((0, 0), abs=1e-12)
+def test_what_was_only_scattered_is_not_left_for_the_next_step(ranks: Ranks) -> None:
+    ranks.run(4, _partly_used_while_only_scattering)
 
 
 def _written_between_forward_and_backward(context: RankContext, reshard: bool | int) -> float:
@@ -121,9 +98,9 @@ def _written_between_forward_and_backward(context: RankContext, reshard: bool | 
 
 @pytest.mark.parametrize("reshard", [True, 2], ids=["all", "a part"])
 def test_a_write_between_forward_and_backward_reaches_the_next_forward(
-    reshard: bool | int, tmp_path: Path
+    reshard: bool | int, ranks: Ranks
 ) -> None:
-    errors = _run(_written_between_forward_and_backward, reshard, size=4, folder=tmp_path)
+    errors = ranks.run(4, _written_between_forward_and_backward, reshard)
     assert errors == pytest.approx([0] * 4, abs=1e-12)
 
 
@@ -137,8 +114,8 @@ def _refused_then_ignored(context: RankContext) -> float:
     return _error(model, plain)
 
 
-def test_a_refused_call_changes_nothing(tmp_path: Path) -> None:
-    assert _run(_refused_then_ignored, size=2, folder=tmp_path) == pytest.approx([0, 0], abs=1e-12)
+def test_a_refused_call_changes_nothing(ranks: Ranks) -> None:
+    assert ranks.run(2, _refused_then_ignored) == pytest.approx([0, 0], abs=1e-12)
 
 
 def _stepped_before_backward(context: RankContext) -> str:
@@ -155,8 +132,8 @@ def _stepped_before_backward(context: RankContext) -> str:
     return "trained on"
 
 
-def test_a_step_before_backward_is_refused_where_the_shards_are_the_parameters(tmp_path: Path) -> None:
-    for told in _run(_stepped_before_backward, size=2, folder=tmp_path):
+def test_a_step_before_backward_is_refused_where_the_shards_are_the_parameters(ranks: Ranks) -> None:
+    for told in ranks.run(2, _stepped_before_backward):
         assert "changed by an optimizer before backward" in told or told == "trained on", told
 
 
@@ -177,8 +154,8 @@ def _compiled(context: RankContext, whole: bool) -> float:
 
 
 @pytest.mark.parametrize("whole", [True, False], ids=["the model", "a unit"])
-def test_compiled_modules_train_the_same(whole: bool, tmp_path: Path) -> None:
-    errors = _run(_compiled, whole, size=2, folder=tmp_path, kind=WorldKind.PROCESSES)
+def test_compiled_modules_train_the_same(whole: bool, ranks: Ranks) -> None:
+    errors = ranks.run(2, _compiled, whole, kind=WorldKind.PROCESSES)
     assert errors == pytest.approx([0, 0], abs=1e-12)
 
 
@@ -197,8 +174,8 @@ def _saved_and_copied(context: RankContext, call: str) -> list[int]:
 
 
 @pytest.mark.parametrize("call", ["fully_shard", "replicate"])
-def test_a_state_dict_is_saved_and_copied_as_any_other(call: str, tmp_path: Path) -> None:
-    for alone, together in _run(_saved_and_copied, call, size=2, folder=tmp_path, kind=WorldKind.PROCESSES):
+def test_a_state_dict_is_saved_and_copied_as_any_other(call: str, ranks: Ranks) -> None:
+    for alone, together in ranks.run(2, _saved_and_copied, call, kind=WorldKind.PROCESSES):
         assert alone < together, "one parameter carries no other"
 
 
@@ -217,8 +194,8 @@ def _lifetimes(context: RankContext) -> list[bool]:
     return told
 
 
-def test_a_deleted_model_is_gone(tmp_path: Path) -> None:
-    told = _run(_lifetimes, size=2, folder=tmp_path, kind=WorldKind.PROCESSES)
+def test_a_deleted_model_is_gone(ranks: Ranks) -> None:
+    told = ranks.run(2, _lifetimes, kind=WorldKind.PROCESSES)
     assert told == [[False] * 3] * 2
 
 
@@ -246,8 +223,8 @@ def _other_uses_per_rank(context: RankContext) -> float:
     return float(context.rank)
 
 
-def test_ranks_may_run_a_whole_unit_as_often_as_they_like(tmp_path: Path) -> None:
-    assert _run(_other_uses_per_rank, size=2, folder=tmp_path) == [0.0, 1.0]
+def test_ranks_may_run_a_whole_unit_as_often_as_they_like(ranks: Ranks) -> None:
+    assert ranks.run(2, _other_uses_per_rank) == [0.0, 1.0]
 
 
 class _Caches(nn.Module):
@@ -274,8 +251,8 @@ def _set_through_the_module(context: RankContext) -> bool:
     return model.weight.grad is not None
 
 
-def test_a_module_sees_what_is_registered_through_its_own_setattr(tmp_path: Path) -> None:
-    assert _run(_set_through_the_module, size=2, folder=tmp_path) == [True, True]
+def test_a_module_sees_what_is_registered_through_its_own_setattr(ranks: Ranks) -> None:
+    assert ranks.run(2, _set_through_the_module) == [True, True]
 
 
 @dataclass
@@ -303,8 +280,8 @@ def _writes_to_its_argument(context: RankContext) -> float:
     return carried.extra
 
 
-def test_a_container_without_changed_tensors_is_the_callers_own(tmp_path: Path) -> None:
-    assert _run(_writes_to_its_argument, size=2, folder=tmp_path) == [1.0, 1.0]
+def test_a_container_without_changed_tensors_is_the_callers_own(ranks: Ranks) -> None:
+    assert ranks.run(2, _writes_to_its_argument) == [1.0, 1.0]
 
 
 def _norms(context: RankContext) -> list[float]:
@@ -319,6 +296,6 @@ def _norms(context: RankContext) -> list[float]:
     return [clip_grad_norm_(plain, 1.0).item(), plain.grad.norm().item()]
 
 
-def test_clipping_takes_a_tensor_and_ranks_without_gradients(tmp_path: Path) -> None:
-    for told in _run(_norms, size=2, folder=tmp_path, kind=WorldKind.PROCESSES):
+def test_clipping_takes_a_tensor_and_ranks_without_gradients(ranks: Ranks) -> None:
+    for told in ranks.run(2, _norms, kind=WorldKind.PROCESSES):
         assert told == pytest.approx([100.0, 1.0], rel=1e-5)

@@ -1,0 +1,334 @@
+"""What a sharded module's methods do by hand: gather, free, accumulate, share streams, recover."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from harness.tracing.ledger import Op, Phase
+from harness.worlds.rank import RankContext
+from tests.reference.front_doors import BY_NAME, REFERENCE, each_door
+from tests.reference.models import (
+    ROOT,
+    Chain,
+    apply_to,
+    assert_gradients,
+    chain_gradients,
+    hybrid_mesh,
+    inputs_of,
+    is_whole,
+    mean_gradients,
+    train,
+    whole,
+    whole_units,
+)
+from tests.reference.ranks import Ranks, collectives
+
+SIZE = 4
+
+
+# --- gathering ----------------------------------------------------------------------------------------------------
+
+
+def _assert_original(model: nn.Module) -> None:
+    expected = dict(Chain().named_parameters())
+    found = {name: whole(param.detach()) for name, param in model.named_parameters()}
+    assert list(found) == list(expected), "names and their order"
+    for name, value in found.items():
+        assert value.is_contiguous(), name
+        assert torch.equal(value, expected[name]), name
+
+
+def _unshard(context: RankContext, door_name: str, is_async: bool) -> dict[Op, int]:
+    door, chain = BY_NAME[door_name], Chain()
+    model = apply_to(chain, door.fully_shard)
+    unit = model.units[1]
+    with context.recorder.during(Phase.FORWARD, step=7):
+        handle = unit.unshard(async_op=is_async)  # before any forward
+        if is_async:
+            assert isinstance(handle, door.unshard_handle)
+            assert not is_whole(unit), "nothing is registered before the wait"
+            handle.wait()
+            handle.wait()  # a second wait is a no-op
+        else:
+            assert handle is None
+        assert whole_units(chain) == {1}, "only this module"
+        assert type(unit.weight) is nn.Parameter
+        unit.unshard()  # already there
+    _assert_original(model)
+    unit.reshard()
+    unit.reshard()
+    assert not whole_units(chain)
+    _assert_original(model)
+    train(context, model)
+    assert_gradients(chain, chain_gradients(SIZE))
+    return collectives(context, step=7)
+
+
+@each_door
+@pytest.mark.parametrize("is_async", [False, True])
+def test_unshard_gathers_one_module_once_even_before_any_forward(
+    door: str, is_async: bool, ranks: Ranks
+) -> None:
+    assert ranks.run(SIZE, _unshard, door, is_async) == [{Op.ALL_GATHER: 1}] * SIZE
+
+
+def _evaluate(context: RankContext, door: str, reshard: bool | int | None) -> set[int]:
+    chain = Chain()
+    model = apply_to(chain, BY_NAME[door].fully_shard, reshard_after_forward=reshard)
+    with torch.no_grad():
+        model(inputs_of(context.rank))
+    left = whole_units(chain)
+    for module in (model, *model.units):
+        module.reshard()
+    _assert_original(model)
+    return left
+
+
+@each_door
+@pytest.mark.parametrize(
+    ("reshard", "kept"), [(True, set()), (2, set()), (None, {ROOT}), (False, {ROOT, 0, 1, 2})], ids=str
+)
+def test_an_evaluation_leaves_whole_what_a_forward_does(
+    door: str, reshard: bool | int | None, kept: set[int], ranks: Ranks
+) -> None:
+    assert ranks.run(SIZE, _evaluate, door, reshard) == [kept] * SIZE
+
+
+# --- gradients ----------------------------------------------------------------------------------------------------
+
+
+def _sync_off(context: RankContext, door: str) -> None:
+    model = apply_to(Chain(), BY_NAME[door].fully_shard)
+    model.set_requires_gradient_sync(False)
+    train(context, model)
+    assert all(param.grad is None for param in model.parameters())
+    model.set_requires_gradient_sync(True)
+    train(context, model)
+    assert all(isinstance(param.grad, DTensor) for param in model.parameters())
+    assert_gradients(model, chain_gradients(SIZE, factor=2))
+
+
+@each_door
+def test_shards_have_no_gradient_until_it_is_reduced(door: str, ranks: Ranks) -> None:
+    ranks.run(SIZE, _sync_off, door)
+
+
+def _step_in_backward(context: RankContext, door_name: str, call: str, offloads: bool) -> None:
+    door, plain, stepped = BY_NAME[door_name], Chain(), list[torch.Tensor]()
+    options = {"offload_policy": door.cpu_offload(pin_memory=False)} if offloads else {}
+    model = apply_to(Chain(), getattr(door, call), **options)
+    optimizers = {parameter: torch.optim.SGD([parameter], lr=2**-8) for parameter in model.parameters()}
+
+    def step_now(parameter: torch.Tensor) -> None:
+        assert isinstance(parameter.grad, DTensor)
+        stepped.append(parameter)
+        optimizers[parameter].step()
+        optimizers[parameter].zero_grad()
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(step_now)
+    for _ in range(3):
+        stepped.clear()
+        model(inputs_of(context.rank)).sum().backward()
+        assert sorted(map(id, stepped)) == sorted(map(id, optimizers)), "a hook ran twice, or not at all"
+        mean_gradients(plain, range(context.size))
+        torch.optim.SGD(plain.parameters(), lr=2**-8).step()
+        for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(whole(mine), theirs)
+
+
+@each_door
+@pytest.mark.parametrize("call", ["fully_shard", "replicate"])
+@pytest.mark.parametrize("offloads", [False, True], ids=["", "offloaded"])
+def test_an_optimizer_may_step_in_backward(offloads: bool, call: str, door: str, ranks: Ranks) -> None:
+    ranks.run(2, _step_in_backward, door, call, offloads)
+
+
+def _divide_one(context: RankContext, door: str) -> None:
+    model = apply_to(Chain(), BY_NAME[door].fully_shard)
+    model.set_gradient_divide_factor(2.0 * context.size)  # not of the units
+    model.set_force_sum_reduction_for_comms(True)  # else torch asks for PREMUL_SUM, which only NCCL has
+    train(context, model)
+    means = chain_gradients(context.size)
+    assert_gradients(model, {**means, "scale": means["scale"] / 2})
+
+
+@each_door
+def test_a_divide_factor_is_of_one_group_only(door: str, ranks: Ranks) -> None:
+    ranks.run(SIZE, _divide_one, door)
+
+
+def _train_alone(context: RankContext, call: str) -> dict[Op, int]:
+    model = apply_to(Chain(), getattr(REFERENCE, call))
+    train(context, model)
+    assert_gradients(model, chain_gradients(1))
+    return collectives(context)
+
+
+@pytest.mark.parametrize("call", ["fully_shard", "replicate"])
+def test_one_rank_talks_to_nobody(call: str, ranks: Ranks) -> None:
+    """Upstream row T38; torch's replicate all-reduces among one rank."""
+    assert ranks.run(1, _train_alone, call) == [{}]
+
+
+# --- switches -----------------------------------------------------------------------------------------------------
+
+# What each switch, turned off, leaves out of a step; or what it leaves whole.
+SWITCHES: dict[str, set[Op]] = {
+    "set_requires_gradient_sync": {Op.REDUCE_SCATTER, Op.ALL_REDUCE},
+    "set_requires_all_reduce": {Op.ALL_REDUCE},
+    "set_reshard_after_forward": {Op.ALL_GATHER},
+    "set_reshard_after_backward": set(),
+}
+
+
+def _switch_off(
+    context: RankContext, door: str, setter: str, recurse: bool
+) -> tuple[dict[Op, int], set[int]]:
+    chain = Chain()
+    model = apply_to(chain, BY_NAME[door].fully_shard, mesh=hybrid_mesh(2, 2), reshard_after_forward=True)
+    getattr(model, setter)(False, recurse=recurse)
+    train(context, model)
+    return collectives(context, Phase.BACKWARD), whole_units(chain)
+
+
+@each_door
+@pytest.mark.parametrize("recurse", [True, False], ids=["all", "one"])
+@pytest.mark.parametrize("setter", SWITCHES)
+def test_a_switch_reaches_all_below_or_its_module_alone(
+    setter: str, recurse: bool, door: str, ranks: Ranks
+) -> None:
+    reached = {ROOT, 0, 1, 2} if recurse else {ROOT}
+    left_out = dict.fromkeys(SWITCHES[setter], len(reached))
+    ops = (Op.ALL_GATHER, Op.REDUCE_SCATTER, Op.ALL_REDUCE)
+    expected = {op: 4 - left_out.get(op, 0) for op in ops if left_out.get(op, 0) < 4}
+    left_whole = reached if setter == "set_reshard_after_backward" else set()
+    assert ranks.run(SIZE, _switch_off, door, setter, recurse) == [(expected, left_whole)] * SIZE
+
+
+# --- several roots ------------------------------------------------------------------------------------------------
+
+
+def _share_streams(context: RankContext, door_name: str, in_turn: bool) -> None:
+    door, size = BY_NAME[door_name], context.size
+    door.share_comm_ctx([])
+    models = [apply_to(Chain(), door.fully_shard) for _ in range(2)]
+    door.share_comm_ctx(models)
+    for step in range(3):
+        losses = []
+        for model in models:
+            model.zero_grad()
+            losses.append(model(inputs_of(context.rank)).sum())
+            if in_turn:
+                losses.pop().backward()
+        for loss in losses[:: -1 if step % 2 else 1]:
+            loss.backward()
+        for model in models:
+            assert_gradients(model, chain_gradients(size))
+            assert not whole_units(model)
+
+
+@pytest.mark.parametrize(
+    ("in_turn", "door"),
+    [
+        pytest.param(True, "reference", id="in turn"),
+        pytest.param(True, "torch", id="in turn-torch"),
+        # In torch the end of one root's backward clears the order of all: the next one's raises IndexError.
+        pytest.param(False, "reference", id="all forwards first"),
+    ],
+)
+def test_roots_may_share_streams(in_turn: bool, door: str, ranks: Ranks) -> None:
+    """Upstream row T37."""
+    ranks.run(2, _share_streams, door, in_turn)
+
+
+# --- accidents ----------------------------------------------------------------------------------------------------
+
+
+class Accident(Exception):  # noqa: N818 - what happens in training, not in the tests
+    """What a user's module raises."""
+
+
+def _raise(*_: object) -> None:
+    raise Accident
+
+
+def _fail_in_forward(context: RankContext, model: Any) -> None:
+    handle = model.units[1].register_forward_hook(_raise)
+    try:
+        train(context, model, step=1)
+    finally:
+        handle.remove()
+
+
+def _raise_in_backward(_module: nn.Module, _args: object, output: torch.Tensor) -> None:
+    output.register_hook(_raise)
+
+
+def _fail_in_backward(context: RankContext, model: Any) -> None:
+    handle = model.units[0].register_forward_hook(_raise_in_backward)
+    try:
+        train(context, model, step=1)
+    finally:
+        handle.remove()
+
+
+def _fail_while_accumulating(context: RankContext, model: Any) -> None:
+    model.set_requires_gradient_sync(False)
+    train(context, model, step=1)
+    model.set_requires_gradient_sync(True)
+    raise Accident
+
+
+Fail = Callable[[RankContext, Any], None]
+
+
+def _recover(context: RankContext, door: str, fail: Fail, hybrid: bool) -> list[str]:
+    """Have an accident, reset, train; returns whose gradients are wrong then."""
+    chain = Chain()
+    mesh = hybrid_mesh(2, 2) if hybrid else None
+    model = apply_to(chain, BY_NAME[door].fully_shard, mesh=mesh)
+    train(context, model, step=0)
+    model.zero_grad()
+    with pytest.raises(Accident):
+        fail(context, model)
+    model.reset_iter_state()
+    assert not whole_units(chain)
+    model.zero_grad()
+    train(context, model, step=2)
+    expected = chain_gradients(context.size)
+    wrong = [n for n, p in model.named_parameters() if not torch.allclose(whole(p.grad), expected[n])]
+    model.zero_grad()
+    train(context, model, step=3)
+    assert_gradients(model, expected)
+    assert collectives(context, step=0) == collectives(context, step=3)
+    return wrong
+
+
+@pytest.mark.parametrize("hybrid", [False, True], ids=["flat", "hybrid"])
+@pytest.mark.parametrize(
+    ("fail", "door"),
+    [
+        pytest.param(_fail_in_forward, "reference", id="forward"),
+        pytest.param(_fail_in_forward, "torch", id="forward-torch"),
+        pytest.param(_fail_in_backward, "reference", id="backward"),
+        pytest.param(_fail_while_accumulating, "reference", id="accumulating"),
+    ],
+)
+def test_training_goes_on_after_an_accident(fail: Fail, door: str, hybrid: bool, ranks: Ranks) -> None:
+    assert ranks.run(SIZE, _recover, door, fail, hybrid) == [[]] * SIZE
+
+
+@pytest.mark.skipif(not torch.__version__.startswith("2.13."), reason="measured with torch 2.13; look again")
+@pytest.mark.parametrize("fail", [_fail_in_backward, _fail_while_accumulating])
+@pytest.mark.parametrize("door", ["torch"])
+def test_torch_adds_the_failed_iteration_to_the_next(fail: Fail, door: str, ranks: Ranks) -> None:
+    # "The failed iteration's gradients are discarded", says reset_iter_state.
+    for wrong in ranks.run(SIZE, _recover, door, fail, False):
+        assert "scale" in wrong
