@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.mutants.registry import MUTANTS
+from engine.mutants.all_mutants import MUTANTS
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "bug-classes.md"

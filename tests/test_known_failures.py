@@ -16,7 +16,7 @@ from harness.records.verdict import Verdict
 from reports.tally import Conclusion, conclude, tally
 
 ROOT = Path(__file__).resolve().parents[1]
-SUMS = "engine.mutants.scale:SumsInsteadOfAveraging"
+SUMS = "engine.mutants.gradient_scale:SumsInsteadOfAveraging"
 DDP = "torch.ddp"
 SMOKE = "smoke/test_smoke.py::test_trains_the_same_model"
 # Each test starts sessions of its own, each of which imports torch several times.

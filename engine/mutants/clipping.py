@@ -14,10 +14,8 @@ from torch.distributed.tensor import DTensor
 
 from engine.adapters.torch_ddp import DistributedDataParallelEngine, PreparedDdp
 from engine.adapters.torch_fsdp2 import FullyShardEngine, PreparedFullyShard
-from engine.capability import Capability
-from engine.contract import Plan
+from engine.contract import Capability, Layout, Plan
 from engine.mutants.mutant import Condition, Trace, mutant
-from engine.plan import Layout
 
 _CLIP = Plan(demands=frozenset({Capability.CLIP}))
 _HYBRID = Plan(layout=Layout.HYBRID, demands=frozenset({Capability.CLIP}))

@@ -1,18 +1,139 @@
-"""Mutants whose sins only a CUDA device shows."""
+"""Mutants that are wrong about the host, the device, or the graph of a forward."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
+from engine.adapters.reference import PreparedReference, ReferenceEngine
+from engine.adapters.torch_ddp import DistributedDataParallelEngine
 from engine.adapters.torch_fsdp2 import FullyShardEngine, PreparedFullyShard
-from engine.capability import Capability
-from engine.contract import Buffers, Offload, Plan, PreparedModel
+from engine.contract import Buffers, Capability, Offload, Plan, PreparedModel
+from engine.mutants.gradient_sync import Forgetful
 from engine.mutants.mutant import Condition, Trace, mutant
+
+_OFFLOAD = Plan(offload=Offload.CPU)
+
+
+class _PreparedZero(PreparedReference):
+    @torch.no_grad()
+    def backward(self, loss: torch.Tensor) -> None:
+        with torch.enable_grad():
+            super().backward(loss)
+        for gradient in _offloaded(self):
+            gradient.zero_()
+
+
+@mutant(
+    after="flagos-ai/Torch-FL#62",
+    kills_on=Condition(world_size=1, plan=_OFFLOAD, because="without offload nothing is copied"),
+)
+class OffloadsZeros(ReferenceEngine):
+    """Gradients on the host are zeros.
+
+    Reported: the copy to the host was ordered after another stream than that of the reduction.
+    """
+
+    prepared_type = _PreparedZero
+
+
+class _PreparedLate(PreparedReference):
+    """Hands out each backward's gradients after the next one."""
+
+    _last: list[torch.Tensor]
+
+    @torch.no_grad()
+    def backward(self, loss: torch.Tensor) -> None:
+        with torch.enable_grad():
+            super().backward(loss)
+        fresh = [gradient.clone() for gradient in _offloaded(self)]
+        for gradient, last in zip(_offloaded(self), getattr(self, "_last", fresh), strict=True):
+            gradient.copy_(last)
+        self._last = fresh
+
+
+@mutant(
+    after="pytorch/pytorch#180666",
+    kills_on=Condition(world_size=1, steps=2, plan=_OFFLOAD, because="the first backward has none before"),
+)
+class OffloadsLastBackwardsGradients(ReferenceEngine):
+    """Gradients on the host are those of the backward before.
+
+    Reported: whoever read a gradient on the host read it before its copy had arrived.
+    """
+
+    prepared_type = _PreparedLate
+
+
+class _PreparedOverwriting(Forgetful, PreparedReference):
+    pass
+
+
+@mutant(
+    after="hpcaitech/ColossalAI#2496",
+    kills_on=Condition(
+        world_size=1,
+        microbatches=2,
+        plan=_OFFLOAD,
+        because="before the first microbatch nothing is there",
+    ),
+)
+class OverwritesOffloadedGradients(ReferenceEngine):
+    """A gradient that arrives on the host replaces what was there.
+
+    Reported: accumulation over backwards was neither supported nor refused.
+    """
+
+    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
+        """Prepare honestly; with offload each backward clears what was there."""
+        honest = super().prepare(model, plan, mesh)
+        assert isinstance(honest, PreparedReference)
+        if plan.offload is Offload.NONE:
+            return honest
+        return _PreparedOverwriting(honest.module, plan, honest.door)
+
+
+class _PreparedCopying(PreparedReference):
+    """Steps over the shards, and puts back the last one of the parameters."""
+
+    @torch.no_grad()
+    def step(self) -> None:
+        *_, last = self.named.parameters()
+        kept = _local(last).clone()
+        super().step()
+        if self.plan.offload is not Offload.NONE:
+            _local(last).copy_(kept)
+
+
+@mutant(
+    after="pytorch/pytorch#85048",
+    kills_on=Condition(world_size=1, plan=_OFFLOAD, because="without offload there is no copy"),
+)
+class UpdatesACopy(ReferenceEngine):
+    """With offload the optimizer updates a copy of the last parameter.
+
+    Reported: what pinning memory returned was dropped, so two tensors were taken to be one.
+    """
+
+    prepared_type = _PreparedCopying
+
+
+def _offloaded(prepared: PreparedReference) -> Iterator[torch.Tensor]:
+    """Give this rank's gradients, if the plan keeps them on the host."""
+    if prepared.plan.offload is not Offload.NONE:
+        yield from (_local(p.grad) for p in prepared.named.parameters() if p.grad is not None)
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    detached = tensor.detach()
+    return detached.to_local() if isinstance(detached, DTensor) else detached
 
 
 class _PreparedCounting(PreparedFullyShard):
@@ -36,7 +157,7 @@ class CountsOnTheHost(FullyShardEngine):
     prepared_type = _PreparedCounting
 
 
-class _PreparedCopying(PreparedFullyShard):
+class _PreparedCopyingDevice(PreparedFullyShard):
     def backward(self, loss: torch.Tensor) -> None:
         super().backward(loss)
         for parameter in self.named.parameters():
@@ -55,7 +176,7 @@ class CopiesGradientsOneByOne(FullyShardEngine):
     Reported: gradients were copied one after the other into the buffer to be reduced.
     """
 
-    prepared_type = _PreparedCopying
+    prepared_type = _PreparedCopyingDevice
 
 
 @mutant(
@@ -95,3 +216,59 @@ class DropsThePinnedCopy(FullyShardEngine):
         """Shard honestly, under a plan without pinned memory."""
         is_pinned = plan.offload is Offload.PINNED
         return super().prepare(model, replace(plan, offload=Offload.CPU) if is_pinned else plan, mesh)
+
+
+@mutant(
+    after="pytorch/pytorch#79171",
+    kills_on=Condition(
+        world_size=1,
+        steps=3,
+        plan=Plan(demands=frozenset({Capability.UNUSED})),
+        because="needs parameters that a later step does without",
+    ),
+    trace=Trace.CRASH,
+)
+class TakesTheFirstGraphForAll(DistributedDataParallelEngine):
+    """What the first iteration used is waited for in all others.
+
+    Reported: with a graph declared static, an output that the loss did not use ended the second iteration.
+    """
+
+    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
+        """Wrap with a promise that nobody gave."""
+        plan.refuse_beyond(self.capabilities)
+        ddp = DistributedDataParallel(model, process_group=mesh.get_group(), static_graph=True)
+        return self.prepared_type(ddp, named=model)
+
+
+@mutant(
+    after="pytorch/pytorch#24005",
+    kills_on=Condition(world_size=1, because="needs a reentrant checkpoint"),
+    trace=Trace.CRASH,
+)
+class SearchesTheGraph(DistributedDataParallelEngine):
+    """Each forward's graph is searched for what it does not use.
+
+    Reported: a parameter was marked ready by the search, and again by the backward inside a reentrant checkpoint.
+    """
+
+    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
+        """Wrap with a search that the plan did not ask for."""
+        plan.refuse_beyond(self.capabilities)
+        ddp = DistributedDataParallel(model, process_group=mesh.get_group(), find_unused_parameters=True)
+        return self.prepared_type(ddp, named=model)
+
+
+@mutant(after="pytorch/pytorch#64629", kills_on=Condition(because="a lone rank agrees with itself"))
+class OrdersParametersByRank(FullyShardEngine):
+    """The last rank packs the parameters of each layer in another order than the others.
+
+    Reported: that gradients get ready in the same order on all ranks was assumed, and not made sure of.
+    """
+
+    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
+        """Turn the order of registration round on the last rank, then shard honestly."""
+        if mesh.get_rank() == mesh.size() - 1 > 0:
+            for module in model.modules():
+                module._parameters = dict(reversed(module._parameters.items()))
+        return super().prepare(model, plan, mesh)

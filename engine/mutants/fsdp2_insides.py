@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from engine.contract import PreparedModel
-from engine.mutants.calls import after, before
+from engine.mutants.patches import after, before
 
 __all__ = [
     "after_method",

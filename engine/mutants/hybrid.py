@@ -9,12 +9,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from engine.adapters.torch_fsdp2 import FullyShardEngine, PreparedFullyShard
-from engine.contract import Layout, Plan, PreparedModel, Replicas
-from engine.mutants.accumulation import Forgetful
+from engine.contract import Accumulation, Layout, Plan, PreparedModel, Replicas
+from engine.mutants.gradient_scale import PreparedTimid
+from engine.mutants.gradient_sync import Forgetful, PreparedWithoutAccumulation
 from engine.mutants.mutant import Condition, Trace, mutant
-from engine.mutants.scale import PreparedTimid
-from engine.mutants.synchronisation import PreparedWithoutAccumulation
-from engine.plan import Accumulation
 
 _SINGLES = Plan(layout=Layout.HYBRID, replicas=Replicas.SINGLES)
 

@@ -20,10 +20,8 @@ from torch.nn.parallel import DistributedDataParallel
 from engine.adapters.reference import PreparedReference, ReferenceEngine
 from engine.adapters.torch_ddp import DistributedDataParallelEngine, PreparedDdp
 from engine.adapters.torch_fsdp2 import FullyShardEngine, PreparedFullyShard
-from engine.capability import Capability
-from engine.contract import Plan, PreparedModel, shard_of
+from engine.contract import Accumulation, Capability, Layout, Plan, PreparedModel, shard_of
 from engine.mutants.mutant import Condition, Trace, mutant
-from engine.plan import Accumulation, Layout
 
 _EXPERTS = Plan(layout=Layout.SHARD, expert_parallel=2, experts=("blocks.0.experts.inward",))
 _CUT = Plan(layout=Layout.SHARD, tensor_parallel=2)

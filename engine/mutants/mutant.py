@@ -68,7 +68,7 @@ class Mutant:
 
 
 DECLARED: list[Mutant] = []
-"""The mutants of the modules imported so far; ``engine.mutants.registry`` imports all."""
+"""The mutants of the modules imported so far; ``engine.mutants.all_mutants`` imports all."""
 
 
 def mutant(

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from engine.mutants.registry import MUTANTS
+from engine.mutants.all_mutants import MUTANTS
 from harness.audit.kill_matrix import KillMatrix, Target, kill_matrix
 from harness.audit.marks import Breadth, read_selection
 from harness.errors import HarnessBug

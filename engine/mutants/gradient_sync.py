@@ -1,4 +1,4 @@
-"""Mutants that lose or inflate gradients from one microbatch to the next; one microbatch alone is right."""
+"""Mutants that synchronise or accumulate gradients never, not everywhere, too often, or with too much communication."""
 
 from __future__ import annotations
 
@@ -8,13 +8,81 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 from engine.adapters.torch_ddp import DistributedDataParallelEngine, PreparedDdp
 from engine.adapters.torch_fsdp2 import FullyShardEngine, PreparedFullyShard
-from engine.contract import PreparedModel
+from engine.contract import Accumulation, Layout, Plan, PreparedModel
 from engine.mutants.mutant import Condition, Trace, mutant
-from engine.plan import Accumulation, Plan
+
+_LAST_MICROBATCH = Plan(accumulation=Accumulation.LAST_MICROBATCH)
+
+
+@mutant(after="pytorch/pytorch#109774", kills_on=Condition(because="one rank has nobody to synchronise with"))
+class NeverSynchronises(DistributedDataParallelEngine):
+    """Gradients stay on the rank that computed them.
+
+    Reported: compiled around the wrapper, DDP's hooks were gone after the first forward.
+    """
+
+    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
+        """Wrap honestly, then stay for ever in the state that no_sync sets for a while."""
+        prepared = super().prepare(model, plan, mesh)
+        assert isinstance(prepared.module, DistributedDataParallel)
+        prepared.module.require_backward_grad_sync = False
+        return prepared
+
+
+class PreparedWithoutAccumulation(PreparedFullyShard):
+    """Offers a way to accumulate that does nothing."""
+
+    @contextmanager
+    def accumulating(self) -> Iterator[None]:
+        """Hold nothing back."""
+        yield
+
+
+@mutant(
+    after="NVIDIA/cosmos-framework#161",
+    kills_on=Condition(
+        steps=2,
+        microbatches=2,
+        plan=_LAST_MICROBATCH,
+        because="the only microbatch is also the last; counts hold from the second step on",
+    ),
+    trace=Trace.COMMUNICATION,
+)
+class SynchronisesEveryMicrobatch(FullyShardEngine):
+    """Gradients are reduced after each microbatch although accumulation was asked.
+
+    Reported: the gate that holds synchronisation back knew DDP and nothing else.
+    """
+
+    prepared_type = PreparedWithoutAccumulation
+
+
+class _PreparedDrifting(PreparedDdp):
+    def step(self) -> None:
+        super().step()
+        if torch.distributed.get_rank() == torch.distributed.get_world_size() - 1 > 0:
+            first = next(self.named.parameters()).detach().view(-1)
+            first[0] = torch.nextafter(first[0], torch.tensor(torch.inf))
+
+
+@mutant(
+    after="deepspeedai/DeepSpeed#1801", kills_on=Condition(because="one rank has no replica to part from")
+)
+class DriftsByOneBit(DistributedDataParallelEngine):
+    """One weight of one replica is off by a bit after each step.
+
+    Reported: replicated weights drifted apart over ranks for ten days, unseen.
+    """
+
+    prepared_type = _PreparedDrifting
+
 
 _LAST = Plan(accumulation=Accumulation.LAST_MICROBATCH)
 
@@ -156,3 +224,55 @@ class AssignsWholeGradientsToShards(FullyShardEngine):
     """
 
     prepared_type = _PreparedAssigning
+
+
+class _PreparedWasteful(PreparedFullyShard):
+    def backward(self, loss: torch.Tensor) -> None:
+        super().backward(loss)
+        # The last unit in the order of modules: the root may have no parameters of its own left to gather.
+        *_, unit = (m for m in self.module.modules() if isinstance(m, FSDPModule))
+        unit.unshard()
+        unit.reshard()
+
+
+@mutant(
+    after="pytorch/pytorch#76553",
+    kills_on=Condition(steps=2, because="one rank gathers nothing; counts hold from the second step on"),
+    trace=Trace.COMMUNICATION,
+)
+class GathersOnceMoreInBackward(FullyShardEngine):
+    """Backward gathers one unit's parameters once more than it needs them.
+
+    Reported: backward issued more all-gathers than there were modules.
+    """
+
+    prepared_type = _PreparedWasteful
+
+
+class _PreparedTalkative(PreparedFullyShard):
+    def __init__(self, module: nn.Module, plan: Plan, group: dist.ProcessGroup) -> None:
+        super().__init__(module, plan)
+        self._group = group
+
+    def backward(self, loss: torch.Tensor) -> None:
+        super().backward(loss)
+        if self._group.size() == 1:
+            dist.all_reduce(loss.detach().clone(), group=self._group)
+
+
+@mutant(
+    after="NVIDIA/Megatron-LM#6660",
+    kills_on=Condition(world_size=1, plan=Plan(layout=Layout.SHARD), because="several ranks must talk"),
+    trace=Trace.COMMUNICATION,
+)
+class CommunicatesAlone(FullyShardEngine):
+    """A rank that is alone makes collectives with itself.
+
+    Reported: a group of one rank was reduced like any other.
+    """
+
+    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
+        """Shard honestly; alone, reduce once more."""
+        return _PreparedTalkative(
+            super().prepare(model, plan, mesh).module, plan, mesh.get_group(mesh.ndim - 1)
+        )

@@ -1,9 +1,10 @@
-"""Mutants that cut parameters along another dim, put them together wrongly, or show what is not theirs."""
+"""Mutants that cut parameters along another dim, put them together wrongly, or mistake those too small to cut."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -11,12 +12,13 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
+from torch.nn.parallel import DistributedDataParallel
 
 from engine.adapters.reference import ReferenceEngine
+from engine.adapters.torch_ddp import DistributedDataParallelEngine
 from engine.adapters.torch_fsdp2 import FullyShardEngine, PreparedFullyShard
-from engine.contract import Placement, Plan, PreparedModel, Reshard, Shard, shard_of
+from engine.contract import Layout, Placement, Plan, PreparedModel, Reshard, Shard, shard_of
 from engine.mutants.mutant import Condition, Trace, mutant
-from engine.plan import Layout
 
 _LARGEST = Plan(layout=Layout.SHARD, placement=Placement.LARGEST)
 
@@ -251,3 +253,60 @@ def _parameters(model: nn.Module) -> list[tuple[nn.Module, str, nn.Parameter]]:
 def _sharded_dim(parameter: nn.Parameter) -> int:
     placement = parameter.placements[-1] if isinstance(parameter, DTensor) else None
     return getattr(placement, "dim", 0)
+
+
+class _PreparedShortSighted(PreparedFullyShard):
+    def backward(self, loss: torch.Tensor) -> None:
+        super().backward(loss)
+        for parameter in self.named.parameters():
+            if isinstance(parameter.grad, DTensor) and parameter.grad.numel() == 1:
+                parameter.grad.to_local().zero_()
+
+
+@mutant(
+    after="pytorch/pytorch#144045", kills_on=Condition(world_size=1, because="larger parameters are right")
+)
+class GivesSmallParametersNoGradient(FullyShardEngine):
+    """The gradient of a parameter of one element is zero.
+
+    Reported: a small parameter stayed where it was, its gradient always zero.
+    """
+
+    prepared_type = _PreparedShortSighted
+
+
+@mutant(
+    after="deepspeedai/DeepSpeed#202", kills_on=Condition(because="a lone rank has nobody to reduce with")
+)
+class ForgetsScalars(DistributedDataParallelEngine):
+    """Parameters of no dim are left out of every reduction.
+
+    Reported: parameters whose number of elements the ranks did not divide were lost.
+    """
+
+    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
+        """Leave them out, then wrap honestly."""
+        _leave_out(model, [name for name, p in model.named_parameters() if not p.dim()])
+        return super().prepare(model, plan, mesh)
+
+
+@mutant(
+    after="deepspeedai/DeepSpeed#8279", kills_on=Condition(because="a lone rank has nobody to reduce with")
+)
+class MistakesTheNeighbourOfAnEmptyParameter(DistributedDataParallelEngine):
+    """The parameter after an empty one is left out of every reduction.
+
+    Reported: where parameters lie was found by their elements, and of an empty one there are none.
+    """
+
+    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
+        """Leave it out, then wrap honestly."""
+        neighbours = pairwise(model.named_parameters())
+        _leave_out(model, [name for (_, before), (name, _) in neighbours if not before.numel()])
+        return super().prepare(model, plan, mesh)
+
+
+def _leave_out(model: nn.Module, names: list[str]) -> None:
+    # DDP's documented way to leave a parameter out; it has neither a public name nor types.
+    leave_out = DistributedDataParallel._set_params_and_buffers_to_ignore_for_model
+    leave_out(model, names)  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""Mutants whose gradients are a constant factor off, which Adam hides."""
+"""Mutants whose gradients are a factor or a part off."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
+from engine.adapters.torch_ddp import DistributedDataParallelEngine, PreparedDdp
 from engine.adapters.torch_fsdp2 import FullyShardEngine, PreparedFullyShard
 from engine.adapters.torch_replicate import ReplicateEngine
-from engine.contract import Plan, PreparedModel
+from engine.contract import Capability, Plan, PreparedModel
 from engine.mutants.mutant import Condition, mutant
 
 
@@ -88,3 +89,28 @@ class DividesByTheFactorTwice(FullyShardEngine):
         """Shard honestly, and divide the loss by the factor as well."""
         module = super().prepare(model, plan, mesh).module
         return PreparedTimid(module, plan, divisor=plan.divide_factor or 1)
+
+
+class _PreparedDropping(PreparedDdp):
+    def backward(self, loss: torch.Tensor) -> None:
+        super().backward(loss)
+        for parameter in self.named.parameters():
+            if parameter.grad is not None and parameter.grad.is_complex():
+                parameter.grad.imag.zero_()
+
+
+@mutant(
+    after="pytorch/pytorch#158753",
+    kills_on=Condition(
+        world_size=1,
+        plan=Plan(demands=frozenset({Capability.COMPLEX})),
+        because="models of real numbers have none",
+    ),
+)
+class DropsImaginaryParts(DistributedDataParallelEngine):
+    """Imaginary parts of gradients are zero.
+
+    Reported: on one process a complex model converged, under DDP its gradients were real.
+    """
+
+    prepared_type = _PreparedDropping

@@ -12,9 +12,9 @@ from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
 
 from engine.adapters.torch_fsdp1 import FullyShardedDataParallelEngine
 from engine.contract import WrapperNames
+from engine.mutants.fsdp1_methods import names_with
 from engine.mutants.mutant import Condition, Trace, mutant
 from engine.mutants.plans import CALLS_METHODS
-from engine.mutants.wrapper_methods import names_with
 
 _CALLED = Condition(plan=CALLS_METHODS, because="training alone summons nothing")
 

@@ -1,13 +1,16 @@
-"""Mutants that forget or misread which units, ranks and strategy FullyShardedDataParallel is given."""
+"""Mutants that forget or misread the options with which FSDP1 wraps a module."""
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import replace
 from typing import Any, ClassVar
 
+import torch
 from torch import nn
 from torch.distributed.fsdp import (
     FullyShardedDataParallel,
+    MixedPrecision,
     ShardingStrategy,
     wrap,
 )
@@ -15,8 +18,8 @@ from torch.distributed.fsdp import (
 from engine.adapters.torch_fsdp1 import NAMES, FullyShardedDataParallelEngine
 from engine.contract import WrapperNames
 from engine.mutants.mutant import Condition, Trace, mutant
+from engine.mutants.patches import Options, leaving_out, swapping, with_options, with_strategies
 from engine.mutants.plans import WRAPPED
-from engine.mutants.wrapper_names import Options, leaving_out, swapping, with_options, with_strategies
 
 _FULL, _ZERO2 = ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP
 _HYBRID, _HYBRID_ZERO2 = ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2
@@ -276,3 +279,245 @@ class AcceptsContradictions(FullyShardedDataParallelEngine):
     """
 
     names: ClassVar[WrapperNames] = with_options(_resolved)
+
+
+_LOW = torch.bfloat16
+
+
+# Any: fields of MixedPrecision.
+def _with_precision(**fields: Any) -> WrapperNames:
+    """Give names that change these fields of whatever precision is asked for."""
+
+    def change(module: nn.Module, options: Options) -> Options:
+        asked = options.get("mixed_precision")
+        return options if asked is None else {**options, "mixed_precision": replace(asked, **fields)}
+
+    return with_options(change)
+
+
+@mutant(
+    after="verl-project/verl#6150",
+    kills_on=Condition(plan=WRAPPED, because="only low precision shows it"),
+    trace=Trace.STATE,
+)
+class IgnoresMixedPrecision(FullyShardedDataParallelEngine):
+    """Everything is computed and reduced in full precision.
+
+    Reported: the dtype that a policy named was not the one that was computed in.
+    """
+
+    names: ClassVar[WrapperNames] = leaving_out("mixed_precision")
+
+
+def _low_by_default(module: nn.Module, options: Options) -> Options:
+    is_empty = options.get("mixed_precision") == MixedPrecision()
+    return {**options, "mixed_precision": MixedPrecision(param_dtype=_LOW)} if is_empty else options
+
+
+@mutant(
+    after="pytorch/pytorch#143277",
+    kills_on=Condition(plan=WRAPPED, because="a dtype that is named is honoured"),
+    trace=Trace.STATE,
+)
+class ComputesInBfloat16Unasked(FullyShardedDataParallelEngine):
+    """A precision that names no dtype computes in bfloat16.
+
+    Reported: dtypes that were left open were resolved too early, and to others.
+    """
+
+    names: ClassVar[WrapperNames] = with_options(_low_by_default)
+
+
+def _computing_as_reducing(module: nn.Module, options: Options) -> Options:
+    asked = options.get("mixed_precision")
+    if asked is None or asked.reduce_dtype is None:
+        return options
+    return {**options, "mixed_precision": replace(asked, param_dtype=asked.reduce_dtype)}
+
+
+@mutant(
+    after="pytorch/pytorch#153077",
+    kills_on=Condition(plan=WRAPPED, because="without one it is honest"),
+    trace=Trace.STATE,
+)
+class ComputesInTheReduceDtype(FullyShardedDataParallelEngine):
+    """Forward computes in the dtype to reduce in.
+
+    Reported: dtypes of computation and reduction were derived from each other the wrong way.
+    """
+
+    names: ClassVar[WrapperNames] = with_options(_computing_as_reducing)
+
+
+@mutant(
+    after="pytorch/pytorch#190626",
+    kills_on=Condition(plan=WRAPPED, because="it may be that of computation anyway"),
+)
+class ReducesInTheComputeDtype(FullyShardedDataParallelEngine):
+    """The dtype to reduce in has no effect.
+
+    Reported: the dtype to reduce in had no effect on one of the reductions.
+    """
+
+    names: ClassVar[WrapperNames] = _with_precision(reduce_dtype=None)
+
+
+@mutant(
+    after="pytorch/pytorch#160279",
+    kills_on=Condition(plan=WRAPPED, because="their defaults are honoured"),
+    trace=Trace.STATE,
+)
+class IgnoresCastFlags(FullyShardedDataParallelEngine):
+    """The flags that say which inputs are cast have no effect.
+
+    Reported: some inputs were left in another dtype than that of the unit around them.
+    """
+
+    names: ClassVar[WrapperNames] = _with_precision(cast_root_forward_inputs=True, cast_forward_inputs=False)
+
+
+@mutant(
+    after="huggingface/transformers#34645",
+    kills_on=Condition(plan=WRAPPED, because="only low precision shows it"),
+    trace=Trace.STATE,
+)
+class KeepsLowGradients(FullyShardedDataParallelEngine):
+    """Gradients stay in low precision unasked.
+
+    Reported: gradients and parameters had different dtypes.
+    """
+
+    names: ClassVar[WrapperNames] = _with_precision(keep_low_precision_grads=True)
+
+
+@mutant(
+    after="pytorch/pytorch#196996",
+    kills_on=Condition(plan=WRAPPED, because="only low precision shows it"),
+    trace=Trace.STATE,
+)
+class CastsBatchNorm(FullyShardedDataParallelEngine):
+    """BatchNorm computes in low precision.
+
+    Reported: one branch of a model was treated in another dtype than it must be.
+    """
+
+    names: ClassVar[WrapperNames] = _with_precision(_module_classes_to_ignore=(), buffer_dtype=_LOW)
+
+
+def _rounded(module: nn.Module, options: Options) -> Options:
+    asked = options.get("mixed_precision")
+    if asked is not None and _LOW in {asked.param_dtype, asked.reduce_dtype}:
+        module.to(_LOW)
+    return options
+
+
+@mutant(
+    after="pytorch/torchtitan#724",
+    kills_on=Condition(plan=WRAPPED, because="only low precision shows it"),
+    trace=Trace.STATE,
+)
+class RoundsTheShards(FullyShardedDataParallelEngine):
+    """Shards are kept in low precision.
+
+    Reported: the same training went apart from itself under another precision of what is kept.
+    """
+
+    names: ClassVar[WrapperNames] = with_options(_rounded)
+
+
+@mutant(
+    after="pytorch/pytorch#105840",
+    kills_on=Condition(plan=WRAPPED, because="models with memory need none"),
+    trace=Trace.STATE,
+)
+class IgnoresTheInitialiser(FullyShardedDataParallelEngine):
+    """Param_init_fn is never called.
+
+    Reported: with param_init_fn a model began with other values than those that it was given.
+    """
+
+    names: ClassVar[WrapperNames] = leaving_out("param_init_fn")
+
+
+def _empty(module: nn.Module) -> None:
+    module.to_empty(device="cpu", recurse=False)
+    with torch.no_grad():
+        for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+            tensor.zero_()
+
+
+@mutant(
+    after="EvolvingLMMs-Lab/lmms-engine#185",
+    kills_on=Condition(plan=WRAPPED, because="models with memory are left as they are"),
+    trace=Trace.STATE,
+)
+class NeverResets(FullyShardedDataParallelEngine):
+    """Modules without memory are left at zeros.
+
+    Reported: what was made without memory was never initialised.
+    """
+
+    names: ClassVar[WrapperNames] = with_options(lambda module, options: {"param_init_fn": _empty, **options})
+
+
+class _Lossy(FullyShardedDataParallel):
+    # Any: arguments of the wrapper.
+    def __init__(self, module: nn.Module, **options: Any) -> None:
+        lost = [m for m in module.modules() for b in m.buffers(recurse=False) if b.is_meta]
+        super().__init__(module, **options)
+        for owner in lost:
+            for name, buffer in list(owner.named_buffers(recurse=False)):
+                setattr(owner, name, buffer.to("meta"))
+
+
+@mutant(
+    after="verl-project/verl#7834",
+    kills_on=Condition(plan=WRAPPED, because="models with memory are left as they are"),
+    trace=Trace.CRASH,
+)
+class LeavesBuffersWithoutMemory(FullyShardedDataParallelEngine):
+    """Buffers without memory are left without.
+
+    Reported: what was made without memory was not what it should be once it had some.
+    """
+
+    names: ClassVar[WrapperNames] = replace(NAMES, FullyShardedDataParallel=_Lossy)
+
+
+@mutant(
+    after="allenai/OLMo-core#319",
+    kills_on=Condition(plan=WRAPPED, because="ranks that start alike need no broadcast"),
+    trace=Trace.STATE,
+)
+class StartsEachRankOnItsOwn(FullyShardedDataParallelEngine):
+    """Sync_module_states has no effect.
+
+    Reported: ranks were initialised apart, and nothing was broadcast.
+    """
+
+    names: ClassVar[WrapperNames] = leaving_out("sync_module_states")
+
+
+class _Silent(FullyShardedDataParallel):
+    # Any: arguments of the wrapper.
+    def __init__(self, module: nn.Module, **options: Any) -> None:
+        if not isinstance(module, nn.ModuleList | nn.ModuleDict):
+            super().__init__(module, **options)
+            return
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            super().__init__(module, **options)
+
+
+@mutant(
+    after="pytorch/pytorch#109385",
+    kills_on=Condition(world_size=1, plan=WRAPPED, because="other modules are wrapped silently, and rightly"),
+    trace=Trace.STATE,
+)
+class WrapsContainersSilently(FullyShardedDataParallelEngine):
+    """A list of modules is wrapped without a warning.
+
+    Reported: modules ran on shards, for what gathers them hangs on a forward that is not called.
+    """
+
+    names: ClassVar[WrapperNames] = replace(NAMES, FullyShardedDataParallel=_Silent)

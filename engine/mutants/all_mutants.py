@@ -8,8 +8,6 @@ import pkgutil
 import engine.mutants
 from engine.mutants.mutant import DECLARED, Mutant
 
-__all__ = ["MUTANTS"]
-
 
 def _all() -> tuple[Mutant, ...]:
     for found in pkgutil.iter_modules(engine.mutants.__path__, "engine.mutants."):

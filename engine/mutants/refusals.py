@@ -12,9 +12,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from engine.adapters.reference import ReferenceEngine
 from engine.adapters.torch_ddp import DistributedDataParallelEngine, PreparedDdp
-from engine.contract import Capability, Cut, Plan, PreparedModel, Shard
+from engine.contract import Capability, Cut, Layout, Plan, PreparedModel, Shard
 from engine.mutants.mutant import Condition, Trace, mutant
-from engine.plan import Layout
 
 
 @mutant(

@@ -1,16 +1,19 @@
-"""Mutants of FSDP1 that each leave out one wait. What is changed belongs to one prepared model."""
+"""Mutants of FSDP1 and DDP that each leave out one wait. What is changed belongs to one prepared model."""
 
 from __future__ import annotations
 
 import sys
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FullyShardedDataParallel
 
+from engine.adapters.torch_ddp import DistributedDataParallelEngine
 from engine.adapters.torch_fsdp1 import FullyShardedDataParallelEngine
-from engine.contract import Plan, PreparedModel
+from engine.contract import Capability, Layout, Plan, PreparedModel
 from engine.mutants.mutant import Condition, Trace, mutant
 from engine.mutants.plans import SHARDED_BLOCKS
 
@@ -158,3 +161,34 @@ def _deaf(prepared: PreparedModel, position: int) -> PreparedModel:
 
 def _ignore(_: Any) -> None:
     return None
+
+
+_BY_HAND = frozenset({Capability.UNIT_STATE, Capability.ASYNC_GATHER})
+
+
+@mutant(
+    after="flagos-ai/Torch-FL#62", kills_on=Condition(plan=Plan(layout=Layout.REPLICATE)), trace=Trace.RACES
+)
+class DividesBeforeTheReduction(DistributedDataParallelEngine):
+    """A communication hook of DDP divides what its reduction may still be writing.
+
+    Reported: gradients were read while their reduction was under way on another stream.
+    """
+
+    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
+        """Wrap honestly, then register that hook."""
+        prepared = super().prepare(model, plan, mesh)
+        ddp: Any = prepared.module  # DDP, which the contract does not know
+        # DDP reads annotations, and takes no other than its own.
+        ddp.register_comm_hook(mesh.get_group(), lambda group, bucket: _hasty(group, bucket))
+        return prepared
+
+
+# Any: buckets have no public type.
+def _hasty(group: dist.ProcessGroup, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+    gradients: torch.Tensor = bucket.buffer()
+    work = dist.all_reduce(gradients, group=group, async_op=True)
+    assert work is not None
+    gradients.div_(group.size())
+    done: torch.futures.Future[torch.Tensor] = work.get_future().then(lambda _: gradients)
+    return done
