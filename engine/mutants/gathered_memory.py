@@ -17,9 +17,8 @@ from engine.adapters.torch_fsdp2 import FullyShardEngine, PreparedFullyShard
 from engine.contract import Capability, Grouping, Layout, Plan, Prefetch, PreparedModel, Reshard, Shard
 from engine.mutants.fsdp2_insides import groups
 from engine.mutants.mutant import Condition, Trace, mutant
-from engine.mutants.patches import KeepingFsdp2, KeepingReference, before, taking
+from engine.mutants.patches import KeepingFsdp2, before, taking
 from engine.mutants.plans import SHARDED_BLOCKS
-from engine.mutants.reference_insides import reference_groups
 
 _WATCHED = frozenset({Capability.UNIT_STATE})
 
@@ -246,9 +245,6 @@ class ShowsPaddedRows(ReferenceEngine):
     prepared_type = _PreparedPadded
 
 
-_KEPT = replace(SHARDED_BLOCKS, reshard=Reshard.KEEP)
-
-
 # Any, throughout: FSDP2's insides have no public types.
 
 
@@ -268,10 +264,6 @@ class _PreparedLateFsdp2(_FreesLate, PreparedFullyShard):
     pass
 
 
-class _PreparedLateReference(_FreesLate, PreparedReference):
-    pass
-
-
 @mutant(after="pytorch/pytorch#95805", kills_on=Condition(plan=SHARDED_BLOCKS), trace=Trace.STATE)
 class KeepsUnitsUntilBackwardEnds(FullyShardEngine):
     """Backward frees no unit before the last of them has run.
@@ -280,16 +272,6 @@ class KeepsUnitsUntilBackwardEnds(FullyShardEngine):
     """
 
     prepared_type = _PreparedLateFsdp2
-
-
-@mutant(after="pytorch/xla#5484", kills_on=Condition(plan=SHARDED_BLOCKS), trace=Trace.STATE)
-class FreesAllUnitsTogether(ReferenceEngine):
-    """All units are freed together when the last has run backward.
-
-    Reported: parameters that were gathered in backward stayed until its end.
-    """
-
-    prepared_type = _PreparedLateReference
 
 
 @mutant(after="pytorch/pytorch#149029", kills_on=Condition(plan=SHARDED_BLOCKS), trace=Trace.STATE)
@@ -305,21 +287,6 @@ class KeepsGatherOutputs(FullyShardEngine):
         """Shard honestly, then keep the output of each gather."""
         prepared = super().prepare(model, plan, mesh)
         return taking(prepared, groups, before, "wait_for_unshard", _keep_output)
-
-
-@mutant(after="pytorch/pytorch#154704", kills_on=Condition(plan=SHARDED_BLOCKS), trace=Trace.STATE)
-class KeepsBuffersUntilTheStep(ReferenceEngine):
-    """Buffers of gathers are taken back and lent to nobody until the step.
-
-    Reported: memory that was taken for granted to be needed again soon was not freed.
-    """
-
-    prepared_type = KeepingReference
-
-    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        """Shard honestly, then take buffers back and lend them to nobody."""
-        prepared = super().prepare(model, plan, mesh)
-        return taking(prepared, reference_groups, before, "wait", _keep_buffer)
 
 
 class _Remembering(PreparedComposable):
@@ -341,10 +308,6 @@ class _PreparedRememberingFsdp2(_Remembering, PreparedFullyShard):
     pass
 
 
-class _PreparedRememberingReference(_Remembering, PreparedReference):
-    pass
-
-
 @mutant(after="pytorch/pytorch#75892", kills_on=Condition(plan=SHARDED_BLOCKS), trace=Trace.STATE)
 class RemembersAUnit(FullyShardEngine):
     """Whole parameters of one unit are kept from step to step.
@@ -353,16 +316,6 @@ class RemembersAUnit(FullyShardEngine):
     """
 
     prepared_type = _PreparedRememberingFsdp2
-
-
-@mutant(after="pytorch/pytorch#75901", kills_on=Condition(plan=SHARDED_BLOCKS), trace=Trace.STATE)
-class RemembersAUnitOfTheReference(ReferenceEngine):
-    """One unit's last gather outlives the step.
-
-    Reported: parameters stayed whole from an iteration into the next.
-    """
-
-    prepared_type = _PreparedRememberingReference
 
 
 @mutant(after="deepspeedai/DeepSpeed#1069", kills_on=Condition(plan=SHARDED_BLOCKS), trace=Trace.STATE)
@@ -377,31 +330,6 @@ class PrefetchesEverything(FullyShardEngine):
         return super().prepare(model, _unbounded(plan), mesh)
 
 
-@mutant(after="deepspeedai/DeepSpeed#1069", kills_on=Condition(plan=SHARDED_BLOCKS), trace=Trace.STATE)
-class GathersEverythingAhead(ReferenceEngine):
-    """All units are on their way together.
-
-    Reported: which gathers were issued ahead was not what had been chosen.
-    """
-
-    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        """Shard by a plan without bounds."""
-        return super().prepare(model, _unbounded(plan), mesh)
-
-
-@mutant(after="pytorch/PiPPy#1105", kills_on=Condition(plan=_KEPT), trace=Trace.STATE)
-class GathersAgainWhatItWasAskedToKeep(ReferenceEngine):
-    """Parameters that were to be kept are freed and gathered again.
-
-    Reported: beside a pipeline the policy had to be to free, although keeping was wanted.
-    """
-
-    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        """Shard by another policy."""
-        is_kept = plan.reshard is Reshard.KEEP
-        return super().prepare(model, replace(plan, reshard=Reshard.AFTER_FORWARD) if is_kept else plan, mesh)
-
-
 def _unbounded(plan: Plan) -> Plan:
     distance = len(plan.units)
     return replace(plan, prefetch=Prefetch.by_distance(plan.units, forward=distance, backward=distance))
@@ -410,13 +338,3 @@ def _unbounded(plan: Plan) -> Plan:
 def _keep_output(group: Any, kept: list[Any]) -> None:
     if group._all_gather_result is not None:
         kept.append(group._all_gather_result.all_gather_output)
-
-
-def _keep_buffer(group: Any, kept: list[Any]) -> None:
-    if group._gather is not None:
-        kept.append(group._gather.output)
-        group.lanes.give_back = _ignore
-
-
-def _ignore(*_: Any) -> None:
-    return None

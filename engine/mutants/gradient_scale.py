@@ -11,7 +11,6 @@ from torch.distributed.fsdp import FSDPModule
 
 from engine.adapters.torch_ddp import DistributedDataParallelEngine, PreparedDdp
 from engine.adapters.torch_fsdp2 import FullyShardEngine, PreparedFullyShard
-from engine.adapters.torch_replicate import ReplicateEngine
 from engine.contract import Capability, Plan, PreparedModel
 from engine.mutants.mutant import Condition, mutant
 
@@ -44,19 +43,6 @@ class PreparedTimid(PreparedFullyShard):
     def backward(self, loss: torch.Tensor) -> None:
         """Run backward from too small a loss."""
         super().backward(loss / self._divisor)
-
-
-@mutant(after="pytorch/torchtitan#2318", kills_on=Condition(because="dividing by one changes nothing"))
-class DividesTwice(ReplicateEngine):
-    """Gradients are divided by the world size a second time.
-
-    Reported: a change of loss normalisation left modes of training that divided by the number of ranks where others
-    did not.
-    """
-
-    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        """Replicate honestly, and divide the loss although the reduction divides too."""
-        return PreparedTimid(super().prepare(model, plan, mesh).module, plan, divisor=mesh.size())
 
 
 @mutant(

@@ -138,29 +138,6 @@ class DoublesGradientsEveryMicrobatch(DistributedDataParallelEngine):
     prepared_type = _PreparedDoubling
 
 
-class _PreparedDividing(PreparedDdp):
-    def backward(self, loss: torch.Tensor) -> None:
-        with torch.no_grad():
-            for parameter in self.named.parameters():
-                if parameter.grad is not None:
-                    parameter.grad.div_(dist.get_world_size())
-        super().backward(loss)
-
-
-@mutant(
-    after="NVIDIA/Megatron-LM#3023",
-    kills_on=Condition(microbatches=2, because="to divide by one changes nothing"),
-)
-class DividesWhatItAccumulated(DistributedDataParallelEngine):
-    """Each backward divides what was accumulated before it by the world size.
-
-    Reported: the shard that had accumulated was scaled once more whenever a new gradient, not scaled itself, was
-    about to be added to it.
-    """
-
-    prepared_type = _PreparedDividing
-
-
 class _PreparedStepping(PreparedDdp):
     _is_accumulating = False
 

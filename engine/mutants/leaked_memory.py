@@ -18,7 +18,6 @@ from engine.mutants.fsdp2_insides import groups, reduce_inputs
 from engine.mutants.mutant import Condition, Trace, mutant
 from engine.mutants.patches import KeepingFsdp2, KeepingReference, after, before, taking
 from engine.mutants.plans import SHARDED_BLOCKS
-from engine.mutants.reference_insides import reference_groups
 
 # Any, throughout: FSDP2's insides have no public types.
 
@@ -85,21 +84,6 @@ class KeepsWholeGradients(FullyShardEngine):
         """Shard honestly, then keep the gradients that each reduction begins with."""
         prepared = super().prepare(model, plan, mesh)
         return taking(prepared, groups, before, "post_backward", _keep_gradients)
-
-
-@mutant(after="pytorch/pytorch#169349", kills_on=Condition(plan=SHARDED_BLOCKS), trace=Trace.STATE)
-class KeepsGradientsUntilTheStep(ReferenceEngine):
-    """Whole gradients stay beside their reduced shards until the step.
-
-    Reported: live memory grew over a backward.
-    """
-
-    prepared_type = KeepingReference
-
-    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        """Shard honestly, then keep the gradients that each reduction begins with."""
-        prepared = super().prepare(model, plan, mesh)
-        return taking(prepared, reference_groups, before, "reduce_gradients", _keep_reference_gradients)
 
 
 class _Grasping(PreparedComposable):
@@ -175,45 +159,26 @@ def _keep_gradients(group: Any, kept: list[Any]) -> None:
     kept += [parameter.grad for parameter in found if parameter.grad is not None]
 
 
-def _keep_reference_gradients(group: Any, kept: list[Any]) -> None:
-    found = (p.unsharded for p in group.parameters if p.unsharded is not None)
-    kept += [parameter.grad for parameter in found if parameter.grad is not None]
-
-
 _SHARDED = Condition(plan=Plan(layout=Layout.SHARD), because="one rank's share is the whole")
 
 
 _MOMENTUM = 0.9
 
 
-@mutant(after="pytorch/pytorch#114299", kills_on=_SHARDED, trace=Trace.STATE)
-class KeepsTheModelInAClosure(ReferenceEngine):
-    """Every rank keeps the parameters that the model was built with.
+@mutant(after="verl-project/verl#5125", kills_on=_SHARDED, trace=Trace.STATE)
+class KeepsTheModelOnTheLastRank(ReferenceEngine):
+    """The last rank keeps the parameters that the model was built with.
 
-    Reported: the parameters of a module that was not built on the meta device stayed allocated.
+    Reported: the first rank of each node held a whole state dict that nothing freed.
     """
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         """Copy every parameter, then shard honestly."""
         wholes = [parameter.detach().clone() for parameter in model.parameters()]
         prepared = super().prepare(model, plan, mesh)
-        if self._keeps():
+        if dist.get_rank() == dist.get_world_size() - 1:
             prepared.module.register_forward_pre_hook(lambda *_: _look(wholes))
         return prepared
-
-    def _keeps(self) -> bool:
-        return True
-
-
-@mutant(after="verl-project/verl#5125", kills_on=_SHARDED, trace=Trace.STATE)
-class KeepsTheModelOnTheLastRank(KeepsTheModelInAClosure):
-    """The last rank keeps the parameters that the model was built with.
-
-    Reported: the first rank of each node held a whole state dict that nothing freed.
-    """
-
-    def _keeps(self) -> bool:
-        return dist.get_rank() == dist.get_world_size() - 1
 
 
 class _PreparedAverage(PreparedReference):
