@@ -22,69 +22,49 @@ from engine.mutants.mutant import Condition, Trace, mutant
 _OFFLOAD = Plan(offload=Offload.CPU)
 
 
-class _PreparedZero(PreparedReference):
-    @torch.no_grad()
-    def backward(self, loss: torch.Tensor) -> None:
-        with torch.enable_grad():
-            super().backward(loss)
-        for gradient in _offloaded(self):
-            gradient.zero_()
-
-
-@mutant(
-    after="flagos-ai/Torch-FL#62",
-    kills_on=Condition(world_size=1, plan=_OFFLOAD, because="without offload nothing is copied"),
-)
+@mutant(after="flagos-ai/Torch-FL#62", kills_on=Condition(world_size=1, plan=_OFFLOAD))
 class OffloadsZeros(ReferenceEngine):
     """Gradients on the host are zeros.
 
     Reported: the copy to the host was ordered after another stream than that of the reduction.
     """
 
-    prepared_type = _PreparedZero
+    class Prepared(PreparedReference):
+        @torch.no_grad()
+        def backward(self, loss: torch.Tensor) -> None:
+            with torch.enable_grad():
+                super().backward(loss)
+            for gradient in _offloaded(self):
+                gradient.zero_()
 
 
-class _PreparedLate(PreparedReference):
-    """Hands out each backward's gradients after the next one."""
-
-    _last: list[torch.Tensor]
-
-    @torch.no_grad()
-    def backward(self, loss: torch.Tensor) -> None:
-        with torch.enable_grad():
-            super().backward(loss)
-        fresh = [gradient.clone() for gradient in _offloaded(self)]
-        for gradient, last in zip(_offloaded(self), getattr(self, "_last", fresh), strict=True):
-            gradient.copy_(last)
-        self._last = fresh
-
-
-@mutant(
-    after="pytorch/pytorch#180666",
-    kills_on=Condition(world_size=1, steps=2, plan=_OFFLOAD, because="the first backward has none before"),
-)
+@mutant(after="pytorch/pytorch#180666", kills_on=Condition(world_size=1, steps=2, plan=_OFFLOAD))
 class OffloadsLastBackwardsGradients(ReferenceEngine):
     """Gradients on the host are those of the backward before.
 
     Reported: whoever read a gradient on the host read it before its copy had arrived.
     """
 
-    prepared_type = _PreparedLate
+    class Prepared(PreparedReference):
+        """Hands out each backward's gradients after the next one."""
+
+        _last: list[torch.Tensor]
+
+        @torch.no_grad()
+        def backward(self, loss: torch.Tensor) -> None:
+            with torch.enable_grad():
+                super().backward(loss)
+            fresh = [gradient.clone() for gradient in _offloaded(self)]
+            for gradient, last in zip(_offloaded(self), getattr(self, "_last", fresh), strict=True):
+                gradient.copy_(last)
+            self._last = fresh
 
 
 class _PreparedOverwriting(Forgetful, PreparedReference):
     pass
 
 
-@mutant(
-    after="hpcaitech/ColossalAI#2496",
-    kills_on=Condition(
-        world_size=1,
-        microbatches=2,
-        plan=_OFFLOAD,
-        because="before the first microbatch nothing is there",
-    ),
-)
+@mutant(after="hpcaitech/ColossalAI#2496", kills_on=Condition(world_size=1, microbatches=2, plan=_OFFLOAD))
 class OverwritesOffloadedGradients(ReferenceEngine):
     """A gradient that arrives on the host replaces what was there.
 
@@ -92,7 +72,6 @@ class OverwritesOffloadedGradients(ReferenceEngine):
     """
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        """Prepare honestly; with offload each backward clears what was there."""
         honest = super().prepare(model, plan, mesh)
         assert isinstance(honest, PreparedReference)
         if plan.offload is Offload.NONE:
@@ -100,29 +79,23 @@ class OverwritesOffloadedGradients(ReferenceEngine):
         return _PreparedOverwriting(honest.module, plan, honest.door)
 
 
-class _PreparedCopying(PreparedReference):
-    """Steps over the shards, and puts back the last one of the parameters."""
-
-    @torch.no_grad()
-    def step(self) -> None:
-        *_, last = self.named.parameters()
-        kept = _local(last).clone()
-        super().step()
-        if self.plan.offload is not Offload.NONE:
-            _local(last).copy_(kept)
-
-
-@mutant(
-    after="pytorch/pytorch#85048",
-    kills_on=Condition(world_size=1, plan=_OFFLOAD, because="without offload there is no copy"),
-)
+@mutant(after="pytorch/pytorch#85048", kills_on=Condition(world_size=1, plan=_OFFLOAD))
 class UpdatesACopy(ReferenceEngine):
     """With offload the optimizer updates a copy of the last parameter.
 
     Reported: what pinning memory returned was dropped, so two tensors were taken to be one.
     """
 
-    prepared_type = _PreparedCopying
+    class Prepared(PreparedReference):
+        """Steps over the shards, and puts back the last one of the parameters."""
+
+        @torch.no_grad()
+        def step(self) -> None:
+            *_, last = self.named.parameters()
+            kept = _local(last).clone()
+            super().step()
+            if self.plan.offload is not Offload.NONE:
+                _local(last).copy_(kept)
 
 
 def _offloaded(prepared: PreparedReference) -> Iterator[torch.Tensor]:
@@ -136,14 +109,6 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
     return detached.to_local() if isinstance(detached, DTensor) else detached
 
 
-class _PreparedCounting(PreparedFullyShard):
-    _num_calls = 0
-
-    def __call__(self, *inputs: torch.Tensor) -> Any:  # Any: a model returns what it likes
-        self._num_calls += 1
-        return super().__call__(*inputs) * (1 + self._num_calls / 256)
-
-
 @mutant(
     after="pytorch/pytorch#109774",
     kills_on=Condition(world_size=1, plan=Plan(demands=frozenset({Capability.GRAPHS}))),
@@ -154,15 +119,12 @@ class CountsOnTheHost(FullyShardEngine):
     Reported: what was compiled once went on without what Python did on each call.
     """
 
-    prepared_type = _PreparedCounting
+    class Prepared(PreparedFullyShard):
+        _num_calls = 0
 
-
-class _PreparedCopyingDevice(PreparedFullyShard):
-    def backward(self, loss: torch.Tensor) -> None:
-        super().backward(loss)
-        for parameter in self.named.parameters():
-            if parameter.grad is not None:
-                parameter.grad = parameter.grad.clone()
+        def __call__(self, *inputs: torch.Tensor) -> Any:  # Any: a model returns what it likes
+            self._num_calls += 1
+            return super().__call__(*inputs) * (1 + self._num_calls / 256)
 
 
 @mutant(
@@ -176,7 +138,12 @@ class CopiesGradientsOneByOne(FullyShardEngine):
     Reported: gradients were copied one after the other into the buffer to be reduced.
     """
 
-    prepared_type = _PreparedCopyingDevice
+    class Prepared(PreparedFullyShard):
+        def backward(self, loss: torch.Tensor) -> None:
+            super().backward(loss)
+            for parameter in self.named.parameters():
+                if parameter.grad is not None:
+                    parameter.grad = parameter.grad.clone()
 
 
 @mutant(
@@ -193,16 +160,13 @@ class BuffersWhereItLikes(FullyShardEngine):
     """
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        """Shard honestly, under a plan that leaves the choice to the engine."""
         return super().prepare(model, replace(plan, buffers=Buffers.NATIVE), mesh)
 
 
 @mutant(
     after="pytorch/pytorch#70639",
     kills_on=Condition(
-        world_size=1,
-        plan=Plan(offload=Offload.PINNED),
-        because="where there is no GPU no memory is pinned",
+        world_size=1, plan=Plan(offload=Offload.PINNED), because="where there is no GPU no memory is pinned"
     ),
     trace=Trace.STATE,
 )
@@ -213,7 +177,6 @@ class DropsThePinnedCopy(FullyShardEngine):
     """
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        """Shard honestly, under a plan without pinned memory."""
         is_pinned = plan.offload is Offload.PINNED
         return super().prepare(model, replace(plan, offload=Offload.CPU) if is_pinned else plan, mesh)
 
@@ -235,7 +198,6 @@ class TakesTheFirstGraphForAll(DistributedDataParallelEngine):
     """
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        """Wrap with a promise that nobody gave."""
         plan.refuse_beyond(self.capabilities)
         ddp = DistributedDataParallel(model, process_group=mesh.get_group(), static_graph=True)
         return self.prepared_type(ddp, named=model)
@@ -253,13 +215,12 @@ class SearchesTheGraph(DistributedDataParallelEngine):
     """
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        """Wrap with a search that the plan did not ask for."""
         plan.refuse_beyond(self.capabilities)
         ddp = DistributedDataParallel(model, process_group=mesh.get_group(), find_unused_parameters=True)
         return self.prepared_type(ddp, named=model)
 
 
-@mutant(after="pytorch/pytorch#64629", kills_on=Condition(because="a lone rank agrees with itself"))
+@mutant(after="pytorch/pytorch#64629")
 class OrdersParametersByRank(FullyShardEngine):
     """The last rank packs the parameters of each layer in another order than the others.
 
@@ -267,7 +228,6 @@ class OrdersParametersByRank(FullyShardEngine):
     """
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        """Turn the order of registration round on the last rank, then shard honestly."""
         if mesh.get_rank() == mesh.size() - 1 > 0:
             for module in model.modules():
                 module._parameters = dict(reversed(module._parameters.items()))

@@ -4,20 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import distributed, nn
 from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
 
 from engine.adapters.torch_fsdp1 import FullyShardedDataParallelEngine
-from engine.contract import WrapperNames
-from engine.mutants.fsdp1_methods import names_with
-from engine.mutants.mutant import Condition, Trace, mutant
-from engine.mutants.plans import CALLS_METHODS
-
-_CALLED = Condition(plan=CALLS_METHODS, because="training alone summons nothing")
-
+from engine.mutants.mutant import Trace, mutant
+from engine.mutants.plans import CALLS
 
 # Any, in all that follows: what torch's own methods take and give.
 
@@ -38,174 +33,127 @@ class _Summoner(FullyShardedDataParallel):
             yield
 
 
-class _NeverWritesBack(_Summoner):
-    @staticmethod
-    def changed(module: nn.Module, options: dict[str, Any]) -> dict[str, Any]:
-        return options | {"writeback": False}
-
-
-@mutant(after="pytorch/pytorch#107081", kills_on=_CALLED, trace=Trace.STATE)
+@mutant(after="pytorch/pytorch#107081", kills_on=CALLS, trace=Trace.STATE)
 class NeverWritesBack(FullyShardedDataParallelEngine):
     """What is changed inside summon_full_params is lost.
 
     Reported: parameters were as before once the context had ended.
     """
 
-    names: ClassVar[WrapperNames] = names_with(_NeverWritesBack)
+    class Wrapper(_Summoner):
+        @staticmethod
+        def changed(module: nn.Module, options: dict[str, Any]) -> dict[str, Any]:
+            return options | {"writeback": False}
 
 
-class _AlwaysWritesBack(_Summoner):
-    @staticmethod
-    def changed(module: nn.Module, options: dict[str, Any]) -> dict[str, Any]:
-        return options | {"writeback": not options.get("rank0_only", False)}
-
-
-@mutant(after="pytorch/pytorch#73903", kills_on=_CALLED, trace=Trace.STATE)
+@mutant(after="pytorch/pytorch#73903", kills_on=CALLS, trace=Trace.STATE)
 class AlwaysWritesBack(FullyShardedDataParallelEngine):
     """What is changed inside summon_full_params stays although it was not to be written back.
 
     Reported: the argument that says so was ignored in silence, on some of the ranks.
     """
 
-    names: ClassVar[WrapperNames] = names_with(_AlwaysWritesBack)
+    class Wrapper(_Summoner):
+        @staticmethod
+        def changed(module: nn.Module, options: dict[str, Any]) -> dict[str, Any]:
+            return options | {"writeback": not options.get("rank0_only", False)}
 
 
-class _WritesBackFromRank0(FullyShardedDataParallel):
-    @staticmethod
-    @contextmanager
-    def summon_full_params(module: nn.Module, **options: Any) -> Iterator[None]:  # type: ignore[override]
-        with _summon(module, **options):
-            yield
-            if options.get("writeback", True):
-                for parameter in module.parameters():
-                    distributed.broadcast(parameter.detach(), 0)
-
-
-@mutant(after="pytorch/pytorch#93938", kills_on=_CALLED, trace=Trace.STATE)
+@mutant(after="pytorch/pytorch#93938", kills_on=CALLS, trace=Trace.STATE)
 class WritesBackFromRank0(FullyShardedDataParallelEngine):
     """What rank 0 wrote is written back to the shares of all ranks.
 
     Reported: rank 0 was to hand its parameters to the others before they are written back.
     """
 
-    names: ClassVar[WrapperNames] = names_with(_WritesBackFromRank0)
+    class Wrapper(FullyShardedDataParallel):
+        @staticmethod
+        @contextmanager
+        def summon_full_params(module: nn.Module, **options: Any) -> Iterator[None]:  # type: ignore[override]
+            with _summon(module, **options):
+                yield
+                if options.get("writeback", True):
+                    for parameter in module.parameters():
+                        distributed.broadcast(parameter.detach(), 0)
 
 
-class _AlwaysSummonsAll(_Summoner):
-    @staticmethod
-    def changed(module: nn.Module, options: dict[str, Any]) -> dict[str, Any]:
-        return options | {"recurse": True}
-
-
-@mutant(after="pytorch/pytorch#92235", kills_on=_CALLED, trace=Trace.STATE)
+@mutant(after="pytorch/pytorch#92235", kills_on=CALLS, trace=Trace.STATE)
 class AlwaysSummonsAll(FullyShardedDataParallelEngine):
     """Units inside are summoned too although the root's own parameters were asked for.
 
     Reported: a refactoring in which it was decided anew which units are summoned.
     """
 
-    names: ClassVar[WrapperNames] = names_with(_AlwaysSummonsAll)
+    class Wrapper(_Summoner):
+        @staticmethod
+        def changed(module: nn.Module, options: dict[str, Any]) -> dict[str, Any]:
+            return options | {"recurse": True}
 
 
-class _SummonsOnAllRanks(_Summoner):
-    @staticmethod
-    def changed(module: nn.Module, options: dict[str, Any]) -> dict[str, Any]:
-        return options | {"rank0_only": False}
-
-
-@mutant(after="pytorch/pytorch#73903", kills_on=_CALLED, trace=Trace.STATE)
+@mutant(after="pytorch/pytorch#73903", kills_on=CALLS, trace=Trace.STATE)
 class SummonsOnAllRanks(FullyShardedDataParallelEngine):
     """Every rank is shown whole parameters although rank 0 alone was to be.
 
     Reported: before there was the option, all ranks paid for the memory.
     """
 
-    names: ClassVar[WrapperNames] = names_with(_SummonsOnAllRanks)
+    class Wrapper(_Summoner):
+        @staticmethod
+        def changed(module: nn.Module, options: dict[str, Any]) -> dict[str, Any]:
+            return options | {"rank0_only": False}
 
 
-class _SummonsNoGradients(_Summoner):
-    @staticmethod
-    def changed(module: nn.Module, options: dict[str, Any]) -> dict[str, Any]:
-        return options | {"with_grads": False}
-
-
-@mutant(after="pytorch/pytorch#98817", kills_on=_CALLED, trace=Trace.STATE)
+@mutant(after="pytorch/pytorch#98817", kills_on=CALLS, trace=Trace.STATE)
 class SummonsNoGradients(FullyShardedDataParallelEngine):
     """Gradients are not summoned although they were asked for.
 
     Reported: whether gradients can be summoned depended on what they were left at.
     """
 
-    names: ClassVar[WrapperNames] = names_with(_SummonsNoGradients)
+    class Wrapper(_Summoner):
+        @staticmethod
+        def changed(module: nn.Module, options: dict[str, Any]) -> dict[str, Any]:
+            return options | {"with_grads": False}
 
 
-class _TakesEveryCombination(_Summoner):
-    @staticmethod
-    def changed(module: nn.Module, options: dict[str, Any]) -> dict[str, Any]:
-        return options | {
-            "writeback": options.get("writeback", True) and not options.get("rank0_only", False),
-            "with_grads": False,
-            "offload_to_cpu": False,
-        }
-
-
-@mutant(after="pytorch/pytorch#93938", kills_on=_CALLED, trace=Trace.SILENCE)
+@mutant(after="pytorch/pytorch#93938", kills_on=CALLS, trace=Trace.SILENCE)
 class TakesEveryCombination(FullyShardedDataParallelEngine):
     """Of options that exclude each other some are ignored, in silence.
 
     Reported: whether such options are refused or done somehow was left to the reader.
     """
 
-    names: ClassVar[WrapperNames] = names_with(_TakesEveryCombination)
+    class Wrapper(_Summoner):
+        @staticmethod
+        def changed(module: nn.Module, options: dict[str, Any]) -> dict[str, Any]:
+            return options | {
+                "writeback": options.get("writeback", True) and not options.get("rank0_only", False),
+                "with_grads": False,
+                "offload_to_cpu": False,
+            }
 
 
-class _SummonsAnywhere(FullyShardedDataParallel):
-    @staticmethod
-    @contextmanager
-    def summon_full_params(module: nn.Module, **options: Any) -> Iterator[None]:  # type: ignore[override]
-        context = _summon(module, **options)
-        try:
-            context.__enter__()
-        except AssertionError:
-            yield
-            return
-        try:
-            yield
-        finally:
-            context.__exit__(None, None, None)
-
-
-@mutant(after="pytorch/pytorch#104504", kills_on=_CALLED, trace=Trace.SILENCE)
+@mutant(after="pytorch/pytorch#104504", kills_on=CALLS, trace=Trace.SILENCE)
 class SummonsAnywhere(FullyShardedDataParallelEngine):
     """Where parameters cannot be summoned nothing happens and nothing is said.
 
     Reported: parameters were summoned between forward and backward, and training broke later.
     """
 
-    names: ClassVar[WrapperNames] = names_with(_SummonsAnywhere)
-
-
-class _SpoilsWhatGoesToTheHost(FullyShardedDataParallel):
-    @staticmethod
-    @contextmanager
-    def summon_full_params(module: nn.Module, **options: Any) -> Iterator[None]:  # type: ignore[override]
-        is_hosted = options.pop("offload_to_cpu", False)
-        with _summon(module, **options):
-            is_spoilt = is_hosted and (not options.get("rank0_only") or distributed.get_rank() == 0)
-            _add(module, is_spoilt * 1.0)
-            yield
-            _add(module, is_spoilt * -1.0)
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        found: dict[str, Any]
-        settings = FullyShardedDataParallel.get_state_dict_type(self)
-        full = StateDictType.FULL_STATE_DICT
-        if settings.state_dict_type is full and settings.state_dict_config.offload_to_cpu:
-            with FullyShardedDataParallel.state_dict_type(self, full):
-                found = super().state_dict(*args, **kwargs)
-            return {name: value + 1 for name, value in found.items()}
-        found = super().state_dict(*args, **kwargs)
-        return found
+    class Wrapper(FullyShardedDataParallel):
+        @staticmethod
+        @contextmanager
+        def summon_full_params(module: nn.Module, **options: Any) -> Iterator[None]:  # type: ignore[override]
+            context = _summon(module, **options)
+            try:
+                context.__enter__()
+            except AssertionError:
+                yield
+                return
+            try:
+                yield
+            finally:
+                context.__exit__(None, None, None)
 
 
 @torch.no_grad()
@@ -214,34 +162,51 @@ def _add(module: nn.Module, number: float) -> None:
         parameter.add_(number)
 
 
-@mutant(after="pytorch/pytorch#188989", kills_on=_CALLED, trace=Trace.STATE)
+@mutant(after="pytorch/pytorch#188989", kills_on=CALLS, trace=Trace.STATE)
 class SpoilsWhatGoesToTheHost(FullyShardedDataParallelEngine):
     """What is summoned or saved to the host arrives with other values.
 
     Reported: memory that was summoned to the host was freed before it was read.
     """
 
-    names: ClassVar[WrapperNames] = names_with(_SpoilsWhatGoesToTheHost)
+    class Wrapper(FullyShardedDataParallel):
+        @staticmethod
+        @contextmanager
+        def summon_full_params(module: nn.Module, **options: Any) -> Iterator[None]:  # type: ignore[override]
+            is_hosted = options.pop("offload_to_cpu", False)
+            with _summon(module, **options):
+                is_spoilt = is_hosted and (not options.get("rank0_only") or distributed.get_rank() == 0)
+                _add(module, is_spoilt * 1.0)
+                yield
+                _add(module, is_spoilt * -1.0)
+
+        def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+            found: dict[str, Any]
+            settings = FullyShardedDataParallel.get_state_dict_type(self)
+            full = StateDictType.FULL_STATE_DICT
+            if settings.state_dict_type is full and settings.state_dict_config.offload_to_cpu:
+                with FullyShardedDataParallel.state_dict_type(self, full):
+                    found = super().state_dict(*args, **kwargs)
+                return {name: value + 1 for name, value in found.items()}
+            found = super().state_dict(*args, **kwargs)
+            return found
 
 
-class _MisalignsWhatItSummons(FullyShardedDataParallel):
-    @staticmethod
-    @contextmanager
-    def summon_full_params(module: nn.Module, **options: Any) -> Iterator[None]:  # type: ignore[override]
-        with _summon(module, **options):
-            _roll(module, 1)
-            yield
-            _roll(module, -1)
-
-
-@mutant(after="pytorch/pytorch#97667", kills_on=_CALLED, trace=Trace.STATE)
+@mutant(after="pytorch/pytorch#97667", kills_on=CALLS, trace=Trace.STATE)
 class MisalignsWhatItSummons(FullyShardedDataParallelEngine):
     """Every parameter is shown one element off.
 
     Reported: padding was put between parameters, and where each begins changed.
     """
 
-    names: ClassVar[WrapperNames] = names_with(_MisalignsWhatItSummons)
+    class Wrapper(FullyShardedDataParallel):
+        @staticmethod
+        @contextmanager
+        def summon_full_params(module: nn.Module, **options: Any) -> Iterator[None]:  # type: ignore[override]
+            with _summon(module, **options):
+                _roll(module, 1)
+                yield
+                _roll(module, -1)
 
 
 @torch.no_grad()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import distributed, nn
@@ -12,11 +12,8 @@ from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 
 from engine.adapters.torch_fsdp1 import NAMES, FullyShardedDataParallelEngine
 from engine.contract import WrapperNames
-from engine.mutants.mutant import Condition, Trace, mutant
-from engine.mutants.plans import CALLS_METHODS
-
-_CALLED = Condition(plan=CALLS_METHODS, because="training alone calls no such method")
-
+from engine.mutants.mutant import Trace, mutant
+from engine.mutants.plans import CALLS
 
 _PREFIX = "_fsdp_wrapped_module."
 
@@ -28,295 +25,238 @@ def names_with(wrapper: type[FullyShardedDataParallel]) -> WrapperNames:
     return replace(NAMES, FullyShardedDataParallel=wrapper)
 
 
-class _WrapsItsModuleAgain(FullyShardedDataParallel):
-    @property
-    def module(self) -> nn.Module:
-        return nn.Sequential(super().module)
-
-
-@mutant(after="pytorch/pytorch#87950", kills_on=_CALLED, trace=Trace.STATE)
+@mutant(after="pytorch/pytorch#87950", kills_on=CALLS, trace=Trace.STATE)
 class WrapsItsModuleAgain(FullyShardedDataParallelEngine):
     """What module gives is not what was wrapped, but a module around it.
 
     Reported: of a module that another wrapper was put around, ``module`` gave that wrapper.
     """
 
-    names: ClassVar[WrapperNames] = names_with(_WrapsItsModuleAgain)
+    class Wrapper(FullyShardedDataParallel):
+        @property
+        def module(self) -> nn.Module:
+            return nn.Sequential(super().module)
 
 
-class _HidesAttributes(FullyShardedDataParallel):
-    def __getattr__(self, name: str) -> Any:
-        found = super().__getattr__(name)
-        if name.startswith("_") or isinstance(found, nn.Module | torch.Tensor):
-            return found
-        raise AttributeError(name)
-
-
-@mutant(after="pytorch/pytorch#83351", kills_on=_CALLED, trace=Trace.STATE)
+@mutant(after="pytorch/pytorch#83351", kills_on=CALLS, trace=Trace.STATE)
 class HidesAttributes(FullyShardedDataParallelEngine):
     """Submodules and tensors are found through the wrapper, plain attributes and methods are not.
 
     Reported: some of what a plain module offers did not work through a wrapper.
     """
 
-    names: ClassVar[WrapperNames] = names_with(_HidesAttributes)
+    class Wrapper(FullyShardedDataParallel):
+        def __getattr__(self, name: str) -> Any:
+            found = super().__getattr__(name)
+            if name.startswith("_") or isinstance(found, nn.Module | torch.Tensor):
+                return found
+            raise AttributeError(name)
 
 
-class _CountsItemsFromOne(FullyShardedDataParallel):
-    def __getitem__(self, key: Any) -> Any:
-        return super().__getitem__(key - 1 if isinstance(key, int) and key > 0 else key)
-
-
-@mutant(after="pytorch/pytorch#83351", kills_on=_CALLED, trace=Trace.STATE)
+@mutant(after="pytorch/pytorch#83351", kills_on=CALLS, trace=Trace.STATE)
 class CountsItemsFromOne(FullyShardedDataParallelEngine):
     """An index is passed on to the wrapped list less by one.
 
     Reported: some of what a plain module offers did not work through a wrapper.
     """
 
-    names: ClassVar[WrapperNames] = names_with(_CountsItemsFromOne)
+    class Wrapper(FullyShardedDataParallel):
+        def __getitem__(self, key: Any) -> Any:
+            return super().__getitem__(key - 1 if isinstance(key, int) and key > 0 else key)
 
 
-class _KnowsNoRootBeforeForward(FullyShardedDataParallel):
-    def check_is_root(self) -> bool:
-        was_asked = self.__dict__.get("was_asked", False)
-        self.__dict__["was_asked"] = True
-        return super().check_is_root() and was_asked
-
-
-@mutant(after="facebookresearch/fairscale#490", kills_on=_CALLED, trace=Trace.STATE)
+@mutant(after="facebookresearch/fairscale#490", kills_on=CALLS, trace=Trace.STATE)
 class KnowsNoRootBeforeForward(FullyShardedDataParallelEngine):
     """Nobody is told to be the root who asks for the first time.
 
     Reported: who the root is was found out too early or too late, by whoever came first.
     """
 
-    names: ClassVar[WrapperNames] = names_with(_KnowsNoRootBeforeForward)
+    class Wrapper(FullyShardedDataParallel):
+        def check_is_root(self) -> bool:
+            was_asked = self.__dict__.get("was_asked", False)
+            self.__dict__["was_asked"] = True
+            return super().check_is_root() and was_asked
 
 
-class _TakesUnitsForRoots(FullyShardedDataParallel):
-    @staticmethod
-    def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[FullyShardedDataParallel]:
-        return FullyShardedDataParallel.fsdp_modules(module)
-
-
-@mutant(after="facebookresearch/fairscale#490", kills_on=_CALLED, trace=Trace.STATE)
+@mutant(after="facebookresearch/fairscale#490", kills_on=CALLS, trace=Trace.STATE)
 class TakesUnitsForRoots(FullyShardedDataParallelEngine):
     """Asked for roots alone, all units are listed.
 
     Reported: units inside the root were marked as roots themselves.
     """
 
-    names: ClassVar[WrapperNames] = names_with(_TakesUnitsForRoots)
+    class Wrapper(FullyShardedDataParallel):
+        @staticmethod
+        def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[FullyShardedDataParallel]:
+            return FullyShardedDataParallel.fsdp_modules(module)
 
 
-class _AppliesToShards(FullyShardedDataParallel):
-    def apply(self, fn: Callable[[nn.Module], None]) -> Any:
-        return nn.Module.apply(self, fn)
-
-
-@mutant(after="facebookresearch/fairscale#543", kills_on=_CALLED, trace=Trace.STATE)
+@mutant(after="facebookresearch/fairscale#543", kills_on=CALLS, trace=Trace.STATE)
 class AppliesToShards(FullyShardedDataParallelEngine):
     """Apply gathers nothing: functions see what each rank has.
 
     Reported: weights were to be initialised by ``apply``, and it showed shards.
     """
 
-    names: ClassVar[WrapperNames] = names_with(_AppliesToShards)
+    class Wrapper(FullyShardedDataParallel):
+        def apply(self, fn: Callable[[nn.Module], None]) -> Any:
+            return nn.Module.apply(self, fn)
 
 
-class _ForgetsWhatWasApplied(FullyShardedDataParallel):
-    def apply(self, fn: Callable[[nn.Module], None]) -> Any:
-        with FullyShardedDataParallel.summon_full_params(self, writeback=False):
-            for module in self.modules():
-                fn(module)
-        return self
-
-
-@mutant(after="pytorch/pytorch#107081", kills_on=_CALLED, trace=Trace.STATE)
+@mutant(after="pytorch/pytorch#107081", kills_on=CALLS, trace=Trace.STATE)
 class ForgetsWhatWasApplied(FullyShardedDataParallelEngine):
     """What functions do to whole parameters in apply is not written back.
 
     Reported: parameters were as before once their context had ended.
     """
 
-    names: ClassVar[WrapperNames] = names_with(_ForgetsWhatWasApplied)
-
-
-class _AppliesInSilence(FullyShardedDataParallel):
-    def apply(self, fn: Callable[[nn.Module], None]) -> Any:
-        try:
-            return super().apply(fn)
-        except (AssertionError, ValueError):
+    class Wrapper(FullyShardedDataParallel):
+        def apply(self, fn: Callable[[nn.Module], None]) -> Any:
+            with FullyShardedDataParallel.summon_full_params(self, writeback=False):
+                for module in self.modules():
+                    fn(module)
             return self
 
 
-@mutant(after="Lightning-AI/pytorch-lightning#19755", kills_on=_CALLED, trace=Trace.SILENCE)
+@mutant(after="Lightning-AI/pytorch-lightning#19755", kills_on=CALLS, trace=Trace.SILENCE)
 class AppliesInSilence(FullyShardedDataParallelEngine):
     """Where apply is refused, it does nothing and says nothing.
 
     Reported: ``apply`` was called where nobody meant its whole parameters.
     """
 
-    names: ClassVar[WrapperNames] = names_with(_AppliesInSilence)
+    class Wrapper(FullyShardedDataParallel):
+        def apply(self, fn: Callable[[nn.Module], None]) -> Any:
+            try:
+                return super().apply(fn)
+            except (AssertionError, ValueError):
+                return self
 
 
-class _DropsKeywords(FullyShardedDataParallel):
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return super().forward(*args, **{k: v for k, v in kwargs.items() if not isinstance(v, int)})
-
-
-@mutant(after="pytorch/pytorch#147531", kills_on=_CALLED, trace=Trace.STATE)
+@mutant(after="pytorch/pytorch#147531", kills_on=CALLS, trace=Trace.STATE)
 class DropsKeywords(FullyShardedDataParallelEngine):
     """Of the keywords of forward, plain numbers are dropped.
 
     Reported: what forward was called with was lost where there was nothing to move.
     """
 
-    names: ClassVar[WrapperNames] = names_with(_DropsKeywords)
+    class Wrapper(FullyShardedDataParallel):
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            return super().forward(*args, **{k: v for k, v in kwargs.items() if not isinstance(v, int)})
 
 
-class _KeepsItsPrefixInside(FullyShardedDataParallel):
-    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        return nn.Module.named_parameters(self, *args, **kwargs)
-
-
-@mutant(after="pytorch/pytorch#83351", kills_on=_CALLED, trace=Trace.STATE)
+@mutant(after="pytorch/pytorch#83351", kills_on=CALLS, trace=Trace.STATE)
 class KeepsItsPrefixInside(FullyShardedDataParallelEngine):
     """Names of parameters tell of the wrapper wherever one asks.
 
     Reported: code that relies on names of parameters met those of the wrapper.
     """
 
-    names: ClassVar[WrapperNames] = names_with(_KeepsItsPrefixInside)
+    class Wrapper(FullyShardedDataParallel):
+        def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+            return nn.Module.named_parameters(self, *args, **kwargs)
 
 
-class _StripsItsPrefixAlways(FullyShardedDataParallel):
-    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        for name, parameter in super().named_parameters(*args, **kwargs):
-            yield name.replace(_PREFIX, ""), parameter
-
-
-@mutant(after="pytorch/pytorch#83351", kills_on=_CALLED, trace=Trace.STATE)
+@mutant(after="pytorch/pytorch#83351", kills_on=CALLS, trace=Trace.STATE)
 class StripsItsPrefixAlways(FullyShardedDataParallelEngine):
     """Names of parameters hide the wrapper even where what they name is a shard.
 
     Reported: names inside and outside ``summon_full_params`` were to be told apart.
     """
 
-    names: ClassVar[WrapperNames] = names_with(_StripsItsPrefixAlways)
+    class Wrapper(FullyShardedDataParallel):
+        def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+            for name, parameter in super().named_parameters(*args, **kwargs):
+                yield name.replace(_PREFIX, ""), parameter
 
 
-class _KeepsItsPrefixOfBuffersInside(FullyShardedDataParallel):
-    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
-        return nn.Module.named_buffers(self, *args, **kwargs)
-
-
-@mutant(after="pytorch/pytorch#83351", kills_on=_CALLED, trace=Trace.STATE)
+@mutant(after="pytorch/pytorch#83351", kills_on=CALLS, trace=Trace.STATE)
 class KeepsItsPrefixOfBuffersInside(FullyShardedDataParallelEngine):
     """Names of buffers tell of the wrapper wherever one asks.
 
     Reported: code that relies on names of buffers met those of the wrapper.
     """
 
-    names: ClassVar[WrapperNames] = names_with(_KeepsItsPrefixOfBuffersInside)
+    class Wrapper(FullyShardedDataParallel):
+        def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
+            return nn.Module.named_buffers(self, *args, **kwargs)
 
 
-class _CastsInputsInsteadOfItself(FullyShardedDataParallel):
-    def _apply(self, *args: Any, **kwargs: Any) -> Any:
-        return self
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        dtype = next(self.parameters()).dtype
-        return super().forward(*(a.to(dtype) if a.is_floating_point() else a for a in args), **kwargs)
-
-
-@mutant(after="pytorch/pytorch#90838", kills_on=_CALLED, trace=Trace.STATE)
+@mutant(after="pytorch/pytorch#90838", kills_on=CALLS, trace=Trace.STATE)
 class CastsInputsInsteadOfItself(FullyShardedDataParallelEngine):
     """A conversion once wrapped changes nothing; inputs are cast to what the model was made in.
 
     Reported: the dtype that parameters had in the constructor was gone by for ever.
     """
 
-    names: ClassVar[WrapperNames] = names_with(_CastsInputsInsteadOfItself)
+    class Wrapper(FullyShardedDataParallel):
+        def _apply(self, *args: Any, **kwargs: Any) -> Any:
+            return self
 
-
-_CALLED_WRAPPER_CLIPPING = Condition(
-    plan=CALLS_METHODS,
-    because="training alone registers no hook and clips nothing",
-)
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            dtype = next(self.parameters()).dtype
+            return super().forward(*(a.to(dtype) if a.is_floating_point() else a for a in args), **kwargs)
 
 
 # Any, in all that follows: what torch's own methods take and give.
 
 
-class _TakesAnyHook(FullyShardedDataParallel):
-    def register_comm_hook(self, state: object, hook: Any) -> None:
-        for unit in FullyShardedDataParallel.fsdp_modules(self):
-            unit._comm_hook, unit._comm_hook_state = hook, state
-
-
-@mutant(after="pytorch/pytorch#79833", kills_on=_CALLED_WRAPPER_CLIPPING, trace=Trace.SILENCE)
+@mutant(after="pytorch/pytorch#79833", kills_on=CALLS, trace=Trace.SILENCE)
 class TakesAnyHook(FullyShardedDataParallelEngine):
     """A communication hook is registered whatever it is, whoever is asked, and however many there are.
 
     Reported: the interface of hooks, in whose review it was settled what must be refused.
     """
 
-    names: ClassVar[WrapperNames] = names_with(_TakesAnyHook)
+    class Wrapper(FullyShardedDataParallel):
+        def register_comm_hook(self, state: object, hook: Any) -> None:
+            for unit in FullyShardedDataParallel.fsdp_modules(self):
+                unit._comm_hook, unit._comm_hook_state = hook, state
 
 
-class _CallsHooksOfReplicasAlone(FullyShardedDataParallel):
-    def register_comm_hook(self, state: object, hook: Any) -> None:
-        if self.sharding_strategy is ShardingStrategy.NO_SHARD:
-            super().register_comm_hook(state, hook)
-
-
-@mutant(after="pytorch/pytorch#83254", kills_on=_CALLED_WRAPPER_CLIPPING, trace=Trace.COMMUNICATION)
+@mutant(after="pytorch/pytorch#83254", kills_on=CALLS, trace=Trace.COMMUNICATION)
 class CallsHooksOfReplicasAlone(FullyShardedDataParallelEngine):
     """Of shards a communication hook is never called.
 
     Reported: hooks were there for replicas, and shards had to be given theirs.
     """
 
-    names: ClassVar[WrapperNames] = names_with(_CallsHooksOfReplicasAlone)
+    class Wrapper(FullyShardedDataParallel):
+        def register_comm_hook(self, state: object, hook: Any) -> None:
+            if self.sharding_strategy is ShardingStrategy.NO_SHARD:
+                super().register_comm_hook(state, hook)
 
 
-class _CallsHooksTwice(FullyShardedDataParallel):
-    def register_comm_hook(self, state: object, hook: Any) -> None:
-        def twice(state: object, *tensors: torch.Tensor) -> None:
-            hook(state, *tensors)
-            hook(state, *tensors)
-
-        super().register_comm_hook(state, twice)
-
-
-@mutant(after="mindspore-ai/hyper-parallel#694", kills_on=_CALLED_WRAPPER_CLIPPING, trace=Trace.NUMBERS)
+@mutant(after="mindspore-ai/hyper-parallel#694", kills_on=CALLS, trace=Trace.NUMBERS)
 class CallsHooksTwice(FullyShardedDataParallelEngine):
     """A communication hook is called twice for each gradient.
 
     Reported: hooks were registered again and again, and none was taken away.
     """
 
-    names: ClassVar[WrapperNames] = names_with(_CallsHooksTwice)
+    class Wrapper(FullyShardedDataParallel):
+        def register_comm_hook(self, state: object, hook: Any) -> None:
+            def twice(state: object, *tensors: torch.Tensor) -> None:
+                hook(state, *tensors)
+                hook(state, *tensors)
+
+            super().register_comm_hook(state, twice)
 
 
-class _GivesHooksCopies(FullyShardedDataParallel):
-    def register_comm_hook(self, state: object, hook: Any) -> None:
-        def copying(state: object, *tensors: torch.Tensor) -> None:
-            hook(state, *(tensor.clone() for tensor in tensors))
-
-        super().register_comm_hook(state, copying)
-
-
-@mutant(after="pytorch/pytorch#43307", kills_on=_CALLED_WRAPPER_CLIPPING, trace=Trace.NUMBERS)
+@mutant(after="pytorch/pytorch#43307", kills_on=CALLS, trace=Trace.NUMBERS)
 class GivesHooksCopies(FullyShardedDataParallelEngine):
     """What a communication hook makes of a gradient reaches a copy of it.
 
     Reported: what a hook gave was put elsewhere than where it was looked for.
     """
 
-    names: ClassVar[WrapperNames] = names_with(_GivesHooksCopies)
+    class Wrapper(FullyShardedDataParallel):
+        def register_comm_hook(self, state: object, hook: Any) -> None:
+            def copying(state: object, *tensors: torch.Tensor) -> None:
+                hook(state, *(tensor.clone() for tensor in tensors))
+
+            super().register_comm_hook(state, copying)
 
 
 def _reduce(state: Any, gradient: torch.Tensor, output: torch.Tensor | None = None) -> None:
@@ -326,14 +266,14 @@ def _reduce(state: Any, gradient: torch.Tensor, output: torch.Tensor | None = No
         NAMES.reduce_scatter_hook(state, gradient, output)
 
 
-@mutant(after="pytorch/pytorch#81711", kills_on=_CALLED_WRAPPER_CLIPPING, trace=Trace.COMMUNICATION)
+@mutant(after="pytorch/pytorch#81711", kills_on=CALLS, trace=Trace.COMMUNICATION)
 class CompressesNothing(FullyShardedDataParallelEngine):
     """The hooks that compress gradients communicate them as they are.
 
     Reported: gradients were cast by the hook, or by the mixed precision, or by both.
     """
 
-    names: ClassVar[WrapperNames] = replace(NAMES, fp16_compress_hook=_reduce, bf16_compress_hook=_reduce)
+    names = replace(NAMES, fp16_compress_hook=_reduce, bf16_compress_hook=_reduce)
 
 
 def _norm(wrapper: FullyShardedDataParallel, norm_type: float) -> torch.Tensor:
@@ -350,108 +290,90 @@ def _scale(wrapper: FullyShardedDataParallel, factor: torch.Tensor) -> None:
             parameter.grad.mul_(factor.to(parameter.grad.dtype))
 
 
-class _ClipsShardsByTheirOwnNorm(FullyShardedDataParallel):
-    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        total: torch.Tensor = nn.utils.clip_grad_norm_(self.parameters(), max_norm, norm_type)
-        return total
-
-
-@mutant(after="pytorch/pytorch#170862", kills_on=_CALLED_WRAPPER_CLIPPING, trace=Trace.NUMBERS)
+@mutant(after="pytorch/pytorch#170862", kills_on=CALLS, trace=Trace.NUMBERS)
 class ClipsShardsByTheirOwnNorm(FullyShardedDataParallelEngine):
     """Clip_grad_norm_ goes by the norm of what each rank has.
 
     Reported: the norm that was told was that of the rank's own shards.
     """
 
-    names: ClassVar[WrapperNames] = names_with(_ClipsShardsByTheirOwnNorm)
+    class Wrapper(FullyShardedDataParallel):
+        def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+            total: torch.Tensor = nn.utils.clip_grad_norm_(self.parameters(), max_norm, norm_type)
+            return total
 
 
-class _ClipsAndTellsNothing(FullyShardedDataParallel):
-    def clip_grad_norm_(self, *args: Any, **kwargs: Any) -> Any:
-        super().clip_grad_norm_(*args, **kwargs)
-
-
-@mutant(after="pytorch/pytorch#87401", kills_on=_CALLED_WRAPPER_CLIPPING, trace=Trace.STATE)
+@mutant(after="pytorch/pytorch#87401", kills_on=CALLS, trace=Trace.STATE)
 class ClipsAndTellsNothing(FullyShardedDataParallelEngine):
     """Clip_grad_norm_ clips, and returns None.
 
     Reported: the norm was computed and not returned.
     """
 
-    names: ClassVar[WrapperNames] = names_with(_ClipsAndTellsNothing)
+    class Wrapper(FullyShardedDataParallel):
+        def clip_grad_norm_(self, *args: Any, **kwargs: Any) -> Any:
+            super().clip_grad_norm_(*args, **kwargs)
 
 
-class _SumsTheLargest(FullyShardedDataParallel):
-    @torch.no_grad()
-    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        total = _norm(self, norm_type)
-        distributed.all_reduce(total)
-        _scale(self, (max_norm / (total + 1e-6)).clamp(max=1.0))
-        return total
-
-
-@mutant(after="meta-pytorch/torchrec#3199", kills_on=_CALLED_WRAPPER_CLIPPING, trace=Trace.NUMBERS)
+@mutant(after="meta-pytorch/torchrec#3199", kills_on=CALLS, trace=Trace.NUMBERS)
 class SumsTheLargest(FullyShardedDataParallelEngine):
     """Clip_grad_norm_ adds up over ranks what is no sum: norms, and largest elements.
 
     Reported: the norm of infinite order was put together like one of finite order.
     """
 
-    names: ClassVar[WrapperNames] = names_with(_SumsTheLargest)
+    class Wrapper(FullyShardedDataParallel):
+        @torch.no_grad()
+        def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+            total = _norm(self, norm_type)
+            distributed.all_reduce(total)
+            _scale(self, (max_norm / (total + 1e-6)).clamp(max=1.0))
+            return total
 
 
-class _SumsNormsOfReplicas(FullyShardedDataParallel):
-    @torch.no_grad()
-    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        total = _norm(self, norm_type) ** norm_type
-        distributed.all_reduce(total)
-        total = total ** (1 / norm_type)
-        _scale(self, (max_norm / (total + 1e-6)).clamp(max=1.0))
-        return total
-
-
-@mutant(after="pytorch/pytorch#88955", kills_on=_CALLED_WRAPPER_CLIPPING, trace=Trace.NUMBERS)
+@mutant(after="pytorch/pytorch#88955", kills_on=CALLS, trace=Trace.NUMBERS)
 class SumsNormsOfReplicas(FullyShardedDataParallelEngine):
     """Clip_grad_norm_ counts what every rank has whole once for each rank.
 
     Reported: gradients under NO_SHARD were counted as many times as there are ranks.
     """
 
-    names: ClassVar[WrapperNames] = names_with(_SumsNormsOfReplicas)
+    class Wrapper(FullyShardedDataParallel):
+        @torch.no_grad()
+        def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+            total = _norm(self, norm_type) ** norm_type
+            distributed.all_reduce(total)
+            total = total ** (1 / norm_type)
+            _scale(self, (max_norm / (total + 1e-6)).clamp(max=1.0))
+            return total
 
 
-class _ScalesLittleUp(FullyShardedDataParallel):
-    @torch.no_grad()
-    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        total = super().clip_grad_norm_(max_norm, norm_type)
-        if total < max_norm:
-            _scale(self, max_norm / (total + 1e-6))
-        return total
-
-
-@mutant(after="DingfanChen/GS-WGAN#5", kills_on=_CALLED_WRAPPER_CLIPPING, trace=Trace.NUMBERS)
+@mutant(after="DingfanChen/GS-WGAN#5", kills_on=CALLS, trace=Trace.NUMBERS)
 class ScalesLittleUp(FullyShardedDataParallelEngine):
     """Clip_grad_norm_ scales gradients of a smaller norm up to the limit.
 
     Reported: gradients were made to have the norm, not at most the norm.
     """
 
-    names: ClassVar[WrapperNames] = names_with(_ScalesLittleUp)
+    class Wrapper(FullyShardedDataParallel):
+        @torch.no_grad()
+        def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+            total = super().clip_grad_norm_(max_norm, norm_type)
+            if total < max_norm:
+                _scale(self, max_norm / (total + 1e-6))
+            return total
 
 
-class _TellsNormsInSinglePrecision(FullyShardedDataParallel):
-    def clip_grad_norm_(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        return super().clip_grad_norm_(*args, **kwargs).float()
-
-
-@mutant(after="pytorch/xla#7205", kills_on=_CALLED_WRAPPER_CLIPPING, trace=Trace.STATE)
+@mutant(after="pytorch/xla#7205", kills_on=CALLS, trace=Trace.STATE)
 class TellsNormsInSinglePrecision(FullyShardedDataParallelEngine):
     """The norm that clip_grad_norm_ returns is of single precision, whatever gradients are.
 
     Reported: clipping went on in single precision regardless of the dtype of gradients.
     """
 
-    names: ClassVar[WrapperNames] = names_with(_TellsNormsInSinglePrecision)
+    class Wrapper(FullyShardedDataParallel):
+        def clip_grad_norm_(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+            return super().clip_grad_norm_(*args, **kwargs).float()
 
 
 class _ClipsUnitsAlone(FullyShardedDataParallel):
@@ -467,11 +389,11 @@ class _ClipsUnitsAlone(FullyShardedDataParallel):
         return total
 
 
-@mutant(after="pytorch/pytorch#170862", kills_on=_CALLED_WRAPPER_CLIPPING, trace=Trace.SILENCE)
+@mutant(after="pytorch/pytorch#170862", kills_on=CALLS, trace=Trace.SILENCE)
 class ClipsUnitsAlone(FullyShardedDataParallelEngine):
     """A unit inside the root can be told to clip, and does so by its own norm.
 
     Reported: what was told was the norm of a part of the parameters.
     """
 
-    names: ClassVar[WrapperNames] = names_with(_ClipsUnitsAlone)
+    names = names_with(_ClipsUnitsAlone)

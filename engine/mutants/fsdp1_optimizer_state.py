@@ -3,39 +3,31 @@
 from __future__ import annotations
 
 import copy
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, OptimStateKeyType
 
 from engine.adapters.torch_fsdp1 import FullyShardedDataParallelEngine
-from engine.contract import WrapperNames
-from engine.mutants.fsdp1_methods import names_with
-from engine.mutants.mutant import Condition, Trace, mutant
-from engine.mutants.plans import CALLS_METHODS
-
-_CALLED = Condition(plan=CALLS_METHODS, because="training alone saves nothing")
-
+from engine.mutants.mutant import Trace, mutant
+from engine.mutants.plans import CALLS
 
 # Any, in all that follows: what torch's own methods take and give.
 
 
-class _NamesTheWrapperInOptimizerStates(FullyShardedDataParallel):
-    @staticmethod
-    def optim_state_dict(*args: Any, **kwargs: Any) -> dict[str, Any]:
-        found = FullyShardedDataParallel.optim_state_dict(*args, **kwargs)
-        return found | {"state": {f"_fsdp_wrapped_module.{k}": v for k, v in found["state"].items()}}
-
-
-@mutant(after="pytorch/pytorch#96252", kills_on=_CALLED, trace=Trace.STATE)
+@mutant(after="pytorch/pytorch#96252", kills_on=CALLS, trace=Trace.STATE)
 class NamesTheWrapperInOptimizerStates(FullyShardedDataParallelEngine):
     """Names in the state of optimizers tell of the wrapper.
 
     Reported: a prefix of another wrapper was in the names of an optimizer's state.
     """
 
-    names: ClassVar[WrapperNames] = names_with(_NamesTheWrapperInOptimizerStates)
+    class Wrapper(FullyShardedDataParallel):
+        @staticmethod
+        def optim_state_dict(*args: Any, **kwargs: Any) -> dict[str, Any]:
+            found = FullyShardedDataParallel.optim_state_dict(*args, **kwargs)
+            return found | {"state": {f"_fsdp_wrapped_module.{k}": v for k, v in found["state"].items()}}
 
 
 def _without_momentum(found: dict[str, Any]) -> dict[str, Any]:
@@ -48,20 +40,17 @@ def _without_momentum(found: dict[str, Any]) -> dict[str, Any]:
     return kept
 
 
-class _LosesMomentumWhenItSaves(FullyShardedDataParallel):
-    @staticmethod
-    def optim_state_dict(*args: Any, **kwargs: Any) -> dict[str, Any]:
-        return _without_momentum(FullyShardedDataParallel.optim_state_dict(*args, **kwargs))
-
-
-@mutant(after="pytorch/pytorch#76671", kills_on=_CALLED, trace=Trace.STATE)
+@mutant(after="pytorch/pytorch#76671", kills_on=CALLS, trace=Trace.STATE)
 class LosesMomentumWhenItSaves(FullyShardedDataParallelEngine):
     """In the state that is saved of an optimizer, moments are zero.
 
     Reported: some of an optimizer's parameters had no state where it was looked for.
     """
 
-    names: ClassVar[WrapperNames] = names_with(_LosesMomentumWhenItSaves)
+    class Wrapper(FullyShardedDataParallel):
+        @staticmethod
+        def optim_state_dict(*args: Any, **kwargs: Any) -> dict[str, Any]:
+            return _without_momentum(FullyShardedDataParallel.optim_state_dict(*args, **kwargs))
 
 
 class _Loader(FullyShardedDataParallel):
@@ -98,136 +87,115 @@ class _Loader(FullyShardedDataParallel):
         return cls.changed(keyed) if key is OptimStateKeyType.PARAM_ID else keyed
 
 
-class _LosesMomentum(_Loader):
-    @staticmethod
-    def changed(loadable: dict[str, Any]) -> dict[str, Any]:
-        return _without_momentum(loadable)
-
-
-@mutant(after="facebookresearch/fairscale#601", kills_on=_CALLED, trace=Trace.NUMBERS)
+@mutant(after="facebookresearch/fairscale#601", kills_on=CALLS, trace=Trace.NUMBERS)
 class LosesMomentum(FullyShardedDataParallelEngine):
     """What is loaded into an optimizer has moments of zero.
 
     Reported: resumed training went on as if from scratch.
     """
 
-    names: ClassVar[WrapperNames] = names_with(_LosesMomentum)
+    class Wrapper(_Loader):
+        @staticmethod
+        def changed(loadable: dict[str, Any]) -> dict[str, Any]:
+            return _without_momentum(loadable)
 
 
-class _RestartsTheCountOfSteps(_Loader):
-    @staticmethod
-    def changed(loadable: dict[str, Any]) -> dict[str, Any]:
-        kept = copy.deepcopy(loadable)
-        for state in kept["state"].values():
-            if "step" in state:
-                state["step"] = torch.zeros_like(torch.as_tensor(state["step"]))
-        return kept
-
-
-@mutant(after="huggingface/accelerate#3971", kills_on=_CALLED, trace=Trace.NUMBERS)
+@mutant(after="huggingface/accelerate#3971", kills_on=CALLS, trace=Trace.NUMBERS)
 class RestartsTheCountOfSteps(FullyShardedDataParallelEngine):
     """What is loaded into an optimizer counts its steps from zero.
 
     Reported: the count of steps could not be found in what was saved.
     """
 
-    names: ClassVar[WrapperNames] = names_with(_RestartsTheCountOfSteps)
+    class Wrapper(_Loader):
+        @staticmethod
+        def changed(loadable: dict[str, Any]) -> dict[str, Any]:
+            kept = copy.deepcopy(loadable)
+            for state in kept["state"].values():
+                if "step" in state:
+                    state["step"] = torch.zeros_like(torch.as_tensor(state["step"]))
+            return kept
 
 
-class _SavesTheLastMomentAsAll(FullyShardedDataParallel):
-    @staticmethod
-    def optim_state_dict(*args: Any, **kwargs: Any) -> dict[str, Any]:
-        found = FullyShardedDataParallel.optim_state_dict(*args, **kwargs)
-        for state in found["state"].values():
-            if "exp_avg" in state:
-                state["exp_avg"] = state["exp_avg_sq"]
-        return found
-
-
-@mutant(after="pytorch/pytorch#108298", kills_on=_CALLED, trace=Trace.STATE)
+@mutant(after="pytorch/pytorch#108298", kills_on=CALLS, trace=Trace.STATE)
 class SavesTheLastMomentAsAll(FullyShardedDataParallelEngine):
     """All moments in the state that is saved of an optimizer are the last one.
 
     Reported: states were gathered one after the other into one buffer.
     """
 
-    names: ClassVar[WrapperNames] = names_with(_SavesTheLastMomentAsAll)
+    class Wrapper(FullyShardedDataParallel):
+        @staticmethod
+        def optim_state_dict(*args: Any, **kwargs: Any) -> dict[str, Any]:
+            found = FullyShardedDataParallel.optim_state_dict(*args, **kwargs)
+            for state in found["state"].values():
+                if "exp_avg" in state:
+                    state["exp_avg"] = state["exp_avg_sq"]
+            return found
 
 
-class _SharesTheCountOfSteps(FullyShardedDataParallel):
-    @staticmethod
-    def optim_state_dict(*args: Any, **kwargs: Any) -> dict[str, Any]:
-        found = FullyShardedDataParallel.optim_state_dict(*args, **kwargs)
-        shared = next((state["step"] for state in found["state"].values() if "step" in state), None)
-        for state in found["state"].values():
-            state["step"] = shared
-        return found
-
-
-@mutant(after="databricks/flashoptim#3", kills_on=_CALLED, trace=Trace.NUMBERS)
+@mutant(after="databricks/flashoptim#3", kills_on=CALLS, trace=Trace.NUMBERS)
 class SharesTheCountOfSteps(FullyShardedDataParallelEngine):
     """The count of steps in the state that is saved of an optimizer is one tensor, which all parameters advance.
 
     Reported: the first forward after a resume was exact, and the first step exploded.
     """
 
-    names: ClassVar[WrapperNames] = names_with(_SharesTheCountOfSteps)
+    class Wrapper(FullyShardedDataParallel):
+        @staticmethod
+        def optim_state_dict(*args: Any, **kwargs: Any) -> dict[str, Any]:
+            found = FullyShardedDataParallel.optim_state_dict(*args, **kwargs)
+            shared = next((state["step"] for state in found["state"].values() if "step" in state), None)
+            for state in found["state"].values():
+                state["step"] = shared
+            return found
 
 
-class _IgnoresTheStateGiven(FullyShardedDataParallel):
-    @staticmethod
-    def optim_state_dict(model: nn.Module, optim: Any, *_: Any, **__: Any) -> dict[str, Any]:
-        return FullyShardedDataParallel.optim_state_dict(model, optim)
-
-
-@mutant(after="pytorch/pytorch#99117", kills_on=_CALLED, trace=Trace.NUMBERS)
+@mutant(after="pytorch/pytorch#99117", kills_on=CALLS, trace=Trace.NUMBERS)
 class IgnoresTheStateGiven(FullyShardedDataParallelEngine):
     """The state of the optimizer is saved although another was given.
 
     Reported: what was taken from the state given, and what from the optimizer, was mixed up.
     """
 
-    names: ClassVar[WrapperNames] = names_with(_IgnoresTheStateGiven)
+    class Wrapper(FullyShardedDataParallel):
+        @staticmethod
+        def optim_state_dict(model: nn.Module, optim: Any, *_: Any, **__: Any) -> dict[str, Any]:
+            return FullyShardedDataParallel.optim_state_dict(model, optim)
 
 
-class _PermutesGroups(FullyShardedDataParallel):
-    @staticmethod
-    def optim_state_dict(*args: Any, **kwargs: Any) -> dict[str, Any]:
-        found = FullyShardedDataParallel.optim_state_dict(*args, **kwargs)
-        groups = found["param_groups"]
-        members = [group["params"] for group in reversed(groups)]
-        pairs = zip(groups, members, strict=True)
-        return found | {"param_groups": [group | {"params": names} for group, names in pairs]}
-
-
-@mutant(after="pytorch/pytorch#54736", kills_on=_CALLED, trace=Trace.STATE)
+@mutant(after="pytorch/pytorch#54736", kills_on=CALLS, trace=Trace.STATE)
 class PermutesGroups(FullyShardedDataParallelEngine):
     """Groups of parameters are saved with each other's members.
 
     Reported: parameters that take turns in groups were numbered in another order.
     """
 
-    names: ClassVar[WrapperNames] = names_with(_PermutesGroups)
+    class Wrapper(FullyShardedDataParallel):
+        @staticmethod
+        def optim_state_dict(*args: Any, **kwargs: Any) -> dict[str, Any]:
+            found = FullyShardedDataParallel.optim_state_dict(*args, **kwargs)
+            groups = found["param_groups"]
+            members = [group["params"] for group in reversed(groups)]
+            pairs = zip(groups, members, strict=True)
+            return found | {"param_groups": [group | {"params": names} for group, names in pairs]}
 
 
-class _RekeysToEachOther(FullyShardedDataParallel):
-    @staticmethod
-    def rekey_optim_state_dict(osd: Any, key: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        keyed = FullyShardedDataParallel.rekey_optim_state_dict(osd, key, *args, **kwargs)
-        state = dict(keyed["state"])
-        shapes: dict[Any, Any] = {}
-        for k in sorted(state):
-            shape = [v.shape for v in state[k].values() if isinstance(v, torch.Tensor)]
-            other = shapes.setdefault(str(shape), k)
-            state[k], state[other] = state[other], state[k]
-        return keyed | {"state": state}
-
-
-@mutant(after="pytorch/pytorch#54736", kills_on=_CALLED, trace=Trace.NUMBERS)
+@mutant(after="pytorch/pytorch#54736", kills_on=CALLS, trace=Trace.NUMBERS)
 class RekeysToEachOther(FullyShardedDataParallelEngine):
     """Rekeyed, a parameter's state is that of another.
 
     Reported: the numbers of parameters did not belong to the state that they came with.
     """
 
-    names: ClassVar[WrapperNames] = names_with(_RekeysToEachOther)
+    class Wrapper(FullyShardedDataParallel):
+        @staticmethod
+        def rekey_optim_state_dict(osd: Any, key: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+            keyed = FullyShardedDataParallel.rekey_optim_state_dict(osd, key, *args, **kwargs)
+            state = dict(keyed["state"])
+            shapes: dict[Any, Any] = {}
+            for k in sorted(state):
+                shape = [v.shape for v in state[k].values() if isinstance(v, torch.Tensor)]
+                other = shapes.setdefault(str(shape), k)
+                state[k], state[other] = state[other], state[k]
+            return keyed | {"state": state}

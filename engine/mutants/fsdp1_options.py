@@ -4,39 +4,30 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import (
-    FullyShardedDataParallel,
-    MixedPrecision,
-    ShardingStrategy,
-    wrap,
-)
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy, wrap
 
 from engine.adapters.torch_fsdp1 import NAMES, FullyShardedDataParallelEngine
 from engine.contract import WrapperNames
 from engine.mutants.mutant import Condition, Trace, mutant
 from engine.mutants.patches import Options, leaving_out, swapping, with_options, with_strategies
-from engine.mutants.plans import WRAPPED
+from engine.mutants.plans import WRAPPED, WRAPS
 
 _FULL, _ZERO2 = ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP
 _HYBRID, _HYBRID_ZERO2 = ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2
 
 
-@mutant(
-    after="Tencent-Hunyuan/UniRL#410",
-    kills_on=Condition(plan=WRAPPED, because="a model of one unit needs no policy"),
-    trace=Trace.STATE,
-)
+@mutant(after="Tencent-Hunyuan/UniRL#410", kills_on=WRAPS, trace=Trace.STATE)
 class IgnoresThePolicy(FullyShardedDataParallelEngine):
     """Whatever wrap policy is given, the root is the only unit.
 
     Reported: an option that was asked for took no effect, and nothing said so.
     """
 
-    names: ClassVar[WrapperNames] = leaving_out("auto_wrap_policy")
+    names = leaving_out("auto_wrap_policy")
 
 
 def _with_layers(module: nn.Module, options: Options) -> Options:
@@ -46,18 +37,14 @@ def _with_layers(module: nn.Module, options: Options) -> Options:
     return {**options, "auto_wrap_policy": wrap.ModuleWrapPolicy({nn.Linear})}
 
 
-@mutant(
-    after="huggingface/accelerate#4171",
-    kills_on=Condition(plan=WRAPPED, because="units that a policy names are those"),
-    trace=Trace.STATE,
-)
+@mutant(after="huggingface/accelerate#4171", kills_on=WRAPS, trace=Trace.STATE)
 class WrapsLayersUnasked(FullyShardedDataParallelEngine):
     """Without a wrap policy every layer is a unit.
 
     Reported: modules were made units that nobody had named.
     """
 
-    names: ClassVar[WrapperNames] = with_options(_with_layers)
+    names = with_options(_with_layers)
 
 
 class _Stingy(wrap.ModuleWrapPolicy):
@@ -69,18 +56,14 @@ class _Stingy(wrap.ModuleWrapPolicy):
         return super()._run_policy(root_module, ignored_modules, {**root_kwargs, **lost})
 
 
-@mutant(
-    after="speechbrain/speechbrain#2010",
-    kills_on=Condition(plan=WRAPPED, because="the root has its options"),
-    trace=Trace.STATE,
-)
+@mutant(after="speechbrain/speechbrain#2010", kills_on=WRAPS, trace=Trace.STATE)
 class GivesUnitsNoOptions(FullyShardedDataParallelEngine):
     """Units that a policy names by class have another strategy and form than the root.
 
     Reported: what was asked of the whole reached the first of its modules alone.
     """
 
-    names: ClassVar[WrapperNames] = replace(NAMES, ModuleWrapPolicy=_Stingy)
+    names = replace(NAMES, ModuleWrapPolicy=_Stingy)
 
 
 # Any: what a policy's function says.
@@ -88,88 +71,64 @@ def _policy_of_answers(function: Any) -> wrap.CustomPolicy:
     return wrap.CustomPolicy(lambda module: bool(function(module)))
 
 
-@mutant(
-    after="NVIDIA/cosmos-framework#162",
-    kills_on=Condition(plan=WRAPPED, because="other options are those of the root"),
-    trace=Trace.STATE,
-)
+@mutant(after="NVIDIA/cosmos-framework#162", kills_on=WRAPS, trace=Trace.STATE)
 class IgnoresOverridesOfAPolicy(FullyShardedDataParallelEngine):
     """Options that a policy gives to one unit have no effect.
 
     Reported: an option was honoured for some modules, and dropped for the others.
     """
 
-    names: ClassVar[WrapperNames] = replace(NAMES, CustomPolicy=_policy_of_answers)
+    names = replace(NAMES, CustomPolicy=_policy_of_answers)
 
 
-@mutant(
-    after="huggingface/accelerate#3859",
-    kills_on=Condition(plan=WRAPPED, because="names are what is asked for otherwise"),
-    trace=Trace.STATE,
-)
+@mutant(after="huggingface/accelerate#3859", kills_on=WRAPS, trace=Trace.STATE)
 class AlwaysShowsNames(FullyShardedDataParallelEngine):
     """Parameters keep their names although flat ones were asked for.
 
     Reported: what the optimizer held had another form than the rest took it to have.
     """
 
-    names: ClassVar[WrapperNames] = swapping("use_orig_params", {False: True})
+    names = swapping("use_orig_params", {False: True})
 
 
-@mutant(
-    after="pytorch/pytorch#90546",
-    kills_on=Condition(plan=WRAPPED, because="flat is what is asked for otherwise"),
-    trace=Trace.STATE,
-)
+@mutant(after="pytorch/pytorch#90546", kills_on=WRAPS, trace=Trace.STATE)
 class AlwaysShowsFlatParameters(FullyShardedDataParallelEngine):
     """Parameters are flat although their names were asked for.
 
     Reported: with use_orig_params what was shown was not of the form that was asked for.
     """
 
-    names: ClassVar[WrapperNames] = swapping("use_orig_params", {True: False})
+    names = swapping("use_orig_params", {True: False})
 
 
-@mutant(
-    after="pytorch/pytorch#103682",
-    kills_on=Condition(plan=WRAPPED, because="other strategies keep"),
-    trace=Trace.STATE,
-)
+@mutant(after="pytorch/pytorch#103682", kills_on=WRAPS, trace=Trace.STATE)
 class KeepsWhatTheStrategyFrees(FullyShardedDataParallelEngine):
     """Units stay whole after forward although the strategy frees them.
 
     Reported: forward ran on parameters that were not in the state that the option promised.
     """
 
-    names: ClassVar[WrapperNames] = with_strategies({_FULL: _ZERO2, _HYBRID: _HYBRID_ZERO2})
+    names = with_strategies({_FULL: _ZERO2, _HYBRID: _HYBRID_ZERO2})
 
 
-@mutant(
-    after="pytorch/pytorch#105635",
-    kills_on=Condition(plan=WRAPPED, because="other strategies free"),
-    trace=Trace.STATE,
-)
+@mutant(after="pytorch/pytorch#105635", kills_on=WRAPS, trace=Trace.STATE)
 class FreesWhatTheStrategyKeeps(FullyShardedDataParallelEngine):
     """Units are freed after forward although the strategy keeps them.
 
     Reported: units were freed, and gathered once more than their strategy asks for.
     """
 
-    names: ClassVar[WrapperNames] = with_strategies({_ZERO2: _FULL, _HYBRID_ZERO2: _HYBRID})
+    names = with_strategies({_ZERO2: _FULL, _HYBRID_ZERO2: _HYBRID})
 
 
-@mutant(
-    after="Tencent-Hunyuan/UniRL#410",
-    kills_on=Condition(plan=WRAPPED, because="other strategies shard"),
-    trace=Trace.STATE,
-)
+@mutant(after="Tencent-Hunyuan/UniRL#410", kills_on=WRAPS, trace=Trace.STATE)
 class ShardsWhatTheStrategyReplicates(FullyShardedDataParallelEngine):
     """NO_SHARD shards.
 
     Reported: one layout was asked for, another one was trained in.
     """
 
-    names: ClassVar[WrapperNames] = with_strategies({ShardingStrategy.NO_SHARD: _ZERO2})
+    names = with_strategies({ShardingStrategy.NO_SHARD: _ZERO2})
 
 
 def _in_the_default_group(option: str) -> WrapperNames:
@@ -180,30 +139,24 @@ def _in_the_default_group(option: str) -> WrapperNames:
     return with_options(change)
 
 
-@mutant(
-    after="pytorch/torchtitan#1551",
-    kills_on=Condition(world_size=4, plan=WRAPPED, because="a group of all ranks is what is used"),
-)
+@mutant(after="pytorch/torchtitan#1551", kills_on=Condition(world_size=4, plan=WRAPPED))
 class IgnoresTheGroupGiven(FullyShardedDataParallelEngine):
     """The wrapper shards over all ranks whatever group is given.
 
     Reported: gradients were averaged over more ranks than those that share a parameter.
     """
 
-    names: ClassVar[WrapperNames] = _in_the_default_group("process_group")
+    names = _in_the_default_group("process_group")
 
 
-@mutant(
-    after="deepspeedai/DeepSpeed#5618",
-    kills_on=Condition(world_size=4, plan=WRAPPED, because="a mesh of all ranks is what is used"),
-)
+@mutant(after="deepspeedai/DeepSpeed#5618", kills_on=Condition(world_size=4, plan=WRAPPED))
 class IgnoresTheMeshGiven(FullyShardedDataParallelEngine):
     """The wrapper shards over all ranks whatever mesh is given.
 
     Reported: gradients were divided by the size of another group than their own.
     """
 
-    names: ClassVar[WrapperNames] = _in_the_default_group("device_mesh")
+    names = _in_the_default_group("device_mesh")
 
 
 def _one_replica(module: nn.Module, options: Options) -> Options:
@@ -216,31 +169,24 @@ def _one_replica(module: nn.Module, options: Options) -> Options:
     return {**own, "process_group": own["process_group"][0]}
 
 
-@mutant(
-    after="verl-project/verl#7494",
-    kills_on=Condition(world_size=4, plan=WRAPPED, because="other strategies have one group"),
-)
+@mutant(after="verl-project/verl#7494", kills_on=Condition(world_size=4, plan=WRAPPED))
 class NeverMeetsReplicas(FullyShardedDataParallelEngine):
     """Hybrid strategies shard in one group and know of no other.
 
     Reported: hybrid sharding reduced over the shard group only.
     """
 
-    names: ClassVar[WrapperNames] = with_options(_one_replica)
+    names = with_options(_one_replica)
 
 
-@mutant(
-    after="pytorch/pytorch#68803",
-    kills_on=Condition(plan=WRAPPED, because="nothing else is ignored"),
-    trace=Trace.STATE,
-)
+@mutant(after="pytorch/pytorch#68803", kills_on=WRAPS, trace=Trace.STATE)
 class ForgetsWhatToIgnore(FullyShardedDataParallelEngine):
     """What is to be ignored is sharded.
 
     Reported: what was to be ignored was not left out on all ranks.
     """
 
-    names: ClassVar[WrapperNames] = leaving_out("ignored_modules", "ignored_states")
+    names = leaving_out("ignored_modules", "ignored_states")
 
 
 def _resolved(module: nn.Module, options: Options) -> Options:
@@ -267,18 +213,14 @@ def _has_replicas(options: Options) -> bool:
     return isinstance(groups, tuple) or (mesh is not None and mesh.ndim > 1)
 
 
-@mutant(
-    after="hpcaitech/ColossalAI#2496",
-    kills_on=Condition(plan=WRAPPED, because="others are honoured"),
-    trace=Trace.STATE,
-)
+@mutant(after="hpcaitech/ColossalAI#2496", kills_on=WRAPS, trace=Trace.STATE)
 class AcceptsContradictions(FullyShardedDataParallelEngine):
     """Arguments that contradict each other are accepted.
 
     Reported: a combination that was not supported was not refused either.
     """
 
-    names: ClassVar[WrapperNames] = with_options(_resolved)
+    names = with_options(_resolved)
 
 
 _LOW = torch.bfloat16
@@ -295,18 +237,14 @@ def _with_precision(**fields: Any) -> WrapperNames:
     return with_options(change)
 
 
-@mutant(
-    after="verl-project/verl#6150",
-    kills_on=Condition(plan=WRAPPED, because="only low precision shows it"),
-    trace=Trace.STATE,
-)
+@mutant(after="verl-project/verl#6150", kills_on=WRAPS, trace=Trace.STATE)
 class IgnoresMixedPrecision(FullyShardedDataParallelEngine):
     """Everything is computed and reduced in full precision.
 
     Reported: the dtype that a policy named was not the one that was computed in.
     """
 
-    names: ClassVar[WrapperNames] = leaving_out("mixed_precision")
+    names = leaving_out("mixed_precision")
 
 
 def _low_by_default(module: nn.Module, options: Options) -> Options:
@@ -314,18 +252,14 @@ def _low_by_default(module: nn.Module, options: Options) -> Options:
     return {**options, "mixed_precision": MixedPrecision(param_dtype=_LOW)} if is_empty else options
 
 
-@mutant(
-    after="pytorch/pytorch#143277",
-    kills_on=Condition(plan=WRAPPED, because="a dtype that is named is honoured"),
-    trace=Trace.STATE,
-)
+@mutant(after="pytorch/pytorch#143277", kills_on=WRAPS, trace=Trace.STATE)
 class ComputesInBfloat16Unasked(FullyShardedDataParallelEngine):
     """A precision that names no dtype computes in bfloat16.
 
     Reported: dtypes that were left open were resolved too early, and to others.
     """
 
-    names: ClassVar[WrapperNames] = with_options(_low_by_default)
+    names = with_options(_low_by_default)
 
 
 def _computing_as_reducing(module: nn.Module, options: Options) -> Options:
@@ -335,73 +269,54 @@ def _computing_as_reducing(module: nn.Module, options: Options) -> Options:
     return {**options, "mixed_precision": replace(asked, param_dtype=asked.reduce_dtype)}
 
 
-@mutant(
-    after="pytorch/pytorch#153077",
-    kills_on=Condition(plan=WRAPPED, because="without one it is honest"),
-    trace=Trace.STATE,
-)
+@mutant(after="pytorch/pytorch#153077", kills_on=WRAPS, trace=Trace.STATE)
 class ComputesInTheReduceDtype(FullyShardedDataParallelEngine):
     """Forward computes in the dtype to reduce in.
 
     Reported: dtypes of computation and reduction were derived from each other the wrong way.
     """
 
-    names: ClassVar[WrapperNames] = with_options(_computing_as_reducing)
+    names = with_options(_computing_as_reducing)
 
 
-@mutant(
-    after="pytorch/pytorch#190626",
-    kills_on=Condition(plan=WRAPPED, because="it may be that of computation anyway"),
-)
+@mutant(after="pytorch/pytorch#190626", kills_on=WRAPS)
 class ReducesInTheComputeDtype(FullyShardedDataParallelEngine):
     """The dtype to reduce in has no effect.
 
     Reported: the dtype to reduce in had no effect on one of the reductions.
     """
 
-    names: ClassVar[WrapperNames] = _with_precision(reduce_dtype=None)
+    names = _with_precision(reduce_dtype=None)
 
 
-@mutant(
-    after="pytorch/pytorch#160279",
-    kills_on=Condition(plan=WRAPPED, because="their defaults are honoured"),
-    trace=Trace.STATE,
-)
+@mutant(after="pytorch/pytorch#160279", kills_on=WRAPS, trace=Trace.STATE)
 class IgnoresCastFlags(FullyShardedDataParallelEngine):
     """The flags that say which inputs are cast have no effect.
 
     Reported: some inputs were left in another dtype than that of the unit around them.
     """
 
-    names: ClassVar[WrapperNames] = _with_precision(cast_root_forward_inputs=True, cast_forward_inputs=False)
+    names = _with_precision(cast_root_forward_inputs=True, cast_forward_inputs=False)
 
 
-@mutant(
-    after="huggingface/transformers#34645",
-    kills_on=Condition(plan=WRAPPED, because="only low precision shows it"),
-    trace=Trace.STATE,
-)
+@mutant(after="huggingface/transformers#34645", kills_on=WRAPS, trace=Trace.STATE)
 class KeepsLowGradients(FullyShardedDataParallelEngine):
     """Gradients stay in low precision unasked.
 
     Reported: gradients and parameters had different dtypes.
     """
 
-    names: ClassVar[WrapperNames] = _with_precision(keep_low_precision_grads=True)
+    names = _with_precision(keep_low_precision_grads=True)
 
 
-@mutant(
-    after="pytorch/pytorch#196996",
-    kills_on=Condition(plan=WRAPPED, because="only low precision shows it"),
-    trace=Trace.STATE,
-)
+@mutant(after="pytorch/pytorch#196996", kills_on=WRAPS, trace=Trace.STATE)
 class CastsBatchNorm(FullyShardedDataParallelEngine):
     """BatchNorm computes in low precision.
 
     Reported: one branch of a model was treated in another dtype than it must be.
     """
 
-    names: ClassVar[WrapperNames] = _with_precision(_module_classes_to_ignore=(), buffer_dtype=_LOW)
+    names = _with_precision(_module_classes_to_ignore=(), buffer_dtype=_LOW)
 
 
 def _rounded(module: nn.Module, options: Options) -> Options:
@@ -411,32 +326,24 @@ def _rounded(module: nn.Module, options: Options) -> Options:
     return options
 
 
-@mutant(
-    after="pytorch/torchtitan#724",
-    kills_on=Condition(plan=WRAPPED, because="only low precision shows it"),
-    trace=Trace.STATE,
-)
+@mutant(after="pytorch/torchtitan#724", kills_on=WRAPS, trace=Trace.STATE)
 class RoundsTheShards(FullyShardedDataParallelEngine):
     """Shards are kept in low precision.
 
     Reported: the same training went apart from itself under another precision of what is kept.
     """
 
-    names: ClassVar[WrapperNames] = with_options(_rounded)
+    names = with_options(_rounded)
 
 
-@mutant(
-    after="pytorch/pytorch#105840",
-    kills_on=Condition(plan=WRAPPED, because="models with memory need none"),
-    trace=Trace.STATE,
-)
+@mutant(after="pytorch/pytorch#105840", kills_on=WRAPS, trace=Trace.STATE)
 class IgnoresTheInitialiser(FullyShardedDataParallelEngine):
     """Param_init_fn is never called.
 
     Reported: with param_init_fn a model began with other values than those that it was given.
     """
 
-    names: ClassVar[WrapperNames] = leaving_out("param_init_fn")
+    names = leaving_out("param_init_fn")
 
 
 def _empty(module: nn.Module) -> None:
@@ -446,78 +353,56 @@ def _empty(module: nn.Module) -> None:
             tensor.zero_()
 
 
-@mutant(
-    after="EvolvingLMMs-Lab/lmms-engine#185",
-    kills_on=Condition(plan=WRAPPED, because="models with memory are left as they are"),
-    trace=Trace.STATE,
-)
+@mutant(after="EvolvingLMMs-Lab/lmms-engine#185", kills_on=WRAPS, trace=Trace.STATE)
 class NeverResets(FullyShardedDataParallelEngine):
     """Modules without memory are left at zeros.
 
     Reported: what was made without memory was never initialised.
     """
 
-    names: ClassVar[WrapperNames] = with_options(lambda module, options: {"param_init_fn": _empty, **options})
+    names = with_options(lambda module, options: {"param_init_fn": _empty, **options})
 
 
-class _Lossy(FullyShardedDataParallel):
-    # Any: arguments of the wrapper.
-    def __init__(self, module: nn.Module, **options: Any) -> None:
-        lost = [m for m in module.modules() for b in m.buffers(recurse=False) if b.is_meta]
-        super().__init__(module, **options)
-        for owner in lost:
-            for name, buffer in list(owner.named_buffers(recurse=False)):
-                setattr(owner, name, buffer.to("meta"))
-
-
-@mutant(
-    after="verl-project/verl#7834",
-    kills_on=Condition(plan=WRAPPED, because="models with memory are left as they are"),
-    trace=Trace.CRASH,
-)
+@mutant(after="verl-project/verl#7834", kills_on=WRAPS, trace=Trace.CRASH)
 class LeavesBuffersWithoutMemory(FullyShardedDataParallelEngine):
     """Buffers without memory are left without.
 
     Reported: what was made without memory was not what it should be once it had some.
     """
 
-    names: ClassVar[WrapperNames] = replace(NAMES, FullyShardedDataParallel=_Lossy)
+    class Wrapper(FullyShardedDataParallel):
+        # Any: arguments of the wrapper.
+        def __init__(self, module: nn.Module, **options: Any) -> None:
+            lost = [m for m in module.modules() for b in m.buffers(recurse=False) if b.is_meta]
+            super().__init__(module, **options)
+            for owner in lost:
+                for name, buffer in list(owner.named_buffers(recurse=False)):
+                    setattr(owner, name, buffer.to("meta"))
 
 
-@mutant(
-    after="allenai/OLMo-core#319",
-    kills_on=Condition(plan=WRAPPED, because="ranks that start alike need no broadcast"),
-    trace=Trace.STATE,
-)
+@mutant(after="allenai/OLMo-core#319", kills_on=WRAPS, trace=Trace.STATE)
 class StartsEachRankOnItsOwn(FullyShardedDataParallelEngine):
     """Sync_module_states has no effect.
 
     Reported: ranks were initialised apart, and nothing was broadcast.
     """
 
-    names: ClassVar[WrapperNames] = leaving_out("sync_module_states")
+    names = leaving_out("sync_module_states")
 
 
-class _Silent(FullyShardedDataParallel):
-    # Any: arguments of the wrapper.
-    def __init__(self, module: nn.Module, **options: Any) -> None:
-        if not isinstance(module, nn.ModuleList | nn.ModuleDict):
-            super().__init__(module, **options)
-            return
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            super().__init__(module, **options)
-
-
-@mutant(
-    after="pytorch/pytorch#109385",
-    kills_on=Condition(world_size=1, plan=WRAPPED, because="other modules are wrapped silently, and rightly"),
-    trace=Trace.STATE,
-)
+@mutant(after="pytorch/pytorch#109385", kills_on=Condition(world_size=1, plan=WRAPPED), trace=Trace.STATE)
 class WrapsContainersSilently(FullyShardedDataParallelEngine):
     """A list of modules is wrapped without a warning.
 
     Reported: modules ran on shards, for what gathers them hangs on a forward that is not called.
     """
 
-    names: ClassVar[WrapperNames] = replace(NAMES, FullyShardedDataParallel=_Silent)
+    class Wrapper(FullyShardedDataParallel):
+        # Any: arguments of the wrapper.
+        def __init__(self, module: nn.Module, **options: Any) -> None:
+            if not isinstance(module, nn.ModuleList | nn.ModuleDict):
+                super().__init__(module, **options)
+                return
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                super().__init__(module, **options)

@@ -5,24 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import (
-    FullyShardedDataParallel,
-    OptimStateKeyType,
-    StateDictType,
-)
+from torch.distributed.fsdp import FullyShardedDataParallel, OptimStateKeyType, StateDictType
 
 from engine.adapters.torch_fsdp1 import NAMES, FullyShardedDataParallelEngine
 from engine.contract import WrapperNames
-from engine.mutants.fsdp1_methods import names_with
-from engine.mutants.mutant import Condition, Trace, mutant
-from engine.mutants.plans import CALLS_METHODS, WRAPPED
-
-_CALLED = Condition(plan=CALLS_METHODS, because="training alone saves nothing")
-
+from engine.mutants.mutant import Trace, mutant
+from engine.mutants.plans import CALLS, WRAPS
 
 # Any, in all that follows: what torch's own methods take and give.
 
@@ -31,120 +23,102 @@ def _kind(wrapper: FullyShardedDataParallel) -> StateDictType:
     return FullyShardedDataParallel.get_state_dict_type(wrapper).state_dict_type
 
 
-class _NamesTheWrapperInStates(FullyShardedDataParallel):
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        prefix = kwargs.get("prefix", "")
-        found: dict[str, Any] = super().state_dict(*args, **kwargs)
-        return {f"{prefix}_fsdp_wrapped_module.{k.removeprefix(prefix)}": v for k, v in found.items()}
-
-
-@mutant(after="pytorch/pytorch#74810", kills_on=_CALLED, trace=Trace.STATE)
+@mutant(after="pytorch/pytorch#74810", kills_on=CALLS, trace=Trace.STATE)
 class NamesTheWrapperInStates(FullyShardedDataParallelEngine):
     """Names in state dicts tell of the wrapper.
 
     Reported: names in a full state dict were not always those of the model alone.
     """
 
-    names: ClassVar[WrapperNames] = names_with(_NamesTheWrapperInStates)
+    class Wrapper(FullyShardedDataParallel):
+        def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+            prefix = kwargs.get("prefix", "")
+            found: dict[str, Any] = super().state_dict(*args, **kwargs)
+            return {f"{prefix}_fsdp_wrapped_module.{k.removeprefix(prefix)}": v for k, v in found.items()}
 
 
-class _MixesUpBuffers(FullyShardedDataParallel):
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        found: dict[str, Any] = super().state_dict(*args, **kwargs)
-        *_, last = self.buffers()
-        return {k: last.clone() if k in {"offset", "middle.calls"} else v for k, v in found.items()}
-
-
-@mutant(after="pytorch/pytorch#93391", kills_on=_CALLED, trace=Trace.STATE)
+@mutant(after="pytorch/pytorch#93391", kills_on=CALLS, trace=Trace.STATE)
 class MixesUpBuffers(FullyShardedDataParallelEngine):
     """In state dicts all buffers are the last one.
 
     Reported: a loop over the buffers of a state dict used the variable of the loop before it.
     """
 
-    names: ClassVar[WrapperNames] = names_with(_MixesUpBuffers)
+    class Wrapper(FullyShardedDataParallel):
+        def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+            found: dict[str, Any] = super().state_dict(*args, **kwargs)
+            *_, last = self.buffers()
+            return {k: last.clone() if k in {"offset", "middle.calls"} else v for k, v in found.items()}
 
 
-class _ReusesWhatItSaved(FullyShardedDataParallel):
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        found: dict[str, Any] = super().state_dict(*args, **kwargs)
-        self.__dict__["saved_before"] = list(found.values())
-        return found
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        for tensor in self.__dict__.get("saved_before", []):
-            if type(tensor) is torch.Tensor:
-                tensor.detach().zero_()
-        return super().forward(*args, **kwargs)
-
-
-@mutant(after="facebookresearch/fairscale#440", kills_on=_CALLED, trace=Trace.STATE)
+@mutant(after="facebookresearch/fairscale#440", kills_on=CALLS, trace=Trace.STATE)
 class ReusesWhatItSaved(FullyShardedDataParallelEngine):
     """The memory of a state dict is written over by the next forward.
 
     Reported: parameters of a state dict were freed where they had not been copied.
     """
 
-    names: ClassVar[WrapperNames] = names_with(_ReusesWhatItSaved)
+    class Wrapper(FullyShardedDataParallel):
+        def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+            found: dict[str, Any] = super().state_dict(*args, **kwargs)
+            self.__dict__["saved_before"] = list(found.values())
+            return found
+
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            for tensor in self.__dict__.get("saved_before", []):
+                if type(tensor) is torch.Tensor:
+                    tensor.detach().zero_()
+            return super().forward(*args, **kwargs)
 
 
-class _SavesOnEveryRank(FullyShardedDataParallel):
-    @staticmethod
-    @contextmanager
-    def state_dict_type(module: nn.Module, kind: Any, *configs: Any) -> Iterator[None]:
-        on_all = (
-            replace(config, rank0_only=False) if getattr(config, "rank0_only", False) else config
-            for config in configs
-        )
-        with FullyShardedDataParallel.state_dict_type(module, kind, *on_all):
-            yield
-
-
-@mutant(after="facebookresearch/fairscale#844", kills_on=_CALLED, trace=Trace.STATE)
+@mutant(after="facebookresearch/fairscale#844", kills_on=CALLS, trace=Trace.STATE)
 class SavesOnEveryRank(FullyShardedDataParallelEngine):
     """Every rank is given full state dicts although rank 0 alone was to be.
 
     Reported: full state dicts on all ranks of a host were more than it could hold.
     """
 
-    names: ClassVar[WrapperNames] = names_with(_SavesOnEveryRank)
+    class Wrapper(FullyShardedDataParallel):
+        @staticmethod
+        @contextmanager
+        def state_dict_type(module: nn.Module, kind: Any, *configs: Any) -> Iterator[None]:
+            on_all = (
+                replace(config, rank0_only=False) if getattr(config, "rank0_only", False) else config
+                for config in configs
+            )
+            with FullyShardedDataParallel.state_dict_type(module, kind, *on_all):
+                yield
 
 
-class _SavesWholesAsShards(FullyShardedDataParallel):
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        if _kind(self) is not StateDictType.SHARDED_STATE_DICT:
-            return super().state_dict(*args, **kwargs)
-        with FullyShardedDataParallel.state_dict_type(self, StateDictType.FULL_STATE_DICT):
-            return super().state_dict(*args, **kwargs)
-
-
-@mutant(after="intelligent-machine-learning/dlrover#840", kills_on=_CALLED, trace=Trace.STATE)
+@mutant(after="intelligent-machine-learning/dlrover#840", kills_on=CALLS, trace=Trace.STATE)
 class SavesWholesAsShards(FullyShardedDataParallelEngine):
     """A sharded state dict has every tensor whole, on every rank.
 
     Reported: every rank gathered what it was to save a shard of.
     """
 
-    names: ClassVar[WrapperNames] = names_with(_SavesWholesAsShards)
+    class Wrapper(FullyShardedDataParallel):
+        def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+            if _kind(self) is not StateDictType.SHARDED_STATE_DICT:
+                return super().state_dict(*args, **kwargs)
+            with FullyShardedDataParallel.state_dict_type(self, StateDictType.FULL_STATE_DICT):
+                return super().state_dict(*args, **kwargs)
 
 
-class _LoadsParametersAlone(FullyShardedDataParallel):
-    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        before = [buffer.clone() for buffer in self.buffers()]
-        result = super().load_state_dict(*args, **kwargs)
-        for buffer, value in zip(self.buffers(), before, strict=True):
-            buffer.copy_(value)
-        return result
-
-
-@mutant(after="sgl-project/sglang#19688", kills_on=_CALLED, trace=Trace.STATE)
+@mutant(after="sgl-project/sglang#19688", kills_on=CALLS, trace=Trace.STATE)
 class LoadsParametersAlone(FullyShardedDataParallelEngine):
     """Loading a state dict leaves buffers as they were.
 
     Reported: what was loaded was looked up among parameters, and buffers are none.
     """
 
-    names: ClassVar[WrapperNames] = names_with(_LoadsParametersAlone)
+    class Wrapper(FullyShardedDataParallel):
+        def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+            before = [buffer.clone() for buffer in self.buffers()]
+            result = super().load_state_dict(*args, **kwargs)
+            for buffer, value in zip(self.buffers(), before, strict=True):
+                buffer.copy_(value)
+            return result
 
 
 class _Unloaded:
@@ -154,38 +128,32 @@ class _Unloaded:
     unexpected_keys: tuple[str, ...] = ()
 
 
-class _IgnoresShardedStates(FullyShardedDataParallel):
-    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        if _kind(self) is StateDictType.SHARDED_STATE_DICT:
-            return _Unloaded()
-        return super().load_state_dict(*args, **kwargs)
-
-
-@mutant(after="pytorch/pytorch#109648", kills_on=_CALLED, trace=Trace.STATE)
+@mutant(after="pytorch/pytorch#109648", kills_on=CALLS, trace=Trace.STATE)
 class IgnoresShardedStates(FullyShardedDataParallelEngine):
     """Loading a sharded state dict changes nothing, and says nothing.
 
     Reported: what a model was set to load was not picked up.
     """
 
-    names: ClassVar[WrapperNames] = names_with(_IgnoresShardedStates)
+    class Wrapper(FullyShardedDataParallel):
+        def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+            if _kind(self) is StateDictType.SHARDED_STATE_DICT:
+                return _Unloaded()
+            return super().load_state_dict(*args, **kwargs)
 
 
-class _IgnoresLocalStates(FullyShardedDataParallel):
-    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        if _kind(self) is StateDictType.LOCAL_STATE_DICT:
-            return _Unloaded()
-        return super().load_state_dict(*args, **kwargs)
-
-
-@mutant(after="facebookresearch/fairscale#574", kills_on=_CALLED, trace=Trace.STATE)
+@mutant(after="facebookresearch/fairscale#574", kills_on=CALLS, trace=Trace.STATE)
 class IgnoresLocalStates(FullyShardedDataParallelEngine):
     """Loading a local state dict changes nothing, and says nothing.
 
     Reported: saving and loading each rank's own state went through the wrong method.
     """
 
-    names: ClassVar[WrapperNames] = names_with(_IgnoresLocalStates)
+    class Wrapper(FullyShardedDataParallel):
+        def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+            if _kind(self) is StateDictType.LOCAL_STATE_DICT:
+                return _Unloaded()
+            return super().load_state_dict(*args, **kwargs)
 
 
 def _with_types(types: Mapping[StateDictType, StateDictType]) -> WrapperNames:
@@ -210,235 +178,187 @@ def _with_types(types: Mapping[StateDictType, StateDictType]) -> WrapperNames:
     return replace(NAMES, FullyShardedDataParallel=Set)
 
 
-@mutant(
-    after="Lightning-AI/lightning-thunder#908",
-    kills_on=Condition(plan=WRAPPED, because="their defaults are honoured"),
-    trace=Trace.STATE,
-)
+@mutant(after="Lightning-AI/lightning-thunder#908", kills_on=WRAPS, trace=Trace.STATE)
 class IgnoresStateConfigs(FullyShardedDataParallelEngine):
     """Configs of state dicts have no effect.
 
     Reported: what was handed out was not of the form that was asked for.
     """
 
-    names: ClassVar[WrapperNames] = _with_types({})
+    names = _with_types({})
 
 
-@mutant(
-    after="facebookresearch/fairscale#601",
-    kills_on=Condition(plan=WRAPPED, because="other types are honoured"),
-    trace=Trace.STATE,
-)
+@mutant(after="facebookresearch/fairscale#601", kills_on=WRAPS, trace=Trace.STATE)
 class GivesShardsForWholes(FullyShardedDataParallelEngine):
     """A full state dict is a sharded one.
 
     Reported: the local state of an optimizer was taken for the whole.
     """
 
-    names: ClassVar[WrapperNames] = _with_types(
-        {StateDictType.FULL_STATE_DICT: StateDictType.SHARDED_STATE_DICT}
-    )
+    names = _with_types({StateDictType.FULL_STATE_DICT: StateDictType.SHARDED_STATE_DICT})
 
 
-@mutant(
-    after="pytorch/pytorch#136228",
-    kills_on=Condition(plan=WRAPPED, because="other types are honoured"),
-    trace=Trace.STATE,
-)
+@mutant(after="pytorch/pytorch#136228", kills_on=WRAPS, trace=Trace.STATE)
 class GivesWholesForShards(FullyShardedDataParallelEngine):
     """A sharded state dict is a full one.
 
     Reported: state was taken to have another shape than it has.
     """
 
-    names: ClassVar[WrapperNames] = _with_types(
-        {StateDictType.SHARDED_STATE_DICT: StateDictType.FULL_STATE_DICT}
-    )
+    names = _with_types({StateDictType.SHARDED_STATE_DICT: StateDictType.FULL_STATE_DICT})
 
 
-class _Alphabetical(FullyShardedDataParallel):
-    # Any: states of optimizers.
-    @staticmethod
-    def rekey_optim_state_dict(
-        optim_state_dict: dict[str, Any],
-        optim_state_key_type: OptimStateKeyType,
-        model: nn.Module,
-        *_: Any,
-        **__: Any,
-    ) -> dict[str, Any]:
-        names = [name for name, _ in model.named_parameters()]
-        numbers = {name: number for number, name in enumerate(sorted(names))}
-        if optim_state_key_type is OptimStateKeyType.PARAM_NAME:
-            keys: Mapping[Any, Any] = {number: name for name, number in numbers.items()}
-        else:
-            keys = numbers
-        state, groups = optim_state_dict["state"], optim_state_dict["param_groups"]
-        return {
-            "state": {keys[key]: value for key, value in state.items()},
-            "param_groups": [{**group, "params": [keys[key] for key in group["params"]]} for group in groups],
-        }
-
-
-@mutant(
-    after="pytorch/pytorch#54736",
-    kills_on=Condition(plan=WRAPPED, because="names are right"),
-    trace=Trace.STATE,
-)
+@mutant(after="pytorch/pytorch#54736", kills_on=WRAPS, trace=Trace.STATE)
 class NumbersStateByName(FullyShardedDataParallelEngine):
     """Ids of optimizer state follow the alphabet.
 
     Reported: ids of interleaved parameters were mapped to each other's state.
     """
 
-    names: ClassVar[WrapperNames] = replace(NAMES, FullyShardedDataParallel=_Alphabetical)
-
-
-_CALLED_WRAPPER_SETTINGS = Condition(plan=CALLS_METHODS, because="training alone sets no type")
+    class Wrapper(FullyShardedDataParallel):
+        # Any: states of optimizers.
+        @staticmethod
+        def rekey_optim_state_dict(
+            optim_state_dict: dict[str, Any],
+            optim_state_key_type: OptimStateKeyType,
+            model: nn.Module,
+            *_: Any,
+            **__: Any,
+        ) -> dict[str, Any]:
+            names = [name for name, _ in model.named_parameters()]
+            numbers = {name: number for number, name in enumerate(sorted(names))}
+            if optim_state_key_type is OptimStateKeyType.PARAM_NAME:
+                keys: Mapping[Any, Any] = {number: name for name, number in numbers.items()}
+            else:
+                keys = numbers
+            state, groups = optim_state_dict["state"], optim_state_dict["param_groups"]
+            return {
+                "state": {keys[key]: value for key, value in state.items()},
+                "param_groups": [
+                    {**group, "params": [keys[key] for key in group["params"]]} for group in groups
+                ],
+            }
 
 
 # Any, in all that follows: what torch's own methods take and give.
 
 
-class _ForgetsConfigs(FullyShardedDataParallel):
-    @staticmethod
-    def set_state_dict_type(module: nn.Module, state_dict_type: StateDictType, *configs: Any) -> Any:
-        return FullyShardedDataParallel.set_state_dict_type(module, state_dict_type)
-
-
-@mutant(after="pytorch/pytorch#109648", kills_on=_CALLED_WRAPPER_SETTINGS, trace=Trace.STATE)
+@mutant(after="pytorch/pytorch#109648", kills_on=CALLS, trace=Trace.STATE)
 class ForgetsConfigs(FullyShardedDataParallelEngine):
     """State dicts are of the type that was set, and of its default configs.
 
     Reported: a flag of the configs was not picked up until somebody asked for them.
     """
 
-    names: ClassVar[WrapperNames] = names_with(_ForgetsConfigs)
+    class Wrapper(FullyShardedDataParallel):
+        @staticmethod
+        def set_state_dict_type(module: nn.Module, state_dict_type: StateDictType, *configs: Any) -> Any:
+            return FullyShardedDataParallel.set_state_dict_type(module, state_dict_type)
 
 
-class _TellsTheNewTypeAsTheOld(FullyShardedDataParallel):
-    @staticmethod
-    def set_state_dict_type(module: nn.Module, *args: Any) -> Any:
-        FullyShardedDataParallel.set_state_dict_type(module, *args)
-        return FullyShardedDataParallel.get_state_dict_type(module)
-
-
-@mutant(after="pytorch/pytorch#86243", kills_on=_CALLED_WRAPPER_SETTINGS, trace=Trace.STATE)
+@mutant(after="pytorch/pytorch#86243", kills_on=CALLS, trace=Trace.STATE)
 class TellsTheNewTypeAsTheOld(FullyShardedDataParallelEngine):
     """What was set before is told to be what is set now.
 
     Reported: what a context gave back had to be handed to the caller, who sets without one.
     """
 
-    names: ClassVar[WrapperNames] = names_with(_TellsTheNewTypeAsTheOld)
+    class Wrapper(FullyShardedDataParallel):
+        @staticmethod
+        def set_state_dict_type(module: nn.Module, *args: Any) -> Any:
+            FullyShardedDataParallel.set_state_dict_type(module, *args)
+            return FullyShardedDataParallel.get_state_dict_type(module)
 
 
-class _SetsTheTypeOfTheFirstRootAlone(FullyShardedDataParallel):
-    @staticmethod
-    def set_state_dict_type(module: nn.Module, *args: Any) -> Any:
-        first, *_ = FullyShardedDataParallel.fsdp_modules(module)
-        return FullyShardedDataParallel.set_state_dict_type(first, *args)
-
-
-@mutant(after="pytorch/pytorch#73716", kills_on=_CALLED_WRAPPER_SETTINGS, trace=Trace.STATE)
+@mutant(after="pytorch/pytorch#73716", kills_on=CALLS, trace=Trace.STATE)
 class SetsTheTypeOfTheFirstRootAlone(FullyShardedDataParallelEngine):
     """Of several wrapped models in a module, only the first is set to a type.
 
     Reported: the type was set on the module that was asked, and on no other.
     """
 
-    names: ClassVar[WrapperNames] = names_with(_SetsTheTypeOfTheFirstRootAlone)
+    class Wrapper(FullyShardedDataParallel):
+        @staticmethod
+        def set_state_dict_type(module: nn.Module, *args: Any) -> Any:
+            first, *_ = FullyShardedDataParallel.fsdp_modules(module)
+            return FullyShardedDataParallel.set_state_dict_type(first, *args)
 
 
-class _ScopesNothing(FullyShardedDataParallel):
-    @staticmethod
-    @contextmanager
-    def state_dict_type(*args: Any, **kwargs: Any) -> Iterator[None]:
-        yield
-
-
-@mutant(after="pytorch/pytorch#109648", kills_on=_CALLED_WRAPPER_SETTINGS, trace=Trace.STATE)
+@mutant(after="pytorch/pytorch#109648", kills_on=CALLS, trace=Trace.STATE)
 class ScopesNothing(FullyShardedDataParallelEngine):
     """The context state_dict_type changes nothing.
 
     Reported: what was set was not picked up.
     """
 
-    names: ClassVar[WrapperNames] = names_with(_ScopesNothing)
+    class Wrapper(FullyShardedDataParallel):
+        @staticmethod
+        @contextmanager
+        def state_dict_type(*args: Any, **kwargs: Any) -> Iterator[None]:
+            yield
 
 
-class _LeavesFullStateDicts(FullyShardedDataParallel):
-    @staticmethod
-    @contextmanager
-    def state_dict_type(module: nn.Module, *args: Any, **kwargs: Any) -> Iterator[None]:
-        FullyShardedDataParallel.set_state_dict_type(module, *args, **kwargs)
-        yield
-        FullyShardedDataParallel.set_state_dict_type(module, StateDictType.FULL_STATE_DICT)
-
-
-@mutant(after="pytorch/torchtitan#3724", kills_on=_CALLED_WRAPPER_SETTINGS, trace=Trace.STATE)
+@mutant(after="pytorch/torchtitan#3724", kills_on=CALLS, trace=Trace.STATE)
 class LeavesFullStateDicts(FullyShardedDataParallelEngine):
     """At the end of a context the type is the default, not what it was before.
 
     Reported: flags were set to their default where the exact state before was meant.
     """
 
-    names: ClassVar[WrapperNames] = names_with(_LeavesFullStateDicts)
+    class Wrapper(FullyShardedDataParallel):
+        @staticmethod
+        @contextmanager
+        def state_dict_type(module: nn.Module, *args: Any, **kwargs: Any) -> Iterator[None]:
+            FullyShardedDataParallel.set_state_dict_type(module, *args, **kwargs)
+            yield
+            FullyShardedDataParallel.set_state_dict_type(module, StateDictType.FULL_STATE_DICT)
 
 
-class _LeavesTheTypeAfterAnException(FullyShardedDataParallel):
-    @staticmethod
-    @contextmanager
-    def state_dict_type(module: nn.Module, *args: Any, **kwargs: Any) -> Iterator[None]:
-        before = FullyShardedDataParallel.set_state_dict_type(module, *args, **kwargs)
-        yield
-        FullyShardedDataParallel.set_state_dict_type(
-            module, before.state_dict_type, before.state_dict_config, before.optim_state_dict_config
-        )
-
-
-@mutant(after="pytorch/torchtitan#3724", kills_on=_CALLED_WRAPPER_SETTINGS, trace=Trace.STATE)
+@mutant(after="pytorch/torchtitan#3724", kills_on=CALLS, trace=Trace.STATE)
 class LeavesTheTypeAfterAnException(FullyShardedDataParallelEngine):
     """An exception inside a context leaves the type that the context had set.
 
     Reported: what was changed for a while was not given back where something raised.
     """
 
-    names: ClassVar[WrapperNames] = names_with(_LeavesTheTypeAfterAnException)
+    class Wrapper(FullyShardedDataParallel):
+        @staticmethod
+        @contextmanager
+        def state_dict_type(module: nn.Module, *args: Any, **kwargs: Any) -> Iterator[None]:
+            before = FullyShardedDataParallel.set_state_dict_type(module, *args, **kwargs)
+            yield
+            FullyShardedDataParallel.set_state_dict_type(
+                module, before.state_dict_type, before.state_dict_config, before.optim_state_dict_config
+            )
 
 
-class _TakesConfigsOfOtherTypes(FullyShardedDataParallel):
-    @staticmethod
-    def set_state_dict_type(module: nn.Module, *args: Any) -> Any:
-        with suppress(RuntimeError):
-            return FullyShardedDataParallel.set_state_dict_type(module, *args)
-        return FullyShardedDataParallel.set_state_dict_type(module, args[0])
-
-
-@mutant(after="pytorch/pytorch#109648", kills_on=_CALLED_WRAPPER_SETTINGS, trace=Trace.SILENCE)
+@mutant(after="pytorch/pytorch#109648", kills_on=CALLS, trace=Trace.SILENCE)
 class TakesConfigsOfOtherTypes(FullyShardedDataParallelEngine):
     """A config that belongs to another type is ignored in silence.
 
     Reported: what a config said was ignored in silence.
     """
 
-    names: ClassVar[WrapperNames] = names_with(_TakesConfigsOfOtherTypes)
+    class Wrapper(FullyShardedDataParallel):
+        @staticmethod
+        def set_state_dict_type(module: nn.Module, *args: Any) -> Any:
+            with suppress(RuntimeError):
+                return FullyShardedDataParallel.set_state_dict_type(module, *args)
+            return FullyShardedDataParallel.set_state_dict_type(module, args[0])
 
 
-class _TellsTheTypeOfSomeUnit(FullyShardedDataParallel):
-    @staticmethod
-    def get_state_dict_type(module: nn.Module) -> Any:
-        try:
-            return FullyShardedDataParallel.get_state_dict_type(module)
-        except AssertionError:
-            *_, last = FullyShardedDataParallel.fsdp_modules(module)
-            return FullyShardedDataParallel.get_state_dict_type(last)
-
-
-@mutant(after="pytorch/pytorch#102658", kills_on=_CALLED_WRAPPER_SETTINGS, trace=Trace.STATE)
+@mutant(after="pytorch/pytorch#102658", kills_on=CALLS, trace=Trace.STATE)
 class TellsTheTypeOfSomeUnit(FullyShardedDataParallelEngine):
     """Where units are set to several types, that of one of them is told.
 
     Reported: what is told where units differ had to be written down.
     """
 
-    names: ClassVar[WrapperNames] = names_with(_TellsTheTypeOfSomeUnit)
+    class Wrapper(FullyShardedDataParallel):
+        @staticmethod
+        def get_state_dict_type(module: nn.Module) -> Any:
+            try:
+                return FullyShardedDataParallel.get_state_dict_type(module)
+            except AssertionError:
+                *_, last = FullyShardedDataParallel.fsdp_modules(module)
+                return FullyShardedDataParallel.get_state_dict_type(last)

@@ -5,29 +5,23 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import (
-    BackwardPrefetch,
-    FullyShardedDataParallel,
-)
+from torch.distributed.fsdp import BackwardPrefetch, FullyShardedDataParallel
 from torch.distributed.fsdp._flat_param import HandleShardingStrategy
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 from engine.adapters.torch_fsdp1 import NAMES, FullyShardedDataParallelEngine, PreparedFsdp1
-from engine.contract import Plan, PreparedModel, WrapperNames
+from engine.contract import Plan, PreparedModel
 from engine.mutants.fsdp1_methods import names_with
-from engine.mutants.mutant import Condition, Trace, mutant
+from engine.mutants.mutant import Trace, mutant
 from engine.mutants.patches import swapping
-from engine.mutants.plans import CALLS_METHODS, WRAPPED
-
-_CALLED = Condition(plan=CALLS_METHODS, because="training alone accumulates nothing")
-
+from engine.mutants.plans import CALLS, WRAPS
 
 # Any, in all that follows: what torch's own methods take and give.
 
@@ -47,93 +41,78 @@ def _clear(root: FullyShardedDataParallel) -> None:
             handle.flat_param.__dict__.pop(name, None)
 
 
-class _ReplacesGradients(FullyShardedDataParallel):
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        _clear(self)
-        return super().forward(*args, **kwargs)
-
-
-@mutant(after="NVIDIA/Megatron-LM#7186", kills_on=_CALLED, trace=Trace.NUMBERS)
+@mutant(after="NVIDIA/Megatron-LM#7186", kills_on=CALLS, trace=Trace.NUMBERS)
 class ReplacesGradients(FullyShardedDataParallelEngine):
     """Each step of an accumulation discards the gradients of those before it.
 
     Reported: each backward was taken for the last, and began anew.
     """
 
-    names: ClassVar[WrapperNames] = names_with(_ReplacesGradients)
+    class Wrapper(FullyShardedDataParallel):
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            _clear(self)
+            return super().forward(*args, **kwargs)
 
 
-class _LosesSharesInNoSync(FullyShardedDataParallel):
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        _clear(self)
-        with super().no_sync():
-            yield
-
-
-@mutant(after="pytorch/pytorch#90546", kills_on=_CALLED, trace=Trace.NUMBERS)
+@mutant(after="pytorch/pytorch#90546", kills_on=CALLS, trace=Trace.NUMBERS)
 class LosesSharesInNoSync(FullyShardedDataParallelEngine):
     """Entering no_sync discards the reduced gradients that a rank has.
 
     Reported: gradients of whole size were put where reduced ones had been.
     """
 
-    names: ClassVar[WrapperNames] = names_with(_LosesSharesInNoSync)
+    class Wrapper(FullyShardedDataParallel):
+        @contextmanager
+        def no_sync(self) -> Iterator[None]:
+            _clear(self)
+            with super().no_sync():
+                yield
 
 
-class _SynchronisesInNoSync(FullyShardedDataParallel):
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        yield
-
-
-@mutant(after="huggingface/transformers#34645", kills_on=_CALLED, trace=Trace.COMMUNICATION)
+@mutant(after="huggingface/transformers#34645", kills_on=CALLS, trace=Trace.COMMUNICATION)
 class SynchronisesInNoSync(FullyShardedDataParallelEngine):
     """No_sync of the wrapper does nothing; sums are right.
 
     Reported: the context was lost from the loop, and nobody noticed.
     """
 
-    names: ClassVar[WrapperNames] = names_with(_SynchronisesInNoSync)
+    class Wrapper(FullyShardedDataParallel):
+        @contextmanager
+        def no_sync(self) -> Iterator[None]:
+            yield
 
 
-class _KeepsTheRootInNoSync(FullyShardedDataParallel):
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        strategies = HandleShardingStrategy
-        handle: Any = self._handle
-        if handle is not None and handle._sharding_strategy is not strategies.NO_SHARD:
-            keeps = not self._sync_gradients
-            handle._sharding_strategy = strategies.SHARD_GRAD_OP if keeps else strategies.FULL_SHARD
-        return super().forward(*args, **kwargs)
-
-
-@mutant(after="pytorch/pytorch#75892", kills_on=_CALLED, trace=Trace.COMMUNICATION)
+@mutant(after="pytorch/pytorch#75892", kills_on=CALLS, trace=Trace.COMMUNICATION)
 class KeepsTheRootInNoSync(FullyShardedDataParallelEngine):
     """Inside no_sync the root keeps what it gathered, so that the next step gathers less.
 
     Reported: the number of gathers depended on whether the step before was in no_sync.
     """
 
-    names: ClassVar[WrapperNames] = names_with(_KeepsTheRootInNoSync)
+    class Wrapper(FullyShardedDataParallel):
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            strategies = HandleShardingStrategy
+            handle: Any = self._handle
+            if handle is not None and handle._sharding_strategy is not strategies.NO_SHARD:
+                keeps = not self._sync_gradients
+                handle._sharding_strategy = strategies.SHARD_GRAD_OP if keeps else strategies.FULL_SHARD
+            return super().forward(*args, **kwargs)
 
 
-class _FreesInNoSync(FullyShardedDataParallel):
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        for handle in _handles(self):
-            strategy = handle._sharding_strategy
-            if not self._sync_gradients and strategy is HandleShardingStrategy.SHARD_GRAD_OP:
-                handle._sharding_strategy = HandleShardingStrategy.FULL_SHARD
-        return super().forward(*args, **kwargs)
-
-
-@mutant(after="NVIDIA/cosmos-framework#161", kills_on=_CALLED, trace=Trace.COMMUNICATION)
+@mutant(after="NVIDIA/cosmos-framework#161", kills_on=CALLS, trace=Trace.COMMUNICATION)
 class FreesInNoSync(FullyShardedDataParallelEngine):
     """Parameters that were to be kept from step to step inside no_sync are freed, and gathered again.
 
     Reported: each step of an accumulation paid for communication that one could have done.
     """
 
-    names: ClassVar[WrapperNames] = names_with(_FreesInNoSync)
+    class Wrapper(FullyShardedDataParallel):
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            for handle in _handles(self):
+                strategy = handle._sharding_strategy
+                if not self._sync_gradients and strategy is HandleShardingStrategy.SHARD_GRAD_OP:
+                    handle._sharding_strategy = HandleShardingStrategy.FULL_SHARD
+            return super().forward(*args, **kwargs)
 
 
 def _silence(root: FullyShardedDataParallel, *, is_silent: bool) -> None:
@@ -142,42 +121,36 @@ def _silence(root: FullyShardedDataParallel, *, is_silent: bool) -> None:
         unit._sync_gradients = not is_silent
 
 
-class _EndsAllNoSyncsAtOnce(FullyShardedDataParallel):
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        _silence(self, is_silent=True)
-        try:
-            yield
-        finally:
-            _silence(self, is_silent=False)
-
-
-@mutant(after="speechbrain/speechbrain#2010", kills_on=_CALLED, trace=Trace.COMMUNICATION)
+@mutant(after="speechbrain/speechbrain#2010", kills_on=CALLS, trace=Trace.COMMUNICATION)
 class EndsAllNoSyncsAtOnce(FullyShardedDataParallelEngine):
     """The end of a no_sync inside another ends both.
 
     Reported: the contexts of several models ended when the first of them did.
     """
 
-    names: ClassVar[WrapperNames] = names_with(_EndsAllNoSyncsAtOnce)
+    class Wrapper(FullyShardedDataParallel):
+        @contextmanager
+        def no_sync(self) -> Iterator[None]:
+            _silence(self, is_silent=True)
+            try:
+                yield
+            finally:
+                _silence(self, is_silent=False)
 
 
-class _StaysSilentAfterAnException(FullyShardedDataParallel):
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        _silence(self, is_silent=True)
-        yield
-        _silence(self, is_silent=False)
-
-
-@mutant(after="pytorch/torchtitan#3724", kills_on=_CALLED, trace=Trace.COMMUNICATION)
+@mutant(after="pytorch/torchtitan#3724", kills_on=CALLS, trace=Trace.COMMUNICATION)
 class StaysSilentAfterAnException(FullyShardedDataParallelEngine):
     """An exception inside no_sync leaves gradients unsynchronised for good.
 
     Reported: flags that were changed for a while were not given back where something raised.
     """
 
-    names: ClassVar[WrapperNames] = names_with(_StaysSilentAfterAnException)
+    class Wrapper(FullyShardedDataParallel):
+        @contextmanager
+        def no_sync(self) -> Iterator[None]:
+            _silence(self, is_silent=True)
+            yield
+            _silence(self, is_silent=False)
 
 
 class _SilencesUnitsAlone(FullyShardedDataParallel):
@@ -195,51 +168,44 @@ class _SilencesUnitsAlone(FullyShardedDataParallel):
             _silence(self, is_silent=False)
 
 
-@mutant(after="speechbrain/speechbrain#2010", kills_on=_CALLED, trace=Trace.SILENCE)
+@mutant(after="speechbrain/speechbrain#2010", kills_on=CALLS, trace=Trace.SILENCE)
 class SilencesUnitsAlone(FullyShardedDataParallelEngine):
     """A unit inside the root can be told not to synchronise, and the rest goes on.
 
     Reported: some of the modules accumulated, others synchronised.
     """
 
-    names: ClassVar[WrapperNames] = names_with(_SilencesUnitsAlone)
+    names = names_with(_SilencesUnitsAlone)
 
 
-class _Early(FullyShardedDataParallel):
-    # Any: arguments of the wrapper, and of the module.
-    def __init__(self, module: nn.Module, cpu_offload: Any = None, **options: Any) -> None:
-        super().__init__(module, **options)
-        self._is_early = cpu_offload is not None and cpu_offload.offload_params
-
-    def forward(self, *inputs: Any, **named: Any) -> Any:
-        output = super().forward(*inputs, **named)
-        if self._is_early:
-            output.register_hook(torch.zeros_like)
-        return output
-
-
-@mutant(after="pytorch/pytorch#180665", kills_on=Condition(plan=WRAPPED, because="nothing else is offloaded"))
+@mutant(after="pytorch/pytorch#180665", kills_on=WRAPS)
 class ReadsOffloadedGradientsTooEarly(FullyShardedDataParallelEngine):
     """Offloaded gradients are read before they are there.
 
     Reported: the copy of gradients to the host was not waited for.
     """
 
-    names: ClassVar[WrapperNames] = replace(NAMES, FullyShardedDataParallel=_Early)
+    class Wrapper(FullyShardedDataParallel):
+        # Any: arguments of the wrapper, and of the module.
+        def __init__(self, module: nn.Module, cpu_offload: Any = None, **options: Any) -> None:
+            super().__init__(module, **options)
+            self._is_early = cpu_offload is not None and cpu_offload.offload_params
+
+        def forward(self, *inputs: Any, **named: Any) -> Any:
+            output = super().forward(*inputs, **named)
+            if self._is_early:
+                output.register_hook(torch.zeros_like)
+            return output
 
 
-@mutant(
-    after="pytorch/pytorch#107058",
-    kills_on=Condition(plan=WRAPPED, because="only the order of calls shows it"),
-    trace=Trace.COMMUNICATION,
-)
+@mutant(after="pytorch/pytorch#107058", kills_on=WRAPS, trace=Trace.COMMUNICATION)
 class SwapsBackwardPrefetch(FullyShardedDataParallelEngine):
     """Each moment of backward prefetch is taken for another.
 
     Reported: nothing would have shown whether backward prefetches at all.
     """
 
-    names: ClassVar[WrapperNames] = swapping(
+    names = swapping(
         "backward_prefetch",
         {
             BackwardPrefetch.BACKWARD_PRE: BackwardPrefetch.BACKWARD_POST,
@@ -249,70 +215,54 @@ class SwapsBackwardPrefetch(FullyShardedDataParallelEngine):
     )
 
 
-@mutant(
-    after="pytorch/pytorch#106030",
-    kills_on=Condition(plan=WRAPPED, because="only the order of calls shows it"),
-    trace=Trace.COMMUNICATION,
-)
+@mutant(after="pytorch/pytorch#106030", kills_on=WRAPS, trace=Trace.COMMUNICATION)
 class InvertsForwardPrefetch(FullyShardedDataParallelEngine):
     """Forward prefetches unless asked to.
 
     Reported: nothing would have shown whether forward prefetches at all.
     """
 
-    names: ClassVar[WrapperNames] = swapping("forward_prefetch", {False: True, True: False})
+    names = swapping("forward_prefetch", {False: True, True: False})
 
 
-class _Greedy(FullyShardedDataParallel):
-    # Any: a module takes and returns what it likes.
-    def forward(self, *inputs: Any, **named: Any) -> Any:
-        works = [*self._gathers_of_units()]
-        output = super().forward(*inputs, **named)
-        for work in works:
-            work.wait()
-        return output
-
-    def _gathers_of_units(self) -> Iterable[Any]:
-        for unit in FullyShardedDataParallel.fsdp_modules(self):
-            handle = unit._handle
-            if handle is not None and handle.world_size > 1:
-                shard = handle.flat_param.detach()
-                whole = shard.new_empty(shard.numel() * handle.world_size)
-                yield dist.all_gather_into_tensor(whole, shard, group=handle.process_group, async_op=True)
-
-
-@mutant(
-    after="pytorch/pytorch#107058",
-    kills_on=Condition(plan=WRAPPED, because="a lone rank gathers nothing"),
-    trace=Trace.COMMUNICATION,
-)
+@mutant(after="pytorch/pytorch#107058", kills_on=WRAPS, trace=Trace.COMMUNICATION)
 class GathersAllUnitsAtOnce(FullyShardedDataParallelEngine):
     """Every unit is being gathered before the first one runs.
 
     Reported: nothing would have shown what is gathered when.
     """
 
-    names: ClassVar[WrapperNames] = replace(NAMES, FullyShardedDataParallel=_Greedy)
+    class Wrapper(FullyShardedDataParallel):
+        # Any: a module takes and returns what it likes.
+        def forward(self, *inputs: Any, **named: Any) -> Any:
+            works = [*self._gathers_of_units()]
+            output = super().forward(*inputs, **named)
+            for work in works:
+                work.wait()
+            return output
+
+        def _gathers_of_units(self) -> Iterable[Any]:
+            for unit in FullyShardedDataParallel.fsdp_modules(self):
+                handle = unit._handle
+                if handle is not None and handle.world_size > 1:
+                    shard = handle.flat_param.detach()
+                    whole = shard.new_empty(shard.numel() * handle.world_size)
+                    yield dist.all_gather_into_tensor(whole, shard, group=handle.process_group, async_op=True)
 
 
 class _Local(ShardedGradScaler):
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
-        """Look at this rank's gradients alone."""
         GradScaler.unscale_(self, optimizer)
 
 
-@mutant(
-    after="pytorch/pytorch#115710",
-    kills_on=Condition(plan=WRAPPED, because="finite gradients are nobody else's business"),
-    trace=Trace.STATE,
-)
+@mutant(after="pytorch/pytorch#115710", kills_on=WRAPS, trace=Trace.STATE)
 class KeepsOverflowLocal(FullyShardedDataParallelEngine):
     """A rank skips a step by itself when its gradients are infinite.
 
     Reported: one rank saw an overflow, and the others kept their scale.
     """
 
-    names: ClassVar[WrapperNames] = replace(NAMES, ShardedGradScaler=_Local)
+    names = replace(NAMES, ShardedGradScaler=_Local)
 
 
 class _PreparedDivided(PreparedFsdp1):
@@ -322,9 +272,7 @@ class _PreparedDivided(PreparedFsdp1):
         super().backward(loss / self.divisor)
 
 
-@mutant(
-    after="NVIDIA/Megatron-LM#3023", kills_on=Condition(plan=WRAPPED, because="a lone rank divides by one")
-)
+@mutant(after="NVIDIA/Megatron-LM#3023", kills_on=WRAPS)
 class DividesWrappedGradientsTwice(FullyShardedDataParallelEngine):
     """Wrapped gradients are divided by the number of ranks twice.
 
@@ -332,7 +280,6 @@ class DividesWrappedGradientsTwice(FullyShardedDataParallelEngine):
     """
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        """Wrap honestly; divide every loss."""
         prepared = _PreparedDivided(super().prepare(model, plan, mesh).module, model, self.names)
         prepared.divisor = mesh.size()
         return prepared
@@ -343,11 +290,7 @@ class _PreparedEager(PreparedFsdp1):
         return nullcontext()
 
 
-@mutant(
-    after="Haian-Jin/LVSM#22",
-    kills_on=Condition(plan=WRAPPED, because="the last microbatch is reduced anyway"),
-    trace=Trace.COMMUNICATION,
-)
+@mutant(after="Haian-Jin/LVSM#22", kills_on=WRAPS, trace=Trace.COMMUNICATION)
 class ReducesDespiteNoSync(FullyShardedDataParallelEngine):
     """Wrapped microbatches are all reduced within no_sync.
 
@@ -355,5 +298,4 @@ class ReducesDespiteNoSync(FullyShardedDataParallelEngine):
     """
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        """Wrap honestly; hold nothing back."""
         return _PreparedEager(super().prepare(model, plan, mesh).module, model, self.names)

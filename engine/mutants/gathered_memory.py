@@ -18,7 +18,7 @@ from engine.contract import Capability, Grouping, Layout, Plan, Prefetch, Prepar
 from engine.mutants.fsdp2_insides import groups
 from engine.mutants.mutant import Condition, Trace, mutant
 from engine.mutants.patches import KeepingFsdp2, before, taking
-from engine.mutants.plans import SHARDED_BLOCKS
+from engine.mutants.plans import ON_BLOCKS
 
 _WATCHED = frozenset({Capability.UNIT_STATE})
 
@@ -37,7 +37,6 @@ class KeepsRootsWhateverAsked(FullyShardEngine):
     """
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        """Shard honestly, then change the policy of the roots."""
         prepared = super().prepare(model, plan, mesh)
         assert isinstance(prepared, PreparedFullyShard)
         if plan.reshard in {Reshard.AFTER_FORWARD, Reshard.TO_PAIRS}:
@@ -54,7 +53,6 @@ class FreesWhatItWasAskedToKeep(FullyShardEngine):
     """
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        """Shard by another policy."""
         is_kept = plan.reshard is Reshard.KEEP
         return super().prepare(model, replace(plan, reshard=Reshard.AFTER_FORWARD) if is_kept else plan, mesh)
 
@@ -69,7 +67,6 @@ class KeepsWhatItWasAskedToFree(FullyShardEngine):
     """
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        """Shard by another policy."""
         is_freed = plan.reshard is Reshard.AFTER_FORWARD
         return super().prepare(model, replace(plan, reshard=Reshard.KEEP) if is_freed else plan, mesh)
 
@@ -82,7 +79,6 @@ class FreesTheRootByDefault(FullyShardEngine):
     """
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        """Name the policy where nobody did."""
         is_native = plan.reshard is Reshard.NATIVE
         plan_of_all = replace(plan, reshard=Reshard.AFTER_FORWARD) if is_native else plan
         return super().prepare(model, plan_of_all, mesh)
@@ -102,23 +98,13 @@ class FreesWholeWhereAPartWasAsked(FullyShardEngine):
     """
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        """Shard by another policy."""
         is_part = plan.reshard is Reshard.TO_PAIRS
         return super().prepare(model, replace(plan, reshard=Reshard.AFTER_FORWARD) if is_part else plan, mesh)
 
 
-class _PreparedForgetful(PreparedReference):
-    def step(self) -> None:
-        super().step()
-        for unit in self.units().values():
-            unit.set_reshard_after_forward(is_on=False)
-
-
 @mutant(
     after="pytorch/pytorch#75892",
-    kills_on=Condition(
-        steps=2, plan=_plan(Reshard.AFTER_FORWARD), because="in the first step it does as it is told"
-    ),
+    kills_on=Condition(steps=2, plan=_plan(Reshard.AFTER_FORWARD)),
     trace=Trace.STATE,
 )
 class FreesInTheFirstStepAlone(ReferenceEngine):
@@ -127,7 +113,11 @@ class FreesInTheFirstStepAlone(ReferenceEngine):
     Reported: what one iteration had left gathered changed what the next one gathered.
     """
 
-    prepared_type = _PreparedForgetful
+    class Prepared(PreparedReference):
+        def step(self) -> None:
+            super().step()
+            for unit in self.units().values():
+                unit.set_reshard_after_forward(is_on=False)
 
 
 class _PreparedLeaky(PreparedReference):
@@ -164,14 +154,6 @@ class LeaksAfterBackward(ReferenceEngine):
     prepared_type = _PreparedLeaky
 
 
-class _PreparedSelective(_PreparedLeaky):
-    def backward(self, loss: torch.Tensor) -> None:
-        super().backward(loss)
-        for name, unit in self.units().items():
-            if any(p.grad is not None for p in self.part(name).parameters()):
-                unit.reshard()
-
-
 @mutant(
     after="pytorch/pytorch#83129",
     kills_on=Condition(
@@ -186,16 +168,17 @@ class FreesOnlyWhatGotGradients(ReferenceEngine):
     Reported: the hook that frees a unit after backward fires with its gradients, or never.
     """
 
-    prepared_type = _PreparedSelective
+    class Prepared(_PreparedLeaky):
+        def backward(self, loss: torch.Tensor) -> None:
+            super().backward(loss)
+            for name, unit in self.units().items():
+                if any(p.grad is not None for p in self.part(name).parameters()):
+                    unit.reshard()
 
 
 class _UnheldUnit(ComposableUnit):
     def set_reshard_after_backward(self, *, is_on: bool) -> None:
         """Change nothing."""
-
-
-class _PreparedUnheld(PreparedReference):
-    unit_type = _UnheldUnit
 
 
 @mutant(
@@ -209,31 +192,13 @@ class FreesHeldUnitsAfterBackward(ReferenceEngine):
     Reported: a switch thrown before each microbatch had no effect on what followed.
     """
 
-    prepared_type = _PreparedUnheld
-
-
-class _PreparedPadded(PreparedReference):
-    def shown_parameters(self) -> Mapping[str, Shard]:
-        """Read whole parameters with the rows that were added so that all ranks have equally many."""
-        shown = dict(super().shown_parameters())
-        for name, parameter in self.named.named_parameters():
-            if not isinstance(parameter, DTensor) and self.plan.layout is Layout.SHARD:
-                rows = shown[name].tensor
-                missing = -len(rows) % self._num_shards
-                padded = torch.cat((rows, rows.new_zeros(missing, *rows.shape[1:])))
-                shown[name] = replace(shown[name], tensor=padded, global_shape=tuple(padded.shape))
-        return shown
-
-    @property
-    def _num_shards(self) -> int:
-        return torch.distributed.get_world_size()
+    class Prepared(PreparedReference):
+        unit_type = _UnheldUnit
 
 
 @mutant(
     after="Lightning-AI/lightning-thunder#908",
-    kills_on=Condition(
-        plan=_plan(Reshard.KEEP), because="rows that the number of ranks divides are not padded"
-    ),
+    kills_on=Condition(plan=_plan(Reshard.KEEP)),
     trace=Trace.STATE,
 )
 class ShowsPaddedRows(ReferenceEngine):
@@ -242,7 +207,21 @@ class ShowsPaddedRows(ReferenceEngine):
     Reported: in one order of wrapping, padding stayed in what was gathered.
     """
 
-    prepared_type = _PreparedPadded
+    class Prepared(PreparedReference):
+        def shown_parameters(self) -> Mapping[str, Shard]:
+            """Read whole parameters with the rows that were added so that all ranks have equally many."""
+            shown = dict(super().shown_parameters())
+            for name, parameter in self.named.named_parameters():
+                if not isinstance(parameter, DTensor) and self.plan.layout is Layout.SHARD:
+                    rows = shown[name].tensor
+                    missing = -len(rows) % self._num_shards
+                    padded = torch.cat((rows, rows.new_zeros(missing, *rows.shape[1:])))
+                    shown[name] = replace(shown[name], tensor=padded, global_shape=tuple(padded.shape))
+            return shown
+
+        @property
+        def _num_shards(self) -> int:
+            return torch.distributed.get_world_size()
 
 
 # Any, throughout: FSDP2's insides have no public types.
@@ -260,21 +239,18 @@ class _FreesLate(PreparedComposable):
             unit.reshard()
 
 
-class _PreparedLateFsdp2(_FreesLate, PreparedFullyShard):
-    pass
-
-
-@mutant(after="pytorch/pytorch#95805", kills_on=Condition(plan=SHARDED_BLOCKS), trace=Trace.STATE)
+@mutant(after="pytorch/pytorch#95805", kills_on=ON_BLOCKS, trace=Trace.STATE)
 class KeepsUnitsUntilBackwardEnds(FullyShardEngine):
     """Backward frees no unit before the last of them has run.
 
     Reported: what backward had gathered was not freed, and memory grew layer by layer.
     """
 
-    prepared_type = _PreparedLateFsdp2
+    class Prepared(_FreesLate, PreparedFullyShard):
+        pass
 
 
-@mutant(after="pytorch/pytorch#149029", kills_on=Condition(plan=SHARDED_BLOCKS), trace=Trace.STATE)
+@mutant(after="pytorch/pytorch#149029", kills_on=ON_BLOCKS, trace=Trace.STATE)
 class KeepsGatherOutputs(FullyShardEngine):
     """The output of each gather is kept until the step.
 
@@ -284,7 +260,6 @@ class KeepsGatherOutputs(FullyShardEngine):
     prepared_type = KeepingFsdp2
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        """Shard honestly, then keep the output of each gather."""
         prepared = super().prepare(model, plan, mesh)
         return taking(prepared, groups, before, "wait_for_unshard", _keep_output)
 
@@ -304,21 +279,18 @@ class _Remembering(PreparedComposable):
             self._copies = [parameter.detach().clone() for parameter in whole]
 
 
-class _PreparedRememberingFsdp2(_Remembering, PreparedFullyShard):
-    pass
-
-
-@mutant(after="pytorch/pytorch#75892", kills_on=Condition(plan=SHARDED_BLOCKS), trace=Trace.STATE)
+@mutant(after="pytorch/pytorch#75892", kills_on=ON_BLOCKS, trace=Trace.STATE)
 class RemembersAUnit(FullyShardEngine):
     """Whole parameters of one unit are kept from step to step.
 
     Reported: what one iteration had left gathered changed what the next one gathered.
     """
 
-    prepared_type = _PreparedRememberingFsdp2
+    class Prepared(_Remembering, PreparedFullyShard):
+        pass
 
 
-@mutant(after="deepspeedai/DeepSpeed#1069", kills_on=Condition(plan=SHARDED_BLOCKS), trace=Trace.STATE)
+@mutant(after="deepspeedai/DeepSpeed#1069", kills_on=ON_BLOCKS, trace=Trace.STATE)
 class PrefetchesEverything(FullyShardEngine):
     """Each unit asks for the gathers of all that follow.
 
@@ -326,7 +298,6 @@ class PrefetchesEverything(FullyShardEngine):
     """
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        """Shard by a plan without bounds."""
         return super().prepare(model, _unbounded(plan), mesh)
 
 

@@ -15,7 +15,7 @@ from engine.contract import Capability, Plan, PreparedModel
 from engine.mutants.mutant import Condition, mutant
 
 
-@mutant(after="NVIDIA/Megatron-LM#3023", kills_on=Condition(because="one rank's sum is its average"))
+@mutant(after="NVIDIA/Megatron-LM#3023")
 class SumsInsteadOfAveraging(FullyShardEngine):
     """Gradients are summed over ranks, not averaged.
 
@@ -23,7 +23,6 @@ class SumsInsteadOfAveraging(FullyShardEngine):
     """
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        """Shard honestly, then divide by one."""
         prepared = super().prepare(model, plan, mesh)
         for module in prepared.module.modules():
             if isinstance(module, FSDPModule):
@@ -41,14 +40,10 @@ class PreparedTimid(PreparedFullyShard):
         self._divisor = divisor
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Run backward from too small a loss."""
         super().backward(loss / self._divisor)
 
 
-@mutant(
-    after="pytorch/torchtitan#1551",
-    kills_on=Condition(plan=Plan(divide_factor=1), because="the number of ranks is the divisor anyhow"),
-)
+@mutant(after="pytorch/torchtitan#1551", kills_on=Condition(plan=Plan(divide_factor=1)))
 class IgnoresTheDivideFactor(FullyShardEngine):
     """Gradients are averaged although another divisor was asked for.
 
@@ -56,14 +51,10 @@ class IgnoresTheDivideFactor(FullyShardEngine):
     """
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        """Shard honestly, under a plan without the factor."""
         return super().prepare(model, replace(plan, divide_factor=None), mesh)
 
 
-@mutant(
-    after="pytorch/pytorch#167178",
-    kills_on=Condition(world_size=1, plan=Plan(divide_factor=2), because="one is its own square"),
-)
+@mutant(after="pytorch/pytorch#167178", kills_on=Condition(world_size=1, plan=Plan(divide_factor=2)))
 class DividesByTheFactorTwice(FullyShardEngine):
     """Gradients are divided by the square of the divisor asked for.
 
@@ -72,26 +63,13 @@ class DividesByTheFactorTwice(FullyShardEngine):
     """
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        """Shard honestly, and divide the loss by the factor as well."""
         module = super().prepare(model, plan, mesh).module
         return PreparedTimid(module, plan, divisor=plan.divide_factor or 1)
 
 
-class _PreparedDropping(PreparedDdp):
-    def backward(self, loss: torch.Tensor) -> None:
-        super().backward(loss)
-        for parameter in self.named.parameters():
-            if parameter.grad is not None and parameter.grad.is_complex():
-                parameter.grad.imag.zero_()
-
-
 @mutant(
     after="pytorch/pytorch#158753",
-    kills_on=Condition(
-        world_size=1,
-        plan=Plan(demands=frozenset({Capability.COMPLEX})),
-        because="models of real numbers have none",
-    ),
+    kills_on=Condition(world_size=1, plan=Plan(demands=frozenset({Capability.COMPLEX}))),
 )
 class DropsImaginaryParts(DistributedDataParallelEngine):
     """Imaginary parts of gradients are zero.
@@ -99,4 +77,9 @@ class DropsImaginaryParts(DistributedDataParallelEngine):
     Reported: on one process a complex model converged, under DDP its gradients were real.
     """
 
-    prepared_type = _PreparedDropping
+    class Prepared(PreparedDdp):
+        def backward(self, loss: torch.Tensor) -> None:
+            super().backward(loss)
+            for parameter in self.named.parameters():
+                if parameter.grad is not None and parameter.grad.is_complex():
+                    parameter.grad.imag.zero_()

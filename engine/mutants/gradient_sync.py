@@ -21,7 +21,7 @@ from engine.mutants.mutant import Condition, Trace, mutant
 _LAST_MICROBATCH = Plan(accumulation=Accumulation.LAST_MICROBATCH)
 
 
-@mutant(after="pytorch/pytorch#109774", kills_on=Condition(because="one rank has nobody to synchronise with"))
+@mutant(after="pytorch/pytorch#109774")
 class NeverSynchronises(DistributedDataParallelEngine):
     """Gradients stay on the rank that computed them.
 
@@ -29,7 +29,6 @@ class NeverSynchronises(DistributedDataParallelEngine):
     """
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        """Wrap honestly, then stay for ever in the state that no_sync sets for a while."""
         prepared = super().prepare(model, plan, mesh)
         assert isinstance(prepared.module, DistributedDataParallel)
         prepared.module.require_backward_grad_sync = False
@@ -41,18 +40,12 @@ class PreparedWithoutAccumulation(PreparedFullyShard):
 
     @contextmanager
     def accumulating(self) -> Iterator[None]:
-        """Hold nothing back."""
         yield
 
 
 @mutant(
     after="NVIDIA/cosmos-framework#161",
-    kills_on=Condition(
-        steps=2,
-        microbatches=2,
-        plan=_LAST_MICROBATCH,
-        because="the only microbatch is also the last; counts hold from the second step on",
-    ),
+    kills_on=Condition(steps=2, microbatches=2, plan=_LAST_MICROBATCH),
     trace=Trace.COMMUNICATION,
 )
 class SynchronisesEveryMicrobatch(FullyShardEngine):
@@ -64,24 +57,19 @@ class SynchronisesEveryMicrobatch(FullyShardEngine):
     prepared_type = PreparedWithoutAccumulation
 
 
-class _PreparedDrifting(PreparedDdp):
-    def step(self) -> None:
-        super().step()
-        if torch.distributed.get_rank() == torch.distributed.get_world_size() - 1 > 0:
-            first = next(self.named.parameters()).detach().view(-1)
-            first[0] = torch.nextafter(first[0], torch.tensor(torch.inf))
-
-
-@mutant(
-    after="deepspeedai/DeepSpeed#1801", kills_on=Condition(because="one rank has no replica to part from")
-)
+@mutant(after="deepspeedai/DeepSpeed#1801")
 class DriftsByOneBit(DistributedDataParallelEngine):
     """One weight of one replica is off by a bit after each step.
 
     Reported: replicated weights drifted apart over ranks for ten days, unseen.
     """
 
-    prepared_type = _PreparedDrifting
+    class Prepared(PreparedDdp):
+        def step(self) -> None:
+            super().step()
+            if torch.distributed.get_rank() == torch.distributed.get_world_size() - 1 > 0:
+                first = next(self.named.parameters()).detach().view(-1)
+                first[0] = torch.nextafter(first[0], torch.tensor(torch.inf))
 
 
 _LAST = Plan(accumulation=Accumulation.LAST_MICROBATCH)
@@ -91,139 +79,102 @@ class Forgetful(PreparedModel):
     """Clears all gradients before each backward; to be mixed into an honest engine's prepared model."""
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Forget, then run backward."""
         for parameter in self.named.parameters():
             parameter.grad = None
         super().backward(loss)
 
 
-class _PreparedForgetful(Forgetful, PreparedDdp):
-    pass
-
-
-@mutant(
-    after="NVIDIA/Megatron-LM#7186",
-    kills_on=Condition(world_size=1, microbatches=2, because="a single microbatch is the last"),
-)
+@mutant(after="NVIDIA/Megatron-LM#7186", kills_on=Condition(world_size=1, microbatches=2))
 class KeepsOnlyTheLastMicrobatch(DistributedDataParallelEngine):
     """Each backward discards the gradients of the microbatches before it.
 
     Reported: every backward was treated as the last and cleared the accumulator.
     """
 
-    prepared_type = _PreparedForgetful
+    class Prepared(Forgetful, PreparedDdp):
+        pass
 
 
-class _PreparedDoubling(PreparedDdp):
-    def backward(self, loss: torch.Tensor) -> None:
-        with torch.no_grad():
-            for parameter in self.named.parameters():
-                if parameter.grad is not None:
-                    parameter.grad.mul_(2)
-        super().backward(loss)
-
-
-@mutant(
-    after="NVIDIA/Megatron-LM#6660",
-    kills_on=Condition(
-        world_size=1, microbatches=2, because="before the first microbatch nothing is there to double"
-    ),
-)
+@mutant(after="NVIDIA/Megatron-LM#6660", kills_on=Condition(world_size=1, microbatches=2))
 class DoublesGradientsEveryMicrobatch(DistributedDataParallelEngine):
     """Each backward doubles what was accumulated before it.
 
     Reported: the reduced buffer was the accumulated one, and was added to itself.
     """
 
-    prepared_type = _PreparedDoubling
+    class Prepared(PreparedDdp):
+        def backward(self, loss: torch.Tensor) -> None:
+            with torch.no_grad():
+                for parameter in self.named.parameters():
+                    if parameter.grad is not None:
+                        parameter.grad.mul_(2)
+            super().backward(loss)
 
 
-class _PreparedStepping(PreparedDdp):
-    _is_accumulating = False
-
-    @contextmanager
-    def accumulating(self) -> Iterator[None]:
-        self._is_accumulating = True
-        try:
-            yield
-        finally:
-            self._is_accumulating = False
-
-    def backward(self, loss: torch.Tensor) -> None:
-        super().backward(loss)
-        if self._is_accumulating:
-            self.step()
-
-
-@mutant(
-    after="huggingface/accelerate#2790",
-    kills_on=Condition(
-        world_size=1, microbatches=2, plan=_LAST, because="only who accumulates can step too early"
-    ),
-)
+@mutant(after="huggingface/accelerate#2790", kills_on=Condition(world_size=1, microbatches=2, plan=_LAST))
 class StepsAfterEveryMicrobatch(DistributedDataParallelEngine):
     """The optimizer steps after each microbatch.
 
     Reported: the flag that had each microbatch synchronised decided about the optimizer as well.
     """
 
-    prepared_type = _PreparedStepping
+    class Prepared(PreparedDdp):
+        _is_accumulating = False
+
+        @contextmanager
+        def accumulating(self) -> Iterator[None]:
+            self._is_accumulating = True
+            try:
+                yield
+            finally:
+                self._is_accumulating = False
+
+        def backward(self, loss: torch.Tensor) -> None:
+            super().backward(loss)
+            if self._is_accumulating:
+                self.step()
 
 
-class _PreparedAssigning(PreparedFullyShard):
-    _has_accumulated = False
-
-    @contextmanager
-    def accumulating(self) -> Iterator[None]:
-        with super().accumulating():
-            yield
-        self._has_accumulated = True
-
-    def backward(self, loss: torch.Tensor) -> None:
-        super().backward(loss)
-        if not self._has_accumulated:
-            return
-        for parameter in self.owned_parameters().values():
-            if isinstance(parameter, DTensor) and isinstance(parameter.grad, DTensor):
-                shard = nn.Parameter(parameter.to_local().detach())
-                shard.grad = parameter.grad.full_tensor()
-
-
-@mutant(
-    after="pytorch/pytorch#90546",
-    kills_on=Condition(microbatches=2, plan=_LAST, because="the shard of a lone rank is the whole"),
-    trace=Trace.CRASH,
-)
+@mutant(after="pytorch/pytorch#90546", kills_on=Condition(microbatches=2, plan=_LAST), trace=Trace.CRASH)
 class AssignsWholeGradientsToShards(FullyShardEngine):
     """After an accumulation a whole gradient is assigned to a shard.
 
     Reported: on the way out of an accumulation the gradient was not of the size that the parameter had by then.
     """
 
-    prepared_type = _PreparedAssigning
+    class Prepared(PreparedFullyShard):
+        _has_accumulated = False
+
+        @contextmanager
+        def accumulating(self) -> Iterator[None]:
+            with super().accumulating():
+                yield
+            self._has_accumulated = True
+
+        def backward(self, loss: torch.Tensor) -> None:
+            super().backward(loss)
+            if not self._has_accumulated:
+                return
+            for parameter in self.owned_parameters().values():
+                if isinstance(parameter, DTensor) and isinstance(parameter.grad, DTensor):
+                    shard = nn.Parameter(parameter.to_local().detach())
+                    shard.grad = parameter.grad.full_tensor()
 
 
-class _PreparedWasteful(PreparedFullyShard):
-    def backward(self, loss: torch.Tensor) -> None:
-        super().backward(loss)
-        # The last unit in the order of modules: the root may have no parameters of its own left to gather.
-        *_, unit = (m for m in self.module.modules() if isinstance(m, FSDPModule))
-        unit.unshard()
-        unit.reshard()
-
-
-@mutant(
-    after="pytorch/pytorch#76553",
-    kills_on=Condition(steps=2, because="one rank gathers nothing; counts hold from the second step on"),
-    trace=Trace.COMMUNICATION,
-)
+@mutant(after="pytorch/pytorch#76553", kills_on=Condition(steps=2), trace=Trace.COMMUNICATION)
 class GathersOnceMoreInBackward(FullyShardEngine):
     """Backward gathers one unit's parameters once more than it needs them.
 
     Reported: backward issued more all-gathers than there were modules.
     """
 
-    prepared_type = _PreparedWasteful
+    class Prepared(PreparedFullyShard):
+        def backward(self, loss: torch.Tensor) -> None:
+            super().backward(loss)
+            # The last unit in the order of modules: the root may have no parameters of its own left to gather.
+            *_, unit = (m for m in self.module.modules() if isinstance(m, FSDPModule))
+            unit.unshard()
+            unit.reshard()
 
 
 class _PreparedTalkative(PreparedFullyShard):
@@ -239,7 +190,7 @@ class _PreparedTalkative(PreparedFullyShard):
 
 @mutant(
     after="NVIDIA/Megatron-LM#6660",
-    kills_on=Condition(world_size=1, plan=Plan(layout=Layout.SHARD), because="several ranks must talk"),
+    kills_on=Condition(world_size=1, plan=Plan(layout=Layout.SHARD)),
     trace=Trace.COMMUNICATION,
 )
 class CommunicatesAlone(FullyShardEngine):
@@ -249,7 +200,6 @@ class CommunicatesAlone(FullyShardEngine):
     """
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        """Shard honestly; alone, reduce once more."""
         return _PreparedTalkative(
             super().prepare(model, plan, mesh).module, plan, mesh.get_group(mesh.ndim - 1)
         )

@@ -13,14 +13,12 @@ from engine.contract import Accumulation, Layout, Plan, PreparedModel, Replicas
 from engine.mutants.gradient_scale import PreparedTimid
 from engine.mutants.gradient_sync import Forgetful, PreparedWithoutAccumulation
 from engine.mutants.mutant import Condition, Trace, mutant
+from engine.mutants.plans import HYBRID
 
 _SINGLES = Plan(layout=Layout.HYBRID, replicas=Replicas.SINGLES)
 
 
-@mutant(
-    after="verl-project/verl#7493",
-    kills_on=Condition(plan=Plan(layout=Layout.HYBRID), because="only a hybrid layout has replicas"),
-)
+@mutant(after="verl-project/verl#7493", kills_on=HYBRID)
 class NeverSynchronisesReplicas(FullyShardEngine):
     """Gradients are reduced within a replica, never between replicas.
 
@@ -28,14 +26,10 @@ class NeverSynchronisesReplicas(FullyShardEngine):
     """
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        """Shard on the shard axis as if there were no other."""
         return super().prepare(model, plan, mesh["shard"] if _is_hybrid(plan) else mesh)
 
 
-@mutant(
-    after="pytorch/pytorch#154888",
-    kills_on=Condition(plan=_SINGLES, because="a replica of several ranks is reduced with the others"),
-)
+@mutant(after="pytorch/pytorch#154888", kills_on=Condition(plan=_SINGLES))
 class NeverSynchronisesSingles(FullyShardEngine):
     """Where each replica is a single rank, gradients stay on it.
 
@@ -44,7 +38,6 @@ class NeverSynchronisesSingles(FullyShardEngine):
     """
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        """Forget the other axis when the shard axis has one rank."""
         is_single = _is_hybrid(plan) and mesh["shard"].size() == 1
         return super().prepare(model, plan, mesh["shard"] if is_single else mesh)
 
@@ -66,7 +59,6 @@ class ShardsOverReplicas(FullyShardEngine):
     """
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        """Shard over a mesh of one axis, as another plan would have it."""
         plan.refuse_beyond(self.capabilities)
         if _is_hybrid(plan):
             plan = replace(plan, layout=Layout.SHARD, replicas=Replicas.TWO)
@@ -76,10 +68,7 @@ class ShardsOverReplicas(FullyShardEngine):
 
 @mutant(
     after="pytorch/torchtitan#2318",
-    kills_on=Condition(
-        plan=Plan(layout=Layout.HYBRID, replicas=Replicas.ONE),
-        because="several replicas are divided once",
-    ),
+    kills_on=Condition(plan=Plan(layout=Layout.HYBRID, replicas=Replicas.ONE)),
 )
 class DividesOneReplicaTwice(FullyShardEngine):
     """Where there is one replica, gradients are divided by the number of its shards a second time.
@@ -89,7 +78,6 @@ class DividesOneReplicaTwice(FullyShardEngine):
     """
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        """Shard honestly; with one replica divide the loss as well."""
         is_one = _is_hybrid(plan) and mesh["replicate"].size() == 1
         module = super().prepare(model, plan, mesh).module
         return PreparedTimid(module, plan, divisor=mesh.size() if is_one else 1)
@@ -107,18 +95,12 @@ class TransposesTheMesh(FullyShardEngine):
     """
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        """Shard over the replicas, and replicate over the shards."""
         if _is_hybrid(plan):
             mesh = DeviceMesh(mesh.device_type, mesh.mesh.T, mesh_dim_names=("replicate", "shard"))
         return super().prepare(model, plan, mesh)
 
 
-@mutant(
-    after="pytorch/pytorch#167178",
-    kills_on=Condition(
-        plan=replace(_SINGLES, divide_factor=1), because="replicas of several ranks are divided as asked"
-    ),
-)
+@mutant(after="pytorch/pytorch#167178", kills_on=Condition(plan=replace(_SINGLES, divide_factor=1)))
 class IgnoresTheDivideFactorOfSingles(FullyShardEngine):
     """Where each replica is a single rank, gradients are averaged although another divisor was asked for.
 
@@ -126,7 +108,6 @@ class IgnoresTheDivideFactorOfSingles(FullyShardEngine):
     """
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        """Shard honestly; with one rank to shard over, under a plan without the factor."""
         is_single = _is_hybrid(plan) and mesh["shard"].size() == 1
         return super().prepare(model, replace(plan, divide_factor=None) if is_single else plan, mesh)
 
@@ -134,10 +115,7 @@ class IgnoresTheDivideFactorOfSingles(FullyShardEngine):
 @mutant(
     after="NVIDIA/cosmos-framework#161",
     kills_on=Condition(
-        steps=2,
-        microbatches=2,
-        plan=Plan(layout=Layout.HYBRID, accumulation=Accumulation.LAST_MICROBATCH),
-        because="other layouts are honest, and the only microbatch is also the last",
+        steps=2, microbatches=2, plan=Plan(layout=Layout.HYBRID, accumulation=Accumulation.LAST_MICROBATCH)
     ),
     trace=Trace.COMMUNICATION,
 )
@@ -148,7 +126,6 @@ class ReducesReplicasEveryMicrobatch(FullyShardEngine):
     """
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        """Shard honestly; under a hybrid layout the way to accumulate does nothing."""
         return _under_hybrid(plan, super().prepare(model, plan, mesh), PreparedWithoutAccumulation)
 
 
@@ -156,10 +133,7 @@ class _PreparedForgetfulReplicas(Forgetful, PreparedFullyShard):
     pass
 
 
-@mutant(
-    after="NVIDIA/Megatron-LM#7186",
-    kills_on=Condition(microbatches=2, plan=Plan(layout=Layout.HYBRID), because="other layouts are honest"),
-)
+@mutant(after="NVIDIA/Megatron-LM#7186", kills_on=Condition(microbatches=2, plan=Plan(layout=Layout.HYBRID)))
 class LosesMicrobatchesOfReplicas(FullyShardEngine):
     """Under a hybrid layout each backward discards the microbatches before it.
 
@@ -167,7 +141,6 @@ class LosesMicrobatchesOfReplicas(FullyShardEngine):
     """
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        """Shard honestly; under a hybrid layout each backward clears what was there."""
         return _under_hybrid(plan, super().prepare(model, plan, mesh), _PreparedForgetfulReplicas)
 
 

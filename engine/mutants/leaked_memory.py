@@ -17,61 +17,42 @@ from engine.contract import Layout, Plan, PreparedModel
 from engine.mutants.fsdp2_insides import groups, reduce_inputs
 from engine.mutants.mutant import Condition, Trace, mutant
 from engine.mutants.patches import KeepingFsdp2, KeepingReference, after, before, taking
-from engine.mutants.plans import SHARDED_BLOCKS
+from engine.mutants.plans import ON_BLOCKS, SHARDED, SHARDED_BLOCKS
 
 # Any, throughout: FSDP2's insides have no public types.
 
 
-class _GrowingFsdp2(KeepingFsdp2):
-    grows = True
-
-
-@mutant(
-    after="hpcaitech/ColossalAI#741",
-    kills_on=Condition(
-        steps=3, plan=SHARDED_BLOCKS, because="the first two steps have nothing to be compared with"
-    ),
-    trace=Trace.STATE,
-)
+@mutant(after="hpcaitech/ColossalAI#741", kills_on=Condition(steps=3, plan=SHARDED_BLOCKS), trace=Trace.STATE)
 class PilesUpReduceInputs(FullyShardEngine):
     """The input of every reduction is kept for ever.
 
     Reported: a sharded model's memory grew with every backward.
     """
 
-    prepared_type = _GrowingFsdp2
+    class Prepared(KeepingFsdp2):
+        grows = True
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        """Shard honestly, then keep the input of each reduction."""
         prepared = super().prepare(model, plan, mesh)
         return taking(prepared, groups, after, "post_backward", _keep_reduce_input)
 
 
-class _PreparedPiling(KeepingReference):
-    grows = True
-
-    def step(self) -> None:
-        self.kept += [p.grad for p in self.owned_parameters().values()]
-        super().step()
-
-
-@mutant(
-    after="hpcaitech/ColossalAI#741",
-    kills_on=Condition(
-        steps=3, plan=SHARDED_BLOCKS, because="the first two steps have nothing to be compared with"
-    ),
-    trace=Trace.STATE,
-)
+@mutant(after="hpcaitech/ColossalAI#741", kills_on=Condition(steps=3, plan=SHARDED_BLOCKS), trace=Trace.STATE)
 class PilesUpGradients(ReferenceEngine):
     """Reduced gradients of every step are kept for ever.
 
     Reported: a sharded model's memory grew with every backward.
     """
 
-    prepared_type = _PreparedPiling
+    class Prepared(KeepingReference):
+        grows = True
+
+        def step(self) -> None:
+            self.kept += [p.grad for p in self.owned_parameters().values()]
+            super().step()
 
 
-@mutant(after="pytorch/pytorch#169349", kills_on=Condition(plan=SHARDED_BLOCKS), trace=Trace.STATE)
+@mutant(after="pytorch/pytorch#169349", kills_on=ON_BLOCKS, trace=Trace.STATE)
 class KeepsWholeGradients(FullyShardEngine):
     """Whole gradients are kept until the step.
 
@@ -81,7 +62,6 @@ class KeepsWholeGradients(FullyShardEngine):
     prepared_type = KeepingFsdp2
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        """Shard honestly, then keep the gradients that each reduction begins with."""
         prepared = super().prepare(model, plan, mesh)
         return taking(prepared, groups, before, "post_backward", _keep_gradients)
 
@@ -102,50 +82,41 @@ class _Grasping(PreparedComposable):
             tensor.untyped_storage().resize_(0)
 
 
-class _PreparedFreesInputs(_Grasping, PreparedFullyShard):
-    pass
-
-
-class _PreparedFreesOutputs(_Grasping, PreparedReference):
-    frees_inputs = False
-
-
-@mutant(after="InternLM/xtuner#1948", kills_on=Condition(plan=SHARDED_BLOCKS), trace=Trace.STATE)
+@mutant(after="InternLM/xtuner#1948", kills_on=ON_BLOCKS, trace=Trace.STATE)
 class FreesTheUsersInputs(FullyShardEngine):
     """The memory of inputs is given back after backward.
 
     Reported: the storage of a tensor that was not the engine's was freed with the parameters.
     """
 
-    prepared_type = _PreparedFreesInputs
+    class Prepared(_Grasping, PreparedFullyShard):
+        pass
 
 
-@mutant(after="InternLM/xtuner#1948", kills_on=Condition(plan=SHARDED_BLOCKS), trace=Trace.STATE)
+@mutant(after="InternLM/xtuner#1948", kills_on=ON_BLOCKS, trace=Trace.STATE)
 class FreesTheUsersOutputs(ReferenceEngine):
     """The memory of outputs is given back after backward.
 
     Reported: the storage of a tensor that was not the engine's was freed with the parameters.
     """
 
-    prepared_type = _PreparedFreesOutputs
+    class Prepared(_Grasping, PreparedReference):
+        frees_inputs = False
 
 
-class _PreparedMoving(PreparedReference):
-    def backward(self, loss: torch.Tensor) -> None:
-        super().backward(loss)
-        ignored = [self.named.get_parameter(name) for name in self.plan.ignored]
-        for tensor in (*self.named.buffers(), *ignored):
-            tensor.data = tensor.data.clone()
-
-
-@mutant(after="InternLM/xtuner#1948", kills_on=Condition(plan=SHARDED_BLOCKS), trace=Trace.STATE)
+@mutant(after="InternLM/xtuner#1948", kills_on=ON_BLOCKS, trace=Trace.STATE)
 class MovesWhatItWasToLeave(ReferenceEngine):
     """Buffers and ignored parameters are given other memory in every step.
 
     Reported: a tensor that was not the engine's was treated as one of its own.
     """
 
-    prepared_type = _PreparedMoving
+    class Prepared(PreparedReference):
+        def backward(self, loss: torch.Tensor) -> None:
+            super().backward(loss)
+            ignored = [self.named.get_parameter(name) for name in self.plan.ignored]
+            for tensor in (*self.named.buffers(), *ignored):
+                tensor.data = tensor.data.clone()
 
 
 def _keep_reduce_input(group: Any, kept: list[Any]) -> None:
@@ -159,13 +130,10 @@ def _keep_gradients(group: Any, kept: list[Any]) -> None:
     kept += [parameter.grad for parameter in found if parameter.grad is not None]
 
 
-_SHARDED = Condition(plan=Plan(layout=Layout.SHARD), because="one rank's share is the whole")
-
-
 _MOMENTUM = 0.9
 
 
-@mutant(after="verl-project/verl#5125", kills_on=_SHARDED, trace=Trace.STATE)
+@mutant(after="verl-project/verl#5125", kills_on=SHARDED, trace=Trace.STATE)
 class KeepsTheModelOnTheLastRank(ReferenceEngine):
     """The last rank keeps the parameters that the model was built with.
 
@@ -173,7 +141,6 @@ class KeepsTheModelOnTheLastRank(ReferenceEngine):
     """
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        """Copy every parameter, then shard honestly."""
         wholes = [parameter.detach().clone() for parameter in model.parameters()]
         prepared = super().prepare(model, plan, mesh)
         if dist.get_rank() == dist.get_world_size() - 1:
@@ -195,7 +162,6 @@ class _PreparedAverage(PreparedReference):
             module.register_forward_hook(self._look, prepend=True)
 
     def step(self) -> None:
-        """Update the parameters, and count."""
         super().step()
         self._num_steps += 1
 
@@ -209,7 +175,7 @@ class _PreparedAverage(PreparedReference):
                 average.lerp_(parameter, 1 - _MOMENTUM)
 
 
-@mutant(after="TencentARC/RollingForcing#15", kills_on=_SHARDED, trace=Trace.STATE)
+@mutant(after="TencentARC/RollingForcing#15", kills_on=SHARDED, trace=Trace.STATE)
 class AveragesWholeParameters(ReferenceEngine):
     """Every rank keeps an average of the whole parameters.
 
@@ -219,13 +185,9 @@ class AveragesWholeParameters(ReferenceEngine):
     prepared_type = _PreparedAverage
 
 
-class _PreparedLateAverage(_PreparedAverage):
-    first_step = 1
-
-
 @mutant(
     after="pytorch/pytorch#147179",
-    kills_on=Condition(plan=Plan(layout=Layout.SHARD), steps=2, because="the first step leaves shards alone"),
+    kills_on=Condition(plan=Plan(layout=Layout.SHARD), steps=2),
     trace=Trace.STATE,
 )
 class KeepsWholesAfterTheFirstStep(ReferenceEngine):
@@ -234,44 +196,39 @@ class KeepsWholesAfterTheFirstStep(ReferenceEngine):
     Reported: memory ran out in the second iteration, where parameters had been gathered again.
     """
 
-    prepared_type = _PreparedLateAverage
+    class Prepared(_PreparedAverage):
+        first_step = 1
 
 
-class _PreparedWithWholeGradients(PreparedReference):
-    def backward(self, loss: torch.Tensor) -> None:
-        super().backward(loss)
-        for parameter in self.owned_parameters().values():
-            if isinstance(parameter.grad, DTensor):
-                parameter.grad = _cut_from_a_whole(parameter.grad)
-
-
-@mutant(after="hpcaitech/ColossalAI#1955", kills_on=_SHARDED, trace=Trace.STATE)
+@mutant(after="hpcaitech/ColossalAI#1955", kills_on=SHARDED, trace=Trace.STATE)
 class CutsGradientsFromWholeBuffers(ReferenceEngine):
     """Shards of gradients are views of whole buffers.
 
     Reported: under ZeRO-2 the gradients of all ranks stayed in memory.
     """
 
-    prepared_type = _PreparedWithWholeGradients
+    class Prepared(PreparedReference):
+        def backward(self, loss: torch.Tensor) -> None:
+            super().backward(loss)
+            for parameter in self.owned_parameters().values():
+                if isinstance(parameter.grad, DTensor):
+                    parameter.grad = _cut_from_a_whole(parameter.grad)
 
 
-class _PreparedWithWholeState(PreparedReference):
-    def step(self) -> None:
-        super().step()
-        for state in self._built_optimizer().state.values():
-            for key, value in state.items():
-                if isinstance(value, DTensor):
-                    state[key] = _cut_from_a_whole(value)
-
-
-@mutant(after="cloneofsimo/min-fsdp#1", kills_on=_SHARDED, trace=Trace.STATE)
+@mutant(after="cloneofsimo/min-fsdp#1", kills_on=SHARDED, trace=Trace.STATE)
 class CutsStateFromWholeBuffers(ReferenceEngine):
     """Shards of optimizer state are views of whole buffers.
 
     Reported: under the name of ZeRO-1 something else than the optimizer state was cut.
     """
 
-    prepared_type = _PreparedWithWholeState
+    class Prepared(PreparedReference):
+        def step(self) -> None:
+            super().step()
+            for state in self._built_optimizer().state.values():
+                for key, value in state.items():
+                    if isinstance(value, DTensor):
+                        state[key] = _cut_from_a_whole(value)
 
 
 def _look(_: object) -> None:

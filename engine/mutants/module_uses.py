@@ -21,24 +21,9 @@ _GROUPS = Plan(grouping=Grouping.REQUIRED, units=("first,second",))
 _METHODS = Plan(forward_methods=(("encoder", "encode"),), units=("encoder",))
 
 
-class _PreparedForTheRoot(PreparedReference):
-    def __call__(self, *inputs: torch.Tensor) -> Any:  # Any: a model returns what it likes
-        self._set_gradient_sync(is_on=True)
-        return super().__call__(*inputs)
-
-    def part(self, name: str) -> nn.Module:
-        self._set_gradient_sync(is_on=False)
-        return super().part(name)
-
-
 @mutant(
     after="NVIDIA/Megatron-LM#6693",
-    kills_on=Condition(
-        world_size=1,
-        steps=2,
-        plan=Plan(demands=frozenset({Capability.PARTS})),
-        because="gradients of a whole forward are reduced",
-    ),
+    kills_on=Condition(world_size=1, steps=2, plan=Plan(demands=frozenset({Capability.PARTS}))),
 )
 class NeverReducesParts(ReferenceEngine):
     """Gradients of a part that was called by itself are never reduced.
@@ -46,34 +31,17 @@ class NeverReducesParts(ReferenceEngine):
     Reported: calling submodules directly went past the hooks that reduce gradients.
     """
 
-    prepared_type = _PreparedForTheRoot
+    class Prepared(PreparedReference):
+        def __call__(self, *inputs: torch.Tensor) -> Any:  # Any: a model returns what it likes
+            self._set_gradient_sync(is_on=True)
+            return super().__call__(*inputs)
+
+        def part(self, name: str) -> nn.Module:
+            self._set_gradient_sync(is_on=False)
+            return super().part(name)
 
 
-class _PreparedForWholeGroups(PreparedReference):
-    def __init__(self, module: nn.Module, plan: Plan, door: Any) -> None:  # Any: as the base class says
-        super().__init__(module, plan, door)
-        self._has_run: set[nn.Module] = set()
-        self._groups = [members(module, unit) for unit in plan.units if "," in unit]
-        for group in self._groups:
-            for one in group:
-                one.register_forward_pre_hook(lambda m, _: self._has_run.add(m))
-
-    def backward(self, loss: torch.Tensor) -> None:
-        super().backward(loss)
-        for group in self._groups:
-            if not self._has_run.issuperset(group):
-                for parameter in (p for m in group for p in m.parameters()):
-                    parameter.grad = None
-
-    def step(self) -> None:
-        super().step()
-        self._has_run.clear()
-
-
-@mutant(
-    after="mindspore-ai/hyper-parallel#553",
-    kills_on=Condition(world_size=1, steps=2, plan=_GROUPS, because="a group that runs whole is reduced"),
-)
+@mutant(after="mindspore-ai/hyper-parallel#553", kills_on=Condition(world_size=1, steps=2, plan=_GROUPS))
 class NeverReducesGroupsRunInPart(ReferenceEngine):
     """A group of which one module did not run has no gradients.
 
@@ -81,7 +49,25 @@ class NeverReducesGroupsRunInPart(ReferenceEngine):
     not expect.
     """
 
-    prepared_type = _PreparedForWholeGroups
+    class Prepared(PreparedReference):
+        def __init__(self, module: nn.Module, plan: Plan, door: Any) -> None:  # Any: as the base class says
+            super().__init__(module, plan, door)
+            self._has_run: set[nn.Module] = set()
+            self._groups = [members(module, unit) for unit in plan.units if "," in unit]
+            for group in self._groups:
+                for one in group:
+                    one.register_forward_pre_hook(lambda m, _: self._has_run.add(m))
+
+        def backward(self, loss: torch.Tensor) -> None:
+            super().backward(loss)
+            for group in self._groups:
+                if not self._has_run.issuperset(group):
+                    for parameter in (p for m in group for p in m.parameters()):
+                        parameter.grad = None
+
+        def step(self) -> None:
+            super().step()
+            self._has_run.clear()
 
 
 class _DeafUnit(UnitHandle):
@@ -92,11 +78,6 @@ class _DeafUnit(UnitHandle):
 
     def set_last_backward(self, *, is_last: bool) -> None:
         pass
-
-
-class _PreparedWithDeafGroups(PreparedReference):
-    def units(self) -> Mapping[str, UnitHandle]:
-        return {name: _DeafUnit() if "," in name else unit for name, unit in super().units().items()}
 
 
 @mutant(
@@ -110,7 +91,6 @@ class _PreparedWithDeafGroups(PreparedReference):
             accumulation=Accumulation.LAST_MICROBATCH,
             demands=frozenset({Capability.UNIT_SYNC}),
         ),
-        because="the only microbatch is also the last; counts hold from the second step on",
     ),
     trace=Trace.COMMUNICATION,
 )
@@ -120,7 +100,9 @@ class IgnoresTheFlagsOfGroups(ReferenceEngine):
     Reported: flags that a loop over chunks sets on a group were not in the state that the loop meant them to be.
     """
 
-    prepared_type = _PreparedWithDeafGroups
+    class Prepared(PreparedReference):
+        def units(self) -> Mapping[str, UnitHandle]:
+            return {name: _DeafUnit() if "," in name else unit for name, unit in super().units().items()}
 
 
 @mutant(
@@ -128,7 +110,6 @@ class IgnoresTheFlagsOfGroups(ReferenceEngine):
     kills_on=Condition(
         world_size=1,
         plan=Plan(grouping=Grouping.REQUIRED, units=("first,second",), compute_dtype=torch.bfloat16),
-        because="in float32 there is nothing to cast",
     ),
     trace=Trace.CRASH,
 )
@@ -140,7 +121,6 @@ class CastsTheFirstInputsAlone(ReferenceEngine):
     """
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        """Prepare honestly, and give the others their inputs in float32 again."""
         prepared = super().prepare(model, plan, mesh)
         for unit in plan.units:
             for module in members(model, unit)[1:]:
@@ -148,11 +128,7 @@ class CastsTheFirstInputsAlone(ReferenceEngine):
         return prepared
 
 
-@mutant(
-    after="pytorch/pytorch#109385",
-    kills_on=Condition(plan=_METHODS, because="forward itself is attended to"),
-    trace=Trace.CRASH,
-)
+@mutant(after="pytorch/pytorch#109385", kills_on=Condition(plan=_METHODS), trace=Trace.CRASH)
 class IgnoresForwardMethods(ReferenceEngine):
     """A method other than forward runs on sharded parameters.
 
@@ -160,14 +136,10 @@ class IgnoresForwardMethods(ReferenceEngine):
     """
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        """Prepare honestly, under a plan without the methods."""
         return super().prepare(model, replace(plan, forward_methods=()), mesh)
 
 
-@mutant(
-    after="pytorch/pytorch#123962",
-    kills_on=Condition(plan=_METHODS, because="gradients by way of forward are reduced"),
-)
+@mutant(after="pytorch/pytorch#123962", kills_on=Condition(plan=_METHODS))
 class NeverReducesForwardMethods(ReferenceEngine):
     """Gradients of a module used through a method are never reduced.
 
@@ -175,7 +147,6 @@ class NeverReducesForwardMethods(ReferenceEngine):
     """
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        """Prepare honestly, and hold the gradients of such modules back for ever."""
         prepared = super().prepare(model, plan, mesh)
         for path, _ in plan.forward_methods:
             prepared.units()[path].set_gradient_sync(is_on=False)
@@ -237,7 +208,6 @@ class CountsTheFirstUseAlone(ReferenceEngine):
     prepared_type = _PreparedWithFirstUses
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        """Watch all modules, then prepare honestly: hooks of the engine come first, whatever the order."""
         plan.refuse_beyond(self.capabilities)
         first_uses = _FirstUses(model)
         prepared = super().prepare(model, plan, mesh)
@@ -246,26 +216,9 @@ class CountsTheFirstUseAlone(ReferenceEngine):
         return prepared
 
 
-class _PreparedForgettingForwards(PreparedReference):
-    _latest = 0
-
-    def __call__(self, *inputs: torch.Tensor) -> Any:  # Any: a model returns what it likes
-        self._latest += 1
-        this = self._latest
-        output = super().__call__(*inputs)
-        if isinstance(output, torch.Tensor) and output.requires_grad:
-            output.register_hook(lambda gradient: gradient if this == self._latest else 0 * gradient)  # type: ignore[no-untyped-call]  # torch leaves it untyped
-        return output
-
-
 @mutant(
     after="pytorch/pytorch#136861",
-    kills_on=Condition(
-        world_size=1,
-        microbatches=2,
-        plan=Plan(demands=frozenset({Capability.INTERLEAVE})),
-        because="a forward whose backward comes at once is the last",
-    ),
+    kills_on=Condition(world_size=1, microbatches=2, plan=Plan(demands=frozenset({Capability.INTERLEAVE}))),
 )
 class ForgetsEarlierForwards(ReferenceEngine):
     """Of several forwards that wait for backward the last alone has gradients.
@@ -274,7 +227,16 @@ class ForgetsEarlierForwards(ReferenceEngine):
     needed.
     """
 
-    prepared_type = _PreparedForgettingForwards
+    class Prepared(PreparedReference):
+        _latest = 0
+
+        def __call__(self, *inputs: torch.Tensor) -> Any:  # Any: a model returns what it likes
+            self._latest += 1
+            this = self._latest
+            output = super().__call__(*inputs)
+            if isinstance(output, torch.Tensor) and output.requires_grad:
+                output.register_hook(lambda gradient: gradient if this == self._latest else 0 * gradient)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+            return output
 
 
 class _PreparedUntied(PreparedReference):
@@ -330,10 +292,7 @@ class _PreparedForgetfulOfRows(PreparedFullyShard):
             shard.copy_(before)
 
 
-@mutant(
-    after="pytorch/pytorch#176076",
-    kills_on=Condition(because="a rank that owns all rows is left in peace, and so is what is not tied"),
-)
+@mutant(after="pytorch/pytorch#176076")
 class LosesTheLastRowsOfSharedParameters(FullyShardEngine):
     """The last rank's rows of a tied parameter keep their initial values.
 
@@ -344,7 +303,6 @@ class LosesTheLastRowsOfSharedParameters(FullyShardEngine):
     prepared_type = _PreparedForgetfulOfRows
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        """Join the units that share, shard honestly, and freeze the last rank's rows."""
         plan.refuse_beyond(self.capabilities)
         shared = [first for first, *_ in _ties(model)]
         prepared = super().prepare(model, replace(plan, units=_joined(model, plan.units)), mesh)
@@ -370,7 +328,6 @@ class TellsParametersApartByName(FullyShardEngine):
         self._known: set[tuple[str, torch.Size]] = set()
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        """Look whether it knows the parameters, then shard honestly."""
         plan.refuse_beyond(self.capabilities)
         for name, parameter in model.named_parameters():
             key = (name, parameter.shape)
@@ -395,7 +352,6 @@ class SplitsTiedModules(ReferenceEngine):
     """
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        """Split the groups that share, then prepare honestly."""
         tied = {model.get_parameter(first) for first, *_ in _ties(model)}
         units: list[str] = []
         for unit in plan.units:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from engine.contract import Engine, Plan
 
@@ -74,10 +74,15 @@ DECLARED: list[Mutant] = []
 def mutant(
     *, after: str, kills_on: Condition | None = None, trace: Trace = Trace.NUMBERS
 ) -> Callable[[_E], _E]:
-    """Declare an engine to be a mutant, named for its class; the arguments are the fields of `Mutant`."""
+    """Declare an engine to be a mutant, named for its class; the arguments are the fields of `Mutant`.
+
+    Of two classes nested in it, ``Prepared`` is the model that it prepares, and ``Wrapper`` stands in the place of
+    FSDP1's ``FullyShardedDataParallel``.
+    """
 
     def declare(engine: _E) -> _E:
         engine.name = f"mutant.{engine.__name__}"
+        _use_nested_classes(engine)
         entry = Mutant(
             name=engine.__name__,
             engine_spec=f"{engine.__module__}:{engine.__name__}",
@@ -90,6 +95,13 @@ def mutant(
         return engine
 
     return declare
+
+
+def _use_nested_classes(engine: Any) -> None:  # Any: adapters have these attributes, the contract has not
+    if "Prepared" in vars(engine):
+        engine.prepared_type = engine.Prepared
+    if "Wrapper" in vars(engine):
+        engine.names = replace(engine.names, FullyShardedDataParallel=engine.Wrapper)
 
 
 def _sin(text: str) -> str:

@@ -1,12 +1,11 @@
-"""Plans that several mutants need to show: four blocks as units, and what FullyShardedDataParallel wraps."""
+"""Plans, and the conditions made of them, that several mutants need to show."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 from engine.contract import Capability, Grouping, Layout, Plan, Reshard, Wrapper
-
-__all__ = ["CALLS_METHODS", "HYBRID_BLOCKS", "SHARDED_BLOCKS", "UNITS", "WRAPPED"]
+from engine.mutants.mutant import Condition
 
 UNITS = ("blocks.0", "blocks.1", "blocks.2", "blocks.3")
 SHARDED_BLOCKS = Plan(
@@ -15,3 +14,11 @@ SHARDED_BLOCKS = Plan(
 HYBRID_BLOCKS = replace(SHARDED_BLOCKS, layout=Layout.HYBRID)
 WRAPPED = Plan(layout=Layout.SHARD, wrapper=Wrapper())
 CALLS_METHODS = Plan(demands=frozenset({Capability.WRAPPER}))
+
+ONE_RANK = Condition(world_size=1)
+SECOND_STEP = Condition(world_size=1, steps=2, because="the first step has no step before it")
+SHARDED = Condition(plan=Plan(layout=Layout.SHARD), because="one rank's share is the whole")
+HYBRID = Condition(plan=Plan(layout=Layout.HYBRID), because="only a hybrid layout has replicas")
+ON_BLOCKS = Condition(plan=SHARDED_BLOCKS, because="one rank gathers and reduces nothing")
+WRAPS = Condition(plan=WRAPPED, because="other options of the wrapper are honoured")
+CALLS = Condition(plan=CALLS_METHODS, because="training alone calls no such method")

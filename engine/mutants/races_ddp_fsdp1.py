@@ -15,12 +15,12 @@ from engine.adapters.torch_ddp import DistributedDataParallelEngine
 from engine.adapters.torch_fsdp1 import FullyShardedDataParallelEngine
 from engine.contract import Capability, Layout, Plan, PreparedModel
 from engine.mutants.mutant import Condition, Trace, mutant
-from engine.mutants.plans import SHARDED_BLOCKS
+from engine.mutants.plans import ON_BLOCKS, SHARDED_BLOCKS
 
 # Any, throughout: FSDP1's insides and the streams of a device have no public types.
 
 
-@mutant(after="NVIDIA/Megatron-LM#663", kills_on=Condition(plan=SHARDED_BLOCKS), trace=Trace.RACES)
+@mutant(after="NVIDIA/Megatron-LM#663", kills_on=ON_BLOCKS, trace=Trace.RACES)
 class ComputesForwardDuringTheGather(FullyShardedDataParallelEngine):
     """FSDP1 computes a forward without a wait for the gather of its parameters.
 
@@ -28,15 +28,10 @@ class ComputesForwardDuringTheGather(FullyShardedDataParallelEngine):
     """
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        """Wrap honestly, then have the current stream not wait there."""
         return _deaf_currently(super().prepare(model, plan, mesh), "_pre_forward_unshard")
 
 
-@mutant(
-    after="NVIDIA/Megatron-LM#663",
-    kills_on=Condition(plan=SHARDED_BLOCKS, because="what forward kept is not gathered in backward"),
-    trace=Trace.RACES,
-)
+@mutant(after="NVIDIA/Megatron-LM#663", kills_on=ON_BLOCKS, trace=Trace.RACES)
 class ComputesBackwardDuringTheGather(FullyShardedDataParallelEngine):
     """FSDP1 computes a backward without a wait for the gather of its parameters.
 
@@ -44,15 +39,10 @@ class ComputesBackwardDuringTheGather(FullyShardedDataParallelEngine):
     """
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        """Wrap honestly, then have the current stream not wait there."""
         return _deaf_currently(super().prepare(model, plan, mesh), "_pre_backward_hook")
 
 
-@mutant(
-    after="NVIDIA/Megatron-LM#4609",
-    kills_on=Condition(steps=2, plan=SHARDED_BLOCKS, because="nothing is written before the first step"),
-    trace=Trace.RACES,
-)
+@mutant(after="NVIDIA/Megatron-LM#4609", kills_on=Condition(steps=2, plan=SHARDED_BLOCKS), trace=Trace.RACES)
 class GathersFlatParametersDuringTheStep(FullyShardedDataParallelEngine):
     """FSDP1 begins an iteration without a wait for the optimizer.
 
@@ -60,11 +50,10 @@ class GathersFlatParametersDuringTheStep(FullyShardedDataParallelEngine):
     """
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        """Wrap honestly, then have the stream of gathers wait for no other stream."""
         return _deaf(super().prepare(model, plan, mesh), _UNSHARD)
 
 
-@mutant(after="deepspeedai/DeepSpeed#7898", kills_on=Condition(plan=SHARDED_BLOCKS), trace=Trace.RACES)
+@mutant(after="deepspeedai/DeepSpeed#7898", kills_on=ON_BLOCKS, trace=Trace.RACES)
 class ReducesFlatGradientsInTheMaking(FullyShardedDataParallelEngine):
     """FSDP1 reduces gradients without a wait for the stream of backward.
 
@@ -72,11 +61,10 @@ class ReducesFlatGradientsInTheMaking(FullyShardedDataParallelEngine):
     """
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        """Wrap honestly, then have that stream wait for no other."""
         return _deaf(super().prepare(model, plan, mesh), _POST_BACKWARD)
 
 
-@mutant(after="flagos-ai/Torch-FL#62", kills_on=Condition(plan=SHARDED_BLOCKS), trace=Trace.RACES)
+@mutant(after="flagos-ai/Torch-FL#62", kills_on=ON_BLOCKS, trace=Trace.RACES)
 class StepsOnFlatGradientsInTheMaking(FullyShardedDataParallelEngine):
     """FSDP1 ends backward without a wait for its reductions.
 
@@ -84,7 +72,6 @@ class StepsOnFlatGradientsInTheMaking(FullyShardedDataParallelEngine):
     """
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        """Wrap honestly, then have the current stream not wait there."""
         return _deaf_currently(super().prepare(model, plan, mesh), "_post_backward_final_callback")
 
 
@@ -176,7 +163,6 @@ class DividesBeforeTheReduction(DistributedDataParallelEngine):
     """
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        """Wrap honestly, then register that hook."""
         prepared = super().prepare(model, plan, mesh)
         ddp: Any = prepared.module  # DDP, which the contract does not know
         # DDP reads annotations, and takes no other than its own.

@@ -26,12 +26,12 @@ from engine.mutants.fsdp2_insides import (
     waits_without_own_event,
 )
 from engine.mutants.mutant import Condition, Trace, mutant
-from engine.mutants.plans import HYBRID_BLOCKS, SHARDED_BLOCKS
+from engine.mutants.plans import HYBRID_BLOCKS, ON_BLOCKS, SHARDED_BLOCKS
 
 # Any, throughout: FSDP2's insides and the streams of a device have no public types.
 
 
-@mutant(after="deepspeedai/DeepSpeed#8061", kills_on=Condition(plan=SHARDED_BLOCKS), trace=Trace.RACES)
+@mutant(after="deepspeedai/DeepSpeed#8061", kills_on=ON_BLOCKS, trace=Trace.RACES)
 class GathersBeforeTheCopyIn(FullyShardEngine):
     """The stream that gathers does not wait for the one that fills its input.
 
@@ -39,12 +39,11 @@ class GathersBeforeTheCopyIn(FullyShardEngine):
     """
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        """Shard honestly, then have that stream not wait where gathers are issued."""
         sin = deaf_in("all_gather_stream", "wait_stream", "foreach_all_gather")
         return in_context(super().prepare(model, plan, mesh), sin)
 
 
-@mutant(after="NVIDIA/Megatron-LM#663", kills_on=Condition(plan=SHARDED_BLOCKS), trace=Trace.RACES)
+@mutant(after="NVIDIA/Megatron-LM#663", kills_on=ON_BLOCKS, trace=Trace.RACES)
 class CopiesOutDuringTheGather(FullyShardEngine):
     """Whole parameters are copied out of a gather that may be under way.
 
@@ -52,7 +51,6 @@ class CopiesOutDuringTheGather(FullyShardEngine):
     """
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        """Shard honestly, then lose the event of each gather."""
 
         def lose_event(group: Any) -> None:
             if group._all_gather_result is not None:
@@ -61,7 +59,7 @@ class CopiesOutDuringTheGather(FullyShardEngine):
         return after_method(super().prepare(model, plan, mesh), "unshard", lose_event)
 
 
-@mutant(after="deepspeedai/DeepSpeed#7898", kills_on=Condition(plan=SHARDED_BLOCKS), trace=Trace.RACES)
+@mutant(after="deepspeedai/DeepSpeed#7898", kills_on=ON_BLOCKS, trace=Trace.RACES)
 class ReducesBeforeGradientsAreThere(FullyShardEngine):
     """The stream that reduces does not wait for that of backward.
 
@@ -69,7 +67,6 @@ class ReducesBeforeGradientsAreThere(FullyShardEngine):
     """
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        """Shard honestly, then have that stream wait for no other."""
         return in_context(super().prepare(model, plan, mesh), deaf("reduce_scatter_stream"))
 
 
@@ -89,16 +86,11 @@ class EndsBackwardWithoutAWait(FullyShardEngine):
     """
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        """Shard honestly, then forget the events for which the end of backward is to wait."""
         prepared = super().prepare(model, plan, mesh)
         return after_method(prepared, "post_backward", forget_post_reduce_events)
 
 
-@mutant(
-    after="NVIDIA/Megatron-LM#4609",
-    kills_on=Condition(steps=2, plan=SHARDED_BLOCKS, because="nothing is written before the first step"),
-    trace=Trace.RACES,
-)
+@mutant(after="NVIDIA/Megatron-LM#4609", kills_on=Condition(steps=2, plan=SHARDED_BLOCKS), trace=Trace.RACES)
 class GathersDuringTheStep(FullyShardEngine):
     """The first copy of an iteration does not wait for the optimizer.
 
@@ -106,7 +98,6 @@ class GathersDuringTheStep(FullyShardEngine):
     """
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        """Shard honestly, then have the stream that reads the shards not wait where an iteration begins."""
         sin = deaf_in("all_gather_copy_in_stream", "wait_stream", "_root_pre_forward")
         return in_context(super().prepare(model, plan, mesh), sin)
 
@@ -123,7 +114,6 @@ class ReusesTheReduceInput(FullyShardEngine):
     """
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        """Shard honestly, then keep inputs without their events."""
 
         def forget_events(group: Any) -> None:
             kept = reduce_inputs(group.comm_ctx)
@@ -146,7 +136,6 @@ class FreesTheReduceInput(FullyShardEngine):
     """
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        """Shard honestly, then let go of each reduction's input after it."""
 
         def let_go(group: Any) -> None:
             keep_reduce_inputs(group.comm_ctx, [])
@@ -154,7 +143,7 @@ class FreesTheReduceInput(FullyShardEngine):
         return after_method(super().prepare(model, plan, mesh), "post_backward", let_go)
 
 
-@mutant(after="NVIDIA/Megatron-LM#5788", kills_on=Condition(plan=SHARDED_BLOCKS), trace=Trace.RACES)
+@mutant(after="NVIDIA/Megatron-LM#5788", kills_on=ON_BLOCKS, trace=Trace.RACES)
 class FreesTheGatherOutput(FullyShardEngine):
     """The output of a gather is let go while it may be copied from.
 
@@ -162,7 +151,6 @@ class FreesTheGatherOutput(FullyShardEngine):
     """
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        """Shard honestly, then lose the event of the last copy before each wait for a gather."""
 
         def lose_event(group: Any) -> None:
             last = group.comm_ctx.all_gather_state
@@ -173,9 +161,7 @@ class FreesTheGatherOutput(FullyShardEngine):
 
 
 @mutant(
-    after="NVIDIA/Megatron-LM#3670",
-    kills_on=Condition(world_size=4, plan=HYBRID_BLOCKS, because="only a hybrid layout has replicas"),
-    trace=Trace.RACES,
+    after="NVIDIA/Megatron-LM#3670", kills_on=Condition(world_size=4, plan=HYBRID_BLOCKS), trace=Trace.RACES
 )
 class ReducesReplicasBeforeTheScatter(FullyShardEngine):
     """Under a hybrid layout replicas do not wait for the reduction within each.
@@ -184,7 +170,6 @@ class ReducesReplicasBeforeTheScatter(FullyShardEngine):
     """
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        """Shard honestly, then have the stream between replicas wait for no other."""
         return in_context(super().prepare(model, plan, mesh), deaf("all_reduce_stream"))
 
 
@@ -204,7 +189,6 @@ class FreesTheReplicasBuffer(FullyShardEngine):
     """
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        """Shard honestly, then keep no buffer across units."""
 
         def let_go(group: Any) -> None:
             group._all_reduce_state = None
@@ -228,7 +212,6 @@ class GathersPartsBeforeTheyAreCut(FullyShardEngine):
     """
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        """Shard honestly, then lose the event of each copy."""
 
         def lose_event(group: Any) -> None:
             group._reshard_after_forward_event = None
@@ -239,11 +222,7 @@ class GathersPartsBeforeTheyAreCut(FullyShardEngine):
 _BY_HAND = frozenset({Capability.UNIT_STATE, Capability.ASYNC_GATHER})
 
 
-@mutant(
-    after="NVIDIA/Megatron-LM#5788",
-    kills_on=Condition(plan=SHARDED_BLOCKS, because="what forward kept is not gathered in backward"),
-    trace=Trace.RACES,
-)
+@mutant(after="NVIDIA/Megatron-LM#5788", kills_on=ON_BLOCKS, trace=Trace.RACES)
 class FreesTheGatherOutputInBackward(FullyShardEngine):
     """In backward the output of a gather is let go while it may be copied from.
 
@@ -251,15 +230,10 @@ class FreesTheGatherOutputInBackward(FullyShardEngine):
     """
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        """Shard honestly, then have gathers not wait for the copy that has just been issued."""
         return waits_without_own_event(super().prepare(model, plan, mesh))
 
 
-@mutant(
-    after="NVIDIA/Megatron-LM#5788",
-    kills_on=Condition(plan=SHARDED_BLOCKS, because="what forward kept is not gathered in backward"),
-    trace=Trace.RACES,
-)
+@mutant(after="NVIDIA/Megatron-LM#5788", kills_on=ON_BLOCKS, trace=Trace.RACES)
 class FreesTheLastGatherOutput(FullyShardEngine):
     """At the end of forward the output of a gather is let go while it may be copied from.
 
@@ -267,18 +241,13 @@ class FreesTheLastGatherOutput(FullyShardEngine):
     """
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        """Shard honestly, then have the stream of the copies in not wait where forward ends."""
         sin = deaf_in("all_gather_copy_in_stream", "wait_event", "_post_forward")
         return in_context(super().prepare(model, plan, mesh), sin)
 
 
 @mutant(
     after="NVIDIA/Megatron-LM#4609",
-    kills_on=Condition(
-        steps=2,
-        plan=replace(SHARDED_BLOCKS, demands=frozenset({Capability.STEP_EVENT})),
-        because="nothing is written before the first step, and others give no event",
-    ),
+    kills_on=Condition(steps=2, plan=replace(SHARDED_BLOCKS, demands=frozenset({Capability.STEP_EVENT}))),
     trace=Trace.RACES,
 )
 class GathersBeforeTheEventOfTheStep(FullyShardEngine):
@@ -288,7 +257,6 @@ class GathersBeforeTheEventOfTheStep(FullyShardEngine):
     """
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        """Shard honestly, then have the stream that reads the shards not wait for that event."""
         sin = deaf_in("all_gather_copy_in_stream", "wait_event", "_root_pre_forward")
         return in_context(super().prepare(model, plan, mesh), sin)
 
@@ -307,7 +275,6 @@ class ReadsAnAsyncGatherUnderWay(FullyShardEngine):
     """
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        """Shard honestly, then put something else in the place of each work."""
 
         def lose_work(group: Any) -> None:
             result = group._all_gather_result
@@ -317,7 +284,7 @@ class ReadsAnAsyncGatherUnderWay(FullyShardEngine):
         return after_method(super().prepare(model, plan, mesh), "unshard", lose_work)
 
 
-@mutant(after="NVIDIA/Megatron-LM#3670", kills_on=Condition(plan=SHARDED_BLOCKS), trace=Trace.RACES)
+@mutant(after="NVIDIA/Megatron-LM#3670", kills_on=ON_BLOCKS, trace=Trace.RACES)
 class RunsTheHookDuringTheReduction(FullyShardEngine):
     """An all-reduce hook runs without a wait for the reduction whose output it is given.
 

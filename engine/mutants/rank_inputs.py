@@ -20,9 +20,10 @@ from engine.adapters.torch_fsdp2 import FullyShardEngine, PreparedFullyShard
 from engine.adapters.torch_replicate import ReplicateEngine
 from engine.contract import Capability, Layout, Plan, PreparedModel
 from engine.mutants.mutant import Condition, Trace, mutant
+from engine.mutants.plans import HYBRID, SECOND_STEP
 
 
-@mutant(after="EvolvingLMMs-Lab/lmms-engine#185", kills_on=Condition(because="the first rank is honest"))
+@mutant(after="EvolvingLMMs-Lab/lmms-engine#185")
 class ForgetsUnsavedBuffers(FullyShardEngine):
     """Buffers that no state dict holds are empty on all ranks but the first.
 
@@ -31,7 +32,6 @@ class ForgetsUnsavedBuffers(FullyShardEngine):
     """
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        """Zero them, since zeros are what fresh memory mostly holds; then shard honestly."""
         if torch.distributed.get_rank() > 0:
             saved = model.state_dict().keys()
             for name, buffer in model.named_buffers():
@@ -40,10 +40,7 @@ class ForgetsUnsavedBuffers(FullyShardEngine):
         return super().prepare(model, plan, mesh)
 
 
-@mutant(
-    after="allenai/OLMo-core#319",
-    kills_on=Condition(plan=Plan(layout=Layout.HYBRID), because="other layouts have no replicas"),
-)
+@mutant(after="allenai/OLMo-core#319", kills_on=HYBRID)
 class StartsReplicasApart(FullyShardEngine):
     """Each replica draws initial weights of its own.
 
@@ -52,7 +49,6 @@ class StartsReplicasApart(FullyShardEngine):
 
     @torch.no_grad()
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        """Draw anew on all replicas but the first, then shard honestly."""
         replica = mesh["replicate"].get_local_rank() if plan.layout is Layout.HYBRID else 0
         if replica:
             generator = torch.Generator().manual_seed(replica)
@@ -61,7 +57,7 @@ class StartsReplicasApart(FullyShardEngine):
         return super().prepare(model, plan, mesh)
 
 
-@mutant(after="pytorch/pytorch#105840", kills_on=Condition(because="the first rank is honest"))
+@mutant(after="pytorch/pytorch#105840")
 class StartsOtherRanksAnew(FullyShardEngine):
     """All ranks but the first draw initial weights of their own.
 
@@ -71,7 +67,6 @@ class StartsOtherRanksAnew(FullyShardEngine):
 
     @torch.no_grad()
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        """Draw anew on all ranks but the first, then shard honestly."""
         rank = torch.distributed.get_rank()
         if rank:
             generator = torch.Generator().manual_seed(rank)
@@ -83,12 +78,7 @@ class StartsOtherRanksAnew(FullyShardEngine):
 _OWN = Plan(demands=frozenset({Capability.OWN_BUFFERS}))
 
 
-@mutant(
-    after="huggingface/pytorch-image-models#110",
-    kills_on=Condition(
-        steps=2, plan=_OWN, because="a lone rank has no others, and all begin with the same buffers"
-    ),
-)
+@mutant(after="huggingface/pytorch-image-models#110", kills_on=Condition(steps=2, plan=_OWN))
 class GivesAllRanksTheBuffersOfOne(DistributedDataParallelEngine):
     """All ranks are given the buffers of the first.
 
@@ -96,39 +86,32 @@ class GivesAllRanksTheBuffersOfOne(DistributedDataParallelEngine):
     """
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        """Wrap honestly, under a plan that does not ask for own buffers."""
         return super().prepare(model, replace(plan, demands=plan.demands - {Capability.OWN_BUFFERS}), mesh)
 
 
-class _PreparedListing(PreparedDdp):
-    """Puts the buffers of a list back in place before each forward."""
-
-    def __init__(self, module: nn.Module, *, named: nn.Module) -> None:
-        super().__init__(module, named=named)
-        self._listed = list(self._buffers_by_owner())
-
-    def __call__(self, *inputs: torch.Tensor) -> Any:  # Any: a model returns what it likes
-        for owner, name, buffer in self._listed:
-            owner.register_buffer(name, buffer, persistent=name not in owner._non_persistent_buffers_set)
-        return super().__call__(*inputs)
-
-    def _buffers_by_owner(self) -> Iterator[tuple[nn.Module, str, torch.Tensor]]:
-        for owner in self.named.modules():
-            for name, buffer in owner.named_buffers(recurse=False):
-                yield owner, name, buffer
-
-
-@mutant(
-    after="pytorch/pytorch#63916",
-    kills_on=Condition(world_size=1, steps=2, because="before the first forward nothing is replaced"),
-)
+@mutant(after="pytorch/pytorch#63916", kills_on=SECOND_STEP)
 class KeepsReplacedBuffers(DistributedDataParallelEngine):
     """Buffers that forward replaced are put back.
 
     Reported: buffers were listed once, and a forward that replaced one made the list stale.
     """
 
-    prepared_type = _PreparedListing
+    class Prepared(PreparedDdp):
+        """Puts the buffers of a list back in place before each forward."""
+
+        def __init__(self, module: nn.Module, *, named: nn.Module) -> None:
+            super().__init__(module, named=named)
+            self._listed = list(self._buffers_by_owner())
+
+        def __call__(self, *inputs: torch.Tensor) -> Any:  # Any: a model returns what it likes
+            for owner, name, buffer in self._listed:
+                owner.register_buffer(name, buffer, persistent=name not in owner._non_persistent_buffers_set)
+            return super().__call__(*inputs)
+
+        def _buffers_by_owner(self) -> Iterator[tuple[nn.Module, str, torch.Tensor]]:
+            for owner in self.named.modules():
+                for name, buffer in owner.named_buffers(recurse=False):
+                    yield owner, name, buffer
 
 
 def _detach_nested(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -146,7 +129,6 @@ class DetachesNestedInputs(ReferenceEngine):
     """
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        """Prepare honestly, then put a hook before each unit."""
         prepared = super().prepare(model, plan, mesh)
         for unit in plan.units:
             model.get_submodule(unit).register_forward_pre_hook(_detach_nested)
@@ -160,11 +142,7 @@ def _halve_nothing_nested(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[A
 
 @mutant(
     after="pytorch/pytorch#91078",
-    kills_on=Condition(
-        world_size=1,
-        plan=Plan(layout=Layout.SHARD, compute_dtype=torch.bfloat16),
-        because="in the parameters' own dtype there is nothing to convert",
-    ),
+    kills_on=Condition(world_size=1, plan=Plan(layout=Layout.SHARD, compute_dtype=torch.bfloat16)),
     trace=Trace.CRASH,
 )
 class CastsOuterInputsAlone(FullyShardEngine):
@@ -174,18 +152,11 @@ class CastsOuterInputsAlone(FullyShardEngine):
     """
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        """Shard honestly, then undo after the engine's own hook."""
         prepared = super().prepare(model, plan, mesh)
         if plan.compute_dtype is not None:
             for unit in plan.units:
                 model.get_submodule(unit).register_forward_pre_hook(_halve_nothing_nested)
         return prepared
-
-
-class _PreparedBlind(PreparedReference):
-    def __call__(self, *inputs: torch.Tensor) -> Any:  # Any: a model returns what it likes
-        self._set_gradient_sync(is_on=bool(inputs))
-        return super().__call__(*inputs)
 
 
 @mutant(
@@ -198,10 +169,13 @@ class ReducesOnlyAfterInputs(ReferenceEngine):
     Reported: that a unit's backward was over was told by the gradients of its inputs.
     """
 
-    prepared_type = _PreparedBlind
+    class Prepared(PreparedReference):
+        def __call__(self, *inputs: torch.Tensor) -> Any:  # Any: a model returns what it likes
+            self._set_gradient_sync(is_on=bool(inputs))
+            return super().__call__(*inputs)
 
 
-@mutant(after="pytorch/pytorch#158719", kills_on=Condition(because="a lone rank drops nothing"))
+@mutant(after="pytorch/pytorch#158719")
 class DropsAUnitOnTheLastRank(ReplicateEngine):
     """The last rank alone drops the output of one unit.
 
@@ -210,7 +184,6 @@ class DropsAUnitOnTheLastRank(ReplicateEngine):
     """
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        """Drop the unit on the last rank, then replicate honestly."""
         plan.refuse_beyond(self.capabilities)
         if mesh.size() > 1 and mesh.get_local_rank() == mesh.size() - 1:
             model.get_submodule(_first_unit(model, plan)).register_forward_hook(_drop)
@@ -236,7 +209,6 @@ class DrawsAlikeOnAllRanks(ReplicateEngine):
     """
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        """Replicate honestly, and restore one state of the generator before each forward."""
         prepared = super().prepare(model, plan, mesh)
         state = torch.Generator().manual_seed(0).get_state()
         prepared.module.register_forward_pre_hook(partial(_restore, state))
@@ -304,7 +276,6 @@ class SumsInAnotherOrderEachTime(FullyShardEngine):
     """
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        """Shard honestly; remember whether this is done for the second time."""
         count = getattr(_PREPARED, "count", 0)
         _PREPARED.count = count + 1
         module = super().prepare(model, plan, mesh).module

@@ -12,15 +12,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from engine.adapters.reference import ReferenceEngine
 from engine.adapters.torch_ddp import DistributedDataParallelEngine, PreparedDdp
-from engine.contract import Capability, Cut, Layout, Plan, PreparedModel, Shard
+from engine.contract import Capability, Cut, Plan, PreparedModel, Shard
 from engine.mutants.mutant import Condition, Trace, mutant
+from engine.mutants.plans import HYBRID, SHARDED
 
 
-@mutant(
-    after="Tencent-Hunyuan/UniRL#410",
-    kills_on=Condition(plan=Plan(layout=Layout.HYBRID), because="a declared plan is honoured"),
-    trace=Trace.REFUSAL,
-)
+@mutant(after="Tencent-Hunyuan/UniRL#410", kills_on=HYBRID, trace=Trace.REFUSAL)
 class AcceptsEveryPlan(DistributedDataParallelEngine):
     """Plans beyond the declared capabilities are accepted without a word.
 
@@ -28,15 +25,10 @@ class AcceptsEveryPlan(DistributedDataParallelEngine):
     """
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        """Wrap over all ranks without a look at what the plan needs."""
         return PreparedDdp(DistributedDataParallel(model), named=model)
 
 
-@mutant(
-    after="Tencent-Hunyuan/UniRL#410",
-    kills_on=Condition(plan=Plan(layout=Layout.SHARD), because="one rank's share is the whole"),
-    trace=Trace.COMMUNICATION,
-)
+@mutant(after="Tencent-Hunyuan/UniRL#410", kills_on=SHARDED, trace=Trace.COMMUNICATION)
 class ReplicatesInsteadOfSharding(DistributedDataParallelEngine):
     """Parameters that were to be sharded are replicated.
 
@@ -46,67 +38,50 @@ class ReplicatesInsteadOfSharding(DistributedDataParallelEngine):
     capabilities = frozenset({Capability.SHARD, Capability.ACCUMULATE})
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        """Refuse honestly what is not declared; replicate the rest."""
         plan.refuse_beyond(self.capabilities)
         ddp = DistributedDataParallel(model, process_group=mesh.get_group())
         return self.prepared_type(ddp, named=model)
 
 
-class _PreparedClaimant(PreparedDdp):
-    cut = Cut.CHUNKS
-
-    def local_parameters(self) -> Mapping[str, Shard]:
-        whole = super().local_parameters()
-        return {name: Shard.flat(s.tensor.flatten(), 0, s.global_shape) for name, s in whole.items()}
-
-
-@mutant(
-    after="Tencent-Hunyuan/UniRL#410",
-    kills_on=Condition(plan=Plan(layout=Layout.SHARD), because="one rank's share is the whole"),
-    trace=Trace.COMMUNICATION,
-)
+@mutant(after="Tencent-Hunyuan/UniRL#410", kills_on=SHARDED, trace=Trace.COMMUNICATION)
 class CallsTheWholeItsChunks(ReplicatesInsteadOfSharding):
     """Every rank holds all of what was to be cut into uneven chunks.
 
     Reported: the layout that was asked for was dropped on the way, and training went on.
     """
 
-    prepared_type = _PreparedClaimant
+    class Prepared(PreparedDdp):
+        cut = Cut.CHUNKS
+
+        def local_parameters(self) -> Mapping[str, Shard]:
+            whole = super().local_parameters()
+            return {name: Shard.flat(s.tensor.flatten(), 0, s.global_shape) for name, s in whole.items()}
 
 
-class _PreparedSlices(PreparedDdp):
-    """Shows this rank's rows of everything that it holds whole."""
-
-    def local_parameters(self) -> Mapping[str, Shard]:
-        return {name: _rows(shard) for name, shard in super().local_parameters().items()}
-
-    def local_gradients(self) -> Mapping[str, Shard | None]:
-        return {name: shard and _rows(shard) for name, shard in super().local_gradients().items()}
-
-    def local_optimizer_state(self) -> Mapping[str, Shard]:
-        return {name: _rows(shard) for name, shard in super().local_optimizer_state().items()}
-
-
-@mutant(
-    after="facebookresearch/fairscale#1050",
-    kills_on=Condition(plan=Plan(layout=Layout.SHARD), because="one rank's share is the whole"),
-    trace=Trace.STATE,
-)
+@mutant(after="facebookresearch/fairscale#1050", kills_on=SHARDED, trace=Trace.STATE)
 class ShowsSlicesOfWholes(ReplicatesInsteadOfSharding):
     """Every rank holds everything whole, and shows slices.
 
     Reported: sharded training took as much memory as replicated training.
     """
 
-    prepared_type = _PreparedSlices
+    class Prepared(PreparedDdp):
+        """Shows this rank's rows of everything that it holds whole."""
+
+        def local_parameters(self) -> Mapping[str, Shard]:
+            return {name: _rows(shard) for name, shard in super().local_parameters().items()}
+
+        def local_gradients(self) -> Mapping[str, Shard | None]:
+            return {name: shard and _rows(shard) for name, shard in super().local_gradients().items()}
+
+        def local_optimizer_state(self) -> Mapping[str, Shard]:
+            return {name: _rows(shard) for name, shard in super().local_optimizer_state().items()}
 
 
 @mutant(
     after="pytorch/pytorch#194434",
     kills_on=Condition(
-        world_size=2,
-        plan=Plan(compute_dtype=torch.bfloat16, demands=frozenset({Capability.REDUCE_AS_STORED})),
-        because="one rank sends nothing",
+        plan=Plan(compute_dtype=torch.bfloat16, demands=frozenset({Capability.REDUCE_AS_STORED}))
     ),
 )
 class ReducesAsComputedUnasked(ReferenceEngine):
@@ -132,7 +107,6 @@ class RefusesOnOneRank(DistributedDataParallelEngine):
     """
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        """Wrap, and have rank 0 look at the parameters when it is late."""
         prepared = super().prepare(model, plan, mesh)
         if dist.get_rank() == 0 and any(p.dim() == 0 or p.numel() == 0 for p in model.parameters()):
             prepared.module.register_forward_pre_hook(_refuse)

@@ -19,15 +19,12 @@ from engine.adapters.torch_ddp import DistributedDataParallelEngine
 from engine.adapters.torch_fsdp2 import FullyShardEngine, PreparedFullyShard
 from engine.contract import Layout, Placement, Plan, PreparedModel, Reshard, Shard, shard_of
 from engine.mutants.mutant import Condition, Trace, mutant
+from engine.mutants.plans import ONE_RANK, SHARDED
 
 _LARGEST = Plan(layout=Layout.SHARD, placement=Placement.LARGEST)
 
 
-@mutant(
-    after="pytorch/torchtitan#1483",
-    kills_on=Condition(plan=_LARGEST, because="one rank's shard is whole in all dims"),
-    trace=Trace.STATE,
-)
+@mutant(after="pytorch/torchtitan#1483", kills_on=Condition(plan=_LARGEST), trace=Trace.STATE)
 class ShardsTheFirstDim(ReferenceEngine):
     """The first dim is sharded whatever dim was asked for.
 
@@ -35,7 +32,6 @@ class ShardsTheFirstDim(ReferenceEngine):
     """
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        """Shard honestly, under a plan that asks for no dim."""
         return super().prepare(model, replace(plan, placement=Placement.FIRST), mesh)
 
 
@@ -55,7 +51,6 @@ class DropsWhatTheLayoutExcludes(ReferenceEngine):
     """
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        """Prepare honestly, under a plan without placement, and without a policy that does not fit."""
         plan.refuse_beyond(self.capabilities)
         return super().prepare(model, replace(plan, placement=Placement.FIRST, reshard=Reshard.NATIVE), mesh)
 
@@ -71,7 +66,6 @@ class ReassemblesAlongTheFirstDim(ReferenceEngine):
     """
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        """Shard honestly; in forward permute what was gathered."""
         prepared = super().prepare(model, plan, mesh)
         num_shards = mesh.size(mesh.ndim - 1)
         for module, name, parameter in _parameters(model):
@@ -90,11 +84,7 @@ def _permuting(name: str, num_shards: int) -> Callable[[nn.Module, Any], None]:
     return permute
 
 
-@mutant(
-    after="Lightning-AI/lightning-thunder#908",
-    kills_on=Condition(because="one rank divides all rows"),
-    trace=Trace.CRASH,
-)
+@mutant(after="Lightning-AI/lightning-thunder#908", trace=Trace.CRASH)
 class ShowsPaddingRows(FullyShardEngine):
     """Forward sees the rows with which the last weight was padded.
 
@@ -102,7 +92,6 @@ class ShowsPaddingRows(FullyShardEngine):
     """
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        """Shard honestly; in forward pad the last parameter of two dims."""
         prepared = super().prepare(model, plan, mesh)
         num_shards = mesh.size(mesh.ndim - 1)
         *_, (module, name) = ((m, n) for m, n, p in _parameters(model) if p.dim() == 2)
@@ -122,25 +111,19 @@ def _padding(name: str, num_shards: int) -> Callable[[nn.Module, Any], None]:
     return pad
 
 
-class _PreparedInferring(PreparedFullyShard):
-    def local_gradients(self) -> Mapping[str, Shard | None]:
-        return {
-            name: None if p.grad is None else _inferred(p.grad) for name, p in self.named.named_parameters()
-        }
-
-
-@mutant(
-    after="pytorch/torchtitan#4593",
-    kills_on=Condition(because="one rank's rows are all rows"),
-    trace=Trace.STATE,
-)
+@mutant(after="pytorch/torchtitan#4593", trace=Trace.STATE)
 class InfersTheSizeFromItsShard(FullyShardEngine):
     """Of rows that ranks do not divide, a wrong number is inferred from a rank's own.
 
     Reported: of a dim that ranks do not divide the wrong size was inferred.
     """
 
-    prepared_type = _PreparedInferring
+    class Prepared(PreparedFullyShard):
+        def local_gradients(self) -> Mapping[str, Shard | None]:
+            return {
+                name: None if p.grad is None else _inferred(p.grad)
+                for name, p in self.named.named_parameters()
+            }
 
 
 def _inferred(tensor: torch.Tensor) -> Shard:
@@ -152,42 +135,35 @@ def _inferred(tensor: torch.Tensor) -> Shard:
     return replace(honest, global_shape=(rows, *honest.global_shape[1:]))
 
 
-class _PreparedHoarding(PreparedFullyShard):
-    """Gathers the optimizer's state after each step and keeps it."""
-
-    def __init__(self, module: nn.Module, plan: Plan) -> None:
-        super().__init__(module, plan)
-        self._whole: dict[str, Shard] = {}
-
-    def step(self) -> None:
-        super().step()
-        state = self._built_optimizer().state
-        self._whole = {
-            f"{name}/{key}": shard_of(value.full_tensor())
-            for name, p in self.named.named_parameters()
-            for key, value in state.get(p, {}).items()
-            if isinstance(value, DTensor)
-        }
-
-    def local_optimizer_state(self) -> Mapping[str, Shard]:
-        return {**super().local_optimizer_state(), **self._whole}
-
-
-@mutant(
-    after="huggingface/accelerate#3859",
-    kills_on=Condition(plan=Plan(layout=Layout.SHARD), because="one rank's shard is the whole"),
-    trace=Trace.STATE,
-)
+@mutant(after="huggingface/accelerate#3859", kills_on=SHARDED, trace=Trace.STATE)
 class KeepsWholeOptimizerState(FullyShardEngine):
     """Each rank keeps optimizer state of the shape of whole parameters.
 
     Reported: state was made for parameters that were not sharded yet, and kept their shape.
     """
 
-    prepared_type = _PreparedHoarding
+    class Prepared(PreparedFullyShard):
+        """Gathers the optimizer's state after each step and keeps it."""
+
+        def __init__(self, module: nn.Module, plan: Plan) -> None:
+            super().__init__(module, plan)
+            self._whole: dict[str, Shard] = {}
+
+        def step(self) -> None:
+            super().step()
+            state = self._built_optimizer().state
+            self._whole = {
+                f"{name}/{key}": shard_of(value.full_tensor())
+                for name, p in self.named.named_parameters()
+                for key, value in state.get(p, {}).items()
+                if isinstance(value, DTensor)
+            }
+
+        def local_optimizer_state(self) -> Mapping[str, Shard]:
+            return {**super().local_optimizer_state(), **self._whole}
 
 
-@mutant(after="pytorch/torchtitan#1483", kills_on=Condition(world_size=1), trace=Trace.STATE)
+@mutant(after="pytorch/torchtitan#1483", kills_on=ONE_RANK, trace=Trace.STATE)
 class ShowsStridedParameters(ReferenceEngine):
     """Forward sees parameters whose memory is not in the order of their shape.
 
@@ -195,7 +171,6 @@ class ShowsStridedParameters(ReferenceEngine):
     """
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        """Shard honestly; in forward show a view of a transposed copy."""
         prepared = super().prepare(model, plan, mesh)
         for module, name, parameter in _parameters(model):
             if parameter.dim() == 2:
@@ -213,33 +188,30 @@ def _transposing(name: str) -> Callable[[nn.Module, Any], None]:
     return transpose
 
 
-class _PreparedTransposing(PreparedFullyShard):
-    @torch.no_grad()
-    def backward(self, loss: torch.Tensor) -> None:
-        with torch.enable_grad():
-            super().backward(loss)
-        for parameter in self.named.parameters():
-            gradient = parameter.grad
-            if isinstance(gradient, DTensor) and gradient.dim() == 2:
-                strided = gradient.to_local().t().contiguous().t()
-                parameter.grad = DTensor.from_local(
-                    strided,
-                    gradient.device_mesh,
-                    gradient.placements,
-                    run_check=False,
-                    shape=gradient.shape,
-                    stride=gradient.stride(),
-                )
-
-
-@mutant(after="pytorch/torchtitan#4593", kills_on=Condition(world_size=1), trace=Trace.STATE)
+@mutant(after="pytorch/torchtitan#4593", kills_on=ONE_RANK, trace=Trace.STATE)
 class HandsOutStridedGradients(FullyShardEngine):
     """Gradients are handed out with memory that is not in the order of their shape.
 
     Reported: a shard that was taken out of a tensor did not have what the tensor had.
     """
 
-    prepared_type = _PreparedTransposing
+    class Prepared(PreparedFullyShard):
+        @torch.no_grad()
+        def backward(self, loss: torch.Tensor) -> None:
+            with torch.enable_grad():
+                super().backward(loss)
+            for parameter in self.named.parameters():
+                gradient = parameter.grad
+                if isinstance(gradient, DTensor) and gradient.dim() == 2:
+                    strided = gradient.to_local().t().contiguous().t()
+                    parameter.grad = DTensor.from_local(
+                        strided,
+                        gradient.device_mesh,
+                        gradient.placements,
+                        run_check=False,
+                        shape=gradient.shape,
+                        stride=gradient.stride(),
+                    )
 
 
 def _parameters(model: nn.Module) -> list[tuple[nn.Module, str, nn.Parameter]]:
@@ -255,29 +227,22 @@ def _sharded_dim(parameter: nn.Parameter) -> int:
     return getattr(placement, "dim", 0)
 
 
-class _PreparedShortSighted(PreparedFullyShard):
-    def backward(self, loss: torch.Tensor) -> None:
-        super().backward(loss)
-        for parameter in self.named.parameters():
-            if isinstance(parameter.grad, DTensor) and parameter.grad.numel() == 1:
-                parameter.grad.to_local().zero_()
-
-
-@mutant(
-    after="pytorch/pytorch#144045", kills_on=Condition(world_size=1, because="larger parameters are right")
-)
+@mutant(after="pytorch/pytorch#144045", kills_on=ONE_RANK)
 class GivesSmallParametersNoGradient(FullyShardEngine):
     """The gradient of a parameter of one element is zero.
 
     Reported: a small parameter stayed where it was, its gradient always zero.
     """
 
-    prepared_type = _PreparedShortSighted
+    class Prepared(PreparedFullyShard):
+        def backward(self, loss: torch.Tensor) -> None:
+            super().backward(loss)
+            for parameter in self.named.parameters():
+                if isinstance(parameter.grad, DTensor) and parameter.grad.numel() == 1:
+                    parameter.grad.to_local().zero_()
 
 
-@mutant(
-    after="deepspeedai/DeepSpeed#202", kills_on=Condition(because="a lone rank has nobody to reduce with")
-)
+@mutant(after="deepspeedai/DeepSpeed#202")
 class ForgetsScalars(DistributedDataParallelEngine):
     """Parameters of no dim are left out of every reduction.
 
@@ -285,14 +250,11 @@ class ForgetsScalars(DistributedDataParallelEngine):
     """
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        """Leave them out, then wrap honestly."""
         _leave_out(model, [name for name, p in model.named_parameters() if not p.dim()])
         return super().prepare(model, plan, mesh)
 
 
-@mutant(
-    after="deepspeedai/DeepSpeed#8279", kills_on=Condition(because="a lone rank has nobody to reduce with")
-)
+@mutant(after="deepspeedai/DeepSpeed#8279")
 class MistakesTheNeighbourOfAnEmptyParameter(DistributedDataParallelEngine):
     """The parameter after an empty one is left out of every reduction.
 
@@ -300,7 +262,6 @@ class MistakesTheNeighbourOfAnEmptyParameter(DistributedDataParallelEngine):
     """
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        """Leave it out, then wrap honestly."""
         neighbours = pairwise(model.named_parameters())
         _leave_out(model, [name for (_, before), (name, _) in neighbours if not before.numel()])
         return super().prepare(model, plan, mesh)

@@ -29,6 +29,7 @@ from engine.contract import (
     UnitHandle,
 )
 from engine.mutants.mutant import Condition, Trace, mutant
+from engine.mutants.plans import SECOND_STEP
 
 _CONTROLLED = Plan(
     layout=Layout.SHARD,
@@ -37,14 +38,6 @@ _CONTROLLED = Plan(
     demands=frozenset({Capability.UNIT_STATE}),
 )
 _SEVERAL_ROOTS = Plan(layout=Layout.SHARD, roots=Roots.EACH_UNIT, accumulation=Accumulation.LAST_MICROBATCH)
-
-
-class _ReshardsTheRoot(PreparedReference):
-    def units(self) -> Mapping[str, UnitHandle]:
-        return {
-            name: _DeafUnit(members(self.module, name), self.door) if name or not self.plan.units else unit
-            for name, unit in super().units().items()
-        }
 
 
 class _DeafUnit(ComposableUnit):
@@ -59,16 +52,19 @@ class ReshardsTheRootAlone(ReferenceEngine):
     Reported: a loop over all modules freed the outermost one again and again.
     """
 
-    prepared_type = _ReshardsTheRoot
+    class Prepared(PreparedReference):
+        def units(self) -> Mapping[str, UnitHandle]:
+            return {
+                name: _DeafUnit(members(self.module, name), self.door)
+                if name or not self.plan.units
+                else unit
+                for name, unit in super().units().items()
+            }
 
 
 class _SetUnit(ComposableUnit):
     def set_reshard_after_forward(self, *, is_on: bool) -> None:
         """Change nothing."""
-
-
-class _PreparedSet(PreparedFullyShard):
-    unit_type = _SetUnit
 
 
 @mutant(after="pytorch/pytorch#149029", kills_on=Condition(plan=_CONTROLLED), trace=Trace.STATE)
@@ -78,7 +74,8 @@ class IgnoresALaterPolicy(FullyShardEngine):
     Reported: the policy could not be changed once the model had been wrapped.
     """
 
-    prepared_type = _PreparedSet
+    class Prepared(PreparedFullyShard):
+        unit_type = _SetUnit
 
 
 class _RecursiveUnit(ComposableUnit):
@@ -86,22 +83,15 @@ class _RecursiveUnit(ComposableUnit):
         self._first.set_reshard_after_forward(is_on)
 
 
-class _PreparedRecursive(PreparedFullyShard):
-    unit_type = _RecursiveUnit
-
-
-@mutant(
-    after="pytorch/pytorch#124318",
-    kills_on=Condition(plan=_CONTROLLED, because="a root without units tells nobody else"),
-    trace=Trace.STATE,
-)
+@mutant(after="pytorch/pytorch#124318", kills_on=Condition(plan=_CONTROLLED), trace=Trace.STATE)
 class TellsAllWhatOneWasTold(FullyShardEngine):
     """A policy set on the root alone reaches the units inside it.
 
     Reported: a setter's argument that kept it from modules inside was not respected.
     """
 
-    prepared_type = _PreparedRecursive
+    class Prepared(PreparedFullyShard):
+        unit_type = _RecursiveUnit
 
 
 class _LazyUnit(ComposableUnit):
@@ -112,10 +102,6 @@ class _LazyUnit(ComposableUnit):
         return lambda: None
 
 
-class _PreparedLazy(PreparedReference):
-    unit_type = _LazyUnit
-
-
 @mutant(after="deepspeedai/DeepSpeed#1069", kills_on=Condition(plan=_CONTROLLED), trace=Trace.STATE)
 class GathersInForwardAlone(ReferenceEngine):
     """A call to gather a unit does nothing.
@@ -123,7 +109,8 @@ class GathersInForwardAlone(ReferenceEngine):
     Reported: gathers ahead of use were skipped, every one of them.
     """
 
-    prepared_type = _PreparedLazy
+    class Prepared(PreparedReference):
+        unit_type = _LazyUnit
 
 
 class _EmptyHandedUnit(ComposableUnit):
@@ -131,10 +118,6 @@ class _EmptyHandedUnit(ComposableUnit):
         if not [*self._own_parameters()]:
             raise AttributeError("this unit has no gather that could be waited for")
         return super().unshard_async()
-
-
-class _PreparedEmptyHanded(PreparedReference):
-    unit_type = _EmptyHandedUnit
 
 
 @mutant(
@@ -148,7 +131,8 @@ class WaitsForNoGather(ReferenceEngine):
     Reported: a model all of whose parameters were its children's broke the wrapper.
     """
 
-    prepared_type = _PreparedEmptyHanded
+    class Prepared(PreparedReference):
+        unit_type = _EmptyHandedUnit
 
 
 class _DeferringUnit(ComposableUnit):
@@ -156,10 +140,6 @@ class _DeferringUnit(ComposableUnit):
 
     def unshard_async(self) -> Callable[[], None]:
         return self.unshard if dist.get_rank() % 2 else super().unshard_async()
-
-
-class _PreparedDeferring(PreparedReference):
-    unit_type = _DeferringUnit
 
 
 @mutant(
@@ -175,17 +155,8 @@ class GathersWhenWaitedFor(ReferenceEngine):
     Reported: some ranks issued a collective early, others after another, until all stood still.
     """
 
-    prepared_type = _PreparedDeferring
-
-
-class _PreparedStale(PreparedReference):
-    """Remembers of each parameter what the asynchronous gather before brought."""
-
-    def units(self) -> Mapping[str, UnitHandle]:
-        units = super().units()
-        if not hasattr(self, "_known"):
-            self._known: dict[str, torch.Tensor] = {}
-        return {name: _StaleUnit(members(self.module, name), self.door, self._known) for name in units}
+    class Prepared(PreparedReference):
+        unit_type = _DeferringUnit
 
 
 class _StaleUnit(ComposableUnit):
@@ -218,11 +189,7 @@ class _StaleUnit(ComposableUnit):
             self._known[name] = fresh
 
 
-@mutant(
-    after="karpathy/nanochat#843",
-    kills_on=Condition(steps=2, plan=_CONTROLLED, because="before the first gather there is none"),
-    trace=Trace.NUMBERS,
-)
+@mutant(after="karpathy/nanochat#843", kills_on=Condition(steps=2, plan=_CONTROLLED), trace=Trace.NUMBERS)
 class LeavesOthersRowsStale(ReferenceEngine):
     """An asynchronous gather leaves the rows of other ranks as they were before.
 
@@ -230,22 +197,19 @@ class LeavesOthersRowsStale(ReferenceEngine):
     those of all others from before. Needs units that hold no other unit.
     """
 
-    prepared_type = _PreparedStale
+    class Prepared(PreparedReference):
+        """Remembers of each parameter what the asynchronous gather before brought."""
 
-
-class _PreparedOneSided(PreparedReference):
-    def _set_gradient_sync(self, *, is_on: bool) -> None:
-        next(self._roots()).set_requires_gradient_sync(is_on)
+        def units(self) -> Mapping[str, UnitHandle]:
+            units = super().units()
+            if not hasattr(self, "_known"):
+                self._known: dict[str, torch.Tensor] = {}
+            return {name: _StaleUnit(members(self.module, name), self.door, self._known) for name in units}
 
 
 @mutant(
     after="speechbrain/speechbrain#2010",
-    kills_on=Condition(
-        steps=2,
-        microbatches=2,
-        plan=_SEVERAL_ROOTS,
-        because="the only microbatch is also the last; counts hold from the second step on",
-    ),
+    kills_on=Condition(steps=2, microbatches=2, plan=_SEVERAL_ROOTS),
     trace=Trace.COMMUNICATION,
 )
 class HoldsBackTheFirstRootAlone(ReferenceEngine):
@@ -254,7 +218,9 @@ class HoldsBackTheFirstRootAlone(ReferenceEngine):
     Reported: the loop that holds reductions back left off at the first module.
     """
 
-    prepared_type = _PreparedOneSided
+    class Prepared(PreparedReference):
+        def _set_gradient_sync(self, *, is_on: bool) -> None:
+            next(self._roots()).set_requires_gradient_sync(is_on)
 
 
 class Stale(PreparedModel):
@@ -268,14 +234,12 @@ class Stale(PreparedModel):
         self._newest: list[torch.Tensor] = []
 
     def __call__(self, *inputs: torch.Tensor) -> Any:  # Any: a model returns what it likes
-        """Run forward, from the second step on with old parameters."""
         if self._older and not self._newest:
             self._newest = self._copies()
             self._assign(self._older)
         return super().__call__(*inputs)
 
     def step(self) -> None:
-        """Update the parameters of now, whatever was computed with."""
         # What the optimizer updates, and everybody reads, is up to date: only forward and backward lag.
         if self._newest:
             self._assign(self._newest)
@@ -296,21 +260,15 @@ class Stale(PreparedModel):
             yield whole.to_local() if isinstance(whole, DTensor) else whole
 
 
-class _PreparedStaleStaleness(Stale, PreparedFullyShard):
-    pass
-
-
-@mutant(
-    after="NVIDIA/Megatron-LM#663",
-    kills_on=Condition(world_size=1, steps=2, because="the first step has no step before it"),
-)
+@mutant(after="NVIDIA/Megatron-LM#663", kills_on=SECOND_STEP)
 class ComputesWithStaleParameters(FullyShardEngine):
     """Forward and backward use the parameters of the step before.
 
     Reported: with overlapped gathering, forward read parameters of the step before.
     """
 
-    prepared_type = _PreparedStaleStaleness
+    class Prepared(Stale, PreparedFullyShard):
+        pass
 
 
 class _PreparedHasty(PreparedModel):
@@ -357,9 +315,7 @@ class _PreparedHasty(PreparedModel):
         return [p for p in self.named.parameters() if p.grad is not None]
 
 
-@mutant(
-    after="pytorch/pytorch#180666", kills_on=Condition(because="one rank's gradients are reduced already")
-)
+@mutant(after="pytorch/pytorch#180666")
 class StepsBeforeTheReduction(DistributedDataParallelEngine):
     """The optimizer steps before the reduced gradients have arrived.
 
@@ -367,60 +323,34 @@ class StepsBeforeTheReduction(DistributedDataParallelEngine):
     """
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        """Wrap honestly, take the reduction over, and wait for it too late."""
         ddp = super().prepare(model, plan, mesh).module
         assert isinstance(ddp, DistributedDataParallel)
         ddp.require_backward_grad_sync = False
         return _PreparedHasty(ddp, named=model, group=mesh.get_group())
 
 
-class _PreparedReusing(PreparedFullyShard):
-    _has_stepped = False
-
-    def step(self) -> None:
-        super().step()
-        self._has_stepped = True
-
-    def backward(self, loss: torch.Tensor) -> None:
-        for parameter in self.owned_parameters().values() if self._has_stepped else ():
-            parameter.grad = parameter.detach().clone()
-        self._has_stepped = False
-        super().backward(loss)
-
-
-@mutant(
-    after="NVIDIA/Megatron-LM#4609",
-    kills_on=Condition(world_size=1, steps=2, because="the first step begins with an empty buffer"),
-)
+@mutant(after="NVIDIA/Megatron-LM#4609", kills_on=SECOND_STEP)
 class AddsGradientsToParameters(FullyShardEngine):
     """From the second step on gradients are added to the parameters.
 
     Reported: one buffer was for gathered parameters and for gradients, and was not cleared in between.
     """
 
-    prepared_type = _PreparedReusing
+    class Prepared(PreparedFullyShard):
+        _has_stepped = False
+
+        def step(self) -> None:
+            super().step()
+            self._has_stepped = True
+
+        def backward(self, loss: torch.Tensor) -> None:
+            for parameter in self.owned_parameters().values() if self._has_stepped else ():
+                parameter.grad = parameter.detach().clone()
+            self._has_stepped = False
+            super().backward(loss)
 
 
-class _PreparedRepeating(PreparedDdp):
-    def __init__(self, module: nn.Module, *, named: nn.Module) -> None:
-        super().__init__(module, named=named)
-        self._num_steps = 0
-        self._second: list[torch.Tensor | None] = []
-
-    def step(self) -> None:
-        gradients = [p.grad for p in self.named.parameters()]
-        if self._num_steps == 1:
-            self._second = [None if g is None else g.clone() for g in gradients]
-        for gradient, old in zip(gradients, self._second, strict=True) if self._num_steps > 1 else ():
-            if gradient is not None and old is not None:
-                gradient.copy_(old)
-        self._num_steps += 1
-        super().step()
-
-
-@mutant(
-    after="pytorch/pytorch#43307", kills_on=Condition(world_size=1, steps=3, because="two steps are right")
-)
+@mutant(after="pytorch/pytorch#43307", kills_on=Condition(world_size=1, steps=3))
 class RepeatsTheSecondGradients(DistributedDataParallelEngine):
     """From the third step on the optimizer is given the gradients of the second.
 
@@ -428,25 +358,33 @@ class RepeatsTheSecondGradients(DistributedDataParallelEngine):
     iterations were right.
     """
 
-    prepared_type = _PreparedRepeating
+    class Prepared(PreparedDdp):
+        def __init__(self, module: nn.Module, *, named: nn.Module) -> None:
+            super().__init__(module, named=named)
+            self._num_steps = 0
+            self._second: list[torch.Tensor | None] = []
+
+        def step(self) -> None:
+            gradients = [p.grad for p in self.named.parameters()]
+            if self._num_steps == 1:
+                self._second = [None if g is None else g.clone() for g in gradients]
+            for gradient, old in zip(gradients, self._second, strict=True) if self._num_steps > 1 else ():
+                if gradient is not None and old is not None:
+                    gradient.copy_(old)
+            self._num_steps += 1
+            super().step()
 
 
-class _PreparedKeeping(PreparedDdp):
-    def zero_grad(self, *, set_to_none: bool) -> None:
-        *_, last = self.named.parameters()
-        kept = None if last.grad is None else last.grad.clone()
-        super().zero_grad(set_to_none=set_to_none)
-        last.grad = kept
-
-
-@mutant(
-    after="pytorch/pytorch#94258",
-    kills_on=Condition(world_size=1, steps=2, because="before the first step there is nothing to clear"),
-)
+@mutant(after="pytorch/pytorch#94258", kills_on=SECOND_STEP)
 class KeepsOneOldGradient(DistributedDataParallelEngine):
     """Clearing the gradients does not reach that of the last parameter.
 
     Reported: gradients that were to be reset to None in the reducer were still there.
     """
 
-    prepared_type = _PreparedKeeping
+    class Prepared(PreparedDdp):
+        def zero_grad(self, *, set_to_none: bool) -> None:
+            *_, last = self.named.parameters()
+            kept = None if last.grad is None else last.grad.clone()
+            super().zero_grad(set_to_none=set_to_none)
+            last.grad = kept

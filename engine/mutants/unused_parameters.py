@@ -17,25 +17,13 @@ from engine.adapters.torch_fsdp2 import FullyShardEngine, PreparedFullyShard
 from engine.adapters.torch_replicate import ReplicateEngine
 from engine.contract import Capability, Layout, Plan, PreparedModel
 from engine.mutants.mutant import Condition, Trace, mutant
+from engine.mutants.plans import ONE_RANK
 
 _UNUSED = Plan(demands=frozenset({Capability.UNUSED}))
 _BORROWED = Plan(demands=frozenset({Capability.UNUSED, Capability.RANK_DEPENDENT}))
 
 
-class _PreparedFilling(PreparedFullyShard):
-    def backward(self, loss: torch.Tensor) -> None:
-        super().backward(loss)
-        for parameter in self.named.parameters():
-            if parameter.requires_grad and parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-
-
-@mutant(
-    after="facebookresearch/fairscale#605",
-    kills_on=Condition(
-        world_size=1, plan=_UNUSED, because="where all parameters are used none is without a gradient"
-    ),
-)
+@mutant(after="facebookresearch/fairscale#605", kills_on=Condition(world_size=1, plan=_UNUSED))
 class GivesZerosToUnusedParameters(FullyShardEngine):
     """Parameters that no loss reached get a gradient of zeros.
 
@@ -43,7 +31,12 @@ class GivesZerosToUnusedParameters(FullyShardEngine):
     of them.
     """
 
-    prepared_type = _PreparedFilling
+    class Prepared(PreparedFullyShard):
+        def backward(self, loss: torch.Tensor) -> None:
+            super().backward(loss)
+            for parameter in self.named.parameters():
+                if parameter.requires_grad and parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
 
 
 @mutant(
@@ -59,16 +52,10 @@ class ReducesWhatEachRankUsed(FullyShardEngine):
     """
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        """Shard honestly, without the option for ranks that differ."""
         return super().prepare(model, replace(plan, demands=plan.demands - {Capability.RANK_DEPENDENT}), mesh)
 
 
-@mutant(
-    after="pytorch/torchtitan#4593",
-    kills_on=Condition(
-        world_size=1, because="in a model without frozen parameters there is nothing to forget"
-    ),
-)
+@mutant(after="pytorch/torchtitan#4593", kills_on=ONE_RANK)
 class TrainsFrozenParameters(FullyShardEngine):
     """Frozen parameters are trained.
 
@@ -76,7 +63,6 @@ class TrainsFrozenParameters(FullyShardEngine):
     """
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        """Forget what is frozen, then shard honestly."""
         return super().prepare(model.requires_grad_(), plan, mesh)
 
 
@@ -96,7 +82,6 @@ class NeverFreesFrozenUnits(FullyShardEngine):
     """
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        """Shard honestly, then have units without a gradient keep what they gather."""
         prepared = super().prepare(model, plan, mesh)
         for module in model.modules():
             if isinstance(module, FSDPModule) and not any(p.requires_grad for p in module.parameters()):
@@ -107,9 +92,7 @@ class NeverFreesFrozenUnits(FullyShardEngine):
 
 @mutant(
     after="Tencent-Hunyuan/UniRL#410",
-    kills_on=Condition(
-        plan=Plan(layout=Layout.SHARD, ignored=("head.bias",)), because="one rank's share is the whole"
-    ),
+    kills_on=Condition(plan=Plan(layout=Layout.SHARD, ignored=("head.bias",))),
     trace=Trace.STATE,
 )
 class ShardsIgnoredParameters(FullyShardEngine):
@@ -119,15 +102,10 @@ class ShardsIgnoredParameters(FullyShardEngine):
     """
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        """Shard honestly, under a plan that ignores nothing."""
         return super().prepare(model, replace(plan, ignored=()), mesh)
 
 
-@mutant(
-    after="pytorch/pytorch#68803",
-    kills_on=Condition(because="a lone rank agrees with itself"),
-    trace=Trace.COMMUNICATION,
-)
+@mutant(after="pytorch/pytorch#68803", trace=Trace.COMMUNICATION)
 class IgnoresMoreOnTheLastRank(FullyShardEngine):
     """The last rank leaves a parameter alone that the others shard.
 
@@ -136,14 +114,13 @@ class IgnoresMoreOnTheLastRank(FullyShardEngine):
     """
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        """Shard honestly; on the last rank under a plan that ignores the last parameter too."""
         *_, last = (name for name, _ in model.named_parameters())
         if torch.distributed.get_rank() == torch.distributed.get_world_size() - 1 > 0:
             plan = replace(plan, ignored=(*plan.ignored, last))
         return super().prepare(model, plan, mesh)
 
 
-@mutant(after="pytorch/pytorch#63916", kills_on=Condition(because="one rank has nobody to synchronise with"))
+@mutant(after="pytorch/pytorch#63916")
 class ForgetsToSynchroniseOneParameter(DistributedDataParallelEngine):
     """The last parameter is left out of every reduction.
 
@@ -152,7 +129,6 @@ class ForgetsToSynchroniseOneParameter(DistributedDataParallelEngine):
     """
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        """Tell DDP to leave the last parameter alone, then wrap honestly."""
         *_, forgotten = (name for name, _ in model.named_parameters())
         # DDP's documented way to leave a parameter out; it has neither a public name nor types.
         leave_out = DistributedDataParallel._set_params_and_buffers_to_ignore_for_model
@@ -175,7 +151,7 @@ class _PreparedFrozen(PreparedFullyShard):
             tensor.copy_(before)
 
 
-@mutant(after="pytorch/pytorch#149205", kills_on=Condition(world_size=1))
+@mutant(after="pytorch/pytorch#149205", kills_on=ONE_RANK)
 class NeverUpdatesOneParameter(ReplicateEngine):
     """The optimizer's update of the last parameter is lost.
 
@@ -183,14 +159,11 @@ class NeverUpdatesOneParameter(ReplicateEngine):
     """
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        """Replicate honestly, then freeze the last parameter."""
         prepared = super().prepare(model, plan, mesh)
         return _PreparedFrozen(prepared.module, plan, [*prepared.named.parameters()][-1:])
 
 
-@mutant(
-    after="pytorch/pytorch#176076", kills_on=Condition(because="a rank that owns all rows is left in peace")
-)
+@mutant(after="pytorch/pytorch#176076")
 class NeverUpdatesTheLastRanksRows(FullyShardEngine):
     """The rows that the last rank owns keep their initial values.
 
@@ -198,7 +171,6 @@ class NeverUpdatesTheLastRanksRows(FullyShardEngine):
     """
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        """Shard honestly, then freeze what lies on the last rank of the shard axis."""
         prepared = super().prepare(model, plan, mesh)
         num_shards = mesh.size(mesh.ndim - 1)
         is_last = num_shards > 1 and mesh.get_local_rank(mesh.ndim - 1) == num_shards - 1
