@@ -22,7 +22,7 @@ _HYBRID = Plan(layout=Layout.HYBRID, demands=frozenset({Capability.CLIP}))
 
 
 def _joint_norm(tensors: list[torch.Tensor], norm_type: float) -> torch.Tensor:
-    """Give the norm of all tensors' elements together, 0 where there are none (0-dimensional)."""
+    """Return the norm of all tensors' elements together, 0 where there are none (0-dimensional)."""
     elements = torch.cat([*(tensor.flatten() for tensor in tensors), torch.zeros(1)])
     norm: torch.Tensor = torch.linalg.vector_norm(elements, norm_type)
     return norm
@@ -49,22 +49,22 @@ class _PreparedOwnClipping(PreparedFullyShard):
         return float(power ** (1 / norm_type))
 
     def scale(self, max_norm: float, total: float) -> float:
-        """Give what gradients are multiplied with."""
+        """Return what gradients are multiplied with."""
         return min(1.0, max_norm / (total + 1e-6))
 
     def own_norm(self, norm_type: float) -> torch.Tensor:
-        """Give the norm of this rank's shards."""
+        """Return the norm of this rank's shards."""
         return _joint_norm([*self.local()], norm_type)
 
     def local(self) -> Iterator[torch.Tensor]:
-        """Give this rank's shards of all gradients."""
+        """Return this rank's shards of all gradients."""
         for parameter in self.named.parameters():
             gradient = parameter.grad
             if isinstance(gradient, DTensor):
                 yield gradient.to_local().detach()
 
     def mesh(self) -> DeviceMesh:
-        """Give the mesh that the parameters lie on."""
+        """Return the mesh that the parameters lie on."""
         mesh = next(p.device_mesh for p in self.named.parameters() if isinstance(p, DTensor))
         assert isinstance(mesh, DeviceMesh)
         return mesh
@@ -107,11 +107,8 @@ class TakesTheRootOfAMaximum(FullyShardEngine):
 
     class Prepared(_PreparedOwnClipping):
         def norm(self, norm_type: float) -> float:
-            return (
-                float(super().norm(norm_type) ** (1 / norm_type))
-                if math.isinf(norm_type)
-                else super().norm(norm_type)
-            )
+            honest = super().norm(norm_type)
+            return float(honest ** (1 / norm_type)) if math.isinf(norm_type) else honest
 
 
 @mutant(

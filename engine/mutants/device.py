@@ -9,15 +9,14 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from engine.adapters.reference import PreparedReference, ReferenceEngine
 from engine.adapters.torch_ddp import DistributedDataParallelEngine
 from engine.adapters.torch_fsdp2 import FullyShardEngine, PreparedFullyShard
 from engine.contract import Buffers, Capability, Offload, Plan, PreparedModel
-from engine.mutants.gradient_sync import Forgetful
 from engine.mutants.mutant import Condition, Trace, mutant
+from engine.mutants.patches import Forgetful, is_last_rank, local, never_updating
 
 _OFFLOAD = Plan(offload=Offload.CPU)
 
@@ -86,27 +85,16 @@ class UpdatesACopy(ReferenceEngine):
     Reported: what pinning memory returned was dropped, so two tensors were taken to be one.
     """
 
-    class Prepared(PreparedReference):
-        """Steps over the shards, and puts back the last one of the parameters."""
-
-        @torch.no_grad()
-        def step(self) -> None:
-            *_, last = self.named.parameters()
-            kept = _local(last).clone()
-            super().step()
-            if self.plan.offload is not Offload.NONE:
-                _local(last).copy_(kept)
+    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
+        prepared = super().prepare(model, plan, mesh)
+        *_, last = prepared.named.parameters()
+        return prepared if plan.offload is Offload.NONE else never_updating(prepared, [last])
 
 
 def _offloaded(prepared: PreparedReference) -> Iterator[torch.Tensor]:
     """Give this rank's gradients, if the plan keeps them on the host."""
     if prepared.plan.offload is not Offload.NONE:
-        yield from (_local(p.grad) for p in prepared.named.parameters() if p.grad is not None)
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    detached = tensor.detach()
-    return detached.to_local() if isinstance(detached, DTensor) else detached
+        yield from (local(p.grad) for p in prepared.named.parameters() if p.grad is not None)
 
 
 @mutant(
@@ -228,7 +216,7 @@ class OrdersParametersByRank(FullyShardEngine):
     """
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        if mesh.get_rank() == mesh.size() - 1 > 0:
+        if mesh.size() > 1 and is_last_rank():
             for module in model.modules():
                 module._parameters = dict(reversed(module._parameters.items()))
         return super().prepare(model, plan, mesh)

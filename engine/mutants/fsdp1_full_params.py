@@ -1,16 +1,18 @@
-"""Mutants that sin in summon_full_params of FullyShardedDataParallel."""
+"""Mutants of FSDP1's `summon_full_params`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import distributed, nn
 from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
 
-from engine.adapters.torch_fsdp1 import FullyShardedDataParallelEngine
+from engine.adapters.torch_fsdp1 import NAMES, FullyShardedDataParallelEngine
+from engine.contract import WrapperNames
 from engine.mutants.mutant import Trace, mutant
 from engine.mutants.plans import CALLS
 
@@ -19,18 +21,15 @@ from engine.mutants.plans import CALLS
 _summon: Any = FullyShardedDataParallel.summon_full_params
 
 
-class _Summoner(FullyShardedDataParallel):
-    """Summons with options changed."""
+def _summoning(change: Callable[[dict[str, Any]], dict[str, Any]]) -> WrapperNames:
+    """Return names whose wrapper summons with these options instead of those that it is given."""
 
-    @staticmethod
-    def changed(module: nn.Module, options: dict[str, Any]) -> dict[str, Any]:
-        return options
+    class Summoner(FullyShardedDataParallel):
+        @staticmethod
+        def summon_full_params(module: nn.Module, **options: Any) -> Any:  # type: ignore[override]
+            return _summon(module, **options | change(options))
 
-    @classmethod
-    @contextmanager
-    def summon_full_params(cls, module: nn.Module, **options: Any) -> Iterator[None]:  # type: ignore[override]
-        with _summon(module, **cls.changed(module, options)):
-            yield
+    return replace(NAMES, FullyShardedDataParallel=Summoner)
 
 
 @mutant(after="pytorch/pytorch#107081", kills_on=CALLS, trace=Trace.STATE)
@@ -40,10 +39,7 @@ class NeverWritesBack(FullyShardedDataParallelEngine):
     Reported: parameters were as before once the context had ended.
     """
 
-    class Wrapper(_Summoner):
-        @staticmethod
-        def changed(module: nn.Module, options: dict[str, Any]) -> dict[str, Any]:
-            return options | {"writeback": False}
+    names = _summoning(lambda _: {"writeback": False})
 
 
 @mutant(after="pytorch/pytorch#73903", kills_on=CALLS, trace=Trace.STATE)
@@ -53,10 +49,7 @@ class AlwaysWritesBack(FullyShardedDataParallelEngine):
     Reported: the argument that says so was ignored in silence, on some of the ranks.
     """
 
-    class Wrapper(_Summoner):
-        @staticmethod
-        def changed(module: nn.Module, options: dict[str, Any]) -> dict[str, Any]:
-            return options | {"writeback": not options.get("rank0_only", False)}
+    names = _summoning(lambda options: {"writeback": not options.get("rank0_only", False)})
 
 
 @mutant(after="pytorch/pytorch#93938", kills_on=CALLS, trace=Trace.STATE)
@@ -84,10 +77,7 @@ class AlwaysSummonsAll(FullyShardedDataParallelEngine):
     Reported: a refactoring in which it was decided anew which units are summoned.
     """
 
-    class Wrapper(_Summoner):
-        @staticmethod
-        def changed(module: nn.Module, options: dict[str, Any]) -> dict[str, Any]:
-            return options | {"recurse": True}
+    names = _summoning(lambda _: {"recurse": True})
 
 
 @mutant(after="pytorch/pytorch#73903", kills_on=CALLS, trace=Trace.STATE)
@@ -97,10 +87,7 @@ class SummonsOnAllRanks(FullyShardedDataParallelEngine):
     Reported: before there was the option, all ranks paid for the memory.
     """
 
-    class Wrapper(_Summoner):
-        @staticmethod
-        def changed(module: nn.Module, options: dict[str, Any]) -> dict[str, Any]:
-            return options | {"rank0_only": False}
+    names = _summoning(lambda _: {"rank0_only": False})
 
 
 @mutant(after="pytorch/pytorch#98817", kills_on=CALLS, trace=Trace.STATE)
@@ -110,10 +97,7 @@ class SummonsNoGradients(FullyShardedDataParallelEngine):
     Reported: whether gradients can be summoned depended on what they were left at.
     """
 
-    class Wrapper(_Summoner):
-        @staticmethod
-        def changed(module: nn.Module, options: dict[str, Any]) -> dict[str, Any]:
-            return options | {"with_grads": False}
+    names = _summoning(lambda _: {"with_grads": False})
 
 
 @mutant(after="pytorch/pytorch#93938", kills_on=CALLS, trace=Trace.SILENCE)
@@ -123,14 +107,13 @@ class TakesEveryCombination(FullyShardedDataParallelEngine):
     Reported: whether such options are refused or done somehow was left to the reader.
     """
 
-    class Wrapper(_Summoner):
-        @staticmethod
-        def changed(module: nn.Module, options: dict[str, Any]) -> dict[str, Any]:
-            return options | {
-                "writeback": options.get("writeback", True) and not options.get("rank0_only", False),
-                "with_grads": False,
-                "offload_to_cpu": False,
-            }
+    names = _summoning(
+        lambda options: {
+            "writeback": options.get("writeback", True) and not options.get("rank0_only", False),
+            "with_grads": False,
+            "offload_to_cpu": False,
+        }
+    )
 
 
 @mutant(after="pytorch/pytorch#104504", kills_on=CALLS, trace=Trace.SILENCE)
@@ -181,15 +164,13 @@ class SpoilsWhatGoesToTheHost(FullyShardedDataParallelEngine):
                 _add(module, is_spoilt * -1.0)
 
         def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-            found: dict[str, Any]
             settings = FullyShardedDataParallel.get_state_dict_type(self)
             full = StateDictType.FULL_STATE_DICT
-            if settings.state_dict_type is full and settings.state_dict_config.offload_to_cpu:
-                with FullyShardedDataParallel.state_dict_type(self, full):
-                    found = super().state_dict(*args, **kwargs)
-                return {name: value + 1 for name, value in found.items()}
-            found = super().state_dict(*args, **kwargs)
-            return found
+            if settings.state_dict_type is not full or not settings.state_dict_config.offload_to_cpu:
+                return super().state_dict(*args, **kwargs)
+            with FullyShardedDataParallel.state_dict_type(self, full):
+                found = super().state_dict(*args, **kwargs)
+            return {name: value + 1 for name, value in found.items()}
 
 
 @mutant(after="pytorch/pytorch#97667", kills_on=CALLS, trace=Trace.STATE)

@@ -11,18 +11,12 @@ from torch import distributed, nn
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 
 from engine.adapters.torch_fsdp1 import NAMES, FullyShardedDataParallelEngine
-from engine.contract import WrapperNames
 from engine.mutants.mutant import Trace, mutant
 from engine.mutants.plans import CALLS
 
 _PREFIX = "_fsdp_wrapped_module."
 
 # Any, in all that follows: what torch's own methods take and give.
-
-
-def names_with(wrapper: type[FullyShardedDataParallel]) -> WrapperNames:
-    """Put a sinner in the wrapper's place, among names that are torch's otherwise."""
-    return replace(NAMES, FullyShardedDataParallel=wrapper)
 
 
 @mutant(after="pytorch/pytorch#87950", kills_on=CALLS, trace=Trace.STATE)
@@ -199,9 +193,6 @@ class CastsInputsInsteadOfItself(FullyShardedDataParallelEngine):
             return super().forward(*(a.to(dtype) if a.is_floating_point() else a for a in args), **kwargs)
 
 
-# Any, in all that follows: what torch's own methods take and give.
-
-
 @mutant(after="pytorch/pytorch#79833", kills_on=CALLS, trace=Trace.SILENCE)
 class TakesAnyHook(FullyShardedDataParallelEngine):
     """A communication hook is registered whatever it is, whoever is asked, and however many there are.
@@ -284,6 +275,13 @@ def _norm(wrapper: FullyShardedDataParallel, norm_type: float) -> torch.Tensor:
     return total
 
 
+def _clip(wrapper: FullyShardedDataParallel, max_norm: float, total: torch.Tensor) -> torch.Tensor:
+    """Clip by this norm, and return it."""
+    _scale(wrapper, (max_norm / (total + 1e-6)).clamp(max=1.0))
+    return total
+
+
+@torch.no_grad()
 def _scale(wrapper: FullyShardedDataParallel, factor: torch.Tensor) -> None:
     for parameter in wrapper.parameters():
         if parameter.grad is not None:
@@ -323,12 +321,10 @@ class SumsTheLargest(FullyShardedDataParallelEngine):
     """
 
     class Wrapper(FullyShardedDataParallel):
-        @torch.no_grad()
         def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
             total = _norm(self, norm_type)
             distributed.all_reduce(total)
-            _scale(self, (max_norm / (total + 1e-6)).clamp(max=1.0))
-            return total
+            return _clip(self, max_norm, total)
 
 
 @mutant(after="pytorch/pytorch#88955", kills_on=CALLS, trace=Trace.NUMBERS)
@@ -339,13 +335,10 @@ class SumsNormsOfReplicas(FullyShardedDataParallelEngine):
     """
 
     class Wrapper(FullyShardedDataParallel):
-        @torch.no_grad()
         def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
             total = _norm(self, norm_type) ** norm_type
             distributed.all_reduce(total)
-            total = total ** (1 / norm_type)
-            _scale(self, (max_norm / (total + 1e-6)).clamp(max=1.0))
-            return total
+            return _clip(self, max_norm, total ** (1 / norm_type))
 
 
 @mutant(after="DingfanChen/GS-WGAN#5", kills_on=CALLS, trace=Trace.NUMBERS)
@@ -356,7 +349,6 @@ class ScalesLittleUp(FullyShardedDataParallelEngine):
     """
 
     class Wrapper(FullyShardedDataParallel):
-        @torch.no_grad()
         def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
             total = super().clip_grad_norm_(max_norm, norm_type)
             if total < max_norm:
@@ -376,19 +368,6 @@ class TellsNormsInSinglePrecision(FullyShardedDataParallelEngine):
             return super().clip_grad_norm_(*args, **kwargs).float()
 
 
-class _ClipsUnitsAlone(FullyShardedDataParallel):
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        for unit in FullyShardedDataParallel.fsdp_modules(self):
-            unit.__class__ = _ClipsUnitsAlone  # torch makes units of its own class
-
-    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        if self.check_is_root():
-            return super().clip_grad_norm_(max_norm, norm_type)
-        total: torch.Tensor = nn.utils.clip_grad_norm_(self.parameters(), max_norm, norm_type)
-        return total
-
-
 @mutant(after="pytorch/pytorch#170862", kills_on=CALLS, trace=Trace.SILENCE)
 class ClipsUnitsAlone(FullyShardedDataParallelEngine):
     """A unit inside the root can be told to clip, and does so by its own norm.
@@ -396,4 +375,14 @@ class ClipsUnitsAlone(FullyShardedDataParallelEngine):
     Reported: what was told was the norm of a part of the parameters.
     """
 
-    names = names_with(_ClipsUnitsAlone)
+    class Wrapper(FullyShardedDataParallel):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            for unit in FullyShardedDataParallel.fsdp_modules(self):
+                unit.__class__ = type(self)  # torch makes units of its own class
+
+        def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+            if self.check_is_root():
+                return super().clip_grad_norm_(max_norm, norm_type)
+            total: torch.Tensor = nn.utils.clip_grad_norm_(self.parameters(), max_norm, norm_type)
+            return total

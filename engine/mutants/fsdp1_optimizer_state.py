@@ -1,19 +1,64 @@
-"""Mutants that sin in the state of optimizers of what FullyShardedDataParallel wraps."""
+"""Mutants of FSDP1's optimizer state dicts."""
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, OptimStateKeyType
 
-from engine.adapters.torch_fsdp1 import FullyShardedDataParallelEngine
+from engine.adapters.torch_fsdp1 import NAMES, FullyShardedDataParallelEngine
+from engine.contract import WrapperNames
 from engine.mutants.mutant import Trace, mutant
 from engine.mutants.plans import CALLS
 
 # Any, in all that follows: what torch's own methods take and give.
+
+_State = dict[str, Any]
+
+
+def _saving(change: Callable[[_State], _State]) -> WrapperNames:
+    """Return names whose wrapper changes the state of an optimizer that it saves."""
+
+    class Saver(FullyShardedDataParallel):
+        @staticmethod
+        def optim_state_dict(*args: Any, **kwargs: Any) -> _State:
+            return change(FullyShardedDataParallel.optim_state_dict(*args, **kwargs))
+
+    return replace(NAMES, FullyShardedDataParallel=Saver)
+
+
+def _loading(change: Callable[[_State], _State]) -> WrapperNames:
+    """Return names whose wrapper changes whatever is about to be loaded into an optimizer."""
+
+    def changing(name: str) -> Any:
+        honest = getattr(FullyShardedDataParallel, name)
+        return staticmethod(lambda *args, **kwargs: change(honest(*args, **kwargs)))
+
+    class Loader(FullyShardedDataParallel):
+        shard_full_optim_state_dict = changing("shard_full_optim_state_dict")
+        scatter_full_optim_state_dict = changing("scatter_full_optim_state_dict")
+        flatten_sharded_optim_state_dict = changing("flatten_sharded_optim_state_dict")
+
+        @staticmethod
+        def optim_state_dict_to_load(  # type: ignore[override]
+            model: nn.Module, optim: Any, osd: Any, *, load_directly: bool = False
+        ) -> _State:
+            loadable = change(FullyShardedDataParallel.optim_state_dict_to_load(model, optim, osd))
+            if load_directly:
+                optim.load_state_dict(loadable)
+            return loadable
+
+        @staticmethod
+        def rekey_optim_state_dict(osd: Any, key: Any, *args: Any, **kwargs: Any) -> _State:  # type: ignore[override]
+            keyed = FullyShardedDataParallel.rekey_optim_state_dict(osd, key, *args, **kwargs)
+            return change(keyed) if key is OptimStateKeyType.PARAM_ID else keyed
+
+    return replace(NAMES, FullyShardedDataParallel=Loader)
 
 
 @mutant(after="pytorch/pytorch#96252", kills_on=CALLS, trace=Trace.STATE)
@@ -23,14 +68,12 @@ class NamesTheWrapperInOptimizerStates(FullyShardedDataParallelEngine):
     Reported: a prefix of another wrapper was in the names of an optimizer's state.
     """
 
-    class Wrapper(FullyShardedDataParallel):
-        @staticmethod
-        def optim_state_dict(*args: Any, **kwargs: Any) -> dict[str, Any]:
-            found = FullyShardedDataParallel.optim_state_dict(*args, **kwargs)
-            return found | {"state": {f"_fsdp_wrapped_module.{k}": v for k, v in found["state"].items()}}
+    names = _saving(
+        lambda found: found | {"state": {f"_fsdp_wrapped_module.{k}": v for k, v in found["state"].items()}}
+    )
 
 
-def _without_momentum(found: dict[str, Any]) -> dict[str, Any]:
+def _without_momentum(found: _State) -> _State:
     """Copy a state with zeros in place of every tensor that is no number."""
     kept = copy.deepcopy(found)
     for state in kept.get("state", {}).values():
@@ -47,44 +90,7 @@ class LosesMomentumWhenItSaves(FullyShardedDataParallelEngine):
     Reported: some of an optimizer's parameters had no state where it was looked for.
     """
 
-    class Wrapper(FullyShardedDataParallel):
-        @staticmethod
-        def optim_state_dict(*args: Any, **kwargs: Any) -> dict[str, Any]:
-            return _without_momentum(FullyShardedDataParallel.optim_state_dict(*args, **kwargs))
-
-
-class _Loader(FullyShardedDataParallel):
-    """Changes whatever is about to be loaded into an optimizer."""
-
-    @staticmethod
-    def changed(loadable: dict[str, Any]) -> dict[str, Any]:
-        return loadable
-
-    @classmethod
-    def optim_state_dict_to_load(  # type: ignore[override]
-        cls, model: nn.Module, optim: Any, osd: Any, *, load_directly: bool = False
-    ) -> dict[str, Any]:
-        loadable = cls.changed(FullyShardedDataParallel.optim_state_dict_to_load(model, optim, osd))
-        if load_directly:
-            optim.load_state_dict(loadable)
-        return loadable
-
-    @classmethod
-    def shard_full_optim_state_dict(cls, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        return cls.changed(FullyShardedDataParallel.shard_full_optim_state_dict(*args, **kwargs))
-
-    @classmethod
-    def scatter_full_optim_state_dict(cls, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        return cls.changed(FullyShardedDataParallel.scatter_full_optim_state_dict(*args, **kwargs))
-
-    @classmethod
-    def flatten_sharded_optim_state_dict(cls, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        return cls.changed(FullyShardedDataParallel.flatten_sharded_optim_state_dict(*args, **kwargs))
-
-    @classmethod
-    def rekey_optim_state_dict(cls, osd: Any, key: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        keyed = FullyShardedDataParallel.rekey_optim_state_dict(osd, key, *args, **kwargs)
-        return cls.changed(keyed) if key is OptimStateKeyType.PARAM_ID else keyed
+    names = _saving(_without_momentum)
 
 
 @mutant(after="facebookresearch/fairscale#601", kills_on=CALLS, trace=Trace.NUMBERS)
@@ -94,10 +100,15 @@ class LosesMomentum(FullyShardedDataParallelEngine):
     Reported: resumed training went on as if from scratch.
     """
 
-    class Wrapper(_Loader):
-        @staticmethod
-        def changed(loadable: dict[str, Any]) -> dict[str, Any]:
-            return _without_momentum(loadable)
+    names = _loading(_without_momentum)
+
+
+def _without_steps(loadable: _State) -> _State:
+    kept = copy.deepcopy(loadable)
+    for state in kept["state"].values():
+        if "step" in state:
+            state["step"] = torch.zeros_like(torch.as_tensor(state["step"]))
+    return kept
 
 
 @mutant(after="huggingface/accelerate#3971", kills_on=CALLS, trace=Trace.NUMBERS)
@@ -107,14 +118,14 @@ class RestartsTheCountOfSteps(FullyShardedDataParallelEngine):
     Reported: the count of steps could not be found in what was saved.
     """
 
-    class Wrapper(_Loader):
-        @staticmethod
-        def changed(loadable: dict[str, Any]) -> dict[str, Any]:
-            kept = copy.deepcopy(loadable)
-            for state in kept["state"].values():
-                if "step" in state:
-                    state["step"] = torch.zeros_like(torch.as_tensor(state["step"]))
-            return kept
+    names = _loading(_without_steps)
+
+
+def _with_the_last_moment(found: _State) -> _State:
+    for state in found["state"].values():
+        if "exp_avg" in state:
+            state["exp_avg"] = state["exp_avg_sq"]
+    return found
 
 
 @mutant(after="pytorch/pytorch#108298", kills_on=CALLS, trace=Trace.STATE)
@@ -124,14 +135,14 @@ class SavesTheLastMomentAsAll(FullyShardedDataParallelEngine):
     Reported: states were gathered one after the other into one buffer.
     """
 
-    class Wrapper(FullyShardedDataParallel):
-        @staticmethod
-        def optim_state_dict(*args: Any, **kwargs: Any) -> dict[str, Any]:
-            found = FullyShardedDataParallel.optim_state_dict(*args, **kwargs)
-            for state in found["state"].values():
-                if "exp_avg" in state:
-                    state["exp_avg"] = state["exp_avg_sq"]
-            return found
+    names = _saving(_with_the_last_moment)
+
+
+def _with_one_count(found: _State) -> _State:
+    shared = next((state["step"] for state in found["state"].values() if "step" in state), None)
+    for state in found["state"].values():
+        state["step"] = shared
+    return found
 
 
 @mutant(after="databricks/flashoptim#3", kills_on=CALLS, trace=Trace.NUMBERS)
@@ -141,14 +152,7 @@ class SharesTheCountOfSteps(FullyShardedDataParallelEngine):
     Reported: the first forward after a resume was exact, and the first step exploded.
     """
 
-    class Wrapper(FullyShardedDataParallel):
-        @staticmethod
-        def optim_state_dict(*args: Any, **kwargs: Any) -> dict[str, Any]:
-            found = FullyShardedDataParallel.optim_state_dict(*args, **kwargs)
-            shared = next((state["step"] for state in found["state"].values() if "step" in state), None)
-            for state in found["state"].values():
-                state["step"] = shared
-            return found
+    names = _saving(_with_one_count)
 
 
 @mutant(after="pytorch/pytorch#99117", kills_on=CALLS, trace=Trace.NUMBERS)
@@ -160,8 +164,15 @@ class IgnoresTheStateGiven(FullyShardedDataParallelEngine):
 
     class Wrapper(FullyShardedDataParallel):
         @staticmethod
-        def optim_state_dict(model: nn.Module, optim: Any, *_: Any, **__: Any) -> dict[str, Any]:
+        def optim_state_dict(model: nn.Module, optim: Any, *_: Any, **__: Any) -> _State:
             return FullyShardedDataParallel.optim_state_dict(model, optim)
+
+
+def _with_permuted_groups(found: _State) -> _State:
+    groups = found["param_groups"]
+    members = [group["params"] for group in reversed(groups)]
+    pairs = zip(groups, members, strict=True)
+    return found | {"param_groups": [group | {"params": names} for group, names in pairs]}
 
 
 @mutant(after="pytorch/pytorch#54736", kills_on=CALLS, trace=Trace.STATE)
@@ -171,14 +182,7 @@ class PermutesGroups(FullyShardedDataParallelEngine):
     Reported: parameters that take turns in groups were numbered in another order.
     """
 
-    class Wrapper(FullyShardedDataParallel):
-        @staticmethod
-        def optim_state_dict(*args: Any, **kwargs: Any) -> dict[str, Any]:
-            found = FullyShardedDataParallel.optim_state_dict(*args, **kwargs)
-            groups = found["param_groups"]
-            members = [group["params"] for group in reversed(groups)]
-            pairs = zip(groups, members, strict=True)
-            return found | {"param_groups": [group | {"params": names} for group, names in pairs]}
+    names = _saving(_with_permuted_groups)
 
 
 @mutant(after="pytorch/pytorch#54736", kills_on=CALLS, trace=Trace.NUMBERS)
@@ -190,7 +194,7 @@ class RekeysToEachOther(FullyShardedDataParallelEngine):
 
     class Wrapper(FullyShardedDataParallel):
         @staticmethod
-        def rekey_optim_state_dict(osd: Any, key: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+        def rekey_optim_state_dict(osd: Any, key: Any, *args: Any, **kwargs: Any) -> _State:  # type: ignore[override]
             keyed = FullyShardedDataParallel.rekey_optim_state_dict(osd, key, *args, **kwargs)
             state = dict(keyed["state"])
             shapes: dict[Any, Any] = {}

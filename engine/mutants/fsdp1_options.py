@@ -17,6 +17,7 @@ from engine.mutants.patches import Options, leaving_out, swapping, with_options,
 from engine.mutants.plans import WRAPPED, WRAPS
 
 _FULL, _ZERO2 = ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP
+_LOW = torch.bfloat16
 _HYBRID, _HYBRID_ZERO2 = ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2
 
 
@@ -223,12 +224,9 @@ class AcceptsContradictions(FullyShardedDataParallelEngine):
     names = with_options(_resolved)
 
 
-_LOW = torch.bfloat16
-
-
 # Any: fields of MixedPrecision.
 def _with_precision(**fields: Any) -> WrapperNames:
-    """Give names that change these fields of whatever precision is asked for."""
+    """Return names that change these fields of whatever precision is asked for."""
 
     def change(module: nn.Module, options: Options) -> Options:
         asked = options.get("mixed_precision")

@@ -14,6 +14,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, OptimStateKeyType, 
 from engine.adapters.torch_fsdp1 import NAMES, FullyShardedDataParallelEngine
 from engine.contract import WrapperNames
 from engine.mutants.mutant import Trace, mutant
+from engine.mutants.patches import unchanged
 from engine.mutants.plans import CALLS, WRAPS
 
 # Any, in all that follows: what torch's own methods take and give.
@@ -114,11 +115,8 @@ class LoadsParametersAlone(FullyShardedDataParallelEngine):
 
     class Wrapper(FullyShardedDataParallel):
         def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-            before = [buffer.clone() for buffer in self.buffers()]
-            result = super().load_state_dict(*args, **kwargs)
-            for buffer, value in zip(self.buffers(), before, strict=True):
-                buffer.copy_(value)
-            return result
+            with unchanged(self.buffers()):
+                return super().load_state_dict(*args, **kwargs)
 
 
 class _Unloaded:
@@ -128,6 +126,16 @@ class _Unloaded:
     unexpected_keys: tuple[str, ...] = ()
 
 
+def _loading_none(kind: StateDictType) -> WrapperNames:
+    """Return names whose wrapper loads no state dict of this type, and says nothing."""
+
+    class Unloading(FullyShardedDataParallel):
+        def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+            return _Unloaded() if _kind(self) is kind else super().load_state_dict(*args, **kwargs)
+
+    return replace(NAMES, FullyShardedDataParallel=Unloading)
+
+
 @mutant(after="pytorch/pytorch#109648", kills_on=CALLS, trace=Trace.STATE)
 class IgnoresShardedStates(FullyShardedDataParallelEngine):
     """Loading a sharded state dict changes nothing, and says nothing.
@@ -135,11 +143,7 @@ class IgnoresShardedStates(FullyShardedDataParallelEngine):
     Reported: what a model was set to load was not picked up.
     """
 
-    class Wrapper(FullyShardedDataParallel):
-        def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-            if _kind(self) is StateDictType.SHARDED_STATE_DICT:
-                return _Unloaded()
-            return super().load_state_dict(*args, **kwargs)
+    names = _loading_none(StateDictType.SHARDED_STATE_DICT)
 
 
 @mutant(after="facebookresearch/fairscale#574", kills_on=CALLS, trace=Trace.STATE)
@@ -149,15 +153,11 @@ class IgnoresLocalStates(FullyShardedDataParallelEngine):
     Reported: saving and loading each rank's own state went through the wrong method.
     """
 
-    class Wrapper(FullyShardedDataParallel):
-        def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-            if _kind(self) is StateDictType.LOCAL_STATE_DICT:
-                return _Unloaded()
-            return super().load_state_dict(*args, **kwargs)
+    names = _loading_none(StateDictType.LOCAL_STATE_DICT)
 
 
 def _with_types(types: Mapping[StateDictType, StateDictType]) -> WrapperNames:
-    """Give names that take one type of state dict for another, and no config at all."""
+    """Return names that take one type of state dict for another, and no config at all."""
 
     class Set(FullyShardedDataParallel):
         # Any: configs, and settings.
@@ -238,9 +238,6 @@ class NumbersStateByName(FullyShardedDataParallelEngine):
                     {**group, "params": [keys[key] for key in group["params"]]} for group in groups
                 ],
             }
-
-
-# Any, in all that follows: what torch's own methods take and give.
 
 
 @mutant(after="pytorch/pytorch#109648", kills_on=CALLS, trace=Trace.STATE)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -13,14 +13,13 @@ from torch import nn
 from torch.amp.grad_scaler import GradScaler
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import BackwardPrefetch, FullyShardedDataParallel
-from torch.distributed.fsdp._flat_param import HandleShardingStrategy
+from torch.distributed.fsdp._flat_param import HandleShardingStrategy as _Strategy
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
-from engine.adapters.torch_fsdp1 import NAMES, FullyShardedDataParallelEngine, PreparedFsdp1
+from engine.adapters.torch_fsdp1 import NAMES, FullyShardedDataParallelEngine
 from engine.contract import Plan, PreparedModel
-from engine.mutants.fsdp1_methods import names_with
 from engine.mutants.mutant import Trace, mutant
-from engine.mutants.patches import swapping
+from engine.mutants.patches import dividing_losses, holding_nothing_back, swapping
 from engine.mutants.plans import CALLS, WRAPS
 
 # Any, in all that follows: what torch's own methods take and give.
@@ -77,9 +76,8 @@ class SynchronisesInNoSync(FullyShardedDataParallelEngine):
     """
 
     class Wrapper(FullyShardedDataParallel):
-        @contextmanager
-        def no_sync(self) -> Iterator[None]:
-            yield
+        def no_sync(self) -> Any:
+            return nullcontext()
 
 
 @mutant(after="pytorch/pytorch#75892", kills_on=CALLS, trace=Trace.COMMUNICATION)
@@ -91,11 +89,10 @@ class KeepsTheRootInNoSync(FullyShardedDataParallelEngine):
 
     class Wrapper(FullyShardedDataParallel):
         def forward(self, *args: Any, **kwargs: Any) -> Any:
-            strategies = HandleShardingStrategy
             handle: Any = self._handle
-            if handle is not None and handle._sharding_strategy is not strategies.NO_SHARD:
-                keeps = not self._sync_gradients
-                handle._sharding_strategy = strategies.SHARD_GRAD_OP if keeps else strategies.FULL_SHARD
+            frees = self._sync_gradients
+            if handle is not None and handle._sharding_strategy is not _Strategy.NO_SHARD:
+                handle._sharding_strategy = _Strategy.FULL_SHARD if frees else _Strategy.SHARD_GRAD_OP
             return super().forward(*args, **kwargs)
 
 
@@ -109,9 +106,8 @@ class FreesInNoSync(FullyShardedDataParallelEngine):
     class Wrapper(FullyShardedDataParallel):
         def forward(self, *args: Any, **kwargs: Any) -> Any:
             for handle in _handles(self):
-                strategy = handle._sharding_strategy
-                if not self._sync_gradients and strategy is HandleShardingStrategy.SHARD_GRAD_OP:
-                    handle._sharding_strategy = HandleShardingStrategy.FULL_SHARD
+                if not self._sync_gradients and handle._sharding_strategy is _Strategy.SHARD_GRAD_OP:
+                    handle._sharding_strategy = _Strategy.FULL_SHARD
             return super().forward(*args, **kwargs)
 
 
@@ -119,6 +115,15 @@ def _silence(root: FullyShardedDataParallel, *, is_silent: bool) -> None:
     units: list[Any] = [*FullyShardedDataParallel.fsdp_modules(root)]
     for unit in units:
         unit._sync_gradients = not is_silent
+
+
+@contextmanager
+def _silenced(root: FullyShardedDataParallel) -> Iterator[None]:
+    _silence(root, is_silent=True)
+    try:
+        yield
+    finally:
+        _silence(root, is_silent=False)
 
 
 @mutant(after="speechbrain/speechbrain#2010", kills_on=CALLS, trace=Trace.COMMUNICATION)
@@ -129,13 +134,8 @@ class EndsAllNoSyncsAtOnce(FullyShardedDataParallelEngine):
     """
 
     class Wrapper(FullyShardedDataParallel):
-        @contextmanager
-        def no_sync(self) -> Iterator[None]:
-            _silence(self, is_silent=True)
-            try:
-                yield
-            finally:
-                _silence(self, is_silent=False)
+        def no_sync(self) -> Any:
+            return _silenced(self)
 
 
 @mutant(after="pytorch/torchtitan#3724", kills_on=CALLS, trace=Trace.COMMUNICATION)
@@ -153,21 +153,6 @@ class StaysSilentAfterAnException(FullyShardedDataParallelEngine):
             _silence(self, is_silent=False)
 
 
-class _SilencesUnitsAlone(FullyShardedDataParallel):
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        for unit in FullyShardedDataParallel.fsdp_modules(self):
-            unit.__class__ = _SilencesUnitsAlone  # torch makes units of its own class
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        _silence(self, is_silent=True)
-        try:
-            yield
-        finally:
-            _silence(self, is_silent=False)
-
-
 @mutant(after="speechbrain/speechbrain#2010", kills_on=CALLS, trace=Trace.SILENCE)
 class SilencesUnitsAlone(FullyShardedDataParallelEngine):
     """A unit inside the root can be told not to synchronise, and the rest goes on.
@@ -175,7 +160,14 @@ class SilencesUnitsAlone(FullyShardedDataParallelEngine):
     Reported: some of the modules accumulated, others synchronised.
     """
 
-    names = names_with(_SilencesUnitsAlone)
+    class Wrapper(FullyShardedDataParallel):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            for unit in FullyShardedDataParallel.fsdp_modules(self):
+                unit.__class__ = type(self)  # torch makes units of its own class
+
+        def no_sync(self) -> Any:
+            return _silenced(self)
 
 
 @mutant(after="pytorch/pytorch#180665", kills_on=WRAPS)
@@ -265,13 +257,6 @@ class KeepsOverflowLocal(FullyShardedDataParallelEngine):
     names = replace(NAMES, ShardedGradScaler=_Local)
 
 
-class _PreparedDivided(PreparedFsdp1):
-    divisor = 1
-
-    def backward(self, loss: torch.Tensor) -> None:
-        super().backward(loss / self.divisor)
-
-
 @mutant(after="NVIDIA/Megatron-LM#3023", kills_on=WRAPS)
 class DividesWrappedGradientsTwice(FullyShardedDataParallelEngine):
     """Wrapped gradients are divided by the number of ranks twice.
@@ -280,14 +265,7 @@ class DividesWrappedGradientsTwice(FullyShardedDataParallelEngine):
     """
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        prepared = _PreparedDivided(super().prepare(model, plan, mesh).module, model, self.names)
-        prepared.divisor = mesh.size()
-        return prepared
-
-
-class _PreparedEager(PreparedFsdp1):
-    def accumulating(self) -> AbstractContextManager[None]:
-        return nullcontext()
+        return dividing_losses(super().prepare(model, plan, mesh), mesh.size())
 
 
 @mutant(after="Haian-Jin/LVSM#22", kills_on=WRAPS, trace=Trace.COMMUNICATION)
@@ -298,4 +276,4 @@ class ReducesDespiteNoSync(FullyShardedDataParallelEngine):
     """
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        return _PreparedEager(super().prepare(model, plan, mesh).module, model, self.names)
+        return holding_nothing_back(super().prepare(model, plan, mesh))

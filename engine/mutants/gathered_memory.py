@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,25 +12,28 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from engine.adapters.composable import ComposableUnit, PreparedComposable
+from engine.adapters.composable import ComposableUnit
 from engine.adapters.reference import PreparedReference, ReferenceEngine
 from engine.adapters.torch_fsdp2 import FullyShardEngine, PreparedFullyShard
 from engine.contract import Capability, Grouping, Layout, Plan, Prefetch, PreparedModel, Reshard, Shard
-from engine.mutants.fsdp2_insides import groups
+from engine.mutants.fsdp2_insides import before_method
 from engine.mutants.mutant import Condition, Trace, mutant
-from engine.mutants.patches import KeepingFsdp2, before, taking
+from engine.mutants.patches import KeepingFsdp2
 from engine.mutants.plans import ON_BLOCKS
 
 _WATCHED = frozenset({Capability.UNIT_STATE})
 
 
-def _plan(reshard: Reshard, demands: frozenset[Capability] = _WATCHED) -> Plan:
-    return Plan(layout=Layout.SHARD, grouping=Grouping.REQUIRED, reshard=reshard, demands=demands)
+_KEPT = Plan(layout=Layout.SHARD, grouping=Grouping.REQUIRED, reshard=Reshard.KEEP, demands=_WATCHED)
+_FREED = replace(_KEPT, reshard=Reshard.AFTER_FORWARD)
+_NATIVE = replace(_KEPT, reshard=Reshard.NATIVE)
 
 
-@mutant(
-    after="pytorch/pytorch#154655", kills_on=Condition(plan=_plan(Reshard.AFTER_FORWARD)), trace=Trace.STATE
-)
+def _instead(plan: Plan, asked: Reshard, done: Reshard) -> Plan:
+    return replace(plan, reshard=done) if plan.reshard is asked else plan
+
+
+@mutant(after="pytorch/pytorch#154655", kills_on=Condition(plan=_FREED), trace=Trace.STATE)
 class KeepsRootsWhateverAsked(FullyShardEngine):
     """Roots stay gathered after forward although the plan says to free them.
 
@@ -45,7 +49,7 @@ class KeepsRootsWhateverAsked(FullyShardEngine):
         return prepared
 
 
-@mutant(after="pytorch/PiPPy#1105", kills_on=Condition(plan=_plan(Reshard.KEEP)), trace=Trace.STATE)
+@mutant(after="pytorch/PiPPy#1105", kills_on=Condition(plan=_KEPT), trace=Trace.STATE)
 class FreesWhatItWasAskedToKeep(FullyShardEngine):
     """Units are freed after forward although the plan says to keep them.
 
@@ -53,13 +57,10 @@ class FreesWhatItWasAskedToKeep(FullyShardEngine):
     """
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        is_kept = plan.reshard is Reshard.KEEP
-        return super().prepare(model, replace(plan, reshard=Reshard.AFTER_FORWARD) if is_kept else plan, mesh)
+        return super().prepare(model, _instead(plan, Reshard.KEEP, Reshard.AFTER_FORWARD), mesh)
 
 
-@mutant(
-    after="pytorch/pytorch#149029", kills_on=Condition(plan=_plan(Reshard.AFTER_FORWARD)), trace=Trace.STATE
-)
+@mutant(after="pytorch/pytorch#149029", kills_on=Condition(plan=_FREED), trace=Trace.STATE)
 class KeepsWhatItWasAskedToFree(FullyShardEngine):
     """Units are kept after forward although the plan says to free them.
 
@@ -67,11 +68,14 @@ class KeepsWhatItWasAskedToFree(FullyShardEngine):
     """
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        is_freed = plan.reshard is Reshard.AFTER_FORWARD
-        return super().prepare(model, replace(plan, reshard=Reshard.KEEP) if is_freed else plan, mesh)
+        return super().prepare(model, _instead(plan, Reshard.AFTER_FORWARD, Reshard.KEEP), mesh)
 
 
-@mutant(after="ByteDance-Seed/VeOmni#806", kills_on=Condition(plan=_plan(Reshard.NATIVE)), trace=Trace.STATE)
+@mutant(
+    after="ByteDance-Seed/VeOmni#806",
+    kills_on=Condition(plan=_NATIVE),
+    trace=Trace.STATE,
+)
 class FreesTheRootByDefault(FullyShardEngine):
     """The root is freed after forward where nobody said so.
 
@@ -79,15 +83,15 @@ class FreesTheRootByDefault(FullyShardEngine):
     """
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        is_native = plan.reshard is Reshard.NATIVE
-        plan_of_all = replace(plan, reshard=Reshard.AFTER_FORWARD) if is_native else plan
-        return super().prepare(model, plan_of_all, mesh)
+        return super().prepare(model, _instead(plan, Reshard.NATIVE, Reshard.AFTER_FORWARD), mesh)
 
 
 @mutant(
     after="Tencent-Hunyuan/UniRL#410",
     kills_on=Condition(
-        world_size=4, plan=_plan(Reshard.TO_PAIRS), because="two ranks are a pair, and all there are"
+        world_size=4,
+        plan=replace(_KEPT, reshard=Reshard.TO_PAIRS),
+        because="two ranks are a pair, and all there are",
     ),
     trace=Trace.COMMUNICATION,
 )
@@ -98,13 +102,12 @@ class FreesWholeWhereAPartWasAsked(FullyShardEngine):
     """
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        is_part = plan.reshard is Reshard.TO_PAIRS
-        return super().prepare(model, replace(plan, reshard=Reshard.AFTER_FORWARD) if is_part else plan, mesh)
+        return super().prepare(model, _instead(plan, Reshard.TO_PAIRS, Reshard.AFTER_FORWARD), mesh)
 
 
 @mutant(
     after="pytorch/pytorch#75892",
-    kills_on=Condition(steps=2, plan=_plan(Reshard.AFTER_FORWARD)),
+    kills_on=Condition(steps=2, plan=_FREED),
     trace=Trace.STATE,
 )
 class FreesInTheFirstStepAlone(ReferenceEngine):
@@ -142,9 +145,7 @@ class _PreparedLeaky(PreparedReference):
             unit.reshard()
 
 
-@mutant(
-    after="hpcaitech/ColossalAI#741", kills_on=Condition(plan=_plan(Reshard.AFTER_FORWARD)), trace=Trace.STATE
-)
+@mutant(after="hpcaitech/ColossalAI#741", kills_on=Condition(plan=_FREED), trace=Trace.STATE)
 class LeaksAfterBackward(ReferenceEngine):
     """Units stay gathered after backward until gradients are read.
 
@@ -157,7 +158,7 @@ class LeaksAfterBackward(ReferenceEngine):
 @mutant(
     after="pytorch/pytorch#83129",
     kills_on=Condition(
-        plan=_plan(Reshard.KEEP, _WATCHED | {Capability.UNUSED}),
+        plan=replace(_KEPT, demands=_WATCHED | {Capability.UNUSED}),
         because="where every unit gets gradients, every unit is freed",
     ),
     trace=Trace.STATE,
@@ -176,14 +177,9 @@ class FreesOnlyWhatGotGradients(ReferenceEngine):
                     unit.reshard()
 
 
-class _UnheldUnit(ComposableUnit):
-    def set_reshard_after_backward(self, *, is_on: bool) -> None:
-        """Change nothing."""
-
-
 @mutant(
     after="Haian-Jin/LVSM#22",
-    kills_on=Condition(plan=_plan(Reshard.KEEP, _WATCHED | {Capability.KEEP_AFTER_BACKWARD})),
+    kills_on=Condition(plan=replace(_KEPT, demands=_WATCHED | {Capability.KEEP_AFTER_BACKWARD})),
     trace=Trace.STATE,
 )
 class FreesHeldUnitsAfterBackward(ReferenceEngine):
@@ -192,13 +188,14 @@ class FreesHeldUnitsAfterBackward(ReferenceEngine):
     Reported: a switch thrown before each microbatch had no effect on what followed.
     """
 
-    class Prepared(PreparedReference):
-        unit_type = _UnheldUnit
+    class Unit(ComposableUnit):
+        def set_reshard_after_backward(self, *, is_on: bool) -> None:
+            """Change nothing."""
 
 
 @mutant(
     after="Lightning-AI/lightning-thunder#908",
-    kills_on=Condition(plan=_plan(Reshard.KEEP)),
+    kills_on=Condition(plan=_KEPT),
     trace=Trace.STATE,
 )
 class ShowsPaddedRows(ReferenceEngine):
@@ -209,34 +206,14 @@ class ShowsPaddedRows(ReferenceEngine):
 
     class Prepared(PreparedReference):
         def shown_parameters(self) -> Mapping[str, Shard]:
-            """Read whole parameters with the rows that were added so that all ranks have equally many."""
             shown = dict(super().shown_parameters())
             for name, parameter in self.named.named_parameters():
                 if not isinstance(parameter, DTensor) and self.plan.layout is Layout.SHARD:
                     rows = shown[name].tensor
-                    missing = -len(rows) % self._num_shards
+                    missing = -len(rows) % torch.distributed.get_world_size()
                     padded = torch.cat((rows, rows.new_zeros(missing, *rows.shape[1:])))
                     shown[name] = replace(shown[name], tensor=padded, global_shape=tuple(padded.shape))
             return shown
-
-        @property
-        def _num_shards(self) -> int:
-            return torch.distributed.get_world_size()
-
-
-# Any, throughout: FSDP2's insides have no public types.
-
-
-class _FreesLate(PreparedComposable):
-    """Keeps what backward gathers until all of it has run; to be mixed in."""
-
-    def backward(self, loss: torch.Tensor) -> None:
-        units = self.units().values()
-        for unit in units:
-            unit.set_reshard_after_backward(is_on=False)
-        super().backward(loss)
-        for unit in units:
-            unit.reshard()
 
 
 @mutant(after="pytorch/pytorch#95805", kills_on=ON_BLOCKS, trace=Trace.STATE)
@@ -246,8 +223,14 @@ class KeepsUnitsUntilBackwardEnds(FullyShardEngine):
     Reported: what backward had gathered was not freed, and memory grew layer by layer.
     """
 
-    class Prepared(_FreesLate, PreparedFullyShard):
-        pass
+    class Prepared(PreparedFullyShard):
+        def backward(self, loss: torch.Tensor) -> None:
+            units = self.units().values()
+            for unit in units:
+                unit.set_reshard_after_backward(is_on=False)
+            super().backward(loss)
+            for unit in units:
+                unit.reshard()
 
 
 @mutant(after="pytorch/pytorch#149029", kills_on=ON_BLOCKS, trace=Trace.STATE)
@@ -261,22 +244,8 @@ class KeepsGatherOutputs(FullyShardEngine):
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         prepared = super().prepare(model, plan, mesh)
-        return taking(prepared, groups, before, "wait_for_unshard", _keep_output)
-
-
-class _Remembering(PreparedComposable):
-    """Keeps a copy of the first unit's whole parameters until that unit runs again; to be mixed in."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._copies: list[torch.Tensor] = []
-        # First of the hooks: afterwards there are shards again.
-        self.part(self.plan.units[0]).register_forward_hook(self._remember, prepend=True)
-
-    def _remember(self, module: nn.Module, *_: Any) -> None:
-        with torch.no_grad():
-            whole = (p for p in module.parameters() if not isinstance(p, DTensor))
-            self._copies = [parameter.detach().clone() for parameter in whole]
+        assert isinstance(prepared, KeepingFsdp2)
+        return before_method(prepared, "wait_for_unshard", partial(_keep_output, prepared.kept))
 
 
 @mutant(after="pytorch/pytorch#75892", kills_on=ON_BLOCKS, trace=Trace.STATE)
@@ -286,8 +255,19 @@ class RemembersAUnit(FullyShardEngine):
     Reported: what one iteration had left gathered changed what the next one gathered.
     """
 
-    class Prepared(_Remembering, PreparedFullyShard):
-        pass
+    class Prepared(PreparedFullyShard):
+        """Keeps a copy of the first unit's whole parameters until that unit runs again."""
+
+        def __init__(self, module: nn.Module, plan: Plan) -> None:
+            super().__init__(module, plan)
+            self._copies: list[torch.Tensor] = []
+            # First of the hooks: afterwards there are shards again.
+            self.part(self.plan.units[0]).register_forward_hook(self._remember, prepend=True)
+
+        def _remember(self, module: nn.Module, *_: Any) -> None:
+            with torch.no_grad():
+                whole = (p for p in module.parameters() if not isinstance(p, DTensor))
+                self._copies = [parameter.detach().clone() for parameter in whole]
 
 
 @mutant(after="deepspeedai/DeepSpeed#1069", kills_on=ON_BLOCKS, trace=Trace.STATE)
@@ -298,14 +278,11 @@ class PrefetchesEverything(FullyShardEngine):
     """
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        return super().prepare(model, _unbounded(plan), mesh)
+        units, distance = plan.units, len(plan.units)
+        lists = Prefetch.by_distance(units, forward=distance, backward=distance)
+        return super().prepare(model, replace(plan, prefetch=lists), mesh)
 
 
-def _unbounded(plan: Plan) -> Plan:
-    distance = len(plan.units)
-    return replace(plan, prefetch=Prefetch.by_distance(plan.units, forward=distance, backward=distance))
-
-
-def _keep_output(group: Any, kept: list[Any]) -> None:
+def _keep_output(kept: list[Any], group: Any) -> None:
     if group._all_gather_result is not None:
         kept.append(group._all_gather_result.all_gather_output)

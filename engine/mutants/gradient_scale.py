@@ -10,9 +10,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
 from engine.adapters.torch_ddp import DistributedDataParallelEngine, PreparedDdp
-from engine.adapters.torch_fsdp2 import FullyShardEngine, PreparedFullyShard
+from engine.adapters.torch_fsdp2 import FullyShardEngine
 from engine.contract import Capability, Plan, PreparedModel
 from engine.mutants.mutant import Condition, mutant
+from engine.mutants.patches import dividing_losses
 
 
 @mutant(after="NVIDIA/Megatron-LM#3023")
@@ -30,17 +31,6 @@ class SumsInsteadOfAveraging(FullyShardEngine):
                 module.set_force_sum_reduction_for_comms(True)
                 module.set_gradient_divide_factor(1.0)
         return prepared
-
-
-class PreparedTimid(PreparedFullyShard):
-    """Divides the loss although the reduction divides the gradients."""
-
-    def __init__(self, module: nn.Module, plan: Plan, *, divisor: float) -> None:
-        super().__init__(module, plan)
-        self._divisor = divisor
-
-    def backward(self, loss: torch.Tensor) -> None:
-        super().backward(loss / self._divisor)
 
 
 @mutant(after="pytorch/torchtitan#1551", kills_on=Condition(plan=Plan(divide_factor=1)))
@@ -63,8 +53,7 @@ class DividesByTheFactorTwice(FullyShardEngine):
     """
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        module = super().prepare(model, plan, mesh).module
-        return PreparedTimid(module, plan, divisor=plan.divide_factor or 1)
+        return dividing_losses(super().prepare(model, plan, mesh), plan.divide_factor or 1)
 
 
 @mutant(

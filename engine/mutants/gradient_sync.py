@@ -17,8 +17,9 @@ from engine.adapters.torch_ddp import DistributedDataParallelEngine, PreparedDdp
 from engine.adapters.torch_fsdp2 import FullyShardEngine, PreparedFullyShard
 from engine.contract import Accumulation, Layout, Plan, PreparedModel
 from engine.mutants.mutant import Condition, Trace, mutant
+from engine.mutants.patches import Forgetful, after, holding_nothing_back, is_last_rank
 
-_LAST_MICROBATCH = Plan(accumulation=Accumulation.LAST_MICROBATCH)
+_LAST = Plan(accumulation=Accumulation.LAST_MICROBATCH)
 
 
 @mutant(after="pytorch/pytorch#109774")
@@ -35,17 +36,9 @@ class NeverSynchronises(DistributedDataParallelEngine):
         return prepared
 
 
-class PreparedWithoutAccumulation(PreparedFullyShard):
-    """Offers a way to accumulate that does nothing."""
-
-    @contextmanager
-    def accumulating(self) -> Iterator[None]:
-        yield
-
-
 @mutant(
     after="NVIDIA/cosmos-framework#161",
-    kills_on=Condition(steps=2, microbatches=2, plan=_LAST_MICROBATCH),
+    kills_on=Condition(steps=2, microbatches=2, plan=_LAST),
     trace=Trace.COMMUNICATION,
 )
 class SynchronisesEveryMicrobatch(FullyShardEngine):
@@ -54,7 +47,8 @@ class SynchronisesEveryMicrobatch(FullyShardEngine):
     Reported: the gate that holds synchronisation back knew DDP and nothing else.
     """
 
-    prepared_type = PreparedWithoutAccumulation
+    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
+        return holding_nothing_back(super().prepare(model, plan, mesh))
 
 
 @mutant(after="deepspeedai/DeepSpeed#1801")
@@ -67,21 +61,9 @@ class DriftsByOneBit(DistributedDataParallelEngine):
     class Prepared(PreparedDdp):
         def step(self) -> None:
             super().step()
-            if torch.distributed.get_rank() == torch.distributed.get_world_size() - 1 > 0:
+            if is_last_rank() and dist.get_rank() > 0:
                 first = next(self.named.parameters()).detach().view(-1)
                 first[0] = torch.nextafter(first[0], torch.tensor(torch.inf))
-
-
-_LAST = Plan(accumulation=Accumulation.LAST_MICROBATCH)
-
-
-class Forgetful(PreparedModel):
-    """Clears all gradients before each backward; to be mixed into an honest engine's prepared model."""
-
-    def backward(self, loss: torch.Tensor) -> None:
-        for parameter in self.named.parameters():
-            parameter.grad = None
-        super().backward(loss)
 
 
 @mutant(after="NVIDIA/Megatron-LM#7186", kills_on=Condition(world_size=1, microbatches=2))
@@ -177,17 +159,6 @@ class GathersOnceMoreInBackward(FullyShardEngine):
             unit.reshard()
 
 
-class _PreparedTalkative(PreparedFullyShard):
-    def __init__(self, module: nn.Module, plan: Plan, group: dist.ProcessGroup) -> None:
-        super().__init__(module, plan)
-        self._group = group
-
-    def backward(self, loss: torch.Tensor) -> None:
-        super().backward(loss)
-        if self._group.size() == 1:
-            dist.all_reduce(loss.detach().clone(), group=self._group)
-
-
 @mutant(
     after="NVIDIA/Megatron-LM#6660",
     kills_on=Condition(world_size=1, plan=Plan(layout=Layout.SHARD)),
@@ -200,6 +171,8 @@ class CommunicatesAlone(FullyShardEngine):
     """
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        return _PreparedTalkative(
-            super().prepare(model, plan, mesh).module, plan, mesh.get_group(mesh.ndim - 1)
-        )
+        prepared, group = super().prepare(model, plan, mesh), mesh.get_group(mesh.ndim - 1)
+        if group.size() == 1:
+            number = torch.zeros((), device=mesh.device_type)
+            after(prepared, "backward", lambda _: dist.all_reduce(number, group=group))
+        return prepared

@@ -14,12 +14,9 @@ from engine.adapters.torch_ddp import DistributedDataParallelEngine, PreparedDdp
 from engine.adapters.torch_fsdp2 import FullyShardEngine, PreparedFullyShard
 from engine.contract import Plan, PreparedModel
 from engine.mutants.mutant import Condition, Trace, mutant
+from engine.mutants.patches import is_last_rank
 
 _SECOND = Condition(steps=2, because="the first step is honest")
-
-
-def _is_last() -> bool:
-    return dist.get_rank() == dist.get_world_size() - 1
 
 
 def _group_of_all() -> dist.ProcessGroup:
@@ -43,7 +40,6 @@ class _PreparedCounting(PreparedDdp):
         self.steps += 1
 
     def agree(self) -> None:
-        """Count."""
         self.count(self.first)
 
     def count(self, group: dist.ProcessGroup) -> None:
@@ -60,7 +56,7 @@ class SkipsACountOnTheLastRank(DistributedDataParallelEngine):
 
     class Prepared(_PreparedCounting):
         def agree(self) -> None:
-            if not (_is_last() and self.steps == 1):
+            if not (is_last_rank() and self.steps == 1):
                 super().agree()
 
 
@@ -74,7 +70,7 @@ class TakesTwoGroupsInTurn(DistributedDataParallelEngine):
     class Prepared(_PreparedCounting):
         def agree(self) -> None:
             groups = (self.first, self.second)
-            for group in groups[::-1] if _is_last() else groups:
+            for group in groups[::-1] if is_last_rank() else groups:
                 self.count(group)
 
 
@@ -87,7 +83,7 @@ class ReducesInTheWrongGroup(DistributedDataParallelEngine):
 
     class Prepared(_PreparedCounting):
         def agree(self) -> None:
-            self.count(self.second if _is_last() else self.first)
+            self.count(self.second if is_last_rank() else self.first)
 
 
 def _search() -> None:
@@ -110,7 +106,7 @@ class NeverComesToAnEnd(FullyShardEngine):
             self._steps = 0
 
         def __call__(self, *inputs: torch.Tensor) -> object:
-            if _is_last() and self._steps == 1:
+            if is_last_rank() and self._steps == 1:
                 _search()
             return super().__call__(*inputs)
 
@@ -132,7 +128,7 @@ class LocksItselfOut(DistributedDataParallelEngine):
         def agree(self) -> None:
             lock = threading.Lock()
             thread = threading.Thread(target=self._count_under, args=(lock,), name="counting", daemon=True)
-            if _is_last() and self.steps == 1:
+            if is_last_rank() and self.steps == 1:
                 with lock:
                     thread.start()
                     thread.join()
@@ -153,7 +149,7 @@ class SendsToNobody(DistributedDataParallelEngine):
 
     class Prepared(_PreparedCounting):
         def agree(self) -> None:
-            if self.steps == 1 and dist.get_rank() == 0 and not _is_last():
+            if self.steps == 1 and dist.get_rank() == 0 and not is_last_rank():
                 dist.send(torch.ones(1), dist.get_world_size() - 1)
 
 
@@ -167,7 +163,7 @@ class CountsFewerParametersOnTheLastRank(DistributedDataParallelEngine):
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         plan.refuse_beyond(self.capabilities)
         group = _group_of_all()
-        ignored = 1 if _is_last() else 0
+        ignored = 1 if is_last_rank() else 0
         for _ in list(model.parameters())[ignored:]:
             dist.all_reduce(torch.ones(1), group=group)
         return super().prepare(model, plan, mesh)
@@ -187,7 +183,7 @@ class SkipsABackwardOnTheLastRank(DistributedDataParallelEngine):
 
         def __call__(self, *inputs: torch.Tensor) -> object:
             assert isinstance(self.module, DistributedDataParallel)
-            self.module.require_backward_grad_sync = not (_is_last() and self._steps == 1)
+            self.module.require_backward_grad_sync = not (is_last_rank() and self._steps == 1)
             return super().__call__(*inputs)
 
         def step(self) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 from torch import nn
@@ -10,9 +9,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from engine.adapters.torch_fsdp2 import FullyShardEngine, PreparedFullyShard
 from engine.contract import Accumulation, Layout, Plan, PreparedModel, Replicas
-from engine.mutants.gradient_scale import PreparedTimid
-from engine.mutants.gradient_sync import Forgetful, PreparedWithoutAccumulation
 from engine.mutants.mutant import Condition, Trace, mutant
+from engine.mutants.patches import Forgetful, dividing_losses, holding_nothing_back
 from engine.mutants.plans import HYBRID
 
 _SINGLES = Plan(layout=Layout.HYBRID, replicas=Replicas.SINGLES)
@@ -79,8 +77,7 @@ class DividesOneReplicaTwice(FullyShardEngine):
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         is_one = _is_hybrid(plan) and mesh["replicate"].size() == 1
-        module = super().prepare(model, plan, mesh).module
-        return PreparedTimid(module, plan, divisor=mesh.size() if is_one else 1)
+        return dividing_losses(super().prepare(model, plan, mesh), mesh.size() if is_one else 1)
 
 
 @mutant(
@@ -126,7 +123,8 @@ class ReducesReplicasEveryMicrobatch(FullyShardEngine):
     """
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        return _under_hybrid(plan, super().prepare(model, plan, mesh), PreparedWithoutAccumulation)
+        prepared = super().prepare(model, plan, mesh)
+        return holding_nothing_back(prepared) if _is_hybrid(plan) else prepared
 
 
 class _PreparedForgetfulReplicas(Forgetful, PreparedFullyShard):
@@ -141,14 +139,9 @@ class LosesMicrobatchesOfReplicas(FullyShardEngine):
     """
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        return _under_hybrid(plan, super().prepare(model, plan, mesh), _PreparedForgetfulReplicas)
+        prepared = super().prepare(model, plan, mesh)
+        return _PreparedForgetfulReplicas(prepared.module, plan) if _is_hybrid(plan) else prepared
 
 
 def _is_hybrid(plan: Plan) -> bool:
     return plan.layout is Layout.HYBRID
-
-
-def _under_hybrid(
-    plan: Plan, honest: PreparedModel, sinner: Callable[[nn.Module, Plan], PreparedModel]
-) -> PreparedModel:
-    return sinner(honest.module, plan) if _is_hybrid(plan) else honest

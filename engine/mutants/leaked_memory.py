@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -14,15 +14,17 @@ from engine.adapters.composable import PreparedComposable
 from engine.adapters.reference import PreparedReference, ReferenceEngine
 from engine.adapters.torch_fsdp2 import FullyShardEngine, PreparedFullyShard
 from engine.contract import Layout, Plan, PreparedModel
-from engine.mutants.fsdp2_insides import groups, reduce_inputs
+from engine.mutants.fsdp2_insides import after_method, before_method, reduce_inputs
 from engine.mutants.mutant import Condition, Trace, mutant
-from engine.mutants.patches import KeepingFsdp2, KeepingReference, after, before, taking
+from engine.mutants.patches import KeepingFsdp2, KeepingReference, in_place_of, is_last_rank
 from engine.mutants.plans import ON_BLOCKS, SHARDED, SHARDED_BLOCKS
 
 # Any, throughout: FSDP2's insides have no public types.
 
+_GROWN = Condition(steps=3, plan=SHARDED_BLOCKS, because="the first two steps have none to be compared with")
 
-@mutant(after="hpcaitech/ColossalAI#741", kills_on=Condition(steps=3, plan=SHARDED_BLOCKS), trace=Trace.STATE)
+
+@mutant(after="hpcaitech/ColossalAI#741", kills_on=_GROWN, trace=Trace.STATE)
 class PilesUpReduceInputs(FullyShardEngine):
     """The input of every reduction is kept for ever.
 
@@ -34,10 +36,11 @@ class PilesUpReduceInputs(FullyShardEngine):
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         prepared = super().prepare(model, plan, mesh)
-        return taking(prepared, groups, after, "post_backward", _keep_reduce_input)
+        assert isinstance(prepared, KeepingFsdp2)
+        return after_method(prepared, "post_backward", partial(_keep_reduce_input, prepared.kept))
 
 
-@mutant(after="hpcaitech/ColossalAI#741", kills_on=Condition(steps=3, plan=SHARDED_BLOCKS), trace=Trace.STATE)
+@mutant(after="hpcaitech/ColossalAI#741", kills_on=_GROWN, trace=Trace.STATE)
 class PilesUpGradients(ReferenceEngine):
     """Reduced gradients of every step are kept for ever.
 
@@ -63,7 +66,8 @@ class KeepsWholeGradients(FullyShardEngine):
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         prepared = super().prepare(model, plan, mesh)
-        return taking(prepared, groups, before, "post_backward", _keep_gradients)
+        assert isinstance(prepared, KeepingFsdp2)
+        return before_method(prepared, "post_backward", partial(_keep_gradients, prepared.kept))
 
 
 class _Grasping(PreparedComposable):
@@ -119,18 +123,15 @@ class MovesWhatItWasToLeave(ReferenceEngine):
                 tensor.data = tensor.data.clone()
 
 
-def _keep_reduce_input(group: Any, kept: list[Any]) -> None:
+def _keep_reduce_input(kept: list[Any], group: Any) -> None:
     inputs = reduce_inputs(group.comm_ctx)
     if inputs:
         kept.append(inputs[-1].reduce_scatter_input)
 
 
-def _keep_gradients(group: Any, kept: list[Any]) -> None:
+def _keep_gradients(kept: list[Any], group: Any) -> None:
     found = (p.unsharded_param for p in group.fsdp_params if hasattr(p, "_unsharded_param"))
     kept += [parameter.grad for parameter in found if parameter.grad is not None]
-
-
-_MOMENTUM = 0.9
 
 
 @mutant(after="verl-project/verl#5125", kills_on=SHARDED, trace=Trace.STATE)
@@ -143,7 +144,7 @@ class KeepsTheModelOnTheLastRank(ReferenceEngine):
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         wholes = [parameter.detach().clone() for parameter in model.parameters()]
         prepared = super().prepare(model, plan, mesh)
-        if dist.get_rank() == dist.get_world_size() - 1:
+        if is_last_rank():
             prepared.module.register_forward_pre_hook(lambda *_: _look(wholes))
         return prepared
 
@@ -172,7 +173,7 @@ class _PreparedAverage(PreparedReference):
         for name, parameter in module.named_parameters(recurse=False):
             if not isinstance(parameter, DTensor):
                 average = self._averages.setdefault((module, name), parameter.detach().clone())
-                average.lerp_(parameter, 1 - _MOMENTUM)
+                average.lerp_(parameter, 0.1)
 
 
 @mutant(after="TencentARC/RollingForcing#15", kills_on=SHARDED, trace=Trace.STATE)
@@ -241,11 +242,4 @@ def _cut_from_a_whole(sharded: DTensor) -> DTensor:
     whole = local.new_zeros(sharded.numel())
     view = whole[: local.numel()].view(local.shape)
     view.copy_(local)
-    return DTensor.from_local(
-        view,
-        sharded.device_mesh,
-        sharded.placements,
-        run_check=False,
-        shape=sharded.shape,
-        stride=sharded.stride(),
-    )
+    return in_place_of(sharded, view)

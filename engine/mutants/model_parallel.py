@@ -22,6 +22,7 @@ from engine.adapters.torch_ddp import DistributedDataParallelEngine, PreparedDdp
 from engine.adapters.torch_fsdp2 import FullyShardEngine, PreparedFullyShard
 from engine.contract import Accumulation, Capability, Layout, Plan, PreparedModel, shard_of
 from engine.mutants.mutant import Condition, Trace, mutant
+from engine.mutants.patches import in_place_of
 
 _EXPERTS = Plan(layout=Layout.SHARD, expert_parallel=2, experts=("blocks.0.experts.inward",))
 _CUT = Plan(layout=Layout.SHARD, tensor_parallel=2)
@@ -259,9 +260,7 @@ def _norm_alone(self: nn.LayerNorm, rows: DTensor) -> torch.Tensor:
         p.to_local(grad_placements=whole) for p in (self.weight, self.bias) if isinstance(p, DTensor)
     )
     local = functional.layer_norm(rows.to_local(), self.normalized_shape, weight, bias, self.eps)
-    return DTensor.from_local(
-        local, rows.device_mesh, rows.placements, run_check=False, shape=rows.shape, stride=rows.stride()
-    )
+    return in_place_of(rows, local)
 
 
 @contextmanager

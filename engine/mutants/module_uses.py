@@ -9,15 +9,16 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from engine.adapters.composable import members
 from engine.adapters.reference import PreparedReference, ReferenceEngine
-from engine.adapters.torch_fsdp2 import FullyShardEngine, PreparedFullyShard
+from engine.adapters.torch_fsdp2 import FullyShardEngine
 from engine.contract import Accumulation, Capability, Grouping, Plan, PreparedModel, Shard, UnitHandle
 from engine.mutants.mutant import Condition, Trace, mutant
+from engine.mutants.patches import never_updating
 
 _GROUPS = Plan(grouping=Grouping.REQUIRED, units=("first,second",))
+_TOLD = replace(_GROUPS, accumulation=Accumulation.LAST_MICROBATCH, demands=frozenset({Capability.UNIT_SYNC}))
 _METHODS = Plan(forward_methods=(("encoder", "encode"),), units=("encoder",))
 
 
@@ -70,28 +71,9 @@ class NeverReducesGroupsRunInPart(ReferenceEngine):
             self._has_run.clear()
 
 
-class _DeafUnit(UnitHandle):
-    """Hears no flag."""
-
-    def set_gradient_sync(self, *, is_on: bool) -> None:
-        pass
-
-    def set_last_backward(self, *, is_last: bool) -> None:
-        pass
-
-
 @mutant(
     after="pytorch/torchtitan#3724",
-    kills_on=Condition(
-        steps=2,
-        microbatches=2,
-        plan=Plan(
-            grouping=Grouping.REQUIRED,
-            units=("first,second",),
-            accumulation=Accumulation.LAST_MICROBATCH,
-            demands=frozenset({Capability.UNIT_SYNC}),
-        ),
-    ),
+    kills_on=Condition(steps=2, microbatches=2, plan=_TOLD),
     trace=Trace.COMMUNICATION,
 )
 class IgnoresTheFlagsOfGroups(ReferenceEngine):
@@ -102,15 +84,22 @@ class IgnoresTheFlagsOfGroups(ReferenceEngine):
 
     class Prepared(PreparedReference):
         def units(self) -> Mapping[str, UnitHandle]:
-            return {name: _DeafUnit() if "," in name else unit for name, unit in super().units().items()}
+            return {name: _FlaglessUnit() if "," in name else unit for name, unit in super().units().items()}
+
+
+class _FlaglessUnit(UnitHandle):
+    """Hears no flag."""
+
+    def set_gradient_sync(self, *, is_on: bool) -> None:
+        pass
+
+    def set_last_backward(self, *, is_last: bool) -> None:
+        pass
 
 
 @mutant(
     after="pytorch/pytorch#183702",
-    kills_on=Condition(
-        world_size=1,
-        plan=Plan(grouping=Grouping.REQUIRED, units=("first,second",), compute_dtype=torch.bfloat16),
-    ),
+    kills_on=Condition(world_size=1, plan=replace(_GROUPS, compute_dtype=torch.bfloat16)),
     trace=Trace.CRASH,
 )
 class CastsTheFirstInputsAlone(ReferenceEngine):
@@ -187,14 +176,6 @@ class _FirstUses:
         module.register_forward_hook(leave)
 
 
-class _PreparedWithFirstUses(PreparedReference):
-    first_uses: _FirstUses
-
-    def __call__(self, *inputs: torch.Tensor) -> Any:  # Any: a model returns what it likes
-        self.first_uses.begin()
-        return super().__call__(*inputs)
-
-
 @mutant(
     after="NVIDIA/Megatron-LM#7166",
     kills_on=Condition(world_size=1, because="a parameter that is used once loses nothing"),
@@ -205,13 +186,18 @@ class CountsTheFirstUseAlone(ReferenceEngine):
     Reported: the window for a parameter's gradient closed after the first of two contributions.
     """
 
-    prepared_type = _PreparedWithFirstUses
+    class Prepared(PreparedReference):
+        first_uses: _FirstUses
+
+        def __call__(self, *inputs: torch.Tensor) -> Any:  # Any: a model returns what it likes
+            self.first_uses.begin()
+            return super().__call__(*inputs)
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         plan.refuse_beyond(self.capabilities)
         first_uses = _FirstUses(model)
         prepared = super().prepare(model, plan, mesh)
-        assert isinstance(prepared, _PreparedWithFirstUses)
+        assert isinstance(prepared, self.Prepared)
         prepared.first_uses = first_uses
         return prepared
 
@@ -239,22 +225,6 @@ class ForgetsEarlierForwards(ReferenceEngine):
             return output
 
 
-class _PreparedUntied(PreparedReference):
-    """Shows nobody the copies."""
-
-    copies: frozenset[str] = frozenset()
-
-    def local_parameters(self) -> Mapping[str, Shard]:
-        return {n: s for n, s in super().local_parameters().items() if n not in self.copies}
-
-    def local_gradients(self) -> Mapping[str, Shard | None]:
-        return {n: s for n, s in super().local_gradients().items() if n not in self.copies}
-
-    def local_optimizer_state(self) -> Mapping[str, Shard]:
-        state = super().local_optimizer_state()
-        return {n: s for n, s in state.items() if n.rpartition("/")[0] not in self.copies}
-
-
 @mutant(
     after="verl-project/verl#7834",
     kills_on=Condition(world_size=1, because="a parameter with one use stays what it is"),
@@ -265,7 +235,20 @@ class UntiesSharedParameters(ReferenceEngine):
     Reported: tied weights were loaded into two parameters, which then drifted apart.
     """
 
-    prepared_type = _PreparedUntied
+    class Prepared(PreparedReference):
+        """Shows nobody the copies."""
+
+        copies: frozenset[str] = frozenset()
+
+        def local_parameters(self) -> Mapping[str, Shard]:
+            return {n: s for n, s in super().local_parameters().items() if n not in self.copies}
+
+        def local_gradients(self) -> Mapping[str, Shard | None]:
+            return {n: s for n, s in super().local_gradients().items() if n not in self.copies}
+
+        def local_optimizer_state(self) -> Mapping[str, Shard]:
+            state = super().local_optimizer_state()
+            return {n: s for n, s in state.items() if n.rpartition("/")[0] not in self.copies}
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         """Untie, then prepare honestly."""
@@ -275,21 +258,9 @@ class UntiesSharedParameters(ReferenceEngine):
             path, _, last = name.rpartition(".")
             setattr(model.get_submodule(path), last, nn.Parameter(model.get_parameter(name).detach().clone()))
         prepared = super().prepare(model, plan, mesh)
-        assert isinstance(prepared, _PreparedUntied)
+        assert isinstance(prepared, self.Prepared)
         prepared.copies = copies
         return prepared
-
-
-class _PreparedForgetfulOfRows(PreparedFullyShard):
-    lost: tuple[nn.Parameter, ...] = ()
-
-    @torch.no_grad()
-    def step(self) -> None:
-        shards = [p.to_local().detach() for p in self.lost if isinstance(p, DTensor)]
-        kept = [shard.clone() for shard in shards]
-        super().step()
-        for shard, before in zip(shards, kept, strict=True):
-            shard.copy_(before)
 
 
 @mutant(after="pytorch/pytorch#176076")
@@ -300,15 +271,12 @@ class LosesTheLastRowsOfSharedParameters(FullyShardEngine):
     kept their initial values.
     """
 
-    prepared_type = _PreparedForgetfulOfRows
-
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         plan.refuse_beyond(self.capabilities)
         shared = [first for first, *_ in _ties(model)]
         prepared = super().prepare(model, replace(plan, units=_joined(model, plan.units)), mesh)
-        assert isinstance(prepared, _PreparedForgetfulOfRows)
         if mesh.get_local_rank() == mesh.size() - 1 > 0:
-            prepared.lost = tuple(model.get_parameter(name) for name in shared)
+            never_updating(prepared, map(model.get_parameter, shared))
         return prepared
 
 

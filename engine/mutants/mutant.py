@@ -76,8 +76,8 @@ def mutant(
 ) -> Callable[[_E], _E]:
     """Declare an engine to be a mutant, named for its class; the arguments are the fields of `Mutant`.
 
-    Of two classes nested in it, ``Prepared`` is the model that it prepares, and ``Wrapper`` stands in the place of
-    FSDP1's ``FullyShardedDataParallel``.
+    Of classes nested in it, ``Prepared`` is the model that it prepares, ``Unit`` the handle of each unit of that model,
+    and ``Wrapper`` stands in the place of FSDP1's ``FullyShardedDataParallel``.
     """
 
     def declare(engine: _E) -> _E:
@@ -100,6 +100,8 @@ def mutant(
 def _use_nested_classes(engine: Any) -> None:  # Any: adapters have these attributes, the contract has not
     if "Prepared" in vars(engine):
         engine.prepared_type = engine.Prepared
+    if "Unit" in vars(engine):
+        engine.prepared_type = type("Prepared", (engine.prepared_type,), {"unit_type": engine.Unit})
     if "Wrapper" in vars(engine):
         engine.names = replace(engine.names, FullyShardedDataParallel=engine.Wrapper)
 

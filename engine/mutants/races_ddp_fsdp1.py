@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 
 from engine.adapters.torch_ddp import DistributedDataParallelEngine
 from engine.adapters.torch_fsdp1 import FullyShardedDataParallelEngine
-from engine.contract import Capability, Layout, Plan, PreparedModel
+from engine.contract import Layout, Plan, PreparedModel
 from engine.mutants.mutant import Condition, Trace, mutant
 from engine.mutants.plans import ON_BLOCKS, SHARDED_BLOCKS
 
@@ -108,7 +108,6 @@ class _DeafCurrentStream(_Handle):
         self._function = function
 
     def current_stream(self, *device: Any) -> Any:
-        """Give it."""
         stream = self._handle.current_stream(*device)
         return _Deaf(stream) if sys._getframe(1).f_code.co_name == self._function else stream
 
@@ -121,7 +120,6 @@ class _DeafNewStream(_Handle):
         self._position = position
 
     def Stream(self, **options: Any) -> Any:  # noqa: N802 - as a device has it
-        """Make one."""
         stream = self._handle.Stream(**options)
         if self._position == 0:
             stream.wait_stream = _ignore
@@ -148,9 +146,6 @@ def _deaf(prepared: PreparedModel, position: int) -> PreparedModel:
 
 def _ignore(_: Any) -> None:
     return None
-
-
-_BY_HAND = frozenset({Capability.UNIT_STATE, Capability.ASYNC_GATHER})
 
 
 @mutant(

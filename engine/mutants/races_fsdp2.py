@@ -1,6 +1,8 @@
-"""More mutants of FSDP2 that each leave out one wait; those that came first are in `races`.
+"""Mutants of FSDP2 that each leave out one wait, or let go of one buffer too early.
 
-Which waits FSDP2 has, and which of them can be left out unseen, docs/waits.md tells.
+They are right on a CPU, where operators run one by one, and by luck elsewhere. What is changed belongs to one prepared
+model: streams and groups of its own, never what other engines in the process share. Which waits FSDP2 has, and which
+of them can be left out unseen, docs/waits.md says.
 """
 
 from __future__ import annotations
@@ -30,6 +32,9 @@ from engine.mutants.plans import HYBRID_BLOCKS, ON_BLOCKS, SHARDED_BLOCKS
 
 # Any, throughout: FSDP2's insides and the streams of a device have no public types.
 
+_BY_HAND = frozenset({Capability.UNIT_STATE, Capability.ASYNC_GATHER})
+_NO_WORK = object()  # FSDP2 asks whether there is any work, and then whether it is a Work
+
 
 @mutant(after="deepspeedai/DeepSpeed#8061", kills_on=ON_BLOCKS, trace=Trace.RACES)
 class GathersBeforeTheCopyIn(FullyShardEngine):
@@ -51,7 +56,6 @@ class CopiesOutDuringTheGather(FullyShardEngine):
     """
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-
         def lose_event(group: Any) -> None:
             if group._all_gather_result is not None:
                 group._all_gather_result = group._all_gather_result._replace(all_gather_event=None)
@@ -114,7 +118,6 @@ class ReusesTheReduceInput(FullyShardEngine):
     """
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-
         def forget_events(group: Any) -> None:
             kept = reduce_inputs(group.comm_ctx)
             keep_reduce_inputs(group.comm_ctx, [state._replace(event=None) for state in kept])
@@ -136,7 +139,6 @@ class FreesTheReduceInput(FullyShardEngine):
     """
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-
         def let_go(group: Any) -> None:
             keep_reduce_inputs(group.comm_ctx, [])
 
@@ -151,7 +153,6 @@ class FreesTheGatherOutput(FullyShardEngine):
     """
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-
         def lose_event(group: Any) -> None:
             last = group.comm_ctx.all_gather_state
             if last is not None and group._all_gather_result is not None:
@@ -189,7 +190,6 @@ class FreesTheReplicasBuffer(FullyShardEngine):
     """
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-
         def let_go(group: Any) -> None:
             group._all_reduce_state = None
 
@@ -212,14 +212,10 @@ class GathersPartsBeforeTheyAreCut(FullyShardEngine):
     """
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-
         def lose_event(group: Any) -> None:
             group._reshard_after_forward_event = None
 
         return after_method(super().prepare(model, plan, mesh), "reshard", lose_event)
-
-
-_BY_HAND = frozenset({Capability.UNIT_STATE, Capability.ASYNC_GATHER})
 
 
 @mutant(after="NVIDIA/Megatron-LM#5788", kills_on=ON_BLOCKS, trace=Trace.RACES)
@@ -275,7 +271,6 @@ class ReadsAnAsyncGatherUnderWay(FullyShardEngine):
     """
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-
         def lose_work(group: Any) -> None:
             result = group._all_gather_result
             if result is not None and result.all_gather_work is not None:
@@ -307,6 +302,3 @@ class RunsTheHookDuringTheReduction(FullyShardEngine):
             module.set_all_reduce_hook(touch)
         after_method(prepared, "finalize_backward", lambda _: kept.clear())
         return in_context(prepared, deaf_in("all_reduce_stream", "wait_stream", self.deaf_where))
-
-
-_NO_WORK = object()  # FSDP2 asks whether there is any work, and then whether it is a Work

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -21,6 +21,10 @@ from engine.adapters.torch_replicate import ReplicateEngine
 from engine.contract import Capability, Layout, Plan, PreparedModel
 from engine.mutants.mutant import Condition, Trace, mutant
 from engine.mutants.plans import HYBRID, SECOND_STEP
+
+_OWN = Plan(demands=frozenset({Capability.OWN_BUFFERS}))
+# Of the thread: where ranks are threads, each has its own count, as if it were a process.
+_PREPARED = threading.local()
 
 
 @mutant(after="EvolvingLMMs-Lab/lmms-engine#185")
@@ -47,13 +51,9 @@ class StartsReplicasApart(FullyShardEngine):
     Reported: seeds differed between ranks, and sharding broadcasts nothing.
     """
 
-    @torch.no_grad()
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        replica = mesh["replicate"].get_local_rank() if plan.layout is Layout.HYBRID else 0
-        if replica:
-            generator = torch.Generator().manual_seed(replica)
-            for parameter in model.parameters():
-                parameter.uniform_(-0.5, 0.5, generator=generator)
+        if plan.layout is Layout.HYBRID:
+            _draw(model, mesh["replicate"].get_local_rank())
         return super().prepare(model, plan, mesh)
 
 
@@ -65,17 +65,18 @@ class StartsOtherRanksAnew(FullyShardEngine):
     first rank had read were not what training began with.
     """
 
-    @torch.no_grad()
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        rank = torch.distributed.get_rank()
-        if rank:
-            generator = torch.Generator().manual_seed(rank)
-            for parameter in model.parameters():
-                parameter.uniform_(-0.5, 0.5, generator=generator)
+        _draw(model, torch.distributed.get_rank())
         return super().prepare(model, plan, mesh)
 
 
-_OWN = Plan(demands=frozenset({Capability.OWN_BUFFERS}))
+@torch.no_grad()
+def _draw(model: nn.Module, seed: int) -> None:
+    """Draw initial weights anew, unless the seed is zero."""
+    if seed:
+        generator = torch.Generator().manual_seed(seed)
+        for parameter in model.parameters():
+            parameter.uniform_(-0.5, 0.5, generator=generator)
 
 
 @mutant(after="huggingface/pytorch-image-models#110", kills_on=Condition(steps=2, plan=_OWN))
@@ -101,21 +102,13 @@ class KeepsReplacedBuffers(DistributedDataParallelEngine):
 
         def __init__(self, module: nn.Module, *, named: nn.Module) -> None:
             super().__init__(module, named=named)
-            self._listed = list(self._buffers_by_owner())
+            owners = self.named.modules()
+            self._listed = [(o, n, b) for o in owners for n, b in o.named_buffers(recurse=False)]
 
         def __call__(self, *inputs: torch.Tensor) -> Any:  # Any: a model returns what it likes
             for owner, name, buffer in self._listed:
                 owner.register_buffer(name, buffer, persistent=name not in owner._non_persistent_buffers_set)
             return super().__call__(*inputs)
-
-        def _buffers_by_owner(self) -> Iterator[tuple[nn.Module, str, torch.Tensor]]:
-            for owner in self.named.modules():
-                for name, buffer in owner.named_buffers(recurse=False):
-                    yield owner, name, buffer
-
-
-def _detach_nested(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-    return tuple(tuple(t.detach() for t in x) if isinstance(x, tuple) else x for x in inputs)
 
 
 @mutant(
@@ -129,15 +122,7 @@ class DetachesNestedInputs(ReferenceEngine):
     """
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        prepared = super().prepare(model, plan, mesh)
-        for unit in plan.units:
-            model.get_submodule(unit).register_forward_pre_hook(_detach_nested)
-        return prepared
-
-
-def _halve_nothing_nested(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Give nested tensors back in the dtype of the model, whatever the one to compute in."""
-    return tuple(tuple(t.float() for t in x) if isinstance(x, tuple) else x for x in inputs)
+        return _changing_nested_inputs(super().prepare(model, plan, mesh), plan, torch.Tensor.detach)
 
 
 @mutant(
@@ -153,10 +138,22 @@ class CastsOuterInputsAlone(FullyShardEngine):
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         prepared = super().prepare(model, plan, mesh)
-        if plan.compute_dtype is not None:
-            for unit in plan.units:
-                model.get_submodule(unit).register_forward_pre_hook(_halve_nothing_nested)
-        return prepared
+        if plan.compute_dtype is None:
+            return prepared
+        return _changing_nested_inputs(prepared, plan, torch.Tensor.float)
+
+
+def _changing_nested_inputs(
+    prepared: PreparedModel, plan: Plan, change: Callable[[torch.Tensor], torch.Tensor]
+) -> PreparedModel:
+    """Have tensors that reach a unit in a tuple changed, after the engine's own hook."""
+
+    def enter(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        return tuple(tuple(map(change, x)) if isinstance(x, tuple) else x for x in inputs)
+
+    for unit in plan.units:
+        prepared.module.get_submodule(unit).register_forward_pre_hook(enter)
+    return prepared
 
 
 @mutant(
@@ -211,13 +208,8 @@ class DrawsAlikeOnAllRanks(ReplicateEngine):
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         prepared = super().prepare(model, plan, mesh)
         state = torch.Generator().manual_seed(0).get_state()
-        prepared.module.register_forward_pre_hook(partial(_restore, state))
+        prepared.module.register_forward_pre_hook(lambda *_: torch.set_rng_state(state))
         return prepared
-
-
-# Any: a forward hook is given what its module takes.
-def _restore(state: torch.Tensor, module: nn.Module, inputs: Any) -> None:
-    torch.set_rng_state(state)
 
 
 @mutant(
@@ -241,10 +233,6 @@ class RecomputesWithOtherDraws(ReplicateEngine):
                 forward: Any = module.forward
                 module.forward = partial(checkpoint, forward, use_reentrant=False, preserve_rng_state=False)
         return super().prepare(model, plan, mesh)
-
-
-# Of the thread: where ranks are threads, each has its own count, as if it were a process.
-_PREPARED = threading.local()
 
 
 class _PreparedUnstable(PreparedFullyShard):

@@ -12,13 +12,13 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
-from torch.nn.parallel import DistributedDataParallel
 
 from engine.adapters.reference import ReferenceEngine
 from engine.adapters.torch_ddp import DistributedDataParallelEngine
 from engine.adapters.torch_fsdp2 import FullyShardEngine, PreparedFullyShard
 from engine.contract import Layout, Placement, Plan, PreparedModel, Reshard, Shard, shard_of
 from engine.mutants.mutant import Condition, Trace, mutant
+from engine.mutants.patches import in_place_of, leave_out_of_ddp
 from engine.mutants.plans import ONE_RANK, SHARDED
 
 _LARGEST = Plan(layout=Layout.SHARD, placement=Placement.LARGEST)
@@ -95,20 +95,9 @@ class ShowsPaddingRows(FullyShardEngine):
         prepared = super().prepare(model, plan, mesh)
         num_shards = mesh.size(mesh.ndim - 1)
         *_, (module, name) = ((m, n) for m, n, p in _parameters(model) if p.dim() == 2)
-        module.register_forward_pre_hook(_padding(name, num_shards))
-        return prepared
-
-
-def _padding(name: str, num_shards: int) -> Callable[[nn.Module, Any], None]:
-    def pad(module: nn.Module, inputs: Any) -> None:
-        whole = module._parameters[name]
-        assert whole is not None
-        num_padding = -len(whole) % num_shards
         # No Parameter: gradients reach the one that the engine knows, whose rows are the first.
-        padded: Any = functional.pad(whole, (0, 0, 0, num_padding))
-        module._parameters[name] = padded
-
-    return pad
+        _show(module, name, lambda whole: functional.pad(whole, (0, 0, 0, -len(whole) % num_shards)))
+        return prepared
 
 
 @mutant(after="pytorch/torchtitan#4593", trace=Trace.STATE)
@@ -174,18 +163,8 @@ class ShowsStridedParameters(ReferenceEngine):
         prepared = super().prepare(model, plan, mesh)
         for module, name, parameter in _parameters(model):
             if parameter.dim() == 2:
-                module.register_forward_pre_hook(_transposing(name))
+                _show(module, name, lambda whole: whole.t().contiguous().t())
         return prepared
-
-
-def _transposing(name: str) -> Callable[[nn.Module, Any], None]:
-    def transpose(module: nn.Module, inputs: Any) -> None:
-        whole = module._parameters[name]
-        assert whole is not None
-        view: Any = whole.t().contiguous().t()
-        module._parameters[name] = view
-
-    return transpose
 
 
 @mutant(after="pytorch/torchtitan#4593", kills_on=ONE_RANK, trace=Trace.STATE)
@@ -203,15 +182,18 @@ class HandsOutStridedGradients(FullyShardEngine):
             for parameter in self.named.parameters():
                 gradient = parameter.grad
                 if isinstance(gradient, DTensor) and gradient.dim() == 2:
-                    strided = gradient.to_local().t().contiguous().t()
-                    parameter.grad = DTensor.from_local(
-                        strided,
-                        gradient.device_mesh,
-                        gradient.placements,
-                        run_check=False,
-                        shape=gradient.shape,
-                        stride=gradient.stride(),
-                    )
+                    parameter.grad = in_place_of(gradient, gradient.to_local().t().contiguous().t())
+
+
+def _show(module: nn.Module, name: str, change: Callable[[torch.Tensor], Any]) -> None:
+    """Have the module's forward find something else in the place of a parameter."""
+
+    def put(_: nn.Module, inputs: Any) -> None:
+        whole = module._parameters[name]
+        assert whole is not None
+        module._parameters[name] = change(whole)
+
+    module.register_forward_pre_hook(put)
 
 
 def _parameters(model: nn.Module) -> list[tuple[nn.Module, str, nn.Parameter]]:
@@ -250,7 +232,7 @@ class ForgetsScalars(DistributedDataParallelEngine):
     """
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        _leave_out(model, [name for name, p in model.named_parameters() if not p.dim()])
+        leave_out_of_ddp(model, [name for name, p in model.named_parameters() if not p.dim()])
         return super().prepare(model, plan, mesh)
 
 
@@ -263,11 +245,5 @@ class MistakesTheNeighbourOfAnEmptyParameter(DistributedDataParallelEngine):
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         neighbours = pairwise(model.named_parameters())
-        _leave_out(model, [name for (_, before), (name, _) in neighbours if not before.numel()])
+        leave_out_of_ddp(model, [name for (_, before), (name, _) in neighbours if not before.numel()])
         return super().prepare(model, plan, mesh)
-
-
-def _leave_out(model: nn.Module, names: list[str]) -> None:
-    # DDP's documented way to leave a parameter out; it has neither a public name nor types.
-    leave_out = DistributedDataParallel._set_params_and_buffers_to_ignore_for_model
-    leave_out(model, names)  # type: ignore[no-untyped-call]

@@ -18,13 +18,14 @@ from engine.adapters.reference import PreparedReference, ReferenceEngine
 from engine.adapters.torch_fsdp2 import FullyShardEngine, PreparedFullyShard
 from engine.contract import Capability, Layout, OptimizerFactory, Plan, PreparedModel, Reshard
 from engine.mutants.mutant import Condition, Trace, mutant
+from engine.mutants.patches import Stale, local, unchanged
 from engine.mutants.plans import SECOND_STEP
-from engine.mutants.unit_control import Stale
 
 _STATE = Plan(demands=frozenset({Capability.STATE}))
+_RESUMED = Condition(world_size=1, steps=2, plan=_STATE, because="before a step there is nothing to lose")
 
 
-@mutant(after="facebookresearch/fairscale#601", kills_on=Condition(world_size=1, steps=2, plan=_STATE))
+@mutant(after="facebookresearch/fairscale#601", kills_on=_RESUMED)
 class LosesOptimizerState(FullyShardEngine):
     """A resumed optimizer starts from nothing.
 
@@ -76,7 +77,7 @@ class ResetsTheStepCount(FullyShardEngine):
                     of_parameter["step"] = torch.zeros_like(of_parameter["step"])
 
 
-@mutant(after="pytorch/pytorch#54736", kills_on=Condition(world_size=1, steps=2, plan=_STATE))
+@mutant(after="pytorch/pytorch#54736", kills_on=_RESUMED)
 class PermutesOptimizerState(FullyShardEngine):
     """Resumed parameters of equal shape have each other's optimizer state.
 
@@ -86,18 +87,15 @@ class PermutesOptimizerState(FullyShardEngine):
     class Prepared(PreparedFullyShard):
         def load_full_state(self, state: dict[str, Any]) -> None:
             super().load_full_state(state)
-            optimizer = self._built_optimizer()
-            parameters = [p for p in self.named.parameters() if p in optimizer.state]
+            kept = self._built_optimizer().state
+            parameters = [p for p in self.named.parameters() if p in kept]
             for index, one in enumerate(parameters):
                 twins = [p for p in parameters[index + 1 :] if p.shape == one.shape]
                 for other in twins[:1]:
-                    optimizer.state[one], optimizer.state[other] = (
-                        optimizer.state[other],
-                        optimizer.state[one],
-                    )
+                    kept[one], kept[other] = kept[other], kept[one]
 
 
-@mutant(after="pytorch/pytorch#149205", kills_on=Condition(world_size=1, steps=2, plan=_STATE))
+@mutant(after="pytorch/pytorch#149205", kills_on=_RESUMED)
 class StepsOldParametersAfterAResume(FullyShardEngine):
     """A resumed optimizer holds parameters that are not the model's.
 
@@ -125,16 +123,14 @@ class StartsAdamAtStepOne(FullyShardEngine):
         def optimizer(self, factory: OptimizerFactory) -> None:
             super().optimizer(factory)
             parameters = [p for p in self.named.parameters() if p.requires_grad]
-            kept = [_local(p).clone() for p in parameters]
             for parameter in parameters:
                 parameter.grad = torch.zeros_like(parameter)
-            self.step()
+            with unchanged(map(local, parameters)):
+                self.step()
             self.zero_grad(set_to_none=True)
-            for parameter, before in zip(parameters, kept, strict=True):
-                _local(parameter).copy_(before)
 
 
-@mutant(after="huggingface/accelerate#3898", kills_on=Condition(world_size=1, steps=2, plan=_STATE))
+@mutant(after="huggingface/accelerate#3898", kills_on=_RESUMED)
 class LoadsNoBuffers(FullyShardEngine):
     """A resumed model has the buffers of a fresh one.
 
@@ -143,13 +139,11 @@ class LoadsNoBuffers(FullyShardEngine):
 
     class Prepared(PreparedFullyShard):
         def load_full_state(self, state: dict[str, Any]) -> None:
-            kept = [(buffer, buffer.clone()) for buffer in self.named.buffers()]
-            super().load_full_state(state)
-            for buffer, before in kept:
-                buffer.copy_(before)
+            with unchanged(self.named.buffers()):
+                super().load_full_state(state)
 
 
-@mutant(after="NVIDIA/Megatron-LM#2769", kills_on=Condition(world_size=1, steps=2, plan=_STATE))
+@mutant(after="NVIDIA/Megatron-LM#2769", kills_on=_RESUMED)
 class LoadsNoParameters(FullyShardEngine):
     """A resumed model has the parameters of a fresh one.
 
@@ -157,12 +151,9 @@ class LoadsNoParameters(FullyShardEngine):
     """
 
     class Prepared(PreparedFullyShard):
-        @torch.no_grad()
         def load_full_state(self, state: dict[str, Any]) -> None:
-            kept = [(shard, shard.clone()) for shard in map(_local, self.named.parameters())]
-            super().load_full_state(state)
-            for shard, before in kept:
-                shard.copy_(before)
+            with unchanged(map(local, self.named.parameters())):
+                super().load_full_state(state)
 
 
 @mutant(
@@ -190,11 +181,6 @@ class FailsToLoadEmptyShards(ReferenceEngine):
                     # For a rank beyond the last chunk there is a piece of no dims but the first.
                     piece = chunks[rank] if rank < len(chunks) else chunks[0].new_empty(0)
                     parameter.to_local().detach().copy_(piece)
-
-
-def _local(parameter: nn.Parameter) -> torch.Tensor:
-    whole = parameter.detach()
-    return whole.to_local() if isinstance(whole, DTensor) else whole
 
 
 @mutant(after="NVIDIA/Megatron-LM#663", kills_on=SECOND_STEP)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,6 +28,7 @@ from engine.contract import (
     UnitHandle,
 )
 from engine.mutants.mutant import Condition, Trace, mutant
+from engine.mutants.patches import Stale
 from engine.mutants.plans import SECOND_STEP
 
 _CONTROLLED = Plan(
@@ -40,7 +40,7 @@ _CONTROLLED = Plan(
 _SEVERAL_ROOTS = Plan(layout=Layout.SHARD, roots=Roots.EACH_UNIT, accumulation=Accumulation.LAST_MICROBATCH)
 
 
-class _DeafUnit(ComposableUnit):
+class _UnfreedUnit(ComposableUnit):
     def reshard(self) -> None:
         """Change nothing."""
 
@@ -54,17 +54,10 @@ class ReshardsTheRootAlone(ReferenceEngine):
 
     class Prepared(PreparedReference):
         def units(self) -> Mapping[str, UnitHandle]:
-            return {
-                name: _DeafUnit(members(self.module, name), self.door)
-                if name or not self.plan.units
-                else unit
-                for name, unit in super().units().items()
-            }
-
-
-class _SetUnit(ComposableUnit):
-    def set_reshard_after_forward(self, *, is_on: bool) -> None:
-        """Change nothing."""
+            units = dict(super().units())
+            for name in self.plan.units or ("",):
+                units[name] = _UnfreedUnit(members(self.module, name), self.door)
+            return units
 
 
 @mutant(after="pytorch/pytorch#149029", kills_on=Condition(plan=_CONTROLLED), trace=Trace.STATE)
@@ -74,13 +67,9 @@ class IgnoresALaterPolicy(FullyShardEngine):
     Reported: the policy could not be changed once the model had been wrapped.
     """
 
-    class Prepared(PreparedFullyShard):
-        unit_type = _SetUnit
-
-
-class _RecursiveUnit(ComposableUnit):
-    def set_reshard_after_forward(self, *, is_on: bool) -> None:
-        self._first.set_reshard_after_forward(is_on)
+    class Unit(ComposableUnit):
+        def set_reshard_after_forward(self, *, is_on: bool) -> None:
+            """Change nothing."""
 
 
 @mutant(after="pytorch/pytorch#124318", kills_on=Condition(plan=_CONTROLLED), trace=Trace.STATE)
@@ -90,16 +79,9 @@ class TellsAllWhatOneWasTold(FullyShardEngine):
     Reported: a setter's argument that kept it from modules inside was not respected.
     """
 
-    class Prepared(PreparedFullyShard):
-        unit_type = _RecursiveUnit
-
-
-class _LazyUnit(ComposableUnit):
-    def unshard(self) -> None:
-        """Gather nothing."""
-
-    def unshard_async(self) -> Callable[[], None]:
-        return lambda: None
+    class Unit(ComposableUnit):
+        def set_reshard_after_forward(self, *, is_on: bool) -> None:
+            self._first.set_reshard_after_forward(is_on)
 
 
 @mutant(after="deepspeedai/DeepSpeed#1069", kills_on=Condition(plan=_CONTROLLED), trace=Trace.STATE)
@@ -109,15 +91,12 @@ class GathersInForwardAlone(ReferenceEngine):
     Reported: gathers ahead of use were skipped, every one of them.
     """
 
-    class Prepared(PreparedReference):
-        unit_type = _LazyUnit
+    class Unit(ComposableUnit):
+        def unshard(self) -> None:
+            """Gather nothing."""
 
-
-class _EmptyHandedUnit(ComposableUnit):
-    def unshard_async(self) -> Callable[[], None]:
-        if not [*self._own_parameters()]:
-            raise AttributeError("this unit has no gather that could be waited for")
-        return super().unshard_async()
+        def unshard_async(self) -> Callable[[], None]:
+            return lambda: None
 
 
 @mutant(
@@ -131,15 +110,11 @@ class WaitsForNoGather(ReferenceEngine):
     Reported: a model all of whose parameters were its children's broke the wrapper.
     """
 
-    class Prepared(PreparedReference):
-        unit_type = _EmptyHandedUnit
-
-
-class _DeferringUnit(ComposableUnit):
-    """Issues an asynchronous gather when somebody waits for it, on every other rank."""
-
-    def unshard_async(self) -> Callable[[], None]:
-        return self.unshard if dist.get_rank() % 2 else super().unshard_async()
+    class Unit(ComposableUnit):
+        def unshard_async(self) -> Callable[[], None]:
+            if not [*self._own_parameters()]:
+                raise AttributeError("this unit has no gather that could be waited for")
+            return super().unshard_async()
 
 
 @mutant(
@@ -155,8 +130,11 @@ class GathersWhenWaitedFor(ReferenceEngine):
     Reported: some ranks issued a collective early, others after another, until all stood still.
     """
 
-    class Prepared(PreparedReference):
-        unit_type = _DeferringUnit
+    class Unit(ComposableUnit):
+        """Issues an asynchronous gather when somebody waits for it, on every other rank."""
+
+        def unshard_async(self) -> Callable[[], None]:
+            return self.unshard if dist.get_rank() % 2 else super().unshard_async()
 
 
 class _StaleUnit(ComposableUnit):
@@ -178,14 +156,15 @@ class _StaleUnit(ComposableUnit):
     @torch.no_grad()
     def _spoil(self) -> None:
         """Put the rows of all ranks but this one back to what they were."""
+        num_ranks = dist.get_world_size()
         for name, parameter in self._first.named_parameters():
             if isinstance(parameter, DTensor):
                 continue
             fresh = parameter.detach().clone()
             # .data, whose writes autograd does not see: memory that is used again tells nobody either.
-            for rank, rows in enumerate(parameter.data.chunk(dist.get_world_size())):
+            for rank, rows in enumerate(parameter.data.chunk(num_ranks)):
                 if rank != dist.get_rank() and name in self._known:
-                    rows.copy_(self._known[name].chunk(dist.get_world_size())[rank])
+                    rows.copy_(self._known[name].chunk(num_ranks)[rank])
             self._known[name] = fresh
 
 
@@ -200,11 +179,13 @@ class LeavesOthersRowsStale(ReferenceEngine):
     class Prepared(PreparedReference):
         """Remembers of each parameter what the asynchronous gather before brought."""
 
+        def __init__(self, module: nn.Module, plan: Plan, door: FrontDoor) -> None:
+            super().__init__(module, plan, door)
+            self._known: dict[str, torch.Tensor] = {}
+
         def units(self) -> Mapping[str, UnitHandle]:
-            units = super().units()
-            if not hasattr(self, "_known"):
-                self._known: dict[str, torch.Tensor] = {}
-            return {name: _StaleUnit(members(self.module, name), self.door, self._known) for name in units}
+            names = super().units()
+            return {name: _StaleUnit(members(self.module, name), self.door, self._known) for name in names}
 
 
 @mutant(
@@ -221,43 +202,6 @@ class HoldsBackTheFirstRootAlone(ReferenceEngine):
     class Prepared(PreparedReference):
         def _set_gradient_sync(self, *, is_on: bool) -> None:
             next(self._roots()).set_requires_gradient_sync(is_on)
-
-
-class Stale(PreparedModel):
-    """Keeps the shards of two steps and swaps the older ones in for as long as a step computes; to be mixed in."""
-
-    def __init__(
-        self, *args: Any, **kwargs: Any
-    ) -> None:  # Any: those of the prepared model it is mixed into
-        super().__init__(*args, **kwargs)
-        self._older: list[torch.Tensor] = []
-        self._newest: list[torch.Tensor] = []
-
-    def __call__(self, *inputs: torch.Tensor) -> Any:  # Any: a model returns what it likes
-        if self._older and not self._newest:
-            self._newest = self._copies()
-            self._assign(self._older)
-        return super().__call__(*inputs)
-
-    def step(self) -> None:
-        # What the optimizer updates, and everybody reads, is up to date: only forward and backward lag.
-        if self._newest:
-            self._assign(self._newest)
-            self._newest = []
-        self._older = self._copies()
-        super().step()
-
-    def _copies(self) -> list[torch.Tensor]:
-        return [shard.clone() for shard in self._shards()]
-
-    def _assign(self, values: list[torch.Tensor]) -> None:
-        for shard, value in zip(self._shards(), values, strict=True):
-            shard.copy_(value)
-
-    def _shards(self) -> Iterator[torch.Tensor]:
-        for parameter in self.owned_parameters().values():
-            whole = parameter.detach()
-            yield whole.to_local() if isinstance(whole, DTensor) else whole
 
 
 @mutant(after="NVIDIA/Megatron-LM#663", kills_on=SECOND_STEP)

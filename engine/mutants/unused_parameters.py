@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DistributedDataParallel
 
 from engine.adapters.torch_ddp import DistributedDataParallelEngine
 from engine.adapters.torch_fsdp2 import FullyShardEngine, PreparedFullyShard
 from engine.adapters.torch_replicate import ReplicateEngine
 from engine.contract import Capability, Layout, Plan, PreparedModel
 from engine.mutants.mutant import Condition, Trace, mutant
+from engine.mutants.patches import is_last_rank, leave_out_of_ddp, never_updating
 from engine.mutants.plans import ONE_RANK
 
 _UNUSED = Plan(demands=frozenset({Capability.UNUSED}))
@@ -115,7 +113,7 @@ class IgnoresMoreOnTheLastRank(FullyShardEngine):
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         *_, last = (name for name, _ in model.named_parameters())
-        if torch.distributed.get_rank() == torch.distributed.get_world_size() - 1 > 0:
+        if is_last_rank() and mesh.size() > 1:
             plan = replace(plan, ignored=(*plan.ignored, last))
         return super().prepare(model, plan, mesh)
 
@@ -130,25 +128,8 @@ class ForgetsToSynchroniseOneParameter(DistributedDataParallelEngine):
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         *_, forgotten = (name for name, _ in model.named_parameters())
-        # DDP's documented way to leave a parameter out; it has neither a public name nor types.
-        leave_out = DistributedDataParallel._set_params_and_buffers_to_ignore_for_model
-        leave_out(model, [forgotten])  # type: ignore[no-untyped-call]
+        leave_out_of_ddp(model, [forgotten])
         return super().prepare(model, plan, mesh)
-
-
-class _PreparedFrozen(PreparedFullyShard):
-    """Takes back what the optimizer does to some parameters."""
-
-    def __init__(self, module: nn.Module, plan: Plan, frozen: Sequence[nn.Parameter]) -> None:
-        super().__init__(module, plan)
-        self._frozen = [_local(p) for p in frozen]
-
-    @torch.no_grad()
-    def step(self) -> None:
-        kept = [tensor.clone() for tensor in self._frozen]
-        super().step()
-        for tensor, before in zip(self._frozen, kept, strict=True):
-            tensor.copy_(before)
 
 
 @mutant(after="pytorch/pytorch#149205", kills_on=ONE_RANK)
@@ -160,7 +141,7 @@ class NeverUpdatesOneParameter(ReplicateEngine):
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         prepared = super().prepare(model, plan, mesh)
-        return _PreparedFrozen(prepared.module, plan, [*prepared.named.parameters()][-1:])
+        return never_updating(prepared, [*prepared.named.parameters()][-1:])
 
 
 @mutant(after="pytorch/pytorch#176076")
@@ -174,9 +155,4 @@ class NeverUpdatesTheLastRanksRows(FullyShardEngine):
         prepared = super().prepare(model, plan, mesh)
         num_shards = mesh.size(mesh.ndim - 1)
         is_last = num_shards > 1 and mesh.get_local_rank(mesh.ndim - 1) == num_shards - 1
-        return _PreparedFrozen(prepared.module, plan, [*prepared.named.parameters()] if is_last else [])
-
-
-def _local(parameter: nn.Parameter) -> torch.Tensor:
-    whole = parameter.detach()
-    return whole.to_local() if isinstance(whole, DTensor) else whole
+        return never_updating(prepared, prepared.named.parameters()) if is_last else prepared
