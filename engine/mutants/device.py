@@ -41,7 +41,7 @@ class OffloadsZeros(ReferenceEngine):
 class OffloadsLastBackwardsGradients(ReferenceEngine):
     """Gradients on the host are those of the backward before.
 
-    Reported: whoever read a gradient on the host read it before its copy had arrived.
+    Reported: gradients on the host were read before their copies had arrived.
     """
 
     class Prepared(PreparedReference):
@@ -92,7 +92,7 @@ class UpdatesACopy(ReferenceEngine):
 
 
 def _offloaded(prepared: PreparedReference) -> Iterator[torch.Tensor]:
-    """Give this rank's gradients, if the plan keeps them on the host."""
+    """Yield this rank's gradients, if the plan keeps them on the host."""
     if prepared.plan.offload is not Offload.NONE:
         yield from (local(p.grad) for p in prepared.named.parameters() if p.grad is not None)
 

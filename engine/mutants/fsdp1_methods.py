@@ -61,9 +61,9 @@ class CountsItemsFromOne(FullyShardedDataParallelEngine):
 
 @mutant(after="facebookresearch/fairscale#490", kills_on=CALLS, trace=Trace.STATE)
 class KnowsNoRootBeforeForward(FullyShardedDataParallelEngine):
-    """Nobody is told to be the root who asks for the first time.
+    """`check_is_root` returns False on its first call.
 
-    Reported: who the root is was found out too early or too late, by whoever came first.
+    Reported: which unit is the root was decided too early or too late, by the first call.
     """
 
     class Wrapper(FullyShardedDataParallel):
@@ -117,7 +117,7 @@ class ForgetsWhatWasApplied(FullyShardedDataParallelEngine):
 class AppliesInSilence(FullyShardedDataParallelEngine):
     """Where apply is refused, it does nothing and says nothing.
 
-    Reported: ``apply`` was called where nobody meant its whole parameters.
+    Reported: ``apply`` was called where whole parameters were not meant.
     """
 
     class Wrapper(FullyShardedDataParallel):
@@ -142,7 +142,7 @@ class DropsKeywords(FullyShardedDataParallelEngine):
 
 @mutant(after="pytorch/pytorch#83351", kills_on=CALLS, trace=Trace.STATE)
 class KeepsItsPrefixInside(FullyShardedDataParallelEngine):
-    """Names of parameters tell of the wrapper wherever one asks.
+    """Names of parameters contain the wrapper's prefix inside ``summon_full_params`` too.
 
     Reported: code that relies on names of parameters met those of the wrapper.
     """
@@ -167,7 +167,7 @@ class StripsItsPrefixAlways(FullyShardedDataParallelEngine):
 
 @mutant(after="pytorch/pytorch#83351", kills_on=CALLS, trace=Trace.STATE)
 class KeepsItsPrefixOfBuffersInside(FullyShardedDataParallelEngine):
-    """Names of buffers tell of the wrapper wherever one asks.
+    """Names of buffers contain the wrapper's prefix inside ``summon_full_params`` too.
 
     Reported: code that relies on names of buffers met those of the wrapper.
     """
@@ -195,7 +195,7 @@ class CastsInputsInsteadOfItself(FullyShardedDataParallelEngine):
 
 @mutant(after="pytorch/pytorch#79833", kills_on=CALLS, trace=Trace.SILENCE)
 class TakesAnyHook(FullyShardedDataParallelEngine):
-    """A communication hook is registered whatever it is, whoever is asked, and however many there are.
+    """A communication hook is registered whatever it is, on any unit, and beside others.
 
     Reported: the interface of hooks, in whose review it was settled what must be refused.
     """
@@ -292,7 +292,7 @@ def _scale(wrapper: FullyShardedDataParallel, factor: torch.Tensor) -> None:
 class ClipsShardsByTheirOwnNorm(FullyShardedDataParallelEngine):
     """Clip_grad_norm_ goes by the norm of what each rank has.
 
-    Reported: the norm that was told was that of the rank's own shards.
+    Reported: the norm that was returned was that of the rank's own shards.
     """
 
     class Wrapper(FullyShardedDataParallel):
@@ -372,7 +372,7 @@ class TellsNormsInSinglePrecision(FullyShardedDataParallelEngine):
 class ClipsUnitsAlone(FullyShardedDataParallelEngine):
     """A unit inside the root can be told to clip, and does so by its own norm.
 
-    Reported: what was told was the norm of a part of the parameters.
+    Reported: what was returned was the norm of a part of the parameters.
     """
 
     class Wrapper(FullyShardedDataParallel):

@@ -63,7 +63,7 @@ def _loading(change: Callable[[_State], _State]) -> WrapperNames:
 
 @mutant(after="pytorch/pytorch#96252", kills_on=CALLS, trace=Trace.STATE)
 class NamesTheWrapperInOptimizerStates(FullyShardedDataParallelEngine):
-    """Names in the state of optimizers tell of the wrapper.
+    """Names in the state of optimizers contain the wrapper's prefix.
 
     Reported: a prefix of another wrapper was in the names of an optimizer's state.
     """

@@ -42,7 +42,7 @@ def _with_layers(module: nn.Module, options: Options) -> Options:
 class WrapsLayersUnasked(FullyShardedDataParallelEngine):
     """Without a wrap policy every layer is a unit.
 
-    Reported: modules were made units that nobody had named.
+    Reported: modules were made units that had not been named.
     """
 
     names = with_options(_with_layers)

@@ -26,7 +26,7 @@ def _kind(wrapper: FullyShardedDataParallel) -> StateDictType:
 
 @mutant(after="pytorch/pytorch#74810", kills_on=CALLS, trace=Trace.STATE)
 class NamesTheWrapperInStates(FullyShardedDataParallelEngine):
-    """Names in state dicts tell of the wrapper.
+    """Names in state dicts contain the wrapper's prefix.
 
     Reported: names in a full state dict were not always those of the model alone.
     """
@@ -244,7 +244,7 @@ class NumbersStateByName(FullyShardedDataParallelEngine):
 class ForgetsConfigs(FullyShardedDataParallelEngine):
     """State dicts are of the type that was set, and of its default configs.
 
-    Reported: a flag of the configs was not picked up until somebody asked for them.
+    Reported: a flag of the configs was not picked up until they were asked for.
     """
 
     class Wrapper(FullyShardedDataParallel):
@@ -255,7 +255,7 @@ class ForgetsConfigs(FullyShardedDataParallelEngine):
 
 @mutant(after="pytorch/pytorch#86243", kills_on=CALLS, trace=Trace.STATE)
 class TellsTheNewTypeAsTheOld(FullyShardedDataParallelEngine):
-    """What was set before is told to be what is set now.
+    """`set_state_dict_type` returns the type that it has just set, not the one before.
 
     Reported: what a context gave back had to be handed to the caller, who sets without one.
     """
@@ -346,9 +346,9 @@ class TakesConfigsOfOtherTypes(FullyShardedDataParallelEngine):
 
 @mutant(after="pytorch/pytorch#102658", kills_on=CALLS, trace=Trace.STATE)
 class TellsTheTypeOfSomeUnit(FullyShardedDataParallelEngine):
-    """Where units are set to several types, that of one of them is told.
+    """Where units are set to several types, `get_state_dict_type` returns that of one of them.
 
-    Reported: what is told where units differ had to be written down.
+    Reported: what is returned where units differ had to be written down.
     """
 
     class Wrapper(FullyShardedDataParallel):

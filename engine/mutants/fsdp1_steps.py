@@ -72,7 +72,7 @@ class LosesSharesInNoSync(FullyShardedDataParallelEngine):
 class SynchronisesInNoSync(FullyShardedDataParallelEngine):
     """No_sync of the wrapper does nothing; sums are right.
 
-    Reported: the context was lost from the loop, and nobody noticed.
+    Reported: the context was lost from the loop, unnoticed.
     """
 
     class Wrapper(FullyShardedDataParallel):
@@ -155,7 +155,7 @@ class StaysSilentAfterAnException(FullyShardedDataParallelEngine):
 
 @mutant(after="speechbrain/speechbrain#2010", kills_on=CALLS, trace=Trace.SILENCE)
 class SilencesUnitsAlone(FullyShardedDataParallelEngine):
-    """A unit inside the root can be told not to synchronise, and the rest goes on.
+    """`no_sync` of a unit inside the root holds that unit back, and the rest goes on.
 
     Reported: some of the modules accumulated, others synchronised.
     """

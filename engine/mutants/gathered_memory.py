@@ -77,7 +77,7 @@ class KeepsWhatItWasAskedToFree(FullyShardEngine):
     trace=Trace.STATE,
 )
 class FreesTheRootByDefault(FullyShardEngine):
-    """The root is freed after forward where nobody said so.
+    """The root is freed after forward where no policy says so.
 
     Reported: a policy set on the root undid the default that keeps it until backward.
     """
@@ -136,7 +136,7 @@ class _PreparedLeaky(PreparedReference):
         super().step()
 
     def local_gradients(self) -> Mapping[str, Shard | None]:
-        # Gradients belong to the shards: whoever reads them frees the rest, as any reader of the engine would.
+        # Gradients belong to the shards: to read them frees the rest, as with any reader of the engine.
         self._free()
         return super().local_gradients()
 
@@ -183,7 +183,7 @@ class FreesOnlyWhatGotGradients(ReferenceEngine):
     trace=Trace.STATE,
 )
 class FreesHeldUnitsAfterBackward(ReferenceEngine):
-    """Units are freed after backward although they were told to stay gathered.
+    """Units are freed after backward although they were set to stay gathered.
 
     Reported: a switch thrown before each microbatch had no effect on what followed.
     """

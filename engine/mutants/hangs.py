@@ -142,7 +142,7 @@ class LocksItselfOut(DistributedDataParallelEngine):
 
 @mutant(after="pytorch/pytorch#108378", kills_on=_SECOND, trace=Trace.HANG)
 class SendsToNobody(DistributedDataParallelEngine):
-    """Rank 0 sends what nobody receives.
+    """Rank 0 sends what no rank receives.
 
     Reported: what was sent had no receive, and the sender never came back.
     """

@@ -224,7 +224,7 @@ class ReducesEveryMicrobatchOfAPipeline(ReferenceEngine):
 
 
 def _tensor_cut(parameter: torch.Tensor) -> _Cut | None:
-    """Tell how the tensor-parallel axis cuts a parameter; None where it does not."""
+    """Return how the tensor-parallel axis cuts a parameter; None where it does not."""
     if not isinstance(parameter, DTensor):
         return None
     mesh = parameter.device_mesh
@@ -238,7 +238,7 @@ def _tensor_cut(parameter: torch.Tensor) -> _Cut | None:
 
 
 def _cuts_of_rows(parameter: DTensor) -> int:
-    """Give into how many pieces all axes together cut the first dim."""
+    """Return into how many pieces all axes together cut the first dim."""
     sizes = (parameter.device_mesh.size(axis) for axis in range(parameter.device_mesh.ndim))
     placements = zip(parameter.placements, sizes, strict=True)
     return prod(size for placement, size in placements if getattr(placement, "dim", None) == 0)

@@ -77,7 +77,7 @@ class NeverReducesGroupsRunInPart(ReferenceEngine):
     trace=Trace.COMMUNICATION,
 )
 class IgnoresTheFlagsOfGroups(ReferenceEngine):
-    """Groups of several modules reduce in every backward although they were told not to.
+    """Groups of several modules reduce in every backward although their flags are off.
 
     Reported: flags that a loop over chunks sets on a group were not in the state that the loop meant them to be.
     """
@@ -236,7 +236,7 @@ class UntiesSharedParameters(ReferenceEngine):
     """
 
     class Prepared(PreparedReference):
-        """Shows nobody the copies."""
+        """Leaves the copies out of what it shows."""
 
         copies: frozenset[str] = frozenset()
 

@@ -54,7 +54,7 @@ def unchanged(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
 
 
 def after(holder: Any, method: str, sin: Callable[[Any], None]) -> None:
-    """Have ``sin`` done to the holder after each call of its method."""
+    """Do ``sin`` to the holder after each call of its method."""
     honest = getattr(holder, method)
 
     def both(*args: Any, **kwargs: Any) -> Any:
@@ -66,7 +66,7 @@ def after(holder: Any, method: str, sin: Callable[[Any], None]) -> None:
 
 
 def before(holder: Any, method: str, sin: Callable[[Any], None]) -> None:
-    """Have ``sin`` done to the holder before each call of its method."""
+    """Do ``sin`` to the holder before each call of its method."""
     honest = getattr(holder, method)
 
     def both(*args: Any, **kwargs: Any) -> Any:
@@ -77,20 +77,20 @@ def before(holder: Any, method: str, sin: Callable[[Any], None]) -> None:
 
 
 def dividing_losses(prepared: PreparedModel, divisor: float) -> PreparedModel:
-    """Have each backward begin with a loss that is divided, although the reduction divides gradients."""
+    """Divide each loss before its backward, although the reduction divides gradients."""
     honest = prepared.backward
     prepared.backward = lambda loss: honest(loss / divisor)  # type: ignore[method-assign]  # of this one
     return prepared
 
 
 def holding_nothing_back(prepared: PreparedModel) -> PreparedModel:
-    """Have ``accumulating`` do nothing."""
+    """Make ``accumulating`` do nothing."""
     prepared.accumulating = nullcontext  # type: ignore[method-assign]  # of this one
     return prepared
 
 
 def never_updating(prepared: PreparedModel, parameters: Iterable[nn.Parameter]) -> PreparedModel:
-    """Have each step's update of these parameters undone."""
+    """Undo each step's update of these parameters."""
     honest, tensors = prepared.step, [local(parameter) for parameter in parameters]
 
     def step() -> None:
@@ -102,7 +102,7 @@ def never_updating(prepared: PreparedModel, parameters: Iterable[nn.Parameter]) 
 
 
 def leave_out_of_ddp(model: nn.Module, names: Sequence[str]) -> None:
-    """Have DDP, which is about to wrap the model, leave these parameters out of every reduction."""
+    """Make DDP, which is about to wrap the model, leave these parameters out of every reduction."""
     # DDP's documented way to leave a parameter out; it has neither a public name nor types.
     leave_out = DistributedDataParallel._set_params_and_buffers_to_ignore_for_model
     leave_out(model, list(names))  # type: ignore[no-untyped-call]
@@ -132,7 +132,7 @@ class Stale(PreparedModel):
         return super().__call__(*inputs)
 
     def step(self) -> None:
-        # What the optimizer updates, and everybody reads, is up to date: only forward and backward lag.
+        # What the optimizer updates, and what is read, is up to date: only forward and backward lag.
         if self._newest:
             self._assign(self._newest)
             self._newest = []
@@ -196,7 +196,7 @@ def swapping(name: str, values: Mapping[Any, Any]) -> WrapperNames:
 
 
 def with_strategies(values: Mapping[ShardingStrategy, ShardingStrategy]) -> WrapperNames:
-    """Return names whose wrapper takes one strategy for another; FULL_SHARD is that of who names none."""
+    """Return names whose wrapper takes one strategy for another; FULL_SHARD is the default."""
 
     def change(module: nn.Module, options: Options) -> Options:
         asked = options.get("sharding_strategy") or ShardingStrategy.FULL_SHARD

@@ -146,7 +146,7 @@ class CastsOuterInputsAlone(FullyShardEngine):
 def _changing_nested_inputs(
     prepared: PreparedModel, plan: Plan, change: Callable[[torch.Tensor], torch.Tensor]
 ) -> PreparedModel:
-    """Have tensors that reach a unit in a tuple changed, after the engine's own hook."""
+    """Change tensors that reach a unit in a tuple, after the engine's own hook."""
 
     def enter(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         return tuple(tuple(map(change, x)) if isinstance(x, tuple) else x for x in inputs)

@@ -97,7 +97,7 @@ class ReducesAsComputedUnasked(ReferenceEngine):
 
 @mutant(
     after="huggingface/trl#6862",
-    kills_on=Condition(because="nobody is left to wait for the rank that refuses"),
+    kills_on=Condition(because="no rank is left to wait for the one that refuses"),
     trace=Trace.SILENCE,
 )
 class RefusesOnOneRank(DistributedDataParallelEngine):

@@ -186,7 +186,7 @@ class HandsOutStridedGradients(FullyShardEngine):
 
 
 def _show(module: nn.Module, name: str, change: Callable[[torch.Tensor], Any]) -> None:
-    """Have the module's forward find something else in the place of a parameter."""
+    """Show the module's forward something else in the place of a parameter."""
 
     def put(_: nn.Module, inputs: Any) -> None:
         whole = module._parameters[name]

@@ -131,7 +131,7 @@ class GathersWhenWaitedFor(ReferenceEngine):
     """
 
     class Unit(ComposableUnit):
-        """Issues an asynchronous gather when somebody waits for it, on every other rank."""
+        """Issues an asynchronous gather when it is waited for, on every other rank."""
 
         def unshard_async(self) -> Callable[[], None]:
             return self.unshard if dist.get_rank() % 2 else super().unshard_async()
@@ -161,7 +161,7 @@ class _StaleUnit(ComposableUnit):
             if isinstance(parameter, DTensor):
                 continue
             fresh = parameter.detach().clone()
-            # .data, whose writes autograd does not see: memory that is used again tells nobody either.
+            # .data, whose writes autograd does not see: memory that is used again shows no write either.
             for rank, rows in enumerate(parameter.data.chunk(num_ranks)):
                 if rank != dist.get_rank() and name in self._known:
                     rows.copy_(self._known[name].chunk(num_ranks)[rank])
@@ -298,7 +298,7 @@ class AddsGradientsToParameters(FullyShardEngine):
 class RepeatsTheSecondGradients(DistributedDataParallelEngine):
     """From the third step on the optimizer is given the gradients of the second.
 
-    Reported: what gradients were views of was exchanged, and what was copied later went where nobody looked; two
+    Reported: what gradients were views of was exchanged, and what was copied later went elsewhere; two
     iterations were right.
     """
 
