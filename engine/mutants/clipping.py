@@ -16,8 +16,9 @@ from engine.adapters.torch_ddp import DistributedDataParallelEngine, PreparedDdp
 from engine.adapters.torch_fsdp2 import FullyShardEngine, PreparedFullyShard
 from engine.contract import Capability, Layout, Plan
 from engine.mutants.mutant import Condition, Trace, mutant
+from engine.mutants.plans import demanding
 
-_CLIP = Plan(demands=frozenset({Capability.CLIP}))
+_CLIP = demanding(Capability.CLIP)
 _HYBRID = Plan(layout=Layout.HYBRID, demands=frozenset({Capability.CLIP}))
 
 

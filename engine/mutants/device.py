@@ -17,6 +17,7 @@ from engine.adapters.torch_fsdp2 import FullyShardEngine, PreparedFullyShard
 from engine.contract import Buffers, Capability, Offload, Plan, PreparedModel
 from engine.mutants.mutant import Condition, Trace, mutant
 from engine.mutants.patches import Forgetful, is_last_rank, local, never_updating
+from engine.mutants.plans import demanding
 
 _OFFLOAD = Plan(offload=Offload.CPU)
 
@@ -97,10 +98,7 @@ def _offloaded(prepared: PreparedReference) -> Iterator[torch.Tensor]:
         yield from (local(p.grad) for p in prepared.named.parameters() if p.grad is not None)
 
 
-@mutant(
-    after="pytorch/pytorch#109774",
-    kills_on=Condition(world_size=1, plan=Plan(demands=frozenset({Capability.GRAPHS}))),
-)
+@mutant(after="pytorch/pytorch#109774", kills_on=Condition(world_size=1, plan=demanding(Capability.GRAPHS)))
 class CountsOnTheHost(FullyShardEngine):
     """Outputs are scaled by the number of forwards so far, which the host counts.
 
@@ -174,7 +172,7 @@ class DropsThePinnedCopy(FullyShardEngine):
     kills_on=Condition(
         world_size=1,
         steps=3,
-        plan=Plan(demands=frozenset({Capability.UNUSED})),
+        plan=demanding(Capability.UNUSED),
         because="needs parameters that a later step does without",
     ),
     trace=Trace.CRASH,

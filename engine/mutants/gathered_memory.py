@@ -71,11 +71,7 @@ class KeepsWhatItWasAskedToFree(FullyShardEngine):
         return super().prepare(model, _instead(plan, Reshard.AFTER_FORWARD, Reshard.KEEP), mesh)
 
 
-@mutant(
-    after="ByteDance-Seed/VeOmni#806",
-    kills_on=Condition(plan=_NATIVE),
-    trace=Trace.STATE,
-)
+@mutant(after="ByteDance-Seed/VeOmni#806", kills_on=Condition(plan=_NATIVE), trace=Trace.STATE)
 class FreesTheRootByDefault(FullyShardEngine):
     """The root is freed after forward where no policy says so.
 
@@ -105,11 +101,7 @@ class FreesWholeWhereAPartWasAsked(FullyShardEngine):
         return super().prepare(model, _instead(plan, Reshard.TO_PAIRS, Reshard.AFTER_FORWARD), mesh)
 
 
-@mutant(
-    after="pytorch/pytorch#75892",
-    kills_on=Condition(steps=2, plan=_FREED),
-    trace=Trace.STATE,
-)
+@mutant(after="pytorch/pytorch#75892", kills_on=Condition(steps=2, plan=_FREED), trace=Trace.STATE)
 class FreesInTheFirstStepAlone(ReferenceEngine):
     """From the second step on units stay gathered after forward.
 
@@ -193,11 +185,7 @@ class FreesHeldUnitsAfterBackward(ReferenceEngine):
             """Change nothing."""
 
 
-@mutant(
-    after="Lightning-AI/lightning-thunder#908",
-    kills_on=Condition(plan=_KEPT),
-    trace=Trace.STATE,
-)
+@mutant(after="Lightning-AI/lightning-thunder#908", kills_on=Condition(plan=_KEPT), trace=Trace.STATE)
 class ShowsPaddedRows(ReferenceEngine):
     """Whole parameters end with rows of padding.
 

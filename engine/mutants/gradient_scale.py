@@ -14,6 +14,7 @@ from engine.adapters.torch_fsdp2 import FullyShardEngine
 from engine.contract import Capability, Plan, PreparedModel
 from engine.mutants.mutant import Condition, mutant
 from engine.mutants.patches import dividing_losses
+from engine.mutants.plans import demanding
 
 
 @mutant(after="NVIDIA/Megatron-LM#3023")
@@ -56,10 +57,7 @@ class DividesByTheFactorTwice(FullyShardEngine):
         return dividing_losses(super().prepare(model, plan, mesh), plan.divide_factor or 1)
 
 
-@mutant(
-    after="pytorch/pytorch#158753",
-    kills_on=Condition(world_size=1, plan=Plan(demands=frozenset({Capability.COMPLEX}))),
-)
+@mutant(after="pytorch/pytorch#158753", kills_on=Condition(world_size=1, plan=demanding(Capability.COMPLEX)))
 class DropsImaginaryParts(DistributedDataParallelEngine):
     """Imaginary parts of gradients are zero.
 

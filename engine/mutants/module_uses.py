@@ -16,6 +16,7 @@ from engine.adapters.torch_fsdp2 import FullyShardEngine
 from engine.contract import Accumulation, Capability, Grouping, Plan, PreparedModel, Shard, UnitHandle
 from engine.mutants.mutant import Condition, Trace, mutant
 from engine.mutants.patches import never_updating
+from engine.mutants.plans import demanding
 
 _GROUPS = Plan(grouping=Grouping.REQUIRED, units=("first,second",))
 _TOLD = replace(_GROUPS, accumulation=Accumulation.LAST_MICROBATCH, demands=frozenset({Capability.UNIT_SYNC}))
@@ -24,7 +25,7 @@ _METHODS = Plan(forward_methods=(("encoder", "encode"),), units=("encoder",))
 
 @mutant(
     after="NVIDIA/Megatron-LM#6693",
-    kills_on=Condition(world_size=1, steps=2, plan=Plan(demands=frozenset({Capability.PARTS}))),
+    kills_on=Condition(world_size=1, steps=2, plan=demanding(Capability.PARTS)),
 )
 class NeverReducesParts(ReferenceEngine):
     """Gradients of a part that was called by itself are never reduced.
@@ -204,7 +205,7 @@ class CountsTheFirstUseAlone(ReferenceEngine):
 
 @mutant(
     after="pytorch/pytorch#136861",
-    kills_on=Condition(world_size=1, microbatches=2, plan=Plan(demands=frozenset({Capability.INTERLEAVE}))),
+    kills_on=Condition(world_size=1, microbatches=2, plan=demanding(Capability.INTERLEAVE)),
 )
 class ForgetsEarlierForwards(ReferenceEngine):
     """Of several forwards that wait for backward the last alone has gradients.

@@ -7,13 +7,19 @@ from dataclasses import replace
 from engine.contract import Capability, Grouping, Layout, Plan, Reshard, Wrapper
 from engine.mutants.mutant import Condition
 
+
+def demanding(*capabilities: Capability) -> Plan:
+    """Return a plan that demands these and asks for nothing else."""
+    return Plan(demands=frozenset(capabilities))
+
+
 UNITS = ("blocks.0", "blocks.1", "blocks.2", "blocks.3")
 SHARDED_BLOCKS = Plan(
     layout=Layout.SHARD, units=UNITS, grouping=Grouping.REQUIRED, reshard=Reshard.AFTER_FORWARD
 )
 HYBRID_BLOCKS = replace(SHARDED_BLOCKS, layout=Layout.HYBRID)
 WRAPPED = Plan(layout=Layout.SHARD, wrapper=Wrapper())
-CALLS_METHODS = Plan(demands=frozenset({Capability.WRAPPER}))
+CALLS_METHODS = demanding(Capability.WRAPPER)
 
 ONE_RANK = Condition(world_size=1)
 SECOND_STEP = Condition(world_size=1, steps=2, because="the first step has no step before it")

@@ -20,9 +20,9 @@ from engine.adapters.torch_fsdp2 import FullyShardEngine, PreparedFullyShard
 from engine.adapters.torch_replicate import ReplicateEngine
 from engine.contract import Capability, Layout, Plan, PreparedModel
 from engine.mutants.mutant import Condition, Trace, mutant
-from engine.mutants.plans import HYBRID, SECOND_STEP
+from engine.mutants.plans import HYBRID, SECOND_STEP, demanding
 
-_OWN = Plan(demands=frozenset({Capability.OWN_BUFFERS}))
+_OWN = demanding(Capability.OWN_BUFFERS)
 # Of the thread: where ranks are threads, each has its own count, as if it were a process.
 _PREPARED = threading.local()
 

@@ -19,9 +19,9 @@ from engine.adapters.torch_fsdp2 import FullyShardEngine, PreparedFullyShard
 from engine.contract import Capability, Layout, OptimizerFactory, Plan, PreparedModel, Reshard
 from engine.mutants.mutant import Condition, Trace, mutant
 from engine.mutants.patches import Stale, local, unchanged
-from engine.mutants.plans import SECOND_STEP
+from engine.mutants.plans import SECOND_STEP, demanding
 
-_STATE = Plan(demands=frozenset({Capability.STATE}))
+_STATE = demanding(Capability.STATE)
 _RESUMED = Condition(world_size=1, steps=2, plan=_STATE, because="before a step there is nothing to lose")
 
 

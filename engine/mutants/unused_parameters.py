@@ -15,10 +15,10 @@ from engine.adapters.torch_replicate import ReplicateEngine
 from engine.contract import Capability, Layout, Plan, PreparedModel
 from engine.mutants.mutant import Condition, Trace, mutant
 from engine.mutants.patches import is_last_rank, leave_out_of_ddp, never_updating
-from engine.mutants.plans import ONE_RANK
+from engine.mutants.plans import ONE_RANK, demanding
 
-_UNUSED = Plan(demands=frozenset({Capability.UNUSED}))
-_BORROWED = Plan(demands=frozenset({Capability.UNUSED, Capability.RANK_DEPENDENT}))
+_UNUSED = demanding(Capability.UNUSED)
+_BORROWED = demanding(Capability.UNUSED, Capability.RANK_DEPENDENT)
 
 
 @mutant(after="facebookresearch/fairscale#605", kills_on=Condition(world_size=1, plan=_UNUSED))
