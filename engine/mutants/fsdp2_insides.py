@@ -12,21 +12,6 @@ from typing import Any
 from engine.contract import PreparedModel
 from engine.mutants.patches import after, before
 
-__all__ = [
-    "after_method",
-    "before_method",
-    "deaf",
-    "deaf_in",
-    "forget_post_reduce_events",
-    "groups",
-    "ignore",
-    "in_context",
-    "keep_reduce_inputs",
-    "reduce_inputs",
-    "states",
-    "waits_without_own_event",
-]
-
 # Any, throughout: FSDP2's insides and the streams of a device have no public types.
 
 

@@ -10,9 +10,6 @@ from typing import Any, TypeVar
 
 from engine.contract import Engine, Plan
 
-__all__ = ["DECLARED", "Condition", "Mutant", "Trace", "mutant"]
-
-
 _E = TypeVar("_E", bound=type[Engine])
 
 
