@@ -18,7 +18,7 @@ from harness.worlds.sizes import SEVERAL
 
 @pytest.mark.rows("T08", "R06")
 @pytest.mark.kills("ReplicatesInsteadOfSharding", "CallsTheWholeItsChunks", "ShowsSlicesOfWholes")
-@pytest.mark.kills("KeepsTheModelInAClosure", "KeepsTheModelOnTheLastRank", "KeepsWholesAfterTheFirstStep")
+@pytest.mark.kills("KeepsTheModelOnTheLastRank", "KeepsWholesAfterTheFirstStep")
 @pytest.mark.kills("CutsGradientsFromWholeBuffers", "CutsStateFromWholeBuffers", "AveragesWholeParameters")
 @pytest.mark.worlds(SEVERAL)
 def test_holds_its_share(trial: Trial) -> None:
