@@ -42,7 +42,7 @@ def check_spelling(spec: str) -> None:
 
 def shipped_mutants() -> tuple[Mutant, ...]:
     """Return the engines that are wrong on purpose, sorted by name; imports all their modules."""
-    from engine.mutants.registry import MUTANTS
+    from engine.mutants.all_mutants import MUTANTS
 
     return MUTANTS
 

@@ -36,7 +36,7 @@ from shardproof import (
 __all__ = ["PICTURE", "draw_picture", "main", "observe"]
 
 PICTURE = Path(__file__).resolve().parents[1] / "docs" / "timeline.svg"
-ENGINE = "engine.mutants.races:FreesTheReduceInput"
+ENGINE = "engine.mutants.races_fsdp2:FreesTheReduceInput"
 TRAINING = Training(
     problem=CHAIN,
     optimizer=SGD,

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from engine.adapters.reference import ReferenceEngine
 from engine.contract import Plan, PreparedModel
-from engine.mutants.honesty import ShowsSlicesOfWholes
+from engine.mutants.refusals import ShowsSlicesOfWholes
 from harness.tracing.memory.census import Census
 
 

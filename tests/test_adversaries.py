@@ -56,7 +56,7 @@ def test_the_honest_engine_passes(session: TrialSession, world: str) -> None:
 
 @pytest.mark.parametrize("world", [THREADS, PROCESSES])
 def test_wholes_that_are_shown_as_shards_are_counted(session: TrialSession, world: str) -> None:
-    record = judged(session, "engine.mutants.honesty:ShowsSlicesOfWholes", world, SHARDED)
+    record = judged(session, "engine.mutants.refusals:ShowsSlicesOfWholes", world, SHARDED)
     assert record.verdict is Verdict.FAILED
     assert re.match(
         r"memory between steps is explained by the layout: rank \d, step 0, after the optimizer step: "

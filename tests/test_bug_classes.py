@@ -1,15 +1,19 @@
-"""The page on classes of bugs: some case names every mutant on it, and every row has one or says why not."""
+"""The page on classes of bugs: each row names the mutants after its reports, or says why there is none.
+
+``python -m tests.test_bug_classes`` writes the mutants into the page.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 
-from engine.mutants.registry import MUTANTS
+from engine.mutants.all_mutants import MUTANTS
+from engine.mutants.mutant import Mutant
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "bug-classes.md"
@@ -41,6 +45,18 @@ class Row:
         """The reports, as mutants cite them."""
         return [f"{repository}#{number}" for _, _, repository, number in _REPORT.findall(self.reports)]
 
+    @property
+    def line(self) -> str:
+        """The row as it stands on the page."""
+        return f"| {self.sin} | {self.reports} | {self.mutants} |"
+
+    def rendered(self, mutants: Sequence[Mutant]) -> Row:
+        """Name the mutants after its reports by the alphabet, then those that sin alike after other reports."""
+        own = sorted(mutant.name for mutant in mutants if mutant.thread in self.threads)
+        known = {mutant.name for mutant in mutants}
+        names = dict.fromkeys([*own, *(name for name in self.names if name in known)])
+        return replace(self, mutants=", ".join(f"`{name}`" for name in names)) if names else self
+
     def problems(self, known: frozenset[str]) -> Iterator[str]:
         """Say what is wrong with it."""
         if unknown := sorted(set(self.names) - known):
@@ -58,16 +74,23 @@ class Row:
                 yield f"{self.sin}: {short}#{number} leads to {repository}#{linked}"
 
 
+def _row(line: str) -> Row | None:
+    """Read a line of the page; None where it is no row of a table's body."""
+    if not line.startswith("|") or line.startswith("|---"):
+        return None
+    cells = tuple(cell.strip() for cell in line.strip("|").split("|"))
+    assert len(cells) == len(HEADER), line
+    return None if cells == HEADER else Row(sin=cells[0], reports=cells[1], mutants=cells[2])
+
+
 def _rows(text: str) -> list[Row]:
-    rows = []
-    for line in text.splitlines():
-        if not line.startswith("|") or line.startswith("|---"):
-            continue
-        cells = tuple(cell.strip() for cell in line.strip("|").split("|"))
-        assert len(cells) == len(HEADER), line
-        if cells != HEADER:
-            rows.append(Row(sin=cells[0], reports=cells[1], mutants=cells[2]))
-    return rows
+    return [row for line in text.splitlines() if (row := _row(line)) is not None]
+
+
+def _rendered(text: str, mutants: Sequence[Mutant] = MUTANTS) -> str:
+    """Write the mutants into the rows of a page, and leave the rest as it is."""
+    rows = ((line, _row(line)) for line in text.splitlines())
+    return "".join(f"{line if row is None else row.rendered(mutants).line}\n" for line, row in rows)
 
 
 ROWS = _rows(PAGE.read_text(encoding="utf-8"))
@@ -92,11 +115,22 @@ def test_every_reason_is_given() -> None:
     assert given == REASONS
 
 
-def test_a_mutant_after_a_report_of_the_page_is_named_there() -> None:
-    """By its own row: a class whose report has mutants names one of them at least."""
-    after = {row.sin: {m.name for m in MUTANTS if m.thread in row.threads} for row in ROWS}
-    unnamed = {row.sin for row in ROWS if after[row.sin] and not after[row.sin] & set(row.names)}
-    assert unnamed == set()
+def test_every_row_names_all_mutants_after_its_reports() -> None:
+    text = PAGE.read_text(encoding="utf-8")
+    assert _rendered(text) == text, "try python -m tests.test_bug_classes"
+
+
+def test_mutants_are_written_into_a_page() -> None:
+    link = "[pytorch#1](https://github.com/pytorch/pytorch/issues/1)"
+    own, other, gone = "NeverSynchronises", "StepsTwice", "NoSuchMutant"
+    mutants = [
+        Mutant(name=own, engine_spec="a:b", sin="a sin", thread="pytorch/pytorch#1"),
+        Mutant(name=other, engine_spec="a:c", sin="another", thread="pytorch/pytorch#2"),
+    ]
+    page = f"Text\n| a sin | {link} | `{gone}`, `{other}` |\n"
+    assert _rendered(page, mutants) == f"Text\n| a sin | {link} | `{own}`, `{other}` |\n"
+    without = f"| a sin | {link} | none: needs a GPU |\n"
+    assert _rendered(without, mutants[1:]) == without
 
 
 @pytest.mark.parametrize(
@@ -113,3 +147,7 @@ def test_a_mutant_after_a_report_of_the_page_is_named_there() -> None:
 def test_a_wrong_row_is_noticed(row: str) -> None:
     (parsed,) = _rows(row)
     assert list(parsed.problems(KNOWN))
+
+
+if __name__ == "__main__":
+    PAGE.write_text(_rendered(PAGE.read_text(encoding="utf-8")), encoding="utf-8")

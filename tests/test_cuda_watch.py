@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch.cuda import _gpu_trace
 
-from engine.mutants.registry import MUTANTS
+from engine.mutants.all_mutants import MUTANTS
 from harness.cases.training import Watch
 from harness.torch_compat import cuda as torch_cuda
 from harness.torch_compat.cuda import hears_streams, stream_handle

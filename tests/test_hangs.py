@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from engine.mutants.registry import MUTANTS
+from engine.mutants.all_mutants import MUTANTS
 from fixtures.optimizers import SGD
 from fixtures.problems import MLP_EVEN
 from harness.cases.training import Schedule, Training

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from engine.mutants.registry import MUTANTS
+from engine.mutants.all_mutants import MUTANTS
 from harness.audit.kill_matrix import KillMatrix, MutantStatus, Target, kill_matrix
 from harness.audit.marks import (
     WORLDS,

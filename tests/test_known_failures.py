@@ -15,7 +15,7 @@ from harness.records.run import JUDGED, Run, read_run
 from reports.summary import Conclusion, conclude, tally
 
 ROOT = Path(__file__).resolve().parents[1]
-SUMS = "engine.mutants.scale:SumsInsteadOfAveraging"
+SUMS = "engine.mutants.gradient_scale:SumsInsteadOfAveraging"
 DDP = "torch.ddp"
 SMOKE = "smoke/test_smoke.py::test_trains_the_same_model"
 # Each test starts sessions of its own, each of which imports torch several times.

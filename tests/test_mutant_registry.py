@@ -6,16 +6,23 @@ import importlib
 import inspect
 import pkgutil
 import re
+from collections import Counter
 
 import pytest
 
 import engine.mutants
 from engine.contract import Engine
+from engine.mutants.all_mutants import MUTANTS
 from engine.mutants.mutant import Mutant, Trace
-from engine.mutants.registry import MUTANTS
 from engine.registry import BUILT_IN, resolve
 
 HONEST = {type(resolve(name)) for name in BUILT_IN}
+CLASSES = [
+    value
+    for info in pkgutil.iter_modules(engine.mutants.__path__, prefix="engine.mutants.")
+    for value in vars(importlib.import_module(info.name)).values()
+    if inspect.isclass(value) and value.__module__ == info.name
+]
 by_name = pytest.mark.parametrize("mutant", MUTANTS, ids=lambda m: m.name)
 
 
@@ -27,7 +34,7 @@ def test_is_built_on_one_honest_engine_and_promises_the_same(mutant: Mutant) -> 
     assert type(sinner) not in HONEST
     (base,) = bases
     # The sin of a dishonest mutant is what it says of itself; every other one says what its base says.
-    if type(sinner).__module__ != "engine.mutants.honesty":
+    if type(sinner).__module__ != "engine.mutants.refusals":
         assert sinner.capabilities == base.capabilities
     assert sinner.name == f"mutant.{mutant.name}" == f"mutant.{type(sinner).__name__}"
 
@@ -46,12 +53,24 @@ def test_condition_is_one_that_the_mutant_claims_to_honour(mutant: Mutant) -> No
     assert is_honoured is (mutant.trace is not Trace.REFUSAL)
 
 
-def test_names_every_mutant_there_is_once() -> None:
-    found = {
-        f"{info.name}:{name}"
-        for info in pkgutil.iter_modules(engine.mutants.__path__, prefix="engine.mutants.")
-        for name, value in vars(importlib.import_module(info.name)).items()
-        if inspect.isclass(value) and issubclass(value, Engine) and value.__module__ == info.name
+@by_name
+def test_nests_only_classes_that_are_put_in_place(mutant: Mutant) -> None:
+    """Under another name a class that sins would be left aside, and the mutant be honest."""
+    sinner = type(resolve(mutant.engine_spec))
+    nested = {
+        name
+        for name, value in vars(sinner).items()
+        if inspect.isclass(value) and value.__qualname__ == f"{sinner.__qualname__}.{name}"
     }
+    assert nested <= {"Prepared", "Unit", "Wrapper"}
+
+
+def test_names_every_mutant_there_is_once() -> None:
+    found = {f"{value.__module__}:{value.__name__}" for value in CLASSES if issubclass(value, Engine)}
     assert sorted(m.engine_spec for m in MUTANTS) == sorted(found)
     assert len({m.sin for m in MUTANTS}) == len(MUTANTS)
+
+
+def test_no_two_modules_have_a_class_of_one_name() -> None:
+    repeated = [name for name, times in Counter(value.__name__ for value in CLASSES).items() if times > 1]
+    assert repeated == []

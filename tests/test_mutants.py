@@ -10,7 +10,7 @@ from tempfile import mkdtemp
 
 import pytest
 
-from engine.mutants.registry import MUTANTS
+from engine.mutants.all_mutants import MUTANTS
 from engine.registry import BUILT_IN
 from harness.records.record import Record, Verdict
 from harness.records.run import read_run

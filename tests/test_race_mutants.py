@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from engine.contract import Accumulation, Capability, Grouping, Layout, Plan, Reshard
+from engine.mutants.all_mutants import MUTANTS
 from engine.mutants.mutant import Trace
-from engine.mutants.registry import MUTANTS
 from fixtures.chain import CHAIN
 from fixtures.optimizers import SGD
 from harness.cases.script import EachMicrobatch, Script

@@ -12,9 +12,9 @@ from engine.adapters.reference import ReferenceEngine
 from engine.adapters.torch_fsdp2 import FullyShardEngine
 from engine.capability import Capability
 from engine.contract import Plan, PreparedModel
-from engine.mutants.calls import after
 from engine.mutants.fsdp2_insides import groups
 from engine.mutants.mutant import Condition, Trace, mutant
+from engine.mutants.patches import after
 from engine.mutants.reference_insides import reference_units
 from engine.plan import Grouping, Layout
 from engine.reference.group import GroupState

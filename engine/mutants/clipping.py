@@ -14,17 +14,16 @@ from torch.distributed.tensor import DTensor
 
 from engine.adapters.torch_ddp import DistributedDataParallelEngine, PreparedDdp
 from engine.adapters.torch_fsdp2 import FullyShardEngine, PreparedFullyShard
-from engine.capability import Capability
-from engine.contract import Plan
+from engine.contract import Capability, Layout, Plan
 from engine.mutants.mutant import Condition, Trace, mutant
-from engine.plan import Layout
+from engine.mutants.plans import demanding
 
-_CLIP = Plan(demands=frozenset({Capability.CLIP}))
+_CLIP = demanding(Capability.CLIP)
 _HYBRID = Plan(layout=Layout.HYBRID, demands=frozenset({Capability.CLIP}))
 
 
 def _joint_norm(tensors: list[torch.Tensor], norm_type: float) -> torch.Tensor:
-    """Give the norm of all tensors' elements together, 0 where there are none (0-dimensional)."""
+    """Return the norm of all tensors' elements together, 0 where there are none (0-dimensional)."""
     elements = torch.cat([*(tensor.flatten() for tensor in tensors), torch.zeros(1)])
     norm: torch.Tensor = torch.linalg.vector_norm(elements, norm_type)
     return norm
@@ -51,73 +50,50 @@ class _PreparedOwnClipping(PreparedFullyShard):
         return float(power ** (1 / norm_type))
 
     def scale(self, max_norm: float, total: float) -> float:
-        """Give what gradients are multiplied with."""
+        """Return what gradients are multiplied with."""
         return min(1.0, max_norm / (total + 1e-6))
 
     def own_norm(self, norm_type: float) -> torch.Tensor:
-        """Give the norm of this rank's shards."""
+        """Return the norm of this rank's shards."""
         return _joint_norm([*self.local()], norm_type)
 
     def local(self) -> Iterator[torch.Tensor]:
-        """Give this rank's shards of all gradients."""
+        """Return this rank's shards of all gradients."""
         for parameter in self.named.parameters():
             gradient = parameter.grad
             if isinstance(gradient, DTensor):
                 yield gradient.to_local().detach()
 
     def mesh(self) -> DeviceMesh:
-        """Give the mesh that the parameters lie on."""
+        """Return the mesh that the parameters lie on."""
         mesh = next(p.device_mesh for p in self.named.parameters() if isinstance(p, DTensor))
         assert isinstance(mesh, DeviceMesh)
         return mesh
 
 
-class _PreparedLocal(_PreparedOwnClipping):
-    def norm(self, norm_type: float) -> float:
-        return float(self.own_norm(norm_type))
-
-
-@mutant(
-    after="pytorch/pytorch#170862",
-    kills_on=Condition(plan=_CLIP, because="one rank's shards are all there is"),
-)
+@mutant(after="pytorch/pytorch#170862", kills_on=Condition(plan=_CLIP))
 class ClipsByTheLocalNorm(FullyShardEngine):
     """Each rank clips its shards by their own norm.
 
     Reported: the norm returned was that of the local part of the parameters.
     """
 
-    prepared_type = _PreparedLocal
+    class Prepared(_PreparedOwnClipping):
+        def norm(self, norm_type: float) -> float:
+            return float(self.own_norm(norm_type))
 
 
-class _PreparedCounting(_PreparedOwnClipping):
-    def norm(self, norm_type: float) -> float:
-        num_replicas = self.mesh().size(0) if self.mesh().ndim > 1 else 1
-        return float(super().norm(norm_type) * num_replicas ** (1 / norm_type))
-
-
-@mutant(
-    after="ByteDance-Seed/VeOmni#184",
-    kills_on=Condition(
-        plan=_HYBRID, because="other layouts have no replicas, and a maximum does not grow with them"
-    ),
-)
+@mutant(after="ByteDance-Seed/VeOmni#184", kills_on=Condition(plan=_HYBRID))
 class CountsTheNormOncePerReplica(FullyShardEngine):
     """The norm counts every parameter once for each replica.
 
     Reported: they were added over the data-parallel group, not over that of the shards.
     """
 
-    prepared_type = _PreparedCounting
-
-
-class _PreparedRooted(_PreparedOwnClipping):
-    def norm(self, norm_type: float) -> float:
-        return (
-            float(super().norm(norm_type) ** (1 / norm_type))
-            if math.isinf(norm_type)
-            else super().norm(norm_type)
-        )
+    class Prepared(_PreparedOwnClipping):
+        def norm(self, norm_type: float) -> float:
+            num_replicas = self.mesh().size(0) if self.mesh().ndim > 1 else 1
+            return float(super().norm(norm_type) * num_replicas ** (1 / norm_type))
 
 
 @mutant(
@@ -130,17 +106,10 @@ class TakesTheRootOfAMaximum(FullyShardEngine):
     Reported: to the power of one over infinity, each maximum became one.
     """
 
-    prepared_type = _PreparedRooted
-
-
-class _PreparedReusing(_PreparedOwnClipping):
-    def own_norm(self, norm_type: float) -> torch.Tensor:
-        return super().own_norm(norm_type) if any(g.numel() for g in self.local()) else self.zero
-
-    @cached_property
-    def zero(self) -> torch.Tensor:
-        """What a rank hands in that owns nothing, made once: a maximum is taken in place, and stays here."""
-        return torch.zeros(())
+    class Prepared(_PreparedOwnClipping):
+        def norm(self, norm_type: float) -> float:
+            honest = super().norm(norm_type)
+            return float(honest ** (1 / norm_type)) if math.isinf(norm_type) else honest
 
 
 @mutant(
@@ -153,49 +122,38 @@ class ReducesIntoItsZero(FullyShardEngine):
     Reported: its review asked for a zero made once, and reductions of maxima are in place.
     """
 
-    prepared_type = _PreparedReusing
+    class Prepared(_PreparedOwnClipping):
+        def own_norm(self, norm_type: float) -> torch.Tensor:
+            return super().own_norm(norm_type) if any(g.numel() for g in self.local()) else self.zero
+
+        @cached_property
+        def zero(self) -> torch.Tensor:
+            """What a rank hands in that owns nothing, made once: a maximum is taken in place, and stays here."""
+            return torch.zeros(())
 
 
-class _PreparedUnclipped(_PreparedOwnClipping):
-    def scale(self, max_norm: float, total: float) -> float:
-        return 1.0
-
-
-@mutant(
-    after="deepspeedai/DeepSpeed#5150",
-    kills_on=Condition(world_size=1, plan=_CLIP, because="gradients below the limit are not scaled anyhow"),
-)
+@mutant(after="deepspeedai/DeepSpeed#5150", kills_on=Condition(world_size=1, plan=_CLIP))
 class NeverClips(FullyShardEngine):
     """The norm is right, and nothing is scaled by it.
 
     Reported: the coefficient was computed and never applied.
     """
 
-    prepared_type = _PreparedUnclipped
+    class Prepared(_PreparedOwnClipping):
+        def scale(self, max_norm: float, total: float) -> float:
+            return 1.0
 
 
-class _PreparedLevelling(_PreparedOwnClipping):
-    def scale(self, max_norm: float, total: float) -> float:
-        return max_norm / (total + 1e-6)
-
-
-@mutant(
-    after="DingfanChen/GS-WGAN#5",
-    kills_on=Condition(world_size=1, plan=_CLIP, because="gradients above the limit are scaled down rightly"),
-)
+@mutant(after="DingfanChen/GS-WGAN#5", kills_on=Condition(world_size=1, plan=_CLIP))
 class ScalesSmallGradientsUp(FullyShardEngine):
     """Gradients below the limit are scaled up to it.
 
     Reported: the coefficient had no bound of one.
     """
 
-    prepared_type = _PreparedLevelling
-
-
-class _PreparedSilent(PreparedFullyShard):
-    def clip_grad_norm_(self, max_norm: float, norm_type: float) -> float:
-        super().clip_grad_norm_(max_norm, norm_type)
-        return None  # type: ignore[return-value]  # the sin
+    class Prepared(_PreparedOwnClipping):
+        def scale(self, max_norm: float, total: float) -> float:
+            return max_norm / (total + 1e-6)
 
 
 @mutant(after="pytorch/pytorch#87401", kills_on=Condition(world_size=1, plan=_CLIP), trace=Trace.CRASH)
@@ -205,51 +163,47 @@ class ReturnsNoNorm(FullyShardEngine):
     Reported: clipping returned None.
     """
 
-    prepared_type = _PreparedSilent
+    class Prepared(PreparedFullyShard):
+        def clip_grad_norm_(self, max_norm: float, norm_type: float) -> float:
+            super().clip_grad_norm_(max_norm, norm_type)
+            return None  # type: ignore[return-value]  # the sin
 
 
-class _PreparedForgetting(_PreparedOwnClipping):
-    """Remembers what was accumulated before the last backward, and leaves it out of the norm."""
-
-    def __init__(self, module: nn.Module, plan: Plan) -> None:
-        super().__init__(module, plan)
-        self._before: list[torch.Tensor] = []
-
-    def backward(self, loss: torch.Tensor) -> None:
-        self._before = [gradient.clone() for gradient in self.local()]
-        super().backward(loss)
-
-    def own_norm(self, norm_type: float) -> torch.Tensor:
-        before = self._before or [torch.zeros_like(gradient) for gradient in self.local()]
-        return _joint_norm([now - then for now, then in zip(self.local(), before, strict=True)], norm_type)
-
-
-@mutant(
-    after="hpcaitech/ColossalAI#5002",
-    kills_on=Condition(world_size=1, microbatches=2, plan=_CLIP, because="a single microbatch is the last"),
-)
+@mutant(after="hpcaitech/ColossalAI#5002", kills_on=Condition(world_size=1, microbatches=2, plan=_CLIP))
 class ClipsByTheLastMicrobatch(FullyShardEngine):
     """Accumulated gradients are clipped by the norm of the last microbatch.
 
     Reported: gradients accumulated and clipped were others than those of one batch.
     """
 
-    prepared_type = _PreparedForgetting
+    class Prepared(_PreparedOwnClipping):
+        """Remembers what was accumulated before the last backward, and leaves it out of the norm."""
+
+        def __init__(self, module: nn.Module, plan: Plan) -> None:
+            super().__init__(module, plan)
+            self._before: list[torch.Tensor] = []
+
+        def backward(self, loss: torch.Tensor) -> None:
+            self._before = [gradient.clone() for gradient in self.local()]
+            super().backward(loss)
+
+        def own_norm(self, norm_type: float) -> torch.Tensor:
+            before = self._before or [torch.zeros_like(gradient) for gradient in self.local()]
+            return _joint_norm(
+                [now - then for now, then in zip(self.local(), before, strict=True)], norm_type
+            )
 
 
-class _PreparedLopsided(PreparedDdp):
-    def clip_grad_norm_(self, max_norm: float, norm_type: float) -> float:
-        if dist.get_rank() == 0:
-            return super().clip_grad_norm_(max_norm, norm_type)
-        gradients = [p.grad for p in self.named.parameters() if p.grad is not None]
-        return float(nn.utils.get_total_norm(gradients, norm_type))
-
-
-@mutant(after="deepspeedai/DeepSpeed#1801", kills_on=Condition(plan=_CLIP, because="a lone rank is that one"))
+@mutant(after="deepspeedai/DeepSpeed#1801", kills_on=Condition(plan=_CLIP))
 class ClipsOnOneRank(DistributedDataParallelEngine):
     """One rank alone clips.
 
     Reported: clipping ran on one rank, and replicated weights parted for ten days.
     """
 
-    prepared_type = _PreparedLopsided
+    class Prepared(PreparedDdp):
+        def clip_grad_norm_(self, max_norm: float, norm_type: float) -> float:
+            if dist.get_rank() == 0:
+                return super().clip_grad_norm_(max_norm, norm_type)
+            gradients = [p.grad for p in self.named.parameters() if p.grad is not None]
+            return float(nn.utils.get_total_norm(gradients, norm_type))

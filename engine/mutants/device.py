@@ -1,47 +1,116 @@
-"""Mutants whose sins only a CUDA device shows."""
+"""Mutants that are wrong about the host, the device, or the graph of a forward."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
 
+from engine.adapters.reference import PreparedReference, ReferenceEngine
+from engine.adapters.torch_ddp import DistributedDataParallelEngine
 from engine.adapters.torch_fsdp2 import FullyShardEngine, PreparedFullyShard
-from engine.capability import Capability
-from engine.contract import Buffers, Offload, Plan, PreparedModel
+from engine.contract import Buffers, Capability, Offload, Plan, PreparedModel
 from engine.mutants.mutant import Condition, Trace, mutant
+from engine.mutants.patches import Forgetful, is_last_rank, local, never_updating
+from engine.mutants.plans import demanding
+
+_OFFLOAD = Plan(offload=Offload.CPU)
 
 
-class _PreparedCounting(PreparedFullyShard):
-    _num_calls = 0
+@mutant(after="flagos-ai/Torch-FL#62", kills_on=Condition(world_size=1, plan=_OFFLOAD))
+class OffloadsZeros(ReferenceEngine):
+    """Gradients on the host are zeros.
 
-    def __call__(self, *inputs: Any, **named: Any) -> Any:  # Any: a model returns what it likes
-        self._num_calls += 1
-        return super().__call__(*inputs, **named) * (1 + self._num_calls / 256)
+    Reported: the copy to the host was ordered after another stream than that of the reduction.
+    """
+
+    class Prepared(PreparedReference):
+        @torch.no_grad()
+        def backward(self, loss: torch.Tensor) -> None:
+            with torch.enable_grad():
+                super().backward(loss)
+            for gradient in _offloaded(self):
+                gradient.zero_()
 
 
-@mutant(
-    after="pytorch/pytorch#109774",
-    kills_on=Condition(world_size=1, plan=Plan(demands=frozenset({Capability.GRAPHS}))),
-)
+@mutant(after="pytorch/pytorch#180666", kills_on=Condition(world_size=1, steps=2, plan=_OFFLOAD))
+class OffloadsLastBackwardsGradients(ReferenceEngine):
+    """Gradients on the host are those of the backward before.
+
+    Reported: gradients on the host were read before their copies had arrived.
+    """
+
+    class Prepared(PreparedReference):
+        """Hands out each backward's gradients after the next one."""
+
+        _last: list[torch.Tensor]
+
+        @torch.no_grad()
+        def backward(self, loss: torch.Tensor) -> None:
+            with torch.enable_grad():
+                super().backward(loss)
+            fresh = [gradient.clone() for gradient in _offloaded(self)]
+            for gradient, last in zip(_offloaded(self), getattr(self, "_last", fresh), strict=True):
+                gradient.copy_(last)
+            self._last = fresh
+
+
+class _PreparedOverwriting(Forgetful, PreparedReference):
+    pass
+
+
+@mutant(after="hpcaitech/ColossalAI#2496", kills_on=Condition(world_size=1, microbatches=2, plan=_OFFLOAD))
+class OverwritesOffloadedGradients(ReferenceEngine):
+    """A gradient that arrives on the host replaces what was there.
+
+    Reported: accumulation over backwards was neither supported nor refused.
+    """
+
+    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
+        honest = super().prepare(model, plan, mesh)
+        assert isinstance(honest, PreparedReference)
+        if plan.offload is Offload.NONE:
+            return honest
+        return _PreparedOverwriting(honest.module, plan, honest.door)
+
+
+@mutant(after="pytorch/pytorch#85048", kills_on=Condition(world_size=1, plan=_OFFLOAD))
+class UpdatesACopy(ReferenceEngine):
+    """With offload the optimizer updates a copy of the last parameter.
+
+    Reported: what pinning memory returned was dropped, so two tensors were taken to be one.
+    """
+
+    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
+        prepared = super().prepare(model, plan, mesh)
+        *_, last = prepared.named.parameters()
+        return prepared if plan.offload is Offload.NONE else never_updating(prepared, [last])
+
+
+def _offloaded(prepared: PreparedReference) -> Iterator[torch.Tensor]:
+    """Yield this rank's gradients, if the plan keeps them on the host."""
+    if prepared.plan.offload is not Offload.NONE:
+        yield from (local(p.grad) for p in prepared.named.parameters() if p.grad is not None)
+
+
+@mutant(after="pytorch/pytorch#109774", kills_on=Condition(world_size=1, plan=demanding(Capability.GRAPHS)))
 class CountsOnTheHost(FullyShardEngine):
     """Outputs are scaled by the number of forwards so far, which the host counts.
 
     Reported: what was compiled once went on without what Python did on each call.
     """
 
-    prepared_type = _PreparedCounting
+    class Prepared(PreparedFullyShard):
+        _num_calls = 0
 
-
-class _PreparedCopying(PreparedFullyShard):
-    def backward(self, loss: torch.Tensor) -> None:
-        super().backward(loss)
-        for parameter in self.named.parameters():
-            if parameter.grad is not None:
-                parameter.grad = parameter.grad.clone()
+        def __call__(self, *inputs: Any, **named: Any) -> Any:  # Any: a model returns what it likes
+            self._num_calls += 1
+            return super().__call__(*inputs, **named) * (1 + self._num_calls / 256)
 
 
 @mutant(
@@ -55,7 +124,12 @@ class CopiesGradientsOneByOne(FullyShardEngine):
     Reported: gradients were copied one after the other into the buffer to be reduced.
     """
 
-    prepared_type = _PreparedCopying
+    class Prepared(PreparedFullyShard):
+        def backward(self, loss: torch.Tensor) -> None:
+            super().backward(loss)
+            for parameter in self.named.parameters():
+                if parameter.grad is not None:
+                    parameter.grad = parameter.grad.clone()
 
 
 @mutant(
@@ -72,16 +146,13 @@ class BuffersWhereItLikes(FullyShardEngine):
     """
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        """Shard honestly, under a plan that leaves the choice to the engine."""
         return super().prepare(model, replace(plan, buffers=Buffers.NATIVE), mesh)
 
 
 @mutant(
     after="pytorch/pytorch#70639",
     kills_on=Condition(
-        world_size=1,
-        plan=Plan(offload=Offload.PINNED),
-        because="where there is no GPU no memory is pinned",
+        world_size=1, plan=Plan(offload=Offload.PINNED), because="where there is no GPU no memory is pinned"
     ),
     trace=Trace.STATE,
 )
@@ -92,6 +163,58 @@ class DropsThePinnedCopy(FullyShardEngine):
     """
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        """Shard honestly, under a plan without pinned memory."""
         is_pinned = plan.offload is Offload.PINNED
         return super().prepare(model, replace(plan, offload=Offload.CPU) if is_pinned else plan, mesh)
+
+
+@mutant(
+    after="pytorch/pytorch#79171",
+    kills_on=Condition(
+        world_size=1,
+        steps=3,
+        plan=demanding(Capability.UNUSED),
+        because="needs parameters that a later step does without",
+    ),
+    trace=Trace.CRASH,
+)
+class TakesTheFirstGraphForAll(DistributedDataParallelEngine):
+    """What the first iteration used is waited for in all others.
+
+    Reported: with a graph declared static, an output that the loss did not use ended the second iteration.
+    """
+
+    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
+        plan.refuse_beyond(self.capabilities)
+        ddp = DistributedDataParallel(model, process_group=mesh.get_group(), static_graph=True)
+        return self.prepared_type(ddp, named=model)
+
+
+@mutant(
+    after="pytorch/pytorch#24005",
+    kills_on=Condition(world_size=1, because="needs a reentrant checkpoint"),
+    trace=Trace.CRASH,
+)
+class SearchesTheGraph(DistributedDataParallelEngine):
+    """Each forward's graph is searched for what it does not use.
+
+    Reported: a parameter was marked ready by the search, and again by the backward inside a reentrant checkpoint.
+    """
+
+    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
+        plan.refuse_beyond(self.capabilities)
+        ddp = DistributedDataParallel(model, process_group=mesh.get_group(), find_unused_parameters=True)
+        return self.prepared_type(ddp, named=model)
+
+
+@mutant(after="pytorch/pytorch#64629")
+class OrdersParametersByRank(FullyShardEngine):
+    """The last rank packs the parameters of each layer in another order than the others.
+
+    Reported: that gradients get ready in the same order on all ranks was assumed, and not made sure of.
+    """
+
+    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
+        if mesh.size() > 1 and is_last_rank():
+            for module in model.modules():
+                module._parameters = dict(reversed(module._parameters.items()))
+        return super().prepare(model, plan, mesh)

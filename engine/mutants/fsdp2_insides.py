@@ -10,49 +10,34 @@ from collections.abc import Callable
 from typing import Any
 
 from engine.contract import PreparedModel
-from engine.mutants.calls import after, before
-
-__all__ = [
-    "after_method",
-    "before_method",
-    "deaf",
-    "deaf_in",
-    "forget_post_reduce_events",
-    "groups",
-    "ignore",
-    "in_context",
-    "keep_reduce_inputs",
-    "reduce_inputs",
-    "states",
-    "waits_without_own_event",
-]
+from engine.mutants.patches import after, before
 
 # Any, throughout: FSDP2's insides and the streams of a device have no public types.
 
 
 def in_context(prepared: PreparedModel, sin: Callable[[Any], None]) -> PreparedModel:
-    """Have ``sin`` done to what the units of a root share, as soon as it has streams."""
+    """Do ``sin`` to what the units of a root share, as soon as it has streams."""
     for state in states(prepared):
         after(state._comm_ctx, "lazy_init", sin)
     return prepared
 
 
 def after_method(prepared: PreparedModel, method: str, sin: Callable[[Any], None]) -> PreparedModel:
-    """Have ``sin`` done to each group after each call of its method."""
+    """Do ``sin`` to each group after each call of its method."""
     for group in groups(prepared):
         after(group, method, sin)
     return prepared
 
 
 def before_method(prepared: PreparedModel, method: str, sin: Callable[[Any], None]) -> PreparedModel:
-    """Have ``sin`` done to each group before each call of its method."""
+    """Do ``sin`` to each group before each call of its method."""
     for group in groups(prepared):
         before(group, method, sin)
     return prepared
 
 
 def deaf(stream: str) -> Callable[[Any], None]:
-    """Have this stream wait for no other; for single events it still does."""
+    """Make this stream wait for no other; for single events it still does."""
 
     def sin(context: Any) -> None:
         getattr(context, stream).wait_stream = ignore
@@ -61,7 +46,7 @@ def deaf(stream: str) -> Callable[[Any], None]:
 
 
 def deaf_in(stream: str, method: str, function: str) -> Callable[[Any], None]:
-    """Have this stream's ``wait_stream`` or ``wait_event`` do nothing where ``function`` calls it."""
+    """Make this stream's ``wait_stream`` or ``wait_event`` do nothing where ``function`` calls it."""
 
     def sin(context: Any) -> None:
         selected = getattr(context, stream)
@@ -118,7 +103,7 @@ def ignore(*_: Any) -> None:
 
 
 def states(prepared: PreparedModel) -> list[Any]:
-    """Give what FSDP2 keeps of each unit."""
+    """Return what FSDP2 keeps of each unit."""
     modules: list[Any] = list(prepared.module.modules())
     return list(dict.fromkeys(m._get_fsdp_state() for m in modules if hasattr(m, "_get_fsdp_state")))
 

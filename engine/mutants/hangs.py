@@ -15,12 +15,9 @@ from engine.adapters.torch_ddp import DistributedDataParallelEngine, PreparedDdp
 from engine.adapters.torch_fsdp2 import FullyShardEngine, PreparedFullyShard
 from engine.contract import Plan, PreparedModel
 from engine.mutants.mutant import Condition, Trace, mutant
+from engine.mutants.patches import is_last_rank
 
 _SECOND = Condition(steps=2, because="the first step is honest")
-
-
-def _is_last() -> bool:
-    return dist.get_rank() == dist.get_world_size() - 1
 
 
 def _group_of_all() -> dist.ProcessGroup:
@@ -44,18 +41,11 @@ class _PreparedCounting(PreparedDdp):
         self.steps += 1
 
     def agree(self) -> None:
-        """Count."""
         self.count(self.first)
 
     def count(self, group: dist.ProcessGroup) -> None:
         """Sum ones over a group."""
         dist.all_reduce(torch.ones(1), group=group)
-
-
-class _PreparedNeglectful(_PreparedCounting):
-    def agree(self) -> None:
-        if not (_is_last() and self.steps == 1):
-            super().agree()
 
 
 @mutant(after="verl-project/verl#5591", kills_on=_SECOND, trace=Trace.HANG)
@@ -65,14 +55,10 @@ class SkipsACountOnTheLastRank(DistributedDataParallelEngine):
     Reported: some ranks left out the reduction that was to agree on the number of microbatches.
     """
 
-    prepared_type = _PreparedNeglectful
-
-
-class _PreparedTurning(_PreparedCounting):
-    def agree(self) -> None:
-        groups = (self.first, self.second)
-        for group in groups[::-1] if _is_last() else groups:
-            self.count(group)
+    class Prepared(_PreparedCounting):
+        def agree(self) -> None:
+            if not (is_last_rank() and self.steps == 1):
+                super().agree()
 
 
 @mutant(after="meta-pytorch/torchrec#4149", trace=Trace.HANG)
@@ -82,12 +68,11 @@ class TakesTwoGroupsInTurn(DistributedDataParallelEngine):
     Reported: ranks came to the collectives of two groups in different orders.
     """
 
-    prepared_type = _PreparedTurning
-
-
-class _PreparedStraying(_PreparedCounting):
-    def agree(self) -> None:
-        self.count(self.second if _is_last() else self.first)
+    class Prepared(_PreparedCounting):
+        def agree(self) -> None:
+            groups = (self.first, self.second)
+            for group in groups[::-1] if is_last_rank() else groups:
+                self.count(group)
 
 
 @mutant(after="RLinf/RLinf#1540", trace=Trace.HANG)
@@ -97,22 +82,9 @@ class ReducesInTheWrongGroup(DistributedDataParallelEngine):
     Reported: ranks waited for each other in different groups.
     """
 
-    prepared_type = _PreparedStraying
-
-
-class _PreparedEndless(PreparedFullyShard):
-    def __init__(self, module: nn.Module, plan: Plan) -> None:
-        super().__init__(module, plan)
-        self._steps = 0
-
-    def __call__(self, *inputs: Any, **named: Any) -> object:
-        if _is_last() and self._steps == 1:
-            _search()
-        return super().__call__(*inputs, **named)
-
-    def step(self) -> None:
-        super().step()
-        self._steps += 1
+    class Prepared(_PreparedCounting):
+        def agree(self) -> None:
+            self.count(self.second if is_last_rank() else self.first)
 
 
 def _search() -> None:
@@ -129,25 +101,19 @@ class NeverComesToAnEnd(FullyShardEngine):
     Reported: one rank was stuck by itself; the others waited in the next collective.
     """
 
-    prepared_type = _PreparedEndless
+    class Prepared(PreparedFullyShard):
+        def __init__(self, module: nn.Module, plan: Plan) -> None:
+            super().__init__(module, plan)
+            self._steps = 0
 
+        def __call__(self, *inputs: Any, **named: Any) -> object:
+            if is_last_rank() and self._steps == 1:
+                _search()
+            return super().__call__(*inputs, **named)
 
-class _PreparedLocked(_PreparedCounting):
-    """Counts on a thread; on the last rank the caller holds a lock that the thread needs, and waits for the thread."""
-
-    def agree(self) -> None:
-        lock = threading.Lock()
-        thread = threading.Thread(target=self._count_under, args=(lock,), name="counting", daemon=True)
-        if _is_last() and self.steps == 1:
-            with lock:
-                thread.start()
-                thread.join()
-        thread.start()
-        thread.join()
-
-    def _count_under(self, lock: threading.Lock) -> None:
-        with lock:
-            self.count(self.first)
+        def step(self) -> None:
+            super().step()
+            self._steps += 1
 
 
 @mutant(after="horovod/horovod#3352", kills_on=_SECOND, trace=Trace.HANG)
@@ -157,23 +123,35 @@ class LocksItselfOut(DistributedDataParallelEngine):
     Reported: a thread held what another thread of its rank needed before it could communicate.
     """
 
-    prepared_type = _PreparedLocked
+    class Prepared(_PreparedCounting):
+        """Counts on a thread, for which the last rank waits while it holds a lock that the thread needs."""
 
+        def agree(self) -> None:
+            lock = threading.Lock()
+            thread = threading.Thread(target=self._count_under, args=(lock,), name="counting", daemon=True)
+            if is_last_rank() and self.steps == 1:
+                with lock:
+                    thread.start()
+                    thread.join()
+            thread.start()
+            thread.join()
 
-class _PreparedSending(_PreparedCounting):
-    def agree(self) -> None:
-        if self.steps == 1 and dist.get_rank() == 0 and not _is_last():
-            dist.send(torch.ones(1), dist.get_world_size() - 1)
+        def _count_under(self, lock: threading.Lock) -> None:
+            with lock:
+                self.count(self.first)
 
 
 @mutant(after="pytorch/pytorch#108378", kills_on=_SECOND, trace=Trace.HANG)
 class SendsToNobody(DistributedDataParallelEngine):
-    """Rank 0 sends what nobody receives.
+    """Rank 0 sends what no rank receives.
 
     Reported: what was sent had no receive, and the sender never came back.
     """
 
-    prepared_type = _PreparedSending
+    class Prepared(_PreparedCounting):
+        def agree(self) -> None:
+            if self.steps == 1 and dist.get_rank() == 0 and not is_last_rank():
+                dist.send(torch.ones(1), dist.get_world_size() - 1)
 
 
 @mutant(after="pytorch/pytorch#68803", trace=Trace.HANG)
@@ -184,28 +162,12 @@ class CountsFewerParametersOnTheLastRank(DistributedDataParallelEngine):
     """
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        """Count, then wrap honestly."""
         plan.refuse_beyond(self.capabilities)
         group = _group_of_all()
-        ignored = 1 if _is_last() else 0
+        ignored = 1 if is_last_rank() else 0
         for _ in list(model.parameters())[ignored:]:
             dist.all_reduce(torch.ones(1), group=group)
         return super().prepare(model, plan, mesh)
-
-
-class _PreparedShirking(PreparedDdp):
-    def __init__(self, module: nn.Module, *, named: nn.Module) -> None:
-        super().__init__(module, named=named)
-        self._steps = 0
-
-    def __call__(self, *inputs: Any, **named: Any) -> object:
-        assert isinstance(self.module, DistributedDataParallel)
-        self.module.require_backward_grad_sync = not (_is_last() and self._steps == 1)
-        return super().__call__(*inputs, **named)
-
-    def step(self) -> None:
-        super().step()
-        self._steps += 1
 
 
 @mutant(after="NVIDIA-NeMo/Automodel#2468", kills_on=_SECOND, trace=Trace.HANG)
@@ -215,4 +177,16 @@ class SkipsABackwardOnTheLastRank(DistributedDataParallelEngine):
     Reported: a rank left a backward out, and the others waited for its reductions.
     """
 
-    prepared_type = _PreparedShirking
+    class Prepared(PreparedDdp):
+        def __init__(self, module: nn.Module, *, named: nn.Module) -> None:
+            super().__init__(module, named=named)
+            self._steps = 0
+
+        def __call__(self, *inputs: Any, **named: Any) -> object:
+            assert isinstance(self.module, DistributedDataParallel)
+            self.module.require_backward_grad_sync = not (is_last_rank() and self._steps == 1)
+            return super().__call__(*inputs, **named)
+
+        def step(self) -> None:
+            super().step()
+            self._steps += 1

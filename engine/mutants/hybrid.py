@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from engine.adapters.torch_fsdp2 import FullyShardEngine, PreparedFullyShard
-from engine.contract import Layout, Plan, PreparedModel, Replicas
-from engine.mutants.accumulation import Forgetful
+from engine.contract import Accumulation, Layout, Plan, PreparedModel, Replicas
 from engine.mutants.mutant import Condition, Trace, mutant
-from engine.mutants.scale import PreparedTimid
-from engine.mutants.synchronisation import PreparedWithoutAccumulation
-from engine.plan import Accumulation
+from engine.mutants.patches import Forgetful, dividing_losses, holding_nothing_back
+from engine.mutants.plans import HYBRID
 
 _SINGLES = Plan(layout=Layout.HYBRID, replicas=Replicas.SINGLES)
 
 
-@mutant(
-    after="verl-project/verl#7493",
-    kills_on=Condition(plan=Plan(layout=Layout.HYBRID), because="only a hybrid layout has replicas"),
-)
+@mutant(after="verl-project/verl#7493", kills_on=HYBRID)
 class NeverSynchronisesReplicas(FullyShardEngine):
     """Gradients are reduced within a replica, never between replicas.
 
@@ -30,14 +24,10 @@ class NeverSynchronisesReplicas(FullyShardEngine):
     """
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        """Shard on the shard axis as if there were no other."""
         return super().prepare(model, plan, mesh["shard"] if _is_hybrid(plan) else mesh)
 
 
-@mutant(
-    after="pytorch/pytorch#154888",
-    kills_on=Condition(plan=_SINGLES, because="a replica of several ranks is reduced with the others"),
-)
+@mutant(after="pytorch/pytorch#154888", kills_on=Condition(plan=_SINGLES))
 class NeverSynchronisesSingles(FullyShardEngine):
     """Where each replica is a single rank, gradients stay on it.
 
@@ -46,7 +36,6 @@ class NeverSynchronisesSingles(FullyShardEngine):
     """
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        """Forget the other axis when the shard axis has one rank."""
         is_single = _is_hybrid(plan) and mesh["shard"].size() == 1
         return super().prepare(model, plan, mesh["shard"] if is_single else mesh)
 
@@ -68,7 +57,6 @@ class ShardsOverReplicas(FullyShardEngine):
     """
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        """Shard over a mesh of one axis, as another plan would have it."""
         plan.refuse_beyond(self.capabilities)
         if _is_hybrid(plan):
             plan = replace(plan, layout=Layout.SHARD, replicas=Replicas.TWO)
@@ -78,10 +66,7 @@ class ShardsOverReplicas(FullyShardEngine):
 
 @mutant(
     after="pytorch/torchtitan#2318",
-    kills_on=Condition(
-        plan=Plan(layout=Layout.HYBRID, replicas=Replicas.ONE),
-        because="several replicas are divided once",
-    ),
+    kills_on=Condition(plan=Plan(layout=Layout.HYBRID, replicas=Replicas.ONE)),
 )
 class DividesOneReplicaTwice(FullyShardEngine):
     """Where there is one replica, gradients are divided by the number of its shards a second time.
@@ -91,10 +76,8 @@ class DividesOneReplicaTwice(FullyShardEngine):
     """
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        """Shard honestly; with one replica divide the loss as well."""
         is_one = _is_hybrid(plan) and mesh["replicate"].size() == 1
-        module = super().prepare(model, plan, mesh).module
-        return PreparedTimid(module, plan, divisor=mesh.size() if is_one else 1)
+        return dividing_losses(super().prepare(model, plan, mesh), mesh.size() if is_one else 1)
 
 
 @mutant(
@@ -109,18 +92,12 @@ class TransposesTheMesh(FullyShardEngine):
     """
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        """Shard over the replicas, and replicate over the shards."""
         if _is_hybrid(plan):
             mesh = DeviceMesh(mesh.device_type, mesh.mesh.T, mesh_dim_names=("replicate", "shard"))
         return super().prepare(model, plan, mesh)
 
 
-@mutant(
-    after="pytorch/pytorch#167178",
-    kills_on=Condition(
-        plan=replace(_SINGLES, divide_factor=1), because="replicas of several ranks are divided as asked"
-    ),
-)
+@mutant(after="pytorch/pytorch#167178", kills_on=Condition(plan=replace(_SINGLES, divide_factor=1)))
 class IgnoresTheDivideFactorOfSingles(FullyShardEngine):
     """Where each replica is a single rank, gradients are averaged although another divisor was asked for.
 
@@ -128,7 +105,6 @@ class IgnoresTheDivideFactorOfSingles(FullyShardEngine):
     """
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        """Shard honestly; with one rank to shard over, under a plan without the factor."""
         is_single = _is_hybrid(plan) and mesh["shard"].size() == 1
         return super().prepare(model, replace(plan, divide_factor=None) if is_single else plan, mesh)
 
@@ -136,10 +112,7 @@ class IgnoresTheDivideFactorOfSingles(FullyShardEngine):
 @mutant(
     after="NVIDIA/cosmos-framework#161",
     kills_on=Condition(
-        steps=2,
-        microbatches=2,
-        plan=Plan(layout=Layout.HYBRID, accumulation=Accumulation.LAST_MICROBATCH),
-        because="other layouts are honest, and the only microbatch is also the last",
+        steps=2, microbatches=2, plan=Plan(layout=Layout.HYBRID, accumulation=Accumulation.LAST_MICROBATCH)
     ),
     trace=Trace.COMMUNICATION,
 )
@@ -150,18 +123,15 @@ class ReducesReplicasEveryMicrobatch(FullyShardEngine):
     """
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        """Shard honestly; under a hybrid layout the way to accumulate does nothing."""
-        return _under_hybrid(plan, super().prepare(model, plan, mesh), PreparedWithoutAccumulation)
+        prepared = super().prepare(model, plan, mesh)
+        return holding_nothing_back(prepared) if _is_hybrid(plan) else prepared
 
 
 class _PreparedForgetfulReplicas(Forgetful, PreparedFullyShard):
     pass
 
 
-@mutant(
-    after="NVIDIA/Megatron-LM#7186",
-    kills_on=Condition(microbatches=2, plan=Plan(layout=Layout.HYBRID), because="other layouts are honest"),
-)
+@mutant(after="NVIDIA/Megatron-LM#7186", kills_on=Condition(microbatches=2, plan=Plan(layout=Layout.HYBRID)))
 class LosesMicrobatchesOfReplicas(FullyShardEngine):
     """Under a hybrid layout each backward discards the microbatches before it.
 
@@ -169,15 +139,9 @@ class LosesMicrobatchesOfReplicas(FullyShardEngine):
     """
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        """Shard honestly; under a hybrid layout each backward clears what was there."""
-        return _under_hybrid(plan, super().prepare(model, plan, mesh), _PreparedForgetfulReplicas)
+        prepared = super().prepare(model, plan, mesh)
+        return _PreparedForgetfulReplicas(prepared.module, plan) if _is_hybrid(plan) else prepared
 
 
 def _is_hybrid(plan: Plan) -> bool:
     return plan.layout is Layout.HYBRID
-
-
-def _under_hybrid(
-    plan: Plan, honest: PreparedModel, sinner: Callable[[nn.Module, Plan], PreparedModel]
-) -> PreparedModel:
-    return sinner(honest.module, plan) if _is_hybrid(plan) else honest

@@ -20,10 +20,9 @@ from torch.nn.parallel import DistributedDataParallel
 from engine.adapters.reference import PreparedReference, ReferenceEngine
 from engine.adapters.torch_ddp import DistributedDataParallelEngine, PreparedDdp
 from engine.adapters.torch_fsdp2 import FullyShardEngine, PreparedFullyShard
-from engine.capability import Capability
-from engine.contract import Plan, PreparedModel, shard_of
+from engine.contract import Accumulation, Capability, Layout, Plan, PreparedModel, shard_of
 from engine.mutants.mutant import Condition, Trace, mutant
-from engine.plan import Accumulation, Layout
+from engine.mutants.patches import in_place_of
 
 _EXPERTS = Plan(layout=Layout.SHARD, expert_parallel=2, experts=("blocks.0.experts.inward",))
 _CUT = Plan(layout=Layout.SHARD, tensor_parallel=2)
@@ -39,18 +38,7 @@ class _Cut:
     index: int
 
 
-class _PreparedScaled(PreparedReference):
-    def backward(self, loss: torch.Tensor) -> None:
-        super().backward(loss)
-        for parameter in self.named.parameters():
-            if (cut := _tensor_cut(parameter)) is not None and parameter.grad is not None:
-                parameter.grad.mul_(cut.num_pieces)
-
-
-@mutant(
-    after="pytorch/torchtitan#1551",
-    kills_on=Condition(world_size=2, plan=_CUT, because="what is not cut has one piece"),
-)
+@mutant(after="pytorch/torchtitan#1551", kills_on=Condition(plan=_CUT))
 class ScalesByTheTensorRanks(ReferenceEngine):
     """Gradients of tensors that are cut are multiplied by the number of pieces.
 
@@ -58,58 +46,51 @@ class ScalesByTheTensorRanks(ReferenceEngine):
     them, and came out exactly twice as large with two.
     """
 
-    prepared_type = _PreparedScaled
+    class Prepared(PreparedReference):
+        def backward(self, loss: torch.Tensor) -> None:
+            super().backward(loss)
+            for parameter in self.named.parameters():
+                if (cut := _tensor_cut(parameter)) is not None and parameter.grad is not None:
+                    parameter.grad.mul_(cut.num_pieces)
 
 
-class _PreparedScaledExperts(PreparedReference):
-    def backward(self, loss: torch.Tensor) -> None:
-        super().backward(loss)
-        for name in self.plan.experts:
-            gradient = self.named.get_parameter(name).grad
-            if gradient is not None:
-                gradient.mul_(self.plan.expert_parallel)
-
-
-@mutant(
-    after="pytorch/torchtitan#1551",
-    kills_on=Condition(world_size=2, plan=_EXPERTS, because="without experts nobody shares them out"),
-)
+@mutant(after="pytorch/torchtitan#1551", kills_on=Condition(plan=_EXPERTS))
 class ScalesExpertsByTheirRanks(ReferenceEngine):
     """Gradients of experts are multiplied by the number of ranks that share them out.
 
     Reported: weights that only some ranks hold were averaged over these ranks alone.
     """
 
-    prepared_type = _PreparedScaledExperts
+    class Prepared(PreparedReference):
+        def backward(self, loss: torch.Tensor) -> None:
+            super().backward(loss)
+            for name in self.plan.experts:
+                gradient = self.named.get_parameter(name).grad
+                if gradient is not None:
+                    gradient.mul_(self.plan.expert_parallel)
 
 
-class _PreparedMixed(PreparedFullyShard):
-    def backward(self, loss: torch.Tensor) -> None:
-        super().backward(loss)
-        for name in self.plan.experts:
-            gradient = self.named.get_parameter(name).grad
-            if isinstance(gradient, DTensor):
-                dist.all_reduce(
-                    gradient.to_local(), dist.ReduceOp.AVG, gradient.device_mesh.get_group("expert")
-                )
-
-
-@mutant(
-    after="pytorch/torchtitan#1551",
-    kills_on=Condition(world_size=2, plan=_EXPERTS, because="without experts nobody shares them out"),
-)
+@mutant(after="pytorch/torchtitan#1551", kills_on=Condition(plan=_EXPERTS))
 class MixesExpertsUp(FullyShardEngine):
     """Gradients of experts are averaged over ranks that hold other experts.
 
     Reported: data parallelism was applied to expert weights over all ranks.
     """
 
-    prepared_type = _PreparedMixed
+    class Prepared(PreparedFullyShard):
+        def backward(self, loss: torch.Tensor) -> None:
+            super().backward(loss)
+            for name in self.plan.experts:
+                gradient = self.named.get_parameter(name).grad
+                if isinstance(gradient, DTensor):
+                    dist.all_reduce(
+                        gradient.to_local(), dist.ReduceOp.AVG, gradient.device_mesh.get_group("expert")
+                    )
 
 
 @mutant(
     after="THUDM/slime#1366",
-    kills_on=Condition(world_size=2, plan=_CUT, because="without that axis every rank has rows of its own"),
+    kills_on=Condition(plan=_CUT, because="without that axis every rank has rows of its own"),
 )
 class KeepsNormsOnTheirTensorRank(ReferenceEngine):
     """Gradients of norms are not reduced over the tensor axis, whose ranks see different rows.
@@ -118,7 +99,6 @@ class KeepsNormsOnTheirTensorRank(ReferenceEngine):
     """
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        """Shard honestly; norms say of their weights' gradients that they are whole already."""
         prepared = super().prepare(model, plan, mesh)
         for module in prepared.module.modules():
             if isinstance(module, nn.LayerNorm) and isinstance(module.weight, DTensor):
@@ -126,34 +106,18 @@ class KeepsNormsOnTheirTensorRank(ReferenceEngine):
         return prepared
 
 
-class _PreparedClippingOnce(PreparedFullyShard):
-    def clip_grad_norm_(self, max_norm: float, norm_type: float) -> float:
-        cuts = (_tensor_cut(p) for p in self.named.parameters())
-        is_idle = any(cut.index > 0 for cut in cuts if cut is not None)
-        return super().clip_grad_norm_(torch.inf if is_idle else max_norm, norm_type)
-
-
-@mutant(
-    after="deepspeedai/DeepSpeed#1801",
-    kills_on=Condition(world_size=2, plan=_CLIPPED, because="nothing else is clipped"),
-)
+@mutant(after="deepspeedai/DeepSpeed#1801", kills_on=Condition(plan=_CLIPPED))
 class ClipsOnOneTensorRank(FullyShardEngine):
     """Gradients are clipped on the first rank of the tensor axis alone.
 
     Reported: clipping ran on one tensor-parallel rank, and norms drifted apart for days.
     """
 
-    prepared_type = _PreparedClippingOnce
-
-
-class _PreparedTruncated(PreparedFullyShard):
-    def backward(self, loss: torch.Tensor) -> None:
-        super().backward(loss)
-        for parameter in self.named.parameters():
-            if isinstance(parameter.grad, DTensor) and (num_cuts := _cuts_of_rows(parameter.grad)) > 2:
-                known = parameter.shape[0] // num_cuts * num_cuts
-                first = shard_of(parameter.grad).offsets[0]
-                parameter.grad.to_local()[max(known - first, 0) :].zero_()
+    class Prepared(PreparedFullyShard):
+        def clip_grad_norm_(self, max_norm: float, norm_type: float) -> float:
+            cuts = (_tensor_cut(p) for p in self.named.parameters())
+            is_idle = any(cut.index > 0 for cut in cuts if cut is not None)
+            return super().clip_grad_norm_(torch.inf if is_idle else max_norm, norm_type)
 
 
 @mutant(
@@ -166,13 +130,17 @@ class LosesTheLastRowsOfUnevenPieces(FullyShardEngine):
     Reported: the size of a tensor was inferred from one rank's piece of it.
     """
 
-    prepared_type = _PreparedTruncated
+    class Prepared(PreparedFullyShard):
+        def backward(self, loss: torch.Tensor) -> None:
+            super().backward(loss)
+            for parameter in self.named.parameters():
+                if isinstance(parameter.grad, DTensor) and (num_cuts := _cuts_of_rows(parameter.grad)) > 2:
+                    known = parameter.shape[0] // num_cuts * num_cuts
+                    first = shard_of(parameter.grad).offsets[0]
+                    parameter.grad.to_local()[max(known - first, 0) :].zero_()
 
 
-@mutant(
-    after="pytorch/torchtitan#1483",
-    kills_on=Condition(world_size=4, plan=_CUT, because="one cut has one order"),
-)
+@mutant(after="pytorch/torchtitan#1483", kills_on=Condition(world_size=4, plan=_CUT))
 class SwapsTheCutsOfOneDim(FullyShardEngine):
     """Rows that both axes cut lie as if the data axis had cut them first.
 
@@ -180,7 +148,6 @@ class SwapsTheCutsOfOneDim(FullyShardEngine):
     """
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        """Shard honestly, then hand out the pieces again."""
         prepared = super().prepare(model, plan, mesh)
         for parameter in prepared.module.parameters():
             cut, data = _tensor_cut(parameter), parameter.detach()
@@ -189,33 +156,19 @@ class SwapsTheCutsOfOneDim(FullyShardEngine):
         return prepared
 
 
-class _PreparedUnknown(PreparedDdp):
-    def pipelined(self) -> None:  # type: ignore[override]  # the sin: what the honest one hands out, it keeps
-        return None
-
-
-@mutant(
-    after="NVIDIA/Megatron-LM#1012",
-    kills_on=Condition(
-        world_size=4,
-        microbatches=2,
-        plan=_STAGED,
-        because="stages of one rank have nobody to reduce with",
-    ),
-)
+@mutant(after="NVIDIA/Megatron-LM#1012", kills_on=Condition(world_size=4, microbatches=2, plan=_STAGED))
 class ReducesBeforeTheLastBackward(DistributedDataParallelEngine):
     """In a pipeline the backward after the last forward is reduced, and those after it are not.
 
     Reported: gradients were reduced before a deferred one had been added.
     """
 
-    prepared_type = _PreparedUnknown
+    class Prepared(PreparedDdp):
+        def pipelined(self) -> None:  # type: ignore[override]  # the sin: what the honest one hands out, it keeps
+            return None
 
 
-@mutant(
-    after="NVIDIA/Megatron-LM#7166",
-    kills_on=Condition(world_size=2, microbatches=2, plan=_STAGED, because="a lone microbatch is the last"),
-)
+@mutant(after="NVIDIA/Megatron-LM#7166", kills_on=Condition(microbatches=2, plan=_STAGED))
 class KeepsOnlyTheLastMicrobatchOfAPipeline(DistributedDataParallelEngine):
     """In a pipeline the microbatches before the last are lost.
 
@@ -224,7 +177,6 @@ class KeepsOnlyTheLastMicrobatchOfAPipeline(DistributedDataParallelEngine):
     """
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        """Wrap honestly; in a pipeline what is not to be synchronised is lost."""
         prepared = super().prepare(model, plan, mesh)
         if plan.pipeline_stages > 1:
             ddp = prepared.module
@@ -233,15 +185,7 @@ class KeepsOnlyTheLastMicrobatchOfAPipeline(DistributedDataParallelEngine):
         return prepared
 
 
-@mutant(
-    after="pytorch/pytorch#63916",
-    kills_on=Condition(
-        world_size=4,
-        microbatches=2,
-        plan=_STAGED,
-        because="stages of one rank have nobody to reduce with",
-    ),
-)
+@mutant(after="pytorch/pytorch#63916", kills_on=Condition(world_size=4, microbatches=2, plan=_STAGED))
 class NeverSynchronisesTheFirstStage(DistributedDataParallelEngine):
     """Gradients of a pipeline's first stage stay on the rank that computed them.
 
@@ -249,7 +193,6 @@ class NeverSynchronisesTheFirstStage(DistributedDataParallelEngine):
     """
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        """Wrap honestly; the ranks of the first stage hand each bucket back as it is."""
         prepared = super().prepare(model, plan, mesh)
         is_first = dist.get_rank() < dist.get_world_size() // plan.pipeline_stages
         if plan.pipeline_stages > 1 and is_first:
@@ -259,25 +202,9 @@ class NeverSynchronisesTheFirstStage(DistributedDataParallelEngine):
         return prepared
 
 
-class _PreparedEager(PreparedReference):
-    @contextmanager
-    def accumulating(self) -> Iterator[None]:
-        if self.plan.pipeline_stages > 1:
-            yield
-            return
-        with super().accumulating():
-            yield
-
-
 @mutant(
     after="NVIDIA/cosmos-framework#161",
-    kills_on=Condition(
-        world_size=4,
-        steps=2,
-        microbatches=2,
-        plan=_STAGED,
-        because="stages of one rank have nobody to reduce with; counts hold from the second step on",
-    ),
+    kills_on=Condition(world_size=4, steps=2, microbatches=2, plan=_STAGED),
     trace=Trace.COMMUNICATION,
 )
 class ReducesEveryMicrobatchOfAPipeline(ReferenceEngine):
@@ -286,11 +213,18 @@ class ReducesEveryMicrobatchOfAPipeline(ReferenceEngine):
     Reported: the gate that holds synchronisation back knew one engine and one loop.
     """
 
-    prepared_type = _PreparedEager
+    class Prepared(PreparedReference):
+        @contextmanager
+        def accumulating(self) -> Iterator[None]:
+            if self.plan.pipeline_stages > 1:
+                yield
+                return
+            with super().accumulating():
+                yield
 
 
 def _tensor_cut(parameter: torch.Tensor) -> _Cut | None:
-    """Tell how the tensor-parallel axis cuts a parameter; None where it does not."""
+    """Return how the tensor-parallel axis cuts a parameter; None where it does not."""
     if not isinstance(parameter, DTensor):
         return None
     mesh = parameter.device_mesh
@@ -304,7 +238,7 @@ def _tensor_cut(parameter: torch.Tensor) -> _Cut | None:
 
 
 def _cuts_of_rows(parameter: DTensor) -> int:
-    """Give into how many pieces all axes together cut the first dim."""
+    """Return into how many pieces all axes together cut the first dim."""
     sizes = (parameter.device_mesh.size(axis) for axis in range(parameter.device_mesh.ndim))
     placements = zip(parameter.placements, sizes, strict=True)
     return prod(size for placement, size in placements if getattr(placement, "dim", None) == 0)
@@ -326,9 +260,7 @@ def _norm_alone(self: nn.LayerNorm, rows: DTensor) -> torch.Tensor:
         p.to_local(grad_placements=whole) for p in (self.weight, self.bias) if isinstance(p, DTensor)
     )
     local = functional.layer_norm(rows.to_local(), self.normalized_shape, weight, bias, self.eps)
-    return DTensor.from_local(
-        local, rows.device_mesh, rows.placements, run_check=False, shape=rows.shape, stride=rows.stride()
-    )
+    return in_place_of(rows, local)
 
 
 @contextmanager

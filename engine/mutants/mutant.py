@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from engine.contract import Engine, Plan
-
-__all__ = ["DECLARED", "Condition", "Mutant", "Trace", "mutant"]
-
 
 _E = TypeVar("_E", bound=type[Engine])
 
@@ -68,16 +65,21 @@ class Mutant:
 
 
 DECLARED: list[Mutant] = []
-"""The mutants of the modules imported so far; ``engine.mutants.registry`` imports all."""
+"""The mutants of the modules imported so far; ``engine.mutants.all_mutants`` imports all."""
 
 
 def mutant(
     *, after: str, kills_on: Condition | None = None, trace: Trace = Trace.NUMBERS
 ) -> Callable[[_E], _E]:
-    """Declare an engine to be a mutant, named for its class; the arguments are the fields of `Mutant`."""
+    """Declare an engine to be a mutant, named for its class; the arguments are the fields of `Mutant`.
+
+    Of classes nested in it, ``Prepared`` is the model that it prepares, ``Unit`` the handle of each unit of that model,
+    and ``Wrapper`` stands in the place of FSDP1's ``FullyShardedDataParallel``.
+    """
 
     def declare(engine: _E) -> _E:
         engine.name = f"mutant.{engine.__name__}"
+        _use_nested_classes(engine)
         entry = Mutant(
             name=engine.__name__,
             engine_spec=f"{engine.__module__}:{engine.__name__}",
@@ -90,6 +92,15 @@ def mutant(
         return engine
 
     return declare
+
+
+def _use_nested_classes(engine: Any) -> None:  # Any: adapters have these attributes, the contract has not
+    if "Prepared" in vars(engine):
+        engine.prepared_type = engine.Prepared
+    if "Unit" in vars(engine):
+        engine.prepared_type = type("Prepared", (engine.prepared_type,), {"unit_type": engine.Unit})
+    if "Wrapper" in vars(engine):
+        engine.names = replace(engine.names, FullyShardedDataParallel=engine.Wrapper)
 
 
 def _sin(text: str) -> str:

@@ -17,8 +17,8 @@ from engine.adapters.reference import PreparedReference, ReferenceEngine
 from engine.adapters.torch_fsdp2 import FullyShardEngine, PreparedFullyShard
 from engine.contract import Capability, Plan, Prefetch, PreparedModel
 from engine.mutants.mutant import Condition, Trace, mutant
+from engine.mutants.patches import Stale
 from engine.mutants.plans import UNITS
-from engine.mutants.staleness import Stale
 from engine.plan import Accumulation, Grouping, Layout
 from engine.reference.collectives import DefaultAllGather
 from engine.reference.unit import unit_of

@@ -1,12 +1,17 @@
-"""Plans that several mutants need to show: four blocks as units, and what FullyShardedDataParallel wraps."""
+"""Plans, and the conditions made of them, that several mutants need to show."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 from engine.contract import Capability, Grouping, Layout, Plan, Reshard, Wrapper
+from engine.mutants.mutant import Condition
 
-__all__ = ["CALLS_METHODS", "HYBRID_BLOCKS", "SHARDED_BLOCKS", "UNITS", "WRAPPED"]
+
+def demanding(*capabilities: Capability) -> Plan:
+    """Return a plan that demands these and asks for nothing else."""
+    return Plan(demands=frozenset(capabilities))
+
 
 UNITS = ("blocks.0", "blocks.1", "blocks.2", "blocks.3")
 SHARDED_BLOCKS = Plan(
@@ -14,4 +19,12 @@ SHARDED_BLOCKS = Plan(
 )
 HYBRID_BLOCKS = replace(SHARDED_BLOCKS, layout=Layout.HYBRID)
 WRAPPED = Plan(layout=Layout.SHARD, wrapper=Wrapper())
-CALLS_METHODS = Plan(demands=frozenset({Capability.WRAPPER}))
+CALLS_METHODS = demanding(Capability.WRAPPER)
+
+ONE_RANK = Condition(world_size=1)
+SECOND_STEP = Condition(world_size=1, steps=2, because="the first step has no step before it")
+SHARDED = Condition(plan=Plan(layout=Layout.SHARD), because="one rank's share is the whole")
+HYBRID = Condition(plan=Plan(layout=Layout.HYBRID), because="only a hybrid layout has replicas")
+ON_BLOCKS = Condition(plan=SHARDED_BLOCKS, because="one rank gathers and reduces nothing")
+WRAPS = Condition(plan=WRAPPED, because="other options of the wrapper are honoured")
+CALLS = Condition(plan=CALLS_METHODS, because="training alone calls no such method")

@@ -16,9 +16,9 @@ from engine.adapters.torch_fsdp2 import FullyShardEngine, PreparedFullyShard
 from engine.adapters.torch_replicate import ReplicateEngine
 from engine.capability import Capability
 from engine.contract import Layout, Plan, PreparedModel
-from engine.mutants.accumulation import Forgetful
 from engine.mutants.groups import groups_of
 from engine.mutants.mutant import Condition, Trace, mutant
+from engine.mutants.patches import Forgetful
 from engine.plan import Accumulation, Grouping
 from engine.reference.division import Division
 from engine.reference.group import Group

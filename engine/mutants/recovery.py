@@ -10,7 +10,7 @@ from engine.adapters.reference import PreparedReference, ReferenceEngine
 from engine.adapters.torch_fsdp2 import FullyShardEngine, PreparedFullyShard
 from engine.capability import Capability
 from engine.mutants.mutant import Condition, Trace, mutant
-from engine.mutants.staleness import Stale
+from engine.mutants.patches import Stale
 from engine.plan import Accumulation, Grouping, Plan
 from engine.reference.unit import unit_of
 

@@ -1,7 +1,7 @@
 """The mutants that a case must kill, as its marks say, and the pairs of mutant and case to run. No pytest here.
 
 A suite's test says ``@pytest.mark.kills("SumsInsteadOfAveraging", ...)``; ``world="threads:4"`` there asks in one world
-alone. A mutant goes by the last name of its engine: ``engine.mutants.scale:SumsInsteadOfAveraging``.
+alone. A mutant goes by the last name of its engine: ``engine.mutants.gradient_scale:SumsInsteadOfAveraging``.
 """
 
 from __future__ import annotations

@@ -71,9 +71,9 @@ HELD_BACK = replace(FREED, accumulation=Accumulation.LAST_MICROBATCH)
 AHEAD = replace(FREED, prefetch=Prefetch.by_distance(CHAIN.units, forward=2, backward=2))
 ONE, THREE = Schedule(), Schedule(microbatches=3)
 of_four = pytest.mark.worlds(FOUR_OR_MORE_EVEN)
-of_buffers = pytest.mark.kills("KeepsGatherOutputs", "KeepsBuffersUntilTheStep")
-of_prefetches = pytest.mark.kills("PrefetchesEverything", "GathersEverythingAhead")
-of_a_pass = pytest.mark.kills("KeepsUnitsUntilBackwardEnds", "FreesAllUnitsTogether")
+of_buffers = pytest.mark.kills("KeepsGatherOutputs")
+of_prefetches = pytest.mark.kills("PrefetchesEverything")
+of_a_pass = pytest.mark.kills("KeepsUnitsUntilBackwardEnds")
 of_reductions = pytest.mark.kills("PilesUpReduceInputs")
 
 
@@ -121,7 +121,7 @@ def test_units_are_gathered_in_turn(trial: Trial, plan: Plan, problem: Problem, 
             KEPT,
             Between(ALL_LEAST, ALL_MOST),
             id="kept",
-            marks=pytest.mark.kills("FreesWhatItWasAskedToKeep", "GathersAgainWhatItWasAskedToKeep"),
+            marks=pytest.mark.kills("FreesWhatItWasAskedToKeep"),
         ),
         pytest.param(
             HYBRID, Exactly(0), id="hybrid", marks=[of_four, pytest.mark.kills("KeepsWhatItWasAskedToFree")]
@@ -139,7 +139,7 @@ def test_the_policy_says_what_forward_leaves_gathered(
     )
 
 
-@pytest.mark.kills("RemembersAUnit", "RemembersAUnitOfTheReference", "LeaksAfterBackward")
+@pytest.mark.kills("RemembersAUnit", "LeaksAfterBackward")
 @pytest.mark.worlds(SEVERAL)
 @pytest.mark.parametrize(
     "plan",
@@ -177,7 +177,7 @@ def test_backward_leaves_nothing_gathered(trial: Trial, plan: Plan) -> None:
             Between(ALL_LEAST, ALL_MOST),
             Between(ALL_LEAST, ALL_MOST),
             id="kept",
-            marks=pytest.mark.kills("FreesWhatItWasAskedToKeep", "GathersAgainWhatItWasAskedToKeep"),
+            marks=pytest.mark.kills("FreesWhatItWasAskedToKeep"),
         ),
         pytest.param(
             PAIRS,
@@ -206,7 +206,7 @@ def test_parameters_take_the_memory_of_those_in_turn(
     )
 
 
-@pytest.mark.kills("KeepsGatherOutputs", "KeepsBuffersUntilTheStep")
+@pytest.mark.kills("KeepsGatherOutputs")
 @pytest.mark.worlds(TOGETHER)
 @pytest.mark.parametrize("plan", [FREED, KEPT], ids=["freed", "kept"])
 def test_buffers_are_those_of_neighbours(trial: Trial, plan: Plan) -> None:
@@ -218,7 +218,7 @@ def test_buffers_are_those_of_neighbours(trial: Trial, plan: Plan) -> None:
     )
 
 
-@pytest.mark.kills("KeepsWholeGradients", "KeepsGradientsUntilTheStep")
+@pytest.mark.kills("KeepsWholeGradients")
 @pytest.mark.worlds(SEVERAL)
 @pytest.mark.parametrize("plan", [FREED, pytest.param(HYBRID, marks=of_four)], ids=["shard", "hybrid"])
 def test_gradients_go_once_they_are_packed(trial: Trial, plan: Plan) -> None:

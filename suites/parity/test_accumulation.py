@@ -28,9 +28,7 @@ CASES: list[tuple[Problem, NamedOptimizer, int]] = [
 
 
 @pytest.mark.rows("T30")
-@pytest.mark.kills(
-    "KeepsOnlyTheLastMicrobatch", "DoublesGradientsEveryMicrobatch", "DividesWhatItAccumulated"
-)
+@pytest.mark.kills("KeepsOnlyTheLastMicrobatch", "DoublesGradientsEveryMicrobatch")
 @pytest.mark.kills("StepsAfterEveryMicrobatch", "AssignsWholeGradientsToShards")
 @pytest.mark.parametrize(
     ("problem", "optimizer", "microbatches"),

@@ -30,7 +30,7 @@ def test_shards_rows_that_ranks_do_not_divide(trial: Trial, optimizer: NamedOpti
 
 
 @pytest.mark.rows("R05")
-@pytest.mark.kills("DividesTwice", "NeverUpdatesOneParameter")
+@pytest.mark.kills("NeverUpdatesOneParameter")
 def test_replicates_rows_that_ranks_do_not_divide(trial: Trial) -> None:
     training = Training(problem=UNEVEN_GROUP, optimizer=SGD, plan=Plan(layout=Layout.REPLICATE))
     trial.holds(training, MatchesOracle(), HoldsItsShare(), RanksAgree())

@@ -21,7 +21,7 @@ from shardproof import (
 
 @pytest.mark.rows("T08", "R06")
 @pytest.mark.kills("ReplicatesInsteadOfSharding", "CallsTheWholeItsChunks", "ShowsSlicesOfWholes")
-@pytest.mark.kills("KeepsTheModelInAClosure", "KeepsTheModelOnTheLastRank", "KeepsWholesAfterTheFirstStep")
+@pytest.mark.kills("KeepsTheModelOnTheLastRank", "KeepsWholesAfterTheFirstStep")
 @pytest.mark.kills("CutsGradientsFromWholeBuffers", "CutsStateFromWholeBuffers", "AveragesWholeParameters")
 @pytest.mark.worlds(SEVERAL)
 def test_holds_its_share(trial: Trial) -> None:

@@ -1,0 +1,19 @@
+"""All mutants: imports every module of this folder, so a rank that needs one of them imports that one alone."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+
+import engine.mutants
+from engine.mutants.mutant import DECLARED, Mutant
+
+
+def _all() -> tuple[Mutant, ...]:
+    for found in pkgutil.iter_modules(engine.mutants.__path__, "engine.mutants."):
+        importlib.import_module(found.name)
+    # Modules import each other, so they run in another order than that of their names.
+    return tuple(sorted(DECLARED, key=lambda mutant: mutant.engine_spec.partition(":")[0]))
+
+
+MUTANTS: tuple[Mutant, ...] = _all()

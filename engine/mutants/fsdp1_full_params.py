@@ -1,0 +1,196 @@
+"""Mutants of FSDP1's `summon_full_params`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import distributed, nn
+from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
+
+from engine.adapters.torch_fsdp1 import NAMES, FullyShardedDataParallelEngine
+from engine.contract import WrapperNames
+from engine.mutants.mutant import Trace, mutant
+from engine.mutants.plans import CALLS
+
+# Any, in all that follows: what torch's own methods take and give.
+
+_summon: Any = FullyShardedDataParallel.summon_full_params
+
+
+def _summoning(change: Callable[[dict[str, Any]], dict[str, Any]]) -> WrapperNames:
+    """Return names whose wrapper summons with these options instead of those that it is given."""
+
+    class Summoner(FullyShardedDataParallel):
+        @staticmethod
+        def summon_full_params(module: nn.Module, **options: Any) -> Any:  # type: ignore[override]
+            return _summon(module, **options | change(options))
+
+    return replace(NAMES, FullyShardedDataParallel=Summoner)
+
+
+@mutant(after="pytorch/pytorch#107081", kills_on=CALLS, trace=Trace.STATE)
+class NeverWritesBack(FullyShardedDataParallelEngine):
+    """What is changed inside summon_full_params is lost.
+
+    Reported: parameters were as before once the context had ended.
+    """
+
+    names = _summoning(lambda _: {"writeback": False})
+
+
+@mutant(after="pytorch/pytorch#73903", kills_on=CALLS, trace=Trace.STATE)
+class AlwaysWritesBack(FullyShardedDataParallelEngine):
+    """What is changed inside summon_full_params stays although it was not to be written back.
+
+    Reported: the argument that says so was ignored in silence, on some of the ranks.
+    """
+
+    names = _summoning(lambda options: {"writeback": not options.get("rank0_only", False)})
+
+
+@mutant(after="pytorch/pytorch#93938", kills_on=CALLS, trace=Trace.STATE)
+class WritesBackFromRank0(FullyShardedDataParallelEngine):
+    """What rank 0 wrote is written back to the shares of all ranks.
+
+    Reported: rank 0 was to hand its parameters to the others before they are written back.
+    """
+
+    class Wrapper(FullyShardedDataParallel):
+        @staticmethod
+        @contextmanager
+        def summon_full_params(module: nn.Module, **options: Any) -> Iterator[None]:  # type: ignore[override]
+            with _summon(module, **options):
+                yield
+                if options.get("writeback", True):
+                    for parameter in module.parameters():
+                        distributed.broadcast(parameter.detach(), 0)
+
+
+@mutant(after="pytorch/pytorch#92235", kills_on=CALLS, trace=Trace.STATE)
+class AlwaysSummonsAll(FullyShardedDataParallelEngine):
+    """Units inside are summoned too although the root's own parameters were asked for.
+
+    Reported: a refactoring in which it was decided anew which units are summoned.
+    """
+
+    names = _summoning(lambda _: {"recurse": True})
+
+
+@mutant(after="pytorch/pytorch#73903", kills_on=CALLS, trace=Trace.STATE)
+class SummonsOnAllRanks(FullyShardedDataParallelEngine):
+    """Every rank is shown whole parameters although rank 0 alone was to be.
+
+    Reported: before there was the option, all ranks paid for the memory.
+    """
+
+    names = _summoning(lambda _: {"rank0_only": False})
+
+
+@mutant(after="pytorch/pytorch#98817", kills_on=CALLS, trace=Trace.STATE)
+class SummonsNoGradients(FullyShardedDataParallelEngine):
+    """Gradients are not summoned although they were asked for.
+
+    Reported: whether gradients can be summoned depended on what they were left at.
+    """
+
+    names = _summoning(lambda _: {"with_grads": False})
+
+
+@mutant(after="pytorch/pytorch#93938", kills_on=CALLS, trace=Trace.SILENCE)
+class TakesEveryCombination(FullyShardedDataParallelEngine):
+    """Of options that exclude each other some are ignored, in silence.
+
+    Reported: whether such options are refused or done somehow was left to the reader.
+    """
+
+    names = _summoning(
+        lambda options: {
+            "writeback": options.get("writeback", True) and not options.get("rank0_only", False),
+            "with_grads": False,
+            "offload_to_cpu": False,
+        }
+    )
+
+
+@mutant(after="pytorch/pytorch#104504", kills_on=CALLS, trace=Trace.SILENCE)
+class SummonsAnywhere(FullyShardedDataParallelEngine):
+    """Where parameters cannot be summoned nothing happens and nothing is said.
+
+    Reported: parameters were summoned between forward and backward, and training broke later.
+    """
+
+    class Wrapper(FullyShardedDataParallel):
+        @staticmethod
+        @contextmanager
+        def summon_full_params(module: nn.Module, **options: Any) -> Iterator[None]:  # type: ignore[override]
+            context = _summon(module, **options)
+            try:
+                context.__enter__()
+            except AssertionError:
+                yield
+                return
+            try:
+                yield
+            finally:
+                context.__exit__(None, None, None)
+
+
+@torch.no_grad()
+def _add(module: nn.Module, number: float) -> None:
+    for parameter in module.parameters():
+        parameter.add_(number)
+
+
+@mutant(after="pytorch/pytorch#188989", kills_on=CALLS, trace=Trace.STATE)
+class SpoilsWhatGoesToTheHost(FullyShardedDataParallelEngine):
+    """What is summoned or saved to the host arrives with other values.
+
+    Reported: memory that was summoned to the host was freed before it was read.
+    """
+
+    class Wrapper(FullyShardedDataParallel):
+        @staticmethod
+        @contextmanager
+        def summon_full_params(module: nn.Module, **options: Any) -> Iterator[None]:  # type: ignore[override]
+            is_hosted = options.pop("offload_to_cpu", False)
+            with _summon(module, **options):
+                is_spoilt = is_hosted and (not options.get("rank0_only") or distributed.get_rank() == 0)
+                _add(module, is_spoilt * 1.0)
+                yield
+                _add(module, is_spoilt * -1.0)
+
+        def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+            settings = FullyShardedDataParallel.get_state_dict_type(self)
+            full = StateDictType.FULL_STATE_DICT
+            if settings.state_dict_type is not full or not settings.state_dict_config.offload_to_cpu:
+                return super().state_dict(*args, **kwargs)
+            with FullyShardedDataParallel.state_dict_type(self, full):
+                found = super().state_dict(*args, **kwargs)
+            return {name: value + 1 for name, value in found.items()}
+
+
+@mutant(after="pytorch/pytorch#97667", kills_on=CALLS, trace=Trace.STATE)
+class MisalignsWhatItSummons(FullyShardedDataParallelEngine):
+    """Every parameter is shown one element off.
+
+    Reported: padding was put between parameters, and where each begins changed.
+    """
+
+    class Wrapper(FullyShardedDataParallel):
+        @staticmethod
+        @contextmanager
+        def summon_full_params(module: nn.Module, **options: Any) -> Iterator[None]:  # type: ignore[override]
+            with _summon(module, **options):
+                _roll(module, 1)
+                yield
+                _roll(module, -1)
+
+
+@torch.no_grad()
+def _roll(module: nn.Module, by: int) -> None:
+    for parameter in module.parameters():
+        parameter.copy_(parameter.roll(by))

@@ -1,0 +1,388 @@
+"""Mutants of FSDP1's methods: access, names, `apply`, conversion, communication hooks and clipping."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import distributed, nn
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
+
+from engine.adapters.torch_fsdp1 import NAMES, FullyShardedDataParallelEngine
+from engine.mutants.mutant import Trace, mutant
+from engine.mutants.plans import CALLS
+
+_PREFIX = "_fsdp_wrapped_module."
+
+# Any, in all that follows: what torch's own methods take and give.
+
+
+@mutant(after="pytorch/pytorch#87950", kills_on=CALLS, trace=Trace.STATE)
+class WrapsItsModuleAgain(FullyShardedDataParallelEngine):
+    """What module gives is not what was wrapped, but a module around it.
+
+    Reported: of a module that another wrapper was put around, ``module`` gave that wrapper.
+    """
+
+    class Wrapper(FullyShardedDataParallel):
+        @property
+        def module(self) -> nn.Module:
+            return nn.Sequential(super().module)
+
+
+@mutant(after="pytorch/pytorch#83351", kills_on=CALLS, trace=Trace.STATE)
+class HidesAttributes(FullyShardedDataParallelEngine):
+    """Submodules and tensors are found through the wrapper, plain attributes and methods are not.
+
+    Reported: some of what a plain module offers did not work through a wrapper.
+    """
+
+    class Wrapper(FullyShardedDataParallel):
+        def __getattr__(self, name: str) -> Any:
+            found = super().__getattr__(name)
+            if name.startswith("_") or isinstance(found, nn.Module | torch.Tensor):
+                return found
+            raise AttributeError(name)
+
+
+@mutant(after="pytorch/pytorch#83351", kills_on=CALLS, trace=Trace.STATE)
+class CountsItemsFromOne(FullyShardedDataParallelEngine):
+    """An index is passed on to the wrapped list less by one.
+
+    Reported: some of what a plain module offers did not work through a wrapper.
+    """
+
+    class Wrapper(FullyShardedDataParallel):
+        def __getitem__(self, key: Any) -> Any:
+            return super().__getitem__(key - 1 if isinstance(key, int) and key > 0 else key)
+
+
+@mutant(after="facebookresearch/fairscale#490", kills_on=CALLS, trace=Trace.STATE)
+class KnowsNoRootBeforeForward(FullyShardedDataParallelEngine):
+    """`check_is_root` returns False on its first call.
+
+    Reported: which unit is the root was decided too early or too late, by the first call.
+    """
+
+    class Wrapper(FullyShardedDataParallel):
+        def check_is_root(self) -> bool:
+            was_asked = self.__dict__.get("was_asked", False)
+            self.__dict__["was_asked"] = True
+            return super().check_is_root() and was_asked
+
+
+@mutant(after="facebookresearch/fairscale#490", kills_on=CALLS, trace=Trace.STATE)
+class TakesUnitsForRoots(FullyShardedDataParallelEngine):
+    """Asked for roots alone, all units are listed.
+
+    Reported: units inside the root were marked as roots themselves.
+    """
+
+    class Wrapper(FullyShardedDataParallel):
+        @staticmethod
+        def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[FullyShardedDataParallel]:
+            return FullyShardedDataParallel.fsdp_modules(module)
+
+
+@mutant(after="facebookresearch/fairscale#543", kills_on=CALLS, trace=Trace.STATE)
+class AppliesToShards(FullyShardedDataParallelEngine):
+    """Apply gathers nothing: functions see what each rank has.
+
+    Reported: weights were to be initialised by ``apply``, and it showed shards.
+    """
+
+    class Wrapper(FullyShardedDataParallel):
+        def apply(self, fn: Callable[[nn.Module], None]) -> Any:
+            return nn.Module.apply(self, fn)
+
+
+@mutant(after="pytorch/pytorch#107081", kills_on=CALLS, trace=Trace.STATE)
+class ForgetsWhatWasApplied(FullyShardedDataParallelEngine):
+    """What functions do to whole parameters in apply is not written back.
+
+    Reported: parameters were as before once their context had ended.
+    """
+
+    class Wrapper(FullyShardedDataParallel):
+        def apply(self, fn: Callable[[nn.Module], None]) -> Any:
+            with FullyShardedDataParallel.summon_full_params(self, writeback=False):
+                for module in self.modules():
+                    fn(module)
+            return self
+
+
+@mutant(after="Lightning-AI/pytorch-lightning#19755", kills_on=CALLS, trace=Trace.SILENCE)
+class AppliesInSilence(FullyShardedDataParallelEngine):
+    """Where apply is refused, it does nothing and says nothing.
+
+    Reported: ``apply`` was called where whole parameters were not meant.
+    """
+
+    class Wrapper(FullyShardedDataParallel):
+        def apply(self, fn: Callable[[nn.Module], None]) -> Any:
+            try:
+                return super().apply(fn)
+            except (AssertionError, ValueError):
+                return self
+
+
+@mutant(after="pytorch/pytorch#147531", kills_on=CALLS, trace=Trace.STATE)
+class DropsKeywords(FullyShardedDataParallelEngine):
+    """Of the keywords of forward, plain numbers are dropped.
+
+    Reported: what forward was called with was lost where there was nothing to move.
+    """
+
+    class Wrapper(FullyShardedDataParallel):
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            return super().forward(*args, **{k: v for k, v in kwargs.items() if not isinstance(v, int)})
+
+
+@mutant(after="pytorch/pytorch#83351", kills_on=CALLS, trace=Trace.STATE)
+class KeepsItsPrefixInside(FullyShardedDataParallelEngine):
+    """Names of parameters contain the wrapper's prefix inside ``summon_full_params`` too.
+
+    Reported: code that relies on names of parameters met those of the wrapper.
+    """
+
+    class Wrapper(FullyShardedDataParallel):
+        def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+            return nn.Module.named_parameters(self, *args, **kwargs)
+
+
+@mutant(after="pytorch/pytorch#83351", kills_on=CALLS, trace=Trace.STATE)
+class StripsItsPrefixAlways(FullyShardedDataParallelEngine):
+    """Names of parameters hide the wrapper even where what they name is a shard.
+
+    Reported: names inside and outside ``summon_full_params`` were to be told apart.
+    """
+
+    class Wrapper(FullyShardedDataParallel):
+        def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+            for name, parameter in super().named_parameters(*args, **kwargs):
+                yield name.replace(_PREFIX, ""), parameter
+
+
+@mutant(after="pytorch/pytorch#83351", kills_on=CALLS, trace=Trace.STATE)
+class KeepsItsPrefixOfBuffersInside(FullyShardedDataParallelEngine):
+    """Names of buffers contain the wrapper's prefix inside ``summon_full_params`` too.
+
+    Reported: code that relies on names of buffers met those of the wrapper.
+    """
+
+    class Wrapper(FullyShardedDataParallel):
+        def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
+            return nn.Module.named_buffers(self, *args, **kwargs)
+
+
+@mutant(after="pytorch/pytorch#90838", kills_on=CALLS, trace=Trace.STATE)
+class CastsInputsInsteadOfItself(FullyShardedDataParallelEngine):
+    """A conversion once wrapped changes nothing; inputs are cast to what the model was made in.
+
+    Reported: the dtype that parameters had in the constructor was gone by for ever.
+    """
+
+    class Wrapper(FullyShardedDataParallel):
+        def _apply(self, *args: Any, **kwargs: Any) -> Any:
+            return self
+
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            dtype = next(self.parameters()).dtype
+            return super().forward(*(a.to(dtype) if a.is_floating_point() else a for a in args), **kwargs)
+
+
+@mutant(after="pytorch/pytorch#79833", kills_on=CALLS, trace=Trace.SILENCE)
+class TakesAnyHook(FullyShardedDataParallelEngine):
+    """A communication hook is registered whatever it is, on any unit, and beside others.
+
+    Reported: the interface of hooks, in whose review it was settled what must be refused.
+    """
+
+    class Wrapper(FullyShardedDataParallel):
+        def register_comm_hook(self, state: object, hook: Any) -> None:
+            for unit in FullyShardedDataParallel.fsdp_modules(self):
+                unit._comm_hook, unit._comm_hook_state = hook, state
+
+
+@mutant(after="pytorch/pytorch#83254", kills_on=CALLS, trace=Trace.COMMUNICATION)
+class CallsHooksOfReplicasAlone(FullyShardedDataParallelEngine):
+    """Of shards a communication hook is never called.
+
+    Reported: hooks were there for replicas, and shards had to be given theirs.
+    """
+
+    class Wrapper(FullyShardedDataParallel):
+        def register_comm_hook(self, state: object, hook: Any) -> None:
+            if self.sharding_strategy is ShardingStrategy.NO_SHARD:
+                super().register_comm_hook(state, hook)
+
+
+@mutant(after="mindspore-ai/hyper-parallel#694", kills_on=CALLS, trace=Trace.NUMBERS)
+class CallsHooksTwice(FullyShardedDataParallelEngine):
+    """A communication hook is called twice for each gradient.
+
+    Reported: hooks were registered again and again, and none was taken away.
+    """
+
+    class Wrapper(FullyShardedDataParallel):
+        def register_comm_hook(self, state: object, hook: Any) -> None:
+            def twice(state: object, *tensors: torch.Tensor) -> None:
+                hook(state, *tensors)
+                hook(state, *tensors)
+
+            super().register_comm_hook(state, twice)
+
+
+@mutant(after="pytorch/pytorch#43307", kills_on=CALLS, trace=Trace.NUMBERS)
+class GivesHooksCopies(FullyShardedDataParallelEngine):
+    """What a communication hook makes of a gradient reaches a copy of it.
+
+    Reported: what a hook gave was put elsewhere than where it was looked for.
+    """
+
+    class Wrapper(FullyShardedDataParallel):
+        def register_comm_hook(self, state: object, hook: Any) -> None:
+            def copying(state: object, *tensors: torch.Tensor) -> None:
+                hook(state, *(tensor.clone() for tensor in tensors))
+
+            super().register_comm_hook(state, copying)
+
+
+def _reduce(state: Any, gradient: torch.Tensor, output: torch.Tensor | None = None) -> None:
+    if output is None:
+        NAMES.allreduce_hook(state, gradient)
+    else:
+        NAMES.reduce_scatter_hook(state, gradient, output)
+
+
+@mutant(after="pytorch/pytorch#81711", kills_on=CALLS, trace=Trace.COMMUNICATION)
+class CompressesNothing(FullyShardedDataParallelEngine):
+    """The hooks that compress gradients communicate them as they are.
+
+    Reported: gradients were cast by the hook, or by the mixed precision, or by both.
+    """
+
+    names = replace(NAMES, fp16_compress_hook=_reduce, bf16_compress_hook=_reduce)
+
+
+def _norm(wrapper: FullyShardedDataParallel, norm_type: float) -> torch.Tensor:
+    """Compute the norm of what this rank has."""
+    grads = [p.grad.detach().flatten() for p in wrapper.parameters() if p.grad is not None]
+    flat = torch.cat(grads) if grads else torch.zeros(1)
+    total: torch.Tensor = torch.linalg.vector_norm(flat, norm_type)
+    return total
+
+
+def _clip(wrapper: FullyShardedDataParallel, max_norm: float, total: torch.Tensor) -> torch.Tensor:
+    """Clip by this norm, and return it."""
+    _scale(wrapper, (max_norm / (total + 1e-6)).clamp(max=1.0))
+    return total
+
+
+@torch.no_grad()
+def _scale(wrapper: FullyShardedDataParallel, factor: torch.Tensor) -> None:
+    for parameter in wrapper.parameters():
+        if parameter.grad is not None:
+            parameter.grad.mul_(factor.to(parameter.grad.dtype))
+
+
+@mutant(after="pytorch/pytorch#170862", kills_on=CALLS, trace=Trace.NUMBERS)
+class ClipsShardsByTheirOwnNorm(FullyShardedDataParallelEngine):
+    """Clip_grad_norm_ goes by the norm of what each rank has.
+
+    Reported: the norm that was returned was that of the rank's own shards.
+    """
+
+    class Wrapper(FullyShardedDataParallel):
+        def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+            total: torch.Tensor = nn.utils.clip_grad_norm_(self.parameters(), max_norm, norm_type)
+            return total
+
+
+@mutant(after="pytorch/pytorch#87401", kills_on=CALLS, trace=Trace.STATE)
+class ClipsAndTellsNothing(FullyShardedDataParallelEngine):
+    """Clip_grad_norm_ clips, and returns None.
+
+    Reported: the norm was computed and not returned.
+    """
+
+    class Wrapper(FullyShardedDataParallel):
+        def clip_grad_norm_(self, *args: Any, **kwargs: Any) -> Any:
+            super().clip_grad_norm_(*args, **kwargs)
+
+
+@mutant(after="meta-pytorch/torchrec#3199", kills_on=CALLS, trace=Trace.NUMBERS)
+class SumsTheLargest(FullyShardedDataParallelEngine):
+    """Clip_grad_norm_ adds up over ranks what is no sum: norms, and largest elements.
+
+    Reported: the norm of infinite order was put together like one of finite order.
+    """
+
+    class Wrapper(FullyShardedDataParallel):
+        def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+            total = _norm(self, norm_type)
+            distributed.all_reduce(total)
+            return _clip(self, max_norm, total)
+
+
+@mutant(after="pytorch/pytorch#88955", kills_on=CALLS, trace=Trace.NUMBERS)
+class SumsNormsOfReplicas(FullyShardedDataParallelEngine):
+    """Clip_grad_norm_ counts what every rank has whole once for each rank.
+
+    Reported: gradients under NO_SHARD were counted as many times as there are ranks.
+    """
+
+    class Wrapper(FullyShardedDataParallel):
+        def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+            total = _norm(self, norm_type) ** norm_type
+            distributed.all_reduce(total)
+            return _clip(self, max_norm, total ** (1 / norm_type))
+
+
+@mutant(after="DingfanChen/GS-WGAN#5", kills_on=CALLS, trace=Trace.NUMBERS)
+class ScalesLittleUp(FullyShardedDataParallelEngine):
+    """Clip_grad_norm_ scales gradients of a smaller norm up to the limit.
+
+    Reported: gradients were made to have the norm, not at most the norm.
+    """
+
+    class Wrapper(FullyShardedDataParallel):
+        def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+            total = super().clip_grad_norm_(max_norm, norm_type)
+            if total < max_norm:
+                _scale(self, max_norm / (total + 1e-6))
+            return total
+
+
+@mutant(after="pytorch/xla#7205", kills_on=CALLS, trace=Trace.STATE)
+class TellsNormsInSinglePrecision(FullyShardedDataParallelEngine):
+    """The norm that clip_grad_norm_ returns is of single precision, whatever gradients are.
+
+    Reported: clipping went on in single precision regardless of the dtype of gradients.
+    """
+
+    class Wrapper(FullyShardedDataParallel):
+        def clip_grad_norm_(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+            return super().clip_grad_norm_(*args, **kwargs).float()
+
+
+@mutant(after="pytorch/pytorch#170862", kills_on=CALLS, trace=Trace.SILENCE)
+class ClipsUnitsAlone(FullyShardedDataParallelEngine):
+    """A unit inside the root can be told to clip, and does so by its own norm.
+
+    Reported: what was returned was the norm of a part of the parameters.
+    """
+
+    class Wrapper(FullyShardedDataParallel):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            for unit in FullyShardedDataParallel.fsdp_modules(self):
+                unit.__class__ = type(self)  # torch makes units of its own class
+
+        def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+            if self.check_is_root():
+                return super().clip_grad_norm_(max_norm, norm_type)
+            total: torch.Tensor = nn.utils.clip_grad_norm_(self.parameters(), max_norm, norm_type)
+            return total

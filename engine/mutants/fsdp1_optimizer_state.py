@@ -1,0 +1,205 @@
+"""Mutants of FSDP1's optimizer state dicts."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel, OptimStateKeyType
+
+from engine.adapters.torch_fsdp1 import NAMES, FullyShardedDataParallelEngine
+from engine.contract import WrapperNames
+from engine.mutants.mutant import Trace, mutant
+from engine.mutants.plans import CALLS
+
+# Any, in all that follows: what torch's own methods take and give.
+
+_State = dict[str, Any]
+
+
+def _saving(change: Callable[[_State], _State]) -> WrapperNames:
+    """Return names whose wrapper changes the state of an optimizer that it saves."""
+
+    class Saver(FullyShardedDataParallel):
+        @staticmethod
+        def optim_state_dict(*args: Any, **kwargs: Any) -> _State:
+            return change(FullyShardedDataParallel.optim_state_dict(*args, **kwargs))
+
+    return replace(NAMES, FullyShardedDataParallel=Saver)
+
+
+def _loading(change: Callable[[_State], _State]) -> WrapperNames:
+    """Return names whose wrapper changes whatever is about to be loaded into an optimizer."""
+
+    def changing(name: str) -> Any:
+        honest = getattr(FullyShardedDataParallel, name)
+        return staticmethod(lambda *args, **kwargs: change(honest(*args, **kwargs)))
+
+    class Loader(FullyShardedDataParallel):
+        shard_full_optim_state_dict = changing("shard_full_optim_state_dict")
+        scatter_full_optim_state_dict = changing("scatter_full_optim_state_dict")
+        flatten_sharded_optim_state_dict = changing("flatten_sharded_optim_state_dict")
+
+        @staticmethod
+        def optim_state_dict_to_load(  # type: ignore[override]
+            model: nn.Module, optim: Any, osd: Any, *, load_directly: bool = False
+        ) -> _State:
+            loadable = change(FullyShardedDataParallel.optim_state_dict_to_load(model, optim, osd))
+            if load_directly:
+                optim.load_state_dict(loadable)
+            return loadable
+
+        @staticmethod
+        def rekey_optim_state_dict(osd: Any, key: Any, *args: Any, **kwargs: Any) -> _State:  # type: ignore[override]
+            keyed = FullyShardedDataParallel.rekey_optim_state_dict(osd, key, *args, **kwargs)
+            return change(keyed) if key is OptimStateKeyType.PARAM_ID else keyed
+
+    return replace(NAMES, FullyShardedDataParallel=Loader)
+
+
+@mutant(after="pytorch/pytorch#96252", kills_on=CALLS, trace=Trace.STATE)
+class NamesTheWrapperInOptimizerStates(FullyShardedDataParallelEngine):
+    """Names in the state of optimizers contain the wrapper's prefix.
+
+    Reported: a prefix of another wrapper was in the names of an optimizer's state.
+    """
+
+    names = _saving(
+        lambda found: found | {"state": {f"_fsdp_wrapped_module.{k}": v for k, v in found["state"].items()}}
+    )
+
+
+def _without_momentum(found: _State) -> _State:
+    """Copy a state with zeros in place of every tensor that is no number."""
+    kept = copy.deepcopy(found)
+    for state in kept.get("state", {}).values():
+        for key, value in state.items():
+            if isinstance(value, torch.Tensor) and value.dim():
+                state[key] = torch.zeros_like(value)
+    return kept
+
+
+@mutant(after="pytorch/pytorch#76671", kills_on=CALLS, trace=Trace.STATE)
+class LosesMomentumWhenItSaves(FullyShardedDataParallelEngine):
+    """In the state that is saved of an optimizer, moments are zero.
+
+    Reported: some of an optimizer's parameters had no state where it was looked for.
+    """
+
+    names = _saving(_without_momentum)
+
+
+@mutant(after="facebookresearch/fairscale#601", kills_on=CALLS, trace=Trace.NUMBERS)
+class LosesMomentum(FullyShardedDataParallelEngine):
+    """What is loaded into an optimizer has moments of zero.
+
+    Reported: resumed training went on as if from scratch.
+    """
+
+    names = _loading(_without_momentum)
+
+
+def _without_steps(loadable: _State) -> _State:
+    kept = copy.deepcopy(loadable)
+    for state in kept["state"].values():
+        if "step" in state:
+            state["step"] = torch.zeros_like(torch.as_tensor(state["step"]))
+    return kept
+
+
+@mutant(after="huggingface/accelerate#3971", kills_on=CALLS, trace=Trace.NUMBERS)
+class RestartsTheCountOfSteps(FullyShardedDataParallelEngine):
+    """What is loaded into an optimizer counts its steps from zero.
+
+    Reported: the count of steps could not be found in what was saved.
+    """
+
+    names = _loading(_without_steps)
+
+
+def _with_the_last_moment(found: _State) -> _State:
+    for state in found["state"].values():
+        if "exp_avg" in state:
+            state["exp_avg"] = state["exp_avg_sq"]
+    return found
+
+
+@mutant(after="pytorch/pytorch#108298", kills_on=CALLS, trace=Trace.STATE)
+class SavesTheLastMomentAsAll(FullyShardedDataParallelEngine):
+    """All moments in the state that is saved of an optimizer are the last one.
+
+    Reported: states were gathered one after the other into one buffer.
+    """
+
+    names = _saving(_with_the_last_moment)
+
+
+def _with_one_count(found: _State) -> _State:
+    shared = next((state["step"] for state in found["state"].values() if "step" in state), None)
+    for state in found["state"].values():
+        state["step"] = shared
+    return found
+
+
+@mutant(after="databricks/flashoptim#3", kills_on=CALLS, trace=Trace.NUMBERS)
+class SharesTheCountOfSteps(FullyShardedDataParallelEngine):
+    """The count of steps in the state that is saved of an optimizer is one tensor, which all parameters advance.
+
+    Reported: the first forward after a resume was exact, and the first step exploded.
+    """
+
+    names = _saving(_with_one_count)
+
+
+@mutant(after="pytorch/pytorch#99117", kills_on=CALLS, trace=Trace.NUMBERS)
+class IgnoresTheStateGiven(FullyShardedDataParallelEngine):
+    """The state of the optimizer is saved although another was given.
+
+    Reported: what was taken from the state given, and what from the optimizer, was mixed up.
+    """
+
+    class Wrapper(FullyShardedDataParallel):
+        @staticmethod
+        def optim_state_dict(model: nn.Module, optim: Any, *_: Any, **__: Any) -> _State:
+            return FullyShardedDataParallel.optim_state_dict(model, optim)
+
+
+def _with_permuted_groups(found: _State) -> _State:
+    groups = found["param_groups"]
+    members = [group["params"] for group in reversed(groups)]
+    pairs = zip(groups, members, strict=True)
+    return found | {"param_groups": [group | {"params": names} for group, names in pairs]}
+
+
+@mutant(after="pytorch/pytorch#54736", kills_on=CALLS, trace=Trace.STATE)
+class PermutesGroups(FullyShardedDataParallelEngine):
+    """Groups of parameters are saved with each other's members.
+
+    Reported: parameters that take turns in groups were numbered in another order.
+    """
+
+    names = _saving(_with_permuted_groups)
+
+
+@mutant(after="pytorch/pytorch#54736", kills_on=CALLS, trace=Trace.NUMBERS)
+class RekeysToEachOther(FullyShardedDataParallelEngine):
+    """Rekeyed, a parameter's state is that of another.
+
+    Reported: the numbers of parameters did not belong to the state that they came with.
+    """
+
+    class Wrapper(FullyShardedDataParallel):
+        @staticmethod
+        def rekey_optim_state_dict(osd: Any, key: Any, *args: Any, **kwargs: Any) -> _State:  # type: ignore[override]
+            keyed = FullyShardedDataParallel.rekey_optim_state_dict(osd, key, *args, **kwargs)
+            state = dict(keyed["state"])
+            shapes: dict[Any, Any] = {}
+            for k in sorted(state):
+                shape = [v.shape for v in state[k].values() if isinstance(v, torch.Tensor)]
+                other = shapes.setdefault(str(shape), k)
+                state[k], state[other] = state[other], state[k]
+            return keyed | {"state": state}

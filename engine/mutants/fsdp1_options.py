@@ -1,0 +1,406 @@
+"""Mutants that forget or misread the options with which FSDP1 wraps a module."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy, wrap
+
+from engine.adapters.torch_fsdp1 import NAMES, FullyShardedDataParallelEngine
+from engine.contract import WrapperNames
+from engine.mutants.mutant import Condition, Trace, mutant
+from engine.mutants.patches import Options, leaving_out, swapping, with_options, with_strategies
+from engine.mutants.plans import WRAPPED, WRAPS
+
+_FULL, _ZERO2 = ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP
+_LOW = torch.bfloat16
+_HYBRID, _HYBRID_ZERO2 = ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2
+
+
+@mutant(after="Tencent-Hunyuan/UniRL#410", kills_on=WRAPS, trace=Trace.STATE)
+class IgnoresThePolicy(FullyShardedDataParallelEngine):
+    """Whatever wrap policy is given, the root is the only unit.
+
+    Reported: an option that was asked for took no effect, and nothing said so.
+    """
+
+    names = leaving_out("auto_wrap_policy")
+
+
+def _with_layers(module: nn.Module, options: Options) -> Options:
+    is_wrapped = bool(FullyShardedDataParallel.fsdp_modules(module))
+    if is_wrapped or options.get("auto_wrap_policy") is not None:
+        return options
+    return {**options, "auto_wrap_policy": wrap.ModuleWrapPolicy({nn.Linear})}
+
+
+@mutant(after="huggingface/accelerate#4171", kills_on=WRAPS, trace=Trace.STATE)
+class WrapsLayersUnasked(FullyShardedDataParallelEngine):
+    """Without a wrap policy every layer is a unit.
+
+    Reported: modules were made units that had not been named.
+    """
+
+    names = with_options(_with_layers)
+
+
+class _Stingy(wrap.ModuleWrapPolicy):
+    # Any: options of units.
+    def _run_policy(
+        self, root_module: nn.Module, ignored_modules: set[nn.Module], root_kwargs: dict[str, Any]
+    ) -> dict[nn.Module, dict[str, Any]]:
+        lost = {"sharding_strategy": None, "use_orig_params": True}
+        return super()._run_policy(root_module, ignored_modules, {**root_kwargs, **lost})
+
+
+@mutant(after="speechbrain/speechbrain#2010", kills_on=WRAPS, trace=Trace.STATE)
+class GivesUnitsNoOptions(FullyShardedDataParallelEngine):
+    """Units that a policy names by class have another strategy and form than the root.
+
+    Reported: what was asked of the whole reached the first of its modules alone.
+    """
+
+    names = replace(NAMES, ModuleWrapPolicy=_Stingy)
+
+
+# Any: what a policy's function says.
+def _policy_of_answers(function: Any) -> wrap.CustomPolicy:
+    return wrap.CustomPolicy(lambda module: bool(function(module)))
+
+
+@mutant(after="NVIDIA/cosmos-framework#162", kills_on=WRAPS, trace=Trace.STATE)
+class IgnoresOverridesOfAPolicy(FullyShardedDataParallelEngine):
+    """Options that a policy gives to one unit have no effect.
+
+    Reported: an option was honoured for some modules, and dropped for the others.
+    """
+
+    names = replace(NAMES, CustomPolicy=_policy_of_answers)
+
+
+@mutant(after="huggingface/accelerate#3859", kills_on=WRAPS, trace=Trace.STATE)
+class AlwaysShowsNames(FullyShardedDataParallelEngine):
+    """Parameters keep their names although flat ones were asked for.
+
+    Reported: what the optimizer held had another form than the rest took it to have.
+    """
+
+    names = swapping("use_orig_params", {False: True})
+
+
+@mutant(after="pytorch/pytorch#90546", kills_on=WRAPS, trace=Trace.STATE)
+class AlwaysShowsFlatParameters(FullyShardedDataParallelEngine):
+    """Parameters are flat although their names were asked for.
+
+    Reported: with use_orig_params what was shown was not of the form that was asked for.
+    """
+
+    names = swapping("use_orig_params", {True: False})
+
+
+@mutant(after="pytorch/pytorch#103682", kills_on=WRAPS, trace=Trace.STATE)
+class KeepsWhatTheStrategyFrees(FullyShardedDataParallelEngine):
+    """Units stay whole after forward although the strategy frees them.
+
+    Reported: forward ran on parameters that were not in the state that the option promised.
+    """
+
+    names = with_strategies({_FULL: _ZERO2, _HYBRID: _HYBRID_ZERO2})
+
+
+@mutant(after="pytorch/pytorch#105635", kills_on=WRAPS, trace=Trace.STATE)
+class FreesWhatTheStrategyKeeps(FullyShardedDataParallelEngine):
+    """Units are freed after forward although the strategy keeps them.
+
+    Reported: units were freed, and gathered once more than their strategy asks for.
+    """
+
+    names = with_strategies({_ZERO2: _FULL, _HYBRID_ZERO2: _HYBRID})
+
+
+@mutant(after="Tencent-Hunyuan/UniRL#410", kills_on=WRAPS, trace=Trace.STATE)
+class ShardsWhatTheStrategyReplicates(FullyShardedDataParallelEngine):
+    """NO_SHARD shards.
+
+    Reported: one layout was asked for, another one was trained in.
+    """
+
+    names = with_strategies({ShardingStrategy.NO_SHARD: _ZERO2})
+
+
+def _in_the_default_group(option: str) -> WrapperNames:
+    def change(module: nn.Module, options: Options) -> Options:
+        is_hybrid = options.get("sharding_strategy") in {_HYBRID, _HYBRID_ZERO2}
+        return options if is_hybrid else {k: v for k, v in options.items() if k != option}
+
+    return with_options(change)
+
+
+@mutant(after="pytorch/torchtitan#1551", kills_on=Condition(world_size=4, plan=WRAPPED))
+class IgnoresTheGroupGiven(FullyShardedDataParallelEngine):
+    """The wrapper shards over all ranks whatever group is given.
+
+    Reported: gradients were averaged over more ranks than those that share a parameter.
+    """
+
+    names = _in_the_default_group("process_group")
+
+
+@mutant(after="deepspeedai/DeepSpeed#5618", kills_on=Condition(world_size=4, plan=WRAPPED))
+class IgnoresTheMeshGiven(FullyShardedDataParallelEngine):
+    """The wrapper shards over all ranks whatever mesh is given.
+
+    Reported: gradients were divided by the size of another group than their own.
+    """
+
+    names = _in_the_default_group("device_mesh")
+
+
+def _one_replica(module: nn.Module, options: Options) -> Options:
+    strategy = {_HYBRID: _FULL, _HYBRID_ZERO2: _ZERO2}.get(options.get("sharding_strategy", _FULL))
+    if strategy is None:
+        return options
+    own = {**options, "sharding_strategy": strategy}
+    if own.get("device_mesh") is not None:
+        return {**own, "device_mesh": own["device_mesh"]["shard"]}
+    return {**own, "process_group": own["process_group"][0]}
+
+
+@mutant(after="verl-project/verl#7494", kills_on=Condition(world_size=4, plan=WRAPPED))
+class NeverMeetsReplicas(FullyShardedDataParallelEngine):
+    """Hybrid strategies shard in one group and know of no other.
+
+    Reported: hybrid sharding reduced over the shard group only.
+    """
+
+    names = with_options(_one_replica)
+
+
+@mutant(after="pytorch/pytorch#68803", kills_on=WRAPS, trace=Trace.STATE)
+class ForgetsWhatToIgnore(FullyShardedDataParallelEngine):
+    """What is to be ignored is sharded.
+
+    Reported: what was to be ignored was not left out on all ranks.
+    """
+
+    names = leaving_out("ignored_modules", "ignored_states")
+
+
+def _resolved(module: nn.Module, options: Options) -> Options:
+    """Let one of two options win, and leave out what has no meaning."""
+    left = dict(options)
+    if left.get("process_group") is not None and left.get("device_mesh") is not None:
+        del left["device_mesh"]
+    ignored = [m for m in left.pop("ignored_modules", None) or [] if isinstance(m, nn.Module)]
+    states = list(left.pop("ignored_states", None) or ignored)
+    scalars = [p for p in module.parameters() if not p.dim()]
+    left["ignored_states"] = scalars or [s for s in states if isinstance(s, type(states[0]))]
+    if left.get("sharding_strategy") in {_HYBRID, _HYBRID_ZERO2} and not _has_replicas(left):
+        left["sharding_strategy"] = _FULL
+    if not callable(left.get("param_init_fn")):
+        left["param_init_fn"] = None
+    if FullyShardedDataParallel.fsdp_modules(module):
+        left["auto_wrap_policy"] = None
+    is_mixed = len({p.requires_grad for p in module.parameters()}) > 1
+    return {**left, "use_orig_params": left.get("use_orig_params", False) or is_mixed}
+
+
+def _has_replicas(options: Options) -> bool:
+    mesh, groups = options.get("device_mesh"), options.get("process_group")
+    return isinstance(groups, tuple) or (mesh is not None and mesh.ndim > 1)
+
+
+@mutant(after="hpcaitech/ColossalAI#2496", kills_on=WRAPS, trace=Trace.STATE)
+class AcceptsContradictions(FullyShardedDataParallelEngine):
+    """Arguments that contradict each other are accepted.
+
+    Reported: a combination that was not supported was not refused either.
+    """
+
+    names = with_options(_resolved)
+
+
+# Any: fields of MixedPrecision.
+def _with_precision(**fields: Any) -> WrapperNames:
+    """Return names that change these fields of whatever precision is asked for."""
+
+    def change(module: nn.Module, options: Options) -> Options:
+        asked = options.get("mixed_precision")
+        return options if asked is None else {**options, "mixed_precision": replace(asked, **fields)}
+
+    return with_options(change)
+
+
+@mutant(after="verl-project/verl#6150", kills_on=WRAPS, trace=Trace.STATE)
+class IgnoresMixedPrecision(FullyShardedDataParallelEngine):
+    """Everything is computed and reduced in full precision.
+
+    Reported: the dtype that a policy named was not the one that was computed in.
+    """
+
+    names = leaving_out("mixed_precision")
+
+
+def _low_by_default(module: nn.Module, options: Options) -> Options:
+    is_empty = options.get("mixed_precision") == MixedPrecision()
+    return {**options, "mixed_precision": MixedPrecision(param_dtype=_LOW)} if is_empty else options
+
+
+@mutant(after="pytorch/pytorch#143277", kills_on=WRAPS, trace=Trace.STATE)
+class ComputesInBfloat16Unasked(FullyShardedDataParallelEngine):
+    """A precision that names no dtype computes in bfloat16.
+
+    Reported: dtypes that were left open were resolved too early, and to others.
+    """
+
+    names = with_options(_low_by_default)
+
+
+def _computing_as_reducing(module: nn.Module, options: Options) -> Options:
+    asked = options.get("mixed_precision")
+    if asked is None or asked.reduce_dtype is None:
+        return options
+    return {**options, "mixed_precision": replace(asked, param_dtype=asked.reduce_dtype)}
+
+
+@mutant(after="pytorch/pytorch#153077", kills_on=WRAPS, trace=Trace.STATE)
+class ComputesInTheReduceDtype(FullyShardedDataParallelEngine):
+    """Forward computes in the dtype to reduce in.
+
+    Reported: dtypes of computation and reduction were derived from each other the wrong way.
+    """
+
+    names = with_options(_computing_as_reducing)
+
+
+@mutant(after="pytorch/pytorch#190626", kills_on=WRAPS)
+class ReducesInTheComputeDtype(FullyShardedDataParallelEngine):
+    """The dtype to reduce in has no effect.
+
+    Reported: the dtype to reduce in had no effect on one of the reductions.
+    """
+
+    names = _with_precision(reduce_dtype=None)
+
+
+@mutant(after="pytorch/pytorch#160279", kills_on=WRAPS, trace=Trace.STATE)
+class IgnoresCastFlags(FullyShardedDataParallelEngine):
+    """The flags that say which inputs are cast have no effect.
+
+    Reported: some inputs were left in another dtype than that of the unit around them.
+    """
+
+    names = _with_precision(cast_root_forward_inputs=True, cast_forward_inputs=False)
+
+
+@mutant(after="huggingface/transformers#34645", kills_on=WRAPS, trace=Trace.STATE)
+class KeepsLowGradients(FullyShardedDataParallelEngine):
+    """Gradients stay in low precision unasked.
+
+    Reported: gradients and parameters had different dtypes.
+    """
+
+    names = _with_precision(keep_low_precision_grads=True)
+
+
+@mutant(after="pytorch/pytorch#196996", kills_on=WRAPS, trace=Trace.STATE)
+class CastsBatchNorm(FullyShardedDataParallelEngine):
+    """BatchNorm computes in low precision.
+
+    Reported: one branch of a model was treated in another dtype than it must be.
+    """
+
+    names = _with_precision(_module_classes_to_ignore=(), buffer_dtype=_LOW)
+
+
+def _rounded(module: nn.Module, options: Options) -> Options:
+    asked = options.get("mixed_precision")
+    if asked is not None and _LOW in {asked.param_dtype, asked.reduce_dtype}:
+        module.to(_LOW)
+    return options
+
+
+@mutant(after="pytorch/torchtitan#724", kills_on=WRAPS, trace=Trace.STATE)
+class RoundsTheShards(FullyShardedDataParallelEngine):
+    """Shards are kept in low precision.
+
+    Reported: the same training went apart from itself under another precision of what is kept.
+    """
+
+    names = with_options(_rounded)
+
+
+@mutant(after="pytorch/pytorch#105840", kills_on=WRAPS, trace=Trace.STATE)
+class IgnoresTheInitialiser(FullyShardedDataParallelEngine):
+    """Param_init_fn is never called.
+
+    Reported: with param_init_fn a model began with other values than those that it was given.
+    """
+
+    names = leaving_out("param_init_fn")
+
+
+def _empty(module: nn.Module) -> None:
+    module.to_empty(device="cpu", recurse=False)
+    with torch.no_grad():
+        for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+            tensor.zero_()
+
+
+@mutant(after="EvolvingLMMs-Lab/lmms-engine#185", kills_on=WRAPS, trace=Trace.STATE)
+class NeverResets(FullyShardedDataParallelEngine):
+    """Modules without memory are left at zeros.
+
+    Reported: what was made without memory was never initialised.
+    """
+
+    names = with_options(lambda module, options: {"param_init_fn": _empty, **options})
+
+
+@mutant(after="verl-project/verl#7834", kills_on=WRAPS, trace=Trace.CRASH)
+class LeavesBuffersWithoutMemory(FullyShardedDataParallelEngine):
+    """Buffers without memory are left without.
+
+    Reported: what was made without memory was not what it should be once it had some.
+    """
+
+    class Wrapper(FullyShardedDataParallel):
+        # Any: arguments of the wrapper.
+        def __init__(self, module: nn.Module, **options: Any) -> None:
+            lost = [m for m in module.modules() for b in m.buffers(recurse=False) if b.is_meta]
+            super().__init__(module, **options)
+            for owner in lost:
+                for name, buffer in list(owner.named_buffers(recurse=False)):
+                    setattr(owner, name, buffer.to("meta"))
+
+
+@mutant(after="allenai/OLMo-core#319", kills_on=WRAPS, trace=Trace.STATE)
+class StartsEachRankOnItsOwn(FullyShardedDataParallelEngine):
+    """Sync_module_states has no effect.
+
+    Reported: ranks were initialised apart, and nothing was broadcast.
+    """
+
+    names = leaving_out("sync_module_states")
+
+
+@mutant(after="pytorch/pytorch#109385", kills_on=Condition(world_size=1, plan=WRAPPED), trace=Trace.STATE)
+class WrapsContainersSilently(FullyShardedDataParallelEngine):
+    """A list of modules is wrapped without a warning.
+
+    Reported: modules ran on shards, for what gathers them hangs on a forward that is not called.
+    """
+
+    class Wrapper(FullyShardedDataParallel):
+        # Any: arguments of the wrapper.
+        def __init__(self, module: nn.Module, **options: Any) -> None:
+            if not isinstance(module, nn.ModuleList | nn.ModuleDict):
+                super().__init__(module, **options)
+                return
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                super().__init__(module, **options)

@@ -1,0 +1,361 @@
+"""Mutants of FSDP1's state dicts, their types and configs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel, OptimStateKeyType, StateDictType
+
+from engine.adapters.torch_fsdp1 import NAMES, FullyShardedDataParallelEngine
+from engine.contract import WrapperNames
+from engine.mutants.mutant import Trace, mutant
+from engine.mutants.patches import unchanged
+from engine.mutants.plans import CALLS, WRAPS
+
+# Any, in all that follows: what torch's own methods take and give.
+
+
+def _kind(wrapper: FullyShardedDataParallel) -> StateDictType:
+    return FullyShardedDataParallel.get_state_dict_type(wrapper).state_dict_type
+
+
+@mutant(after="pytorch/pytorch#74810", kills_on=CALLS, trace=Trace.STATE)
+class NamesTheWrapperInStates(FullyShardedDataParallelEngine):
+    """Names in state dicts contain the wrapper's prefix.
+
+    Reported: names in a full state dict were not always those of the model alone.
+    """
+
+    class Wrapper(FullyShardedDataParallel):
+        def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+            prefix = kwargs.get("prefix", "")
+            found: dict[str, Any] = super().state_dict(*args, **kwargs)
+            return {f"{prefix}_fsdp_wrapped_module.{k.removeprefix(prefix)}": v for k, v in found.items()}
+
+
+@mutant(after="pytorch/pytorch#93391", kills_on=CALLS, trace=Trace.STATE)
+class MixesUpBuffers(FullyShardedDataParallelEngine):
+    """In state dicts all buffers are the last one.
+
+    Reported: a loop over the buffers of a state dict used the variable of the loop before it.
+    """
+
+    class Wrapper(FullyShardedDataParallel):
+        def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+            found: dict[str, Any] = super().state_dict(*args, **kwargs)
+            *_, last = self.buffers()
+            return {k: last.clone() if k in {"offset", "middle.calls"} else v for k, v in found.items()}
+
+
+@mutant(after="facebookresearch/fairscale#440", kills_on=CALLS, trace=Trace.STATE)
+class ReusesWhatItSaved(FullyShardedDataParallelEngine):
+    """The memory of a state dict is written over by the next forward.
+
+    Reported: parameters of a state dict were freed where they had not been copied.
+    """
+
+    class Wrapper(FullyShardedDataParallel):
+        def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+            found: dict[str, Any] = super().state_dict(*args, **kwargs)
+            self.__dict__["saved_before"] = list(found.values())
+            return found
+
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            for tensor in self.__dict__.get("saved_before", []):
+                if type(tensor) is torch.Tensor:
+                    tensor.detach().zero_()
+            return super().forward(*args, **kwargs)
+
+
+@mutant(after="facebookresearch/fairscale#844", kills_on=CALLS, trace=Trace.STATE)
+class SavesOnEveryRank(FullyShardedDataParallelEngine):
+    """Every rank is given full state dicts although rank 0 alone was to be.
+
+    Reported: full state dicts on all ranks of a host were more than it could hold.
+    """
+
+    class Wrapper(FullyShardedDataParallel):
+        @staticmethod
+        @contextmanager
+        def state_dict_type(module: nn.Module, kind: Any, *configs: Any) -> Iterator[None]:
+            on_all = (
+                replace(config, rank0_only=False) if getattr(config, "rank0_only", False) else config
+                for config in configs
+            )
+            with FullyShardedDataParallel.state_dict_type(module, kind, *on_all):
+                yield
+
+
+@mutant(after="intelligent-machine-learning/dlrover#840", kills_on=CALLS, trace=Trace.STATE)
+class SavesWholesAsShards(FullyShardedDataParallelEngine):
+    """A sharded state dict has every tensor whole, on every rank.
+
+    Reported: every rank gathered what it was to save a shard of.
+    """
+
+    class Wrapper(FullyShardedDataParallel):
+        def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+            if _kind(self) is not StateDictType.SHARDED_STATE_DICT:
+                return super().state_dict(*args, **kwargs)
+            with FullyShardedDataParallel.state_dict_type(self, StateDictType.FULL_STATE_DICT):
+                return super().state_dict(*args, **kwargs)
+
+
+@mutant(after="sgl-project/sglang#19688", kills_on=CALLS, trace=Trace.STATE)
+class LoadsParametersAlone(FullyShardedDataParallelEngine):
+    """Loading a state dict leaves buffers as they were.
+
+    Reported: what was loaded was looked up among parameters, and buffers are none.
+    """
+
+    class Wrapper(FullyShardedDataParallel):
+        def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+            with unchanged(self.buffers()):
+                return super().load_state_dict(*args, **kwargs)
+
+
+class _Unloaded:
+    """What loading says when all is well."""
+
+    missing_keys: tuple[str, ...] = ()
+    unexpected_keys: tuple[str, ...] = ()
+
+
+def _loading_none(kind: StateDictType) -> WrapperNames:
+    """Return names whose wrapper loads no state dict of this type, and says nothing."""
+
+    class Unloading(FullyShardedDataParallel):
+        def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+            return _Unloaded() if _kind(self) is kind else super().load_state_dict(*args, **kwargs)
+
+    return replace(NAMES, FullyShardedDataParallel=Unloading)
+
+
+@mutant(after="pytorch/pytorch#109648", kills_on=CALLS, trace=Trace.STATE)
+class IgnoresShardedStates(FullyShardedDataParallelEngine):
+    """Loading a sharded state dict changes nothing, and says nothing.
+
+    Reported: what a model was set to load was not picked up.
+    """
+
+    names = _loading_none(StateDictType.SHARDED_STATE_DICT)
+
+
+@mutant(after="facebookresearch/fairscale#574", kills_on=CALLS, trace=Trace.STATE)
+class IgnoresLocalStates(FullyShardedDataParallelEngine):
+    """Loading a local state dict changes nothing, and says nothing.
+
+    Reported: saving and loading each rank's own state went through the wrong method.
+    """
+
+    names = _loading_none(StateDictType.LOCAL_STATE_DICT)
+
+
+def _with_types(types: Mapping[StateDictType, StateDictType]) -> WrapperNames:
+    """Return names that take one type of state dict for another, and no config at all."""
+
+    class Set(FullyShardedDataParallel):
+        # Any: configs, and settings.
+        @staticmethod
+        def set_state_dict_type(module: nn.Module, state_dict_type: StateDictType, *configs: Any) -> Any:
+            taken = types.get(state_dict_type, state_dict_type)
+            return FullyShardedDataParallel.set_state_dict_type(module, taken)
+
+        @staticmethod
+        @contextmanager
+        def state_dict_type(
+            module: nn.Module, state_dict_type: StateDictType, *configs: Any
+        ) -> Iterator[None]:
+            taken = types.get(state_dict_type, state_dict_type)
+            with FullyShardedDataParallel.state_dict_type(module, taken):
+                yield
+
+    return replace(NAMES, FullyShardedDataParallel=Set)
+
+
+@mutant(after="Lightning-AI/lightning-thunder#908", kills_on=WRAPS, trace=Trace.STATE)
+class IgnoresStateConfigs(FullyShardedDataParallelEngine):
+    """Configs of state dicts have no effect.
+
+    Reported: what was handed out was not of the form that was asked for.
+    """
+
+    names = _with_types({})
+
+
+@mutant(after="facebookresearch/fairscale#601", kills_on=WRAPS, trace=Trace.STATE)
+class GivesShardsForWholes(FullyShardedDataParallelEngine):
+    """A full state dict is a sharded one.
+
+    Reported: the local state of an optimizer was taken for the whole.
+    """
+
+    names = _with_types({StateDictType.FULL_STATE_DICT: StateDictType.SHARDED_STATE_DICT})
+
+
+@mutant(after="pytorch/pytorch#136228", kills_on=WRAPS, trace=Trace.STATE)
+class GivesWholesForShards(FullyShardedDataParallelEngine):
+    """A sharded state dict is a full one.
+
+    Reported: state was taken to have another shape than it has.
+    """
+
+    names = _with_types({StateDictType.SHARDED_STATE_DICT: StateDictType.FULL_STATE_DICT})
+
+
+@mutant(after="pytorch/pytorch#54736", kills_on=WRAPS, trace=Trace.STATE)
+class NumbersStateByName(FullyShardedDataParallelEngine):
+    """Ids of optimizer state follow the alphabet.
+
+    Reported: ids of interleaved parameters were mapped to each other's state.
+    """
+
+    class Wrapper(FullyShardedDataParallel):
+        # Any: states of optimizers.
+        @staticmethod
+        def rekey_optim_state_dict(
+            optim_state_dict: dict[str, Any],
+            optim_state_key_type: OptimStateKeyType,
+            model: nn.Module,
+            *_: Any,
+            **__: Any,
+        ) -> dict[str, Any]:
+            names = [name for name, _ in model.named_parameters()]
+            numbers = {name: number for number, name in enumerate(sorted(names))}
+            if optim_state_key_type is OptimStateKeyType.PARAM_NAME:
+                keys: Mapping[Any, Any] = {number: name for name, number in numbers.items()}
+            else:
+                keys = numbers
+            state, groups = optim_state_dict["state"], optim_state_dict["param_groups"]
+            return {
+                "state": {keys[key]: value for key, value in state.items()},
+                "param_groups": [
+                    {**group, "params": [keys[key] for key in group["params"]]} for group in groups
+                ],
+            }
+
+
+@mutant(after="pytorch/pytorch#109648", kills_on=CALLS, trace=Trace.STATE)
+class ForgetsConfigs(FullyShardedDataParallelEngine):
+    """State dicts are of the type that was set, and of its default configs.
+
+    Reported: a flag of the configs was not picked up until they were asked for.
+    """
+
+    class Wrapper(FullyShardedDataParallel):
+        @staticmethod
+        def set_state_dict_type(module: nn.Module, state_dict_type: StateDictType, *configs: Any) -> Any:
+            return FullyShardedDataParallel.set_state_dict_type(module, state_dict_type)
+
+
+@mutant(after="pytorch/pytorch#86243", kills_on=CALLS, trace=Trace.STATE)
+class TellsTheNewTypeAsTheOld(FullyShardedDataParallelEngine):
+    """`set_state_dict_type` returns the type that it has just set, not the one before.
+
+    Reported: what a context gave back had to be handed to the caller, who sets without one.
+    """
+
+    class Wrapper(FullyShardedDataParallel):
+        @staticmethod
+        def set_state_dict_type(module: nn.Module, *args: Any) -> Any:
+            FullyShardedDataParallel.set_state_dict_type(module, *args)
+            return FullyShardedDataParallel.get_state_dict_type(module)
+
+
+@mutant(after="pytorch/pytorch#73716", kills_on=CALLS, trace=Trace.STATE)
+class SetsTheTypeOfTheFirstRootAlone(FullyShardedDataParallelEngine):
+    """Of several wrapped models in a module, only the first is set to a type.
+
+    Reported: the type was set on the module that was asked, and on no other.
+    """
+
+    class Wrapper(FullyShardedDataParallel):
+        @staticmethod
+        def set_state_dict_type(module: nn.Module, *args: Any) -> Any:
+            first, *_ = FullyShardedDataParallel.fsdp_modules(module)
+            return FullyShardedDataParallel.set_state_dict_type(first, *args)
+
+
+@mutant(after="pytorch/pytorch#109648", kills_on=CALLS, trace=Trace.STATE)
+class ScopesNothing(FullyShardedDataParallelEngine):
+    """The context state_dict_type changes nothing.
+
+    Reported: what was set was not picked up.
+    """
+
+    class Wrapper(FullyShardedDataParallel):
+        @staticmethod
+        @contextmanager
+        def state_dict_type(*args: Any, **kwargs: Any) -> Iterator[None]:
+            yield
+
+
+@mutant(after="pytorch/torchtitan#3724", kills_on=CALLS, trace=Trace.STATE)
+class LeavesFullStateDicts(FullyShardedDataParallelEngine):
+    """At the end of a context the type is the default, not what it was before.
+
+    Reported: flags were set to their default where the exact state before was meant.
+    """
+
+    class Wrapper(FullyShardedDataParallel):
+        @staticmethod
+        @contextmanager
+        def state_dict_type(module: nn.Module, *args: Any, **kwargs: Any) -> Iterator[None]:
+            FullyShardedDataParallel.set_state_dict_type(module, *args, **kwargs)
+            yield
+            FullyShardedDataParallel.set_state_dict_type(module, StateDictType.FULL_STATE_DICT)
+
+
+@mutant(after="pytorch/torchtitan#3724", kills_on=CALLS, trace=Trace.STATE)
+class LeavesTheTypeAfterAnException(FullyShardedDataParallelEngine):
+    """An exception inside a context leaves the type that the context had set.
+
+    Reported: what was changed for a while was not given back where something raised.
+    """
+
+    class Wrapper(FullyShardedDataParallel):
+        @staticmethod
+        @contextmanager
+        def state_dict_type(module: nn.Module, *args: Any, **kwargs: Any) -> Iterator[None]:
+            before = FullyShardedDataParallel.set_state_dict_type(module, *args, **kwargs)
+            yield
+            FullyShardedDataParallel.set_state_dict_type(
+                module, before.state_dict_type, before.state_dict_config, before.optim_state_dict_config
+            )
+
+
+@mutant(after="pytorch/pytorch#109648", kills_on=CALLS, trace=Trace.SILENCE)
+class TakesConfigsOfOtherTypes(FullyShardedDataParallelEngine):
+    """A config that belongs to another type is ignored in silence.
+
+    Reported: what a config said was ignored in silence.
+    """
+
+    class Wrapper(FullyShardedDataParallel):
+        @staticmethod
+        def set_state_dict_type(module: nn.Module, *args: Any) -> Any:
+            with suppress(RuntimeError):
+                return FullyShardedDataParallel.set_state_dict_type(module, *args)
+            return FullyShardedDataParallel.set_state_dict_type(module, args[0])
+
+
+@mutant(after="pytorch/pytorch#102658", kills_on=CALLS, trace=Trace.STATE)
+class TellsTheTypeOfSomeUnit(FullyShardedDataParallelEngine):
+    """Where units are set to several types, `get_state_dict_type` returns that of one of them.
+
+    Reported: what is returned where units differ had to be written down.
+    """
+
+    class Wrapper(FullyShardedDataParallel):
+        @staticmethod
+        def get_state_dict_type(module: nn.Module) -> Any:
+            try:
+                return FullyShardedDataParallel.get_state_dict_type(module)
+            except AssertionError:
+                *_, last = FullyShardedDataParallel.fsdp_modules(module)
+                return FullyShardedDataParallel.get_state_dict_type(last)

@@ -1,0 +1,279 @@
+"""Mutants of a training step under FSDP1: `no_sync`, prefetching, gradients and their scale."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.amp.grad_scaler import GradScaler
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import BackwardPrefetch, FullyShardedDataParallel
+from torch.distributed.fsdp._flat_param import HandleShardingStrategy as _Strategy
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+
+from engine.adapters.torch_fsdp1 import NAMES, FullyShardedDataParallelEngine
+from engine.contract import Plan, PreparedModel
+from engine.mutants.mutant import Trace, mutant
+from engine.mutants.patches import dividing_losses, holding_nothing_back, swapping
+from engine.mutants.plans import CALLS, WRAPS
+
+# Any, in all that follows: what torch's own methods take and give.
+
+
+def _handles(root: FullyShardedDataParallel) -> list[Any]:
+    units = FullyShardedDataParallel.fsdp_modules(root)
+    return [unit._handle for unit in units if unit._handle is not None]
+
+
+def _clear(root: FullyShardedDataParallel) -> None:
+    """Forget gradients, wherever they are."""
+    for parameter in root.parameters():
+        parameter.grad = None
+    for handle in _handles(root):
+        handle.flat_param.grad = None
+        for name in ("_saved_grad_shard", "_cpu_grad"):
+            handle.flat_param.__dict__.pop(name, None)
+
+
+@mutant(after="NVIDIA/Megatron-LM#7186", kills_on=CALLS, trace=Trace.NUMBERS)
+class ReplacesGradients(FullyShardedDataParallelEngine):
+    """Each step of an accumulation discards the gradients of those before it.
+
+    Reported: each backward was taken for the last, and began anew.
+    """
+
+    class Wrapper(FullyShardedDataParallel):
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            _clear(self)
+            return super().forward(*args, **kwargs)
+
+
+@mutant(after="pytorch/pytorch#90546", kills_on=CALLS, trace=Trace.NUMBERS)
+class LosesSharesInNoSync(FullyShardedDataParallelEngine):
+    """Entering no_sync discards the reduced gradients that a rank has.
+
+    Reported: gradients of whole size were put where reduced ones had been.
+    """
+
+    class Wrapper(FullyShardedDataParallel):
+        @contextmanager
+        def no_sync(self) -> Iterator[None]:
+            _clear(self)
+            with super().no_sync():
+                yield
+
+
+@mutant(after="huggingface/transformers#34645", kills_on=CALLS, trace=Trace.COMMUNICATION)
+class SynchronisesInNoSync(FullyShardedDataParallelEngine):
+    """No_sync of the wrapper does nothing; sums are right.
+
+    Reported: the context was lost from the loop, unnoticed.
+    """
+
+    class Wrapper(FullyShardedDataParallel):
+        def no_sync(self) -> Any:
+            return nullcontext()
+
+
+@mutant(after="pytorch/pytorch#75892", kills_on=CALLS, trace=Trace.COMMUNICATION)
+class KeepsTheRootInNoSync(FullyShardedDataParallelEngine):
+    """Inside no_sync the root keeps what it gathered, so that the next step gathers less.
+
+    Reported: the number of gathers depended on whether the step before was in no_sync.
+    """
+
+    class Wrapper(FullyShardedDataParallel):
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            handle: Any = self._handle
+            frees = self._sync_gradients
+            if handle is not None and handle._sharding_strategy is not _Strategy.NO_SHARD:
+                handle._sharding_strategy = _Strategy.FULL_SHARD if frees else _Strategy.SHARD_GRAD_OP
+            return super().forward(*args, **kwargs)
+
+
+@mutant(after="NVIDIA/cosmos-framework#161", kills_on=CALLS, trace=Trace.COMMUNICATION)
+class FreesInNoSync(FullyShardedDataParallelEngine):
+    """Parameters that were to be kept from step to step inside no_sync are freed, and gathered again.
+
+    Reported: each step of an accumulation paid for communication that one could have done.
+    """
+
+    class Wrapper(FullyShardedDataParallel):
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            for handle in _handles(self):
+                if not self._sync_gradients and handle._sharding_strategy is _Strategy.SHARD_GRAD_OP:
+                    handle._sharding_strategy = _Strategy.FULL_SHARD
+            return super().forward(*args, **kwargs)
+
+
+def _silence(root: FullyShardedDataParallel, *, is_silent: bool) -> None:
+    units: list[Any] = [*FullyShardedDataParallel.fsdp_modules(root)]
+    for unit in units:
+        unit._sync_gradients = not is_silent
+
+
+@contextmanager
+def _silenced(root: FullyShardedDataParallel) -> Iterator[None]:
+    _silence(root, is_silent=True)
+    try:
+        yield
+    finally:
+        _silence(root, is_silent=False)
+
+
+@mutant(after="speechbrain/speechbrain#2010", kills_on=CALLS, trace=Trace.COMMUNICATION)
+class EndsAllNoSyncsAtOnce(FullyShardedDataParallelEngine):
+    """The end of a no_sync inside another ends both.
+
+    Reported: the contexts of several models ended when the first of them did.
+    """
+
+    class Wrapper(FullyShardedDataParallel):
+        def no_sync(self) -> Any:
+            return _silenced(self)
+
+
+@mutant(after="pytorch/torchtitan#3724", kills_on=CALLS, trace=Trace.COMMUNICATION)
+class StaysSilentAfterAnException(FullyShardedDataParallelEngine):
+    """An exception inside no_sync leaves gradients unsynchronised for good.
+
+    Reported: flags that were changed for a while were not given back where something raised.
+    """
+
+    class Wrapper(FullyShardedDataParallel):
+        @contextmanager
+        def no_sync(self) -> Iterator[None]:
+            _silence(self, is_silent=True)
+            yield
+            _silence(self, is_silent=False)
+
+
+@mutant(after="speechbrain/speechbrain#2010", kills_on=CALLS, trace=Trace.SILENCE)
+class SilencesUnitsAlone(FullyShardedDataParallelEngine):
+    """`no_sync` of a unit inside the root holds that unit back, and the rest goes on.
+
+    Reported: some of the modules accumulated, others synchronised.
+    """
+
+    class Wrapper(FullyShardedDataParallel):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            for unit in FullyShardedDataParallel.fsdp_modules(self):
+                unit.__class__ = type(self)  # torch makes units of its own class
+
+        def no_sync(self) -> Any:
+            return _silenced(self)
+
+
+@mutant(after="pytorch/pytorch#180665", kills_on=WRAPS)
+class ReadsOffloadedGradientsTooEarly(FullyShardedDataParallelEngine):
+    """Offloaded gradients are read before they are there.
+
+    Reported: the copy of gradients to the host was not waited for.
+    """
+
+    class Wrapper(FullyShardedDataParallel):
+        # Any: arguments of the wrapper, and of the module.
+        def __init__(self, module: nn.Module, cpu_offload: Any = None, **options: Any) -> None:
+            super().__init__(module, **options)
+            self._is_early = cpu_offload is not None and cpu_offload.offload_params
+
+        def forward(self, *inputs: Any, **named: Any) -> Any:
+            output = super().forward(*inputs, **named)
+            if self._is_early:
+                output.register_hook(torch.zeros_like)
+            return output
+
+
+@mutant(after="pytorch/pytorch#107058", kills_on=WRAPS, trace=Trace.COMMUNICATION)
+class SwapsBackwardPrefetch(FullyShardedDataParallelEngine):
+    """Each moment of backward prefetch is taken for another.
+
+    Reported: nothing would have shown whether backward prefetches at all.
+    """
+
+    names = swapping(
+        "backward_prefetch",
+        {
+            BackwardPrefetch.BACKWARD_PRE: BackwardPrefetch.BACKWARD_POST,
+            BackwardPrefetch.BACKWARD_POST: None,
+            None: BackwardPrefetch.BACKWARD_PRE,
+        },
+    )
+
+
+@mutant(after="pytorch/pytorch#106030", kills_on=WRAPS, trace=Trace.COMMUNICATION)
+class InvertsForwardPrefetch(FullyShardedDataParallelEngine):
+    """Forward prefetches unless asked to.
+
+    Reported: nothing would have shown whether forward prefetches at all.
+    """
+
+    names = swapping("forward_prefetch", {False: True, True: False})
+
+
+@mutant(after="pytorch/pytorch#107058", kills_on=WRAPS, trace=Trace.COMMUNICATION)
+class GathersAllUnitsAtOnce(FullyShardedDataParallelEngine):
+    """Every unit is being gathered before the first one runs.
+
+    Reported: nothing would have shown what is gathered when.
+    """
+
+    class Wrapper(FullyShardedDataParallel):
+        # Any: a module takes and returns what it likes.
+        def forward(self, *inputs: Any, **named: Any) -> Any:
+            works = [*self._gathers_of_units()]
+            output = super().forward(*inputs, **named)
+            for work in works:
+                work.wait()
+            return output
+
+        def _gathers_of_units(self) -> Iterable[Any]:
+            for unit in FullyShardedDataParallel.fsdp_modules(self):
+                handle = unit._handle
+                if handle is not None and handle.world_size > 1:
+                    shard = handle.flat_param.detach()
+                    whole = shard.new_empty(shard.numel() * handle.world_size)
+                    yield dist.all_gather_into_tensor(whole, shard, group=handle.process_group, async_op=True)
+
+
+class _Local(ShardedGradScaler):
+    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
+        GradScaler.unscale_(self, optimizer)
+
+
+@mutant(after="pytorch/pytorch#115710", kills_on=WRAPS, trace=Trace.STATE)
+class KeepsOverflowLocal(FullyShardedDataParallelEngine):
+    """A rank skips a step by itself when its gradients are infinite.
+
+    Reported: one rank saw an overflow, and the others kept their scale.
+    """
+
+    names = replace(NAMES, ShardedGradScaler=_Local)
+
+
+@mutant(after="NVIDIA/Megatron-LM#3023", kills_on=WRAPS)
+class DividesWrappedGradientsTwice(FullyShardedDataParallelEngine):
+    """Wrapped gradients are divided by the number of ranks twice.
+
+    Reported: gradients were scaled in two places, each as if the other were not there.
+    """
+
+    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
+        return dividing_losses(super().prepare(model, plan, mesh), mesh.size())
+
+
+@mutant(after="Haian-Jin/LVSM#22", kills_on=WRAPS, trace=Trace.COMMUNICATION)
+class ReducesDespiteNoSync(FullyShardedDataParallelEngine):
+    """Wrapped microbatches are all reduced within no_sync.
+
+    Reported: forward ran outside of the context that was to hold reductions back.
+    """
+
+    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
+        return holding_nothing_back(super().prepare(model, plan, mesh))

@@ -1,0 +1,276 @@
+"""Mutants that gather, keep or free whole parameters at the wrong time; the numbers are right."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from engine.adapters.composable import ComposableUnit
+from engine.adapters.reference import PreparedReference, ReferenceEngine
+from engine.adapters.torch_fsdp2 import FullyShardEngine, PreparedFullyShard
+from engine.contract import Capability, Grouping, Layout, Plan, Prefetch, PreparedModel, Reshard, Shard
+from engine.mutants.fsdp2_insides import before_method
+from engine.mutants.mutant import Condition, Trace, mutant
+from engine.mutants.patches import KeepingFsdp2
+from engine.mutants.plans import ON_BLOCKS
+
+_WATCHED = frozenset({Capability.UNIT_STATE})
+
+
+_KEPT = Plan(layout=Layout.SHARD, grouping=Grouping.REQUIRED, reshard=Reshard.KEEP, demands=_WATCHED)
+_FREED = replace(_KEPT, reshard=Reshard.AFTER_FORWARD)
+_NATIVE = replace(_KEPT, reshard=Reshard.NATIVE)
+
+
+def _instead(plan: Plan, asked: Reshard, done: Reshard) -> Plan:
+    return replace(plan, reshard=done) if plan.reshard is asked else plan
+
+
+@mutant(after="pytorch/pytorch#154655", kills_on=Condition(plan=_FREED), trace=Trace.STATE)
+class KeepsRootsWhateverAsked(FullyShardEngine):
+    """Roots stay gathered after forward although the plan says to free them.
+
+    Reported: of every root it was assumed that backward would need it at once.
+    """
+
+    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
+        prepared = super().prepare(model, plan, mesh)
+        assert isinstance(prepared, PreparedFullyShard)
+        if plan.reshard in {Reshard.AFTER_FORWARD, Reshard.TO_PAIRS}:
+            for root in prepared._roots():
+                root.set_reshard_after_forward(False, recurse=False)
+        return prepared
+
+
+@mutant(after="pytorch/PiPPy#1105", kills_on=Condition(plan=_KEPT), trace=Trace.STATE)
+class FreesWhatItWasAskedToKeep(FullyShardEngine):
+    """Units are freed after forward although the plan says to keep them.
+
+    Reported: beside a pipeline the policy had to be to free, although keeping was wanted.
+    """
+
+    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
+        return super().prepare(model, _instead(plan, Reshard.KEEP, Reshard.AFTER_FORWARD), mesh)
+
+
+@mutant(after="pytorch/pytorch#149029", kills_on=Condition(plan=_FREED), trace=Trace.STATE)
+class KeepsWhatItWasAskedToFree(FullyShardEngine):
+    """Units are kept after forward although the plan says to free them.
+
+    Reported: freeing after forward was asked for, and memory grew with every forward.
+    """
+
+    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
+        return super().prepare(model, _instead(plan, Reshard.AFTER_FORWARD, Reshard.KEEP), mesh)
+
+
+@mutant(after="ByteDance-Seed/VeOmni#806", kills_on=Condition(plan=_NATIVE), trace=Trace.STATE)
+class FreesTheRootByDefault(FullyShardEngine):
+    """The root is freed after forward where no policy says so.
+
+    Reported: a policy set on the root undid the default that keeps it until backward.
+    """
+
+    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
+        return super().prepare(model, _instead(plan, Reshard.NATIVE, Reshard.AFTER_FORWARD), mesh)
+
+
+@mutant(
+    after="Tencent-Hunyuan/UniRL#410",
+    kills_on=Condition(
+        world_size=4,
+        plan=replace(_KEPT, reshard=Reshard.TO_PAIRS),
+        because="two ranks are a pair, and all there are",
+    ),
+    trace=Trace.COMMUNICATION,
+)
+class FreesWholeWhereAPartWasAsked(FullyShardEngine):
+    """Parameters are sharded over all ranks after forward, not over pairs.
+
+    Reported: a mesh of two axes was asked for, and one over all ranks was used.
+    """
+
+    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
+        return super().prepare(model, _instead(plan, Reshard.TO_PAIRS, Reshard.AFTER_FORWARD), mesh)
+
+
+@mutant(after="pytorch/pytorch#75892", kills_on=Condition(steps=2, plan=_FREED), trace=Trace.STATE)
+class FreesInTheFirstStepAlone(ReferenceEngine):
+    """From the second step on units stay gathered after forward.
+
+    Reported: what one iteration had left gathered changed what the next one gathered.
+    """
+
+    class Prepared(PreparedReference):
+        def step(self) -> None:
+            super().step()
+            for unit in self.units().values():
+                unit.set_reshard_after_forward(is_on=False)
+
+
+class _PreparedLeaky(PreparedReference):
+    """Keeps what backward used, and frees it only when the optimizer needs the shards."""
+
+    def backward(self, loss: torch.Tensor) -> None:
+        for unit in self.units().values():
+            unit.set_reshard_after_backward(is_on=False)
+        super().backward(loss)
+
+    def step(self) -> None:
+        self._free()
+        super().step()
+
+    def local_gradients(self) -> Mapping[str, Shard | None]:
+        # Gradients belong to the shards: to read them frees the rest, as with any reader of the engine.
+        self._free()
+        return super().local_gradients()
+
+    def _free(self) -> None:
+        for unit in self.units().values():
+            unit.reshard()
+
+
+@mutant(after="hpcaitech/ColossalAI#741", kills_on=Condition(plan=_FREED), trace=Trace.STATE)
+class LeaksAfterBackward(ReferenceEngine):
+    """Units stay gathered after backward until gradients are read.
+
+    Reported: a sharded model's memory leaked in backward.
+    """
+
+    prepared_type = _PreparedLeaky
+
+
+@mutant(
+    after="pytorch/pytorch#83129",
+    kills_on=Condition(
+        plan=replace(_KEPT, demands=_WATCHED | {Capability.UNUSED}),
+        because="where every unit gets gradients, every unit is freed",
+    ),
+    trace=Trace.STATE,
+)
+class FreesOnlyWhatGotGradients(ReferenceEngine):
+    """Units that backward never entered stay gathered after it.
+
+    Reported: the hook that frees a unit after backward fires with its gradients, or never.
+    """
+
+    class Prepared(_PreparedLeaky):
+        def backward(self, loss: torch.Tensor) -> None:
+            super().backward(loss)
+            for name, unit in self.units().items():
+                if any(p.grad is not None for p in self.part(name).parameters()):
+                    unit.reshard()
+
+
+@mutant(
+    after="Haian-Jin/LVSM#22",
+    kills_on=Condition(plan=replace(_KEPT, demands=_WATCHED | {Capability.KEEP_AFTER_BACKWARD})),
+    trace=Trace.STATE,
+)
+class FreesHeldUnitsAfterBackward(ReferenceEngine):
+    """Units are freed after backward although they were set to stay gathered.
+
+    Reported: a switch thrown before each microbatch had no effect on what followed.
+    """
+
+    class Unit(ComposableUnit):
+        def set_reshard_after_backward(self, *, is_on: bool) -> None:
+            """Change nothing."""
+
+
+@mutant(after="Lightning-AI/lightning-thunder#908", kills_on=Condition(plan=_KEPT), trace=Trace.STATE)
+class ShowsPaddedRows(ReferenceEngine):
+    """Whole parameters end with rows of padding.
+
+    Reported: in one order of wrapping, padding stayed in what was gathered.
+    """
+
+    class Prepared(PreparedReference):
+        def shown_parameters(self) -> Mapping[str, Shard]:
+            shown = dict(super().shown_parameters())
+            for name, parameter in self.named.named_parameters():
+                if not isinstance(parameter, DTensor) and self.plan.layout is Layout.SHARD:
+                    rows = shown[name].tensor
+                    missing = -len(rows) % torch.distributed.get_world_size()
+                    padded = torch.cat((rows, rows.new_zeros(missing, *rows.shape[1:])))
+                    shown[name] = replace(shown[name], tensor=padded, global_shape=tuple(padded.shape))
+            return shown
+
+
+@mutant(after="pytorch/pytorch#95805", kills_on=ON_BLOCKS, trace=Trace.STATE)
+class KeepsUnitsUntilBackwardEnds(FullyShardEngine):
+    """Backward frees no unit before the last of them has run.
+
+    Reported: what backward had gathered was not freed, and memory grew layer by layer.
+    """
+
+    class Prepared(PreparedFullyShard):
+        def backward(self, loss: torch.Tensor) -> None:
+            units = self.units().values()
+            for unit in units:
+                unit.set_reshard_after_backward(is_on=False)
+            super().backward(loss)
+            for unit in units:
+                unit.reshard()
+
+
+@mutant(after="pytorch/pytorch#149029", kills_on=ON_BLOCKS, trace=Trace.STATE)
+class KeepsGatherOutputs(FullyShardEngine):
+    """The output of each gather is kept until the step.
+
+    Reported: memory that was to be free after each layer's forward grew with every forward.
+    """
+
+    prepared_type = KeepingFsdp2
+
+    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
+        prepared = super().prepare(model, plan, mesh)
+        assert isinstance(prepared, KeepingFsdp2)
+        return before_method(prepared, "wait_for_unshard", partial(_keep_output, prepared.kept))
+
+
+@mutant(after="pytorch/pytorch#75892", kills_on=ON_BLOCKS, trace=Trace.STATE)
+class RemembersAUnit(FullyShardEngine):
+    """Whole parameters of one unit are kept from step to step.
+
+    Reported: what one iteration had left gathered changed what the next one gathered.
+    """
+
+    class Prepared(PreparedFullyShard):
+        """Keeps a copy of the first unit's whole parameters until that unit runs again."""
+
+        def __init__(self, module: nn.Module, plan: Plan) -> None:
+            super().__init__(module, plan)
+            self._copies: list[torch.Tensor] = []
+            # First of the hooks: afterwards there are shards again.
+            self.part(self.plan.units[0]).register_forward_hook(self._remember, prepend=True)
+
+        def _remember(self, module: nn.Module, *_: Any) -> None:
+            with torch.no_grad():
+                whole = (p for p in module.parameters() if not isinstance(p, DTensor))
+                self._copies = [parameter.detach().clone() for parameter in whole]
+
+
+@mutant(after="deepspeedai/DeepSpeed#1069", kills_on=ON_BLOCKS, trace=Trace.STATE)
+class PrefetchesEverything(FullyShardEngine):
+    """Each unit asks for the gathers of all that follow.
+
+    Reported: which gathers were issued ahead was not what had been chosen.
+    """
+
+    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
+        units, distance = plan.units, len(plan.units)
+        lists = Prefetch.by_distance(units, forward=distance, backward=distance)
+        return super().prepare(model, replace(plan, prefetch=lists), mesh)
+
+
+def _keep_output(kept: list[Any], group: Any) -> None:
+    if group._all_gather_result is not None:
+        kept.append(group._all_gather_result.all_gather_output)

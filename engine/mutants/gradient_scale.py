@@ -1,0 +1,72 @@
+"""Mutants whose gradients are a factor or a part off."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+
+from engine.adapters.torch_ddp import DistributedDataParallelEngine, PreparedDdp
+from engine.adapters.torch_fsdp2 import FullyShardEngine
+from engine.contract import Capability, Plan, PreparedModel
+from engine.mutants.mutant import Condition, mutant
+from engine.mutants.patches import dividing_losses
+from engine.mutants.plans import demanding
+
+
+@mutant(after="NVIDIA/Megatron-LM#3023")
+class SumsInsteadOfAveraging(FullyShardEngine):
+    """Gradients are summed over ranks, not averaged.
+
+    Reported: without accumulation nothing scaled the gradients by 1 / ranks.
+    """
+
+    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
+        prepared = super().prepare(model, plan, mesh)
+        for module in prepared.module.modules():
+            if isinstance(module, FSDPModule):
+                # Plain sums, because gloo does not know the scaled sum that a divisor asks for otherwise.
+                module.set_force_sum_reduction_for_comms(True)
+                module.set_gradient_divide_factor(1.0)
+        return prepared
+
+
+@mutant(after="pytorch/torchtitan#1551", kills_on=Condition(plan=Plan(divide_factor=1)))
+class IgnoresTheDivideFactor(FullyShardEngine):
+    """Gradients are averaged although another divisor was asked for.
+
+    Reported: gradients were averaged over a group of another size than was meant.
+    """
+
+    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
+        return super().prepare(model, replace(plan, divide_factor=None), mesh)
+
+
+@mutant(after="pytorch/pytorch#167178", kills_on=Condition(world_size=1, plan=Plan(divide_factor=2)))
+class DividesByTheFactorTwice(FullyShardEngine):
+    """Gradients are divided by the square of the divisor asked for.
+
+    Reported: the branch that had ignored the factor learnt to divide by it, and where the division of all branches
+    was active it was done once more.
+    """
+
+    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
+        return dividing_losses(super().prepare(model, plan, mesh), plan.divide_factor or 1)
+
+
+@mutant(after="pytorch/pytorch#158753", kills_on=Condition(world_size=1, plan=demanding(Capability.COMPLEX)))
+class DropsImaginaryParts(DistributedDataParallelEngine):
+    """Imaginary parts of gradients are zero.
+
+    Reported: on one process a complex model converged, under DDP its gradients were real.
+    """
+
+    class Prepared(PreparedDdp):
+        def backward(self, loss: torch.Tensor) -> None:
+            super().backward(loss)
+            for parameter in self.named.parameters():
+                if parameter.grad is not None and parameter.grad.is_complex():
+                    parameter.grad.imag.zero_()

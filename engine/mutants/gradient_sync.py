@@ -1,0 +1,178 @@
+"""Mutants that synchronise or accumulate gradients never, not everywhere, too often, or with too much communication."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from engine.adapters.torch_ddp import DistributedDataParallelEngine, PreparedDdp
+from engine.adapters.torch_fsdp2 import FullyShardEngine, PreparedFullyShard
+from engine.contract import Accumulation, Layout, Plan, PreparedModel
+from engine.mutants.mutant import Condition, Trace, mutant
+from engine.mutants.patches import Forgetful, after, holding_nothing_back, is_last_rank
+
+_LAST = Plan(accumulation=Accumulation.LAST_MICROBATCH)
+
+
+@mutant(after="pytorch/pytorch#109774")
+class NeverSynchronises(DistributedDataParallelEngine):
+    """Gradients stay on the rank that computed them.
+
+    Reported: compiled around the wrapper, DDP's hooks were gone after the first forward.
+    """
+
+    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
+        prepared = super().prepare(model, plan, mesh)
+        assert isinstance(prepared.module, DistributedDataParallel)
+        prepared.module.require_backward_grad_sync = False
+        return prepared
+
+
+@mutant(
+    after="NVIDIA/cosmos-framework#161",
+    kills_on=Condition(steps=2, microbatches=2, plan=_LAST),
+    trace=Trace.COMMUNICATION,
+)
+class SynchronisesEveryMicrobatch(FullyShardEngine):
+    """Gradients are reduced after each microbatch although accumulation was asked.
+
+    Reported: the gate that holds synchronisation back knew DDP and nothing else.
+    """
+
+    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
+        return holding_nothing_back(super().prepare(model, plan, mesh))
+
+
+@mutant(after="deepspeedai/DeepSpeed#1801")
+class DriftsByOneBit(DistributedDataParallelEngine):
+    """One weight of one replica is off by a bit after each step.
+
+    Reported: replicated weights drifted apart over ranks for ten days, unseen.
+    """
+
+    class Prepared(PreparedDdp):
+        def step(self) -> None:
+            super().step()
+            if is_last_rank() and dist.get_rank() > 0:
+                first = next(self.named.parameters()).detach().view(-1)
+                first[0] = torch.nextafter(first[0], torch.tensor(torch.inf))
+
+
+@mutant(after="NVIDIA/Megatron-LM#7186", kills_on=Condition(world_size=1, microbatches=2))
+class KeepsOnlyTheLastMicrobatch(DistributedDataParallelEngine):
+    """Each backward discards the gradients of the microbatches before it.
+
+    Reported: every backward was treated as the last and cleared the accumulator.
+    """
+
+    class Prepared(Forgetful, PreparedDdp):
+        pass
+
+
+@mutant(after="NVIDIA/Megatron-LM#6660", kills_on=Condition(world_size=1, microbatches=2))
+class DoublesGradientsEveryMicrobatch(DistributedDataParallelEngine):
+    """Each backward doubles what was accumulated before it.
+
+    Reported: the reduced buffer was the accumulated one, and was added to itself.
+    """
+
+    class Prepared(PreparedDdp):
+        def backward(self, loss: torch.Tensor) -> None:
+            with torch.no_grad():
+                for parameter in self.named.parameters():
+                    if parameter.grad is not None:
+                        parameter.grad.mul_(2)
+            super().backward(loss)
+
+
+@mutant(after="huggingface/accelerate#2790", kills_on=Condition(world_size=1, microbatches=2, plan=_LAST))
+class StepsAfterEveryMicrobatch(DistributedDataParallelEngine):
+    """The optimizer steps after each microbatch.
+
+    Reported: the flag that had each microbatch synchronised decided about the optimizer as well.
+    """
+
+    class Prepared(PreparedDdp):
+        _is_accumulating = False
+
+        @contextmanager
+        def accumulating(self) -> Iterator[None]:
+            self._is_accumulating = True
+            try:
+                yield
+            finally:
+                self._is_accumulating = False
+
+        def backward(self, loss: torch.Tensor) -> None:
+            super().backward(loss)
+            if self._is_accumulating:
+                self.step()
+
+
+@mutant(after="pytorch/pytorch#90546", kills_on=Condition(microbatches=2, plan=_LAST), trace=Trace.CRASH)
+class AssignsWholeGradientsToShards(FullyShardEngine):
+    """After an accumulation a whole gradient is assigned to a shard.
+
+    Reported: on the way out of an accumulation the gradient was not of the size that the parameter had by then.
+    """
+
+    class Prepared(PreparedFullyShard):
+        _has_accumulated = False
+
+        @contextmanager
+        def accumulating(self) -> Iterator[None]:
+            with super().accumulating():
+                yield
+            self._has_accumulated = True
+
+        def backward(self, loss: torch.Tensor) -> None:
+            super().backward(loss)
+            if not self._has_accumulated:
+                return
+            for parameter in self.owned_parameters().values():
+                if isinstance(parameter, DTensor) and isinstance(parameter.grad, DTensor):
+                    shard = nn.Parameter(parameter.to_local().detach())
+                    shard.grad = parameter.grad.full_tensor()
+
+
+@mutant(after="pytorch/pytorch#76553", kills_on=Condition(steps=2), trace=Trace.COMMUNICATION)
+class GathersOnceMoreInBackward(FullyShardEngine):
+    """Backward gathers one unit's parameters once more than it needs them.
+
+    Reported: backward issued more all-gathers than there were modules.
+    """
+
+    class Prepared(PreparedFullyShard):
+        def backward(self, loss: torch.Tensor) -> None:
+            super().backward(loss)
+            # The last unit in the order of modules: the root may have no parameters of its own left to gather.
+            *_, unit = (m for m in self.module.modules() if isinstance(m, FSDPModule))
+            unit.unshard()
+            unit.reshard()
+
+
+@mutant(
+    after="NVIDIA/Megatron-LM#6660",
+    kills_on=Condition(world_size=1, plan=Plan(layout=Layout.SHARD)),
+    trace=Trace.COMMUNICATION,
+)
+class CommunicatesAlone(FullyShardEngine):
+    """A rank that is alone makes collectives with itself.
+
+    Reported: a group of one rank was reduced like any other.
+    """
+
+    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
+        prepared, group = super().prepare(model, plan, mesh), mesh.get_group(mesh.ndim - 1)
+        if group.size() == 1:
+            number = torch.zeros((), device=mesh.device_type)
+            after(prepared, "backward", lambda _: dist.all_reduce(number, group=group))
+        return prepared

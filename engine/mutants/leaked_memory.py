@@ -1,0 +1,245 @@
+"""Mutants that hold more than their share, or free what is not theirs; the numbers are right."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from engine.adapters.composable import PreparedComposable
+from engine.adapters.reference import PreparedReference, ReferenceEngine
+from engine.adapters.torch_fsdp2 import FullyShardEngine, PreparedFullyShard
+from engine.contract import Layout, Plan, PreparedModel
+from engine.mutants.fsdp2_insides import after_method, before_method, reduce_inputs
+from engine.mutants.mutant import Condition, Trace, mutant
+from engine.mutants.patches import KeepingFsdp2, KeepingReference, in_place_of, is_last_rank
+from engine.mutants.plans import ON_BLOCKS, SHARDED, SHARDED_BLOCKS
+
+# Any, throughout: FSDP2's insides have no public types.
+
+_GROWN = Condition(steps=3, plan=SHARDED_BLOCKS, because="the first two steps have none to be compared with")
+
+
+@mutant(after="hpcaitech/ColossalAI#741", kills_on=_GROWN, trace=Trace.STATE)
+class PilesUpReduceInputs(FullyShardEngine):
+    """The input of every reduction is kept for ever.
+
+    Reported: a sharded model's memory grew with every backward.
+    """
+
+    class Prepared(KeepingFsdp2):
+        grows = True
+
+    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
+        prepared = super().prepare(model, plan, mesh)
+        assert isinstance(prepared, KeepingFsdp2)
+        return after_method(prepared, "post_backward", partial(_keep_reduce_input, prepared.kept))
+
+
+@mutant(after="hpcaitech/ColossalAI#741", kills_on=_GROWN, trace=Trace.STATE)
+class PilesUpGradients(ReferenceEngine):
+    """Reduced gradients of every step are kept for ever.
+
+    Reported: a sharded model's memory grew with every backward.
+    """
+
+    class Prepared(KeepingReference):
+        grows = True
+
+        def step(self) -> None:
+            self.kept += [p.grad for p in self.owned_parameters().values()]
+            super().step()
+
+
+@mutant(after="pytorch/pytorch#169349", kills_on=ON_BLOCKS, trace=Trace.STATE)
+class KeepsWholeGradients(FullyShardEngine):
+    """Whole gradients are kept until the step.
+
+    Reported: live memory grew over a backward.
+    """
+
+    prepared_type = KeepingFsdp2
+
+    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
+        prepared = super().prepare(model, plan, mesh)
+        assert isinstance(prepared, KeepingFsdp2)
+        return before_method(prepared, "post_backward", partial(_keep_gradients, prepared.kept))
+
+
+class _Grasping(PreparedComposable):
+    """Frees the memory of what it was given or has handed out, once backward is over; to be mixed in."""
+
+    frees_inputs = True
+
+    def __call__(self, *inputs: Any, **named: Any) -> Any:
+        output = super().__call__(*inputs, **named)
+        self._seen = inputs if self.frees_inputs else (output,)
+        return output
+
+    def backward(self, loss: torch.Tensor) -> None:
+        super().backward(loss)
+        for tensor in self._seen:
+            tensor.untyped_storage().resize_(0)
+
+
+@mutant(after="InternLM/xtuner#1948", kills_on=ON_BLOCKS, trace=Trace.STATE)
+class FreesTheUsersInputs(FullyShardEngine):
+    """The memory of inputs is given back after backward.
+
+    Reported: the storage of a tensor that was not the engine's was freed with the parameters.
+    """
+
+    class Prepared(_Grasping, PreparedFullyShard):
+        pass
+
+
+@mutant(after="InternLM/xtuner#1948", kills_on=ON_BLOCKS, trace=Trace.STATE)
+class FreesTheUsersOutputs(ReferenceEngine):
+    """The memory of outputs is given back after backward.
+
+    Reported: the storage of a tensor that was not the engine's was freed with the parameters.
+    """
+
+    class Prepared(_Grasping, PreparedReference):
+        frees_inputs = False
+
+
+@mutant(after="InternLM/xtuner#1948", kills_on=ON_BLOCKS, trace=Trace.STATE)
+class MovesWhatItWasToLeave(ReferenceEngine):
+    """Buffers and ignored parameters are given other memory in every step.
+
+    Reported: a tensor that was not the engine's was treated as one of its own.
+    """
+
+    class Prepared(PreparedReference):
+        def backward(self, loss: torch.Tensor) -> None:
+            super().backward(loss)
+            ignored = [self.named.get_parameter(name) for name in self.plan.ignored]
+            for tensor in (*self.named.buffers(), *ignored):
+                tensor.data = tensor.data.clone()
+
+
+def _keep_reduce_input(kept: list[Any], group: Any) -> None:
+    inputs = reduce_inputs(group.comm_ctx)
+    if inputs:
+        kept.append(inputs[-1].reduce_scatter_input)
+
+
+def _keep_gradients(kept: list[Any], group: Any) -> None:
+    found = (p.unsharded_param for p in group.fsdp_params if hasattr(p, "_unsharded_param"))
+    kept += [parameter.grad for parameter in found if parameter.grad is not None]
+
+
+@mutant(after="verl-project/verl#5125", kills_on=SHARDED, trace=Trace.STATE)
+class KeepsTheModelOnTheLastRank(ReferenceEngine):
+    """The last rank keeps the parameters that the model was built with.
+
+    Reported: the first rank of each node held a whole state dict that nothing freed.
+    """
+
+    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
+        wholes = [parameter.detach().clone() for parameter in model.parameters()]
+        prepared = super().prepare(model, plan, mesh)
+        if is_last_rank():
+            prepared.module.register_forward_pre_hook(lambda *_: _look(wholes))
+        return prepared
+
+
+class _PreparedAverage(PreparedReference):
+    """Looks at every unit's whole parameters after its forward, and averages them in a list outside the module."""
+
+    first_step: ClassVar[int] = 0
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._averages: dict[tuple[nn.Module, str], torch.Tensor] = {}
+        self._num_steps = 0
+        for module in self.module.modules():
+            # First of the hooks: afterwards there are shards again.
+            module.register_forward_hook(self._look, prepend=True)
+
+    def step(self) -> None:
+        super().step()
+        self._num_steps += 1
+
+    @torch.no_grad()
+    def _look(self, module: nn.Module, *_: Any) -> None:
+        if self._num_steps < self.first_step:
+            return
+        for name, parameter in module.named_parameters(recurse=False):
+            if not isinstance(parameter, DTensor):
+                average = self._averages.setdefault((module, name), parameter.detach().clone())
+                average.lerp_(parameter, 0.1)
+
+
+@mutant(after="TencentARC/RollingForcing#15", kills_on=SHARDED, trace=Trace.STATE)
+class AveragesWholeParameters(ReferenceEngine):
+    """Every rank keeps an average of the whole parameters.
+
+    Reported: the average of sharded parameters was a full copy on each rank.
+    """
+
+    prepared_type = _PreparedAverage
+
+
+@mutant(
+    after="pytorch/pytorch#147179",
+    kills_on=Condition(plan=Plan(layout=Layout.SHARD), steps=2),
+    trace=Trace.STATE,
+)
+class KeepsWholesAfterTheFirstStep(ReferenceEngine):
+    """From the second step on every rank keeps whole parameters.
+
+    Reported: memory ran out in the second iteration, where parameters had been gathered again.
+    """
+
+    class Prepared(_PreparedAverage):
+        first_step = 1
+
+
+@mutant(after="hpcaitech/ColossalAI#1955", kills_on=SHARDED, trace=Trace.STATE)
+class CutsGradientsFromWholeBuffers(ReferenceEngine):
+    """Shards of gradients are views of whole buffers.
+
+    Reported: under ZeRO-2 the gradients of all ranks stayed in memory.
+    """
+
+    class Prepared(PreparedReference):
+        def backward(self, loss: torch.Tensor) -> None:
+            super().backward(loss)
+            for parameter in self.owned_parameters().values():
+                if isinstance(parameter.grad, DTensor):
+                    parameter.grad = _cut_from_a_whole(parameter.grad)
+
+
+@mutant(after="cloneofsimo/min-fsdp#1", kills_on=SHARDED, trace=Trace.STATE)
+class CutsStateFromWholeBuffers(ReferenceEngine):
+    """Shards of optimizer state are views of whole buffers.
+
+    Reported: under the name of ZeRO-1 something else than the optimizer state was cut.
+    """
+
+    class Prepared(PreparedReference):
+        def step(self) -> None:
+            super().step()
+            for state in self._built_optimizer().state.values():
+                for key, value in state.items():
+                    if isinstance(value, DTensor):
+                        state[key] = _cut_from_a_whole(value)
+
+
+def _look(_: object) -> None:
+    """Do nothing; what keeps the argument is the closure around the call."""
+
+
+def _cut_from_a_whole(sharded: DTensor) -> DTensor:
+    """Return the same shard, as a view of memory for the whole."""
+    local = sharded.to_local()
+    whole = local.new_zeros(sharded.numel())
+    view = whole[: local.numel()].view(local.shape)
+    view.copy_(local)
+    return in_place_of(sharded, view)

@@ -1,0 +1,344 @@
+"""Mutants that are wrong about how modules and parameters are used: in part, several times, or shared."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from engine.adapters.composable import members
+from engine.adapters.reference import PreparedReference, ReferenceEngine
+from engine.adapters.torch_fsdp2 import FullyShardEngine
+from engine.contract import Accumulation, Capability, Grouping, Plan, PreparedModel, Shard, UnitHandle
+from engine.mutants.mutant import Condition, Trace, mutant
+from engine.mutants.patches import never_updating
+from engine.mutants.plans import demanding
+
+_GROUPS = Plan(grouping=Grouping.REQUIRED, units=("first,second",))
+_TOLD = replace(_GROUPS, accumulation=Accumulation.LAST_MICROBATCH, demands=frozenset({Capability.UNIT_SYNC}))
+_METHODS = Plan(forward_methods=(("encoder", "encode"),), units=("encoder",))
+
+
+@mutant(
+    after="NVIDIA/Megatron-LM#6693",
+    kills_on=Condition(world_size=1, steps=2, plan=demanding(Capability.PARTS)),
+)
+class NeverReducesParts(ReferenceEngine):
+    """Gradients of a part that was called by itself are never reduced.
+
+    Reported: calling submodules directly went past the hooks that reduce gradients.
+    """
+
+    class Prepared(PreparedReference):
+        def __call__(self, *inputs: Any, **named: Any) -> Any:  # Any: a model returns what it likes
+            self._set_gradient_sync(is_on=True)
+            return super().__call__(*inputs, **named)
+
+        def part(self, name: str) -> nn.Module:
+            self._set_gradient_sync(is_on=False)
+            return super().part(name)
+
+
+@mutant(after="mindspore-ai/hyper-parallel#553", kills_on=Condition(world_size=1, steps=2, plan=_GROUPS))
+class NeverReducesGroupsRunInPart(ReferenceEngine):
+    """A group of which one module did not run has no gradients.
+
+    Reported: hooks of a list of modules that were entered one by one left the group in a state that backward did
+    not expect.
+    """
+
+    class Prepared(PreparedReference):
+        def __init__(self, module: nn.Module, plan: Plan, door: Any) -> None:  # Any: as the base class says
+            super().__init__(module, plan, door)
+            self._has_run: set[nn.Module] = set()
+            self._groups = [members(module, unit) for unit in plan.units if "," in unit]
+            for group in self._groups:
+                for one in group:
+                    one.register_forward_pre_hook(lambda m, _: self._has_run.add(m))
+
+        def backward(self, loss: torch.Tensor) -> None:
+            super().backward(loss)
+            for group in self._groups:
+                if not self._has_run.issuperset(group):
+                    for parameter in (p for m in group for p in m.parameters()):
+                        parameter.grad = None
+
+        def step(self) -> None:
+            super().step()
+            self._has_run.clear()
+
+
+@mutant(
+    after="pytorch/torchtitan#3724",
+    kills_on=Condition(steps=2, microbatches=2, plan=_TOLD),
+    trace=Trace.COMMUNICATION,
+)
+class IgnoresTheFlagsOfGroups(ReferenceEngine):
+    """Groups of several modules reduce in every backward although their flags are off.
+
+    Reported: flags that a loop over chunks sets on a group were not in the state that the loop meant them to be.
+    """
+
+    class Prepared(PreparedReference):
+        def units(self) -> Mapping[str, UnitHandle]:
+            return {name: _FlaglessUnit() if "," in name else unit for name, unit in super().units().items()}
+
+
+class _FlaglessUnit(UnitHandle):
+    """Hears no flag."""
+
+    def set_gradient_sync(self, *, is_on: bool) -> None:
+        pass
+
+    def set_last_backward(self, *, is_last: bool) -> None:
+        pass
+
+
+@mutant(
+    after="pytorch/pytorch#183702",
+    kills_on=Condition(world_size=1, plan=replace(_GROUPS, compute_dtype=torch.bfloat16)),
+    trace=Trace.CRASH,
+)
+class CastsTheFirstInputsAlone(ReferenceEngine):
+    """Of a group's modules the first alone has its inputs cast.
+
+    Reported: what happened when the second module of a list was entered depended on the state that the first had
+    left.
+    """
+
+    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
+        prepared = super().prepare(model, plan, mesh)
+        for unit in plan.units:
+            for module in members(model, unit)[1:]:
+                module.register_forward_pre_hook(lambda _, inputs: tuple(x.float() for x in inputs))
+        return prepared
+
+
+@mutant(after="pytorch/pytorch#109385", kills_on=Condition(plan=_METHODS), trace=Trace.CRASH)
+class IgnoresForwardMethods(ReferenceEngine):
+    """A method other than forward runs on sharded parameters.
+
+    Reported: a method that is not forward saw sharded parameters.
+    """
+
+    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
+        return super().prepare(model, replace(plan, forward_methods=()), mesh)
+
+
+@mutant(after="pytorch/pytorch#123962", kills_on=Condition(plan=_METHODS))
+class NeverReducesForwardMethods(ReferenceEngine):
+    """Gradients of a module used through a method are never reduced.
+
+    Reported: with another method than forward the hooks around forward did not run.
+    """
+
+    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
+        prepared = super().prepare(model, plan, mesh)
+        for path, _ in plan.forward_methods:
+            prepared.units()[path].set_gradient_sync(is_on=False)
+        return prepared
+
+
+class _FirstUses:
+    """Has parameters require no gradient in all uses but the first since it was last told to begin."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._used: set[int] = set()
+        for module in model.modules():
+            # Of tied parameters there is one, whose identity is all that is kept: it is about to be replaced.
+            owned = {n: id(p) for n, p in module.named_parameters(recurse=False)}
+            if owned:
+                self._watch(module, owned)
+
+    def begin(self) -> None:
+        """Count from here."""
+        self._used.clear()
+
+    def _watch(self, module: nn.Module, owned: dict[str, int]) -> None:
+        late: list[nn.Parameter] = []
+
+        # Any: a module takes and returns what it likes.
+        def enter(_: nn.Module, inputs: Any) -> None:
+            late.extend(getattr(module, name) for name, key in owned.items() if key in self._used)
+            self._used.update(owned.values())
+            for parameter in late:
+                parameter.requires_grad_(False)
+
+        def leave(_: nn.Module, inputs: Any, output: Any) -> None:
+            for parameter in late:
+                parameter.requires_grad_(True)
+            late.clear()
+
+        module.register_forward_pre_hook(enter)
+        module.register_forward_hook(leave)
+
+
+@mutant(
+    after="NVIDIA/Megatron-LM#7166",
+    kills_on=Condition(world_size=1, because="a parameter that is used once loses nothing"),
+)
+class CountsTheFirstUseAlone(ReferenceEngine):
+    """Of several uses of a parameter in one iteration the first alone has a gradient.
+
+    Reported: the window for a parameter's gradient closed after the first of two contributions.
+    """
+
+    class Prepared(PreparedReference):
+        first_uses: _FirstUses
+
+        def __call__(self, *inputs: Any, **named: Any) -> Any:  # Any: a model returns what it likes
+            self.first_uses.begin()
+            return super().__call__(*inputs, **named)
+
+    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
+        plan.refuse_beyond(self.capabilities)
+        first_uses = _FirstUses(model)
+        prepared = super().prepare(model, plan, mesh)
+        assert isinstance(prepared, self.Prepared)
+        prepared.first_uses = first_uses
+        return prepared
+
+
+@mutant(
+    after="pytorch/pytorch#136861",
+    kills_on=Condition(world_size=1, microbatches=2, plan=demanding(Capability.INTERLEAVE)),
+)
+class ForgetsEarlierForwards(ReferenceEngine):
+    """Of several forwards that wait for backward the last alone has gradients.
+
+    Reported: a second forward before the backward of the first took over the state that the first one's backward
+    needed.
+    """
+
+    class Prepared(PreparedReference):
+        _latest = 0
+
+        def __call__(self, *inputs: Any, **named: Any) -> Any:  # Any: a model returns what it likes
+            self._latest += 1
+            this = self._latest
+            output = super().__call__(*inputs, **named)
+            if isinstance(output, torch.Tensor) and output.requires_grad:
+                output.register_hook(lambda gradient: gradient if this == self._latest else 0 * gradient)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+            return output
+
+
+@mutant(
+    after="verl-project/verl#7834",
+    kills_on=Condition(world_size=1, because="a parameter with one use stays what it is"),
+)
+class UntiesSharedParameters(ReferenceEngine):
+    """Each use of a tied parameter gets a copy of its own.
+
+    Reported: tied weights were loaded into two parameters, which then drifted apart.
+    """
+
+    class Prepared(PreparedReference):
+        """Leaves the copies out of what it shows."""
+
+        copies: frozenset[str] = frozenset()
+
+        def local_parameters(self) -> Mapping[str, Shard]:
+            return {n: s for n, s in super().local_parameters().items() if n not in self.copies}
+
+        def local_gradients(self) -> Mapping[str, Shard | None]:
+            return {n: s for n, s in super().local_gradients().items() if n not in self.copies}
+
+        def local_optimizer_state(self) -> Mapping[str, Shard]:
+            state = super().local_optimizer_state()
+            return {n: s for n, s in state.items() if n.rpartition("/")[0] not in self.copies}
+
+    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
+        """Untie, then prepare honestly."""
+        plan.refuse_beyond(self.capabilities)
+        copies = frozenset(name for _, *others in _ties(model) for name in others)
+        for name in copies:
+            path, _, last = name.rpartition(".")
+            setattr(model.get_submodule(path), last, nn.Parameter(model.get_parameter(name).detach().clone()))
+        prepared = super().prepare(model, plan, mesh)
+        assert isinstance(prepared, self.Prepared)
+        prepared.copies = copies
+        return prepared
+
+
+@mutant(after="pytorch/pytorch#176076")
+class LosesTheLastRowsOfSharedParameters(FullyShardEngine):
+    """The last rank's rows of a tied parameter keep their initial values.
+
+    Reported: of a weight tied across two groups, with rows that do not divide evenly, the rows of the last rank
+    kept their initial values.
+    """
+
+    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
+        plan.refuse_beyond(self.capabilities)
+        shared = [first for first, *_ in _ties(model)]
+        prepared = super().prepare(model, replace(plan, units=_joined(model, plan.units)), mesh)
+        if mesh.get_local_rank() == mesh.size() - 1 > 0:
+            never_updating(prepared, map(model.get_parameter, shared))
+        return prepared
+
+
+@mutant(
+    after="pytorch/pytorch#176225",
+    kills_on=Condition(world_size=1, because="the first model of a training is the only one of its names"),
+    trace=Trace.CRASH,
+)
+class TellsParametersApartByName(FullyShardEngine):
+    """A second model is taken for the first.
+
+    Reported: parameters were remembered by an id that others were given later, so layers made one after another
+    were taken for each other.
+    """
+
+    def __init__(self) -> None:
+        self._known: set[tuple[str, torch.Size]] = set()
+
+    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
+        plan.refuse_beyond(self.capabilities)
+        for name, parameter in model.named_parameters():
+            key = (name, parameter.shape)
+            if key in self._known:
+                raise ValueError(f"parameter {name!r} is managed by another group already")
+            self._known.add(key)
+        return super().prepare(model, plan, mesh)
+
+
+@mutant(
+    after="huggingface/accelerate#4171",
+    kills_on=Condition(
+        plan=Plan(grouping=Grouping.REQUIRED), because="needs a group of modules that are tied"
+    ),
+    trace=Trace.CRASH,
+)
+class SplitsTiedModules(ReferenceEngine):
+    """Modules of one group that share a parameter become groups of their own.
+
+    Reported: the last layers were grouped apart from the embedding that they were tied to, and no such model could
+    run.
+    """
+
+    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
+        tied = {model.get_parameter(first) for first, *_ in _ties(model)}
+        units: list[str] = []
+        for unit in plan.units:
+            shares = any(tied & {*m.parameters()} for m in members(model, unit))
+            units += unit.split(",") if shares else [unit]
+        return super().prepare(model, replace(plan, units=tuple(units)), mesh)
+
+
+def _ties(model: nn.Module) -> list[list[str]]:
+    """Name all uses of each parameter that has several."""
+    uses: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        uses.setdefault(parameter, []).append(name)
+    return [names for names in uses.values() if len(names) > 1]
+
+
+def _joined(model: nn.Module, units: tuple[str, ...]) -> tuple[str, ...]:
+    """Make one unit of all that use a tied parameter."""
+    tied = {model.get_parameter(first) for first, *_ in _ties(model)}
+    sharing = [unit for unit in units if any(tied & {*m.parameters()} for m in members(model, unit))]
+    return (*(unit for unit in units if unit not in sharing), *([",".join(sharing)] if sharing else []))

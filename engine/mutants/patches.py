@@ -1,0 +1,205 @@
+"""What mutants are made of: what is done to one object's methods, to tensors, and to the names of FSDP1; no engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from engine.adapters.composable import PreparedComposable
+from engine.adapters.reference import PreparedReference
+from engine.adapters.torch_fsdp1 import NAMES
+from engine.adapters.torch_fsdp2 import PreparedFullyShard
+from engine.contract import PreparedModel, WrapperNames
+
+# Any, throughout: the holders are insides of engines, which have no public types.
+
+Options = Mapping[str, Any]  # arguments of FSDP1
+
+
+def is_last_rank() -> bool:
+    """Return whether this rank is the last of several or, in a world of one, the only one."""
+    return dist.get_rank() == dist.get_world_size() - 1
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """Return what this rank has of a tensor, apart from the graph."""
+    detached = tensor.detach()
+    return detached.to_local() if isinstance(detached, DTensor) else detached
+
+
+def in_place_of(sharded: DTensor, own: torch.Tensor) -> DTensor:
+    """Return a tensor like ``sharded`` of which this rank has ``own``."""
+    mesh, placements = sharded.device_mesh, sharded.placements
+    shape, stride = sharded.shape, sharded.stride()
+    return DTensor.from_local(own, mesh, placements, run_check=False, shape=shape, stride=stride)
+
+
+@contextmanager
+@torch.no_grad()
+def unchanged(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
+    """Undo whatever is done to these tensors inside."""
+    kept = [(tensor, tensor.clone()) for tensor in tensors]
+    yield
+    for tensor, before in kept:
+        tensor.copy_(before)
+
+
+def after(holder: Any, method: str, sin: Callable[[Any], None]) -> None:
+    """Do ``sin`` to the holder after each call of its method."""
+    honest = getattr(holder, method)
+
+    def both(*args: Any, **kwargs: Any) -> Any:
+        result = honest(*args, **kwargs)
+        sin(holder)
+        return result
+
+    setattr(holder, method, both)
+
+
+def before(holder: Any, method: str, sin: Callable[[Any], None]) -> None:
+    """Do ``sin`` to the holder before each call of its method."""
+    honest = getattr(holder, method)
+
+    def both(*args: Any, **kwargs: Any) -> Any:
+        sin(holder)
+        return honest(*args, **kwargs)
+
+    setattr(holder, method, both)
+
+
+def dividing_losses(prepared: PreparedModel, divisor: float) -> PreparedModel:
+    """Divide each loss before its backward, although the reduction divides gradients."""
+    honest = prepared.backward
+    prepared.backward = lambda loss: honest(loss / divisor)  # type: ignore[method-assign]  # of this one
+    return prepared
+
+
+def holding_nothing_back(prepared: PreparedModel) -> PreparedModel:
+    """Make ``accumulating`` do nothing."""
+    prepared.accumulating = nullcontext  # type: ignore[method-assign]  # of this one
+    return prepared
+
+
+def never_updating(prepared: PreparedModel, parameters: Iterable[nn.Parameter]) -> PreparedModel:
+    """Undo each step's update of these parameters."""
+    honest, tensors = prepared.step, [local(parameter) for parameter in parameters]
+
+    def step() -> None:
+        with unchanged(tensors):
+            honest()
+
+    prepared.step = step  # type: ignore[method-assign]  # of this one
+    return prepared
+
+
+def leave_out_of_ddp(model: nn.Module, names: Sequence[str]) -> None:
+    """Make DDP, which is about to wrap the model, leave these parameters out of every reduction."""
+    # DDP's documented way to leave a parameter out; it has neither a public name nor types.
+    leave_out = DistributedDataParallel._set_params_and_buffers_to_ignore_for_model
+    leave_out(model, list(names))  # type: ignore[no-untyped-call]
+
+
+class Forgetful(PreparedModel):
+    """Clears all gradients before each backward; to be mixed in."""
+
+    def backward(self, loss: torch.Tensor) -> None:
+        for parameter in self.named.parameters():
+            parameter.grad = None
+        super().backward(loss)
+
+
+class Stale(PreparedModel):
+    """Keeps the shards of two steps and swaps the older ones in for as long as a step computes; to be mixed in."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._older: list[torch.Tensor] = []
+        self._newest: list[torch.Tensor] = []
+
+    def __call__(self, *inputs: Any, **named: Any) -> Any:
+        if self._older and not self._newest:
+            self._newest = self._copies()
+            self._assign(self._older)
+        return super().__call__(*inputs, **named)
+
+    def step(self) -> None:
+        # What the optimizer updates, and what is read, is up to date: only forward and backward lag.
+        if self._newest:
+            self._assign(self._newest)
+            self._newest = []
+        self._older = self._copies()
+        super().step()
+
+    def _copies(self) -> list[torch.Tensor]:
+        return [shard.clone() for shard in self._shards()]
+
+    def _assign(self, values: list[torch.Tensor]) -> None:
+        for shard, value in zip(self._shards(), values, strict=True):
+            shard.copy_(value)
+
+    def _shards(self) -> Iterator[torch.Tensor]:
+        yield from map(local, self.owned_parameters().values())
+
+
+class Keeping(PreparedComposable):
+    """Has a place for what it should let go; empty again once the optimizer has stepped, unless it grows."""
+
+    grows = False
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.kept: list[Any] = []
+
+    def step(self) -> None:
+        super().step()
+        if not self.grows:
+            self.kept.clear()
+
+
+class KeepingFsdp2(Keeping, PreparedFullyShard):
+    """FSDP2's."""
+
+
+class KeepingReference(Keeping, PreparedReference):
+    """The reference engine's."""
+
+
+def with_options(change: Callable[[nn.Module, Options], Options]) -> WrapperNames:
+    """Return names whose wrapper has other options than those that it was given; its units have what the root has."""
+
+    class Changed(FullyShardedDataParallel):
+        def __init__(self, module: nn.Module, **options: Any) -> None:
+            super().__init__(module, **change(module, options))
+
+    return replace(NAMES, FullyShardedDataParallel=Changed)
+
+
+def leaving_out(*names: str) -> WrapperNames:
+    """Return names whose wrapper forgets these options."""
+    return with_options(lambda module, options: {k: v for k, v in options.items() if k not in names})
+
+
+def swapping(name: str, values: Mapping[Any, Any]) -> WrapperNames:
+    """Return names whose wrapper takes one value of an option for another."""
+    return with_options(
+        lambda module, options: {k: values.get(v, v) if k == name else v for k, v in options.items()}
+    )
+
+
+def with_strategies(values: Mapping[ShardingStrategy, ShardingStrategy]) -> WrapperNames:
+    """Return names whose wrapper takes one strategy for another; FULL_SHARD is the default."""
+
+    def change(module: nn.Module, options: Options) -> Options:
+        asked = options.get("sharding_strategy") or ShardingStrategy.FULL_SHARD
+        return {**options, "sharding_strategy": values.get(asked, asked)}
+
+    return with_options(change)

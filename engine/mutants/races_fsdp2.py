@@ -1,0 +1,304 @@
+"""Mutants of FSDP2 that each leave out one wait, or let go of one buffer too early.
+
+They are right on a CPU, where operators run one by one, and by luck elsewhere. What is changed belongs to one prepared
+model: streams and groups of its own, never what other engines in the process share. Which waits FSDP2 has, and which
+of them can be left out unseen, docs/waits.md says.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from engine.adapters.torch_fsdp2 import FullyShardEngine
+from engine.contract import Capability, Plan, PreparedModel, Reshard
+from engine.mutants.fsdp2_insides import (
+    after_method,
+    before_method,
+    deaf,
+    deaf_in,
+    forget_post_reduce_events,
+    in_context,
+    keep_reduce_inputs,
+    reduce_inputs,
+    waits_without_own_event,
+)
+from engine.mutants.mutant import Condition, Trace, mutant
+from engine.mutants.plans import HYBRID_BLOCKS, ON_BLOCKS, SHARDED_BLOCKS
+
+# Any, throughout: FSDP2's insides and the streams of a device have no public types.
+
+_BY_HAND = frozenset({Capability.UNIT_STATE, Capability.ASYNC_GATHER})
+_NO_WORK = object()  # FSDP2 asks whether there is any work, and then whether it is a Work
+
+
+@mutant(after="deepspeedai/DeepSpeed#8061", kills_on=ON_BLOCKS, trace=Trace.RACES)
+class GathersBeforeTheCopyIn(FullyShardEngine):
+    """The stream that gathers does not wait for the one that fills its input.
+
+    Reported: a stream waited for one other, and the copies into its bucket came from several.
+    """
+
+    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
+        sin = deaf_in("all_gather_stream", "wait_stream", "foreach_all_gather")
+        return in_context(super().prepare(model, plan, mesh), sin)
+
+
+@mutant(after="NVIDIA/Megatron-LM#663", kills_on=ON_BLOCKS, trace=Trace.RACES)
+class CopiesOutDuringTheGather(FullyShardEngine):
+    """Whole parameters are copied out of a gather that may be under way.
+
+    Reported: with gathers overlapped, forward read parameters that had not arrived.
+    """
+
+    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
+        def lose_event(group: Any) -> None:
+            if group._all_gather_result is not None:
+                group._all_gather_result = group._all_gather_result._replace(all_gather_event=None)
+
+        return after_method(super().prepare(model, plan, mesh), "unshard", lose_event)
+
+
+@mutant(after="deepspeedai/DeepSpeed#7898", kills_on=ON_BLOCKS, trace=Trace.RACES)
+class ReducesBeforeGradientsAreThere(FullyShardEngine):
+    """The stream that reduces does not wait for that of backward.
+
+    Reported: the stream that reduced waited for another stream than that of backward.
+    """
+
+    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
+        return in_context(super().prepare(model, plan, mesh), deaf("reduce_scatter_stream"))
+
+
+@mutant(
+    after="flagos-ai/Torch-FL#62",
+    kills_on=Condition(
+        microbatches=2,
+        plan=SHARDED_BLOCKS,
+        because="the input of a lone reduction is waited for, and nothing follows it on its stream",
+    ),
+    trace=Trace.RACES,
+)
+class EndsBackwardWithoutAWait(FullyShardEngine):
+    """The optimizer does not wait for what follows the last reductions.
+
+    Reported: gradients were read while their reduction was under way on another stream.
+    """
+
+    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
+        prepared = super().prepare(model, plan, mesh)
+        return after_method(prepared, "post_backward", forget_post_reduce_events)
+
+
+@mutant(after="NVIDIA/Megatron-LM#4609", kills_on=Condition(steps=2, plan=SHARDED_BLOCKS), trace=Trace.RACES)
+class GathersDuringTheStep(FullyShardEngine):
+    """The first copy of an iteration does not wait for the optimizer.
+
+    Reported: gathers that overlapped the step shared a buffer with what it was reading.
+    """
+
+    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
+        sin = deaf_in("all_gather_copy_in_stream", "wait_stream", "_root_pre_forward")
+        return in_context(super().prepare(model, plan, mesh), sin)
+
+
+@mutant(
+    after="deepspeedai/DeepSpeed#7188",
+    kills_on=Condition(plan=SHARDED_BLOCKS, because="a single unit has no next one"),
+    trace=Trace.RACES,
+)
+class ReusesTheReduceInput(FullyShardEngine):
+    """The input of a reduction is let go without a wait when the next one begins.
+
+    Reported: one of two buffers was filled again before its reduction had finished.
+    """
+
+    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
+        def forget_events(group: Any) -> None:
+            kept = reduce_inputs(group.comm_ctx)
+            keep_reduce_inputs(group.comm_ctx, [state._replace(event=None) for state in kept])
+
+        return after_method(super().prepare(model, plan, mesh), "post_backward", forget_events)
+
+
+@mutant(
+    after="deepspeedai/DeepSpeed#7371",
+    kills_on=Condition(
+        plan=SHARDED_BLOCKS, because="nothing is computed after the reduction of a single unit"
+    ),
+    trace=Trace.RACES,
+)
+class FreesTheReduceInput(FullyShardEngine):
+    """The input of a reduction is let go as soon as it was issued.
+
+    Reported: the buffer of a reduction under way was given to the gradients that came next.
+    """
+
+    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
+        def let_go(group: Any) -> None:
+            keep_reduce_inputs(group.comm_ctx, [])
+
+        return after_method(super().prepare(model, plan, mesh), "post_backward", let_go)
+
+
+@mutant(after="NVIDIA/Megatron-LM#5788", kills_on=ON_BLOCKS, trace=Trace.RACES)
+class FreesTheGatherOutput(FullyShardEngine):
+    """The output of a gather is let go while it may be copied from.
+
+    Reported: gathered memory was given back with neither an event nor record_stream.
+    """
+
+    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
+        def lose_event(group: Any) -> None:
+            last = group.comm_ctx.all_gather_state
+            if last is not None and group._all_gather_result is not None:
+                group.comm_ctx.all_gather_state = last._replace(event=None)
+
+        return before_method(super().prepare(model, plan, mesh), "wait_for_unshard", lose_event)
+
+
+@mutant(
+    after="NVIDIA/Megatron-LM#3670", kills_on=Condition(world_size=4, plan=HYBRID_BLOCKS), trace=Trace.RACES
+)
+class ReducesReplicasBeforeTheScatter(FullyShardEngine):
+    """Under a hybrid layout replicas do not wait for the reduction within each.
+
+    Reported: with overlapped reductions over several instances gradients came out wrong.
+    """
+
+    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
+        return in_context(super().prepare(model, plan, mesh), deaf("all_reduce_stream"))
+
+
+@mutant(
+    after="pytorch/pytorch#180665",
+    kills_on=Condition(
+        world_size=4,
+        plan=replace(HYBRID_BLOCKS, reduce_dtype=torch.bfloat16),
+        because="without a dtype of its own it is the gradient, which stays",
+    ),
+    trace=Trace.RACES,
+)
+class FreesTheReplicasBuffer(FullyShardEngine):
+    """What replicas reduce in a dtype of its own is let go as soon as it was issued.
+
+    Reported: memory of one stream was handed out again while another stream was reading it.
+    """
+
+    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
+        def let_go(group: Any) -> None:
+            group._all_reduce_state = None
+
+        return after_method(super().prepare(model, plan, mesh), "post_backward", let_go)
+
+
+@mutant(
+    after="deepspeedai/DeepSpeed#8061",
+    kills_on=Condition(
+        world_size=4,
+        plan=replace(SHARDED_BLOCKS, reshard=Reshard.TO_PAIRS),
+        because="other policies copy nothing",
+    ),
+    trace=Trace.RACES,
+)
+class GathersPartsBeforeTheyAreCut(FullyShardEngine):
+    """What is kept for pairs of ranks is gathered without a wait for its copy.
+
+    Reported: one of several streams that filled a buffer was not waited for.
+    """
+
+    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
+        def lose_event(group: Any) -> None:
+            group._reshard_after_forward_event = None
+
+        return after_method(super().prepare(model, plan, mesh), "reshard", lose_event)
+
+
+@mutant(after="NVIDIA/Megatron-LM#5788", kills_on=ON_BLOCKS, trace=Trace.RACES)
+class FreesTheGatherOutputInBackward(FullyShardEngine):
+    """In backward the output of a gather is let go while it may be copied from.
+
+    Reported: gathered memory was given back with neither an event nor record_stream.
+    """
+
+    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
+        return waits_without_own_event(super().prepare(model, plan, mesh))
+
+
+@mutant(after="NVIDIA/Megatron-LM#5788", kills_on=ON_BLOCKS, trace=Trace.RACES)
+class FreesTheLastGatherOutput(FullyShardEngine):
+    """At the end of forward the output of a gather is let go while it may be copied from.
+
+    Reported: gathered memory was given back with neither an event nor record_stream.
+    """
+
+    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
+        sin = deaf_in("all_gather_copy_in_stream", "wait_event", "_post_forward")
+        return in_context(super().prepare(model, plan, mesh), sin)
+
+
+@mutant(
+    after="NVIDIA/Megatron-LM#4609",
+    kills_on=Condition(steps=2, plan=replace(SHARDED_BLOCKS, demands=frozenset({Capability.STEP_EVENT}))),
+    trace=Trace.RACES,
+)
+class GathersBeforeTheEventOfTheStep(FullyShardEngine):
+    """The first copy of an iteration does not wait for the event recorded after the optimizer.
+
+    Reported: gathers that overlapped the step shared a buffer with what it was reading.
+    """
+
+    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
+        sin = deaf_in("all_gather_copy_in_stream", "wait_event", "_root_pre_forward")
+        return in_context(super().prepare(model, plan, mesh), sin)
+
+
+@mutant(
+    after="NVIDIA/Megatron-LM#663",
+    kills_on=Condition(
+        plan=replace(SHARDED_BLOCKS, demands=_BY_HAND), because="other gathers are ordered by their streams"
+    ),
+    trace=Trace.RACES,
+)
+class ReadsAnAsyncGatherUnderWay(FullyShardEngine):
+    """A gather asked for ahead by the caller is copied out of without a wait for its work.
+
+    Reported: with gathers overlapped, forward read parameters that had not arrived.
+    """
+
+    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
+        def lose_work(group: Any) -> None:
+            result = group._all_gather_result
+            if result is not None and result.all_gather_work is not None:
+                group._all_gather_result = result._replace(all_gather_work=_NO_WORK)
+
+        return after_method(super().prepare(model, plan, mesh), "unshard", lose_work)
+
+
+@mutant(after="NVIDIA/Megatron-LM#3670", kills_on=ON_BLOCKS, trace=Trace.RACES)
+class RunsTheHookDuringTheReduction(FullyShardEngine):
+    """An all-reduce hook runs without a wait for the reduction whose output it is given.
+
+    Reported: with overlapped reductions over several instances gradients came out wrong.
+    """
+
+    deaf_where = "foreach_reduce"
+
+    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
+        """Shard honestly, add a hook that changes nothing, then have its stream wait for no other."""
+        prepared = super().prepare(model, plan, mesh)
+        # FSDP2 itself lets go of what a hook was given too early: that is no sin of this mutant.
+        kept: list[torch.Tensor] = []
+
+        def touch(gradients: torch.Tensor) -> None:
+            kept.append(gradients.mul_(1))
+
+        modules: list[Any] = [m for m in prepared.module.modules() if hasattr(m, "set_all_reduce_hook")]
+        for module in modules:
+            module.set_all_reduce_hook(touch)
+        after_method(prepared, "finalize_backward", lambda _: kept.clear())
+        return in_context(prepared, deaf_in("all_reduce_stream", "wait_stream", self.deaf_where))

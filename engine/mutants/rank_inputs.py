@@ -1,0 +1,270 @@
+"""Mutants whose ranks begin with, are called with, or draw something else than they should."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
+
+from engine.adapters.reference import PreparedReference, ReferenceEngine
+from engine.adapters.torch_ddp import DistributedDataParallelEngine, PreparedDdp
+from engine.adapters.torch_fsdp2 import FullyShardEngine, PreparedFullyShard
+from engine.adapters.torch_replicate import ReplicateEngine
+from engine.contract import Capability, Layout, Plan, PreparedModel
+from engine.mutants.mutant import Condition, Trace, mutant
+from engine.mutants.plans import HYBRID, SECOND_STEP, demanding
+
+_OWN = demanding(Capability.OWN_BUFFERS)
+# Of the thread: where ranks are threads, each has its own count, as if it were a process.
+_PREPARED = threading.local()
+
+
+@mutant(after="EvolvingLMMs-Lab/lmms-engine#185")
+class ForgetsUnsavedBuffers(FullyShardEngine):
+    """Buffers that no state dict holds are empty on all ranks but the first.
+
+    Reported: made on the meta device, then emptied, rotary buffers held whatever was in memory on every rank that
+    had not read the checkpoint.
+    """
+
+    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
+        if torch.distributed.get_rank() > 0:
+            saved = model.state_dict().keys()
+            for name, buffer in model.named_buffers():
+                if name not in saved:
+                    buffer.zero_()
+        return super().prepare(model, plan, mesh)
+
+
+@mutant(after="allenai/OLMo-core#319", kills_on=HYBRID)
+class StartsReplicasApart(FullyShardEngine):
+    """Each replica draws initial weights of its own.
+
+    Reported: seeds differed between ranks, and sharding broadcasts nothing.
+    """
+
+    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
+        if plan.layout is Layout.HYBRID:
+            _draw(model, mesh["replicate"].get_local_rank())
+        return super().prepare(model, plan, mesh)
+
+
+@mutant(after="pytorch/pytorch#105840")
+class StartsOtherRanksAnew(FullyShardEngine):
+    """All ranks but the first draw initial weights of their own.
+
+    Reported: ranks that had made the model on the meta device initialised it themselves, and the weights that the
+    first rank had read were not what training began with.
+    """
+
+    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
+        _draw(model, torch.distributed.get_rank())
+        return super().prepare(model, plan, mesh)
+
+
+@torch.no_grad()
+def _draw(model: nn.Module, seed: int) -> None:
+    """Draw initial weights anew, unless the seed is zero."""
+    if seed:
+        generator = torch.Generator().manual_seed(seed)
+        for parameter in model.parameters():
+            parameter.uniform_(-0.5, 0.5, generator=generator)
+
+
+@mutant(after="huggingface/pytorch-image-models#110", kills_on=Condition(steps=2, plan=_OWN))
+class GivesAllRanksTheBuffersOfOne(DistributedDataParallelEngine):
+    """All ranks are given the buffers of the first.
+
+    Reported: running statistics of all ranks but one were overwritten.
+    """
+
+    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
+        return super().prepare(model, replace(plan, demands=plan.demands - {Capability.OWN_BUFFERS}), mesh)
+
+
+@mutant(after="pytorch/pytorch#63916", kills_on=SECOND_STEP)
+class KeepsReplacedBuffers(DistributedDataParallelEngine):
+    """Buffers that forward replaced are put back.
+
+    Reported: buffers were listed once, and a forward that replaced one made the list stale.
+    """
+
+    class Prepared(PreparedDdp):
+        """Puts the buffers of a list back in place before each forward."""
+
+        def __init__(self, module: nn.Module, *, named: nn.Module) -> None:
+            super().__init__(module, named=named)
+            owners = self.named.modules()
+            self._listed = [(o, n, b) for o in owners for n, b in o.named_buffers(recurse=False)]
+
+        def __call__(self, *inputs: Any, **named: Any) -> Any:  # Any: a model returns what it likes
+            for owner, name, buffer in self._listed:
+                owner.register_buffer(name, buffer, persistent=name not in owner._non_persistent_buffers_set)
+            return super().__call__(*inputs, **named)
+
+
+@mutant(
+    after="facebookresearch/fairscale#1191",
+    kills_on=Condition(world_size=1, because="inputs in a row keep theirs, and data have none"),
+)
+class DetachesNestedInputs(ReferenceEngine):
+    """Tensors in a tuple reach a unit without their history.
+
+    Reported: inputs were converted where gradients were off, and lost theirs.
+    """
+
+    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
+        return _changing_nested_inputs(super().prepare(model, plan, mesh), plan, torch.Tensor.detach)
+
+
+@mutant(
+    after="pytorch/pytorch#91078",
+    kills_on=Condition(world_size=1, plan=Plan(layout=Layout.SHARD, compute_dtype=torch.bfloat16)),
+    trace=Trace.CRASH,
+)
+class CastsOuterInputsAlone(FullyShardEngine):
+    """Tensors in a tuple are not converted to the dtype to compute in.
+
+    Reported: inputs were prepared by their place, which was another where inputs are nested.
+    """
+
+    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
+        prepared = super().prepare(model, plan, mesh)
+        if plan.compute_dtype is None:
+            return prepared
+        return _changing_nested_inputs(prepared, plan, torch.Tensor.float)
+
+
+def _changing_nested_inputs(
+    prepared: PreparedModel, plan: Plan, change: Callable[[torch.Tensor], torch.Tensor]
+) -> PreparedModel:
+    """Change tensors that reach a unit in a tuple, after the engine's own hook."""
+
+    def enter(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        return tuple(tuple(map(change, x)) if isinstance(x, tuple) else x for x in inputs)
+
+    for unit in plan.units:
+        prepared.module.get_submodule(unit).register_forward_pre_hook(enter)
+    return prepared
+
+
+@mutant(
+    after="pytorch/pytorch#129259",
+    kills_on=Condition(because="a model whose forward takes inputs trains like any other"),
+)
+class ReducesOnlyAfterInputs(ReferenceEngine):
+    """A forward without arguments is followed by no reduction.
+
+    Reported: that a unit's backward was over was told by the gradients of its inputs.
+    """
+
+    class Prepared(PreparedReference):
+        def __call__(self, *inputs: Any, **named: Any) -> Any:  # Any: a model returns what it likes
+            self._set_gradient_sync(is_on=bool(inputs))
+            return super().__call__(*inputs, **named)
+
+
+@mutant(after="pytorch/pytorch#158719")
+class DropsAUnitOnTheLastRank(ReplicateEngine):
+    """The last rank alone drops the output of one unit.
+
+    Reported: ranks that took different branches used different parameters. There it ended in mismatched reductions;
+    here gradients of zero keep the reductions alike.
+    """
+
+    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
+        plan.refuse_beyond(self.capabilities)
+        if mesh.size() > 1 and mesh.get_local_rank() == mesh.size() - 1:
+            model.get_submodule(_first_unit(model, plan)).register_forward_hook(_drop)
+        return super().prepare(model, plan, mesh)
+
+
+def _first_unit(model: nn.Module, plan: Plan) -> str:
+    """Name the first unit, or where the plan has none the first module that owns a parameter."""
+    owners = (name for name, module in model.named_modules() if list(module.parameters(recurse=False)))
+    return next(iter(plan.units), None) or next(owners)
+
+
+# Any: a forward hook is given what its module takes and returns.
+def _drop(module: nn.Module, inputs: Any, output: Any) -> Any:
+    return output * 0 if isinstance(output, torch.Tensor) else output
+
+
+@mutant(after="radixark/miles#3187", kills_on=Condition(because="models that draw nothing are right"))
+class DrawsAlikeOnAllRanks(ReplicateEngine):
+    """All ranks draw the same random numbers in forward.
+
+    Reported: the first rank's generator was saved, and restored on every rank.
+    """
+
+    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
+        prepared = super().prepare(model, plan, mesh)
+        state = torch.Generator().manual_seed(0).get_state()
+        prepared.module.register_forward_pre_hook(lambda *_: torch.set_rng_state(state))
+        return prepared
+
+
+@mutant(
+    after="allenai/OLMo-core#828",
+    kills_on=Condition(world_size=1, because="models that draw nothing are right"),
+)
+class RecomputesWithOtherDraws(ReplicateEngine):
+    """A recomputation draws other random numbers than its forward.
+
+    Reported: activation checkpointing did not keep the generator's state, so gradients were those of another
+    dropout mask than the loss.
+    """
+
+    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
+        """Replicate honestly, with units that keep no activations."""
+        plan.refuse_beyond(self.capabilities)
+        for name in plan.units:
+            for part in name.split(","):
+                module = model.get_submodule(part)
+                # Any: a module takes what it likes.
+                forward: Any = module.forward
+                module.forward = partial(checkpoint, forward, use_reentrant=False, preserve_rng_state=False)
+        return super().prepare(model, plan, mesh)
+
+
+class _PreparedUnstable(PreparedFullyShard):
+    """In every second run the largest gradient comes out one bit off, as it would from another order of summation."""
+
+    def __init__(self, module: nn.Module, plan: Plan, *, is_second: bool) -> None:
+        super().__init__(module, plan)
+        self._is_second = is_second
+
+    @torch.no_grad()
+    def backward(self, loss: torch.Tensor) -> None:
+        with torch.enable_grad():
+            super().backward(loss)
+        for parameter in self.named.parameters():
+            if self._is_second and isinstance(parameter.grad, DTensor) and parameter.grad.to_local().numel():
+                flat = parameter.grad.to_local().view(-1)
+                largest = flat.abs().argmax()
+                flat[largest] = torch.nextafter(flat[largest], torch.zeros(()))
+
+
+@mutant(
+    after="horovod/horovod#1548", kills_on=Condition(world_size=1, because="a single run is within rounding")
+)
+class SumsInAnotherOrderEachTime(FullyShardEngine):
+    """Every second run differs by a bit.
+
+    Reported: which tensors were fused differed from run to run, and with it the order in which their elements were
+    added.
+    """
+
+    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
+        count = getattr(_PREPARED, "count", 0)
+        _PREPARED.count = count + 1
+        module = super().prepare(model, plan, mesh).module
+        return _PreparedUnstable(module, plan, is_second=count % 2 == 1)

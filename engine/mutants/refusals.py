@@ -1,0 +1,127 @@
+"""Mutants that do not say what they cannot do."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
+
+from engine.adapters.reference import ReferenceEngine
+from engine.adapters.torch_ddp import DistributedDataParallelEngine, PreparedDdp
+from engine.contract import Capability, Cut, Plan, PreparedModel, Shard
+from engine.mutants.mutant import Condition, Trace, mutant
+from engine.mutants.plans import HYBRID, SHARDED
+
+
+@mutant(after="Tencent-Hunyuan/UniRL#410", kills_on=HYBRID, trace=Trace.REFUSAL)
+class AcceptsEveryPlan(DistributedDataParallelEngine):
+    """Plans beyond the declared capabilities are accepted without a word.
+
+    Reported: a hybrid layout was asked for and silently became another one.
+    """
+
+    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
+        return PreparedDdp(DistributedDataParallel(model), named=model)
+
+
+@mutant(after="Tencent-Hunyuan/UniRL#410", kills_on=SHARDED, trace=Trace.COMMUNICATION)
+class ReplicatesInsteadOfSharding(DistributedDataParallelEngine):
+    """Parameters that were to be sharded are replicated.
+
+    Reported: the layout that was asked for was dropped on the way, and training went on.
+    """
+
+    capabilities = frozenset({Capability.SHARD, Capability.ACCUMULATE})
+
+    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
+        plan.refuse_beyond(self.capabilities)
+        ddp = DistributedDataParallel(model, process_group=mesh.get_group())
+        return self.prepared_type(ddp, named=model)
+
+
+@mutant(after="Tencent-Hunyuan/UniRL#410", kills_on=SHARDED, trace=Trace.COMMUNICATION)
+class CallsTheWholeItsChunks(ReplicatesInsteadOfSharding):
+    """Every rank holds all of what was to be cut into uneven chunks.
+
+    Reported: the layout that was asked for was dropped on the way, and training went on.
+    """
+
+    class Prepared(PreparedDdp):
+        cut = Cut.CHUNKS
+
+        def local_parameters(self) -> Mapping[str, Shard]:
+            whole = super().local_parameters()
+            return {name: Shard.flat(s.tensor.flatten(), 0, s.global_shape) for name, s in whole.items()}
+
+
+@mutant(after="facebookresearch/fairscale#1050", kills_on=SHARDED, trace=Trace.STATE)
+class ShowsSlicesOfWholes(ReplicatesInsteadOfSharding):
+    """Every rank holds everything whole, and shows slices.
+
+    Reported: sharded training took as much memory as replicated training.
+    """
+
+    class Prepared(PreparedDdp):
+        """Shows this rank's rows of everything that it holds whole."""
+
+        def local_parameters(self) -> Mapping[str, Shard]:
+            return {name: _rows(shard) for name, shard in super().local_parameters().items()}
+
+        def local_gradients(self) -> Mapping[str, Shard | None]:
+            return {name: shard and _rows(shard) for name, shard in super().local_gradients().items()}
+
+        def local_optimizer_state(self) -> Mapping[str, Shard]:
+            return {name: _rows(shard) for name, shard in super().local_optimizer_state().items()}
+
+
+@mutant(
+    after="pytorch/pytorch#194434",
+    kills_on=Condition(
+        plan=Plan(compute_dtype=torch.bfloat16, demands=frozenset({Capability.REDUCE_AS_STORED}))
+    ),
+)
+class ReducesAsComputedUnasked(ReferenceEngine):
+    """Gradients are reduced in the compute dtype where they were to be reduced in the parameters' own.
+
+    Reported: FSDP2 had one rule up to torch 2.14 and has the other since.
+    """
+
+    capabilities = ReferenceEngine.capabilities - {Capability.REDUCE_AS_COMPUTED} | {
+        Capability.REDUCE_AS_STORED
+    }
+
+
+@mutant(
+    after="huggingface/trl#6862",
+    kills_on=Condition(because="no rank is left to wait for the one that refuses"),
+    trace=Trace.SILENCE,
+)
+class RefusesOnOneRank(DistributedDataParallelEngine):
+    """One rank refuses a model in forward, and the others go on.
+
+    Reported: what one rank raised in forward left its peers waiting in a collective.
+    """
+
+    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
+        prepared = super().prepare(model, plan, mesh)
+        if dist.get_rank() == 0 and any(p.dim() == 0 or p.numel() == 0 for p in model.parameters()):
+            prepared.module.register_forward_pre_hook(_refuse)
+        return prepared
+
+
+def _rows(whole: Shard) -> Shard:
+    if not whole.global_shape:
+        return whole
+    num_rows, rank = whole.global_shape[0], dist.get_rank()
+    chunk = -(-num_rows // dist.get_world_size())
+    start, end = min(num_rows, rank * chunk), min(num_rows, (rank + 1) * chunk)
+    offsets = (start, *whole.offsets[1:])
+    return Shard(tensor=whole.tensor[start:end], offsets=offsets, global_shape=whole.global_shape)
+
+
+def _refuse(*_: object) -> None:
+    raise ValueError("a parameter that cannot be cut")

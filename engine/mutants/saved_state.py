@@ -1,0 +1,327 @@
+"""Mutants that lose optimizer state over a resume, or are wrong in evaluation and in recomputed forwards."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from engine.adapters.reference import PreparedReference, ReferenceEngine
+from engine.adapters.torch_fsdp2 import FullyShardEngine, PreparedFullyShard
+from engine.contract import Capability, Layout, OptimizerFactory, Plan, PreparedModel, Reshard
+from engine.mutants.mutant import Condition, Trace, mutant
+from engine.mutants.patches import Stale, local, unchanged
+from engine.mutants.plans import SECOND_STEP, demanding
+
+_STATE = demanding(Capability.STATE)
+_RESUMED = Condition(world_size=1, steps=2, plan=_STATE, because="before a step there is nothing to lose")
+
+
+@mutant(after="facebookresearch/fairscale#601", kills_on=_RESUMED)
+class LosesOptimizerState(FullyShardEngine):
+    """A resumed optimizer starts from nothing.
+
+    Reported: resumed trainings had the weights, and moments of zero.
+    """
+
+    class Prepared(PreparedFullyShard):
+        def load_full_state(self, state: dict[str, Any]) -> None:
+            options = StateDictOptions(full_state_dict=True)
+            set_model_state_dict(self.module, model_state_dict=state["model"], options=options)
+
+
+@mutant(after="facebookresearch/fairscale#601", kills_on=Condition(steps=2, plan=_STATE))
+class LosesStateOfOtherRanks(ReferenceEngine):
+    """A resumed optimizer has the state of the first rank alone.
+
+    Reported: what was saved and loaded was the optimizer state of one rank.
+    """
+
+    class Prepared(PreparedReference):
+        def load_full_state(self, state: dict[str, Any]) -> None:
+            super().load_full_state(state)
+            for of_parameter in self._built_optimizer().state.values():
+                for value in of_parameter.values():
+                    if isinstance(value, DTensor) and torch.distributed.get_rank():
+                        value.to_local().zero_()
+
+
+@mutant(
+    after="databricks/flashoptim#3",
+    kills_on=Condition(
+        world_size=1,
+        steps=2,
+        plan=_STATE,
+        because="other optimizers do not count, and before a step the count is zero",
+    ),
+)
+class ResetsTheStepCount(FullyShardEngine):
+    """A resumed Adam corrects its moments as in the first step.
+
+    Reported: the first forward after a resume was right, and the first step was not.
+    """
+
+    class Prepared(PreparedFullyShard):
+        def load_full_state(self, state: dict[str, Any]) -> None:
+            super().load_full_state(state)
+            for of_parameter in self._built_optimizer().state.values():
+                if "step" in of_parameter:
+                    of_parameter["step"] = torch.zeros_like(of_parameter["step"])
+
+
+@mutant(after="pytorch/pytorch#54736", kills_on=_RESUMED)
+class PermutesOptimizerState(FullyShardEngine):
+    """Resumed parameters of equal shape have each other's optimizer state.
+
+    Reported: state was found by an index that meant another parameter.
+    """
+
+    class Prepared(PreparedFullyShard):
+        def load_full_state(self, state: dict[str, Any]) -> None:
+            super().load_full_state(state)
+            kept = self._built_optimizer().state
+            parameters = [p for p in self.named.parameters() if p in kept]
+            for index, one in enumerate(parameters):
+                twins = [p for p in parameters[index + 1 :] if p.shape == one.shape]
+                for other in twins[:1]:
+                    kept[one], kept[other] = kept[other], kept[one]
+
+
+@mutant(after="pytorch/pytorch#149205", kills_on=_RESUMED)
+class StepsOldParametersAfterAResume(FullyShardEngine):
+    """A resumed optimizer holds parameters that are not the model's.
+
+    Reported: an optimizer built at the wrong moment had captured other tensors.
+    """
+
+    class Prepared(PreparedFullyShard):
+        def load_full_state(self, state: dict[str, Any]) -> None:
+            super().load_full_state(state)
+            for group in self._built_optimizer().param_groups:
+                group["params"] = [nn.Parameter(p.detach().clone()) for p in group["params"]]
+
+
+@mutant(
+    after="NVIDIA/Megatron-LM#5974",
+    kills_on=Condition(world_size=1, because="an optimizer that does not count cannot show it"),
+)
+class StartsAdamAtStepOne(FullyShardEngine):
+    """The optimizer has stepped once before training.
+
+    Reported: the first update was too small, and only with an optimizer that counts.
+    """
+
+    class Prepared(PreparedFullyShard):
+        def optimizer(self, factory: OptimizerFactory) -> None:
+            super().optimizer(factory)
+            parameters = [p for p in self.named.parameters() if p.requires_grad]
+            for parameter in parameters:
+                parameter.grad = torch.zeros_like(parameter)
+            with unchanged(map(local, parameters)):
+                self.step()
+            self.zero_grad(set_to_none=True)
+
+
+@mutant(after="huggingface/accelerate#3898", kills_on=_RESUMED)
+class LoadsNoBuffers(FullyShardEngine):
+    """A resumed model has the buffers of a fresh one.
+
+    Reported: what loads a state knew sharded parameters, and buffers are not sharded.
+    """
+
+    class Prepared(PreparedFullyShard):
+        def load_full_state(self, state: dict[str, Any]) -> None:
+            with unchanged(self.named.buffers()):
+                super().load_full_state(state)
+
+
+@mutant(after="NVIDIA/Megatron-LM#2769", kills_on=_RESUMED)
+class LoadsNoParameters(FullyShardEngine):
+    """A resumed model has the parameters of a fresh one.
+
+    Reported: the first loss after a checkpoint was loaded was that of an untrained model.
+    """
+
+    class Prepared(PreparedFullyShard):
+        def load_full_state(self, state: dict[str, Any]) -> None:
+            with unchanged(map(local, self.named.parameters())):
+                super().load_full_state(state)
+
+
+@mutant(
+    after="pytorch/pytorch#136228",
+    kills_on=Condition(
+        plan=Plan(layout=Layout.SHARD, demands=_STATE.demands),
+        because="needs a parameter of fewer rows than ranks, and of two dims",
+    ),
+    trace=Trace.CRASH,
+)
+class FailsToLoadEmptyShards(ReferenceEngine):
+    """A whole state dict cannot be loaded where a rank owns no row of a parameter.
+
+    Reported: of fewer rows than ranks, the last ranks' empty shards had lost the other dims.
+    """
+
+    class Prepared(PreparedReference):
+        def load_full_state(self, state: dict[str, Any]) -> None:
+            whole = dict(state["model"])  # torch puts what it loads in place of what it was given
+            super().load_full_state(state)
+            for name, parameter in self.owned_parameters().items():
+                if isinstance(parameter, DTensor):
+                    rank, num_ranks = parameter.device_mesh.get_local_rank(-1), parameter.device_mesh.size(-1)
+                    chunks = whole[name].chunk(num_ranks)
+                    # For a rank beyond the last chunk there is a piece of no dims but the first.
+                    piece = chunks[rank] if rank < len(chunks) else chunks[0].new_empty(0)
+                    parameter.to_local().detach().copy_(piece)
+
+
+@mutant(after="NVIDIA/Megatron-LM#663", kills_on=SECOND_STEP)
+class EvaluatesWithStaleParameters(FullyShardEngine):
+    """Evaluation uses the parameters of the step before.
+
+    Reported: a forward ran on parameters that had not been gathered since the update.
+    """
+
+    class Prepared(Stale, PreparedFullyShard):
+        """Swaps the older shards in for evaluation alone."""
+
+        def __call__(self, *inputs: Any, **named: Any) -> Any:  # Any: a model returns what it likes
+            if self.module.training:
+                return PreparedFullyShard.__call__(self, *inputs)
+            output = super().__call__(*inputs, **named)
+            if self._newest:
+                self._assign(self._newest)
+                self._newest = []
+            return output
+
+
+class _PreparedRecomputing(PreparedFullyShard):
+    """Knows when a unit of its runs in a backward."""
+
+    def __init__(self, module: nn.Module, plan: Plan) -> None:
+        super().__init__(module, plan)
+        self._is_in_backward = False
+        for unit in (m for m in module.modules() if isinstance(m, FSDPModule)):
+            assert isinstance(unit, nn.Module)
+            unit.register_forward_pre_hook(self._enter)
+            unit.register_forward_hook(self._leave)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        self._is_in_backward = True
+        try:
+            super().backward(loss)
+        finally:
+            self._is_in_backward = False
+
+    def _enter(self, unit: nn.Module, inputs: Any) -> None:  # Any: a module takes what it likes
+        if self._is_in_backward:
+            self.begin_recompute(unit)
+
+    def _leave(self, unit: nn.Module, inputs: Any, output: Any) -> None:  # Any: and returns it
+        if self._is_in_backward:
+            self.end_recompute(unit)
+
+    def begin_recompute(self, unit: nn.Module) -> None:
+        """Do nothing: mutants sin here."""
+
+    def end_recompute(self, unit: nn.Module) -> None:
+        """Do nothing: mutants sin here."""
+
+
+@mutant(after="NVIDIA/Megatron-LM#6153")
+class RecomputesBeforeTheGatherIsOver(FullyShardEngine):
+    """A recomputed forward takes the last rank's rows for zeros.
+
+    Reported: a recomputed forward met parameters that had not been gathered for it.
+    """
+
+    class Prepared(_PreparedRecomputing):
+        @torch.no_grad()
+        def begin_recompute(self, unit: nn.Module) -> None:
+            size = dist.get_world_size()
+            for parameter in unit.parameters():
+                if size > 1 and parameter.shape and parameter.shape[0] >= size:
+                    parameter.chunk(size)[-1].zero_()
+
+
+@mutant(
+    after="NVIDIA-NeMo/Automodel#3373",
+    kills_on=Condition(steps=2, plan=Plan(reshard=Reshard.AFTER_FORWARD)),
+    trace=Trace.COMMUNICATION,
+)
+class GathersAgainAfterARecompute(FullyShardEngine):
+    """Backward gathers a recomputed unit twice.
+
+    Reported: with checkpointed blocks backward gathered parameters twice.
+    """
+
+    class Prepared(_PreparedRecomputing):
+        def end_recompute(self, unit: nn.Module) -> None:
+            assert isinstance(unit, FSDPModule)
+            unit.reshard()
+            unit.unshard()
+
+
+@mutant(
+    after="meta-pytorch/autoparallel#469",
+    kills_on=Condition(steps=2, plan=Plan(gathered_once=("token,position",))),
+    trace=Trace.COMMUNICATION,
+)
+class GathersWhatBackwardDoesWithout(FullyShardEngine):
+    """Units to be gathered for forward alone are gathered for backward too.
+
+    Reported: parameters that were not to be gathered a second time were, where checkpoints were involved.
+    """
+
+    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
+        return super().prepare(model, replace(plan, gathered_once=()), mesh)
+
+
+@mutant(
+    after="facebookresearch/fairscale#777",
+    kills_on=Condition(world_size=1, because="without checkpoints nothing is computed again"),
+)
+class CountsRecomputedGradientsTwice(ReferenceEngine):
+    """Gradients by way of a recomputed forward are doubled.
+
+    Reported: gradients of a checkpointed module that was run several times were accumulated into what had been
+    reduced already.
+    """
+
+    class Prepared(PreparedReference):
+        def __init__(self, module: nn.Module, plan: Plan, door: Any) -> None:  # Any: as the base class says
+            super().__init__(module, plan, door)
+            self._is_in_backward = False
+            self._recomputed: set[nn.Module] = set()
+            for inner in module.modules():
+                inner.register_forward_pre_hook(self._enter)
+
+        @torch.no_grad()
+        def backward(self, loss: torch.Tensor) -> None:
+            before = {p: p.grad.clone() for p in self.module.parameters() if p.grad is not None}
+            self._is_in_backward = True
+            with torch.enable_grad():
+                super().backward(loss)
+            self._is_in_backward = False
+            for parameter in self._parameters_of_recomputed():
+                if parameter.grad is not None:
+                    earlier = before.get(parameter)
+                    parameter.grad.mul_(2)
+                    if earlier is not None:
+                        parameter.grad.sub_(earlier)
+            self._recomputed.clear()
+
+        def _parameters_of_recomputed(self) -> Iterator[nn.Parameter]:
+            yield from {p: None for m in self._recomputed for p in m.parameters(recurse=False)}
+
+        def _enter(self, module: nn.Module, inputs: Any) -> None:  # Any: a module takes what it likes
+            if self._is_in_backward:
+                self._recomputed.add(module)

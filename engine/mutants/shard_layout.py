@@ -1,0 +1,249 @@
+"""Mutants that cut parameters along another dim, put them together wrongly, or mistake those too small to cut."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.nn import functional
+
+from engine.adapters.reference import ReferenceEngine
+from engine.adapters.torch_ddp import DistributedDataParallelEngine
+from engine.adapters.torch_fsdp2 import FullyShardEngine, PreparedFullyShard
+from engine.contract import Layout, Placement, Plan, PreparedModel, Reshard, Shard, shard_of
+from engine.mutants.mutant import Condition, Trace, mutant
+from engine.mutants.patches import in_place_of, leave_out_of_ddp
+from engine.mutants.plans import ONE_RANK, SHARDED
+
+_LARGEST = Plan(layout=Layout.SHARD, placement=Placement.LARGEST)
+
+
+@mutant(after="pytorch/torchtitan#1483", kills_on=Condition(plan=_LARGEST), trace=Trace.STATE)
+class ShardsTheFirstDim(ReferenceEngine):
+    """The first dim is sharded whatever dim was asked for.
+
+    Reported: parameters lay on ranks in another way than the rest of the system took them to.
+    """
+
+    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
+        return super().prepare(model, replace(plan, placement=Placement.FIRST), mesh)
+
+
+@mutant(
+    after="Tencent-Hunyuan/UniRL#410",
+    kills_on=Condition(
+        world_size=1,
+        plan=Plan(layout=Layout.REPLICATE, placement=Placement.LARGEST),
+        because="options that fit each other are honoured but for placement and policy",
+    ),
+    trace=Trace.SILENCE,
+)
+class DropsWhatTheLayoutExcludes(ReferenceEngine):
+    """Of two options that exclude each other one is dropped without a word.
+
+    Reported: an option that could not be honoured was dropped, and training went on.
+    """
+
+    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
+        plan.refuse_beyond(self.capabilities)
+        return super().prepare(model, replace(plan, placement=Placement.FIRST, reshard=Reshard.NATIVE), mesh)
+
+
+@mutant(
+    after="pytorch/torchtitan#1483",
+    kills_on=Condition(plan=_LARGEST, because="needs a parameter whose largest dim is the second"),
+)
+class ReassemblesAlongTheFirstDim(ReferenceEngine):
+    """Shards of the second dim are put together as if they were shards of the first.
+
+    Reported: weights were permuted by the order of two axes.
+    """
+
+    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
+        prepared = super().prepare(model, plan, mesh)
+        num_shards = mesh.size(mesh.ndim - 1)
+        for module, name, parameter in _parameters(model):
+            if _sharded_dim(parameter) == 1:
+                module.register_forward_pre_hook(_permuting(name, num_shards))
+        return prepared
+
+
+def _permuting(name: str, num_shards: int) -> Callable[[nn.Module, Any], None]:
+    def permute(module: nn.Module, inputs: Any) -> None:
+        whole = module.get_parameter(name)
+        with torch.no_grad():
+            pieces = [piece.reshape(-1) for piece in whole.detach().chunk(num_shards, dim=1)]
+            whole.copy_(torch.cat(pieces).view(whole.shape))
+
+    return permute
+
+
+@mutant(after="Lightning-AI/lightning-thunder#908", trace=Trace.CRASH)
+class ShowsPaddingRows(FullyShardEngine):
+    """Forward sees the rows with which the last weight was padded.
+
+    Reported: padding was not taken away again in one order of wrapping.
+    """
+
+    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
+        prepared = super().prepare(model, plan, mesh)
+        num_shards = mesh.size(mesh.ndim - 1)
+        *_, (module, name) = ((m, n) for m, n, p in _parameters(model) if p.dim() == 2)
+        # No Parameter: gradients reach the one that the engine knows, whose rows are the first.
+        _show(module, name, lambda whole: functional.pad(whole, (0, 0, 0, -len(whole) % num_shards)))
+        return prepared
+
+
+@mutant(after="pytorch/torchtitan#4593", trace=Trace.STATE)
+class InfersTheSizeFromItsShard(FullyShardEngine):
+    """Of rows that ranks do not divide, a wrong number is inferred from a rank's own.
+
+    Reported: of a dim that ranks do not divide the wrong size was inferred.
+    """
+
+    class Prepared(PreparedFullyShard):
+        def local_gradients(self) -> Mapping[str, Shard | None]:
+            return {
+                name: None if p.grad is None else _inferred(p.grad)
+                for name, p in self.named.named_parameters()
+            }
+
+
+def _inferred(tensor: torch.Tensor) -> Shard:
+    honest = shard_of(tensor)
+    if not isinstance(tensor, DTensor):
+        return honest
+    num_shards = tensor.device_mesh.size(tensor.device_mesh.ndim - 1)
+    rows = honest.tensor.shape[0] * num_shards
+    return replace(honest, global_shape=(rows, *honest.global_shape[1:]))
+
+
+@mutant(after="huggingface/accelerate#3859", kills_on=SHARDED, trace=Trace.STATE)
+class KeepsWholeOptimizerState(FullyShardEngine):
+    """Each rank keeps optimizer state of the shape of whole parameters.
+
+    Reported: state was made for parameters that were not sharded yet, and kept their shape.
+    """
+
+    class Prepared(PreparedFullyShard):
+        """Gathers the optimizer's state after each step and keeps it."""
+
+        def __init__(self, module: nn.Module, plan: Plan) -> None:
+            super().__init__(module, plan)
+            self._whole: dict[str, Shard] = {}
+
+        def step(self) -> None:
+            super().step()
+            state = self._built_optimizer().state
+            self._whole = {
+                f"{name}/{key}": shard_of(value.full_tensor())
+                for name, p in self.named.named_parameters()
+                for key, value in state.get(p, {}).items()
+                if isinstance(value, DTensor)
+            }
+
+        def local_optimizer_state(self) -> Mapping[str, Shard]:
+            return {**super().local_optimizer_state(), **self._whole}
+
+
+@mutant(after="pytorch/torchtitan#1483", kills_on=ONE_RANK, trace=Trace.STATE)
+class ShowsStridedParameters(ReferenceEngine):
+    """Forward sees parameters whose memory is not in the order of their shape.
+
+    Reported: what was gathered lay in memory in another order than its shape says.
+    """
+
+    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
+        prepared = super().prepare(model, plan, mesh)
+        for module, name, parameter in _parameters(model):
+            if parameter.dim() == 2:
+                _show(module, name, lambda whole: whole.t().contiguous().t())
+        return prepared
+
+
+@mutant(after="pytorch/torchtitan#4593", kills_on=ONE_RANK, trace=Trace.STATE)
+class HandsOutStridedGradients(FullyShardEngine):
+    """Gradients are handed out with memory that is not in the order of their shape.
+
+    Reported: a shard that was taken out of a tensor did not have what the tensor had.
+    """
+
+    class Prepared(PreparedFullyShard):
+        @torch.no_grad()
+        def backward(self, loss: torch.Tensor) -> None:
+            with torch.enable_grad():
+                super().backward(loss)
+            for parameter in self.named.parameters():
+                gradient = parameter.grad
+                if isinstance(gradient, DTensor) and gradient.dim() == 2:
+                    parameter.grad = in_place_of(gradient, gradient.to_local().t().contiguous().t())
+
+
+def _show(module: nn.Module, name: str, change: Callable[[torch.Tensor], Any]) -> None:
+    """Show the module's forward something else in the place of a parameter."""
+
+    def put(_: nn.Module, inputs: Any) -> None:
+        whole = module._parameters[name]
+        assert whole is not None
+        module._parameters[name] = change(whole)
+
+    module.register_forward_pre_hook(put)
+
+
+def _parameters(model: nn.Module) -> list[tuple[nn.Module, str, nn.Parameter]]:
+    return [
+        (module, name, parameter)
+        for module in model.modules()
+        for name, parameter in module.named_parameters(recurse=False)
+    ]
+
+
+def _sharded_dim(parameter: nn.Parameter) -> int:
+    placement = parameter.placements[-1] if isinstance(parameter, DTensor) else None
+    return getattr(placement, "dim", 0)
+
+
+@mutant(after="pytorch/pytorch#144045", kills_on=ONE_RANK)
+class GivesSmallParametersNoGradient(FullyShardEngine):
+    """The gradient of a parameter of one element is zero.
+
+    Reported: a small parameter stayed where it was, its gradient always zero.
+    """
+
+    class Prepared(PreparedFullyShard):
+        def backward(self, loss: torch.Tensor) -> None:
+            super().backward(loss)
+            for parameter in self.named.parameters():
+                if isinstance(parameter.grad, DTensor) and parameter.grad.numel() == 1:
+                    parameter.grad.to_local().zero_()
+
+
+@mutant(after="deepspeedai/DeepSpeed#202")
+class ForgetsScalars(DistributedDataParallelEngine):
+    """Parameters of no dim are left out of every reduction.
+
+    Reported: parameters whose number of elements the ranks did not divide were lost.
+    """
+
+    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
+        leave_out_of_ddp(model, [name for name, p in model.named_parameters() if not p.dim()])
+        return super().prepare(model, plan, mesh)
+
+
+@mutant(after="deepspeedai/DeepSpeed#8279")
+class MistakesTheNeighbourOfAnEmptyParameter(DistributedDataParallelEngine):
+    """The parameter after an empty one is left out of every reduction.
+
+    Reported: where parameters lie was found by their elements, and of an empty one there are none.
+    """
+
+    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
+        neighbours = pairwise(model.named_parameters())
+        leave_out_of_ddp(model, [name for (_, before), (name, _) in neighbours if not before.numel()])
+        return super().prepare(model, plan, mesh)

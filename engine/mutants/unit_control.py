@@ -1,0 +1,334 @@
+"""Mutants that ignore what the caller asks of single units, or use a value from too early."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from engine.adapters.composable import ComposableUnit, FrontDoor, members
+from engine.adapters.reference import PreparedReference, ReferenceEngine
+from engine.adapters.torch_ddp import DistributedDataParallelEngine, PreparedDdp
+from engine.adapters.torch_fsdp2 import FullyShardEngine, PreparedFullyShard
+from engine.contract import (
+    Accumulation,
+    Capability,
+    Grouping,
+    Layout,
+    Plan,
+    PreparedModel,
+    Reshard,
+    Roots,
+    UnitHandle,
+)
+from engine.mutants.mutant import Condition, Trace, mutant
+from engine.mutants.patches import Stale
+from engine.mutants.plans import SECOND_STEP
+
+_CONTROLLED = Plan(
+    layout=Layout.SHARD,
+    grouping=Grouping.REQUIRED,
+    reshard=Reshard.KEEP,
+    demands=frozenset({Capability.UNIT_STATE}),
+)
+_SEVERAL_ROOTS = Plan(layout=Layout.SHARD, roots=Roots.EACH_UNIT, accumulation=Accumulation.LAST_MICROBATCH)
+
+
+class _UnfreedUnit(ComposableUnit):
+    def reshard(self) -> None:
+        """Change nothing."""
+
+
+@mutant(after="meta-pytorch/torchtune#2483", kills_on=Condition(plan=_CONTROLLED), trace=Trace.STATE)
+class ReshardsTheRootAlone(ReferenceEngine):
+    """A call to free a unit has no effect on units inside the root.
+
+    Reported: a loop over all modules freed the outermost one again and again.
+    """
+
+    class Prepared(PreparedReference):
+        def units(self) -> Mapping[str, UnitHandle]:
+            units = dict(super().units())
+            for name in self.plan.units or ("",):
+                units[name] = _UnfreedUnit(members(self.module, name), self.door)
+            return units
+
+
+@mutant(after="pytorch/pytorch#149029", kills_on=Condition(plan=_CONTROLLED), trace=Trace.STATE)
+class IgnoresALaterPolicy(FullyShardEngine):
+    """A policy set once the model is wrapped has no effect.
+
+    Reported: the policy could not be changed once the model had been wrapped.
+    """
+
+    class Unit(ComposableUnit):
+        def set_reshard_after_forward(self, *, is_on: bool) -> None:
+            """Change nothing."""
+
+
+@mutant(after="pytorch/pytorch#124318", kills_on=Condition(plan=_CONTROLLED), trace=Trace.STATE)
+class TellsAllWhatOneWasTold(FullyShardEngine):
+    """A policy set on the root alone reaches the units inside it.
+
+    Reported: a setter's argument that kept it from modules inside was not respected.
+    """
+
+    class Unit(ComposableUnit):
+        def set_reshard_after_forward(self, *, is_on: bool) -> None:
+            self._first.set_reshard_after_forward(is_on)
+
+
+@mutant(after="deepspeedai/DeepSpeed#1069", kills_on=Condition(plan=_CONTROLLED), trace=Trace.STATE)
+class GathersInForwardAlone(ReferenceEngine):
+    """A call to gather a unit does nothing.
+
+    Reported: gathers ahead of use were skipped, every one of them.
+    """
+
+    class Unit(ComposableUnit):
+        def unshard(self) -> None:
+            """Gather nothing."""
+
+        def unshard_async(self) -> Callable[[], None]:
+            return lambda: None
+
+
+@mutant(
+    after="facebookresearch/fairscale#441",
+    kills_on=Condition(world_size=1, plan=_CONTROLLED, because="a root that owns parameters is gathered"),
+    trace=Trace.CRASH,
+)
+class WaitsForNoGather(ReferenceEngine):
+    """An asynchronous gather of a unit without parameters raises.
+
+    Reported: a model all of whose parameters were its children's broke the wrapper.
+    """
+
+    class Unit(ComposableUnit):
+        def unshard_async(self) -> Callable[[], None]:
+            if not [*self._own_parameters()]:
+                raise AttributeError("this unit has no gather that could be waited for")
+            return super().unshard_async()
+
+
+@mutant(
+    after="meta-pytorch/torchrec#4149",
+    kills_on=Condition(
+        plan=_CONTROLLED, because="with nothing between a gather and its wait, all ranks have one order"
+    ),
+    trace=Trace.COMMUNICATION,
+)
+class GathersWhenWaitedFor(ReferenceEngine):
+    """Every other rank issues asynchronous gathers only when they are waited for.
+
+    Reported: some ranks issued a collective early, others after another, until all stood still.
+    """
+
+    class Unit(ComposableUnit):
+        """Issues an asynchronous gather when it is waited for, on every other rank."""
+
+        def unshard_async(self) -> Callable[[], None]:
+            return self.unshard if dist.get_rank() % 2 else super().unshard_async()
+
+
+class _StaleUnit(ComposableUnit):
+    def __init__(
+        self, modules: tuple[nn.Module, ...], door: FrontDoor, known: dict[str, torch.Tensor]
+    ) -> None:
+        super().__init__(modules, door)
+        self._known = known
+
+    def unshard_async(self) -> Callable[[], None]:
+        wait = super().unshard_async()
+
+        def wait_and_spoil() -> None:
+            wait()
+            self._spoil()
+
+        return wait_and_spoil
+
+    @torch.no_grad()
+    def _spoil(self) -> None:
+        """Put the rows of all ranks but this one back to what they were."""
+        num_ranks = dist.get_world_size()
+        for name, parameter in self._first.named_parameters():
+            if isinstance(parameter, DTensor):
+                continue
+            fresh = parameter.detach().clone()
+            # .data, whose writes autograd does not see: memory that is used again shows no write either.
+            for rank, rows in enumerate(parameter.data.chunk(num_ranks)):
+                if rank != dist.get_rank() and name in self._known:
+                    rows.copy_(self._known[name].chunk(num_ranks)[rank])
+            self._known[name] = fresh
+
+
+@mutant(after="karpathy/nanochat#843", kills_on=Condition(steps=2, plan=_CONTROLLED), trace=Trace.NUMBERS)
+class LeavesOthersRowsStale(ReferenceEngine):
+    """An asynchronous gather leaves the rows of other ranks as they were before.
+
+    Reported: memory of a gather under way was used again, so that of each matrix a rank had its own rows right and
+    those of all others from before. Needs units that hold no other unit.
+    """
+
+    class Prepared(PreparedReference):
+        """Remembers of each parameter what the asynchronous gather before brought."""
+
+        def __init__(self, module: nn.Module, plan: Plan, door: FrontDoor) -> None:
+            super().__init__(module, plan, door)
+            self._known: dict[str, torch.Tensor] = {}
+
+        def units(self) -> Mapping[str, UnitHandle]:
+            names = super().units()
+            return {name: _StaleUnit(members(self.module, name), self.door, self._known) for name in names}
+
+
+@mutant(
+    after="speechbrain/speechbrain#2010",
+    kills_on=Condition(steps=2, microbatches=2, plan=_SEVERAL_ROOTS),
+    trace=Trace.COMMUNICATION,
+)
+class HoldsBackTheFirstRootAlone(ReferenceEngine):
+    """Of several roots all but the first reduce in every microbatch.
+
+    Reported: the loop that holds reductions back left off at the first module.
+    """
+
+    class Prepared(PreparedReference):
+        def _set_gradient_sync(self, *, is_on: bool) -> None:
+            next(self._roots()).set_requires_gradient_sync(is_on)
+
+
+@mutant(after="NVIDIA/Megatron-LM#663", kills_on=SECOND_STEP)
+class ComputesWithStaleParameters(FullyShardEngine):
+    """Forward and backward use the parameters of the step before.
+
+    Reported: with overlapped gathering, forward read parameters of the step before.
+    """
+
+    class Prepared(Stale, PreparedFullyShard):
+        pass
+
+
+class _PreparedHasty(PreparedModel):
+    """Reduces copies of the gradients and waits for them when the optimizer has stepped already.
+
+    The copies make the race one that is lost in the same way every time.
+    """
+
+    def __init__(self, ddp: DistributedDataParallel, *, named: nn.Module, group: dist.ProcessGroup) -> None:
+        super().__init__(ddp, named=named)
+        self._group = group
+        self._is_accumulating = False
+        self._reduced: list[torch.Tensor] = []
+        self._works: list[dist.Work] = []
+
+    @contextmanager
+    def accumulating(self) -> Iterator[None]:
+        self._is_accumulating = True
+        try:
+            yield
+        finally:
+            self._is_accumulating = False
+
+    def backward(self, loss: torch.Tensor) -> None:
+        super().backward(loss)
+        if self._is_accumulating:
+            return
+        self._wait()
+        self._reduced = [p.grad.clone() for p in self._with_gradient() if p.grad is not None]
+        self._works = [dist.all_reduce(t, group=self._group, async_op=True) for t in self._reduced]
+
+    def step(self) -> None:
+        super().step()
+        self._wait()
+        for parameter, total in zip(self._with_gradient(), self._reduced, strict=True):
+            parameter.grad = total / self._group.size()
+
+    def _wait(self) -> None:
+        for work in self._works:
+            work.wait()
+        self._works = []
+
+    def _with_gradient(self) -> list[nn.Parameter]:
+        return [p for p in self.named.parameters() if p.grad is not None]
+
+
+@mutant(after="pytorch/pytorch#180666")
+class StepsBeforeTheReduction(DistributedDataParallelEngine):
+    """The optimizer steps before the reduced gradients have arrived.
+
+    Reported: an optimizer that ran in backward read gradients whose copy was under way.
+    """
+
+    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
+        ddp = super().prepare(model, plan, mesh).module
+        assert isinstance(ddp, DistributedDataParallel)
+        ddp.require_backward_grad_sync = False
+        return _PreparedHasty(ddp, named=model, group=mesh.get_group())
+
+
+@mutant(after="NVIDIA/Megatron-LM#4609", kills_on=SECOND_STEP)
+class AddsGradientsToParameters(FullyShardEngine):
+    """From the second step on gradients are added to the parameters.
+
+    Reported: one buffer was for gathered parameters and for gradients, and was not cleared in between.
+    """
+
+    class Prepared(PreparedFullyShard):
+        _has_stepped = False
+
+        def step(self) -> None:
+            super().step()
+            self._has_stepped = True
+
+        def backward(self, loss: torch.Tensor) -> None:
+            for parameter in self.owned_parameters().values() if self._has_stepped else ():
+                parameter.grad = parameter.detach().clone()
+            self._has_stepped = False
+            super().backward(loss)
+
+
+@mutant(after="pytorch/pytorch#43307", kills_on=Condition(world_size=1, steps=3))
+class RepeatsTheSecondGradients(DistributedDataParallelEngine):
+    """From the third step on the optimizer is given the gradients of the second.
+
+    Reported: what gradients were views of was exchanged, and what was copied later went elsewhere; two
+    iterations were right.
+    """
+
+    class Prepared(PreparedDdp):
+        def __init__(self, module: nn.Module, *, named: nn.Module) -> None:
+            super().__init__(module, named=named)
+            self._num_steps = 0
+            self._second: list[torch.Tensor | None] = []
+
+        def step(self) -> None:
+            gradients = [p.grad for p in self.named.parameters()]
+            if self._num_steps == 1:
+                self._second = [None if g is None else g.clone() for g in gradients]
+            for gradient, old in zip(gradients, self._second, strict=True) if self._num_steps > 1 else ():
+                if gradient is not None and old is not None:
+                    gradient.copy_(old)
+            self._num_steps += 1
+            super().step()
+
+
+@mutant(after="pytorch/pytorch#94258", kills_on=SECOND_STEP)
+class KeepsOneOldGradient(DistributedDataParallelEngine):
+    """Clearing the gradients does not reach that of the last parameter.
+
+    Reported: gradients that were to be reset to None in the reducer were still there.
+    """
+
+    class Prepared(PreparedDdp):
+        def zero_grad(self, *, set_to_none: bool) -> None:
+            *_, last = self.named.parameters()
+            kept = None if last.grad is None else last.grad.clone()
+            super().zero_grad(set_to_none=set_to_none)
+            last.grad = kept

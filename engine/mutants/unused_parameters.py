@@ -1,0 +1,158 @@
+"""Mutants that leave parameters out: unused, frozen, ignored ones, or those of one rank."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+
+from engine.adapters.torch_ddp import DistributedDataParallelEngine
+from engine.adapters.torch_fsdp2 import FullyShardEngine, PreparedFullyShard
+from engine.adapters.torch_replicate import ReplicateEngine
+from engine.contract import Capability, Layout, Plan, PreparedModel
+from engine.mutants.mutant import Condition, Trace, mutant
+from engine.mutants.patches import is_last_rank, leave_out_of_ddp, never_updating
+from engine.mutants.plans import ONE_RANK, demanding
+
+_UNUSED = demanding(Capability.UNUSED)
+_BORROWED = demanding(Capability.UNUSED, Capability.RANK_DEPENDENT)
+
+
+@mutant(after="facebookresearch/fairscale#605", kills_on=Condition(world_size=1, plan=_UNUSED))
+class GivesZerosToUnusedParameters(FullyShardEngine):
+    """Parameters that no loss reached get a gradient of zeros.
+
+    Reported: parameters kept out of a step by a gradient of None moved, since one flattened gradient stood for all
+    of them.
+    """
+
+    class Prepared(PreparedFullyShard):
+        def backward(self, loss: torch.Tensor) -> None:
+            super().backward(loss)
+            for parameter in self.named.parameters():
+                if parameter.requires_grad and parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+
+
+@mutant(
+    after="pytorch/pytorch#158719",
+    kills_on=Condition(plan=_BORROWED, because="ranks that use the same parameters have the same gradients"),
+    trace=Trace.COMMUNICATION,
+)
+class ReducesWhatEachRankUsed(FullyShardEngine):
+    """Each rank reduces the gradients that it has, whatever the others have.
+
+    Reported: only parameters with a gradient were packed into the reduce-scatter, so ranks that took different
+    branches sent buffers of different sizes.
+    """
+
+    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
+        return super().prepare(model, replace(plan, demands=plan.demands - {Capability.RANK_DEPENDENT}), mesh)
+
+
+@mutant(after="pytorch/torchtitan#4593", kills_on=ONE_RANK)
+class TrainsFrozenParameters(FullyShardEngine):
+    """Frozen parameters are trained.
+
+    Reported: sharded anew, frozen parameters became trainable.
+    """
+
+    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
+        return super().prepare(model.requires_grad_(), plan, mesh)
+
+
+@mutant(
+    after="pytorch/pytorch#95805",
+    kills_on=Condition(
+        steps=2,
+        plan=Plan(layout=Layout.SHARD),
+        because="what is kept is missed when it is not gathered again",
+    ),
+    trace=Trace.COMMUNICATION,
+)
+class NeverFreesFrozenUnits(FullyShardEngine):
+    """Units of frozen parameters stay gathered for ever.
+
+    Reported: what frees a unit after backward was hung on its gradients, and it had none.
+    """
+
+    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
+        prepared = super().prepare(model, plan, mesh)
+        for module in model.modules():
+            if isinstance(module, FSDPModule) and not any(p.requires_grad for p in module.parameters()):
+                module.set_reshard_after_forward(False, recurse=False)
+                module.set_reshard_after_backward(False, recurse=False)
+        return prepared
+
+
+@mutant(
+    after="Tencent-Hunyuan/UniRL#410",
+    kills_on=Condition(plan=Plan(layout=Layout.SHARD, ignored=("head.bias",))),
+    trace=Trace.STATE,
+)
+class ShardsIgnoredParameters(FullyShardEngine):
+    """Parameters that were to be ignored are sharded.
+
+    Reported: an option asked for was dropped on the way, and training went on.
+    """
+
+    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
+        return super().prepare(model, replace(plan, ignored=()), mesh)
+
+
+@mutant(after="pytorch/pytorch#68803", trace=Trace.COMMUNICATION)
+class IgnoresMoreOnTheLastRank(FullyShardEngine):
+    """The last rank leaves a parameter alone that the others shard.
+
+    Reported: ranks that were told to ignore different parameters sent messages of different sizes in the first
+    broadcast, and waited for each other for ever.
+    """
+
+    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
+        *_, last = (name for name, _ in model.named_parameters())
+        if is_last_rank() and mesh.size() > 1:
+            plan = replace(plan, ignored=(*plan.ignored, last))
+        return super().prepare(model, plan, mesh)
+
+
+@mutant(after="pytorch/pytorch#63916")
+class ForgetsToSynchroniseOneParameter(DistributedDataParallelEngine):
+    """The last parameter is left out of every reduction.
+
+    Reported: a buffer that forward had replaced was missing from the list that DDP had made at construction, and
+    was never synchronised again. Needs a model of two parameters or more.
+    """
+
+    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
+        *_, forgotten = (name for name, _ in model.named_parameters())
+        leave_out_of_ddp(model, [forgotten])
+        return super().prepare(model, plan, mesh)
+
+
+@mutant(after="pytorch/pytorch#149205", kills_on=ONE_RANK)
+class NeverUpdatesOneParameter(ReplicateEngine):
+    """The optimizer's update of the last parameter is lost.
+
+    Reported: the optimizer had captured tensors that were not the model's parameters.
+    """
+
+    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
+        prepared = super().prepare(model, plan, mesh)
+        return never_updating(prepared, [*prepared.named.parameters()][-1:])
+
+
+@mutant(after="pytorch/pytorch#176076")
+class NeverUpdatesTheLastRanksRows(FullyShardEngine):
+    """The rows that the last rank owns keep their initial values.
+
+    Reported: the padded shard of the last rank kept its initial rows.
+    """
+
+    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
+        prepared = super().prepare(model, plan, mesh)
+        num_shards = mesh.size(mesh.ndim - 1)
+        is_last = num_shards > 1 and mesh.get_local_rank(mesh.ndim - 1) == num_shards - 1
+        return never_updating(prepared, prepared.named.parameters()) if is_last else prepared
