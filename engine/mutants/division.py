@@ -15,8 +15,8 @@ from engine.adapters.reference import PreparedReference, ReferenceEngine
 from engine.contract import Layout, Plan, PreparedModel, Wire
 from engine.mutants.groups import groups_of
 from engine.mutants.mutant import Condition, Trace, mutant
-from engine.reference.group import Group
-from engine.reference.reduction import ReductionPlan
+from engine.reference.collectives import ReductionPlan
+from engine.reference.param_group import Group
 
 
 @mutant(

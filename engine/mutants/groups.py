@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from engine.contract import PreparedModel
-from engine.reference.group import Group
-from engine.reference.unit import unit_of
+from engine.reference.param_group import Group
+from engine.reference.state import unit_of
 
 __all__ = ["groups_of"]
 

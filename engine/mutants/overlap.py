@@ -20,7 +20,7 @@ from engine.mutants.order import Lists
 from engine.mutants.plans import UNITS
 from engine.mutants.reference_insides import reference_groups, reference_units
 from engine.plan import Grouping, Layout
-from engine.reference.unit import BackwardGuess
+from engine.reference.state import BackwardGuess
 
 _FREED = Plan(
     layout=Layout.SHARD,

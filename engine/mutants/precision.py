@@ -20,10 +20,9 @@ from engine.mutants.accumulation import Forgetful
 from engine.mutants.groups import groups_of
 from engine.mutants.mutant import Condition, Trace, mutant
 from engine.plan import Accumulation, Grouping
-from engine.reference.division import Division
-from engine.reference.group import Group
+from engine.reference.collectives import Division, ReductionPlan
+from engine.reference.param_group import Group
 from engine.reference.parameter import ManagedParameter
-from engine.reference.reduction import ReductionPlan
 
 _LOW = Plan(compute_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 _ACCUMULATING = Plan(

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from engine.contract import PreparedModel
-from engine.reference.group import Group
-from engine.reference.lanes import Lanes
-from engine.reference.unit import Unit, unit_of
+from engine.reference.comm_context import Lanes
+from engine.reference.param_group import Group
+from engine.reference.state import Unit, unit_of
 
 __all__ = ["lanes_of", "reference_groups", "reference_units"]
 

@@ -13,7 +13,7 @@ from engine.contract import Plan, PreparedModel
 from engine.mutants.mutant import Condition, Trace, mutant
 from engine.mutants.plans import SHARDED_BLOCKS
 from engine.mutants.reference_insides import lanes_of, reference_groups
-from engine.reference.group import Group
+from engine.reference.param_group import Group
 
 
 @mutant(after="deepspeedai/DeepSpeed#7898", kills_on=Condition(plan=SHARDED_BLOCKS), trace=Trace.RACES)

@@ -18,7 +18,7 @@ from engine.mutants.mutant import Condition, Trace, mutant
 from engine.mutants.plans import HYBRID_BLOCKS, SHARDED_BLOCKS
 from engine.mutants.reference_insides import lanes_of, reference_groups
 from engine.plan import Reshard
-from engine.reference.lanes import InFlight, Lanes, Reduction
+from engine.reference.comm_context import InFlight, Lanes, Reduction
 
 _BY_HAND = frozenset({Capability.UNIT_STATE, Capability.ASYNC_GATHER})
 

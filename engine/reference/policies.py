@@ -9,13 +9,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
-__all__ = [
-    "CPUOffloadPolicy",
-    "DTypes",
-    "MixedPrecisionPolicy",
-    "OffloadPolicy",
-    "ShardPlacementResult",
-]
+__all__ = ["CPUOffloadPolicy", "DTypes", "MixedPrecisionPolicy", "OffloadPolicy", "ShardPlacementResult"]
 
 
 class DTypes(Protocol):

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
+from torch import nn
 
-from engine.reference.checks import check_parameters, name_parameters
-from engine.reference.lanes import Lanes
-from engine.reference.torch_internals import at_end_of_backward, inside_backward
+from engine.reference.comm_context import Lanes
+from engine.reference.param_group import Group, check_memory
+from engine.reference.torch_private import at_end_of_backward, inside_backward
 
 if TYPE_CHECKING:
-    from engine.reference.unit import Unit
+    from engine.reference.state import Unit
 
 __all__ = ["Tree"]
 
@@ -53,8 +55,8 @@ class Tree:
                     "own: expected the first forward to run through the root module first; "
                     f"call {type(root.modules[0]).__name__} before its submodules"
                 )
-        name_parameters(root.modules[0], units)
-        check_parameters(units)
+        _name_parameters(root.modules[0], units)
+        _check_parameters(units)
         tree = cls(root, units, root.lanes)
         part_groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
         for unit in units:
@@ -169,3 +171,42 @@ class Tree:
         for unit in self.units:
             unit.reset()
         self.lanes.finish()
+
+
+def _name_parameters(root: nn.Module, units: Iterable[Unit]) -> None:
+    """Give every parameter its name from the root, for messages."""
+    names = {module: name for name, module in root.named_modules()}
+    for unit in units:
+        for group in unit.groups:
+            for parameter in group.parameters:
+                site = parameter.sites[0]
+                prefix = names.get(site.module, "")
+                parameter.name = f"{prefix}.{site.name}" if prefix else site.name
+
+
+def _check_parameters(units: Iterable[Unit]) -> None:
+    """Raise for parameters tied across groups, still on the meta device, on a wrong device, or of mixed dtypes."""
+    for unit in units:
+        for group in unit.groups:
+            _check_tied(group)
+            check_memory(group)
+            _check_dtypes(group)
+
+
+def _check_tied(group: Group) -> None:
+    for parameter in group.parameters:
+        if parameter.is_tied_elsewhere:
+            raise ValueError(
+                f"parameter {parameter.name!r} is shared with a parameter already managed by another group, "
+                "so the two would be trained apart; put both modules into one call: "
+                "fully_shard([module_a, module_b])"
+            )
+
+
+def _check_dtypes(group: Group) -> None:
+    dtypes = {str(p.current().dtype) for p in group.parameters if p.current().requires_grad}
+    if len(dtypes) > 1:
+        raise AssertionError(
+            f"fully_shard expects uniform original parameter dtype in a group, got {sorted(dtypes)} among "
+            f"{[p.name for p in group.parameters]}; cast them, or give each dtype a call of its own"
+        )

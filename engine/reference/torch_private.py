@@ -15,9 +15,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import ShardingStrategy
 from torch.distributed.tensor import DTensor, Placement
 
-P = ParamSpec("P")
-T = TypeVar("T")
-
 __all__ = [
     "HYBRID_SHARD_ZERO2",
     "at_end_of_backward",
@@ -30,6 +27,10 @@ __all__ = [
     "sharded_like",
     "strided_shard",
 ]
+
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 HYBRID_SHARD_ZERO2: ShardingStrategy | None = getattr(ShardingStrategy, "_HYBRID_SHARD_ZERO2", None)

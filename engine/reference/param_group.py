@@ -9,18 +9,27 @@ from enum import Enum
 import torch
 import torch.distributed as dist
 
-from engine.reference.arrangement import Arrangement, whereabouts
-from engine.reference.checks import check_memory
-from engine.reference.collectives import AllGather, DefaultAllGather, DefaultReduceScatter, ReduceScatter
-from engine.reference.division import Division, division
-from engine.reference.lanes import Lanes
+from engine.reference.collectives import (
+    AllGather,
+    CommHook,
+    DefaultAllGather,
+    DefaultReduceScatter,
+    Division,
+    Partial,
+    ReduceScatter,
+    ReductionPlan,
+    cut,
+    division,
+    keep,
+    reduction,
+)
+from engine.reference.comm_context import Lanes
 from engine.reference.mesh import Ranks
+from engine.reference.param_layout import Arrangement, Unsharded, whereabouts
 from engine.reference.parameter import ManagedParameter, promise
 from engine.reference.policies import CPUOffloadPolicy, DTypes, OffloadPolicy
-from engine.reference.reduction import CommHook, Partial, ReductionPlan, cut, keep, reduction
-from engine.reference.unsharded import Unsharded
 
-__all__ = ["Group", "GroupState"]
+__all__ = ["Group", "GroupState", "check_memory"]
 
 
 class GroupState(Enum):
@@ -363,3 +372,23 @@ class Group:
 
 def _ignored(_: Group, __: bool) -> None:
     return None
+
+
+def check_memory(group: Group) -> None:
+    """Raise RuntimeError for parameters without memory, or not in the host memory that offloading keeps them in."""
+    on_meta = [p.name for p in group.parameters if p.current().is_meta]
+    if on_meta:
+        raise RuntimeError(
+            f"parameters should be materialized from meta device before the first forward, got {on_meta} "
+            "still there; call module.to_empty(device=...) and initialise them, or load a state dict"
+        )
+    if not isinstance(group.offload, CPUOffloadPolicy):
+        return
+    elsewhere = [
+        (p.name, str(p.current().device)) for p in group.parameters if p.current().device.type != "cpu"
+    ]
+    if elsewhere:
+        raise RuntimeError(
+            f"parameters should be materialized on CPU when CPU offloading is on, got {elsewhere}; "
+            'load a CPU state dict or call module.to_empty(device="cpu")'
+        )

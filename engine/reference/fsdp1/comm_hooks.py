@@ -16,6 +16,7 @@ __all__ = [
     "reduce_scatter_hook",
 ]
 
+
 _reduce_scatter = DefaultReduceScatter()
 
 

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 __all__ = ["broadcast_states", "materialize", "move_to_device"]
 
+
 # Of one broadcast: large enough that latency is nothing, small beside a model worth sharding.
 _BUCKET_BYTES = 250 * 2**20
 

@@ -17,13 +17,20 @@ from torch.distributed.fsdp import (
     StateDictType,
 )
 
-from engine.reference.optimizer_export import local_state, sharded_state, whole_state
-from engine.reference.optimizer_import import broadcast_from_first, loadable, rekeyed
-from engine.reference.optimizer_state import NamedState
-from engine.reference.wrapper_base import WrapperBase, wrappers_in
-from engine.reference.wrapper_state import export_states, settings_for
+from engine.reference.fsdp1.init import WrapperBase, wrappers_in
+from engine.reference.fsdp1.optim_state import (
+    NamedState,
+    broadcast_from_first,
+    loadable,
+    local_state,
+    rekeyed,
+    sharded_state,
+    whole_state,
+)
+from engine.reference.fsdp1.state_dict import export_states, settings_for
 
 __all__ = ["StateDictMethods"]
+
 
 Group = dist.ProcessGroup | None
 
@@ -31,7 +38,7 @@ Group = dist.ProcessGroup | None
 class StateDictMethods(WrapperBase):
     """State dicts of a wrapper; the static methods take any module with wrappers in it.
 
-    Optimizer states are named states, see `engine.reference.optimizer_state`. ``optim_input`` is taken for torch's
+    Optimizer states are named states, see `engine.reference.fsdp1.optim_state`. ``optim_input`` is taken for torch's
     sake and not needed: the optimizer knows its parameters.
     """
 

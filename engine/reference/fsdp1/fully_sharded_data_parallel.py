@@ -13,29 +13,28 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 
-from engine.reference import stepping as _stepping  # noqa: F401  # hears of optimizer steps from here on
-from engine.reference.discovery import unmanaged
-from engine.reference.flat import EndToEnd
-from engine.reference.group import Group
-from engine.reference.original_names import clean_name
-from engine.reference.policies import CPUOffloadPolicy, OffloadPolicy
-from engine.reference.state_dict_methods import StateDictMethods
-from engine.reference.summoning import cast_buffers, clip_by_norm, summoned
-from engine.reference.tree import Tree
-from engine.reference.unit import BackwardGuess, Unit
-from engine.reference.whole import Showing
-from engine.reference.wrapper_options import (
+from engine.reference.fsdp1.flat import EndToEnd
+from engine.reference.fsdp1.full_params import Showing, cast_buffers, clean_name, clip_by_norm, summoned
+from engine.reference.fsdp1.init import (
     HYBRID,
     Ignored,
     ProcessGroups,
     WrapperPrecision,
     ignored_states,
+    prepare_states,
     rank_groups,
+    wrap_inside,
 )
-from engine.reference.wrapper_setup import prepare_states, wrap_inside
-from engine.reference.wrapper_state import Importer, default_settings
+from engine.reference.fsdp1.state_dict import Importer, default_settings
+from engine.reference.fsdp1.state_dict_methods import StateDictMethods
+from engine.reference.fully_shard import unmanaged
+from engine.reference.param_group import Group
+from engine.reference.policies import CPUOffloadPolicy, OffloadPolicy
+from engine.reference.root_state import Tree
+from engine.reference.state import BackwardGuess, Unit
 
 __all__ = ["FullyShardedDataParallel"]
+
 
 _FREED_AFTER_FORWARD = frozenset({ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHARD})
 

@@ -23,6 +23,7 @@ __all__ = [
     "wrap_below",
 ]
 
+
 # Any: what a wrapper is given by name is the wrapper's own affair.
 Options: TypeAlias = Mapping[str, Any]
 Wrap: TypeAlias = Callable[[nn.Module, Options], nn.Module]

@@ -10,9 +10,9 @@ import torch.distributed as dist
 from torch import nn
 
 from engine.reference.collectives import AllGather, ReduceScatter
-from engine.reference.group import Group
 from engine.reference.mesh import part_group
-from engine.reference.unit import Unit, unit_of
+from engine.reference.param_group import Group
+from engine.reference.state import Unit, unit_of
 
 __all__ = ["FSDPModule", "ReplicateModule", "UnshardHandle", "managed_class"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
 import torch
@@ -12,13 +12,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from engine.reference import stepping as _stepping  # noqa: F401  # hears of optimizer steps from here on
-from engine.reference.arrangement import SideBySide
-from engine.reference.discovery import unmanaged
-from engine.reference.group import Group
+from engine.reference.fsdp_module import FSDPModule, ReplicateModule, managed_class
 from engine.reference.mesh import DataMesh, compute_device, replicating_mesh, sharding_mesh
-from engine.reference.module import FSDPModule, ReplicateModule, managed_class
-from engine.reference.parameter import Site
+from engine.reference.param_group import Group
+from engine.reference.param_layout import SideBySide
+from engine.reference.parameter import ShardedParameter, Site, cut_parameter, plan_cut
 from engine.reference.policies import (
     CPUOffloadPolicy,
     DTypes,
@@ -26,10 +24,34 @@ from engine.reference.policies import (
     OffloadPolicy,
     ShardPlacementResult,
 )
-from engine.reference.sharded_parameter import ShardedParameter, cut_parameter, plan_cut
-from engine.reference.unit import Unit, unit_of
+from engine.reference.state import Unit, unit_of
 
-__all__ = ["fully_shard", "register_fsdp_forward_method", "replicate", "share_comm_ctx"]
+__all__ = ["fully_shard", "register_fsdp_forward_method", "replicate", "share_comm_ctx", "unmanaged"]
+
+
+def unmanaged(
+    modules: Iterable[nn.Module], ignored: set[nn.Parameter]
+) -> dict[nn.Parameter, tuple[Site, ...]]:
+    """Find the parameters that no unit below has taken, each with every place where it is registered."""
+    sites: dict[nn.Parameter, list[Site]] = {}
+    for module in _outside_units(modules):
+        for name, parameter in module._parameters.items():
+            if parameter is not None and parameter not in ignored:
+                sites.setdefault(parameter, []).append(Site(module, name))
+    return {parameter: tuple(found) for parameter, found in sites.items()}
+
+
+def _outside_units(modules: Iterable[nn.Module]) -> Iterator[nn.Module]:
+    seen: set[nn.Module] = set()
+    stack = list(reversed(list(modules)))
+    while stack:
+        module = stack.pop()
+        if module in seen or unit_of(module) is not None:
+            continue
+        seen.add(module)
+        yield module
+        stack.extend(reversed(list(module.children())))
+
 
 Modules = TypeVar("Modules", nn.Module, list[nn.Module])
 PlacementFn = Callable[[nn.Parameter], Shard | ShardPlacementResult | None]

@@ -9,14 +9,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from engine.reference.group import Group, GroupState
-from engine.reference.lanes import Lanes
+from engine.reference.autograd_hooks import PendingBackwards, map_tensors
+from engine.reference.comm_context import Lanes
 from engine.reference.mesh import part_group
-from engine.reference.nested import map_tensors
-from engine.reference.pending_backwards import PendingBackwards
+from engine.reference.param_group import Group, GroupState
 from engine.reference.policies import DTypes
-from engine.reference.torch_internals import eager, inside_backward
-from engine.reference.tree import Tree
+from engine.reference.root_state import Tree
+from engine.reference.torch_private import eager, inside_backward
 
 __all__ = ["BackwardGuess", "Unit", "unit_of"]
 

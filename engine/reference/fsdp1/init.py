@@ -1,21 +1,40 @@
-"""What a wrapper's arguments come to: which ranks shard and which replicate, in which dtypes, which states to leave."""
+"""What the wrappers' arguments come to, what a wrapper is to the others, and what is done before anything is cut."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
+from torch.distributed.fsdp import MixedPrecision, ShardingStrategy, StateDictSettings
 
-from engine.reference.mesh import RankGroups
-from engine.reference.torch_internals import HYBRID_SHARD_ZERO2
+from engine.reference.autograd_hooks import map_tensors
+from engine.reference.fsdp1.materialize import broadcast_states, materialize, move_to_device
+from engine.reference.fsdp1.wrap_policy import wrap_below
+from engine.reference.fully_shard import unmanaged
+from engine.reference.mesh import RankGroups, Ranks
+from engine.reference.param_group import Group
+from engine.reference.state import Unit
+from engine.reference.torch_private import HYBRID_SHARD_ZERO2
 
-__all__ = ["HYBRID", "Ignored", "ProcessGroups", "WrapperPrecision", "ignored_states", "rank_groups"]
+__all__ = [
+    "HYBRID",
+    "Ignored",
+    "ProcessGroups",
+    "WrapperBase",
+    "WrapperPrecision",
+    "ignored_states",
+    "prepare_states",
+    "rank_groups",
+    "wrap_inside",
+    "wrappers_in",
+]
+
 
 HYBRID = frozenset({ShardingStrategy.HYBRID_SHARD, HYBRID_SHARD_ZERO2})
 """The strategies that shard within a group and replicate across groups."""
@@ -181,3 +200,147 @@ def ignored_states(
     below = {m for module in chosen for m in module.modules() if not is_wrapper(m)}
     owned = {p for m in below for p in m.parameters(recurse=False)}
     return Ignored(modules=frozenset(below), parameters=frozenset(owned | set(parameters)))
+
+
+class WrapperBase(nn.Module):
+    """A module that stands in the place of another one, whose parameters it manages as one unit."""
+
+    sharding_strategy: ShardingStrategy
+    mixed_precision: MixedPrecision
+    ranks: Ranks
+    ignored: Ignored
+    compute_device: torch.device
+    is_flat: bool
+    """Whether the optimizer is given one flat parameter."""
+    is_summoned: bool
+    """Whether modules show whole parameters in the caller's hands."""
+    buffer_dtypes: dict[tuple[nn.Module, str], torch.dtype]
+    """The dtypes of buffers before they were cast, by module and name."""
+    state_dict_settings: StateDictSettings
+    _unit: Unit
+    _fsdp_wrapped_module: nn.Module
+
+    @property
+    def wrapped(self) -> nn.Module:
+        """The module that this wrapper was given."""
+        return self._fsdp_wrapped_module
+
+    @property
+    def groups(self) -> tuple[Group, ...]:
+        """This wrapper's communication group, none where it has no parameters of its own."""
+        return self._unit.groups
+
+    @property
+    def process_group(self) -> dist.ProcessGroup:
+        """The group that shards; for NO_SHARD that which replicates."""
+        group = self.ranks.shard_group or self.ranks.replicate_group
+        assert group is not None
+        return group
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the model that this wrapper is part of is in forward or backward."""
+        return self._unit.tree is not None and self._unit.tree.is_running
+
+    # Any: attributes of the wrapped module, whatever they are.
+    def __getattr__(self, name: str) -> Any:
+        """Look on the wrapped module for what this one does not have."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "_fsdp_wrapped_module":  # not there yet
+                raise
+            return getattr(self._fsdp_wrapped_module, name)
+
+    def __getitem__(self, key: Any) -> Any:
+        """Index the wrapped module."""
+        inner: Any = self._fsdp_wrapped_module
+        return inner[key]
+
+
+def wrappers_in(module: nn.Module) -> list[WrapperBase]:
+    """List the wrappers in ``module``, itself included, outer ones first."""
+    return [m for m in module.modules() if isinstance(m, WrapperBase)]
+
+
+def wrap_inside(
+    wrapper_class: Callable[..., nn.Module],
+    module: nn.Module,
+    policy: Any,  # torch's policies share no class
+    ignored: Ignored,
+    options: Mapping[str, Any],
+) -> None:
+    """Wrap the submodules that ``policy`` chooses with ``options``, but for what it chooses itself."""
+
+    def wrap(inner: nn.Module, own: Mapping[str, Any]) -> nn.Module:
+        return wrapper_class(inner, **{**options, **own})
+
+    kept = _kept_precise(module, options["mixed_precision"])
+    for inner in kept:
+        _compute_in_float32(inner)
+    wrap_below(
+        module,
+        policy,
+        wrap=wrap,
+        is_wrapped=lambda inner: isinstance(inner, WrapperBase),
+        ignored_modules=ignored.modules,
+        ignored_parameters=ignored.parameters,
+        also={inner: {"mixed_precision": None} for inner in kept},
+    )
+
+
+def _kept_precise(module: nn.Module, mixed: MixedPrecision | None) -> list[nn.Module]:
+    """List the modules inside whose class is exempt from mixed precision: they become units of their own."""
+    if mixed is None or not mixed._module_classes_to_ignore:
+        return []
+    exempt = tuple(mixed._module_classes_to_ignore)
+    return [inner for inner in module.modules() if inner is not module and isinstance(inner, exempt)]
+
+
+def _compute_in_float32(module: nn.Module) -> None:
+    """Cast what goes in to float32, and what comes out to the dtype that the first input had."""
+    given: list[torch.dtype] = []
+
+    # Any: a module takes and gives what it likes.
+    def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        def widened(tensor: torch.Tensor) -> torch.Tensor:
+            if not tensor.is_floating_point():
+                return tensor
+            given.append(tensor.dtype)
+            return tensor.float()
+
+        given.clear()
+        return map_tensors(widened, args), map_tensors(widened, kwargs)
+
+    def after(_: nn.Module, __: tuple[Any, ...], output: Any) -> Any:
+        if not given:
+            return output
+        dtype = given[0]
+        return map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, output)
+
+    module.register_forward_pre_hook(before, with_kwargs=True)
+    module.register_forward_hook(after)
+
+
+def prepare_states(
+    module: nn.Module,
+    ignored: Ignored,
+    param_init_fn: Callable[[nn.Module], None] | None,
+    device_id: int | torch.device | None,
+    synchronised_by: Sequence[dist.ProcessGroup],
+) -> torch.device:
+    """Give memory, a device and, by broadcasts over the groups given, rank 0's values to all that is not wrapped yet.
+
+    Gives the device. Leaves ignored states and those of wrappers inside as they are.
+    """
+    inside = wrappers_in(module)
+    modules = {*ignored.modules, *(m for wrapper in inside for m in wrapper.modules())}
+    device = torch.device("cpu") if device_id is None else torch.device(device_id)
+    materialize(module, param_init_fn=param_init_fn, device=device, ignored_modules=modules)
+    own_device = move_to_device(
+        module, device_id, ignored_modules=modules, ignored_parameters=ignored.parameters
+    )
+    for group in synchronised_by:
+        broadcast_states(module, group, ignored_modules=modules, ignored_parameters=ignored.parameters)
+    has_own = unmanaged((module,), set(ignored.parameters))
+    return own_device if has_own or not inside else inside[0].compute_device

@@ -25,14 +25,21 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from engine.reference.flat import FLAT_NAME, FlatPiece
-from engine.reference.group import Group
-from engine.reference.original_names import PREFIX, clean_name, name_in
-from engine.reference.summoning import own_modules
-from engine.reference.whole import Showing, arrangement_of, showing_whole
-from engine.reference.wrapper_base import WrapperBase, wrappers_in
+from engine.reference.fsdp1.flat import FLAT_NAME, FlatPiece
+from engine.reference.fsdp1.full_params import (
+    PREFIX,
+    Showing,
+    arrangement_of,
+    clean_name,
+    name_in,
+    own_modules,
+    showing_whole,
+)
+from engine.reference.fsdp1.init import WrapperBase, wrappers_in
+from engine.reference.param_group import Group
 
 __all__ = ["Importer", "default_settings", "export_states", "named_pieces", "settings_for", "sharded_over"]
+
 
 _CONFIGS: dict[StateDictType, tuple[type[StateDictConfig], type[OptimStateDictConfig]]] = {
     StateDictType.FULL_STATE_DICT: (FullStateDictConfig, FullOptimStateDictConfig),

@@ -8,13 +8,13 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import nn
 
-from engine.reference.arrangement import Allocate
 from engine.reference.mesh import Ranks
+from engine.reference.param_layout import Allocate, Unsharded
 from engine.reference.parameter import WRITE_MARK, ManagedParameter, Site, WriteMark, is_promise
-from engine.reference.torch_internals import post_accumulate_hooks
-from engine.reference.unsharded import Unsharded
+from engine.reference.torch_private import post_accumulate_hooks
 
 __all__ = ["FLAT_NAME", "EndToEnd", "FlatParameter", "FlatPiece"]
+
 
 FLAT_NAME = "_flat_param"
 """The name under which a wrapper registers its flat parameter."""
