@@ -46,7 +46,7 @@ class PreparedReferenceWrapper(PreparedWrapper):
                     shape=tuple(piece.shape),
                     start=piece.first,
                     numel=piece.local_numel,
-                    owner=piece.owned,
+                    owner=piece.sharded_param,
                     is_flat=not piece.is_visible,
                     offset=piece.offset,
                 )

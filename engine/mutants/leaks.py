@@ -175,5 +175,5 @@ def _keep_gradients(group: Any, kept: list[Any]) -> None:
 
 
 def _keep_reference_gradients(group: Any, kept: list[Any]) -> None:
-    found = (p.unsharded for p in group.parameters if p.unsharded is not None)
+    found = (p.unsharded_param for p in group.parameters if p.unsharded_param is not None)
     kept += [parameter.grad for parameter in found if parameter.grad is not None]

@@ -13,14 +13,11 @@ from torch.autograd.graph import Node
 
 from engine.reference.torch_private import inside_backward
 
-__all__ = ["PendingBackwards", "map_tensors", "tensors_in"]
-
-
 # Any: a module may take and return whatever it likes.
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """Give every tensor inside ``value``, in a fixed order."""
+    """Return every tensor inside ``value``, in a fixed order."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, Mapping):
@@ -35,7 +32,7 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 
 def map_tensors(change: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
-    """Give ``value`` with every tensor changed, in the order of ``tensors_in``.
+    """Return ``value`` with every tensor changed, in the order of ``tensors_in``.
 
     A container in which nothing changes is given back itself, so that a module may write to it for its caller.
     """
@@ -109,7 +106,7 @@ class PendingBackwards:
     def watch_inputs(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Give the inputs as the modules shall see them, so that the end of backward shows."""
+        """Return the inputs as the modules shall see them, so that the end of backward shows."""
         self._is_counted = False
         if not torch.is_grad_enabled():
             return args, kwargs
@@ -163,7 +160,7 @@ class _Watched(torch.autograd.Function):
 
 # Any: whatever a forward takes.
 def _own_bases(outputs: Iterable[torch.Tensor], inputs: Any) -> list[Node]:
-    """Give the autograd nodes of the tensors that outputs are views of, if the module made them itself."""
+    """Return the autograd nodes of the tensors that outputs are views of, if the module made them itself."""
     bases = [t._base for t in outputs if t._base is not None]
     if not bases:
         return []

@@ -9,26 +9,10 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from engine.reference.comm_context import InFlight, Reduction
+from engine.reference.comm_context import PendingCollective, Reduction
 from engine.reference.mesh import Ranks
-from engine.reference.param_layout import Arrangement
-from engine.reference.parameter import ManagedParameter
-
-__all__ = [
-    "AllGather",
-    "CommHook",
-    "DefaultAllGather",
-    "DefaultReduceScatter",
-    "Division",
-    "Partial",
-    "ReduceScatter",
-    "ReductionPlan",
-    "cut",
-    "division",
-    "keep",
-    "reduction",
-]
-
+from engine.reference.param_layout import ParamLayout
+from engine.reference.parameter import FSDPParam
 
 # torch 2.13 gave the flat collectives new names and deprecated these, which older releases have alone.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -39,7 +23,7 @@ class AllGather(Protocol):
     """Gathers equal 1-D shards into one 1-D tensor, in rank order."""
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Give the output buffer of ``size`` elements."""
+        """Return the output buffer of ``size`` elements."""
 
     def __call__(
         self,
@@ -55,7 +39,7 @@ class ReduceScatter(Protocol):
     """Reduces a 1-D tensor of equal parts; every rank keeps its own part."""
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Give an input or output buffer of ``size`` elements."""
+        """Return an input or output buffer of ``size`` elements."""
 
     def __call__(
         self,
@@ -163,34 +147,34 @@ CommHook = Callable[..., Any]
 """Reduces in place of the engine: ``hook(gradients, row)`` where there are shards, else ``hook(gradients)``."""
 
 
-class Partial:
+class PartialReduction:
     """Gradients that were reduce-scattered but not yet all-reduced over replicas: 1-D padded shards."""
 
-    def __init__(self, arrangement: Arrangement) -> None:
-        self._arrangement = arrangement
-        self._expected: set[ManagedParameter] = set()
-        self._sums: dict[ManagedParameter, torch.Tensor] = {}
+    def __init__(self, layout: ParamLayout) -> None:
+        self._layout = layout
+        self._expected: set[FSDPParam] = set()
+        self._sums: dict[FSDPParam, torch.Tensor] = {}
 
-    def __contains__(self, parameter: ManagedParameter) -> bool:
+    def __contains__(self, parameter: FSDPParam) -> bool:
         """Whether something of ``parameter`` is here, or on its way."""
         return parameter in self._expected
 
-    def expect(self, parameters: Sequence[ManagedParameter], *, all_reduces: bool) -> None:
+    def expect(self, parameters: Sequence[FSDPParam], *, all_reduces: bool) -> None:
         """Note, when a reduction is issued, whether it will leave something here or take everything away."""
         if all_reduces:
             self._expected.difference_update(parameters)
         else:
             self._expected.update(parameters)
 
-    def add(self, parameters: Sequence[ManagedParameter], reduced: torch.Tensor) -> None:
+    def add(self, parameters: Sequence[FSDPParam], reduced: torch.Tensor) -> None:
         """Sum the parameters' parts of ``reduced`` into what is there."""
-        for parameter, part in self._arrangement.parts(parameters, reduced):
+        for parameter, part in self._layout.parts(parameters, reduced):
             earlier = self._sums.get(parameter)
             self._sums[parameter] = part if earlier is None else earlier.add_(part)
 
-    def move_to(self, parameters: Sequence[ManagedParameter], reduced: torch.Tensor) -> None:
+    def move_to(self, parameters: Sequence[FSDPParam], reduced: torch.Tensor) -> None:
         """Sum what is there into the parameters' parts of ``reduced``, and forget it."""
-        for parameter, part in self._arrangement.parts(parameters, reduced):
+        for parameter, part in self._layout.parts(parameters, reduced):
             earlier = self._sums.pop(parameter, None)
             if earlier is not None:
                 part.add_(earlier)
@@ -208,7 +192,7 @@ class ReductionPlan:
     ``dtype`` is that on the wire, ``final_dtype`` and ``home`` are where gradients end up.
     """
 
-    arrangement: Arrangement
+    layout: ParamLayout
     mesh: Ranks
     division: Division
     dtype: torch.dtype
@@ -219,26 +203,26 @@ class ReductionPlan:
     all_reduces: bool
     hook: Callable[[torch.Tensor], None] | None
     comm_hook: CommHook | None
-    partial: Partial
+    partial: PartialReduction
 
     @property
     def is_alone(self) -> bool:
         """Whether there is nobody to communicate with, and nothing else to do."""
         is_lone = self.mesh.shard_size * self.mesh.replicate_size == 1
-        return is_lone and self.hook is None and self.comm_hook is None and self.arrangement.keeps_apart
+        return is_lone and self.hook is None and self.comm_hook is None and self.layout.keeps_apart
 
 
-def reduction(parameters: Sequence[ManagedParameter], flat: torch.Tensor, plan: ReductionPlan) -> Reduction:
+def foreach_reduce(parameters: Sequence[FSDPParam], flat: torch.Tensor, plan: ReductionPlan) -> Reduction:
     """Reduce gradients that were ``cut`` into ``flat`` into the sharded parameters' gradients.
 
     Yields each collective that must be waited for before going on; runs without autograd.
     """
     if plan.comm_hook is not None:
-        _hand_out(_reduced_by_hook(flat, plan.comm_hook, plan), parameters, plan)
+        _write_gradients(_reduced_by_hook(flat, plan.comm_hook, plan), parameters, plan)
         return
     reduced = flat
     if plan.mesh.shard_size > 1 and flat.numel():
-        reduced = _row(flat, plan)
+        reduced = _scatter_output(flat, plan)
         assert plan.scatter_group is not None
         work = plan.scatter(
             output_tensor=reduced,
@@ -248,7 +232,7 @@ def reduction(parameters: Sequence[ManagedParameter], flat: torch.Tensor, plan: 
             async_op=True,
         )
         if work is not None:
-            yield InFlight(work, reduced)
+            yield PendingCollective(work, reduced)
     del flat
     if plan.mesh.is_replicated:
         with torch.no_grad():
@@ -261,26 +245,26 @@ def reduction(parameters: Sequence[ManagedParameter], flat: torch.Tensor, plan: 
             reduced, op=plan.division.reduce_op, group=plan.mesh.replicate_group, async_op=True
         )
         if work is not None:
-            yield InFlight(work, reduced)
+            yield PendingCollective(work, reduced)
     with torch.no_grad():
         if plan.hook is not None:
             plan.hook(reduced)
         if plan.division.after != 1:
             reduced.div_(plan.division.after)
-        _hand_out(reduced, parameters, plan)
+        _write_gradients(reduced, parameters, plan)
 
 
-def keep(parameters: Sequence[ManagedParameter], gradients: list[torch.Tensor], plan: ReductionPlan) -> None:
+def reduce_alone(parameters: Sequence[FSDPParam], gradients: list[torch.Tensor], plan: ReductionPlan) -> None:
     """Make whole gradients the reduced ones, where there is one rank; rounded as the wire would round them."""
     for parameter, gradient in zip(parameters, gradients, strict=True):
         own = gradient.to(plan.dtype)
         if plan.division.total != 1:
             own = own / plan.division.total
-        _hand_out(own.reshape(-1), (parameter,), plan)
+        _write_gradients(own.reshape(-1), (parameter,), plan)
 
 
-def cut(
-    parameters: Sequence[ManagedParameter], gradients: list[torch.Tensor], plan: ReductionPlan
+def reduce_scatter_copy_in(
+    parameters: Sequence[FSDPParam], gradients: list[torch.Tensor], plan: ReductionPlan
 ) -> torch.Tensor:
     """Lay whole gradients out rank by rank, 1-D and in ``plan.dtype``; empties the list."""
     device = gradients[0].device
@@ -288,14 +272,14 @@ def cut(
     def allocate(numel: int) -> torch.Tensor:
         return plan.scatter.allocate((numel,), dtype=plan.dtype, device=device)
 
-    flat = plan.arrangement.cut(parameters, gradients, allocate)
+    flat = plan.layout.copy_in_gradients(parameters, gradients, allocate)
     if plan.division.before != 1:
         flat.div_(plan.division.before)
     return flat
 
 
-def _row(flat: torch.Tensor, plan: ReductionPlan) -> torch.Tensor:
-    """Give memory for this rank's row of the sum."""
+def _scatter_output(flat: torch.Tensor, plan: ReductionPlan) -> torch.Tensor:
+    """Return memory for this rank's row of the sum."""
     size = (flat.numel() // plan.mesh.shard_size,)
     return plan.scatter.allocate(size, dtype=flat.dtype, device=flat.device)
 
@@ -306,11 +290,11 @@ def _reduced_by_hook(flat: torch.Tensor, hook: CommHook, plan: ReductionPlan) ->
         if plan.mesh.shard_size == 1:
             hook(flat)
             return flat
-        row = _row(flat, plan)
+        row = _scatter_output(flat, plan)
         hook(flat, row)
         return row
 
 
-def _hand_out(reduced: torch.Tensor, parameters: Sequence[ManagedParameter], plan: ReductionPlan) -> None:
+def _write_gradients(reduced: torch.Tensor, parameters: Sequence[FSDPParam], plan: ReductionPlan) -> None:
     """Bring the reduced row home, as a view where dtype and device allow."""
-    plan.arrangement.hand_out(parameters, reduced.to(device=plan.home, dtype=plan.final_dtype))
+    plan.layout.write_gradients(parameters, reduced.to(device=plan.home, dtype=plan.final_dtype))

@@ -10,8 +10,6 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["Geometry"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Geometry:
@@ -49,7 +47,7 @@ class Geometry:
         return self.rows * self.ranks == self.shape[self.dim]
 
     def shard_of(self, whole: torch.Tensor) -> torch.Tensor:
-        """Give this rank's shard of ``whole`` (shape ``shape``) as a view of shape ``shard_shape``."""
+        """Return this rank's shard of ``whole`` (shape ``shape``) as a view of shape ``shard_shape``."""
         first = min(self.rank * self.rows, self.shape[self.dim])
         return whole.narrow(self.dim, first, self.shard_shape[self.dim])
 

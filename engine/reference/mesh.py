@@ -10,16 +10,6 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Placement, Replicate
 
-__all__ = [
-    "DataMesh",
-    "RankGroups",
-    "Ranks",
-    "compute_device",
-    "part_group",
-    "replicating_mesh",
-    "sharding_mesh",
-]
-
 
 class Ranks(Protocol):
     """The ranks that hold one copy of the parameters together, and those that hold what this one does."""
@@ -125,7 +115,7 @@ class DataMesh:
         return self.replicate_axis is not None
 
     def placements(self, shard: Placement) -> tuple[Placement, ...]:
-        """Give one placement per mesh axis for a tensor split by ``shard``."""
+        """Return one placement per mesh axis for a tensor split by ``shard``."""
         return tuple(shard if axis == self.shard_axis else Replicate() for axis in range(self.mesh.ndim))
 
 
@@ -162,14 +152,14 @@ def replicating_mesh(mesh: DeviceMesh | None) -> DataMesh:
 
 
 def compute_device(mesh: DeviceMesh) -> torch.device:
-    """Give the device on which this rank computes."""
+    """Return the device on which this rank computes."""
     if mesh.device_type == "cpu":
         return torch.device("cpu")
     return torch.device(mesh.device_type, torch.get_device_module(mesh.device_type).current_device())
 
 
-def part_group(mesh: Ranks, size: int, known: dict[tuple[int, ...], dist.ProcessGroup]) -> dist.ProcessGroup:
-    """Give the process group of ``size`` neighbours in the shard group that this rank is one of.
+def subgroup_of(mesh: Ranks, size: int, known: dict[tuple[int, ...], dist.ProcessGroup]) -> dist.ProcessGroup:
+    """Return the process group of ``size`` neighbours in the shard group that this rank is one of.
 
     Groups in ``known`` are used again, new ones added: a collective call over each group's own ranks.
     """

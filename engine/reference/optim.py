@@ -12,9 +12,6 @@ import torch.distributed as dist
 from torch.amp.grad_scaler import GradScaler
 from torch.distributed.tensor import DTensor, Replicate
 
-__all__ = ["ShardedGradScaler", "Spread", "clip_grad_norm_", "clip_scale", "norm_over"]
-
-
 _EPSILON = 1e-6  # torch.nn.utils.clip_grad_norm_ adds the same to the norm it divides by
 
 
@@ -55,7 +52,7 @@ def clip_grad_norm_(
 
 
 def clip_scale(max_norm: float, total: torch.Tensor) -> torch.Tensor:
-    """Give what gradients of that norm are multiplied with: torch.nn.utils.clip_grad_norm_'s formula."""
+    """Return what gradients of that norm are multiplied with: torch.nn.utils.clip_grad_norm_'s formula."""
     return torch.clamp(max_norm / (total + _EPSILON), max=1.0)
 
 
@@ -80,7 +77,7 @@ def _norm(parameters: list[torch.Tensor], order: float) -> torch.Tensor:
 def norm_over(
     gradients: Mapping[Spread, Sequence[torch.Tensor]], order: float, device: torch.device, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Give the joint norm (0-dim, of ``dtype``, on ``device``) of local gradients by how they are spread.
+    """Return the joint norm (0-dim, of ``dtype``, on ``device``) of local gradients by how they are spread.
 
     Norms are combined first within each spread, over its ranks, then with each other. Collective over the groups.
     """
@@ -114,7 +111,7 @@ def _local_norm(local: torch.Tensor, order: float, dtype: torch.dtype) -> torch.
 def _joined(
     norms: list[torch.Tensor], order: float, device: torch.device, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Give the norm of a vector from the norms of its parts: of order 0 counts add up."""
+    """Return the norm of a vector from the norms of its parts: of order 0 counts add up."""
     if not norms:
         return torch.zeros((), dtype=dtype, device=device)
     stacked = torch.stack([n.to(device) for n in norms])
@@ -196,7 +193,7 @@ class ShardedGradScaler(GradScaler):
     def _agreed(
         self, found: dict[torch.device, torch.Tensor], device: torch.device
     ) -> dict[torch.device, torch.Tensor]:
-        """Give what any device of any rank found for each of ``found``, or for ``device`` where there is none.
+        """Return what any device of any rank found for each of ``found``, or for ``device`` where there is none.
 
         The call returns when the result is there, so what is copied to other devices is never the rank's own
         finding, as it once was (pytorch#115710).

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from engine.reference.collectives import (
     AllGather,
@@ -15,30 +16,30 @@ from engine.reference.collectives import (
     DefaultAllGather,
     DefaultReduceScatter,
     Division,
-    Partial,
+    PartialReduction,
     ReduceScatter,
     ReductionPlan,
-    cut,
     division,
-    keep,
-    reduction,
+    foreach_reduce,
+    reduce_alone,
+    reduce_scatter_copy_in,
 )
-from engine.reference.comm_context import Lanes
+from engine.reference.comm_context import CommContext
 from engine.reference.mesh import Ranks
-from engine.reference.param_layout import Arrangement, Unsharded, whereabouts
-from engine.reference.parameter import ManagedParameter, promise
+from engine.reference.param_layout import ParamLayout, UnshardedMemory, storage_signature
+from engine.reference.parameter import FSDPParam, placeholder_grad
 from engine.reference.policies import CPUOffloadPolicy, DTypes, OffloadPolicy
 
-__all__ = ["Group", "GroupState", "check_memory"]
 
-
-class GroupState(Enum):
+class ShardedState(Enum):
     """Where the group's parameters are."""
 
     SHARDED = "every rank holds its shard; unshard() -> GATHERING"
     GATHERING = "the gather is under way; wait() -> UNSHARDED"
-    UNSHARDED = "modules see whole parameters; reshard() -> SHARDED, or keep_part() -> KEPT"
-    KEPT = "this rank holds a larger part, gathered from fewer ranks; unshard() -> GATHERING"
+    UNSHARDED = (
+        "modules see whole parameters; reshard() -> SHARDED, or keep_shard_of_subgroup() -> PARTIALLY_SHARDED"
+    )
+    PARTIALLY_SHARDED = "this rank holds a larger part, gathered from fewer ranks; unshard() -> GATHERING"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -53,7 +54,7 @@ class _Gather:
     kept: torch.Tensor | None = None
 
 
-class Group:
+class FSDPParamGroup:
     """Parameters of one call of ``fully_shard`` or ``replicate`` on one mesh.
 
     The knobs are plain attributes, set through the methods of the sharded module.
@@ -61,18 +62,18 @@ class Group:
 
     def __init__(
         self,
-        arrangement: Arrangement,
+        layout: ParamLayout,
         mesh: Ranks,
         device: torch.device,
         dtypes: DTypes,
         offload: OffloadPolicy,
     ) -> None:
-        self.arrangement = arrangement
-        self.parameters = tuple(arrangement.parameters)
+        self.layout = layout
+        self.parameters = tuple(layout.parameters)
         self.mesh = mesh
         self.offload = offload
-        self.state = GroupState.SHARDED
-        self.lanes = Lanes(device)
+        self.state = ShardedState.SHARDED
+        self.comm_ctx = CommContext(device)
         self.reduces = True
         self.all_reduces = True
         self.divide_factor: float | None = None
@@ -87,88 +88,101 @@ class Group:
         self.shows_accumulation = False
         self.all_gather: AllGather = DefaultAllGather()
         self.reduce_scatter: ReduceScatter = DefaultReduceScatter()
-        self.gradient_arrived: Callable[[Group, bool], None] = _ignored
+        self.gradient_arrived: Callable[[FSDPParamGroup, bool], None] = _ignored
         self.is_complete = False
         self._is_reduced = False
         self._was_reduced = False
         self.device = device
         self._dtypes = dtypes
         self._home = torch.device("cpu") if isinstance(offload, CPUOffloadPolicy) else device
-        self._whereabouts: tuple[object, ...] = ()
-        self._unsharded: Unsharded | None = None
-        self._gather: _Gather | None = None
-        self._kept: torch.Tensor | None = None
-        self._part_group: dist.ProcessGroup | None = None
+        self._signature: tuple[object, ...] = ()
+        self._unsharded: UnshardedMemory | None = None
+        self._pending_gather: _Gather | None = None
+        self._kept_shard: torch.Tensor | None = None
+        self._subgroup: dist.ProcessGroup | None = None
         self._is_stale = False
-        self._partial = Partial(arrangement)
-        self._shown: list[ManagedParameter] = []
+        self._partial = PartialReduction(layout)
+        self._shown: list[FSDPParam] = []
         self._arrived: set[int] = set()
         for parameter in self.parameters:
-            parameter.watch_writes(self.shards_were_written)
+            parameter.listen_to_steps(self.mark_stale)
+
+    def lazy_init(self, names: Mapping[nn.Module, str]) -> None:
+        """Name the parameters for messages, by the modules' names, and check what only the first forward can know.
+
+        Raises ValueError for parameters tied across groups, RuntimeError or AssertionError for what `_check_memory`
+        and the reduction cannot work with.
+        """
+        for parameter in self.parameters:
+            parameter.name = parameter.locations[0].name_from(names)
+        _check_tied(self.parameters)
+        _check_memory(self.parameters, self.offload)
+        _check_dtypes(self.parameters)
 
     # Parameters -------------------------------------------------------------------------------------------
 
     def unshard(self) -> None:
         """Issue the gather, unless parameters are whole or on their way already."""
-        if self.state in {GroupState.GATHERING, GroupState.UNSHARDED}:
+        if self.state in {ShardedState.GATHERING, ShardedState.UNSHARDED}:
             return
         with torch.inference_mode(False), torch.no_grad():
-            if self.state is GroupState.SHARDED:
-                self.take_over()
+            if self.state is ShardedState.SHARDED:
+                self.reset_sharded_params()
                 if any(p.local.is_meta for p in self.parameters):
-                    check_memory(self)
+                    _check_memory(self.parameters, self.offload)
                 self._is_stale = False
                 self._was_reduced = False
-            self._gather = self._issue_gather()
-        self.state = GroupState.GATHERING
+            self._pending_gather = self._issue_all_gather()
+        self.state = ShardedState.GATHERING
 
     def wait(self) -> None:
         """Wait for a gather under way and let modules see whole parameters."""
-        if self.state is not GroupState.GATHERING:
+        if self.state is not ShardedState.GATHERING:
             return
         assert self._unsharded is not None
-        gathered = self._gathered()
+        gathered = self._wait_for_all_gather()
         with torch.inference_mode(False), torch.no_grad():
-            self._unsharded.fill(gathered)
-        self.lanes.gather_after()  # the next gather may be given the memory that this one was copied out of
+            self._unsharded.copy_out(gathered)
+        # The next gather may be given the memory that this one was copied out of.
+        self.comm_ctx.wait_before_all_gather()
         if not self._unsharded.is_in(gathered) and isinstance(self.all_gather, DefaultAllGather):
-            self.lanes.give_back(gathered)
+            self.comm_ctx.recycle(gathered)
         for parameter in self.parameters:
-            parameter.register_unsharded()
-        self.state = GroupState.UNSHARDED
+            parameter.to_unsharded()
+        self.state = ShardedState.UNSHARDED
 
     def reshard(self) -> None:
         """Free whole parameters and let modules see the shards; a gather under way is waited for and dropped."""
-        if self.state is GroupState.GATHERING:
-            self._gathered()
-            self.lanes.gather_after()  # as above
-        self._kept = None
-        if self.state is not GroupState.SHARDED:
+        if self.state is ShardedState.GATHERING:
+            self._wait_for_all_gather()
+            self.comm_ctx.wait_before_all_gather()  # as above
+        self._kept_shard = None
+        if self.state is not ShardedState.SHARDED:
             self._free()
-        self.state = GroupState.SHARDED
+        self.state = ShardedState.SHARDED
 
-    def keep_part(self) -> None:
-        """Free whole parameters but for this rank's part of the smaller group (see ``keep_parts_in``)."""
-        if self.state is not GroupState.UNSHARDED or self._part_group is None:
+    def keep_shard_of_subgroup(self) -> None:
+        """Free whole parameters but for this rank's part of the smaller group (see ``set_subgroup``)."""
+        if self.state is not ShardedState.UNSHARDED or self._subgroup is None:
             self.reshard()
             return
         assert self._unsharded is not None
         with torch.inference_mode(False), torch.no_grad():
-            self._kept = self._unsharded.part(self._part_group.rank(), self._part_group.size())
-        self.lanes.gather_after()  # the next gather sends this part
+            self._kept_shard = self._unsharded.part(self._subgroup.rank(), self._subgroup.size())
+        self.comm_ctx.wait_before_all_gather()  # the next gather sends this part
         self._free()
-        self.state = GroupState.KEPT
+        self.state = ShardedState.PARTIALLY_SHARDED
 
-    def keep_parts_in(self, group: dist.ProcessGroup | None) -> None:
+    def set_subgroup(self, group: dist.ProcessGroup | None) -> None:
         """Choose the ranks among which whole parameters are split between forward and backward; None: all."""
-        self._part_group = group
+        self._subgroup = group
 
-    def shards_were_written(self) -> None:
+    def mark_stale(self) -> None:
         """Note that whole parameters, if there are any, are not those of the shards any more."""
         self._is_stale = True
 
     def refresh(self, *, begins_iteration: bool) -> None:
-        """Give up whole parameters of before an optimizer step, and accumulated gradients that were cleared.
+        """Return up whole parameters of before an optimizer step, and accumulated gradients that were cleared.
 
         Decided by what every rank does alike, as a gather is collective: torch's optimizers tell of their steps,
         and before a new iteration whoever else updates parameters has had the reduced gradients.
@@ -176,8 +190,8 @@ class Group:
         if self._is_stale or (begins_iteration and self._was_reduced):
             self.reshard()
         for parameter in self._shown:
-            if parameter.owned.grad is None:
-                parameter.drop_gradient()
+            if parameter.sharded_param.grad is None:
+                parameter.drop_unsharded_grad()
         self._shown.clear()
 
     def check_unchanged(self) -> None:
@@ -186,7 +200,11 @@ class Group:
         Gathered parameters are copies. Those that share the shards' memory are not, and autograd cannot see a
         write to the shards.
         """
-        if self._unsharded is None or not self._unsharded.is_shared or self.state is not GroupState.UNSHARDED:
+        if (
+            self._unsharded is None
+            or not self._unsharded.is_shared
+            or self.state is not ShardedState.UNSHARDED
+        ):
             return
         if self._is_stale:
             raise RuntimeError(
@@ -194,13 +212,13 @@ class Group:
                 "them changed by an optimizer before backward; step after the backward of every forward"
             )
 
-    def take_over(self) -> None:
+    def reset_sharded_params(self) -> None:
         """Adopt parameters that were replaced, moved or cast, as by loading."""
-        self.arrangement.adopt()
-        whereabouts = self._whereabouts_that_matter()
-        if self._unsharded is None or whereabouts != self._whereabouts:
-            self._whereabouts = whereabouts
-            self._unsharded = self.arrangement.whole(
+        self.layout.reset_sharded_param()
+        storage_signature = self._signature_that_matters()
+        if self._unsharded is None or storage_signature != self._signature:
+            self._signature = storage_signature
+            self._unsharded = self.layout.init_unsharded(
                 dtype=self._dtypes.param_dtype, device=self.device, on_gradient=self._count
             )
 
@@ -210,34 +228,34 @@ class Group:
         """Start the reduction of what gradients there are, or hold them if the next backward shall add to them."""
         self._arrived.clear()
         self.is_complete = False
-        if not any(p.has_gradient or self._adds_zeros(p) for p in self.parameters):
+        if not any(p.has_unsharded_grad or self._adds_zeros(p) for p in self.parameters):
             return
         if not self.reduces:
             for parameter in self.parameters:
-                parameter.hold_gradient(self._reduce_dtype)
+                parameter.hold_unsharded_grad(self._reduce_dtype)
             if self.shows_accumulation:
                 self._show_accumulation()
             return
-        chosen = [p for p in self.parameters if p.has_gradient or self._adds_zeros(p)]
+        chosen = [p for p in self.parameters if p.has_unsharded_grad or self._adds_zeros(p)]
         self._is_reduced = True
         self._was_reduced |= self.all_reduces or not self.mesh.is_replicated
-        gradients = [p.take_gradient(self._reduce_dtype) for p in chosen]
+        gradients = [p.pop_unsharded_grad(self._reduce_dtype) for p in chosen]
         plan = self._reduction_plan(self._reduce_dtype or gradients[0].dtype)
         with torch.no_grad():
             if plan.is_alone:
-                keep(chosen, gradients, plan)
+                reduce_alone(chosen, gradients, plan)
                 return
-            self.lanes.make_room()
-            flat = cut(chosen, gradients, plan)
+            self.comm_ctx.reserve()
+            flat = reduce_scatter_copy_in(chosen, gradients, plan)
             self._partial.expect(chosen, all_reduces=plan.all_reduces)
-            self.lanes.reduce(flat, reduction(chosen, flat, plan))
+            self.comm_ctx.reduce(flat, foreach_reduce(chosen, flat, plan))
 
     def _show_accumulation(self) -> None:
         """Let what the optimizer owns have a gradient while one accumulates, so that it shows when that is cleared."""
-        self._shown = [p for p in self.parameters if p.has_gradient]
+        self._shown = [p for p in self.parameters if p.has_unsharded_grad]
         for parameter in self._shown:
-            if parameter.owned.grad is None:
-                parameter.owned.grad = promise(parameter.owned)
+            if parameter.sharded_param.grad is None:
+                parameter.sharded_param.grad = placeholder_grad(parameter.sharded_param)
 
     def forget_backward(self) -> None:
         """Note that a backward is over: what arrives next belongs to another one."""
@@ -250,7 +268,7 @@ class Group:
         self.forget_backward()
         self._partial.clear()
         for parameter in self.parameters:
-            parameter.drop_gradient()
+            parameter.drop_unsharded_grad()
 
     # ------------------------------------------------------------------------------------------------------
 
@@ -258,9 +276,13 @@ class Group:
     def _reduce_dtype(self) -> torch.dtype | None:
         return self._dtypes.reduce_dtype or self._dtypes.param_dtype
 
-    def _adds_zeros(self, parameter: ManagedParameter) -> bool:
+    def _adds_zeros(self, parameter: FSDPParam) -> bool:
         """Whether a parameter without a gradient takes part: other ranks may have one, or microbatches before."""
-        if not self.reduces or parameter.unsharded is None or not parameter.unsharded.requires_grad:
+        if (
+            not self.reduces
+            or parameter.unsharded_param is None
+            or not parameter.unsharded_param.requires_grad
+        ):
             return False
         return (self.reduces_unused and not self._is_reduced) or (
             self.all_reduces and parameter in self._partial
@@ -268,7 +290,7 @@ class Group:
 
     def _reduction_plan(self, dtype: torch.dtype) -> ReductionPlan:
         return ReductionPlan(
-            arrangement=self.arrangement,
+            layout=self.layout,
             mesh=self.mesh,
             division=self._division(dtype),
             dtype=dtype,
@@ -293,20 +315,20 @@ class Group:
             only_sums=self.only_sums,
         )
 
-    def _issue_gather(self) -> _Gather:
+    def _issue_all_gather(self) -> _Gather:
         """Have this rank's part of the output filled, and then the rest by the gather."""
         assert self._unsharded is not None
         numel, dtype = self._unsharded.wire_numel, self._unsharded.wire_dtype
-        group = self.mesh.shard_group if self._kept is None else self._part_group
+        group = self.mesh.shard_group if self._kept_shard is None else self._subgroup
         if self.mesh.shard_size == 1 or group is None:
             return _Gather(self._own_copy(), None)
-        kept, self._kept = self._kept, None
-        with self.lanes.gathering():
+        kept, self._kept_shard = self._kept_shard, None
+        with self.comm_ctx.on_all_gather_stream():
             direct = self._unsharded.direct()
             output = self._gather_buffer(self.mesh.shard_size * numel, dtype) if direct is None else direct
             source = output.chunk(group.size())[group.rank()] if output.numel() else output
             if kept is None:
-                self.arrangement.pack(source)
+                self.layout.copy_in(source)
             else:
                 source.copy_(kept)
             work = None
@@ -315,7 +337,7 @@ class Group:
         return _Gather(output, work, kept)
 
     def _own_copy(self) -> torch.Tensor:
-        """Give what a gather among one rank would: nothing, if whole parameters are the shards themselves."""
+        """Return what a gather among one rank would: nothing, if whole parameters are the shards themselves."""
         assert self._unsharded is not None
         if self._unsharded.is_shared:
             return torch.empty(0)
@@ -323,34 +345,34 @@ class Group:
         if direct is None:
             numel, dtype = self._unsharded.wire_numel, self._unsharded.wire_dtype
             direct = torch.empty(numel, dtype=dtype, device=self.device)
-        self.arrangement.pack(direct)
+        self.layout.copy_in(direct)
         return direct
 
-    def _whereabouts_that_matter(self) -> tuple[object, ...]:
+    def _signature_that_matters(self) -> tuple[object, ...]:
         """Where the shards are, if whole parameters are the same memory; else only what they are."""
         if self.mesh.shard_size == 1:
-            return whereabouts(self.parameters)
+            return storage_signature(self.parameters)
         return tuple((p.local.dtype, p.local.is_meta) for p in self.parameters)
 
-    def _gathered(self) -> torch.Tensor:
+    def _wait_for_all_gather(self) -> torch.Tensor:
         """Wait for the gather under way and give its output."""
-        assert self._gather is not None
-        gather, self._gather = self._gather, None
+        assert self._pending_gather is not None
+        gather, self._pending_gather = self._pending_gather, None
         if gather.work is not None:
             gather.work.wait()
         return gather.output
 
     def _gather_buffer(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         if isinstance(self.all_gather, DefaultAllGather):
-            return self.lanes.buffer(numel, dtype, self.device)
+            return self.comm_ctx.all_gather_buffer(numel, dtype, self.device)
         return self.all_gather.allocate((numel,), dtype=dtype, device=self.device)
 
     def _free(self) -> None:
         for parameter in self.parameters:
-            parameter.register_sharded()
+            parameter.to_sharded()
         assert self._unsharded is not None
         if self._unsharded.is_direct:
-            self.lanes.gather_after()  # the next gather may be given this memory
+            self.comm_ctx.wait_before_all_gather()  # the next gather may be given this memory
         self._unsharded.free()
 
     def _count(self, unsharded: torch.Tensor) -> None:
@@ -363,32 +385,49 @@ class Group:
         # Where ranks may use different parameters, only the end of the module's backward is common to all.
         if not self.reduces_unused:
             self.is_complete = self._arrived.issuperset(
-                id(p.unsharded)
+                id(p.unsharded_param)
                 for p in self.parameters
-                if p.unsharded is not None and p.unsharded.requires_grad
+                if p.unsharded_param is not None and p.unsharded_param.requires_grad
             )
         self.gradient_arrived(self, self.is_complete)
 
 
-def _ignored(_: Group, __: bool) -> None:
+def _ignored(_: FSDPParamGroup, __: bool) -> None:
     return None
 
 
-def check_memory(group: Group) -> None:
+def _check_tied(parameters: Sequence[FSDPParam]) -> None:
+    for parameter in parameters:
+        if parameter.is_tied_elsewhere:
+            raise ValueError(
+                f"parameter {parameter.name!r} is shared with a parameter already managed by another group, "
+                "so the two would be trained apart; put both modules into one call: "
+                "fully_shard([module_a, module_b])"
+            )
+
+
+def _check_memory(parameters: Sequence[FSDPParam], offload: OffloadPolicy) -> None:
     """Raise RuntimeError for parameters without memory, or not in the host memory that offloading keeps them in."""
-    on_meta = [p.name for p in group.parameters if p.current().is_meta]
+    on_meta = [p.name for p in parameters if p.current().is_meta]
     if on_meta:
         raise RuntimeError(
             f"parameters should be materialized from meta device before the first forward, got {on_meta} "
             "still there; call module.to_empty(device=...) and initialise them, or load a state dict"
         )
-    if not isinstance(group.offload, CPUOffloadPolicy):
+    if not isinstance(offload, CPUOffloadPolicy):
         return
-    elsewhere = [
-        (p.name, str(p.current().device)) for p in group.parameters if p.current().device.type != "cpu"
-    ]
+    elsewhere = [(p.name, str(p.current().device)) for p in parameters if p.current().device.type != "cpu"]
     if elsewhere:
         raise RuntimeError(
             f"parameters should be materialized on CPU when CPU offloading is on, got {elsewhere}; "
             'load a CPU state dict or call module.to_empty(device="cpu")'
+        )
+
+
+def _check_dtypes(parameters: Sequence[FSDPParam]) -> None:
+    dtypes = {str(p.current().dtype) for p in parameters if p.current().requires_grad}
+    if len(dtypes) > 1:
+        raise AssertionError(
+            f"fully_shard expects uniform original parameter dtype in a group, got {sorted(dtypes)} among "
+            f"{[p.name for p in parameters]}; cast them, or give each dtype a call of its own"
         )

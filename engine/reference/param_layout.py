@@ -7,16 +7,13 @@ from typing import Protocol
 
 import torch
 
-from engine.reference.parameter import ManagedParameter, ShardedParameter
+from engine.reference.parameter import FSDPParam, ShardedParam
 from engine.reference.torch_private import post_accumulate_hooks
-
-__all__ = ["Arrangement", "SideBySide", "Unsharded", "carved", "whereabouts"]
-
 
 _ALIGNMENT_BYTES = 64  # a cache line, and what vectorised kernels like
 
 
-class Unsharded:
+class UnshardedMemory:
     """Whole parameters as views of one block of memory.
 
     Without a ``block`` they are views of the shards' own: a replicated parameter exists once. ``targets`` are
@@ -67,7 +64,7 @@ class Unsharded:
         return self._single is not None
 
     def direct(self) -> torch.Tensor | None:
-        """Give the memory that a gather may write to as it is, allocated; None if it must be rearranged."""
+        """Return the memory that a gather may write to as it is, allocated; None if it must be rearranged."""
         if self._single is None:
             return None
         self._allocate()
@@ -77,7 +74,7 @@ class Unsharded:
         """Whether ``gathered`` is this memory, and not a buffer to give back."""
         return self._block is None or gathered is self._single
 
-    def fill(self, gathered: torch.Tensor) -> None:
+    def copy_out(self, gathered: torch.Tensor) -> None:
         """Copy a gather's output (1-D: rank by rank, all parameters' padded shards) to where it belongs."""
         if self._block is None or gathered is self._single:
             return
@@ -101,7 +98,7 @@ class Unsharded:
         return torch.cat(cut, dim=1).view(-1)
 
     def free(self) -> None:
-        """Give the memory back; tensors that autograd saved keep their identity and see the next gather's."""
+        """Return the memory back; tensors that autograd saved keep their identity and see the next gather's."""
         if self._block is not None:
             self._block.untyped_storage().resize_(0)
 
@@ -132,11 +129,11 @@ def carved(
 Allocate = Callable[[int], torch.Tensor]
 
 
-class Arrangement(Protocol):
+class ParamLayout(Protocol):
     """One way to lay out a group's parameters. All ranks of a group use the same."""
 
     @property
-    def parameters(self) -> Sequence[ManagedParameter]:
+    def parameters(self) -> Sequence[FSDPParam]:
         """The group's parameters."""
         ...
 
@@ -145,20 +142,20 @@ class Arrangement(Protocol):
         """Whether one parameter's gradient may be handed out without the others'."""
         ...
 
-    def adopt(self) -> None:
+    def reset_sharded_param(self) -> None:
         """Take over parameters that were replaced, moved or cast, as by loading."""
 
-    def whole(
+    def init_unsharded(
         self, *, dtype: torch.dtype | None, device: torch.device, on_gradient: Callable[[torch.Tensor], None]
-    ) -> Unsharded:
+    ) -> UnshardedMemory:
         """Make the memory of whole parameters, in ``dtype`` where they are floating-point, on ``device``."""
         ...
 
-    def pack(self, out: torch.Tensor) -> None:
+    def copy_in(self, out: torch.Tensor) -> None:
         """Copy this rank's shards into ``out`` (1-D), cast to its dtype."""
 
-    def cut(
-        self, parameters: Sequence[ManagedParameter], gradients: list[torch.Tensor], allocate: Allocate
+    def copy_in_gradients(
+        self, parameters: Sequence[FSDPParam], gradients: list[torch.Tensor], allocate: Allocate
     ) -> torch.Tensor:
         """Lay whole gradients (plain, one per parameter) out rank by rank in memory (1-D) from ``allocate``.
 
@@ -167,32 +164,32 @@ class Arrangement(Protocol):
         ...
 
     def parts(
-        self, parameters: Sequence[ManagedParameter], reduced: torch.Tensor
-    ) -> Iterator[tuple[ManagedParameter, torch.Tensor]]:
-        """Give each parameter with its part of this rank's row of what was cut for them, as a view (1-D)."""
+        self, parameters: Sequence[FSDPParam], reduced: torch.Tensor
+    ) -> Iterator[tuple[FSDPParam, torch.Tensor]]:
+        """Return each parameter with its part of this rank's row of what was cut for them, as a view (1-D)."""
         ...
 
-    def hand_out(self, parameters: Sequence[ManagedParameter], reduced: torch.Tensor) -> None:
+    def write_gradients(self, parameters: Sequence[FSDPParam], reduced: torch.Tensor) -> None:
         """Add a reduced row to the gradients of what the optimizer owns, as views where there are none yet."""
 
 
-class SideBySide:
+class PerParameterLayout:
     """Each parameter is cut by itself; a rank sends its shards of all of them one after the other, each padded."""
 
     keeps_apart = True
 
-    def __init__(self, parameters: Sequence[ShardedParameter], ranks: int) -> None:
+    def __init__(self, parameters: Sequence[ShardedParam], ranks: int) -> None:
         self.parameters = tuple(parameters)
         self._ranks = ranks
 
-    def adopt(self) -> None:
+    def reset_sharded_param(self) -> None:
         """Adopt each."""
         for parameter in self.parameters:
-            parameter.adopt()
+            parameter.reset_sharded_param()
 
-    def whole(
+    def init_unsharded(
         self, *, dtype: torch.dtype | None, device: torch.device, on_gradient: Callable[[torch.Tensor], None]
-    ) -> Unsharded:
+    ) -> UnshardedMemory:
         """Make one block for all; where nothing is gathered and nothing cast, it is the shards' own memory."""
         locals_ = [p.local for p in self.parameters]
         dtypes = [dtype if dtype and t.is_floating_point() else t.dtype for t in locals_]
@@ -205,9 +202,9 @@ class SideBySide:
         else:
             block, views = carved([self._ranks * n for n in numels], dtypes, device)
         for parameter, view in zip(self.parameters, views, strict=True):
-            parameter.dress(view, on_gradient)
+            parameter.init_unsharded_param(view, on_gradient)
         is_flat = all(p.geometry.dim == 0 for p in self.parameters)
-        return Unsharded(
+        return UnshardedMemory(
             block,
             [p.geometry.by_rank(v) for p, v in zip(self.parameters, views, strict=True)],
             numels=numels,
@@ -216,7 +213,7 @@ class SideBySide:
             single=views[0] if len(views) == 1 and is_flat and block is not None else None,
         )
 
-    def pack(self, out: torch.Tensor) -> None:
+    def copy_in(self, out: torch.Tensor) -> None:
         """Copy shards side by side, each padded to the size of the largest; byte for byte, if ``out`` is bytes.
 
         ``out`` is this rank's part of the gather's output, so that the gather needs no input of its own.
@@ -238,8 +235,8 @@ class SideBySide:
             out[start + flat.numel() : end].zero_()
             start = end
 
-    def cut(
-        self, parameters: Sequence[ManagedParameter], gradients: list[torch.Tensor], allocate: Allocate
+    def copy_in_gradients(
+        self, parameters: Sequence[FSDPParam], gradients: list[torch.Tensor], allocate: Allocate
     ) -> torch.Tensor:
         """Lay out as many rows as there are ranks, of all parameters' padded shards."""
         chosen = _sharded(parameters)
@@ -256,26 +253,26 @@ class SideBySide:
         return flat
 
     def parts(
-        self, parameters: Sequence[ManagedParameter], reduced: torch.Tensor
-    ) -> Iterator[tuple[ManagedParameter, torch.Tensor]]:
-        """Give each its padded shard."""
+        self, parameters: Sequence[FSDPParam], reduced: torch.Tensor
+    ) -> Iterator[tuple[FSDPParam, torch.Tensor]]:
+        """Return each its padded shard."""
         chosen = _sharded(parameters)
         yield from zip(chosen, reduced.split([p.geometry.padded_numel for p in chosen]), strict=True)
 
-    def hand_out(self, parameters: Sequence[ManagedParameter], reduced: torch.Tensor) -> None:
-        """Give each parameter its part, without the padding."""
+    def write_gradients(self, parameters: Sequence[FSDPParam], reduced: torch.Tensor) -> None:
+        """Return each parameter its part, without the padding."""
         for parameter, part in self.parts(parameters, reduced):
-            assert isinstance(parameter, ShardedParameter)
-            parameter.accept_gradient(parameter.geometry.own_part(part))
-            for hook in post_accumulate_hooks(parameter.owned):
-                hook(parameter.owned)
+            assert isinstance(parameter, ShardedParam)
+            parameter.accumulate_sharded_grad(parameter.geometry.own_part(part))
+            for hook in post_accumulate_hooks(parameter.sharded_param):
+                hook(parameter.sharded_param)
 
 
-def whereabouts(parameters: Sequence[ManagedParameter]) -> tuple[object, ...]:
+def storage_signature(parameters: Sequence[FSDPParam]) -> tuple[object, ...]:
     """Describe where the shards are and in which dtype, to tell when they were moved or cast."""
     return tuple((p.local.dtype, p.local.device, p.local.data_ptr()) for p in parameters)
 
 
-def _sharded(parameters: Sequence[ManagedParameter]) -> list[ShardedParameter]:
+def _sharded(parameters: Sequence[FSDPParam]) -> list[ShardedParam]:
     """Know the parameters of a group of this arrangement by their class."""
-    return [p for p in parameters if isinstance(p, ShardedParameter)]
+    return [p for p in parameters if isinstance(p, ShardedParam)]

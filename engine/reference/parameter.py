@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -24,85 +24,79 @@ from engine.reference.torch_private import (
     strided_shard,
 )
 
-__all__ = [
-    "WRITE_MARK",
-    "ManagedParameter",
-    "ShardedParameter",
-    "Site",
-    "WriteMark",
-    "cut_parameter",
-    "is_promise",
-    "plan_cut",
-    "promise",
-]
-
-
 _MARK = "_is_sharded_elsewhere"
-WRITE_MARK = "_write_mark"
-"""The attribute of a sharded parameter that holds its ``WriteMark``."""
+STEP_LISTENER = "_step_listener"
+"""The attribute of a sharded parameter that holds its ``StepListener``."""
 
 
 @dataclass(frozen=True, slots=True)
-class Site:
+class ParamLocation:
     """A place where a parameter is registered; a shared parameter has several."""
 
     module: nn.Module
     name: str
 
-    def holds(self) -> nn.Parameter | None:
-        """Give what is registered here now."""
+    def get(self) -> nn.Parameter | None:
+        """Return what is registered here now."""
         return self.module._parameters.get(self.name)
 
-    def put(self, parameter: nn.Parameter) -> None:
+    def set(self, parameter: nn.Parameter) -> None:
         """Register ``parameter`` here; past a plain setattr, which costs more than the rest of a switch."""
         if type(self.module).__setattr__ is nn.Module.__setattr__:
             self.module._parameters[self.name] = parameter
         else:
             setattr(self.module, self.name, parameter)
 
+    def name_from(self, names: Mapping[nn.Module, str]) -> str:
+        """Name this place, where ``names`` holds those of modules."""
+        prefix = names.get(self.module, "")
+        return f"{prefix}.{self.name}" if prefix else self.name
 
-class WriteMark:
+
+class StepListener:
     """Whom to tell that a parameter was written to, held weakly; a copy or a pickle of it tells nobody."""
 
     def __init__(self, on_write: Callable[[], None] | None = None) -> None:
         self._on_write = None if on_write is None else weakref.WeakMethod(on_write)
 
-    def __reduce__(self) -> tuple[type[WriteMark], tuple[()]]:
-        return (WriteMark, ())
+    def __reduce__(self) -> tuple[type[StepListener], tuple[()]]:
+        return (StepListener, ())
 
-    def tell(self) -> None:
+    def notify(self) -> None:
         """Say that the parameter was written to."""
         on_write = None if self._on_write is None else self._on_write()
         if on_write is not None:
             on_write()
 
 
-def promise(parameter: torch.Tensor) -> torch.Tensor:
+def placeholder_grad(parameter: torch.Tensor) -> torch.Tensor:
     """Make a gradient of zeros, in the memory of one, that stands for what is accumulated elsewhere."""
     return torch.zeros((), dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)
 
 
-def is_promise(gradient: torch.Tensor) -> bool:
+def is_placeholder(gradient: torch.Tensor) -> bool:
     """Whether a gradient was made by `promise`: nothing can be added to its memory."""
     return gradient.dim() > 0 and not any(gradient.stride())
 
 
-class ManagedParameter(ABC):
+class FSDPParam(ABC):
     """A parameter in its two forms: this rank's part of it, and the whole of it while it is gathered.
 
     ``unsharded`` is made once per home in memory and keeps its identity, because autograd saves it in forward and
     reads it in backward: only the memory beneath it comes and goes.
     """
 
-    def __init__(self, *, origin: nn.Parameter, sites: tuple[Site, ...], shape: torch.Size) -> None:
-        self.sites = sites
+    def __init__(
+        self, *, origin: nn.Parameter, locations: tuple[ParamLocation, ...], shape: torch.Size
+    ) -> None:
+        self.locations = locations
         self.shape = shape
-        self.name = sites[0].name
+        self.name = locations[0].name
         # The mark is the parameter's own: an id could be another object's by now.
         self.is_tied_elsewhere = getattr(origin, _MARK, False)
         setattr(origin, _MARK, True)
-        self.unsharded: nn.Parameter | None = None
-        self._held: torch.Tensor | None = None
+        self.unsharded_param: nn.Parameter | None = None
+        self._held_grad: torch.Tensor | None = None
 
     @property
     @abstractmethod
@@ -111,86 +105,92 @@ class ManagedParameter(ABC):
 
     @property
     @abstractmethod
-    def owned(self) -> nn.Parameter:
+    def sharded_param(self) -> nn.Parameter:
         """What the optimizer updates: the part as a parameter, or a parameter that it lies in."""
 
     @abstractmethod
-    def watch_writes(self, on_write: Callable[[], None]) -> None:
+    def listen_to_steps(self, on_write: Callable[[], None]) -> None:
         """Have ``on_write`` called when one of torch's optimizers has stepped over this parameter."""
 
     @abstractmethod
     def current(self) -> torch.Tensor:
-        """Give this rank's part as the modules hold it, replaced or not."""
+        """Return this rank's part as the modules hold it, replaced or not."""
 
     @abstractmethod
-    def register_unsharded(self) -> None:
+    def to_unsharded(self) -> None:
         """Let modules see the whole parameter."""
 
     @abstractmethod
-    def register_sharded(self) -> None:
+    def to_sharded(self) -> None:
         """Let modules see this rank's part."""
 
     @abstractmethod
-    def accept_gradient(self, local: torch.Tensor) -> None:
+    def accumulate_sharded_grad(self, local: torch.Tensor) -> None:
         """Add a reduced gradient (this rank's part) to that of what the optimizer owns."""
 
     @abstractmethod
     def _whole(self, memory: torch.Tensor) -> torch.Tensor:
         """View 1-D memory in natural order as the whole parameter."""
 
-    def dress(self, memory: torch.Tensor, on_gradient: Callable[[torch.Tensor], None]) -> None:
+    def init_unsharded_param(self, memory: torch.Tensor, on_gradient: Callable[[torch.Tensor], None]) -> None:
         """Make the unsharded parameter over ``memory`` (1-D); ``on_gradient`` runs when its gradient is whole."""
-        if self.unsharded is not None and self.unsharded.grad is not None:
-            self._held = self.take_gradient(None)  # what waits to be reduced outlives a cast
-        self.unsharded = nn.Parameter(self._whole(memory), requires_grad=self.owned.requires_grad)
+        if self.unsharded_param is not None and self.unsharded_param.grad is not None:
+            self._held_grad = self.pop_unsharded_grad(None)  # what waits to be reduced outlives a cast
+        self.unsharded_param = nn.Parameter(
+            self._whole(memory), requires_grad=self.sharded_param.requires_grad
+        )
         self._on_gradient = on_gradient
         self._is_hooked = False
         self._hook()
 
-    def follow_requires_grad(self) -> None:
+    def sync_requires_grad(self) -> None:
         """Freeze or thaw the whole parameter as the optimizer's is by now."""
-        assert self.unsharded is not None
-        if self.unsharded.requires_grad != self.owned.requires_grad:
-            self.unsharded.requires_grad_(self.owned.requires_grad)
+        assert self.unsharded_param is not None
+        if self.unsharded_param.requires_grad != self.sharded_param.requires_grad:
+            self.unsharded_param.requires_grad_(self.sharded_param.requires_grad)
             self._hook()
 
     @property
-    def has_gradient(self) -> bool:
+    def has_unsharded_grad(self) -> bool:
         """Whether an unsharded gradient waits to be reduced."""
-        return self._held is not None or (self.unsharded is not None and self.unsharded.grad is not None)
+        return self._held_grad is not None or (
+            self.unsharded_param is not None and self.unsharded_param.grad is not None
+        )
 
-    def hold_gradient(self, dtype: torch.dtype | None) -> None:
+    def hold_unsharded_grad(self, dtype: torch.dtype | None) -> None:
         """Keep the unsharded gradient for a later reduction, summed in ``dtype`` where that is another one."""
-        gradient = None if self.unsharded is None else self.unsharded.grad
+        gradient = None if self.unsharded_param is None else self.unsharded_param.grad
         if gradient is None or dtype in {None, gradient.dtype}:
             return  # autograd itself goes on summing into .grad
-        self._held = self.take_gradient(dtype).to(dtype)
+        self._held_grad = self.pop_unsharded_grad(dtype).to(dtype)
 
-    def take_gradient(self, dtype: torch.dtype | None) -> torch.Tensor:
+    def pop_unsharded_grad(self, dtype: torch.dtype | None) -> torch.Tensor:
         """Hand over what was held plus the fresh gradient: plain, of shape ``shape``; zeros if none.
 
         ``dtype`` is that of a reduction over tensor-parallel ranks, should one be needed.
         """
-        held, self._held = self._held, None
+        held, self._held_grad = self._held_grad, None
         fresh = None
-        if self.unsharded is not None:
-            fresh, self.unsharded.grad = self.unsharded.grad, None
+        if self.unsharded_param is not None:
+            fresh, self.unsharded_param.grad = self.unsharded_param.grad, None
         if fresh is not None:
             fresh = self._plain(fresh, dtype)
             return fresh if held is None else held.add_(fresh)
         if held is not None:
             return held
-        assert self.unsharded is not None
-        return torch.zeros(self.shape, dtype=dtype or self.unsharded.dtype, device=self.unsharded.device)
+        assert self.unsharded_param is not None
+        return torch.zeros(
+            self.shape, dtype=dtype or self.unsharded_param.dtype, device=self.unsharded_param.device
+        )
 
-    def drop_gradient(self) -> None:
+    def drop_unsharded_grad(self) -> None:
         """Forget unsharded gradients: those of an iteration that failed."""
-        self._held = None
-        if self.unsharded is not None:
-            self.unsharded.grad = None
+        self._held_grad = None
+        if self.unsharded_param is not None:
+            self.unsharded_param.grad = None
 
     def _hook(self) -> None:
-        if self.unsharded is not None and self.unsharded.requires_grad and not self._is_hooked:
+        if self.unsharded_param is not None and self.unsharded_param.requires_grad and not self._is_hooked:
             # Weak: the collector does not see a cycle that leads through autograd's hooks.
             arrive = weakref.WeakMethod(self._on_gradient)
 
@@ -199,42 +199,47 @@ class ManagedParameter(ABC):
                 if method is not None:
                     method(unsharded)
 
-            self.unsharded.register_post_accumulate_grad_hook(on_gradient)
+            self.unsharded_param.register_post_accumulate_grad_hook(on_gradient)
             self._is_hooked = True
 
     def _plain(self, gradient: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
-        """Give a whole gradient as a plain tensor."""
+        """Return a whole gradient as a plain tensor."""
         return gradient
 
 
-def _tell_groups(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+def _optimizer_hook(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            mark = getattr(parameter, WRITE_MARK, None)
-            if isinstance(mark, WriteMark):
-                mark.tell()
+            mark = getattr(parameter, STEP_LISTENER, None)
+            if isinstance(mark, StepListener):
+                mark.notify()
 
 
-register_optimizer_step_post_hook(_tell_groups)
+register_optimizer_step_post_hook(_optimizer_hook)
 
 
-class ShardedParameter(ManagedParameter):
+class ShardedParam(FSDPParam):
     """A parameter whose part is a tensor of its own.
 
     ``sharded`` is a DTensor over the data-parallel mesh (and the tensor-parallel one, if it was a DTensor before).
     """
 
     def __init__(
-        self, *, sharded: nn.Parameter, origin: nn.Parameter, sites: tuple[Site, ...], geometry: Geometry
+        self,
+        *,
+        sharded: nn.Parameter,
+        origin: nn.Parameter,
+        locations: tuple[ParamLocation, ...],
+        geometry: Geometry,
     ) -> None:
-        super().__init__(origin=origin, sites=sites, shape=geometry.shape)
+        super().__init__(origin=origin, locations=locations, shape=geometry.shape)
         self.sharded = sharded
         self.geometry = geometry
         self._inner = _described(origin)
-        self._write_mark = WriteMark()
+        self._step_listener = StepListener()
 
     @property
-    def owned(self) -> nn.Parameter:
+    def sharded_param(self) -> nn.Parameter:
         """The DTensor."""
         return self.sharded
 
@@ -243,21 +248,21 @@ class ShardedParameter(ManagedParameter):
         """This rank's shard, of shape ``geometry.shard_shape``."""
         return local_tensor(self._template)
 
-    def watch_writes(self, on_write: Callable[[], None]) -> None:
+    def listen_to_steps(self, on_write: Callable[[], None]) -> None:
         """Have ``on_write`` called when one of torch's optimizers has stepped over this parameter."""
-        self._write_mark = WriteMark(on_write)
-        setattr(self.sharded, WRITE_MARK, self._write_mark)
+        self._step_listener = StepListener(on_write)
+        setattr(self.sharded, STEP_LISTENER, self._step_listener)
 
     def current(self) -> nn.Parameter:
-        """Give the sharded parameter as the modules hold it, replaced or not."""
-        found = self.sites[0].holds()
-        return self.sharded if found is None or found is self.unsharded else found
+        """Return the sharded parameter as the modules hold it, replaced or not."""
+        found = self.locations[0].get()
+        return self.sharded if found is None or found is self.unsharded_param else found
 
-    def adopt(self) -> None:
+    def reset_sharded_param(self) -> None:
         """Take over a parameter that was registered in place of the sharded one, as loading may do."""
         found = self.current()
         if found is self.sharded:
-            setattr(found, WRITE_MARK, self._write_mark)  # torch swaps attributes too when it converts
+            setattr(found, STEP_LISTENER, self._step_listener)  # torch swaps attributes too when it converts
             return
         if not isinstance(found, DTensor) or found.placements != self._template.placements:
             raise RuntimeError(
@@ -266,22 +271,22 @@ class ShardedParameter(ManagedParameter):
                 "change parameters before sharding, or load DTensors"
             )
         self.sharded = found
-        setattr(found, WRITE_MARK, self._write_mark)
-        self.register_sharded()
+        setattr(found, STEP_LISTENER, self._step_listener)
+        self.to_sharded()
 
-    def register_unsharded(self) -> None:
+    def to_unsharded(self) -> None:
         """Let modules see the plain tensor."""
-        self.follow_requires_grad()
-        assert self.unsharded is not None
-        for site in self.sites:
-            site.put(self.unsharded)
+        self.sync_requires_grad()
+        assert self.unsharded_param is not None
+        for site in self.locations:
+            site.set(self.unsharded_param)
 
-    def register_sharded(self) -> None:
+    def to_sharded(self) -> None:
         """Let modules see the DTensor."""
-        for site in self.sites:
-            site.put(self.sharded)
+        for site in self.locations:
+            site.set(self.sharded)
 
-    def accept_gradient(self, local: torch.Tensor) -> None:
+    def accumulate_sharded_grad(self, local: torch.Tensor) -> None:
         """Add a reduced gradient (this rank's shard) to the sharded parameter's."""
         if self.sharded.grad is None:
             self.sharded.grad = sharded_like(self._template, local)
@@ -305,7 +310,7 @@ class ShardedParameter(ManagedParameter):
         return whole if self._inner is None else sharded_like(self._inner, whole)
 
     def _plain(self, gradient: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
-        """Give this rank's part of a tensor-parallel gradient, laid out as the parameter is."""
+        """Return this rank's part of a tensor-parallel gradient, laid out as the parameter is."""
         if not isinstance(gradient, DTensor) or self._inner is None:
             return gradient
         if gradient.placements != self._inner.placements:
@@ -325,14 +330,14 @@ def _described(origin: nn.Parameter) -> DTensor | None:
 
 
 def plan_cut(
-    parameter: nn.Parameter, sites: tuple[Site, ...], mesh: DataMesh, placement: Shard | None
+    parameter: nn.Parameter, locations: tuple[ParamLocation, ...], mesh: DataMesh, placement: Shard | None
 ) -> Geometry:
-    """Say how ``parameter`` will be cut over ``mesh``; changes nothing.
+    """Return how ``parameter`` will be cut over ``mesh``; changes nothing.
 
     Raises ValueError for scalars and NotImplementedError for what cannot be sharded: tensors that are not
     contiguous, and uneven dims other than 0.
     """
-    name = sites[0].name
+    name = locations[0].name
     local = _local_part(parameter)
     if local.dim() == 0:
         raise ValueError(
@@ -357,13 +362,13 @@ def plan_cut(
 
 def cut_parameter(
     parameter: nn.Parameter,
-    sites: tuple[Site, ...],
+    locations: tuple[ParamLocation, ...],
     mesh: DataMesh,
     geometry: Geometry,
     *,
     home: torch.device,
     pins: bool,
-) -> ShardedParameter:
+) -> ShardedParam:
     """Shard ``parameter`` over ``mesh``, keep the shard on ``home`` and register the result at its sites."""
     whole = parameter.detach()
     shard = geometry.shard_of(_local_part(parameter)).clone(memory_format=torch.contiguous_format)
@@ -374,13 +379,13 @@ def cut_parameter(
     if shard.is_complex():
         _keep_complex_views_in_place()
     sharded = nn.Parameter(spread, requires_grad=parameter.requires_grad)
-    made = ShardedParameter(sharded=sharded, origin=parameter, sites=sites, geometry=geometry)
-    made.register_sharded()
+    made = ShardedParam(sharded=sharded, origin=parameter, locations=locations, geometry=geometry)
+    made.to_sharded()
     return made
 
 
 def _local_part(parameter: nn.Parameter) -> torch.Tensor:
-    """Give the tensor that data-parallel ranks share: this rank's part where it is a DTensor already."""
+    """Return the tensor that data-parallel ranks share: this rank's part where it is a DTensor already."""
     whole: torch.Tensor = parameter.detach()
     return local_tensor(whole) if isinstance(whole, DTensor) else whole
 

@@ -9,8 +9,6 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
-__all__ = ["CPUOffloadPolicy", "DTypes", "MixedPrecisionPolicy", "OffloadPolicy", "ShardPlacementResult"]
-
 
 class DTypes(Protocol):
     """The fields read of a mixed-precision policy: torch's own policy has them too and may be passed."""

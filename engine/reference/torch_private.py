@@ -65,7 +65,7 @@ def inside_backward() -> bool:
 
 
 def local_tensor(sharded: DTensor) -> torch.Tensor:
-    """Give the very tensor that ``sharded`` wraps; ``to_local`` of a parameter gives a new one each time."""
+    """Return the very tensor that ``sharded`` wraps; ``to_local`` of a parameter gives a new one each time."""
     return sharded._local_tensor
 
 
@@ -112,7 +112,7 @@ def sharded_like(template: DTensor, local: torch.Tensor) -> DTensor:
 
 
 def post_accumulate_hooks(parameter: nn.Parameter) -> list[Callable[[torch.Tensor], None]]:
-    """Give the hooks a user registered for "gradient accumulated"; autograd never writes sharded gradients."""
+    """Return the hooks a user registered for "gradient accumulated"; autograd never writes sharded gradients."""
     hooks = cast("dict[int, Callable[[torch.Tensor], None]] | None", parameter._post_accumulate_grad_hooks)
     return list(hooks.values()) if hooks else []
 

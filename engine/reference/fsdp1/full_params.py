@@ -12,26 +12,11 @@ import torch
 from torch import nn
 
 from engine.reference.collectives import DefaultAllGather
-from engine.reference.fsdp1.flat import FLAT_NAME, EndToEnd
+from engine.reference.fsdp1.flat import FLAT_NAME, FlatLayout
 from engine.reference.fsdp1.init import WrapperBase, wrappers_in
 from engine.reference.optim import Spread, clip_scale, norm_over
-from engine.reference.param_group import Group
-from engine.reference.parameter import is_promise
-
-__all__ = [
-    "PREFIX",
-    "Showing",
-    "arrangement_of",
-    "cast_buffers",
-    "clean_name",
-    "clip_by_norm",
-    "gathered",
-    "name_in",
-    "own_modules",
-    "showing_whole",
-    "summoned",
-]
-
+from engine.reference.param_group import FSDPParamGroup
+from engine.reference.parameter import is_placeholder
 
 PREFIX = "_fsdp_wrapped_module."
 """What a wrapper puts into the names of everything inside the module that it wraps."""
@@ -50,7 +35,7 @@ def name_in(path: str, name: str) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Showing:
+class FullParamsOptions:
     """How whole parameters are shown.
 
     ``writeback``: what is written to them outlives the showing, each rank keeping its share. ``rank0_only``: the
@@ -64,13 +49,13 @@ class Showing:
     with_grads: bool = False
 
 
-def arrangement_of(group: Group) -> EndToEnd:
-    """Give the arrangement of a wrapper's group."""
-    assert isinstance(group.arrangement, EndToEnd)
-    return group.arrangement
+def layout_of(group: FSDPParamGroup) -> FlatLayout:
+    """Return the arrangement of a wrapper's group."""
+    assert isinstance(group.layout, FlatLayout)
+    return group.layout
 
 
-def gathered(share: torch.Tensor, group: Group) -> torch.Tensor:
+def gathered(share: torch.Tensor, group: FSDPParamGroup) -> torch.Tensor:
     """Gather equal 1-D shares of the group's ranks, in rank order; of one rank, give the share itself. Collective."""
     ranks = group.mesh.shard_size
     if ranks == 1 or group.mesh.shard_group is None:
@@ -84,14 +69,14 @@ def gathered(share: torch.Tensor, group: Group) -> torch.Tensor:
 
 @contextmanager
 @torch.no_grad()
-def showing_whole(group: Group, how: Showing) -> Iterator[bool]:
+def unsharded_params(group: FSDPParamGroup, how: FullParamsOptions) -> Iterator[bool]:
     """Have modules show the whole parameters of ``group``; gives whether this rank does. Collective.
 
     Where one rank has everything, what is shown is the parameters' own memory, and writes always last.
     """
     group.reshard()
-    group.take_over()
-    flat = arrangement_of(group)
+    group.reset_sharded_params()
+    flat = layout_of(group)
     whole = gathered(flat.memory, group)
     gradients = gathered(_gradients(flat), group) if how.with_grads else None
     if how.rank0_only and flat.rank:
@@ -111,16 +96,16 @@ def showing_whole(group: Group, how: Showing) -> Iterator[bool]:
         if how.writeback:
             _write_back(flat, whole, shown, gradients)
         for piece in flat.parameters:
-            piece.register_sharded()
-        group.shards_were_written()
+            piece.to_sharded()
+        group.mark_stale()
 
 
-def _show(flat: EndToEnd, whole: torch.Tensor, gradients: torch.Tensor | None) -> list[nn.Parameter]:
+def _show(flat: FlatLayout, whole: torch.Tensor, gradients: torch.Tensor | None) -> list[nn.Parameter]:
     shown = []
     for piece in flat.parameters:
         span = slice(piece.start, piece.start + piece.shape.numel())
-        parameter = nn.Parameter(whole[span].view(piece.shape), piece.owned.requires_grad)
-        if gradients is not None and piece.owned.grad is not None:
+        parameter = nn.Parameter(whole[span].view(piece.shape), piece.sharded_param.requires_grad)
+        if gradients is not None and piece.sharded_param.grad is not None:
             parameter.grad = gradients[span].view(piece.shape)
         piece.show_whole(parameter)
         shown.append(parameter)
@@ -128,11 +113,11 @@ def _show(flat: EndToEnd, whole: torch.Tensor, gradients: torch.Tensor | None) -
 
 
 def _write_back(
-    flat: EndToEnd, whole: torch.Tensor, shown: list[nn.Parameter], gradients: torch.Tensor | None
+    flat: FlatLayout, whole: torch.Tensor, shown: list[nn.Parameter], gradients: torch.Tensor | None
 ) -> None:
     """Keep this rank's share of what is shown by now, parameters that were put in the place of others included."""
     for piece, parameter in zip(flat.parameters, shown, strict=True):
-        found = piece.sites[0].holds()
+        found = piece.locations[0].get()
         if found is not None and found.data_ptr() != parameter.data_ptr() and found.shape == piece.shape:
             whole[piece.start : piece.start + found.numel()].copy_(found.reshape(-1))
     if flat.num_ranks > 1 or whole.device != flat.memory.device:
@@ -140,25 +125,25 @@ def _write_back(
     if gradients is None:
         return
     for piece, parameter in zip(flat.parameters, shown, strict=True):
-        if piece.owned.grad is not None and parameter.grad is not None:
+        if piece.sharded_param.grad is not None and parameter.grad is not None:
             local = parameter.grad.reshape(-1)[piece.first : piece.first + piece.local_numel]
-            piece.owned.grad.copy_(local.view(piece.owned.grad.shape))
+            piece.sharded_param.grad.copy_(local.view(piece.sharded_param.grad.shape))
 
 
-def _gradients(flat: EndToEnd) -> torch.Tensor:
+def _gradients(flat: FlatLayout) -> torch.Tensor:
     """Lay the visible parameters' gradients out as the share; zeros where there is none."""
     if flat.flat_parameter is not None:
         grad = flat.flat_parameter.grad
         return torch.zeros_like(flat.memory) if grad is None else grad
     share = torch.zeros_like(flat.memory)
     for piece in flat.parameters:
-        if piece.owned.grad is not None:
-            share[piece.offset : piece.offset + piece.local_numel].copy_(piece.owned.grad.reshape(-1))
+        if piece.sharded_param.grad is not None:
+            share[piece.offset : piece.offset + piece.local_numel].copy_(piece.sharded_param.grad.reshape(-1))
     return share
 
 
 @contextmanager
-def summoned(wrappers: Sequence[WrapperBase], how: Showing) -> Iterator[None]:
+def summon_full_params(wrappers: Sequence[WrapperBase], how: FullParamsOptions) -> Iterator[None]:
     """Have modules show the whole parameters of these wrappers. Collective.
 
     Raises NotImplementedError for what cannot be asked together, AssertionError in forward or backward, or when
@@ -171,11 +156,11 @@ def summoned(wrappers: Sequence[WrapperBase], how: Showing) -> Iterator[None]:
             wrapper.is_summoned = True
             shown.callback(setattr, wrapper, "is_summoned", False)
             for group in wrapper.groups:
-                shown.enter_context(showing_whole(group, how))
+                shown.enter_context(unsharded_params(group, how))
         yield
 
 
-def _check(wrapper: WrapperBase, how: Showing) -> None:
+def _check(wrapper: WrapperBase, how: FullParamsOptions) -> None:
     if how.with_grads and (how.offloads or wrapper.is_flat):
         raise NotImplementedError(
             "summon_full_params: expected use_orig_params=True and offload_to_cpu=False beside with_grads=True, got "
@@ -214,9 +199,12 @@ def clip_by_norm(root: WrapperBase, max_norm: float, order: float) -> torch.Tens
         for group in wrapper.groups:
             shards = group.mesh.shard_group
             found = by_spread.setdefault((shards,) if shards is not None else (), [])
-            owners = dict.fromkeys(parameter.owned for parameter in group.parameters)
+            owners = dict.fromkeys(parameter.sharded_param for parameter in group.parameters)
             found += [owner.grad for owner in owners if owner.grad is not None]
-            managed |= {*owners, *(p.unsharded for p in group.parameters if p.unsharded is not None)}
+            managed |= {
+                *owners,
+                *(p.unsharded_param for p in group.parameters if p.unsharded_param is not None),
+            }
     rest = [p.grad for p in root.parameters() if p not in managed and p.grad is not None]
     if rest:
         by_spread.setdefault((), []).extend(rest)
@@ -225,7 +213,7 @@ def clip_by_norm(root: WrapperBase, max_norm: float, order: float) -> torch.Tens
     total = norm_over(by_spread, order, root.compute_device, wide)
     scale = clip_scale(max_norm, total)
     for gradient in gradients:
-        if is_promise(gradient):
+        if is_placeholder(gradient):
             continue  # zeros
         gradient.mul_(scale.to(device=gradient.device, dtype=gradient.dtype))
     if not gradients:
@@ -250,7 +238,7 @@ def cast_buffers(root: WrapperBase) -> None:
 
 
 def own_modules(wrapper: WrapperBase) -> Iterator[nn.Module]:
-    """Give the modules inside ``wrapper`` that are inside no wrapper below, ignored ones left out."""
+    """Return the modules inside ``wrapper`` that are inside no wrapper below, ignored ones left out."""
     stack: list[nn.Module] = [wrapper.wrapped]
     seen = set(wrapper.ignored.modules)
     while stack:

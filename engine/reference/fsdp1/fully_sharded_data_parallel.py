@@ -13,8 +13,14 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 
-from engine.reference.fsdp1.flat import EndToEnd
-from engine.reference.fsdp1.full_params import Showing, cast_buffers, clean_name, clip_by_norm, summoned
+from engine.reference.fsdp1.flat import FlatLayout
+from engine.reference.fsdp1.full_params import (
+    FullParamsOptions,
+    cast_buffers,
+    clean_name,
+    clip_by_norm,
+    summon_full_params,
+)
 from engine.reference.fsdp1.init import (
     HYBRID,
     Ignored,
@@ -28,20 +34,17 @@ from engine.reference.fsdp1.init import (
 from engine.reference.fsdp1.state_dict import Importer, default_settings
 from engine.reference.fsdp1.state_dict_methods import StateDictMethods
 from engine.reference.fully_shard import unmanaged
-from engine.reference.param_group import Group
+from engine.reference.param_group import FSDPParamGroup
 from engine.reference.policies import CPUOffloadPolicy, OffloadPolicy
-from engine.reference.root_state import Tree
-from engine.reference.state import BackwardGuess, Unit
-
-__all__ = ["FullyShardedDataParallel"]
-
+from engine.reference.root_state import RootState
+from engine.reference.state import BackwardPrefetchTime, FSDPState
 
 _FREED_AFTER_FORWARD = frozenset({ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHARD})
 
-_GUESSES = {
-    BackwardPrefetch.BACKWARD_PRE: BackwardGuess.FIRST,
-    BackwardPrefetch.BACKWARD_POST: BackwardGuess.LAST,
-    None: BackwardGuess.NEVER,
+_PREFETCH_TIMES = {
+    BackwardPrefetch.BACKWARD_PRE: BackwardPrefetchTime.FIRST,
+    BackwardPrefetch.BACKWARD_POST: BackwardPrefetchTime.LAST,
+    None: BackwardPrefetchTime.NEVER,
 }
 
 
@@ -120,7 +123,7 @@ class FullyShardedDataParallel(StateDictMethods):
         self.compute_device = prepare_states(
             module, self.ignored, param_init_fn, device_id, self._all_groups() if sync_module_states else ()
         )
-        self._unit = self._make_unit(module, backward_prefetch, forward_prefetch)
+        self._fsdp_state = self._make_state(module, backward_prefetch, forward_prefetch)
         self._fsdp_wrapped_module = module
         self.register_forward_pre_hook(self._begin_training, prepend=True)
         self._importer = Importer(self)
@@ -142,8 +145,8 @@ class FullyShardedDataParallel(StateDictMethods):
     # The tree of wrappers ---------------------------------------------------------------------------------
 
     def check_is_root(self) -> bool:
-        """Say whether this wrapper is the outermost one; settles that for all wrappers inside."""
-        return self._tree().root is self._unit
+        """Return whether this wrapper is the outermost one; settles that for all wrappers inside."""
+        return self._root_state().root is self._fsdp_state
 
     @staticmethod
     def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[FullyShardedDataParallel]:
@@ -164,19 +167,19 @@ class FullyShardedDataParallel(StateDictMethods):
         Raises RuntimeError for a wrapper that is not the root.
         """
         self._expect_root("no_sync", RuntimeError)
-        units = [wrapper._unit for wrapper in self.fsdp_modules(self)]
-        reshards = [(unit, unit.reshards_after_backward) for unit in units]
-        reduces = [(group, group.reduces) for unit in units for group in unit.groups]
+        states = [wrapper._fsdp_state for wrapper in self.fsdp_modules(self)]
+        reshards = [(state, state.reshards_after_backward) for state in states]
+        reduces = [(group, group.reduces) for state in states for group in state.param_groups]
         for wrapper in self.fsdp_modules(self):
             # Who keeps parameters from forward to backward keeps them from one microbatch to the next.
-            wrapper._unit.reshards_after_backward = wrapper.sharding_strategy in _FREED_AFTER_FORWARD
+            wrapper._fsdp_state.reshards_after_backward = wrapper.sharding_strategy in _FREED_AFTER_FORWARD
             for group in wrapper.groups:
                 group.reduces = False
         try:
             yield
         finally:
-            for unit, reshards_before in reshards:
-                unit.reshards_after_backward = reshards_before
+            for state, reshards_before in reshards:
+                state.reshards_after_backward = reshards_before
             for group, reduces_before in reduces:
                 group.reduces = reduces_before
 
@@ -228,10 +231,10 @@ class FullyShardedDataParallel(StateDictMethods):
         with_grads: bool = False,
     ) -> Iterator[None]:
         """Show the whole parameters of the wrappers in ``module`` under their own names; see `summoned`."""
-        how = Showing(
+        how = FullParamsOptions(
             writeback=writeback, rank0_only=rank0_only, offloads=offload_to_cpu, with_grads=with_grads
         )
-        with summoned(_wrappers(module, recurse), how):
+        with summon_full_params(_wrappers(module, recurse), how):
             yield
 
     def apply(self, fn: Callable[[nn.Module], Any]) -> FullyShardedDataParallel:
@@ -241,8 +244,8 @@ class FullyShardedDataParallel(StateDictMethods):
         """
         if self.is_running:
             raise ValueError("apply: expected a model between two iterations, got one in forward or backward")
-        self._tree()
-        with summoned([self], Showing(writeback=True)):
+        self._root_state()
+        with summon_full_params([self], FullParamsOptions(writeback=True)):
             super().apply(fn)
         return self
 
@@ -258,22 +261,22 @@ class FullyShardedDataParallel(StateDictMethods):
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         """Convert what this rank holds: nn.Module comes here for ``to`` and ``cuda``."""
-        self._unit.reshard()
+        self._fsdp_state.reshard()
         converted = super()._apply(fn, recurse)
         for group in self.groups:
-            group.take_over()
+            group.reset_sharded_params()
         return converted
 
     # ------------------------------------------------------------------------------------------------------
 
-    def _make_unit(self, module: nn.Module, backward: BackwardPrefetch | None, forward: bool) -> Unit:
+    def _make_state(self, module: nn.Module, backward: BackwardPrefetch | None, forward: bool) -> FSDPState:
         offloads = self.cpu_offload.offload_params
         pins = offloads and self.compute_device.type != "cpu"
         found = list(unmanaged((module,), set(self.ignored.parameters)).items())
         precision = WrapperPrecision(self.mixed_precision, self._is_known_root)
         groups = []
         if found:
-            flat = EndToEnd(
+            flat = FlatLayout(
                 found,
                 self.ranks,
                 home=torch.device("cpu") if offloads else self.compute_device,
@@ -281,19 +284,19 @@ class FullyShardedDataParallel(StateDictMethods):
                 holder=self if self.is_flat else None,
             )
             policy = CPUOffloadPolicy(pin_memory=pins) if offloads else OffloadPolicy()
-            groups.append(Group(flat, self.ranks, self.compute_device, precision, policy))
+            groups.append(FSDPParamGroup(flat, self.ranks, self.compute_device, precision, policy))
             groups[0].shows_accumulation = True
             groups[0].keeps_reduce_dtype = self.mixed_precision.keep_low_precision_grads
         frees = None if self.sharding_strategy in _FREED_AFTER_FORWARD else False
-        unit = Unit(
+        state = FSDPState(
             (self,), tuple(groups), device=self.compute_device, dtypes=precision, reshard_after_forward=frees
         )
-        unit.guesses_in_forward = forward
-        unit.guesses_in_backward = _GUESSES[backward]
-        return unit
+        state.prefetches_in_forward = forward
+        state.prefetches_in_backward = _PREFETCH_TIMES[backward]
+        return state
 
     def _all_groups(self) -> tuple[dist.ProcessGroup, ...]:
-        """Give the groups over which what one rank has reaches all others: within a replica, then across."""
+        """Return the groups over which what one rank has reaches all others: within a replica, then across."""
         groups = (self.ranks.shard_group, self.ranks.replicate_group)
         return tuple(group for group in groups if group is not None)
 
@@ -304,19 +307,21 @@ class FullyShardedDataParallel(StateDictMethods):
         assert self.ranks.replicate_group is not None
         return (self.ranks.shard_group, self.ranks.replicate_group)
 
-    def _tree(self) -> Tree:
+    def _root_state(self) -> RootState[FSDPState]:
         """Settle who the root is: whoever is asked first; its wrappers and itself become one tree."""
-        if self._unit.tree is None:
-            self._unit.become_root()
+        if self._fsdp_state.root_state is None:
+            self._fsdp_state.lazy_init()
             cast_buffers(self)
-        assert self._unit.tree is not None
-        return self._unit.tree
+        assert self._fsdp_state.root_state is not None
+        return self._fsdp_state.root_state
 
     def _begin_training(self, *_: Any) -> None:
-        self._tree()
+        self._root_state()
 
     def _is_known_root(self) -> bool:
-        return self._unit.tree is not None and self._unit.tree.root is self._unit
+        return (
+            self._fsdp_state.root_state is not None and self._fsdp_state.root_state.root is self._fsdp_state
+        )
 
     def _expect_root(self, method: str, error: type[Exception]) -> None:
         if not self.check_is_root():

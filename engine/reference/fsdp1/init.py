@@ -18,23 +18,9 @@ from engine.reference.fsdp1.materialize import broadcast_states, materialize, mo
 from engine.reference.fsdp1.wrap_policy import wrap_below
 from engine.reference.fully_shard import unmanaged
 from engine.reference.mesh import RankGroups, Ranks
-from engine.reference.param_group import Group
-from engine.reference.state import Unit
+from engine.reference.param_group import FSDPParamGroup
+from engine.reference.state import FSDPState
 from engine.reference.torch_private import HYBRID_SHARD_ZERO2
-
-__all__ = [
-    "HYBRID",
-    "Ignored",
-    "ProcessGroups",
-    "WrapperBase",
-    "WrapperPrecision",
-    "ignored_states",
-    "prepare_states",
-    "rank_groups",
-    "wrap_inside",
-    "wrappers_in",
-]
-
 
 HYBRID = frozenset({ShardingStrategy.HYBRID_SHARD, HYBRID_SHARD_ZERO2})
 """The strategies that shard within a group and replicate across groups."""
@@ -50,7 +36,7 @@ def rank_groups(
     *,
     is_shared: bool,
 ) -> RankGroups:
-    """Give the groups that ``strategy`` shards and replicates over.
+    """Return the groups that ``strategy`` shards and replicates over.
 
     A hybrid strategy that is given neither groups nor a mesh shards over the ranks of each node; the groups are made
     here, collectively, which ``is_shared`` allows: then all wrappers below are given the same.
@@ -217,7 +203,7 @@ class WrapperBase(nn.Module):
     buffer_dtypes: dict[tuple[nn.Module, str], torch.dtype]
     """The dtypes of buffers before they were cast, by module and name."""
     state_dict_settings: StateDictSettings
-    _unit: Unit
+    _fsdp_state: FSDPState
     _fsdp_wrapped_module: nn.Module
 
     @property
@@ -226,9 +212,9 @@ class WrapperBase(nn.Module):
         return self._fsdp_wrapped_module
 
     @property
-    def groups(self) -> tuple[Group, ...]:
+    def groups(self) -> tuple[FSDPParamGroup, ...]:
         """This wrapper's communication group, none where it has no parameters of its own."""
-        return self._unit.groups
+        return self._fsdp_state.param_groups
 
     @property
     def process_group(self) -> dist.ProcessGroup:
@@ -240,7 +226,7 @@ class WrapperBase(nn.Module):
     @property
     def is_running(self) -> bool:
         """Whether the model that this wrapper is part of is in forward or backward."""
-        return self._unit.tree is not None and self._unit.tree.is_running
+        return self._fsdp_state.root_state is not None and self._fsdp_state.root_state.is_running
 
     # Any: attributes of the wrapped module, whatever they are.
     def __getattr__(self, name: str) -> Any:
@@ -329,7 +315,7 @@ def prepare_states(
     device_id: int | torch.device | None,
     synchronised_by: Sequence[dist.ProcessGroup],
 ) -> torch.device:
-    """Give memory, a device and, by broadcasts over the groups given, rank 0's values to all that is not wrapped yet.
+    """Return memory, a device and, by broadcasts over the groups given, rank 0's values to all that is not wrapped yet.
 
     Gives the device. Leaves ignored states and those of wrappers inside as they are.
     """

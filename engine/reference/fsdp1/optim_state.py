@@ -13,28 +13,9 @@ from torch.distributed.fsdp import OptimStateKeyType
 from torch.distributed.tensor import DTensor
 
 from engine.reference.fsdp1.flat import FlatPiece
-from engine.reference.fsdp1.full_params import arrangement_of, clean_name, gathered
+from engine.reference.fsdp1.full_params import clean_name, gathered, layout_of
 from engine.reference.fsdp1.state_dict import named_pieces, sharded_over
-from engine.reference.param_group import Group
-
-__all__ = [
-    "NamedState",
-    "Owned",
-    "ParameterState",
-    "Snapshot",
-    "all_owned",
-    "broadcast_from_first",
-    "copied",
-    "is_like",
-    "loadable",
-    "local_state",
-    "named_groups",
-    "part_of",
-    "rekeyed",
-    "sharded_state",
-    "whole_state",
-]
-
+from engine.reference.param_group import FSDPParamGroup
 
 # Any: optimizers keep what they like.
 NamedState = dict[str, Any]
@@ -52,7 +33,7 @@ class Owned:
 
     parameter: nn.Parameter
     pieces: tuple[tuple[str, FlatPiece | None], ...]
-    group: Group | None
+    group: FSDPParamGroup | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -78,12 +59,12 @@ class Snapshot:
 
 
 def all_owned(model: nn.Module) -> Iterator[Owned]:
-    """Give every parameter of ``model`` that an optimizer may have, wrapped ones in the order of wrappers."""
+    """Return every parameter of ``model`` that an optimizer may have, wrapped ones in the order of wrappers."""
     by_owner: dict[nn.Parameter, list[tuple[str, FlatPiece | None]]] = {}
-    groups: dict[nn.Parameter, Group] = {}
+    groups: dict[nn.Parameter, FSDPParamGroup] = {}
     for name, group, piece in named_pieces(model):
-        by_owner.setdefault(piece.owned, []).append((name, piece))
-        groups[piece.owned] = group
+        by_owner.setdefault(piece.sharded_param, []).append((name, piece))
+        groups[piece.sharded_param] = group
     for parameter, pieces in by_owner.items():
         yield Owned(parameter=parameter, pieces=tuple(pieces), group=groups[parameter])
     for name, parameter in model.named_parameters():
@@ -92,7 +73,7 @@ def all_owned(model: nn.Module) -> Iterator[Owned]:
 
 
 def named_groups(model: nn.Module, snapshot: Snapshot) -> list[dict[str, Any]]:
-    """Give the parameter groups with original names in the place of parameters."""
+    """Return the parameter groups with original names in the place of parameters."""
     names = {owned.parameter: [name for name, _ in owned.pieces] for owned in all_owned(model)}
     return [
         {
@@ -114,7 +95,7 @@ def is_like(value: object, parameter: nn.Parameter) -> bool:
 
 
 def part_of(value: Any, owned: Owned, piece: FlatPiece | None) -> Any:
-    """Give a piece's part of a state of its owner, if there is one element for each of the owner's."""
+    """Return a piece's part of a state of its owner, if there is one element for each of the owner's."""
     if piece is None or piece.is_visible or not is_like(value, owned.parameter):
         return value
     return value[piece.offset : piece.offset + piece.local_numel]
@@ -125,7 +106,7 @@ def whole_state(
 ) -> NamedState:
     """Gather the whole of ``states``, a state dict of ``optimizer``, on every rank. Collective over shard groups."""
 
-    def export(whole: torch.Tensor, _: Group) -> torch.Tensor:
+    def export(whole: torch.Tensor, _: FSDPParamGroup) -> torch.Tensor:
         return whole.cpu() if offloads else whole.clone()
 
     return _exported(model, Snapshot.of(optimizer, states), export)
@@ -136,7 +117,7 @@ def sharded_state(
 ) -> NamedState:
     """Gather, and keep of each tensor the share of dim 0 that this rank is to save, as a DTensor. Collective."""
 
-    def export(whole: torch.Tensor, group: Group) -> torch.Tensor:
+    def export(whole: torch.Tensor, group: FSDPParamGroup) -> torch.Tensor:
         if group.mesh.shard_group is None:
             return whole.clone()
         spread = sharded_over(whole, group)
@@ -146,7 +127,7 @@ def sharded_state(
 
 
 def local_state(model: nn.Module, optimizer: torch.optim.Optimizer, states: Mapping[str, Any]) -> NamedState:
-    """Give each rank what it holds: 1-D parts that fit the same wrapping on the same ranks alone."""
+    """Return each rank what it holds: 1-D parts that fit the same wrapping on the same ranks alone."""
     snapshot = Snapshot.of(optimizer, states)
     state: dict[str, Any] = {}
     for owned in all_owned(model):
@@ -160,11 +141,11 @@ def local_state(model: nn.Module, optimizer: torch.optim.Optimizer, states: Mapp
 def _exported(
     model: nn.Module,
     snapshot: Snapshot,
-    export: Callable[[torch.Tensor, Group], torch.Tensor],
+    export: Callable[[torch.Tensor, FSDPParamGroup], torch.Tensor],
 ) -> NamedState:
     state: dict[str, Any] = {}
     loose = []
-    by_group: dict[Group, list[Owned]] = {}
+    by_group: dict[FSDPParamGroup, list[Owned]] = {}
     for owned in all_owned(model):
         if owned.group is None:
             loose.append(owned)
@@ -195,10 +176,12 @@ class _Gathered:
     tensor: torch.Tensor
 
 
-def _gathered_states(group: Group, members: Iterable[Owned], snapshot: Snapshot) -> dict[str, dict[str, Any]]:
+def _gathered_states(
+    group: FSDPParamGroup, members: Iterable[Owned], snapshot: Snapshot
+) -> dict[str, dict[str, Any]]:
     """Gather the states of one group's parameters: those of a key together, as the parameters are."""
     states = {owned.parameter: snapshot.state.get(owned.parameter, {}) for owned in members}
-    flat = arrangement_of(group)
+    flat = layout_of(group)
     names = {piece: name for owned in members for name, piece in owned.pieces if piece is not None}
     described = _agreed(group, _description(members, states))
     made: dict[str, dict[str, Any]] = {}
@@ -245,7 +228,7 @@ def _description(members: Iterable[Owned], states: Mapping[nn.Parameter, Paramet
     return found
 
 
-def _agreed(group: Group, mine: _Description) -> _Description:
+def _agreed(group: FSDPParamGroup, mine: _Description) -> _Description:
     """Join what the ranks of a group have: one without an element of a parameter may lack its state."""
     if group.mesh.shard_group is None or group.mesh.shard_size == 1:
         return mine
@@ -292,7 +275,7 @@ def loadable(
 
 
 def broadcast_from_first(named: NamedState | None, group: dist.ProcessGroup | None) -> NamedState:
-    """Give every rank of ``group`` what its first rank has."""
+    """Return every rank of ``group`` what its first rank has."""
     box: list[Any] = [named]
     first = 0 if group is None else dist.get_process_group_ranks(group)[0]
     dist.broadcast_object_list(box, src=first, group=group)

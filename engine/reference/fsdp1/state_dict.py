@@ -28,18 +28,15 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from engine.reference.fsdp1.flat import FLAT_NAME, FlatPiece
 from engine.reference.fsdp1.full_params import (
     PREFIX,
-    Showing,
-    arrangement_of,
+    FullParamsOptions,
     clean_name,
+    layout_of,
     name_in,
     own_modules,
-    showing_whole,
+    unsharded_params,
 )
 from engine.reference.fsdp1.init import WrapperBase, wrappers_in
-from engine.reference.param_group import Group
-
-__all__ = ["Importer", "default_settings", "export_states", "named_pieces", "settings_for", "sharded_over"]
-
+from engine.reference.param_group import FSDPParamGroup
 
 _CONFIGS: dict[StateDictType, tuple[type[StateDictConfig], type[OptimStateDictConfig]]] = {
     StateDictType.FULL_STATE_DICT: (FullStateDictConfig, FullOptimStateDictConfig),
@@ -49,7 +46,7 @@ _CONFIGS: dict[StateDictType, tuple[type[StateDictConfig], type[OptimStateDictCo
 
 
 def default_settings() -> StateDictSettings:
-    """Give what holds until somebody chooses: whole states on every rank."""
+    """Return what holds until somebody chooses: whole states on every rank."""
     return settings_for(StateDictType.FULL_STATE_DICT, None, None)
 
 
@@ -69,27 +66,27 @@ def settings_for(
 
 
 def own_names(wrapper: WrapperBase) -> Iterator[tuple[str, FlatPiece]]:
-    """Give each name of each of the wrapper's own parameters, as seen from the module that it wraps."""
+    """Return each name of each of the wrapper's own parameters, as seen from the module that it wraps."""
     paths = {module: name for name, module in wrapper.wrapped.named_modules()}
     for group in wrapper.groups:
-        for piece in arrangement_of(group).parameters:
-            for site in piece.sites:
+        for piece in layout_of(group).parameters:
+            for site in piece.locations:
                 yield name_in(paths[site.module], site.name), piece
 
 
-def named_pieces(model: nn.Module) -> Iterator[tuple[str, Group, FlatPiece]]:
-    """Give every managed parameter of ``model`` once, by the first of its names, with its group; wrapper by wrapper."""
+def named_pieces(model: nn.Module) -> Iterator[tuple[str, FSDPParamGroup, FlatPiece]]:
+    """Yield every managed parameter of ``model`` once, wrapper by wrapper: its first name, its group and itself."""
     paths = {module: name for name, module in model.named_modules()}
     for wrapper in wrappers_in(model):
         names: dict[FlatPiece, str] = {}
         for name, piece in own_names(wrapper):
             names.setdefault(piece, name_in(paths[wrapper], name))
         for group in wrapper.groups:
-            for piece in arrangement_of(group).parameters:
+            for piece in layout_of(group).parameters:
                 yield names[piece], group, piece
 
 
-def sharded_over(whole: torch.Tensor, group: Group) -> DTensor:
+def sharded_over(whole: torch.Tensor, group: FSDPParamGroup) -> DTensor:
     """Shard ``whole``, which every rank has, over the group's ranks on dim 0; what has no dim is replicated."""
     assert group.mesh.shard_group is not None
     mesh = DeviceMesh.from_group(group.mesh.shard_group, group.device.type)
@@ -116,9 +113,9 @@ def export_states(
     num_before = len(destination)
     with ExitStack() as shown:
         if kind is not StateDictType.LOCAL_STATE_DICT:
-            how = Showing(rank0_only=getattr(settings.state_dict_config, "rank0_only", False))
+            how = FullParamsOptions(rank0_only=getattr(settings.state_dict_config, "rank0_only", False))
             for group in wrapper.groups:
-                shown.enter_context(showing_whole(group, how))
+                shown.enter_context(unsharded_params(group, how))
         save(destination=destination, prefix=prefix, keep_vars=keep_vars)
         _rename(destination, list(islice(destination, num_before, None)), f"{prefix}{PREFIX}", prefix)
         _restore_buffers(wrapper, destination, prefix)
@@ -172,7 +169,7 @@ def _export_local(wrapper: WrapperBase, states: dict[str, Any], prefix: str, kee
     for name, _ in own_names(wrapper):
         states.pop(prefix + name, None)
     for group in wrapper.groups:
-        states[prefix + FLAT_NAME] = arrangement_of(group).memory.detach().clone()
+        states[prefix + FLAT_NAME] = layout_of(group).memory.detach().clone()
 
 
 _EXPORTS = {
@@ -183,7 +180,7 @@ _EXPORTS = {
 
 
 def _kind(wrapper: WrapperBase) -> StateDictType:
-    """Give what was chosen; where every rank has everything there is but the whole state."""
+    """Return what was chosen; where every rank has everything there is but the whole state."""
     if any(group.mesh.shard_group is None for group in wrapper.groups):
         return StateDictType.FULL_STATE_DICT
     return wrapper.state_dict_settings.state_dict_type
@@ -208,7 +205,7 @@ class Importer:
                 group.reshard()
                 _load_local(wrapper, group, states, prefix)
             else:
-                self._shown.enter_context(showing_whole(group, Showing(writeback=True)))
+                self._shown.enter_context(unsharded_params(group, FullParamsOptions(writeback=True)))
         for key, value in states.items():
             if isinstance(value, DTensor):
                 states[key] = value.full_tensor()
@@ -222,8 +219,8 @@ class Importer:
         self._shown.close()
 
 
-def _load_local(wrapper: WrapperBase, group: Group, states: dict[str, Any], prefix: str) -> None:
-    key, flat = prefix + FLAT_NAME, arrangement_of(group)
+def _load_local(wrapper: WrapperBase, group: FSDPParamGroup, states: dict[str, Any], prefix: str) -> None:
+    key, flat = prefix + FLAT_NAME, layout_of(group)
     if key not in states:
         return  # nn.Module tells what is missing
     share = states[key]
@@ -234,7 +231,7 @@ def _load_local(wrapper: WrapperBase, group: Group, states: dict[str, Any], pref
         )
     with torch.no_grad():
         flat.memory.copy_(share)
-    group.shards_were_written()
+    group.mark_stale()
     if flat.flat_parameter is None:
         del states[key]
         for name, piece in own_names(wrapper):  # nn.Module shall find what it looks for

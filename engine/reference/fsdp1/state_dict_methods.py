@@ -29,9 +29,6 @@ from engine.reference.fsdp1.optim_state import (
 )
 from engine.reference.fsdp1.state_dict import export_states, settings_for
 
-__all__ = ["StateDictMethods"]
-
-
 Group = dist.ProcessGroup | None
 
 
@@ -46,7 +43,7 @@ class StateDictMethods(WrapperBase):
     def state_dict(  # type: ignore[override]  # torch spells the two forms apart
         self, *, destination: dict[str, Any] | None = None, prefix: str = "", keep_vars: bool = False
     ) -> dict[str, Any]:
-        """Give the model's state in the form that was chosen by ``set_state_dict_type``. Collective."""
+        """Return the model's state in the form that was chosen by ``set_state_dict_type``. Collective."""
         save: Callable[..., Any] = super().state_dict
         return export_states(self, save, destination, prefix, keep_vars)
 
@@ -69,7 +66,7 @@ class StateDictMethods(WrapperBase):
 
     @staticmethod
     def get_state_dict_type(module: nn.Module) -> StateDictSettings:
-        """Give the form of state dicts of the wrappers in ``module``; raises AssertionError where they differ."""
+        """Return the form of state dicts of the wrappers in ``module``; raises AssertionError where they differ."""
         found = [wrapper.state_dict_settings for wrapper in wrappers_in(module)]
         if not found:
             raise AssertionError(
@@ -110,7 +107,7 @@ class StateDictMethods(WrapperBase):
         optim_state_dict: dict[str, Any] | None = None,
         group: Group = None,
     ) -> NamedState:
-        """Give the optimizer's state (or ``optim_state_dict``, a state dict of it) in the form chosen. Collective."""
+        """Return the optimizer's state (or ``optim_state_dict``, a state dict of it) in the form chosen. Collective."""
         settings = StateDictMethods.get_state_dict_type(model)
         config = settings.optim_state_dict_config
         states = optim.state_dict() if optim_state_dict is None else optim_state_dict
@@ -158,7 +155,7 @@ class StateDictMethods(WrapperBase):
     def sharded_optim_state_dict(
         model: nn.Module, optim: torch.optim.Optimizer, group: Group = None
     ) -> NamedState:
-        """Give the state as DTensors, sharded on dim 0. Collective."""
+        """Return the state as DTensors, sharded on dim 0. Collective."""
         return sharded_state(model, optim, optim.state_dict(), offloads=False)
 
     @staticmethod

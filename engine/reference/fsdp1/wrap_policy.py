@@ -10,20 +10,6 @@ from typing import Any, Protocol, TypeAlias
 
 from torch import nn
 
-__all__ = [
-    "CustomPolicy",
-    "ModuleWrapPolicy",
-    "WrapPolicy",
-    "always_wrap_policy",
-    "enable_wrap",
-    "lambda_auto_wrap_policy",
-    "size_based_auto_wrap_policy",
-    "transformer_auto_wrap_policy",
-    "wrap",
-    "wrap_below",
-]
-
-
 # Any: what a wrapper is given by name is the wrapper's own affair.
 Options: TypeAlias = Mapping[str, Any]
 Wrap: TypeAlias = Callable[[nn.Module, Options], nn.Module]
@@ -36,7 +22,7 @@ class ModuleWrapPolicy:
         self.module_classes = frozenset(module_classes)
 
     def options_for(self, module: nn.Module) -> Options | None:
-        """Give what ``module`` is wrapped with beside the root's own options; None leaves it as it is."""
+        """Return what ``module`` is wrapped with beside the root's own options; None leaves it as it is."""
         return {} if isinstance(module, tuple(self.module_classes)) else None
 
     def __call__(self, module: nn.Module, recurse: bool, nonwrapped_numel: int = -1) -> bool:
@@ -54,7 +40,7 @@ class CustomPolicy:
         self._decide = lambda_fn
 
     def options_for(self, module: nn.Module) -> Options | None:
-        """Give what ``module`` is wrapped with beside the root's own options; None leaves it as it is."""
+        """Return what ``module`` is wrapped with beside the root's own options; None leaves it as it is."""
         decided = self._decide(module)
         if not isinstance(decided, bool | dict):
             raise ValueError(
@@ -149,7 +135,7 @@ def wrap_below(
     ignored = {below for module in ignored_modules for below in module.modules()}
     wanted = {m: o for m, o in (also or {}).items() if m is not root and m not in ignored}
     chosen = _choose(root, policy, ignored, ignored_parameters, wanted)
-    places = _places(root)
+    places = _backward_positions(root)
     for module in _children_first(root):
         if module in chosen:
             wrapper = wrap(module, chosen[module])
@@ -272,8 +258,8 @@ class _Survey:
 # --- where they are -----------------------------------------------------------------------------------------------
 
 
-def _places(root: nn.Module) -> dict[nn.Module, list[tuple[nn.Module, str]]]:
-    """Give each module's parents with its name there, all of them: the same module may have several."""
+def _backward_positions(root: nn.Module) -> dict[nn.Module, list[tuple[nn.Module, str]]]:
+    """Return each module's parents with its name there, all of them: the same module may have several."""
     modules = dict(root.named_modules(remove_duplicate=False))
     places: dict[nn.Module, list[tuple[nn.Module, str]]] = {}
     for path, module in modules.items():
