@@ -25,7 +25,7 @@ _WAITS = {
     "_no_dispatch_record_stream",
 }
 # Methods of the engine that lead to waits and are none.
-_NOT_WAITS = {"handle.wait()", "self.wait()", "group.wait()", "self._unit.wait()"}
+_NOT_WAITS = {"handle.wait()", "self.wait()", "group.wait()", "self._fsdp_state.wait()"}
 
 
 def _calls(file: Path) -> Iterator[Call]:

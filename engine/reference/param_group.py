@@ -182,7 +182,7 @@ class FSDPParamGroup:
         self._is_stale = True
 
     def refresh(self, *, begins_iteration: bool) -> None:
-        """Return up whole parameters of before an optimizer step, and accumulated gradients that were cleared.
+        """Give up whole parameters of before an optimizer step, and accumulated gradients that were cleared.
 
         Decided by what every rank does alike, as a gather is collective: torch's optimizers tell of their steps,
         and before a new iteration whoever else updates parameters has had the reduced gradients.
