@@ -123,8 +123,17 @@ class RootState(Generic[State]):
         self._left_forward.append(state)
 
     def next_in_backward(self, position: int) -> State | None:
-        """Return the state that left forward just before the one at ``position``."""
-        return self._left_forward[position - 1] if 0 < position < len(self._left_forward) else None
+        """Return the last state before ``position`` in the order of forwards whose backward is still to come.
+
+        The states inside a state left forward before it did, yet their backward is over by the end of its own.
+        """
+        if position >= len(self._left_forward):
+            return None
+        for earlier in reversed(range(position)):
+            state = self._left_forward[earlier]
+            if state is None or earlier in state.backward_positions:
+                return state
+        return None
 
     def enter_backward(self, *, of_state: bool) -> None:
         """Queue ``_leave_backward`` for the end of the running backward, once for each.

@@ -340,9 +340,8 @@ class FSDPState:
             return
         self._free_after_backward()
         if self.prefetches_in_backward is BackwardPrefetchTime.LAST and self.root_state is not None:
-            self._prefetch_next(
-                self.root_state
-            )  # before the reduction: the next unit's gradients need not wait for that
+            # Before the reduction: the gradients of the next state need not wait for that.
+            self._prefetch_next(self.root_state)
         self._reduce()
 
     def _free_after_backward(self) -> None:
