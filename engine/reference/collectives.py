@@ -148,7 +148,12 @@ CommHook = Callable[..., Any]
 
 
 class PartialReduction:
-    """Gradients that were reduce-scattered but not yet all-reduced over replicas: 1-D padded shards."""
+    """Gradients that were reduce-scattered but not yet all-reduced over replicas: 1-D padded shards.
+
+    They are summed over microbatches in the wider of the reduce dtype and the parameter's own, as sharded gradients
+    are where nothing waits: a sum in bfloat16 would lose microbatches that are small beside it. The sum is rounded to
+    the reduce dtype once, for the all-reduce. FSDP2 sums in the reduce dtype.
+    """
 
     def __init__(self, layout: ParamLayout) -> None:
         self._layout = layout
@@ -160,7 +165,7 @@ class PartialReduction:
         return parameter in self._expected
 
     def expect(self, parameters: Sequence[FSDPParam], *, all_reduces: bool) -> None:
-        """Note, when a reduction is issued, whether it will leave something here or take everything away."""
+        """Record, when a reduction is issued, whether it will leave something here or take everything away."""
         if all_reduces:
             self._expected.difference_update(parameters)
         else:
@@ -170,14 +175,17 @@ class PartialReduction:
         """Sum the parameters' parts of ``reduced`` into what is there."""
         for parameter, part in self._layout.parts(parameters, reduced):
             earlier = self._sums.get(parameter)
-            self._sums[parameter] = part if earlier is None else earlier.add_(part)
+            if earlier is None:
+                self._sums[parameter] = part.to(torch.promote_types(part.dtype, parameter.local.dtype))
+            else:
+                earlier.add_(part)
 
     def move_to(self, parameters: Sequence[FSDPParam], reduced: torch.Tensor) -> None:
         """Sum what is there into the parameters' parts of ``reduced``, and forget it."""
         for parameter, part in self._layout.parts(parameters, reduced):
             earlier = self._sums.pop(parameter, None)
             if earlier is not None:
-                part.add_(earlier)
+                part.add_(earlier)  # computed in the wider dtype, rounded once
 
     def clear(self) -> None:
         """Forget everything."""
