@@ -270,10 +270,6 @@ def test_options_of_modules_named_apart_go_before_those_of_the_policy() -> None:
     assert given == {"mixed_precision": "half", "forward_prefetch": True}
 
 
-def test_repr_of_a_policy_names_its_classes() -> None:
-    assert repr(wrapping.ModuleWrapPolicy([nn.Linear, Block])) == "ModuleWrapPolicy({Block, Linear})"
-
-
 # --- wrapping by hand ---------------------------------------------------------------------------------------------
 
 

@@ -1,59 +1,47 @@
-"""Which submodules of a model become units of their own, and putting wrappers in their places; knows no wrapper."""
+"""Which submodules of a model become units of their own, and putting wrappers in their places; knows no wrapper.
+
+The policies are torch's. `enable_wrap` and `wrap` are not: torch's keep one wrapper for all threads, and ranks may be
+threads.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
 from torch import nn
+from torch.distributed.fsdp.wrap import (
+    CustomPolicy,
+    ModuleWrapPolicy,
+    always_wrap_policy,
+    lambda_auto_wrap_policy,
+    size_based_auto_wrap_policy,
+    transformer_auto_wrap_policy,
+)
+
+__all__ = [
+    "CustomPolicy",
+    "ModuleWrapPolicy",
+    "WrapPolicy",
+    "always_wrap_policy",
+    "enable_wrap",
+    "lambda_auto_wrap_policy",
+    "size_based_auto_wrap_policy",
+    "transformer_auto_wrap_policy",
+    "wrap",
+    "wrap_below",
+]
 
 # Any: what a wrapper is given by name is the wrapper's own affair.
 Options: TypeAlias = Mapping[str, Any]
 Wrap: TypeAlias = Callable[[nn.Module, Options], nn.Module]
 
 
-class ModuleWrapPolicy:
-    """Choose every module that is an instance of one of ``module_classes``."""
-
-    def __init__(self, module_classes: Iterable[type[nn.Module]]) -> None:
-        self.module_classes = frozenset(module_classes)
-
-    def options_for(self, module: nn.Module) -> Options | None:
-        """Return what ``module`` is wrapped with beside the root's own options; None leaves it as it is."""
-        return {} if isinstance(module, tuple(self.module_classes)) else None
-
-    def __call__(self, module: nn.Module, recurse: bool, nonwrapped_numel: int = -1) -> bool:
-        """Answer like a policy that is a function, so that one may be part of another."""
-        return recurse or self.options_for(module) is not None
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({{{', '.join(sorted(c.__name__ for c in self.module_classes))}}})"
-
-
-class CustomPolicy:
-    """Choose by a function of the module: whether to wrap it, or with which options of its own (none: do not)."""
-
-    def __init__(self, lambda_fn: Callable[[nn.Module], bool | dict[str, Any]]) -> None:
-        self._decide = lambda_fn
-
-    def options_for(self, module: nn.Module) -> Options | None:
-        """Return what ``module`` is wrapped with beside the root's own options; None leaves it as it is."""
-        decided = self._decide(module)
-        if not isinstance(decided, bool | dict):
-            raise ValueError(
-                f"the lambda_fn passed to CustomPolicy should return False/True or a kwarg dict, but for a "
-                f"{type(module).__name__} it returned {decided!r}; return True to wrap with the root's options"
-            )
-        if not decided:
-            return None
-        return decided if isinstance(decided, dict) else {}
-
-
-class _PolicyOfTorch(Protocol):
-    """What torch's policies that are objects have in common; its CustomPolicy can be asked in no public way."""
+class _PolicyObject(Protocol):
+    """What torch's policies that are objects have in common; they can be asked in no public way."""
 
     def _run_policy(
         self, root_module: nn.Module, ignored_modules: set[nn.Module], root_kwargs: dict[str, Any]
@@ -62,55 +50,7 @@ class _PolicyOfTorch(Protocol):
 
 # A function is called with ``module``, ``recurse`` and ``nonwrapped_numel``: with ``recurse`` it says whether
 # to look below the module, else whether to wrap the module itself.
-WrapPolicy: TypeAlias = "ModuleWrapPolicy | CustomPolicy | _PolicyOfTorch | Callable[..., bool]"
-
-
-def always_wrap_policy(*args: object, **kwargs: object) -> bool:
-    """Choose every module."""
-    return True
-
-
-def lambda_auto_wrap_policy(
-    module: nn.Module, recurse: bool, nonwrapped_numel: int, lambda_fn: Callable[[nn.Module], bool]
-) -> bool:
-    """Choose the modules for which ``lambda_fn`` is true, at any depth."""
-    return recurse or lambda_fn(module)
-
-
-def transformer_auto_wrap_policy(
-    module: nn.Module,
-    recurse: bool,
-    nonwrapped_numel: int,
-    transformer_layer_cls: Iterable[type[nn.Module]],
-) -> bool:
-    """Choose the layers of a transformer by their classes, so that tied embeddings stay together outside them."""
-    return recurse or isinstance(module, tuple(transformer_layer_cls))
-
-
-def size_based_auto_wrap_policy(
-    module: nn.Module,
-    recurse: bool,
-    nonwrapped_numel: int,
-    min_num_params: int = int(1e8),
-    force_leaf_modules: Iterable[type[nn.Module]] | None = None,
-    exclude_wrap_modules: Iterable[type[nn.Module]] | None = None,
-) -> bool:
-    """Choose modules in which ``min_num_params`` elements or more are in no unit yet.
-
-    ``force_leaf_modules`` are neither looked into nor wrapped, ``exclude_wrap_modules`` only not wrapped. The
-    defaults are attributes of this function.
-    """
-    own: Any = size_based_auto_wrap_policy  # Any: a function's attributes have no types
-    if recurse:
-        barred = own.FORCE_LEAF_MODULES if force_leaf_modules is None else force_leaf_modules
-    else:
-        barred = own.EXCLUDE_WRAP_MODULES if exclude_wrap_modules is None else exclude_wrap_modules
-    return nonwrapped_numel >= min_num_params and not isinstance(module, tuple(barred))
-
-
-# Attention reads the weights of its parts without calling them; containers are never called at all.
-size_based_auto_wrap_policy.FORCE_LEAF_MODULES = {nn.MultiheadAttention}  # type: ignore[attr-defined]
-size_based_auto_wrap_policy.EXCLUDE_WRAP_MODULES = {nn.ModuleList, nn.ModuleDict}  # type: ignore[attr-defined]
+WrapPolicy: TypeAlias = "_PolicyObject | Callable[..., bool]"
 
 
 def wrap_below(
@@ -157,7 +97,7 @@ _WRAPPING: ContextVar[_Wrapping | None] = ContextVar("wrapping", default=None)
 
 @contextmanager
 def enable_wrap(*, wrapper_cls: Callable[..., nn.Module], **wrapper_kwargs: Any) -> Iterator[None]:
-    """Have ``wrap`` apply ``wrapper_cls`` with these options in this thread; an inner context stands alone."""
+    """Let ``wrap`` apply ``wrapper_cls`` with these options in this thread; an inner context stands alone."""
     before = _WRAPPING.set(_Wrapping(wrapper_cls=wrapper_cls, options=wrapper_kwargs))
     try:
         yield
@@ -196,12 +136,7 @@ def _choose(
 ) -> dict[nn.Module, Options]:
     """Ask the policy about everything below ``root`` before anything is replaced."""
     chosen: dict[nn.Module, Options] = {}
-    if isinstance(policy, ModuleWrapPolicy | CustomPolicy):
-        for module in root.modules():
-            options = None if module in ignored else policy.options_for(module)
-            if options is not None:
-                chosen[module] = options
-    elif hasattr(policy, "_run_policy"):
+    if hasattr(policy, "_run_policy"):
         chosen.update(policy._run_policy(root, ignored, {}))
     elif callable(policy):
         survey = _Survey(policy=policy, also=also, visited={root, *ignored}, claimed={*ignored_parameters})
