@@ -1,4 +1,4 @@
-"""Two promises of the reference engine: a backward gathers each unit once, and partial sums lose no precision."""
+"""What the reference engine once got wrong: nested prefetches, sums of microbatches, a policy changed on the way."""
 
 from __future__ import annotations
 
@@ -106,3 +106,22 @@ def test_small_microbatches_count_beside_a_large_one_where_the_all_reduce_waits(
 ) -> None:
     # bfloat16 has no number between 256 and 258: summed in it, microbatches of 1 would be lost one by one.
     assert _run(tmp_path, 4, _gradient_of_microbatches, reduce_dtype) == [[264.0] * (WIDTH // 2)] * 4
+
+
+def _gradient_after_a_change_of_policy(context: RankContext) -> list[float]:
+    unit: Any = fully_shard(nn.Linear(WIDTH, WIDTH, bias=False), reshard_after_forward=2)
+    nn.init.ones_(unit.weight)
+    model = fully_shard(nn.Sequential(unit, nn.Linear(WIDTH, 1)))
+    inputs = torch.ones(1, WIDTH, requires_grad=True)
+    loss = model(inputs).sum()
+    unit.set_reshard_after_forward(True)
+    loss.backward()
+    assert inputs.grad is not None
+    expected = WIDTH * [model[1].weight.full_tensor().sum().item()]
+    torch.testing.assert_close(inputs.grad, torch.tensor([expected]))
+    return inputs.grad.tolist()
+
+
+def test_the_policy_may_change_between_forward_and_backward(tmp_path: Path) -> None:
+    first, *rest = _run(tmp_path, 4, _gradient_after_a_change_of_policy)
+    assert all(other == first for other in rest)

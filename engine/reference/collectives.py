@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from engine.reference.comm_context import PendingCollective, Reduction
 from engine.reference.mesh import Ranks
-from engine.reference.param_layout import ParamLayout
+from engine.reference.param_layout import ParamLayout, UnshardedMemory
 from engine.reference.parameter import FSDPParam
 
 # torch 2.13 gave the flat collectives new names and deprecated these, which older releases have alone.
@@ -88,6 +88,48 @@ class DefaultReduceScatter(_Allocates):
             output_tensor, input_tensor, op=op, group=group, async_op=async_op
         )
         return work
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PendingAllGather:
+    """A gather under way. No work: there is nothing to wait for.
+
+    ``kept`` is what its input was copied from: memory of another stream, which must not be freed before.
+    """
+
+    output: torch.Tensor
+    work: dist.Work | None
+    kept: torch.Tensor | None = None
+
+
+def foreach_all_gather(
+    layout: ParamLayout,
+    output: torch.Tensor,
+    group: dist.ProcessGroup,
+    all_gather: AllGather,
+    kept: torch.Tensor | None,
+) -> PendingAllGather:
+    """Fill this rank's part of ``output`` with its shards, or what it kept of a gather before; gather the rest."""
+    source = output.chunk(group.size())[group.rank()] if output.numel() else output
+    if kept is None:
+        layout.copy_in(source)
+    else:
+        source.copy_(kept)
+    work = None
+    if source.numel():
+        work = all_gather(output_tensor=output, input_tensor=source, group=group, async_op=True)
+    return PendingAllGather(output, work, kept)
+
+
+def copy_own_shards(layout: ParamLayout, memory: UnshardedMemory, device: torch.device) -> PendingAllGather:
+    """Return what a gather among one rank would: nothing, if whole parameters are the shards themselves."""
+    if memory.is_shared:
+        return PendingAllGather(torch.empty(0), None)
+    output = memory.direct()
+    if output is None:
+        output = torch.empty(memory.wire_numel, dtype=memory.wire_dtype, device=device)
+    layout.copy_in(output)
+    return PendingAllGather(output, None)
 
 
 # Enough exponent for a sum over any number of ranks; every other dtype is scaled down before the sum.

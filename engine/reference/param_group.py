@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from enum import Enum
 
 import torch
@@ -17,9 +16,12 @@ from engine.reference.collectives import (
     DefaultReduceScatter,
     Division,
     PartialReduction,
+    PendingAllGather,
     ReduceScatter,
     ReductionPlan,
+    copy_own_shards,
     division,
+    foreach_all_gather,
     foreach_reduce,
     reduce_alone,
     reduce_scatter_copy_in,
@@ -40,18 +42,6 @@ class ShardedState(Enum):
         "modules see whole parameters; reshard() -> SHARDED, or keep_shard_of_subgroup() -> PARTIALLY_SHARDED"
     )
     PARTIALLY_SHARDED = "this rank holds a larger part, gathered from fewer ranks; unshard() -> GATHERING"
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Gather:
-    """A gather under way. No work: there is nothing to wait for.
-
-    ``kept`` is what its input was copied from: memory of another stream, which must not be given away before.
-    """
-
-    output: torch.Tensor
-    work: dist.Work | None
-    kept: torch.Tensor | None = None
 
 
 class FSDPParamGroup:
@@ -97,7 +87,7 @@ class FSDPParamGroup:
         self._home = torch.device("cpu") if isinstance(offload, CPUOffloadPolicy) else device
         self._signature: tuple[object, ...] = ()
         self._unsharded: UnshardedMemory | None = None
-        self._pending_gather: _Gather | None = None
+        self._pending_gather: PendingAllGather | None = None
         self._kept_shard: torch.Tensor | None = None
         self._subgroup: dist.ProcessGroup | None = None
         self._is_stale = False
@@ -175,6 +165,8 @@ class FSDPParamGroup:
 
     def set_subgroup(self, group: dist.ProcessGroup | None) -> None:
         """Choose the ranks among which whole parameters are split between forward and backward; None: all."""
+        if self.state is ShardedState.PARTIALLY_SHARDED:
+            self.reshard()  # what was kept is a part among other ranks
         self._subgroup = group
 
     def mark_stale(self) -> None:
@@ -315,38 +307,20 @@ class FSDPParamGroup:
             only_sums=self.only_sums,
         )
 
-    def _issue_all_gather(self) -> _Gather:
-        """Have this rank's part of the output filled, and then the rest by the gather."""
+    def _issue_all_gather(self) -> PendingAllGather:
+        """Gather the shards over all ranks, or the kept parts over the subgroup."""
         assert self._unsharded is not None
-        numel, dtype = self._unsharded.wire_numel, self._unsharded.wire_dtype
-        group = self.mesh.shard_group if self._kept_shard is None else self._subgroup
-        if self.mesh.shard_size == 1 or group is None:
-            return _Gather(self._own_copy(), None)
+        if self.mesh.shard_size == 1:
+            return copy_own_shards(self.layout, self._unsharded, self.device)
         kept, self._kept_shard = self._kept_shard, None
+        group = self.mesh.shard_group if kept is None else self._subgroup
+        assert group is not None
         with self.comm_ctx.on_all_gather_stream():
-            direct = self._unsharded.direct()
-            output = self._gather_buffer(self.mesh.shard_size * numel, dtype) if direct is None else direct
-            source = output.chunk(group.size())[group.rank()] if output.numel() else output
-            if kept is None:
-                self.layout.copy_in(source)
-            else:
-                source.copy_(kept)
-            work = None
-            if source.numel():
-                work = self.all_gather(output_tensor=output, input_tensor=source, group=group, async_op=True)
-        return _Gather(output, work, kept)
-
-    def _own_copy(self) -> torch.Tensor:
-        """Return what a gather among one rank would: nothing, if whole parameters are the shards themselves."""
-        assert self._unsharded is not None
-        if self._unsharded.is_shared:
-            return torch.empty(0)
-        direct = self._unsharded.direct()
-        if direct is None:
-            numel, dtype = self._unsharded.wire_numel, self._unsharded.wire_dtype
-            direct = torch.empty(numel, dtype=dtype, device=self.device)
-        self.layout.copy_in(direct)
-        return direct
+            output = self._unsharded.direct()
+            if output is None:
+                numel, dtype = self.mesh.shard_size * self._unsharded.wire_numel, self._unsharded.wire_dtype
+                output = self._gather_buffer(numel, dtype)
+            return foreach_all_gather(self.layout, output, group, self.all_gather, kept)
 
     def _signature_that_matters(self) -> tuple[object, ...]:
         """Where the shards are, if whole parameters are the same memory; else only what they are."""
