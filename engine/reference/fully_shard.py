@@ -13,10 +13,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from engine.reference.fsdp_module import FSDPModule, ReplicateModule, managed_class
+from engine.reference.geometry import plan_cut
 from engine.reference.mesh import DataMesh, compute_device, replicating_mesh, sharding_mesh
 from engine.reference.param_group import FSDPParamGroup
 from engine.reference.param_layout import PerParameterLayout
-from engine.reference.parameter import ParamLocation, ShardedParam, cut_parameter, plan_cut
+from engine.reference.parameter import ParamLocation, ShardedParam, cut_parameter
 from engine.reference.policies import (
     CPUOffloadPolicy,
     DTypes,
@@ -229,7 +230,9 @@ def _make_state(
     for parameter, locations in unmanaged(modules, ignored).items():
         _check_tensor_parallel(parameter, locations, reshard)
         own_mesh, placement = _place(parameter, placement_fn, mesh)
-        planned.append((parameter, locations, own_mesh, plan_cut(parameter, locations, own_mesh, placement)))
+        planned.append(
+            (parameter, locations, own_mesh, plan_cut(parameter, locations[0].name, own_mesh, placement))
+        )
     by_mesh: dict[DataMesh, list[ShardedParam]] = {}
     for parameter, locations, own_mesh, geometry in planned:  # none was refused, so all may be changed
         cut = cut_parameter(parameter, locations, own_mesh, geometry, home=home, pins=pins)

@@ -98,7 +98,7 @@ class UnshardedMemory:
         return torch.cat(cut, dim=1).view(-1)
 
     def free(self) -> None:
-        """Return the memory back; tensors that autograd saved keep their identity and see the next gather's."""
+        """Free the memory; tensors that autograd saved keep their identity and see the next gather's."""
         if self._block is not None:
             self._block.untyped_storage().resize_(0)
 

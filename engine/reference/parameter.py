@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from engine.reference.geometry import Geometry
+from engine.reference.geometry import Geometry, local_part
 from engine.reference.mesh import DataMesh
 from engine.reference.torch_private import (
     concatenated,
@@ -329,37 +329,6 @@ def _described(origin: nn.Parameter) -> DTensor | None:
     return sharded_like(detached, torch.empty(0, dtype=detached.dtype))
 
 
-def plan_cut(
-    parameter: nn.Parameter, locations: tuple[ParamLocation, ...], mesh: DataMesh, placement: Shard | None
-) -> Geometry:
-    """Return how ``parameter`` will be cut over ``mesh``; changes nothing.
-
-    Raises ValueError for scalars and NotImplementedError for what cannot be sharded: tensors that are not
-    contiguous, and uneven dims other than 0.
-    """
-    name = locations[0].name
-    local = _local_part(parameter)
-    if local.dim() == 0:
-        raise ValueError(
-            f"fully_shard doesn't support scalar parameters: {name!r} has no dim to shard; "
-            "make it a 1D tensor of one element"
-        )
-    if not local.is_contiguous():
-        raise NotImplementedError(
-            f"fully_shard: does not support non-contiguous parameters: {name!r} has shape "
-            f"{tuple(local.shape)} and stride {local.stride()}; call .contiguous() on it before"
-        )
-    geometry = Geometry(
-        shape=local.shape, dim=_shard_dim(placement, local, name), ranks=mesh.shard_size, rank=mesh.shard_rank
-    )
-    if geometry.dim and not geometry.is_even:
-        raise NotImplementedError(
-            f"fully_shard: does not support uneven sharding on dim {geometry.dim}: {name!r} of shape "
-            f"{tuple(local.shape)} over {geometry.ranks} ranks; return a dim that they divide, or Shard(0)"
-        )
-    return geometry
-
-
 def cut_parameter(
     parameter: nn.Parameter,
     locations: tuple[ParamLocation, ...],
@@ -371,7 +340,7 @@ def cut_parameter(
 ) -> ShardedParam:
     """Shard ``parameter`` over ``mesh``, keep the shard on ``home`` and register the result at its sites."""
     whole = parameter.detach()
-    shard = geometry.shard_of(_local_part(parameter)).clone(memory_format=torch.contiguous_format)
+    shard = geometry.shard_of(local_part(parameter)).clone(memory_format=torch.contiguous_format)
     spread = _over_all_axes(shard, whole, mesh, geometry.dim)
     if not shard.is_meta:
         kept = shard.to(home)  # from_local moves what lies elsewhere to the mesh
@@ -382,22 +351,6 @@ def cut_parameter(
     made = ShardedParam(sharded=sharded, origin=parameter, locations=locations, geometry=geometry)
     made.to_sharded()
     return made
-
-
-def _local_part(parameter: nn.Parameter) -> torch.Tensor:
-    """Return the tensor that data-parallel ranks share: this rank's part where it is a DTensor already."""
-    whole: torch.Tensor = parameter.detach()
-    return local_tensor(whole) if isinstance(whole, DTensor) else whole
-
-
-def _shard_dim(placement: Shard | None, local: torch.Tensor, name: str) -> int:
-    dim = 0 if placement is None else placement.dim
-    if not -local.dim() <= dim < local.dim():
-        raise ValueError(
-            f"shard_placement_fn: expected Shard of a dim below {local.dim()} for {name!r} of shape "
-            f"{tuple(local.shape)}, got {placement}"
-        )
-    return dim % local.dim()
 
 
 def _over_all_axes(shard: torch.Tensor, whole: torch.Tensor, mesh: DataMesh, dim: int) -> DTensor:

@@ -17,7 +17,7 @@ from engine.reference.autograd_hooks import map_tensors
 from engine.reference.fsdp1.materialize import broadcast_states, materialize, move_to_device
 from engine.reference.fsdp1.wrap_policy import wrap_below
 from engine.reference.fully_shard import unmanaged
-from engine.reference.mesh import RankGroups, Ranks
+from engine.reference.mesh import Ranks
 from engine.reference.param_group import FSDPParamGroup
 from engine.reference.state import FSDPState
 from engine.reference.torch_private import HYBRID_SHARD_ZERO2
@@ -35,7 +35,7 @@ def rank_groups(
     device_mesh: DeviceMesh | None,
     *,
     is_shared: bool,
-) -> RankGroups:
+) -> Ranks:
     """Return the groups that ``strategy`` shards and replicates over.
 
     A hybrid strategy that is given neither groups nor a mesh shards over the ranks of each node; the groups are made
@@ -56,8 +56,8 @@ def rank_groups(
         )
     group = _default_group() if group is None else group
     if strategy is ShardingStrategy.NO_SHARD:
-        return RankGroups(shard_group=None, replicate_group=group)
-    return RankGroups(shard_group=group, replicate_group=None)
+        return Ranks(shard_group=None, replicate_group=group)
+    return Ranks(shard_group=group, replicate_group=None)
 
 
 def _hybrid_groups(
@@ -66,14 +66,14 @@ def _hybrid_groups(
     device_mesh: DeviceMesh | None,
     *,
     is_shared: bool,
-) -> RankGroups:
+) -> Ranks:
     if device_mesh is not None:
         if device_mesh.ndim != 2:
             raise ValueError(
                 f"device_mesh: Expected device_mesh to have ndim=2 (replicate, shard) for {strategy}, "
                 f"got {device_mesh.ndim}"
             )
-        return RankGroups(shard_group=device_mesh.get_group(1), replicate_group=device_mesh.get_group(0))
+        return Ranks(shard_group=device_mesh.get_group(1), replicate_group=device_mesh.get_group(0))
     if process_group is None:
         if not is_shared:
             raise ValueError(
@@ -83,14 +83,14 @@ def _hybrid_groups(
         return _groups_of_nodes()
     match process_group:
         case (dist.ProcessGroup() as shard, dist.ProcessGroup() as replicate):
-            return RankGroups(shard_group=shard, replicate_group=replicate)
+            return Ranks(shard_group=shard, replicate_group=replicate)
     raise ValueError(
         "process_group: Expected process_group to be passed in as either None or Tuple[dist.ProcessGroup, "
         f"dist.ProcessGroup] for {strategy} (shard, replicate), got {type(process_group).__name__}"
     )
 
 
-def _groups_of_nodes() -> RankGroups:
+def _groups_of_nodes() -> Ranks:
     """Shard over the ranks of a node, replicate over nodes: groups of equal size of the default group's ranks."""
     world, rank = dist.get_world_size(), dist.get_rank()
     size = int(os.environ.get("LOCAL_WORLD_SIZE", 0)) or torch.accelerator.device_count() or world
@@ -102,7 +102,7 @@ def _groups_of_nodes() -> RankGroups:
         )
     shard = [dist.new_group(list(range(first, first + size))) for first in range(0, world, size)]
     replicate = [dist.new_group(list(range(first, world, size))) for first in range(size)]
-    return RankGroups(shard_group=_own(shard[rank // size]), replicate_group=_own(replicate[rank % size]))
+    return Ranks(shard_group=_own(shard[rank // size]), replicate_group=_own(replicate[rank % size]))
 
 
 def _own(group: object) -> dist.ProcessGroup:
