@@ -80,7 +80,7 @@ def _dataclass_like(value: Any, fields: dict[str, Any]) -> Any:
 
 
 class PendingBackwards:
-    """Counts calls: those whose inputs will tell of the end of their backward, and the others.
+    """Counts calls: those whose inputs will show the end of their backward, and the others.
 
     ``on_begin`` is called, as a hook, before backward enters the modules, once or more for each call; ``on_end``
     when it has computed the gradients of all inputs.
@@ -98,7 +98,7 @@ class PendingBackwards:
         self.num_watched = self._num_others = 0
 
     def end_one(self) -> int:
-        """Take note that the backward of a watched call has ended; gives how many calls are still to come."""
+        """Record that the backward of a watched call has ended; return how many calls are still to come."""
         self.num_watched = max(0, self.num_watched - 1)
         return self.num_watched + self._num_others
 
@@ -125,9 +125,9 @@ class PendingBackwards:
 
         return map_tensors(replace, args), map_tensors(replace, kwargs)
 
-    # Any: as above, and whatever it gives.
+    # Any: as above, and whatever it returns.
     def watch_outputs(self, inputs: Any, output: Any) -> bool:
-        """Hook the outputs; says whether there is any that backward may come from."""
+        """Hook the outputs; return whether there is any that backward may come from."""
         if not torch.is_grad_enabled():
             return False
         outputs = [t for t in tensors_in(output) if t.requires_grad]

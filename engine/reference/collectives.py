@@ -157,7 +157,7 @@ def division(
     """Choose the division that turns a sum over all ranks into sum / factor (default: the mean).
 
     The division is part of the reduction, once, whichever of the two collectives exist: a shard group of one
-    rank has no reduce-scatter, and the factor holds all the same. AVG is used where it says what is meant;
+    rank has no reduce-scatter, and the factor holds all the same. AVG is used where the mean is asked for;
     another factor is divided by afterwards, on the small reduced tensor.
     """
     ranks = shard_size * replicate_size
@@ -257,7 +257,7 @@ class ReductionPlan:
 
     @property
     def is_alone(self) -> bool:
-        """Whether there is nobody to communicate with, and nothing else to do."""
+        """Whether there is no rank to communicate with, and nothing else to do."""
         is_lone = self.mesh.shard_size * self.mesh.replicate_size == 1
         return is_lone and self.hook is None and self.comm_hook is None and self.layout.keeps_apart
 
@@ -335,7 +335,7 @@ def _scatter_output(flat: torch.Tensor, plan: ReductionPlan) -> torch.Tensor:
 
 
 def _reduced_by_hook(flat: torch.Tensor, hook: CommHook, plan: ReductionPlan) -> torch.Tensor:
-    """Have the caller's hook reduce, divisions included."""
+    """Reduce by the caller's hook, divisions included."""
     with torch.no_grad():
         if plan.mesh.shard_size == 1:
             hook(flat)

@@ -1,4 +1,4 @@
-"""What units of one tree share to communicate: streams, buffers to reuse, and the reductions in flight."""
+"""What the states below one root share to communicate: streams, buffers to reuse, and the reductions in flight."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class CommContext:
             self._gather_stream.wait_event(event)
 
     def all_gather_buffer(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Return a 1-D buffer for a gather, the one given back last if it fits."""
+        """Return a 1-D buffer for a gather, the one recycled last if it fits."""
         spare, self._spare = self._spare, None
         if spare is not None and spare.dtype == dtype and spare.numel() == numel:
             return spare
@@ -76,7 +76,7 @@ class CommContext:
             self._spare = buffer
 
     def free_buffer(self) -> None:
-        """Free the buffer that was given back, if no prefetch has taken it: an idle one would be at the peak."""
+        """Free the recycled buffer, if no prefetch has taken it: an idle one would be at the peak."""
         self._spare = None
 
     # Reductions -------------------------------------------------------------------------------------------
@@ -122,8 +122,8 @@ class CommContext:
     def _issue_all(
         self, flat: torch.Tensor, in_flight: PendingCollective | None, reduction: Reduction
     ) -> None:
-        # An allocator hands freed memory to the stream that asked for it first, and only this event tells when
-        # the streams here are through with it.
+        # An allocator hands freed memory to the stream that asked for it first, and only this event shows
+        # when the streams here are through with it.
         outputs = []
         self._all_reduce_stream.wait_stream(self._scatter_stream)
         with self._on(self._all_reduce_stream):

@@ -32,7 +32,7 @@ class UnshardHandle:
 class FSDPModule:
     """What ``fully_shard`` adds to the class of a module.
 
-    Methods with ``recurse`` act on every sharded module below too; the others say what they act on.
+    Methods with ``recurse`` act on every sharded module below too; the others state what they act on.
     """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:

@@ -31,7 +31,7 @@ from engine.reference.state import FSDPState, state_of
 def unmanaged(
     modules: Iterable[nn.Module], ignored: set[nn.Parameter]
 ) -> dict[nn.Parameter, tuple[ParamLocation, ...]]:
-    """Find the parameters that no unit below has taken, each with every place where it is registered."""
+    """Find the parameters that no call below has taken, each with every place where it is registered."""
     locations: dict[nn.Parameter, list[ParamLocation]] = {}
     for module in _unmanaged_modules(modules):
         for name, parameter in module._parameters.items():
@@ -126,7 +126,7 @@ def replicate(
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
-    """Have ``module.method_name`` gather and free parameters as forward does; nothing if it is not sharded.
+    """Let ``module.method_name`` gather and free parameters as forward does; nothing if it is not sharded.
 
     Raises ValueError when there is no such method.
     """
@@ -142,7 +142,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 
     @functools.wraps(original)
     def method(*args: Any, **kwargs: Any) -> Any:
-        if state.is_running(module):  # called by forward, which sees to everything
+        if state.is_running(module):  # called by forward, which does all that
             return original(*args, **kwargs)
         args, kwargs = state.before_forward(module, args, kwargs)
         return state.after_forward(module, args, kwargs, original(*args, **kwargs))

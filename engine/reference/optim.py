@@ -23,7 +23,7 @@ def clip_grad_norm_(
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
 ) -> torch.Tensor:
-    """Scale gradients in place so that their joint norm is at most ``max_norm``; give the norm before.
+    """Scale gradients in place so that their joint norm is at most ``max_norm``; return the norm before.
 
     The norm (0-dim, plain, equal on every rank) is that of the whole gradients: a shard counts on the ranks
     that it is spread over, a replica once. Parameters may lie on different meshes; plain tensors count as

@@ -47,7 +47,7 @@ class ShardedState(Enum):
 class FSDPParamGroup:
     """Parameters of one call of ``fully_shard`` or ``replicate`` on one mesh.
 
-    The knobs are plain attributes, set through the methods of the sharded module.
+    The options are plain attributes, set through the methods of the sharded module.
     """
 
     def __init__(
@@ -170,14 +170,14 @@ class FSDPParamGroup:
         self._subgroup = group
 
     def mark_stale(self) -> None:
-        """Note that whole parameters, if there are any, are not those of the shards any more."""
+        """Record that whole parameters, if there are any, are stale; see [Note: stale parameters]."""
         self._is_stale = True
 
     def refresh(self, *, begins_iteration: bool) -> None:
-        """Give up whole parameters of before an optimizer step, and accumulated gradients that were cleared.
+        """Free whole parameters of before an optimizer step, and accumulated gradients that were cleared.
 
-        Decided by what every rank does alike, as a gather is collective: torch's optimizers tell of their steps,
-        and before a new iteration whoever else updates parameters has had the reduced gradients.
+        Decided by what every rank does alike, as a gather is collective: torch's optimizers report their steps, and
+        before a new iteration any other optimizer has had the reduced gradients.
         """
         if self._is_stale or (begins_iteration and self._was_reduced):
             self.reshard()
@@ -250,7 +250,7 @@ class FSDPParamGroup:
                 parameter.sharded_param.grad = placeholder_grad(parameter.sharded_param)
 
     def forget_backward(self) -> None:
-        """Note that a backward is over: what arrives next belongs to another one."""
+        """Record that a backward is over: what arrives next belongs to another one."""
         self._arrived.clear()
         self.is_complete = False
         self._is_reduced = False
@@ -329,7 +329,7 @@ class FSDPParamGroup:
         return tuple((p.local.dtype, p.local.is_meta) for p in self.parameters)
 
     def _wait_for_all_gather(self) -> torch.Tensor:
-        """Wait for the gather under way and give its output."""
+        """Wait for the gather under way and return its output."""
         assert self._pending_gather is not None
         gather, self._pending_gather = self._pending_gather, None
         if gather.work is not None:

@@ -18,7 +18,7 @@ class UnshardedMemory:
 
     Without a ``block`` they are views of the shards' own: a replicated parameter exists once. ``targets`` are
     (ranks, ...) views of each parameter's whole memory, ``numels`` the elements that a rank sends of each,
-    ``dtypes`` what they are in; ``is_flat`` tells that each target is a row per rank. A gather writes straight
+    ``dtypes`` what they are in; ``is_flat``: each target is a row per rank. A gather writes straight
     into ``single``, if there is one: nothing has to be rearranged.
     """
 
@@ -71,7 +71,7 @@ class UnshardedMemory:
         return self._single
 
     def is_in(self, gathered: torch.Tensor) -> bool:
-        """Whether ``gathered`` is this memory, and not a buffer to give back."""
+        """Whether ``gathered`` is this memory, and not a buffer to recycle."""
         return self._block is None or gathered is self._single
 
     def copy_out(self, gathered: torch.Tensor) -> None:
@@ -269,10 +269,10 @@ class PerParameterLayout:
 
 
 def storage_signature(parameters: Sequence[FSDPParam]) -> tuple[object, ...]:
-    """Describe where the shards are and in which dtype, to tell when they were moved or cast."""
+    """Describe where the shards are and in which dtype, so that a move or a cast shows."""
     return tuple((p.local.dtype, p.local.device, p.local.data_ptr()) for p in parameters)
 
 
 def _sharded(parameters: Sequence[FSDPParam]) -> list[ShardedParam]:
-    """Know the parameters of a group of this arrangement by their class."""
+    """Return the parameters as what this layout was made of."""
     return [p for p in parameters if isinstance(p, ShardedParam)]

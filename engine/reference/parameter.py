@@ -24,9 +24,9 @@ from engine.reference.torch_private import (
     strided_shard,
 )
 
+# Attributes of parameters: that the original is managed, and the listener of what the optimizer owns.
 _MARK = "_is_sharded_elsewhere"
-STEP_LISTENER = "_step_listener"
-"""The attribute of a sharded parameter that holds its ``StepListener``."""
+_LISTENER = "_step_listener"
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,19 +54,40 @@ class ParamLocation:
 
 
 class StepListener:
-    """Whom to tell that a parameter was written to, held weakly; a copy or a pickle of it tells nobody."""
+    """What to call after an optimizer has stepped over a parameter, held weakly; a copy or a pickle calls nothing.
 
-    def __init__(self, on_write: Callable[[], None] | None = None) -> None:
-        self._on_write = None if on_write is None else weakref.WeakMethod(on_write)
+    [Note: stale parameters] Whole parameters that a group still holds are not those of the shards after a step.
+    Versions of tensors do not show that: optimizers that loop over tensors in C++ do not count there, and each rank
+    would decide alone about a gather, which is collective. So every sharded parameter carries a listener, and one hook
+    on all of torch's optimizers, which keeps no state, notifies those of the parameters that it was given.
+    """
+
+    def __init__(self, on_step: Callable[[], None] | None = None) -> None:
+        self._on_step = None if on_step is None else weakref.WeakMethod(on_step)
 
     def __reduce__(self) -> tuple[type[StepListener], tuple[()]]:
         return (StepListener, ())
 
+    def attach(self, parameter: nn.Parameter) -> None:
+        """Listen to the steps over ``parameter``; torch may swap a parameter's attributes when it converts."""
+        setattr(parameter, _LISTENER, self)
+
     def notify(self) -> None:
-        """Say that the parameter was written to."""
-        on_write = None if self._on_write is None else self._on_write()
-        if on_write is not None:
-            on_write()
+        """Call what was given, if it still exists."""
+        on_step = None if self._on_step is None else self._on_step()
+        if on_step is not None:
+            on_step()
+
+
+def _optimizer_hook(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            listener = getattr(parameter, _LISTENER, None)
+            if isinstance(listener, StepListener):
+                listener.notify()
+
+
+register_optimizer_step_post_hook(_optimizer_hook)
 
 
 def placeholder_grad(parameter: torch.Tensor) -> torch.Tensor:
@@ -75,14 +96,14 @@ def placeholder_grad(parameter: torch.Tensor) -> torch.Tensor:
 
 
 def is_placeholder(gradient: torch.Tensor) -> bool:
-    """Whether a gradient was made by `promise`: nothing can be added to its memory."""
+    """Whether a gradient was made by `placeholder_grad`: nothing can be added to its memory."""
     return gradient.dim() > 0 and not any(gradient.stride())
 
 
 class FSDPParam(ABC):
     """A parameter in its two forms: this rank's part of it, and the whole of it while it is gathered.
 
-    ``unsharded`` is made once per home in memory and keeps its identity, because autograd saves it in forward and
+    ``unsharded_param`` is made once per home in memory and keeps its identity, because autograd saves it in forward and
     reads it in backward: only the memory beneath it comes and goes.
     """
 
@@ -97,6 +118,12 @@ class FSDPParam(ABC):
         setattr(origin, _MARK, True)
         self.unsharded_param: nn.Parameter | None = None
         self._held_grad: torch.Tensor | None = None
+        self._step_listener = StepListener()
+
+    def listen_to_steps(self, on_step: Callable[[], None]) -> None:
+        """Call ``on_step`` when one of torch's optimizers has stepped over this parameter."""
+        self._step_listener = StepListener(on_step)
+        self._step_listener.attach(self.sharded_param)
 
     @property
     @abstractmethod
@@ -107,10 +134,6 @@ class FSDPParam(ABC):
     @abstractmethod
     def sharded_param(self) -> nn.Parameter:
         """What the optimizer updates: the part as a parameter, or a parameter that it lies in."""
-
-    @abstractmethod
-    def listen_to_steps(self, on_write: Callable[[], None]) -> None:
-        """Have ``on_write`` called when one of torch's optimizers has stepped over this parameter."""
 
     @abstractmethod
     def current(self) -> torch.Tensor:
@@ -165,7 +188,7 @@ class FSDPParam(ABC):
         self._held_grad = self.pop_unsharded_grad(dtype).to(dtype)
 
     def pop_unsharded_grad(self, dtype: torch.dtype | None) -> torch.Tensor:
-        """Hand over what was held plus the fresh gradient: plain, of shape ``shape``; zeros if none.
+        """Return, and forget, what was held plus the fresh gradient: plain, of shape ``shape``; zeros if none.
 
         ``dtype`` is that of a reduction over tensor-parallel ranks, should one be needed.
         """
@@ -207,17 +230,6 @@ class FSDPParam(ABC):
         return gradient
 
 
-def _optimizer_hook(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            mark = getattr(parameter, STEP_LISTENER, None)
-            if isinstance(mark, StepListener):
-                mark.notify()
-
-
-register_optimizer_step_post_hook(_optimizer_hook)
-
-
 class ShardedParam(FSDPParam):
     """A parameter whose part is a tensor of its own.
 
@@ -236,7 +248,6 @@ class ShardedParam(FSDPParam):
         self.sharded = sharded
         self.geometry = geometry
         self._inner = _described(origin)
-        self._step_listener = StepListener()
 
     @property
     def sharded_param(self) -> nn.Parameter:
@@ -248,11 +259,6 @@ class ShardedParam(FSDPParam):
         """This rank's shard, of shape ``geometry.shard_shape``."""
         return local_tensor(self._template)
 
-    def listen_to_steps(self, on_write: Callable[[], None]) -> None:
-        """Have ``on_write`` called when one of torch's optimizers has stepped over this parameter."""
-        self._step_listener = StepListener(on_write)
-        setattr(self.sharded, STEP_LISTENER, self._step_listener)
-
     def current(self) -> nn.Parameter:
         """Return the sharded parameter as the modules hold it, replaced or not."""
         found = self.locations[0].get()
@@ -262,7 +268,7 @@ class ShardedParam(FSDPParam):
         """Take over a parameter that was registered in place of the sharded one, as loading may do."""
         found = self.current()
         if found is self.sharded:
-            setattr(found, STEP_LISTENER, self._step_listener)  # torch swaps attributes too when it converts
+            self._step_listener.attach(found)
             return
         if not isinstance(found, DTensor) or found.placements != self._template.placements:
             raise RuntimeError(
@@ -271,20 +277,20 @@ class ShardedParam(FSDPParam):
                 "change parameters before sharding, or load DTensors"
             )
         self.sharded = found
-        setattr(found, STEP_LISTENER, self._step_listener)
+        self._step_listener.attach(found)
         self.to_sharded()
 
     def to_unsharded(self) -> None:
         """Let modules see the plain tensor."""
         self.sync_requires_grad()
         assert self.unsharded_param is not None
-        for site in self.locations:
-            site.set(self.unsharded_param)
+        for location in self.locations:
+            location.set(self.unsharded_param)
 
     def to_sharded(self) -> None:
         """Let modules see the DTensor."""
-        for site in self.locations:
-            site.set(self.sharded)
+        for location in self.locations:
+            location.set(self.sharded)
 
     def accumulate_sharded_grad(self, local: torch.Tensor) -> None:
         """Add a reduced gradient (this rank's shard) to the sharded parameter's."""
@@ -379,7 +385,7 @@ def _inner_shards(whole: DTensor, dim: int) -> int:
 
 @cache  # once in a process
 def _keep_complex_views_in_place() -> None:
-    """Have DTensor take ``view_as_real`` of a shard where it lies.
+    """Let DTensor take ``view_as_real`` of a shard where it lies.
 
     [Note: views of complex shards] Adam and others update a complex parameter through ``torch.view_as_real``, which
     DTensor takes for a split of the last dim. Where this is the dim that is sharded, as of a bias, and ranks have

@@ -1,4 +1,4 @@
-"""One unit: the module, or list of modules, of one call, and the hooks that drive its groups as it runs."""
+"""The state of one call's module, or list of modules, and the hooks that drive its groups as these run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _ATTRIBUTE = "_sharding_unit"
 
 
 class TrainingState(Enum):
-    """What a unit is doing."""
+    """What the modules of a state are doing."""
 
     IDLE = "a forward -> FORWARD; the gradient of an output -> BACKWARD"
     FORWARD = "all its modules have run -> IDLE"
@@ -29,7 +29,7 @@ class TrainingState(Enum):
 
 
 class BackwardPrefetchTime(Enum):
-    """When a unit's backward gathers the unit that is predicted to come next."""
+    """When a state's backward gathers the state that is predicted to come next."""
 
     FIRST = "before its own gradients are computed"
     LAST = "after its own gradients were computed"
@@ -64,7 +64,7 @@ class FSDPState:
         self.prefetches_in_backward = BackwardPrefetchTime.FIRST
         self.post_optim_event: Any | None = None  # torch types each device's events apart
         self.root_state: RootState[FSDPState] | None = None
-        self.is_last_backward = True  # of the tree to come
+        self.is_last_backward = True  # of the root to come
         self._comm_ctx = CommContext(device)
         self.share(self._comm_ctx)
         self._training_state = TrainingState.IDLE
@@ -83,11 +83,11 @@ class FSDPState:
 
     @property
     def comm_ctx(self) -> CommContext:
-        """Streams and reductions in flight, shared by all units of a tree once the root has run."""
+        """Streams and reductions in flight, shared by all states below a root once that has run."""
         return self._comm_ctx
 
     def share(self, comm_ctx: CommContext) -> None:
-        """Communicate over ``lanes``."""
+        """Communicate through ``comm_ctx``."""
         self._comm_ctx = comm_ctx
         for group in self.param_groups:
             group.comm_ctx = comm_ctx
@@ -124,7 +124,7 @@ class FSDPState:
         return root_state
 
     def _choose_reshard(self, *, is_root: bool, subgroups: dict[tuple[int, ...], dist.ProcessGroup]) -> None:
-        """Settle what becomes of whole parameters after forward, now that it is known who is the root.
+        """Settle what becomes of whole parameters after forward, now that the root is known.
 
         By default the root keeps its own: backward needs them at once. A number of ranks needs process groups,
         which ``subgroups`` collects by their ranks.
@@ -162,13 +162,13 @@ class FSDPState:
             self.reshard()
 
     def end_partial_forward(self) -> None:
-        """Free what a forward left whole because not all modules of this unit ran in it."""
+        """Free what a forward left whole because not all modules of this state ran in it."""
         if self._training_state is TrainingState.FORWARD:
             self._training_state = TrainingState.IDLE
             self._reshard_after_forward()
 
     def finish_backward(self, *, frees: bool, is_last: bool) -> None:
-        """Do what is left at the end of backward: inputs that need no gradient did not say that they are done."""
+        """Do what is left at the end of backward: inputs that need no gradient did not show that they are done."""
         if is_last:
             if any(group.state is ShardedState.GATHERING for group in self.param_groups):
                 self.reshard()  # prefetched, and not used
@@ -199,13 +199,13 @@ class FSDPState:
     def before_forward(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Gather, and give the inputs as the module shall see them."""
+        """Gather, and return the inputs as the module shall see them."""
         root_state = self.root_state or self.lazy_init()
         recomputes = inside_backward()
         if self._training_state is TrainingState.BACKWARD and recomputes:  # what backward is about to use
             self._gather_now()
             return self._cast_inputs(args), self._cast_inputs(kwargs)
-        # Entered before and not done: modules of this unit ran in part, or a forward ended with an exception.
+        # Entered before and not done: modules of this state ran in part, or a forward ended with an exception.
         begins = self._training_state is not TrainingState.FORWARD or module in self._entered
         if begins:
             self._training_state = TrainingState.FORWARD
@@ -230,7 +230,7 @@ class FSDPState:
     def after_forward(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> Any:
-        """Free what is not needed until backward, and give the output as the caller shall see it."""
+        """Free what is not needed until backward, and return the output as the caller shall see it."""
         if self._training_state is TrainingState.BACKWARD and inside_backward():
             return self._cast_outputs(output)
         assert self.root_state is not None
@@ -330,7 +330,7 @@ class FSDPState:
         assert self.root_state is not None
         self.root_state.enter_backward(of_state=False)
         if is_complete and not self._calls.num_watched:
-            # No input will say that backward is through. The parameters themselves may be needed further: a
+            # No input will show that backward is through. The parameters themselves may be needed further: a
             # frozen one's module may still compute.
             group.reduce_gradients()
 
@@ -366,7 +366,7 @@ class FSDPState:
 
 
 def state_of(module: nn.Module) -> FSDPState | None:
-    """Return the unit that ``module`` belongs to by a call on itself, if any."""
+    """Return the state of the call that was given ``module`` itself, if any."""
     state: FSDPState | None = module.__dict__.get(_ATTRIBUTE)
     return state
 

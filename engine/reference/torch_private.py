@@ -44,7 +44,7 @@ def at_end_of_backward(callback: Callable[[], None]) -> None:
 
 
 def eager(method: Callable[P, T]) -> Callable[P, T]:
-    """Have a hook run as it is where its module is compiled; decided late, for asking loads the compiler."""
+    """Run a hook as it is where its module is compiled; decided late, for asking loads the compiler."""
     uncompiled: Callable[P, T] | None = None
 
     @functools.wraps(method)
@@ -65,12 +65,12 @@ def inside_backward() -> bool:
 
 
 def local_tensor(sharded: DTensor) -> torch.Tensor:
-    """Return the very tensor that ``sharded`` wraps; ``to_local`` of a parameter gives a new one each time."""
+    """Return the very tensor that ``sharded`` wraps; ``to_local`` of a parameter returns a new one each time."""
     return sharded._local_tensor
 
 
 def run_where_shards_lie(operator: Any) -> None:
-    """Have DTensor run an operator of one tensor on its shards, of whatever sizes, for good.
+    """Let DTensor run an operator of one tensor on its shards, of whatever sizes, for good.
 
     ``register_sharding``, the public way, leaves shards out where there are more ranks than elements. Raises
     RuntimeError where torch has no such strategies: the operator would then run on gathered copies.

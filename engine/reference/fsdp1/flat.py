@@ -10,7 +10,7 @@ from torch import nn
 
 from engine.reference.mesh import Ranks
 from engine.reference.param_layout import Allocate, UnshardedMemory
-from engine.reference.parameter import STEP_LISTENER, FSDPParam, ParamLocation, StepListener, is_placeholder
+from engine.reference.parameter import FSDPParam, ParamLocation, is_placeholder
 from engine.reference.torch_private import post_accumulate_hooks
 
 FLAT_NAME = "_flat_param"
@@ -69,11 +69,6 @@ class FlatPiece(FSDPParam):
         assert self._flat.flat_parameter is not None
         return self._flat.flat_parameter
 
-    def listen_to_steps(self, on_write: Callable[[], None]) -> None:
-        """Mark what the optimizer owns."""
-        self._step_listener = StepListener(on_write)
-        setattr(self.sharded_param, STEP_LISTENER, self._step_listener)
-
     def current(self) -> torch.Tensor:
         """Return what the modules show, but for the whole parameter."""
         if self._visible is None:
@@ -94,8 +89,7 @@ class FlatPiece(FSDPParam):
             assert isinstance(found, nn.Parameter)
             self._visible = found
             self._visible.data = self.local
-        if hasattr(self, "_step_listener"):
-            setattr(self.sharded_param, STEP_LISTENER, self._step_listener)
+        self._step_listener.attach(self.sharded_param)
         self.to_sharded()
 
     def to_unsharded(self) -> None:
@@ -316,7 +310,7 @@ def _add_gradient(parameter: nn.Parameter, gradient: torch.Tensor) -> None:
         parameter.grad.add_(gradient)
     elif gradient.dtype == parameter.dtype:
         parameter.grad = gradient
-    else:  # autograd wants a gradient of the parameter's dtype; who asked for another one gets it through .data
+    else:  # autograd wants a gradient of the parameter's dtype; one of another dtype is set through .data
         parameter.grad = torch.empty_like(parameter)
         parameter.grad.data = gradient
 

@@ -50,13 +50,13 @@ class FullParamsOptions:
 
 
 def layout_of(group: FSDPParamGroup) -> FlatLayout:
-    """Return the arrangement of a wrapper's group."""
+    """Return the layout of a wrapper's group."""
     assert isinstance(group.layout, FlatLayout)
     return group.layout
 
 
 def gathered(share: torch.Tensor, group: FSDPParamGroup) -> torch.Tensor:
-    """Gather equal 1-D shares of the group's ranks, in rank order; of one rank, give the share itself. Collective."""
+    """Gather equal 1-D shares of the group's ranks, in rank order; of one rank, return the share itself. Collective."""
     ranks = group.mesh.shard_size
     if ranks == 1 or group.mesh.shard_group is None:
         return share
@@ -70,7 +70,7 @@ def gathered(share: torch.Tensor, group: FSDPParamGroup) -> torch.Tensor:
 @contextmanager
 @torch.no_grad()
 def unsharded_params(group: FSDPParamGroup, how: FullParamsOptions) -> Iterator[bool]:
-    """Have modules show the whole parameters of ``group``; gives whether this rank does. Collective.
+    """Let modules show the whole parameters of ``group``; yields whether this rank does. Collective.
 
     Where one rank has everything, what is shown is the parameters' own memory, and writes always last.
     """
@@ -144,7 +144,7 @@ def _gradients(flat: FlatLayout) -> torch.Tensor:
 
 @contextmanager
 def summon_full_params(wrappers: Sequence[WrapperBase], how: FullParamsOptions) -> Iterator[None]:
-    """Have modules show the whole parameters of these wrappers. Collective.
+    """Let modules show the whole parameters of these wrappers. Collective.
 
     Raises NotImplementedError for what cannot be asked together, AssertionError in forward or backward, or when
     the parameters of one are whole already.

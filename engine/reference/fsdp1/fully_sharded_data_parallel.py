@@ -86,7 +86,7 @@ class FullyShardedDataParallel(StateDictMethods):
         self.sharding_strategy = sharding_strategy or ShardingStrategy.FULL_SHARD
         self.mixed_precision = mixed_precision or MixedPrecision()
         self.cpu_offload = cpu_offload or CPUOffload()
-        # Here a unit asks for its own gather and for the next one, never for more, whatever the limit says.
+        # Here a unit asks for its own gather and for the next one, never for more, whatever the limit is.
         self.limit_all_gathers = limit_all_gathers
         self.is_flat = not use_orig_params
         self.state_dict_settings = default_settings()
@@ -171,7 +171,7 @@ class FullyShardedDataParallel(StateDictMethods):
         reshards = [(state, state.reshards_after_backward) for state in states]
         reduces = [(group, group.reduces) for state in states for group in state.param_groups]
         for wrapper in self.fsdp_modules(self):
-            # Who keeps parameters from forward to backward keeps them from one microbatch to the next.
+            # A strategy that keeps parameters from forward to backward keeps them from one microbatch to the next.
             wrapper._fsdp_state.reshards_after_backward = wrapper.sharding_strategy in _FREED_AFTER_FORWARD
             for group in wrapper.groups:
                 group.reduces = False
@@ -185,16 +185,16 @@ class FullyShardedDataParallel(StateDictMethods):
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        """Scale all gradients so that their joint norm is at most ``max_norm``; give the norm before.
+        """Scale all gradients so that their joint norm is at most ``max_norm``; return the norm before.
 
-        Norms are combined in float32 at least, and given back in the gradients' dtype, or the widest of them.
+        Norms are combined in float32 at least, and returned in the gradients' dtype, or the widest of them.
         Collective. Raises RuntimeError for a wrapper that is not the root.
         """
         self._expect_root("clip_grad_norm_", RuntimeError)
         return clip_by_norm(self, float(max_norm), float(norm_type))
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
-        """Have ``hook`` reduce the gradients of every wrapper inside, divisions included.
+        """Reduce the gradients of every wrapper inside by ``hook``, divisions included.
 
         It is called as ``hook(state, gradients, row)``: ``gradients`` (1-D) of all ranks' equal rows, of which this
         rank's sum goes into ``row``; of NO_SHARD as ``hook(state, gradients)``, in place.
@@ -308,7 +308,7 @@ class FullyShardedDataParallel(StateDictMethods):
         return (self.ranks.shard_group, self.ranks.replicate_group)
 
     def _root_state(self) -> RootState[FSDPState]:
-        """Settle who the root is: whoever is asked first; its wrappers and itself become one tree."""
+        """Make this wrapper the root of all inside, unless it has a root: the first to be asked is the root."""
         if self._fsdp_state.root_state is None:
             self._fsdp_state.lazy_init()
             cast_buffers(self)

@@ -287,7 +287,7 @@ def _compute_in_float32(module: nn.Module) -> None:
     """Cast what goes in to float32, and what comes out to the dtype that the first input had."""
     given: list[torch.dtype] = []
 
-    # Any: a module takes and gives what it likes.
+    # Any: a module takes and returns what it likes.
     def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         def widened(tensor: torch.Tensor) -> torch.Tensor:
             if not tensor.is_floating_point():
@@ -317,7 +317,7 @@ def prepare_states(
 ) -> torch.device:
     """Return memory, a device and, by broadcasts over the groups given, rank 0's values to all that is not wrapped yet.
 
-    Gives the device. Leaves ignored states and those of wrappers inside as they are.
+    Returns the device. Leaves ignored states and those of wrappers inside as they are.
     """
     inside = wrappers_in(module)
     modules = {*ignored.modules, *(m for wrapper in inside for m in wrapper.modules())}

@@ -86,7 +86,7 @@ def _refuse_without_reset(owners: Iterable[nn.Module], names: dict[nn.Module, st
 
 
 def _fill(
-    owner: nn.Module, told: str, param_init_fn: Callable[[nn.Module], None] | None, device: torch.device
+    owner: nn.Module, label: str, param_init_fn: Callable[[nn.Module], None] | None, device: torch.device
 ) -> None:
     wanted = _meta_names(owner)
     way = "reset_parameters()" if param_init_fn is None else "param_init_fn"
@@ -98,12 +98,12 @@ def _fill(
             param_init_fn(owner)
     except Exception as error:
         raise RuntimeError(
-            f"{told}: expected {way} to initialise {wanted} that are on the meta device, got "
+            f"{label}: expected {way} to initialise {wanted} that are on the meta device, got "
             f"{type(error).__name__}: {error}; try it alone, on the module after to_empty(device={str(device)!r})"
         ) from error
     if left := _meta_names(owner):
         raise RuntimeError(
-            f"{told}: expected {way} to initialise {wanted}, got {left} still on the meta device; "
+            f"{label}: expected {way} to initialise {wanted}, got {left} still on the meta device; "
             f"try module.to_empty(device={str(device)!r}, recurse=False) in it before values are set"
         )
 
@@ -156,7 +156,7 @@ def move_to_device(
     ignored_modules: Collection[nn.Module] = (),
     ignored_parameters: Collection[nn.Parameter] = (),
 ) -> torch.device:
-    """Move what of ``module`` is on the CPU to ``device_id`` (None: nothing) and give the device where it lies.
+    """Move what of ``module`` is on the CPU to ``device_id`` (None: nothing) and return the device where it lies.
 
     Gradients move along; parameters stay the same objects. Parameters of units below ``module`` may lie
     elsewhere on purpose: name these units among the ignored modules. Raises ValueError for a module that is on

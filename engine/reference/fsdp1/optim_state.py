@@ -171,7 +171,7 @@ def _exported(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Gathered:
-    """A tensor that was gathered, told apart from those that are kept as they are."""
+    """A tensor that was gathered, in contrast to those that are kept as they are."""
 
     tensor: torch.Tensor
 
@@ -207,7 +207,7 @@ def _gathered_states(
 
 @dataclass(slots=True, kw_only=True)
 class _Description:
-    """What states there are: the dtype of each key that is gathered, values that are kept, who has any."""
+    """What states there are: the dtype of each key that is gathered, values that are kept, names that have any."""
 
     gathered: dict[str, torch.dtype]
     kept: dict[str, dict[str, Any]]

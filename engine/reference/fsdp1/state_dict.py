@@ -46,7 +46,7 @@ _CONFIGS: dict[StateDictType, tuple[type[StateDictConfig], type[OptimStateDictCo
 
 
 def default_settings() -> StateDictSettings:
-    """Return what holds until somebody chooses: whole states on every rank."""
+    """Return the settings that hold by default: whole states on every rank."""
     return settings_for(StateDictType.FULL_STATE_DICT, None, None)
 
 
@@ -104,7 +104,7 @@ def export_states(
     prefix: str,
     keep_vars: bool,
 ) -> dict[str, Any]:
-    """Have ``save`` (nn.Module.state_dict of the wrapper) write into ``destination`` what the settings ask for."""
+    """Write into ``destination``, by ``save`` (nn.Module.state_dict of the wrapper), what the settings ask for."""
     settings, kind = wrapper.state_dict_settings, _kind(wrapper)
     if destination is None:
         made: Any = OrderedDict()
@@ -198,7 +198,7 @@ class Importer:
         wrapper.register_load_state_dict_post_hook(self.after)
 
     def before(self, wrapper: WrapperBase, states: dict[str, Any], prefix: str, *_: object) -> None:
-        """Show whole parameters for nn.Module to write to, and give the entries the names that it looks for."""
+        """Show whole parameters for nn.Module to write to, under the names that it looks for."""
         kind = _kind(wrapper)
         for group in wrapper.groups:
             if kind is StateDictType.LOCAL_STATE_DICT:
@@ -222,7 +222,7 @@ class Importer:
 def _load_local(wrapper: WrapperBase, group: FSDPParamGroup, states: dict[str, Any], prefix: str) -> None:
     key, flat = prefix + FLAT_NAME, layout_of(group)
     if key not in states:
-        return  # nn.Module tells what is missing
+        return  # nn.Module reports what is missing
     share = states[key]
     if share.shape != flat.memory.shape:
         raise RuntimeError(

@@ -54,7 +54,7 @@ class StateDictMethods(WrapperBase):
         state_dict_config: StateDictConfig | None = None,
         optim_state_dict_config: OptimStateDictConfig | None = None,
     ) -> StateDictSettings:
-        """Choose the form of state dicts for every wrapper in ``module``; gives what was chosen before.
+        """Choose the form of state dicts for every wrapper in ``module``; return what was chosen before.
 
         Raises RuntimeError for a config of another type, AssertionError where wrappers differed.
         """
@@ -129,7 +129,7 @@ class StateDictMethods(WrapperBase):
         load_directly: bool = False,
         group: Group = None,
     ) -> dict[str, Any]:
-        """Turn what ``optim_state_dict`` gave, maybe of another wrapping, into what ``optim`` loads. Collective."""
+        """Turn what ``optim_state_dict`` returned, maybe of another wrapping, into what ``optim`` loads. Collective."""
         settings = StateDictMethods.get_state_dict_type(model)
         if getattr(settings.optim_state_dict_config, "rank0_only", False):
             optim_state_dict = broadcast_from_first(optim_state_dict, group)
@@ -147,7 +147,7 @@ class StateDictMethods(WrapperBase):
         rank0_only: bool = True,
         group: Group = None,
     ) -> NamedState:
-        """Gather the whole state to the host; on rank 0 alone unless told otherwise. Collective."""
+        """Gather the whole state to the host; by default on rank 0 alone. Collective."""
         whole = whole_state(model, optim, optim.state_dict(), offloads=True)
         return {} if rank0_only and dist.get_rank(group) else whole
 

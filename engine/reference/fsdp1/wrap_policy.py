@@ -48,8 +48,8 @@ class _PolicyObject(Protocol):
     ) -> dict[nn.Module, dict[str, Any]]: ...
 
 
-# A function is called with ``module``, ``recurse`` and ``nonwrapped_numel``: with ``recurse`` it says whether
-# to look below the module, else whether to wrap the module itself.
+# A function is called with ``module``, ``recurse`` and ``nonwrapped_numel``: with ``recurse`` it returns
+# whether to look below the module, else whether to wrap the module itself.
 WrapPolicy: TypeAlias = "_PolicyObject | Callable[..., bool]"
 
 
@@ -67,7 +67,7 @@ def wrap_below(
 
     ``root`` itself is left to the caller. Ignored modules are skipped with all below them; ignored parameters
     do not count for a policy that goes by size. ``also`` names modules to wrap with the given options whatever
-    the policy says of them; its options go before the policy's. A module registered in several places is
+    the policy returns for them; its options go before the policy's. A module registered in several places is
     wrapped once and replaced in all of them. Raises ValueError, before anything is replaced, where
     ``is_wrapped`` holds of ``root`` or a module below it.
     """
@@ -85,7 +85,7 @@ def wrap_below(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Wrapping:
-    """What ``enable_wrap`` is told."""
+    """What ``enable_wrap`` was given."""
 
     wrapper_cls: Callable[..., nn.Module]
     options: Options
@@ -106,14 +106,14 @@ def enable_wrap(*, wrapper_cls: Callable[..., nn.Module], **wrapper_kwargs: Any)
 
 
 def wrap(module: nn.Module, **wrap_overrides: Any) -> nn.Module:
-    """Wrap ``module`` as the surrounding ``enable_wrap`` says, but for overrides; outside of any, give it back."""
+    """Wrap ``module`` as the surrounding ``enable_wrap`` says, but for overrides; outside of any, return ``module``."""
     wrapping = _WRAPPING.get()
     if wrapping is None:
         return module
     return wrapping.wrapper_cls(module, **{**wrapping.options, **wrap_overrides})
 
 
-# --- who is chosen ------------------------------------------------------------------------------------------------
+# --- what is chosen -----------------------------------------------------------------------------------------------
 
 
 def _refuse_wrapped(root: nn.Module, is_wrapped: Callable[[nn.Module], bool]) -> None:
@@ -152,7 +152,7 @@ def _choose(
 
 
 class _Survey:
-    """One walk that asks a policy that is a function, and tells it how many elements no unit has yet."""
+    """One walk that asks a policy that is a function, and reports to it how many elements no unit has yet."""
 
     def __init__(
         self,
@@ -169,7 +169,7 @@ class _Survey:
         self._claimed = claimed
 
     def look_below(self, module: nn.Module) -> bool:
-        """Choose among what lies below ``module``, unless the policy will not look there; say whether it did."""
+        """Choose among what lies below ``module``, unless the policy will not look there; return whether it did."""
         if not self._policy(module=module, recurse=True, nonwrapped_numel=self._num_free(module)):
             return False
         for child in module.children():
