@@ -17,8 +17,8 @@ from engine.mutants.fsdp2_insides import groups
 from engine.mutants.mutant import Condition, Trace, mutant
 from engine.mutants.reference_insides import reference_units
 from engine.plan import Grouping, Layout
+from engine.reference.fsdp_state import FSDPState
 from engine.reference.param_group import ShardedState
-from engine.reference.state import FSDPState
 
 _BY_BRANCH = Plan(
     layout=Layout.SHARD,

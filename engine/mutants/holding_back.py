@@ -16,7 +16,7 @@ from engine.capability import Capability
 from engine.contract import Plan, Prefetch, PreparedModel
 from engine.mutants.mutant import Condition, Trace, mutant
 from engine.plan import Grouping, Layout
-from engine.reference.state import state_of
+from engine.reference.fsdp_state import state_of
 
 _HELD = Plan(demands=frozenset({Capability.UNIT_SYNC}))
 _SCATTERED = Plan(layout=Layout.HYBRID, demands=frozenset({Capability.REPLICA_SYNC}))

@@ -21,7 +21,7 @@ from engine.mutants.plans import UNITS
 from engine.mutants.staleness import Stale
 from engine.plan import Accumulation, Grouping, Layout
 from engine.reference.collectives import DefaultAllGather
-from engine.reference.state import state_of
+from engine.reference.fsdp_state import state_of
 
 _GROUPED = Plan(layout=Layout.SHARD, units=UNITS, grouping=Grouping.REQUIRED)
 _AHEAD = Plan(

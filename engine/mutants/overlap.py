@@ -20,7 +20,7 @@ from engine.mutants.order import Lists
 from engine.mutants.plans import UNITS
 from engine.mutants.reference_insides import reference_groups, reference_units
 from engine.plan import Grouping, Layout
-from engine.reference.state import BackwardPrefetchTime
+from engine.reference.fsdp_state import BackwardPrefetchTime
 
 _FREED = Plan(
     layout=Layout.SHARD,

@@ -12,7 +12,7 @@ from engine.capability import Capability
 from engine.mutants.mutant import Condition, Trace, mutant
 from engine.mutants.staleness import Stale
 from engine.plan import Accumulation, Grouping, Plan
-from engine.reference.state import state_of
+from engine.reference.fsdp_state import state_of
 
 _RECOVER = frozenset({Capability.RECOVER})
 

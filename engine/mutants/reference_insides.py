@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from engine.contract import PreparedModel
 from engine.reference.comm_context import CommContext
+from engine.reference.fsdp_state import FSDPState, states_in
 from engine.reference.param_group import FSDPParamGroup
-from engine.reference.state import FSDPState, states_in
 
 __all__ = ["comm_contexts_of", "reference_groups", "reference_units"]
 

@@ -2,8 +2,8 @@
 
 The doors are ``fully_shard`` and ``replicate`` (FSDP2's) and, in `fsdp1`, ``FullyShardedDataParallel``. Read it in the
 order of its imports: policies, mesh, torch_private and geometry (values and torch); autograd_hooks, parameter and
-param_layout (tensors); comm_context and collectives (communication); param_group, root_state and state (when things
-happen); fsdp_module and fully_shard (the door).
+param_layout (tensors); comm_context and collectives (communication); param_group, root_state and fsdp_state (when
+things happen); fsdp_module and fully_shard (the door).
 """
 
 from engine.reference.fsdp1.flat import FlatParameter

@@ -10,9 +10,9 @@ import torch.distributed as dist
 from torch import nn
 
 from engine.reference.collectives import AllGather, ReduceScatter
+from engine.reference.fsdp_state import FSDPState, state_of, states_in
 from engine.reference.mesh import subgroup_of
 from engine.reference.param_group import FSDPParamGroup
-from engine.reference.state import FSDPState, state_of, states_in
 
 
 class UnshardHandle:

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from engine.reference.fsdp_module import FSDPModule, ReplicateModule, managed_class
+from engine.reference.fsdp_state import FSDPState, state_of
 from engine.reference.geometry import plan_cut
 from engine.reference.mesh import DataMesh, compute_device, replicating_mesh, sharding_mesh
 from engine.reference.param_group import FSDPParamGroup
@@ -25,7 +26,6 @@ from engine.reference.policies import (
     OffloadPolicy,
     ShardPlacementResult,
 )
-from engine.reference.state import FSDPState, state_of
 
 
 def unmanaged(

@@ -33,11 +33,11 @@ from engine.reference.fsdp1.init import (
 )
 from engine.reference.fsdp1.state_dict import Importer, default_settings
 from engine.reference.fsdp1.state_dict_methods import StateDictMethods
+from engine.reference.fsdp_state import BackwardPrefetchTime, FSDPState
 from engine.reference.fully_shard import unmanaged
 from engine.reference.param_group import FSDPParamGroup
 from engine.reference.policies import CPUOffloadPolicy, OffloadPolicy
 from engine.reference.root_state import RootState
-from engine.reference.state import BackwardPrefetchTime, FSDPState
 
 _FREED_AFTER_FORWARD = frozenset({ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHARD})
 

@@ -16,10 +16,10 @@ from torch.distributed.fsdp import MixedPrecision, ShardingStrategy, StateDictSe
 from engine.reference.autograd_hooks import map_tensors
 from engine.reference.fsdp1.materialize import broadcast_states, materialize, move_to_device
 from engine.reference.fsdp1.wrap_policy import wrap_below
+from engine.reference.fsdp_state import FSDPState
 from engine.reference.fully_shard import unmanaged
 from engine.reference.mesh import Ranks
 from engine.reference.param_group import FSDPParamGroup
-from engine.reference.state import FSDPState
 from engine.reference.torch_private import HYBRID_SHARD_ZERO2
 
 HYBRID = frozenset({ShardingStrategy.HYBRID_SHARD, HYBRID_SHARD_ZERO2})
