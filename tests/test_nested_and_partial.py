@@ -111,7 +111,7 @@ def test_small_microbatches_count_beside_a_large_one_where_the_all_reduce_waits(
 def _gradient_after_a_change_of_policy(context: RankContext) -> list[float]:
     unit: Any = fully_shard(nn.Linear(WIDTH, WIDTH, bias=False), reshard_after_forward=2)
     nn.init.ones_(unit.weight)
-    model = fully_shard(nn.Sequential(unit, nn.Linear(WIDTH, 1)))
+    model: Any = fully_shard(nn.Sequential(unit, nn.Linear(WIDTH, 1)))
     inputs = torch.ones(1, WIDTH, requires_grad=True)
     loss = model(inputs).sum()
     unit.set_reshard_after_forward(True)
@@ -119,7 +119,8 @@ def _gradient_after_a_change_of_policy(context: RankContext) -> list[float]:
     assert inputs.grad is not None
     expected = WIDTH * [model[1].weight.full_tensor().sum().item()]
     torch.testing.assert_close(inputs.grad, torch.tensor([expected]))
-    return inputs.grad.tolist()
+    gradient: list[float] = inputs.grad.tolist()
+    return gradient
 
 
 def test_the_policy_may_change_between_forward_and_backward(tmp_path: Path) -> None:

@@ -270,10 +270,10 @@ class FSDPState:
     def _prefetch_in_forward(self, root_state: RootState[FSDPState]) -> None:
         for state in self.forward_prefetch:
             state.unshard()
-        if not self.prefetches_in_forward:
-            return
-        if not self.forward_prefetch and (prefetch := root_state.next_in_forward()) is not None:
-            prefetch.prefetch()
+        if self.prefetches_in_forward and not self.forward_prefetch:
+            predicted = root_state.next_in_forward()
+            if predicted is not None:
+                predicted.prefetch()
 
     def prefetch(self) -> None:
         """Issue the gathers on a prediction."""
@@ -317,9 +317,9 @@ class FSDPState:
             self._prefetch_next(root_state)
 
     def _prefetch_next(self, root_state: RootState[FSDPState]) -> None:
-        prefetch = root_state.next_in_backward(self._backward_position)
-        if prefetch is not None:
-            prefetch.prefetch_in_backward()
+        predicted = root_state.next_in_backward(self._backward_position)
+        if predicted is not None:
+            predicted.prefetch_in_backward()
 
     def prefetch_in_backward(self) -> None:
         """Issue the gathers on a prediction, unless the caller said that backward does without."""

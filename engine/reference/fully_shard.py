@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor, Shard
 
 from engine.reference.fsdp_module import FSDPModule, ReplicateModule, managed_class
@@ -19,38 +20,7 @@ from engine.reference.mesh import DataMesh, compute_device, replicating_mesh, sh
 from engine.reference.param_group import FSDPParamGroup
 from engine.reference.param_layout import PerParameterLayout
 from engine.reference.parameter import ParamLocation, ShardedParam, cut_parameter
-from engine.reference.policies import (
-    CPUOffloadPolicy,
-    DTypes,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    ShardPlacementResult,
-)
-
-
-def unmanaged(
-    modules: Iterable[nn.Module], ignored: set[nn.Parameter]
-) -> dict[nn.Parameter, tuple[ParamLocation, ...]]:
-    """Find the parameters that no call below has taken, each with every place where it is registered."""
-    locations: dict[nn.Parameter, list[ParamLocation]] = {}
-    for module in _unmanaged_modules(modules):
-        for name, parameter in module._parameters.items():
-            if parameter is not None and parameter not in ignored:
-                locations.setdefault(parameter, []).append(ParamLocation(module, name))
-    return {parameter: tuple(found) for parameter, found in locations.items()}
-
-
-def _unmanaged_modules(modules: Iterable[nn.Module]) -> Iterator[nn.Module]:
-    seen: set[nn.Module] = set()
-    stack = list(reversed(list(modules)))
-    while stack:
-        module = stack.pop()
-        if module in seen or state_of(module) is not None:
-            continue
-        seen.add(module)
-        yield module
-        stack.extend(reversed(list(module.children())))
-
+from engine.reference.policies import DTypes, ShardPlacementResult
 
 Modules = TypeVar("Modules", nn.Module, list[nn.Module])
 PlacementFn = Callable[[nn.Parameter], Shard | ShardPlacementResult | None]
@@ -247,6 +217,30 @@ def _make_state(
     )
 
 
+def unmanaged(
+    modules: Iterable[nn.Module], ignored: set[nn.Parameter]
+) -> dict[nn.Parameter, tuple[ParamLocation, ...]]:
+    """Find the parameters that no call below has taken, each with every place where it is registered."""
+    locations: dict[nn.Parameter, list[ParamLocation]] = {}
+    for module in _unmanaged_modules(modules):
+        for name, parameter in module._parameters.items():
+            if parameter is not None and parameter not in ignored:
+                locations.setdefault(parameter, []).append(ParamLocation(module, name))
+    return {parameter: tuple(found) for parameter, found in locations.items()}
+
+
+def _unmanaged_modules(modules: Iterable[nn.Module]) -> Iterator[nn.Module]:
+    seen: set[nn.Module] = set()
+    stack = list(reversed(list(modules)))
+    while stack:
+        module = stack.pop()
+        if module in seen or state_of(module) is not None:
+            continue
+        seen.add(module)
+        yield module
+        stack.extend(reversed(list(module.children())))
+
+
 def _place(
     parameter: nn.Parameter, placement_fn: PlacementFn | None, mesh: DataMesh
 ) -> tuple[DataMesh, Shard | None]:
@@ -277,7 +271,7 @@ def _keep_sharded_in_state_dicts(param_groups: Iterable[FSDPParamGroup]) -> None
         def reshard(*_: Any, group: FSDPParamGroup = group) -> None:
             group.reshard()
 
-        for module in {site.module for p in group.parameters for site in p.locations}:
+        for module in {location.module for p in group.parameters for location in p.locations}:
             module.register_state_dict_pre_hook(reshard)
             module.register_load_state_dict_pre_hook(reshard)
 

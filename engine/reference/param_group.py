@@ -8,6 +8,7 @@ from enum import Enum
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
 from engine.reference.collectives import (
     AllGather,
@@ -30,7 +31,7 @@ from engine.reference.comm_context import CommContext
 from engine.reference.mesh import Ranks
 from engine.reference.param_layout import ParamLayout, UnshardedMemory, storage_signature
 from engine.reference.parameter import FSDPParam, placeholder_grad
-from engine.reference.policies import CPUOffloadPolicy, DTypes, OffloadPolicy
+from engine.reference.policies import DTypes
 
 
 class ShardedState(Enum):
@@ -192,13 +193,8 @@ class FSDPParamGroup:
         Gathered parameters are copies. Those that share the shards' memory are not, and autograd cannot see a
         write to the shards.
         """
-        if (
-            self._unsharded is None
-            or not self._unsharded.is_shared
-            or self.state is not ShardedState.UNSHARDED
-        ):
-            return
-        if self._is_stale:
+        is_shared = self._unsharded is not None and self._unsharded.is_shared
+        if is_shared and self._is_stale and self.state is ShardedState.UNSHARDED:
             raise RuntimeError(
                 f"parameters {[p.name for p in self.parameters]}: expected them as they were in forward, got "
                 "them changed by an optimizer before backward; step after the backward of every forward"
@@ -206,7 +202,7 @@ class FSDPParamGroup:
 
     def reset_sharded_params(self) -> None:
         """Adopt parameters that were replaced, moved or cast, as by loading."""
-        self.layout.reset_sharded_param()
+        self.layout.reset_sharded_params()
         storage_signature = self._signature_that_matters()
         if self._unsharded is None or storage_signature != self._signature:
             self._signature = storage_signature
@@ -270,15 +266,11 @@ class FSDPParamGroup:
 
     def _adds_zeros(self, parameter: FSDPParam) -> bool:
         """Whether a parameter without a gradient takes part: other ranks may have one, or microbatches before."""
-        if (
-            not self.reduces
-            or parameter.unsharded_param is None
-            or not parameter.unsharded_param.requires_grad
-        ):
+        whole = parameter.unsharded_param
+        if not self.reduces or whole is None or not whole.requires_grad:
             return False
-        return (self.reduces_unused and not self._is_reduced) or (
-            self.all_reduces and parameter in self._partial
-        )
+        is_missing = self.reduces_unused and not self._is_reduced
+        return is_missing or (self.all_reduces and parameter in self._partial)
 
     def _reduction_plan(self, dtype: torch.dtype) -> ReductionPlan:
         return ReductionPlan(

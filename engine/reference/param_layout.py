@@ -142,7 +142,7 @@ class ParamLayout(Protocol):
         """Whether one parameter's gradient may be handed out without the others'."""
         ...
 
-    def reset_sharded_param(self) -> None:
+    def reset_sharded_params(self) -> None:
         """Take over parameters that were replaced, moved or cast, as by loading."""
 
     def init_unsharded(
@@ -182,7 +182,7 @@ class PerParameterLayout:
         self.parameters = tuple(parameters)
         self._ranks = ranks
 
-    def reset_sharded_param(self) -> None:
+    def reset_sharded_params(self) -> None:
         """Adopt each."""
         for parameter in self.parameters:
             parameter.reset_sharded_param()

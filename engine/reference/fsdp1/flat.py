@@ -96,24 +96,24 @@ class FlatPiece(FSDPParam):
         """Show the whole tensor; what the optimizer owns stays registered behind it."""
         self.sync_requires_grad()
         assert self.unsharded_param is not None
-        for site in self.locations:
-            site.module.__dict__[site.name] = self.unsharded_param
+        for location in self.locations:
+            location.module.__dict__[location.name] = self.unsharded_param
 
     def to_sharded(self) -> None:
         """Show this rank's elements: as a parameter, or past the module's registry beside the flat one."""
-        for site in self.locations:
+        for location in self.locations:
             if self._visible is None:
-                site.module._parameters.pop(site.name, None)
-                site.module.__dict__[site.name] = self.local
+                location.module._parameters.pop(location.name, None)
+                location.module.__dict__[location.name] = self.local
             else:
-                site.module.__dict__.pop(site.name, None)
-                site.set(self._visible)
+                location.module.__dict__.pop(location.name, None)
+                location.set(self._visible)
 
     def show_whole(self, whole: nn.Parameter) -> None:
         """Show ``whole`` as the module's parameter, in the place of what the optimizer owns."""
-        for site in self.locations:
-            site.module.__dict__.pop(site.name, None)
-            site.set(whole)
+        for location in self.locations:
+            location.module.__dict__.pop(location.name, None)
+            location.set(whole)
 
     def accumulate_sharded_grad(self, local: torch.Tensor) -> None:
         """Add this rank's elements of a reduced gradient to those of the visible parameter."""
@@ -169,7 +169,7 @@ class FlatLayout:
         for piece in self.parameters:
             piece.rebind()
 
-    def reset_sharded_param(self) -> None:
+    def reset_sharded_params(self) -> None:
         """Take the rank's share to where its parameters were moved, or cast."""
         if self.holder is not None:
             found = self.holder._parameters[FLAT_NAME]

@@ -11,7 +11,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
+from torch.distributed.fsdp import (
+    BackwardPrefetch,
+    CPUOffload,
+    CPUOffloadPolicy,
+    MixedPrecision,
+    OffloadPolicy,
+    ShardingStrategy,
+)
 
 from engine.reference.fsdp1.flat import FlatLayout
 from engine.reference.fsdp1.full_params import (
@@ -36,7 +43,6 @@ from engine.reference.fsdp1.state_dict_methods import StateDictMethods
 from engine.reference.fsdp_state import BackwardPrefetchTime, FSDPState
 from engine.reference.fully_shard import unmanaged
 from engine.reference.param_group import FSDPParamGroup
-from engine.reference.policies import CPUOffloadPolicy, OffloadPolicy
 from engine.reference.root_state import RootState
 
 _FREED_AFTER_FORWARD = frozenset({ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHARD})

@@ -70,8 +70,8 @@ def own_names(wrapper: WrapperBase) -> Iterator[tuple[str, FlatPiece]]:
     paths = {module: name for name, module in wrapper.wrapped.named_modules()}
     for group in wrapper.groups:
         for piece in layout_of(group).parameters:
-            for site in piece.locations:
-                yield name_in(paths[site.module], site.name), piece
+            for location in piece.locations:
+                yield name_in(paths[location.module], location.name), piece
 
 
 def named_pieces(model: nn.Module) -> Iterator[tuple[str, FSDPParamGroup, FlatPiece]]:
