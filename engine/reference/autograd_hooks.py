@@ -17,7 +17,7 @@ from engine.reference.torch_private import inside_backward
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """Return every tensor inside ``value``, in a fixed order."""
+    """Yield every tensor inside ``value``, in a fixed order."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, Mapping):

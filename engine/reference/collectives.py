@@ -263,7 +263,7 @@ class ReductionPlan:
 
 
 def foreach_reduce(parameters: Sequence[FSDPParam], flat: torch.Tensor, plan: ReductionPlan) -> Reduction:
-    """Reduce gradients that were ``cut`` into ``flat`` into the sharded parameters' gradients.
+    """Reduce gradients that were copied into ``flat`` into the sharded parameters' gradients.
 
     Yields each collective that must be waited for before going on; runs without autograd.
     """

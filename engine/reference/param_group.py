@@ -46,10 +46,7 @@ class ShardedState(Enum):
 
 
 class FSDPParamGroup:
-    """Parameters of one call of ``fully_shard`` or ``replicate`` on one mesh.
-
-    The options are plain attributes, set through the methods of the sharded module.
-    """
+    """Parameters of one call of ``fully_shard`` or ``replicate`` on one mesh."""
 
     def __init__(
         self,
@@ -64,7 +61,11 @@ class FSDPParamGroup:
         self.mesh = mesh
         self.offload = offload
         self.state = ShardedState.SHARDED
+        self.device = device
         self.comm_ctx = CommContext(device)
+        self.gradient_arrived: Callable[[FSDPParamGroup, bool], None] = _ignored
+        self.is_complete = False
+        # Options, set through the methods of the sharded module.
         self.reduces = True
         self.all_reduces = True
         self.divide_factor: float | None = None
@@ -79,19 +80,18 @@ class FSDPParamGroup:
         self.shows_accumulation = False
         self.all_gather: AllGather = DefaultAllGather()
         self.reduce_scatter: ReduceScatter = DefaultReduceScatter()
-        self.gradient_arrived: Callable[[FSDPParamGroup, bool], None] = _ignored
-        self.is_complete = False
-        self._is_reduced = False
-        self._was_reduced = False
-        self.device = device
         self._dtypes = dtypes
         self._home = torch.device("cpu") if isinstance(offload, CPUOffloadPolicy) else device
+        # Whole parameters, and the gather that fills them.
         self._signature: tuple[object, ...] = ()
         self._unsharded: UnshardedMemory | None = None
         self._pending_gather: PendingAllGather | None = None
         self._kept_shard: torch.Tensor | None = None
         self._subgroup: dist.ProcessGroup | None = None
         self._is_stale = False
+        # Gradients on their way.
+        self._is_reduced = False
+        self._was_reduced = False
         self._partial = PartialReduction(layout)
         self._shown: list[FSDPParam] = []
         self._arrived: set[int] = set()

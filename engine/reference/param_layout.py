@@ -166,7 +166,7 @@ class ParamLayout(Protocol):
     def parts(
         self, parameters: Sequence[FSDPParam], reduced: torch.Tensor
     ) -> Iterator[tuple[FSDPParam, torch.Tensor]]:
-        """Return each parameter with its part of this rank's row of what was cut for them, as a view (1-D)."""
+        """Yield each parameter with its part of this rank's row of what was copied in for them, as a view (1-D)."""
         ...
 
     def write_gradients(self, parameters: Sequence[FSDPParam], reduced: torch.Tensor) -> None:
@@ -183,7 +183,7 @@ class PerParameterLayout:
         self._ranks = ranks
 
     def reset_sharded_params(self) -> None:
-        """Adopt each."""
+        """Reset each."""
         for parameter in self.parameters:
             parameter.reset_sharded_param()
 
@@ -255,12 +255,12 @@ class PerParameterLayout:
     def parts(
         self, parameters: Sequence[FSDPParam], reduced: torch.Tensor
     ) -> Iterator[tuple[FSDPParam, torch.Tensor]]:
-        """Return each its padded shard."""
+        """Yield each parameter with its padded shard."""
         chosen = _sharded(parameters)
         yield from zip(chosen, reduced.split([p.geometry.padded_numel for p in chosen]), strict=True)
 
     def write_gradients(self, parameters: Sequence[FSDPParam], reduced: torch.Tensor) -> None:
-        """Return each parameter its part, without the padding."""
+        """Write to each parameter its part, without the padding."""
         for parameter, part in self.parts(parameters, reduced):
             assert isinstance(parameter, ShardedParam)
             parameter.accumulate_sharded_grad(parameter.geometry.own_part(part))

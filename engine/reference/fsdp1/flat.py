@@ -240,7 +240,7 @@ class FlatLayout:
     def parts(
         self, parameters: Sequence[FSDPParam], reduced: torch.Tensor
     ) -> Iterator[tuple[FSDPParam, torch.Tensor]]:
-        """Return each its elements."""
+        """Yield each parameter with its elements."""
         for piece in parameters:
             assert isinstance(piece, FlatPiece)
             yield piece, reduced[piece.offset : piece.offset + piece.local_numel]

@@ -238,7 +238,7 @@ def cast_buffers(root: WrapperBase) -> None:
 
 
 def own_modules(wrapper: WrapperBase) -> Iterator[nn.Module]:
-    """Return the modules inside ``wrapper`` that are inside no wrapper below, ignored ones left out."""
+    """Yield the modules inside ``wrapper`` that are inside no wrapper below, ignored ones left out."""
     stack: list[nn.Module] = [wrapper.wrapped]
     seen = set(wrapper.ignored.modules)
     while stack:

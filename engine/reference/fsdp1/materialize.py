@@ -27,7 +27,7 @@ def materialize(
     device: torch.device,
     ignored_modules: Collection[nn.Module] = (),
 ) -> None:
-    """Return memory on ``device`` and values to the meta tensors of ``module`` and of all below it but ignored ones.
+    """Allocate on ``device``, and initialise, the meta tensors of ``module`` and of all below it but ignored ones.
 
     ``param_init_fn`` is called with each module that itself owns some, parents first; without one, they become
     empty and the module's ``reset_parameters`` fills them. Tensors that have memory are left as they are, and
@@ -49,7 +49,7 @@ def materialize(
 
 
 def _breadth_first(root: nn.Module, ignored: Collection[nn.Module]) -> Iterator[nn.Module]:
-    """Return ``root`` and what lies below; the order decides which random values go where, and is FSDP1's."""
+    """Yield ``root`` and what lies below; the order decides which random values go where, and is FSDP1's."""
     seen = {below for module in ignored for below in module.modules()}
     queue = deque(() if root in seen else (root,))
     seen.add(root)
@@ -63,7 +63,7 @@ def _breadth_first(root: nn.Module, ignored: Collection[nn.Module]) -> Iterator[
 
 
 def _own(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Return the tensors that ``module`` itself registers, by each of their names."""
+    """Yield the tensors that ``module`` itself registers, by each of their names."""
     yield from module.named_parameters(recurse=False, remove_duplicate=False)
     yield from module.named_buffers(recurse=False, remove_duplicate=False)
 
@@ -109,7 +109,7 @@ def _fill(
 
 
 def _empty(module: nn.Module, device: torch.device) -> None:
-    """Return memory to meta tensors alone; ``to_empty`` would take the values of the module's other tensors too."""
+    """Allocate meta tensors alone; ``to_empty`` would take the values of the module's other tensors too."""
     replaced: dict[torch.Tensor, torch.Tensor] = {}
     for name, tensor in list(_own(module)):
         if not tensor.is_meta:
@@ -262,7 +262,7 @@ def _refuse_unreachable(tensors: Iterable[torch.Tensor], group: dist.ProcessGrou
 
 
 def _buckets(tensors: Iterable[torch.Tensor], most_bytes: int) -> Iterator[list[torch.Tensor]]:
-    """Return tensors of one device together while they are of ``most_bytes``; a larger one goes alone.
+    """Yield tensors of one device together while they are of ``most_bytes``; a larger one goes alone.
 
     Each bucket begins with the widest dtypes: then every tensor begins at a multiple of its own.
     """

@@ -59,7 +59,7 @@ class Snapshot:
 
 
 def all_owned(model: nn.Module) -> Iterator[Owned]:
-    """Return every parameter of ``model`` that an optimizer may have, wrapped ones in the order of wrappers."""
+    """Yield every parameter of ``model`` that an optimizer may have, wrapped ones in the order of wrappers."""
     by_owner: dict[nn.Parameter, list[tuple[str, FlatPiece | None]]] = {}
     groups: dict[nn.Parameter, FSDPParamGroup] = {}
     for name, group, piece in named_pieces(model):

@@ -66,7 +66,7 @@ def settings_for(
 
 
 def own_names(wrapper: WrapperBase) -> Iterator[tuple[str, FlatPiece]]:
-    """Return each name of each of the wrapper's own parameters, as seen from the module that it wraps."""
+    """Yield each name of each of the wrapper's own parameters, as seen from the module that it wraps."""
     paths = {module: name for name, module in wrapper.wrapped.named_modules()}
     for group in wrapper.groups:
         for piece in layout_of(group).parameters:
