@@ -191,9 +191,9 @@ def _keep_output(group: Any, kept: list[Any]) -> None:
 
 
 def _keep_buffer(group: Any, kept: list[Any]) -> None:
-    if group._gather is not None:
-        kept.append(group._gather.output)
-        group.lanes.give_back = _ignore
+    if group._pending_gather is not None:
+        kept.append(group._pending_gather.output)
+        group.comm_ctx.recycle = _ignore
 
 
 def _ignore(*_: Any) -> None:
