@@ -236,7 +236,7 @@ class FullyShardedDataParallel(StateDictMethods):
         offload_to_cpu: bool = False,
         with_grads: bool = False,
     ) -> Iterator[None]:
-        """Show the whole parameters of the wrappers in ``module`` under their own names; see `summoned`."""
+        """Show the whole parameters of the wrappers in ``module`` under their own names; see `full_params`."""
         how = FullParamsOptions(
             writeback=writeback, rank0_only=rank0_only, offloads=offload_to_cpu, with_grads=with_grads
         )
