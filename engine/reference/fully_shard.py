@@ -54,16 +54,16 @@ def fully_shard(
     data_mesh = sharding_mesh(mesh)
     modules = _checked(module, "fully_shard")
     reshard = _reshard_policy(reshard_after_forward, data_mesh)
-    state = _make_state(
+    _manage(
         modules,
         data_mesh,
+        FSDPModule,
         dtypes=mp_policy,
         offload=offload_policy,
-        ignored=ignored_params or set(),
+        ignored=ignored_params,
         placement_fn=shard_placement_fn,
         reshard=reshard,
     )
-    _mark(state, FSDPModule)
     return module
 
 
@@ -82,16 +82,16 @@ def replicate(
     """
     data_mesh = replicating_mesh(mesh)
     modules = _checked(module, "replicate")
-    state = _make_state(
+    _manage(
         modules,
         data_mesh,
+        ReplicateModule,
         dtypes=mp_policy,
         offload=offload_policy,
-        ignored=ignored_params or set(),
+        ignored=ignored_params,
         placement_fn=None,
         reshard=False,
     )
-    _mark(state, ReplicateModule)
     return module
 
 
@@ -183,38 +183,40 @@ def _reshard_policy(asked: bool | int | None, mesh: DataMesh) -> bool | int | No
     return True if asked == mesh.shard_size else asked
 
 
-def _make_state(
+def _manage(
     modules: tuple[nn.Module, ...],
     mesh: DataMesh,
+    base: type[FSDPModule],
     *,
     dtypes: DTypes,
     offload: OffloadPolicy,
-    ignored: set[nn.Parameter],
+    ignored: set[nn.Parameter] | None,
     placement_fn: PlacementFn | None,
     reshard: bool | int | None,
-) -> FSDPState:
+) -> None:
+    """Shard what the modules own, once all of it is known to be shardable, and add ``base`` to their classes."""
     device = compute_device(mesh.mesh)
     home = torch.device("cpu") if isinstance(offload, CPUOffloadPolicy) else device
     pins = isinstance(offload, CPUOffloadPolicy) and offload.pin_memory and device.type != "cpu"
     planned = []
-    for parameter, locations in unmanaged(modules, ignored).items():
-        _check_tensor_parallel(parameter, locations, reshard)
+    for parameter, locations in unmanaged(modules, ignored or set()).items():
+        name = locations[0].name
+        _check_tensor_parallel(parameter, name, reshard)
         own_mesh, placement = _place(parameter, placement_fn, mesh)
-        planned.append(
-            (parameter, locations, own_mesh, plan_cut(parameter, locations[0].name, own_mesh, placement))
-        )
+        planned.append((parameter, locations, own_mesh, plan_cut(parameter, name, own_mesh, placement)))
     by_mesh: dict[DataMesh, list[ShardedParam]] = {}
-    for parameter, locations, own_mesh, geometry in planned:  # none was refused, so all may be changed
+    for parameter, locations, own_mesh, geometry in planned:
         cut = cut_parameter(parameter, locations, own_mesh, geometry, home=home, pins=pins)
         by_mesh.setdefault(own_mesh, []).append(cut)
-    param_groups = [
+    groups = tuple(
         FSDPParamGroup(PerParameterLayout(cut, own.shard_size), own, device, dtypes, offload)
         for own, cut in by_mesh.items()
-    ]
-    _keep_sharded_in_state_dicts(param_groups)
-    return FSDPState(
-        modules, tuple(param_groups), device=device, dtypes=dtypes, reshard_after_forward=reshard
     )
+    _keep_sharded_in_state_dicts(groups)
+    # The modules keep their state.
+    FSDPState(modules, groups, device=device, dtypes=dtypes, reshard_after_forward=reshard)
+    for module in modules:
+        module.__class__ = managed_class(type(module), base)
 
 
 def unmanaged(
@@ -255,13 +257,11 @@ def _place(
     return mesh, chosen
 
 
-def _check_tensor_parallel(
-    parameter: nn.Parameter, locations: tuple[ParamLocation, ...], reshard: bool | int | None
-) -> None:
+def _check_tensor_parallel(parameter: nn.Parameter, name: str, reshard: bool | int | None) -> None:
     if isinstance(parameter, DTensor) and reshard is not None and not isinstance(reshard, bool):
         raise NotImplementedError(
             f"reshard_after_forward={reshard}: expected True or False where parameters are DTensors already, "
-            f"as {locations[0].name!r} is"
+            f"as {name!r} is"
         )
 
 
@@ -274,8 +274,3 @@ def _keep_sharded_in_state_dicts(param_groups: Iterable[FSDPParamGroup]) -> None
         for module in {location.module for p in group.parameters for location in p.locations}:
             module.register_state_dict_pre_hook(reshard)
             module.register_load_state_dict_pre_hook(reshard)
-
-
-def _mark(state: FSDPState, base: type[FSDPModule]) -> None:
-    for module in state.modules:
-        module.__class__ = managed_class(type(module), base)
