@@ -25,7 +25,7 @@ _WAITS = {
     "_no_dispatch_record_stream",
 }
 # Methods of the engine that lead to waits and are none.
-_NOT_WAITS = {"handle.wait()", "self.wait()", "group.wait()", "self._unit.wait()"}
+_NOT_WAITS = {"handle.wait()", "self.wait()", "group.wait()", "self._fsdp_state.wait()"}
 
 
 def _calls(file: Path) -> Iterator[Call]:
@@ -71,7 +71,7 @@ def test_names_every_wait_of_torch(section: str, files: list[Path]) -> None:
 
 
 def test_names_every_wait_of_the_reference_engine() -> None:
-    found = [call for file in sorted(REFERENCE.glob("*.py")) for call in _calls(file)]
+    found = [call for file in sorted(REFERENCE.rglob("*.py")) for call in _calls(file)]
     assert _rows("The reference engine") == Counter(call for call in found if call[2] not in _NOT_WAITS)
 
 

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from engine import reference
 from engine.adapters.composable import FrontDoor, PreparedComposable, open_door
 from engine.contract import Capability, Engine, Plan, PreparedModel
-from engine.reference.unit import unit_of
+from engine.reference.fsdp_state import state_of
 
 
 def _set_divide_factor(module: Any, factor: float, num_shards: int) -> None:
@@ -67,6 +67,6 @@ class ReferenceOnStreams(ReferenceEngine):
         """Prepare as ever, then choose the other way to overlap."""
         prepared = super().prepare(model, plan, mesh)
         for module in prepared.module.modules():
-            if (unit := unit_of(module)) is not None:
-                unit.lanes.waits_hold_up_the_thread = False
+            if (unit := state_of(module)) is not None:
+                unit.comm_ctx.waits_hold_up_the_thread = False
         return prepared

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from engine import reference
 from engine.adapters.wrapper import CAPABILITIES, Piece, PreparedWrapper, WrapperEngine
 from engine.contract import Capability, WrapperNames
-from engine.reference import comm_hooks, wrapping
-from engine.reference.scaler import ShardedGradScaler
-from engine.reference.wrapper_state import named_pieces
+from engine.reference.fsdp1 import comm_hooks, wrap_policy
+from engine.reference.fsdp1.state_dict import named_pieces
+from engine.reference.optim import ShardedGradScaler
 
 __all__ = ["NAMES", "PreparedReferenceWrapper", "ReferenceWrapperEngine"]
 
@@ -17,14 +17,14 @@ NAMES = WrapperNames(
     FullyShardedDataParallel=reference.FullyShardedDataParallel,
     FlatParameter=reference.FlatParameter,
     ShardedGradScaler=ShardedGradScaler,
-    ModuleWrapPolicy=wrapping.ModuleWrapPolicy,
-    CustomPolicy=wrapping.CustomPolicy,
-    always_wrap_policy=wrapping.always_wrap_policy,
-    lambda_auto_wrap_policy=wrapping.lambda_auto_wrap_policy,
-    size_based_auto_wrap_policy=wrapping.size_based_auto_wrap_policy,
-    transformer_auto_wrap_policy=wrapping.transformer_auto_wrap_policy,
-    enable_wrap=wrapping.enable_wrap,
-    wrap=wrapping.wrap,
+    ModuleWrapPolicy=wrap_policy.ModuleWrapPolicy,
+    CustomPolicy=wrap_policy.CustomPolicy,
+    always_wrap_policy=wrap_policy.always_wrap_policy,
+    lambda_auto_wrap_policy=wrap_policy.lambda_auto_wrap_policy,
+    size_based_auto_wrap_policy=wrap_policy.size_based_auto_wrap_policy,
+    transformer_auto_wrap_policy=wrap_policy.transformer_auto_wrap_policy,
+    enable_wrap=wrap_policy.enable_wrap,
+    wrap=wrap_policy.wrap,
     DefaultState=comm_hooks.DefaultState,
     LowPrecisionState=comm_hooks.LowPrecisionState,
     allreduce_hook=comm_hooks.allreduce_hook,
@@ -46,7 +46,7 @@ class PreparedReferenceWrapper(PreparedWrapper):
                     shape=tuple(piece.shape),
                     start=piece.first,
                     numel=piece.local_numel,
-                    owner=piece.owned,
+                    owner=piece.sharded_param,
                     is_flat=not piece.is_visible,
                     offset=piece.offset,
                 )

@@ -17,8 +17,8 @@ from engine.mutants.mutant import Condition, Trace, mutant
 from engine.mutants.patches import after
 from engine.mutants.reference_insides import reference_units
 from engine.plan import Grouping, Layout
-from engine.reference.group import GroupState
-from engine.reference.unit import Unit
+from engine.reference.fsdp_state import FSDPState
+from engine.reference.param_group import ShardedState
 
 _BY_BRANCH = Plan(
     layout=Layout.SHARD,
@@ -65,8 +65,8 @@ class TakesUnusedPrefetchesAsCurrent(FullyShardEngine):
         return prepared
 
 
-def _drop_gathers(unit: Unit) -> None:
-    if any(group.state is GroupState.GATHERING for group in unit.groups):
+def _drop_gathers(unit: FSDPState) -> None:
+    if any(group.state is ShardedState.GATHERING for group in unit.param_groups):
         unit.reshard()
 
 

@@ -13,10 +13,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from engine.adapters.reference import PreparedReference, ReferenceEngine
 from engine.contract import Layout, Plan, PreparedModel, Wire
-from engine.mutants.groups import groups_of
 from engine.mutants.mutant import Condition, Trace, mutant
-from engine.reference.group import Group
-from engine.reference.reduction import ReductionPlan
+from engine.mutants.reference_insides import reference_groups
+from engine.reference.collectives import ReductionPlan
+from engine.reference.param_group import FSDPParamGroup
 
 
 @mutant(
@@ -118,12 +118,12 @@ class AveragesReplicasOnTheWire(ReferenceEngine):
         """Prepare honestly; under a hybrid layout let the second reduction divide its part."""
         prepared = super().prepare(model, plan, mesh)
         if plan.layout is Layout.HYBRID:
-            for group in groups_of(prepared):
+            for group in reference_groups(prepared):
                 group._reduction_plan = _averaging_across(group)  # type: ignore[method-assign, assignment]  # of this object alone
         return prepared
 
 
-def _averaging_across(group: Group) -> Callable[[torch.dtype], ReductionPlan]:
+def _averaging_across(group: FSDPParamGroup) -> Callable[[torch.dtype], ReductionPlan]:
     honest = group._reduction_plan
 
     def plan(dtype: torch.dtype) -> ReductionPlan:

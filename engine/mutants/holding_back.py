@@ -16,7 +16,7 @@ from engine.capability import Capability
 from engine.contract import Plan, Prefetch, PreparedModel
 from engine.mutants.mutant import Condition, Trace, mutant
 from engine.plan import Grouping, Layout
-from engine.reference.unit import unit_of
+from engine.reference.fsdp_state import state_of
 
 _HELD = Plan(demands=frozenset({Capability.UNIT_SYNC}))
 _SCATTERED = Plan(layout=Layout.HYBRID, demands=frozenset({Capability.REPLICA_SYNC}))
@@ -77,8 +77,8 @@ class _ForgetfulUnit(ComposableUnit):
     def set_gradient_sync(self, *, is_on: bool) -> None:
         super().set_gradient_sync(is_on=is_on)
         if is_on:
-            unit = unit_of(self._first)
-            for group in () if unit is None else unit.groups:
+            unit = state_of(self._first)
+            for group in () if unit is None else unit.param_groups:
                 group.drop_gradients()
 
 

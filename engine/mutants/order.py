@@ -21,7 +21,7 @@ from engine.mutants.patches import Stale
 from engine.mutants.plans import UNITS
 from engine.plan import Accumulation, Grouping, Layout
 from engine.reference.collectives import DefaultAllGather
-from engine.reference.unit import unit_of
+from engine.reference.fsdp_state import state_of
 
 _GROUPED = Plan(layout=Layout.SHARD, units=UNITS, grouping=Grouping.REQUIRED)
 _AHEAD = Plan(
@@ -126,8 +126,8 @@ class _PreparedPatient(PreparedReference):
         groups = [
             group
             for name in (*self.plan.units, "")
-            if (unit := unit_of(self.module.get_submodule(name.split(",")[0]))) is not None
-            for group in unit.groups
+            if (unit := state_of(self.module.get_submodule(name.split(",")[0]))) is not None
+            for group in unit.param_groups
         ]
         held = [group for group in groups if group.reduces]
         for group in held:
@@ -136,7 +136,7 @@ class _PreparedPatient(PreparedReference):
         for group in held:
             group.reduces = True
             group.reduce_gradients()
-            group.lanes.finish()
+            group.comm_ctx.finish()
 
 
 @mutant(

@@ -20,7 +20,7 @@ from engine.mutants.order import Lists
 from engine.mutants.plans import UNITS
 from engine.mutants.reference_insides import reference_groups, reference_units
 from engine.plan import Grouping, Layout
-from engine.reference.unit import BackwardGuess
+from engine.reference.fsdp_state import BackwardPrefetchTime
 
 _FREED = Plan(
     layout=Layout.SHARD,
@@ -137,7 +137,7 @@ class PrefetchesAfterItsTurn(ReferenceEngine):
         """Shard honestly, then predict at the end of each turn."""
         prepared = super().prepare(model, plan, mesh)
         for unit in reference_units(prepared):
-            unit.guesses_in_backward = BackwardGuess.LAST
+            unit.prefetches_in_backward = BackwardPrefetchTime.LAST
         return prepared
 
 
@@ -232,7 +232,7 @@ def _both(first: Callable[[], None], then: Callable[[], None]) -> Callable[[], N
 
 def _finisher(group: Any) -> Callable[[], None]:
     def finish() -> None:
-        group.lanes.finish()  # asked for late: lanes are shared once the root has run
+        group.comm_ctx.finish()  # asked for late: a context is shared once the root has run
 
     return finish
 

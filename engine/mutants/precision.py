@@ -16,14 +16,13 @@ from engine.adapters.torch_fsdp2 import FullyShardEngine, PreparedFullyShard
 from engine.adapters.torch_replicate import ReplicateEngine
 from engine.capability import Capability
 from engine.contract import Layout, Plan, PreparedModel
-from engine.mutants.groups import groups_of
 from engine.mutants.mutant import Condition, Trace, mutant
 from engine.mutants.patches import Forgetful
+from engine.mutants.reference_insides import reference_groups
 from engine.plan import Accumulation, Grouping
-from engine.reference.division import Division
-from engine.reference.group import Group
-from engine.reference.parameter import ManagedParameter
-from engine.reference.reduction import ReductionPlan
+from engine.reference.collectives import Division, ReductionPlan
+from engine.reference.param_group import FSDPParamGroup
+from engine.reference.parameter import FSDPParam
 
 _LOW = Plan(compute_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 _ACCUMULATING = Plan(
@@ -187,18 +186,18 @@ class AccumulatesInBfloat16(ReferenceEngine):
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         """Prepare honestly; round what each group holds."""
         prepared = super().prepare(model, plan, mesh)
-        for group in groups_of(prepared):
+        for group in reference_groups(prepared):
             for parameter in group.parameters:
-                parameter.hold_gradient = _rounding(parameter)  # type: ignore[method-assign, assignment]  # of this object alone
+                parameter.hold_unsharded_grad = _rounding(parameter)  # type: ignore[method-assign, assignment]  # of this object alone
         return prepared
 
 
-def _rounding(parameter: ManagedParameter) -> Callable[[torch.dtype | None], None]:
-    honest = parameter.hold_gradient
+def _rounding(parameter: FSDPParam) -> Callable[[torch.dtype | None], None]:
+    honest = parameter.hold_unsharded_grad
 
     def hold(dtype: torch.dtype | None) -> None:
         honest(dtype)
-        parameter._held = _rounded(parameter._held)
+        parameter._held_grad = _rounded(parameter._held_grad)
 
     return hold
 
@@ -221,19 +220,19 @@ class RoundsWhereDtypesAreMixed(ReferenceEngine):
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         """Prepare honestly; look at what each group is about to reduce."""
         prepared = super().prepare(model, plan, mesh)
-        for group in groups_of(prepared):
+        for group in reference_groups(prepared):
             group.reduce_gradients = _packing(group)  # type: ignore[method-assign]  # of this object alone
         return prepared
 
 
-def _packing(group: Group) -> Callable[[], None]:
+def _packing(group: FSDPParamGroup) -> Callable[[], None]:
     honest = group.reduce_gradients
 
     def reduce_gradients() -> None:
-        held = [p for p in group.parameters if p._held is not None]
+        held = [p for p in group.parameters if p._held_grad is not None]
         if group.reduces and 0 < len(held) < len(group.parameters):
             for parameter in held:
-                parameter._held = _rounded(parameter._held)
+                parameter._held_grad = _rounded(parameter._held_grad)
         honest()
 
     return reduce_gradients
@@ -252,12 +251,12 @@ class DividesFloat16AfterTheSum(ReferenceEngine):
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         """Prepare honestly; put all of the division behind the sum."""
         prepared = super().prepare(model, plan, mesh)
-        for group in groups_of(prepared):
+        for group in reference_groups(prepared):
             group._reduction_plan = _dividing_late(group)  # type: ignore[method-assign, assignment]  # of this object alone
         return prepared
 
 
-def _dividing_late(group: Group) -> Callable[[torch.dtype], ReductionPlan]:
+def _dividing_late(group: FSDPParamGroup) -> Callable[[torch.dtype], ReductionPlan]:
     honest = group._reduction_plan
 
     def plan(dtype: torch.dtype) -> ReductionPlan:
@@ -309,16 +308,16 @@ def _keeping(kept: list[Any]) -> Callable[[nn.Module, Any], None]:
 
 
 def _giving_back(kept: list[Any]) -> Callable[[nn.Module, Any], Any]:
-    def give_back(module: nn.Module, inputs: Any) -> Any:
+    def recycle(module: nn.Module, inputs: Any) -> Any:
         return kept.pop()
 
-    return give_back
+    return recycle
 
 
 class _PreparedEarly(PreparedReference):
     def convert(self, dtype: torch.dtype) -> None:
         super().convert(dtype)
-        for group in groups_of(self):
+        for group in reference_groups(self):
             group._dtypes = replace(group._dtypes, reduce_dtype=torch.float32)  # type: ignore[type-var]  # a dataclass, by its Protocol
 
 

@@ -12,7 +12,7 @@ from engine.capability import Capability
 from engine.mutants.mutant import Condition, Trace, mutant
 from engine.mutants.patches import Stale
 from engine.plan import Accumulation, Grouping, Plan
-from engine.reference.unit import unit_of
+from engine.reference.fsdp_state import state_of
 
 _RECOVER = frozenset({Capability.RECOVER})
 
@@ -75,8 +75,8 @@ class KeepsAnInferenceTensor(ReferenceEngine):
 
 class _PreparedLeaking(PreparedReference):
     def recover(self) -> None:
-        for unit in filter(None, map(unit_of, self.module.modules())):
-            for group in unit.groups:
+        for unit in filter(None, map(state_of, self.module.modules())):
+            for group in unit.param_groups:
                 vars(group)["drop_gradients"] = group.forget_backward
         super().recover()
 

@@ -1,26 +1,25 @@
-"""The insides of the reference engine that mutants reach into: units, groups of parameters, and lanes."""
+"""The insides of the reference engine that mutants reach into: states, groups of parameters, and contexts."""
 
 from __future__ import annotations
 
 from engine.contract import PreparedModel
-from engine.reference.group import Group
-from engine.reference.lanes import Lanes
-from engine.reference.unit import Unit, unit_of
+from engine.reference.comm_context import CommContext
+from engine.reference.fsdp_state import FSDPState, states_in
+from engine.reference.param_group import FSDPParamGroup
 
-__all__ = ["lanes_of", "reference_groups", "reference_units"]
-
-
-def reference_units(prepared: PreparedModel) -> list[Unit]:
-    """Give the units of a model that the reference engine prepared, each once."""
-    found = (unit_of(module) for module in prepared.module.modules())
-    return list(dict.fromkeys(unit for unit in found if unit is not None))
+__all__ = ["comm_contexts_of", "reference_groups", "reference_units"]
 
 
-def reference_groups(prepared: PreparedModel) -> list[Group]:
-    """Give the groups of parameters of all units."""
-    return [group for unit in reference_units(prepared) for group in unit.groups]
+def reference_units(prepared: PreparedModel) -> tuple[FSDPState, ...]:
+    """Return the states of a model that the reference engine prepared, each once."""
+    return states_in(prepared.module)
 
 
-def lanes_of(prepared: PreparedModel) -> list[Lanes]:
-    """Give the lanes of all units, each once; the root's, which may have no group, are everybody's once it has run."""
-    return list(dict.fromkeys(unit.lanes for unit in reference_units(prepared)))
+def reference_groups(prepared: PreparedModel) -> list[FSDPParamGroup]:
+    """Return the groups of parameters of all states."""
+    return [group for state in reference_units(prepared) for group in state.param_groups]
+
+
+def comm_contexts_of(prepared: PreparedModel) -> list[CommContext]:
+    """Return the contexts of all states, each once; once the root has run, its own, which all states share."""
+    return list(dict.fromkeys(state.comm_ctx for state in reference_units(prepared)))

@@ -12,8 +12,8 @@ from engine.adapters.reference import ReferenceEngine, ReferenceOnStreams
 from engine.contract import Plan, PreparedModel
 from engine.mutants.mutant import Condition, Trace, mutant
 from engine.mutants.plans import SHARDED_BLOCKS
-from engine.mutants.reference_insides import lanes_of, reference_groups
-from engine.reference.group import Group
+from engine.mutants.reference_insides import comm_contexts_of, reference_groups
+from engine.reference.param_group import FSDPParamGroup
 
 
 @mutant(after="deepspeedai/DeepSpeed#7898", kills_on=Condition(plan=SHARDED_BLOCKS), trace=Trace.RACES)
@@ -26,8 +26,8 @@ class ReducesBeforeTheCut(ReferenceEngine):
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         """Shard honestly, then have that stream wait for no other."""
         prepared = super().prepare(model, plan, mesh)
-        for lanes in lanes_of(prepared):
-            lanes._scatter_stream.wait_stream = _ignore
+        for comm_ctx in comm_contexts_of(prepared):
+            comm_ctx._scatter_stream.wait_stream = _ignore
         return prepared
 
 
@@ -45,8 +45,8 @@ class GathersWhileTheStepWrites(ReferenceEngine):
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         """Shard honestly, then ignore what is to be waited for when an iteration begins."""
         prepared = super().prepare(model, plan, mesh)
-        for lanes in lanes_of(prepared):
-            lanes.gather_after = _unless_given(lanes.gather_after)  # type: ignore[method-assign]  # of this one alone
+        for comm_ctx in comm_contexts_of(prepared):
+            comm_ctx.wait_before_all_gather = _unless_given(comm_ctx.wait_before_all_gather)  # type: ignore[method-assign]  # of this one alone
         return prepared
 
 
@@ -61,7 +61,7 @@ class FreesTheCopiedBuffer(ReferenceEngine):
         """Shard honestly, then have the gather after each copy wait for what was before it alone."""
         prepared = super().prepare(model, plan, mesh)
         for group in reference_groups(prepared):
-            group.wait = _without_gather_after(group, group.wait)  # type: ignore[method-assign]  # as above
+            group.wait = _without_a_wait_after(group, group.wait)  # type: ignore[method-assign]  # as above
         return prepared
 
 
@@ -79,8 +79,8 @@ class RefillsTheReduceInput(ReferenceOnStreams):
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         """Shard honestly, then make room without a wait."""
         prepared = super().prepare(model, plan, mesh)
-        for lanes in lanes_of(prepared):
-            lanes.make_room = lanes._inputs.clear  # type: ignore[method-assign]  # as above
+        for comm_ctx in comm_contexts_of(prepared):
+            comm_ctx.reserve = comm_ctx._inputs.clear  # type: ignore[method-assign]  # as above
         return prepared
 
 
@@ -94,29 +94,29 @@ class StepsWhileGradientsAreReduced(ReferenceOnStreams):
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         """Shard honestly, then have the end of backward do nothing."""
         prepared = super().prepare(model, plan, mesh)
-        for lanes in lanes_of(prepared):
-            lanes.finish = _ignore  # type: ignore[method-assign]  # as above
+        for comm_ctx in comm_contexts_of(prepared):
+            comm_ctx.finish = _ignore  # type: ignore[method-assign]  # as above
         return prepared
 
 
-def _unless_given(gather_after: Callable[..., None]) -> Callable[..., None]:
+def _unless_given(wait_before_all_gather: Callable[..., None]) -> Callable[..., None]:
     """Ignore the calls that name an event, or say that there is none: those at the start of an iteration."""
 
     def sometimes(*event: Any) -> None:
         if not event:
-            gather_after()
+            wait_before_all_gather()
 
     return sometimes
 
 
-def _without_gather_after(group: Group, wait: Callable[[], None]) -> Callable[[], None]:
+def _without_a_wait_after(group: FSDPParamGroup, wait: Callable[[], None]) -> Callable[[], None]:
     def hasty() -> None:
-        lanes: Any = group.lanes
-        lanes.gather_after = _ignore
+        comm_ctx: Any = group.comm_ctx
+        comm_ctx.wait_before_all_gather = _ignore
         try:
             wait()
         finally:
-            del lanes.gather_after  # the class's own again
+            del comm_ctx.wait_before_all_gather  # the class's own again
 
     return hasty
 

@@ -16,9 +16,9 @@ from engine.capability import Capability
 from engine.contract import Plan, PreparedModel
 from engine.mutants.mutant import Condition, Trace, mutant
 from engine.mutants.plans import HYBRID_BLOCKS, SHARDED_BLOCKS
-from engine.mutants.reference_insides import lanes_of, reference_groups
+from engine.mutants.reference_insides import comm_contexts_of, reference_groups
 from engine.plan import Reshard
-from engine.reference.lanes import InFlight, Lanes, Reduction
+from engine.reference.comm_context import CommContext, PendingCollective, Reduction
 
 _BY_HAND = frozenset({Capability.UNIT_STATE, Capability.ASYNC_GATHER})
 
@@ -34,7 +34,7 @@ class ReadsGathersUnderWay(ReferenceEngine):
         """Shard honestly, then take each gather as done."""
         prepared = super().prepare(model, plan, mesh)
         for group in reference_groups(prepared):
-            group._gathered = _unawaited(group)  # type: ignore[method-assign]  # of this one alone
+            group._wait_for_all_gather = _unawaited(group)  # type: ignore[method-assign]  # of this one alone
         return prepared
 
 
@@ -55,7 +55,7 @@ class SendsPartsBeforeTheyAreCut(ReferenceEngine):
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         """Shard honestly, then have gathers not wait where parts are kept."""
-        return _gathers_freely_after("keep_part", super().prepare(model, plan, mesh))
+        return _gathers_freely_after("keep_shard_of_subgroup", super().prepare(model, plan, mesh))
 
 
 @mutant(
@@ -123,8 +123,8 @@ class FreesReducedOutputs(ReferenceOnStreams):
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         """Shard honestly, then keep outputs no longer than to the next reduction."""
         prepared = super().prepare(model, plan, mesh)
-        for lanes in lanes_of(prepared):
-            lanes.make_room = _forgetting(lanes)  # type: ignore[method-assign]  # of this one alone
+        for comm_ctx in comm_contexts_of(prepared):
+            comm_ctx.reserve = _forgetting(comm_ctx)  # type: ignore[method-assign]  # of this one alone
         return prepared
 
 
@@ -137,7 +137,7 @@ class _Done:
 
 def _unawaited(group: Any) -> Callable[[], torch.Tensor]:
     def gathered() -> torch.Tensor:
-        gather, group._gather = group._gather, None
+        gather, group._pending_gather = group._pending_gather, None
         output: torch.Tensor = gather.output
         return output
 
@@ -146,28 +146,28 @@ def _unawaited(group: Any) -> Callable[[], torch.Tensor]:
 
 def _gathers_freely_after(function: str, prepared: PreparedModel) -> PreparedModel:
     """Have gathers not wait for the current stream where this function of the engine asks for it."""
-    for lanes in lanes_of(prepared):
-        lanes.gather_after = _deaf_in(function, lanes.gather_after)  # type: ignore[method-assign]  # as above
+    for comm_ctx in comm_contexts_of(prepared):
+        comm_ctx.wait_before_all_gather = _deaf_in(function, comm_ctx.wait_before_all_gather)  # type: ignore[method-assign]  # as above
     return prepared
 
 
-def _deaf_in(function: str, gather_after: Callable[..., None]) -> Callable[..., None]:
+def _deaf_in(function: str, wait_before_all_gather: Callable[..., None]) -> Callable[..., None]:
     def sometimes(*event: Any) -> None:
         if sys._getframe(1).f_code.co_name != function:
-            gather_after(*event)
+            wait_before_all_gather(*event)
 
     return sometimes
 
 
 def _takes_as_done(position: int, prepared: PreparedModel) -> PreparedModel:
     """Have nobody wait for the collective at this position of each reduction."""
-    for lanes in lanes_of(prepared):
-        lanes.reduce = _reducing(lanes, position)  # type: ignore[assignment,method-assign]  # as above
+    for comm_ctx in comm_contexts_of(prepared):
+        comm_ctx.reduce = _reducing(comm_ctx, position)  # type: ignore[assignment,method-assign]  # as above
     return prepared
 
 
-def _reducing(lanes: Lanes, position: int) -> Callable[[torch.Tensor, Reduction], None]:
-    reduce = lanes.reduce
+def _reducing(comm_ctx: CommContext, position: int) -> Callable[[torch.Tensor, Reduction], None]:
+    reduce = comm_ctx.reduce
 
     def hasty(flat: torch.Tensor, reduction: Reduction) -> None:
         reduce(flat, _without_wait(reduction, position))
@@ -178,14 +178,14 @@ def _reducing(lanes: Lanes, position: int) -> Callable[[torch.Tensor, Reduction]
 def _without_wait(reduction: Reduction, position: int) -> Reduction:
     done: Any = _Done()
     for index, in_flight in enumerate(reduction):
-        yield InFlight(done, in_flight.output) if index == position else in_flight
+        yield PendingCollective(done, in_flight.output) if index == position else in_flight
 
 
-def _forgetting(lanes: Lanes) -> Callable[[], None]:
-    make_room = lanes.make_room
+def _forgetting(comm_ctx: CommContext) -> Callable[[], None]:
+    reserve = comm_ctx.reserve
 
     def hasty() -> None:
-        lanes._outputs.clear()
-        make_room()
+        comm_ctx._outputs.clear()
+        reserve()
 
     return hasty

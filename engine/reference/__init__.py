@@ -1,24 +1,20 @@
-"""The reference sharding engine, usable without the harness, behind two doors on one core.
+"""The reference sharding engine, usable without the harness, behind two front doors on one core.
 
-The doors are ``fully_shard`` and ``replicate`` (composable) and ``FullyShardedDataParallel`` (wrapper). Read it in
-the order of its imports: policies, mesh, geometry and nested (values); torch_internals; parameter, unsharded and the
-two arrangements (memory); collectives, division, lanes and reduction (communication); checks and group; tree, unit
-and stepping (when things happen); module and composable; then wrapper_options to wrapper.
+The doors are ``fully_shard`` and ``replicate`` (FSDP2's) and, in `fsdp1`, ``FullyShardedDataParallel``. Read it in the
+order of its imports: policies, mesh, torch_private and geometry (values and torch); autograd_hooks, parameter and
+param_layout (tensors); comm_context and collectives (communication); param_group, root_state and fsdp_state (when
+things happen); fsdp_module and fully_shard (the door).
 """
 
-from engine.reference.composable import fully_shard, register_fsdp_forward_method, replicate, share_comm_ctx
-from engine.reference.flat import FlatParameter
-from engine.reference.module import FSDPModule, ReplicateModule, UnshardHandle
-from engine.reference.norm import clip_grad_norm_
-from engine.reference.policies import (
-    CPUOffloadPolicy,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    ShardPlacementResult,
-)
-from engine.reference.scaler import ShardedGradScaler
-from engine.reference.wrapper import FullyShardedDataParallel
-from engine.reference.wrapping import CustomPolicy, ModuleWrapPolicy, enable_wrap, wrap
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+
+from engine.reference.fsdp1.flat import FlatParameter
+from engine.reference.fsdp1.fully_sharded_data_parallel import FullyShardedDataParallel
+from engine.reference.fsdp1.wrap_policy import CustomPolicy, ModuleWrapPolicy, enable_wrap, wrap
+from engine.reference.fsdp_module import FSDPModule, ReplicateModule, UnshardHandle
+from engine.reference.fully_shard import fully_shard, register_fsdp_forward_method, replicate, share_comm_ctx
+from engine.reference.optim import ShardedGradScaler, clip_grad_norm_
+from engine.reference.policies import ShardPlacementResult
 
 __all__ = [
     "CPUOffloadPolicy",

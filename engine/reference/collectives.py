@@ -1,13 +1,18 @@
-"""The two collectives of a group as objects, so that a caller may put others in their place."""
+"""The two collectives of a group, by what gradients are divided, and the reduction of a group's gradients."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
-__all__ = ["AllGather", "DefaultAllGather", "DefaultReduceScatter", "ReduceScatter"]
+from engine.reference.comm_context import PendingCollective, Reduction
+from engine.reference.mesh import Ranks
+from engine.reference.param_layout import ParamLayout, UnshardedMemory
+from engine.reference.parameter import FSDPParam
 
 # torch 2.13 gave the flat collectives new names and deprecated these, which older releases have alone.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -18,7 +23,7 @@ class AllGather(Protocol):
     """Gathers equal 1-D shards into one 1-D tensor, in rank order."""
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Give the output buffer of ``size`` elements."""
+        """Return the output buffer of ``size`` elements."""
 
     def __call__(
         self,
@@ -34,7 +39,7 @@ class ReduceScatter(Protocol):
     """Reduces a 1-D tensor of equal parts; every rank keeps its own part."""
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Give an input or output buffer of ``size`` elements."""
+        """Return an input or output buffer of ``size`` elements."""
 
     def __call__(
         self,
@@ -83,3 +88,263 @@ class DefaultReduceScatter(_Allocates):
             output_tensor, input_tensor, op=op, group=group, async_op=async_op
         )
         return work
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PendingAllGather:
+    """A gather under way. No work: there is nothing to wait for.
+
+    ``kept`` is what its input was copied from: memory of another stream, which must not be freed before.
+    """
+
+    output: torch.Tensor
+    work: dist.Work | None
+    kept: torch.Tensor | None = None
+
+
+def foreach_all_gather(
+    layout: ParamLayout,
+    output: torch.Tensor,
+    group: dist.ProcessGroup,
+    all_gather: AllGather,
+    kept: torch.Tensor | None,
+) -> PendingAllGather:
+    """Fill this rank's part of ``output`` with its shards, or what it kept of a gather before; gather the rest."""
+    source = output.chunk(group.size())[group.rank()] if output.numel() else output
+    if kept is None:
+        layout.copy_in(source)
+    else:
+        source.copy_(kept)
+    work = None
+    if source.numel():
+        work = all_gather(output_tensor=output, input_tensor=source, group=group, async_op=True)
+    return PendingAllGather(output, work, kept)
+
+
+def copy_own_shards(layout: ParamLayout, memory: UnshardedMemory, device: torch.device) -> PendingAllGather:
+    """Return what a gather among one rank would: nothing, if whole parameters are the shards themselves."""
+    if memory.is_shared:
+        return PendingAllGather(torch.empty(0), None)
+    output = memory.direct()
+    if output is None:
+        output = torch.empty(memory.wire_numel, dtype=memory.wire_dtype, device=device)
+    layout.copy_in(output)
+    return PendingAllGather(output, None)
+
+
+# Enough exponent for a sum over any number of ranks; every other dtype is scaled down before the sum.
+_WIDE_RANGE = frozenset({torch.float32, torch.bfloat16})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Division:
+    """Divide by ``before``, reduce with ``scatter_op`` and then ``reduce_op``, divide by ``after``."""
+
+    before: float = 1.0
+    after: float = 1.0
+    scatter_op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
+    reduce_op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
+
+    @property
+    def total(self) -> float:
+        """What is divided by outside of the reduce ops."""
+        return self.before * self.after
+
+
+def division(
+    *, dtype: torch.dtype, shard_size: int, replicate_size: int, factor: float | None, only_sums: bool
+) -> Division:
+    """Choose the division that turns a sum over all ranks into sum / factor (default: the mean).
+
+    The division is part of the reduction, once, whichever of the two collectives exist: a shard group of one
+    rank has no reduce-scatter, and the factor holds all the same. AVG is used where the mean is asked for;
+    another factor is divided by afterwards, on the small reduced tensor.
+    """
+    ranks = shard_size * replicate_size
+    if ranks == 1 and factor is None:
+        return Division()
+    if dtype not in _WIDE_RANGE:
+        return _split(float(ranks) if factor is None else factor)
+    if only_sums:
+        return Division(after=float(ranks) if factor is None else factor)
+    if factor is None:
+        return Division(scatter_op=dist.ReduceOp.AVG, reduce_op=dist.ReduceOp.AVG)
+    if factor == shard_size and shard_size > 1:
+        return Division(scatter_op=dist.ReduceOp.AVG)
+    return Division(after=factor)
+
+
+def _split(factor: float) -> Division:
+    """Divide by about the square root before the sum and by the rest after it: neither end of the range is hit.
+
+    ``before`` is a power of two, so that dividing by it is exact.
+    """
+    before = 1.0
+    while factor % before == 0 and factor / before > before:
+        before *= 2
+    return Division(before=before, after=factor / before)
+
+
+CommHook = Callable[..., Any]
+"""Reduces in place of the engine: ``hook(gradients, row)`` where there are shards, else ``hook(gradients)``."""
+
+
+class PartialReduction:
+    """Gradients that were reduce-scattered but not yet all-reduced over replicas: 1-D padded shards.
+
+    They are summed over microbatches in the wider of the reduce dtype and the parameter's own, as sharded gradients
+    are where nothing waits: a sum in bfloat16 would lose microbatches that are small beside it. The sum is rounded to
+    the reduce dtype once, for the all-reduce. FSDP2 sums in the reduce dtype.
+    """
+
+    def __init__(self, layout: ParamLayout) -> None:
+        self._layout = layout
+        self._expected: set[FSDPParam] = set()
+        self._sums: dict[FSDPParam, torch.Tensor] = {}
+
+    def __contains__(self, parameter: FSDPParam) -> bool:
+        """Whether something of ``parameter`` is here, or on its way."""
+        return parameter in self._expected
+
+    def expect(self, parameters: Sequence[FSDPParam], *, all_reduces: bool) -> None:
+        """Record, when a reduction is issued, whether it will leave something here or take everything away."""
+        if all_reduces:
+            self._expected.difference_update(parameters)
+        else:
+            self._expected.update(parameters)
+
+    def add(self, parameters: Sequence[FSDPParam], reduced: torch.Tensor) -> None:
+        """Sum the parameters' parts of ``reduced`` into what is there."""
+        for parameter, part in self._layout.parts(parameters, reduced):
+            earlier = self._sums.get(parameter)
+            if earlier is None:
+                self._sums[parameter] = part.to(torch.promote_types(part.dtype, parameter.local.dtype))
+            else:
+                earlier.add_(part)
+
+    def move_to(self, parameters: Sequence[FSDPParam], reduced: torch.Tensor) -> None:
+        """Sum what is there into the parameters' parts of ``reduced``, and forget it."""
+        for parameter, part in self._layout.parts(parameters, reduced):
+            earlier = self._sums.pop(parameter, None)
+            if earlier is not None:
+                part.add_(earlier)  # computed in the wider dtype, rounded once
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._sums.clear()
+        self._expected.clear()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ReductionPlan:
+    """What a group asks of one reduction.
+
+    ``dtype`` is that on the wire, ``final_dtype`` and ``home`` are where gradients end up.
+    """
+
+    layout: ParamLayout
+    mesh: Ranks
+    division: Division
+    dtype: torch.dtype
+    final_dtype: torch.dtype
+    home: torch.device
+    scatter: ReduceScatter
+    scatter_group: dist.ProcessGroup | None
+    all_reduces: bool
+    hook: Callable[[torch.Tensor], None] | None
+    comm_hook: CommHook | None
+    partial: PartialReduction
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether there is no rank to communicate with, and nothing else to do."""
+        is_lone = self.mesh.shard_size * self.mesh.replicate_size == 1
+        return is_lone and self.hook is None and self.comm_hook is None and self.layout.keeps_apart
+
+
+def foreach_reduce(parameters: Sequence[FSDPParam], flat: torch.Tensor, plan: ReductionPlan) -> Reduction:
+    """Reduce gradients that were copied into ``flat`` into the sharded parameters' gradients.
+
+    Yields each collective that must be waited for before going on; runs without autograd.
+    """
+    if plan.comm_hook is not None:
+        _write_gradients(_reduced_by_hook(flat, plan.comm_hook, plan), parameters, plan)
+        return
+    reduced = flat
+    if plan.mesh.shard_size > 1 and flat.numel():
+        reduced = _scatter_output(flat, plan)
+        assert plan.scatter_group is not None
+        work = plan.scatter(
+            output_tensor=reduced,
+            input_tensor=flat,
+            group=plan.scatter_group,
+            op=plan.division.scatter_op,
+            async_op=True,
+        )
+        if work is not None:
+            yield PendingCollective(work, reduced)
+    del flat
+    if plan.mesh.is_replicated:
+        with torch.no_grad():
+            if not plan.all_reduces:
+                plan.partial.add(parameters, reduced)
+                return
+            plan.partial.move_to(parameters, reduced)
+    if plan.mesh.replicate_size > 1 and reduced.numel():
+        work = dist.all_reduce(
+            reduced, op=plan.division.reduce_op, group=plan.mesh.replicate_group, async_op=True
+        )
+        if work is not None:
+            yield PendingCollective(work, reduced)
+    with torch.no_grad():
+        if plan.hook is not None:
+            plan.hook(reduced)
+        if plan.division.after != 1:
+            reduced.div_(plan.division.after)
+        _write_gradients(reduced, parameters, plan)
+
+
+def reduce_alone(parameters: Sequence[FSDPParam], gradients: list[torch.Tensor], plan: ReductionPlan) -> None:
+    """Make whole gradients the reduced ones, where there is one rank; rounded as the wire would round them."""
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        own = gradient.to(plan.dtype)
+        if plan.division.total != 1:
+            own = own / plan.division.total
+        _write_gradients(own.reshape(-1), (parameter,), plan)
+
+
+def reduce_scatter_copy_in(
+    parameters: Sequence[FSDPParam], gradients: list[torch.Tensor], plan: ReductionPlan
+) -> torch.Tensor:
+    """Lay whole gradients out rank by rank, 1-D and in ``plan.dtype``; empties the list."""
+    device = gradients[0].device
+
+    def allocate(numel: int) -> torch.Tensor:
+        return plan.scatter.allocate((numel,), dtype=plan.dtype, device=device)
+
+    flat = plan.layout.copy_in_gradients(parameters, gradients, allocate)
+    if plan.division.before != 1:
+        flat.div_(plan.division.before)
+    return flat
+
+
+def _scatter_output(flat: torch.Tensor, plan: ReductionPlan) -> torch.Tensor:
+    """Return memory for this rank's row of the sum."""
+    size = (flat.numel() // plan.mesh.shard_size,)
+    return plan.scatter.allocate(size, dtype=flat.dtype, device=flat.device)
+
+
+def _reduced_by_hook(flat: torch.Tensor, hook: CommHook, plan: ReductionPlan) -> torch.Tensor:
+    """Reduce by the caller's hook, divisions included."""
+    with torch.no_grad():
+        if plan.mesh.shard_size == 1:
+            hook(flat)
+            return flat
+        row = _scatter_output(flat, plan)
+        hook(flat, row)
+        return row
+
+
+def _write_gradients(reduced: torch.Tensor, parameters: Sequence[FSDPParam], plan: ReductionPlan) -> None:
+    """Bring the reduced row home, as a view where dtype and device allow."""
+    plan.layout.write_gradients(parameters, reduced.to(device=plan.home, dtype=plan.final_dtype))

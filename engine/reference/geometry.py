@@ -9,8 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Shard
 
-__all__ = ["Geometry"]
+from engine.reference.mesh import DataMesh
+from engine.reference.torch_private import local_tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +52,7 @@ class Geometry:
         return self.rows * self.ranks == self.shape[self.dim]
 
     def shard_of(self, whole: torch.Tensor) -> torch.Tensor:
-        """Give this rank's shard of ``whole`` (shape ``shape``) as a view of shape ``shard_shape``."""
+        """Return this rank's shard of ``whole`` (shape ``shape``) as a view of shape ``shard_shape``."""
         first = min(self.rank * self.rows, self.shape[self.dim])
         return whole.narrow(self.dim, first, self.shard_shape[self.dim])
 
@@ -85,3 +88,47 @@ class Geometry:
 
     def _with_rows(self, rows: int) -> torch.Size:
         return torch.Size((*self.shape[: self.dim], rows, *self.shape[self.dim + 1 :]))
+
+
+def plan_cut(parameter: nn.Parameter, name: str, mesh: DataMesh, placement: Shard | None) -> Geometry:
+    """Return how ``parameter`` will be cut over ``mesh``; changes nothing.
+
+    Raises ValueError for scalars and NotImplementedError for what cannot be sharded: tensors that are not
+    contiguous, and uneven dims other than 0.
+    """
+    local = local_part(parameter)
+    if local.dim() == 0:
+        raise ValueError(
+            f"fully_shard doesn't support scalar parameters: {name!r} has no dim to shard; "
+            "make it a 1D tensor of one element"
+        )
+    if not local.is_contiguous():
+        raise NotImplementedError(
+            f"fully_shard: does not support non-contiguous parameters: {name!r} has shape "
+            f"{tuple(local.shape)} and stride {local.stride()}; call .contiguous() on it before"
+        )
+    geometry = Geometry(
+        shape=local.shape, dim=_shard_dim(placement, local, name), ranks=mesh.shard_size, rank=mesh.shard_rank
+    )
+    if geometry.dim and not geometry.is_even:
+        raise NotImplementedError(
+            f"fully_shard: does not support uneven sharding on dim {geometry.dim}: {name!r} of shape "
+            f"{tuple(local.shape)} over {geometry.ranks} ranks; return a dim that they divide, or Shard(0)"
+        )
+    return geometry
+
+
+def local_part(parameter: nn.Parameter) -> torch.Tensor:
+    """Return the tensor that data-parallel ranks share: this rank's part where it is a DTensor already."""
+    whole: torch.Tensor = parameter.detach()
+    return local_tensor(whole) if isinstance(whole, DTensor) else whole
+
+
+def _shard_dim(placement: Shard | None, local: torch.Tensor, name: str) -> int:
+    dim = 0 if placement is None else placement.dim
+    if not -local.dim() <= dim < local.dim():
+        raise ValueError(
+            f"shard_placement_fn: expected Shard of a dim below {local.dim()} for {name!r} of shape "
+            f"{tuple(local.shape)}, got {placement}"
+        )
+    return dim % local.dim()

@@ -3,61 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Placement, Replicate
 
-__all__ = [
-    "DataMesh",
-    "RankGroups",
-    "Ranks",
-    "compute_device",
-    "part_group",
-    "replicating_mesh",
-    "sharding_mesh",
-]
-
-
-class Ranks(Protocol):
-    """The ranks that hold one copy of the parameters together, and those that hold what this one does."""
-
-    @property
-    def shard_size(self) -> int:
-        """Over how many ranks a parameter is split."""
-        ...
-
-    @property
-    def shard_rank(self) -> int:
-        """Which of the shards this rank holds."""
-        ...
-
-    @property
-    def replicate_size(self) -> int:
-        """How many copies of each shard exist."""
-        ...
-
-    @property
-    def shard_group(self) -> dist.ProcessGroup | None:
-        """The ranks that together hold one copy; None: this rank alone."""
-        ...
-
-    @property
-    def replicate_group(self) -> dist.ProcessGroup | None:
-        """The ranks that hold the same shard; None: this rank alone."""
-        ...
-
-    @property
-    def is_replicated(self) -> bool:
-        """Whether there is a group of replicas, if only of one rank."""
-        ...
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RankGroups:
-    """Ranks by their process groups alone."""
+class Ranks:
+    """The ranks that hold one copy of the parameters together, and those that hold the same shard; None: this one."""
 
     shard_group: dist.ProcessGroup | None
     replicate_group: dist.ProcessGroup | None
@@ -79,53 +34,29 @@ class RankGroups:
 
     @property
     def is_replicated(self) -> bool:
-        """Whether there is a group of replicas."""
+        """Whether there is a group of replicas, if only of one rank."""
         return self.replicate_group is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DataMesh:
-    """A 1-D or 2-D device mesh, read as an axis that shards, an axis that replicates, or both.
-
-    A missing axis has size 1 and no process group.
-    """
+class DataMesh(Ranks):
+    """The ranks of a 1-D or 2-D device mesh, read as an axis that shards, an axis that replicates, or both."""
 
     mesh: DeviceMesh
     shard_axis: int | None
-    replicate_axis: int | None
 
-    @property
-    def shard_size(self) -> int:
-        """Over how many ranks a parameter is split."""
-        return 1 if self.shard_axis is None else self.mesh.size(self.shard_axis)
-
-    @property
-    def shard_rank(self) -> int:
-        """Which of the shards this rank holds."""
-        return 0 if self.shard_axis is None else self.mesh.get_local_rank(self.shard_axis)
-
-    @property
-    def replicate_size(self) -> int:
-        """How many copies of each shard exist."""
-        return 1 if self.replicate_axis is None else self.mesh.size(self.replicate_axis)
-
-    @property
-    def shard_group(self) -> dist.ProcessGroup | None:
-        """The ranks that together hold one copy of the parameters."""
-        return None if self.shard_axis is None else self.mesh.get_group(self.shard_axis)
-
-    @property
-    def replicate_group(self) -> dist.ProcessGroup | None:
-        """The ranks that hold the same shard."""
-        return None if self.replicate_axis is None else self.mesh.get_group(self.replicate_axis)
-
-    @property
-    def is_replicated(self) -> bool:
-        """Whether there is an axis of replicas."""
-        return self.replicate_axis is not None
+    @classmethod
+    def of(cls, mesh: DeviceMesh, *, shard_axis: int | None, replicate_axis: int | None) -> DataMesh:
+        """Read ``mesh``; an axis may be missing."""
+        return cls(
+            shard_group=None if shard_axis is None else mesh.get_group(shard_axis),
+            replicate_group=None if replicate_axis is None else mesh.get_group(replicate_axis),
+            mesh=mesh,
+            shard_axis=shard_axis,
+        )
 
     def placements(self, shard: Placement) -> tuple[Placement, ...]:
-        """Give one placement per mesh axis for a tensor split by ``shard``."""
+        """Return one placement per mesh axis for a tensor split by ``shard``."""
         return tuple(shard if axis == self.shard_axis else Replicate() for axis in range(self.mesh.ndim))
 
 
@@ -136,7 +67,7 @@ def sharding_mesh(mesh: DeviceMesh | None) -> DataMesh:
     """
     mesh = _world_mesh(("shard",)) if mesh is None else mesh
     if mesh.ndim == 1:
-        return DataMesh(mesh=mesh, shard_axis=0, replicate_axis=None)
+        return DataMesh.of(mesh, shard_axis=0, replicate_axis=None)
     if mesh.ndim != 2:
         raise ValueError(
             "fully_shard: expects a 1D or 2D DeviceMesh (shard, or replicate x shard), "
@@ -147,7 +78,7 @@ def sharding_mesh(mesh: DeviceMesh | None) -> DataMesh:
             f"fully_shard: a 2D DeviceMesh must have mesh_dim_names, so that it can be sliced; got {mesh}; "
             "try init_device_mesh(..., mesh_dim_names=('replicate', 'shard'))"
         )
-    return DataMesh(mesh=mesh, shard_axis=1, replicate_axis=0)
+    return DataMesh.of(mesh, shard_axis=1, replicate_axis=0)
 
 
 def replicating_mesh(mesh: DeviceMesh | None) -> DataMesh:
@@ -158,18 +89,18 @@ def replicating_mesh(mesh: DeviceMesh | None) -> DataMesh:
             f"replicate expects a 1D DeviceMesh, got {mesh.ndim}D {mesh}; "
             "pass one axis of it, or use fully_shard for replicate x shard"
         )
-    return DataMesh(mesh=mesh, shard_axis=None, replicate_axis=0)
+    return DataMesh.of(mesh, shard_axis=None, replicate_axis=0)
 
 
 def compute_device(mesh: DeviceMesh) -> torch.device:
-    """Give the device on which this rank computes."""
+    """Return the device on which this rank computes."""
     if mesh.device_type == "cpu":
         return torch.device("cpu")
     return torch.device(mesh.device_type, torch.get_device_module(mesh.device_type).current_device())
 
 
-def part_group(mesh: Ranks, size: int, known: dict[tuple[int, ...], dist.ProcessGroup]) -> dist.ProcessGroup:
-    """Give the process group of ``size`` neighbours in the shard group that this rank is one of.
+def subgroup_of(mesh: Ranks, size: int, known: dict[tuple[int, ...], dist.ProcessGroup]) -> dist.ProcessGroup:
+    """Return the process group of ``size`` neighbours in the shard group that this rank is one of.
 
     Groups in ``known`` are used again, new ones added: a collective call over each group's own ranks.
     """

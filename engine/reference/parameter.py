@@ -4,80 +4,126 @@ from __future__ import annotations
 
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache
+from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor, Placement, Shard
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
-__all__ = ["WRITE_MARK", "ManagedParameter", "Site", "WriteMark", "is_promise", "promise"]
+from engine.reference.geometry import Geometry, local_part
+from engine.reference.mesh import DataMesh
+from engine.reference.torch_private import (
+    concatenated,
+    local_tensor,
+    run_where_shards_lie,
+    sharded_like,
+    strided_shard,
+)
 
+# Attributes of parameters: that the original is managed, and the listener of what the optimizer owns.
 _MARK = "_is_sharded_elsewhere"
-WRITE_MARK = "_write_mark"
-"""The attribute of a sharded parameter that holds its ``WriteMark``."""
+_LISTENER = "_step_listener"
 
 
 @dataclass(frozen=True, slots=True)
-class Site:
+class ParamLocation:
     """A place where a parameter is registered; a shared parameter has several."""
 
     module: nn.Module
     name: str
 
-    def holds(self) -> nn.Parameter | None:
-        """Give what is registered here now."""
+    def get(self) -> nn.Parameter | None:
+        """Return what is registered here now."""
         return self.module._parameters.get(self.name)
 
-    def put(self, parameter: nn.Parameter) -> None:
+    def set(self, parameter: nn.Parameter) -> None:
         """Register ``parameter`` here; past a plain setattr, which costs more than the rest of a switch."""
         if type(self.module).__setattr__ is nn.Module.__setattr__:
             self.module._parameters[self.name] = parameter
         else:
             setattr(self.module, self.name, parameter)
 
-
-class WriteMark:
-    """Whom to tell that a parameter was written to, held weakly; a copy or a pickle of it tells nobody."""
-
-    def __init__(self, on_write: Callable[[], None] | None = None) -> None:
-        self._on_write = None if on_write is None else weakref.WeakMethod(on_write)
-
-    def __reduce__(self) -> tuple[type[WriteMark], tuple[()]]:
-        return (WriteMark, ())
-
-    def tell(self) -> None:
-        """Say that the parameter was written to."""
-        on_write = None if self._on_write is None else self._on_write()
-        if on_write is not None:
-            on_write()
+    def name_from(self, names: Mapping[nn.Module, str]) -> str:
+        """Name this place, where ``names`` holds those of modules."""
+        prefix = names.get(self.module, "")
+        return f"{prefix}.{self.name}" if prefix else self.name
 
 
-def promise(parameter: torch.Tensor) -> torch.Tensor:
+class StepListener:
+    """What to call after an optimizer has stepped over a parameter, held weakly; a copy or a pickle calls nothing.
+
+    [Note: stale parameters] Whole parameters that a group still holds are not those of the shards after a step.
+    Versions of tensors do not show that: optimizers that loop over tensors in C++ do not count there, and each rank
+    would decide alone about a gather, which is collective. So every sharded parameter carries a listener, and one hook
+    on all of torch's optimizers, which keeps no state, notifies those of the parameters that it was given.
+    """
+
+    def __init__(self, on_step: Callable[[], None] | None = None) -> None:
+        self._on_step = None if on_step is None else weakref.WeakMethod(on_step)
+
+    def __reduce__(self) -> tuple[type[StepListener], tuple[()]]:
+        return (StepListener, ())
+
+    def attach(self, parameter: nn.Parameter) -> None:
+        """Listen to the steps over ``parameter``; torch may swap a parameter's attributes when it converts."""
+        setattr(parameter, _LISTENER, self)
+
+    def notify(self) -> None:
+        """Call what was given, if it still exists."""
+        on_step = None if self._on_step is None else self._on_step()
+        if on_step is not None:
+            on_step()
+
+
+def _optimizer_hook(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            listener = getattr(parameter, _LISTENER, None)
+            if isinstance(listener, StepListener):
+                listener.notify()
+
+
+register_optimizer_step_post_hook(_optimizer_hook)
+
+
+def placeholder_grad(parameter: torch.Tensor) -> torch.Tensor:
     """Make a gradient of zeros, in the memory of one, that stands for what is accumulated elsewhere."""
     return torch.zeros((), dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)
 
 
-def is_promise(gradient: torch.Tensor) -> bool:
-    """Whether a gradient was made by `promise`: nothing can be added to its memory."""
+def is_placeholder(gradient: torch.Tensor) -> bool:
+    """Whether a gradient was made by `placeholder_grad`: nothing can be added to its memory."""
     return gradient.dim() > 0 and not any(gradient.stride())
 
 
-class ManagedParameter(ABC):
+class FSDPParam(ABC):
     """A parameter in its two forms: this rank's part of it, and the whole of it while it is gathered.
 
-    ``unsharded`` is made once per home in memory and keeps its identity, because autograd saves it in forward and
+    ``unsharded_param`` is made once per home in memory and keeps its identity, because autograd saves it in forward and
     reads it in backward: only the memory beneath it comes and goes.
     """
 
-    def __init__(self, *, origin: nn.Parameter, sites: tuple[Site, ...], shape: torch.Size) -> None:
-        self.sites = sites
+    def __init__(
+        self, *, origin: nn.Parameter, locations: tuple[ParamLocation, ...], shape: torch.Size
+    ) -> None:
+        self.locations = locations
         self.shape = shape
-        self.name = sites[0].name
+        self.name = locations[0].name
         # The mark is the parameter's own: an id could be another object's by now.
         self.is_tied_elsewhere = getattr(origin, _MARK, False)
         setattr(origin, _MARK, True)
-        self.unsharded: nn.Parameter | None = None
-        self._held: torch.Tensor | None = None
+        self.unsharded_param: nn.Parameter | None = None
+        self._held_grad: torch.Tensor | None = None
+        self._step_listener = StepListener()
+
+    def listen_to_steps(self, on_step: Callable[[], None]) -> None:
+        """Call ``on_step`` when one of torch's optimizers has stepped over this parameter."""
+        self._step_listener = StepListener(on_step)
+        self._step_listener.attach(self.sharded_param)
 
     @property
     @abstractmethod
@@ -86,86 +132,88 @@ class ManagedParameter(ABC):
 
     @property
     @abstractmethod
-    def owned(self) -> nn.Parameter:
+    def sharded_param(self) -> nn.Parameter:
         """What the optimizer updates: the part as a parameter, or a parameter that it lies in."""
 
     @abstractmethod
-    def watch_writes(self, on_write: Callable[[], None]) -> None:
-        """Have ``on_write`` called when one of torch's optimizers has stepped over this parameter."""
-
-    @abstractmethod
     def current(self) -> torch.Tensor:
-        """Give this rank's part as the modules hold it, replaced or not."""
+        """Return this rank's part as the modules hold it, replaced or not."""
 
     @abstractmethod
-    def register_unsharded(self) -> None:
+    def to_unsharded(self) -> None:
         """Let modules see the whole parameter."""
 
     @abstractmethod
-    def register_sharded(self) -> None:
+    def to_sharded(self) -> None:
         """Let modules see this rank's part."""
 
     @abstractmethod
-    def accept_gradient(self, local: torch.Tensor) -> None:
+    def accumulate_sharded_grad(self, local: torch.Tensor) -> None:
         """Add a reduced gradient (this rank's part) to that of what the optimizer owns."""
 
     @abstractmethod
     def _whole(self, memory: torch.Tensor) -> torch.Tensor:
         """View 1-D memory in natural order as the whole parameter."""
 
-    def dress(self, memory: torch.Tensor, on_gradient: Callable[[torch.Tensor], None]) -> None:
+    def init_unsharded_param(self, memory: torch.Tensor, on_gradient: Callable[[torch.Tensor], None]) -> None:
         """Make the unsharded parameter over ``memory`` (1-D); ``on_gradient`` runs when its gradient is whole."""
-        if self.unsharded is not None and self.unsharded.grad is not None:
-            self._held = self.take_gradient(None)  # what waits to be reduced outlives a cast
-        self.unsharded = nn.Parameter(self._whole(memory), requires_grad=self.owned.requires_grad)
+        if self.unsharded_param is not None and self.unsharded_param.grad is not None:
+            self._held_grad = self.pop_unsharded_grad(None)  # what waits to be reduced outlives a cast
+        self.unsharded_param = nn.Parameter(
+            self._whole(memory), requires_grad=self.sharded_param.requires_grad
+        )
         self._on_gradient = on_gradient
         self._is_hooked = False
         self._hook()
 
-    def follow_requires_grad(self) -> None:
+    def sync_requires_grad(self) -> None:
         """Freeze or thaw the whole parameter as the optimizer's is by now."""
-        assert self.unsharded is not None
-        if self.unsharded.requires_grad != self.owned.requires_grad:
-            self.unsharded.requires_grad_(self.owned.requires_grad)
+        assert self.unsharded_param is not None
+        if self.unsharded_param.requires_grad != self.sharded_param.requires_grad:
+            self.unsharded_param.requires_grad_(self.sharded_param.requires_grad)
             self._hook()
 
     @property
-    def has_gradient(self) -> bool:
+    def has_unsharded_grad(self) -> bool:
         """Whether an unsharded gradient waits to be reduced."""
-        return self._held is not None or (self.unsharded is not None and self.unsharded.grad is not None)
+        return self._held_grad is not None or (
+            self.unsharded_param is not None and self.unsharded_param.grad is not None
+        )
 
-    def hold_gradient(self, dtype: torch.dtype | None) -> None:
+    def hold_unsharded_grad(self, dtype: torch.dtype | None) -> None:
         """Keep the unsharded gradient for a later reduction, summed in ``dtype`` where that is another one."""
-        gradient = None if self.unsharded is None else self.unsharded.grad
+        gradient = None if self.unsharded_param is None else self.unsharded_param.grad
         if gradient is None or dtype in {None, gradient.dtype}:
             return  # autograd itself goes on summing into .grad
-        self._held = self.take_gradient(dtype).to(dtype)
+        self._held_grad = self.pop_unsharded_grad(dtype).to(dtype)
 
-    def take_gradient(self, dtype: torch.dtype | None) -> torch.Tensor:
-        """Hand over what was held plus the fresh gradient: plain, of shape ``shape``; zeros if none.
+    def pop_unsharded_grad(self, dtype: torch.dtype | None) -> torch.Tensor:
+        """Return, and forget, what was held plus the fresh gradient: plain, of shape ``shape``; zeros if none.
 
         ``dtype`` is that of a reduction over tensor-parallel ranks, should one be needed.
         """
-        held, self._held = self._held, None
+        held, self._held_grad = self._held_grad, None
         fresh = None
-        if self.unsharded is not None:
-            fresh, self.unsharded.grad = self.unsharded.grad, None
+        if self.unsharded_param is not None:
+            fresh, self.unsharded_param.grad = self.unsharded_param.grad, None
         if fresh is not None:
             fresh = self._plain(fresh, dtype)
             return fresh if held is None else held.add_(fresh)
         if held is not None:
             return held
-        assert self.unsharded is not None
-        return torch.zeros(self.shape, dtype=dtype or self.unsharded.dtype, device=self.unsharded.device)
+        assert self.unsharded_param is not None
+        return torch.zeros(
+            self.shape, dtype=dtype or self.unsharded_param.dtype, device=self.unsharded_param.device
+        )
 
-    def drop_gradient(self) -> None:
+    def drop_unsharded_grad(self) -> None:
         """Forget unsharded gradients: those of an iteration that failed."""
-        self._held = None
-        if self.unsharded is not None:
-            self.unsharded.grad = None
+        self._held_grad = None
+        if self.unsharded_param is not None:
+            self.unsharded_param.grad = None
 
     def _hook(self) -> None:
-        if self.unsharded is not None and self.unsharded.requires_grad and not self._is_hooked:
+        if self.unsharded_param is not None and self.unsharded_param.requires_grad and not self._is_hooked:
             # Weak: the collector does not see a cycle that leads through autograd's hooks.
             arrive = weakref.WeakMethod(self._on_gradient)
 
@@ -174,9 +222,174 @@ class ManagedParameter(ABC):
                 if method is not None:
                     method(unsharded)
 
-            self.unsharded.register_post_accumulate_grad_hook(on_gradient)
+            self.unsharded_param.register_post_accumulate_grad_hook(on_gradient)
             self._is_hooked = True
 
     def _plain(self, gradient: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
-        """Give a whole gradient as a plain tensor."""
+        """Return a whole gradient as a plain tensor."""
         return gradient
+
+
+class ShardedParam(FSDPParam):
+    """A parameter whose part is a tensor of its own.
+
+    ``sharded`` is a DTensor over the data-parallel mesh (and the tensor-parallel one, if it was a DTensor before).
+    """
+
+    def __init__(
+        self,
+        *,
+        sharded: nn.Parameter,
+        origin: nn.Parameter,
+        locations: tuple[ParamLocation, ...],
+        geometry: Geometry,
+    ) -> None:
+        super().__init__(origin=origin, locations=locations, shape=geometry.shape)
+        self.sharded = sharded
+        self.geometry = geometry
+        self._inner = _described(origin)
+
+    @property
+    def sharded_param(self) -> nn.Parameter:
+        """The DTensor."""
+        return self.sharded
+
+    @property
+    def local(self) -> torch.Tensor:
+        """This rank's shard, of shape ``geometry.shard_shape``."""
+        return local_tensor(self._template)
+
+    def current(self) -> nn.Parameter:
+        """Return the sharded parameter as the modules hold it, replaced or not."""
+        found = self.locations[0].get()
+        return self.sharded if found is None or found is self.unsharded_param else found
+
+    def reset_sharded_param(self) -> None:
+        """Take over a parameter that was registered in place of the sharded one, as loading may do."""
+        found = self.current()
+        if found is self.sharded:
+            self._step_listener.attach(found)
+            return
+        if not isinstance(found, DTensor) or found.placements != self._template.placements:
+            raise RuntimeError(
+                f"parameter {self.name!r}: expected a DTensor with placements {self._template.placements}, "
+                f"got {type(found).__name__} of shape {tuple(found.shape)} registered in its place; "
+                "change parameters before sharding, or load DTensors"
+            )
+        self.sharded = found
+        self._step_listener.attach(found)
+        self.to_sharded()
+
+    def to_unsharded(self) -> None:
+        """Let modules see the plain tensor."""
+        self.sync_requires_grad()
+        assert self.unsharded_param is not None
+        for location in self.locations:
+            location.set(self.unsharded_param)
+
+    def to_sharded(self) -> None:
+        """Let modules see the DTensor."""
+        for location in self.locations:
+            location.set(self.sharded)
+
+    def accumulate_sharded_grad(self, local: torch.Tensor) -> None:
+        """Add a reduced gradient (this rank's shard) to the sharded parameter's."""
+        if self.sharded.grad is None:
+            self.sharded.grad = sharded_like(self._template, local)
+            return
+        existing = self.sharded.grad
+        (local_tensor(existing) if isinstance(existing, DTensor) else existing).add_(local)
+
+    @property
+    def _template(self) -> DTensor:
+        if not isinstance(self.sharded, DTensor):
+            raise RuntimeError(
+                f"parameter {self.name!r}: expected the DTensor that fully_shard made, got a "
+                f"{type(self.sharded).__name__}; load DTensors, or load before sharding"
+            )
+        return self.sharded
+
+    def _whole(self, memory: torch.Tensor) -> torch.Tensor:
+        # .data: a version counter of its own, so that gathering again does not look to autograd like an
+        # in-place change of what forward saved.
+        whole = self.geometry.whole_part(memory).data
+        return whole if self._inner is None else sharded_like(self._inner, whole)
+
+    def _plain(self, gradient: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+        """Return this rank's part of a tensor-parallel gradient, laid out as the parameter is."""
+        if not isinstance(gradient, DTensor) or self._inner is None:
+            return gradient
+        if gradient.placements != self._inner.placements:
+            # Cast first: this may reduce over the tensor-parallel axis, and must do so in ``dtype``.
+            wide = gradient if dtype is None else gradient.to(dtype)
+            assert isinstance(wide, DTensor)
+            gradient = wide.redistribute(placements=self._inner.placements)
+        return gradient.to_local()
+
+
+def _described(origin: nn.Parameter) -> DTensor | None:
+    """Keep how a parameter lay on ranks before it was sharded, without its memory."""
+    detached: torch.Tensor = origin.detach()
+    if not isinstance(detached, DTensor):
+        return None
+    return sharded_like(detached, torch.empty(0, dtype=detached.dtype))
+
+
+def cut_parameter(
+    parameter: nn.Parameter,
+    locations: tuple[ParamLocation, ...],
+    mesh: DataMesh,
+    geometry: Geometry,
+    *,
+    home: torch.device,
+    pins: bool,
+) -> ShardedParam:
+    """Shard ``parameter`` over ``mesh``, keep the shard on ``home`` and register the result at its sites."""
+    whole = parameter.detach()
+    shard = geometry.shard_of(local_part(parameter)).clone(memory_format=torch.contiguous_format)
+    spread = _over_all_axes(shard, whole, mesh, geometry.dim)
+    if not shard.is_meta:
+        kept = shard.to(home)  # from_local moves what lies elsewhere to the mesh
+        spread = sharded_like(spread, kept.pin_memory() if pins else kept)
+    if shard.is_complex():
+        _keep_complex_views_in_place()
+    sharded = nn.Parameter(spread, requires_grad=parameter.requires_grad)
+    made = ShardedParam(sharded=sharded, origin=parameter, locations=locations, geometry=geometry)
+    made.to_sharded()
+    return made
+
+
+def _over_all_axes(shard: torch.Tensor, whole: torch.Tensor, mesh: DataMesh, dim: int) -> DTensor:
+    """Wrap this rank's shard as a DTensor over the data-parallel axes and those it already lay on."""
+    device_mesh = mesh.mesh
+    inner: tuple[Placement, ...] = ()
+    placement: Placement = Shard(dim)
+    if isinstance(whole, DTensor):
+        device_mesh, inner = concatenated(mesh.mesh, whole.device_mesh), whole.placements
+        split = _inner_shards(whole, dim)
+        # The tensor-parallel axis cut the dim first although it comes last in the mesh.
+        placement = strided_shard(dim, split) if split > 1 else placement
+    outer = mesh.placements(placement)
+    return DTensor.from_local(
+        shard, device_mesh, (*outer, *inner), run_check=False, shape=whole.shape, stride=whole.stride()
+    )
+
+
+def _inner_shards(whole: DTensor, dim: int) -> int:
+    split = 1
+    for axis, placement in enumerate(whole.placements):
+        if isinstance(placement, Shard) and placement.dim == dim:
+            split *= whole.device_mesh.size(axis)
+    return split
+
+
+@cache  # once in a process
+def _keep_complex_views_in_place() -> None:
+    """Let DTensor take ``view_as_real`` of a shard where it lies.
+
+    [Note: views of complex shards] Adam and others update a complex parameter through ``torch.view_as_real``, which
+    DTensor takes for a split of the last dim. Where this is the dim that is sharded, as of a bias, and ranks have
+    different numbers of elements, it gathers them first: the view is of a copy, and the optimizer's update is lost.
+    Yet both parts of a number lie where the number does.
+    """
+    run_where_shards_lie(torch.ops.aten.view_as_real.default)

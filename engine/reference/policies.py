@@ -1,4 +1,4 @@
-"""What a caller may choose: dtypes, offload, and where one parameter is sharded. Values only."""
+"""What a caller may choose beside torch's own policies: where one parameter is sharded. Values only."""
 
 from __future__ import annotations
 
@@ -9,65 +9,32 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
-__all__ = [
-    "CPUOffloadPolicy",
-    "DTypes",
-    "MixedPrecisionPolicy",
-    "OffloadPolicy",
-    "ShardPlacementResult",
-]
-
 
 class DTypes(Protocol):
-    """The fields read of a mixed-precision policy: torch's own policy has them too and may be passed."""
+    """The fields read of torch's ``MixedPrecisionPolicy``: those of one unit.
+
+    The shards and the optimizer keep the parameters' own dtype.
+    """
 
     @property
     def param_dtype(self) -> torch.dtype | None:
-        """Of gathered parameters."""
+        """Of gathered parameters, and so of compute and of the gather on the wire."""
         ...
 
     @property
     def reduce_dtype(self) -> torch.dtype | None:
-        """Of gradients on the wire."""
+        """In which whole gradients are accumulated and cross between ranks; None: that of gathered parameters."""
         ...
 
     @property
     def output_dtype(self) -> torch.dtype | None:
-        """Of outputs."""
+        """To which floating-point outputs of forward are cast."""
         ...
 
     @property
     def cast_forward_inputs(self) -> bool:
-        """Whether inputs are cast."""
+        """Whether floating-point inputs are cast to ``param_dtype``."""
         ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MixedPrecisionPolicy:
-    """The dtypes of one unit; the shards and the optimizer keep the parameters' own.
-
-    ``param_dtype``: of gathered parameters, and so of compute and of the gather on the wire.
-    ``reduce_dtype``: in which gradients are accumulated locally and cross between ranks; None means that of
-    the gathered parameters. ``output_dtype``: to which floating-point outputs of forward are cast.
-    ``cast_forward_inputs``: whether floating-point inputs are cast to ``param_dtype``.
-    """
-
-    param_dtype: torch.dtype | None = None
-    reduce_dtype: torch.dtype | None = None
-    output_dtype: torch.dtype | None = None
-    cast_forward_inputs: bool = True
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OffloadPolicy:
-    """Keep shards, gradients and optimizer state on the compute device."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CPUOffloadPolicy(OffloadPolicy):
-    """Keep shards, gradients and optimizer state in host memory, pinned where an accelerator can use that."""
-
-    pin_memory: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms._comm_hooks import default_hooks
 
-from engine.reference import comm_hooks
+from engine.reference.fsdp1 import comm_hooks
 from harness.tracing.ledger import Op
 from harness.worlds.rank import RankContext
 from tests.reference.ranks import Ranks

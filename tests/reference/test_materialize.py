@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp._init_utils import _materialize_meta_module as torch_materialize
 from torch.distributed.tensor import DTensor, Shard
 
-from engine.reference.materialize import broadcast_states, materialize, move_to_device
+from engine.reference.fsdp1.materialize import broadcast_states, materialize, move_to_device
 from harness.tracing.ledger import Op
 from harness.worlds.rank import RankContext
 from harness.worlds.spec import WorldKind

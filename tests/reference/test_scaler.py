@@ -14,7 +14,7 @@ from torch import nn
 from torch.amp.grad_scaler import GradScaler
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler as ScalerOfTorch
 
-from engine.reference.scaler import ShardedGradScaler
+from engine.reference.optim import ShardedGradScaler
 from harness.tracing.ledger import Op
 from harness.worlds.rank import RankContext
 from harness.worlds.spec import WorldKind

@@ -12,7 +12,7 @@ import torch.distributed.fsdp.wrap as torch_wrap
 from torch import nn
 from torch.distributed.fsdp._wrap_utils import _auto_wrap as torch_auto_wrap
 
-from engine.reference import wrapping
+from engine.reference.fsdp1 import wrap_policy as wrapping
 
 # Any: options of a wrapper, and policies of both makes, share no type.
 Policies = Callable[[Any], Any]
@@ -268,10 +268,6 @@ def test_options_of_modules_named_apart_go_before_those_of_the_policy() -> None:
     _wrap_below(model, wrapping.CustomPolicy(lambda m: given), also={model.head: {"mixed_precision": None}})
     assert _options(model.head) == {"mixed_precision": None, "forward_prefetch": True}
     assert given == {"mixed_precision": "half", "forward_prefetch": True}
-
-
-def test_repr_of_a_policy_names_its_classes() -> None:
-    assert repr(wrapping.ModuleWrapPolicy([nn.Linear, Block])) == "ModuleWrapPolicy({Block, Linear})"
 
 
 # --- wrapping by hand ---------------------------------------------------------------------------------------------

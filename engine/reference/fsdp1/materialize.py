@@ -12,8 +12,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-__all__ = ["broadcast_states", "materialize", "move_to_device"]
-
 # Of one broadcast: large enough that latency is nothing, small beside a model worth sharding.
 _BUCKET_BYTES = 250 * 2**20
 
@@ -29,7 +27,7 @@ def materialize(
     device: torch.device,
     ignored_modules: Collection[nn.Module] = (),
 ) -> None:
-    """Give memory on ``device`` and values to the meta tensors of ``module`` and of all below it but ignored ones.
+    """Allocate on ``device``, and initialise, the meta tensors of ``module`` and of all below it but ignored ones.
 
     ``param_init_fn`` is called with each module that itself owns some, parents first; without one, they become
     empty and the module's ``reset_parameters`` fills them. Tensors that have memory are left as they are, and
@@ -51,7 +49,7 @@ def materialize(
 
 
 def _breadth_first(root: nn.Module, ignored: Collection[nn.Module]) -> Iterator[nn.Module]:
-    """Give ``root`` and what lies below; the order decides which random values go where, and is FSDP1's."""
+    """Yield ``root`` and what lies below; the order decides which random values go where, and is FSDP1's."""
     seen = {below for module in ignored for below in module.modules()}
     queue = deque(() if root in seen else (root,))
     seen.add(root)
@@ -65,7 +63,7 @@ def _breadth_first(root: nn.Module, ignored: Collection[nn.Module]) -> Iterator[
 
 
 def _own(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Give the tensors that ``module`` itself registers, by each of their names."""
+    """Yield the tensors that ``module`` itself registers, by each of their names."""
     yield from module.named_parameters(recurse=False, remove_duplicate=False)
     yield from module.named_buffers(recurse=False, remove_duplicate=False)
 
@@ -88,7 +86,7 @@ def _refuse_without_reset(owners: Iterable[nn.Module], names: dict[nn.Module, st
 
 
 def _fill(
-    owner: nn.Module, told: str, param_init_fn: Callable[[nn.Module], None] | None, device: torch.device
+    owner: nn.Module, label: str, param_init_fn: Callable[[nn.Module], None] | None, device: torch.device
 ) -> None:
     wanted = _meta_names(owner)
     way = "reset_parameters()" if param_init_fn is None else "param_init_fn"
@@ -100,18 +98,18 @@ def _fill(
             param_init_fn(owner)
     except Exception as error:
         raise RuntimeError(
-            f"{told}: expected {way} to initialise {wanted} that are on the meta device, got "
+            f"{label}: expected {way} to initialise {wanted} that are on the meta device, got "
             f"{type(error).__name__}: {error}; try it alone, on the module after to_empty(device={str(device)!r})"
         ) from error
     if left := _meta_names(owner):
         raise RuntimeError(
-            f"{told}: expected {way} to initialise {wanted}, got {left} still on the meta device; "
+            f"{label}: expected {way} to initialise {wanted}, got {left} still on the meta device; "
             f"try module.to_empty(device={str(device)!r}, recurse=False) in it before values are set"
         )
 
 
 def _empty(module: nn.Module, device: torch.device) -> None:
-    """Give memory to meta tensors alone; ``to_empty`` would take the values of the module's other tensors too."""
+    """Allocate meta tensors alone; ``to_empty`` would take the values of the module's other tensors too."""
     replaced: dict[torch.Tensor, torch.Tensor] = {}
     for name, tensor in list(_own(module)):
         if not tensor.is_meta:
@@ -158,7 +156,7 @@ def move_to_device(
     ignored_modules: Collection[nn.Module] = (),
     ignored_parameters: Collection[nn.Parameter] = (),
 ) -> torch.device:
-    """Move what of ``module`` is on the CPU to ``device_id`` (None: nothing) and give the device where it lies.
+    """Move what of ``module`` is on the CPU to ``device_id`` (None: nothing) and return the device where it lies.
 
     Gradients move along; parameters stay the same objects. Parameters of units below ``module`` may lie
     elsewhere on purpose: name these units among the ignored modules. Raises ValueError for a module that is on
@@ -245,7 +243,7 @@ def broadcast_states(
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
-    """Give what of ``tensor`` is in this rank's memory, out of autograd's sight."""
+    """Return what of ``tensor`` is in this rank's memory, out of autograd's sight."""
     detached = tensor.detach()
     return detached.to_local() if isinstance(detached, DTensor) else detached
 
@@ -264,7 +262,7 @@ def _refuse_unreachable(tensors: Iterable[torch.Tensor], group: dist.ProcessGrou
 
 
 def _buckets(tensors: Iterable[torch.Tensor], most_bytes: int) -> Iterator[list[torch.Tensor]]:
-    """Give tensors of one device together while they are of ``most_bytes``; a larger one goes alone.
+    """Yield tensors of one device together while they are of ``most_bytes``; a larger one goes alone.
 
     Each bucket begins with the widest dtypes: then every tensor begins at a multiple of its own.
     """

@@ -1,4 +1,4 @@
-"""What units of one tree share to communicate: streams, buffers to reuse, and the reductions in flight."""
+"""What the states below one root share to communicate: streams, buffers to reuse, and the reductions in flight."""
 
 from __future__ import annotations
 
@@ -10,22 +10,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-__all__ = ["InFlight", "Lanes", "Reduction"]
-
 
 @dataclass(frozen=True, slots=True, eq=False)
-class InFlight:
+class PendingCollective:
     """A collective that was issued, and what it writes to."""
 
     work: dist.Work
     output: torch.Tensor
 
 
-Reduction = Iterator[InFlight]
+Reduction = Iterator[PendingCollective]
 """A reduction on its way: each item is a collective to wait for before the next step can be taken."""
 
 
-class Lanes:
+class CommContext:
     """Three streams beside the current one, and the reductions that run on two of them.
 
     [Note: two ways to overlap] On an accelerator a wait holds up a stream and not the thread, so a reduction
@@ -54,36 +52,36 @@ class Lanes:
 
     # Gathers ----------------------------------------------------------------------------------------------
 
-    def gathering(self) -> AbstractContextManager[Any]:
+    def on_all_gather_stream(self) -> AbstractContextManager[Any]:
         """Issue what follows on the gather stream."""
         return self._on(self._gather_stream)
 
-    def gather_after(self, event: Any | None = None) -> None:
+    def wait_before_all_gather(self, event: Any | None = None) -> None:
         """Hold up later gathers until ``event``, or until all that is issued on the current stream so far."""
         if event is None:
             self._gather_stream.wait_stream(self._module.current_stream())
         else:
             self._gather_stream.wait_event(event)
 
-    def buffer(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Give a 1-D buffer for a gather, the one given back last if it fits."""
+    def all_gather_buffer(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Return a 1-D buffer for a gather, the one recycled last if it fits."""
         spare, self._spare = self._spare, None
         if spare is not None and spare.dtype == dtype and spare.numel() == numel:
             return spare
         return torch.empty(numel, dtype=dtype, device=device)
 
-    def give_back(self, buffer: torch.Tensor) -> None:
+    def recycle(self, buffer: torch.Tensor) -> None:
         """Take a gather's buffer back, which the current stream has read."""
         if self.waits_hold_up_the_thread:  # an accelerator's allocator does this itself
             self._spare = buffer
 
-    def forget_buffer(self) -> None:
-        """Free the buffer that was given back, if no prefetch has taken it: an idle one would be at the peak."""
+    def free_buffer(self) -> None:
+        """Free the recycled buffer, if no prefetch has taken it: an idle one would be at the peak."""
         self._spare = None
 
     # Reductions -------------------------------------------------------------------------------------------
 
-    def make_room(self) -> None:
+    def reserve(self) -> None:
         """Let earlier reductions go on until a new one may take memory; see ``most_in_flight``."""
         if self.waits_hold_up_the_thread:
             if len(self._reductions) >= self.most_in_flight:
@@ -121,9 +119,11 @@ class Lanes:
         self._inputs.clear()
         self._outputs.clear()
 
-    def _issue_all(self, flat: torch.Tensor, in_flight: InFlight | None, reduction: Reduction) -> None:
-        # An allocator hands freed memory to the stream that asked for it first, and only this event tells when
-        # the streams here are through with it.
+    def _issue_all(
+        self, flat: torch.Tensor, in_flight: PendingCollective | None, reduction: Reduction
+    ) -> None:
+        # An allocator hands freed memory to the stream that asked for it first, and only this event shows
+        # when the streams here are through with it.
         outputs = []
         self._all_reduce_stream.wait_stream(self._scatter_stream)
         with self._on(self._all_reduce_stream):
@@ -142,7 +142,7 @@ class Lanes:
         return context
 
 
-def _resumed(in_flight: InFlight | None, reduction: Reduction) -> Reduction:
+def _resumed(in_flight: PendingCollective | None, reduction: Reduction) -> Reduction:
     """Wait for a collective, and for each later one when the next step is asked for."""
     while in_flight is not None:
         in_flight.work.wait()

@@ -7,15 +7,6 @@ import torch.distributed as dist
 
 from engine.reference.collectives import DefaultReduceScatter
 
-__all__ = [
-    "DefaultState",
-    "LowPrecisionState",
-    "allreduce_hook",
-    "bf16_compress_hook",
-    "fp16_compress_hook",
-    "reduce_scatter_hook",
-]
-
 _reduce_scatter = DefaultReduceScatter()
 
 
@@ -79,7 +70,7 @@ def bf16_compress_hook(
 
 
 def _power_of_two_near_root(size: int) -> float:
-    """Give a power of two that divides ``size``, so that the first division is exact."""
+    """Return a power of two that divides ``size``, so that the first division is exact."""
     factor = 1
     while size % factor == 0 and size / factor > factor:
         factor *= 2

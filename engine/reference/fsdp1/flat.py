@@ -8,13 +8,10 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import nn
 
-from engine.reference.arrangement import Allocate
 from engine.reference.mesh import Ranks
-from engine.reference.parameter import WRITE_MARK, ManagedParameter, Site, WriteMark, is_promise
-from engine.reference.torch_internals import post_accumulate_hooks
-from engine.reference.unsharded import Unsharded
-
-__all__ = ["FLAT_NAME", "EndToEnd", "FlatParameter", "FlatPiece"]
+from engine.reference.param_layout import Allocate, UnshardedMemory
+from engine.reference.parameter import FSDPParam, ParamLocation, is_placeholder
+from engine.reference.torch_private import post_accumulate_hooks
 
 FLAT_NAME = "_flat_param"
 """The name under which a wrapper registers its flat parameter."""
@@ -26,7 +23,7 @@ class FlatParameter(nn.Parameter):
     """This rank's share of all parameters of one unit as one 1-D tensor: what the optimizer updates."""
 
 
-class FlatPiece(ManagedParameter):
+class FlatPiece(FSDPParam):
     """One parameter of a unit: from ``start`` on in the flat one; this rank has ``local_numel`` elements of it.
 
     Those begin ``offset`` elements into the rank's share, and ``first`` into the flattened parameter. With
@@ -34,9 +31,15 @@ class FlatPiece(ManagedParameter):
     """
 
     def __init__(
-        self, flat: EndToEnd, origin: nn.Parameter, sites: tuple[Site, ...], start: int, *, is_visible: bool
+        self,
+        flat: FlatLayout,
+        origin: nn.Parameter,
+        locations: tuple[ParamLocation, ...],
+        start: int,
+        *,
+        is_visible: bool,
     ) -> None:
-        super().__init__(origin=origin, sites=sites, shape=origin.shape)
+        super().__init__(origin=origin, locations=locations, shape=origin.shape)
         self.start = start
         self._flat = flat
         share = flat.share_numel
@@ -59,23 +62,18 @@ class FlatPiece(ManagedParameter):
         return self._visible is not None
 
     @property
-    def owned(self) -> nn.Parameter:
+    def sharded_param(self) -> nn.Parameter:
         """The visible parameter, or the flat one."""
         if self._visible is not None:
             return self._visible
         assert self._flat.flat_parameter is not None
         return self._flat.flat_parameter
 
-    def watch_writes(self, on_write: Callable[[], None]) -> None:
-        """Mark what the optimizer owns."""
-        self._write_mark = WriteMark(on_write)
-        setattr(self.owned, WRITE_MARK, self._write_mark)
-
     def current(self) -> torch.Tensor:
-        """Give what the modules show, but for the whole parameter."""
+        """Return what the modules show, but for the whole parameter."""
         if self._visible is None:
             return self.local
-        found = self.sites[0].holds()
+        found = self.locations[0].get()
         return self._visible if found is None else found
 
     def is_in_place(self) -> bool:
@@ -91,45 +89,44 @@ class FlatPiece(ManagedParameter):
             assert isinstance(found, nn.Parameter)
             self._visible = found
             self._visible.data = self.local
-        if hasattr(self, "_write_mark"):
-            setattr(self.owned, WRITE_MARK, self._write_mark)
-        self.register_sharded()
+        self._step_listener.attach(self.sharded_param)
+        self.to_sharded()
 
-    def register_unsharded(self) -> None:
+    def to_unsharded(self) -> None:
         """Show the whole tensor; what the optimizer owns stays registered behind it."""
-        self.follow_requires_grad()
-        assert self.unsharded is not None
-        for site in self.sites:
-            site.module.__dict__[site.name] = self.unsharded
+        self.sync_requires_grad()
+        assert self.unsharded_param is not None
+        for location in self.locations:
+            location.module.__dict__[location.name] = self.unsharded_param
 
-    def register_sharded(self) -> None:
+    def to_sharded(self) -> None:
         """Show this rank's elements: as a parameter, or past the module's registry beside the flat one."""
-        for site in self.sites:
+        for location in self.locations:
             if self._visible is None:
-                site.module._parameters.pop(site.name, None)
-                site.module.__dict__[site.name] = self.local
+                location.module._parameters.pop(location.name, None)
+                location.module.__dict__[location.name] = self.local
             else:
-                site.module.__dict__.pop(site.name, None)
-                site.put(self._visible)
+                location.module.__dict__.pop(location.name, None)
+                location.set(self._visible)
 
     def show_whole(self, whole: nn.Parameter) -> None:
         """Show ``whole`` as the module's parameter, in the place of what the optimizer owns."""
-        for site in self.sites:
-            site.module.__dict__.pop(site.name, None)
-            site.put(whole)
+        for location in self.locations:
+            location.module.__dict__.pop(location.name, None)
+            location.set(whole)
 
-    def accept_gradient(self, local: torch.Tensor) -> None:
+    def accumulate_sharded_grad(self, local: torch.Tensor) -> None:
         """Add this rank's elements of a reduced gradient to those of the visible parameter."""
         assert self._visible is not None
         _add_gradient(self._visible, local.view(self._visible.shape))
 
     def _whole(self, memory: torch.Tensor) -> torch.Tensor:
-        # .data: a version counter of its own, see ShardedParameter.
+        # .data: a version counter of its own, see ShardedParam.
         return memory.view(self.shape).data
 
 
-class EndToEnd:
-    """Parameters one after the other, aligned, then cut into equal shares. Implements `Arrangement`.
+class FlatLayout:
+    """Parameters one after the other, aligned, then cut into equal shares. Implements `ParamLayout`.
 
     ``parameters``: with all places of each. ``holder`` is the module that a flat parameter is registered on; None
     leaves every parameter visible under its name. Raises ValueError for dtypes, or trainable and frozen parameters,
@@ -140,7 +137,7 @@ class EndToEnd:
 
     def __init__(
         self,
-        parameters: Sequence[tuple[nn.Parameter, tuple[Site, ...]]],
+        parameters: Sequence[tuple[nn.Parameter, tuple[ParamLocation, ...]]],
         ranks: Ranks,
         *,
         home: torch.device,
@@ -166,13 +163,13 @@ class EndToEnd:
             self.flat_parameter = FlatParameter(self.memory, origins[0].requires_grad)
             holder.register_parameter(FLAT_NAME, self.flat_parameter)
         self.parameters = tuple(
-            FlatPiece(self, origin, sites, start, is_visible=holder is None)
-            for (origin, sites), start in zip(parameters, starts, strict=True)
+            FlatPiece(self, origin, locations, start, is_visible=holder is None)
+            for (origin, locations), start in zip(parameters, starts, strict=True)
         )
         for piece in self.parameters:
             piece.rebind()
 
-    def adopt(self) -> None:
+    def reset_sharded_params(self) -> None:
         """Take the rank's share to where its parameters were moved, or cast."""
         if self.holder is not None:
             found = self.holder._parameters[FLAT_NAME]
@@ -189,9 +186,9 @@ class EndToEnd:
         for piece in self.parameters:
             piece.rebind()
 
-    def whole(
+    def init_unsharded(
         self, *, dtype: torch.dtype | None, device: torch.device, on_gradient: Callable[[torch.Tensor], None]
-    ) -> Unsharded:
+    ) -> UnshardedMemory:
         """Make one tensor for all, into which gathers write; of one rank in the same dtype, its share."""
         dtype = dtype if dtype is not None and self.memory.is_floating_point() else self.memory.dtype
         block, flat = None, self.memory
@@ -201,8 +198,8 @@ class EndToEnd:
                 block = torch.empty(numel * dtype.itemsize, dtype=torch.uint8, device=device)
                 flat = block.view(dtype)
         for piece in self.parameters:
-            piece.dress(flat[piece.start : piece.start + piece.shape.numel()], on_gradient)
-        return Unsharded(
+            piece.init_unsharded_param(flat[piece.start : piece.start + piece.shape.numel()], on_gradient)
+        return UnshardedMemory(
             block,
             [flat.view(self.num_ranks, self.share_numel)],
             numels=[self.share_numel],
@@ -215,12 +212,12 @@ class EndToEnd:
         """View this rank's share of a whole flat tensor."""
         return whole.view(self.num_ranks, self.share_numel)[self.rank]
 
-    def pack(self, out: torch.Tensor) -> None:
+    def copy_in(self, out: torch.Tensor) -> None:
         """Copy the share."""
         out.copy_(self.memory, non_blocking=True)
 
-    def cut(
-        self, parameters: Sequence[ManagedParameter], gradients: list[torch.Tensor], allocate: Allocate
+    def copy_in_gradients(
+        self, parameters: Sequence[FSDPParam], gradients: list[torch.Tensor], allocate: Allocate
     ) -> torch.Tensor:
         """Lay gradients out as the parameters are, with zeros for those that have none and between them."""
         flat = allocate(self.num_ranks * self.share_numel)
@@ -241,22 +238,22 @@ class EndToEnd:
         return flat
 
     def parts(
-        self, parameters: Sequence[ManagedParameter], reduced: torch.Tensor
-    ) -> Iterator[tuple[ManagedParameter, torch.Tensor]]:
-        """Give each its elements."""
+        self, parameters: Sequence[FSDPParam], reduced: torch.Tensor
+    ) -> Iterator[tuple[FSDPParam, torch.Tensor]]:
+        """Yield each parameter with its elements."""
         for piece in parameters:
             assert isinstance(piece, FlatPiece)
             yield piece, reduced[piece.offset : piece.offset + piece.local_numel]
 
-    def hand_out(self, parameters: Sequence[ManagedParameter], reduced: torch.Tensor) -> None:
+    def write_gradients(self, parameters: Sequence[FSDPParam], reduced: torch.Tensor) -> None:
         """Add to the gradient of the flat parameter, or to those of the visible ones."""
         if self.flat_parameter is not None:
             _add_gradient(self.flat_parameter, reduced)
             _call_hooks(self.flat_parameter)
             return
         for piece, part in self.parts(parameters, reduced):
-            piece.accept_gradient(part)
-            _call_hooks(piece.owned)
+            piece.accumulate_sharded_grad(part)
+            _call_hooks(piece.sharded_param)
 
     def _collected(self) -> torch.Tensor:
         """Bring what modules show now together again."""
@@ -279,7 +276,7 @@ class EndToEnd:
 
 
 def _laid_out(origins: Sequence[nn.Parameter], *, is_aligned: bool) -> tuple[list[int], int]:
-    """Give where each parameter starts, in elements, and where the last one ends.
+    """Return where each parameter starts, in elements, and where the last one ends.
 
     Replicas are not aligned: what is between parameters would be all-reduced with the gradients.
     """
@@ -291,9 +288,11 @@ def _laid_out(origins: Sequence[nn.Parameter], *, is_aligned: bool) -> tuple[lis
     return starts, end
 
 
-def _check_uniform(parameters: Sequence[tuple[nn.Parameter, tuple[Site, ...]]], *, is_one: bool) -> None:
+def _check_uniform(
+    parameters: Sequence[tuple[nn.Parameter, tuple[ParamLocation, ...]]], *, is_one: bool
+) -> None:
     dtypes = {origin.dtype for origin, _ in parameters}
-    names = [sites[0].name for _, sites in parameters]
+    names = [locations[0].name for _, locations in parameters]
     if len(dtypes) > 1:
         raise ValueError(
             f"flat parameter of {names}: Must flatten tensors with uniform dtype, got {sorted(map(str, dtypes))}; "
@@ -307,11 +306,11 @@ def _check_uniform(parameters: Sequence[tuple[nn.Parameter, tuple[Site, ...]]], 
 
 
 def _add_gradient(parameter: nn.Parameter, gradient: torch.Tensor) -> None:
-    if parameter.grad is not None and not is_promise(parameter.grad):
+    if parameter.grad is not None and not is_placeholder(parameter.grad):
         parameter.grad.add_(gradient)
     elif gradient.dtype == parameter.dtype:
         parameter.grad = gradient
-    else:  # autograd wants a gradient of the parameter's dtype; who asked for another one gets it through .data
+    else:  # autograd wants a gradient of the parameter's dtype; one of another dtype is set through .data
         parameter.grad = torch.empty_like(parameter)
         parameter.grad.data = gradient
 

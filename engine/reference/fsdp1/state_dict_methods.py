@@ -17,13 +17,17 @@ from torch.distributed.fsdp import (
     StateDictType,
 )
 
-from engine.reference.optimizer_export import local_state, sharded_state, whole_state
-from engine.reference.optimizer_import import broadcast_from_first, loadable, rekeyed
-from engine.reference.optimizer_state import NamedState
-from engine.reference.wrapper_base import WrapperBase, wrappers_in
-from engine.reference.wrapper_state import export_states, settings_for
-
-__all__ = ["StateDictMethods"]
+from engine.reference.fsdp1.init import WrapperBase, wrappers_in
+from engine.reference.fsdp1.optim_state import (
+    NamedState,
+    broadcast_from_first,
+    loadable,
+    local_state,
+    rekeyed,
+    sharded_state,
+    whole_state,
+)
+from engine.reference.fsdp1.state_dict import export_states, settings_for
 
 Group = dist.ProcessGroup | None
 
@@ -31,7 +35,7 @@ Group = dist.ProcessGroup | None
 class StateDictMethods(WrapperBase):
     """State dicts of a wrapper; the static methods take any module with wrappers in it.
 
-    Optimizer states are named states, see `engine.reference.optimizer_state`. ``optim_input`` is taken for torch's
+    Optimizer states are named states, see `engine.reference.fsdp1.optim_state`. ``optim_input`` is taken for torch's
     sake and not needed: the optimizer knows its parameters.
     """
 
@@ -39,7 +43,7 @@ class StateDictMethods(WrapperBase):
     def state_dict(  # type: ignore[override]  # torch spells the two forms apart
         self, *, destination: dict[str, Any] | None = None, prefix: str = "", keep_vars: bool = False
     ) -> dict[str, Any]:
-        """Give the model's state in the form that was chosen by ``set_state_dict_type``. Collective."""
+        """Return the model's state in the form that was chosen by ``set_state_dict_type``. Collective."""
         save: Callable[..., Any] = super().state_dict
         return export_states(self, save, destination, prefix, keep_vars)
 
@@ -50,7 +54,7 @@ class StateDictMethods(WrapperBase):
         state_dict_config: StateDictConfig | None = None,
         optim_state_dict_config: OptimStateDictConfig | None = None,
     ) -> StateDictSettings:
-        """Choose the form of state dicts for every wrapper in ``module``; gives what was chosen before.
+        """Choose the form of state dicts for every wrapper in ``module``; return what was chosen before.
 
         Raises RuntimeError for a config of another type, AssertionError where wrappers differed.
         """
@@ -62,7 +66,7 @@ class StateDictMethods(WrapperBase):
 
     @staticmethod
     def get_state_dict_type(module: nn.Module) -> StateDictSettings:
-        """Give the form of state dicts of the wrappers in ``module``; raises AssertionError where they differ."""
+        """Return the form of state dicts of the wrappers in ``module``; raises AssertionError where they differ."""
         found = [wrapper.state_dict_settings for wrapper in wrappers_in(module)]
         if not found:
             raise AssertionError(
@@ -103,7 +107,7 @@ class StateDictMethods(WrapperBase):
         optim_state_dict: dict[str, Any] | None = None,
         group: Group = None,
     ) -> NamedState:
-        """Give the optimizer's state (or ``optim_state_dict``, a state dict of it) in the form chosen. Collective."""
+        """Return the optimizer's state (or ``optim_state_dict``, a state dict of it) in the form chosen. Collective."""
         settings = StateDictMethods.get_state_dict_type(model)
         config = settings.optim_state_dict_config
         states = optim.state_dict() if optim_state_dict is None else optim_state_dict
@@ -125,7 +129,7 @@ class StateDictMethods(WrapperBase):
         load_directly: bool = False,
         group: Group = None,
     ) -> dict[str, Any]:
-        """Turn what ``optim_state_dict`` gave, maybe of another wrapping, into what ``optim`` loads. Collective."""
+        """Turn what ``optim_state_dict`` returned, maybe of another wrapping, into what ``optim`` loads. Collective."""
         settings = StateDictMethods.get_state_dict_type(model)
         if getattr(settings.optim_state_dict_config, "rank0_only", False):
             optim_state_dict = broadcast_from_first(optim_state_dict, group)
@@ -143,7 +147,7 @@ class StateDictMethods(WrapperBase):
         rank0_only: bool = True,
         group: Group = None,
     ) -> NamedState:
-        """Gather the whole state to the host; on rank 0 alone unless told otherwise. Collective."""
+        """Gather the whole state to the host; by default on rank 0 alone. Collective."""
         whole = whole_state(model, optim, optim.state_dict(), offloads=True)
         return {} if rank0_only and dist.get_rank(group) else whole
 
@@ -151,7 +155,7 @@ class StateDictMethods(WrapperBase):
     def sharded_optim_state_dict(
         model: nn.Module, optim: torch.optim.Optimizer, group: Group = None
     ) -> NamedState:
-        """Give the state as DTensors, sharded on dim 0. Collective."""
+        """Return the state as DTensors, sharded on dim 0. Collective."""
         return sharded_state(model, optim, optim.state_dict(), offloads=False)
 
     @staticmethod

@@ -11,38 +11,46 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
+from torch.distributed.fsdp import (
+    BackwardPrefetch,
+    CPUOffload,
+    CPUOffloadPolicy,
+    MixedPrecision,
+    OffloadPolicy,
+    ShardingStrategy,
+)
 
-from engine.reference import stepping as _stepping  # noqa: F401  # hears of optimizer steps from here on
-from engine.reference.discovery import unmanaged
-from engine.reference.flat import EndToEnd
-from engine.reference.group import Group
-from engine.reference.original_names import clean_name
-from engine.reference.policies import CPUOffloadPolicy, OffloadPolicy
-from engine.reference.state_dict_methods import StateDictMethods
-from engine.reference.summoning import cast_buffers, clip_by_norm, summoned
-from engine.reference.tree import Tree
-from engine.reference.unit import BackwardGuess, Unit
-from engine.reference.whole import Showing
-from engine.reference.wrapper_options import (
+from engine.reference.fsdp1.flat import FlatLayout
+from engine.reference.fsdp1.full_params import (
+    FullParamsOptions,
+    cast_buffers,
+    clean_name,
+    clip_by_norm,
+    summon_full_params,
+)
+from engine.reference.fsdp1.init import (
     HYBRID,
     Ignored,
     ProcessGroups,
     WrapperPrecision,
     ignored_states,
+    prepare_states,
     rank_groups,
+    wrap_inside,
 )
-from engine.reference.wrapper_setup import prepare_states, wrap_inside
-from engine.reference.wrapper_state import Importer, default_settings
-
-__all__ = ["FullyShardedDataParallel"]
+from engine.reference.fsdp1.state_dict import Importer, default_settings
+from engine.reference.fsdp1.state_dict_methods import StateDictMethods
+from engine.reference.fsdp_state import BackwardPrefetchTime, FSDPState
+from engine.reference.fully_shard import unmanaged
+from engine.reference.param_group import FSDPParamGroup
+from engine.reference.root_state import RootState
 
 _FREED_AFTER_FORWARD = frozenset({ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHARD})
 
-_GUESSES = {
-    BackwardPrefetch.BACKWARD_PRE: BackwardGuess.FIRST,
-    BackwardPrefetch.BACKWARD_POST: BackwardGuess.LAST,
-    None: BackwardGuess.NEVER,
+_PREFETCH_TIMES = {
+    BackwardPrefetch.BACKWARD_PRE: BackwardPrefetchTime.FIRST,
+    BackwardPrefetch.BACKWARD_POST: BackwardPrefetchTime.LAST,
+    None: BackwardPrefetchTime.NEVER,
 }
 
 
@@ -84,7 +92,7 @@ class FullyShardedDataParallel(StateDictMethods):
         self.sharding_strategy = sharding_strategy or ShardingStrategy.FULL_SHARD
         self.mixed_precision = mixed_precision or MixedPrecision()
         self.cpu_offload = cpu_offload or CPUOffload()
-        # Here a unit asks for its own gather and for the next one, never for more, whatever the limit says.
+        # Here a unit asks for its own gather and for the next one, never for more, whatever the limit is.
         self.limit_all_gathers = limit_all_gathers
         self.is_flat = not use_orig_params
         self.state_dict_settings = default_settings()
@@ -121,7 +129,7 @@ class FullyShardedDataParallel(StateDictMethods):
         self.compute_device = prepare_states(
             module, self.ignored, param_init_fn, device_id, self._all_groups() if sync_module_states else ()
         )
-        self._unit = self._make_unit(module, backward_prefetch, forward_prefetch)
+        self._fsdp_state = self._make_state(module, backward_prefetch, forward_prefetch)
         self._fsdp_wrapped_module = module
         self.register_forward_pre_hook(self._begin_training, prepend=True)
         self._importer = Importer(self)
@@ -143,8 +151,8 @@ class FullyShardedDataParallel(StateDictMethods):
     # The tree of wrappers ---------------------------------------------------------------------------------
 
     def check_is_root(self) -> bool:
-        """Say whether this wrapper is the outermost one; settles that for all wrappers inside."""
-        return self._tree().root is self._unit
+        """Return whether this wrapper is the outermost one; settles that for all wrappers inside."""
+        return self._root_state().root is self._fsdp_state
 
     @staticmethod
     def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[FullyShardedDataParallel]:
@@ -165,34 +173,34 @@ class FullyShardedDataParallel(StateDictMethods):
         Raises RuntimeError for a wrapper that is not the root.
         """
         self._expect_root("no_sync", RuntimeError)
-        units = [wrapper._unit for wrapper in self.fsdp_modules(self)]
-        reshards = [(unit, unit.reshards_after_backward) for unit in units]
-        reduces = [(group, group.reduces) for unit in units for group in unit.groups]
+        states = [wrapper._fsdp_state for wrapper in self.fsdp_modules(self)]
+        reshards = [(state, state.reshards_after_backward) for state in states]
+        reduces = [(group, group.reduces) for state in states for group in state.param_groups]
         for wrapper in self.fsdp_modules(self):
-            # Who keeps parameters from forward to backward keeps them from one microbatch to the next.
-            wrapper._unit.reshards_after_backward = wrapper.sharding_strategy in _FREED_AFTER_FORWARD
+            # A strategy that keeps parameters from forward to backward keeps them from one microbatch to the next.
+            wrapper._fsdp_state.reshards_after_backward = wrapper.sharding_strategy in _FREED_AFTER_FORWARD
             for group in wrapper.groups:
                 group.reduces = False
         try:
             yield
         finally:
-            for unit, reshards_before in reshards:
-                unit.reshards_after_backward = reshards_before
+            for state, reshards_before in reshards:
+                state.reshards_after_backward = reshards_before
             for group, reduces_before in reduces:
                 group.reduces = reduces_before
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        """Scale all gradients so that their joint norm is at most ``max_norm``; give the norm before.
+        """Scale all gradients so that their joint norm is at most ``max_norm``; return the norm before.
 
-        Norms are combined in float32 at least, and given back in the gradients' dtype, or the widest of them.
+        Norms are combined in float32 at least, and returned in the gradients' dtype, or the widest of them.
         Collective. Raises RuntimeError for a wrapper that is not the root.
         """
         self._expect_root("clip_grad_norm_", RuntimeError)
         return clip_by_norm(self, float(max_norm), float(norm_type))
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
-        """Have ``hook`` reduce the gradients of every wrapper inside, divisions included.
+        """Reduce the gradients of every wrapper inside by ``hook``, divisions included.
 
         It is called as ``hook(state, gradients, row)``: ``gradients`` (1-D) of all ranks' equal rows, of which this
         rank's sum goes into ``row``; of NO_SHARD as ``hook(state, gradients)``, in place.
@@ -228,11 +236,11 @@ class FullyShardedDataParallel(StateDictMethods):
         offload_to_cpu: bool = False,
         with_grads: bool = False,
     ) -> Iterator[None]:
-        """Show the whole parameters of the wrappers in ``module`` under their own names; see `summoned`."""
-        how = Showing(
+        """Show the whole parameters of the wrappers in ``module`` under their own names; see `full_params`."""
+        how = FullParamsOptions(
             writeback=writeback, rank0_only=rank0_only, offloads=offload_to_cpu, with_grads=with_grads
         )
-        with summoned(_wrappers(module, recurse), how):
+        with summon_full_params(_wrappers(module, recurse), how):
             yield
 
     def apply(self, fn: Callable[[nn.Module], Any]) -> FullyShardedDataParallel:
@@ -242,8 +250,8 @@ class FullyShardedDataParallel(StateDictMethods):
         """
         if self.is_running:
             raise ValueError("apply: expected a model between two iterations, got one in forward or backward")
-        self._tree()
-        with summoned([self], Showing(writeback=True)):
+        self._root_state()
+        with summon_full_params([self], FullParamsOptions(writeback=True)):
             super().apply(fn)
         return self
 
@@ -259,22 +267,22 @@ class FullyShardedDataParallel(StateDictMethods):
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         """Convert what this rank holds: nn.Module comes here for ``to`` and ``cuda``."""
-        self._unit.reshard()
+        self._fsdp_state.reshard()
         converted = super()._apply(fn, recurse)
         for group in self.groups:
-            group.take_over()
+            group.reset_sharded_params()
         return converted
 
     # ------------------------------------------------------------------------------------------------------
 
-    def _make_unit(self, module: nn.Module, backward: BackwardPrefetch | None, forward: bool) -> Unit:
+    def _make_state(self, module: nn.Module, backward: BackwardPrefetch | None, forward: bool) -> FSDPState:
         offloads = self.cpu_offload.offload_params
         pins = offloads and self.compute_device.type != "cpu"
         found = list(unmanaged((module,), set(self.ignored.parameters)).items())
         precision = WrapperPrecision(self.mixed_precision, self._is_known_root)
         groups = []
         if found:
-            flat = EndToEnd(
+            flat = FlatLayout(
                 found,
                 self.ranks,
                 home=torch.device("cpu") if offloads else self.compute_device,
@@ -282,19 +290,19 @@ class FullyShardedDataParallel(StateDictMethods):
                 holder=self if self.is_flat else None,
             )
             policy = CPUOffloadPolicy(pin_memory=pins) if offloads else OffloadPolicy()
-            groups.append(Group(flat, self.ranks, self.compute_device, precision, policy))
+            groups.append(FSDPParamGroup(flat, self.ranks, self.compute_device, precision, policy))
             groups[0].shows_accumulation = True
             groups[0].keeps_reduce_dtype = self.mixed_precision.keep_low_precision_grads
         frees = None if self.sharding_strategy in _FREED_AFTER_FORWARD else False
-        unit = Unit(
+        state = FSDPState(
             (self,), tuple(groups), device=self.compute_device, dtypes=precision, reshard_after_forward=frees
         )
-        unit.guesses_in_forward = forward
-        unit.guesses_in_backward = _GUESSES[backward]
-        return unit
+        state.prefetches_in_forward = forward
+        state.prefetches_in_backward = _PREFETCH_TIMES[backward]
+        return state
 
     def _all_groups(self) -> tuple[dist.ProcessGroup, ...]:
-        """Give the groups over which what one rank has reaches all others: within a replica, then across."""
+        """Return the groups over which what one rank has reaches all others: within a replica, then across."""
         groups = (self.ranks.shard_group, self.ranks.replicate_group)
         return tuple(group for group in groups if group is not None)
 
@@ -305,19 +313,21 @@ class FullyShardedDataParallel(StateDictMethods):
         assert self.ranks.replicate_group is not None
         return (self.ranks.shard_group, self.ranks.replicate_group)
 
-    def _tree(self) -> Tree:
-        """Settle who the root is: whoever is asked first; its wrappers and itself become one tree."""
-        if self._unit.tree is None:
-            self._unit.become_root()
+    def _root_state(self) -> RootState[FSDPState]:
+        """Make this wrapper the root of all inside, unless it has a root: the first to be asked is the root."""
+        if self._fsdp_state.root_state is None:
+            self._fsdp_state.lazy_init()
             cast_buffers(self)
-        assert self._unit.tree is not None
-        return self._unit.tree
+        assert self._fsdp_state.root_state is not None
+        return self._fsdp_state.root_state
 
     def _begin_training(self, *_: Any) -> None:
-        self._tree()
+        self._root_state()
 
     def _is_known_root(self) -> bool:
-        return self._unit.tree is not None and self._unit.tree.root is self._unit
+        return (
+            self._fsdp_state.root_state is not None and self._fsdp_state.root_state.root is self._fsdp_state
+        )
 
     def _expect_root(self, method: str, error: type[Exception]) -> None:
         if not self.check_is_root():

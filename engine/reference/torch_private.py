@@ -15,9 +15,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import ShardingStrategy
 from torch.distributed.tensor import DTensor, Placement
 
-P = ParamSpec("P")
-T = TypeVar("T")
-
 __all__ = [
     "HYBRID_SHARD_ZERO2",
     "at_end_of_backward",
@@ -32,6 +29,10 @@ __all__ = [
 ]
 
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
 HYBRID_SHARD_ZERO2: ShardingStrategy | None = getattr(ShardingStrategy, "_HYBRID_SHARD_ZERO2", None)
 """The strategy that keeps parameters from forward to backward within replicas; None where torch has no such name."""
 
@@ -43,7 +44,7 @@ def at_end_of_backward(callback: Callable[[], None]) -> None:
 
 
 def eager(method: Callable[P, T]) -> Callable[P, T]:
-    """Have a hook run as it is where its module is compiled; decided late, for asking loads the compiler."""
+    """Run a hook as it is where its module is compiled; decided late, for asking loads the compiler."""
     uncompiled: Callable[P, T] | None = None
 
     @functools.wraps(method)
@@ -64,12 +65,12 @@ def inside_backward() -> bool:
 
 
 def local_tensor(sharded: DTensor) -> torch.Tensor:
-    """Give the very tensor that ``sharded`` wraps; ``to_local`` of a parameter gives a new one each time."""
+    """Return the very tensor that ``sharded`` wraps; ``to_local`` of a parameter returns a new one each time."""
     return sharded._local_tensor
 
 
 def run_where_shards_lie(operator: Any) -> None:
-    """Have DTensor run an operator of one tensor on its shards, of whatever sizes, for good.
+    """Let DTensor run an operator of one tensor on its shards, of whatever sizes, for good.
 
     ``register_sharding``, the public way, leaves shards out where there are more ranks than elements. Raises
     RuntimeError where torch has no such strategies: the operator would then run on gathered copies.
@@ -111,7 +112,7 @@ def sharded_like(template: DTensor, local: torch.Tensor) -> DTensor:
 
 
 def post_accumulate_hooks(parameter: nn.Parameter) -> list[Callable[[torch.Tensor], None]]:
-    """Give the hooks a user registered for "gradient accumulated"; autograd never writes sharded gradients."""
+    """Return the hooks a user registered for "gradient accumulated"; autograd never writes sharded gradients."""
     hooks = cast("dict[int, Callable[[torch.Tensor], None]] | None", parameter._post_accumulate_grad_hooks)
     return list(hooks.values()) if hooks else []
 

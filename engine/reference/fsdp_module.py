@@ -10,31 +10,29 @@ import torch.distributed as dist
 from torch import nn
 
 from engine.reference.collectives import AllGather, ReduceScatter
-from engine.reference.group import Group
-from engine.reference.mesh import part_group
-from engine.reference.unit import Unit, unit_of
-
-__all__ = ["FSDPModule", "ReplicateModule", "UnshardHandle", "managed_class"]
+from engine.reference.fsdp_state import FSDPState, state_of, states_in
+from engine.reference.mesh import subgroup_of
+from engine.reference.param_group import FSDPParamGroup
 
 
 class UnshardHandle:
     """A gather under way."""
 
-    def __init__(self, unit: Unit) -> None:
-        self._unit: Unit | None = unit
+    def __init__(self, state: FSDPState) -> None:
+        self._fsdp_state: FSDPState | None = state
 
     def wait(self) -> None:
         """Wait until the module's parameters are whole and registered; a second call does nothing."""
-        if self._unit is not None:
-            self._unit.wait()
-            self._unit.lanes.forget_buffer()
-            self._unit = None
+        if self._fsdp_state is not None:
+            self._fsdp_state.wait()
+            self._fsdp_state.comm_ctx.free_buffer()
+            self._fsdp_state = None
 
 
 class FSDPModule:
     """What ``fully_shard`` adds to the class of a module.
 
-    Methods with ``recurse`` act on every sharded module below too; the others say what they act on.
+    Methods with ``recurse`` act on every sharded module below too; the others state what they act on.
     """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
@@ -53,17 +51,17 @@ class FSDPModule:
 
     def reshard(self) -> None:
         """Free this module's whole parameters and register its shards."""
-        _unit(self).reshard()
+        _fsdp_state(self).reshard()
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gather this module's parameters, before a forward or instead of one.
 
         With ``async_op`` returns at once: ``wait()`` on the handle, or the module's forward, waits for the rest.
         """
-        unit = _unit(self)
-        unit.lanes.gather_after()  # shards may just have been written to
-        unit.unshard()
-        handle = UnshardHandle(unit)
+        state = _fsdp_state(self)
+        state.comm_ctx.wait_before_all_gather()  # shards may just have been written to
+        state.unshard()
+        handle = UnshardHandle(state)
         if async_op:
             return handle
         handle.wait()
@@ -76,61 +74,61 @@ class FSDPModule:
                 f"set_reshard_after_forward: expected a bool, got {type(reshard_after_forward).__name__} "
                 f"{reshard_after_forward!r}; a number of ranks is chosen in fully_shard(...)"
             )
-        for unit in _units(self, recurse):
-            unit.reshard_after_forward = reshard_after_forward
-            for group in unit.groups:
-                group.keep_parts_in(None)
+        for state in _fsdp_states(self, recurse=recurse):
+            state.reshard_after_forward = reshard_after_forward
+            for group in state.param_groups:
+                group.set_subgroup(None)
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
         """Choose whether to free parameters after backward, as one may not between microbatches."""
-        for unit in _units(self, recurse):
-            unit.reshards_after_backward = reshard_after_backward
+        for state in _fsdp_states(self, recurse=recurse):
+            state.reshards_after_backward = reshard_after_backward
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """Choose whether this module's backward needs its parameters; an embedding's does not."""
-        for group in _unit(self).groups:
+        for group in _param_groups(self):
             group.unshards_in_backward = unshard_in_backward
 
     def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
         """Gather ``modules`` when this module's forward starts, in this order, in place of the prediction."""
-        _unit(self).forward_prefetch = _prefetched(modules)
+        _fsdp_state(self).forward_prefetch = _prefetched(modules)
 
     def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:
         """Gather ``modules`` when this module's backward starts, in this order, in place of the prediction."""
-        _unit(self).backward_prefetch = _prefetched(modules)
+        _fsdp_state(self).backward_prefetch = _prefetched(modules)
 
     def set_post_optim_event(self, event: Any) -> None:
-        """Have the next forward's gathers wait for ``event`` and not for all work issued so far; used once."""
-        unit = _unit(self)
-        (unit if unit.tree is None else unit.tree.root).post_optim_event = event
+        """Let the next forward's gathers wait for ``event`` and not for all work issued so far; used once."""
+        state = _fsdp_state(self)
+        (state if state.root_state is None else state.root_state.root).post_optim_event = event
 
     # Gradients --------------------------------------------------------------------------------------------
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Say whether gradients must be ready when the coming backwards end; acts on the whole tree."""
-        unit = _unit(self)
-        if unit.tree is None:  # who the root is, only the first forward tells
-            unit.is_last_backward = is_last_backward
+        """Choose whether gradients must be ready when the coming backwards end; acts on all below the root."""
+        state = _fsdp_state(self)
+        if state.root_state is None:  # only the first forward shows which module is the root
+            state.is_last_backward = is_last_backward
         else:
-            unit.tree.is_last_backward = is_last_backward
+            state.root_state.is_last_backward = is_last_backward
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """Choose whether backward reduces gradients or accumulates them whole on this rank."""
-        for group in _groups(self, recurse):
+        for group in _param_groups(self, recurse=recurse):
             group.reduces = requires_gradient_sync
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """Choose whether reduced shards are summed over replicas at once or accumulated until they are."""
-        for group in _groups(self, recurse):
+        for group in _param_groups(self, recurse=recurse):
             group.all_reduces = requires_all_reduce
 
     def set_reduce_scatter_unused_params(self, enable: bool, *, recurse: bool = True) -> None:
         """Choose whether parameters without a gradient add zeros, as ranks that use different ones need."""
-        for group in _groups(self, recurse):
+        for group in _param_groups(self, recurse=recurse):
             group.reduces_unused = enable
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
-        """Let this many reductions hold their inputs at once; the largest number in the tree counts."""
+        """Let this many reductions hold their inputs at once; the largest number below the root counts."""
         if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
             raise TypeError(
                 f"set_reduce_scatter_max_input_buffers: expected an int, got {max_input_buffers!r}; try 1 or 2"
@@ -140,12 +138,11 @@ class FSDPModule:
                 f"set_reduce_scatter_max_input_buffers: expected at least 1, got {max_input_buffers}; "
                 "1 holds the least memory"
             )
-        for unit in _units(self, recurse):
-            for group in unit.groups:
-                group.most_in_flight = max_input_buffers
-        tree = _unit(self).tree
-        if tree is not None:
-            tree.choose_most_in_flight()
+        for group in _param_groups(self, recurse=recurse):
+            group.most_in_flight = max_input_buffers
+        root_state = _fsdp_state(self).root_state
+        if root_state is not None:
+            root_state.choose_most_in_flight()
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
         """Reduce-scatter in a process group apart from the gathers', so that a backend can run both at once.
@@ -153,20 +150,20 @@ class FSDPModule:
         Collective over the ranks of each shard group.
         """
         made: dict[tuple[int, ...], dist.ProcessGroup] = {}
-        for group in _groups(self, recurse):
+        for group in _param_groups(self, recurse=recurse):
             if not enable or group.mesh.shard_group is None:
                 group.scatter_group = None
             elif group.scatter_group is None:
-                group.scatter_group = part_group(group.mesh, group.mesh.shard_size, made)
+                group.scatter_group = subgroup_of(group.mesh, group.mesh.shard_size, made)
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divide this module's summed gradients by ``factor`` and not by the number of data-parallel ranks."""
-        for group in _unit(self).groups:
+        for group in _param_groups(self):
             group.divide_factor = factor
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
         """Choose whether this module's collectives use SUM alone, with divisions apart."""
-        for group in _unit(self).groups:
+        for group in _param_groups(self):
             group.only_sums = enable
 
     def set_all_reduce_hook(
@@ -176,7 +173,7 @@ class FSDPModule:
 
         Raises ValueError for ``stream`` where replicas are reduced natively: that has a stream of its own.
         """
-        for group in _unit(self).groups:
+        for group in _param_groups(self):
             if stream is not None and group.mesh.is_replicated:
                 raise ValueError(
                     "set_all_reduce_hook: expected no stream for a mesh with a replicate axis, whose all-reduce "
@@ -186,16 +183,16 @@ class FSDPModule:
 
     def reset_iter_state(self) -> None:
         """Recover from an exception in forward or backward: wait, free, and drop that iteration's gradients."""
-        unit = _unit(self)
-        if unit.tree is None:
-            unit.reset()
-        elif unit.tree.root is not unit:
+        state = _fsdp_state(self)
+        if state.root_state is None:
+            state.reset()
+        elif state.root_state.root is not state:
             raise RuntimeError(
                 f"reset_iter_state: expected the root module, got {type(self).__name__}; "
-                f"call it on the {type(unit.tree.root.modules[0]).__name__}"
+                f"call it on the {type(state.root_state.root.modules[0]).__name__}"
             )
         else:
-            unit.tree.reset()
+            state.root_state.reset()
 
     # Communication ----------------------------------------------------------------------------------------
 
@@ -207,21 +204,21 @@ class FSDPModule:
         """Reduce-scatter this module's gradients with ``comm``."""
         self._only_group("set_custom_reduce_scatter").reduce_scatter = comm
 
-    def _only_group(self, method: str) -> Group:
-        groups = _unit(self).groups
-        if len(groups) != 1:
+    def _only_group(self, method: str) -> FSDPParamGroup:
+        param_groups = _fsdp_state(self).param_groups
+        if len(param_groups) != 1:
             raise ValueError(
-                f"{method}: expected a module with one communication group, got {len(groups)}; "
+                f"{method}: expected a module with one communication group, got {len(param_groups)}; "
                 "shard parameters of different meshes in calls of their own"
             )
-        return groups[0]
+        return param_groups[0]
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         """Convert shards, never whole parameters: nn.Module comes here for ``to``, ``cuda``, ``to_empty``."""
         self.reshard()
         converted = cast("Any", super())._apply(fn, recurse)
-        for group in _unit(self).groups:
-            group.take_over()
+        for group in _param_groups(self):
+            group.reset_sharded_params()
         return converted
 
 
@@ -237,7 +234,7 @@ class ReplicateModule(FSDPModule):
 
 
 def managed_class(original: type[nn.Module], base: type[FSDPModule]) -> type[nn.Module]:
-    """Give the class that a module of class ``original`` becomes: one for all its modules, kept on it."""
+    """Return the class that a module of class ``original`` becomes: one for all its modules, kept on it."""
     key = f"_managed_by_{base.__name__}"
     if key not in original.__dict__:
         prefix = "FSDP" if base is FSDPModule else "Replicate"
@@ -246,39 +243,35 @@ def managed_class(original: type[nn.Module], base: type[FSDPModule]) -> type[nn.
     return made
 
 
-def _unit(module: Any) -> Unit:
-    unit = unit_of(module)
-    if unit is None:
+def _fsdp_state(module: Any) -> FSDPState:
+    state = state_of(module)
+    if state is None:
         raise RuntimeError(
             f"{type(module).__name__}: expected a module that fully_shard or replicate was applied to, "
-            "got one without a unit; was it copied or unpickled?"
+            "got one without a state; was it copied or unpickled?"
         )
-    return unit
+    return state
 
 
-def _units(module: Any, recurse: bool) -> Iterator[Unit]:
-    if not recurse:
-        yield _unit(module)
-        return
-    found = (unit_of(m) for m in module.modules())
-    yield from dict.fromkeys(unit for unit in found if unit is not None)
+def _fsdp_states(module: Any, *, recurse: bool) -> tuple[FSDPState, ...]:
+    return states_in(module) if recurse else (_fsdp_state(module),)
 
 
-def _groups(module: Any, recurse: bool) -> Iterator[Group]:
-    for unit in _units(module, recurse):
-        yield from unit.groups
+def _param_groups(module: Any, *, recurse: bool = False) -> Iterator[FSDPParamGroup]:
+    for state in _fsdp_states(module, recurse=recurse):
+        yield from state.param_groups
 
 
-def _prefetched(modules: Iterable[Any]) -> tuple[Unit, ...]:
-    units = []
+def _prefetched(modules: Iterable[Any]) -> tuple[FSDPState, ...]:
+    states = []
     for module in modules:
         if not isinstance(module, FSDPModule):
             raise ValueError(
                 f"modules to prefetch: expected modules under fully_shard (FSDPModule), "
                 f"got {type(module).__name__}; apply fully_shard to it first"
             )
-        units.append(_unit(module))
-    return tuple(dict.fromkeys(units))
+        states.append(_fsdp_state(module))
+    return tuple(dict.fromkeys(states))
 
 
 def _on_stream(hook: Callable[[torch.Tensor], None], stream: Any) -> Callable[[torch.Tensor], None]:

@@ -4,32 +4,23 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor, Shard
 
-from engine.reference import stepping as _stepping  # noqa: F401  # hears of optimizer steps from here on
-from engine.reference.arrangement import SideBySide
-from engine.reference.discovery import unmanaged
-from engine.reference.group import Group
+from engine.reference.fsdp_module import FSDPModule, ReplicateModule, managed_class
+from engine.reference.fsdp_state import FSDPState, state_of
+from engine.reference.geometry import plan_cut
 from engine.reference.mesh import DataMesh, compute_device, replicating_mesh, sharding_mesh
-from engine.reference.module import FSDPModule, ReplicateModule, managed_class
-from engine.reference.parameter import Site
-from engine.reference.policies import (
-    CPUOffloadPolicy,
-    DTypes,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    ShardPlacementResult,
-)
-from engine.reference.sharded_parameter import ShardedParameter, cut_parameter, plan_cut
-from engine.reference.unit import Unit, unit_of
-
-__all__ = ["fully_shard", "register_fsdp_forward_method", "replicate", "share_comm_ctx"]
+from engine.reference.param_group import FSDPParamGroup
+from engine.reference.param_layout import PerParameterLayout
+from engine.reference.parameter import ParamLocation, ShardedParam, cut_parameter
+from engine.reference.policies import DTypes, ShardPlacementResult
 
 Modules = TypeVar("Modules", nn.Module, list[nn.Module])
 PlacementFn = Callable[[nn.Parameter], Shard | ShardPlacementResult | None]
@@ -63,16 +54,16 @@ def fully_shard(
     data_mesh = sharding_mesh(mesh)
     modules = _checked(module, "fully_shard")
     reshard = _reshard_policy(reshard_after_forward, data_mesh)
-    unit = _make_unit(
+    _manage(
         modules,
         data_mesh,
+        FSDPModule,
         dtypes=mp_policy,
         offload=offload_policy,
-        ignored=ignored_params or set(),
+        ignored=ignored_params,
         placement_fn=shard_placement_fn,
         reshard=reshard,
     )
-    _mark(unit, FSDPModule)
     return module
 
 
@@ -91,26 +82,26 @@ def replicate(
     """
     data_mesh = replicating_mesh(mesh)
     modules = _checked(module, "replicate")
-    unit = _make_unit(
+    _manage(
         modules,
         data_mesh,
+        ReplicateModule,
         dtypes=mp_policy,
         offload=offload_policy,
-        ignored=ignored_params or set(),
+        ignored=ignored_params,
         placement_fn=None,
         reshard=False,
     )
-    _mark(unit, ReplicateModule)
     return module
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
-    """Have ``module.method_name`` gather and free parameters as forward does; nothing if it is not sharded.
+    """Let ``module.method_name`` gather and free parameters as forward does; nothing if it is not sharded.
 
     Raises ValueError when there is no such method.
     """
-    unit = unit_of(module)
-    if unit is None:
+    state = state_of(module)
+    if state is None:
         return
     if not hasattr(module, method_name):
         raise ValueError(
@@ -121,10 +112,10 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 
     @functools.wraps(original)
     def method(*args: Any, **kwargs: Any) -> Any:
-        if unit.is_running(module):  # called by forward, which sees to everything
+        if state.is_running(module):  # called by forward, which does all that
             return original(*args, **kwargs)
-        args, kwargs = unit.before_forward(module, args, kwargs)
-        return unit.after_forward(module, args, kwargs, original(*args, **kwargs))
+        args, kwargs = state.before_forward(module, args, kwargs)
+        return state.after_forward(module, args, kwargs, original(*args, **kwargs))
 
     module.__dict__[method_name] = method
 
@@ -134,19 +125,19 @@ def share_comm_ctx(modules: list[FSDPModule]) -> None:
 
     Raises ValueError for a module that is not sharded; does nothing for an empty list.
     """
-    units = []
+    states = []
     for module in modules:
-        unit = unit_of(module) if isinstance(module, nn.Module) else None
-        if unit is None:
+        state = state_of(module) if isinstance(module, nn.Module) else None
+        if state is None:
             raise ValueError(
                 f"share_comm_ctx: expected modules under fully_shard (FSDPModule), got {type(module).__name__}"
             )
-        units.append(unit)
-    for unit in units[1:]:
-        for below in (unit,) if unit.tree is None else unit.tree.units:
-            below.share(units[0].lanes)
-        if unit.tree is not None:
-            unit.tree.lanes = units[0].lanes
+        states.append(state)
+    for state in states[1:]:
+        for below in (state,) if state.root_state is None else state.root_state.states:
+            below.share(states[0].comm_ctx)
+        if state.root_state is not None:
+            state.root_state.comm_ctx = states[0].comm_ctx
 
 
 def _checked(module: nn.Module | list[nn.Module], caller: str) -> tuple[nn.Module, ...]:
@@ -161,7 +152,7 @@ def _checked(module: nn.Module | list[nn.Module], caller: str) -> tuple[nn.Modul
                 f"{caller} does not support containers that do not implement forward: {type(one).__name__}; "
                 "apply it to the modules inside"
             )
-        if unit_of(one) is not None:
+        if state_of(one) is not None:
             raise RuntimeError(
                 f"Cannot apply `{caller}()` on a Module already managed by "
                 f"`{'replicate' if isinstance(one, ReplicateModule) else 'fully_shard'}`: "
@@ -192,33 +183,64 @@ def _reshard_policy(asked: bool | int | None, mesh: DataMesh) -> bool | int | No
     return True if asked == mesh.shard_size else asked
 
 
-def _make_unit(
+def _manage(
     modules: tuple[nn.Module, ...],
     mesh: DataMesh,
+    base: type[FSDPModule],
     *,
     dtypes: DTypes,
     offload: OffloadPolicy,
-    ignored: set[nn.Parameter],
+    ignored: set[nn.Parameter] | None,
     placement_fn: PlacementFn | None,
     reshard: bool | int | None,
-) -> Unit:
+) -> None:
+    """Shard what the modules own, once all of it is known to be shardable, and add ``base`` to their classes."""
     device = compute_device(mesh.mesh)
     home = torch.device("cpu") if isinstance(offload, CPUOffloadPolicy) else device
     pins = isinstance(offload, CPUOffloadPolicy) and offload.pin_memory and device.type != "cpu"
     planned = []
-    for parameter, sites in unmanaged(modules, ignored).items():
-        _check_tensor_parallel(parameter, sites, reshard)
+    for parameter, locations in unmanaged(modules, ignored or set()).items():
+        name = locations[0].name
+        _check_tensor_parallel(parameter, name, reshard)
         own_mesh, placement = _place(parameter, placement_fn, mesh)
-        planned.append((parameter, sites, own_mesh, plan_cut(parameter, sites, own_mesh, placement)))
-    by_mesh: dict[DataMesh, list[ShardedParameter]] = {}
-    for parameter, sites, own_mesh, geometry in planned:  # none was refused, so all may be changed
-        cut = cut_parameter(parameter, sites, own_mesh, geometry, home=home, pins=pins)
+        planned.append((parameter, locations, own_mesh, plan_cut(parameter, name, own_mesh, placement)))
+    by_mesh: dict[DataMesh, list[ShardedParam]] = {}
+    for parameter, locations, own_mesh, geometry in planned:
+        cut = cut_parameter(parameter, locations, own_mesh, geometry, home=home, pins=pins)
         by_mesh.setdefault(own_mesh, []).append(cut)
-    groups = [
-        Group(SideBySide(cut, own.shard_size), own, device, dtypes, offload) for own, cut in by_mesh.items()
-    ]
+    groups = tuple(
+        FSDPParamGroup(PerParameterLayout(cut, own.shard_size), own, device, dtypes, offload)
+        for own, cut in by_mesh.items()
+    )
     _keep_sharded_in_state_dicts(groups)
-    return Unit(modules, tuple(groups), device=device, dtypes=dtypes, reshard_after_forward=reshard)
+    # The modules keep their state.
+    FSDPState(modules, groups, device=device, dtypes=dtypes, reshard_after_forward=reshard)
+    for module in modules:
+        module.__class__ = managed_class(type(module), base)
+
+
+def unmanaged(
+    modules: Iterable[nn.Module], ignored: set[nn.Parameter]
+) -> dict[nn.Parameter, tuple[ParamLocation, ...]]:
+    """Find the parameters that no call below has taken, each with every place where it is registered."""
+    locations: dict[nn.Parameter, list[ParamLocation]] = {}
+    for module in _unmanaged_modules(modules):
+        for name, parameter in module._parameters.items():
+            if parameter is not None and parameter not in ignored:
+                locations.setdefault(parameter, []).append(ParamLocation(module, name))
+    return {parameter: tuple(found) for parameter, found in locations.items()}
+
+
+def _unmanaged_modules(modules: Iterable[nn.Module]) -> Iterator[nn.Module]:
+    seen: set[nn.Module] = set()
+    stack = list(reversed(list(modules)))
+    while stack:
+        module = stack.pop()
+        if module in seen or state_of(module) is not None:
+            continue
+        seen.add(module)
+        yield module
+        stack.extend(reversed(list(module.children())))
 
 
 def _place(
@@ -235,27 +257,20 @@ def _place(
     return mesh, chosen
 
 
-def _check_tensor_parallel(
-    parameter: nn.Parameter, sites: tuple[Site, ...], reshard: bool | int | None
-) -> None:
+def _check_tensor_parallel(parameter: nn.Parameter, name: str, reshard: bool | int | None) -> None:
     if isinstance(parameter, DTensor) and reshard is not None and not isinstance(reshard, bool):
         raise NotImplementedError(
             f"reshard_after_forward={reshard}: expected True or False where parameters are DTensors already, "
-            f"as {sites[0].name!r} is"
+            f"as {name!r} is"
         )
 
 
-def _keep_sharded_in_state_dicts(groups: Iterable[Group]) -> None:
-    for group in groups:
+def _keep_sharded_in_state_dicts(param_groups: Iterable[FSDPParamGroup]) -> None:
+    for group in param_groups:
 
-        def reshard(*_: Any, group: Group = group) -> None:
+        def reshard(*_: Any, group: FSDPParamGroup = group) -> None:
             group.reshard()
 
-        for module in {site.module for p in group.parameters for site in p.sites}:
+        for module in {location.module for p in group.parameters for location in p.locations}:
             module.register_state_dict_pre_hook(reshard)
             module.register_load_state_dict_pre_hook(reshard)
-
-
-def _mark(unit: Unit, base: type[FSDPModule]) -> None:
-    for module in unit.modules:
-        module.__class__ = managed_class(type(module), base)

@@ -1,16 +1,16 @@
-"""The norm of gradients that are spread over ranks in different ways, and clipping by it."""
+"""What a training loop does between backward and step: clip by a norm over all ranks, and scale losses."""
 
 from __future__ import annotations
 
 import functools
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.amp.grad_scaler import GradScaler
 from torch.distributed.tensor import DTensor, Replicate
-
-__all__ = ["Spread", "clip_grad_norm_", "clip_scale", "norm_over"]
 
 _EPSILON = 1e-6  # torch.nn.utils.clip_grad_norm_ adds the same to the norm it divides by
 
@@ -23,7 +23,7 @@ def clip_grad_norm_(
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
 ) -> torch.Tensor:
-    """Scale gradients in place so that their joint norm is at most ``max_norm``; give the norm before.
+    """Scale gradients in place so that their joint norm is at most ``max_norm``; return the norm before.
 
     The norm (0-dim, plain, equal on every rank) is that of the whole gradients: a shard counts on the ranks
     that it is spread over, a replica once. Parameters may lie on different meshes; plain tensors count as
@@ -52,7 +52,7 @@ def clip_grad_norm_(
 
 
 def clip_scale(max_norm: float, total: torch.Tensor) -> torch.Tensor:
-    """Give what gradients of that norm are multiplied with: torch.nn.utils.clip_grad_norm_'s formula."""
+    """Return what gradients of that norm are multiplied with: torch.nn.utils.clip_grad_norm_'s formula."""
     return torch.clamp(max_norm / (total + _EPSILON), max=1.0)
 
 
@@ -77,7 +77,7 @@ def _norm(parameters: list[torch.Tensor], order: float) -> torch.Tensor:
 def norm_over(
     gradients: Mapping[Spread, Sequence[torch.Tensor]], order: float, device: torch.device, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Give the joint norm (0-dim, of ``dtype``, on ``device``) of local gradients by how they are spread.
+    """Return the joint norm (0-dim, of ``dtype``, on ``device``) of local gradients by how they are spread.
 
     Norms are combined first within each spread, over its ranks, then with each other. Collective over the groups.
     """
@@ -111,7 +111,7 @@ def _local_norm(local: torch.Tensor, order: float, dtype: torch.dtype) -> torch.
 def _joined(
     norms: list[torch.Tensor], order: float, device: torch.device, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Give the norm of a vector from the norms of its parts: of order 0 counts add up."""
+    """Return the norm of a vector from the norms of its parts: of order 0 counts add up."""
     if not norms:
         return torch.zeros((), dtype=dtype, device=device)
     stacked = torch.stack([n.to(device) for n in norms])
@@ -129,3 +129,81 @@ def _over_ranks(norm: torch.Tensor, spread: Spread, order: float) -> torch.Tenso
         dist.all_reduce(power, group=group)
         norm = power if order == 0 else power.pow(1.0 / order)
     return norm
+
+
+class ShardedGradScaler(GradScaler):
+    """A ``torch.amp.GradScaler`` for gradients of which every rank holds a part.
+
+    Whether they are finite is asked of all ranks of ``process_group`` (None: of all there are), in one
+    collective for each optimizer and step: a rank without any gradient, or with gradients on other devices
+    than its peers', takes part like the rest.
+    """
+
+    # The order of torch's own sharded scaler, in which the factors have changed places with its base's.
+    def __init__(
+        self,
+        device: str = "cuda",
+        init_scale: float = 2.0**16,
+        backoff_factor: float = 0.5,
+        growth_factor: float = 2.0,
+        growth_interval: int = 2000,
+        enabled: bool = True,
+        process_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        super().__init__(
+            device,
+            init_scale=init_scale,
+            growth_factor=growth_factor,
+            backoff_factor=backoff_factor,
+            growth_interval=growth_interval,
+            enabled=enabled,
+        )
+        self.process_group = process_group
+
+    # Any: torch overloads this by what is given, and what is given comes back.
+    def scale(self, outputs: Any) -> Any:
+        """Multiply losses by the scale, each in its own dtype: one in half precision would come back wider."""
+        if not self.is_enabled():
+            return outputs
+        if isinstance(outputs, torch.Tensor):
+            return super().scale(outputs).to(outputs.dtype)
+        if not isinstance(outputs, Iterable):
+            raise ValueError(
+                f"ShardedGradScaler.scale: expected a tensor or an iterable of tensors, got {outputs!r}"
+            )
+        scaled = map(self.scale, outputs)
+        return type(outputs)(scaled) if isinstance(outputs, list | tuple) else scaled
+
+    def _unscale_grads_(
+        self,
+        optimizer: torch.optim.Optimizer,
+        inv_scale: torch.Tensor,
+        found_inf: torch.Tensor,
+        allow_fp16: bool,
+    ) -> dict[torch.device, torch.Tensor]:
+        """Unscale as torch does, then agree. All of torch's ways to a step lead through here.
+
+        One of them is that of fused optimizers, which unscale by themselves and only ask what was found; torch
+        2.13's own sharded scaler asks no other rank for them, and lets ranks part.
+        Gradients in half precision are allowed, for shards may be kept so.
+        """
+        found = super()._unscale_grads_(optimizer, inv_scale, found_inf, True)
+        return self._agreed(found, found_inf.device)
+
+    def _agreed(
+        self, found: dict[torch.device, torch.Tensor], device: torch.device
+    ) -> dict[torch.device, torch.Tensor]:
+        """Return what any device of any rank found for each of ``found``, or for ``device`` where there is none.
+
+        The call returns when the result is there, so what is copied to other devices is never the rank's own
+        finding, as it once was (pytorch#115710).
+        """
+        if device.type == "cpu" and self._device != "cpu":
+            device = torch.device(self._device)  # of the accelerator's group, which may know no other
+        anywhere = torch.zeros((), device=device)
+        for by_device in found.values():
+            anywhere = torch.maximum(anywhere, by_device.to(device))
+        dist.all_reduce(anywhere, op=dist.ReduceOp.MAX, group=self.process_group)
+        for by_device in found.values():
+            by_device.copy_(anywhere)
+        return found or {device: anywhere}

@@ -1,14 +1,26 @@
-"""Which submodules of a model become units of their own, and putting wrappers in their places; knows no wrapper."""
+"""Which submodules of a model become units of their own, and putting wrappers in their places; knows no wrapper.
+
+The policies are torch's. `enable_wrap` and `wrap` are not: torch's keep one wrapper for all threads, and ranks may be
+threads.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
 from torch import nn
+from torch.distributed.fsdp.wrap import (
+    CustomPolicy,
+    ModuleWrapPolicy,
+    always_wrap_policy,
+    lambda_auto_wrap_policy,
+    size_based_auto_wrap_policy,
+    transformer_auto_wrap_policy,
+)
 
 __all__ = [
     "CustomPolicy",
@@ -28,102 +40,17 @@ Options: TypeAlias = Mapping[str, Any]
 Wrap: TypeAlias = Callable[[nn.Module, Options], nn.Module]
 
 
-class ModuleWrapPolicy:
-    """Choose every module that is an instance of one of ``module_classes``."""
-
-    def __init__(self, module_classes: Iterable[type[nn.Module]]) -> None:
-        self.module_classes = frozenset(module_classes)
-
-    def options_for(self, module: nn.Module) -> Options | None:
-        """Give what ``module`` is wrapped with beside the root's own options; None leaves it as it is."""
-        return {} if isinstance(module, tuple(self.module_classes)) else None
-
-    def __call__(self, module: nn.Module, recurse: bool, nonwrapped_numel: int = -1) -> bool:
-        """Answer like a policy that is a function, so that one may be part of another."""
-        return recurse or self.options_for(module) is not None
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({{{', '.join(sorted(c.__name__ for c in self.module_classes))}}})"
-
-
-class CustomPolicy:
-    """Choose by a function of the module: whether to wrap it, or with which options of its own (none: do not)."""
-
-    def __init__(self, lambda_fn: Callable[[nn.Module], bool | dict[str, Any]]) -> None:
-        self._decide = lambda_fn
-
-    def options_for(self, module: nn.Module) -> Options | None:
-        """Give what ``module`` is wrapped with beside the root's own options; None leaves it as it is."""
-        decided = self._decide(module)
-        if not isinstance(decided, bool | dict):
-            raise ValueError(
-                f"the lambda_fn passed to CustomPolicy should return False/True or a kwarg dict, but for a "
-                f"{type(module).__name__} it returned {decided!r}; return True to wrap with the root's options"
-            )
-        if not decided:
-            return None
-        return decided if isinstance(decided, dict) else {}
-
-
-class _PolicyOfTorch(Protocol):
-    """What torch's policies that are objects have in common; its CustomPolicy can be asked in no public way."""
+class _PolicyObject(Protocol):
+    """What torch's policies that are objects have in common; they can be asked in no public way."""
 
     def _run_policy(
         self, root_module: nn.Module, ignored_modules: set[nn.Module], root_kwargs: dict[str, Any]
     ) -> dict[nn.Module, dict[str, Any]]: ...
 
 
-# A function is called with ``module``, ``recurse`` and ``nonwrapped_numel``: with ``recurse`` it says whether
-# to look below the module, else whether to wrap the module itself.
-WrapPolicy: TypeAlias = "ModuleWrapPolicy | CustomPolicy | _PolicyOfTorch | Callable[..., bool]"
-
-
-def always_wrap_policy(*args: object, **kwargs: object) -> bool:
-    """Choose every module."""
-    return True
-
-
-def lambda_auto_wrap_policy(
-    module: nn.Module, recurse: bool, nonwrapped_numel: int, lambda_fn: Callable[[nn.Module], bool]
-) -> bool:
-    """Choose the modules for which ``lambda_fn`` is true, at any depth."""
-    return recurse or lambda_fn(module)
-
-
-def transformer_auto_wrap_policy(
-    module: nn.Module,
-    recurse: bool,
-    nonwrapped_numel: int,
-    transformer_layer_cls: Iterable[type[nn.Module]],
-) -> bool:
-    """Choose the layers of a transformer by their classes, so that tied embeddings stay together outside them."""
-    return recurse or isinstance(module, tuple(transformer_layer_cls))
-
-
-def size_based_auto_wrap_policy(
-    module: nn.Module,
-    recurse: bool,
-    nonwrapped_numel: int,
-    min_num_params: int = int(1e8),
-    force_leaf_modules: Iterable[type[nn.Module]] | None = None,
-    exclude_wrap_modules: Iterable[type[nn.Module]] | None = None,
-) -> bool:
-    """Choose modules in which ``min_num_params`` elements or more are in no unit yet.
-
-    ``force_leaf_modules`` are neither looked into nor wrapped, ``exclude_wrap_modules`` only not wrapped. The
-    defaults are attributes of this function.
-    """
-    own: Any = size_based_auto_wrap_policy  # Any: a function's attributes have no types
-    if recurse:
-        barred = own.FORCE_LEAF_MODULES if force_leaf_modules is None else force_leaf_modules
-    else:
-        barred = own.EXCLUDE_WRAP_MODULES if exclude_wrap_modules is None else exclude_wrap_modules
-    return nonwrapped_numel >= min_num_params and not isinstance(module, tuple(barred))
-
-
-# Attention reads the weights of its parts without calling them; containers are never called at all.
-size_based_auto_wrap_policy.FORCE_LEAF_MODULES = {nn.MultiheadAttention}  # type: ignore[attr-defined]
-size_based_auto_wrap_policy.EXCLUDE_WRAP_MODULES = {nn.ModuleList, nn.ModuleDict}  # type: ignore[attr-defined]
+# A function is called with ``module``, ``recurse`` and ``nonwrapped_numel``: with ``recurse`` it returns
+# whether to look below the module, else whether to wrap the module itself.
+WrapPolicy: TypeAlias = "_PolicyObject | Callable[..., bool]"
 
 
 def wrap_below(
@@ -140,7 +67,7 @@ def wrap_below(
 
     ``root`` itself is left to the caller. Ignored modules are skipped with all below them; ignored parameters
     do not count for a policy that goes by size. ``also`` names modules to wrap with the given options whatever
-    the policy says of them; its options go before the policy's. A module registered in several places is
+    the policy returns for them; its options go before the policy's. A module registered in several places is
     wrapped once and replaced in all of them. Raises ValueError, before anything is replaced, where
     ``is_wrapped`` holds of ``root`` or a module below it.
     """
@@ -148,7 +75,7 @@ def wrap_below(
     ignored = {below for module in ignored_modules for below in module.modules()}
     wanted = {m: o for m, o in (also or {}).items() if m is not root and m not in ignored}
     chosen = _choose(root, policy, ignored, ignored_parameters, wanted)
-    places = _places(root)
+    places = _backward_positions(root)
     for module in _children_first(root):
         if module in chosen:
             wrapper = wrap(module, chosen[module])
@@ -158,7 +85,7 @@ def wrap_below(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Wrapping:
-    """What ``enable_wrap`` is told."""
+    """What ``enable_wrap`` was given."""
 
     wrapper_cls: Callable[..., nn.Module]
     options: Options
@@ -170,7 +97,7 @@ _WRAPPING: ContextVar[_Wrapping | None] = ContextVar("wrapping", default=None)
 
 @contextmanager
 def enable_wrap(*, wrapper_cls: Callable[..., nn.Module], **wrapper_kwargs: Any) -> Iterator[None]:
-    """Have ``wrap`` apply ``wrapper_cls`` with these options in this thread; an inner context stands alone."""
+    """Let ``wrap`` apply ``wrapper_cls`` with these options in this thread; an inner context stands alone."""
     before = _WRAPPING.set(_Wrapping(wrapper_cls=wrapper_cls, options=wrapper_kwargs))
     try:
         yield
@@ -179,14 +106,14 @@ def enable_wrap(*, wrapper_cls: Callable[..., nn.Module], **wrapper_kwargs: Any)
 
 
 def wrap(module: nn.Module, **wrap_overrides: Any) -> nn.Module:
-    """Wrap ``module`` as the surrounding ``enable_wrap`` says, but for overrides; outside of any, give it back."""
+    """Wrap ``module`` as the surrounding ``enable_wrap`` says, but for overrides; outside of any, return ``module``."""
     wrapping = _WRAPPING.get()
     if wrapping is None:
         return module
     return wrapping.wrapper_cls(module, **{**wrapping.options, **wrap_overrides})
 
 
-# --- who is chosen ------------------------------------------------------------------------------------------------
+# --- what is chosen -----------------------------------------------------------------------------------------------
 
 
 def _refuse_wrapped(root: nn.Module, is_wrapped: Callable[[nn.Module], bool]) -> None:
@@ -209,12 +136,7 @@ def _choose(
 ) -> dict[nn.Module, Options]:
     """Ask the policy about everything below ``root`` before anything is replaced."""
     chosen: dict[nn.Module, Options] = {}
-    if isinstance(policy, ModuleWrapPolicy | CustomPolicy):
-        for module in root.modules():
-            options = None if module in ignored else policy.options_for(module)
-            if options is not None:
-                chosen[module] = options
-    elif hasattr(policy, "_run_policy"):
+    if hasattr(policy, "_run_policy"):
         chosen.update(policy._run_policy(root, ignored, {}))
     elif callable(policy):
         survey = _Survey(policy=policy, also=also, visited={root, *ignored}, claimed={*ignored_parameters})
@@ -230,7 +152,7 @@ def _choose(
 
 
 class _Survey:
-    """One walk that asks a policy that is a function, and tells it how many elements no unit has yet."""
+    """One walk that asks a policy that is a function, and reports to it how many elements no unit has yet."""
 
     def __init__(
         self,
@@ -247,7 +169,7 @@ class _Survey:
         self._claimed = claimed
 
     def look_below(self, module: nn.Module) -> bool:
-        """Choose among what lies below ``module``, unless the policy will not look there; say whether it did."""
+        """Choose among what lies below ``module``, unless the policy will not look there; return whether it did."""
         if not self._policy(module=module, recurse=True, nonwrapped_numel=self._num_free(module)):
             return False
         for child in module.children():
@@ -271,8 +193,8 @@ class _Survey:
 # --- where they are -----------------------------------------------------------------------------------------------
 
 
-def _places(root: nn.Module) -> dict[nn.Module, list[tuple[nn.Module, str]]]:
-    """Give each module's parents with its name there, all of them: the same module may have several."""
+def _backward_positions(root: nn.Module) -> dict[nn.Module, list[tuple[nn.Module, str]]]:
+    """Return each module's parents with its name there, all of them: the same module may have several."""
     modules = dict(root.named_modules(remove_duplicate=False))
     places: dict[nn.Module, list[tuple[nn.Module, str]]] = {}
     for path, module in modules.items():

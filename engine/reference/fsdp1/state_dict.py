@@ -25,14 +25,18 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from engine.reference.flat import FLAT_NAME, FlatPiece
-from engine.reference.group import Group
-from engine.reference.original_names import PREFIX, clean_name, name_in
-from engine.reference.summoning import own_modules
-from engine.reference.whole import Showing, arrangement_of, showing_whole
-from engine.reference.wrapper_base import WrapperBase, wrappers_in
-
-__all__ = ["Importer", "default_settings", "export_states", "named_pieces", "settings_for", "sharded_over"]
+from engine.reference.fsdp1.flat import FLAT_NAME, FlatPiece
+from engine.reference.fsdp1.full_params import (
+    PREFIX,
+    FullParamsOptions,
+    clean_name,
+    layout_of,
+    name_in,
+    own_modules,
+    unsharded_params,
+)
+from engine.reference.fsdp1.init import WrapperBase, wrappers_in
+from engine.reference.param_group import FSDPParamGroup
 
 _CONFIGS: dict[StateDictType, tuple[type[StateDictConfig], type[OptimStateDictConfig]]] = {
     StateDictType.FULL_STATE_DICT: (FullStateDictConfig, FullOptimStateDictConfig),
@@ -42,7 +46,7 @@ _CONFIGS: dict[StateDictType, tuple[type[StateDictConfig], type[OptimStateDictCo
 
 
 def default_settings() -> StateDictSettings:
-    """Give what holds until somebody chooses: whole states on every rank."""
+    """Return the settings that hold by default: whole states on every rank."""
     return settings_for(StateDictType.FULL_STATE_DICT, None, None)
 
 
@@ -62,27 +66,27 @@ def settings_for(
 
 
 def own_names(wrapper: WrapperBase) -> Iterator[tuple[str, FlatPiece]]:
-    """Give each name of each of the wrapper's own parameters, as seen from the module that it wraps."""
+    """Yield each name of each of the wrapper's own parameters, as seen from the module that it wraps."""
     paths = {module: name for name, module in wrapper.wrapped.named_modules()}
     for group in wrapper.groups:
-        for piece in arrangement_of(group).parameters:
-            for site in piece.sites:
-                yield name_in(paths[site.module], site.name), piece
+        for piece in layout_of(group).parameters:
+            for location in piece.locations:
+                yield name_in(paths[location.module], location.name), piece
 
 
-def named_pieces(model: nn.Module) -> Iterator[tuple[str, Group, FlatPiece]]:
-    """Give every managed parameter of ``model`` once, by the first of its names, with its group; wrapper by wrapper."""
+def named_pieces(model: nn.Module) -> Iterator[tuple[str, FSDPParamGroup, FlatPiece]]:
+    """Yield every managed parameter of ``model`` once, wrapper by wrapper: its first name, its group and itself."""
     paths = {module: name for name, module in model.named_modules()}
     for wrapper in wrappers_in(model):
         names: dict[FlatPiece, str] = {}
         for name, piece in own_names(wrapper):
             names.setdefault(piece, name_in(paths[wrapper], name))
         for group in wrapper.groups:
-            for piece in arrangement_of(group).parameters:
+            for piece in layout_of(group).parameters:
                 yield names[piece], group, piece
 
 
-def sharded_over(whole: torch.Tensor, group: Group) -> DTensor:
+def sharded_over(whole: torch.Tensor, group: FSDPParamGroup) -> DTensor:
     """Shard ``whole``, which every rank has, over the group's ranks on dim 0; what has no dim is replicated."""
     assert group.mesh.shard_group is not None
     mesh = DeviceMesh.from_group(group.mesh.shard_group, group.device.type)
@@ -100,7 +104,7 @@ def export_states(
     prefix: str,
     keep_vars: bool,
 ) -> dict[str, Any]:
-    """Have ``save`` (nn.Module.state_dict of the wrapper) write into ``destination`` what the settings ask for."""
+    """Write into ``destination``, by ``save`` (nn.Module.state_dict of the wrapper), what the settings ask for."""
     settings, kind = wrapper.state_dict_settings, _kind(wrapper)
     if destination is None:
         made: Any = OrderedDict()
@@ -109,9 +113,9 @@ def export_states(
     num_before = len(destination)
     with ExitStack() as shown:
         if kind is not StateDictType.LOCAL_STATE_DICT:
-            how = Showing(rank0_only=getattr(settings.state_dict_config, "rank0_only", False))
+            how = FullParamsOptions(rank0_only=getattr(settings.state_dict_config, "rank0_only", False))
             for group in wrapper.groups:
-                shown.enter_context(showing_whole(group, how))
+                shown.enter_context(unsharded_params(group, how))
         save(destination=destination, prefix=prefix, keep_vars=keep_vars)
         _rename(destination, list(islice(destination, num_before, None)), f"{prefix}{PREFIX}", prefix)
         _restore_buffers(wrapper, destination, prefix)
@@ -165,7 +169,7 @@ def _export_local(wrapper: WrapperBase, states: dict[str, Any], prefix: str, kee
     for name, _ in own_names(wrapper):
         states.pop(prefix + name, None)
     for group in wrapper.groups:
-        states[prefix + FLAT_NAME] = arrangement_of(group).memory.detach().clone()
+        states[prefix + FLAT_NAME] = layout_of(group).memory.detach().clone()
 
 
 _EXPORTS = {
@@ -176,7 +180,7 @@ _EXPORTS = {
 
 
 def _kind(wrapper: WrapperBase) -> StateDictType:
-    """Give what was chosen; where every rank has everything there is but the whole state."""
+    """Return what was chosen; where every rank has everything there is but the whole state."""
     if any(group.mesh.shard_group is None for group in wrapper.groups):
         return StateDictType.FULL_STATE_DICT
     return wrapper.state_dict_settings.state_dict_type
@@ -194,14 +198,14 @@ class Importer:
         wrapper.register_load_state_dict_post_hook(self.after)
 
     def before(self, wrapper: WrapperBase, states: dict[str, Any], prefix: str, *_: object) -> None:
-        """Show whole parameters for nn.Module to write to, and give the entries the names that it looks for."""
+        """Show whole parameters for nn.Module to write to, under the names that it looks for."""
         kind = _kind(wrapper)
         for group in wrapper.groups:
             if kind is StateDictType.LOCAL_STATE_DICT:
                 group.reshard()
                 _load_local(wrapper, group, states, prefix)
             else:
-                self._shown.enter_context(showing_whole(group, Showing(writeback=True)))
+                self._shown.enter_context(unsharded_params(group, FullParamsOptions(writeback=True)))
         for key, value in states.items():
             if isinstance(value, DTensor):
                 states[key] = value.full_tensor()
@@ -215,10 +219,10 @@ class Importer:
         self._shown.close()
 
 
-def _load_local(wrapper: WrapperBase, group: Group, states: dict[str, Any], prefix: str) -> None:
-    key, flat = prefix + FLAT_NAME, arrangement_of(group)
+def _load_local(wrapper: WrapperBase, group: FSDPParamGroup, states: dict[str, Any], prefix: str) -> None:
+    key, flat = prefix + FLAT_NAME, layout_of(group)
     if key not in states:
-        return  # nn.Module tells what is missing
+        return  # nn.Module reports what is missing
     share = states[key]
     if share.shape != flat.memory.shape:
         raise RuntimeError(
@@ -227,7 +231,7 @@ def _load_local(wrapper: WrapperBase, group: Group, states: dict[str, Any], pref
         )
     with torch.no_grad():
         flat.memory.copy_(share)
-    group.shards_were_written()
+    group.mark_stale()
     if flat.flat_parameter is None:
         del states[key]
         for name, piece in own_names(wrapper):  # nn.Module shall find what it looks for

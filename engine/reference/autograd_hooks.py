@@ -1,0 +1,168 @@
+"""Hooks on what a forward takes and returns, which report when its backward begins and ends."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.autograd.function import FunctionCtx
+from torch.autograd.graph import Node
+
+from engine.reference.torch_private import inside_backward
+
+# Any: a module may take and return whatever it likes.
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """Yield every tensor inside ``value``, in a fixed order."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from tensors_in(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from tensors_in(item)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            yield from tensors_in(getattr(value, field.name))
+
+
+def map_tensors(change: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
+    """Return ``value`` with every tensor changed, in the order of ``tensors_in``.
+
+    A container in which nothing changes is given back itself, so that a module may write to it for its caller.
+    """
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    if isinstance(value, Mapping):
+        items = {key: map_tensors(change, item) for key, item in value.items()}
+        return value if _same(items.values(), value.values()) else _mapping_like(value, items)
+    if isinstance(value, list | tuple):
+        parts = [map_tensors(change, item) for item in value]
+        return value if _same(parts, value) else _sequence_like(value, parts)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        names = [field.name for field in dataclasses.fields(value)]
+        fields = {name: map_tensors(change, getattr(value, name)) for name in names}
+        is_same = _same(fields.values(), [getattr(value, name) for name in names])
+        return value if is_same else _dataclass_like(value, fields)
+    return value
+
+
+def _same(changed: Iterable[Any], given: Iterable[Any]) -> bool:
+    return all(a is b for a, b in zip(changed, given, strict=True))
+
+
+def _mapping_like(value: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
+    if type(value) is dict:
+        return items
+    rebuilt: Any = copy.copy(value)  # keeps what a subclass holds besides its items
+    for key, item in items.items():
+        rebuilt[key] = item
+    return rebuilt
+
+
+def _sequence_like(value: Any, parts: list[Any]) -> Any:
+    if type(value) is list:
+        return parts
+    return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+
+
+def _dataclass_like(value: Any, fields: dict[str, Any]) -> Any:
+    rebuilt = copy.copy(value)
+    for name, field in fields.items():
+        # Not dataclasses.replace: it refuses fields that __init__ does not take; frozen ones refuse setattr.
+        object.__setattr__(rebuilt, name, field)
+    return rebuilt
+
+
+class PendingBackwards:
+    """Counts calls: those whose inputs will show the end of their backward, and the others.
+
+    ``on_begin`` is called, as a hook, before backward enters the modules, once or more for each call; ``on_end``
+    when it has computed the gradients of all inputs.
+    """
+
+    def __init__(self, *, on_begin: Callable[..., None], on_end: Callable[[], None]) -> None:
+        self.num_watched = 0
+        self._num_others = 0
+        self._is_counted = False  # the call under way
+        self._on_begin = on_begin
+        self._on_end = on_end
+
+    def clear(self) -> None:
+        """Expect no backward any more."""
+        self.num_watched = self._num_others = 0
+
+    def end_one(self) -> int:
+        """Record that the backward of a watched call has ended; return how many calls are still to come."""
+        self.num_watched = max(0, self.num_watched - 1)
+        return self.num_watched + self._num_others
+
+    # Any: whatever a forward takes.
+    def watch_inputs(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the inputs as the modules shall see them, so that the end of backward shows."""
+        self._is_counted = False
+        if not torch.is_grad_enabled():
+            return args, kwargs
+        if inside_backward() and self.num_watched + self._num_others:
+            self._is_counted = True  # a checkpoint that keeps the first forward's graph
+            return args, kwargs
+        inputs = [t for t in tensors_in((args, kwargs)) if t.requires_grad]
+        if not inputs:
+            return args, kwargs
+        watched = iter(_Watched.apply(self._on_end, *inputs))
+        self.num_watched += 1
+        self._is_counted = True
+
+        def replace(tensor: torch.Tensor) -> torch.Tensor:
+            return next(watched) if tensor.requires_grad else tensor
+
+        return map_tensors(replace, args), map_tensors(replace, kwargs)
+
+    # Any: as above, and whatever it returns.
+    def watch_outputs(self, inputs: Any, output: Any) -> bool:
+        """Hook the outputs; return whether there is any that backward may come from."""
+        if not torch.is_grad_enabled():
+            return False
+        outputs = [t for t in tensors_in(output) if t.requires_grad]
+        for tensor in outputs:
+            tensor.register_hook(self._on_begin)
+        for base in _own_bases(outputs, inputs):
+            # An in-place change of a view drops the hooks of the view, but goes through its base.
+            base.register_prehook(self._on_begin)
+        if outputs and not self._is_counted:
+            self._num_others += 1
+        return bool(outputs)
+
+
+class _Watched(torch.autograd.Function):
+    """The identity on a unit's inputs; its backward is the last thing that the unit's backward does."""
+
+    @staticmethod
+    def forward(
+        ctx: FunctionCtx, on_end: Callable[[], None], *inputs: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.on_end = on_end  # type: ignore[attr-defined]  # how autograd functions keep what is no tensor
+        ctx.set_materialize_grads(False)
+        return inputs
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        ctx.on_end()  # type: ignore[attr-defined]
+        return (None, *gradients)
+
+
+# Any: whatever a forward takes.
+def _own_bases(outputs: Iterable[torch.Tensor], inputs: Any) -> list[Node]:
+    """Return the autograd nodes of the tensors that outputs are views of, if the module made them itself."""
+    bases = [t._base for t in outputs if t._base is not None]
+    if not bases:
+        return []
+    given = {id(t if t._base is None else t._base) for t in tensors_in(inputs)}
+    return [base.grad_fn for base in bases if base.grad_fn is not None and id(base) not in given]

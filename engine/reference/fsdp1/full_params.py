@@ -1,0 +1,249 @@
+"""Whole parameters in the caller's hands: gathered, shown under their own names, written back; and clipping."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from engine.reference.collectives import DefaultAllGather
+from engine.reference.fsdp1.flat import FLAT_NAME, FlatLayout
+from engine.reference.fsdp1.init import WrapperBase, wrappers_in
+from engine.reference.optim import Spread, clip_scale, norm_over
+from engine.reference.param_group import FSDPParamGroup
+from engine.reference.parameter import is_placeholder
+
+PREFIX = "_fsdp_wrapped_module."
+"""What a wrapper puts into the names of everything inside the module that it wraps."""
+
+_CHECKPOINT_PREFIX = "_checkpoint_wrapped_module."  # of torch's wrapper for activation checkpointing
+
+
+def clean_name(name: str) -> str:
+    """Take out of a name what wrappers put in."""
+    return name.replace(PREFIX, "").replace(_CHECKPOINT_PREFIX, "")
+
+
+def name_in(path: str, name: str) -> str:
+    """Name what is called ``name`` in the module at ``path``, itself maybe the root, as the model did."""
+    return clean_name(f"{path}.{name}" if path else name)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FullParamsOptions:
+    """How whole parameters are shown.
+
+    ``writeback``: what is written to them outlives the showing, each rank keeping its share. ``rank0_only``: the
+    other ranks of the shard group show their shares. ``offloads``: they lie on the host. ``with_grads``: so do
+    gradients, where a parameter has one.
+    """
+
+    writeback: bool = False
+    rank0_only: bool = False
+    offloads: bool = False
+    with_grads: bool = False
+
+
+def layout_of(group: FSDPParamGroup) -> FlatLayout:
+    """Return the layout of a wrapper's group."""
+    assert isinstance(group.layout, FlatLayout)
+    return group.layout
+
+
+def gathered(share: torch.Tensor, group: FSDPParamGroup) -> torch.Tensor:
+    """Gather equal 1-D shares of the group's ranks, in rank order; of one rank, return the share itself. Collective."""
+    ranks = group.mesh.shard_size
+    if ranks == 1 or group.mesh.shard_group is None:
+        return share
+    local = share.to(group.device)
+    whole = local.new_empty(ranks * local.numel())
+    if local.numel():
+        DefaultAllGather()(whole, local.contiguous(), group.mesh.shard_group)
+    return whole
+
+
+@contextmanager
+@torch.no_grad()
+def unsharded_params(group: FSDPParamGroup, how: FullParamsOptions) -> Iterator[bool]:
+    """Let modules show the whole parameters of ``group``; yields whether this rank does. Collective.
+
+    Where one rank has everything, what is shown is the parameters' own memory, and writes always last.
+    """
+    group.reshard()
+    group.reset_sharded_params()
+    flat = layout_of(group)
+    whole = gathered(flat.memory, group)
+    gradients = gathered(_gradients(flat), group) if how.with_grads else None
+    if how.rank0_only and flat.rank:
+        yield False
+        return
+    if how.offloads:
+        whole = whole.cpu()
+    shown = _show(flat, whole, gradients)
+    if flat.flat_parameter is not None and flat.holder is not None:
+        del flat.holder._parameters[FLAT_NAME]
+    try:
+        with torch.enable_grad():
+            yield True
+    finally:
+        if flat.flat_parameter is not None and flat.holder is not None:
+            flat.holder._parameters[FLAT_NAME] = flat.flat_parameter
+        if how.writeback:
+            _write_back(flat, whole, shown, gradients)
+        for piece in flat.parameters:
+            piece.to_sharded()
+        group.mark_stale()
+
+
+def _show(flat: FlatLayout, whole: torch.Tensor, gradients: torch.Tensor | None) -> list[nn.Parameter]:
+    shown = []
+    for piece in flat.parameters:
+        span = slice(piece.start, piece.start + piece.shape.numel())
+        parameter = nn.Parameter(whole[span].view(piece.shape), piece.sharded_param.requires_grad)
+        if gradients is not None and piece.sharded_param.grad is not None:
+            parameter.grad = gradients[span].view(piece.shape)
+        piece.show_whole(parameter)
+        shown.append(parameter)
+    return shown
+
+
+def _write_back(
+    flat: FlatLayout, whole: torch.Tensor, shown: list[nn.Parameter], gradients: torch.Tensor | None
+) -> None:
+    """Keep this rank's share of what is shown by now, parameters that were put in the place of others included."""
+    for piece, parameter in zip(flat.parameters, shown, strict=True):
+        found = piece.locations[0].get()
+        if found is not None and found.data_ptr() != parameter.data_ptr() and found.shape == piece.shape:
+            whole[piece.start : piece.start + found.numel()].copy_(found.reshape(-1))
+    if flat.num_ranks > 1 or whole.device != flat.memory.device:
+        flat.memory.copy_(flat.share_of(whole))
+    if gradients is None:
+        return
+    for piece, parameter in zip(flat.parameters, shown, strict=True):
+        if piece.sharded_param.grad is not None and parameter.grad is not None:
+            local = parameter.grad.reshape(-1)[piece.first : piece.first + piece.local_numel]
+            piece.sharded_param.grad.copy_(local.view(piece.sharded_param.grad.shape))
+
+
+def _gradients(flat: FlatLayout) -> torch.Tensor:
+    """Lay the visible parameters' gradients out as the share; zeros where there is none."""
+    if flat.flat_parameter is not None:
+        grad = flat.flat_parameter.grad
+        return torch.zeros_like(flat.memory) if grad is None else grad
+    share = torch.zeros_like(flat.memory)
+    for piece in flat.parameters:
+        if piece.sharded_param.grad is not None:
+            share[piece.offset : piece.offset + piece.local_numel].copy_(piece.sharded_param.grad.reshape(-1))
+    return share
+
+
+@contextmanager
+def summon_full_params(wrappers: Sequence[WrapperBase], how: FullParamsOptions) -> Iterator[None]:
+    """Let modules show the whole parameters of these wrappers. Collective.
+
+    Raises NotImplementedError for what cannot be asked together, AssertionError in forward or backward, or when
+    the parameters of one are whole already.
+    """
+    for wrapper in wrappers:
+        _check(wrapper, how)
+    with ExitStack() as shown:
+        for wrapper in wrappers:
+            wrapper.is_summoned = True
+            shown.callback(setattr, wrapper, "is_summoned", False)
+            for group in wrapper.groups:
+                shown.enter_context(unsharded_params(group, how))
+        yield
+
+
+def _check(wrapper: WrapperBase, how: FullParamsOptions) -> None:
+    if how.with_grads and (how.offloads or wrapper.is_flat):
+        raise NotImplementedError(
+            "summon_full_params: expected use_orig_params=True and offload_to_cpu=False beside with_grads=True, got "
+            f"with_grads={how.with_grads}, use_orig_params={not wrapper.is_flat}, offload_to_cpu={how.offloads}"
+        )
+    if how.offloads and any(group.mesh.shard_group is None for group in wrapper.groups):
+        raise NotImplementedError(
+            "summon_full_params: expected sharded parameters beside offload_to_cpu=True, got NO_SHARD; "
+            "copy the parameters"
+        )
+    if how.writeback and how.rank0_only:
+        raise NotImplementedError(
+            "summon_full_params: expected writeback=False beside rank0_only=True, got both: "
+            "what other ranks hold would not follow"
+        )
+    if wrapper.is_running:
+        raise AssertionError(
+            "summon_full_params: Cannot manually unshard parameters during forward/backward; "
+            "call it between iterations"
+        )
+    if wrapper.is_summoned:
+        raise AssertionError(
+            "summon_full_params: Cannot manually unshard parameters when already unsharding parameters; "
+            "leave the outer context first"
+        )
+
+
+def clip_by_norm(root: WrapperBase, max_norm: float, order: float) -> torch.Tensor:
+    """Clip gradients by the norm over everything in ``root``; see `FullyShardedDataParallel.clip_grad_norm_`.
+
+    A gradient counts once: that of sharded parameters on every rank of the shard group, all others on this one.
+    """
+    by_spread: dict[Spread, list[torch.Tensor]] = {}
+    managed: set[nn.Parameter] = set()
+    for wrapper in wrappers_in(root):
+        for group in wrapper.groups:
+            shards = group.mesh.shard_group
+            found = by_spread.setdefault((shards,) if shards is not None else (), [])
+            owners = dict.fromkeys(parameter.sharded_param for parameter in group.parameters)
+            found += [owner.grad for owner in owners if owner.grad is not None]
+            managed |= {
+                *owners,
+                *(p.unsharded_param for p in group.parameters if p.unsharded_param is not None),
+            }
+    rest = [p.grad for p in root.parameters() if p not in managed and p.grad is not None]
+    if rest:
+        by_spread.setdefault((), []).extend(rest)
+    gradients = [gradient for found in by_spread.values() for gradient in found]
+    wide = functools.reduce(torch.promote_types, (g.dtype for g in gradients), torch.float32)
+    total = norm_over(by_spread, order, root.compute_device, wide)
+    scale = clip_scale(max_norm, total)
+    for gradient in gradients:
+        if is_placeholder(gradient):
+            continue  # zeros
+        gradient.mul_(scale.to(device=gradient.device, dtype=gradient.dtype))
+    if not gradients:
+        warnings.warn(
+            "Called FSDP.clip_grad_norm_() on a rank with no gradients -- returning the total norm in the default "
+            f"dtype {total.dtype}",
+            stacklevel=4,
+        )
+        return total
+    return total.to(functools.reduce(torch.promote_types, (g.dtype for g in gradients)))
+
+
+def cast_buffers(root: WrapperBase) -> None:
+    """Cast the floating-point buffers of every wrapper in ``root`` to the dtype it was given for them."""
+    for wrapper in wrappers_in(root):
+        dtype = wrapper.mixed_precision.buffer_dtype
+        for module in own_modules(wrapper) if dtype is not None else ():
+            for name, buffer in module._buffers.items():
+                if buffer is not None and buffer.is_floating_point() and buffer.dtype != dtype:
+                    wrapper.buffer_dtypes[module, name] = buffer.dtype
+                    module._buffers[name] = buffer.to(dtype)
+
+
+def own_modules(wrapper: WrapperBase) -> Iterator[nn.Module]:
+    """Yield the modules inside ``wrapper`` that are inside no wrapper below, ignored ones left out."""
+    stack: list[nn.Module] = [wrapper.wrapped]
+    seen = set(wrapper.ignored.modules)
+    while stack:
+        module = stack.pop()
+        if module not in seen and not isinstance(module, WrapperBase):
+            seen.add(module)
+            yield module
+            stack.extend(module.children())

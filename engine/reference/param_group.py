@@ -1,0 +1,399 @@
+"""One communication group: the parameters that are gathered together and whose gradients are reduced together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from enum import Enum
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
+
+from engine.reference.collectives import (
+    AllGather,
+    CommHook,
+    DefaultAllGather,
+    DefaultReduceScatter,
+    Division,
+    PartialReduction,
+    PendingAllGather,
+    ReduceScatter,
+    ReductionPlan,
+    copy_own_shards,
+    division,
+    foreach_all_gather,
+    foreach_reduce,
+    reduce_alone,
+    reduce_scatter_copy_in,
+)
+from engine.reference.comm_context import CommContext
+from engine.reference.mesh import Ranks
+from engine.reference.param_layout import ParamLayout, UnshardedMemory, storage_signature
+from engine.reference.parameter import FSDPParam, placeholder_grad
+from engine.reference.policies import DTypes
+
+
+class ShardedState(Enum):
+    """Where the group's parameters are."""
+
+    SHARDED = "every rank holds its shard; unshard() -> GATHERING"
+    GATHERING = "the gather is under way; wait() -> UNSHARDED"
+    UNSHARDED = (
+        "modules see whole parameters; reshard() -> SHARDED, or keep_shard_of_subgroup() -> PARTIALLY_SHARDED"
+    )
+    PARTIALLY_SHARDED = "this rank holds a larger part, gathered from fewer ranks; unshard() -> GATHERING"
+
+
+class FSDPParamGroup:
+    """Parameters of one call of ``fully_shard`` or ``replicate`` on one mesh."""
+
+    def __init__(
+        self,
+        layout: ParamLayout,
+        mesh: Ranks,
+        device: torch.device,
+        dtypes: DTypes,
+        offload: OffloadPolicy,
+    ) -> None:
+        self.layout = layout
+        self.parameters = tuple(layout.parameters)
+        self.mesh = mesh
+        self.offload = offload
+        self.state = ShardedState.SHARDED
+        self.device = device
+        self.comm_ctx = CommContext(device)
+        self.gradient_arrived: Callable[[FSDPParamGroup, bool], None] = _ignored
+        self.is_complete = False
+        # Options, set through the methods of the sharded module.
+        self.reduces = True
+        self.all_reduces = True
+        self.divide_factor: float | None = None
+        self.only_sums = False
+        self.reduces_unused = False
+        self.most_in_flight = 1
+        self.scatter_group: dist.ProcessGroup | None = None
+        self.unshards_in_backward = True
+        self.all_reduce_hook: Callable[[torch.Tensor], None] | None = None
+        self.comm_hook: CommHook | None = None
+        self.keeps_reduce_dtype = False
+        self.shows_accumulation = False
+        self.all_gather: AllGather = DefaultAllGather()
+        self.reduce_scatter: ReduceScatter = DefaultReduceScatter()
+        self._dtypes = dtypes
+        self._home = torch.device("cpu") if isinstance(offload, CPUOffloadPolicy) else device
+        # Whole parameters, and the gather that fills them.
+        self._signature: tuple[object, ...] = ()
+        self._unsharded: UnshardedMemory | None = None
+        self._pending_gather: PendingAllGather | None = None
+        self._kept_shard: torch.Tensor | None = None
+        self._subgroup: dist.ProcessGroup | None = None
+        self._is_stale = False
+        # Gradients on their way.
+        self._is_reduced = False
+        self._was_reduced = False
+        self._partial = PartialReduction(layout)
+        self._shown: list[FSDPParam] = []
+        self._arrived: set[int] = set()
+        for parameter in self.parameters:
+            parameter.listen_to_steps(self.mark_stale)
+
+    def lazy_init(self, names: Mapping[nn.Module, str]) -> None:
+        """Name the parameters for messages, by the modules' names, and check what only the first forward can know.
+
+        Raises ValueError for parameters tied across groups, RuntimeError or AssertionError for what `_check_memory`
+        and the reduction cannot work with.
+        """
+        for parameter in self.parameters:
+            parameter.name = parameter.locations[0].name_from(names)
+        _check_tied(self.parameters)
+        _check_memory(self.parameters, self.offload)
+        _check_dtypes(self.parameters)
+
+    # Parameters -------------------------------------------------------------------------------------------
+
+    def unshard(self) -> None:
+        """Issue the gather, unless parameters are whole or on their way already."""
+        if self.state in {ShardedState.GATHERING, ShardedState.UNSHARDED}:
+            return
+        with torch.inference_mode(False), torch.no_grad():
+            if self.state is ShardedState.SHARDED:
+                self.reset_sharded_params()
+                if any(p.local.is_meta for p in self.parameters):
+                    _check_memory(self.parameters, self.offload)
+                self._is_stale = False
+                self._was_reduced = False
+            self._pending_gather = self._issue_all_gather()
+        self.state = ShardedState.GATHERING
+
+    def wait(self) -> None:
+        """Wait for a gather under way and let modules see whole parameters."""
+        if self.state is not ShardedState.GATHERING:
+            return
+        assert self._unsharded is not None
+        gathered = self._wait_for_all_gather()
+        with torch.inference_mode(False), torch.no_grad():
+            self._unsharded.copy_out(gathered)
+        # The next gather may be given the memory that this one was copied out of.
+        self.comm_ctx.wait_before_all_gather()
+        if not self._unsharded.is_in(gathered) and isinstance(self.all_gather, DefaultAllGather):
+            self.comm_ctx.recycle(gathered)
+        for parameter in self.parameters:
+            parameter.to_unsharded()
+        self.state = ShardedState.UNSHARDED
+
+    def reshard(self) -> None:
+        """Free whole parameters and let modules see the shards; a gather under way is waited for and dropped."""
+        if self.state is ShardedState.GATHERING:
+            self._wait_for_all_gather()
+            self.comm_ctx.wait_before_all_gather()  # as above
+        self._kept_shard = None
+        if self.state is not ShardedState.SHARDED:
+            self._free()
+        self.state = ShardedState.SHARDED
+
+    def keep_shard_of_subgroup(self) -> None:
+        """Free whole parameters but for this rank's part of the smaller group (see ``set_subgroup``)."""
+        if self.state is not ShardedState.UNSHARDED or self._subgroup is None:
+            self.reshard()
+            return
+        assert self._unsharded is not None
+        with torch.inference_mode(False), torch.no_grad():
+            self._kept_shard = self._unsharded.part(self._subgroup.rank(), self._subgroup.size())
+        self.comm_ctx.wait_before_all_gather()  # the next gather sends this part
+        self._free()
+        self.state = ShardedState.PARTIALLY_SHARDED
+
+    def set_subgroup(self, group: dist.ProcessGroup | None) -> None:
+        """Choose the ranks among which whole parameters are split between forward and backward; None: all."""
+        if self.state is ShardedState.PARTIALLY_SHARDED:
+            self.reshard()  # what was kept is a part among other ranks
+        self._subgroup = group
+
+    def mark_stale(self) -> None:
+        """Record that whole parameters, if there are any, are stale; see [Note: stale parameters]."""
+        self._is_stale = True
+
+    def refresh(self, *, begins_iteration: bool) -> None:
+        """Free whole parameters of before an optimizer step, and accumulated gradients that were cleared.
+
+        Decided by what every rank does alike, as a gather is collective: torch's optimizers report their steps, and
+        before a new iteration any other optimizer has had the reduced gradients.
+        """
+        if self._is_stale or (begins_iteration and self._was_reduced):
+            self.reshard()
+        for parameter in self._shown:
+            if parameter.sharded_param.grad is None:
+                parameter.drop_unsharded_grad()
+        self._shown.clear()
+
+    def check_unchanged(self) -> None:
+        """Raise RuntimeError if backward would compute with other values than forward did.
+
+        Gathered parameters are copies. Those that share the shards' memory are not, and autograd cannot see a
+        write to the shards.
+        """
+        is_shared = self._unsharded is not None and self._unsharded.is_shared
+        if is_shared and self._is_stale and self.state is ShardedState.UNSHARDED:
+            raise RuntimeError(
+                f"parameters {[p.name for p in self.parameters]}: expected them as they were in forward, got "
+                "them changed by an optimizer before backward; step after the backward of every forward"
+            )
+
+    def reset_sharded_params(self) -> None:
+        """Adopt parameters that were replaced, moved or cast, as by loading."""
+        self.layout.reset_sharded_params()
+        storage_signature = self._signature_that_matters()
+        if self._unsharded is None or storage_signature != self._signature:
+            self._signature = storage_signature
+            self._unsharded = self.layout.init_unsharded(
+                dtype=self._dtypes.param_dtype, device=self.device, on_gradient=self._count
+            )
+
+    # Gradients --------------------------------------------------------------------------------------------
+
+    def reduce_gradients(self) -> None:
+        """Start the reduction of what gradients there are, or hold them if the next backward shall add to them."""
+        self._arrived.clear()
+        self.is_complete = False
+        if not any(p.has_unsharded_grad or self._adds_zeros(p) for p in self.parameters):
+            return
+        if not self.reduces:
+            for parameter in self.parameters:
+                parameter.hold_unsharded_grad(self._reduce_dtype)
+            if self.shows_accumulation:
+                self._show_accumulation()
+            return
+        chosen = [p for p in self.parameters if p.has_unsharded_grad or self._adds_zeros(p)]
+        self._is_reduced = True
+        self._was_reduced |= self.all_reduces or not self.mesh.is_replicated
+        gradients = [p.pop_unsharded_grad(self._reduce_dtype) for p in chosen]
+        plan = self._reduction_plan(self._reduce_dtype or gradients[0].dtype)
+        with torch.no_grad():
+            if plan.is_alone:
+                reduce_alone(chosen, gradients, plan)
+                return
+            self.comm_ctx.reserve()
+            flat = reduce_scatter_copy_in(chosen, gradients, plan)
+            self._partial.expect(chosen, all_reduces=plan.all_reduces)
+            self.comm_ctx.reduce(flat, foreach_reduce(chosen, flat, plan))
+
+    def _show_accumulation(self) -> None:
+        """Let what the optimizer owns have a gradient while one accumulates, so that it shows when that is cleared."""
+        self._shown = [p for p in self.parameters if p.has_unsharded_grad]
+        for parameter in self._shown:
+            if parameter.sharded_param.grad is None:
+                parameter.sharded_param.grad = placeholder_grad(parameter.sharded_param)
+
+    def forget_backward(self) -> None:
+        """Record that a backward is over: what arrives next belongs to another one."""
+        self._arrived.clear()
+        self.is_complete = False
+        self._is_reduced = False
+
+    def drop_gradients(self) -> None:
+        """Forget gradients that were not reduced."""
+        self.forget_backward()
+        self._partial.clear()
+        for parameter in self.parameters:
+            parameter.drop_unsharded_grad()
+
+    # ------------------------------------------------------------------------------------------------------
+
+    @property
+    def _reduce_dtype(self) -> torch.dtype | None:
+        return self._dtypes.reduce_dtype or self._dtypes.param_dtype
+
+    def _adds_zeros(self, parameter: FSDPParam) -> bool:
+        """Whether a parameter without a gradient takes part: other ranks may have one, or microbatches before."""
+        whole = parameter.unsharded_param
+        if not self.reduces or whole is None or not whole.requires_grad:
+            return False
+        is_missing = self.reduces_unused and not self._is_reduced
+        return is_missing or (self.all_reduces and parameter in self._partial)
+
+    def _reduction_plan(self, dtype: torch.dtype) -> ReductionPlan:
+        return ReductionPlan(
+            layout=self.layout,
+            mesh=self.mesh,
+            division=self._division(dtype),
+            dtype=dtype,
+            final_dtype=dtype if self.keeps_reduce_dtype else self.parameters[0].local.dtype,
+            home=self._home,
+            scatter=self.reduce_scatter,
+            scatter_group=self.scatter_group or self.mesh.shard_group,
+            all_reduces=self.all_reduces,
+            hook=self.all_reduce_hook,
+            comm_hook=self.comm_hook,
+            partial=self._partial,
+        )
+
+    def _division(self, dtype: torch.dtype) -> Division:
+        if self.comm_hook is not None:
+            return Division()  # the hook divides
+        return division(
+            dtype=dtype,
+            shard_size=self.mesh.shard_size,
+            replicate_size=self.mesh.replicate_size,
+            factor=self.divide_factor,
+            only_sums=self.only_sums,
+        )
+
+    def _issue_all_gather(self) -> PendingAllGather:
+        """Gather the shards over all ranks, or the kept parts over the subgroup."""
+        assert self._unsharded is not None
+        if self.mesh.shard_size == 1:
+            return copy_own_shards(self.layout, self._unsharded, self.device)
+        kept, self._kept_shard = self._kept_shard, None
+        group = self.mesh.shard_group if kept is None else self._subgroup
+        assert group is not None
+        with self.comm_ctx.on_all_gather_stream():
+            output = self._unsharded.direct()
+            if output is None:
+                numel, dtype = self.mesh.shard_size * self._unsharded.wire_numel, self._unsharded.wire_dtype
+                output = self._gather_buffer(numel, dtype)
+            return foreach_all_gather(self.layout, output, group, self.all_gather, kept)
+
+    def _signature_that_matters(self) -> tuple[object, ...]:
+        """Where the shards are, if whole parameters are the same memory; else only what they are."""
+        if self.mesh.shard_size == 1:
+            return storage_signature(self.parameters)
+        return tuple((p.local.dtype, p.local.is_meta) for p in self.parameters)
+
+    def _wait_for_all_gather(self) -> torch.Tensor:
+        """Wait for the gather under way and return its output."""
+        assert self._pending_gather is not None
+        gather, self._pending_gather = self._pending_gather, None
+        if gather.work is not None:
+            gather.work.wait()
+        return gather.output
+
+    def _gather_buffer(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        if isinstance(self.all_gather, DefaultAllGather):
+            return self.comm_ctx.all_gather_buffer(numel, dtype, self.device)
+        return self.all_gather.allocate((numel,), dtype=dtype, device=self.device)
+
+    def _free(self) -> None:
+        for parameter in self.parameters:
+            parameter.to_sharded()
+        assert self._unsharded is not None
+        if self._unsharded.is_direct:
+            self.comm_ctx.wait_before_all_gather()  # the next gather may be given this memory
+        self._unsharded.free()
+
+    def _count(self, unsharded: torch.Tensor) -> None:
+        """Count gradients that are whole; when every trainable parameter has its own, they may be reduced.
+
+        Autograd sums all uses of a parameter before this is called, so a module that ran twice before
+        backward is reduced once.
+        """
+        self._arrived.add(id(unsharded))
+        # Where ranks may use different parameters, only the end of the module's backward is common to all.
+        if not self.reduces_unused:
+            self.is_complete = self._arrived.issuperset(
+                id(p.unsharded_param)
+                for p in self.parameters
+                if p.unsharded_param is not None and p.unsharded_param.requires_grad
+            )
+        self.gradient_arrived(self, self.is_complete)
+
+
+def _ignored(_: FSDPParamGroup, __: bool) -> None:
+    return None
+
+
+def _check_tied(parameters: Sequence[FSDPParam]) -> None:
+    for parameter in parameters:
+        if parameter.is_tied_elsewhere:
+            raise ValueError(
+                f"parameter {parameter.name!r} is shared with a parameter already managed by another group, "
+                "so the two would be trained apart; put both modules into one call: "
+                "fully_shard([module_a, module_b])"
+            )
+
+
+def _check_memory(parameters: Sequence[FSDPParam], offload: OffloadPolicy) -> None:
+    """Raise RuntimeError for parameters without memory, or not in the host memory that offloading keeps them in."""
+    on_meta = [p.name for p in parameters if p.current().is_meta]
+    if on_meta:
+        raise RuntimeError(
+            f"parameters should be materialized from meta device before the first forward, got {on_meta} "
+            "still there; call module.to_empty(device=...) and initialise them, or load a state dict"
+        )
+    if not isinstance(offload, CPUOffloadPolicy):
+        return
+    elsewhere = [(p.name, str(p.current().device)) for p in parameters if p.current().device.type != "cpu"]
+    if elsewhere:
+        raise RuntimeError(
+            f"parameters should be materialized on CPU when CPU offloading is on, got {elsewhere}; "
+            'load a CPU state dict or call module.to_empty(device="cpu")'
+        )
+
+
+def _check_dtypes(parameters: Sequence[FSDPParam]) -> None:
+    dtypes = {str(p.current().dtype) for p in parameters if p.current().requires_grad}
+    if len(dtypes) > 1:
+        raise AssertionError(
+            f"fully_shard expects uniform original parameter dtype in a group, got {sorted(dtypes)} among "
+            f"{[p.name for p in parameters]}; cast them, or give each dtype a call of its own"
+        )

@@ -1,0 +1,278 @@
+"""How the parameters of a group lie side by side: on the wire as shards, and in memory as whole tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol
+
+import torch
+
+from engine.reference.parameter import FSDPParam, ShardedParam
+from engine.reference.torch_private import post_accumulate_hooks
+
+_ALIGNMENT_BYTES = 64  # a cache line, and what vectorised kernels like
+
+
+class UnshardedMemory:
+    """Whole parameters as views of one block of memory.
+
+    Without a ``block`` they are views of the shards' own: a replicated parameter exists once. ``targets`` are
+    (ranks, ...) views of each parameter's whole memory, ``numels`` the elements that a rank sends of each,
+    ``dtypes`` what they are in; ``is_flat``: each target is a row per rank. A gather writes straight
+    into ``single``, if there is one: nothing has to be rearranged.
+    """
+
+    def __init__(
+        self,
+        block: torch.Tensor | None,
+        targets: Sequence[torch.Tensor],
+        *,
+        numels: Sequence[int],
+        dtypes: Sequence[torch.dtype],
+        is_flat: bool,
+        single: torch.Tensor | None,
+    ) -> None:
+        self._block = block
+        self._targets = list(targets)
+        self._ranks = targets[0].shape[0] if targets else 1
+        self._dtypes = list(dtypes)
+        self._travels_as_bytes = len(set(dtypes)) > 1
+        self._is_flat = is_flat
+        width = [d.itemsize if self._travels_as_bytes else 1 for d in dtypes]
+        self._sizes = [n * w for n, w in zip(numels, width, strict=True)]
+        self._single = single
+        self.free()
+
+    @property
+    def wire_numel(self) -> int:
+        """How many elements a rank sends."""
+        return sum(self._sizes)
+
+    @property
+    def wire_dtype(self) -> torch.dtype:
+        """The dtype on the wire; groups whose dtypes differ travel as bytes."""
+        return torch.uint8 if self._travels_as_bytes or not self._dtypes else self._dtypes[0]
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether this memory is the shards' own."""
+        return self._block is None
+
+    @property
+    def is_direct(self) -> bool:
+        """Whether gathers write to this memory without a buffer between."""
+        return self._single is not None
+
+    def direct(self) -> torch.Tensor | None:
+        """Return the memory that a gather may write to as it is, allocated; None if it must be rearranged."""
+        if self._single is None:
+            return None
+        self._allocate()
+        return self._single
+
+    def is_in(self, gathered: torch.Tensor) -> bool:
+        """Whether ``gathered`` is this memory, and not a buffer to recycle."""
+        return self._block is None or gathered is self._single
+
+    def copy_out(self, gathered: torch.Tensor) -> None:
+        """Copy a gather's output (1-D: rank by rank, all parameters' padded shards) to where it belongs."""
+        if self._block is None or gathered is self._single:
+            return
+        self._allocate()
+        parts = gathered.view(self._ranks, -1)
+        if self._is_flat and not self._travels_as_bytes:
+            torch.split_with_sizes_copy(parts, self._sizes, dim=1, out=self._targets)
+            return
+        for target, part, dtype in zip(
+            self._targets, parts.split(self._sizes, dim=1), self._dtypes, strict=True
+        ):
+            typed = part.contiguous().view(dtype) if part.dtype != dtype else part
+            target.copy_(typed.reshape(target.shape))
+
+    def part(self, index: int, parts: int) -> torch.Tensor:
+        """Copy out the ``index``-th of ``parts`` equal parts of what a gather delivered, laid out as it was."""
+        rows = self._ranks // parts
+        cut = [t[index * rows : (index + 1) * rows].reshape(rows, -1) for t in self._targets]
+        if self._travels_as_bytes:
+            cut = [c.view(torch.uint8) for c in cut]
+        return torch.cat(cut, dim=1).view(-1)
+
+    def free(self) -> None:
+        """Free the memory; tensors that autograd saved keep their identity and see the next gather's."""
+        if self._block is not None:
+            self._block.untyped_storage().resize_(0)
+
+    def _allocate(self) -> None:
+        assert self._block is not None
+        storage = self._block.untyped_storage()
+        if storage.size() != self._block.numel():
+            storage.resize_(self._block.numel())
+
+
+def carved(
+    numels: Sequence[int], dtypes: Sequence[torch.dtype], device: torch.device
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Lay typed views over one block of bytes, each aligned."""
+    starts, end = [], 0
+    for numel, dtype in zip(numels, dtypes, strict=True):
+        starts.append(end)
+        end += -(-numel * dtype.itemsize // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+    with torch.inference_mode(False):
+        block = torch.empty(end, dtype=torch.uint8, device=device)
+        views = [
+            block[start : start + numel * dtype.itemsize].view(dtype)
+            for start, numel, dtype in zip(starts, numels, dtypes, strict=True)
+        ]
+    return block, views
+
+
+Allocate = Callable[[int], torch.Tensor]
+
+
+class ParamLayout(Protocol):
+    """One way to lay out a group's parameters. All ranks of a group use the same."""
+
+    @property
+    def parameters(self) -> Sequence[FSDPParam]:
+        """The group's parameters."""
+        ...
+
+    @property
+    def keeps_apart(self) -> bool:
+        """Whether one parameter's gradient may be handed out without the others'."""
+        ...
+
+    def reset_sharded_params(self) -> None:
+        """Take over parameters that were replaced, moved or cast, as by loading."""
+
+    def init_unsharded(
+        self, *, dtype: torch.dtype | None, device: torch.device, on_gradient: Callable[[torch.Tensor], None]
+    ) -> UnshardedMemory:
+        """Make the memory of whole parameters, in ``dtype`` where they are floating-point, on ``device``."""
+        ...
+
+    def copy_in(self, out: torch.Tensor) -> None:
+        """Copy this rank's shards into ``out`` (1-D), cast to its dtype."""
+
+    def copy_in_gradients(
+        self, parameters: Sequence[FSDPParam], gradients: list[torch.Tensor], allocate: Allocate
+    ) -> torch.Tensor:
+        """Lay whole gradients (plain, one per parameter) out rank by rank in memory (1-D) from ``allocate``.
+
+        Empties the list.
+        """
+        ...
+
+    def parts(
+        self, parameters: Sequence[FSDPParam], reduced: torch.Tensor
+    ) -> Iterator[tuple[FSDPParam, torch.Tensor]]:
+        """Yield each parameter with its part of this rank's row of what was copied in for them, as a view (1-D)."""
+        ...
+
+    def write_gradients(self, parameters: Sequence[FSDPParam], reduced: torch.Tensor) -> None:
+        """Add a reduced row to the gradients of what the optimizer owns, as views where there are none yet."""
+
+
+class PerParameterLayout:
+    """Each parameter is cut by itself; a rank sends its shards of all of them one after the other, each padded."""
+
+    keeps_apart = True
+
+    def __init__(self, parameters: Sequence[ShardedParam], ranks: int) -> None:
+        self.parameters = tuple(parameters)
+        self._ranks = ranks
+
+    def reset_sharded_params(self) -> None:
+        """Reset each."""
+        for parameter in self.parameters:
+            parameter.reset_sharded_param()
+
+    def init_unsharded(
+        self, *, dtype: torch.dtype | None, device: torch.device, on_gradient: Callable[[torch.Tensor], None]
+    ) -> UnshardedMemory:
+        """Make one block for all; where nothing is gathered and nothing cast, it is the shards' own memory."""
+        locals_ = [p.local for p in self.parameters]
+        dtypes = [dtype if dtype and t.is_floating_point() else t.dtype for t in locals_]
+        numels = [p.geometry.padded_numel for p in self.parameters]
+        block = None
+        if self._ranks == 1 and all(
+            d == t.dtype and t.device == device for d, t in zip(dtypes, locals_, strict=True)
+        ):
+            views = [t.view(-1) for t in locals_]
+        else:
+            block, views = carved([self._ranks * n for n in numels], dtypes, device)
+        for parameter, view in zip(self.parameters, views, strict=True):
+            parameter.init_unsharded_param(view, on_gradient)
+        is_flat = all(p.geometry.dim == 0 for p in self.parameters)
+        return UnshardedMemory(
+            block,
+            [p.geometry.by_rank(v) for p, v in zip(self.parameters, views, strict=True)],
+            numels=numels,
+            dtypes=dtypes,
+            is_flat=is_flat,
+            single=views[0] if len(views) == 1 and is_flat and block is not None else None,
+        )
+
+    def copy_in(self, out: torch.Tensor) -> None:
+        """Copy shards side by side, each padded to the size of the largest; byte for byte, if ``out`` is bytes.
+
+        ``out`` is this rank's part of the gather's output, so that the gather needs no input of its own.
+        """
+        locals_ = [p.local for p in self.parameters]
+        as_bytes = out.dtype == torch.uint8
+        if not as_bytes and all(
+            p.geometry.is_even and local.device == out.device
+            for p, local in zip(self.parameters, locals_, strict=True)
+        ):
+            torch.cat([local.reshape(-1) for local in locals_], out=out)
+            return
+        start = 0
+        for parameter, local in zip(self.parameters, locals_, strict=True):
+            flat = local.reshape(-1).view(torch.uint8) if as_bytes else local.reshape(-1)
+            width = local.element_size() if as_bytes else 1
+            end = start + parameter.geometry.padded_numel * width
+            out[start : start + flat.numel()].copy_(flat, non_blocking=True)
+            out[start + flat.numel() : end].zero_()
+            start = end
+
+    def copy_in_gradients(
+        self, parameters: Sequence[FSDPParam], gradients: list[torch.Tensor], allocate: Allocate
+    ) -> torch.Tensor:
+        """Lay out as many rows as there are ranks, of all parameters' padded shards."""
+        chosen = _sharded(parameters)
+        sizes = [p.geometry.padded_numel for p in chosen]
+        flat = allocate(self._ranks * sum(sizes))
+        by_rank = flat.view(self._ranks, sum(sizes))
+        if self._ranks == 1 or all(p.geometry.is_even and p.geometry.dim == 0 for p in chosen):
+            rows = [g.reshape(self._ranks, n) for g, n in zip(gradients, sizes, strict=True)]
+            torch.cat(rows, dim=1, out=by_rank)
+        else:
+            for parameter, gradient, out in zip(chosen, gradients, by_rank.split(sizes, dim=1), strict=True):
+                parameter.geometry.cut(gradient, out)
+        gradients.clear()
+        return flat
+
+    def parts(
+        self, parameters: Sequence[FSDPParam], reduced: torch.Tensor
+    ) -> Iterator[tuple[FSDPParam, torch.Tensor]]:
+        """Yield each parameter with its padded shard."""
+        chosen = _sharded(parameters)
+        yield from zip(chosen, reduced.split([p.geometry.padded_numel for p in chosen]), strict=True)
+
+    def write_gradients(self, parameters: Sequence[FSDPParam], reduced: torch.Tensor) -> None:
+        """Write to each parameter its part, without the padding."""
+        for parameter, part in self.parts(parameters, reduced):
+            assert isinstance(parameter, ShardedParam)
+            parameter.accumulate_sharded_grad(parameter.geometry.own_part(part))
+            for hook in post_accumulate_hooks(parameter.sharded_param):
+                hook(parameter.sharded_param)
+
+
+def storage_signature(parameters: Sequence[FSDPParam]) -> tuple[object, ...]:
+    """Describe where the shards are and in which dtype, so that a move or a cast shows."""
+    return tuple((p.local.dtype, p.local.device, p.local.data_ptr()) for p in parameters)
+
+
+def _sharded(parameters: Sequence[FSDPParam]) -> list[ShardedParam]:
+    """Return the parameters as what this layout was made of."""
+    return [p for p in parameters if isinstance(p, ShardedParam)]
