@@ -293,7 +293,6 @@ def test_harness_has_twelve_entries_in_one_order() -> None:
     assert against_the_order(ROOT) == []
 
 
-@pytest.mark.xfail(strict=True, reason="modules of the reference engine and of mutants still repeat names")
 def test_no_module_name_stands_twice() -> None:
     assert repeated(ROOT, lambda module: [module.path.rpartition("/")[2]]) == []
 

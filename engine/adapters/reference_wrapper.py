@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from engine import reference
-from engine.adapters.wrapper import CAPABILITIES, Piece, PreparedWrapper, WrapperEngine
+from engine.adapters.wrapper_base import CAPABILITIES, Piece, PreparedWrapper, WrapperEngine
 from engine.contract import Capability, WrapperNames
 from engine.reference.fsdp1 import comm_hooks, wrap_policy
 from engine.reference.fsdp1.state_dict import named_pieces

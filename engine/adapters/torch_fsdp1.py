@@ -9,7 +9,7 @@ from torch.distributed.fsdp import FlatParameter, FullyShardedDataParallel, wrap
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 from engine.adapters.torch_internals import default_comm_hooks
-from engine.adapters.wrapper import CAPABILITIES, PREFIX, Piece, PreparedWrapper, WrapperEngine
+from engine.adapters.wrapper_base import CAPABILITIES, PREFIX, Piece, PreparedWrapper, WrapperEngine
 from engine.contract import Capability, WrapperNames
 
 __all__ = ["NAMES", "FullyShardedDataParallelEngine", "PreparedFsdp1"]

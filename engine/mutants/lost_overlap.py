@@ -16,8 +16,8 @@ from engine.capability import Capability
 from engine.contract import Plan, Prefetch, PreparedModel, Reshard
 from engine.mutants.fsdp2_insides import after_method
 from engine.mutants.mutant import Condition, Trace, mutant
-from engine.mutants.order import Lists
 from engine.mutants.plans import UNITS
+from engine.mutants.prefetch_order import Lists
 from engine.mutants.reference_insides import reference_groups, reference_units
 from engine.plan import Grouping, Layout
 from engine.reference.fsdp_state import BackwardPrefetchTime
