@@ -120,8 +120,7 @@ LAYERS = (
         exceptions={
             "harness/runner/invoke.py": ("pytest",),
             "harness/runner/plugin.py": ("pytest",),
-            # The table of upstream tests is data: marks are checked against it in whatever session they are met.
-            "harness/runner/fixture.py": ("pytest", "suites.upstream"),
+            "harness/runner/fixture.py": ("pytest",),
             "harness/runner/record_writer.py": ("pytest",),
             "harness/audit/plugin.py": ("pytest",),
             "harness/cli/case_list.py": ("pytest",),
@@ -130,7 +129,7 @@ LAYERS = (
             # Commands too long for the command line's own file.
             "harness/cli/diff.py": ("reports",),
             "harness/cli/judge.py": ("pytest",),
-            "harness/cli/coverage.py": ("pytest", "reports", "suites.upstream"),
+            "harness/cli/coverage.py": ("pytest", "reports"),
             "harness/cli/mutants.py": ("reports", "engine.mutants"),
             "harness/cli/timeline.py": ("reports",),
             "harness/verdicts/release.py": ("packaging",),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pickle
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import product
 from pathlib import Path
 
 import pytest
@@ -14,12 +13,11 @@ import torch
 from harness.cases.case_id import Node
 from harness.cases.inventory import collected
 from harness.cases.training import Training
-from harness.errors import HarnessBug, UnreadableError, UsageError
+from harness.errors import HarnessBug, UnreadableError
 from harness.laws.law import Law
 from harness.records.record import Record, to_json
 from harness.records.run import OBSERVATIONS, read_run
 from harness.records.verdict import Verdict
-from harness.runner.collection import refuse
 from harness.runner.engines import examine
 from harness.runner.plugin import CELLS, CELLS_ARE_CHOSEN, EFFORT, EXPECTATIONS, will_run
 from harness.runner.record_writer import (
@@ -37,12 +35,10 @@ from harness.verdicts.known_failures import expected
 from harness.worlds.processes.forkserver import NUM_SERVERS, warm_up
 from harness.worlds.sizes import Sizes
 from harness.worlds.spec import WorldKind
-from suites.upstream import TABLES, TESTS
 
 __all__ = ["Trial"]
 
 _KEPT = pytest.StashKey[int]()  # how many tests this plugin would run, had nothing else left some out
-_TABLES = (TESTS, *TABLES.values())
 # The world must give its own verdict, with stacks, before pytest-timeout ends the test from outside.
 _BEFORE_TIMEOUT_S = 3.0
 _SHOWN_LINES = 20  # of what the ranks printed; the record has more
@@ -115,11 +111,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     When replaying, deselect also what the run to replay did not contain.
     """
-    try:
-        for table, item in product(_TABLES, items):
-            table.rows_of(item.iter_markers(table.mark), where=item.nodeid)
-    except UsageError as error:
-        refuse(config, items, error)
     catalogue = collected([item.nodeid for item in items], config.args)
     _leave_out_unavailable(config, items)
     replay = config.getoption("--replay")
