@@ -121,6 +121,7 @@ LAYERS = (
             "harness/runner/invoke.py": ("pytest",),
             "harness/runner/plugin.py": ("pytest",),
             "harness/runner/fixture.py": ("pytest",),
+            "harness/runner/preload.py": ("pytest",),
             "harness/runner/record_writer.py": ("pytest",),
             "harness/audit/plugin.py": ("pytest",),
             "harness/cli/case_list.py": ("pytest",),
