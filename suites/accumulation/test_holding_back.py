@@ -9,11 +9,10 @@ from dataclasses import replace
 
 import pytest
 
-from engine.contract import Accumulation, Grouping, Layout, Plan, Reshard
+from engine.contract import Accumulation, Grouping, Layout, Reshard
 from fixtures.chain import CHAIN
-from fixtures.optimizers import SGD
 from harness.cases.scripts.microbatches import Holding, HoldingBack
-from harness.cases.training import Schedule, Training
+from harness.cases.training import Training
 from harness.laws.communication.bounds import Exactly
 from harness.laws.communication.counts import Count, Nothing, OnlyThese
 from harness.laws.communication.matching import RanksAgree
@@ -23,6 +22,7 @@ from harness.runner.fixture import Trial
 from harness.tracing.ledger import Op, Phase
 from harness.worlds.sizes import FOUR_OR_MORE_EVEN, SEVERAL
 from suites.communication.closed_forms import NUM_GROUPS, NUM_UNHELD_GROUPS
+from suites.training import train
 
 NUM_MICROBATCHES = 3
 ROOT = ""
@@ -119,12 +119,11 @@ def test_gathers_as_often_whether_accumulating_or_not(trial: Trial) -> None:
 
 
 def _training(layout: Layout, script: HoldingBack, reshard: Reshard = Reshard.AFTER_FORWARD) -> Training:
-    plan = Plan(
+    return train(
+        CHAIN,
         layout=layout,
-        units=CHAIN.units,
         grouping=Grouping.REQUIRED,
         reshard=Reshard.NATIVE if layout is Layout.REPLICATE else reshard,
-        demands=script.demands,
+        microbatches=NUM_MICROBATCHES,
+        script=script,
     )
-    schedule = Schedule(microbatches=NUM_MICROBATCHES)
-    return Training(problem=CHAIN, optimizer=SGD, plan=plan, schedule=schedule, script=script)

@@ -6,11 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from engine.contract import Accumulation, Grouping, Layout, Plan, Reshard
+from engine.contract import Accumulation, Grouping, Layout, Reshard
 from fixtures.chain import CHAIN
-from fixtures.optimizers import SGD
 from harness.cases.scripts.microbatches import Interleaved
-from harness.cases.training import Schedule, Training
+from harness.cases.training import Training
 from harness.laws.communication.bounds import Exactly
 from harness.laws.communication.counts import Count, Nothing
 from harness.laws.communication.matching import RanksAgree
@@ -20,6 +19,7 @@ from harness.runner.fixture import Trial
 from harness.tracing.ledger import Op, Phase
 from harness.worlds.sizes import SEVERAL
 from suites.communication.closed_forms import NUM_GROUPS
+from suites.training import train
 
 NUM_MICROBATCHES = 3
 GATHERS = Select(ops=(Op.ALL_GATHER,))
@@ -77,13 +77,12 @@ def _training(
     script: Interleaved,
     accumulation: Accumulation = Accumulation.LAST_MICROBATCH,
 ) -> Training:
-    plan = Plan(
+    return train(
+        CHAIN,
         layout=layout,
-        units=CHAIN.units,
         grouping=Grouping.REQUIRED,
         reshard=reshard,
         accumulation=accumulation,
-        demands=script.demands,
+        microbatches=NUM_MICROBATCHES,
+        script=script,
     )
-    schedule = Schedule(microbatches=NUM_MICROBATCHES)
-    return Training(problem=CHAIN, optimizer=SGD, plan=plan, schedule=schedule, script=script)

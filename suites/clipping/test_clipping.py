@@ -6,15 +6,15 @@ import math
 
 import pytest
 
-from engine.contract import Capability, Layout, Plan
-from fixtures.optimizers import SGD
+from engine.contract import Layout
 from fixtures.problems import MLP_EVEN, MLP_UNEVEN
 from fixtures.thin import ONE_NUMBER, SINGLE_ROWS
-from harness.cases.training import Clip, Problem, Schedule, Training
+from harness.cases.training import Clip, Problem, Training
 from harness.laws.communication.matching import RanksAgree
 from harness.laws.parity import MatchesOracle
 from harness.runner.fixture import Trial
 from harness.worlds.sizes import EVEN, SEVERAL
+from suites.training import train
 
 LAWS = (MatchesOracle(), RanksAgree())
 kills = pytest.mark.kills
@@ -89,6 +89,4 @@ def test_clips_where_one_rank_owns_everything(trial: Trial, norm_type: float) ->
 
 
 def _training(layout: Layout, clip: Clip, *, problem: Problem = MLP_EVEN, microbatches: int = 1) -> Training:
-    plan = Plan(layout=layout, units=problem.units, demands=frozenset({Capability.CLIP}))
-    schedule = Schedule(microbatches=microbatches, clip=clip)
-    return Training(problem=problem, optimizer=SGD, plan=plan, schedule=schedule)
+    return train(problem, layout=layout, microbatches=microbatches, clip=clip)

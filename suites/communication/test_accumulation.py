@@ -6,10 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from engine.contract import Accumulation, Layout, Plan
-from fixtures.optimizers import SGD
+from engine.contract import Accumulation, Layout
 from fixtures.problems import MLP_UNEVEN
-from harness.cases.training import Schedule, Training
+from harness.cases.training import Training
 from harness.laws.communication.bounds import Between, Exactly
 from harness.laws.communication.counts import Bytes, Nothing
 from harness.laws.communication.matching import RanksAgree
@@ -19,6 +18,7 @@ from harness.runner.fixture import Trial
 from harness.tracing.ledger import Op, Phase
 from harness.worlds.sizes import EVEN, SEVERAL
 from suites.communication.closed_forms import GRADIENT_BYTES, PADDED_BYTES
+from suites.training import train
 
 REDUCING = (Op.ALL_REDUCE, Op.REDUCE_SCATTER)
 EARLY = Select(ops=REDUCING, dtypes=("float32",), microbatches=Microbatches.ALL_BUT_LAST)
@@ -26,9 +26,8 @@ LAST = Select(dtypes=("float32",), phases=(Phase.BACKWARD,), microbatches=Microb
 
 
 def _training(layout: Layout, microbatches: int) -> Training:
-    plan = Plan(layout=layout, units=MLP_UNEVEN.units, accumulation=Accumulation.LAST_MICROBATCH)
-    return Training(
-        problem=MLP_UNEVEN, optimizer=SGD, plan=plan, schedule=Schedule(microbatches=microbatches)
+    return train(
+        MLP_UNEVEN, layout=layout, accumulation=Accumulation.LAST_MICROBATCH, microbatches=microbatches
     )
 
 

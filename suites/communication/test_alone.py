@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from engine.contract import Layout, Plan
+from engine.contract import Layout
 from fixtures.optimizers import ADAMW
 from fixtures.placements import UNEVEN_GROUP
-from harness.cases.training import Schedule, Training
 from harness.laws.communication.counts import Nothing
 from harness.laws.communication.select import Select, Window
 from harness.laws.parity import MatchesOracle
 from harness.runner.fixture import Trial
 from harness.worlds.sizes import ALONE
+from suites.training import train
 
 ANYTHING = Select(window=Window.TRAINING)
 
@@ -21,10 +21,5 @@ ANYTHING = Select(window=Window.TRAINING)
 @pytest.mark.kills("CommunicatesAlone")
 @pytest.mark.worlds(ALONE)
 def test_a_lone_rank_communicates_nothing(trial: Trial) -> None:
-    training = Training(
-        problem=UNEVEN_GROUP,
-        optimizer=ADAMW,
-        plan=Plan(layout=Layout.SHARD),
-        schedule=Schedule(microbatches=2),
-    )
+    training = train(UNEVEN_GROUP, ADAMW, layout=Layout.SHARD, microbatches=2)
     trial.holds(training, Nothing(select=ANYTHING), MatchesOracle())

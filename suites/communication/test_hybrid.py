@@ -10,8 +10,7 @@ from operator import attrgetter
 
 import pytest
 
-from engine.contract import Grouping, Layout, Plan, Replicas, Reshard
-from fixtures.optimizers import SGD
+from engine.contract import Grouping, Layout, Replicas, Reshard
 from fixtures.problems import MLP_EVEN, MLP_UNEVEN
 from harness.cases.training import Problem, Training
 from harness.laws.communication.bounds import Exactly
@@ -22,6 +21,7 @@ from harness.runner.fixture import Trial
 from harness.tracing.ledger import Op, Phase
 from harness.worlds.sizes import FOUR_OR_MORE_EVEN, SEVERAL, SIX_OR_MORE_EVEN
 from suites.communication.closed_forms import GRADIENT_BYTES, NUM_GROUPS
+from suites.training import train
 
 GATHERS = Select(ops=(Op.ALL_GATHER,), axis="shard")
 SCATTERS = Select(ops=(Op.REDUCE_SCATTER,), axis="shard", phases=(Phase.BACKWARD,))
@@ -91,11 +91,10 @@ def test_single_ranks_reduce_across_replicas(trial: Trial, problem: Problem) -> 
 
 
 def _training(problem: Problem, replicas: Replicas) -> Training:
-    plan = Plan(
+    return train(
+        problem,
         layout=Layout.HYBRID,
         replicas=replicas,
-        units=problem.units,
         grouping=Grouping.REQUIRED,
         reshard=Reshard.AFTER_FORWARD,
     )
-    return Training(problem=problem, optimizer=SGD, plan=plan)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from engine.contract import Grouping, Layout, Plan, Reshard
+from engine.contract import Grouping, Layout, Reshard
 from fixtures.chain import CHAIN
-from fixtures.optimizers import SGD
 from harness.cases.training import Training
 from harness.laws.communication.bounds import Exactly
 from harness.laws.communication.counts import AllWaited, Count
@@ -19,6 +18,7 @@ from harness.tracing.ledger import Op, Phase
 from harness.verdicts.case import Refusal
 from harness.worlds.sizes import FOUR_OR_MORE_EVEN, SEVERAL
 from suites.communication.closed_forms import NUM_GROUPS
+from suites.training import train
 
 REDUCTIONS = Select(ops=(Op.REDUCE_SCATTER,), phases=(Phase.BACKWARD,))
 
@@ -52,11 +52,10 @@ def test_a_bound_of_none_is_refused(trial: Trial) -> None:
 
 
 def _training(layout: Layout, most: int) -> Training:
-    plan = Plan(
+    return train(
+        CHAIN,
         layout=layout,
-        units=CHAIN.units,
         grouping=Grouping.REQUIRED,
         reshard=Reshard.AFTER_FORWARD,
         max_reduce_buffers=most,
     )
-    return Training(problem=CHAIN, optimizer=SGD, plan=plan)

@@ -19,6 +19,7 @@ from harness.laws.communication.matching import RanksAgree
 from harness.laws.parity import MatchesOracle
 from harness.runner.fixture import Trial
 from harness.worlds.sizes import FOUR_OR_MORE_EVEN, SEVERAL, THREE_OR_MORE
+from suites.training import train
 
 LAWS = (LeavesBuffersAlone(), ResultsAreWaitedFor(), MatchesOracle(), RanksAgree())
 SHARDED = Plan(
@@ -29,7 +30,7 @@ SHARDED = Plan(
 @pytest.mark.kills("ReadsBucketsTooEarly", "ForgetsTheWorkOfANorm")
 @pytest.mark.worlds(SEVERAL)
 def test_waits_for_results_whatever_the_layout(trial: Trial) -> None:
-    trial.holds(Training(problem=CHAIN, optimizer=SGD, plan=Plan(units=CHAIN.units)), *LAWS)
+    trial.holds(train(CHAIN), *LAWS)
 
 
 @pytest.mark.kills("ClearsTheReduceInput", "FreesTheInputOfAReduction", "FillsTheGatherOutput")

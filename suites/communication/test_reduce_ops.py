@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from engine.contract import Layout, Plan, Wire
-from fixtures.optimizers import SGD
+from engine.contract import Layout, Wire
 from fixtures.problems import MLP_UNEVEN
 from harness.cases.training import Training
 from harness.laws.communication.counts import ReduceOps
@@ -15,6 +14,7 @@ from harness.laws.parity import MatchesOracle
 from harness.runner.fixture import Trial
 from harness.tracing.ledger import Op, Phase
 from harness.worlds.sizes import FOUR_OR_MORE_EVEN, SEVERAL
+from suites.training import train
 
 SCATTERS = Select(ops=(Op.REDUCE_SCATTER,), phases=(Phase.BACKWARD,))
 REDUCTIONS = Select(ops=(Op.ALL_REDUCE,), phases=(Phase.BACKWARD,))
@@ -22,8 +22,7 @@ ACROSS = Select(ops=(Op.ALL_REDUCE,), axis="replicate", phases=(Phase.BACKWARD,)
 
 
 def _training(layout: Layout) -> Training:
-    plan = Plan(layout=layout, units=MLP_UNEVEN.units, wire=Wire.SUM)
-    return Training(problem=MLP_UNEVEN, optimizer=SGD, plan=plan)
+    return train(MLP_UNEVEN, layout=layout, wire=Wire.SUM)
 
 
 @pytest.mark.rows("C27")

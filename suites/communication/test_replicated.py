@@ -7,10 +7,9 @@ from operator import attrgetter
 
 import pytest
 
-from engine.contract import Grouping, Layout, Plan
-from fixtures.optimizers import SGD
+from engine.contract import Grouping, Layout
 from fixtures.problems import MLP_EVEN, MLP_UNEVEN, TRANSFORMER
-from harness.cases.training import Problem, Training
+from harness.cases.training import Problem
 from harness.laws.communication.bounds import Exactly
 from harness.laws.communication.counts import AllWaited, Bytes, Count, Nothing, OnlyThese
 from harness.laws.communication.matching import RanksAgree
@@ -19,6 +18,7 @@ from harness.runner.fixture import Trial
 from harness.tracing.ledger import Op, Phase
 from harness.worlds.sizes import SEVERAL
 from suites.communication.closed_forms import GRADIENT_BYTES, NUM_GROUPS
+from suites.training import train
 
 REDUCTIONS = Select(ops=(Op.ALL_REDUCE,), phases=(Phase.BACKWARD,), dtypes=("float32",))
 GATHERS = Select(ops=(Op.ALL_GATHER, Op.REDUCE_SCATTER))
@@ -31,14 +31,12 @@ SETTLED = (2,)
 @pytest.mark.worlds(SEVERAL)
 @pytest.mark.parametrize("problem", PROBLEMS, ids=attrgetter("name"))
 def test_reduces_each_gradient_once(trial: Trial, problem: Problem) -> None:
-    plan = Plan(layout=Layout.REPLICATE, units=problem.units)
     trial.holds(
-        Training(problem=problem, optimizer=SGD, plan=plan),
+        train(problem, layout=Layout.REPLICATE),
         Bytes(select=REDUCTIONS, expected=Exactly(GRADIENT_BYTES), minimum=GRADIENT_BYTES),
         Nothing(select=GATHERS),
         OnlyThese(
-            selects=(replace(REDUCTIONS, steps=SETTLED),),
-            among=Select(dtypes=("float32",), steps=SETTLED),
+            selects=(replace(REDUCTIONS, steps=SETTLED),), among=Select(dtypes=("float32",), steps=SETTLED)
         ),
         AllWaited(select=REDUCTIONS),
         RanksAgree(),
@@ -49,9 +47,8 @@ def test_reduces_each_gradient_once(trial: Trial, problem: Problem) -> None:
 @pytest.mark.worlds(SEVERAL)
 @pytest.mark.parametrize("problem", PROBLEMS, ids=attrgetter("name"))
 def test_reduces_each_group_in_one_collective(trial: Trial, problem: Problem) -> None:
-    plan = Plan(layout=Layout.REPLICATE, units=problem.units, grouping=Grouping.REQUIRED)
     trial.holds(
-        Training(problem=problem, optimizer=SGD, plan=plan),
+        train(problem, layout=Layout.REPLICATE, grouping=Grouping.REQUIRED),
         Count(select=REDUCTIONS, expected=Exactly(NUM_GROUPS)),
         RanksAgree(),
     )

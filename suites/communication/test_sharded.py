@@ -7,8 +7,7 @@ from operator import attrgetter
 
 import pytest
 
-from engine.contract import Grouping, Layout, Plan, Reshard
-from fixtures.optimizers import SGD
+from engine.contract import Reshard
 from fixtures.problems import MLP_EVEN, MLP_UNEVEN, TRANSFORMER
 from harness.cases.training import Problem, Training
 from harness.laws.communication.bounds import Between, Exactly
@@ -19,6 +18,7 @@ from harness.runner.fixture import Trial
 from harness.tracing.ledger import Op, Phase
 from harness.worlds.sizes import FOUR_OR_MORE_EVEN, SEVERAL
 from suites.communication.closed_forms import GRADIENT_BYTES, NUM_GROUPS, PADDED_BYTES
+from suites.training import train_sharded
 
 GATHERS_IN_FORWARD = Select(ops=(Op.ALL_GATHER,), phases=(Phase.FORWARD,))
 GATHERS_IN_BACKWARD = Select(ops=(Op.ALL_GATHER,), phases=(Phase.BACKWARD,))
@@ -28,8 +28,7 @@ ONCE_PER_GROUP = Exactly(NUM_GROUPS)
 
 
 def _training(problem: Problem, reshard: Reshard) -> Training:
-    plan = Plan(layout=Layout.SHARD, units=problem.units, grouping=Grouping.REQUIRED, reshard=reshard)
-    return Training(problem=problem, optimizer=SGD, plan=plan)
+    return train_sharded(problem, reshard=reshard)
 
 
 @pytest.mark.rows("C06")

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from engine.contract import Accumulation, Plan
+from engine.contract import Accumulation
 from fixtures.optimizers import ADAMW, SGD
 from fixtures.problems import MLP_EVEN, MLP_UNEVEN
-from harness.cases.training import NamedOptimizer, Problem, Schedule, Training
+from harness.cases.training import NamedOptimizer, Problem
 from harness.laws.communication.matching import RanksAgree
 from harness.laws.parity import MatchesOracle
 from harness.runner.fixture import Trial
+from suites.training import train
 
 # Each problem, each optimizer, and each number of microbatches with each of the others.
 CASES: list[tuple[Problem, NamedOptimizer, int]] = [
@@ -34,10 +35,5 @@ CASES: list[tuple[Problem, NamedOptimizer, int]] = [
 def test_accumulates_every_microbatch(
     trial: Trial, problem: Problem, optimizer: NamedOptimizer, microbatches: int
 ) -> None:
-    training = Training(
-        problem=problem,
-        optimizer=optimizer,
-        plan=Plan(units=problem.units, accumulation=Accumulation.LAST_MICROBATCH),
-        schedule=Schedule(microbatches=microbatches),
-    )
+    training = train(problem, optimizer, accumulation=Accumulation.LAST_MICROBATCH, microbatches=microbatches)
     trial.holds(training, MatchesOracle(), RanksAgree())

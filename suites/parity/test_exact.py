@@ -6,11 +6,11 @@ import pytest
 
 from fixtures.optimizers import EXACT_SGD
 from fixtures.problems import EXACT_LINEAR
-from harness.cases.training import Schedule, Training
 from harness.laws.communication.matching import RanksAgree
 from harness.laws.parity import MatchesOracle
 from harness.runner.fixture import Trial
 from harness.worlds.sizes import POWERS_OF_TWO
+from suites.training import train
 
 
 @pytest.mark.worlds(POWERS_OF_TWO)
@@ -22,9 +22,5 @@ from harness.worlds.sizes import POWERS_OF_TWO
     ],
 )
 def test_is_exact_to_the_bit(trial: Trial, microbatches: int) -> None:
-    training = Training(
-        problem=EXACT_LINEAR,
-        optimizer=EXACT_SGD,
-        schedule=Schedule(steps=2, microbatches=microbatches),
-    )
+    training = train(EXACT_LINEAR, EXACT_SGD, units=(), steps=2, microbatches=microbatches)
     trial.holds(training, MatchesOracle(), RanksAgree())

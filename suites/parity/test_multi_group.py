@@ -6,13 +6,13 @@ from operator import attrgetter
 
 import pytest
 
-from engine.contract import Plan
 from fixtures.optimizers import ADAMW, SGD
 from fixtures.problems import MLP_EVEN, MLP_UNEVEN, TRANSFORMER
-from harness.cases.training import NamedOptimizer, Problem, Schedule, Training
+from harness.cases.training import NamedOptimizer, Problem
 from harness.laws.communication.matching import RanksAgree
 from harness.laws.parity import MatchesOracle
 from harness.runner.fixture import Trial
+from suites.training import train
 
 OF_ONE_MICROBATCH = (
     "ForgetsToSynchroniseOneParameter",
@@ -49,17 +49,12 @@ CASES: list[tuple[Problem, NamedOptimizer, int]] = [
 def test_trains_the_same_model(
     trial: Trial, problem: Problem, optimizer: NamedOptimizer, microbatches: int
 ) -> None:
-    training = Training(
-        problem=problem,
-        optimizer=optimizer,
-        plan=Plan(units=problem.units),
-        schedule=Schedule(microbatches=microbatches),
-    )
+    training = train(problem, optimizer, microbatches=microbatches)
     trial.holds(training, MatchesOracle(), RanksAgree())
 
 
 @pytest.mark.kills("ForgetsToSynchroniseOneParameter", "DropsAUnitOnTheLastRank", "DriftsByOneBit")
 @pytest.mark.parametrize("optimizer", [SGD, ADAMW], ids=name)
 def test_trains_the_same_transformer(trial: Trial, optimizer: NamedOptimizer) -> None:
-    training = Training(problem=TRANSFORMER, optimizer=optimizer, plan=Plan(units=TRANSFORMER.units))
+    training = train(TRANSFORMER, optimizer)
     trial.holds(training, MatchesOracle(), RanksAgree())

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from engine.contract import Plan
-from fixtures.optimizers import SGD
 from fixtures.random_draws import DROPPED, DROPPED_AND_RECOMPUTED, NOISY
-from harness.cases.training import Problem, Schedule, Training
+from harness.cases.training import Problem
 from harness.laws.communication.matching import RanksAgree
 from harness.laws.parity import MatchesOracle
 from harness.runner.fixture import Trial
+from suites.training import train
 
 
 @pytest.mark.kills("SumsInsteadOfAveraging", "DrawsAlikeOnAllRanks")
@@ -25,10 +24,5 @@ from harness.runner.fixture import Trial
     ],
 )
 def test_trains_on_what_each_rank_draws(trial: Trial, problem: Problem) -> None:
-    training = Training(
-        problem=problem,
-        optimizer=SGD,
-        plan=Plan(units=problem.units),
-        schedule=Schedule(microbatches=2),
-    )
+    training = train(problem, microbatches=2)
     trial.holds(training, MatchesOracle(), RanksAgree())

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from engine.contract import Grouping, Layout, Plan
-from fixtures.optimizers import ADAMW, SGD
+from engine.contract import Grouping, Layout
+from fixtures.optimizers import ADAMW
 from fixtures.patches import PATCHES
 from fixtures.problems import MLP_EVEN
 from harness.cases.scripts.parts import OnePartOnOddSteps
-from harness.cases.training import Training
 from harness.laws.communication.matching import RanksAgree
 from harness.laws.parity import MatchesOracle
 from harness.runner.fixture import Trial
 from harness.worlds.sizes import SEVERAL
+from suites.training import train
 
 both_layouts = pytest.mark.parametrize(
     "layout", [Layout.REPLICATE, Layout.SHARD], ids=lambda layout: layout.name.lower()
@@ -25,8 +25,7 @@ both_layouts = pytest.mark.parametrize(
 @both_layouts
 def test_a_step_through_one_unit_updates_it_alone(trial: Trial, layout: Layout) -> None:
     script = OnePartOnOddSteps(part="layers.0")
-    plan = Plan(layout=layout, units=MLP_EVEN.units, grouping=Grouping.REQUIRED, demands=script.demands)
-    training = Training(problem=MLP_EVEN, optimizer=SGD, plan=plan, script=script)
+    training = train(MLP_EVEN, layout=layout, grouping=Grouping.REQUIRED, script=script)
     trial.holds(training, MatchesOracle(), RanksAgree())
 
 
@@ -35,10 +34,7 @@ def test_a_step_through_one_unit_updates_it_alone(trial: Trial, layout: Layout) 
 @pytest.mark.kills("IgnoresForwardMethods", "NeverReducesForwardMethods")
 @both_layouts
 def test_a_method_trains_like_forward(trial: Trial, layout: Layout) -> None:
-    plan = Plan(
-        layout=layout,
-        units=PATCHES.units,
-        grouping=Grouping.REQUIRED,
-        forward_methods=(("encoder", "encode"),),
+    training = train(
+        PATCHES, ADAMW, layout=layout, grouping=Grouping.REQUIRED, forward_methods=(("encoder", "encode"),)
     )
-    trial.holds(Training(problem=PATCHES, optimizer=ADAMW, plan=plan), MatchesOracle(), RanksAgree())
+    trial.holds(training, MatchesOracle(), RanksAgree())

@@ -6,11 +6,11 @@ from operator import attrgetter
 
 import pytest
 
-from engine.contract import Layout, Placement, Plan
+from engine.contract import Layout, Placement
 from fixtures.optimizers import ADAMW
 from fixtures.placements import DIVISIBLE_MLP, DIVISIBLE_TRANSFORMER
 from harness.cases.scripts.forms import FORWARD, LAYOUTS, NotesForms
-from harness.cases.training import Problem, Training
+from harness.cases.training import Problem
 from harness.laws.communication.matching import RanksAgree
 from harness.laws.notes import Notes
 from harness.laws.parity import MatchesOracle
@@ -18,6 +18,7 @@ from harness.laws.sharding.holdings import HoldsItsShare
 from harness.laws.sharding.placement import LiesOnTheDimAskedFor, StateLiesWithItsParameter
 from harness.runner.fixture import Trial
 from harness.worlds.sizes import POWERS_OF_TWO, SEVERAL
+from suites.training import train
 
 
 @pytest.mark.rows("T25")
@@ -39,9 +40,8 @@ from harness.worlds.sizes import POWERS_OF_TWO, SEVERAL
     ids=attrgetter("name"),
 )
 def test_shards_the_largest_dim(trial: Trial, problem: Problem) -> None:
-    plan = Plan(layout=Layout.SHARD, placement=Placement.LARGEST, units=problem.units)
     trial.holds(
-        Training(problem=problem, optimizer=ADAMW, plan=plan, script=NotesForms()),
+        train(problem, ADAMW, layout=Layout.SHARD, placement=Placement.LARGEST, script=NotesForms()),
         MatchesOracle(),
         HoldsItsShare(),
         LiesOnTheDimAskedFor(),

@@ -4,23 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from engine.contract import Plan
 from fixtures.autocast import AUTOCAST
-from fixtures.optimizers import SGD
-from harness.cases.training import Schedule, Training
 from harness.laws.communication.matching import RanksAgree
 from harness.laws.parity import MatchesOracle
 from harness.runner.fixture import Trial
 from harness.worlds.sizes import SEVERAL
+from suites.training import train
 
 
 @pytest.mark.kills("SumsInsteadOfAveraging", "KeepsOnlyTheLastMicrobatch")
 @pytest.mark.worlds(SEVERAL)
 def test_trains_a_model_under_autocast(trial: Trial) -> None:
-    training = Training(
-        problem=AUTOCAST,
-        optimizer=SGD,
-        plan=Plan(units=AUTOCAST.units),
-        schedule=Schedule(microbatches=2),
-    )
+    training = train(AUTOCAST, microbatches=2)
     trial.holds(training, MatchesOracle(), RanksAgree())

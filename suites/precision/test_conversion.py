@@ -5,23 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 
-from engine.contract import Capability, Plan
 from fixtures.optimizers import ADAMW
 from fixtures.problems import MLP_UNEVEN
-from harness.cases.training import Schedule, Training
 from harness.laws.communication.matching import RanksAgree
 from harness.laws.parity import MatchesOracle
 from harness.runner.fixture import Trial
+from suites.training import train
 
 
 @pytest.mark.rows("T06", "R04")
 @pytest.mark.kills("ReducesInTheDtypeOfBefore")
 def test_trains_in_float64_once_converted(trial: Trial) -> None:
-    training = Training(
-        problem=MLP_UNEVEN,
-        optimizer=ADAMW,
-        plan=Plan(units=MLP_UNEVEN.units, demands=frozenset({Capability.CONVERT})),
-        schedule=Schedule(microbatches=2),
-        convert=torch.float64,
-    )
+    training = train(MLP_UNEVEN, ADAMW, microbatches=2, convert=torch.float64)
     trial.holds(training, MatchesOracle(), RanksAgree())

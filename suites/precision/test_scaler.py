@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from engine.contract import Layout, Plan
-from fixtures.optimizers import SGD
+from engine.contract import Layout
 from fixtures.problems import MLP_EVEN
 from harness.cases.scripts.interface import Exercise
-from harness.cases.training import Schedule, Training
 from harness.laws.notes import Notes
 from harness.laws.parity import MatchesOracle
 from harness.runner.fixture import Trial
 from harness.worlds.sizes import SEVERAL
 from suites.precision.scaling import AFTER_A_FINITE, AFTER_AN_INFINITE, AFTER_NONE, scales_together
+from suites.training import train
 
 
 @pytest.mark.worlds(SEVERAL)
@@ -23,9 +22,8 @@ from suites.precision.scaling import AFTER_A_FINITE, AFTER_AN_INFINITE, AFTER_NO
 def test_ranks_skip_steps_and_change_the_scale_together(trial: Trial, is_fused: bool) -> None:
     """Half the scale after the infinite gradient, twice the scale after two steps without one."""
     script = Exercise(body=scales_together, arguments=(is_fused,))
-    plan = Plan(layout=Layout.SHARD, demands=script.demands)
     trial.holds(
-        Training(problem=MLP_EVEN, optimizer=SGD, plan=plan, schedule=Schedule(steps=1), script=script),
+        train(MLP_EVEN, layout=Layout.SHARD, units=(), steps=1, script=script),
         Notes(subject=AFTER_AN_INFINITE, value="as it should, scale 4.0"),
         Notes(subject=AFTER_NONE, value="as it should, scale 4.0"),
         Notes(subject=AFTER_A_FINITE, value="as it should, scale 8.0"),

@@ -11,9 +11,8 @@ from __future__ import annotations
 
 import pytest
 
-from engine.contract import Capability, Grouping, Layout, Plan, Prefetch, Reshard
+from engine.contract import Prefetch, Reshard
 from fixtures.heads import FORK
-from fixtures.optimizers import SGD
 from harness.cases.scripts.microbatches import BranchByBranch
 from harness.cases.training import Training, Watch
 from harness.laws.communication.bounds import Between, Exactly, Expectation
@@ -25,6 +24,7 @@ from harness.laws.parity import MatchesOracle
 from harness.runner.fixture import Trial
 from harness.tracing.ledger import Op, Phase
 from harness.worlds.sizes import SEVERAL
+from suites.training import train_sharded
 
 FORWARD = Select(phases=(Phase.FORWARD,))
 BACKWARD = Select(phases=(Phase.BACKWARD,))
@@ -87,12 +87,6 @@ def test_a_unit_pointed_at_by_mistake_waits_for_its_turn(trial: Trial) -> None:
 
 
 def _training(script: BranchByBranch, prefetch: Prefetch | None = None) -> Training:
-    plan = Plan(
-        layout=Layout.SHARD,
-        units=FORK.units,
-        grouping=Grouping.REQUIRED,
-        reshard=Reshard.AFTER_FORWARD,
-        prefetch=prefetch,
-        demands=script.demands | {Capability.UNIT_STATE},
+    return train_sharded(
+        FORK, reshard=Reshard.AFTER_FORWARD, prefetch=prefetch, script=script, watch=frozenset({Watch.UNITS})
     )
-    return Training(problem=FORK, optimizer=SGD, plan=plan, script=script, watch=frozenset({Watch.UNITS}))

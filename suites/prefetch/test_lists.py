@@ -13,9 +13,8 @@ from __future__ import annotations
 
 import pytest
 
-from engine.contract import Capability, Grouping, Layout, Plan, Prefetch, Reshard
+from engine.contract import Layout, Prefetch, Reshard
 from fixtures.chain import CHAIN, CHECKPOINTED_CHAIN, NESTED_CHAIN
-from fixtures.optimizers import SGD
 from harness.cases.training import Problem, Training, Watch
 from harness.laws.communication.matching import RanksAgree
 from harness.laws.communication.order import Event, Gathers, Order, Reduces, Reshards, Together
@@ -24,6 +23,7 @@ from harness.laws.parity import MatchesOracle
 from harness.runner.fixture import Trial
 from harness.tracing.ledger import Phase
 from harness.worlds.sizes import SEVERAL
+from suites.training import train, train_sharded
 
 FORWARD = Select(phases=(Phase.FORWARD,))
 BACKWARD = Select(phases=(Phase.BACKWARD,))
@@ -174,17 +174,10 @@ def test_a_wrong_hint_costs_no_correctness(trial: Trial) -> None:
 @pytest.mark.parametrize("layout", [Layout.SHARD, Layout.REPLICATE], ids=lambda x: x.name.lower())
 def test_lists_change_nothing_that_is_learnt(trial: Trial, layout: Layout) -> None:
     prefetch = Prefetch.by_distance(UNITS, forward=2, backward=2)
-    plan = Plan(layout=layout, units=UNITS, prefetch=prefetch)
-    trial.holds(Training(problem=CHAIN, optimizer=SGD, plan=plan), *RIGHT)
+    trial.holds(train(CHAIN, layout=layout, units=UNITS, prefetch=prefetch), *RIGHT)
 
 
 def _training(problem: Problem, prefetch: Prefetch, units: tuple[str, ...] = UNITS) -> Training:
-    plan = Plan(
-        layout=Layout.SHARD,
-        units=units,
-        grouping=Grouping.REQUIRED,
-        reshard=Reshard.AFTER_FORWARD,
-        prefetch=prefetch,
-        demands=frozenset({Capability.UNIT_STATE}),
+    return train_sharded(
+        problem, units=units, reshard=Reshard.AFTER_FORWARD, prefetch=prefetch, watch=frozenset({Watch.UNITS})
     )
-    return Training(problem=problem, optimizer=SGD, plan=plan, watch=frozenset({Watch.UNITS}))

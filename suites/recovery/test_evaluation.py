@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from engine.contract import Layout, Plan
-from fixtures.optimizers import SGD
+from engine.contract import Layout
 from fixtures.problems import MLP_EVEN
 from harness.cases.script import Evaluation
 from harness.cases.scripts.recovery import Evaluates, Moment
-from harness.cases.training import Training
 from harness.laws.communication.matching import RanksAgree
 from harness.laws.parity import MatchesOracle
 from harness.runner.fixture import Trial
+from suites.training import train
 
 # The root owns the last layer: engines keep its parameters longest.
 UNITS = MLP_EVEN.units[:-1]
@@ -26,13 +25,11 @@ both_layouts = pytest.mark.parametrize(
 @both_layouts
 def test_an_evaluation_before_the_step_leaves_nothing_stale(trial: Trial, layout: Layout) -> None:
     script = Evaluates(moment=Moment.BEFORE_STEP)
-    plan = Plan(layout=layout, units=UNITS)
-    trial.holds(Training(problem=MLP_EVEN, optimizer=SGD, plan=plan, script=script), *LAWS)
+    trial.holds(train(MLP_EVEN, layout=layout, units=UNITS, script=script), *LAWS)
 
 
 @pytest.mark.kills("KeepsAnInferenceTensor")
 @both_layouts
 def test_trains_after_an_evaluation_in_inference_mode(trial: Trial, layout: Layout) -> None:
     script = Evaluates(moment=Moment.BEFORE_TRAINING, how=Evaluation.INFERENCE)
-    plan = Plan(layout=layout, units=UNITS)
-    trial.holds(Training(problem=MLP_EVEN, optimizer=SGD, plan=plan, script=script), *LAWS)
+    trial.holds(train(MLP_EVEN, layout=layout, units=UNITS, script=script), *LAWS)

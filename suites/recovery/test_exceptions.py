@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from engine.contract import Accumulation, Grouping, Layout, Plan, Reshard
+from engine.contract import Accumulation, Layout, Reshard
 from fixtures.guarded import GUARDED
-from fixtures.optimizers import SGD
 from harness.cases.scripts.recovery import RAISED, FailsFirst, SkipsAFailure
-from harness.cases.training import Schedule, Training
 from harness.laws.communication.matching import RanksAgree
 from harness.laws.notes import Notes
 from harness.laws.parity import MatchesOracle
 from harness.runner.fixture import Trial
+from suites.training import train, train_sharded
 
 LAWS = (MatchesOracle(), RanksAgree(), Notes(subject=RAISED, value="FloatingPointError"))
 
@@ -25,14 +24,7 @@ LAWS = (MatchesOracle(), RanksAgree(), Notes(subject=RAISED, value="FloatingPoin
 )
 def test_a_forward_that_raised_leaves_nothing_behind(trial: Trial, reshard: Reshard) -> None:
     script = SkipsAFailure()
-    plan = Plan(
-        layout=Layout.SHARD,
-        units=GUARDED.units,
-        grouping=Grouping.REQUIRED,
-        reshard=reshard,
-        demands=script.demands,
-    )
-    trial.holds(Training(problem=GUARDED, optimizer=SGD, plan=plan, script=script), *LAWS)
+    trial.holds(train_sharded(GUARDED, reshard=reshard, script=script), *LAWS)
 
 
 @pytest.mark.kills("LeaksTheFailedIteration")
@@ -45,13 +37,7 @@ def test_a_forward_that_raised_leaves_nothing_behind(trial: Trial, reshard: Resh
 )
 def test_nothing_of_the_iteration_that_failed_is_learnt(trial: Trial, layout: Layout) -> None:
     script = FailsFirst()
-    plan = Plan(
-        layout=layout,
-        units=GUARDED.units,
-        accumulation=Accumulation.LAST_MICROBATCH,
-        demands=script.demands,
-    )
-    training = Training(
-        problem=GUARDED, optimizer=SGD, plan=plan, schedule=Schedule(microbatches=3), script=script
+    training = train(
+        GUARDED, layout=layout, accumulation=Accumulation.LAST_MICROBATCH, microbatches=3, script=script
     )
     trial.holds(training, *LAWS)

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from engine.contract import Layout, Plan
-from fixtures.optimizers import SGD
+from engine.contract import Layout
 from fixtures.thin import EMPTY_ROWS, SCALARS, SINGLE_ROWS
-from harness.cases.training import Problem, Training
+from harness.cases.training import Problem
 from harness.laws.communication.matching import RanksAgree
 from harness.laws.parity import MatchesOracle
 from harness.laws.sharding.holdings import HoldsItsShare
 from harness.runner.fixture import Trial
 from harness.verdicts.case import Refusal
 from harness.worlds.sizes import EVEN, SEVERAL
+from suites.training import train
 
 LAWS = (MatchesOracle(), RanksAgree())
 
@@ -27,8 +27,7 @@ LAWS = (MatchesOracle(), RanksAgree())
     ],
 )
 def test_trains_single_rows_of_which_most_ranks_own_nothing(trial: Trial, layout: Layout) -> None:
-    plan = Plan(layout=layout, units=SINGLE_ROWS.units)
-    trial.holds(Training(problem=SINGLE_ROWS, optimizer=SGD, plan=plan), *LAWS, HoldsItsShare())
+    trial.holds(train(SINGLE_ROWS, layout=layout), *LAWS, HoldsItsShare())
 
 
 @pytest.mark.worlds(SEVERAL)
@@ -42,5 +41,5 @@ def test_trains_single_rows_of_which_most_ranks_own_nothing(trial: Trial, layout
     ],
 )
 def test_trains_or_refuses_parameters_that_cannot_be_cut(trial: Trial, problem: Problem) -> None:
-    training = Training(problem=problem, optimizer=SGD, plan=Plan(units=problem.units))
+    training = train(problem)
     trial.holds(training, *LAWS, refusal=Refusal.ALLOWED)

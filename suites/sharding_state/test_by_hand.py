@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from engine.contract import Grouping, Layout, Plan, Reshard
+from engine.contract import Grouping, Layout, Reshard
 from fixtures.heads import TALKATIVE
 from fixtures.odd_shapes import ODD_SHAPES
-from fixtures.optimizers import SGD
 from fixtures.problems import MLP_UNEVEN
 from harness.cases.scripts.unit_state import (
     AFTER_BACKWARD,
@@ -27,6 +26,7 @@ from harness.runner.fixture import Trial
 from harness.tracing.ledger import Op, Phase
 from harness.worlds.sizes import FOUR_OR_MORE_EVEN, SEVERAL
 from suites.sharding_state.states import states
+from suites.training import train
 
 GATHERS = Select(ops=(Op.ALL_GATHER,), window=Window.TRAINING)
 BY_HAND = Select(ops=(Op.ALL_GATHER,), phases=(Phase.BETWEEN,), window=Window.TRAINING)
@@ -38,10 +38,9 @@ def _training(
     problem: Problem, layout: Layout, reshard: Reshard, units: tuple[str, ...], gather: Gather
 ) -> Training:
     script = UnshardByHand(units=(*units, ""), gather=gather)
-    plan = Plan(
-        layout=layout, units=units, grouping=Grouping.REQUIRED, reshard=reshard, demands=script.demands
+    return train(
+        problem, layout=layout, units=units, grouping=Grouping.REQUIRED, reshard=reshard, script=script
     )
-    return Training(problem=problem, optimizer=SGD, plan=plan, script=script)
 
 
 def _gathers_by_hand(number: int) -> tuple[Count, OnlyThese, AllWaited]:

@@ -6,11 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from engine.contract import Accumulation, Capability, Grouping, Layout, Plan, Reshard, Roots
-from fixtures.optimizers import SGD
+from engine.contract import Accumulation, Capability, Grouping, Layout, Reshard, Roots
 from fixtures.problems import MLP_UNEVEN
 from harness.cases.scripts.unit_state import AFTER_BACKWARD, AFTER_FORWARD, BEFORE_FORWARD, LookAround
-from harness.cases.training import Schedule, Training
 from harness.laws.communication.bounds import Exactly
 from harness.laws.communication.counts import Count, Nothing
 from harness.laws.communication.matching import RanksAgree
@@ -21,6 +19,7 @@ from harness.runner.fixture import Trial
 from harness.tracing.ledger import Op, Phase
 from harness.worlds.sizes import SEVERAL
 from suites.sharding_state.states import states
+from suites.training import train
 
 ROOTS = MLP_UNEVEN.units
 REDUCTIONS = Select(ops=(Op.REDUCE_SCATTER, Op.ALL_REDUCE), phases=(Phase.BACKWARD,), dtypes=("float32",))
@@ -46,7 +45,9 @@ MOMENTS = (BEFORE_FORWARD, AFTER_FORWARD, AFTER_BACKWARD)
 )
 @pytest.mark.kills("HoldsBackTheFirstRootAlone")
 def test_trains_roots_beside_each_other(trial: Trial, layout: Layout, reshard: Reshard) -> None:
-    plan = Plan(
+    is_freed = reshard is Reshard.AFTER_FORWARD
+    training = train(
+        MLP_UNEVEN,
         layout=layout,
         roots=Roots.EACH_UNIT,
         units=ROOTS,
@@ -54,16 +55,11 @@ def test_trains_roots_beside_each_other(trial: Trial, layout: Layout, reshard: R
         reshard=reshard,
         accumulation=Accumulation.LAST_MICROBATCH,
         demands=frozenset({Capability.UNIT_STATE}),
+        microbatches=2,
+        script=LookAround(),
     )
-    is_freed = reshard is Reshard.AFTER_FORWARD
     trial.holds(
-        Training(
-            problem=MLP_UNEVEN,
-            optimizer=SGD,
-            plan=plan,
-            schedule=Schedule(microbatches=2),
-            script=LookAround(),
-        ),
+        training,
         UnitsAre(
             states=(
                 *states(BEFORE_FORWARD, sharded=ROOTS),

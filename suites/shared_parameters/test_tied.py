@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from engine.contract import Grouping, Layout, Plan, Reshard
-from fixtures.optimizers import ADAMW, SGD
+from engine.contract import Layout, Reshard
+from fixtures.optimizers import ADAMW
 from fixtures.tied import TIED
-from harness.cases.training import Schedule, Training
+from harness.cases.training import Schedule
 from harness.laws.communication.matching import RanksAgree
 from harness.laws.parity import MatchesOracle
 from harness.laws.sharding.holdings import HoldsItsShare
@@ -15,6 +15,7 @@ from harness.laws.sharding.movement import EveryRowMoves
 from harness.runner.fixture import Trial
 from harness.verdicts.case import Refusal
 from harness.worlds.sizes import SEVERAL
+from suites.training import train, train_sharded
 
 LAWS = (MatchesOracle(), EveryRowMoves(parameter="token.weight"), HoldsItsShare(), RanksAgree())
 ONE_GROUP = ("token,head", "blocks.0", "blocks.1")
@@ -29,29 +30,25 @@ TWO_GROUPS = ("token", "head")
     [pytest.param(Reshard.AFTER_FORWARD, id="freed"), pytest.param(Reshard.KEEP, id="kept")],
 )
 def test_every_row_of_a_tied_parameter_learns(trial: Trial, reshard: Reshard) -> None:
-    plan = Plan(layout=Layout.SHARD, units=ONE_GROUP, grouping=Grouping.REQUIRED, reshard=reshard)
-    trial.holds(Training(problem=TIED, optimizer=ADAMW, plan=plan), *LAWS)
+    trial.holds(train_sharded(TIED, ADAMW, units=ONE_GROUP, reshard=reshard), *LAWS)
 
 
 @pytest.mark.rows("T26", "R13")
 @pytest.mark.kills("UntiesSharedParameters", "CountsTheFirstUseAlone")
 @pytest.mark.parametrize("layout", [Layout.REPLICATE, Layout.SHARD], ids=lambda layout: layout.name.lower())
 def test_a_parameter_tied_within_the_root_learns_from_both_uses(trial: Trial, layout: Layout) -> None:
-    plan = Plan(layout=layout, units=TIED.units)
-    trial.holds(Training(problem=TIED, optimizer=SGD, plan=plan), *LAWS)
+    trial.holds(train(TIED, layout=layout), *LAWS)
 
 
 @pytest.mark.worlds(SEVERAL)
 @pytest.mark.rows("T28")
 @pytest.mark.kills("UntiesSharedParameters", "LosesTheLastRowsOfSharedParameters")
 def test_a_parameter_tied_over_two_groups_is_refused_or_learns_from_both(trial: Trial) -> None:
-    plan = Plan(layout=Layout.SHARD, units=TWO_GROUPS, grouping=Grouping.REQUIRED)
-    trial.holds(Training(problem=TIED, optimizer=SGD, plan=plan), *LAWS, refusal=Refusal.ALLOWED)
+    trial.holds(train_sharded(TIED, units=TWO_GROUPS), *LAWS, refusal=Refusal.ALLOWED)
 
 
 @pytest.mark.rows("T29")
 @pytest.mark.kills("TellsParametersApartByName")
 def test_models_made_one_after_another_are_told_apart(trial: Trial) -> None:
-    plan = Plan(layout=Layout.SHARD, units=TIED.units, grouping=Grouping.REQUIRED)
-    training = Training(problem=TIED, optimizer=SGD, plan=plan, schedule=Schedule(steps=2, repeats=3))
+    training = train_sharded(TIED, schedule=Schedule(steps=2, repeats=3))
     trial.holds(training, *LAWS)

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from engine.contract import Layout, Plan
+from engine.contract import Layout
 from fixtures.optimizers import ADAMW
 from fixtures.problems import MLP_EVEN
-from harness.cases.training import Training
 from harness.laws.communication.matching import RanksAgree
 from harness.laws.memory.census import MemoryIsExplained
 from harness.laws.parity import MatchesOracle
 from harness.laws.sharding.holdings import HoldsItsShare
 from harness.runner.fixture import Trial
 from harness.worlds.sizes import SEVERAL
+from suites.training import train
 
 
 @pytest.mark.rows("T08", "R06")
@@ -22,6 +22,5 @@ from harness.worlds.sizes import SEVERAL
 @pytest.mark.kills("CutsGradientsFromWholeBuffers", "CutsStateFromWholeBuffers", "AveragesWholeParameters")
 @pytest.mark.worlds(SEVERAL)
 def test_holds_its_share(trial: Trial) -> None:
-    plan = Plan(layout=Layout.SHARD, units=MLP_EVEN.units)
-    training = Training(problem=MLP_EVEN, optimizer=ADAMW, plan=plan)
+    training = train(MLP_EVEN, ADAMW, layout=Layout.SHARD)
     trial.holds(training, MatchesOracle(), HoldsItsShare(), MemoryIsExplained(), RanksAgree())

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from fixtures.optimizers import SGD
 from fixtures.problems import MLP_EVEN
-from harness.cases.training import Training
 from harness.laws.communication.matching import RanksAgree
 from harness.laws.parity import MatchesOracle
 from harness.runner.fixture import Trial
+from suites.training import train
 
 
 @pytest.mark.rows("T07", "R05")
@@ -17,4 +16,4 @@ from harness.runner.fixture import Trial
 @pytest.mark.kills("StartsOtherRanksAnew", "OrdersParametersByRank", "IgnoresMoreOnTheLastRank")
 @pytest.mark.kills("AddsGradientsToParameters", "RepeatsTheSecondGradients", "KeepsOneOldGradient")
 def test_trains_the_same_model(trial: Trial) -> None:
-    trial.holds(Training(problem=MLP_EVEN, optimizer=SGD), MatchesOracle(), RanksAgree())
+    trial.holds(train(MLP_EVEN, units=()), MatchesOracle(), RanksAgree())

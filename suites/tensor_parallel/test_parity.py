@@ -6,10 +6,10 @@ from operator import attrgetter
 
 import pytest
 
-from engine.contract import Accumulation, Capability, Grouping, Layout, Plan, Reshard
-from fixtures.optimizers import ADAMW, SGD
+from engine.contract import Accumulation, Grouping, Layout, Reshard
+from fixtures.optimizers import ADAMW
 from fixtures.tensor_parallel import STACK_3, STACK_5, STACK_16, STACK_17
-from harness.cases.training import Clip, Problem, Schedule, Training
+from harness.cases.training import Clip, Problem, Training
 from harness.laws.communication.bounds import Exactly
 from harness.laws.communication.counts import AllWaited, Count, Nothing
 from harness.laws.communication.matching import RanksAgree
@@ -19,6 +19,7 @@ from harness.runner.fixture import Trial
 from harness.tracing.ledger import Op, Phase
 from harness.worlds.sizes import FOUR_OR_MORE_EVEN, FOURS
 from suites.communication.closed_forms import NUM_GROUPS
+from suites.training import train, train_sharded
 
 GATHERS = Select(ops=(Op.ALL_GATHER,), axis="data", phases=(Phase.FORWARD,))
 GATHERS_AGAIN = Select(ops=(Op.ALL_GATHER,), axis="data", phases=(Phase.BACKWARD,))
@@ -59,17 +60,18 @@ def test_shards_of_cut_tensors_train_as_one_model(trial: Trial, problem: Problem
 @pytest.mark.kills("KeepsNormsOnTheirTensorRank", "LosesTheLastRowsOfUnevenPieces", "SwapsTheCutsOfOneDim")
 @pytest.mark.worlds(FOUR_OR_MORE_EVEN)
 def test_shards_of_cut_tensors_accumulate(trial: Trial) -> None:
-    plan = Plan(
-        layout=Layout.SHARD,
+    before = Select(ops=SCATTERS.ops, axis="data", microbatches=Microbatches.ALL_BUT_LAST)
+    training = train_sharded(
+        STACK_5,
+        ADAMW,
         tensor_parallel=2,
-        units=STACK_5.units,
-        grouping=Grouping.REQUIRED,
         reshard=Reshard.KEEP,
         accumulation=Accumulation.LAST_MICROBATCH,
+        steps=2,
+        microbatches=3,
     )
-    before = Select(ops=SCATTERS.ops, axis="data", microbatches=Microbatches.ALL_BUT_LAST)
     trial.holds(
-        Training(problem=STACK_5, optimizer=ADAMW, plan=plan, schedule=Schedule(steps=2, microbatches=3)),
+        training,
         MatchesOracle(),
         Count(select=SCATTERS, expected=ONCE_PER_GROUP, per=Per.STEP),
         Nothing(select=before),
@@ -82,14 +84,10 @@ def test_shards_of_cut_tensors_accumulate(trial: Trial) -> None:
 @pytest.mark.kills("ClipsOnOneTensorRank")
 @pytest.mark.worlds(FOUR_OR_MORE_EVEN)
 def test_clips_by_the_norm_over_all_axes(trial: Trial) -> None:
-    plan = Plan(
-        layout=Layout.SHARD,
-        tensor_parallel=2,
-        units=STACK_5.units,
-        demands=frozenset({Capability.CLIP}),
+    trial.holds(
+        train(STACK_5, layout=Layout.SHARD, tensor_parallel=2, steps=2, clip=Clip(max_norm=0.5)),
+        MatchesOracle(),
     )
-    schedule = Schedule(steps=2, clip=Clip(max_norm=0.5))
-    trial.holds(Training(problem=STACK_5, optimizer=SGD, plan=plan, schedule=schedule), MatchesOracle())
 
 
 @pytest.mark.rows("T34")
@@ -122,12 +120,7 @@ def test_replicas_of_cut_tensors_train_as_one_model(trial: Trial, problem: Probl
 
 
 def _training(problem: Problem, layout: Layout, reshard: Reshard = Reshard.NATIVE) -> Training:
-    plan = Plan(
-        layout=layout,
-        tensor_parallel=2,
-        units=problem.units,
-        grouping=Grouping.REQUIRED,
-        reshard=reshard,
-    )
     # Two steps show what one did to the next; DTensors take too long over more.
-    return Training(problem=problem, optimizer=SGD, plan=plan, schedule=Schedule(steps=2))
+    return train(
+        problem, layout=layout, tensor_parallel=2, grouping=Grouping.REQUIRED, reshard=reshard, steps=2
+    )

@@ -11,9 +11,8 @@ from math import prod
 import pytest
 import torch
 
-from engine.contract import Layout, Plan, Reshard
+from engine.contract import Layout, Reshard
 from fixtures.idle import FROZEN
-from fixtures.optimizers import SGD
 from harness.cases.training import Training
 from harness.laws.communication.bounds import Between
 from harness.laws.communication.counts import Bytes
@@ -25,6 +24,7 @@ from harness.runner.fixture import Trial
 from harness.tracing.ledger import Op, Phase
 from harness.worlds.sizes import SEVERAL
 from suites.communication.closed_forms import ClosedForm
+from suites.training import train
 
 GATHERS = Select(ops=(Op.ALL_GATHER,), phases=(Phase.FORWARD,))
 # A whole unit, and one parameter of a unit that has others.
@@ -53,9 +53,8 @@ PADDED = ClosedForm(name="those bytes, rows padded to the world", formula=_padde
 @pytest.mark.kills("ShardsIgnoredParameters")
 def test_leaves_ignored_parameters_whole(trial: Trial) -> None:
     units = tuple(unit for unit in FROZEN.units if unit != "base")
-    plan = Plan(layout=Layout.SHARD, units=units, ignored=IGNORED, reshard=Reshard.AFTER_FORWARD)
     trial.holds(
-        Training(problem=FROZEN, optimizer=SGD, plan=plan),
+        train(FROZEN, layout=Layout.SHARD, units=units, ignored=IGNORED, reshard=Reshard.AFTER_FORWARD),
         MatchesOracle(),
         HoldsItsShare(),
         RanksAgree(),
