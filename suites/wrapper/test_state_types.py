@@ -169,8 +169,7 @@ def test_refuses_configs_of_each_other_type(bench: Bench, kind: StateDictType) -
     root = bench.wrapped(tower())
     own, _ = _CONFIGS[kind]
     set_type = partial(bench.api.set_state_dict_type, root, kind)
-    for other in _CONFIGS.keys() - {kind}:
-        of_parameters, of_optimizer = _CONFIGS[other]
+    for of_parameters, of_optimizer in (configs for other, configs in _CONFIGS.items() if other is not kind):
         bench.refuses("config of another type", partial(set_type, of_parameters()), RuntimeError)
         call = partial(set_type, own(), of_optimizer())
         bench.refuses("optimizer's config of another type", call, RuntimeError)
