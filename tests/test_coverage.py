@@ -7,17 +7,15 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 from torch.distributed import fsdp
 
-from harness.audit.upstream_coverage import Coverage, Table, cover, judge_row
+from harness.audit.upstream_coverage import Coverage, Row, Table, cover, judge_row, read_table, read_tables
 from harness.errors import UsageError
 from harness.records.record import Record, Verdict
 from reports.coverage_table import render, render_markdown
-from suites.upstream import FSDP1, TESTS, UPSTREAM, WRAPPER
 
 ROOT = Path(__file__).resolve().parents[1]
 _OF_FSDP2 = {
@@ -31,17 +29,13 @@ _OF_FSDP2 = {
     "register_fsdp_forward_method",
     "share_comm_ctx",
 }
+TESTS, FSDP1 = (read_tables()[name] for name in ("tests", "fsdp1"))
+UPSTREAM, WRAPPER = TESTS.rows, FSDP1.rows
 IDS = [row.id for row in UPSTREAM]
 
 
-@dataclass(frozen=True)
-class ARow:
-    """A made-up upstream test."""
-
-    id: str
-    test: str = "Class.test_x"
-    promise: str = "it trains"
-    why_gpu: str = ""
+def a_row(id: str, why_gpu: str = "") -> Row:
+    return Row(id=id, test="Class.test_x", promise="it trains", why_gpu=why_gpu)
 
 
 def a_record(engine: str, case: str, verdict: Verdict, world: str = "threads:2") -> Record:
@@ -84,11 +78,47 @@ def test_every_public_name_of_fsdp1_has_a_row() -> None:
 
 
 def test_rows_that_need_a_gpu_say_why() -> None:
-    assert [row.id for row in UPSTREAM if row.needs_gpu] == ["T39", "C05", "C23", "C25", "C26"]
+    assert [row.id for row in UPSTREAM if row.why_gpu] == ["T39", "C05", "C23", "C25", "C26"]
+
+
+A_TABLE = """
+mark = "rows"
+column = "upstream test"
+ids = "ids"
+example = "rows(T01)"
+command = "coverage"
+
+[files."test_one.py"]
+T01 = ["Class.test_x", "it trains"]
+
+[files."test_two.py"]
+T02 = ["Class.test_y", "it replays", "graphs are CUDA's"]
+"""
+
+
+def test_a_table_is_read_in_the_order_of_its_file(tmp_path: Path) -> None:
+    file = tmp_path / "table.toml"
+    file.write_text(A_TABLE)
+    table = read_table(file)
+    assert (table.mark, table.column, table.ids) == ("rows", "upstream test", "ids")
+    assert (table.example, table.command) == ("rows(T01)", "coverage")
+    assert table.rows == [
+        Row(id="T01", test="Class.test_x", promise="it trains", file="test_one.py"),
+        Row(
+            id="T02",
+            test="Class.test_y",
+            promise="it replays",
+            file="test_two.py",
+            why_gpu="graphs are CUDA's",
+        ),
+    ]
 
 
 def test_the_table_needs_no_torch() -> None:
-    code = "import sys; import suites.upstream, harness.audit.upstream_coverage; sys.exit('torch' in sys.modules)"
+    code = (
+        "import sys; from harness.audit import upstream_coverage as found; found.read_tables(); "
+        "sys.exit('torch' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False, timeout=60).returncode == 0
 
 
@@ -155,7 +185,7 @@ CASES = {
     "parity/test_b.py::test_y": {"T01", "T02"},
     "parity/test_b.py::test_no_row": set[str](),
 }
-ROWS = [ARow("T01"), ARow("T02"), ARow("T03"), ARow("T04", why_gpu="graphs are CUDA's")]
+ROWS = [a_row("T01"), a_row("T02"), a_row("T03"), a_row("T04", why_gpu="graphs are CUDA's")]
 RECORDS = [
     a_record("mine", "parity/test_a.py::test_x[m1]", Verdict.PASSED),
     a_record("mine", "parity/test_b.py::test_y", Verdict.PASSED),
@@ -214,7 +244,7 @@ SESSIONS = """
 import sys, pytest
 from harness.cli.main import main
 from harness.runner.invoke import call_pytest
-refused = call_pytest([sys.argv[1], "--collect-only"])
+refused = call_pytest([sys.argv[1], "suites/smoke", "--collect-only"])
 print("codes", refused, main(["coverage", "--markdown"]), main(["coverage", "--api", "fsdp1"]))
 """
 

@@ -19,7 +19,7 @@ from harness.laws.communication.order import mistakable
 from harness.laws.law import Evidence
 from harness.laws.tolerance import allowed_error
 from harness.training.oracle import OracleObservation, Quantity, TensorKey, run_oracle
-from suites.wrapper import specimens
+from suites.wrapper import model
 
 any_problem = pytest.mark.parametrize("problem", PROBLEMS, ids=lambda p: p.name)
 
@@ -144,6 +144,6 @@ def test_units_of_chains_differ_in_size_on_up_to_eight_ranks(name: str, world_si
 @pytest.mark.parametrize("step", range(4))
 def test_rows_for_the_wrapper_cancel_on_no_number_of_ranks(world_size: int, step: int) -> None:
     """Where they did, gradients were roundings alone, which an optimizer that divides by them makes steps of."""
-    summed = sum(specimens.batch(rank, step) for rank in range(world_size))
+    summed = sum(model.batch(rank, step) for rank in range(world_size))
     assert isinstance(summed, torch.Tensor)
     assert bool(summed.sum(0).all())

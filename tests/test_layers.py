@@ -125,8 +125,6 @@ LAYERS = (
             "harness/runner/": ("pytest",),
             "harness/audit/": ("pytest",),
             "harness/cli/": ("pytest", "reports"),
-            "harness/runner/fixture.py": ("suites.upstream",),
-            "harness/cli/coverage.py": ("suites.upstream",),
         },
     ),
     Layer(package="shardproof", allowed=("engine.contract", "harness")),

@@ -1,8 +1,10 @@
-"""What exercises claim: a claim that is wrong is noted as what was got, and never as right."""
+"""What cases of the wrapper claim: a claim that is wrong is noted as what was got, and never as right."""
 
 from __future__ import annotations
 
+import inspect
 import math
+import pickle
 from collections.abc import Callable
 
 import pytest
@@ -10,14 +12,15 @@ import torch
 
 from engine.adapters.torch_fsdp1 import NAMES
 from harness.cases.script import InterfaceBench
-from suites.wrapper.claims import RIGHT, Claims
+from suites.wrapper import test_units
+from suites.wrapper.expect import RIGHT, Bench, expects
 
 ONE = torch.tensor([1.0, 2.0])
 
 
-def _noted(claim: Callable[[Claims], None]) -> str:
+def _noted(claim: Callable[[Bench], None]) -> str:
     notes: list[str] = []
-    bench = InterfaceBench(
+    given = InterfaceBench(
         names=NAMES,
         rank=0,
         size=1,
@@ -25,7 +28,7 @@ def _noted(claim: Callable[[Claims], None]) -> str:
         note=lambda subject, value: notes.append(f"{subject}: {value}"),
         ledger=tuple,
     )
-    claim(Claims(bench))
+    claim(Bench(given))
     (note,) = notes
     return note.removeprefix("it: ")
 
@@ -36,7 +39,7 @@ def _noted(claim: Callable[[Claims], None]) -> str:
     ids=repr,
 )
 def test_equal_values_are_right(value: object) -> None:
-    assert _noted(lambda claims: claims.same("it", value, value)) == RIGHT
+    assert _noted(lambda bench: bench.same("it", value, value)) == RIGHT
 
 
 @pytest.mark.parametrize(
@@ -58,8 +61,8 @@ def test_equal_values_are_right(value: object) -> None:
     ],
     ids=repr,
 )
-def test_values_that_differ_are_told(got: object, expected: object) -> None:
-    noted = _noted(lambda claims: claims.same("it", got, expected))
+def test_values_that_differ_are_noted(got: object, expected: object) -> None:
+    noted = _noted(lambda bench: bench.same("it", got, expected))
     assert noted != RIGHT
     assert "expected" in noted
 
@@ -90,12 +93,12 @@ OTHER = FIVE.index_put((torch.tensor([1, 2]), torch.tensor([3, 0])), torch.tenso
     ids=repr,
 )
 def test_the_first_element_that_differs_is_named(got: object, expected: object, noted: str) -> None:
-    assert _noted(lambda claims: claims.same("it", got, expected)) == noted
+    assert _noted(lambda bench: bench.same("it", got, expected)) == noted
 
 
 def test_near_is_a_share_of_the_largest_of_a_tensor() -> None:
     def near(difference: float) -> str:
-        return _noted(lambda claims: claims.near("it", ONE + difference, ONE, tolerance=1e-3))
+        return _noted(lambda bench: bench.near("it", ONE + difference, ONE, tolerance=1e-3))
 
     assert near(1.9e-3) == RIGHT
     assert near(2.1e-3) != RIGHT
@@ -104,7 +107,7 @@ def test_near_is_a_share_of_the_largest_of_a_tensor() -> None:
 
 def test_near_compares_numbers_that_are_no_floats_exactly() -> None:
     counts = torch.tensor([1000])
-    assert _noted(lambda claims: claims.near("it", counts + 1, counts, tolerance=0.5)) != RIGHT
+    assert _noted(lambda bench: bench.near("it", counts + 1, counts, tolerance=0.5)) != RIGHT
 
 
 def _raise(error: Exception) -> None:
@@ -112,11 +115,27 @@ def _raise(error: Exception) -> None:
 
 
 def test_a_refusal_is_an_error_by_which_one_says_no() -> None:
-    assert _noted(lambda claims: claims.refuses("it", lambda: _raise(ValueError("no")))) == RIGHT
-    assert "KeyError" in _noted(lambda claims: claims.refuses("it", lambda: _raise(KeyError("lost"))))
-    assert "accepted" in _noted(lambda claims: claims.refuses("it", lambda: None))
+    assert _noted(lambda bench: bench.refuses("it", lambda: _raise(ValueError("no")))) == RIGHT
+    assert "KeyError" in _noted(lambda bench: bench.refuses("it", lambda: _raise(KeyError("lost"))))
+    assert "accepted" in _noted(lambda bench: bench.refuses("it", lambda: None))
 
 
 def test_a_refusal_by_another_error_than_promised_is_none() -> None:
-    noted = _noted(lambda claims: claims.refuses("it", lambda: _raise(ValueError("no")), RuntimeError))
+    noted = _noted(lambda bench: bench.refuses("it", lambda: _raise(ValueError("no")), RuntimeError))
     assert noted == "ValueError: no"
+
+
+def test_a_body_is_made_a_test_that_takes_a_trial() -> None:
+    @expects("it")
+    def test(bench: Bench, policy: str, units: list[str]) -> None:
+        """Claim something."""
+
+    assert list(inspect.signature(test).parameters) == ["trial", "policy", "units"]
+    assert test.__doc__ == "Claim something."
+
+
+def test_a_rank_finds_the_body_of_a_test_by_its_name() -> None:
+    case = test_units.test_makes_a_unit_of_every_module
+    body = inspect.unwrap(case)
+    assert body is not case
+    assert pickle.loads(pickle.dumps(body)) is body

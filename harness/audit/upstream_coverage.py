@@ -1,21 +1,36 @@
-"""Coverage: which cases stand for which line of a table, and what a run says of each. Values only; no pytest here.
+"""Coverage: which cases stand for which line of a table, and what a run says of each. No pytest here.
 
 A suite's test says ``@pytest.mark.rows("T07", "R05", ...)`` of upstream tests, ``@pytest.mark.api("no_sync", ...)`` of
-an interface.
+an interface. The tables are files beside the suites.
 """
 
 from __future__ import annotations
 
 import difflib
+import tomllib
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from pathlib import Path
 
 from harness.audit.marks import PytestMark
+from harness.cases.case_id import SUITES
 from harness.errors import UsageError
 from harness.records.record import Record, Verdict
 
-__all__ = ["Coverage", "Row", "RowCoverage", "RowVerdict", "Table", "cover", "judge_row"]
+__all__ = [
+    "TESTS",
+    "Coverage",
+    "Row",
+    "RowCoverage",
+    "RowVerdict",
+    "Table",
+    "cover",
+    "judge_row",
+    "read_table",
+    "read_tables",
+]
+
+TESTS = "tests"  # the table of upstream tests; others are of interfaces
 
 # What is worst for an engine first; after these come the ones that conform.
 _WORST_FIRST = (
@@ -33,24 +48,15 @@ _WORST_FIRST = (
 )
 
 
-class Row(Protocol):
-    """What is needed of an upstream test, or of a name in an interface."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """A test of torch's own, or a name of an interface; suites say by marks which of their tests stand for it."""
 
-    @property
-    def id(self) -> str:
-        """Its short name, such as T07 or no_sync."""
-
-    @property
-    def test(self) -> str:
-        """Its whole name upstream: of a test, class and test."""
-
-    @property
-    def promise(self) -> str:
-        """What it promises of any engine."""
-
-    @property
-    def why_gpu(self) -> str:
-        """Why only a GPU can show it; empty where any machine can."""
+    id: str  # short, such as T07 or no_sync
+    test: str  # of a test the class and the test, of an interface the name in full
+    promise: str  # of any engine
+    file: str = ""  # of torch's
+    why_gpu: str = ""  # why only a GPU can show it; empty where any machine can
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,6 +122,22 @@ class Coverage:
         """Count the rows whose verdict for this engine is PASSED."""
         place = self.engines.index(engine)
         return sum(found.verdicts[place].verdict is Verdict.PASSED for found in self.rows)
+
+
+def read_tables() -> Mapping[str, Table]:
+    """Read the tables that ship with the suites; each goes by the name of its file."""
+    return {file.stem: read_table(file) for file in sorted((SUITES / "upstream").glob("*.toml"))}
+
+
+def read_table(file: Path) -> Table:
+    """Read one table: of what its mark and columns are called, and the rows of each of torch's files."""
+    written = tomllib.loads(file.read_text(encoding="utf-8"))
+    rows = [
+        Row(id=id, file=name, **dict(zip(("test", "promise", "why_gpu"), texts, strict=False)))
+        for name, section in written.pop("files").items()
+        for id, texts in section.items()
+    ]
+    return Table(**written, rows=rows)
 
 
 def cover(table: Table, cases: Mapping[str, Collection[str]], records: Sequence[Record]) -> Coverage:

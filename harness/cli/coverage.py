@@ -10,13 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from harness.audit.upstream_coverage import Coverage, Table, cover
+from harness.audit.upstream_coverage import TESTS, Coverage, Table, cover, read_tables
 from harness.cases.case_id import Node
 from harness.errors import UsageError
 from harness.records.run import read_run
 from harness.runner.invoke import CONFORMS, DOES_NOT_CONFORM, OUR_FAULT, USAGE, call_pytest, suites
 from reports.coverage_table import render, render_markdown
-from suites.upstream import TABLES, TESTS
 
 __all__ = ["collect", "show_coverage"]
 
@@ -65,12 +64,12 @@ def collect(folders: Sequence[Path], plugin: object) -> int:
 
 
 def _table(api: str | None) -> Table:
-    if api is None:
-        return TESTS
-    if api not in TABLES:
-        known = ", ".join(TABLES)
+    tables = read_tables()
+    interfaces = tables.keys() - {TESTS}
+    if api is not None and api not in interfaces:
+        known = ", ".join(sorted(interfaces))
         raise UsageError("--api", expected=f"one of: {known}", got=repr(api), hint="leaving it out for tests")
-    return TABLES[api]
+    return tables[api or TESTS]
 
 
 def _rendered(covered: Coverage, *, is_markdown: bool) -> str:

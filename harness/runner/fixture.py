@@ -5,16 +5,14 @@ from __future__ import annotations
 import pickle
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import product
 from pathlib import Path
 
 import pytest
 import torch
 
 from harness.cases.case_id import Node, collected
-from harness.errors import HarnessBug, UsageError
+from harness.errors import HarnessBug
 from harness.records.run import OBSERVATIONS, read_run
-from harness.runner.collection import refuse
 from harness.runner.engines import examine
 from harness.runner.options import Cell
 from harness.runner.plugin import CELLS, CELLS_ARE_CHOSEN, EFFORT, will_run
@@ -28,12 +26,10 @@ from harness.runner.session import Source, TrialSession
 from harness.runner.trial import Trial
 from harness.worlds.processes.forkserver import NUM_SERVERS, warm_up
 from harness.worlds.spec import Sizes, WorldKind
-from suites.upstream import TABLES, TESTS
 
 __all__ = ["Trial"]
 
 _KEPT = pytest.StashKey[int]()  # how many tests this plugin would run, had nothing else left some out
-_TABLES = (TESTS, *TABLES.values())
 # The world must give its own verdict, with stacks, before pytest-timeout ends the test from outside.
 _BEFORE_TIMEOUT_S = 3.0
 
@@ -59,11 +55,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     When replaying, deselect also what the run to replay did not contain.
     """
-    try:
-        for table, item in product(_TABLES, items):
-            table.rows_of(item.iter_markers(table.mark), where=item.nodeid)
-    except UsageError as error:
-        refuse(config, items, error)
     catalogue = collected([item.nodeid for item in items], config.args)
     _leave_out_unavailable(config, items)
     replay = config.getoption("--replay")

@@ -10,6 +10,7 @@ import pkgutil
 import sys
 from importlib import import_module
 
+import pytest  # noqa: F401  # what cases send to their worlds may stand beside their tests, in files that import it
 import torch
 import torch.distributed.fsdp
 import torch.distributed.tensor

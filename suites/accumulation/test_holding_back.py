@@ -10,7 +10,6 @@ from dataclasses import replace
 import pytest
 
 from fixtures.chain import CHAIN
-from fixtures.optimizers import SGD
 from shardproof import (
     FOUR_OR_MORE_EVEN,
     SEVERAL,
@@ -27,15 +26,14 @@ from shardproof import (
     OnlyThese,
     Op,
     Phase,
-    Plan,
     RanksAgree,
     Reshard,
-    Schedule,
     Select,
     Training,
     Trial,
 )
 from suites.communication.closed_forms import NUM_GROUPS, NUM_UNHELD_GROUPS
+from suites.training import train
 
 NUM_MICROBATCHES = 3
 ROOT = ""
@@ -132,12 +130,11 @@ def test_gathers_as_often_whether_accumulating_or_not(trial: Trial) -> None:
 
 
 def _training(layout: Layout, script: HoldingBack, reshard: Reshard = Reshard.AFTER_FORWARD) -> Training:
-    plan = Plan(
+    return train(
+        CHAIN,
         layout=layout,
-        units=CHAIN.units,
         grouping=Grouping.REQUIRED,
         reshard=Reshard.NATIVE if layout is Layout.REPLICATE else reshard,
-        demands=script.demands,
+        microbatches=NUM_MICROBATCHES,
+        script=script,
     )
-    schedule = Schedule(microbatches=NUM_MICROBATCHES)
-    return Training(problem=CHAIN, optimizer=SGD, plan=plan, schedule=schedule, script=script)

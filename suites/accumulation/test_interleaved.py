@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 
 from fixtures.chain import CHAIN
-from fixtures.optimizers import SGD
 from shardproof import (
     SEVERAL,
     Accumulation,
@@ -22,15 +21,14 @@ from shardproof import (
     Op,
     Per,
     Phase,
-    Plan,
     RanksAgree,
     Reshard,
-    Schedule,
     Select,
     Training,
     Trial,
 )
 from suites.communication.closed_forms import NUM_GROUPS
+from suites.training import train
 
 NUM_MICROBATCHES = 3
 GATHERS = Select(ops=(Op.ALL_GATHER,))
@@ -88,13 +86,12 @@ def _training(
     script: Interleaved,
     accumulation: Accumulation = Accumulation.LAST_MICROBATCH,
 ) -> Training:
-    plan = Plan(
+    return train(
+        CHAIN,
         layout=layout,
-        units=CHAIN.units,
         grouping=Grouping.REQUIRED,
         reshard=reshard,
         accumulation=accumulation,
-        demands=script.demands,
+        microbatches=NUM_MICROBATCHES,
+        script=script,
     )
-    schedule = Schedule(microbatches=NUM_MICROBATCHES)
-    return Training(problem=CHAIN, optimizer=SGD, plan=plan, schedule=schedule, script=script)

@@ -12,28 +12,25 @@ from fixtures.checkpointed import (
     CHECKPOINTED_TIED,
     CHECKPOINTED_TIED_REENTRANT,
 )
-from fixtures.optimizers import SGD
 from shardproof import (
     SEVERAL,
     AllForwardsFirst,
     Backwards,
     Count,
     Exactly,
-    Grouping,
     Layout,
     MatchesOracle,
     Nothing,
     Op,
     Phase,
-    Plan,
     Problem,
     RanksAgree,
     Reshard,
-    Schedule,
     Select,
     Training,
     Trial,
 )
+from suites.training import train, train_sharded
 
 LAWS = (MatchesOracle(), RanksAgree())
 GATHERS_IN_BACKWARD = Select(ops=(Op.ALL_GATHER,), phases=(Phase.BACKWARD,))
@@ -87,15 +84,14 @@ class GathersOfFreedUnits:
 def test_freed_parameters_are_gathered_once_for_recompute_and_backward(
     trial: Trial, problem: Problem, units: tuple[str, ...], root_owns: int
 ) -> None:
-    plan = Plan(
-        layout=Layout.SHARD,
+    once = Count(select=GATHERS_IN_BACKWARD, expected=Exactly(GathersOfFreedUnits(root_owns=root_owns)))
+    training = train_sharded(
+        problem,
         units=units,
-        grouping=Grouping.REQUIRED,
         reshard=Reshard.AFTER_FORWARD,
         gathered_once=(EMBEDDINGS,) if EMBEDDINGS in units else (),
     )
-    once = Count(select=GATHERS_IN_BACKWARD, expected=Exactly(GathersOfFreedUnits(root_owns=root_owns)))
-    trial.holds(Training(problem=problem, optimizer=SGD, plan=plan), *LAWS, once)
+    trial.holds(training, *LAWS, once)
 
 
 @pytest.mark.worlds(SEVERAL)
@@ -111,9 +107,8 @@ def test_freed_parameters_are_gathered_once_for_recompute_and_backward(
 def test_kept_parameters_are_not_gathered_for_a_recompute(
     trial: Trial, problem: Problem, units: tuple[str, ...]
 ) -> None:
-    plan = Plan(layout=Layout.SHARD, units=units, grouping=Grouping.REQUIRED, reshard=Reshard.KEEP)
     none = Nothing(select=GATHERS_IN_BACKWARD)
-    trial.holds(Training(problem=problem, optimizer=SGD, plan=plan), *LAWS, none)
+    trial.holds(train_sharded(problem, units=units, reshard=Reshard.KEEP), *LAWS, none)
 
 
 @pytest.mark.rows("R12", "R13")
@@ -127,8 +122,7 @@ def test_kept_parameters_are_not_gathered_for_a_recompute(
     ids=lambda problem: problem.name,
 )
 def test_replicas_recompute_alike(trial: Trial, problem: Problem) -> None:
-    plan = Plan(layout=Layout.REPLICATE, units=HELD)
-    trial.holds(Training(problem=problem, optimizer=SGD, plan=plan), *LAWS)
+    trial.holds(train(problem, layout=Layout.REPLICATE, units=HELD), *LAWS)
 
 
 @pytest.mark.rows("T22")
@@ -139,14 +133,5 @@ def test_replicas_recompute_alike(trial: Trial, problem: Problem) -> None:
 )
 def test_two_forwards_through_nested_groups_both_count(trial: Trial, reshard: Reshard) -> None:
     script = AllForwardsFirst(backwards=Backwards.AT_ONCE)
-    plan = Plan(
-        layout=Layout.SHARD,
-        units=NESTED,
-        grouping=Grouping.REQUIRED,
-        reshard=reshard,
-        demands=script.demands,
-    )
-    training = Training(
-        problem=CHECKPOINTED, optimizer=SGD, plan=plan, schedule=Schedule(microbatches=2), script=script
-    )
+    training = train_sharded(CHECKPOINTED, units=NESTED, reshard=reshard, microbatches=2, script=script)
     trial.holds(training, *LAWS)

@@ -6,23 +6,10 @@ import math
 
 import pytest
 
-from fixtures.optimizers import SGD
 from fixtures.problems import MLP_EVEN, MLP_UNEVEN
 from fixtures.thin import ONE_NUMBER, SINGLE_ROWS
-from shardproof import (
-    EVEN,
-    SEVERAL,
-    Capability,
-    Clip,
-    Layout,
-    MatchesOracle,
-    Plan,
-    Problem,
-    RanksAgree,
-    Schedule,
-    Training,
-    Trial,
-)
+from shardproof import EVEN, SEVERAL, Clip, Layout, MatchesOracle, Problem, RanksAgree, Training, Trial
+from suites.training import train
 
 LAWS = (MatchesOracle(), RanksAgree())
 kills = pytest.mark.kills
@@ -97,6 +84,4 @@ def test_clips_where_one_rank_owns_everything(trial: Trial, norm_type: float) ->
 
 
 def _training(layout: Layout, clip: Clip, *, problem: Problem = MLP_EVEN, microbatches: int = 1) -> Training:
-    plan = Plan(layout=layout, units=problem.units, demands=frozenset({Capability.CLIP}))
-    schedule = Schedule(microbatches=microbatches, clip=clip)
-    return Training(problem=problem, optimizer=SGD, plan=plan, schedule=schedule)
+    return train(problem, layout=layout, microbatches=microbatches, clip=clip)

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 
-from fixtures.optimizers import SGD
 from fixtures.problems import MLP_UNEVEN
 from shardproof import (
     EVEN,
@@ -21,14 +20,13 @@ from shardproof import (
     Nothing,
     Op,
     Phase,
-    Plan,
     RanksAgree,
-    Schedule,
     Select,
     Training,
     Trial,
 )
 from suites.communication.closed_forms import GRADIENT_BYTES, PADDED_BYTES
+from suites.training import train
 
 REDUCING = (Op.ALL_REDUCE, Op.REDUCE_SCATTER)
 EARLY = Select(ops=REDUCING, dtypes=("float32",), microbatches=Microbatches.ALL_BUT_LAST)
@@ -36,9 +34,8 @@ LAST = Select(dtypes=("float32",), phases=(Phase.BACKWARD,), microbatches=Microb
 
 
 def _training(layout: Layout, microbatches: int) -> Training:
-    plan = Plan(layout=layout, units=MLP_UNEVEN.units, accumulation=Accumulation.LAST_MICROBATCH)
-    return Training(
-        problem=MLP_UNEVEN, optimizer=SGD, plan=plan, schedule=Schedule(microbatches=microbatches)
+    return train(
+        MLP_UNEVEN, layout=layout, accumulation=Accumulation.LAST_MICROBATCH, microbatches=microbatches
     )
 
 

@@ -6,7 +6,8 @@ import pytest
 
 from fixtures.optimizers import ADAMW
 from fixtures.placements import UNEVEN_GROUP
-from shardproof import ALONE, Layout, MatchesOracle, Nothing, Plan, Schedule, Select, Training, Trial, Window
+from shardproof import ALONE, Layout, MatchesOracle, Nothing, Select, Trial, Window
+from suites.training import train
 
 ANYTHING = Select(window=Window.TRAINING)
 
@@ -15,10 +16,5 @@ ANYTHING = Select(window=Window.TRAINING)
 @pytest.mark.kills("CommunicatesAlone")
 @pytest.mark.worlds(ALONE)
 def test_a_lone_rank_communicates_nothing(trial: Trial) -> None:
-    training = Training(
-        problem=UNEVEN_GROUP,
-        optimizer=ADAMW,
-        plan=Plan(layout=Layout.SHARD),
-        schedule=Schedule(microbatches=2),
-    )
+    training = train(UNEVEN_GROUP, ADAMW, layout=Layout.SHARD, microbatches=2)
     trial.holds(training, Nothing(select=ANYTHING), MatchesOracle())

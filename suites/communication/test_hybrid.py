@@ -10,7 +10,6 @@ from operator import attrgetter
 
 import pytest
 
-from fixtures.optimizers import SGD
 from fixtures.problems import MLP_EVEN, MLP_UNEVEN
 from shardproof import (
     FOUR_OR_MORE_EVEN,
@@ -25,7 +24,6 @@ from shardproof import (
     OnlyThese,
     Op,
     Phase,
-    Plan,
     Problem,
     RanksAgree,
     Replicas,
@@ -35,6 +33,7 @@ from shardproof import (
     Trial,
 )
 from suites.communication.closed_forms import GRADIENT_BYTES, NUM_GROUPS
+from suites.training import train
 
 GATHERS = Select(ops=(Op.ALL_GATHER,), axis="shard")
 SCATTERS = Select(ops=(Op.REDUCE_SCATTER,), axis="shard", phases=(Phase.BACKWARD,))
@@ -104,11 +103,10 @@ def test_single_ranks_reduce_across_replicas(trial: Trial, problem: Problem) -> 
 
 
 def _training(problem: Problem, replicas: Replicas) -> Training:
-    plan = Plan(
+    return train(
+        problem,
         layout=Layout.HYBRID,
         replicas=replicas,
-        units=problem.units,
         grouping=Grouping.REQUIRED,
         reshard=Reshard.AFTER_FORWARD,
     )
-    return Training(problem=problem, optimizer=SGD, plan=plan)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from fixtures.chain import CHAIN
-from fixtures.optimizers import SGD
 from shardproof import (
     FOUR_OR_MORE_EVEN,
     SEVERAL,
@@ -18,7 +17,6 @@ from shardproof import (
     MatchesOracle,
     Op,
     Phase,
-    Plan,
     RanksAgree,
     Refusal,
     Reshard,
@@ -27,6 +25,7 @@ from shardproof import (
     Trial,
 )
 from suites.communication.closed_forms import NUM_GROUPS
+from suites.training import train
 
 REDUCTIONS = Select(ops=(Op.REDUCE_SCATTER,), phases=(Phase.BACKWARD,))
 
@@ -60,11 +59,10 @@ def test_a_bound_of_none_is_refused(trial: Trial) -> None:
 
 
 def _training(layout: Layout, most: int) -> Training:
-    plan = Plan(
+    return train(
+        CHAIN,
         layout=layout,
-        units=CHAIN.units,
         grouping=Grouping.REQUIRED,
         reshard=Reshard.AFTER_FORWARD,
         max_reduce_buffers=most,
     )
-    return Training(problem=CHAIN, optimizer=SGD, plan=plan)

@@ -29,6 +29,7 @@ from shardproof import (
     Training,
     Trial,
 )
+from suites.training import train
 
 LAWS = (LeavesBuffersAlone(), ResultsAreWaitedFor(), MatchesOracle(), RanksAgree())
 SHARDED = Plan(
@@ -39,7 +40,7 @@ SHARDED = Plan(
 @pytest.mark.kills("ReadsBucketsTooEarly", "ForgetsTheWorkOfANorm")
 @pytest.mark.worlds(SEVERAL)
 def test_waits_for_results_whatever_the_layout(trial: Trial) -> None:
-    trial.holds(Training(problem=CHAIN, optimizer=SGD, plan=Plan(units=CHAIN.units)), *LAWS)
+    trial.holds(train(CHAIN), *LAWS)
 
 
 @pytest.mark.kills("ClearsTheReduceInput", "FreesTheInputOfAReduction", "FillsTheGatherOutput")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from fixtures.optimizers import SGD
 from fixtures.problems import MLP_UNEVEN
 from shardproof import (
     FOUR_OR_MORE_EVEN,
@@ -13,7 +12,6 @@ from shardproof import (
     MatchesOracle,
     Op,
     Phase,
-    Plan,
     RanksAgree,
     ReduceOps,
     Select,
@@ -21,6 +19,7 @@ from shardproof import (
     Trial,
     Wire,
 )
+from suites.training import train
 
 SCATTERS = Select(ops=(Op.REDUCE_SCATTER,), phases=(Phase.BACKWARD,))
 REDUCTIONS = Select(ops=(Op.ALL_REDUCE,), phases=(Phase.BACKWARD,))
@@ -28,8 +27,7 @@ ACROSS = Select(ops=(Op.ALL_REDUCE,), axis="replicate", phases=(Phase.BACKWARD,)
 
 
 def _training(layout: Layout) -> Training:
-    plan = Plan(layout=layout, units=MLP_UNEVEN.units, wire=Wire.SUM)
-    return Training(problem=MLP_UNEVEN, optimizer=SGD, plan=plan)
+    return train(MLP_UNEVEN, layout=layout, wire=Wire.SUM)
 
 
 @pytest.mark.rows("C27")

@@ -7,7 +7,6 @@ from operator import attrgetter
 
 import pytest
 
-from fixtures.optimizers import SGD
 from fixtures.problems import MLP_EVEN, MLP_UNEVEN, TRANSFORMER
 from shardproof import (
     SEVERAL,
@@ -21,14 +20,13 @@ from shardproof import (
     OnlyThese,
     Op,
     Phase,
-    Plan,
     Problem,
     RanksAgree,
     Select,
-    Training,
     Trial,
 )
 from suites.communication.closed_forms import GRADIENT_BYTES, NUM_GROUPS
+from suites.training import train
 
 REDUCTIONS = Select(ops=(Op.ALL_REDUCE,), phases=(Phase.BACKWARD,), dtypes=("float32",))
 GATHERS = Select(ops=(Op.ALL_GATHER, Op.REDUCE_SCATTER))
@@ -41,14 +39,12 @@ SETTLED = (2,)
 @pytest.mark.worlds(SEVERAL)
 @pytest.mark.parametrize("problem", PROBLEMS, ids=attrgetter("name"))
 def test_reduces_each_gradient_once(trial: Trial, problem: Problem) -> None:
-    plan = Plan(layout=Layout.REPLICATE, units=problem.units)
     trial.holds(
-        Training(problem=problem, optimizer=SGD, plan=plan),
+        train(problem, layout=Layout.REPLICATE),
         Bytes(select=REDUCTIONS, expected=Exactly(GRADIENT_BYTES), minimum=GRADIENT_BYTES),
         Nothing(select=GATHERS),
         OnlyThese(
-            selects=(replace(REDUCTIONS, steps=SETTLED),),
-            among=Select(dtypes=("float32",), steps=SETTLED),
+            selects=(replace(REDUCTIONS, steps=SETTLED),), among=Select(dtypes=("float32",), steps=SETTLED)
         ),
         AllWaited(select=REDUCTIONS),
         RanksAgree(),
@@ -59,9 +55,8 @@ def test_reduces_each_gradient_once(trial: Trial, problem: Problem) -> None:
 @pytest.mark.worlds(SEVERAL)
 @pytest.mark.parametrize("problem", PROBLEMS, ids=attrgetter("name"))
 def test_reduces_each_group_in_one_collective(trial: Trial, problem: Problem) -> None:
-    plan = Plan(layout=Layout.REPLICATE, units=problem.units, grouping=Grouping.REQUIRED)
     trial.holds(
-        Training(problem=problem, optimizer=SGD, plan=plan),
+        train(problem, layout=Layout.REPLICATE, grouping=Grouping.REQUIRED),
         Count(select=REDUCTIONS, expected=Exactly(NUM_GROUPS)),
         RanksAgree(),
     )

@@ -7,7 +7,6 @@ from operator import attrgetter
 
 import pytest
 
-from fixtures.optimizers import SGD
 from fixtures.problems import MLP_EVEN, MLP_UNEVEN, TRANSFORMER
 from shardproof import (
     FOUR_OR_MORE_EVEN,
@@ -17,13 +16,10 @@ from shardproof import (
     Bytes,
     Count,
     Exactly,
-    Grouping,
-    Layout,
     Nothing,
     OnlyThese,
     Op,
     Phase,
-    Plan,
     Problem,
     RanksAgree,
     Reshard,
@@ -32,6 +28,7 @@ from shardproof import (
     Trial,
 )
 from suites.communication.closed_forms import GRADIENT_BYTES, NUM_GROUPS, PADDED_BYTES
+from suites.training import train_sharded
 
 GATHERS_IN_FORWARD = Select(ops=(Op.ALL_GATHER,), phases=(Phase.FORWARD,))
 GATHERS_IN_BACKWARD = Select(ops=(Op.ALL_GATHER,), phases=(Phase.BACKWARD,))
@@ -41,8 +38,7 @@ ONCE_PER_GROUP = Exactly(NUM_GROUPS)
 
 
 def _training(problem: Problem, reshard: Reshard) -> Training:
-    plan = Plan(layout=Layout.SHARD, units=problem.units, grouping=Grouping.REQUIRED, reshard=reshard)
-    return Training(problem=problem, optimizer=SGD, plan=plan)
+    return train_sharded(problem, reshard=reshard)
 
 
 @pytest.mark.rows("C06")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fixtures.optimizers import ADAMW, SGD
+from fixtures.optimizers import ADAMW
 from fixtures.placements import MANY_PARAMETERS
 from fixtures.problems import MLP_EVEN, TRANSFORMER
 from shardproof import (
@@ -26,15 +26,13 @@ from shardproof import (
     Notes,
     NotesForms,
     Offload,
-    Plan,
     RanksAgree,
     ReplaysAGraph,
-    Schedule,
-    Training,
     Trial,
     WatchesPools,
     Wire,
 )
+from suites.training import train
 
 pytestmark = pytest.mark.device("cuda")
 WORLD = "processes:2:cuda"
@@ -48,12 +46,8 @@ WIRES = [
 @pytest.mark.kills("CountsOnTheHost", world=WORLD)
 @pytest.mark.worlds(SEVERAL)
 def test_a_replayed_graph_equals_the_eager_step(trial: Trial) -> None:
-    training = Training(
-        problem=MLP_EVEN,
-        optimizer=SGD,
-        plan=Plan(layout=Layout.SHARD, units=MLP_EVEN.units, demands=frozenset({Capability.GRAPHS})),
-        schedule=Schedule(steps=2),
-        script=ReplaysAGraph(),
+    training = train(
+        MLP_EVEN, layout=Layout.SHARD, demands=frozenset({Capability.GRAPHS}), steps=2, script=ReplaysAGraph()
     )
     trial.holds(training, MatchesOracle(), Notes(subject=REPLAY, value=EQUAL))
 
@@ -62,8 +56,14 @@ def test_a_replayed_graph_equals_the_eager_step(trial: Trial) -> None:
 @pytest.mark.kills("CopiesGradientsOneByOne", world=WORLD)
 @pytest.mark.worlds(SEVERAL)
 def test_packs_gradients_of_one_group_together(trial: Trial) -> None:
-    plan = Plan(layout=Layout.SHARD, compute_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    training = Training(problem=MANY_PARAMETERS, optimizer=SGD, plan=plan, script=CountsCopies())
+    training = train(
+        MANY_PARAMETERS,
+        layout=Layout.SHARD,
+        compute_dtype=torch.bfloat16,
+        reduce_dtype=torch.float32,
+        units=(),
+        script=CountsCopies(),
+    )
     trial.holds(training, MatchesOracle(), Notes(subject=COPIES, value=FEW), RanksAgree())
 
 
@@ -71,8 +71,7 @@ def test_packs_gradients_of_one_group_together(trial: Trial) -> None:
 @pytest.mark.kills("BuffersWhereItLikes", world=WORLD)
 @pytest.mark.worlds(SEVERAL)
 def test_communicates_from_memory_of_the_group(trial: Trial) -> None:
-    plan = Plan(layout=Layout.SHARD, units=MLP_EVEN.units, buffers=Buffers.GROUP)
-    training = Training(problem=MLP_EVEN, optimizer=SGD, plan=plan, script=WatchesPools())
+    training = train(MLP_EVEN, layout=Layout.SHARD, buffers=Buffers.GROUP, script=WatchesPools())
     trial.holds(training, MatchesOracle(), Notes(subject=POOL, value=OWN_POOL), RanksAgree())
 
 
@@ -80,15 +79,17 @@ def test_communicates_from_memory_of_the_group(trial: Trial) -> None:
 @pytest.mark.worlds(SEVERAL)
 @pytest.mark.parametrize("wire", WIRES)
 def test_trains_the_same_model_over_symmetric_memory(trial: Trial, wire: Wire) -> None:
-    plan = Plan(layout=Layout.SHARD, units=MLP_EVEN.units, buffers=Buffers.SYMMETRIC, wire=wire)
-    trial.holds(Training(problem=MLP_EVEN, optimizer=SGD, plan=plan), MatchesOracle(), RanksAgree())
+    trial.holds(
+        train(MLP_EVEN, layout=Layout.SHARD, buffers=Buffers.SYMMETRIC, wire=wire),
+        MatchesOracle(),
+        RanksAgree(),
+    )
 
 
 @pytest.mark.rows("T10", "R07")
 @pytest.mark.kills("DropsThePinnedCopy", world=WORLD)
 def test_trains_the_same_transformer_from_pinned_memory(trial: Trial) -> None:
-    plan = Plan(offload=Offload.PINNED, units=TRANSFORMER.units)
-    training = Training(problem=TRANSFORMER, optimizer=ADAMW, plan=plan, script=NotesForms())
+    training = train(TRANSFORMER, ADAMW, offload=Offload.PINNED, script=NotesForms())
     trial.holds(
         training,
         MatchesOracle(),

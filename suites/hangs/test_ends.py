@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from fixtures.optimizers import SGD
 from fixtures.problems import MLP_EVEN
-from shardproof import RanksAgree, Schedule, Training, Trial
+from shardproof import RanksAgree, Trial
+from suites.training import train
 
 
 # A rank that computes for ever is seen at the deadline alone, which this timeout brings nearer; it is generous still.
@@ -15,4 +15,4 @@ from shardproof import RanksAgree, Schedule, Training, Trial
 @pytest.mark.kills("NeverComesToAnEnd", "LocksItselfOut", "SendsToNobody")
 @pytest.mark.kills("CountsFewerParametersOnTheLastRank", "SkipsABackwardOnTheLastRank")
 def test_every_rank_comes_to_its_end(trial: Trial) -> None:
-    trial.holds(Training(problem=MLP_EVEN, optimizer=SGD, schedule=Schedule(steps=3)), RanksAgree())
+    trial.holds(train(MLP_EVEN, units=(), steps=3), RanksAgree())

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from fixtures.forward_inputs import NESTED_INPUTS, NO_INPUTS
-from fixtures.optimizers import SGD
-from shardproof import SEVERAL, Layout, MatchesOracle, NestInputs, Plan, RanksAgree, Training, Trial
+from shardproof import SEVERAL, Layout, MatchesOracle, NestInputs, RanksAgree, Trial
+from suites.training import train
 
 
 @pytest.mark.parametrize(
@@ -19,20 +19,14 @@ from shardproof import SEVERAL, Layout, MatchesOracle, NestInputs, Plan, RanksAg
 )
 @pytest.mark.kills("DetachesNestedInputs")
 def test_takes_nested_inputs(trial: Trial, layout: Layout) -> None:
-    plan = Plan(layout=layout, units=NESTED_INPUTS.units)
-    trial.holds(
-        Training(problem=NESTED_INPUTS, optimizer=SGD, plan=plan, script=NestInputs()),
-        MatchesOracle(),
-        RanksAgree(),
-    )
+    trial.holds(train(NESTED_INPUTS, layout=layout, script=NestInputs()), MatchesOracle(), RanksAgree())
 
 
 @pytest.mark.rows("T01")
 @pytest.mark.kills("CastsOuterInputsAlone")
 def test_casts_nested_inputs(trial: Trial) -> None:
-    plan = Plan(layout=Layout.SHARD, units=NESTED_INPUTS.units, compute_dtype=torch.bfloat16)
     trial.holds(
-        Training(problem=NESTED_INPUTS, optimizer=SGD, plan=plan, script=NestInputs()),
+        train(NESTED_INPUTS, layout=Layout.SHARD, compute_dtype=torch.bfloat16, script=NestInputs()),
         MatchesOracle(),
         RanksAgree(),
     )
@@ -43,5 +37,4 @@ def test_casts_nested_inputs(trial: Trial) -> None:
 @pytest.mark.kills("ReducesOnlyAfterInputs")
 @pytest.mark.parametrize("layout", [Layout.SHARD, Layout.REPLICATE], ids=lambda x: x.name.lower())
 def test_takes_no_inputs(trial: Trial, layout: Layout) -> None:
-    plan = Plan(layout=layout, units=NO_INPUTS.units)
-    trial.holds(Training(problem=NO_INPUTS, optimizer=SGD, plan=plan), MatchesOracle(), RanksAgree())
+    trial.holds(train(NO_INPUTS, layout=layout), MatchesOracle(), RanksAgree())

@@ -24,6 +24,7 @@ from shardproof import (
     Training,
     Trial,
 )
+from suites.training import train
 
 LAWS = (MatchesOracle(), Notes(subject=HOMES, value="cpu"), RanksAgree())
 
@@ -31,8 +32,7 @@ LAWS = (MatchesOracle(), Notes(subject=HOMES, value="cpu"), RanksAgree())
 @pytest.mark.rows("T10", "R07")
 @pytest.mark.kills("OffloadsZeros", "OffloadsLastBackwardsGradients", "UpdatesACopy")
 def test_trains_the_same_transformer_from_the_host(trial: Trial) -> None:
-    plan = Plan(offload=Offload.CPU, units=TRANSFORMER.units)
-    trial.holds(Training(problem=TRANSFORMER, optimizer=ADAMW, plan=plan, script=NotesForms()), *LAWS)
+    trial.holds(train(TRANSFORMER, ADAMW, offload=Offload.CPU, script=NotesForms()), *LAWS)
 
 
 @pytest.mark.rows("T10", "R07")

@@ -42,7 +42,7 @@ def test_accumulates_microbatches(trial: Trial, own: Own) -> None:
     trial.holds(_training(own, Plan(), microbatches=3), *LAWS)
 
 
-@pytest.mark.kills("SynchronisesTheFirstMicrobatch")
+@pytest.mark.kills("SynchronisesEveryMicrobatch")
 def test_accumulates_until_the_last_microbatch(trial: Trial, own: Own) -> None:
     plan = Plan(accumulation=Accumulation.LAST_MICROBATCH)
     trial.holds(_training(own, plan, microbatches=3), *LAWS)

@@ -6,17 +6,8 @@ import pytest
 
 from fixtures.optimizers import ADAMW, SGD
 from fixtures.problems import MLP_EVEN, MLP_UNEVEN
-from shardproof import (
-    Accumulation,
-    MatchesOracle,
-    NamedOptimizer,
-    Plan,
-    Problem,
-    RanksAgree,
-    Schedule,
-    Training,
-    Trial,
-)
+from shardproof import Accumulation, MatchesOracle, NamedOptimizer, Problem, RanksAgree, Trial
+from suites.training import train
 
 # Each problem, each optimizer, and each number of microbatches with each of the others.
 CASES: list[tuple[Problem, NamedOptimizer, int]] = [
@@ -38,10 +29,5 @@ CASES: list[tuple[Problem, NamedOptimizer, int]] = [
 def test_accumulates_every_microbatch(
     trial: Trial, problem: Problem, optimizer: NamedOptimizer, microbatches: int
 ) -> None:
-    training = Training(
-        problem=problem,
-        optimizer=optimizer,
-        plan=Plan(units=problem.units, accumulation=Accumulation.LAST_MICROBATCH),
-        schedule=Schedule(microbatches=microbatches),
-    )
+    training = train(problem, optimizer, accumulation=Accumulation.LAST_MICROBATCH, microbatches=microbatches)
     trial.holds(training, MatchesOracle(), RanksAgree())

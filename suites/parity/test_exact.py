@@ -6,7 +6,8 @@ import pytest
 
 from fixtures.optimizers import EXACT_SGD
 from fixtures.problems import EXACT_LINEAR
-from shardproof import POWERS_OF_TWO, MatchesOracle, RanksAgree, Schedule, Training, Trial
+from shardproof import POWERS_OF_TWO, MatchesOracle, RanksAgree, Trial
+from suites.training import train
 
 
 @pytest.mark.worlds(POWERS_OF_TWO)
@@ -18,9 +19,5 @@ from shardproof import POWERS_OF_TWO, MatchesOracle, RanksAgree, Schedule, Train
     ],
 )
 def test_is_exact_to_the_bit(trial: Trial, microbatches: int) -> None:
-    training = Training(
-        problem=EXACT_LINEAR,
-        optimizer=EXACT_SGD,
-        schedule=Schedule(steps=2, microbatches=microbatches),
-    )
+    training = train(EXACT_LINEAR, EXACT_SGD, units=(), steps=2, microbatches=microbatches)
     trial.holds(training, MatchesOracle(), RanksAgree())

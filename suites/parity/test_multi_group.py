@@ -8,7 +8,8 @@ import pytest
 
 from fixtures.optimizers import ADAMW, SGD
 from fixtures.problems import MLP_EVEN, MLP_UNEVEN, TRANSFORMER
-from shardproof import MatchesOracle, NamedOptimizer, Plan, Problem, RanksAgree, Schedule, Training, Trial
+from shardproof import MatchesOracle, NamedOptimizer, Problem, RanksAgree, Trial
+from suites.training import train
 
 OF_ONE_MICROBATCH = (
     "ForgetsToSynchroniseOneParameter",
@@ -45,17 +46,12 @@ CASES: list[tuple[Problem, NamedOptimizer, int]] = [
 def test_trains_the_same_model(
     trial: Trial, problem: Problem, optimizer: NamedOptimizer, microbatches: int
 ) -> None:
-    training = Training(
-        problem=problem,
-        optimizer=optimizer,
-        plan=Plan(units=problem.units),
-        schedule=Schedule(microbatches=microbatches),
-    )
+    training = train(problem, optimizer, microbatches=microbatches)
     trial.holds(training, MatchesOracle(), RanksAgree())
 
 
 @pytest.mark.kills("ForgetsToSynchroniseOneParameter", "DropsAUnitOnTheLastRank", "DriftsByOneBit")
 @pytest.mark.parametrize("optimizer", [SGD, ADAMW], ids=name)
 def test_trains_the_same_transformer(trial: Trial, optimizer: NamedOptimizer) -> None:
-    training = Training(problem=TRANSFORMER, optimizer=optimizer, plan=Plan(units=TRANSFORMER.units))
+    training = train(TRANSFORMER, optimizer)
     trial.holds(training, MatchesOracle(), RanksAgree())

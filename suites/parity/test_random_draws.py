@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from fixtures.optimizers import SGD
 from fixtures.random_draws import DROPPED, DROPPED_AND_RECOMPUTED, NOISY
-from shardproof import MatchesOracle, Plan, Problem, RanksAgree, Schedule, Training, Trial
+from shardproof import MatchesOracle, Problem, RanksAgree, Trial
+from suites.training import train
 
 
 @pytest.mark.kills("SumsInsteadOfAveraging", "DrawsAlikeOnAllRanks")
@@ -21,10 +21,5 @@ from shardproof import MatchesOracle, Plan, Problem, RanksAgree, Schedule, Train
     ],
 )
 def test_trains_on_what_each_rank_draws(trial: Trial, problem: Problem) -> None:
-    training = Training(
-        problem=problem,
-        optimizer=SGD,
-        plan=Plan(units=problem.units),
-        schedule=Schedule(microbatches=2),
-    )
+    training = train(problem, microbatches=2)
     trial.holds(training, MatchesOracle(), RanksAgree())

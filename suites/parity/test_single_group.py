@@ -8,7 +8,8 @@ import pytest
 
 from fixtures.optimizers import ADAMW, SGD
 from fixtures.problems import MLP_BUFFERS, SINGLE_GROUP
-from shardproof import MatchesOracle, NamedOptimizer, RanksAgree, Schedule, Training, Trial
+from shardproof import MatchesOracle, NamedOptimizer, RanksAgree, Trial
+from suites.training import train
 
 name = attrgetter("name")
 
@@ -26,14 +27,12 @@ name = attrgetter("name")
     ],
 )
 def test_trains_the_same_model(trial: Trial, optimizer: NamedOptimizer, microbatches: int) -> None:
-    training = Training(
-        problem=SINGLE_GROUP, optimizer=optimizer, schedule=Schedule(microbatches=microbatches)
-    )
+    training = train(SINGLE_GROUP, optimizer, microbatches=microbatches)
     trial.holds(training, MatchesOracle(), RanksAgree())
 
 
 @pytest.mark.kills("ForgetsToSynchroniseOneParameter")
 @pytest.mark.parametrize("microbatches", [1, 3], ids="m{}".format)
 def test_keeps_buffers(trial: Trial, microbatches: int) -> None:
-    training = Training(problem=MLP_BUFFERS, optimizer=SGD, schedule=Schedule(microbatches=microbatches))
+    training = train(MLP_BUFFERS, units=(), microbatches=microbatches)
     trial.holds(training, MatchesOracle(), RanksAgree())

@@ -4,20 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from fixtures.optimizers import ADAMW, SGD
+from fixtures.optimizers import ADAMW
 from fixtures.patches import PATCHES
 from fixtures.problems import MLP_EVEN
-from shardproof import (
-    SEVERAL,
-    Grouping,
-    Layout,
-    MatchesOracle,
-    OnePartOnOddSteps,
-    Plan,
-    RanksAgree,
-    Training,
-    Trial,
-)
+from shardproof import SEVERAL, Grouping, Layout, MatchesOracle, OnePartOnOddSteps, RanksAgree, Trial
+from suites.training import train
 
 both_layouts = pytest.mark.parametrize(
     "layout", [Layout.REPLICATE, Layout.SHARD], ids=lambda layout: layout.name.lower()
@@ -29,8 +20,7 @@ both_layouts = pytest.mark.parametrize(
 @both_layouts
 def test_a_step_through_one_unit_updates_it_alone(trial: Trial, layout: Layout) -> None:
     script = OnePartOnOddSteps(part="layers.0")
-    plan = Plan(layout=layout, units=MLP_EVEN.units, grouping=Grouping.REQUIRED, demands=script.demands)
-    training = Training(problem=MLP_EVEN, optimizer=SGD, plan=plan, script=script)
+    training = train(MLP_EVEN, layout=layout, grouping=Grouping.REQUIRED, script=script)
     trial.holds(training, MatchesOracle(), RanksAgree())
 
 
@@ -39,10 +29,7 @@ def test_a_step_through_one_unit_updates_it_alone(trial: Trial, layout: Layout) 
 @pytest.mark.kills("IgnoresForwardMethods", "NeverReducesForwardMethods")
 @both_layouts
 def test_a_method_trains_like_forward(trial: Trial, layout: Layout) -> None:
-    plan = Plan(
-        layout=layout,
-        units=PATCHES.units,
-        grouping=Grouping.REQUIRED,
-        forward_methods=(("encoder", "encode"),),
+    training = train(
+        PATCHES, ADAMW, layout=layout, grouping=Grouping.REQUIRED, forward_methods=(("encoder", "encode"),)
     )
-    trial.holds(Training(problem=PATCHES, optimizer=ADAMW, plan=plan), MatchesOracle(), RanksAgree())
+    trial.holds(training, MatchesOracle(), RanksAgree())

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fixtures.optimizers import SGD
 from fixtures.trunk_and_head import TRUNK_AND_HEAD, TRUNK_AND_TIED_HEAD
 from fixtures.widening import WIDENING
 from shardproof import (
@@ -13,23 +12,19 @@ from shardproof import (
     Accumulation,
     ChunksOfTheHead,
     FlaggedChunks,
-    Grouping,
-    Layout,
     MatchesOracle,
     Microbatches,
     Nothing,
     Op,
     Phase,
-    Plan,
     Problem,
     RanksAgree,
     Reshard,
-    Schedule,
     Select,
-    Training,
     Trial,
     TrunkTwiceOnOddSteps,
 )
+from suites.training import train_sharded
 
 UNGROUPED = ("embed", "body", "norm", "head")
 EARLY_REDUCTIONS = Select(
@@ -51,14 +46,7 @@ EARLY_REDUCTIONS = Select(
 )
 def test_every_chunk_adds_to_the_gradient(trial: Trial, problem: Problem, reshard: Reshard) -> None:
     script = ChunksOfTheHead(stop="norm", head="head", num_chunks=3)
-    plan = Plan(
-        layout=Layout.SHARD,
-        units=problem.units,
-        grouping=Grouping.REQUIRED,
-        reshard=reshard,
-        demands=script.demands,
-    )
-    training = Training(problem=problem, optimizer=SGD, plan=plan, script=script)
+    training = train_sharded(problem, reshard=reshard, script=script)
     trial.holds(training, MatchesOracle(), RanksAgree())
 
 
@@ -86,19 +74,12 @@ def test_chunks_accumulate_until_the_last_microbatch(
 ) -> None:
     chunks = ChunksOfTheHead(stop="norm", head="head", num_chunks=2)
     script = FlaggedChunks(chunks=chunks, units=units)
-    plan = Plan(
-        layout=Layout.SHARD,
+    training = train_sharded(
+        TRUNK_AND_HEAD,
         units=units,
-        grouping=Grouping.REQUIRED,
         reshard=reshard,
         accumulation=Accumulation.LAST_MICROBATCH,
-        demands=script.demands,
-    )
-    training = Training(
-        problem=TRUNK_AND_HEAD,
-        optimizer=SGD,
-        plan=plan,
-        schedule=Schedule(microbatches=3),
+        microbatches=3,
         script=script,
     )
     trial.holds(training, MatchesOracle(), RanksAgree(), Nothing(select=EARLY_REDUCTIONS))
@@ -108,30 +89,15 @@ def test_chunks_accumulate_until_the_last_microbatch(
 @pytest.mark.kills("NeverReducesGroupsRunInPart", "ForgetsEarlierForwards")
 def test_a_group_run_in_part_is_reduced(trial: Trial) -> None:
     script = TrunkTwiceOnOddSteps(stop="norm")
-    plan = Plan(
-        layout=Layout.SHARD,
-        units=TRUNK_AND_HEAD.units,
-        grouping=Grouping.REQUIRED,
-        demands=script.demands,
-    )
-    training = Training(
-        problem=TRUNK_AND_HEAD,
-        optimizer=SGD,
-        plan=plan,
-        schedule=Schedule(microbatches=2),
-        script=script,
-    )
+    training = train_sharded(TRUNK_AND_HEAD, microbatches=2, script=script)
     trial.holds(training, MatchesOracle(), RanksAgree())
 
 
 @pytest.mark.rows("T18")
 @pytest.mark.kills("CastsTheFirstInputsAlone")
 def test_casts_the_inputs_of_every_module_of_a_group(trial: Trial) -> None:
-    plan = Plan(
-        layout=Layout.SHARD,
-        units=WIDENING.units,
-        grouping=Grouping.REQUIRED,
-        compute_dtype=torch.bfloat16,
-        reduce_dtype=torch.float32,
+    trial.holds(
+        train_sharded(WIDENING, compute_dtype=torch.bfloat16, reduce_dtype=torch.float32),
+        MatchesOracle(),
+        RanksAgree(),
     )
-    trial.holds(Training(problem=WIDENING, optimizer=SGD, plan=plan), MatchesOracle(), RanksAgree())

@@ -20,13 +20,12 @@ from shardproof import (
     Notes,
     NotesForms,
     Placement,
-    Plan,
     Problem,
     RanksAgree,
     StateLiesWithItsParameter,
-    Training,
     Trial,
 )
+from suites.training import train
 
 
 @pytest.mark.rows("T25")
@@ -48,9 +47,8 @@ from shardproof import (
     ids=attrgetter("name"),
 )
 def test_shards_the_largest_dim(trial: Trial, problem: Problem) -> None:
-    plan = Plan(layout=Layout.SHARD, placement=Placement.LARGEST, units=problem.units)
     trial.holds(
-        Training(problem=problem, optimizer=ADAMW, plan=plan, script=NotesForms()),
+        train(problem, ADAMW, layout=Layout.SHARD, placement=Placement.LARGEST, script=NotesForms()),
         MatchesOracle(),
         HoldsItsShare(),
         LiesOnTheDimAskedFor(),

@@ -13,24 +13,23 @@ from shardproof import (
     Layout,
     MatchesOracle,
     NamedOptimizer,
-    Plan,
     RanksAgree,
     StateLiesWithItsParameter,
-    Training,
     Trial,
 )
+from suites.training import train
 
 
 @pytest.mark.rows("T07")
 @pytest.mark.kills("ShowsPaddingRows", "InfersTheSizeFromItsShard", "NeverUpdatesTheLastRanksRows")
 @pytest.mark.parametrize("optimizer", [SGD, ADAMW], ids=attrgetter("name"))
 def test_shards_rows_that_ranks_do_not_divide(trial: Trial, optimizer: NamedOptimizer) -> None:
-    training = Training(problem=UNEVEN_GROUP, optimizer=optimizer, plan=Plan(layout=Layout.SHARD))
+    training = train(UNEVEN_GROUP, optimizer, layout=Layout.SHARD)
     trial.holds(training, MatchesOracle(), HoldsItsShare(), StateLiesWithItsParameter(), RanksAgree())
 
 
 @pytest.mark.rows("R05")
 @pytest.mark.kills("NeverUpdatesOneParameter")
 def test_replicates_rows_that_ranks_do_not_divide(trial: Trial) -> None:
-    training = Training(problem=UNEVEN_GROUP, optimizer=SGD, plan=Plan(layout=Layout.REPLICATE))
+    training = train(UNEVEN_GROUP, layout=Layout.REPLICATE)
     trial.holds(training, MatchesOracle(), HoldsItsShare(), RanksAgree())

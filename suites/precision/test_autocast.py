@@ -5,17 +5,12 @@ from __future__ import annotations
 import pytest
 
 from fixtures.autocast import AUTOCAST
-from fixtures.optimizers import SGD
-from shardproof import SEVERAL, MatchesOracle, Plan, RanksAgree, Schedule, Training, Trial
+from shardproof import SEVERAL, MatchesOracle, RanksAgree, Trial
+from suites.training import train
 
 
 @pytest.mark.kills("SumsInsteadOfAveraging", "KeepsOnlyTheLastMicrobatch")
 @pytest.mark.worlds(SEVERAL)
 def test_trains_a_model_under_autocast(trial: Trial) -> None:
-    training = Training(
-        problem=AUTOCAST,
-        optimizer=SGD,
-        plan=Plan(units=AUTOCAST.units),
-        schedule=Schedule(microbatches=2),
-    )
+    training = train(AUTOCAST, microbatches=2)
     trial.holds(training, MatchesOracle(), RanksAgree())

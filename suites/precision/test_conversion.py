@@ -7,17 +7,12 @@ import torch
 
 from fixtures.optimizers import ADAMW
 from fixtures.problems import MLP_UNEVEN
-from shardproof import Capability, MatchesOracle, Plan, RanksAgree, Schedule, Training, Trial
+from shardproof import MatchesOracle, RanksAgree, Trial
+from suites.training import train
 
 
 @pytest.mark.rows("T06", "R04")
 @pytest.mark.kills("ReducesInTheDtypeOfBefore")
 def test_trains_in_float64_once_converted(trial: Trial) -> None:
-    training = Training(
-        problem=MLP_UNEVEN,
-        optimizer=ADAMW,
-        plan=Plan(units=MLP_UNEVEN.units, demands=frozenset({Capability.CONVERT})),
-        schedule=Schedule(microbatches=2),
-        convert=torch.float64,
-    )
+    training = train(MLP_UNEVEN, ADAMW, microbatches=2, convert=torch.float64)
     trial.holds(training, MatchesOracle(), RanksAgree())

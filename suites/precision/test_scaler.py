@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from fixtures.optimizers import SGD
 from fixtures.problems import MLP_EVEN
-from shardproof import SEVERAL, Exercise, Layout, MatchesOracle, Notes, Plan, Schedule, Training, Trial
+from shardproof import SEVERAL, Exercise, Layout, MatchesOracle, Notes, Trial
 from suites.precision.scaling import AFTER_A_FINITE, AFTER_AN_INFINITE, AFTER_NONE, scales_together
+from suites.training import train
 
 
 @pytest.mark.worlds(SEVERAL)
@@ -17,9 +17,8 @@ from suites.precision.scaling import AFTER_A_FINITE, AFTER_AN_INFINITE, AFTER_NO
 def test_ranks_skip_steps_and_change_the_scale_together(trial: Trial, is_fused: bool) -> None:
     """Half the scale after the infinite gradient, twice the scale after two steps without one."""
     script = Exercise(body=scales_together, arguments=(is_fused,))
-    plan = Plan(layout=Layout.SHARD, demands=script.demands)
     trial.holds(
-        Training(problem=MLP_EVEN, optimizer=SGD, plan=plan, schedule=Schedule(steps=1), script=script),
+        train(MLP_EVEN, layout=Layout.SHARD, units=(), steps=1, script=script),
         Notes(subject=AFTER_AN_INFINITE, value="as it should, scale 4.0"),
         Notes(subject=AFTER_NONE, value="as it should, scale 4.0"),
         Notes(subject=AFTER_A_FINITE, value="as it should, scale 8.0"),

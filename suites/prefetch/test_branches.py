@@ -12,23 +12,18 @@ from __future__ import annotations
 import pytest
 
 from fixtures.heads import FORK
-from fixtures.optimizers import SGD
 from shardproof import (
     SEVERAL,
     Between,
     Bound,
     BranchByBranch,
-    Capability,
     Count,
     Exactly,
     Gathers,
-    Grouping,
-    Layout,
     MatchesOracle,
     Op,
     Order,
     Phase,
-    Plan,
     Prefetch,
     RanksAgree,
     Reduces,
@@ -40,6 +35,7 @@ from shardproof import (
     Trial,
     Watch,
 )
+from suites.training import train_sharded
 
 FORWARD = Select(phases=(Phase.FORWARD,))
 BACKWARD = Select(phases=(Phase.BACKWARD,))
@@ -102,12 +98,6 @@ def test_a_unit_pointed_at_by_mistake_waits_for_its_turn(trial: Trial) -> None:
 
 
 def _training(script: BranchByBranch, prefetch: Prefetch | None = None) -> Training:
-    plan = Plan(
-        layout=Layout.SHARD,
-        units=FORK.units,
-        grouping=Grouping.REQUIRED,
-        reshard=Reshard.AFTER_FORWARD,
-        prefetch=prefetch,
-        demands=script.demands | {Capability.UNIT_STATE},
+    return train_sharded(
+        FORK, reshard=Reshard.AFTER_FORWARD, prefetch=prefetch, script=script, watch=frozenset({Watch.UNITS})
     )
-    return Training(problem=FORK, optimizer=SGD, plan=plan, script=script, watch=frozenset({Watch.UNITS}))

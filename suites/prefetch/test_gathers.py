@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from fixtures.chain import CHAIN, SPARE_CHAIN
-from fixtures.optimizers import SGD
 from shardproof import (
     SEVERAL,
     AllWaited,
@@ -14,22 +13,20 @@ from shardproof import (
     Count,
     Exactly,
     Gathers,
-    Grouping,
     Layout,
     MatchesOracle,
     Op,
     Order,
     Phase,
-    Plan,
     RanksAgree,
     Reshard,
     Reshards,
     Select,
-    Training,
     Trial,
     Watch,
 )
 from suites.communication.closed_forms import NUM_GROUPS
+from suites.training import train, train_sharded
 
 GATHERS = Select(ops=(Op.ALL_GATHER,))
 REDUCTIONS = Select(ops=(Op.REDUCE_SCATTER,), phases=(Phase.BACKWARD,))
@@ -40,26 +37,20 @@ RIGHT = (MatchesOracle(), RanksAgree())
 @pytest.mark.kills("IgnoresTheStepEvent")
 @pytest.mark.parametrize("layout", [Layout.SHARD, Layout.REPLICATE], ids=lambda x: x.name.lower())
 def test_forward_sees_the_update_that_an_event_announces(trial: Trial, layout: Layout) -> None:
-    plan = Plan(layout=layout, units=CHAIN.units, demands=frozenset({Capability.STEP_EVENT}))
-    trial.holds(Training(problem=CHAIN, optimizer=SGD, plan=plan), *RIGHT)
+    trial.holds(train(CHAIN, layout=layout, demands=frozenset({Capability.STEP_EVENT})), *RIGHT)
 
 
 @pytest.mark.rows("T11")
 @pytest.mark.kills("GathersSynchronously", "ReadsTheGatherTooEarly")
 @pytest.mark.worlds(SEVERAL)
 def test_gathers_block_nobody_when_asked(trial: Trial) -> None:
-    plan = Plan(
+    training = train(
+        CHAIN,
         layout=Layout.SHARD,
-        units=CHAIN.units,
         reshard=Reshard.AFTER_FORWARD,
         demands=frozenset({Capability.ASYNC_GATHER}),
     )
-    trial.holds(
-        Training(problem=CHAIN, optimizer=SGD, plan=plan),
-        Asynchronous(select=GATHERS),
-        AllWaited(select=GATHERS),
-        *RIGHT,
-    )
+    trial.holds(training, Asynchronous(select=GATHERS), AllWaited(select=GATHERS), *RIGHT)
 
 
 @pytest.mark.rows("C18")
@@ -68,15 +59,15 @@ def test_gathers_block_nobody_when_asked(trial: Trial) -> None:
 def test_a_group_with_an_unused_module_is_treated_like_any_other(trial: Trial) -> None:
     """Reductions are counted: an engine may leave out what has no gradient, and then no size tells whose it is."""
     first, last = SPARE_CHAIN.units
-    plan = Plan(
-        layout=Layout.SHARD,
+    training = train_sharded(
+        SPARE_CHAIN,
         units=(first, last),
-        grouping=Grouping.REQUIRED,
         reshard=Reshard.AFTER_FORWARD,
         demands=frozenset({Capability.UNUSED, Capability.UNIT_STATE}),
+        watch=frozenset({Watch.UNITS}),
     )
     trial.holds(
-        Training(problem=SPARE_CHAIN, optimizer=SGD, plan=plan, watch=frozenset({Watch.UNITS})),
+        training,
         Order(select=Select(phases=(Phase.FORWARD,)), events=(Gathers(first), Gathers(last))),
         Order(
             select=Select(phases=(Phase.BACKWARD,)),

@@ -14,18 +14,14 @@ from __future__ import annotations
 import pytest
 
 from fixtures.chain import CHAIN, CHECKPOINTED_CHAIN, NESTED_CHAIN
-from fixtures.optimizers import SGD
 from shardproof import (
     SEVERAL,
-    Capability,
     Event,
     Gathers,
-    Grouping,
     Layout,
     MatchesOracle,
     Order,
     Phase,
-    Plan,
     Prefetch,
     Problem,
     RanksAgree,
@@ -38,6 +34,7 @@ from shardproof import (
     Trial,
     Watch,
 )
+from suites.training import train, train_sharded
 
 FORWARD = Select(phases=(Phase.FORWARD,))
 BACKWARD = Select(phases=(Phase.BACKWARD,))
@@ -188,17 +185,10 @@ def test_a_wrong_hint_costs_no_correctness(trial: Trial) -> None:
 @pytest.mark.parametrize("layout", [Layout.SHARD, Layout.REPLICATE], ids=lambda x: x.name.lower())
 def test_lists_change_nothing_that_is_learnt(trial: Trial, layout: Layout) -> None:
     prefetch = Prefetch.by_distance(UNITS, forward=2, backward=2)
-    plan = Plan(layout=layout, units=UNITS, prefetch=prefetch)
-    trial.holds(Training(problem=CHAIN, optimizer=SGD, plan=plan), *RIGHT)
+    trial.holds(train(CHAIN, layout=layout, units=UNITS, prefetch=prefetch), *RIGHT)
 
 
 def _training(problem: Problem, prefetch: Prefetch, units: tuple[str, ...] = UNITS) -> Training:
-    plan = Plan(
-        layout=Layout.SHARD,
-        units=units,
-        grouping=Grouping.REQUIRED,
-        reshard=Reshard.AFTER_FORWARD,
-        prefetch=prefetch,
-        demands=frozenset({Capability.UNIT_STATE}),
+    return train_sharded(
+        problem, units=units, reshard=Reshard.AFTER_FORWARD, prefetch=prefetch, watch=frozenset({Watch.UNITS})
     )
-    return Training(problem=problem, optimizer=SGD, plan=plan, watch=frozenset({Watch.UNITS}))

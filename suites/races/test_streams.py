@@ -36,6 +36,7 @@ from shardproof import (
     UnshardByHand,
     Watch,
 )
+from suites.training import train
 
 LAWS = (NoRaces(), MatchesOracle(), RanksAgree())
 SHARDED = Plan(
@@ -240,14 +241,8 @@ def test_streams_wait_around_a_dtype_for_reductions(trial: Trial) -> None:
 def test_streams_wait_where_forwards_wait_for_their_backwards(trial: Trial) -> None:
     """What a backward gathered ahead and did not use is memory again for the gathers of the next one."""
     script = AllForwardsFirst(backwards=Backwards.ONE_BY_ONE)
-    plan = Plan(layout=Layout.SHARD, units=MLP_UNEVEN.units, demands=script.demands)
-    training = Training(
-        problem=MLP_UNEVEN,
-        optimizer=SGD,
-        plan=plan,
-        schedule=Schedule(microbatches=2),
-        script=script,
-        watch=frozenset({Watch.RACES}),
+    training = train(
+        MLP_UNEVEN, layout=Layout.SHARD, microbatches=2, script=script, watch=frozenset({Watch.RACES})
     )
     trial.holds(training, *LAWS)
 

@@ -7,7 +7,6 @@ from typing import ClassVar
 
 import pytest
 
-from fixtures.optimizers import SGD
 from fixtures.problems import MLP_EVEN
 from shardproof import (
     Actor,
@@ -17,11 +16,10 @@ from shardproof import (
     EvaluationPoint,
     Layout,
     MatchesOracle,
-    Plan,
     RanksAgree,
-    Training,
     Trial,
 )
+from suites.training import train
 
 # The root owns the last layer: engines keep its parameters longest.
 UNITS = MLP_EVEN.units[:-1]
@@ -35,8 +33,7 @@ both_layouts = pytest.mark.parametrize(
 @both_layouts
 def test_an_evaluation_before_the_step_leaves_nothing_stale(trial: Trial, layout: Layout) -> None:
     script = Evaluates(moment=EvaluationPoint.BEFORE_STEP)
-    plan = Plan(layout=layout, units=UNITS)
-    trial.holds(Training(problem=MLP_EVEN, optimizer=SGD, plan=plan, script=script), *LAWS)
+    trial.holds(train(MLP_EVEN, layout=layout, units=UNITS, script=script), *LAWS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,13 +53,11 @@ class EvaluatesBetween:
 @pytest.mark.kills("EvaluatesWithStaleParameters")
 @both_layouts
 def test_an_evaluation_between_forward_and_backward_changes_nothing(trial: Trial, layout: Layout) -> None:
-    plan = Plan(layout=layout, units=UNITS)
-    trial.holds(Training(problem=MLP_EVEN, optimizer=SGD, plan=plan, script=EvaluatesBetween()), *LAWS)
+    trial.holds(train(MLP_EVEN, layout=layout, units=UNITS, script=EvaluatesBetween()), *LAWS)
 
 
 @pytest.mark.kills("KeepsAnInferenceTensor")
 @both_layouts
 def test_trains_after_an_evaluation_in_inference_mode(trial: Trial, layout: Layout) -> None:
     script = Evaluates(moment=EvaluationPoint.BEFORE_TRAINING, how=Evaluation.INFERENCE)
-    plan = Plan(layout=layout, units=UNITS)
-    trial.holds(Training(problem=MLP_EVEN, optimizer=SGD, plan=plan, script=script), *LAWS)
+    trial.holds(train(MLP_EVEN, layout=layout, units=UNITS, script=script), *LAWS)

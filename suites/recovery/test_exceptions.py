@@ -5,23 +5,19 @@ from __future__ import annotations
 import pytest
 
 from fixtures.guarded import GUARDED
-from fixtures.optimizers import SGD
 from shardproof import (
     RAISED,
     Accumulation,
     FailsFirst,
-    Grouping,
     Layout,
     MatchesOracle,
     Notes,
-    Plan,
     RanksAgree,
     Reshard,
-    Schedule,
     SkipsAFailure,
-    Training,
     Trial,
 )
+from suites.training import train, train_sharded
 
 LAWS = (MatchesOracle(), RanksAgree(), Notes(subject=RAISED, value="FloatingPointError"))
 
@@ -34,14 +30,7 @@ LAWS = (MatchesOracle(), RanksAgree(), Notes(subject=RAISED, value="FloatingPoin
 )
 def test_a_forward_that_raised_leaves_nothing_behind(trial: Trial, reshard: Reshard) -> None:
     script = SkipsAFailure()
-    plan = Plan(
-        layout=Layout.SHARD,
-        units=GUARDED.units,
-        grouping=Grouping.REQUIRED,
-        reshard=reshard,
-        demands=script.demands,
-    )
-    trial.holds(Training(problem=GUARDED, optimizer=SGD, plan=plan, script=script), *LAWS)
+    trial.holds(train_sharded(GUARDED, reshard=reshard, script=script), *LAWS)
 
 
 @pytest.mark.kills("LeaksTheFailedIteration")
@@ -54,13 +43,7 @@ def test_a_forward_that_raised_leaves_nothing_behind(trial: Trial, reshard: Resh
 )
 def test_nothing_of_the_iteration_that_failed_is_learnt(trial: Trial, layout: Layout) -> None:
     script = FailsFirst()
-    plan = Plan(
-        layout=layout,
-        units=GUARDED.units,
-        accumulation=Accumulation.LAST_MICROBATCH,
-        demands=script.demands,
-    )
-    training = Training(
-        problem=GUARDED, optimizer=SGD, plan=plan, schedule=Schedule(microbatches=3), script=script
+    training = train(
+        GUARDED, layout=layout, accumulation=Accumulation.LAST_MICROBATCH, microbatches=3, script=script
     )
     trial.holds(training, *LAWS)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from fixtures.optimizers import SGD
 from fixtures.thin import EMPTY_ROWS, SCALARS, SINGLE_ROWS
 from shardproof import (
     EVEN,
@@ -12,13 +11,12 @@ from shardproof import (
     HoldsItsShare,
     Layout,
     MatchesOracle,
-    Plan,
     Problem,
     RanksAgree,
     Refusal,
-    Training,
     Trial,
 )
+from suites.training import train
 
 LAWS = (MatchesOracle(), RanksAgree())
 
@@ -32,8 +30,7 @@ LAWS = (MatchesOracle(), RanksAgree())
     ],
 )
 def test_trains_single_rows_of_which_most_ranks_own_nothing(trial: Trial, layout: Layout) -> None:
-    plan = Plan(layout=layout, units=SINGLE_ROWS.units)
-    trial.holds(Training(problem=SINGLE_ROWS, optimizer=SGD, plan=plan), *LAWS, HoldsItsShare())
+    trial.holds(train(SINGLE_ROWS, layout=layout), *LAWS, HoldsItsShare())
 
 
 @pytest.mark.worlds(SEVERAL)
@@ -47,5 +44,5 @@ def test_trains_single_rows_of_which_most_ranks_own_nothing(trial: Trial, layout
     ],
 )
 def test_trains_or_refuses_parameters_that_cannot_be_cut(trial: Trial, problem: Problem) -> None:
-    training = Training(problem=problem, optimizer=SGD, plan=Plan(units=problem.units))
+    training = train(problem)
     trial.holds(training, *LAWS, refusal=Refusal.ALLOWED)

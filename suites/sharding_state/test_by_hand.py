@@ -6,7 +6,6 @@ import pytest
 
 from fixtures.heads import TALKATIVE
 from fixtures.odd_shapes import ODD_SHAPES
-from fixtures.optimizers import SGD
 from fixtures.problems import MLP_UNEVEN
 from shardproof import (
     AFTER_BACKWARD,
@@ -25,7 +24,6 @@ from shardproof import (
     Op,
     Per,
     Phase,
-    Plan,
     Problem,
     RanksAgree,
     Reshard,
@@ -38,6 +36,7 @@ from shardproof import (
     Window,
 )
 from suites.sharding_state.states import states
+from suites.training import train
 
 GATHERS = Select(ops=(Op.ALL_GATHER,), window=Window.TRAINING)
 BY_HAND = Select(ops=(Op.ALL_GATHER,), phases=(Phase.BETWEEN,), window=Window.TRAINING)
@@ -49,10 +48,9 @@ def _training(
     problem: Problem, layout: Layout, reshard: Reshard, units: tuple[str, ...], gather: Gather
 ) -> Training:
     script = UnshardByHand(units=(*units, ""), gather=gather)
-    plan = Plan(
-        layout=layout, units=units, grouping=Grouping.REQUIRED, reshard=reshard, demands=script.demands
+    return train(
+        problem, layout=layout, units=units, grouping=Grouping.REQUIRED, reshard=reshard, script=script
     )
-    return Training(problem=problem, optimizer=SGD, plan=plan, script=script)
 
 
 def _gathers_by_hand(number: int) -> tuple[Count, OnlyThese, AllWaited]:

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import pytest
 
 from fixtures.heads import TIED_HEAD, TRUNK_AND_HEAD
-from fixtures.optimizers import SGD
 from fixtures.problems import MLP_UNEVEN
 from shardproof import (
     AFTER_BACKWARD,
@@ -17,26 +16,22 @@ from shardproof import (
     SEVERAL,
     Count,
     Exactly,
-    Grouping,
     HoldHeadOpen,
-    Layout,
     MatchesOracle,
     Op,
     Phase,
-    Plan,
     Problem,
     RanksAgree,
     Reshard,
-    Schedule,
     Select,
     ShowsTheModel,
     ToggleReshard,
-    Training,
     Trial,
     UnitsAre,
     after_chunk,
 )
 from suites.sharding_state.states import states
+from suites.training import train_sharded
 
 INNER = ("layers.0", "layers.1")
 ALL = (*INNER, "")
@@ -76,23 +71,10 @@ class Told:
 )
 def test_frees_as_told_last(trial: Trial, told: Told) -> None:
     script = ToggleReshard(units=told.units)
-    plan = Plan(
-        layout=Layout.SHARD,
-        units=INNER,
-        grouping=Grouping.REQUIRED,
-        reshard=told.reshard,
-        demands=script.demands,
-    )
     kept_first = tuple(u for u in ALL if u in told.kept and u not in told.units)
     kept_then = tuple(u for u in ALL if u in told.kept or u in told.units)
     trial.holds(
-        Training(
-            problem=MLP_UNEVEN,
-            optimizer=SGD,
-            plan=plan,
-            schedule=Schedule(microbatches=2),
-            script=script,
-        ),
+        train_sharded(MLP_UNEVEN, units=INNER, reshard=told.reshard, microbatches=2, script=script),
         UnitsAre(
             states=(
                 *states(AFTER_FORWARD_FREED, unsharded=kept_first, sharded=_others(kept_first)),
@@ -120,16 +102,9 @@ def test_frees_as_told_last(trial: Trial, told: Told) -> None:
 @pytest.mark.kills("FreesHeldUnitsAfterBackward", "ReshardsTheRootAlone")
 def test_holds_the_head_through_all_chunks(trial: Trial, problem: Problem, reshard: Reshard) -> None:
     head = next(unit for unit in problem.units if unit.endswith("head"))
-    plan = Plan(
-        layout=Layout.SHARD,
-        units=problem.units,
-        grouping=Grouping.REQUIRED,
-        reshard=reshard,
-        demands=HoldHeadOpen.demands,
-    )
     chunks = tuple(after_chunk(chunk) for chunk in range(NUM_CHUNKS))
     trial.holds(
-        Training(problem=problem, optimizer=SGD, plan=plan, script=HoldHeadOpen(unit=head)),
+        train_sharded(problem, reshard=reshard, script=HoldHeadOpen(unit=head)),
         UnitsAre(
             states=(
                 *(s for moment in chunks for s in states(moment, unsharded=(head,))),

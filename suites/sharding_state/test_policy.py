@@ -40,6 +40,7 @@ from shardproof import (
     Window,
 )
 from suites.sharding_state.states import states
+from suites.training import train
 
 # Every step, the first included: nothing that a step leaves behind may change what the next one gathers.
 GATHERS = Select(ops=(Op.ALL_GATHER,), window=Window.TRAINING)
@@ -199,15 +200,8 @@ def test_shows_replicas_whole_until_freed(trial: Trial) -> None:
 def test_frees_what_backward_never_entered(trial: Trial, layout: Layout) -> None:
     reshard = Reshard.KEEP if layout is Layout.SHARD else Reshard.NATIVE
     groups = (*TWO_HEADS.units, "")
-    plan = Plan(
-        layout=layout,
-        units=TWO_HEADS.units,
-        grouping=Grouping.REQUIRED,
-        reshard=reshard,
-        demands=AlternateHeads.demands,
-    )
     trial.holds(
-        Training(problem=TWO_HEADS, optimizer=SGD, plan=plan, script=AlternateHeads()),
+        train(TWO_HEADS, layout=layout, grouping=Grouping.REQUIRED, reshard=reshard, script=AlternateHeads()),
         UnitsAre(states=(*states(AFTER_FORWARD, unsharded=groups), *states(AFTER_BACKWARD, sharded=groups))),
         OnlyThese(selects=(GATHERS_IN_FORWARD,), among=GATHERS),
         *_laws((AFTER_FORWARD, AFTER_BACKWARD)),

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 
-from fixtures.optimizers import SGD
 from fixtures.problems import MLP_UNEVEN
 from shardproof import (
     AFTER_BACKWARD,
@@ -25,18 +24,16 @@ from shardproof import (
     Nothing,
     Op,
     Phase,
-    Plan,
     RanksAgree,
     Reshard,
     Roots,
-    Schedule,
     Select,
     ShowsTheModel,
-    Training,
     Trial,
     UnitsAre,
 )
 from suites.sharding_state.states import states
+from suites.training import train
 
 ROOTS = MLP_UNEVEN.units
 REDUCTIONS = Select(ops=(Op.REDUCE_SCATTER, Op.ALL_REDUCE), phases=(Phase.BACKWARD,), dtypes=("float32",))
@@ -62,7 +59,9 @@ MOMENTS = (BEFORE_FORWARD, AFTER_FORWARD, AFTER_BACKWARD)
 )
 @pytest.mark.kills("HoldsBackTheFirstRootAlone")
 def test_trains_roots_beside_each_other(trial: Trial, layout: Layout, reshard: Reshard) -> None:
-    plan = Plan(
+    is_freed = reshard is Reshard.AFTER_FORWARD
+    training = train(
+        MLP_UNEVEN,
         layout=layout,
         roots=Roots.EACH_UNIT,
         units=ROOTS,
@@ -70,16 +69,11 @@ def test_trains_roots_beside_each_other(trial: Trial, layout: Layout, reshard: R
         reshard=reshard,
         accumulation=Accumulation.LAST_MICROBATCH,
         demands=frozenset({Capability.UNIT_STATE}),
+        microbatches=2,
+        script=LookAround(),
     )
-    is_freed = reshard is Reshard.AFTER_FORWARD
     trial.holds(
-        Training(
-            problem=MLP_UNEVEN,
-            optimizer=SGD,
-            plan=plan,
-            schedule=Schedule(microbatches=2),
-            script=LookAround(),
-        ),
+        training,
         UnitsAre(
             states=(
                 *states(BEFORE_FORWARD, sharded=ROOTS),

@@ -4,23 +4,21 @@ from __future__ import annotations
 
 import pytest
 
-from fixtures.optimizers import ADAMW, SGD
+from fixtures.optimizers import ADAMW
 from fixtures.tied import TIED
 from shardproof import (
     SEVERAL,
     EveryRowMoves,
-    Grouping,
     HoldsItsShare,
     Layout,
     MatchesOracle,
-    Plan,
     RanksAgree,
     Refusal,
     Reshard,
     Schedule,
-    Training,
     Trial,
 )
+from suites.training import train, train_sharded
 
 LAWS = (MatchesOracle(), EveryRowMoves(parameter="token.weight"), HoldsItsShare(), RanksAgree())
 ONE_GROUP = ("token,head", "blocks.0", "blocks.1")
@@ -35,29 +33,25 @@ TWO_GROUPS = ("token", "head")
     [pytest.param(Reshard.AFTER_FORWARD, id="freed"), pytest.param(Reshard.KEEP, id="kept")],
 )
 def test_every_row_of_a_tied_parameter_learns(trial: Trial, reshard: Reshard) -> None:
-    plan = Plan(layout=Layout.SHARD, units=ONE_GROUP, grouping=Grouping.REQUIRED, reshard=reshard)
-    trial.holds(Training(problem=TIED, optimizer=ADAMW, plan=plan), *LAWS)
+    trial.holds(train_sharded(TIED, ADAMW, units=ONE_GROUP, reshard=reshard), *LAWS)
 
 
 @pytest.mark.rows("T26", "R13")
 @pytest.mark.kills("UntiesSharedParameters", "CountsTheFirstUseAlone")
 @pytest.mark.parametrize("layout", [Layout.REPLICATE, Layout.SHARD], ids=lambda layout: layout.name.lower())
 def test_a_parameter_tied_within_the_root_learns_from_both_uses(trial: Trial, layout: Layout) -> None:
-    plan = Plan(layout=layout, units=TIED.units)
-    trial.holds(Training(problem=TIED, optimizer=SGD, plan=plan), *LAWS)
+    trial.holds(train(TIED, layout=layout), *LAWS)
 
 
 @pytest.mark.worlds(SEVERAL)
 @pytest.mark.rows("T28")
 @pytest.mark.kills("UntiesSharedParameters", "LosesTheLastRowsOfSharedParameters")
 def test_a_parameter_tied_over_two_groups_is_refused_or_learns_from_both(trial: Trial) -> None:
-    plan = Plan(layout=Layout.SHARD, units=TWO_GROUPS, grouping=Grouping.REQUIRED)
-    trial.holds(Training(problem=TIED, optimizer=SGD, plan=plan), *LAWS, refusal=Refusal.ALLOWED)
+    trial.holds(train_sharded(TIED, units=TWO_GROUPS), *LAWS, refusal=Refusal.ALLOWED)
 
 
 @pytest.mark.rows("T29")
 @pytest.mark.kills("TellsParametersApartByName")
 def test_models_made_one_after_another_are_told_apart(trial: Trial) -> None:
-    plan = Plan(layout=Layout.SHARD, units=TIED.units, grouping=Grouping.REQUIRED)
-    training = Training(problem=TIED, optimizer=SGD, plan=plan, schedule=Schedule(steps=2, repeats=3))
+    training = train_sharded(TIED, schedule=Schedule(steps=2, repeats=3))
     trial.holds(training, *LAWS)

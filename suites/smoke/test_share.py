@@ -6,17 +6,8 @@ import pytest
 
 from fixtures.optimizers import ADAMW
 from fixtures.problems import MLP_EVEN
-from shardproof import (
-    SEVERAL,
-    HoldsItsShare,
-    Layout,
-    MatchesOracle,
-    MemoryIsExplained,
-    Plan,
-    RanksAgree,
-    Training,
-    Trial,
-)
+from shardproof import SEVERAL, HoldsItsShare, Layout, MatchesOracle, MemoryIsExplained, RanksAgree, Trial
+from suites.training import train
 
 
 @pytest.mark.rows("T08", "R06")
@@ -25,6 +16,5 @@ from shardproof import (
 @pytest.mark.kills("CutsGradientsFromWholeBuffers", "CutsStateFromWholeBuffers", "AveragesWholeParameters")
 @pytest.mark.worlds(SEVERAL)
 def test_holds_its_share(trial: Trial) -> None:
-    plan = Plan(layout=Layout.SHARD, units=MLP_EVEN.units)
-    training = Training(problem=MLP_EVEN, optimizer=ADAMW, plan=plan)
+    training = train(MLP_EVEN, ADAMW, layout=Layout.SHARD)
     trial.holds(training, MatchesOracle(), HoldsItsShare(), MemoryIsExplained(), RanksAgree())

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from fixtures.optimizers import SGD
 from fixtures.problems import MLP_EVEN
-from shardproof import MatchesOracle, RanksAgree, Training, Trial
+from shardproof import MatchesOracle, RanksAgree, Trial
+from suites.training import train
 
 
 @pytest.mark.rows("T07", "R05")
@@ -14,4 +14,4 @@ from shardproof import MatchesOracle, RanksAgree, Training, Trial
 @pytest.mark.kills("StartsOtherRanksAnew", "OrdersParametersByRank", "IgnoresMoreOnTheLastRank")
 @pytest.mark.kills("AddsGradientsToParameters", "RepeatsTheSecondGradients", "KeepsOneOldGradient")
 def test_trains_the_same_model(trial: Trial) -> None:
-    trial.holds(Training(problem=MLP_EVEN, optimizer=SGD), MatchesOracle(), RanksAgree())
+    trial.holds(train(MLP_EVEN, units=()), MatchesOracle(), RanksAgree())

@@ -6,14 +6,13 @@ from operator import attrgetter
 
 import pytest
 
-from fixtures.optimizers import ADAMW, SGD
+from fixtures.optimizers import ADAMW
 from fixtures.tensor_parallel import STACK_3, STACK_5, STACK_16, STACK_17
 from shardproof import (
     FOUR_OR_MORE_EVEN,
     FOURS,
     Accumulation,
     AllWaited,
-    Capability,
     Clip,
     Count,
     Exactly,
@@ -25,16 +24,15 @@ from shardproof import (
     Op,
     Per,
     Phase,
-    Plan,
     Problem,
     RanksAgree,
     Reshard,
-    Schedule,
     Select,
     Training,
     Trial,
 )
 from suites.communication.closed_forms import NUM_GROUPS
+from suites.training import train, train_sharded
 
 GATHERS = Select(ops=(Op.ALL_GATHER,), axis="data", phases=(Phase.FORWARD,))
 GATHERS_AGAIN = Select(ops=(Op.ALL_GATHER,), axis="data", phases=(Phase.BACKWARD,))
@@ -75,17 +73,18 @@ def test_shards_of_cut_tensors_train_as_one_model(trial: Trial, problem: Problem
 @pytest.mark.kills("KeepsNormsOnTheirTensorRank", "LosesTheLastRowsOfUnevenPieces", "SwapsTheCutsOfOneDim")
 @pytest.mark.worlds(FOUR_OR_MORE_EVEN)
 def test_shards_of_cut_tensors_accumulate(trial: Trial) -> None:
-    plan = Plan(
-        layout=Layout.SHARD,
+    before = Select(ops=SCATTERS.ops, axis="data", microbatches=Microbatches.ALL_BUT_LAST)
+    training = train_sharded(
+        STACK_5,
+        ADAMW,
         tensor_parallel=2,
-        units=STACK_5.units,
-        grouping=Grouping.REQUIRED,
         reshard=Reshard.KEEP,
         accumulation=Accumulation.LAST_MICROBATCH,
+        steps=2,
+        microbatches=3,
     )
-    before = Select(ops=SCATTERS.ops, axis="data", microbatches=Microbatches.ALL_BUT_LAST)
     trial.holds(
-        Training(problem=STACK_5, optimizer=ADAMW, plan=plan, schedule=Schedule(steps=2, microbatches=3)),
+        training,
         MatchesOracle(),
         Count(select=SCATTERS, expected=ONCE_PER_GROUP, per=Per.STEP),
         Nothing(select=before),
@@ -98,14 +97,10 @@ def test_shards_of_cut_tensors_accumulate(trial: Trial) -> None:
 @pytest.mark.kills("ClipsOnOneTensorRank")
 @pytest.mark.worlds(FOUR_OR_MORE_EVEN)
 def test_clips_by_the_norm_over_all_axes(trial: Trial) -> None:
-    plan = Plan(
-        layout=Layout.SHARD,
-        tensor_parallel=2,
-        units=STACK_5.units,
-        demands=frozenset({Capability.CLIP}),
+    trial.holds(
+        train(STACK_5, layout=Layout.SHARD, tensor_parallel=2, steps=2, clip=Clip(max_norm=0.5)),
+        MatchesOracle(),
     )
-    schedule = Schedule(steps=2, clip=Clip(max_norm=0.5))
-    trial.holds(Training(problem=STACK_5, optimizer=SGD, plan=plan, schedule=schedule), MatchesOracle())
 
 
 @pytest.mark.rows("T34")
@@ -138,12 +133,7 @@ def test_replicas_of_cut_tensors_train_as_one_model(trial: Trial, problem: Probl
 
 
 def _training(problem: Problem, layout: Layout, reshard: Reshard = Reshard.NATIVE) -> Training:
-    plan = Plan(
-        layout=layout,
-        tensor_parallel=2,
-        units=problem.units,
-        grouping=Grouping.REQUIRED,
-        reshard=reshard,
-    )
     # Two steps show what one did to the next; DTensors take too long over more.
-    return Training(problem=problem, optimizer=SGD, plan=plan, schedule=Schedule(steps=2))
+    return train(
+        problem, layout=layout, tensor_parallel=2, grouping=Grouping.REQUIRED, reshard=reshard, steps=2
+    )

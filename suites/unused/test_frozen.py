@@ -5,25 +5,22 @@ from __future__ import annotations
 import pytest
 
 from fixtures.idle import FROZEN
-from fixtures.optimizers import ADAMW, SGD
+from fixtures.optimizers import ADAMW
 from shardproof import (
     SEVERAL,
     Count,
     Exactly,
-    Grouping,
     HoldsItsShare,
-    Layout,
     MatchesOracle,
     Op,
     Phase,
-    Plan,
     RanksAgree,
     Reshard,
     Select,
-    Training,
     Trial,
 )
 from suites.communication.closed_forms import NUM_GROUPS
+from suites.training import train, train_sharded
 
 LAWS = (MatchesOracle(), RanksAgree())
 GATHERS = Select(ops=(Op.ALL_GATHER,), phases=(Phase.FORWARD,))
@@ -35,17 +32,14 @@ NUM_TRAINED = 2
 @pytest.mark.kills("TrainsFrozenParameters")
 def test_trains_around_frozen_parameters(trial: Trial) -> None:
     """With AdamW: its weight decay would move a frozen parameter that had a gradient of zeros."""
-    trial.holds(Training(problem=FROZEN, optimizer=ADAMW, plan=Plan(units=FROZEN.units)), *LAWS)
+    trial.holds(train(FROZEN, ADAMW), *LAWS)
 
 
 @pytest.mark.worlds(SEVERAL)
 @pytest.mark.kills("NeverFreesFrozenUnits", "TrainsFrozenParameters")
 def test_frees_frozen_units_and_reduces_none_of_them(trial: Trial) -> None:
-    plan = Plan(
-        layout=Layout.SHARD, units=FROZEN.units, grouping=Grouping.REQUIRED, reshard=Reshard.AFTER_FORWARD
-    )
     trial.holds(
-        Training(problem=FROZEN, optimizer=SGD, plan=plan),
+        train_sharded(FROZEN, reshard=Reshard.AFTER_FORWARD),
         *LAWS,
         HoldsItsShare(),
         Count(select=GATHERS, expected=Exactly(NUM_GROUPS)),

@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from fixtures.idle import FROZEN
-from fixtures.optimizers import SGD
 from shardproof import (
     SEVERAL,
     Between,
@@ -22,7 +21,6 @@ from shardproof import (
     MatchesOracle,
     Op,
     Phase,
-    Plan,
     RanksAgree,
     Reshard,
     Select,
@@ -30,6 +28,7 @@ from shardproof import (
     Trial,
 )
 from suites.communication.closed_forms import ClosedForm
+from suites.training import train
 
 GATHERS = Select(ops=(Op.ALL_GATHER,), phases=(Phase.FORWARD,))
 # A whole unit, and one parameter of a unit that has others.
@@ -58,9 +57,8 @@ PADDED = ClosedForm(name="those bytes, rows padded to the world", formula=_padde
 @pytest.mark.kills("ShardsIgnoredParameters")
 def test_leaves_ignored_parameters_whole(trial: Trial) -> None:
     units = tuple(unit for unit in FROZEN.units if unit != "base")
-    plan = Plan(layout=Layout.SHARD, units=units, ignored=IGNORED, reshard=Reshard.AFTER_FORWARD)
     trial.holds(
-        Training(problem=FROZEN, optimizer=SGD, plan=plan),
+        train(FROZEN, layout=Layout.SHARD, units=units, ignored=IGNORED, reshard=Reshard.AFTER_FORWARD),
         MatchesOracle(),
         HoldsItsShare(),
         RanksAgree(),

@@ -23,6 +23,7 @@ from shardproof import (
     Training,
     Trial,
 )
+from suites.training import train
 
 LAWS = (MatchesOracle(), RanksAgree())
 
@@ -31,8 +32,7 @@ LAWS = (MatchesOracle(), RanksAgree())
 @pytest.mark.parametrize("optimizer", [SGD, ADAMW], ids=attrgetter("name"))
 def test_leaves_unused_parameters_without_a_gradient(trial: Trial, optimizer: NamedOptimizer) -> None:
     """The side layer goes unused in steps 2 and 3: after clearing to zeros it coasts on, after None it rests."""
-    plan = Plan(units=SOMETIMES.units, demands=frozenset({Capability.UNUSED}))
-    training = Training(problem=SOMETIMES, optimizer=optimizer, plan=plan, schedule=Schedule(steps=4))
+    training = train(SOMETIMES, optimizer, demands=frozenset({Capability.UNUSED}), steps=4)
     trial.holds(training, *LAWS)
 
 

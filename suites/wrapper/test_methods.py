@@ -1,120 +1,179 @@
-"""The wrapper's own methods: reaching through it, listing units, names, calls, conversions."""
+"""The wrapper as a module: what is reached through it, applied to it, called with it, and what it is converted to."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
 import pytest
+import torch
+from torch import nn
 
-from shardproof import Trial
-from suites.wrapper import access
-from suites.wrapper.access import Conversion
-from suites.wrapper.exercised import hold
-from suites.wrapper.specimens import Form
+from suites.wrapper.expect import Bench, expects
+from suites.wrapper.model import (
+    EACH_FORM,
+    LR,
+    Form,
+    Tower,
+    batch,
+    parameters,
+    shown_gradients,
+    tower,
+    trained_alone,
+)
 
-FORMS = pytest.mark.parametrize("form", Form, ids=lambda form: form.name.lower())
+CONVERTED = ("what it returns", "the output's dtype", "dtypes of gradients", "parameters afterwards")
 
 
 @pytest.mark.api("module")
 @pytest.mark.kills("WrapsItsModuleAgain")
-def test_shows_the_module_that_it_wraps(trial: Trial) -> None:
-    hold(trial, access.reach_module, "the module of the root", "the module of a unit")
+@expects("the module of the root", "the module of a unit")
+def test_shows_the_module_that_it_wraps(bench: Bench) -> None:
+    model = tower()
+    middle = model.middle
+    root = bench.wrapped(model)
+    bench.same("the module of the root", root.module is model, True)
+    bench.same("the module of a unit", root.middle.module is middle, True)
 
 
 @pytest.mark.api("__getattr__")
 @pytest.mark.kills("HidesAttributes")
-def test_passes_on_attributes(trial: Trial) -> None:
-    subjects = ("a submodule", "a plain attribute", "a method", "a buffer", "an attribute that nobody has")
-    hold(trial, access.reach_attributes, *subjects)
+@expects("a submodule", "a plain attribute", "a method", "a buffer", "a missing attribute")
+def test_passes_on_attributes(bench: Bench) -> None:
+    model = tower()
+    stem = model.stem
+    root = bench.wrapped(model)
+    bench.same("a submodule", root.stem is stem, True)
+    bench.same("a plain attribute", getattr(root, "kind", None), "tower")
+    describe = getattr(root, "describe", str)
+    bench.same("a method", describe("of rank"), "tower of rank")
+    bench.same("a buffer", root.offset, torch.tensor([3.0]))
+    bench.refuses("a missing attribute", lambda: root.nothing, AttributeError)
 
 
 @pytest.mark.api("__getitem__")
 @pytest.mark.kills("CountsItemsFromOne")
-def test_passes_on_items(trial: Trial) -> None:
-    hold(trial, access.reach_items, "an item", "a slice")
-
-
-@pytest.mark.api("check_is_root")
-@pytest.mark.kills("KnowsNoRootBeforeForward")
-def test_tells_who_is_the_root(trial: Trial) -> None:
-    subjects = ("the root before forward", "the root after forward", "a unit that is asked first")
-    hold(trial, access.tell_the_root, *subjects)
-
-
-@pytest.mark.api("fsdp_modules")
-@pytest.mark.kills("TakesUnitsForRoots")
-def test_lists_units_in_the_order_of_modules(trial: Trial) -> None:
-    hold(trial, access.list_units, "all units", "the units of a unit", "the root alone", "their class")
-
-
-@pytest.mark.api("fsdp_modules")
-@pytest.mark.kills("TakesUnitsForRoots")
-def test_lists_units_of_a_model_that_is_not_wrapped_itself(trial: Trial) -> None:
-    hold(trial, access.list_units_of_others, "all units below", "the roots below", "units of a model without")
+@expects("an item", "a slice")
+def test_passes_on_items(bench: Bench) -> None:
+    layers = [nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 2)]
+    chain = bench.wrapped(nn.Sequential(*layers), units=("2",))
+    items = [chain[0] is layers[0], chain[1] is layers[1], chain[-1].module is layers[2]]
+    bench.same("an item", items, [True] * 3)
+    bench.same("a slice", [type(module) for module in chain[:2]], [nn.Linear, nn.ReLU])
 
 
 @pytest.mark.api("apply")
 @pytest.mark.kills("AppliesToShards", "ForgetsWhatWasApplied")
-def test_applies_to_whole_parameters_and_keeps_what_it_did(trial: Trial) -> None:
-    subjects = ("what it returns", "shapes that it saw", "weights afterwards", "an output afterwards")
-    hold(trial, access.apply_to_all, *subjects)
+@expects("what it returns", "shapes that it saw", "weights afterwards", "an output afterwards")
+def test_applies_to_whole_parameters_and_keeps_what_it_did(bench: Bench) -> None:
+    root = bench.wrapped(tower())
+    seen: list[tuple[int, ...]] = []
+
+    def double(module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            seen.append(tuple(module.weight.shape))
+            with torch.no_grad():
+                module.weight.mul_(2)
+
+    bench.same("what it returns", root.apply(double) is root, True)
+    bench.same("shapes that it saw", sorted(seen), [(1, 5), (3, 5), (5, 3), (5, 3)])
+    doubled = {name: value * (2 if "weight" in name else 1) for name, value in parameters(tower()).items()}
+    bench.same("weights afterwards", bench.summoned(root), doubled)
+    alone = tower()
+    alone.load_state_dict(doubled, strict=False)
+    bench.same("an output afterwards", root(batch(bench.rank)).detach(), alone(batch(bench.rank)).detach())
 
 
 @pytest.mark.api("apply")
 @pytest.mark.kills("AppliesInSilence")
-def test_refuses_to_apply_in_forward(trial: Trial) -> None:
-    hold(trial, access.apply_while_it_runs, "apply in forward")
+@expects("apply in forward")
+def test_refuses_to_apply_in_forward(bench: Bench) -> None:
+    class Impatient(Tower):
+        def forward(self, rows: torch.Tensor) -> torch.Tensor:
+            bench.refuses("apply in forward", lambda: roots[0].apply(lambda module: None))
+            return super().forward(rows)
+
+    roots: list[Any] = []
+    roots.append(bench.wrapped(Impatient()))
+    roots[0](batch(bench.rank))
+
+
+@dataclass
+class _Pair:
+    first: torch.Tensor
+    second: torch.Tensor
+
+
+class _Talkative(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tower = tower()
+
+    # Any: containers of tensors, inside each other.
+    def forward(
+        self, rows: torch.Tensor, *, scales: dict[str, torch.Tensor], times: int = 1
+    ) -> dict[str, Any]:
+        hidden = self.tower(rows) * scales["up"] * times
+        return {"pair": _Pair(hidden, hidden * 2), "list": [hidden * 3, ("text", hidden - 1)], "none": None}
+
+
+def _sum(output: dict[str, Any]) -> Any:
+    pair, (third, (_, fourth)) = output["pair"], output["list"]
+    return (pair.first + pair.second + third + fourth).sum()
 
 
 @pytest.mark.api("forward")
 @pytest.mark.kills("DropsKeywords")
-def test_passes_keywords_and_containers_through_forward(trial: Trial) -> None:
-    subjects = ("the containers", "a text in them", "their sum", "what they taught")
-    hold(trial, access.call_with_keywords, *subjects)
+@expects("the containers", "a text in them", "their sum", "what they taught")
+def test_passes_keywords_and_containers_through_forward(bench: Bench) -> None:
+    root, alone = bench.wrapped(_Talkative(), units=("tower", "tower.middle")), _Talkative()
+    keywords: dict[str, Any] = {"scales": {"up": torch.tensor(2.0)}, "times": 3}
+    output, expected = root(batch(bench.rank), **keywords), alone(batch(bench.rank), **keywords)
+    containers = [list(output), type(output["pair"]), output["none"]]
+    bench.same("the containers", containers, [list(expected), _Pair, None])
+    bench.same("a text in them", output["list"][1][0], "text")
+    bench.same("their sum", _sum(output).detach(), _sum(expected).detach())
+    (_sum(output) * bench.size).backward()
+    for rank in bench.ranks:
+        _sum(alone(batch(rank), **keywords)).backward()
+    with bench.api.summon_full_params(root, with_grads=True):
+        got = shown_gradients(root)
+    bench.same("what they taught", got, shown_gradients(alone))
 
 
-@pytest.mark.api("named_parameters")
-@pytest.mark.kills("KeepsItsPrefixInside", "StripsItsPrefixAlways")
-def test_names_parameters_as_the_model_does_inside_summon(trial: Trial) -> None:
-    subjects = (
-        "names outside",
-        "names outside tell of the wrapper",
-        "names inside",
-        "names inside with a prefix",
-        "names of its own",
-        "names outside again",
-    )
-    hold(trial, access.name_parameters, *subjects)
+class Conversion(Enum):
+    """How one asks for doubles."""
+
+    TO = "module.to(torch.float64)"
+    DOUBLE = "module.double()"
 
 
-@pytest.mark.api("named_parameters", "FlatParameter")
-@pytest.mark.kills("KeepsItsPrefixInside")
-def test_shows_one_flat_parameter_for_each_unit_outside_summon(trial: Trial) -> None:
-    subjects = (
-        "one for each unit",
-        "their class",
-        "values inside",
-        "flat ones inside",
-        "the same ones afterwards",
-    )
-    hold(trial, access.name_flat_parameters, *subjects)
-
-
-@pytest.mark.api("named_buffers")
-@pytest.mark.kills("KeepsItsPrefixOfBuffersInside")
-def test_names_buffers_as_the_model_does_inside_summon(trial: Trial) -> None:
-    hold(trial, access.name_buffers, "names outside", "buffers inside", "names inside with a prefix")
-
-
-@FORMS
+@EACH_FORM
 @pytest.mark.api("to")
 @pytest.mark.kills("CastsInputsInsteadOfItself")
 @pytest.mark.parametrize("how", Conversion, ids=lambda how: how.name.lower())
-def test_trains_in_the_dtype_that_it_was_converted_to(trial: Trial, how: Conversion, form: Form) -> None:
-    subjects = ("what it returns", "the output's dtype", "dtypes of gradients", "parameters afterwards")
-    hold(trial, access.convert, *subjects, arguments=(how, form))
+@expects(*CONVERTED)
+def test_trains_in_the_dtype_that_it_was_converted_to(bench: Bench, how: Conversion, form: Form) -> None:
+    _convert(bench, bench.wrapped(tower(), use_orig_params=form.use_orig_params), how)
 
 
 @pytest.mark.api("to")
 @pytest.mark.kills("CastsInputsInsteadOfItself")
-def test_can_be_converted_after_a_forward_too(trial: Trial) -> None:
-    subjects = ("what it returns", "the output's dtype", "dtypes of gradients", "parameters afterwards")
-    hold(trial, access.convert_after_a_forward, *subjects)
+@expects(*CONVERTED)
+def test_can_be_converted_after_a_forward_too(bench: Bench) -> None:
+    root = bench.wrapped(tower())
+    root(batch(bench.rank))
+    _convert(bench, root, Conversion.TO)
+
+
+def _convert(bench: Bench, root: Any, how: Conversion) -> None:
+    result = root.double() if how is Conversion.DOUBLE else root.to(torch.float64)
+    bench.same("what it returns", result is root, True)
+    optimizer = torch.optim.SGD(root.parameters(), lr=LR)
+    output = bench.train(root, dtype=torch.float64)
+    bench.same("the output's dtype", output.dtype, torch.float64)
+    dtypes = {p.grad.dtype for p in root.parameters() if p.grad is not None}
+    bench.same("dtypes of gradients", dtypes - {torch.float64}, set())
+    optimizer.step()
+    bench.same("parameters afterwards", bench.summoned(root), trained_alone(bench.ranks, torch.float64))

@@ -1,182 +1,101 @@
-"""use_orig_params, sharding_strategy, process_group, device_mesh, ignored parameters, cpu_offload."""
+"""use_orig_params, named_parameters and named_buffers: what the wrapper shows of its model, and under which names."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
-from torch.distributed.fsdp import ShardingStrategy
 
-from shardproof import FOUR_OR_MORE_EVEN, SEVERAL, MatchesOracle, Notes, Trial
-from suites.wrapper.exercises.parameters import (
-    IGNORED,
-    NAMES,
-    SUMS,
-    ignores,
-    keeps_on_the_host,
-    shards_over_a_group,
-    shows_flat,
-    shows_pieces,
-    shows_states,
-    trains_in_replicas,
-)
-from suites.wrapper.exercises.wrapped import GRADIENTS
-from suites.wrapper.exercising import exercise
+from shardproof import SEVERAL
+from suites.wrapper.expect import Bench, expects
+from suites.wrapper.model import UNITS, copies, original, parameters, tower
 
-TRUE = "True"
-FULL, ZERO2, NO = ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD
-HYBRID, HYBRID_ZERO2 = ShardingStrategy.HYBRID_SHARD, ShardingStrategy["_HYBRID_SHARD_ZERO2"]
-ALL_BUT_HEAD = ["", *(f"blocks.{i}.{layer}" for i in range(2) for layer in ("first", "second")), "stem"]
-
-KEEPS, FREES = pytest.mark.kills("KeepsWhatTheStrategyFrees"), pytest.mark.kills("FreesWhatTheStrategyKeeps")
-SHARDS = pytest.mark.kills("ShardsWhatTheStrategyReplicates")
+# A flat parameter is padded, so that each rank has as much of it: by less than this for each rank.
+_PADDING = 16
 
 
 @pytest.mark.kills("AlwaysShowsFlatParameters")
 @pytest.mark.api("use_orig_params")
 @pytest.mark.worlds(SEVERAL)  # for a lone rank the pieces are the parameters
-def test_shows_pieces_under_the_old_names(trial: Trial) -> None:
-    trial.holds(
-        exercise(shows_pieces),
-        Notes(subject=NAMES, value=TRUE),
-        Notes(subject="dims of pieces", value="[1]"),
-        Notes(subject=SUMS, value=TRUE),
-        MatchesOracle(),
-    )
+@expects("names", "dims of pieces", "elements on all ranks")
+def test_shows_pieces_under_the_old_names(bench: Bench) -> None:
+    plain, root = parameters(tower()), bench.wrapped(tower())
+    shown = {original(name): p for name, p in root.named_parameters()}
+    bench.same("names", list(shown), list(plain))
+    bench.same("dims of pieces", {p.dim() for p in shown.values()}, {1})
+    sizes = bench.summed([p.numel() for p in shown.values()])
+    bench.same("elements on all ranks", sizes, [p.numel() for p in plain.values()])
 
 
 @pytest.mark.kills("AlwaysShowsNames")
 @pytest.mark.api("use_orig_params", "FlatParameter")
 @pytest.mark.worlds(SEVERAL)  # for a lone rank the pieces are the parameters
-def test_shows_one_flat_parameter_for_each_unit(trial: Trial) -> None:
-    trial.holds(
-        exercise(shows_flat),
-        Notes(subject="number of flat parameters", value="3"),
-        Notes(subject="all parameters are flat", value=TRUE),
-        Notes(subject=SUMS, value=TRUE),
-        MatchesOracle(),
-    )
+@expects("number of flat parameters", "what is not flat", "elements of all ranks beyond the padding")
+def test_shows_one_flat_parameter_for_each_unit(bench: Bench) -> None:
+    numels = [15, 20, 26]  # of the middle's first layer, of its second, and of what is left to the root
+    shown = list(bench.wrapped(tower(), use_orig_params=False).parameters())
+    bench.same("number of flat parameters", len(shown), len(numels))
+    is_flat = [isinstance(p, bench.names.FlatParameter) and p.dim() == 1 for p in shown]
+    bench.same("what is not flat", is_flat.count(False), 0)
+    sizes = bench.summed(sorted(p.numel() for p in shown))
+    beyond = [size - numel for size, numel in zip(sizes, numels, strict=False)]
+    beyond = [padding for padding in beyond if not 0 <= padding < _PADDING * bench.size]
+    bench.same("elements of all ranks beyond the padding", beyond, [])
 
 
-@pytest.mark.worlds(SEVERAL)
-@pytest.mark.api("sharding_strategy")
-@pytest.mark.parametrize(
-    ("strategy", "between", "outside"),
-    [
-        pytest.param(None, "sharded", "sharded", id="default", marks=KEEPS),
-        pytest.param(
-            FULL, "sharded", "sharded", marks=[KEEPS, pytest.mark.api("ShardingStrategy.FULL_SHARD")]
-        ),
-        pytest.param(
-            ZERO2, "whole", "sharded", marks=[FREES, pytest.mark.api("ShardingStrategy.SHARD_GRAD_OP")]
-        ),
-        pytest.param(NO, "whole", "whole", marks=[SHARDS, pytest.mark.api("ShardingStrategy.NO_SHARD")]),
-        pytest.param(
-            HYBRID,
-            "sharded",
-            "sharded",
-            marks=[
-                KEEPS,
-                pytest.mark.worlds(FOUR_OR_MORE_EVEN),
-                pytest.mark.api("ShardingStrategy.HYBRID_SHARD"),
-            ],
-        ),
-        pytest.param(
-            HYBRID_ZERO2,
-            "whole",
-            "sharded",
-            marks=[
-                FREES,
-                pytest.mark.worlds(FOUR_OR_MORE_EVEN),
-                pytest.mark.api("ShardingStrategy._HYBRID_SHARD_ZERO2"),
-            ],
-        ),
-    ],
-    ids=lambda x: x.name.strip("_").lower() if isinstance(x, ShardingStrategy) else "",
+@pytest.mark.api("named_parameters")
+@pytest.mark.kills("KeepsItsPrefixInside", "StripsItsPrefixAlways")
+@expects(
+    "names outside",
+    "names outside tell of the wrapper",
+    "names inside",
+    "names inside with a prefix",
+    "names of its own",
+    "names outside again",
 )
-def test_shards_and_frees_as_the_strategy_says(
-    trial: Trial, strategy: ShardingStrategy | None, between: str, outside: str
-) -> None:
-    trial.holds(
-        exercise(shows_states, strategy),
-        Notes(subject="before forward", value=outside),
-        Notes(subject="after forward", value=between),
-        Notes(subject="after backward", value=outside),
-        MatchesOracle(),
-    )
+def test_names_parameters_as_the_model_does_inside_summon(bench: Bench) -> None:
+    names = list(parameters(tower()))
+    root = bench.wrapped(tower())
+    outside = _names(root.named_parameters())
+    bench.same("names outside", [original(name) for name in outside], names)
+    bench.same("names outside tell of the wrapper", outside == names, False)
+    with bench.api.summon_full_params(root):
+        bench.same("names inside", _names(root.named_parameters()), names)
+        prefixed = _names(root.named_parameters(prefix="model"))
+        bench.same("names inside with a prefix", prefixed, [f"model.{name}" for name in names])
+        bench.same("names of its own", _names(root.named_parameters(recurse=False)), [])
+    bench.same("names outside again", _names(root.named_parameters()), outside)
 
 
-@pytest.mark.worlds(FOUR_OR_MORE_EVEN)
-@pytest.mark.parametrize(
-    "kind",
-    [
-        pytest.param(
-            "group", marks=[pytest.mark.kills("IgnoresTheGroupGiven"), pytest.mark.api("process_group")]
-        ),
-        pytest.param(
-            "mesh", marks=[pytest.mark.kills("IgnoresTheMeshGiven"), pytest.mark.api("device_mesh")]
-        ),
-    ],
-)
-def test_shards_over_the_ranks_given(trial: Trial, kind: str) -> None:
-    trial.holds(exercise(shards_over_a_group, kind), Notes(subject=GRADIENTS, value=TRUE), MatchesOracle())
+@pytest.mark.api("named_parameters", "FlatParameter")
+@pytest.mark.kills("KeepsItsPrefixInside")
+@expects("one for each unit", "their class", "values inside", "flat ones inside", "the same ones afterwards")
+def test_shows_one_flat_parameter_for_each_unit_outside_summon(bench: Bench) -> None:
+    root = bench.wrapped(tower(), use_orig_params=False)
+    flat = list(root.parameters())
+    bench.same("one for each unit", len(flat), 1 + len(UNITS))
+    bench.same("their class", [isinstance(p, bench.names.FlatParameter) for p in flat], [True] * len(flat))
+    with bench.api.summon_full_params(root):
+        bench.same("values inside", copies(root.named_parameters()), parameters(tower()))
+        kinds = {isinstance(p, bench.names.FlatParameter) for p in root.parameters()}
+        bench.same("flat ones inside", kinds, {False})
+    are_same = [p is q for p, q in zip(flat, root.parameters(), strict=False)]
+    bench.same("the same ones afterwards", are_same, [True] * len(flat))
 
 
-@pytest.mark.kills("NeverMeetsReplicas")
-@pytest.mark.worlds(FOUR_OR_MORE_EVEN)
-@pytest.mark.parametrize(
-    ("kind", "strategy"),
-    [
-        pytest.param("groups", HYBRID, id="groups-freed", marks=pytest.mark.api("process_group")),
-        pytest.param("mesh", HYBRID, id="mesh-freed", marks=pytest.mark.api("device_mesh")),
-        pytest.param("groups", HYBRID_ZERO2, id="groups-kept", marks=pytest.mark.api("process_group")),
-        pytest.param("mesh", HYBRID_ZERO2, id="mesh-kept", marks=pytest.mark.api("device_mesh")),
-    ],
-)
-def test_trains_one_model_in_two_replicas(trial: Trial, kind: str, strategy: ShardingStrategy) -> None:
-    trial.holds(
-        exercise(trains_in_replicas, kind, strategy),
-        Notes(subject=GRADIENTS, value=TRUE),
-        Notes(subject="each replica holds the model once", value=TRUE),
-        MatchesOracle(),
-    )
+@pytest.mark.api("named_buffers")
+@pytest.mark.kills("KeepsItsPrefixOfBuffersInside")
+@expects("names outside", "buffers inside", "names inside with a prefix")
+def test_names_buffers_as_the_model_does_inside_summon(bench: Bench) -> None:
+    buffers = copies(tower().named_buffers())
+    root = bench.wrapped(tower())
+    bench.same("names outside", [original(name) for name in _names(root.named_buffers())], list(buffers))
+    with bench.api.summon_full_params(root):
+        bench.same("buffers inside", copies(root.named_buffers()), buffers)
+        prefixed = _names(root.named_buffers(prefix="model"))
+        bench.same("names inside with a prefix", prefixed, [f"model.{name}" for name in buffers])
 
 
-@pytest.mark.kills("ForgetsWhatToIgnore")
-@pytest.mark.worlds(SEVERAL)
-@pytest.mark.parametrize(
-    "kind",
-    [
-        pytest.param("ignored_modules", id="modules", marks=pytest.mark.api("ignored_modules")),
-        pytest.param("ignored_states of modules", id="states", marks=pytest.mark.api("ignored_states")),
-    ],
-)
-def test_leaves_ignored_modules_alone(trial: Trial, kind: str) -> None:
-    trial.holds(
-        exercise(ignores, kind),
-        Notes(subject="units", value=str(ALL_BUT_HEAD)),
-        Notes(subject=IGNORED, value=TRUE),
-        Notes(subject="gradients of ignored parameters are the rank's own", value=TRUE),
-        MatchesOracle(),
-    )
-
-
-@pytest.mark.kills("ForgetsWhatToIgnore")
-@pytest.mark.api("ignored_states")
-@pytest.mark.worlds(SEVERAL)
-def test_leaves_ignored_parameters_alone(trial: Trial) -> None:
-    trial.holds(
-        exercise(ignores, "ignored_states of parameters"),
-        Notes(subject=IGNORED, value=TRUE),
-        Notes(subject="gradients of ignored parameters are the rank's own", value=TRUE),
-        MatchesOracle(),
-    )
-
-
-@pytest.mark.kills("ReadsOffloadedGradientsTooEarly")
-@pytest.mark.api("cpu_offload", "CPUOffload")
-def test_keeps_what_is_offloaded_on_the_host(trial: Trial) -> None:
-    trial.holds(
-        exercise(keeps_on_the_host),
-        Notes(subject=GRADIENTS, value=TRUE),
-        Notes(subject="devices between steps", value="['cpu']"),
-        MatchesOracle(),
-    )
+# Any: tensors of whatever kind.
+def _names(named: Any) -> list[str]:
+    return [name for name, _ in named]

@@ -1,164 +1,238 @@
-"""mixed_precision: which dtypes forward computes in, gradients are reduced in, and shards are kept in."""
+"""mixed_precision and ShardedGradScaler: dtypes of computation, of reductions and of shards; steps that overflow."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from torch import nn
 from torch.distributed.fsdp import MixedPrecision
 
-from shardproof import SEVERAL, MatchesOracle, Notes, Trial
-from suites.wrapper.exercises.precision import casts, excepts_batch_norm, keeps, reduces
-from suites.wrapper.exercising import exercise
+from shardproof import SEVERAL
+from suites.wrapper.expect import Bench, expects
+from suites.wrapper.model import batch, tower
 
 LOW, HIGH = torch.bfloat16, torch.float32
-FULL = "float32, float32, float32"
-pytestmark = pytest.mark.api("mixed_precision", "MixedPrecision")
+_WIDTH = 64  # wide enough that each rank has a piece
+_PRECISE = 0.01  # the means are of numbers of 256 and more, whose neighbours in bfloat16 are 2 away
 
 
+class _Witness(nn.Module):
+    """Notes the dtypes of its input, weight and buffer, and computes whatever they are."""
+
+    offset: torch.Tensor
+
+    def __init__(self, inner: nn.Module | None = None) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(_WIDTH))
+        self.register_buffer("offset", torch.zeros(_WIDTH))
+        self.inner = inner
+        self.seen: list[torch.dtype] = []
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        self.seen = [rows.dtype, self.weight.dtype, self.offset.dtype]
+        output = rows.to(self.weight.dtype) * self.weight + self.offset.to(self.weight.dtype)
+        # The unit inside is called with full precision, unless the wrapper casts its input.
+        return output if self.inner is None else self.inner(output.float())
+
+
+class _Inner(_Witness):
+    """What is made a unit."""
+
+
+def _case(name: str, precision: MixedPrecision, *expected: object, kills: tuple[str, ...]) -> Any:
+    return pytest.param(precision, *expected, id=name, marks=pytest.mark.kills(*kills))
+
+
+precise = pytest.mark.api("mixed_precision", "MixedPrecision")
+UNASKED, IGNORES = ("ComputesInBfloat16Unasked",), ("IgnoresMixedPrecision",)
+FLAGS = ("IgnoresCastFlags", "IgnoresMixedPrecision")
+
+
+# Dtypes of input, weight and buffer.
+@precise
 @pytest.mark.parametrize(
     ("precision", "root", "unit", "output"),
     [
-        pytest.param(
-            MixedPrecision(),
-            FULL,
-            FULL,
-            HIGH,
-            id="nothing",
-            marks=pytest.mark.kills("ComputesInBfloat16Unasked"),
-        ),
-        pytest.param(
+        _case("nothing", MixedPrecision(), [HIGH, HIGH, HIGH], [HIGH, HIGH, HIGH], HIGH, kills=UNASKED),
+        _case(
+            "parameters",
             MixedPrecision(param_dtype=LOW),
-            "bfloat16, bfloat16, float32",
-            "float32, bfloat16, float32",  # inputs of units are left as they are unless told otherwise
+            [LOW, LOW, HIGH],
+            [HIGH, LOW, HIGH],  # inputs of units are left as they are unless told otherwise
             LOW,
-            id="parameters",
-            marks=pytest.mark.kills("IgnoresMixedPrecision"),
+            kills=IGNORES,
         ),
-        pytest.param(
+        _case(
+            "no-inputs",
             MixedPrecision(param_dtype=LOW, cast_root_forward_inputs=False),
-            "float32, bfloat16, float32",
-            "float32, bfloat16, float32",
+            [HIGH, LOW, HIGH],
+            [HIGH, LOW, HIGH],
             LOW,
-            id="no-inputs",
-            marks=pytest.mark.kills("IgnoresCastFlags", "IgnoresMixedPrecision"),
+            kills=FLAGS,
         ),
-        pytest.param(
+        _case(
+            "all-inputs",
             MixedPrecision(param_dtype=LOW, cast_forward_inputs=True),
-            "bfloat16, bfloat16, float32",
-            "bfloat16, bfloat16, float32",
+            [LOW, LOW, HIGH],
+            [LOW, LOW, HIGH],
             LOW,
-            id="all-inputs",
-            marks=pytest.mark.kills("IgnoresCastFlags", "IgnoresMixedPrecision"),
+            kills=FLAGS,
         ),
-        pytest.param(
+        _case(
+            "buffers",
             MixedPrecision(buffer_dtype=LOW),
-            "float32, float32, bfloat16",
-            "float32, float32, bfloat16",
+            [HIGH, HIGH, LOW],
+            [HIGH, HIGH, LOW],
             HIGH,
-            id="buffers",
-            marks=pytest.mark.kills("IgnoresMixedPrecision"),
+            kills=IGNORES,
         ),
-        pytest.param(
+        _case(
+            "reductions",
             MixedPrecision(reduce_dtype=LOW),
-            FULL,
-            FULL,
+            [HIGH, HIGH, HIGH],
+            [HIGH, HIGH, HIGH],
             HIGH,
-            id="reductions",
-            marks=pytest.mark.kills("ComputesInTheReduceDtype"),
+            kills=("ComputesInTheReduceDtype",),
         ),
     ],
 )
+@expects("what the root saw", "what the unit saw", "the dtype of the output")
 def test_computes_in_the_dtypes_named(
-    trial: Trial, precision: MixedPrecision, root: str, unit: str, output: torch.dtype
+    bench: Bench,
+    precision: MixedPrecision,
+    root: list[torch.dtype],
+    unit: list[torch.dtype],
+    output: torch.dtype,
 ) -> None:
-    trial.holds(
-        exercise(casts, precision),
-        Notes(subject="the root saw", value=root),
-        Notes(subject="the unit saw", value=unit),
-        Notes(subject="the root returned", value=str(output)),
-        MatchesOracle(),
-    )
+    inner = _Inner()
+    model = _Witness(inner)
+    policy = bench.names.ModuleWrapPolicy({_Inner})
+    result = bench.wrap(model, mixed_precision=precision, auto_wrap_policy=policy)(_ones(bench, 2))
+    result.float().sum().backward()
+    bench.same("what the root saw", model.seen, root)
+    bench.same("what the unit saw", inner.seen, unit)
+    bench.same("the dtype of the output", result.dtype, output)
 
 
+@precise
 @pytest.mark.parametrize(
-    ("precision", "gradients"),
+    ("precision", "dtype"),
     [
-        pytest.param(
-            MixedPrecision(param_dtype=LOW),
-            HIGH,
-            id="full",
-            marks=pytest.mark.kills("KeepsLowGradients", "RoundsTheShards"),
-        ),
-        pytest.param(
+        _case("full", MixedPrecision(param_dtype=LOW), HIGH, kills=("KeepsLowGradients", "RoundsTheShards")),
+        _case(
+            "low",
             MixedPrecision(param_dtype=LOW, keep_low_precision_grads=True),
             LOW,
-            id="low",
-            marks=pytest.mark.kills("IgnoresMixedPrecision", "RoundsTheShards"),
+            kills=("IgnoresMixedPrecision", "RoundsTheShards"),
         ),
-        pytest.param(
-            MixedPrecision(reduce_dtype=LOW),
-            HIGH,
-            id="reduced-low",
-            marks=pytest.mark.kills("RoundsTheShards"),
-        ),
+        _case("reduced-low", MixedPrecision(reduce_dtype=LOW), HIGH, kills=("RoundsTheShards",)),
     ],
 )
-def test_keeps_shards_in_full_precision(
-    trial: Trial, precision: MixedPrecision, gradients: torch.dtype
-) -> None:
-    trial.holds(
-        exercise(keeps, precision),
-        Notes(subject="gradients are", value=str(gradients)),
-        Notes(subject="shards are", value="torch.float32"),
-        Notes(subject="shards are updated in full", value="True"),
-        MatchesOracle(),
-    )
+@expects("the dtype of gradients", "the dtype of shards", "an update in full precision")
+def test_keeps_shards_in_full_precision(bench: Bench, precision: MixedPrecision, dtype: torch.dtype) -> None:
+    root = bench.wrap(_Witness(), mixed_precision=precision)
+    optimizer = torch.optim.SGD(root.parameters(), lr=2.0**-10)
+    root(_ones(bench, 2)).float().sum().backward()
+    (weight,) = root.parameters()
+    bench.same("the dtype of gradients", None if weight.grad is None else weight.grad.dtype, dtype)
+    bench.same("the dtype of shards", weight.dtype, HIGH)
+    if weight.grad is not None:
+        # Low-precision gradients are for optimizers that take them; this one does not.
+        weight.grad = weight.grad.to(weight.dtype)
+    optimizer.step()
+    # 1 - 2 / 1024 is no number of bfloat16: a master weight that was ever rounded to it shows.
+    bench.same("an update in full precision", bool((weight == 1 - 2.0**-9).all()), True)
 
 
+@precise
 @pytest.mark.worlds(SEVERAL)  # a lone rank averages nothing
 @pytest.mark.parametrize(
     ("precision", "is_precise"),
     [
-        pytest.param(
-            MixedPrecision(), True, id="nothing", marks=pytest.mark.kills("ComputesInBfloat16Unasked")
-        ),
-        pytest.param(
-            MixedPrecision(reduce_dtype=LOW),
-            False,
-            id="low",
-            marks=pytest.mark.kills("IgnoresMixedPrecision"),
-        ),
-        pytest.param(
-            MixedPrecision(param_dtype=LOW),
-            False,
-            id="as-computed",
-            marks=pytest.mark.kills("IgnoresMixedPrecision"),
-        ),
-        pytest.param(
+        _case("nothing", MixedPrecision(), True, kills=UNASKED),
+        _case("low", MixedPrecision(reduce_dtype=LOW), False, kills=IGNORES),
+        _case("as-computed", MixedPrecision(param_dtype=LOW), False, kills=IGNORES),
+        _case(
+            "high",
             MixedPrecision(param_dtype=LOW, reduce_dtype=HIGH),
             True,
-            id="high",
-            marks=pytest.mark.kills("ReducesInTheComputeDtype"),
+            kills=("ReducesInTheComputeDtype",),
         ),
     ],
 )
-def test_reduces_in_the_dtype_named(trial: Trial, precision: MixedPrecision, is_precise: bool) -> None:
-    trial.holds(
-        exercise(reduces, precision),
-        Notes(subject="the mean is precise", value=str(is_precise)),
-        Notes(subject="gradients seen", value="1"),
-        MatchesOracle(),
-    )
+@expects("whether the mean is precise", "the number of gradients")
+def test_reduces_in_the_dtype_named(bench: Bench, precision: MixedPrecision, is_precise: bool) -> None:
+    """Average gradients that bfloat16 holds to a mean that it does not hold."""
+    root = bench.wrap(_Witness(), mixed_precision=precision)
+    of_ranks = [256.0 + 2 * (rank % 2) for rank in bench.ranks]
+    root(_ones(bench, 1) * of_ranks[bench.rank]).float().sum().backward()
+    mean = sum(of_ranks) / bench.size
+    grads = [p.grad.float() for p in root.parameters() if p.grad is not None and p.numel()]
+    are_precise = [bool(((gradient - mean).abs() < _PRECISE).all()) for gradient in grads]
+    bench.same("whether the mean is precise", all(are_precise), is_precise)
+    bench.same("the number of gradients", len(grads), 1)
 
 
+def _ones(bench: Bench, num_rows: int) -> torch.Tensor:
+    return torch.ones(num_rows, _WIDTH, device=bench.device)
+
+
+class _Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.norm = nn.BatchNorm1d(4)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.norm(self.layer(rows))
+        return output
+
+
+@precise
 @pytest.mark.kills("CastsBatchNorm")
 @pytest.mark.api("auto_wrap_policy")
-def test_batch_norm_computes_in_full_precision(trial: Trial) -> None:
-    trial.holds(
-        exercise(excepts_batch_norm),
-        Notes(subject="the layer is", value="torch.bfloat16"),
-        Notes(subject="the norm is", value="torch.float32"),
-        Notes(subject="the norm is given", value="torch.float32"),
-        Notes(subject="statistics are", value="['torch.float32']"),
-        MatchesOracle(),
+@expects(
+    "the dtype of the layer", "the dtype of the norm", "the dtype of its input", "the dtypes of statistics"
+)
+def test_batch_norm_computes_in_full_precision(bench: Bench) -> None:
+    model = _Normed()
+    norm, layer = model.norm, model.layer
+    low = MixedPrecision(param_dtype=LOW)
+    root = bench.wrap(model, mixed_precision=low, auto_wrap_policy=bench.names.ModuleWrapPolicy({nn.Linear}))
+    layer.register_forward_pre_hook(lambda *_: bench.same("the dtype of the layer", layer.weight.dtype, LOW))
+    norm.register_forward_pre_hook(lambda *_: bench.same("the dtype of the norm", norm.weight.dtype, HIGH))
+    norm.register_forward_hook(
+        lambda module, inputs, output: bench.same("the dtype of its input", inputs[0].dtype, HIGH)
     )
+    output = root(torch.arange(12.0, device=bench.device).reshape(3, 4))
+    output.float().sum().backward()
+    statistics = {buffer.dtype for buffer in norm.buffers() if buffer.is_floating_point()}
+    bench.same("the dtypes of statistics", statistics, {HIGH})
+
+
+@pytest.mark.kills("KeepsOverflowLocal")
+@pytest.mark.worlds(SEVERAL)  # a lone rank is all ranks
+@pytest.mark.api("ShardedGradScaler")
+@pytest.mark.parametrize("is_last", [False, True], ids=["first", "last"])
+@expects("a step with an infinite gradient", "a step with finite gradients")
+def test_an_infinite_gradient_on_one_rank_stops_all(bench: Bench, is_last: bool) -> None:
+    """Make the gradients of one rank infinite, the first or the last, and then take an honest step."""
+    root = bench.wrap(tower())
+    optimizer = torch.optim.SGD(root.parameters(), lr=2.0**-6)
+    scaler = bench.names.ShardedGradScaler(bench.device.type, init_scale=8.0, growth_interval=1)
+    before = [p.detach().clone() for p in root.parameters()]
+    for moment, is_infinite, scale in (
+        ("a step with an infinite gradient", True, 4.0),
+        ("a step with finite gradients", False, 8.0),
+    ):
+        scaler.scale(root(batch(bench.rank)).sum()).backward()
+        if is_infinite and bench.rank == (bench.size - 1 if is_last else 0):
+            for gradient in (p.grad for p in root.parameters() if p.grad is not None):
+                gradient.fill_(float("inf"))
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        moved = any(not torch.equal(p, q) for p, q in zip(root.parameters(), before, strict=True))
+        bench.same(moment, [moved, scaler.get_scale()], [not is_infinite, scale])

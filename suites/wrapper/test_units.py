@@ -1,135 +1,161 @@
-"""auto_wrap_policy and its policies, wrap and enable_wrap, and the warning of containers that have no forward."""
+"""Which modules are units: policies, ``wrap``, the list of units, the root, and the warning of bare containers."""
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
 import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
 
-from shardproof import ALONE, SEVERAL, MatchesOracle, Notes, Trial
-from suites.wrapper.exercises.units import (
-    UNITS,
-    asks_from_the_leaves_up,
-    hands_down_options,
-    overrides_options_of_one,
-    warns_of_containers,
-    wraps_as_annotated,
-    wraps_by_policy,
-    wraps_everything,
-)
-from suites.wrapper.exercises.wrapped import GRADIENTS
-from suites.wrapper.exercising import exercise
+from shardproof import ALONE, SEVERAL, WrapperNames
+from suites.wrapper.expect import STEP, Bench, expects
+from suites.wrapper.model import batch, tower
 
-TRUE = "True"
-BLOCKS = ["", "blocks.0", "blocks.1"]
-FIRSTS = ["", "blocks.0.first", "blocks.1.first"]
-WIDE = ["", "blocks.0.second", "blocks.1.second", "stem"]
-NESTED = [
-    *("", "blocks.0", "blocks.0.first", "blocks.0.second"),
-    *("blocks.1", "blocks.1.first", "blocks.1.second", "head", "stem"),
-]
-ASKED = (
-    "stem 30, blocks.0.first 49, blocks.0.second 48, blocks.0 97, "
-    "blocks.1.first 49, blocks.1.second 48, blocks.1 97, blocks 0, head 21"
-)
-
-IGNORED = pytest.mark.kills("IgnoresThePolicy")
+MIDDLE = ["", "middle"]
+ASKED = "modules that the policy is asked about, with their parameters that are in no unit yet"
+LAYERS = ["", "middle.1", "stem"]
+ALL = ["", "head", "middle", "middle.0", "middle.1", "stem"]
 
 
-@pytest.mark.api("auto_wrap_policy")
+def _is_wide(module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear) and module.out_features == 5
+
+
+def _is_sequence(module: nn.Module, recurse: bool, nonwrapped_numel: int) -> bool:
+    return recurse or isinstance(module, nn.Sequential)
+
+
+# Any: policies share no base class.
+_POLICIES: dict[str, Callable[[WrapperNames], Any]] = {
+    "none": lambda names: None,
+    "function": lambda names: _is_sequence,
+    "classes": lambda names: names.ModuleWrapPolicy({nn.Sequential}),
+    "nested": lambda names: names.ModuleWrapPolicy({nn.Sequential, nn.Linear}),
+    "custom": lambda names: names.CustomPolicy(_is_wide),
+    "lambda": lambda names: partial(names.lambda_auto_wrap_policy, lambda_fn=_is_wide),
+    "transformer": lambda names: partial(
+        names.transformer_auto_wrap_policy, transformer_layer_cls={nn.Sequential}
+    ),
+    # The middle has 35 parameters, and layers have 20 at most.
+    "large": lambda names: partial(names.size_based_auto_wrap_policy, min_num_params=35),
+    # Of a middle that is left without its second layer, too little remains to be a unit.
+    "small": lambda names: partial(names.size_based_auto_wrap_policy, min_num_params=20),
+}
+
+
+def _policy(name: str, units: list[str], *api: str, kills: str = "IgnoresThePolicy") -> Any:
+    return pytest.param(
+        name, units, id=name, marks=[pytest.mark.api("auto_wrap_policy", *api), pytest.mark.kills(kills)]
+    )
+
+
 @pytest.mark.parametrize(
     ("policy", "units"),
     [
-        pytest.param("none", [""], id="none", marks=pytest.mark.kills("WrapsLayersUnasked")),
-        pytest.param("a function", BLOCKS, id="function", marks=IGNORED),
-        pytest.param("classes", BLOCKS, id="classes", marks=[IGNORED, pytest.mark.api("ModuleWrapPolicy")]),
-        pytest.param(
-            "nested classes", NESTED, id="nested", marks=[IGNORED, pytest.mark.api("ModuleWrapPolicy")]
-        ),
-        pytest.param("custom", WIDE, id="custom", marks=[IGNORED, pytest.mark.api("CustomPolicy")]),
-        pytest.param(
-            "lambda", WIDE, id="lambda", marks=[IGNORED, pytest.mark.api("lambda_auto_wrap_policy")]
-        ),
-        pytest.param(
-            "transformer",
-            BLOCKS,
-            id="transformer",
-            marks=[IGNORED, pytest.mark.api("transformer_auto_wrap_policy")],
-        ),
-        pytest.param(
-            "size of a block",
-            BLOCKS,
-            id="large",
-            marks=[IGNORED, pytest.mark.api("size_based_auto_wrap_policy")],
-        ),
-        # Of a block that is left without its first layer, too little remains to be a unit.
-        pytest.param(
-            "size of a layer",
-            FIRSTS,
-            id="small",
-            marks=[IGNORED, pytest.mark.api("size_based_auto_wrap_policy")],
-        ),
+        _policy("none", [""], kills="WrapsLayersUnasked"),
+        _policy("function", MIDDLE),
+        _policy("classes", MIDDLE, "ModuleWrapPolicy"),
+        _policy("nested", ALL, "ModuleWrapPolicy"),
+        _policy("custom", LAYERS, "CustomPolicy"),
+        _policy("lambda", LAYERS, "lambda_auto_wrap_policy"),
+        _policy("transformer", MIDDLE, "transformer_auto_wrap_policy"),
+        _policy("large", MIDDLE, "size_based_auto_wrap_policy"),
+        _policy("small", LAYERS, "size_based_auto_wrap_policy"),
     ],
 )
-def test_makes_the_units_that_the_policy_names(trial: Trial, policy: str, units: list[str]) -> None:
-    trial.holds(
-        exercise(wraps_by_policy, policy),
-        Notes(subject=UNITS, value=str(units)),
-        Notes(subject=GRADIENTS, value=TRUE),
-        MatchesOracle(),
-    )
+@expects("units", STEP)
+def test_makes_the_units_that_the_policy_names(bench: Bench, policy: str, units: list[str]) -> None:
+    root = bench.step_of(bench.ranks, auto_wrap_policy=_POLICIES[policy](bench.names))
+    bench.same("units", bench.units_of(root), units)
 
 
-@IGNORED
+@pytest.mark.kills("IgnoresThePolicy")
 @pytest.mark.api("auto_wrap_policy", "always_wrap_policy")
-def test_makes_a_unit_of_every_module(trial: Trial) -> None:
-    trial.holds(
-        exercise(wraps_everything), Notes(subject=UNITS, value="['', 'first', 'second']"), MatchesOracle()
-    )
+@expects("units")
+def test_makes_a_unit_of_every_module(bench: Bench) -> None:
+    root = bench.wrap(tower(), auto_wrap_policy=bench.names.always_wrap_policy)
+    bench.same("units", bench.units_of(root), ALL)
 
 
-@IGNORED
+@pytest.mark.kills("IgnoresThePolicy")
 @pytest.mark.api("auto_wrap_policy")
-def test_asks_a_policy_from_the_leaves_up(trial: Trial) -> None:
-    trial.holds(exercise(asks_from_the_leaves_up), Notes(subject="asked", value=ASKED), MatchesOracle())
+@expects(ASKED)
+def test_asks_a_policy_from_the_leaves_up(bench: Bench) -> None:
+    middle = tower().middle
+    model = nn.Sequential(nn.Linear(3, 5), nn.Sequential(middle, nn.Linear(5, 2)))
+    known = {module: name for name, module in model.named_modules()}
+    asked: list[str] = []
+
+    def policy(module: nn.Module, recurse: bool, nonwrapped_numel: int) -> bool:
+        if not recurse:
+            asked.append(f"{known[module]} {nonwrapped_numel}")
+        return recurse or module is middle
+
+    bench.wrap(model, auto_wrap_policy=policy)
+    bench.same(
+        ASKED,
+        asked,
+        ["0 20", "1.0.0 15", "1.0.1 20", "1.0 35", "1.1 12", "1 12"],
+    )
 
 
 @pytest.mark.kills("GivesUnitsNoOptions", "AlwaysShowsNames")
 @pytest.mark.api("auto_wrap_policy", "mixed_precision", "sharding_strategy", "use_orig_params")
-def test_units_have_the_options_of_the_root(trial: Trial) -> None:
-    trial.holds(
-        exercise(hands_down_options),
-        Notes(subject="dtype inside", value="torch.bfloat16"),
-        Notes(subject="kept inside", value=TRUE),
-        Notes(subject="flat inside", value=TRUE),
-        MatchesOracle(),
-    )
+@expects("dtypes inside", "kept inside", "flat inside")
+def test_units_have_the_options_of_the_root(bench: Bench) -> None:
+    model = tower()
+    low = MixedPrecision(param_dtype=torch.bfloat16, buffer_dtype=torch.bfloat16)
+    wrap_all = partial(bench.wrap, auto_wrap_policy=bench.names.ModuleWrapPolicy({nn.Sequential}))
+    inside: Any = model.middle[0]
+    root = wrap_all(model, mixed_precision=low, sharding_strategy=ShardingStrategy.SHARD_GRAD_OP)
+    dtypes: list[torch.dtype] = []
+    inside.register_forward_pre_hook(lambda *_: dtypes.append(inside.weight.dtype))
+    output = root(batch(bench.rank))
+    bench.same("dtypes inside", dtypes, [torch.bfloat16])
+    bench.same("kept inside", inside.weight.dim(), 2)
+    output.sum().backward()
+    flat = wrap_all(tower(), use_orig_params=False)
+    are_flat = [isinstance(p, bench.names.FlatParameter) for p in flat.parameters()]
+    bench.same("flat inside", are_flat, [True, True])
 
 
 @pytest.mark.kills("IgnoresOverridesOfAPolicy", "IgnoresThePolicy")
 @pytest.mark.api("auto_wrap_policy", "CustomPolicy")
 @pytest.mark.worlds(SEVERAL)  # a lone rank frees nothing
-def test_a_policy_overrides_options_of_one_unit(trial: Trial) -> None:
-    trial.holds(
-        exercise(overrides_options_of_one),
-        Notes(subject="kept after forward", value="[True, False]"),
-        Notes(subject=UNITS, value=str(BLOCKS)),
-        MatchesOracle(),
-    )
+@expects("kept after forward", "units")
+def test_a_policy_overrides_options_of_one_unit(bench: Bench) -> None:
+    model = tower()
+    kept: Any = model.stem
+    freed: Any = model.middle[1]
+    own = {"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP}
+    policy = bench.names.CustomPolicy(lambda module: own if module is kept else module is freed)
+    root = bench.wrap(model, auto_wrap_policy=policy)
+    output = root(batch(bench.rank))
+    bench.same("kept after forward", [layer.weight.dim() == 2 for layer in (kept, freed)], [True, False])
+    output.sum().backward()
+    bench.same("units", bench.units_of(root), LAYERS)
 
 
 # Torch keeps what enable_wrap says in one place for all threads: ranks that are threads would share it.
 @pytest.mark.worlds(ALONE)
 @pytest.mark.kills("AlwaysShowsNames")
 @pytest.mark.api("enable_wrap", "wrap")
-def test_wraps_what_is_annotated(trial: Trial) -> None:
-    trial.holds(
-        exercise(wraps_as_annotated),
-        Notes(subject="outside", value=TRUE),
-        Notes(subject="inside", value=TRUE),
-        Notes(subject="parameters inside", value="1"),
-        Notes(subject="parameters with an option overridden", value="2"),
-        Notes(subject="outside again", value=TRUE),
-        MatchesOracle(),
-    )
+@expects("outside", "inside", "parameters inside", "parameters with an option overridden", "outside again")
+def test_wraps_what_is_annotated(bench: Bench) -> None:
+    layer = nn.Linear(2, 2)
+    bench.same("outside", bench.names.wrap(layer) is layer, True)
+    with bench.names.enable_wrap(wrapper_cls=bench.api, device_id=bench.device, use_orig_params=False):
+        inside = bench.names.wrap(nn.Linear(2, 2))
+        overridden = bench.names.wrap(nn.Linear(2, 2), use_orig_params=True)
+    bench.same("inside", bench.api.fsdp_modules(inside) == [inside], True)
+    bench.same("parameters inside", len(list(inside.parameters())), 1)
+    bench.same("parameters with an option overridden", len(list(overridden.parameters())), 2)
+    bench.same("outside again", bench.names.wrap(layer) is layer, True)
 
 
 # Warnings are caught for all threads of a process: ranks that are threads would hear each other's.
@@ -137,10 +163,54 @@ def test_wraps_what_is_annotated(trial: Trial) -> None:
 @pytest.mark.kills("WrapsContainersSilently")
 @pytest.mark.api("init.module")
 @pytest.mark.parametrize("is_dict", [False, True], ids=["list", "dict"])
-def test_warns_of_containers_without_a_forward(trial: Trial, is_dict: bool) -> None:
-    trial.holds(
-        exercise(warns_of_containers, is_dict),
-        Notes(subject="warned of a container", value=TRUE),
-        Notes(subject="warned of a module", value="False"),
-        MatchesOracle(),
-    )
+@expects("warned of a container", "warned of a module")
+def test_warns_of_containers_without_a_forward(bench: Bench, is_dict: bool) -> None:
+    bare = nn.ModuleDict({"layer": nn.Linear(2, 2)}) if is_dict else nn.ModuleList([nn.Linear(2, 2)])
+    for subject, module in (("warned of a container", bare), ("warned of a module", nn.Linear(2, 2))):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            bench.wrap(module)
+        is_warned = any("Module" in str(warning.message) for warning in caught)
+        bench.same(subject, is_warned, module is bare)
+
+
+@pytest.mark.api("check_is_root")
+@pytest.mark.kills("KnowsNoRootBeforeForward")
+@expects("the root before forward", "the root after forward", "a unit that is asked first")
+def test_tells_which_unit_is_the_root(bench: Bench) -> None:
+    root = bench.wrapped(tower())
+    units = [root, root.middle, root.middle[1]]
+    bench.same("the root before forward", [unit.check_is_root() for unit in units], [True, False, False])
+    root(batch(bench.rank))
+    bench.same("the root after forward", [unit.check_is_root() for unit in units], [True, False, False])
+    alone = bench.wrapped(tower(), units=("head",))
+    bench.same("a unit that is asked first", alone.head.check_is_root(), True)
+
+
+@pytest.mark.api("fsdp_modules")
+@pytest.mark.kills("TakesUnitsForRoots")
+@expects("all units", "the units of a unit", "the root alone", "their class")
+def test_lists_units_in_the_order_of_modules(bench: Bench) -> None:
+    root = bench.wrapped(tower())
+    units = [root, root.middle, root.middle[1]]
+    bench.same("all units", _places(units, bench.api.fsdp_modules(root)), [0, 1, 2])
+    bench.same("the units of a unit", _places(units, bench.api.fsdp_modules(root.middle)), [1, 2])
+    bench.same("the root alone", _places(units, bench.api.fsdp_modules(root, root_only=True)), [0])
+    bench.same("their class", {type(unit) for unit in bench.api.fsdp_modules(root)}, {bench.api})
+
+
+@pytest.mark.api("fsdp_modules")
+@pytest.mark.kills("TakesUnitsForRoots")
+@expects("all units below", "the roots below", "units of a model without")
+def test_lists_units_of_a_model_that_is_not_wrapped_itself(bench: Bench) -> None:
+    first, second = bench.wrapped(tower(), units=("middle",)), bench.wrapped(tower(), units=())
+    plain = nn.ModuleDict({"first": first, "between": nn.Linear(2, 2), "second": second})
+    units = [first, first.middle, second]
+    bench.same("all units below", _places(units, bench.api.fsdp_modules(plain)), [0, 1, 2])
+    bench.same("the roots below", _places(units, bench.api.fsdp_modules(plain, root_only=True)), [0, 2])
+    bench.same("units of a model without", bench.api.fsdp_modules(nn.Linear(2, 2)), [])
+
+
+def _places(units: list[Any], found: list[Any]) -> list[int]:
+    """Tell units by their places in a list: what is noted must be the same on every rank."""
+    return [next((i for i, unit in enumerate(units) if unit is other), -1) for other in found]

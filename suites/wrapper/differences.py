@@ -1,49 +1,21 @@
-"""Claims of an exercise: what was got beside what is right, noted on each rank for a law to judge."""
+"""Where two values differ first, and how, for a person to read: plain values, tensors, and containers of them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 
-from shardproof import InterfaceBench
 
-__all__ = ["RIGHT", "Claims"]
+# Any: values of an interface under test.
+def difference(got: Any, expected: Any, tolerance: float = 0.0) -> str | None:
+    """Say where values differ first; None where they are equal: tensors in shape and dtype, mappings in their order.
 
-RIGHT = "as it should be"
-# How an interface says no. Anything else that is raised is an accident.
-_REFUSALS = (AssertionError, NotImplementedError, RuntimeError, ValueError)
-_LONGEST = 400  # a note is read by a person
-
-
-class Claims:
-    """Notes of each subject that it is right, or what was got instead."""
-
-    def __init__(self, bench: InterfaceBench) -> None:
-        self._note = bench.note
-
-    # Any: values of the interface under test, plain or nested.
-    def same(self, subject: str, got: Any, expected: Any) -> None:
-        """Claim that two values are equal: tensors in shape, dtype and every bit, mappings in their order too."""
-        self._tell(subject, next(_differences(got, expected, 0.0, ""), None))
-
-    def near(self, subject: str, got: Any, expected: Any, *, tolerance: float) -> None:
-        """Claim as `same`, but that floats may differ by that share of the largest of their tensor."""
-        self._tell(subject, next(_differences(got, expected, tolerance, ""), None))
-
-    def refuses(self, subject: str, call: Callable[[], object], *errors: type[Exception]) -> None:
-        """Claim that a call raises one of these errors; by default any by which an interface says no."""
-        try:
-            result = call()
-        except Exception as error:  # told in the note: the other ranks must go on and tell theirs
-            is_refusal = isinstance(error, errors or _REFUSALS)
-            self._tell(subject, None if is_refusal else f"{type(error).__name__}: {error}")
-        else:
-            self._tell(subject, f"accepted, with {result!r}")
-
-    def _tell(self, subject: str, difference: str | None) -> None:
-        self._note(subject, RIGHT if difference is None else difference.strip()[:_LONGEST])
+    Floats may differ by ``tolerance`` times the largest of their tensor.
+    """
+    found = next(_differences(got, expected, tolerance, ""), None)
+    return None if found is None else found.strip()
 
 
 def _differences(got: Any, expected: Any, tolerance: float, where: str) -> Iterator[str]:

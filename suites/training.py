@@ -1,0 +1,70 @@
+"""One way for cases to say what is trained: a problem, and whatever differs from the plainest training of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from fixtures.optimizers import SGD
+from shardproof import (
+    Capability,
+    Clip,
+    EachMicrobatch,
+    Grouping,
+    Layout,
+    NamedOptimizer,
+    Plan,
+    Problem,
+    Resume,
+    Schedule,
+    Script,
+    Training,
+    Watch,
+)
+
+
+def train(
+    problem: Problem,
+    optimizer: NamedOptimizer = SGD,
+    *,
+    schedule: Schedule | None = None,
+    steps: int = 3,
+    microbatches: int = 1,
+    clip: Clip | None = None,
+    script: Script | None = None,
+    convert: torch.dtype | None = None,
+    resume: Resume | None = None,
+    watch: frozenset[Watch] = frozenset(),
+    demands: frozenset[Capability] = frozenset(),
+    **plan: Any,  # by the names of its fields
+) -> Training:
+    """Make a training under a plan of these options, in the problem's units where none are named.
+
+    The plan demands what the rest of the training asks of an engine; ``demands`` are what it asks beside that.
+    """
+    script = script or EachMicrobatch()
+    asked = {
+        Capability.CLIP: clip is not None,
+        Capability.CONVERT: convert is not None,
+        Capability.STATE: resume is not None,
+        Capability.UNIT_STATE: Watch.UNITS in watch,
+    }
+    demands |= script.demands | {capability for capability, is_asked in asked.items() if is_asked}
+    return Training(
+        problem=problem,
+        optimizer=optimizer,
+        plan=Plan(**{"units": problem.units, "demands": demands, **plan}),
+        schedule=schedule or Schedule(steps=steps, microbatches=microbatches, clip=clip),
+        script=script,
+        convert=convert,
+        resume=resume,
+        watch=watch,
+    )
+
+
+def train_sharded(
+    problem: Problem, *optimizer: NamedOptimizer, **asked: Any
+) -> Training:  # Any: as for `train`
+    """Make a training whose parameters are sharded, each of its units gathered by itself."""
+    return train(problem, *optimizer, layout=Layout.SHARD, grouping=Grouping.REQUIRED, **asked)

@@ -1,0 +1,146 @@
+"""Accumulation by ``no_sync``: silent inside, one reduction afterwards, and gradients that are the sum of all."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.fsdp import ShardingStrategy
+
+from shardproof import SEVERAL, Op
+from suites.wrapper.expect import Bench, expects
+from suites.wrapper.model import LR, UNITS, Form, batch, strategies, tower, trained_alone
+
+pytestmark = pytest.mark.api("no_sync")
+FULL, KEEP, WHOLE = ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD
+SILENT = "n"  # of a pattern of steps, the letter of one inside no_sync; s is one outside
+REPLACES, LOSES = pytest.mark.kills("ReplacesGradients"), pytest.mark.kills("LosesSharesInNoSync")
+_NUM_UNITS = 1 + len(UNITS)  # the root is one
+
+
+@pytest.mark.parametrize(
+    ("pattern", "strategy", "form"),
+    [
+        pytest.param("ns", FULL, Form.ORIGINAL, marks=REPLACES),
+        pytest.param("ns", FULL, Form.FLAT, marks=REPLACES),
+        pytest.param("sns", FULL, Form.ORIGINAL, marks=LOSES),
+        pytest.param("sns", FULL, Form.FLAT, marks=LOSES),
+        pytest.param("sns", KEEP, Form.ORIGINAL, marks=LOSES),
+        pytest.param("sns", WHOLE, Form.ORIGINAL, marks=LOSES),
+        pytest.param("snns", FULL, Form.ORIGINAL, marks=REPLACES),
+        pytest.param("nnsns", KEEP, Form.FLAT, marks=REPLACES),
+    ],
+)
+@expects("parameters afterwards")
+def test_adds_up_what_was_accumulated(
+    bench: Bench, pattern: str, strategy: ShardingStrategy, form: Form
+) -> None:
+    root = bench.wrapped(tower(), sharding_strategy=strategy, use_orig_params=form.use_orig_params)
+    optimizer = torch.optim.SGD(root.parameters(), lr=LR)
+    for step, letter in enumerate(pattern):
+        with root.no_sync() if letter == SILENT else nullcontext():
+            bench.train(root, step)
+    optimizer.step()
+    expected = trained_alone(bench.ranks, steps=range(len(pattern)))
+    bench.same("parameters afterwards", bench.summoned(root), expected)
+
+
+@pytest.mark.worlds(SEVERAL)
+@pytest.mark.kills("SynchronisesInNoSync")
+@strategies(FULL, KEEP, WHOLE)
+@expects("reductions inside", "reductions afterwards", "reductions inside again")
+def test_reduces_nothing_inside_and_once_afterwards(bench: Bench, strategy: ShardingStrategy) -> None:
+    root = bench.wrapped(tower(), sharding_strategy=strategy)
+    with root.no_sync():
+        bench.same("reductions inside", _reductions(bench, root), 0)
+        bench.same("reductions inside", _reductions(bench, root), 0)
+    bench.same("reductions afterwards", _reductions(bench, root), _NUM_UNITS)
+    with root.no_sync():
+        bench.same("reductions inside again", _reductions(bench, root), 0)
+
+
+@pytest.mark.worlds(SEVERAL)
+@pytest.mark.kills("KeepsTheRootInNoSync")
+@expects("a step that gathers every unit", "gathers of each step")
+def test_gathers_as_often_whatever_came_before(bench: Bench) -> None:
+    root = bench.wrapped(tower(), sharding_strategy=FULL)
+    optimizer = torch.optim.SGD(root.parameters(), lr=LR)
+    counts = []
+    for letter in "ssnssnns":
+        with root.no_sync() if letter == SILENT else nullcontext():
+            counts.append(_gathers(bench, root))
+        if letter != SILENT:
+            optimizer.step()
+            optimizer.zero_grad()
+    bench.same("a step that gathers every unit", counts[1] >= _NUM_UNITS, True)
+    bench.same("gathers of each step", counts, [counts[1]] * len(counts))
+
+
+@pytest.mark.worlds(SEVERAL)
+@pytest.mark.kills("FreesInNoSync")
+@expects("gathers of each step")
+def test_keeps_inside_what_is_not_freed_after_forward(bench: Bench) -> None:
+    """What is not freed after forward is kept from one backward inside no_sync to the next forward."""
+    root = bench.wrapped(tower(), sharding_strategy=KEEP)
+    counts = []
+    for letter in "snnss":
+        with root.no_sync() if letter == SILENT else nullcontext():
+            counts.append(_gathers(bench, root))
+    bench.same("gathers of each step", counts, [_NUM_UNITS, _NUM_UNITS, 0, 0, _NUM_UNITS])
+
+
+@pytest.mark.worlds(SEVERAL)
+@pytest.mark.kills("EndsAllNoSyncsAtOnce")
+@expects("reductions inside both", "reductions inside one", "reductions afterwards")
+def test_holds_until_the_outermost_ends(bench: Bench) -> None:
+    root = bench.wrapped(tower())
+    with root.no_sync():
+        with root.no_sync():
+            bench.same("reductions inside both", _reductions(bench, root), 0)
+        bench.same("reductions inside one", _reductions(bench, root), 0)
+    bench.same("reductions afterwards", _reductions(bench, root), _NUM_UNITS)
+
+
+@pytest.mark.worlds(SEVERAL)
+@pytest.mark.kills("StaysSilentAfterAnException")
+@expects("the exception", "reductions afterwards")
+def test_synchronises_again_after_an_exception(bench: Bench) -> None:
+    root = bench.wrapped(tower())
+
+    def leave() -> None:
+        with root.no_sync():
+            raise KeyError("of the caller")
+
+    bench.refuses("the exception", leave, KeyError)
+    bench.same("reductions afterwards", _reductions(bench, root), _NUM_UNITS)
+
+
+@pytest.mark.kills("SilencesUnitsAlone")
+@expects("no_sync of a unit")
+def test_is_refused_to_a_unit(bench: Bench) -> None:
+    root = bench.wrapped(tower())
+    root(batch(bench.rank))
+
+    def enter() -> None:
+        with root.middle.no_sync():
+            pass
+
+    bench.refuses("no_sync of a unit", enter, RuntimeError)
+
+
+# Any: engines share no base class.
+def _reductions(bench: Bench, root: Any) -> int:
+    return _count(bench, root, Op.ALL_REDUCE, Op.REDUCE_SCATTER)
+
+
+def _gathers(bench: Bench, root: Any) -> int:
+    return _count(bench, root, Op.ALL_GATHER)
+
+
+def _count(bench: Bench, root: Any, *ops: Op) -> int:
+    """Count the collectives of floats that a step issues; integers are an engine's own bookkeeping."""
+    already = len(bench.ledger())
+    bench.train(root)
+    return sum(entry.op in ops and "float" in entry.dtype for entry in bench.ledger()[already:])
