@@ -59,7 +59,7 @@ def test_a_right_engine_is_proven(file: Path, capsys: pytest.CaptureFixture[str]
     assert _check(file, "torch.fsdp2", "-k", "trains or frees") == 0
     shown = capsys.readouterr().out
     assert "proven        trains as one process does\n" in shown
-    assert "proven        shards (frees)\n" in shown
+    assert "proven        frees shards after forward\n" in shown
     assert "more than" in shown
 
 
