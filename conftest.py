@@ -1,3 +1,3 @@
 """pytest glue for a clone: the plugin does the work, so that it can be used without this file too."""
 
-pytest_plugins = ["harness.runner.plugin"]
+pytest_plugins = ["shardproof.harness.runner.plugin"]

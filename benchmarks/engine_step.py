@@ -33,10 +33,10 @@ from benchmarks.engine_work import (
     compare_as_thread,
     rank_file,
 )
-from harness.worlds.launch import launch
-from harness.worlds.outcome import Raised, causal
-from harness.worlds.processes.forkserver import started
-from harness.worlds.spec import WorldKind, WorldSpec
+from shardproof.harness.worlds.launch import launch
+from shardproof.harness.worlds.outcome import Raised, causal
+from shardproof.harness.worlds.processes.forkserver import started
+from shardproof.harness.worlds.spec import WorldKind, WorldSpec
 
 WORLDS = ("processes:2", "processes:4", "threads:4")
 ACCUMULATION = (1, 4)

@@ -26,13 +26,13 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from engine import reference
-from harness.torch_compat.process_groups import FileStore
-from harness.tracing.collectives.interception import Interceptor, standing_in_c10d
-from harness.tracing.ledger import Entry, Ledger, Op, Phase
-from harness.tracing.recorder import Recorder
-from harness.worlds.rank import RankContext
-from harness.worlds.threads.process_group import global_ranks
+from shardproof.engine import reference
+from shardproof.harness.torch_compat.process_groups import FileStore
+from shardproof.harness.tracing.collectives.interception import Interceptor, standing_in_c10d
+from shardproof.harness.tracing.ledger import Entry, Ledger, Op, Phase
+from shardproof.harness.tracing.recorder import Recorder
+from shardproof.harness.worlds.rank import RankContext
+from shardproof.harness.worlds.threads.process_group import global_ranks
 
 VOCABULARY = 1024
 NUM_HEADS = 8

@@ -13,8 +13,8 @@ from typing import Any
 
 from benchmarks.fault_kinds import Fault, Kind, Miss
 from benchmarks.live_run import LateError, LiveRun
-from harness.cli.main import main
-from harness.records.run import RECORDS, RUN
+from shardproof.harness.cli.main import main
+from shardproof.harness.records.run import RECORDS, RUN
 
 __all__ = ["Misses", "call", "check_end", "check_worlds", "complaint", "records_of"]
 

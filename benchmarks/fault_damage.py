@@ -9,7 +9,7 @@ from pathlib import Path
 
 from benchmarks.fault_checks import call, complaint
 from benchmarks.fault_kinds import Fault, Miss
-from harness.records.run import JUDGED, RECORDS, RUN, read_run
+from shardproof.harness.records.run import JUDGED, RECORDS, RUN, read_run
 
 __all__ = ["cut_one"]
 

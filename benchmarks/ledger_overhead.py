@@ -24,12 +24,12 @@ from torch import nn
 from torch.distributed.tensor.debug import CommDebugMode
 
 from benchmarks.watch_work import WORK
-from harness.torch_compat.process_groups import FileStore
-from harness.tracing.collectives.interception import Interceptor, standing_in_c10d
-from harness.tracing.ledger import Phase
-from harness.tracing.recorder import Recorder
-from harness.tracing.unit_hooks import watching_units
-from harness.worlds.threads.process_group import global_ranks
+from shardproof.harness.torch_compat.process_groups import FileStore
+from shardproof.harness.tracing.collectives.interception import Interceptor, standing_in_c10d
+from shardproof.harness.tracing.ledger import Phase
+from shardproof.harness.tracing.recorder import Recorder
+from shardproof.harness.tracing.unit_hooks import watching_units
+from shardproof.harness.worlds.threads.process_group import global_ranks
 
 WORLD_SIZE = 2
 Watch = Callable[[], AbstractContextManager[object]]

@@ -68,7 +68,15 @@ class LiveRun:
         assert self._terminal.stdin is not None
         with self._terminal.stdin as terminal:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "harness.cli.main", "run", *arguments, "--out", str(self.out)],
+                [
+                    sys.executable,
+                    "-m",
+                    "shardproof.harness.cli.main",
+                    "run",
+                    *arguments,
+                    "--out",
+                    str(self.out),
+                ],
                 cwd=ROOT,
                 env={**os.environ, "TMPDIR": str(self.temporary), "PYTHONPATH": path, **(environment or {})},
                 stdin=subprocess.DEVNULL,

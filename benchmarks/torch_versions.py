@@ -22,11 +22,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from engine.registry import BUILT_IN
-from harness.records.record import Verdict
-from harness.records.run import Run, read_run
-from harness.torch_compat.releases import TESTED
-from reports.summary import tally
+from shardproof.engine.registry import BUILT_IN
+from shardproof.harness.records.record import Verdict
+from shardproof.harness.records.run import Run, read_run
+from shardproof.harness.torch_compat.releases import TESTED
+from shardproof.reports.summary import tally
 
 ROOT = Path(__file__).resolve().parents[1]
 ENVIRONMENTS = ROOT / ".venvs"
@@ -41,7 +41,7 @@ _AT_A_TIME = 2
 
 _PROBE = """
 import json
-from harness.torch_compat.private_names import NAMES, optional
+from shardproof.harness.torch_compat.private_names import NAMES, optional
 print(json.dumps({name.path: optional(name.path) is not None for name in NAMES}))
 """
 _PAGE = """# Releases of torch
@@ -150,7 +150,7 @@ def _run(version: str, python: Path) -> None:
         command = [
             str(python),
             "-m",
-            "harness.cli.main",
+            "shardproof.harness.cli.main",
             "run",
             *options,
             "-n",
@@ -240,7 +240,7 @@ def _verdicts(releases: Sequence[Release], kind: str) -> Iterator[str]:
 
 
 def _private_names(releases: Sequence[Release]) -> Iterator[str]:
-    from harness.torch_compat.private_names import NAMES, Feature  # here, because it imports torch
+    from shardproof.harness.torch_compat.private_names import NAMES, Feature  # here, because it imports torch
 
     def row(path: str, use: str, without: Feature | str) -> list[str]:
         missing = [r.version for r in releases if not r.private_names[path]]

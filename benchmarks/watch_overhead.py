@@ -15,9 +15,9 @@ from statistics import median, quantiles
 from tabulate import tabulate
 
 from benchmarks.watch_work import WATCHES, WORK, measure
-from harness.worlds.launch import launch
-from harness.worlds.outcome import Returned, causal
-from harness.worlds.spec import WorldSpec
+from shardproof.harness.worlds.launch import launch
+from shardproof.harness.worlds.outcome import Returned, causal
+from shardproof.harness.worlds.spec import WorldSpec
 
 _DEADLINE_S = 300.0  # of one model; ten times what it takes on two cores
 

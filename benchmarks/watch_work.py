@@ -12,9 +12,9 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from harness.cases.training import Watch
-from harness.training.watches import watching
-from harness.worlds.rank import RankContext
+from shardproof.harness.cases.training import Watch
+from shardproof.harness.training.watches import watching
+from shardproof.harness.worlds.rank import RankContext
 
 __all__ = ["WATCHES", "WORK", "measure"]
 

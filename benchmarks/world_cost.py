@@ -18,9 +18,9 @@ from tabulate import tabulate
 from torch.testing._internal.common_distributed import MultiProcessTestCase
 
 from benchmarks.world_work import body, train_two_steps
-from harness.torch_compat.process_groups import FileStore
-from harness.worlds.launch import launch
-from harness.worlds.spec import WorldKind, WorldSpec
+from shardproof.harness.torch_compat.process_groups import FileStore
+from shardproof.harness.worlds.launch import launch
+from shardproof.harness.worlds.spec import WorldKind, WorldSpec
 
 
 class UpstreamCase(MultiProcessTestCase):

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from harness.worlds.rank import RankContext
+from shardproof.harness.worlds.rank import RankContext
 
 
 def train_two_steps() -> None:

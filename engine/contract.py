@@ -14,8 +14,8 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from engine.capability import Capability, MissingMethodError, UnsupportedError
-from engine.plan import (
+from shardproof.engine.capability import Capability, MissingMethodError, UnsupportedError
+from shardproof.engine.plan import (
     Accumulation,
     Axis,
     Buffers,
@@ -30,8 +30,8 @@ from engine.plan import (
     Roots,
     Wire,
 )
-from engine.shard import Shard, shard_of
-from engine.wrapper import BackwardGather, Wrapper, WrapperNames
+from shardproof.engine.shard import Shard, shard_of
+from shardproof.engine.wrapper import BackwardGather, Wrapper, WrapperNames
 
 __all__ = [
     "Accumulation",

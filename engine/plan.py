@@ -9,8 +9,8 @@ from enum import Enum
 
 import torch
 
-from engine.capability import Capability, UnsupportedError
-from engine.wrapper import Wrapper
+from shardproof.engine.capability import Capability, UnsupportedError
+from shardproof.engine.wrapper import Wrapper
 
 __all__ = [
     "Accumulation",

@@ -5,20 +5,20 @@ from __future__ import annotations
 import difflib
 from typing import TYPE_CHECKING
 
-from engine.loading import LoadError, load, one_line
+from shardproof.engine.loading import LoadError, load, one_line
 
 if TYPE_CHECKING:  # the names of engines are known without torch
-    from engine.contract import Engine
-    from engine.mutants.mutant import Mutant
+    from shardproof.engine.contract import Engine
+    from shardproof.engine.mutants.mutant import Mutant
 
 # Adapters load when named, so that listing engines costs no import and one missing package hurts nobody else.
 BUILT_IN = {
-    "reference": "engine.adapters.reference:ReferenceEngine",
-    "reference.wrapper": "engine.adapters.reference_wrapper:ReferenceWrapperEngine",
-    "torch.ddp": "engine.adapters.torch_ddp:DistributedDataParallelEngine",
-    "torch.fsdp1": "engine.adapters.torch_fsdp1:FullyShardedDataParallelEngine",
-    "torch.fsdp2": "engine.adapters.torch_fsdp2:FullyShardEngine",
-    "torch.replicate": "engine.adapters.torch_replicate:ReplicateEngine",
+    "reference": "shardproof.engine.adapters.reference:ReferenceEngine",
+    "reference.wrapper": "shardproof.engine.adapters.reference_wrapper:ReferenceWrapperEngine",
+    "torch.ddp": "shardproof.engine.adapters.torch_ddp:DistributedDataParallelEngine",
+    "torch.fsdp1": "shardproof.engine.adapters.torch_fsdp1:FullyShardedDataParallelEngine",
+    "torch.fsdp2": "shardproof.engine.adapters.torch_fsdp2:FullyShardEngine",
+    "torch.replicate": "shardproof.engine.adapters.torch_replicate:ReplicateEngine",
 }
 
 
@@ -42,14 +42,14 @@ def check_spelling(spec: str) -> None:
 
 def shipped_mutants() -> tuple[Mutant, ...]:
     """Return the engines that are wrong on purpose, sorted by name; imports all their modules."""
-    from engine.mutants.all_mutants import MUTANTS
+    from shardproof.engine.mutants.all_mutants import MUTANTS
 
     return MUTANTS
 
 
 def resolve(spec: str) -> Engine:
     """Return the adapter that ``spec`` names; raises EngineNotFoundError with the cause for any that has none."""
-    from engine.contract import Engine
+    from shardproof.engine.contract import Engine
 
     check_spelling(spec)
     try:

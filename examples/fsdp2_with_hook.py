@@ -11,8 +11,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
-from engine.adapters.torch_fsdp2 import FullyShardEngine
 from shardproof import Plan, PreparedModel
+from shardproof.engine.adapters.torch_fsdp2 import FullyShardEngine
 
 __all__ = ["FullyShardWithHook"]
 

@@ -13,13 +13,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from fixtures.chain import CHAIN
-from fixtures.optimizers import SGD
-from harness.records.rank_timeline import RankTimeline, Timeline, read_timeline
-from harness.records.world_result import keep_result
-from harness.tracing.races.race_report import Race
-from harness.training.loop import drive_rank
-from reports.timeline_svg import draw_alone
 from shardproof import (
     Grouping,
     Layout,
@@ -32,11 +25,18 @@ from shardproof import (
     WorldSpec,
     launch,
 )
+from shardproof.fixtures.chain import CHAIN
+from shardproof.fixtures.optimizers import SGD
+from shardproof.harness.records.rank_timeline import RankTimeline, Timeline, read_timeline
+from shardproof.harness.records.world_result import keep_result
+from shardproof.harness.tracing.races.race_report import Race
+from shardproof.harness.training.loop import drive_rank
+from shardproof.reports.timeline_svg import draw_alone
 
 __all__ = ["PICTURE", "draw_picture", "main", "observe"]
 
 PICTURE = Path(__file__).resolve().parents[1] / "docs" / "timeline.svg"
-ENGINE = "engine.mutants.races_fsdp2:FreesTheReduceInput"
+ENGINE = "shardproof.engine.mutants.races_fsdp2:FreesTheReduceInput"
 TRAINING = Training(
     problem=CHAIN,
     optimizer=SGD,

@@ -22,10 +22,10 @@ from torch.autograd.graph import Node
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
-from engine.reference import FSDPModule, fully_shard
-from engine.reference.collectives import DefaultAllGather, DefaultReduceScatter
-from harness.worlds.rank import journal_path
 from shardproof import Phase, RankContext, Returned, WorldKind, WorldSpec, launch
+from shardproof.engine.reference import FSDPModule, fully_shard
+from shardproof.engine.reference.collectives import DefaultAllGather, DefaultReduceScatter
+from shardproof.harness.worlds.rank import journal_path
 
 __all__ = ["Event", "EventKind", "draw", "main", "record"]
 

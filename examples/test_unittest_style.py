@@ -11,8 +11,6 @@ from pathlib import Path
 
 from parameterized import parameterized  # type: ignore[import-untyped]  # it ships no types
 
-from fixtures.optimizers import SGD
-from fixtures.problems import MLP_UNEVEN
 from shardproof import (
     Case,
     Cell,
@@ -25,6 +23,8 @@ from shardproof import (
     Verdict,
     WorldSpec,
 )
+from shardproof.fixtures.optimizers import SGD
+from shardproof.fixtures.problems import MLP_UNEVEN
 
 ENGINE = f"{Path(__file__).parent / 'my_engine.py'}:MyEngine"
 CASE = Case(

@@ -7,10 +7,10 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from harness.records.diff.comparison import Comparison, News, RecordChange, steady
-from harness.records.diff.traffic import Traffic, TrafficChange
-from harness.records.record import Record, Verdict
-from reports.text import ranks, size
+from shardproof.harness.records.diff.comparison import Comparison, News, RecordChange, steady
+from shardproof.harness.records.diff.traffic import Traffic, TrafficChange
+from shardproof.harness.records.record import Record, Verdict
+from shardproof.reports.text import ranks, size
 
 __all__ = ["TITLES", "ChangeGroup", "Line", "case_lines", "groups", "shared_world"]
 

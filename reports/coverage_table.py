@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from tabulate import tabulate
 
-from harness.audit.upstream_coverage import Coverage, RowCoverage, RowVerdict
-from reports.matrix import by_test
-from reports.text import one_line
+from shardproof.harness.audit.upstream_coverage import Coverage, RowCoverage, RowVerdict
+from shardproof.reports.matrix import by_test
+from shardproof.reports.text import one_line
 
 __all__ = ["render", "render_markdown"]
 

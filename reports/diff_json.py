@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 
-from harness.records.diff.comparability import ComparedRun
-from harness.records.diff.comparison import Comparison, RecordChange, broken_laws
-from harness.records.diff.traffic import Traffic, TrafficChange
-from harness.records.record import Record
-from reports.summary import tally
+from shardproof.harness.records.diff.comparability import ComparedRun
+from shardproof.harness.records.diff.comparison import Comparison, RecordChange, broken_laws
+from shardproof.harness.records.diff.traffic import Traffic, TrafficChange
+from shardproof.harness.records.record import Record
+from shardproof.reports.summary import tally
 
 __all__ = ["VERSION", "render_json"]
 

@@ -10,12 +10,12 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterable, Sequence
 
-from harness.records.diff.comparability import ComparedRun
-from harness.records.diff.comparison import Comparison, News
-from reports.change_groups import TITLES, ChangeGroup, Line, case_lines, groups, shared_world
-from reports.markup import Budget, code, escape, table
-from reports.summary import conclude, tally
-from reports.text import one_line
+from shardproof.harness.records.diff.comparability import ComparedRun
+from shardproof.harness.records.diff.comparison import Comparison, News
+from shardproof.reports.change_groups import TITLES, ChangeGroup, Line, case_lines, groups, shared_world
+from shardproof.reports.markup import Budget, code, escape, table
+from shardproof.reports.summary import conclude, tally
+from shardproof.reports.text import one_line
 
 __all__ = ["LIMIT_BYTES", "WIDTH", "render", "render_markdown", "summary"]
 

@@ -6,9 +6,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from harness.records.hang import CallRecord, HangReport, RankActivity, RankState, Side
-from harness.records.record import OutcomeRecord, Record, TensorRecord
-from reports.text import number, ranks, rough, size, times
+from shardproof.harness.records.hang import CallRecord, HangReport, RankActivity, RankState, Side
+from shardproof.harness.records.record import OutcomeRecord, Record, TensorRecord
+from shardproof.reports.text import number, ranks, rough, size, times
 
 _DECADES = 3  # the bar reaches from a thousandth of what is allowed to a thousand times that
 

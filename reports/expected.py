@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from harness.records.record import Expectation, Record, Verdict
-from harness.records.run import Run
-from reports.text import one_line
+from shardproof.harness.records.record import Expectation, Record, Verdict
+from shardproof.harness.records.run import Run
+from shardproof.reports.text import one_line
 
 __all__ = ["Known", "address", "idle", "known", "stale", "told"]
 

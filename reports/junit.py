@@ -7,14 +7,14 @@ from collections.abc import Iterable, Sequence
 from typing import Literal
 from xml.etree import ElementTree
 
-from harness.records.record import LawRecord, Record, Verdict
-from harness.records.run import Run
-from reports import evidence
-from reports.evidence import headroom, outcome_groups, place
-from reports.expected import stale, told
-from reports.matrix import Column
-from reports.summary import warnings
-from reports.text import clip, one_line, printable
+from shardproof.harness.records.record import LawRecord, Record, Verdict
+from shardproof.harness.records.run import Run
+from shardproof.reports import evidence
+from shardproof.reports.evidence import headroom, outcome_groups, place
+from shardproof.reports.expected import stale, told
+from shardproof.reports.matrix import Column
+from shardproof.reports.summary import warnings
+from shardproof.reports.text import clip, one_line, printable
 
 __all__ = ["render"]
 

@@ -8,10 +8,10 @@ from pathlib import Path
 
 from tabulate import tabulate
 
-from harness.audit.kill_matrix import KillMatrix, MutantRow, MutantStatus, PairResult
-from harness.records.run import write_file
-from reports.matrix import by_test
-from reports.text import duration, one_line
+from shardproof.harness.audit.kill_matrix import KillMatrix, MutantRow, MutantStatus, PairResult
+from shardproof.harness.records.run import write_file
+from shardproof.reports.matrix import by_test
+from shardproof.reports.text import duration, one_line
 
 __all__ = ["render", "render_json", "render_markdown", "summary", "write_kills"]
 

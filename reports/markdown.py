@@ -12,16 +12,16 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from harness.records.record import Record, Verdict
-from harness.records.run import Run
-from reports import evidence
-from reports.evidence import headroom, ledger_rows, outcome_groups, place
-from reports.expected import address, idle, stale
-from reports.markup import Budget, code, escape, num_bytes, table
-from reports.matrix import CaseRow, Column, Matrix, arrange, by_severity, label
-from reports.summary import conclude, tally, warnings
-from reports.text import clip, duration, printable, size, versions
-from reports.verdict_style import MARKS
+from shardproof.harness.records.record import Record, Verdict
+from shardproof.harness.records.run import Run
+from shardproof.reports import evidence
+from shardproof.reports.evidence import headroom, ledger_rows, outcome_groups, place
+from shardproof.reports.expected import address, idle, stale
+from shardproof.reports.markup import Budget, code, escape, num_bytes, table
+from shardproof.reports.matrix import CaseRow, Column, Matrix, arrange, by_severity, label
+from shardproof.reports.summary import conclude, tally, warnings
+from shardproof.reports.text import clip, duration, printable, size, versions
+from shardproof.reports.verdict_style import MARKS
 
 __all__ = ["LIMIT_BYTES", "render"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 
-from reports.text import one_line
+from shardproof.reports.text import one_line
 
 __all__ = ["Budget", "code", "escape", "num_bytes", "table"]
 

@@ -7,10 +7,10 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from harness.records.record import Record, Verdict
-from harness.records.run import Run
-from reports.text import one_line
-from reports.verdict_style import MARKS
+from shardproof.harness.records.record import Record, Verdict
+from shardproof.harness.records.run import Run
+from shardproof.reports.text import one_line
+from shardproof.reports.verdict_style import MARKS
 
 
 def by_test(cases: Iterable[str], *, limit: int | None = None) -> list[str]:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Sequence
 
-from harness.records.record import Record, Verdict
-from harness.records.run import Run
-from reports.matrix import label
-from reports.summary import conclude, tally
-from reports.text import duration, one_line, rough
+from shardproof.harness.records.record import Record, Verdict
+from shardproof.harness.records.run import Run
+from shardproof.reports.matrix import label
+from shardproof.reports.summary import conclude, tally
+from shardproof.reports.text import duration, one_line, rough
 
 _WIDTH = 110
 _INDENT = " " * 16

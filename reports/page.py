@@ -10,12 +10,12 @@ from types import MappingProxyType
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from harness.records.record import Record, Verdict
-from harness.records.run import Run
-from reports import evidence, expected, text
-from reports.matrix import Column, arrange, by_severity, label
-from reports.summary import Tally, conclude, tally, warnings
-from reports.verdict_style import MARKS, VerdictStyle
+from shardproof.harness.records.record import Record, Verdict
+from shardproof.harness.records.run import Run
+from shardproof.reports import evidence, expected, text
+from shardproof.reports.matrix import Column, arrange, by_severity, label
+from shardproof.reports.summary import Tally, conclude, tally, warnings
+from shardproof.reports.verdict_style import MARKS, VerdictStyle
 
 __all__ = ["Key", "render"]
 

@@ -19,7 +19,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from harness.records.rank_timeline import (
+from shardproof.harness.records.rank_timeline import (
     COMPUTE,
     CollectiveSpan,
     RaceMark,

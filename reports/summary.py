@@ -7,10 +7,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 
-from harness.records.record import Record, Verdict
-from harness.records.run import Run
-from reports.expected import stale
-from reports.verdict_style import MARKS
+from shardproof.harness.records.record import Record, Verdict
+from shardproof.harness.records.run import Run
+from shardproof.reports.expected import stale
+from shardproof.reports.verdict_style import MARKS
 
 __all__ = ["Conclusion", "Tally", "conclude", "tally", "warnings"]
 

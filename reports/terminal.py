@@ -7,14 +7,14 @@ import textwrap
 
 from tabulate import tabulate
 
-from harness.records.record import Record, Verdict
-from harness.records.run import Run
-from reports import evidence
-from reports.expected import idle, known, stale, told
-from reports.matrix import Column, Matrix, arrange, by_severity, label
-from reports.summary import Tally, conclude, tally, warnings
-from reports.text import duration, one_line, versions
-from reports.verdict_style import MARKS
+from shardproof.harness.records.record import Record, Verdict
+from shardproof.harness.records.run import Run
+from shardproof.reports import evidence
+from shardproof.reports.expected import idle, known, stale, told
+from shardproof.reports.matrix import Column, Matrix, arrange, by_severity, label
+from shardproof.reports.summary import Tally, conclude, tally, warnings
+from shardproof.reports.text import duration, one_line, versions
+from shardproof.reports.verdict_style import MARKS
 
 __all__ = ["render"]
 

@@ -13,7 +13,7 @@ from html import escape
 from pathlib import Path
 from typing import NamedTuple
 
-from harness.records.rank_timeline import (
+from shardproof.harness.records.rank_timeline import (
     COMPUTE,
     CollectiveSpan,
     RaceMark,
@@ -22,13 +22,13 @@ from harness.records.rank_timeline import (
     UnitSpan,
     read_timeline,
 )
-from harness.records.record import Record, Verdict
-from harness.records.run import Run
-from harness.tracing.ledger import Op
-from harness.tracing.races.race_report import Touch
-from reports.matrix import by_severity
-from reports.page import Key
-from reports.text import one_line, size
+from shardproof.harness.records.record import Record, Verdict
+from shardproof.harness.records.run import Run
+from shardproof.harness.tracing.ledger import Op
+from shardproof.harness.tracing.races.race_report import Touch
+from shardproof.reports.matrix import by_severity
+from shardproof.reports.page import Key
+from shardproof.reports.text import one_line, size
 
 _ROOM = 8  # columns for a stretch of compute that nothing interrupts
 

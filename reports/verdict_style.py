@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from types import MappingProxyType
 
-from harness.records.record import Verdict
+from shardproof.harness.records.record import Verdict
 
 __all__ = ["MARKS", "Tone", "VerdictStyle"]
 

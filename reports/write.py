@@ -6,9 +6,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from harness.records.run import Run, read_run, write_file
-from reports import junit, markdown, page
-from reports.timeline_svg import pictures
+from shardproof.harness.records.run import Run, read_run, write_file
+from shardproof.reports import junit, markdown, page
+from shardproof.reports.timeline_svg import pictures
 
 __all__ = ["Written", "write_reports"]
 

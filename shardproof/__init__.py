@@ -4,183 +4,31 @@ An adapter implements `Engine` and `PreparedModel`, a problem implements `Proble
 takes the fixture `trial` and checks a `Training` against laws. Each has a page in docs/.
 """
 
-from engine.contract import Accumulation as Accumulation
-from engine.contract import Axis as Axis
-from engine.contract import BackwardGather as BackwardGather
-from engine.contract import Buffers as Buffers
-from engine.contract import Capability as Capability
-from engine.contract import Cut as Cut
-from engine.contract import Engine as Engine
-from engine.contract import Grouping as Grouping
-from engine.contract import Layout as Layout
-from engine.contract import MissingMethodError as MissingMethodError
-from engine.contract import NoGradient as NoGradient
-from engine.contract import Offload as Offload
-from engine.contract import OptimizerFactory as OptimizerFactory
-from engine.contract import Placement as Placement
-from engine.contract import Plan as Plan
-from engine.contract import Prefetch as Prefetch
-from engine.contract import PreparedModel as PreparedModel
-from engine.contract import Replicas as Replicas
-from engine.contract import Reshard as Reshard
-from engine.contract import Roots as Roots
-from engine.contract import Shard as Shard
-from engine.contract import UnitHandle as UnitHandle
-from engine.contract import UnsupportedError as UnsupportedError
-from engine.contract import Wire as Wire
-from engine.contract import Wrapper as Wrapper
-from engine.contract import WrapperNames as WrapperNames
-from engine.contract import shard_of as shard_of
-from harness.cases.batch import Batch as Batch
-from harness.cases.batch import Rows as Rows
-from harness.cases.script import Actor as Actor
-from harness.cases.script import EachMicrobatch as EachMicrobatch
-from harness.cases.script import Evaluation as Evaluation
-from harness.cases.script import InterfaceBench as InterfaceBench
-from harness.cases.script import Script as Script
-from harness.cases.scripts.cuda_device import COPIES as COPIES
-from harness.cases.scripts.cuda_device import EQUAL as EQUAL
-from harness.cases.scripts.cuda_device import FEW as FEW
-from harness.cases.scripts.cuda_device import OWN_POOL as OWN_POOL
-from harness.cases.scripts.cuda_device import POOL as POOL
-from harness.cases.scripts.cuda_device import REPLAY as REPLAY
-from harness.cases.scripts.cuda_device import CountsCopies as CountsCopies
-from harness.cases.scripts.cuda_device import ReplaysAGraph as ReplaysAGraph
-from harness.cases.scripts.cuda_device import WatchesPools as WatchesPools
-from harness.cases.scripts.failures import RAISED as RAISED
-from harness.cases.scripts.failures import Evaluates as Evaluates
-from harness.cases.scripts.failures import EvaluationPoint as EvaluationPoint
-from harness.cases.scripts.failures import FailsFirst as FailsFirst
-from harness.cases.scripts.failures import SkipsAFailure as SkipsAFailure
-from harness.cases.scripts.interface import Exercise as Exercise
-from harness.cases.scripts.loops import BranchByBranch as BranchByBranch
-from harness.cases.scripts.loops import EvaluatesFirst as EvaluatesFirst
-from harness.cases.scripts.loops import Holding as Holding
-from harness.cases.scripts.loops import HoldingBack as HoldingBack
-from harness.cases.scripts.loops import HoldsOn as HoldsOn
-from harness.cases.scripts.loops import Interleaved as Interleaved
-from harness.cases.scripts.loops import NestInputs as NestInputs
-from harness.cases.scripts.loops import SumOfForwards as SumOfForwards
-from harness.cases.scripts.partial_forwards import NUM_CHUNKS as NUM_CHUNKS
-from harness.cases.scripts.partial_forwards import AllForwardsFirst as AllForwardsFirst
-from harness.cases.scripts.partial_forwards import Backwards as Backwards
-from harness.cases.scripts.partial_forwards import ChunksOfTheHead as ChunksOfTheHead
-from harness.cases.scripts.partial_forwards import FlaggedChunks as FlaggedChunks
-from harness.cases.scripts.partial_forwards import HoldHeadOpen as HoldHeadOpen
-from harness.cases.scripts.partial_forwards import OnePartOnOddSteps as OnePartOnOddSteps
-from harness.cases.scripts.partial_forwards import TrunkTwiceOnOddSteps as TrunkTwiceOnOddSteps
-from harness.cases.scripts.partial_forwards import after_chunk as after_chunk
-from harness.cases.scripts.pipeline_order import Pipelined as Pipelined
-from harness.cases.scripts.pipeline_order import PipelineOrder as PipelineOrder
-from harness.cases.scripts.tensor_forms import FORWARD as FORWARD
-from harness.cases.scripts.tensor_forms import HOMES as HOMES
-from harness.cases.scripts.tensor_forms import LAYOUTS as LAYOUTS
-from harness.cases.scripts.tensor_forms import OUTPUT_DTYPE as OUTPUT_DTYPE
-from harness.cases.scripts.tensor_forms import PINNED as PINNED
-from harness.cases.scripts.tensor_forms import NotesForms as NotesForms
-from harness.cases.scripts.unit_state import AFTER_BACKWARD as AFTER_BACKWARD
-from harness.cases.scripts.unit_state import AFTER_FORWARD as AFTER_FORWARD
-from harness.cases.scripts.unit_state import AFTER_FORWARD_FREED as AFTER_FORWARD_FREED
-from harness.cases.scripts.unit_state import AFTER_FORWARD_KEPT as AFTER_FORWARD_KEPT
-from harness.cases.scripts.unit_state import BEFORE_BACKWARD as BEFORE_BACKWARD
-from harness.cases.scripts.unit_state import BEFORE_FORWARD as BEFORE_FORWARD
-from harness.cases.scripts.unit_state import AlternateHeads as AlternateHeads
-from harness.cases.scripts.unit_state import Gather as Gather
-from harness.cases.scripts.unit_state import LookAround as LookAround
-from harness.cases.scripts.unit_state import ToggleReshard as ToggleReshard
-from harness.cases.scripts.unit_state import UnshardByHand as UnshardByHand
-from harness.cases.stages import num_stages as num_stages
-from harness.cases.training import Clip as Clip
-from harness.cases.training import NamedOptimizer as NamedOptimizer
-from harness.cases.training import Problem as Problem
-from harness.cases.training import Resume as Resume
-from harness.cases.training import Schedule as Schedule
-from harness.cases.training import Training as Training
-from harness.cases.training import Watch as Watch
-from harness.cases.training import ZeroGrad as ZeroGrad
-from harness.cases.units import ROOT as ROOT
-from harness.cases.units import UnitParameters as UnitParameters
-from harness.cases.units import groups_of as groups_of
-from harness.cases.user_model import UserModel as UserModel
-from harness.cases.user_model import UserOptimizer as UserOptimizer
-from harness.laws.communication.bounds import Between as Between
-from harness.laws.communication.bounds import Bound as Bound
-from harness.laws.communication.bounds import Exactly as Exactly
-from harness.laws.communication.buffers import LeavesBuffersAlone as LeavesBuffersAlone
-from harness.laws.communication.buffers import ResultsAreWaitedFor as ResultsAreWaitedFor
-from harness.laws.communication.counts import AllWaited as AllWaited
-from harness.laws.communication.counts import Asynchronous as Asynchronous
-from harness.laws.communication.counts import Bytes as Bytes
-from harness.laws.communication.counts import Count as Count
-from harness.laws.communication.counts import Dtype as Dtype
-from harness.laws.communication.counts import InOrder as InOrder
-from harness.laws.communication.counts import Nothing as Nothing
-from harness.laws.communication.counts import OnlyThese as OnlyThese
-from harness.laws.communication.counts import ReadsAreSilent as ReadsAreSilent
-from harness.laws.communication.counts import ReduceOps as ReduceOps
-from harness.laws.communication.matching import RanksAgree as RanksAgree
-from harness.laws.communication.order import Computes as Computes
-from harness.laws.communication.order import Event as Event
-from harness.laws.communication.order import Gathers as Gathers
-from harness.laws.communication.order import Order as Order
-from harness.laws.communication.order import Reduces as Reduces
-from harness.laws.communication.order import Reshards as Reshards
-from harness.laws.communication.order import Together as Together
-from harness.laws.communication.overlap import AtMostInFlight as AtMostInFlight
-from harness.laws.communication.overlap import Overlaps as Overlaps
-from harness.laws.communication.overlap import PrefetchDistance as PrefetchDistance
-from harness.laws.communication.select import Microbatches as Microbatches
-from harness.laws.communication.select import Per as Per
-from harness.laws.communication.select import Select as Select
-from harness.laws.communication.select import Window as Window
-from harness.laws.law import Evidence as Evidence
-from harness.laws.law import Law as Law
-from harness.laws.law import Ruling as Ruling
-from harness.laws.law import rule as rule
-from harness.laws.memory.lifetimes import AfterPhase as AfterPhase
-from harness.laws.memory.lifetimes import LiveBytes as LiveBytes
-from harness.laws.memory.lifetimes import NoLeaks as NoLeaks
-from harness.laws.memory.lifetimes import PeakBytes as PeakBytes
-from harness.laws.memory.lifetimes import UnshardedOnlyInTurn as UnshardedOnlyInTurn
-from harness.laws.memory.lifetimes import UserTensorsLive as UserTensorsLive
-from harness.laws.memory.share import MemoryIsExplained as MemoryIsExplained
-from harness.laws.parity import MatchesOracle as MatchesOracle
-from harness.laws.runtime import Deterministic as Deterministic
-from harness.laws.runtime import ExpectedUnitState as ExpectedUnitState
-from harness.laws.runtime import NoRaces as NoRaces
-from harness.laws.runtime import Notes as Notes
-from harness.laws.runtime import ShowsTheModel as ShowsTheModel
-from harness.laws.runtime import UnitsAre as UnitsAre
-from harness.laws.sharding import EveryRowMoves as EveryRowMoves
-from harness.laws.sharding import HoldsItsShare as HoldsItsShare
-from harness.laws.sharding import LiesOnTheDimAskedFor as LiesOnTheDimAskedFor
-from harness.laws.sharding import StateLiesWithItsParameter as StateLiesWithItsParameter
-from harness.records.record import Verdict as Verdict
-from harness.runner.options import Cell as Cell
-from harness.runner.session import Source as Source
-from harness.runner.session import TrialSession as TrialSession
-from harness.runner.trial import Trial as Trial
-from harness.runner.user_models import absolute as absolute
-from harness.runner.user_models import read_model as read_model
-from harness.tracing.ledger import Op as Op
-from harness.tracing.ledger import Phase as Phase
-from harness.tracing.memory.memory_report import MemoryKind as MemoryKind
-from harness.verdicts.case import Case as Case
-from harness.verdicts.case import Refusal as Refusal
-from harness.worlds.launch import launch as launch
-from harness.worlds.outcome import Returned as Returned
-from harness.worlds.rank import RankContext as RankContext
-from harness.worlds.spec import ALONE as ALONE
-from harness.worlds.spec import APART as APART
-from harness.worlds.spec import EVEN as EVEN
-from harness.worlds.spec import FOUR_OR_MORE_EVEN as FOUR_OR_MORE_EVEN
-from harness.worlds.spec import FOURS as FOURS
-from harness.worlds.spec import ODD as ODD
-from harness.worlds.spec import POWERS_OF_TWO as POWERS_OF_TWO
-from harness.worlds.spec import SEVERAL as SEVERAL
-from harness.worlds.spec import SIX_OR_MORE_EVEN as SIX_OR_MORE_EVEN
-from harness.worlds.spec import THREE_OR_MORE as THREE_OR_MORE
-from harness.worlds.spec import TOGETHER as TOGETHER
-from harness.worlds.spec import Sizes as Sizes
-from harness.worlds.spec import WorldKind as WorldKind
-from harness.worlds.spec import WorldSpec as WorldSpec
+from __future__ import annotations
+
+import ast
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+
+_STUB = Path(__file__).with_suffix(".pyi")
+
+
+@cache
+def _modules() -> dict[str, str]:
+    """Return the module of each public name, as the stub lists them."""
+    imports = [node for node in ast.parse(_STUB.read_text()).body if isinstance(node, ast.ImportFrom)]
+    return {name.name: node.module or "" for node in imports for name in node.names}
+
+
+# A name is imported when it is asked for: importing a module below this package must not import all others.
+def __getattr__(name: str) -> object:
+    if name.startswith("__") or name not in _modules():
+        raise AttributeError(f"module 'shardproof' has no attribute {name!r}")
+    value: object = getattr(import_module(_modules()[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(_modules())

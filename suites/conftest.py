@@ -6,9 +6,9 @@ from itertools import product
 
 import pytest
 
-from harness.audit.upstream_coverage import read_tables
-from harness.errors import UsageError
-from harness.runner.collection import refuse
+from shardproof.harness.audit.upstream_coverage import read_tables
+from shardproof.harness.errors import UsageError
+from shardproof.harness.runner.collection import refuse
 
 
 @pytest.hookimpl(tryfirst=True)  # so that it sees what -k and others will leave out

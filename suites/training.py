@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 
-from fixtures.optimizers import SGD
 from shardproof import (
     Capability,
     Clip,
@@ -22,6 +21,7 @@ from shardproof import (
     Training,
     Watch,
 )
+from shardproof.fixtures.optimizers import SGD
 
 
 def train(

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from engine.contract import Capability, Engine, Plan, PreparedModel
+from shardproof.engine.contract import Capability, Engine, Plan, PreparedModel
 
 CULPRIT = 1
 SLEEP = ["sleep", "600"]

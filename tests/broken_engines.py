@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from engine.adapters.torch_ddp import DistributedDataParallelEngine
+from shardproof.engine.adapters.torch_ddp import DistributedDataParallelEngine
 
 
 class TakesArguments(DistributedDataParallelEngine):

@@ -7,8 +7,8 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
-from harness.tracing.collectives.call import Call, Pieces
-from harness.tracing.ledger import Op
+from shardproof.harness.tracing.collectives.call import Call, Pieces
+from shardproof.harness.tracing.ledger import Op
 
 __all__ = ["made_call"]
 

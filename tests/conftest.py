@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.runner.session import Source, TrialSession
+from shardproof.harness.runner.session import Source, TrialSession
 
 
 @pytest.fixture

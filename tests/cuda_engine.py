@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from engine.contract import Capability, Engine, Plan, PreparedModel
+from shardproof.engine.contract import Capability, Engine, Plan, PreparedModel
 
 __all__ = ["InsistsOnCuda", "StepsTooEarly"]
 

@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from engine.adapters.torch_ddp import DistributedDataParallelEngine
-from engine.contract import Plan, PreparedModel
+from shardproof.engine.adapters.torch_ddp import DistributedDataParallelEngine
+from shardproof.engine.contract import Plan, PreparedModel
 
 CULPRIT = 1
 MEGABYTE = 10**6
@@ -222,6 +222,6 @@ class QuotesADeadlock(Raises):
     """Raises one of ours."""
 
     def error(self) -> BaseException:
-        from harness.worlds.threads.collective_errors import DeadlockError
+        from shardproof.harness.worlds.threads.collective_errors import DeadlockError
 
         return DeadlockError("my queue", expected="a job", got="none", hint="another")

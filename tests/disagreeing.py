@@ -7,8 +7,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from engine.adapters.torch_ddp import DistributedDataParallelEngine
-from engine.contract import Plan, PreparedModel
+from shardproof.engine.adapters.torch_ddp import DistributedDataParallelEngine
+from shardproof.engine.contract import Plan, PreparedModel
 
 
 class ReducesTwoSizes(DistributedDataParallelEngine):

@@ -23,8 +23,8 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
-from harness.tracing.events import EventKind
-from harness.worlds.rank import RankContext
+from shardproof.harness.tracing.events import EventKind
+from shardproof.harness.worlds.rank import RankContext
 
 CULPRIT = 1
 # What a rank leaves and what would be collected with its body: executors, processes.

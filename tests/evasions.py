@@ -8,10 +8,10 @@ import numpy
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from engine.adapters.reference import ReferenceEngine
-from engine.contract import Plan, PreparedModel
-from engine.mutants.refusals import ShowsSlicesOfWholes
-from harness.tracing.memory.census import Census
+from shardproof.engine.adapters.reference import ReferenceEngine
+from shardproof.engine.contract import Plan, PreparedModel
+from shardproof.engine.mutants.refusals import ShowsSlicesOfWholes
+from shardproof.harness.tracing.memory.census import Census
 
 
 # Any: whatever it is called with.

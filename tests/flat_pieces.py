@@ -7,8 +7,8 @@ from dataclasses import replace
 from math import prod
 from typing import TypeVar
 
-from engine.contract import Shard
-from harness.records.observation import Observation
+from shardproof.engine.contract import Shard
+from shardproof.harness.records.observation import Observation
 
 MaybeShard = TypeVar("MaybeShard", bound=Shard | None)
 

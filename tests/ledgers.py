@@ -6,14 +6,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import cast
 
-from engine.contract import Plan
-from fixtures.optimizers import SGD
-from fixtures.problems import MLP_EVEN
-from harness.cases.training import Schedule, Training
-from harness.laws.law import Evidence
-from harness.records.observation import Observation
-from harness.tracing.ledger import Entry, Ledger, Op, Phase, Wait
-from harness.training.oracle import OracleObservation
+from shardproof.engine.contract import Plan
+from shardproof.fixtures.optimizers import SGD
+from shardproof.fixtures.problems import MLP_EVEN
+from shardproof.harness.cases.training import Schedule, Training
+from shardproof.harness.laws.law import Evidence
+from shardproof.harness.records.observation import Observation
+from shardproof.harness.tracing.ledger import Entry, Ledger, Op, Phase, Wait
+from shardproof.harness.training.oracle import OracleObservation
 
 UNITS = ("first", "second")
 GATHERED_BYTES = 64

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from engine.adapters.torch_ddp import DistributedDataParallelEngine
+from shardproof.engine.adapters.torch_ddp import DistributedDataParallelEngine
 
 
 # Any: what torch hands to such a hook.

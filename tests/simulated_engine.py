@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from engine.contract import Layout, Shard
-from harness.cases.training import LoopOrder, Training, ZeroGrad, loss_weight
-from harness.records.observation import Observation, StepObservation
+from shardproof.engine.contract import Layout, Shard
+from shardproof.harness.cases.training import LoopOrder, Training, ZeroGrad, loss_weight
+from shardproof.harness.records.observation import Observation, StepObservation
 
 Tensors = Mapping[str, torch.Tensor]
 

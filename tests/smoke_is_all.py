@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from harness.cases import case_id as inventory
+from shardproof.harness.cases import case_id as inventory
 
 FILES = frozenset({"smoke/test_smoke.py"})
 

@@ -10,19 +10,19 @@ import time
 
 import pytest
 
-from engine.contract import Layout, Plan
-from fixtures.optimizers import SGD
-from fixtures.problems import MLP_EVEN
-from harness.cases.training import Schedule, Training
-from harness.laws.communication.matching import RanksAgree
-from harness.laws.parity import MatchesOracle
-from harness.laws.sharding import HoldsItsShare
-from harness.records.record import Record, Verdict
-from harness.runner.options import Cell
-from harness.runner.session import TrialSession
-from harness.verdicts.case import Case
-from harness.worlds.processes.forkserver import warm_up
-from harness.worlds.spec import WorldSpec
+from shardproof.engine.contract import Layout, Plan
+from shardproof.fixtures.optimizers import SGD
+from shardproof.fixtures.problems import MLP_EVEN
+from shardproof.harness.cases.training import Schedule, Training
+from shardproof.harness.laws.communication.matching import RanksAgree
+from shardproof.harness.laws.parity import MatchesOracle
+from shardproof.harness.laws.sharding import HoldsItsShare
+from shardproof.harness.records.record import Record, Verdict
+from shardproof.harness.runner.options import Cell
+from shardproof.harness.runner.session import TrialSession
+from shardproof.harness.verdicts.case import Case
+from shardproof.harness.worlds.processes.forkserver import warm_up
+from shardproof.harness.worlds.spec import WorldSpec
 
 SOON_S = 15.0  # far from the deadline, for machines that are busy
 WHOLE, SHARDED = Plan(layout=Layout.REPLICATE), Plan(layout=Layout.SHARD)
@@ -56,7 +56,7 @@ def test_the_honest_engine_passes(session: TrialSession, world: str) -> None:
 
 @pytest.mark.parametrize("world", [THREADS, PROCESSES])
 def test_wholes_that_are_shown_as_shards_are_counted(session: TrialSession, world: str) -> None:
-    record = judged(session, "engine.mutants.refusals:ShowsSlicesOfWholes", world, SHARDED)
+    record = judged(session, "shardproof.engine.mutants.refusals:ShowsSlicesOfWholes", world, SHARDED)
     assert record.verdict is Verdict.FAILED
     assert re.match(
         r"memory between steps is explained by the layout: rank \d, step 0, after the optimizer step: "

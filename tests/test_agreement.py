@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from harness.laws.communication.matching import Extent, RanksAgree, first_disagreement
-from harness.tracing.ledger import Entry, Op, Phase
+from shardproof.harness.laws.communication.matching import Extent, RanksAgree, first_disagreement
+from shardproof.harness.tracing.ledger import Entry, Op, Phase
 from tests.ledgers import changed, entry, evidence, numbered, renew, sharding_ledger, without
 
 AGREE = RanksAgree()

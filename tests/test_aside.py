@@ -19,16 +19,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from engine.contract import Capability, Plan
-from fixtures.optimizers import ADAMW
-from fixtures.problems import MLP_BUFFERS, MLP_EVEN, ModelProblem
-from fixtures.random_draws import DROPPED
-from harness.cases.training import Clip, Schedule, Training
-from harness.errors import HarnessBug, ShardproofError, UsageError
-from harness.training import oracle_answer
-from harness.training.oracle import OracleObservation, run_oracle
-from harness.training.oracle_answer import ask_oracle
-from harness.worlds.processes.fresh_process import NoAnswerError, ask
+from shardproof.engine.contract import Capability, Plan
+from shardproof.fixtures.optimizers import ADAMW
+from shardproof.fixtures.problems import MLP_BUFFERS, MLP_EVEN, ModelProblem
+from shardproof.fixtures.random_draws import DROPPED
+from shardproof.harness.cases.training import Clip, Schedule, Training
+from shardproof.harness.errors import HarnessBug, ShardproofError, UsageError
+from shardproof.harness.training import oracle_answer
+from shardproof.harness.training.oracle import OracleObservation, run_oracle
+from shardproof.harness.training.oracle_answer import ask_oracle
+from shardproof.harness.worlds.processes.fresh_process import NoAnswerError, ask
 
 ROOT = Path(__file__).resolve().parents[1]
 TRAINING = Training(problem=MLP_EVEN, optimizer=ADAMW, schedule=Schedule(steps=2))

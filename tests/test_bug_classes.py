@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from engine.mutants.all_mutants import MUTANTS
-from engine.mutants.mutant import Mutant
+from shardproof.engine.mutants.all_mutants import MUTANTS
+from shardproof.engine.mutants.mutant import Mutant
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "bug-classes.md"

@@ -13,21 +13,21 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fixtures.optimizers import SGD
-from fixtures.problems import MLP_EVEN
-from harness.cases.training import Schedule, Training
-from harness.laws.communication.matching import RanksAgree
-from harness.laws.parity import MatchesOracle
-from harness.records.record import Record, Verdict
-from harness.runner.options import Cell
-from harness.runner.session import TrialSession
-from harness.verdicts.case import Case
-from harness.worlds.messages import Finished, encode
-from harness.worlds.outcome import Raised
-from harness.worlds.processes.forkserver import warm_up
-from harness.worlds.raised import is_abandonment, raised
-from harness.worlds.spec import WorldSpec
-from harness.worlds.threads.collective_errors import (
+from shardproof.fixtures.optimizers import SGD
+from shardproof.fixtures.problems import MLP_EVEN
+from shardproof.harness.cases.training import Schedule, Training
+from shardproof.harness.laws.communication.matching import RanksAgree
+from shardproof.harness.laws.parity import MatchesOracle
+from shardproof.harness.records.record import Record, Verdict
+from shardproof.harness.runner.options import Cell
+from shardproof.harness.runner.session import TrialSession
+from shardproof.harness.verdicts.case import Case
+from shardproof.harness.worlds.messages import Finished, encode
+from shardproof.harness.worlds.outcome import Raised
+from shardproof.harness.worlds.processes.forkserver import warm_up
+from shardproof.harness.worlds.raised import is_abandonment, raised
+from shardproof.harness.worlds.spec import WorldSpec
+from shardproof.harness.worlds.threads.collective_errors import (
     CollectiveTimeoutError,
     DeadlockError,
     WorldAbandonedError,
@@ -158,10 +158,13 @@ def test_an_error_of_the_transport_is_known_by_its_origin() -> None:
 
     found = _caught(timeout(CollectiveTimeoutError))
     assert (found.kind, found.is_symptom) == (
-        "harness.worlds.threads.collective_errors.CollectiveTimeoutError",
+        "shardproof.harness.worlds.threads.collective_errors.CollectiveTimeoutError",
         False,
     )
-    assert _caught(timeout(DeadlockError)).kind == "harness.worlds.threads.collective_errors.DeadlockError"
+    assert (
+        _caught(timeout(DeadlockError)).kind
+        == "shardproof.harness.worlds.threads.collective_errors.DeadlockError"
+    )
 
 
 def test_who_abandons_itself_has_raised() -> None:

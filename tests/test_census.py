@@ -8,28 +8,28 @@ from functools import cache
 import pytest
 import torch
 
-from engine.contract import Capability, Cut, Layout, Plan, Replicas
-from fixtures.hoarding import HOARD
-from fixtures.optimizers import ADAMW, SGD
-from fixtures.problems import MLP_EVEN, MLP_UNEVEN
-from harness.cases.script import EachMicrobatch
-from harness.cases.scripts.interface import Exercise
-from harness.cases.training import Problem, Resume, Schedule, Training
-from harness.laws.law import Evidence, Ruling
-from harness.laws.memory.share import MemoryIsExplained
-from harness.tracing.ledger import Phase
-from harness.tracing.memory.census import Census, counting
-from harness.tracing.memory.census_report import (
+from shardproof.engine.contract import Capability, Cut, Layout, Plan, Replicas
+from shardproof.fixtures.hoarding import HOARD
+from shardproof.fixtures.optimizers import ADAMW, SGD
+from shardproof.fixtures.problems import MLP_EVEN, MLP_UNEVEN
+from shardproof.harness.cases.script import EachMicrobatch
+from shardproof.harness.cases.scripts.interface import Exercise
+from shardproof.harness.cases.training import Problem, Resume, Schedule, Training
+from shardproof.harness.laws.law import Evidence, Ruling
+from shardproof.harness.laws.memory.share import MemoryIsExplained
+from shardproof.harness.tracing.ledger import Phase
+from shardproof.harness.tracing.memory.census import Census, counting
+from shardproof.harness.tracing.memory.census_report import (
     CensusEntry,
     CensusTime,
     LiveStorage,
     counts_from_json,
     counts_to_json,
 )
-from harness.tracing.recorder import Recorder
-from harness.training.expected_memory import StateTensor, explained, form_of, state_bytes
-from harness.training.oracle import OracleObservation, run_oracle
-from harness.verdicts.judgement import implied
+from shardproof.harness.tracing.recorder import Recorder
+from shardproof.harness.training.expected_memory import StateTensor, explained, form_of, state_bytes
+from shardproof.harness.training.oracle import OracleObservation, run_oracle
+from shardproof.harness.verdicts.judgement import implied
 from tests.simulated_engine import simulate
 
 SHARD = Plan(layout=Layout.SHARD)
@@ -88,7 +88,7 @@ def test_waits_for_what_only_a_cycle_keeps() -> None:
 
 
 def test_what_is_there_to_stay_is_counted_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("harness.tracing.memory.census._RETRY_S", 0.0)
+    monkeypatch.setattr("shardproof.harness.tracing.memory.census._RETRY_S", 0.0)
     census, _ = _census()
     with counting(census):
         kept = torch.zeros(256)

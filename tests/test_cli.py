@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from engine.adapters.torch_ddp import DistributedDataParallelEngine
-from engine.contract import Plan, PreparedModel
-from harness.cli.main import main
-from harness.records.record import Verdict
-from harness.records.run import read_run
+from shardproof.engine.adapters.torch_ddp import DistributedDataParallelEngine
+from shardproof.engine.contract import Plan, PreparedModel
+from shardproof.harness.cli.main import main
+from shardproof.harness.records.record import Verdict
+from shardproof.harness.records.run import read_run
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -36,7 +36,7 @@ class Stuck(DistributedDataParallelEngine):
         (["run", "--engine", "torch.fdsp2"], "did you mean 'torch.fsdp2'?"),
         (["run", "--engine", "no/such/file.py:Engine"], "expected a Python file"),
         (
-            ["run", "--engine", "engine.adapters.torch_ddp:Distribted"],
+            ["run", "--engine", "shardproof.engine.adapters.torch_ddp:Distribted"],
             "did you mean 'DistributedDataParallel'?",
         ),
         (["run", "--world", "thread:4"], "try --world threads:4"),
@@ -70,7 +70,7 @@ def test_list_names_engines_and_suites(capsys: pytest.CaptureFixture[str]) -> No
 
 def test_list_names_every_case_as_records_do() -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "harness.cli.main", "list", "--cases"],
+        [sys.executable, "-m", "shardproof.harness.cli.main", "list", "--cases"],
         cwd=ROOT,
         capture_output=True,
         text=True,

@@ -11,17 +11,17 @@ import pytest
 import torch
 from torch import nn
 
-from engine.contract import Capability, Layout, Plan
-from fixtures.complex_numbers import ROTARY, SPECTRAL
-from fixtures.optimizers import ADAMW, SGD, AdamW, Sgd
-from harness.cases.training import Schedule, Training
-from harness.laws.law import Evidence
-from harness.laws.parity import MatchesOracle
-from harness.laws.tolerance import allowed_error
-from harness.torch_compat.dtypes import cast, cast_module, is_rounded, widened
-from harness.training.absolute_error import deviation, largest
-from harness.training.oracle import Quantity, TensorKey, run_oracle
-from harness.verdicts.vacuity import vacuous_because
+from shardproof.engine.contract import Capability, Layout, Plan
+from shardproof.fixtures.complex_numbers import ROTARY, SPECTRAL
+from shardproof.fixtures.optimizers import ADAMW, SGD, AdamW, Sgd
+from shardproof.harness.cases.training import Schedule, Training
+from shardproof.harness.laws.law import Evidence
+from shardproof.harness.laws.parity import MatchesOracle
+from shardproof.harness.laws.tolerance import allowed_error
+from shardproof.harness.torch_compat.dtypes import cast, cast_module, is_rounded, widened
+from shardproof.harness.training.absolute_error import deviation, largest
+from shardproof.harness.training.oracle import Quantity, TensorKey, run_oracle
+from shardproof.harness.verdicts.vacuity import vacuous_because
 from tests.simulated_engine import Honest, Moment, simulate
 
 TRAINING = Training(

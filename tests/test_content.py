@@ -19,17 +19,17 @@ import pytest
 import torch
 from torch import nn
 
-from engine.contract import Capability, Plan
-from fixtures.optimizers import ADAMW, SGD, Sgd
-from fixtures.problems import MLP_EVEN, PROBLEMS, ModelProblem
-from harness.cases.content import content_digest
-from harness.cases.training import Schedule, Training
-from harness.laws.parity import MatchesOracle
-from harness.records.record import Verdict
-from harness.runner.options import Cell
-from harness.runner.session import Source, TrialSession
-from harness.verdicts.case import Case
-from harness.worlds.spec import WorldKind, WorldSpec
+from shardproof.engine.contract import Capability, Plan
+from shardproof.fixtures.optimizers import ADAMW, SGD, Sgd
+from shardproof.fixtures.problems import MLP_EVEN, PROBLEMS, ModelProblem
+from shardproof.harness.cases.content import content_digest
+from shardproof.harness.cases.training import Schedule, Training
+from shardproof.harness.laws.parity import MatchesOracle
+from shardproof.harness.records.record import Verdict
+from shardproof.harness.runner.options import Cell
+from shardproof.harness.runner.session import Source, TrialSession
+from shardproof.harness.verdicts.case import Case
+from shardproof.harness.worlds.spec import WorldKind, WorldSpec
 
 ROOT = Path(__file__).resolve().parent.parent
 CELL = Cell(engine="torch.ddp", world=WorldSpec(kind=WorldKind.THREADS, size=2, deadline_s=20.0))
@@ -178,11 +178,11 @@ def test_what_cannot_be_read_has_no_digest(value: object) -> None:
 
 
 SCRIPT = """
-from engine.contract import Capability, Plan
-from fixtures.optimizers import ADAMW
-from fixtures.problems import PROBLEMS
-from harness.cases.training import Training, Watch
-from harness.cases.content import content_digest
+from shardproof.engine.contract import Capability, Plan
+from shardproof.fixtures.optimizers import ADAMW
+from shardproof.fixtures.problems import PROBLEMS
+from shardproof.harness.cases.training import Training, Watch
+from shardproof.harness.cases.content import content_digest
 plan = Plan(demands=frozenset(Capability))
 for p in PROBLEMS:
     print(content_digest(Training(problem=p, optimizer=ADAMW, plan=plan, watch=frozenset(Watch))))

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from harness.laws.communication.matching import Counterparts, ProcessGroup
-from harness.tracing.ledger import Entry, Op, Phase, Wait
+from shardproof.harness.laws.communication.matching import Counterparts, ProcessGroup
+from shardproof.harness.tracing.ledger import Entry, Op, Phase, Wait
 from tests.ledgers import entry, numbered
 
 ALL = (0, 1, 2)

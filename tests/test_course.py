@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import nn
 
-from harness.tracing.events import EventKind, EventLog, TraceEvent, flights, stretches
-from harness.tracing.journal import read_journal
-from harness.tracing.ledger import Op, Phase
-from harness.tracing.recorder import CallSummary, Recorder
-from harness.tracing.unit_hooks import watching_units
+from shardproof.harness.tracing.events import EventKind, EventLog, TraceEvent, flights, stretches
+from shardproof.harness.tracing.journal import read_journal
+from shardproof.harness.tracing.ledger import Op, Phase
+from shardproof.harness.tracing.recorder import CallSummary, Recorder
+from shardproof.harness.tracing.unit_hooks import watching_units
 
 
 def a_call() -> CallSummary:

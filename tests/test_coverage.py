@@ -12,10 +12,18 @@ from pathlib import Path
 import pytest
 from torch.distributed import fsdp
 
-from harness.audit.upstream_coverage import Coverage, Row, Table, cover, judge_row, read_table, read_tables
-from harness.errors import UsageError
-from harness.records.record import Record, Verdict
-from reports.coverage_table import render, render_markdown
+from shardproof.harness.audit.upstream_coverage import (
+    Coverage,
+    Row,
+    Table,
+    cover,
+    judge_row,
+    read_table,
+    read_tables,
+)
+from shardproof.harness.errors import UsageError
+from shardproof.harness.records.record import Record, Verdict
+from shardproof.reports.coverage_table import render, render_markdown
 
 ROOT = Path(__file__).resolve().parents[1]
 _OF_FSDP2 = {
@@ -235,15 +243,15 @@ def test_the_table_tells_it_all(rendered: Callable[[Coverage], str]) -> None:
 
 TYPO = """
 import pytest
-from harness.runner.trial import Trial
+from shardproof.harness.runner.trial import Trial
 
 @pytest.mark.rows("T7")
 def test_x(trial: Trial): ...
 """
 SESSIONS = """
 import sys, pytest
-from harness.cli.main import main
-from harness.runner.invoke import call_pytest
+from shardproof.harness.cli.main import main
+from shardproof.harness.runner.invoke import call_pytest
 refused = call_pytest([sys.argv[1], "suites/smoke", "--collect-only"])
 print("codes", refused, main(["coverage", "--markdown"]), main(["coverage", "--api", "fsdp1"]))
 """

@@ -7,18 +7,26 @@ from dataclasses import replace
 
 import pytest
 
-from fixtures.optimizers import SGD
-from fixtures.problems import MLP_EVEN
-from harness.cases.training import Schedule, Training
-from harness.records.record import Verdict
-from harness.records.world_result import SavedResult
-from harness.runner.options import Cell
-from harness.runner.session import TrialSession
-from harness.tracing.ledger import Ledger, Op
-from harness.verdicts.case import Case
-from harness.verdicts.judgement import Judgement, judge_failure
-from harness.worlds.outcome import Abandoned, Died, Outcome, Raised, Returned, TimedOut, WorldResult
-from harness.worlds.spec import WorldSpec
+from shardproof.fixtures.optimizers import SGD
+from shardproof.fixtures.problems import MLP_EVEN
+from shardproof.harness.cases.training import Schedule, Training
+from shardproof.harness.records.record import Verdict
+from shardproof.harness.records.world_result import SavedResult
+from shardproof.harness.runner.options import Cell
+from shardproof.harness.runner.session import TrialSession
+from shardproof.harness.tracing.ledger import Ledger, Op
+from shardproof.harness.verdicts.case import Case
+from shardproof.harness.verdicts.judgement import Judgement, judge_failure
+from shardproof.harness.worlds.outcome import (
+    Abandoned,
+    Died,
+    Outcome,
+    Raised,
+    Returned,
+    TimedOut,
+    WorldResult,
+)
+from shardproof.harness.worlds.spec import WorldSpec
 from tests.ledgers import entry, numbered
 
 TRAINING = Training(problem=MLP_EVEN, optimizer=SGD, schedule=Schedule(steps=1))

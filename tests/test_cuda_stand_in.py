@@ -7,20 +7,20 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.contract import Layout, Plan
-from fixtures.chain import CHAIN
-from fixtures.optimizers import SGD
-from harness.cases.training import Schedule, Training, Watch
-from harness.records.world_result import keep_result, load_kept
-from harness.runner.engines import EngineDescription
-from harness.tracing.ledger import Phase
-from harness.tracing.races.fake_cuda import cuda_stand_in
-from harness.tracing.races.race_report import RaceKind, RaceReport
-from harness.tracing.recorder import Recorder
-from harness.training.loop import drive_rank
-from harness.training.watches import watching
-from harness.worlds.launch import launch
-from harness.worlds.spec import WorldSpec
+from shardproof.engine.contract import Layout, Plan
+from shardproof.fixtures.chain import CHAIN
+from shardproof.fixtures.optimizers import SGD
+from shardproof.harness.cases.training import Schedule, Training, Watch
+from shardproof.harness.records.world_result import keep_result, load_kept
+from shardproof.harness.runner.engines import EngineDescription
+from shardproof.harness.tracing.ledger import Phase
+from shardproof.harness.tracing.races.fake_cuda import cuda_stand_in
+from shardproof.harness.tracing.races.race_report import RaceKind, RaceReport
+from shardproof.harness.tracing.recorder import Recorder
+from shardproof.harness.training.loop import drive_rank
+from shardproof.harness.training.watches import watching
+from shardproof.harness.worlds.launch import launch
+from shardproof.harness.worlds.spec import WorldSpec
 
 RAW = RaceKind.READ_AFTER_WRITE
 without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="torch.cuda is the real one here")

@@ -14,18 +14,18 @@ import pytest
 import torch
 from torch.cuda import _gpu_trace
 
-from engine.mutants.all_mutants import MUTANTS
-from harness.cases.training import Watch
-from harness.torch_compat import cuda as torch_cuda
-from harness.torch_compat.cuda import hears_streams, stream_handle
-from harness.torch_compat.dispatch import device_kernel
-from harness.tracing.collectives.call import Call
-from harness.tracing.ledger import Op, Phase
-from harness.tracing.races.clock import Clock
-from harness.tracing.races.cuda_streams import CudaRaceWatch, watched_cuda_streams
-from harness.tracing.races.race_report import RaceKind
-from harness.tracing.recorder import Recorder
-from harness.training.watches import watching
+from shardproof.engine.mutants.all_mutants import MUTANTS
+from shardproof.harness.cases.training import Watch
+from shardproof.harness.torch_compat import cuda as torch_cuda
+from shardproof.harness.torch_compat.cuda import hears_streams, stream_handle
+from shardproof.harness.torch_compat.dispatch import device_kernel
+from shardproof.harness.tracing.collectives.call import Call
+from shardproof.harness.tracing.ledger import Op, Phase
+from shardproof.harness.tracing.races.clock import Clock
+from shardproof.harness.tracing.races.cuda_streams import CudaRaceWatch, watched_cuda_streams
+from shardproof.harness.tracing.races.race_report import RaceKind
+from shardproof.harness.tracing.recorder import Recorder
+from shardproof.harness.training.watches import watching
 from tests.calls import made_call
 from tests.orders import NO_ORDERS, ORDERS, Ordering, write_here_read_there
 from tests.test_race_mutants import EXPECTED, SHARDED, race_reports, racing_training
@@ -332,7 +332,7 @@ def test_operators_of_engines_have_kernels_of_a_device_to_look_into() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("engine", ["torch.fsdp2", "engine.adapters.reference:ReferenceOnStreams"])
+@pytest.mark.parametrize("engine", ["torch.fsdp2", "shardproof.engine.adapters.reference:ReferenceOnStreams"])
 def test_honest_engines_are_silent(engine: str, tmp_path: Path) -> None:
     for report in race_reports(
         engine, racing_training(SHARDED), tmp_path / "world", drive_told, kind="processes"

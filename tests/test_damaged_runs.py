@@ -13,10 +13,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from harness.cli.main import main
-from harness.records.record import Verdict
-from harness.records.run import JUDGED, read_run
-from reports.summary import Conclusion, conclude
+from shardproof.harness.cli.main import main
+from shardproof.harness.records.record import Verdict
+from shardproof.harness.records.run import JUDGED, read_run
+from shardproof.reports.summary import Conclusion, conclude
 
 CODES = {0, 1, 2, 3}
 OF_THE_RUN = ("records.jsonl", "run.jsonl", "SHA256SUMS")
@@ -35,7 +35,7 @@ GARBLES = """
 import os
 from pathlib import Path
 
-from engine.adapters.torch_ddp import DistributedDataParallelEngine
+from shardproof.engine.adapters.torch_ddp import DistributedDataParallelEngine
 
 
 class Garbles(DistributedDataParallelEngine):

@@ -8,18 +8,18 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from engine.contract import Capability, Layout, Plan, Shard
-from fixtures.optimizers import ADAMW, EXACT_SGD, SGD
-from fixtures.problems import EXACT_LINEAR, MLP_EVEN, MLP_UNEVEN
-from harness.cases.training import Clip, Schedule, Training
-from harness.laws import diagnosis
-from harness.laws.diagnosis import UNSTRUCTURED
-from harness.laws.law import Evidence
-from harness.laws.parity import MatchesOracle
-from harness.laws.structure import RankShard
-from harness.laws.tolerance import allowed_error
-from harness.records.record import TensorRecord
-from harness.training.oracle import (
+from shardproof.engine.contract import Capability, Layout, Plan, Shard
+from shardproof.fixtures.optimizers import ADAMW, EXACT_SGD, SGD
+from shardproof.fixtures.problems import EXACT_LINEAR, MLP_EVEN, MLP_UNEVEN
+from shardproof.harness.cases.training import Clip, Schedule, Training
+from shardproof.harness.laws import diagnosis
+from shardproof.harness.laws.diagnosis import UNSTRUCTURED
+from shardproof.harness.laws.law import Evidence
+from shardproof.harness.laws.parity import MatchesOracle
+from shardproof.harness.laws.structure import RankShard
+from shardproof.harness.laws.tolerance import allowed_error
+from shardproof.harness.records.record import TensorRecord
+from shardproof.harness.training.oracle import (
     INITIAL_STEP,
     LOSSES,
     NORM,

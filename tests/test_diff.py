@@ -14,15 +14,23 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.cli.main import main
-from harness.records.diff.comparability import ComparedRun
-from harness.records.diff.comparison import Comparison, News, compare, steady
-from harness.records.diff.traffic import Traffic, traffic_changes
-from harness.records.record import Expectations, Header, LawRecord, LedgerLine, OutcomeRecord, Record, Verdict
-from harness.records.run import Run, RunWriter
-from reports.change_groups import groups
-from reports.diff_json import VERSION, render_json
-from reports.diff_text import LIMIT_BYTES, WIDTH, render, render_markdown, summary
+from shardproof.harness.cli.main import main
+from shardproof.harness.records.diff.comparability import ComparedRun
+from shardproof.harness.records.diff.comparison import Comparison, News, compare, steady
+from shardproof.harness.records.diff.traffic import Traffic, traffic_changes
+from shardproof.harness.records.record import (
+    Expectations,
+    Header,
+    LawRecord,
+    LedgerLine,
+    OutcomeRecord,
+    Record,
+    Verdict,
+)
+from shardproof.harness.records.run import Run, RunWriter
+from shardproof.reports.change_groups import groups
+from shardproof.reports.diff_json import VERSION, render_json
+from shardproof.reports.diff_text import LIMIT_BYTES, WIDTH, render, render_markdown, summary
 from tests.test_reports import ENTRY, FOOTER, HEADER, HOSTILE, a_record, a_run
 
 ROOT = Path(__file__).resolve().parents[1]

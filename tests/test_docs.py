@@ -21,27 +21,27 @@ from xml.etree import ElementTree
 
 import pytest
 
-import engine.capability
-import engine.plan
-import fixtures.optimizers
-import fixtures.problems
-import harness.laws.communication.counts
 import shardproof
-import suites.communication.closed_forms
-from engine.contract import Engine, PreparedModel
-from engine.registry import BUILT_IN, EngineNotFoundError, resolve
-from harness.cli import main as cli
-from harness.errors import UsageError
-from harness.laws.communication.select import Select
-from harness.laws.law import Law
-from harness.laws.memory.lifetimes import AfterPhase
-from harness.laws.tolerance import MULTIPLE
-from harness.records.record import Expectations, Record, Verdict, from_json
-from harness.runner import invoke
-from harness.tracing.ledger import Phase
-from harness.tracing.memory.memory_report import MemoryKind
-from harness.verdicts.known_failures_file import read
-from harness.worlds.spec import WorldSpec
+import shardproof.engine.capability
+import shardproof.engine.plan
+import shardproof.fixtures.optimizers
+import shardproof.fixtures.problems
+import shardproof.harness.laws.communication.counts
+import shardproof.suites.communication.closed_forms
+from shardproof.engine.contract import Engine, PreparedModel
+from shardproof.engine.registry import BUILT_IN, EngineNotFoundError, resolve
+from shardproof.harness.cli import main as cli
+from shardproof.harness.errors import UsageError
+from shardproof.harness.laws.communication.select import Select
+from shardproof.harness.laws.law import Law
+from shardproof.harness.laws.memory.lifetimes import AfterPhase
+from shardproof.harness.laws.tolerance import MULTIPLE
+from shardproof.harness.records.record import Expectations, Record, Verdict, from_json
+from shardproof.harness.runner import invoke
+from shardproof.harness.tracing.ledger import Phase
+from shardproof.harness.tracing.memory.memory_report import MemoryKind
+from shardproof.harness.verdicts.known_failures_file import read
+from shardproof.harness.worlds.spec import WorldSpec
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -121,7 +121,13 @@ def test_adapters_pass_and_a_broken_one_fails(tmp_path: Path) -> None:
     engines = [f"--engine={spec}" for spec in [*honest, broken]]
 
     done = _run(
-        "-m", "harness.cli.main", "run", *engines, "--world=threads:2", "--suite=smoke", f"--out={out}"
+        "-m",
+        "shardproof.harness.cli.main",
+        "run",
+        *engines,
+        "--world=threads:2",
+        "--suite=smoke",
+        f"--out={out}",
     )
 
     records = [
@@ -138,7 +144,14 @@ def test_case_passes_and_catches_a_broken_engine(tmp_path: Path) -> None:
     case = tmp_path / "test_promise.py"
     case.write_text(_marked(CASES, "case: test_promise.py"))
     broken = _write_unsynchronised(tmp_path)
-    config = ["-c", str(ROOT / "pyproject.toml"), f"--rootdir={ROOT}", "-p", "harness.runner.plugin", "-rA"]
+    config = [
+        "-c",
+        str(ROOT / "pyproject.toml"),
+        f"--rootdir={ROOT}",
+        "-p",
+        "shardproof.harness.runner.plugin",
+        "-rA",
+    ]
 
     done = _run(
         "-m", "pytest", str(case), *config, "--engine=torch.ddp", f"--engine={broken}", "--world=threads:2"
@@ -169,12 +182,13 @@ def test_laws_of_the_table_can_be_written() -> None:
     rows = re.findall(
         r"^\| `(\w+\(.*?\))` \|", _text(CASES).partition("## Laws")[2].partition("\n## ")[0], re.M
     )
-    known = {**vars(shardproof), **vars(suites.communication.closed_forms)}
+    known = {name: getattr(shardproof, name) for name in dir(shardproof)}
+    known |= vars(shardproof.suites.communication.closed_forms)
     known |= dict.fromkeys("SAB", Select()) | {"LOW": 1, "HIGH": 2, "Phase": Phase}
     known |= {"P": Phase.FORWARD, "K": (MemoryKind.GATHERED,), "W": AfterPhase.FORWARD}
     laws: list[Law] = [eval(row, {"__builtins__": {}}, known) for row in rows]
     shown = {type(law).__name__ for law in laws}
-    assert shown >= {*harness.laws.communication.counts.__all__, "RanksAgree", "MatchesOracle"}
+    assert shown >= {*shardproof.harness.laws.communication.counts.__all__, "RanksAgree", "MatchesOracle"}
     assert all(law.name for law in laws)
 
 
@@ -306,13 +320,13 @@ def test_tolerance_is_told_as_it_is() -> None:
 
 def test_names_in_capitals_exist() -> None:
     modules = (
-        fixtures.problems,
-        fixtures.optimizers,
+        shardproof.fixtures.problems,
+        shardproof.fixtures.optimizers,
         shardproof,
-        suites.communication.closed_forms,
+        shardproof.suites.communication.closed_forms,
     )
-    known = {name for module in modules for name in getattr(module, "__all__", vars(module))}
-    known |= {member.name for member in engine.capability.Capability} | {str(v) for v in Verdict}
+    known = {name for module in modules for name in getattr(module, "__all__", dir(module))}
+    known |= {member.name for member in shardproof.engine.capability.Capability} | {str(v) for v in Verdict}
     told = {name for page in PAGES for name in re.findall(r"`([A-Z][A-Z_]+)`", _text(page))}
     assert told - known == set()
     assert {"MLP_UNEVEN", "SEVERAL", "ACCUMULATE", "VACUOUS"} <= told

@@ -13,11 +13,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from harness.torch_compat.process_groups import HashStore
-from harness.tracing.collectives.interception import Interceptor, standing_in_c10d
-from harness.tracing.ledger import Op
-from harness.tracing.operators import OperatorMode
-from harness.tracing.recorder import Recorder
+from shardproof.harness.torch_compat.process_groups import HashStore
+from shardproof.harness.tracing.collectives.interception import Interceptor, standing_in_c10d
+from shardproof.harness.tracing.ledger import Op
+from shardproof.harness.tracing.operators import OperatorMode
+from shardproof.harness.tracing.recorder import Recorder
 
 # Without the GIL the two meet at once; with it they never do, and gloo gives up after so long.
 _LIMIT = timedelta(seconds=2)

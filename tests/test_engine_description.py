@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from engine.capability import Capability
-from engine.registry import EngineNotFoundError, resolve
-from harness.cli.main import main
-from harness.records.record import Verdict
-from harness.records.run import read_run
-from harness.runner.engines import describe, examine
-from reports.summary import Conclusion, conclude
+from shardproof.engine.capability import Capability
+from shardproof.engine.registry import EngineNotFoundError, resolve
+from shardproof.harness.cli.main import main
+from shardproof.harness.records.record import Verdict
+from shardproof.harness.records.run import read_run
+from shardproof.harness.runner.engines import describe, examine
+from shardproof.reports.summary import Conclusion, conclude
 
 BROKEN = "tests/broken_engines.py"
 WHY = {

@@ -12,18 +12,18 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from harness.tracing.collectives.call import Pieces
-from harness.tracing.collectives.call_site import call_site
-from harness.tracing.current_rank import bind_rank
-from harness.tracing.ledger import Op, ViolationKind
-from harness.worlds.threads.collective_errors import (
+from shardproof.harness.tracing.collectives.call import Pieces
+from shardproof.harness.tracing.collectives.call_site import call_site
+from shardproof.harness.tracing.current_rank import bind_rank
+from shardproof.harness.tracing.ledger import Op, ViolationKind
+from shardproof.harness.worlds.threads.collective_errors import (
     CollectiveMismatchError,
     CollectiveRefusedError,
     CollectiveTimeoutError,
     DeadlockError,
     WorldAbandonedError,
 )
-from harness.worlds.threads.transport import InMemoryTransport
+from shardproof.harness.worlds.threads.transport import InMemoryTransport
 from tests.calls import made_call
 
 # Any: RedOpType's stub has no members.

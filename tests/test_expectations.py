@@ -9,11 +9,19 @@ from typing import Any
 
 import pytest
 
-from harness.cases.case_id import SUITES, Catalogue, collected, files
-from harness.errors import UsageError
-from harness.records.record import Expectation, Expectations, LawRecord, Record, Verdict
-from harness.verdicts.known_failures import Fit, Ran, check_condition, expected, fit, matches, unused
-from harness.verdicts.known_failures_file import SHIPPED, find, read
+from shardproof.harness.cases.case_id import SUITES, Catalogue, collected, files
+from shardproof.harness.errors import UsageError
+from shardproof.harness.records.record import Expectation, Expectations, LawRecord, Record, Verdict
+from shardproof.harness.verdicts.known_failures import (
+    Fit,
+    Ran,
+    check_condition,
+    expected,
+    fit,
+    matches,
+    unused,
+)
+from shardproof.harness.verdicts.known_failures_file import SHIPPED, find, read
 
 TODAY = "2030-06-15"
 CASE = "parity/test_x.py::test_y[mlp_even-sgd-m3]"

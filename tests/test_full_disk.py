@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks.live_run import LiveRun
-from harness.records.record import Verdict
-from harness.records.run import RUN, read_run
-from harness.tracing.recorder import Recorder
+from shardproof.harness.records.record import Verdict
+from shardproof.harness.records.run import RUN, read_run
+from shardproof.harness.tracing.recorder import Recorder
 
 LIMIT_S = 60.0
 ARGUMENTS = [

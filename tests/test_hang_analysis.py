@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from harness.records.hang import HangReport, RankActivity, RankState
-from harness.tracing.ledger import Entry, Ledger, Op, Phase, Wait
-from harness.verdicts.hang_analysis import analyse_hang
-from harness.worlds.outcome import Abandoned, Died, Outcome, Raised, Returned, TimedOut
+from shardproof.harness.records.hang import HangReport, RankActivity, RankState
+from shardproof.harness.tracing.ledger import Entry, Ledger, Op, Phase, Wait
+from shardproof.harness.verdicts.hang_analysis import analyse_hang
+from shardproof.harness.worlds.outcome import Abandoned, Died, Outcome, Raised, Returned, TimedOut
 from tests.ledgers import entry, numbered, renew, sharding_ledger, without
 
 STACK = """  File "/usr/lib/python3.12/threading.py", line 355 in wait

@@ -14,21 +14,21 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from engine.mutants.all_mutants import MUTANTS
-from fixtures.optimizers import SGD
-from fixtures.problems import MLP_EVEN
-from harness.cases.training import Schedule, Training
-from harness.records.hang import HangReport, RankActivity
-from harness.records.record import Record, Verdict, from_json, to_json
-from harness.records.world_result import keep_result, load_kept
-from harness.runner.options import Cell
-from harness.runner.session import Source, TrialSession
-from harness.training.loop import drive_rank
-from harness.verdicts.case import Case
-from harness.verdicts.judgement import Judgement, judge_failure
-from harness.worlds.launch import World
-from harness.worlds.rank import RankContext
-from harness.worlds.spec import WorldSpec
+from shardproof.engine.mutants.all_mutants import MUTANTS
+from shardproof.fixtures.optimizers import SGD
+from shardproof.fixtures.problems import MLP_EVEN
+from shardproof.harness.cases.training import Schedule, Training
+from shardproof.harness.records.hang import HangReport, RankActivity
+from shardproof.harness.records.record import Record, Verdict, from_json, to_json
+from shardproof.harness.records.world_result import keep_result, load_kept
+from shardproof.harness.runner.options import Cell
+from shardproof.harness.runner.session import Source, TrialSession
+from shardproof.harness.training.loop import drive_rank
+from shardproof.harness.verdicts.case import Case
+from shardproof.harness.verdicts.judgement import Judgement, judge_failure
+from shardproof.harness.worlds.launch import World
+from shardproof.harness.worlds.rank import RankContext
+from shardproof.harness.worlds.spec import WorldSpec
 
 DEADLINE_S = 3.0
 PROMISED_S = 2.0  # how soon after the deadline a hang is explained; a promise, and so asserted as it is
@@ -155,7 +155,9 @@ def run(
 
 def explain(truth: Truth, world: str, folder: Path) -> Explained:
     """Run a mutant."""
-    return run(drive_rank, TRAINING, f"engine.mutants.hangs:{truth.mutant}", world=world, folder=folder)
+    return run(
+        drive_rank, TRAINING, f"shardproof.engine.mutants.hangs:{truth.mutant}", world=world, folder=folder
+    )
 
 
 def check(truth: Truth, explained: Explained, size: int) -> HangReport:
@@ -188,7 +190,7 @@ def check(truth: Truth, explained: Explained, size: int) -> HangReport:
 
 def test_every_mutant_that_hangs_is_here() -> None:
     assert {truth.mutant for truth in TRUTHS} == {
-        mutant.name for mutant in MUTANTS if mutant.engine_spec.startswith("engine.mutants.hangs:")
+        mutant.name for mutant in MUTANTS if mutant.engine_spec.startswith("shardproof.engine.mutants.hangs:")
     }
 
 
@@ -294,9 +296,11 @@ def test_the_record_has_the_hang_report_and_no_oracle_is_asked(
     def refuse(*_: object, **__: object) -> None:
         raise AssertionError("who hangs is told without numbers")
 
-    monkeypatch.setattr("harness.runner.observation_cache.ask_oracle", refuse)
+    monkeypatch.setattr("shardproof.harness.runner.observation_cache.ask_oracle", refuse)
     session = TrialSession(Source(folder=tmp_path))
-    cell = Cell(engine="engine.mutants.hangs:TakesTwoGroupsInTurn", world=WorldSpec.parse("threads:2"))
+    cell = Cell(
+        engine="shardproof.engine.mutants.hangs:TakesTwoGroupsInTurn", world=WorldSpec.parse("threads:2")
+    )
     record = session.run(Case(id="case", training=TRAINING, laws=()), cell, suite="", command="")
     session.close()
     assert record.verdict is Verdict.HUNG

@@ -8,22 +8,22 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from engine.adapters.torch_ddp import DistributedDataParallelEngine, PreparedDdp
-from fixtures.optimizers import SGD
-from fixtures.problems import MLP_EVEN
-from harness.cases.training import Training
-from harness.cli.main import main
-from harness.laws.parity import MatchesOracle
-from harness.records.record import Verdict
-from harness.records.run import read_run
-from harness.runner.options import Cell
-from harness.runner.session import TrialSession
-from harness.verdicts.case import Case
-from harness.worlds.launch import launch
-from harness.worlds.outcome import Returned
-from harness.worlds.processes.forkserver import draw_hash_seeds, hash_seeds
-from harness.worlds.rank import RankContext
-from harness.worlds.spec import WorldSpec
+from shardproof.engine.adapters.torch_ddp import DistributedDataParallelEngine, PreparedDdp
+from shardproof.fixtures.optimizers import SGD
+from shardproof.fixtures.problems import MLP_EVEN
+from shardproof.harness.cases.training import Training
+from shardproof.harness.cli.main import main
+from shardproof.harness.laws.parity import MatchesOracle
+from shardproof.harness.records.record import Verdict
+from shardproof.harness.records.run import read_run
+from shardproof.harness.runner.options import Cell
+from shardproof.harness.runner.session import TrialSession
+from shardproof.harness.verdicts.case import Case
+from shardproof.harness.worlds.launch import launch
+from shardproof.harness.worlds.outcome import Returned
+from shardproof.harness.worlds.processes.forkserver import draw_hash_seeds, hash_seeds
+from shardproof.harness.worlds.rank import RankContext
+from shardproof.harness.worlds.spec import WorldSpec
 
 
 def _hash(context: RankContext) -> int:

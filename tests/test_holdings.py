@@ -8,14 +8,14 @@ from functools import cache, partial
 
 import pytest
 
-from engine.contract import Cut, Layout, Plan, Replicas, Shard
-from fixtures.optimizers import SGD
-from fixtures.problems import MLP_UNEVEN
-from harness.cases.training import Schedule, Training
-from harness.laws.law import Evidence, Ruling
-from harness.laws.sharding import HoldsItsShare
-from harness.records.observation import Observation
-from harness.training.oracle import OracleObservation, run_oracle
+from shardproof.engine.contract import Cut, Layout, Plan, Replicas, Shard
+from shardproof.fixtures.optimizers import SGD
+from shardproof.fixtures.problems import MLP_UNEVEN
+from shardproof.harness.cases.training import Schedule, Training
+from shardproof.harness.laws.law import Evidence, Ruling
+from shardproof.harness.laws.sharding import HoldsItsShare
+from shardproof.harness.records.observation import Observation
+from shardproof.harness.training.oracle import OracleObservation, run_oracle
 from tests.flat_pieces import flattened
 from tests.simulated_engine import simulate
 

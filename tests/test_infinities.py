@@ -11,17 +11,17 @@ import pytest
 import torch
 from torch import nn
 
-from engine.contract import Capability, Plan, Shard
-from fixtures.buffered import MASKED, NORMALISED, REPLACED, Masked
-from fixtures.optimizers import SGD
-from fixtures.problems import ModelProblem
-from harness.cases.training import Clip, Schedule, Training
-from harness.laws.law import Evidence
-from harness.laws.parity import MatchesOracle
-from harness.laws.tolerance import allowed_error
-from harness.training.absolute_error import deviation, largest
-from harness.training.oracle import OracleObservation, Quantity, TensorKey, run_oracle
-from harness.verdicts.vacuity import vacuous_because
+from shardproof.engine.contract import Capability, Plan, Shard
+from shardproof.fixtures.buffered import MASKED, NORMALISED, REPLACED, Masked
+from shardproof.fixtures.optimizers import SGD
+from shardproof.fixtures.problems import ModelProblem
+from shardproof.harness.cases.training import Clip, Schedule, Training
+from shardproof.harness.laws.law import Evidence
+from shardproof.harness.laws.parity import MatchesOracle
+from shardproof.harness.laws.tolerance import allowed_error
+from shardproof.harness.training.absolute_error import deviation, largest
+from shardproof.harness.training.oracle import OracleObservation, Quantity, TensorKey, run_oracle
+from shardproof.harness.verdicts.vacuity import vacuous_because
 from tests.simulated_engine import simulate
 
 INF, NAN = math.inf, math.nan

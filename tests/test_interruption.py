@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 
 from benchmarks.live_run import LiveRun
-from harness.cli import main as cli
-from harness.cli.main import main
-from harness.records.record import Verdict
-from harness.records.run import read_run
-from harness.runner import interruption
-from harness.runner.interruption import interruptible, uninterrupted
-from harness.runner.invoke import OUR_FAULT
+from shardproof.harness.cli import main as cli
+from shardproof.harness.cli.main import main
+from shardproof.harness.records.record import Verdict
+from shardproof.harness.records.run import read_run
+from shardproof.harness.runner import interruption
+from shardproof.harness.runner.interruption import interruptible, uninterrupted
+from shardproof.harness.runner.invoke import OUR_FAULT
 
 # Far above what is needed: machines are busy. No test waits so long unless it fails.
 LIMIT_S = 60.0

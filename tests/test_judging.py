@@ -12,8 +12,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
-from engine.adapters.torch_ddp import DistributedDataParallelEngine, PreparedDdp
-from engine.contract import (
+from shardproof.engine.adapters.torch_ddp import DistributedDataParallelEngine, PreparedDdp
+from shardproof.engine.contract import (
     Accumulation,
     Capability,
     Engine,
@@ -23,18 +23,18 @@ from engine.contract import (
     Shard,
     UnsupportedError,
 )
-from engine.registry import BUILT_IN
-from fixtures.optimizers import SGD
-from fixtures.problems import MLP_EVEN
-from harness.cases.training import LoopOrder, Schedule, Training
-from harness.laws.communication.matching import RanksAgree
-from harness.laws.law import Evidence, Ruling
-from harness.laws.parity import MatchesOracle
-from harness.records.record import Record, Verdict
-from harness.runner.options import Cell
-from harness.runner.session import Source, TrialSession
-from harness.verdicts.case import Case
-from harness.worlds.spec import WorldKind, WorldSpec
+from shardproof.engine.registry import BUILT_IN
+from shardproof.fixtures.optimizers import SGD
+from shardproof.fixtures.problems import MLP_EVEN
+from shardproof.harness.cases.training import LoopOrder, Schedule, Training
+from shardproof.harness.laws.communication.matching import RanksAgree
+from shardproof.harness.laws.law import Evidence, Ruling
+from shardproof.harness.laws.parity import MatchesOracle
+from shardproof.harness.records.record import Record, Verdict
+from shardproof.harness.runner.options import Cell
+from shardproof.harness.runner.session import Source, TrialSession
+from shardproof.harness.verdicts.case import Case
+from shardproof.harness.worlds.spec import WorldKind, WorldSpec
 
 KINDS = list(WorldKind)
 TRAINING = Training(problem=MLP_EVEN, optimizer=SGD, schedule=Schedule(steps=2))

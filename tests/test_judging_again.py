@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from harness.cli.main import main
-from harness.records.record import Record, Verdict
-from harness.records.run import JUDGED, RECORDS, RUN, Run, RunWriter, read_run
+from shardproof.harness.cli.main import main
+from shardproof.harness.records.record import Record, Verdict
+from shardproof.harness.records.run import JUDGED, RECORDS, RUN, Run, RunWriter, read_run
 
 ENGINE = """
 from pathlib import Path
 
-from engine.adapters.torch_ddp import DistributedDataParallelEngine
+from shardproof.engine.adapters.torch_ddp import DistributedDataParallelEngine
 
 with Path(__file__).with_name("imports").open("a") as imports:
     imports.write("x")

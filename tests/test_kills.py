@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from engine.mutants.all_mutants import MUTANTS
-from harness.audit.kill_matrix import KillMatrix, MutantStatus, Target, kill_matrix
-from harness.audit.marks import (
+from shardproof.engine.mutants.all_mutants import MUTANTS
+from shardproof.harness.audit.kill_matrix import KillMatrix, MutantStatus, Target, kill_matrix
+from shardproof.harness.audit.marks import (
     WORLDS,
     Breadth,
     Idle,
@@ -27,12 +27,12 @@ from harness.audit.marks import (
     read_selection,
     write_selection,
 )
-from harness.cli.mutants import conclude, shipped
-from harness.errors import UsageError
-from harness.records.record import Record, Verdict
-from harness.runner.invoke import CONFORMS, DOES_NOT_CONFORM, OUR_FAULT
-from harness.worlds.spec import APART, FOUR_OR_MORE_EVEN, SEVERAL, Sizes
-from reports.kills import render, render_json, render_markdown, summary
+from shardproof.harness.cli.mutants import conclude, shipped
+from shardproof.harness.errors import UsageError
+from shardproof.harness.records.record import Record, Verdict
+from shardproof.harness.runner.invoke import CONFORMS, DOES_NOT_CONFORM, OUR_FAULT
+from shardproof.harness.worlds.spec import APART, FOUR_OR_MORE_EVEN, SEVERAL, Sizes
+from shardproof.reports.kills import render, render_json, render_markdown, summary
 
 ROOT = Path(__file__).resolve().parents[1]
 CASE = "parity/test_x.py::test_y[m3]"

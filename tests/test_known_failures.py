@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from harness.cli.main import main
-from harness.records.record import Record, Verdict
-from harness.records.run import JUDGED, Run, read_run
-from reports.summary import Conclusion, conclude, tally
+from shardproof.harness.cli.main import main
+from shardproof.harness.records.record import Record, Verdict
+from shardproof.harness.records.run import JUDGED, Run, read_run
+from shardproof.reports.summary import Conclusion, conclude, tally
 
 ROOT = Path(__file__).resolve().parents[1]
-SUMS = "engine.mutants.gradient_scale:SumsInsteadOfAveraging"
+SUMS = "shardproof.engine.mutants.gradient_scale:SumsInsteadOfAveraging"
 DDP = "torch.ddp"
 SMOKE = "smoke/test_smoke.py::test_trains_the_same_model"
 # Each test starts sessions of its own, each of which imports torch several times.
@@ -66,7 +66,7 @@ def test_a_known_failure_passes_the_run_and_so_it_is_judged_again(tmp_path: Path
         f"--expectations={file}",
         f"--out={out}",
     ]
-    done = _python("harness.cli.main", "run", f"--engine={SUMS}", *options)
+    done = _python("shardproof.harness.cli.main", "run", f"--engine={SUMS}", *options)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "1 KNOWN_FAILURE" in done.stdout
     assert "not exercised: expectation 2" in done.stdout, "a selection says nothing of other cases"
@@ -78,7 +78,7 @@ def test_a_known_failure_passes_the_run_and_so_it_is_judged_again(tmp_path: Path
     assert tally(first.records).passed == 0
 
     file.unlink()
-    again = _python("harness.cli.main", "judge", str(out))
+    again = _python("shardproof.harness.cli.main", "judge", str(out))
     assert again.returncode == 0, again.stdout + again.stderr
     second = read_run(out / JUDGED)
     assert _untimed(second.records) == _untimed(first.records)
@@ -125,7 +125,7 @@ def test_a_stale_expectation_is_only_told_of_a_selection(tmp_path: Path) -> None
 def test_without_expectations_verdicts_are_raw(tmp_path: Path) -> None:
     options = ["--world=threads:2", "--suite=smoke", "-k=trains_the_same_model", "--no-expectations"]
     options += [f"--out={tmp_path / 'run'}"]
-    assert _python("harness.cli.main", "run", f"--engine={SUMS}", *options).returncode == 1
+    assert _python("shardproof.harness.cli.main", "run", f"--engine={SUMS}", *options).returncode == 1
     run = read_run(tmp_path / "run")
     assert [r.verdict for r in run.records] == [Verdict.FAILED]
     assert run.header.expectations is None

@@ -11,12 +11,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from harness.tracing.journal import read_journal
-from harness.tracing.ledger import Ledger, Op, Phase
-from harness.worlds.launch import launch
-from harness.worlds.outcome import Returned
-from harness.worlds.rank import RankContext, journal_path
-from harness.worlds.spec import WorldKind, WorldSpec
+from shardproof.harness.tracing.journal import read_journal
+from shardproof.harness.tracing.ledger import Ledger, Op, Phase
+from shardproof.harness.worlds.launch import launch
+from shardproof.harness.worlds.outcome import Returned
+from shardproof.harness.worlds.rank import RankContext, journal_path
+from shardproof.harness.worlds.spec import WorldKind, WorldSpec
 
 KINDS = list(WorldKind)
 

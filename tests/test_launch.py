@@ -10,10 +10,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from harness.worlds.launch import WorldPool, launch
-from harness.worlds.outcome import Raised, Returned, WorldResult
-from harness.worlds.rank import RankContext
-from harness.worlds.spec import WorldKind, WorldSpec
+from shardproof.harness.worlds.launch import WorldPool, launch
+from shardproof.harness.worlds.outcome import Raised, Returned, WorldResult
+from shardproof.harness.worlds.rank import RankContext
+from shardproof.harness.worlds.spec import WorldKind, WorldSpec
 
 KINDS = list(WorldKind)
 

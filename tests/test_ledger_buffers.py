@@ -6,15 +6,15 @@ from dataclasses import replace
 
 import pytest
 
-from engine.contract import Plan
-from fixtures.chain import CHAIN
-from fixtures.heads import TWO_HEADS
-from fixtures.optimizers import SGD
-from fixtures.problems import ModelProblem
-from harness.cases.training import Schedule, Training
-from harness.laws.communication.buffers import LeavesBuffersAlone, ResultsAreWaitedFor, harm_in
-from harness.laws.law import Evidence
-from harness.tracing.ledger import BufferViolation, Ledger, Op, Phase, ViolationKind
+from shardproof.engine.contract import Plan
+from shardproof.fixtures.chain import CHAIN
+from shardproof.fixtures.heads import TWO_HEADS
+from shardproof.fixtures.optimizers import SGD
+from shardproof.fixtures.problems import ModelProblem
+from shardproof.harness.cases.training import Schedule, Training
+from shardproof.harness.laws.communication.buffers import LeavesBuffersAlone, ResultsAreWaitedFor, harm_in
+from shardproof.harness.laws.law import Evidence
+from shardproof.harness.tracing.ledger import BufferViolation, Ledger, Op, Phase, ViolationKind
 from tests.ledgers import entry, evidence, numbered
 
 # Of the second block: 40 rows of 12 and 40 more elements, of which 3 ranks make 42 each.

@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from harness.cases.training import Schedule, Training
-from harness.laws.communication.bounds import Between, Exactly
-from harness.laws.communication.counts import (
+from shardproof.harness.cases.training import Schedule, Training
+from shardproof.harness.laws.communication.bounds import Between, Exactly
+from shardproof.harness.laws.communication.counts import (
     AllWaited,
     Bytes,
     Count,
@@ -19,10 +19,10 @@ from harness.laws.communication.counts import (
     OnlyThese,
     ReduceOps,
 )
-from harness.laws.communication.select import LoopStep, Microbatches, Per, Select, Window
-from harness.laws.law import Law
-from harness.records.ledger_summary import summarize
-from harness.tracing.ledger import Entry, Ledger, Op, Phase, Wait
+from shardproof.harness.laws.communication.select import LoopStep, Microbatches, Per, Select, Window
+from shardproof.harness.laws.law import Law
+from shardproof.harness.records.ledger_summary import summarize
+from shardproof.harness.tracing.ledger import Entry, Ledger, Op, Phase, Wait
 from tests.ledgers import (
     GATHERED_BYTES,
     UNITS,

@@ -7,17 +7,17 @@ from dataclasses import replace
 
 import pytest
 
-from engine.contract import Plan
-from fixtures.chain import CHAIN
-from fixtures.problems import EXACT_LINEAR
-from harness.laws.communication.counts import Asynchronous
-from harness.laws.communication.order import Computes, Gathers, Order, Reduces, Reshards, Together
-from harness.laws.communication.overlap import AtMostInFlight
-from harness.laws.communication.select import Select
-from harness.laws.law import Evidence
-from harness.records.observation import Observation
-from harness.tracing.events import EventKind, TraceEvent
-from harness.tracing.ledger import Ledger, Op, Phase, Wait, wait_from_json, wait_to_json
+from shardproof.engine.contract import Plan
+from shardproof.fixtures.chain import CHAIN
+from shardproof.fixtures.problems import EXACT_LINEAR
+from shardproof.harness.laws.communication.counts import Asynchronous
+from shardproof.harness.laws.communication.order import Computes, Gathers, Order, Reduces, Reshards, Together
+from shardproof.harness.laws.communication.overlap import AtMostInFlight
+from shardproof.harness.laws.communication.select import Select
+from shardproof.harness.laws.law import Evidence
+from shardproof.harness.records.observation import Observation
+from shardproof.harness.tracing.events import EventKind, TraceEvent
+from shardproof.harness.tracing.ledger import Ledger, Op, Phase, Wait, wait_from_json, wait_to_json
 from tests.ledgers import changed, entry, evidence, numbered, sharding_ledger
 
 BYTES_OF = {"": 18 * 4, "blocks.0": 108 * 4, "blocks.1": 520 * 4, "blocks.2": 820 * 4, "blocks.3": 210 * 4}

@@ -8,13 +8,13 @@ from functools import cache
 
 import pytest
 
-from engine.contract import Layout, Plan, Shard
-from fixtures.chain import CHAIN
-from fixtures.optimizers import SGD
-from harness.cases.training import Schedule, Training
-from harness.laws.communication.bounds import Between, Exactly
-from harness.laws.law import Evidence, Law
-from harness.laws.memory.lifetimes import (
+from shardproof.engine.contract import Layout, Plan, Shard
+from shardproof.fixtures.chain import CHAIN
+from shardproof.fixtures.optimizers import SGD
+from shardproof.harness.cases.training import Schedule, Training
+from shardproof.harness.laws.communication.bounds import Between, Exactly
+from shardproof.harness.laws.law import Evidence, Law
+from shardproof.harness.laws.memory.lifetimes import (
     AfterPhase,
     LiveBytes,
     NoLeaks,
@@ -22,8 +22,8 @@ from harness.laws.memory.lifetimes import (
     UnshardedOnlyInTurn,
     UserTensorsLive,
 )
-from harness.tracing.ledger import Phase
-from harness.tracing.memory.memory_report import (
+from shardproof.harness.tracing.ledger import Phase
+from shardproof.harness.tracing.memory.memory_report import (
     Allocation,
     LifetimeReport,
     LoopSpan,
@@ -34,7 +34,7 @@ from harness.tracing.memory.memory_report import (
     report_from_json,
     report_to_json,
 )
-from harness.training.oracle import run_oracle
+from shardproof.harness.training.oracle import run_oracle
 from tests.simulated_engine import simulate
 
 # Reports and timelines --------------------------------------------------------------------------------------

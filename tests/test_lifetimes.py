@@ -9,16 +9,16 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from harness.cases.training import Watch
-from harness.tracing.ledger import Phase
-from harness.tracing.memory.allocations import Allocations, Role
-from harness.tracing.memory.memory_report import (
+from shardproof.harness.cases.training import Watch
+from shardproof.harness.tracing.ledger import Phase
+from shardproof.harness.tracing.memory.allocations import Allocations, Role
+from shardproof.harness.tracing.memory.memory_report import (
     MemoryKind,
     UserTensor,
 )
-from harness.tracing.memory.tracker import MemoryTracker
-from harness.tracing.recorder import LoopPosition, Recorder
-from harness.training.watches import watching
+from shardproof.harness.tracing.memory.tracker import MemoryTracker
+from shardproof.harness.tracing.recorder import LoopPosition, Recorder
+from shardproof.harness.training.watches import watching
 
 # Lives ------------------------------------------------------------------------------------------------------
 

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from harness.tracing.collectives.call import Pieces
-from harness.tracing.ledger import Op, ViolationKind
-from harness.worlds.threads.buffer_guard import BufferGuard, poison
-from harness.worlds.threads.rendezvous import snapshot
+from shardproof.harness.tracing.collectives.call import Pieces
+from shardproof.harness.tracing.ledger import Op, ViolationKind
+from shardproof.harness.worlds.threads.buffer_guard import BufferGuard, poison
+from shardproof.harness.worlds.threads.rendezvous import snapshot
 from tests.calls import made_call
 
 Tensor = torch.Tensor

@@ -10,16 +10,16 @@ from collections import Counter
 
 import pytest
 
-import engine.mutants
-from engine.contract import Engine
-from engine.mutants.all_mutants import MUTANTS
-from engine.mutants.mutant import Mutant, Trace
-from engine.registry import BUILT_IN, resolve
+import shardproof.engine.mutants
+from shardproof.engine.contract import Engine
+from shardproof.engine.mutants.all_mutants import MUTANTS
+from shardproof.engine.mutants.mutant import Mutant, Trace
+from shardproof.engine.registry import BUILT_IN, resolve
 
 HONEST = {type(resolve(name)) for name in BUILT_IN}
 CLASSES = [
     value
-    for info in pkgutil.iter_modules(engine.mutants.__path__, prefix="engine.mutants.")
+    for info in pkgutil.iter_modules(shardproof.engine.mutants.__path__, prefix="shardproof.engine.mutants.")
     for value in vars(importlib.import_module(info.name)).values()
     if inspect.isclass(value) and value.__module__ == info.name
 ]
@@ -34,7 +34,7 @@ def test_is_built_on_one_honest_engine_and_promises_the_same(mutant: Mutant) -> 
     assert type(sinner) not in HONEST
     (base,) = bases
     # The sin of a dishonest mutant is what it says of itself; every other one says what its base says.
-    if type(sinner).__module__ != "engine.mutants.refusals":
+    if type(sinner).__module__ != "shardproof.engine.mutants.refusals":
         assert sinner.capabilities == base.capabilities
     assert sinner.name == f"mutant.{mutant.name}" == f"mutant.{type(sinner).__name__}"
 

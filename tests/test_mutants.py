@@ -10,10 +10,10 @@ from tempfile import mkdtemp
 
 import pytest
 
-from engine.mutants.all_mutants import MUTANTS
-from engine.registry import BUILT_IN
-from harness.records.record import Record, Verdict
-from harness.records.run import read_run
+from shardproof.engine.mutants.all_mutants import MUTANTS
+from shardproof.engine.registry import BUILT_IN
+from shardproof.harness.records.record import Record, Verdict
+from shardproof.harness.records.run import read_run
 
 ROOT = Path(__file__).resolve().parents[1]
 WORLDS = ["threads:2", "processes:2"]
@@ -71,7 +71,9 @@ def test_honest_engines_pass(engine: str, world: str) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(LIMIT_S + 20)
 def test_every_mutant_dies_of_a_case_that_names_it(tmp_path: Path) -> None:
-    finished = _call("harness.cli.main", "mutants", "--quick", "-n", "2", "--out", str(tmp_path / "mutants"))
+    finished = _call(
+        "shardproof.harness.cli.main", "mutants", "--quick", "-n", "2", "--out", str(tmp_path / "mutants")
+    )
     assert finished.returncode == 0, finished.stdout[-3000:] + finished.stderr[-3000:]
     # Other releases lack what some cases need; in the one that this is tested with, none is left out for that.
     assert "refused" not in finished.stdout.splitlines()[-1]

@@ -14,10 +14,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from engine.adapters.torch_ddp import DistributedDataParallelEngine
-from harness.errors import UsageError
-from harness.runner.collection import Refusals, refuse
-from harness.runner.invoke import CONFORMS, DOES_NOT_CONFORM, USAGE
+from shardproof.engine.adapters.torch_ddp import DistributedDataParallelEngine
+from shardproof.harness.errors import UsageError
+from shardproof.harness.runner.collection import Refusals, refuse
+from shardproof.harness.runner.invoke import CONFORMS, DOES_NOT_CONFORM, USAGE
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -32,11 +32,11 @@ class Posing(DistributedDataParallelEngine):
 SUITE = """
 import pytest
 
-from fixtures.optimizers import SGD
-from fixtures.problems import MLP_EVEN
-from harness.cases.training import Schedule, Training
-from harness.laws.parity import MatchesOracle
-from harness.runner.trial import Trial
+from shardproof.fixtures.optimizers import SGD
+from shardproof.fixtures.problems import MLP_EVEN
+from shardproof.harness.cases.training import Schedule, Training
+from shardproof.harness.laws.parity import MatchesOracle
+from shardproof.harness.runner.trial import Trial
 
 pytestmark = pytest.mark.kills("{module}")
 three = pytest.param(2, marks=pytest.mark.kills("KeepsOnlyTheLastMicrobatch", world="threads:3"))
@@ -54,7 +54,7 @@ def test_cannot_tell(trial: Trial):
     holds(trial)
 """
 UNMARKED = """
-from harness.runner.trial import Trial
+from shardproof.harness.runner.trial import Trial
 
 def test_unmarked(trial: Trial):
     raise AssertionError("never run")
@@ -63,8 +63,8 @@ def test_unmarked(trial: Trial):
 HUNTS = """
 import sys
 from pathlib import Path
-from harness.cli.main import main
-from harness.cli.mutants import Request, Target, run_mutants, shipped
+from shardproof.harness.cli.main import main
+from shardproof.harness.cli.mutants import Request, Target, run_mutants, shipped
 
 folder = Path(sys.argv[1])
 engine = "tests.test_mutation_run:Posing"

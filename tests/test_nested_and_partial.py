@@ -13,12 +13,17 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import BackwardPrefetch
 from torch.distributed.tensor import DTensor
 
-from engine.reference import FullyShardedDataParallel, MixedPrecisionPolicy, ModuleWrapPolicy, fully_shard
-from harness.tracing.ledger import Op, Phase
-from harness.worlds.launch import launch
-from harness.worlds.outcome import Returned
-from harness.worlds.rank import RankContext
-from harness.worlds.spec import WorldKind, WorldSpec
+from shardproof.engine.reference import (
+    FullyShardedDataParallel,
+    MixedPrecisionPolicy,
+    ModuleWrapPolicy,
+    fully_shard,
+)
+from shardproof.harness.tracing.ledger import Op, Phase
+from shardproof.harness.worlds.launch import launch
+from shardproof.harness.worlds.outcome import Returned
+from shardproof.harness.worlds.rank import RankContext
+from shardproof.harness.worlds.spec import WorldKind, WorldSpec
 
 WIDTH = 8
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from harness.records.record import Verdict
-from harness.records.run import read_run
+from shardproof.harness.records.record import Verdict
+from shardproof.harness.records.run import read_run
 
 ROOT = Path(__file__).parent.parent
 WORLD = "threads:7"

@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PROGRAM = """
 import sys, threading, torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from harness.torch_compat.dispatch import make_operators
+from shardproof.harness.torch_compat.dispatch import make_operators
 
 names = [f"first_call_{i}" for i in range(400)]
 library = torch.library.Library("threads_of_a_test", "FRAGMENT")

@@ -7,16 +7,16 @@ from dataclasses import replace
 import pytest
 import torch
 
-from engine.contract import Accumulation, Capability, Plan
-from fixtures.optimizers import ADAMW, SGD
-from fixtures.problems import EXACT_LINEAR, MLP_BUFFERS, MLP_UNEVEN, TRANSFORMER, ModelProblem
-from fixtures.random_draws import DROPPED, DROPPED_AND_RECOMPUTED, NOISY
-from fixtures.thin import EMPTY_ROWS
-from harness.cases.training import Clip, LoopOrder, Schedule, Training, ZeroGrad, loss_weight
-from harness.laws.tolerance import MULTIPLE, allowed_error
-from harness.training.draws import drawing_in
-from harness.training.oracle import LOSSES, OracleObservation, Quantity, TensorKey, run_oracle
-from harness.training.reduction_orders import EXACT_ORDER, reordering
+from shardproof.engine.contract import Accumulation, Capability, Plan
+from shardproof.fixtures.optimizers import ADAMW, SGD
+from shardproof.fixtures.problems import EXACT_LINEAR, MLP_BUFFERS, MLP_UNEVEN, TRANSFORMER, ModelProblem
+from shardproof.fixtures.random_draws import DROPPED, DROPPED_AND_RECOMPUTED, NOISY
+from shardproof.fixtures.thin import EMPTY_ROWS
+from shardproof.harness.cases.training import Clip, LoopOrder, Schedule, Training, ZeroGrad, loss_weight
+from shardproof.harness.laws.tolerance import MULTIPLE, allowed_error
+from shardproof.harness.training.draws import drawing_in
+from shardproof.harness.training.oracle import LOSSES, OracleObservation, Quantity, TensorKey, run_oracle
+from shardproof.harness.training.reduction_orders import EXACT_ORDER, reordering
 
 TRAINING = Training(problem=MLP_UNEVEN, optimizer=SGD, schedule=Schedule(steps=3, microbatches=3))
 

@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from harness.cli.main import main
-from harness.records.record import Verdict
-from harness.records.run import read_run
-from harness.worlds.output import drop_empty, printed
+from shardproof.harness.cli.main import main
+from shardproof.harness.records.record import Verdict
+from shardproof.harness.records.run import read_run
+from shardproof.harness.worlds.output import drop_empty, printed
 
 TALKATIVE = """
 import os, sys, warnings
-from engine.adapters.torch_ddp import DistributedDataParallelEngine
+from shardproof.engine.adapters.torch_ddp import DistributedDataParallelEngine
 
 class Talks(DistributedDataParallelEngine):
     def prepare(self, model, plan, mesh):

@@ -7,14 +7,14 @@ from dataclasses import replace
 
 import pytest
 
-from harness.cases.training import Watch
-from harness.laws.communication.bounds import Between, Exactly
-from harness.laws.communication.order import Gathers, Order, Reduces, Reshards, Together
-from harness.laws.communication.overlap import Overlaps, PrefetchDistance
-from harness.laws.communication.select import Select
-from harness.laws.law import Evidence
-from harness.tracing.events import EventKind, EventLog, TraceEvent
-from harness.tracing.ledger import Entry, Op, Phase
+from shardproof.harness.cases.training import Watch
+from shardproof.harness.laws.communication.bounds import Between, Exactly
+from shardproof.harness.laws.communication.order import Gathers, Order, Reduces, Reshards, Together
+from shardproof.harness.laws.communication.overlap import Overlaps, PrefetchDistance
+from shardproof.harness.laws.communication.select import Select
+from shardproof.harness.laws.law import Evidence
+from shardproof.harness.tracing.events import EventKind, EventLog, TraceEvent
+from shardproof.harness.tracing.ledger import Entry, Op, Phase
 from tests.ledgers import entry, numbered
 from tests.test_ledger_order import BYTES_OF, chain_evidence
 

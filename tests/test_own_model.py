@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.registry import shipped_mutants
-from fixtures.own_model import OWN_MODEL
-from harness.cases.batch import ModelBatch, arguments_of, converted, tensors_of
-from harness.cases.user_model import UserModel, matching_units
-from harness.cli.main import main
-from harness.errors import UsageError
-from harness.runner.user_models import absolute, read_model
+from shardproof.engine.registry import shipped_mutants
+from shardproof.fixtures.own_model import OWN_MODEL
+from shardproof.harness.cases.batch import ModelBatch, arguments_of, converted, tensors_of
+from shardproof.harness.cases.user_model import UserModel, matching_units
+from shardproof.harness.cli.main import main
+from shardproof.harness.errors import UsageError
+from shardproof.harness.runner.user_models import absolute, read_model
 
 GOOD = """
 import torch

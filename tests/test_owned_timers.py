@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from torch.distributed.fsdp import _debug_utils
 
-from harness.torch_compat.process_groups import owned_timers
+from shardproof.harness.torch_compat.process_groups import owned_timers
 
 TIMED = "saving"
 

@@ -12,15 +12,22 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from engine.contract import Layout, Plan, Shard
-from fixtures.optimizers import ADAMW, EXACT_SGD, SGD
-from fixtures.problems import EXACT_LINEAR, MLP_BUFFERS, MLP_EVEN, MLP_UNEVEN, PROBLEMS, ModelProblem
-from harness.cases.training import Schedule, Training
-from harness.laws.law import Evidence, Ruling
-from harness.laws.parity import MatchesOracle
-from harness.laws.tolerance import allowed_error
-from harness.records.observation import Observation, StepObservation
-from harness.training.oracle import (
+from shardproof.engine.contract import Layout, Plan, Shard
+from shardproof.fixtures.optimizers import ADAMW, EXACT_SGD, SGD
+from shardproof.fixtures.problems import (
+    EXACT_LINEAR,
+    MLP_BUFFERS,
+    MLP_EVEN,
+    MLP_UNEVEN,
+    PROBLEMS,
+    ModelProblem,
+)
+from shardproof.harness.cases.training import Schedule, Training
+from shardproof.harness.laws.law import Evidence, Ruling
+from shardproof.harness.laws.parity import MatchesOracle
+from shardproof.harness.laws.tolerance import allowed_error
+from shardproof.harness.records.observation import Observation, StepObservation
+from shardproof.harness.training.oracle import (
     INITIAL_STEP,
     OracleObservation,
     OracleStep,

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from engine.contract import (
+from shardproof.engine.contract import (
     Accumulation,
     Buffers,
     Capability,

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from engine.registry import BUILT_IN
-from harness.errors import HarnessBug
-from harness.records.record import Verdict
-from harness.records.run import read_run
-from harness.torch_compat import private_names
-from harness.torch_compat.private_names import (
+from shardproof.engine.registry import BUILT_IN
+from shardproof.harness.errors import HarnessBug
+from shardproof.harness.records.record import Verdict
+from shardproof.harness.records.run import read_run
+from shardproof.harness.torch_compat import private_names
+from shardproof.harness.torch_compat.private_names import (
     NAMES,
     Feature,
     UnsupportedTorchError,
@@ -59,7 +59,7 @@ def hiding(name, globals=None, *rest, **options):
     if name == {hidden!r} and (globals or {{}}).get("__name__", "").startswith("engine."):
         raise ModuleNotFoundError("No module named " + repr(name), name=name)
     module = real(name, globals, *rest, **options)
-    ours = sys.modules.get("harness.torch_compat.private_names")
+    ours = sys.modules.get("shardproof.harness.torch_compat.private_names")
     find = getattr(ours, "_find", None)
     if find is not None and not hasattr(ours, "is_hiding"):
         ours.is_hiding = True
@@ -74,7 +74,7 @@ def _call(tmp_path: Path, hidden: str, *arguments: str) -> subprocess.CompletedP
     """Call the command line where torch lacks ``hidden``."""
     (tmp_path / "sitecustomize.py").write_text(HIDES.format(hidden=hidden))
     return subprocess.run(
-        [sys.executable, "-m", "harness.cli.main", *arguments],
+        [sys.executable, "-m", "shardproof.harness.cli.main", *arguments],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])},
         capture_output=True,

@@ -10,21 +10,21 @@ from typing import Any
 import pytest
 import torch
 
-from engine.contract import Accumulation, Capability, Grouping, Layout, Plan, Reshard
-from engine.mutants.all_mutants import MUTANTS
-from engine.mutants.mutant import Trace
-from fixtures.chain import CHAIN
-from fixtures.optimizers import SGD
-from harness.cases.script import EachMicrobatch, Script
-from harness.cases.scripts.unit_state import Gather, UnshardByHand
-from harness.cases.training import Schedule, Training, Watch
-from harness.records.world_result import keep_result, load_kept
-from harness.tracing.races import streams
-from harness.tracing.races.race_report import RaceKind, RaceReport
-from harness.training.loop import drive_rank
-from harness.worlds.launch import launch
-from harness.worlds.rank import RankContext
-from harness.worlds.spec import WorldSpec
+from shardproof.engine.contract import Accumulation, Capability, Grouping, Layout, Plan, Reshard
+from shardproof.engine.mutants.all_mutants import MUTANTS
+from shardproof.engine.mutants.mutant import Trace
+from shardproof.fixtures.chain import CHAIN
+from shardproof.fixtures.optimizers import SGD
+from shardproof.harness.cases.script import EachMicrobatch, Script
+from shardproof.harness.cases.scripts.unit_state import Gather, UnshardByHand
+from shardproof.harness.cases.training import Schedule, Training, Watch
+from shardproof.harness.records.world_result import keep_result, load_kept
+from shardproof.harness.tracing.races import streams
+from shardproof.harness.tracing.races.race_report import RaceKind, RaceReport
+from shardproof.harness.training.loop import drive_rank
+from shardproof.harness.worlds.launch import launch
+from shardproof.harness.worlds.rank import RankContext
+from shardproof.harness.worlds.spec import WorldSpec
 
 SHARDED = Plan(
     layout=Layout.SHARD, units=CHAIN.units, grouping=Grouping.REQUIRED, reshard=Reshard.AFTER_FORWARD
@@ -283,7 +283,7 @@ def test_finds_the_operators_and_the_unit_of_each_mutant(name: str, tmp_path: Pa
 @pytest.mark.parametrize("plan", [SHARDED, HYBRID, BFLOAT16, PAIRS], ids=["shard", "hybrid", "bf16", "pairs"])
 @pytest.mark.parametrize(
     "engine",
-    ["torch.fsdp2", "torch.fsdp1", "reference", "engine.adapters.reference:ReferenceOnStreams"],
+    ["torch.fsdp2", "torch.fsdp1", "reference", "shardproof.engine.adapters.reference:ReferenceOnStreams"],
     ids=["fsdp2", "fsdp1", "reference", "reference-on-streams"],
 )
 def test_honest_engines_are_silent(engine: str, plan: Plan, tmp_path: Path) -> None:

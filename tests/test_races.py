@@ -11,17 +11,17 @@ from typing import Any
 import pytest
 import torch
 
-from engine.contract import Layout
-from fixtures.chain import CHAIN
-from fixtures.optimizers import SGD
-from harness.cases.training import Schedule, Training, Watch
-from harness.laws.law import Evidence
-from harness.laws.runtime import NoRaces
-from harness.tracing.ledger import Phase
-from harness.tracing.races import streams
-from harness.tracing.races.clock import Clock, Epoch, HappensBefore
-from harness.tracing.races.detector import RaceDetector, current_watch
-from harness.tracing.races.race_report import (
+from shardproof.engine.contract import Layout
+from shardproof.fixtures.chain import CHAIN
+from shardproof.fixtures.optimizers import SGD
+from shardproof.harness.cases.training import Schedule, Training, Watch
+from shardproof.harness.laws.law import Evidence
+from shardproof.harness.laws.runtime import NoRaces
+from shardproof.harness.tracing.ledger import Phase
+from shardproof.harness.tracing.races import streams
+from shardproof.harness.tracing.races.clock import Clock, Epoch, HappensBefore
+from shardproof.harness.tracing.races.detector import RaceDetector, current_watch
+from shardproof.harness.tracing.races.race_report import (
     Race,
     RaceKind,
     RaceReport,
@@ -29,10 +29,10 @@ from harness.tracing.races.race_report import (
     report_from_json,
     report_to_json,
 )
-from harness.tracing.races.shadow import Access, Memory, Span
-from harness.tracing.recorder import Recorder
-from harness.training.oracle import run_oracle
-from harness.training.watches import watching
+from shardproof.harness.tracing.races.shadow import Access, Memory, Span
+from shardproof.harness.tracing.recorder import Recorder
+from shardproof.harness.training.oracle import run_oracle
+from shardproof.harness.training.watches import watching
 from tests.orders import NO_ORDERS, ORDERS, Ordering, write_here_read_there
 from tests.simulated_engine import simulate
 

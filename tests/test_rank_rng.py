@@ -13,13 +13,13 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import random_split
 
-from harness.torch_compat.dispatch import random_operators
-from harness.tracing.current_rank import bind_rank
-from harness.worlds.launch import launch
-from harness.worlds.outcome import Returned
-from harness.worlds.rank import RankContext
-from harness.worlds.spec import WorldKind, WorldSpec
-from harness.worlds.threads.isolation import rank_generators
+from shardproof.harness.torch_compat.dispatch import random_operators
+from shardproof.harness.tracing.current_rank import bind_rank
+from shardproof.harness.worlds.launch import launch
+from shardproof.harness.worlds.outcome import Returned
+from shardproof.harness.worlds.rank import RankContext
+from shardproof.harness.worlds.spec import WorldKind, WorldSpec
+from shardproof.harness.worlds.threads.isolation import rank_generators
 
 # Operators that draw on CPU but cannot be told from which generator: they draw through others that can
 # (native_dropout), or not at all on CPU (choosing a kernel; attention that refuses dropout).

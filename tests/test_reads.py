@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from engine.contract import Capability, Plan
-from fixtures.optimizers import SGD
-from fixtures.problems import MLP_EVEN
-from harness.cases.training import Clip, Resume, Schedule, Training
-from harness.laws.communication.matching import RanksAgree
-from harness.laws.parity import MatchesOracle
-from harness.records.record import Record, Verdict
-from harness.runner.options import Cell
-from harness.runner.session import TrialSession
-from harness.verdicts.case import Case
-from harness.worlds.spec import WorldSpec
+from shardproof.engine.contract import Capability, Plan
+from shardproof.fixtures.optimizers import SGD
+from shardproof.fixtures.problems import MLP_EVEN
+from shardproof.harness.cases.training import Clip, Resume, Schedule, Training
+from shardproof.harness.laws.communication.matching import RanksAgree
+from shardproof.harness.laws.parity import MatchesOracle
+from shardproof.harness.records.record import Record, Verdict
+from shardproof.harness.runner.options import Cell
+from shardproof.harness.runner.session import TrialSession
+from shardproof.harness.verdicts.case import Case
+from shardproof.harness.worlds.spec import WorldSpec
 from tests import misread
 
 TRAINING = Training(

@@ -11,10 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import harness.records.record
-from harness.errors import UsageError
-from harness.records.hang import CallRecord, Divergence, HangReport, RankActivity, RankState, Side
-from harness.records.record import (
+from shardproof.harness.errors import UsageError
+from shardproof.harness.records.hang import CallRecord, Divergence, HangReport, RankActivity, RankState, Side
+from shardproof.harness.records.record import (
     SCHEMA_VERSION,
     Expectation,
     Expectations,
@@ -302,7 +301,7 @@ def test_a_line_of_an_older_schema_may_lack_what_has_a_default(monkeypatch: pyte
     line = edited(command=..., laws=...)
     with pytest.raises(UsageError):
         from_json(Record, line, where=WHERE)
-    monkeypatch.setattr(harness.records.record, "SCHEMA_VERSION", SCHEMA_VERSION + 1)
+    monkeypatch.setattr("shardproof.harness.records.record.SCHEMA_VERSION", SCHEMA_VERSION + 1)
     assert from_json(Record, line, where=WHERE) == a_record(laws=())
     with pytest.raises(UsageError, match="'case'"):
         from_json(Record, edited(case=...), where=WHERE)

@@ -10,23 +10,31 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from engine.adapters.torch_ddp import DistributedDataParallelEngine
-from engine.contract import Capability, Plan, PreparedModel
-from fixtures.optimizers import SGD
-from fixtures.problems import MLP_EVEN
-from harness.cases.training import Schedule, Training
-from harness.laws.communication.matching import RanksAgree
-from harness.laws.parity import MatchesOracle
-from harness.records.record import Record, Verdict
-from harness.records.world_result import SavedResult
-from harness.runner.options import Cell
-from harness.runner.session import TrialSession
-from harness.tracing.ledger import Entry, Ledger, Op
-from harness.training.oracle import OracleObservation
-from harness.verdicts.case import Case, Refusal
-from harness.verdicts.judgement import judge
-from harness.worlds.outcome import Abandoned, Died, Outcome, Raised, Returned, TimedOut, WorldResult
-from harness.worlds.spec import WorldKind, WorldSpec
+from shardproof.engine.adapters.torch_ddp import DistributedDataParallelEngine
+from shardproof.engine.contract import Capability, Plan, PreparedModel
+from shardproof.fixtures.optimizers import SGD
+from shardproof.fixtures.problems import MLP_EVEN
+from shardproof.harness.cases.training import Schedule, Training
+from shardproof.harness.laws.communication.matching import RanksAgree
+from shardproof.harness.laws.parity import MatchesOracle
+from shardproof.harness.records.record import Record, Verdict
+from shardproof.harness.records.world_result import SavedResult
+from shardproof.harness.runner.options import Cell
+from shardproof.harness.runner.session import TrialSession
+from shardproof.harness.tracing.ledger import Entry, Ledger, Op
+from shardproof.harness.training.oracle import OracleObservation
+from shardproof.harness.verdicts.case import Case, Refusal
+from shardproof.harness.verdicts.judgement import judge
+from shardproof.harness.worlds.outcome import (
+    Abandoned,
+    Died,
+    Outcome,
+    Raised,
+    Returned,
+    TimedOut,
+    WorldResult,
+)
+from shardproof.harness.worlds.spec import WorldKind, WorldSpec
 from tests.ledgers import entry, numbered
 
 KINDS = list(WorldKind)

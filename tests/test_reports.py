@@ -17,8 +17,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from harness.records.hang import CallRecord, Divergence, HangReport, RankActivity, RankState, Side
-from harness.records.record import (
+from shardproof.harness.records.hang import CallRecord, Divergence, HangReport, RankActivity, RankState, Side
+from shardproof.harness.records.record import (
     Expectation,
     Footer,
     Header,
@@ -30,14 +30,14 @@ from harness.records.record import (
     UnusedExpectation,
     Verdict,
 )
-from harness.records.run import Run, RunWriter
-from reports import junit, markdown, page, terminal
-from reports.evidence import bar, hang_steps, ledger_rows, outcome_groups, state_cards
-from reports.matrix import arrange, label
-from reports.summary import Conclusion, conclude, tally
-from reports.text import clip, duration, one_line, printable, ranks, size
-from reports.verdict_style import MARKS
-from reports.write import write_reports
+from shardproof.harness.records.run import Run, RunWriter
+from shardproof.reports import junit, markdown, page, terminal
+from shardproof.reports.evidence import bar, hang_steps, ledger_rows, outcome_groups, state_cards
+from shardproof.reports.matrix import arrange, label
+from shardproof.reports.summary import Conclusion, conclude, tally
+from shardproof.reports.text import clip, duration, one_line, printable, ranks, size
+from shardproof.reports.verdict_style import MARKS
+from shardproof.reports.write import write_reports
 
 ROOT = Path(__file__).parents[1]
 RENDERERS = [terminal.render, markdown.render, junit.render, page.render]

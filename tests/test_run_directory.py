@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from harness.errors import HarnessBug, UsageError
-from harness.records import provenance
-from harness.records.manifest import MANIFEST
-from harness.records.record import Footer, Header, Record, Verdict, to_json
-from harness.records.run import RECORDS, RUN, RunWriter, read_run, write_file
+from shardproof.harness.errors import HarnessBug, UsageError
+from shardproof.harness.records import provenance
+from shardproof.harness.records.manifest import MANIFEST
+from shardproof.harness.records.record import Footer, Header, Record, Verdict, to_json
+from shardproof.harness.records.run import RECORDS, RUN, RunWriter, read_run, write_file
 
 HEADER = Header(
     started_at="2030-01-01T00:00:00+00:00",

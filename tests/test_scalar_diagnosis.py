@@ -9,14 +9,21 @@ from dataclasses import replace
 import pytest
 import torch
 
-from engine.contract import Capability, Plan, Shard
-from fixtures.optimizers import SGD
-from fixtures.problems import MLP_EVEN, MLP_UNEVEN
-from harness.cases.training import Clip, Schedule, Training
-from harness.laws.diagnosis import UNSTRUCTURED, looks_like
-from harness.laws.law import Evidence
-from harness.laws.structure import RankShard
-from harness.training.oracle import LOSSES, NORM, OracleObservation, Quantity, TensorKey, run_oracle
+from shardproof.engine.contract import Capability, Plan, Shard
+from shardproof.fixtures.optimizers import SGD
+from shardproof.fixtures.problems import MLP_EVEN, MLP_UNEVEN
+from shardproof.harness.cases.training import Clip, Schedule, Training
+from shardproof.harness.laws.diagnosis import UNSTRUCTURED, looks_like
+from shardproof.harness.laws.law import Evidence
+from shardproof.harness.laws.structure import RankShard
+from shardproof.harness.training.oracle import (
+    LOSSES,
+    NORM,
+    OracleObservation,
+    Quantity,
+    TensorKey,
+    run_oracle,
+)
 from tests.simulated_engine import row_shard, simulate, whole
 
 WORLD_SIZE = 4

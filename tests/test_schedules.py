@@ -11,24 +11,24 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from engine.contract import Grouping, Layout, Plan, Reshard
-from fixtures.chain import CHAIN
-from fixtures.optimizers import SGD
-from harness.cases.training import Schedule, Training, Watch
-from harness.cli.main import main
-from harness.errors import UsageError
-from harness.laws.communication.buffers import LeavesBuffersAlone, ResultsAreWaitedFor
-from harness.laws.parity import MatchesOracle
-from harness.records.record import Verdict
-from harness.runner.options import Cell, RunOptions
-from harness.runner.schedules import explore, load_schedules
-from harness.runner.session import Source, TrialSession
-from harness.training.loop import drive_rank
-from harness.verdicts.case import Case
-from harness.worlds.launch import World, launch
-from harness.worlds.outcome import Returned
-from harness.worlds.rank import RankContext, journal_path
-from harness.worlds.spec import WorldKind, WorldSpec
+from shardproof.engine.contract import Grouping, Layout, Plan, Reshard
+from shardproof.fixtures.chain import CHAIN
+from shardproof.fixtures.optimizers import SGD
+from shardproof.harness.cases.training import Schedule, Training, Watch
+from shardproof.harness.cli.main import main
+from shardproof.harness.errors import UsageError
+from shardproof.harness.laws.communication.buffers import LeavesBuffersAlone, ResultsAreWaitedFor
+from shardproof.harness.laws.parity import MatchesOracle
+from shardproof.harness.records.record import Verdict
+from shardproof.harness.runner.options import Cell, RunOptions
+from shardproof.harness.runner.schedules import explore, load_schedules
+from shardproof.harness.runner.session import Source, TrialSession
+from shardproof.harness.training.loop import drive_rank
+from shardproof.harness.verdicts.case import Case
+from shardproof.harness.worlds.launch import World, launch
+from shardproof.harness.worlds.outcome import Returned
+from shardproof.harness.worlds.rank import RankContext, journal_path
+from shardproof.harness.worlds.spec import WorldKind, WorldSpec
 
 THREADS = WorldSpec(kind=WorldKind.THREADS, size=3)
 SHARDED = Plan(
@@ -36,7 +36,7 @@ SHARDED = Plan(
 )
 TRAINING = Training(problem=CHAIN, optimizer=SGD, plan=Plan(units=CHAIN.units), schedule=Schedule(steps=1))
 CASE = Case(id="case", training=TRAINING, laws=(MatchesOracle(),))
-ARRIVAL = Cell(engine="engine.mutants.late:TrustsTheOrderOfArrival", world=THREADS)
+ARRIVAL = Cell(engine="shardproof.engine.mutants.late:TrustsTheOrderOfArrival", world=THREADS)
 SEED_THAT_FAILS, NUM_REPLAYS = 1, 20
 
 
@@ -150,7 +150,7 @@ def test_exploring_stops_where_a_world_ends_badly(tmp_path: Path) -> None:
 
 def test_what_read_a_result_too_early_is_named_by_a_second_look(tmp_path: Path) -> None:
     session = TrialSession(Source(folder=tmp_path))
-    cell = Cell(engine="engine.mutants.late:ReadsBucketsTooEarly", world=replace(THREADS, size=2))
+    cell = Cell(engine="shardproof.engine.mutants.late:ReadsBucketsTooEarly", world=replace(THREADS, size=2))
     record = session.run(CASE, cell, suite="", command="")
     session.close()
     assert record.verdict is Verdict.FAILED
@@ -176,7 +176,7 @@ def test_harm_is_told_with_collective_unit_parameters_and_site(
     training = TRAINING if is_ddp else replace(TRAINING, plan=SHARDED)
     case = Case(id="case", training=training, laws=())
     session = TrialSession(Source(folder=tmp_path))
-    cell = Cell(engine=f"engine.mutants.late:{name}", world=replace(THREADS, size=2))
+    cell = Cell(engine=f"shardproof.engine.mutants.late:{name}", world=replace(THREADS, size=2))
     record = session.run(case, cell, suite="", command="")
     session.close()
     assert record.verdict is Verdict.FAILED

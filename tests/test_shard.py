@@ -14,12 +14,12 @@ from torch.distributed.tensor import DTensor, Partial
 from torch.distributed.tensor import Shard as ShardPlacement
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from engine.contract import Shard, shard_of
-from harness.records.observation import Observation, load_observation, save_observation
-from harness.worlds.launch import launch
-from harness.worlds.outcome import Returned
-from harness.worlds.rank import RankContext
-from harness.worlds.spec import WorldKind, WorldSpec
+from shardproof.engine.contract import Shard, shard_of
+from shardproof.harness.records.observation import Observation, load_observation, save_observation
+from shardproof.harness.worlds.launch import launch
+from shardproof.harness.worlds.outcome import Returned
+from shardproof.harness.worlds.rank import RankContext
+from shardproof.harness.worlds.spec import WorldKind, WorldSpec
 
 WHOLE = torch.arange(24.0).reshape(2, 3, 4)
 SHAPE = tuple(WHOLE.shape)

@@ -16,11 +16,11 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._op_schema import OpSchema, OutputSharding
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
-from harness.torch_compat.dtensor import own_placement, own_shape, shared_propagation
-from harness.worlds.launch import launch
-from harness.worlds.outcome import Returned
-from harness.worlds.rank import RankContext
-from harness.worlds.spec import WorldSpec
+from shardproof.harness.torch_compat.dtensor import own_placement, own_shape, shared_propagation
+from shardproof.harness.worlds.launch import launch
+from shardproof.harness.worlds.outcome import Returned
+from shardproof.harness.worlds.rank import RankContext
+from shardproof.harness.worlds.spec import WorldSpec
 
 METHOD = "_propagate_tensor_meta_non_cached"
 

@@ -13,15 +13,15 @@ from pathlib import Path
 
 import pytest
 
-from harness.cli.main import main
-from harness.errors import HarnessBug
-from harness.worlds.launch import World, launch
-from harness.worlds.processes import forkserver
-from harness.worlds.processes.forkserver import STATUS_WITHOUT_SERVER, end, end_server, started
-from harness.worlds.processes.fresh_process import NoAnswerError, ask
-from harness.worlds.processes.lineage import below, has_ended, parent_of
-from harness.worlds.rank import RankContext
-from harness.worlds.spec import WorldKind, WorldSpec
+from shardproof.harness.cli.main import main
+from shardproof.harness.errors import HarnessBug
+from shardproof.harness.worlds.launch import World, launch
+from shardproof.harness.worlds.processes import forkserver
+from shardproof.harness.worlds.processes.forkserver import STATUS_WITHOUT_SERVER, end, end_server, started
+from shardproof.harness.worlds.processes.fresh_process import NoAnswerError, ask
+from shardproof.harness.worlds.processes.lineage import below, has_ended, parent_of
+from shardproof.harness.worlds.rank import RankContext
+from shardproof.harness.worlds.spec import WorldKind, WorldSpec
 from tests import ends
 
 ROOT = Path(__file__).resolve().parents[1]

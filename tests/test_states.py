@@ -8,15 +8,15 @@ from functools import cache
 
 import pytest
 
-from engine.contract import Capability, Layout, Plan
-from fixtures.optimizers import SGD
-from fixtures.problems import MLP_EVEN
-from harness.cases.training import Clip, Resume, Schedule, Training
-from harness.laws.law import Evidence, Law
-from harness.laws.runtime import Deterministic, ExpectedUnitState, Notes, ShowsTheModel, UnitsAre
-from harness.records.observation import Fact, Observation, StepObservation, digest
-from harness.records.record import LawRecord
-from harness.training.oracle import OracleObservation, run_oracle
+from shardproof.engine.contract import Capability, Layout, Plan
+from shardproof.fixtures.optimizers import SGD
+from shardproof.fixtures.problems import MLP_EVEN
+from shardproof.harness.cases.training import Clip, Resume, Schedule, Training
+from shardproof.harness.laws.law import Evidence, Law
+from shardproof.harness.laws.runtime import Deterministic, ExpectedUnitState, Notes, ShowsTheModel, UnitsAre
+from shardproof.harness.records.observation import Fact, Observation, StepObservation, digest
+from shardproof.harness.records.record import LawRecord
+from shardproof.harness.training.oracle import OracleObservation, run_oracle
 from tests.simulated_engine import simulate
 
 TRAINING = Training(problem=MLP_EVEN, optimizer=SGD, schedule=Schedule(steps=2))

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-import engine.reference.torch_private
+import shardproof.engine.reference.torch_private
 from examples.step_timeline import BLOCKS, PICTURE, Bar, Event, EventKind, bars, draw, record, wholes
-from harness.tracing.ledger import Phase
+from shardproof.harness.tracing.ledger import Phase
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "reference-engine.md"
@@ -83,7 +83,7 @@ def test_files_are_told_in_the_order_of_their_imports() -> None:
     for index, name in enumerate(told):
         nodes = ast.walk(ast.parse((FILES / f"{name}.py").read_text()))  # imports for typing alone count too
         modules = [node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)]
-        prefix = "engine.reference."
+        prefix = "shardproof.engine.reference."
         used = {m.removeprefix(prefix).replace(".", "/") for m in modules if m.startswith(prefix)}
         assert used <= set(told[:index]), f"{name}.py imports from below itself"
 
@@ -91,7 +91,7 @@ def test_files_are_told_in_the_order_of_their_imports() -> None:
 def test_everything_beneath_torchs_surface_is_told() -> None:
     section = PAGE.read_text().partition("torch_private.py) | because")[2].partition("\n\n")[0]
     told = re.findall(r"^\| `(\w+)` \|", section, re.M)
-    assert sorted(told) == sorted(engine.reference.torch_private.__all__)
+    assert sorted(told) == sorted(shardproof.engine.reference.torch_private.__all__)
 
 
 @pytest.mark.slow

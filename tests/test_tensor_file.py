@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from harness.records.observation import read_tree, write_tree
+from shardproof.harness.records.observation import read_tree, write_tree
 
 TENSORS = [
     torch.arange(6, dtype=torch.float32).view(2, 3),

@@ -19,10 +19,10 @@ from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from harness.worlds.launch import launch
-from harness.worlds.outcome import Raised, Returned
-from harness.worlds.rank import RankContext
-from harness.worlds.spec import WorldKind, WorldSpec
+from shardproof.harness.worlds.launch import launch
+from shardproof.harness.worlds.outcome import Raised, Returned
+from shardproof.harness.worlds.rank import RankContext
+from shardproof.harness.worlds.spec import WorldKind, WorldSpec
 
 Tensor = torch.Tensor
 Plain = Any  # nested lists of numbers

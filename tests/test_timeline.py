@@ -14,8 +14,8 @@ from xml.etree import ElementTree
 import pytest
 
 from examples.race_timeline import PICTURE, draw_picture, observe
-from harness.cli.main import main
-from harness.records.rank_timeline import (
+from shardproof.harness.cli.main import main
+from shardproof.harness.records.rank_timeline import (
     COMPUTE,
     CollectiveSpan,
     RaceMark,
@@ -24,12 +24,12 @@ from harness.records.rank_timeline import (
     UnitSpan,
     read_timeline,
 )
-from harness.records.record import Record, Verdict
-from harness.records.run import RunWriter
-from reports import page
-from reports.perfetto import trace_events
-from reports.timeline_svg import draw, lay_out, pictures
-from reports.write import write_reports
+from shardproof.harness.records.record import Record, Verdict
+from shardproof.harness.records.run import RunWriter
+from shardproof.reports import page
+from shardproof.reports.perfetto import trace_events
+from shardproof.reports.timeline_svg import draw, lay_out, pictures
+from shardproof.reports.write import write_reports
 from tests.test_reports import HEADER, a_record, a_run
 
 Event = dict[str, Any]  # Any: JSON

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.torch_versions import Release, _divergences, _seen_in, _with_releases
-from harness.records.record import Header
-from harness.records.run import Run
-from harness.torch_compat.releases import TESTED, minor, remark
+from shardproof.harness.records.record import Header
+from shardproof.harness.records.run import Run
+from shardproof.harness.torch_compat.releases import TESTED, minor, remark
 
 
 @pytest.mark.parametrize("version", [*TESTED, "2.15.0+cu132", "2.13.1+cpu", "2.12.0a0+git12"])

@@ -10,10 +10,10 @@ import pytest
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
-from harness.tracing.current_rank import adopt_rank, bind_rank
-from harness.worlds.threads import scheduler as module
-from harness.worlds.threads.process_group import MemoryStore
-from harness.worlds.threads.scheduler import Scheduler
+from shardproof.harness.tracing.current_rank import adopt_rank, bind_rank
+from shardproof.harness.worlds.threads import scheduler as module
+from shardproof.harness.worlds.threads.process_group import MemoryStore
+from shardproof.harness.worlds.threads.scheduler import Scheduler
 
 _HANG_S = 20.0
 Body = Callable[[int, Scheduler], None]

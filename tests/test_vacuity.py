@@ -10,17 +10,17 @@ import pytest
 import torch
 from torch import nn
 
-from engine.contract import Plan
-from fixtures.idle import BORROWED, FROZEN, SOMETIMES
-from fixtures.optimizers import ADAMW, SGD, Sgd
-from fixtures.problems import MLP_EVEN, PROBLEMS, SINGLE_GROUP, ModelProblem
-from fixtures.thin import EMPTY_ROWS, ONE_NUMBER, SCALARS, SINGLE_ROWS
-from harness.cases.training import LoopOrder, Schedule, Training
-from harness.laws.law import Evidence
-from harness.laws.parity import MatchesOracle
-from harness.laws.tolerance import MULTIPLE
-from harness.training.oracle import run_oracle
-from harness.verdicts.vacuity import incomparable_because, vacuous_because
+from shardproof.engine.contract import Plan
+from shardproof.fixtures.idle import BORROWED, FROZEN, SOMETIMES
+from shardproof.fixtures.optimizers import ADAMW, SGD, Sgd
+from shardproof.fixtures.problems import MLP_EVEN, PROBLEMS, SINGLE_GROUP, ModelProblem
+from shardproof.fixtures.thin import EMPTY_ROWS, ONE_NUMBER, SCALARS, SINGLE_ROWS
+from shardproof.harness.cases.training import LoopOrder, Schedule, Training
+from shardproof.harness.laws.law import Evidence
+from shardproof.harness.laws.parity import MatchesOracle
+from shardproof.harness.laws.tolerance import MULTIPLE
+from shardproof.harness.training.oracle import run_oracle
+from shardproof.harness.verdicts.vacuity import incomparable_because, vacuous_because
 from tests.simulated_engine import Honest, Moment, simulate
 
 TRAINING = Training(problem=SINGLE_GROUP, optimizer=SGD)

@@ -9,20 +9,20 @@ import pytest
 import torch
 from torch import nn
 
-from engine.contract import Plan
-from fixtures.autocast import AUTOCAST
-from fixtures.layers import linear
-from fixtures.optimizers import ADAMW, EXACT_SGD, SGD
-from fixtures.problems import EXACT_LINEAR, MLP_UNEVEN, SINGLE_GROUP
-from fixtures.random_draws import DROPPED
-from harness.cases.training import Schedule, Training
-from harness.laws.law import Evidence
-from harness.laws.parity import MatchesOracle
-from harness.laws.tolerance import MULTIPLE, allowed_error
-from harness.training.absolute_error import largest
-from harness.training.oracle import OracleObservation, Quantity, TensorKey, run_oracle
-from harness.verdicts.vacuity import vacuous_because
-from harness.verdicts.visibility import hidden_because
+from shardproof.engine.contract import Plan
+from shardproof.fixtures.autocast import AUTOCAST
+from shardproof.fixtures.layers import linear
+from shardproof.fixtures.optimizers import ADAMW, EXACT_SGD, SGD
+from shardproof.fixtures.problems import EXACT_LINEAR, MLP_UNEVEN, SINGLE_GROUP
+from shardproof.fixtures.random_draws import DROPPED
+from shardproof.harness.cases.training import Schedule, Training
+from shardproof.harness.laws.law import Evidence
+from shardproof.harness.laws.parity import MatchesOracle
+from shardproof.harness.laws.tolerance import MULTIPLE, allowed_error
+from shardproof.harness.training.absolute_error import largest
+from shardproof.harness.training.oracle import OracleObservation, Quantity, TensorKey, run_oracle
+from shardproof.harness.verdicts.vacuity import vacuous_because
+from shardproof.harness.verdicts.visibility import hidden_because
 from tests.simulated_engine import Honest, Moment, accumulate, ring_mean, simulate
 
 TRAINING = Training(problem=MLP_UNEVEN, optimizer=SGD)

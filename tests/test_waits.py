@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.mutants.all_mutants import MUTANTS
-from engine.mutants.mutant import Trace
+from shardproof.engine.mutants.all_mutants import MUTANTS
+from shardproof.engine.mutants.mutant import Trace
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = (ROOT / "docs" / "waits.md").read_text(encoding="utf-8")

@@ -32,10 +32,10 @@ def seen():
     }
 
 before = seen()
-import harness.runner.preload
+import shardproof.harness.runner.preload
 after = seen()
 assert len(before) > 10_000, len(before)
-assert "engine.reference" in sys.modules
+assert "shardproof.engine.reference" in sys.modules
 print("changed", sorted(key for key, value in before.items() if after.get(key) != value))
 """
 

@@ -11,17 +11,27 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fixtures.optimizers import SGD
-from fixtures.problems import MLP_EVEN
-from harness.cases.training import Schedule, Training
-from harness.laws.parity import MatchesOracle
-from harness.records.record import Record, Verdict
-from harness.runner.options import Cell
-from harness.runner.session import TrialSession
-from harness.verdicts.case import Case
-from harness.worlds.messages import Dying, Finished, Garbled, Inbox, Message, Ready, Started, encode, send
-from harness.worlds.outcome import Abandoned, Died, Outcome, Raised, Returned, TimedOut
-from harness.worlds.spec import WorldKind, WorldSpec
+from shardproof.fixtures.optimizers import SGD
+from shardproof.fixtures.problems import MLP_EVEN
+from shardproof.harness.cases.training import Schedule, Training
+from shardproof.harness.laws.parity import MatchesOracle
+from shardproof.harness.records.record import Record, Verdict
+from shardproof.harness.runner.options import Cell
+from shardproof.harness.runner.session import TrialSession
+from shardproof.harness.verdicts.case import Case
+from shardproof.harness.worlds.messages import (
+    Dying,
+    Finished,
+    Garbled,
+    Inbox,
+    Message,
+    Ready,
+    Started,
+    encode,
+    send,
+)
+from shardproof.harness.worlds.outcome import Abandoned, Died, Outcome, Raised, Returned, TimedOut
+from shardproof.harness.worlds.spec import WorldKind, WorldSpec
 
 KINDS = list(WorldKind)
 TRAPS = """
@@ -29,11 +39,11 @@ import gc
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from engine.adapters.torch_ddp import DistributedDataParallelEngine
+from shardproof.engine.adapters.torch_ddp import DistributedDataParallelEngine
 
 PATCH = '''
 import pathlib, harness.verdicts.judgement
-from harness.records.record import Verdict
+from shardproof.harness.records.record import Verdict
 pathlib.Path({marker!r}).touch()
 '''
 

@@ -13,16 +13,16 @@ from pathlib import Path
 
 import pytest
 
-from harness.errors import HarnessBug
-from harness.records.record import Verdict
-from harness.records.world_result import SavedResult
-from harness.tracing.journal import read_journal
-from harness.verdicts.judgement import Judgement, judge_failure
-from harness.worlds.launch import World, launch
-from harness.worlds.outcome import Raised, Returned, TimedOut, WorldResult
-from harness.worlds.processes.forkserver import warm_up
-from harness.worlds.rank import journal_path
-from harness.worlds.spec import WorldKind, WorldSpec
+from shardproof.harness.errors import HarnessBug
+from shardproof.harness.records.record import Verdict
+from shardproof.harness.records.world_result import SavedResult
+from shardproof.harness.tracing.journal import read_journal
+from shardproof.harness.verdicts.judgement import Judgement, judge_failure
+from shardproof.harness.worlds.launch import World, launch
+from shardproof.harness.worlds.outcome import Raised, Returned, TimedOut, WorldResult
+from shardproof.harness.worlds.processes.forkserver import warm_up
+from shardproof.harness.worlds.rank import journal_path
+from shardproof.harness.worlds.spec import WorldKind, WorldSpec
 from tests import ends
 from tests.ends import Body
 
@@ -208,9 +208,9 @@ def short_folder() -> Iterator[Path]:
 _SESSION = """
 import sys
 from pathlib import Path
-from harness.worlds.processes.forkserver import warm_up
-from harness.worlds.launch import World, launch
-from harness.worlds.spec import WorldKind, WorldSpec
+from shardproof.harness.worlds.processes.forkserver import warm_up
+from shardproof.harness.worlds.launch import World, launch
+from shardproof.harness.worlds.spec import WorldKind, WorldSpec
 from tests import ends
 launch(WorldSpec(kind=WorldKind.PROCESSES, size=2), ends.waits_beside_a_daemon, folder=Path(sys.argv[1]))
 """

@@ -6,21 +6,21 @@ from pathlib import Path
 
 import pytest
 
-from engine.contract import Accumulation, Layout, Plan
-from fixtures.optimizers import SGD
-from fixtures.problems import MLP_UNEVEN
-from harness.cases.training import Schedule, Training
-from harness.laws.communication.matching import RanksAgree
-from harness.laws.parity import MatchesOracle
-from harness.records.record import Verdict
-from harness.records.world_result import SavedResult, keep_result, load_kept
-from harness.runner.options import Cell
-from harness.runner.session import Source, TrialSession
-from harness.tracing.ledger import Entry, Op, Phase
-from harness.training.loop import drive_rank
-from harness.verdicts.case import Case
-from harness.worlds.launch import launch
-from harness.worlds.spec import WorldKind, WorldSpec
+from shardproof.engine.contract import Accumulation, Layout, Plan
+from shardproof.fixtures.optimizers import SGD
+from shardproof.fixtures.problems import MLP_UNEVEN
+from shardproof.harness.cases.training import Schedule, Training
+from shardproof.harness.laws.communication.matching import RanksAgree
+from shardproof.harness.laws.parity import MatchesOracle
+from shardproof.harness.records.record import Verdict
+from shardproof.harness.records.world_result import SavedResult, keep_result, load_kept
+from shardproof.harness.runner.options import Cell
+from shardproof.harness.runner.session import Source, TrialSession
+from shardproof.harness.tracing.ledger import Entry, Op, Phase
+from shardproof.harness.training.loop import drive_rank
+from shardproof.harness.verdicts.case import Case
+from shardproof.harness.worlds.launch import launch
+from shardproof.harness.worlds.spec import WorldKind, WorldSpec
 
 ENGINES = ["reference", "torch.ddp", "torch.fsdp2", "torch.replicate"]
 LAWS = (MatchesOracle(), RanksAgree())

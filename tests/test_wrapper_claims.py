@@ -10,10 +10,10 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from engine.adapters.torch_fsdp1 import NAMES
-from harness.cases.script import InterfaceBench
-from suites.wrapper import test_units
-from suites.wrapper.expect import RIGHT, Bench, expects
+from shardproof.engine.adapters.torch_fsdp1 import NAMES
+from shardproof.harness.cases.script import InterfaceBench
+from shardproof.suites.wrapper import test_units
+from shardproof.suites.wrapper.expect import RIGHT, Bench, expects
 
 ONE = torch.tensor([1.0, 2.0])
 

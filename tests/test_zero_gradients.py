@@ -8,21 +8,21 @@ from dataclasses import replace
 import pytest
 import torch
 
-from engine.adapters.torch_ddp import DistributedDataParallelEngine, PreparedDdp
-from engine.contract import Capability, Layout, NoGradient, Plan, Shard, shard_of
-from fixtures.idle import SOMETIMES
-from fixtures.optimizers import SGD
-from fixtures.problems import MLP_EVEN
-from harness.cases.training import Schedule, Training
-from harness.laws.law import Evidence
-from harness.laws.parity import MatchesOracle
-from harness.records.observation import Observation, StepObservation
-from harness.records.record import Verdict
-from harness.runner.options import Cell
-from harness.runner.session import TrialSession
-from harness.training.oracle import OracleObservation, run_oracle
-from harness.verdicts.case import Case
-from harness.worlds.spec import WorldKind, WorldSpec
+from shardproof.engine.adapters.torch_ddp import DistributedDataParallelEngine, PreparedDdp
+from shardproof.engine.contract import Capability, Layout, NoGradient, Plan, Shard, shard_of
+from shardproof.fixtures.idle import SOMETIMES
+from shardproof.fixtures.optimizers import SGD
+from shardproof.fixtures.problems import MLP_EVEN
+from shardproof.harness.cases.training import Schedule, Training
+from shardproof.harness.laws.law import Evidence
+from shardproof.harness.laws.parity import MatchesOracle
+from shardproof.harness.records.observation import Observation, StepObservation
+from shardproof.harness.records.record import Verdict
+from shardproof.harness.runner.options import Cell
+from shardproof.harness.runner.session import TrialSession
+from shardproof.harness.training.oracle import OracleObservation, run_oracle
+from shardproof.harness.verdicts.case import Case
+from shardproof.harness.worlds.spec import WorldKind, WorldSpec
 from tests.simulated_engine import row_shard, simulate
 
 WORLD_SIZE = 4

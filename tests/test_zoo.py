@@ -11,13 +11,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from harness.records.record import Verdict
-from harness.records.world_result import keep_result, load_kept
-from harness.verdicts.judgement import judge_failure
-from harness.worlds.launch import launch
-from harness.worlds.outcome import Abandoned, Died, Outcome, Raised, Returned, TimedOut
-from harness.worlds.rank import RankContext
-from harness.worlds.spec import WorldKind, WorldSpec
+from shardproof.harness.records.record import Verdict
+from shardproof.harness.records.world_result import keep_result, load_kept
+from shardproof.harness.verdicts.judgement import judge_failure
+from shardproof.harness.worlds.launch import launch
+from shardproof.harness.worlds.outcome import Abandoned, Died, Outcome, Raised, Returned, TimedOut
+from shardproof.harness.worlds.rank import RankContext
+from shardproof.harness.worlds.spec import WorldKind, WorldSpec
 from tests.zoo import CULPRIT, ZOO
 
 DEADLINE_S = 3.0

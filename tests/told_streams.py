@@ -12,12 +12,12 @@ import pytest
 import torch
 from torch.cuda import _gpu_trace as trace
 
-from harness.cases.training import Training
-from harness.tracing.races import cuda_streams as cuda
-from harness.tracing.recorder import Recorder
-from harness.training import loop
-from harness.training.watches import Watches, watching
-from harness.worlds.rank import RankContext
+from shardproof.harness.cases.training import Training
+from shardproof.harness.tracing.races import cuda_streams as cuda
+from shardproof.harness.tracing.recorder import Recorder
+from shardproof.harness.training import loop
+from shardproof.harness.training.watches import Watches, watching
+from shardproof.harness.worlds.rank import RankContext
 
 __all__ = ["ToldEvent", "ToldStream", "drive_told", "told_device", "told_to_the_allocator"]
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from harness.worlds.rank import RankContext
+from shardproof.harness.worlds.rank import RankContext
 
 __all__ = ["keep_value", "kept_values"]
 

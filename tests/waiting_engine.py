@@ -9,8 +9,8 @@ from pathlib import Path
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from engine.adapters.torch_ddp import DistributedDataParallelEngine
-from engine.contract import Plan, PreparedModel
+from shardproof.engine.adapters.torch_ddp import DistributedDataParallelEngine
+from shardproof.engine.contract import Plan, PreparedModel
 
 __all__ = ["Loops", "Waits"]
 

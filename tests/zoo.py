@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from harness.worlds.rank import RankContext
+from shardproof.harness.worlds.rank import RankContext
 
 __all__ = ["ZOO"]
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from engine.contract import (
+from shardproof.engine.contract import (
     Buffers,
     Capability,
     Layout,

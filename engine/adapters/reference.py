@@ -7,10 +7,10 @@ from typing import Any, ClassVar
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from engine import reference
-from engine.adapters.composable import FrontDoor, PreparedComposable, open_door
-from engine.contract import Capability, Engine, Plan, PreparedModel
-from engine.reference.fsdp_state import state_of
+from shardproof.engine import reference
+from shardproof.engine.adapters.composable import FrontDoor, PreparedComposable, open_door
+from shardproof.engine.contract import Capability, Engine, Plan, PreparedModel
+from shardproof.engine.reference.fsdp_state import state_of
 
 
 def _set_divide_factor(module: Any, factor: float, num_shards: int) -> None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from engine import reference
-from engine.adapters.wrapper_base import CAPABILITIES, Piece, PreparedWrapper, WrapperEngine
-from engine.contract import Capability, WrapperNames
-from engine.reference.fsdp1 import comm_hooks, wrap_policy
-from engine.reference.fsdp1.state_dict import named_pieces
-from engine.reference.optim import ShardedGradScaler
+from shardproof.engine import reference
+from shardproof.engine.adapters.wrapper_base import CAPABILITIES, Piece, PreparedWrapper, WrapperEngine
+from shardproof.engine.contract import Capability, WrapperNames
+from shardproof.engine.reference.fsdp1 import comm_hooks, wrap_policy
+from shardproof.engine.reference.fsdp1.state_dict import named_pieces
+from shardproof.engine.reference.optim import ShardedGradScaler
 
 __all__ = ["NAMES", "PreparedReferenceWrapper", "ReferenceWrapperEngine"]
 

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
-from engine.contract import Capability, Engine, Plan, PreparedModel
+from shardproof.engine.contract import Capability, Engine, Plan, PreparedModel
 
 
 class PreparedDdp(PreparedModel):

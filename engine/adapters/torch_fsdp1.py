@@ -8,9 +8,15 @@ from torch import nn
 from torch.distributed.fsdp import FlatParameter, FullyShardedDataParallel, wrap
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
-from engine.adapters.torch_internals import default_comm_hooks
-from engine.adapters.wrapper_base import CAPABILITIES, PREFIX, Piece, PreparedWrapper, WrapperEngine
-from engine.contract import Capability, WrapperNames
+from shardproof.engine.adapters.torch_internals import default_comm_hooks
+from shardproof.engine.adapters.wrapper_base import (
+    CAPABILITIES,
+    PREFIX,
+    Piece,
+    PreparedWrapper,
+    WrapperEngine,
+)
+from shardproof.engine.contract import Capability, WrapperNames
 
 __all__ = ["NAMES", "FullyShardedDataParallelEngine", "PreparedFsdp1"]
 

@@ -10,9 +10,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
-from engine.adapters.composable import FrontDoor, PreparedComposable, open_door
-from engine.adapters.torch_internals import RELEASE, can_place, placed_on, replicate
-from engine.contract import Capability, Engine, Layout, Plan, PreparedModel
+from shardproof.engine.adapters.composable import FrontDoor, PreparedComposable, open_door
+from shardproof.engine.adapters.torch_internals import RELEASE, can_place, placed_on, replicate
+from shardproof.engine.contract import Capability, Engine, Layout, Plan, PreparedModel
 
 __all__ = ["CAPABILITIES", "FSDP2_DOOR", "FullyShardEngine", "PreparedFullyShard"]
 

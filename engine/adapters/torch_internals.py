@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import ShardingStrategy
 
-from engine.loading import EngineUnavailableError
+from shardproof.engine.loading import EngineUnavailableError
 
 __all__ = [
     "RELEASE",

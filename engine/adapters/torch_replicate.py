@@ -7,10 +7,10 @@ from typing import ClassVar
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from engine.adapters.composable import open_door
-from engine.adapters.torch_fsdp2 import CAPABILITIES, FSDP2_DOOR, PreparedFullyShard
-from engine.adapters.torch_internals import torch_replicate
-from engine.contract import Capability, Engine, Layout, Plan, PreparedModel
+from shardproof.engine.adapters.composable import open_door
+from shardproof.engine.adapters.torch_fsdp2 import CAPABILITIES, FSDP2_DOOR, PreparedFullyShard
+from shardproof.engine.adapters.torch_internals import torch_replicate
+from shardproof.engine.contract import Capability, Engine, Layout, Plan, PreparedModel
 
 torch_replicate()  # refuses here, before any case, where torch has none
 

@@ -21,8 +21,8 @@ from torch.distributed.fsdp import (
     StateDictType,
 )
 
-from engine.adapters.torch_internals import hybrid_that_keeps
-from engine.contract import (
+from shardproof.engine.adapters.torch_internals import hybrid_that_keeps
+from shardproof.engine.contract import (
     BackwardGather,
     Capability,
     Engine,

@@ -5,12 +5,12 @@ from __future__ import annotations
 import importlib
 import pkgutil
 
-import engine.mutants
-from engine.mutants.mutant import DECLARED, Mutant
+import shardproof.engine.mutants
+from shardproof.engine.mutants.mutant import DECLARED, Mutant
 
 
 def _all() -> tuple[Mutant, ...]:
-    for found in pkgutil.iter_modules(engine.mutants.__path__, "engine.mutants."):
+    for found in pkgutil.iter_modules(shardproof.engine.mutants.__path__, "shardproof.engine.mutants."):
         importlib.import_module(found.name)
     # Modules import each other, so they run in another order than that of their names.
     return tuple(sorted(DECLARED, key=lambda mutant: mutant.engine_spec.partition(":")[0]))

@@ -8,17 +8,17 @@ from typing import Any
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from engine.adapters.reference import ReferenceEngine
-from engine.adapters.torch_fsdp2 import FullyShardEngine
-from engine.capability import Capability
-from engine.contract import Plan, PreparedModel
-from engine.mutants.fsdp2_insides import groups
-from engine.mutants.mutant import Condition, Trace, mutant
-from engine.mutants.patches import after
-from engine.mutants.reference_insides import reference_units
-from engine.plan import Grouping, Layout
-from engine.reference.fsdp_state import FSDPState
-from engine.reference.param_group import ShardedState
+from shardproof.engine.adapters.reference import ReferenceEngine
+from shardproof.engine.adapters.torch_fsdp2 import FullyShardEngine
+from shardproof.engine.capability import Capability
+from shardproof.engine.contract import Plan, PreparedModel
+from shardproof.engine.mutants.fsdp2_insides import groups
+from shardproof.engine.mutants.mutant import Condition, Trace, mutant
+from shardproof.engine.mutants.patches import after
+from shardproof.engine.mutants.reference_insides import reference_units
+from shardproof.engine.plan import Grouping, Layout
+from shardproof.engine.reference.fsdp_state import FSDPState
+from shardproof.engine.reference.param_group import ShardedState
 
 _BY_BRANCH = Plan(
     layout=Layout.SHARD,

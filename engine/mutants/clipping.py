@@ -12,11 +12,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from engine.adapters.torch_ddp import DistributedDataParallelEngine, PreparedDdp
-from engine.adapters.torch_fsdp2 import FullyShardEngine, PreparedFullyShard
-from engine.contract import Capability, Layout, Plan
-from engine.mutants.mutant import Condition, Trace, mutant
-from engine.mutants.plans import demanding
+from shardproof.engine.adapters.torch_ddp import DistributedDataParallelEngine, PreparedDdp
+from shardproof.engine.adapters.torch_fsdp2 import FullyShardEngine, PreparedFullyShard
+from shardproof.engine.contract import Capability, Layout, Plan
+from shardproof.engine.mutants.mutant import Condition, Trace, mutant
+from shardproof.engine.mutants.plans import demanding
 
 _CLIP = demanding(Capability.CLIP)
 _HYBRID = Plan(layout=Layout.HYBRID, demands=frozenset({Capability.CLIP}))

@@ -11,13 +11,13 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
-from engine.adapters.reference import PreparedReference, ReferenceEngine
-from engine.adapters.torch_ddp import DistributedDataParallelEngine
-from engine.adapters.torch_fsdp2 import FullyShardEngine, PreparedFullyShard
-from engine.contract import Buffers, Capability, Offload, Plan, PreparedModel
-from engine.mutants.mutant import Condition, Trace, mutant
-from engine.mutants.patches import Forgetful, is_last_rank, local, never_updating
-from engine.mutants.plans import demanding
+from shardproof.engine.adapters.reference import PreparedReference, ReferenceEngine
+from shardproof.engine.adapters.torch_ddp import DistributedDataParallelEngine
+from shardproof.engine.adapters.torch_fsdp2 import FullyShardEngine, PreparedFullyShard
+from shardproof.engine.contract import Buffers, Capability, Offload, Plan, PreparedModel
+from shardproof.engine.mutants.mutant import Condition, Trace, mutant
+from shardproof.engine.mutants.patches import Forgetful, is_last_rank, local, never_updating
+from shardproof.engine.mutants.plans import demanding
 
 _OFFLOAD = Plan(offload=Offload.CPU)
 

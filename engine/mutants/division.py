@@ -11,12 +11,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from engine.adapters.reference import PreparedReference, ReferenceEngine
-from engine.contract import Layout, Plan, PreparedModel, Wire
-from engine.mutants.mutant import Condition, Trace, mutant
-from engine.mutants.reference_insides import reference_groups
-from engine.reference.collectives import ReductionPlan
-from engine.reference.param_group import FSDPParamGroup
+from shardproof.engine.adapters.reference import PreparedReference, ReferenceEngine
+from shardproof.engine.contract import Layout, Plan, PreparedModel, Wire
+from shardproof.engine.mutants.mutant import Condition, Trace, mutant
+from shardproof.engine.mutants.reference_insides import reference_groups
+from shardproof.engine.reference.collectives import ReductionPlan
+from shardproof.engine.reference.param_group import FSDPParamGroup
 
 
 @mutant(

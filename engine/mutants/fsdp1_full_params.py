@@ -11,10 +11,10 @@ import torch
 from torch import distributed, nn
 from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
 
-from engine.adapters.torch_fsdp1 import NAMES, FullyShardedDataParallelEngine
-from engine.contract import WrapperNames
-from engine.mutants.mutant import Trace, mutant
-from engine.mutants.plans import CALLS
+from shardproof.engine.adapters.torch_fsdp1 import NAMES, FullyShardedDataParallelEngine
+from shardproof.engine.contract import WrapperNames
+from shardproof.engine.mutants.mutant import Trace, mutant
+from shardproof.engine.mutants.plans import CALLS
 
 # Any, in all that follows: what torch's own methods take and give.
 

@@ -10,9 +10,9 @@ import torch
 from torch import distributed, nn
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 
-from engine.adapters.torch_fsdp1 import NAMES, FullyShardedDataParallelEngine
-from engine.mutants.mutant import Trace, mutant
-from engine.mutants.plans import CALLS
+from shardproof.engine.adapters.torch_fsdp1 import NAMES, FullyShardedDataParallelEngine
+from shardproof.engine.mutants.mutant import Trace, mutant
+from shardproof.engine.mutants.plans import CALLS
 
 _PREFIX = "_fsdp_wrapped_module."
 

@@ -10,11 +10,11 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy, wrap
 
-from engine.adapters.torch_fsdp1 import NAMES, FullyShardedDataParallelEngine
-from engine.contract import WrapperNames
-from engine.mutants.mutant import Condition, Trace, mutant
-from engine.mutants.patches import Options, leaving_out, swapping, with_options, with_strategies
-from engine.mutants.plans import WRAPPED, WRAPS
+from shardproof.engine.adapters.torch_fsdp1 import NAMES, FullyShardedDataParallelEngine
+from shardproof.engine.contract import WrapperNames
+from shardproof.engine.mutants.mutant import Condition, Trace, mutant
+from shardproof.engine.mutants.patches import Options, leaving_out, swapping, with_options, with_strategies
+from shardproof.engine.mutants.plans import WRAPPED, WRAPS
 
 _FULL, _ZERO2 = ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP
 _LOW = torch.bfloat16

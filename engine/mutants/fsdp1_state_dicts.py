@@ -11,11 +11,11 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, OptimStateKeyType, StateDictType
 
-from engine.adapters.torch_fsdp1 import NAMES, FullyShardedDataParallelEngine
-from engine.contract import WrapperNames
-from engine.mutants.mutant import Trace, mutant
-from engine.mutants.patches import unchanged
-from engine.mutants.plans import CALLS, WRAPS
+from shardproof.engine.adapters.torch_fsdp1 import NAMES, FullyShardedDataParallelEngine
+from shardproof.engine.contract import WrapperNames
+from shardproof.engine.mutants.mutant import Trace, mutant
+from shardproof.engine.mutants.patches import unchanged
+from shardproof.engine.mutants.plans import CALLS, WRAPS
 
 # Any, in all that follows: what torch's own methods take and give.
 

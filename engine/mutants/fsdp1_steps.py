@@ -16,11 +16,11 @@ from torch.distributed.fsdp import BackwardPrefetch, FullyShardedDataParallel
 from torch.distributed.fsdp._flat_param import HandleShardingStrategy as _Strategy
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
-from engine.adapters.torch_fsdp1 import NAMES, FullyShardedDataParallelEngine
-from engine.contract import Plan, PreparedModel
-from engine.mutants.mutant import Trace, mutant
-from engine.mutants.patches import dividing_losses, holding_nothing_back, swapping
-from engine.mutants.plans import CALLS, WRAPS
+from shardproof.engine.adapters.torch_fsdp1 import NAMES, FullyShardedDataParallelEngine
+from shardproof.engine.contract import Plan, PreparedModel
+from shardproof.engine.mutants.mutant import Trace, mutant
+from shardproof.engine.mutants.patches import dividing_losses, holding_nothing_back, swapping
+from shardproof.engine.mutants.plans import CALLS, WRAPS
 
 # Any, in all that follows: what torch's own methods take and give.
 

@@ -9,8 +9,8 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from engine.contract import PreparedModel
-from engine.mutants.patches import after, before
+from shardproof.engine.contract import PreparedModel
+from shardproof.engine.mutants.patches import after, before
 
 # Any, throughout: FSDP2's insides and the streams of a device have no public types.
 

@@ -12,14 +12,23 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from engine.adapters.composable import ComposableUnit
-from engine.adapters.reference import PreparedReference, ReferenceEngine
-from engine.adapters.torch_fsdp2 import FullyShardEngine, PreparedFullyShard
-from engine.contract import Capability, Grouping, Layout, Plan, Prefetch, PreparedModel, Reshard, Shard
-from engine.mutants.fsdp2_insides import before_method
-from engine.mutants.mutant import Condition, Trace, mutant
-from engine.mutants.patches import KeepingFsdp2
-from engine.mutants.plans import ON_BLOCKS
+from shardproof.engine.adapters.composable import ComposableUnit
+from shardproof.engine.adapters.reference import PreparedReference, ReferenceEngine
+from shardproof.engine.adapters.torch_fsdp2 import FullyShardEngine, PreparedFullyShard
+from shardproof.engine.contract import (
+    Capability,
+    Grouping,
+    Layout,
+    Plan,
+    Prefetch,
+    PreparedModel,
+    Reshard,
+    Shard,
+)
+from shardproof.engine.mutants.fsdp2_insides import before_method
+from shardproof.engine.mutants.mutant import Condition, Trace, mutant
+from shardproof.engine.mutants.patches import KeepingFsdp2
+from shardproof.engine.mutants.plans import ON_BLOCKS
 
 _WATCHED = frozenset({Capability.UNIT_STATE})
 

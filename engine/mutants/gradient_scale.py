@@ -9,12 +9,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
-from engine.adapters.torch_ddp import DistributedDataParallelEngine, PreparedDdp
-from engine.adapters.torch_fsdp2 import FullyShardEngine
-from engine.contract import Capability, Plan, PreparedModel
-from engine.mutants.mutant import Condition, mutant
-from engine.mutants.patches import dividing_losses
-from engine.mutants.plans import demanding
+from shardproof.engine.adapters.torch_ddp import DistributedDataParallelEngine, PreparedDdp
+from shardproof.engine.adapters.torch_fsdp2 import FullyShardEngine
+from shardproof.engine.contract import Capability, Plan, PreparedModel
+from shardproof.engine.mutants.mutant import Condition, mutant
+from shardproof.engine.mutants.patches import dividing_losses
+from shardproof.engine.mutants.plans import demanding
 
 
 @mutant(after="NVIDIA/Megatron-LM#3023")

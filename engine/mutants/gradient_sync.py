@@ -13,11 +13,11 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from engine.adapters.torch_ddp import DistributedDataParallelEngine, PreparedDdp
-from engine.adapters.torch_fsdp2 import FullyShardEngine, PreparedFullyShard
-from engine.contract import Accumulation, Layout, Plan, PreparedModel
-from engine.mutants.mutant import Condition, Trace, mutant
-from engine.mutants.patches import Forgetful, after, holding_nothing_back, is_last_rank
+from shardproof.engine.adapters.torch_ddp import DistributedDataParallelEngine, PreparedDdp
+from shardproof.engine.adapters.torch_fsdp2 import FullyShardEngine, PreparedFullyShard
+from shardproof.engine.contract import Accumulation, Layout, Plan, PreparedModel
+from shardproof.engine.mutants.mutant import Condition, Trace, mutant
+from shardproof.engine.mutants.patches import Forgetful, after, holding_nothing_back, is_last_rank
 
 _LAST = Plan(accumulation=Accumulation.LAST_MICROBATCH)
 

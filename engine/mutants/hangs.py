@@ -11,11 +11,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
-from engine.adapters.torch_ddp import DistributedDataParallelEngine, PreparedDdp
-from engine.adapters.torch_fsdp2 import FullyShardEngine, PreparedFullyShard
-from engine.contract import Plan, PreparedModel
-from engine.mutants.mutant import Condition, Trace, mutant
-from engine.mutants.patches import is_last_rank
+from shardproof.engine.adapters.torch_ddp import DistributedDataParallelEngine, PreparedDdp
+from shardproof.engine.adapters.torch_fsdp2 import FullyShardEngine, PreparedFullyShard
+from shardproof.engine.contract import Plan, PreparedModel
+from shardproof.engine.mutants.mutant import Condition, Trace, mutant
+from shardproof.engine.mutants.patches import is_last_rank
 
 _SECOND = Condition(steps=2, because="the first step is honest")
 

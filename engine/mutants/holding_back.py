@@ -9,14 +9,14 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from engine.adapters.composable import ComposableUnit
-from engine.adapters.reference import PreparedReference, ReferenceEngine
-from engine.adapters.torch_fsdp2 import FullyShardEngine, PreparedFullyShard
-from engine.capability import Capability
-from engine.contract import Plan, Prefetch, PreparedModel
-from engine.mutants.mutant import Condition, Trace, mutant
-from engine.plan import Grouping, Layout
-from engine.reference.fsdp_state import state_of
+from shardproof.engine.adapters.composable import ComposableUnit
+from shardproof.engine.adapters.reference import PreparedReference, ReferenceEngine
+from shardproof.engine.adapters.torch_fsdp2 import FullyShardEngine, PreparedFullyShard
+from shardproof.engine.capability import Capability
+from shardproof.engine.contract import Plan, Prefetch, PreparedModel
+from shardproof.engine.mutants.mutant import Condition, Trace, mutant
+from shardproof.engine.plan import Grouping, Layout
+from shardproof.engine.reference.fsdp_state import state_of
 
 _HELD = Plan(demands=frozenset({Capability.UNIT_SYNC}))
 _SCATTERED = Plan(layout=Layout.HYBRID, demands=frozenset({Capability.REPLICA_SYNC}))

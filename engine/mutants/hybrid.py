@@ -7,11 +7,11 @@ from dataclasses import replace
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from engine.adapters.torch_fsdp2 import FullyShardEngine, PreparedFullyShard
-from engine.contract import Accumulation, Layout, Plan, PreparedModel, Replicas
-from engine.mutants.mutant import Condition, Trace, mutant
-from engine.mutants.patches import Forgetful, dividing_losses, holding_nothing_back
-from engine.mutants.plans import HYBRID
+from shardproof.engine.adapters.torch_fsdp2 import FullyShardEngine, PreparedFullyShard
+from shardproof.engine.contract import Accumulation, Layout, Plan, PreparedModel, Replicas
+from shardproof.engine.mutants.mutant import Condition, Trace, mutant
+from shardproof.engine.mutants.patches import Forgetful, dividing_losses, holding_nothing_back
+from shardproof.engine.mutants.plans import HYBRID
 
 _SINGLES = Plan(layout=Layout.HYBRID, replicas=Replicas.SINGLES)
 

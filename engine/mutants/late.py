@@ -13,13 +13,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from engine import reference
-from engine.adapters.reference import ReferenceEngine
-from engine.adapters.torch_ddp import DistributedDataParallelEngine
-from engine.contract import Plan, PreparedModel
-from engine.mutants.mutant import Condition, Trace, mutant
-from engine.mutants.plans import SHARDED_BLOCKS
-from engine.reference.collectives import DefaultAllGather, DefaultReduceScatter
+from shardproof.engine import reference
+from shardproof.engine.adapters.reference import ReferenceEngine
+from shardproof.engine.adapters.torch_ddp import DistributedDataParallelEngine
+from shardproof.engine.contract import Plan, PreparedModel
+from shardproof.engine.mutants.mutant import Condition, Trace, mutant
+from shardproof.engine.mutants.plans import SHARDED_BLOCKS
+from shardproof.engine.reference.collectives import DefaultAllGather, DefaultReduceScatter
 
 
 class _Clears(DefaultReduceScatter):

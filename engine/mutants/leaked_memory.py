@@ -10,14 +10,14 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from engine.adapters.composable import PreparedComposable
-from engine.adapters.reference import PreparedReference, ReferenceEngine
-from engine.adapters.torch_fsdp2 import FullyShardEngine, PreparedFullyShard
-from engine.contract import Layout, Plan, PreparedModel
-from engine.mutants.fsdp2_insides import after_method, before_method, reduce_inputs
-from engine.mutants.mutant import Condition, Trace, mutant
-from engine.mutants.patches import KeepingFsdp2, KeepingReference, in_place_of, is_last_rank
-from engine.mutants.plans import ON_BLOCKS, SHARDED, SHARDED_BLOCKS
+from shardproof.engine.adapters.composable import PreparedComposable
+from shardproof.engine.adapters.reference import PreparedReference, ReferenceEngine
+from shardproof.engine.adapters.torch_fsdp2 import FullyShardEngine, PreparedFullyShard
+from shardproof.engine.contract import Layout, Plan, PreparedModel
+from shardproof.engine.mutants.fsdp2_insides import after_method, before_method, reduce_inputs
+from shardproof.engine.mutants.mutant import Condition, Trace, mutant
+from shardproof.engine.mutants.patches import KeepingFsdp2, KeepingReference, in_place_of, is_last_rank
+from shardproof.engine.mutants.plans import ON_BLOCKS, SHARDED, SHARDED_BLOCKS
 
 # Any, throughout: FSDP2's insides have no public types.
 

@@ -10,17 +10,17 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from engine.adapters.reference import ReferenceEngine
-from engine.adapters.torch_fsdp2 import FullyShardEngine, PreparedFullyShard
-from engine.capability import Capability
-from engine.contract import Plan, Prefetch, PreparedModel, Reshard
-from engine.mutants.fsdp2_insides import after_method
-from engine.mutants.mutant import Condition, Trace, mutant
-from engine.mutants.plans import UNITS
-from engine.mutants.prefetch_order import Lists
-from engine.mutants.reference_insides import reference_groups, reference_units
-from engine.plan import Grouping, Layout
-from engine.reference.fsdp_state import BackwardPrefetchTime
+from shardproof.engine.adapters.reference import ReferenceEngine
+from shardproof.engine.adapters.torch_fsdp2 import FullyShardEngine, PreparedFullyShard
+from shardproof.engine.capability import Capability
+from shardproof.engine.contract import Plan, Prefetch, PreparedModel, Reshard
+from shardproof.engine.mutants.fsdp2_insides import after_method
+from shardproof.engine.mutants.mutant import Condition, Trace, mutant
+from shardproof.engine.mutants.plans import UNITS
+from shardproof.engine.mutants.prefetch_order import Lists
+from shardproof.engine.mutants.reference_insides import reference_groups, reference_units
+from shardproof.engine.plan import Grouping, Layout
+from shardproof.engine.reference.fsdp_state import BackwardPrefetchTime
 
 _FREED = Plan(
     layout=Layout.SHARD,

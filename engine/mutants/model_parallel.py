@@ -17,12 +17,12 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
-from engine.adapters.reference import PreparedReference, ReferenceEngine
-from engine.adapters.torch_ddp import DistributedDataParallelEngine, PreparedDdp
-from engine.adapters.torch_fsdp2 import FullyShardEngine, PreparedFullyShard
-from engine.contract import Accumulation, Capability, Layout, Plan, PreparedModel, shard_of
-from engine.mutants.mutant import Condition, Trace, mutant
-from engine.mutants.patches import in_place_of
+from shardproof.engine.adapters.reference import PreparedReference, ReferenceEngine
+from shardproof.engine.adapters.torch_ddp import DistributedDataParallelEngine, PreparedDdp
+from shardproof.engine.adapters.torch_fsdp2 import FullyShardEngine, PreparedFullyShard
+from shardproof.engine.contract import Accumulation, Capability, Layout, Plan, PreparedModel, shard_of
+from shardproof.engine.mutants.mutant import Condition, Trace, mutant
+from shardproof.engine.mutants.patches import in_place_of
 
 _EXPERTS = Plan(layout=Layout.SHARD, expert_parallel=2, experts=("blocks.0.experts.inward",))
 _CUT = Plan(layout=Layout.SHARD, tensor_parallel=2)

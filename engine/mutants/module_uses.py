@@ -10,13 +10,21 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from engine.adapters.composable import members
-from engine.adapters.reference import PreparedReference, ReferenceEngine
-from engine.adapters.torch_fsdp2 import FullyShardEngine
-from engine.contract import Accumulation, Capability, Grouping, Plan, PreparedModel, Shard, UnitHandle
-from engine.mutants.mutant import Condition, Trace, mutant
-from engine.mutants.patches import never_updating
-from engine.mutants.plans import demanding
+from shardproof.engine.adapters.composable import members
+from shardproof.engine.adapters.reference import PreparedReference, ReferenceEngine
+from shardproof.engine.adapters.torch_fsdp2 import FullyShardEngine
+from shardproof.engine.contract import (
+    Accumulation,
+    Capability,
+    Grouping,
+    Plan,
+    PreparedModel,
+    Shard,
+    UnitHandle,
+)
+from shardproof.engine.mutants.mutant import Condition, Trace, mutant
+from shardproof.engine.mutants.patches import never_updating
+from shardproof.engine.mutants.plans import demanding
 
 _GROUPS = Plan(grouping=Grouping.REQUIRED, units=("first,second",))
 _TOLD = replace(_GROUPS, accumulation=Accumulation.LAST_MICROBATCH, demands=frozenset({Capability.UNIT_SYNC}))

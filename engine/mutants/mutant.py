@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any, TypeVar
 
-from engine.contract import Engine, Plan
+from shardproof.engine.contract import Engine, Plan
 
 _E = TypeVar("_E", bound=type[Engine])
 

@@ -14,11 +14,11 @@ from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from engine.adapters.composable import PreparedComposable
-from engine.adapters.reference import PreparedReference
-from engine.adapters.torch_fsdp1 import NAMES
-from engine.adapters.torch_fsdp2 import PreparedFullyShard
-from engine.contract import PreparedModel, WrapperNames
+from shardproof.engine.adapters.composable import PreparedComposable
+from shardproof.engine.adapters.reference import PreparedReference
+from shardproof.engine.adapters.torch_fsdp1 import NAMES
+from shardproof.engine.adapters.torch_fsdp2 import PreparedFullyShard
+from shardproof.engine.contract import PreparedModel, WrapperNames
 
 # Any, throughout: the holders are insides of engines, which have no public types.
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from engine.contract import Capability, Grouping, Layout, Plan, Reshard, Wrapper
-from engine.mutants.mutant import Condition
+from shardproof.engine.contract import Capability, Grouping, Layout, Plan, Reshard, Wrapper
+from shardproof.engine.mutants.mutant import Condition
 
 
 def demanding(*capabilities: Capability) -> Plan:

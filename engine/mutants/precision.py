@@ -11,18 +11,18 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from engine.adapters.reference import PreparedReference, ReferenceEngine
-from engine.adapters.torch_fsdp2 import FullyShardEngine, PreparedFullyShard
-from engine.adapters.torch_replicate import ReplicateEngine
-from engine.capability import Capability
-from engine.contract import Layout, Plan, PreparedModel
-from engine.mutants.mutant import Condition, Trace, mutant
-from engine.mutants.patches import Forgetful
-from engine.mutants.reference_insides import reference_groups
-from engine.plan import Accumulation, Grouping
-from engine.reference.collectives import Division, ReductionPlan
-from engine.reference.param_group import FSDPParamGroup
-from engine.reference.parameter import FSDPParam
+from shardproof.engine.adapters.reference import PreparedReference, ReferenceEngine
+from shardproof.engine.adapters.torch_fsdp2 import FullyShardEngine, PreparedFullyShard
+from shardproof.engine.adapters.torch_replicate import ReplicateEngine
+from shardproof.engine.capability import Capability
+from shardproof.engine.contract import Layout, Plan, PreparedModel
+from shardproof.engine.mutants.mutant import Condition, Trace, mutant
+from shardproof.engine.mutants.patches import Forgetful
+from shardproof.engine.mutants.reference_insides import reference_groups
+from shardproof.engine.plan import Accumulation, Grouping
+from shardproof.engine.reference.collectives import Division, ReductionPlan
+from shardproof.engine.reference.param_group import FSDPParamGroup
+from shardproof.engine.reference.parameter import FSDPParam
 
 _LOW = Plan(compute_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 _ACCUMULATING = Plan(

@@ -12,16 +12,16 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from engine import reference
-from engine.adapters.reference import PreparedReference, ReferenceEngine
-from engine.adapters.torch_fsdp2 import FullyShardEngine, PreparedFullyShard
-from engine.contract import Capability, Plan, Prefetch, PreparedModel
-from engine.mutants.mutant import Condition, Trace, mutant
-from engine.mutants.patches import Stale
-from engine.mutants.plans import UNITS
-from engine.plan import Accumulation, Grouping, Layout
-from engine.reference.collectives import DefaultAllGather
-from engine.reference.fsdp_state import state_of
+from shardproof.engine import reference
+from shardproof.engine.adapters.reference import PreparedReference, ReferenceEngine
+from shardproof.engine.adapters.torch_fsdp2 import FullyShardEngine, PreparedFullyShard
+from shardproof.engine.contract import Capability, Plan, Prefetch, PreparedModel
+from shardproof.engine.mutants.mutant import Condition, Trace, mutant
+from shardproof.engine.mutants.patches import Stale
+from shardproof.engine.mutants.plans import UNITS
+from shardproof.engine.plan import Accumulation, Grouping, Layout
+from shardproof.engine.reference.collectives import DefaultAllGather
+from shardproof.engine.reference.fsdp_state import state_of
 
 _GROUPED = Plan(layout=Layout.SHARD, units=UNITS, grouping=Grouping.REQUIRED)
 _AHEAD = Plan(

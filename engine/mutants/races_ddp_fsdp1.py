@@ -11,11 +11,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FullyShardedDataParallel
 
-from engine.adapters.torch_ddp import DistributedDataParallelEngine
-from engine.adapters.torch_fsdp1 import FullyShardedDataParallelEngine
-from engine.contract import Layout, Plan, PreparedModel
-from engine.mutants.mutant import Condition, Trace, mutant
-from engine.mutants.plans import ON_BLOCKS, SHARDED_BLOCKS
+from shardproof.engine.adapters.torch_ddp import DistributedDataParallelEngine
+from shardproof.engine.adapters.torch_fsdp1 import FullyShardedDataParallelEngine
+from shardproof.engine.contract import Layout, Plan, PreparedModel
+from shardproof.engine.mutants.mutant import Condition, Trace, mutant
+from shardproof.engine.mutants.plans import ON_BLOCKS, SHARDED_BLOCKS
 
 # Any, throughout: FSDP1's insides and the streams of a device have no public types.
 

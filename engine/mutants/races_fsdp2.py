@@ -14,9 +14,9 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from engine.adapters.torch_fsdp2 import FullyShardEngine
-from engine.contract import Capability, Plan, PreparedModel, Reshard
-from engine.mutants.fsdp2_insides import (
+from shardproof.engine.adapters.torch_fsdp2 import FullyShardEngine
+from shardproof.engine.contract import Capability, Plan, PreparedModel, Reshard
+from shardproof.engine.mutants.fsdp2_insides import (
     after_method,
     before_method,
     deaf,
@@ -27,8 +27,8 @@ from engine.mutants.fsdp2_insides import (
     reduce_inputs,
     waits_without_own_event,
 )
-from engine.mutants.mutant import Condition, Trace, mutant
-from engine.mutants.plans import HYBRID_BLOCKS, ON_BLOCKS, SHARDED_BLOCKS
+from shardproof.engine.mutants.mutant import Condition, Trace, mutant
+from shardproof.engine.mutants.plans import HYBRID_BLOCKS, ON_BLOCKS, SHARDED_BLOCKS
 
 # Any, throughout: FSDP2's insides and the streams of a device have no public types.
 

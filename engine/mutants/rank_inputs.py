@@ -14,13 +14,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
-from engine.adapters.reference import PreparedReference, ReferenceEngine
-from engine.adapters.torch_ddp import DistributedDataParallelEngine, PreparedDdp
-from engine.adapters.torch_fsdp2 import FullyShardEngine, PreparedFullyShard
-from engine.adapters.torch_replicate import ReplicateEngine
-from engine.contract import Capability, Layout, Plan, PreparedModel
-from engine.mutants.mutant import Condition, Trace, mutant
-from engine.mutants.plans import HYBRID, SECOND_STEP, demanding
+from shardproof.engine.adapters.reference import PreparedReference, ReferenceEngine
+from shardproof.engine.adapters.torch_ddp import DistributedDataParallelEngine, PreparedDdp
+from shardproof.engine.adapters.torch_fsdp2 import FullyShardEngine, PreparedFullyShard
+from shardproof.engine.adapters.torch_replicate import ReplicateEngine
+from shardproof.engine.contract import Capability, Layout, Plan, PreparedModel
+from shardproof.engine.mutants.mutant import Condition, Trace, mutant
+from shardproof.engine.mutants.plans import HYBRID, SECOND_STEP, demanding
 
 _OWN = demanding(Capability.OWN_BUFFERS)
 # Of the thread: where ranks are threads, each has its own count, as if it were a process.

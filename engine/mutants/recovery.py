@@ -6,13 +6,13 @@ from typing import Any
 
 import torch
 
-from engine.adapters.reference import PreparedReference, ReferenceEngine
-from engine.adapters.torch_fsdp2 import FullyShardEngine, PreparedFullyShard
-from engine.capability import Capability
-from engine.mutants.mutant import Condition, Trace, mutant
-from engine.mutants.patches import Stale
-from engine.plan import Accumulation, Grouping, Plan
-from engine.reference.fsdp_state import state_of
+from shardproof.engine.adapters.reference import PreparedReference, ReferenceEngine
+from shardproof.engine.adapters.torch_fsdp2 import FullyShardEngine, PreparedFullyShard
+from shardproof.engine.capability import Capability
+from shardproof.engine.mutants.mutant import Condition, Trace, mutant
+from shardproof.engine.mutants.patches import Stale
+from shardproof.engine.plan import Accumulation, Grouping, Plan
+from shardproof.engine.reference.fsdp_state import state_of
 
 _RECOVER = frozenset({Capability.RECOVER})
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from engine.contract import PreparedModel
-from engine.reference.comm_context import CommContext
-from engine.reference.fsdp_state import FSDPState, states_in
-from engine.reference.param_group import FSDPParamGroup
+from shardproof.engine.contract import PreparedModel
+from shardproof.engine.reference.comm_context import CommContext
+from shardproof.engine.reference.fsdp_state import FSDPState, states_in
+from shardproof.engine.reference.param_group import FSDPParamGroup
 
 __all__ = ["comm_contexts_of", "reference_groups", "reference_units"]
 

@@ -8,12 +8,12 @@ from typing import Any
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from engine.adapters.reference import ReferenceEngine, ReferenceOnStreams
-from engine.contract import Plan, PreparedModel
-from engine.mutants.mutant import Condition, Trace, mutant
-from engine.mutants.plans import SHARDED_BLOCKS
-from engine.mutants.reference_insides import comm_contexts_of, reference_groups
-from engine.reference.param_group import FSDPParamGroup
+from shardproof.engine.adapters.reference import ReferenceEngine, ReferenceOnStreams
+from shardproof.engine.contract import Plan, PreparedModel
+from shardproof.engine.mutants.mutant import Condition, Trace, mutant
+from shardproof.engine.mutants.plans import SHARDED_BLOCKS
+from shardproof.engine.mutants.reference_insides import comm_contexts_of, reference_groups
+from shardproof.engine.reference.param_group import FSDPParamGroup
 
 
 @mutant(after="deepspeedai/DeepSpeed#7898", kills_on=Condition(plan=SHARDED_BLOCKS), trace=Trace.RACES)

@@ -11,14 +11,14 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from engine.adapters.reference import ReferenceEngine, ReferenceOnStreams
-from engine.capability import Capability
-from engine.contract import Plan, PreparedModel
-from engine.mutants.mutant import Condition, Trace, mutant
-from engine.mutants.plans import HYBRID_BLOCKS, SHARDED_BLOCKS
-from engine.mutants.reference_insides import comm_contexts_of, reference_groups
-from engine.plan import Reshard
-from engine.reference.comm_context import CommContext, PendingCollective, Reduction
+from shardproof.engine.adapters.reference import ReferenceEngine, ReferenceOnStreams
+from shardproof.engine.capability import Capability
+from shardproof.engine.contract import Plan, PreparedModel
+from shardproof.engine.mutants.mutant import Condition, Trace, mutant
+from shardproof.engine.mutants.plans import HYBRID_BLOCKS, SHARDED_BLOCKS
+from shardproof.engine.mutants.reference_insides import comm_contexts_of, reference_groups
+from shardproof.engine.plan import Reshard
+from shardproof.engine.reference.comm_context import CommContext, PendingCollective, Reduction
 
 _BY_HAND = frozenset({Capability.UNIT_STATE, Capability.ASYNC_GATHER})
 

@@ -10,11 +10,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
-from engine.adapters.reference import ReferenceEngine
-from engine.adapters.torch_ddp import DistributedDataParallelEngine, PreparedDdp
-from engine.contract import Capability, Cut, Plan, PreparedModel, Shard
-from engine.mutants.mutant import Condition, Trace, mutant
-from engine.mutants.plans import HYBRID, SHARDED
+from shardproof.engine.adapters.reference import ReferenceEngine
+from shardproof.engine.adapters.torch_ddp import DistributedDataParallelEngine, PreparedDdp
+from shardproof.engine.contract import Capability, Cut, Plan, PreparedModel, Shard
+from shardproof.engine.mutants.mutant import Condition, Trace, mutant
+from shardproof.engine.mutants.plans import HYBRID, SHARDED
 
 
 @mutant(after="Tencent-Hunyuan/UniRL#410", kills_on=HYBRID, trace=Trace.REFUSAL)

@@ -14,12 +14,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from engine.adapters.reference import PreparedReference, ReferenceEngine
-from engine.adapters.torch_fsdp2 import FullyShardEngine, PreparedFullyShard
-from engine.contract import Capability, Layout, OptimizerFactory, Plan, PreparedModel, Reshard
-from engine.mutants.mutant import Condition, Trace, mutant
-from engine.mutants.patches import Stale, local, unchanged
-from engine.mutants.plans import SECOND_STEP, demanding
+from shardproof.engine.adapters.reference import PreparedReference, ReferenceEngine
+from shardproof.engine.adapters.torch_fsdp2 import FullyShardEngine, PreparedFullyShard
+from shardproof.engine.contract import Capability, Layout, OptimizerFactory, Plan, PreparedModel, Reshard
+from shardproof.engine.mutants.mutant import Condition, Trace, mutant
+from shardproof.engine.mutants.patches import Stale, local, unchanged
+from shardproof.engine.mutants.plans import SECOND_STEP, demanding
 
 _STATE = demanding(Capability.STATE)
 _RESUMED = Condition(world_size=1, steps=2, plan=_STATE, because="before a step there is nothing to lose")

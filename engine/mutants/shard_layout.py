@@ -13,13 +13,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
-from engine.adapters.reference import ReferenceEngine
-from engine.adapters.torch_ddp import DistributedDataParallelEngine
-from engine.adapters.torch_fsdp2 import FullyShardEngine, PreparedFullyShard
-from engine.contract import Layout, Placement, Plan, PreparedModel, Reshard, Shard, shard_of
-from engine.mutants.mutant import Condition, Trace, mutant
-from engine.mutants.patches import in_place_of, leave_out_of_ddp
-from engine.mutants.plans import ONE_RANK, SHARDED
+from shardproof.engine.adapters.reference import ReferenceEngine
+from shardproof.engine.adapters.torch_ddp import DistributedDataParallelEngine
+from shardproof.engine.adapters.torch_fsdp2 import FullyShardEngine, PreparedFullyShard
+from shardproof.engine.contract import Layout, Placement, Plan, PreparedModel, Reshard, Shard, shard_of
+from shardproof.engine.mutants.mutant import Condition, Trace, mutant
+from shardproof.engine.mutants.patches import in_place_of, leave_out_of_ddp
+from shardproof.engine.mutants.plans import ONE_RANK, SHARDED
 
 _LARGEST = Plan(layout=Layout.SHARD, placement=Placement.LARGEST)
 

@@ -12,11 +12,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from engine.adapters.composable import ComposableUnit, FrontDoor, members
-from engine.adapters.reference import PreparedReference, ReferenceEngine
-from engine.adapters.torch_ddp import DistributedDataParallelEngine, PreparedDdp
-from engine.adapters.torch_fsdp2 import FullyShardEngine, PreparedFullyShard
-from engine.contract import (
+from shardproof.engine.adapters.composable import ComposableUnit, FrontDoor, members
+from shardproof.engine.adapters.reference import PreparedReference, ReferenceEngine
+from shardproof.engine.adapters.torch_ddp import DistributedDataParallelEngine, PreparedDdp
+from shardproof.engine.adapters.torch_fsdp2 import FullyShardEngine, PreparedFullyShard
+from shardproof.engine.contract import (
     Accumulation,
     Capability,
     Grouping,
@@ -27,9 +27,9 @@ from engine.contract import (
     Roots,
     UnitHandle,
 )
-from engine.mutants.mutant import Condition, Trace, mutant
-from engine.mutants.patches import Stale
-from engine.mutants.plans import SECOND_STEP
+from shardproof.engine.mutants.mutant import Condition, Trace, mutant
+from shardproof.engine.mutants.patches import Stale
+from shardproof.engine.mutants.plans import SECOND_STEP
 
 _CONTROLLED = Plan(
     layout=Layout.SHARD,

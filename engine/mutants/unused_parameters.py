@@ -9,13 +9,13 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
-from engine.adapters.torch_ddp import DistributedDataParallelEngine
-from engine.adapters.torch_fsdp2 import FullyShardEngine, PreparedFullyShard
-from engine.adapters.torch_replicate import ReplicateEngine
-from engine.contract import Capability, Layout, Plan, PreparedModel
-from engine.mutants.mutant import Condition, Trace, mutant
-from engine.mutants.patches import is_last_rank, leave_out_of_ddp, never_updating
-from engine.mutants.plans import ONE_RANK, demanding
+from shardproof.engine.adapters.torch_ddp import DistributedDataParallelEngine
+from shardproof.engine.adapters.torch_fsdp2 import FullyShardEngine, PreparedFullyShard
+from shardproof.engine.adapters.torch_replicate import ReplicateEngine
+from shardproof.engine.contract import Capability, Layout, Plan, PreparedModel
+from shardproof.engine.mutants.mutant import Condition, Trace, mutant
+from shardproof.engine.mutants.patches import is_last_rank, leave_out_of_ddp, never_updating
+from shardproof.engine.mutants.plans import ONE_RANK, demanding
 
 _UNUSED = demanding(Capability.UNUSED)
 _BORROWED = demanding(Capability.UNUSED, Capability.RANK_DEPENDENT)

@@ -7,12 +7,12 @@ from typing import ClassVar
 
 import torch.distributed as dist
 
-from engine.adapters.reference_wrapper import NAMES, ReferenceWrapperEngine
-from engine.contract import WrapperNames
-from engine.mutants.mutant import Condition, Trace, mutant
-from engine.plan import Layout, Plan
-from engine.reference import FullyShardedDataParallel
-from engine.wrapper import Wrapper
+from shardproof.engine.adapters.reference_wrapper import NAMES, ReferenceWrapperEngine
+from shardproof.engine.contract import WrapperNames
+from shardproof.engine.mutants.mutant import Condition, Trace, mutant
+from shardproof.engine.plan import Layout, Plan
+from shardproof.engine.reference import FullyShardedDataParallel
+from shardproof.engine.wrapper import Wrapper
 
 
 class _Apart(FullyShardedDataParallel):

@@ -8,13 +8,18 @@ things happen); fsdp_module and fully_shard (the door).
 
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
-from engine.reference.fsdp1.flat import FlatParameter
-from engine.reference.fsdp1.fully_sharded_data_parallel import FullyShardedDataParallel
-from engine.reference.fsdp1.wrap_policy import CustomPolicy, ModuleWrapPolicy, enable_wrap, wrap
-from engine.reference.fsdp_module import FSDPModule, ReplicateModule, UnshardHandle
-from engine.reference.fully_shard import fully_shard, register_fsdp_forward_method, replicate, share_comm_ctx
-from engine.reference.optim import ShardedGradScaler, clip_grad_norm_
-from engine.reference.policies import ShardPlacementResult
+from shardproof.engine.reference.fsdp1.flat import FlatParameter
+from shardproof.engine.reference.fsdp1.fully_sharded_data_parallel import FullyShardedDataParallel
+from shardproof.engine.reference.fsdp1.wrap_policy import CustomPolicy, ModuleWrapPolicy, enable_wrap, wrap
+from shardproof.engine.reference.fsdp_module import FSDPModule, ReplicateModule, UnshardHandle
+from shardproof.engine.reference.fully_shard import (
+    fully_shard,
+    register_fsdp_forward_method,
+    replicate,
+    share_comm_ctx,
+)
+from shardproof.engine.reference.optim import ShardedGradScaler, clip_grad_norm_
+from shardproof.engine.reference.policies import ShardPlacementResult
 
 __all__ = [
     "CPUOffloadPolicy",

@@ -11,7 +11,7 @@ import torch
 from torch.autograd.function import FunctionCtx
 from torch.autograd.graph import Node
 
-from engine.reference.torch_private import inside_backward
+from shardproof.engine.reference.torch_private import inside_backward
 
 # Any: a module may take and return whatever it likes.
 

@@ -9,10 +9,10 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from engine.reference.comm_context import PendingCollective, Reduction
-from engine.reference.mesh import Ranks
-from engine.reference.param_layout import ParamLayout, UnshardedMemory
-from engine.reference.parameter import FSDPParam
+from shardproof.engine.reference.comm_context import PendingCollective, Reduction
+from shardproof.engine.reference.mesh import Ranks
+from shardproof.engine.reference.param_layout import ParamLayout, UnshardedMemory
+from shardproof.engine.reference.parameter import FSDPParam
 
 # torch 2.13 gave the flat collectives new names and deprecated these, which older releases have alone.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

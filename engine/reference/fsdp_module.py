@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from engine.reference.collectives import AllGather, ReduceScatter
-from engine.reference.fsdp_state import FSDPState, state_of, states_in
-from engine.reference.mesh import subgroup_of
-from engine.reference.param_group import FSDPParamGroup
+from shardproof.engine.reference.collectives import AllGather, ReduceScatter
+from shardproof.engine.reference.fsdp_state import FSDPState, state_of, states_in
+from shardproof.engine.reference.mesh import subgroup_of
+from shardproof.engine.reference.param_group import FSDPParamGroup
 
 
 class UnshardHandle:

@@ -9,13 +9,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from engine.reference.autograd_hooks import PendingBackwards, map_tensors
-from engine.reference.comm_context import CommContext
-from engine.reference.mesh import subgroup_of
-from engine.reference.param_group import FSDPParamGroup, ShardedState
-from engine.reference.policies import DTypes
-from engine.reference.root_state import RootState
-from engine.reference.torch_private import eager, inside_backward
+from shardproof.engine.reference.autograd_hooks import PendingBackwards, map_tensors
+from shardproof.engine.reference.comm_context import CommContext
+from shardproof.engine.reference.mesh import subgroup_of
+from shardproof.engine.reference.param_group import FSDPParamGroup, ShardedState
+from shardproof.engine.reference.policies import DTypes
+from shardproof.engine.reference.root_state import RootState
+from shardproof.engine.reference.torch_private import eager, inside_backward
 
 _ATTRIBUTE = "_sharding_unit"
 

@@ -13,14 +13,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor, Shard
 
-from engine.reference.fsdp_module import FSDPModule, ReplicateModule, managed_class
-from engine.reference.fsdp_state import FSDPState, state_of
-from engine.reference.geometry import plan_cut
-from engine.reference.mesh import DataMesh, compute_device, replicating_mesh, sharding_mesh
-from engine.reference.param_group import FSDPParamGroup
-from engine.reference.param_layout import PerParameterLayout
-from engine.reference.parameter import ParamLocation, ShardedParam, cut_parameter
-from engine.reference.policies import DTypes, ShardPlacementResult
+from shardproof.engine.reference.fsdp_module import FSDPModule, ReplicateModule, managed_class
+from shardproof.engine.reference.fsdp_state import FSDPState, state_of
+from shardproof.engine.reference.geometry import plan_cut
+from shardproof.engine.reference.mesh import DataMesh, compute_device, replicating_mesh, sharding_mesh
+from shardproof.engine.reference.param_group import FSDPParamGroup
+from shardproof.engine.reference.param_layout import PerParameterLayout
+from shardproof.engine.reference.parameter import ParamLocation, ShardedParam, cut_parameter
+from shardproof.engine.reference.policies import DTypes, ShardPlacementResult
 
 Modules = TypeVar("Modules", nn.Module, list[nn.Module])
 PlacementFn = Callable[[nn.Parameter], Shard | ShardPlacementResult | None]

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
-from engine.reference.mesh import DataMesh
-from engine.reference.torch_private import local_tensor
+from shardproof.engine.reference.mesh import DataMesh
+from shardproof.engine.reference.torch_private import local_tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

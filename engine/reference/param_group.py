@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
-from engine.reference.collectives import (
+from shardproof.engine.reference.collectives import (
     AllGather,
     CommHook,
     DefaultAllGather,
@@ -27,11 +27,11 @@ from engine.reference.collectives import (
     reduce_alone,
     reduce_scatter_copy_in,
 )
-from engine.reference.comm_context import CommContext
-from engine.reference.mesh import Ranks
-from engine.reference.param_layout import ParamLayout, UnshardedMemory, storage_signature
-from engine.reference.parameter import FSDPParam, placeholder_grad
-from engine.reference.policies import DTypes
+from shardproof.engine.reference.comm_context import CommContext
+from shardproof.engine.reference.mesh import Ranks
+from shardproof.engine.reference.param_layout import ParamLayout, UnshardedMemory, storage_signature
+from shardproof.engine.reference.parameter import FSDPParam, placeholder_grad
+from shardproof.engine.reference.policies import DTypes
 
 
 class ShardedState(Enum):

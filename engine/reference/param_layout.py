@@ -7,8 +7,8 @@ from typing import Protocol
 
 import torch
 
-from engine.reference.parameter import FSDPParam, ShardedParam
-from engine.reference.torch_private import post_accumulate_hooks
+from shardproof.engine.reference.parameter import FSDPParam, ShardedParam
+from shardproof.engine.reference.torch_private import post_accumulate_hooks
 
 _ALIGNMENT_BYTES = 64  # a cache line, and what vectorised kernels like
 

@@ -14,9 +14,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from engine.reference.geometry import Geometry, local_part
-from engine.reference.mesh import DataMesh
-from engine.reference.torch_private import (
+from shardproof.engine.reference.geometry import Geometry, local_part
+from shardproof.engine.reference.mesh import DataMesh
+from shardproof.engine.reference.torch_private import (
     concatenated,
     local_tensor,
     run_where_shards_lie,

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Generic, Protocol, TypeVar
 
-from engine.reference.comm_context import CommContext
-from engine.reference.param_group import FSDPParamGroup
-from engine.reference.torch_private import at_end_of_backward, inside_backward
+from shardproof.engine.reference.comm_context import CommContext
+from shardproof.engine.reference.param_group import FSDPParamGroup
+from shardproof.engine.reference.torch_private import at_end_of_backward, inside_backward
 
 # More forwards than any pipeline schedule has in flight before the first backward.
 _MOST_FORWARDS_AHEAD = 1024

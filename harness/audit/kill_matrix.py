@@ -6,8 +6,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from harness.audit.marks import Idle, Pair, Selection
-from harness.records.record import Record, Verdict
+from shardproof.harness.audit.marks import Idle, Pair, Selection
+from shardproof.harness.records.record import Record, Verdict
 
 __all__ = ["KillMatrix", "MutantRow", "MutantStatus", "PairResult", "Target", "kill_matrix"]
 

@@ -13,10 +13,10 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, Protocol
 
-from harness.errors import UsageError
-from harness.records import codec
-from harness.records.run import write_file
-from harness.worlds.spec import Sizes, WorldSpec
+from shardproof.harness.errors import UsageError
+from shardproof.harness.records import codec
+from shardproof.harness.records.run import write_file
+from shardproof.harness.worlds.spec import Sizes, WorldSpec
 
 __all__ = [
     "WORLDS",

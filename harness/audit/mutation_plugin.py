@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.audit.marks import (
+from shardproof.harness.audit.marks import (
     Breadth,
     Idle,
     MarkedCase,
@@ -27,12 +27,12 @@ from harness.audit.marks import (
     pairs,
     write_selection,
 )
-from harness.cases.case_id import Node
-from harness.errors import UsageError
-from harness.runner.collection import refuse
-from harness.runner.options import PLACEHOLDER, Cell
-from harness.runner.plugin import CELLS, CELLS_ARE_CHOSEN
-from harness.worlds.spec import Sizes, WorldSpec
+from shardproof.harness.cases.case_id import Node
+from shardproof.harness.errors import UsageError
+from shardproof.harness.runner.collection import refuse
+from shardproof.harness.runner.options import PLACEHOLDER, Cell
+from shardproof.harness.runner.plugin import CELLS, CELLS_ARE_CHOSEN
+from shardproof.harness.worlds.spec import Sizes, WorldSpec
 
 __all__ = ["MutationPlugin", "MutationRun"]
 

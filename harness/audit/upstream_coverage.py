@@ -12,10 +12,10 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from harness.audit.marks import PytestMark
-from harness.cases.case_id import SUITES
-from harness.errors import UsageError
-from harness.records.record import Record, Verdict
+from shardproof.harness.audit.marks import PytestMark
+from shardproof.harness.cases.case_id import SUITES
+from shardproof.harness.errors import UsageError
+from shardproof.harness.records.record import Record, Verdict
 
 __all__ = [
     "TESTS",

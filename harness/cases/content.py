@@ -29,7 +29,7 @@ import torch
 __all__ = ["content_digest"]
 
 # Packages whose definitions are known by name, beside the standard library and what is installed.
-_NAMED_PACKAGES = frozenset({"torch", "harness", "engine"})
+_NAMED_PACKAGES = ("torch", "shardproof.harness", "shardproof.engine")
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, type(...), type(NotImplemented))
 # Members of a class that say nothing about what it does, or that are made from other members.
 _UNREAD_MEMBERS = frozenset(
@@ -326,7 +326,10 @@ def _is_named(definition: Any) -> bool:  # Any: a function or a class
 @cache
 def _is_package_named(module: str) -> bool:
     top = module.partition(".")[0]
-    if top in _NAMED_PACKAGES or top in sys.stdlib_module_names:
+    if (
+        f"{module}.".startswith(tuple(f"{named}." for named in _NAMED_PACKAGES))
+        or top in sys.stdlib_module_names
+    ):
         return True
     file = getattr(sys.modules.get(module), "__file__", None) or ""
     return any(Path(file).is_relative_to(folder) for folder in _installed()) if file else top == "builtins"

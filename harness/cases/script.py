@@ -17,9 +17,9 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import nn
 
-from engine.contract import Capability, UnitHandle, WrapperNames
-from harness.cases.batch import Batch
-from harness.tracing.ledger import Ledger
+from shardproof.engine.contract import Capability, UnitHandle, WrapperNames
+from shardproof.harness.cases.batch import Batch
+from shardproof.harness.tracing.ledger import Ledger
 
 
 class Evaluation(Enum):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from functools import cache
 
-from harness.cases.scripts.pipeline_order import Pipelined
-from harness.cases.training import Problem, Training
+from shardproof.harness.cases.scripts.pipeline_order import Pipelined
+from shardproof.harness.cases.training import Problem, Training
 
 __all__ = ["is_on_rank", "num_stages", "stages_of"]
 

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from engine.contract import Accumulation, Capability, Layout, Plan
-from harness.cases.batch import Batch
-from harness.cases.script import EachMicrobatch, Script
+from shardproof.engine.contract import Accumulation, Capability, Layout, Plan
+from shardproof.harness.cases.batch import Batch
+from shardproof.harness.cases.script import EachMicrobatch, Script
 
 
 class Problem(Protocol):

@@ -8,8 +8,8 @@ from math import lcm, prod
 
 from torch import nn
 
-from engine.contract import Layout, Plan, Roots
-from harness.cases.training import Training
+from shardproof.engine.contract import Layout, Plan, Roots
+from shardproof.harness.cases.training import Training
 
 __all__ = ["ROOT", "UnitParameters", "chunked_numel", "groups_in", "groups_of", "num_shares_of"]
 

@@ -23,9 +23,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from engine.capability import Capability
-from engine.loading import load
-from harness.cases.batch import Batch, ModelBatch
+from shardproof.engine.capability import Capability
+from shardproof.engine.loading import load
+from shardproof.harness.cases.batch import Batch, ModelBatch
 
 _BUILD_SEED = 20_011
 # Large primes apart, so that no two microbatches of a training share a seed.

@@ -7,8 +7,8 @@ import io
 import sys
 from typing import TYPE_CHECKING
 
-from harness.cases.case_id import SUITES, Node
-from harness.runner.invoke import CONFORMS, OUR_FAULT, call_pytest
+from shardproof.harness.cases.case_id import SUITES, Node
+from shardproof.harness.runner.invoke import CONFORMS, OUR_FAULT, call_pytest
 
 if TYPE_CHECKING:  # importing pytest takes a while, and not every command needs it
     import pytest

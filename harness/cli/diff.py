@@ -9,13 +9,13 @@ from enum import StrEnum
 from pathlib import Path
 from typing import assert_never
 
-from harness.errors import UsageError
-from harness.records.diff.comparability import ComparedRun
-from harness.records.diff.comparison import Comparison, compare
-from harness.records.run import read_run, write_file
-from harness.runner.invoke import CONFORMS, DOES_NOT_CONFORM
-from reports.diff_json import render_json
-from reports.diff_text import WIDTH, render, render_markdown, summary
+from shardproof.harness.errors import UsageError
+from shardproof.harness.records.diff.comparability import ComparedRun
+from shardproof.harness.records.diff.comparison import Comparison, compare
+from shardproof.harness.records.run import read_run, write_file
+from shardproof.harness.runner.invoke import CONFORMS, DOES_NOT_CONFORM
+from shardproof.reports.diff_json import render_json
+from shardproof.reports.diff_text import WIDTH, render, render_markdown, summary
 
 __all__ = ["DiffRequest", "Format", "show_diff"]
 

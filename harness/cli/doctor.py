@@ -11,14 +11,14 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from engine.registry import BUILT_IN, EngineNotFoundError
-from harness.runner.engines import describe
-from harness.torch_compat.releases import TESTED, minor, remark
-from harness.worlds.launch import launch
-from harness.worlds.outcome import Returned
-from harness.worlds.processes.lineage import can_adopt
-from harness.worlds.rank import RankContext
-from harness.worlds.spec import WorldKind, WorldSpec
+from shardproof.engine.registry import BUILT_IN, EngineNotFoundError
+from shardproof.harness.runner.engines import describe
+from shardproof.harness.torch_compat.releases import TESTED, minor, remark
+from shardproof.harness.worlds.launch import launch
+from shardproof.harness.worlds.outcome import Returned
+from shardproof.harness.worlds.processes.lineage import can_adopt
+from shardproof.harness.worlds.rank import RankContext
+from shardproof.harness.worlds.spec import WorldKind, WorldSpec
 
 __all__ = ["Finding", "examine"]
 

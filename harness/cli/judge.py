@@ -14,13 +14,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from harness.cases.case_id import Node
-from harness.errors import HarnessBug, UsageError
-from harness.records.record import Footer, Record, Verdict
-from harness.records.run import JUDGED, Run, RunWriter, read_run
-from harness.runner.invoke import call_pytest, suite_folders
-from harness.runner.record_writer import NOT_JUDGED_PROPERTY
-from harness.worlds.spec import WorldSpec
+from shardproof.harness.cases.case_id import Node
+from shardproof.harness.errors import HarnessBug, UsageError
+from shardproof.harness.records.record import Footer, Record, Verdict
+from shardproof.harness.records.run import JUDGED, Run, RunWriter, read_run
+from shardproof.harness.runner.invoke import call_pytest, suite_folders
+from shardproof.harness.runner.record_writer import NOT_JUDGED_PROPERTY
+from shardproof.harness.worlds.spec import WorldSpec
 
 if TYPE_CHECKING:  # importing pytest takes a while, and not every command needs it
     import pytest

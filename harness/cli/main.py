@@ -9,12 +9,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engine.registry import BUILT_IN, EngineNotFoundError, check_spelling
-from harness.audit.marks import WORLDS, Breadth
-from harness.errors import ShardproofError, UsageError
-from harness.records.record import Verdict
-from harness.runner.interruption import interruptible, uninterrupted
-from harness.runner.invoke import (
+from shardproof.engine.registry import BUILT_IN, EngineNotFoundError, check_spelling
+from shardproof.harness.audit.marks import WORLDS, Breadth
+from shardproof.harness.errors import ShardproofError, UsageError
+from shardproof.harness.records.record import Verdict
+from shardproof.harness.runner.interruption import interruptible, uninterrupted
+from shardproof.harness.runner.invoke import (
     CONFORMS,
     DOES_NOT_CONFORM,
     OUR_FAULT,
@@ -26,7 +26,7 @@ from harness.runner.invoke import (
 )
 
 if TYPE_CHECKING:
-    from harness.records.run import Run
+    from shardproof.harness.records.run import Run
 
 _OWN_MODEL = "own_model"  # the suite
 _INTERRUPTED = 2  # pytest.ExitCode.INTERRUPTED, without the import
@@ -64,9 +64,9 @@ def check(arguments: argparse.Namespace) -> int:
 
     MODEL is a class with build(), batch() and loss(), as path/to/file.py:Name or package.module:Name.
     """
-    from harness.runner.user_models import absolute, read_model
-    from harness.worlds.processes.forkserver import forkserver_context
-    from reports.model_check import render
+    from shardproof.harness.runner.user_models import absolute, read_model
+    from shardproof.harness.worlds.processes.forkserver import forkserver_context
+    from shardproof.reports.model_check import render
 
     check_temporary_folder()
     spec = absolute(arguments.model)
@@ -77,11 +77,11 @@ def check(arguments: argparse.Namespace) -> int:
 
 
 def _run(arguments: argparse.Namespace, *extra: str, render: Callable[[Run], str] | None = None) -> int:
-    from harness.records.provenance import today
-    from harness.records.run import refuse_existing
-    from harness.runner.options import RunOptions
-    from harness.verdicts import known_failures_file
-    from harness.worlds.spec import WorldSpec
+    from shardproof.harness.records.provenance import today
+    from shardproof.harness.records.run import refuse_existing
+    from shardproof.harness.runner.options import RunOptions
+    from shardproof.harness.verdicts import known_failures_file
+    from shardproof.harness.worlds.spec import WorldSpec
 
     out = Path(arguments.out or Path("conformance") / f"{datetime.now(UTC):%Y%m%d-%H%M%S}")
     # Here rather than in pytest, whose own message would bury ours.
@@ -120,7 +120,7 @@ def _run(arguments: argparse.Namespace, *extra: str, render: Callable[[Run], str
 
 def _any_is_usable(engines: Sequence[str], limit_s: float) -> bool:
     """Print why an engine from outside cannot be judged, before anything runs; those built in are asked in pytest."""
-    from harness.runner.engines import examine
+    from shardproof.harness.runner.engines import examine
 
     for name in engines:
         check_spelling(name)
@@ -136,7 +136,7 @@ def judge(arguments: argparse.Namespace) -> int:
 
     A record that cannot be judged again keeps its verdict and is listed; the exit code is then not 0.
     """
-    from harness.cli.judge import judge_again
+    from shardproof.harness.cli.judge import judge_again
 
     return _show(judge_again(Path(arguments.run)))
 
@@ -148,7 +148,7 @@ def report(arguments: argparse.Namespace) -> int:
 
 def timeline(arguments: argparse.Namespace) -> int:
     """Write what happened when in one case, the worst that matches, for Perfetto or chrome://tracing."""
-    from harness.cli.timeline import TimelineRequest, export
+    from shardproof.harness.cli.timeline import TimelineRequest, export
 
     return export(
         TimelineRequest(
@@ -163,7 +163,7 @@ def timeline(arguments: argparse.Namespace) -> int:
 
 def diff(arguments: argparse.Namespace) -> int:
     """Compare two runs: verdicts, headlines, counts and bytes that changed; returns 1 if any did, else 0."""
-    from harness.cli.diff import DiffRequest, Format, show_diff
+    from shardproof.harness.cli.diff import DiffRequest, Format, show_diff
 
     return show_diff(
         DiffRequest(
@@ -178,8 +178,8 @@ def diff(arguments: argparse.Namespace) -> int:
 
 def list_all(arguments: argparse.Namespace) -> int:
     """List engines with what they declare, suites, and with --cases every case."""
-    from harness.cli.case_list import list_cases
-    from harness.runner.engines import describe
+    from shardproof.harness.cli.case_list import list_cases
+    from shardproof.harness.runner.engines import describe
 
     print("engines:")
     for name in sorted(BUILT_IN):
@@ -199,7 +199,7 @@ def list_all(arguments: argparse.Namespace) -> int:
 
 def doctor(arguments: argparse.Namespace) -> int:
     """Say what this machine can run, by running it."""
-    from harness.cli.doctor import examine
+    from shardproof.harness.cli.doctor import examine
 
     findings = examine()
     for finding in findings:
@@ -212,7 +212,7 @@ def coverage(arguments: argparse.Namespace) -> int:
 
     With --api the same of each name of an interface of torch's.
     """
-    from harness.cli.coverage import show_coverage
+    from shardproof.harness.cli.coverage import show_coverage
 
     folders = [Path(folder) for folder in arguments.runs]
     return show_coverage(folders, api=arguments.api, is_markdown=arguments.markdown)
@@ -223,7 +223,7 @@ def mutants(arguments: argparse.Namespace) -> int:
 
     Returns 1 where one of them survives, where a mutant is killed by no case, or where a case kills no mutant.
     """
-    from harness.cli.mutants import MutantsRequest, run_mutants, shipped
+    from shardproof.harness.cli.mutants import MutantsRequest, run_mutants, shipped
 
     now = f"{datetime.now(UTC):%Y%m%d-%H%M%S}"
     return run_mutants(
@@ -262,9 +262,9 @@ def _conclude(out: Path, pytest_code: int, render: Callable[[Run], str] | None =
 
 def _show(run_folder: Path, render: Callable[[Run], str] | None = None) -> int:
     """Write a run's reports, print its matrix or what ``render`` makes of it, and return the exit code."""
-    from reports import terminal
-    from reports.summary import Conclusion, conclude
-    from reports.write import write_reports
+    from shardproof.reports import terminal
+    from shardproof.reports.summary import Conclusion, conclude
+    from shardproof.reports.write import write_reports
 
     result, paths = write_reports(run_folder)
     print((render or terminal.render)(result))

@@ -8,15 +8,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from engine.registry import shipped_mutants
-from harness.audit.kill_matrix import KillMatrix, Target, kill_matrix
-from harness.audit.marks import Breadth, read_selection
-from harness.errors import HarnessBug
-from harness.records.record import Record, Verdict
-from harness.records.run import RUN, read_run, refuse_existing
-from harness.runner.invoke import CONFORMS, DOES_NOT_CONFORM, OUR_FAULT, USAGE, call_pytest
-from harness.worlds.spec import WorldSpec
-from reports.kills import render, write_kills
+from shardproof.engine.registry import shipped_mutants
+from shardproof.harness.audit.kill_matrix import KillMatrix, Target, kill_matrix
+from shardproof.harness.audit.marks import Breadth, read_selection
+from shardproof.harness.errors import HarnessBug
+from shardproof.harness.records.record import Record, Verdict
+from shardproof.harness.records.run import RUN, read_run, refuse_existing
+from shardproof.harness.runner.invoke import CONFORMS, DOES_NOT_CONFORM, OUR_FAULT, USAGE, call_pytest
+from shardproof.harness.worlds.spec import WorldSpec
+from shardproof.reports.kills import render, write_kills
 
 __all__ = ["MutantsRequest", "conclude", "run_mutants", "shipped"]
 
@@ -89,7 +89,7 @@ def _arguments(request: MutantsRequest) -> list[str]:
     if len(set(names)) < len(names):
         raise HarnessBug("mutants", expected="names of their own", got=", ".join(names), hint="renaming one")
     return [
-        *("-p", "harness.audit.mutation_plugin"),
+        *("-p", "shardproof.harness.audit.mutation_plugin"),
         *map(str, request.suites),
         *(f"--engine={target.engine}" for target in request.targets),
         *(f"--world={world}" for world in request.worlds),

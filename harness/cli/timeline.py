@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 
-from harness.errors import UsageError
-from harness.records.rank_timeline import read_timeline
-from harness.records.record import Record
-from harness.records.run import read_run, write_file
-from harness.runner.invoke import CONFORMS, DOES_NOT_CONFORM
-from reports.matrix import by_severity
-from reports.perfetto import render
+from shardproof.harness.errors import UsageError
+from shardproof.harness.records.rank_timeline import read_timeline
+from shardproof.harness.records.record import Record
+from shardproof.harness.records.run import read_run, write_file
+from shardproof.harness.runner.invoke import CONFORMS, DOES_NOT_CONFORM
+from shardproof.reports.matrix import by_severity
+from shardproof.reports.perfetto import render
 
 __all__ = ["TimelineRequest", "export"]
 

@@ -9,14 +9,14 @@ import math
 
 import torch
 
-from engine.contract import Shard
-from harness.laws.hypotheses import Suspect, factor_between, hypotheses, share_of
-from harness.laws.law import Evidence
-from harness.laws.structure import RankShard
-from harness.laws.tolerance import allowed_error
-from harness.torch_compat.dtypes import widened
-from harness.training.absolute_error import deviation
-from harness.training.oracle import Quantity, TensorKey
+from shardproof.engine.contract import Shard
+from shardproof.harness.laws.hypotheses import Suspect, factor_between, hypotheses, share_of
+from shardproof.harness.laws.law import Evidence
+from shardproof.harness.laws.structure import RankShard
+from shardproof.harness.laws.tolerance import allowed_error
+from shardproof.harness.torch_compat.dtypes import widened
+from shardproof.harness.training.absolute_error import deviation
+from shardproof.harness.training.oracle import Quantity, TensorKey
 
 __all__ = ["NOT_FINITE", "UNSTRUCTURED", "looks_like"]
 

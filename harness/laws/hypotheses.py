@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.contract import Shard
-from harness.cases.training import Clip
-from harness.laws.law import Evidence
-from harness.training.absolute_error import deviation, largest
-from harness.training.oracle import OracleObservation, OracleStep, Quantity, TensorKey
+from shardproof.engine.contract import Shard
+from shardproof.harness.cases.training import Clip
+from shardproof.harness.laws.law import Evidence
+from shardproof.harness.training.absolute_error import deviation, largest
+from shardproof.harness.training.oracle import OracleObservation, OracleStep, Quantity, TensorKey
 
 __all__ = ["Hypothesis", "Suspect", "factor_between", "hypotheses", "share_of"]
 

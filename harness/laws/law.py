@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from harness.cases.training import Training
-from harness.records.observation import Observation
-from harness.records.record import LawRecord, TensorRecord
-from harness.training.oracle import OracleObservation
+from shardproof.harness.cases.training import Training
+from shardproof.harness.records.observation import Observation
+from shardproof.harness.records.record import LawRecord, TensorRecord
+from shardproof.harness.training.oracle import OracleObservation
 
 __all__ = ["Evidence", "Law", "Ruling", "rule"]
 

@@ -11,14 +11,20 @@ from dataclasses import dataclass
 
 import torch
 
-from harness.laws.diagnosis import looks_like
-from harness.laws.law import Evidence, Ruling
-from harness.laws.structure import RankShard, num_declared_zeros, observed, pieces_of, structural_faults
-from harness.laws.tolerance import allowed_error
-from harness.records.record import LawRecord, TensorRecord
-from harness.torch_compat.dtypes import widened
-from harness.training.absolute_error import deviation
-from harness.training.oracle import INITIAL_STEP, Quantity, TensorKey
+from shardproof.harness.laws.diagnosis import looks_like
+from shardproof.harness.laws.law import Evidence, Ruling
+from shardproof.harness.laws.structure import (
+    RankShard,
+    num_declared_zeros,
+    observed,
+    pieces_of,
+    structural_faults,
+)
+from shardproof.harness.laws.tolerance import allowed_error
+from shardproof.harness.records.record import LawRecord, TensorRecord
+from shardproof.harness.torch_compat.dtypes import widened
+from shardproof.harness.training.absolute_error import deviation
+from shardproof.harness.training.oracle import INITIAL_STEP, Quantity, TensorKey
 
 __all__ = ["MatchesOracle"]
 

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 
 import torch
 
-from harness.laws.law import Evidence, Ruling, rule
-from harness.laws.tolerance import allowed_error
-from harness.records.observation import StepObservation
-from harness.records.record import LawRecord
-from harness.training.absolute_error import deviation
-from harness.training.oracle import INITIAL_STEP, Quantity, TensorKey
+from shardproof.harness.laws.law import Evidence, Ruling, rule
+from shardproof.harness.laws.tolerance import allowed_error
+from shardproof.harness.records.observation import StepObservation
+from shardproof.harness.records.record import LawRecord
+from shardproof.harness.training.absolute_error import deviation
+from shardproof.harness.training.oracle import INITIAL_STEP, Quantity, TensorKey
 
 _NOTHING = "nothing"  # stands for a note that was never made
 

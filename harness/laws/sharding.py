@@ -9,11 +9,11 @@ from math import prod
 
 import torch
 
-from engine.contract import Cut, Placement, Shard
-from harness.cases.units import chunked_numel, groups_of, num_shares_of
-from harness.laws.law import Evidence, Ruling, rule
-from harness.records.observation import Observation
-from harness.records.record import LawRecord
+from shardproof.engine.contract import Cut, Placement, Shard
+from shardproof.harness.cases.units import chunked_numel, groups_of, num_shares_of
+from shardproof.harness.laws.law import Evidence, Ruling, rule
+from shardproof.harness.records.observation import Observation
+from shardproof.harness.records.record import LawRecord
 
 # Engines that lay parameters one after the other let each begin at a multiple of so many bytes.
 _ALIGNMENT_BYTES = 16

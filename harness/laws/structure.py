@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from engine.contract import NoGradient, Shard
-from harness.cases.stages import is_on_rank
-from harness.laws.law import Evidence
-from harness.records.observation import Observation
-from harness.training.absolute_error import largest
-from harness.training.oracle import LOSSES, NORM, Quantity, TensorKey
+from shardproof.engine.contract import NoGradient, Shard
+from shardproof.harness.cases.stages import is_on_rank
+from shardproof.harness.laws.law import Evidence
+from shardproof.harness.records.observation import Observation
+from shardproof.harness.training.absolute_error import largest
+from shardproof.harness.training.oracle import LOSSES, NORM, Quantity, TensorKey
 
 __all__ = ["RankShard", "Tensors", "num_declared_zeros", "observed", "pieces_of", "structural_faults"]
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from harness.torch_compat.dtypes import is_rounded
-from harness.training.absolute_error import largest
-from harness.training.oracle import OracleObservation, Quantity, TensorKey
+from shardproof.harness.torch_compat.dtypes import is_rounded
+from shardproof.harness.training.absolute_error import largest
+from shardproof.harness.training.oracle import OracleObservation, Quantity, TensorKey
 
 __all__ = ["MULTIPLE", "allowed_error", "clipping_factor", "error_of_noise", "rounded_scale"]
 

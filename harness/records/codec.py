@@ -21,7 +21,7 @@ from functools import cache
 from types import MappingProxyType, UnionType
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from harness.errors import NewerSchemaError, UsageError
+from shardproof.harness.errors import NewerSchemaError, UsageError
 
 __all__ = ["read", "write"]
 

@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from harness.records.record import LedgerLine
-from harness.tracing.ledger import Entry, Ledger, Op, Phase
+from shardproof.harness.records.record import LedgerLine
+from shardproof.harness.tracing.ledger import Entry, Ledger, Op, Phase
 
 __all__ = ["summarize"]
 

@@ -16,14 +16,14 @@ from typing import Any, BinaryIO
 
 import torch
 
-from engine.contract import Cut, NoGradient, Shard
-from harness.errors import UnreadableError
-from harness.tracing.events import EventLog
-from harness.tracing.ledger import Ledger
-from harness.tracing.memory import memory_report as lifetimes
-from harness.tracing.memory.census_report import CensusEntry, counts_from_json, counts_to_json
-from harness.tracing.memory.memory_report import LifetimeReport
-from harness.tracing.races.race_report import RACES, RaceReport, report_from_json, report_to_json
+from shardproof.engine.contract import Cut, NoGradient, Shard
+from shardproof.harness.errors import UnreadableError
+from shardproof.harness.tracing.events import EventLog
+from shardproof.harness.tracing.ledger import Ledger
+from shardproof.harness.tracing.memory import memory_report as lifetimes
+from shardproof.harness.tracing.memory.census_report import CensusEntry, counts_from_json, counts_to_json
+from shardproof.harness.tracing.memory.memory_report import LifetimeReport
+from shardproof.harness.tracing.races.race_report import RACES, RaceReport, report_from_json, report_to_json
 
 # The only key of an object that stands for a tensor: where it begins, its dtype and shape. No parameter can have this
 # name: torch refuses dots.

@@ -11,7 +11,7 @@ from datetime import UTC, date, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from harness.records.record import Footer, Header, Verdict
+from shardproof.harness.records.record import Footer, Header, Verdict
 
 __all__ = ["UNKNOWN", "footer", "header", "today"]
 

@@ -12,11 +12,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from harness.records.manifest import MANIFEST, changes
-from harness.tracing.events import EventKind, EventLog, flights, stretches
-from harness.tracing.journal import UNREADABLE, read_journal
-from harness.tracing.ledger import Entry, Op, Phase
-from harness.tracing.races.race_report import RACES, Race, Touch, report_from_json
+from shardproof.harness.records.manifest import MANIFEST, changes
+from shardproof.harness.tracing.events import EventKind, EventLog, flights, stretches
+from shardproof.harness.tracing.journal import UNREADABLE, read_journal
+from shardproof.harness.tracing.ledger import Entry, Op, Phase
+from shardproof.harness.tracing.races.race_report import RACES, Race, Touch, report_from_json
 
 __all__ = [
     "COMPUTE",

@@ -12,8 +12,8 @@ from enum import StrEnum
 from types import MappingProxyType
 from typing import TypeVar
 
-from harness.records import codec
-from harness.records.hang import HangReport
+from shardproof.harness.records import codec
+from shardproof.harness.records.hang import HangReport
 
 
 class Verdict(StrEnum):

@@ -18,9 +18,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from harness.errors import HarnessBug, NewerSchemaError, UsageError
-from harness.records.manifest import MANIFEST, changes, write_manifest
-from harness.records.record import Footer, Header, Line, Record, from_json, to_json
+from shardproof.harness.errors import HarnessBug, NewerSchemaError, UsageError
+from shardproof.harness.records.manifest import MANIFEST, changes, write_manifest
+from shardproof.harness.records.record import Footer, Header, Line, Record, from_json, to_json
 
 __all__ = [
     "JUDGED",

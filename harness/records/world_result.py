@@ -8,13 +8,21 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from harness.errors import UnreadableError
-from harness.records.manifest import changes, write_manifest
-from harness.records.observation import Observation, load_observation
-from harness.tracing.journal import Journal, read_journal
-from harness.tracing.ledger import Ledger
-from harness.worlds.outcome import Abandoned, Died, Outcome, Raised, Returned, TimedOut, WorldResult
-from harness.worlds.rank import journal_path
+from shardproof.harness.errors import UnreadableError
+from shardproof.harness.records.manifest import changes, write_manifest
+from shardproof.harness.records.observation import Observation, load_observation
+from shardproof.harness.tracing.journal import Journal, read_journal
+from shardproof.harness.tracing.ledger import Ledger
+from shardproof.harness.worlds.outcome import (
+    Abandoned,
+    Died,
+    Outcome,
+    Raised,
+    Returned,
+    TimedOut,
+    WorldResult,
+)
+from shardproof.harness.worlds.rank import journal_path
 
 __all__ = ["SavedResult", "check_kept", "keep_result", "load_kept", "observation_path"]
 

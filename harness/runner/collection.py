@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from harness.errors import UsageError
+from shardproof.harness.errors import UsageError
 
 __all__ = ["Refusals", "refuse"]
 

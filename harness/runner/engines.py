@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from engine.capability import Capability
-from engine.registry import EngineNotFoundError, resolve
-from harness.errors import UnreadableError
-from harness.worlds.processes.fresh_process import NoAnswerError, ask
+from shardproof.engine.capability import Capability
+from shardproof.engine.registry import EngineNotFoundError, resolve
+from shardproof.harness.errors import UnreadableError
+from shardproof.harness.worlds.processes.fresh_process import NoAnswerError, ask
 
 __all__ = ["EngineDescription", "Engines", "describe", "examine", "keep_description", "load_description"]
 

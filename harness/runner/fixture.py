@@ -10,22 +10,22 @@ from pathlib import Path
 import pytest
 import torch
 
-from harness.cases.case_id import Node, collected
-from harness.errors import HarnessBug
-from harness.records.run import OBSERVATIONS, read_run
-from harness.runner.engines import examine
-from harness.runner.options import Cell
-from harness.runner.plugin import CELLS, CELLS_ARE_CHOSEN, EFFORT, will_run
-from harness.runner.record_writer import (
+from shardproof.harness.cases.case_id import Node, collected
+from shardproof.harness.errors import HarnessBug
+from shardproof.harness.records.run import OBSERVATIONS, read_run
+from shardproof.harness.runner.engines import examine
+from shardproof.harness.runner.options import Cell
+from shardproof.harness.runner.plugin import CELLS, CELLS_ARE_CHOSEN, EFFORT, will_run
+from shardproof.harness.runner.record_writer import (
     CATALOGUE,
     FROM_WORKER,
     UNAVAILABLE,
     UNAVAILABLE_FROM_WORKER,
 )
-from harness.runner.session import Source, TrialSession
-from harness.runner.trial import Trial
-from harness.worlds.processes.forkserver import NUM_SERVERS, warm_up
-from harness.worlds.spec import Sizes, WorldKind
+from shardproof.harness.runner.session import Source, TrialSession
+from shardproof.harness.runner.trial import Trial
+from shardproof.harness.worlds.processes.forkserver import NUM_SERVERS, warm_up
+from shardproof.harness.worlds.spec import Sizes, WorldKind
 
 __all__ = ["Trial"]
 

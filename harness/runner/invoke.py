@@ -8,8 +8,8 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from harness.cases.case_id import SUITES
-from harness.errors import UsageError
+from shardproof.harness.cases.case_id import SUITES
+from shardproof.harness.errors import UsageError
 
 __all__ = [
     "CONFORMS",
@@ -52,7 +52,7 @@ def call_pytest(arguments: Sequence[str], *plugins: object) -> int:
     return int(
         pytest.main(
             [
-                *("-p", "harness.runner.plugin"),  # first: other plugins of ours build on it
+                *("-p", "shardproof.harness.runner.plugin"),  # first: other plugins of ours build on it
                 *arguments,
                 *config,
                 f"--rootdir={ROOT}",

@@ -13,22 +13,22 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
-from engine.contract import Plan
-from harness.cases.content import content_digest
-from harness.cases.script import EachMicrobatch
-from harness.cases.scripts.interface import Exercise
-from harness.cases.training import Training, Watch
-from harness.errors import UnreadableError
-from harness.records.world_result import check_kept, keep_result
-from harness.runner.engines import EngineDescription, describe, keep_description, load_description
-from harness.runner.options import Cell
-from harness.runner.schedules import Scheduled, explore, load_schedules, schedule_folders
-from harness.torch_compat.private_names import Feature, require
-from harness.training.loop import drive_rank
-from harness.training.oracle import OracleObservation
-from harness.training.oracle_answer import ask_oracle
-from harness.worlds.launch import WorldPool
-from harness.worlds.spec import WorldKind
+from shardproof.engine.contract import Plan
+from shardproof.harness.cases.content import content_digest
+from shardproof.harness.cases.script import EachMicrobatch
+from shardproof.harness.cases.scripts.interface import Exercise
+from shardproof.harness.cases.training import Training, Watch
+from shardproof.harness.errors import UnreadableError
+from shardproof.harness.records.world_result import check_kept, keep_result
+from shardproof.harness.runner.engines import EngineDescription, describe, keep_description, load_description
+from shardproof.harness.runner.options import Cell
+from shardproof.harness.runner.schedules import Scheduled, explore, load_schedules, schedule_folders
+from shardproof.harness.torch_compat.private_names import Feature, require
+from shardproof.harness.training.loop import drive_rank
+from shardproof.harness.training.oracle import OracleObservation
+from shardproof.harness.training.oracle_answer import ask_oracle
+from shardproof.harness.worlds.launch import WorldPool
+from shardproof.harness.worlds.spec import WorldKind
 
 __all__ = ["ObservationCache", "Source", "unexercised"]
 

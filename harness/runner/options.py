@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from harness.errors import UsageError
-from harness.worlds.spec import WorldKind, WorldSpec
+from shardproof.harness.errors import UsageError
+from shardproof.harness.worlds.spec import WorldKind, WorldSpec
 
 if TYPE_CHECKING:
-    from harness.cases.training import Training
+    from shardproof.harness.cases.training import Training
 
 
 PLACEHOLDER = "nobody"  # no engine: the instance of a case that tells its marks and never runs
@@ -68,7 +68,7 @@ class RunOptions:
         if not self.is_thorough:
             return training
         # Here, because it imports torch, which who only reads options can do without.
-        from harness.cases.training import Watch
+        from shardproof.harness.cases.training import Watch
 
         return replace(training, watch=training.watch | {Watch.RACES, Watch.LIFETIMES})
 

@@ -12,19 +12,19 @@ from typing import Any
 
 import pytest
 
-from engine.registry import BUILT_IN, EngineNotFoundError, check_spelling
-from harness.cases.case_id import SUITES
-from harness.errors import UsageError
-from harness.records.provenance import today
-from harness.records.record import Expectations
-from harness.records.run import read_run, refuse_existing
-from harness.runner.collection import Refusals
-from harness.runner.options import Cell, RunOptions
-from harness.runner.record_writer import RecordWriter
-from harness.verdicts import known_failures_file
-from harness.worlds.processes.forkserver import draw_hash_seeds, forkserver_context
-from harness.worlds.processes.lineage import die_with_parent
-from harness.worlds.spec import WorldSpec
+from shardproof.engine.registry import BUILT_IN, EngineNotFoundError, check_spelling
+from shardproof.harness.cases.case_id import SUITES
+from shardproof.harness.errors import UsageError
+from shardproof.harness.records.provenance import today
+from shardproof.harness.records.record import Expectations
+from shardproof.harness.records.run import read_run, refuse_existing
+from shardproof.harness.runner.collection import Refusals
+from shardproof.harness.runner.options import Cell, RunOptions
+from shardproof.harness.runner.record_writer import RecordWriter
+from shardproof.harness.verdicts import known_failures_file
+from shardproof.harness.worlds.processes.forkserver import draw_hash_seeds, forkserver_context
+from shardproof.harness.worlds.processes.lineage import die_with_parent
+from shardproof.harness.worlds.spec import WorldSpec
 
 __all__ = ["CELLS", "CELLS_ARE_CHOSEN", "EFFORT", "EXPECTATIONS", "will_run"]
 
@@ -118,7 +118,7 @@ def pytest_configure(config: pytest.Config) -> None:
         draw_hash_seeds(config.stash[EFFORT].seed)
         if _will_run_suites(config):
             forkserver_context()  # it does its imports while this process does its own
-        config.pluginmanager.import_plugin("harness.runner.fixture")
+        config.pluginmanager.import_plugin("shardproof.harness.runner.fixture")
 
 
 # Any: xdist's node, whose package need not be there.

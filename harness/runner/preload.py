@@ -16,12 +16,12 @@ import torch.distributed.fsdp
 import torch.distributed.tensor
 import torch.nn.parallel
 
-import harness.training.loop
-import harness.training.pipeline
-import harness.worlds.processes.host_process  # noqa: F401
-from engine.registry import BUILT_IN, EngineNotFoundError, resolve
-from harness.torch_compat.dispatch import make_operators, random_operators
-from harness.torch_compat.private_names import optional
+import shardproof.harness.training.loop
+import shardproof.harness.training.pipeline
+import shardproof.harness.worlds.processes.host_process  # noqa: F401
+from shardproof.engine.registry import BUILT_IN, EngineNotFoundError, resolve
+from shardproof.harness.torch_compat.dispatch import make_operators, random_operators
+from shardproof.harness.torch_compat.private_names import optional
 
 optional("torch._dynamo")  # torch.optim and DDP import it on first use, a second each time
 for name in BUILT_IN:
@@ -30,7 +30,7 @@ for name in BUILT_IN:
     ):  # the ranks that need this engine say why; others do without
         resolve(name)
 # What cases send to their worlds comes from these; each world would else import them anew.
-for package in map(import_module, ("fixtures", "harness.cases.scripts")):
+for package in map(import_module, ("shardproof.fixtures", "shardproof.harness.cases.scripts")):
     for module in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
         import_module(module.name)
 random_operators()  # looks at every operator that there is, and remembers

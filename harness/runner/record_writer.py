@@ -15,16 +15,16 @@ from typing import Any
 
 import pytest
 
-from harness.cases.case_id import Catalogue, Node
-from harness.errors import UsageError
-from harness.records.provenance import footer, header
-from harness.records.record import Expectations, Record, UnusedExpectation, Verdict, from_json
-from harness.records.run import RunWriter
-from harness.runner.interruption import uninterrupted
-from harness.runner.options import Cell, RunOptions
-from harness.torch_compat.releases import remark
-from harness.verdicts.known_failures import Ran, unused
-from harness.worlds.processes.forkserver import hash_seeds
+from shardproof.harness.cases.case_id import Catalogue, Node
+from shardproof.harness.errors import UsageError
+from shardproof.harness.records.provenance import footer, header
+from shardproof.harness.records.record import Expectations, Record, UnusedExpectation, Verdict, from_json
+from shardproof.harness.records.run import RunWriter
+from shardproof.harness.runner.interruption import uninterrupted
+from shardproof.harness.runner.options import Cell, RunOptions
+from shardproof.harness.torch_compat.releases import remark
+from shardproof.harness.verdicts.known_failures import Ran, unused
+from shardproof.harness.worlds.processes.forkserver import hash_seeds
 
 __all__ = [
     "CATALOGUE",

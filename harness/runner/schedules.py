@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from harness.records.world_result import SavedResult, keep_result, load_kept, observation_path
-from harness.worlds.launch import World
-from harness.worlds.outcome import Returned, WorldResult
-from harness.worlds.spec import WorldSpec
+from shardproof.harness.records.world_result import SavedResult, keep_result, load_kept, observation_path
+from shardproof.harness.worlds.launch import World
+from shardproof.harness.worlds.outcome import Returned, WorldResult
+from shardproof.harness.worlds.spec import WorldSpec
 
 __all__ = ["Scheduled", "explore", "load_schedules", "schedule_folders"]
 

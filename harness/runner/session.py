@@ -7,20 +7,20 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from engine.contract import Capability
-from harness.cases.training import Training, Watch
-from harness.errors import UnreadableError, UsageError
-from harness.laws.diagnosis import NOT_FINITE
-from harness.laws.runtime import NoRaces
-from harness.records.ledger_summary import summarize
-from harness.records.record import LedgerLine, Record, Verdict
-from harness.runner.observation_cache import ObservationCache, Source, unexercised
-from harness.runner.options import Cell, RunOptions
-from harness.training.oracle import OracleObservation
-from harness.verdicts.case import Case
-from harness.verdicts.judgement import Judgement, judge
-from harness.worlds.output import printed
-from harness.worlds.spec import WorldKind
+from shardproof.engine.contract import Capability
+from shardproof.harness.cases.training import Training, Watch
+from shardproof.harness.errors import UnreadableError, UsageError
+from shardproof.harness.laws.diagnosis import NOT_FINITE
+from shardproof.harness.laws.runtime import NoRaces
+from shardproof.harness.records.ledger_summary import summarize
+from shardproof.harness.records.record import LedgerLine, Record, Verdict
+from shardproof.harness.runner.observation_cache import ObservationCache, Source, unexercised
+from shardproof.harness.runner.options import Cell, RunOptions
+from shardproof.harness.training.oracle import OracleObservation
+from shardproof.harness.verdicts.case import Case
+from shardproof.harness.verdicts.judgement import Judgement, judge
+from shardproof.harness.worlds.output import printed
+from shardproof.harness.worlds.spec import WorldKind
 
 __all__ = ["Source", "TrialSession"]
 

@@ -6,20 +6,20 @@ import shlex
 
 import pytest
 
-from harness.cases.case_id import Node
-from harness.cases.training import Training
-from harness.errors import HarnessBug, UnreadableError
-from harness.laws.law import Law
-from harness.records.record import Record, Verdict, to_json
-from harness.runner.options import Cell
-from harness.runner.plugin import EXPECTATIONS
-from harness.runner.record_writer import (
+from shardproof.harness.cases.case_id import Node
+from shardproof.harness.cases.training import Training
+from shardproof.harness.errors import HarnessBug, UnreadableError
+from shardproof.harness.laws.law import Law
+from shardproof.harness.records.record import Record, Verdict, to_json
+from shardproof.harness.runner.options import Cell
+from shardproof.harness.runner.plugin import EXPECTATIONS
+from shardproof.harness.runner.record_writer import (
     NOT_JUDGED_PROPERTY,
     RECORD_PROPERTY,
 )
-from harness.runner.session import TrialSession
-from harness.verdicts.case import Case, Refusal
-from harness.verdicts.known_failures import expected
+from shardproof.harness.runner.session import TrialSession
+from shardproof.harness.verdicts.case import Case, Refusal
+from shardproof.harness.verdicts.known_failures import expected
 
 __all__ = ["Trial"]
 

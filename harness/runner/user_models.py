@@ -15,14 +15,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from engine.capability import Capability
-from engine.loading import LoadError, one_line
-from harness.cases.batch import Batch, arguments_of, converted, tensors_of
-from harness.cases.user_model import UserModel, UserOptimizer, definition, matching_units
-from harness.errors import UsageError
-from harness.torch_compat.dtypes import cast, cast_module
-from harness.verdicts.vacuity import ZERO_BESIDE
-from harness.worlds.processes.fresh_process import NoAnswerError, ask
+from shardproof.engine.capability import Capability
+from shardproof.engine.loading import LoadError, one_line
+from shardproof.harness.cases.batch import Batch, arguments_of, converted, tensors_of
+from shardproof.harness.cases.user_model import UserModel, UserOptimizer, definition, matching_units
+from shardproof.harness.errors import UsageError
+from shardproof.harness.torch_compat.dtypes import cast, cast_module
+from shardproof.harness.verdicts.vacuity import ZERO_BESIDE
+from shardproof.harness.worlds.processes.fresh_process import NoAnswerError, ask
 
 _LONGEST_ANSWER = 2**24
 _METHODS = ("build", "batch", "loss")

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import torch
 
-from harness.torch_compat.private_names import private
+from shardproof.harness.torch_compat.private_names import private
 
 __all__ = ["StreamListener", "current_stream_handle", "hears_streams", "stream_handle"]
 

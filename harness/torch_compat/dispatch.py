@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from harness.torch_compat.patching import Replacement
-from harness.torch_compat.private_names import optional, private
+from shardproof.harness.torch_compat.patching import Replacement
+from shardproof.harness.torch_compat.private_names import optional, private
 
 __all__ = [
     "Backward",

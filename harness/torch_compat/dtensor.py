@@ -16,8 +16,8 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 
-from harness.torch_compat.patching import Replacement
-from harness.torch_compat.private_names import optional
+from shardproof.harness.torch_compat.patching import Replacement
+from shardproof.harness.torch_compat.private_names import optional
 
 __all__ = ["own_placement", "own_shape", "shared_propagation"]
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from harness.errors import HarnessBug, ShardproofError
+from shardproof.harness.errors import HarnessBug, ShardproofError
 
 __all__ = ["NAMES", "Feature", "PrivateName", "UnsupportedTorchError", "optional", "private", "require"]
 

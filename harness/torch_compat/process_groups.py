@@ -14,8 +14,8 @@ from torch.distributed import FileStore, HashStore, Store  # type: ignore[attr-d
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 
-from harness.torch_compat.patching import Replacement
-from harness.torch_compat.private_names import optional, private
+from shardproof.harness.torch_compat.patching import Replacement
+from shardproof.harness.torch_compat.private_names import optional, private
 
 __all__ = [
     "FileStore",

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from harness.tracing.ledger import Phase, expect
+from shardproof.harness.tracing.ledger import Phase, expect
 
 __all__ = [
     "ComputeSpan",

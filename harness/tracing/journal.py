@@ -8,8 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from harness.tracing.events import EventLog, TraceEvent, marks_of
-from harness.tracing.ledger import (
+from shardproof.harness.tracing.events import EventLog, TraceEvent, marks_of
+from shardproof.harness.tracing.ledger import (
     BufferViolation,
     Entry,
     Ledger,

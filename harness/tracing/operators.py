@@ -16,12 +16,12 @@ from typing import Any, Protocol
 
 import torch
 
-from harness.torch_compat.dispatch import device_kernel, make_operators
-from harness.torch_compat.patching import Replacement
-from harness.torch_compat.private_names import optional
-from harness.tracing.collectives.call import Call
-from harness.tracing.collectives.watched_work import is_inside_backend
-from harness.tracing.current_rank import current_rank
+from shardproof.harness.torch_compat.dispatch import device_kernel, make_operators
+from shardproof.harness.torch_compat.patching import Replacement
+from shardproof.harness.torch_compat.private_names import optional
+from shardproof.harness.tracing.collectives.call import Call
+from shardproof.harness.tracing.collectives.watched_work import is_inside_backend
+from shardproof.harness.tracing.current_rank import current_rank
 
 # The door sees what these carry; the operators only hand over.
 _COMMUNICATION = frozenset({"c10d", "_c10d_functional", "_c10d_functional_autograd", "c10d_functional"})

@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
-from harness.tracing.events import EventKind
-from harness.tracing.ledger import (
+from shardproof.harness.tracing.events import EventKind
+from shardproof.harness.tracing.ledger import (
     BufferViolation,
     Entry,
     Ledger,

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from engine.contract import UnitHandle
-from harness.tracing.events import EventKind
-from harness.tracing.ledger import Phase
-from harness.tracing.recorder import Recorder
+from shardproof.engine.contract import UnitHandle
+from shardproof.harness.tracing.events import EventKind
+from shardproof.harness.tracing.ledger import Phase
+from shardproof.harness.tracing.recorder import Recorder
 
 __all__ = ["watching_states", "watching_units"]
 

@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from harness.torch_compat.dtypes import widened
+from shardproof.harness.torch_compat.dtypes import widened
 
 __all__ = ["deviation", "largest"]
 

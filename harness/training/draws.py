@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from harness.torch_compat.private_names import optional
+from shardproof.harness.torch_compat.private_names import optional
 
 __all__ = ["Seeds", "drawing_apart", "drawing_in", "has_drawn"]
 

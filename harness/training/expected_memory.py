@@ -25,9 +25,9 @@ from math import ceil, prod
 import torch
 from torch import nn
 
-from engine.contract import Capability, Cut, Placement, Plan
-from harness.cases.training import Training
-from harness.cases.units import UnitParameters, chunked_numel, groups_in, num_shares_of
+from shardproof.engine.contract import Capability, Cut, Placement, Plan
+from shardproof.harness.cases.training import Training
+from shardproof.harness.cases.units import UnitParameters, chunked_numel, groups_in, num_shares_of
 
 __all__ = ["Explained", "Form", "StateTensor", "explained", "form_of", "state_bytes"]
 

@@ -10,22 +10,22 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from engine.contract import Cut, Engine, NoGradient, Plan, PreparedModel, UnsupportedError
-from engine.registry import resolve
-from harness.cases.training import LoopOrder, Training, Watch, ZeroGrad
-from harness.records.observation import Observation, StepObservation, digest, save_observation
-from harness.records.world_result import observation_path
-from harness.tracing.ledger import Phase
-from harness.tracing.memory.census import Census
-from harness.tracing.memory.census_report import CensusTime
-from harness.tracing.races.fake_cuda import cuda_stand_in
-from harness.tracing.unit_hooks import watching_states, watching_units
-from harness.training.expected_memory import Form, explained
-from harness.training.rank_actor import RankActor
-from harness.training.reads import calling, read_declared, read_gradients, read_norm, read_shards
-from harness.training.watches import Watches, watching
-from harness.worlds.raised import kind_of, text_of
-from harness.worlds.rank import RankContext
+from shardproof.engine.contract import Cut, Engine, NoGradient, Plan, PreparedModel, UnsupportedError
+from shardproof.engine.registry import resolve
+from shardproof.harness.cases.training import LoopOrder, Training, Watch, ZeroGrad
+from shardproof.harness.records.observation import Observation, StepObservation, digest, save_observation
+from shardproof.harness.records.world_result import observation_path
+from shardproof.harness.tracing.ledger import Phase
+from shardproof.harness.tracing.memory.census import Census
+from shardproof.harness.tracing.memory.census_report import CensusTime
+from shardproof.harness.tracing.races.fake_cuda import cuda_stand_in
+from shardproof.harness.tracing.unit_hooks import watching_states, watching_units
+from shardproof.harness.training.expected_memory import Form, explained
+from shardproof.harness.training.rank_actor import RankActor
+from shardproof.harness.training.reads import calling, read_declared, read_gradients, read_norm, read_shards
+from shardproof.harness.training.watches import Watches, watching
+from shardproof.harness.worlds.raised import kind_of, text_of
+from shardproof.harness.worlds.rank import RankContext
 
 __all__ = ["drive_rank", "train"]
 
@@ -91,7 +91,7 @@ def _prepare(
     data = mesh if mesh.mesh_dim_names == plan.data_axes else mesh[plan.data_axes]
     try:
         if plan.pipeline_stages > 1:
-            from harness.training.pipeline import (
+            from shardproof.harness.training.pipeline import (
                 prepare_pipeline,  # here, because torch's part of it imports slowly
             )
 

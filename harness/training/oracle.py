@@ -13,13 +13,13 @@ from enum import StrEnum
 import torch
 from torch import nn
 
-from engine.contract import Plan
-from harness.cases.training import LoopOrder, Training, ZeroGrad
-from harness.torch_compat.dtypes import cast_module, widened
-from harness.training.absolute_error import deviation, largest
-from harness.training.draws import drawing_apart, drawing_in
-from harness.training.oracle_actor import OracleActor, OracleModels
-from harness.training.reduction_orders import (
+from shardproof.engine.contract import Plan
+from shardproof.harness.cases.training import LoopOrder, Training, ZeroGrad
+from shardproof.harness.torch_compat.dtypes import cast_module, widened
+from shardproof.harness.training.absolute_error import deviation, largest
+from shardproof.harness.training.draws import drawing_apart, drawing_in
+from shardproof.harness.training.oracle_actor import OracleActor, OracleModels
+from shardproof.harness.training.reduction_orders import (
     EXACT_ORDER,
     Summation,
     is_of_full_precision,

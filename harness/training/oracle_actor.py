@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from engine.contract import UnitHandle
-from harness.cases.batch import Batch, Rows, arguments_of
-from harness.cases.script import Actor, Evaluation
-from harness.cases.training import Training, loss_weight
-from harness.torch_compat.dtypes import cast, cast_module
-from harness.training.draws import Seeds, has_drawn
-from harness.training.reduction_orders import Summation
+from shardproof.engine.contract import UnitHandle
+from shardproof.harness.cases.batch import Batch, Rows, arguments_of
+from shardproof.harness.cases.script import Actor, Evaluation
+from shardproof.harness.cases.training import Training, loss_weight
+from shardproof.harness.torch_compat.dtypes import cast, cast_module
+from shardproof.harness.training.draws import Seeds, has_drawn
+from shardproof.harness.training.reduction_orders import Summation
 
 __all__ = ["OracleActor", "OracleModels"]
 

@@ -7,11 +7,18 @@ import traceback
 from collections.abc import Mapping
 from typing import Any
 
-from harness.cases.training import Training
-from harness.errors import EngineError, HarnessBug, ShardproofError, UsageError
-from harness.records.observation import dtype_name, dtype_of, read_tree, write_tree
-from harness.training.oracle import FirstStep, OracleObservation, OracleStep, Quantity, TensorKey, run_oracle
-from harness.worlds.processes.fresh_process import NoAnswerError, ask
+from shardproof.harness.cases.training import Training
+from shardproof.harness.errors import EngineError, HarnessBug, ShardproofError, UsageError
+from shardproof.harness.records.observation import dtype_name, dtype_of, read_tree, write_tree
+from shardproof.harness.training.oracle import (
+    FirstStep,
+    OracleObservation,
+    OracleStep,
+    Quantity,
+    TensorKey,
+    run_oracle,
+)
+from shardproof.harness.worlds.processes.fresh_process import NoAnswerError, ask
 
 __all__ = ["ask_oracle"]
 

@@ -19,15 +19,15 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
 
-from engine.contract import Engine, OptimizerFactory, Plan, PreparedModel, Shard
-from harness.cases.scripts.pipeline_order import Pipelined, PipelineOrder
-from harness.cases.stages import num_stages, stages_of
-from harness.cases.training import Training
-from harness.tracing.ledger import Phase
-from harness.tracing.recorder import Recorder
-from harness.tracing.unit_hooks import watching_units
-from harness.training.rank_actor import RankActor
-from harness.worlds.rank import RankContext
+from shardproof.engine.contract import Engine, OptimizerFactory, Plan, PreparedModel, Shard
+from shardproof.harness.cases.scripts.pipeline_order import Pipelined, PipelineOrder
+from shardproof.harness.cases.stages import num_stages, stages_of
+from shardproof.harness.cases.training import Training
+from shardproof.harness.tracing.ledger import Phase
+from shardproof.harness.tracing.recorder import Recorder
+from shardproof.harness.tracing.unit_hooks import watching_units
+from shardproof.harness.training.rank_actor import RankActor
+from shardproof.harness.worlds.rank import RankContext
 
 __all__ = ["Pipeline", "prepare_pipeline"]
 

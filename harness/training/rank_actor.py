@@ -10,16 +10,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from engine.contract import Accumulation, Capability, PreparedModel, Shard, UnitHandle
-from harness.cases.batch import Batch, Rows, arguments_of, converted, tensors_in, tensors_of
-from harness.cases.script import Actor, Evaluation, InterfaceBench
-from harness.cases.training import Training, loss_weight
-from harness.records.observation import Fact
-from harness.tracing.ledger import Phase
-from harness.training.draws import Seeds
-from harness.training.reads import read_shards
-from harness.training.watches import Watches
-from harness.worlds.rank import RankContext
+from shardproof.engine.contract import Accumulation, Capability, PreparedModel, Shard, UnitHandle
+from shardproof.harness.cases.batch import Batch, Rows, arguments_of, converted, tensors_in, tensors_of
+from shardproof.harness.cases.script import Actor, Evaluation, InterfaceBench
+from shardproof.harness.cases.training import Training, loss_weight
+from shardproof.harness.records.observation import Fact
+from shardproof.harness.tracing.ledger import Phase
+from shardproof.harness.training.draws import Seeds
+from shardproof.harness.training.reads import read_shards
+from shardproof.harness.training.watches import Watches
+from shardproof.harness.worlds.rank import RankContext
 
 __all__ = ["RankActor", "StepLog"]
 

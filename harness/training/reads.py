@@ -10,9 +10,9 @@ from typing import Any, SupportsFloat, TypeVar
 
 import torch
 
-from engine.contract import PreparedModel, Shard
-from harness.errors import EngineError
-from harness.worlds.raised import IN
+from shardproof.engine.contract import PreparedModel, Shard
+from shardproof.harness.errors import EngineError
+from shardproof.harness.worlds.raised import IN
 
 __all__ = ["calling", "read_declared", "read_gradients", "read_norm", "read_shards"]
 

@@ -7,9 +7,9 @@ from functools import partial
 
 import torch
 
-from engine.contract import Accumulation, Plan
-from harness.cases.batch import Batch, ModelBatch, Rows, converted
-from harness.torch_compat.dtypes import cast
+from shardproof.engine.contract import Accumulation, Plan
+from shardproof.harness.cases.batch import Batch, ModelBatch, Rows, converted
+from shardproof.harness.torch_compat.dtypes import cast
 
 __all__ = ["EXACT_ORDER", "Summation", "is_of_full_precision", "num_reorderings", "reordering"]
 

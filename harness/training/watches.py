@@ -6,15 +6,15 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
-from harness.cases.training import Watch
-from harness.tracing.memory.census import Census, counting
-from harness.tracing.memory.tracker import MemoryTracker
-from harness.tracing.operators import observing_operators
-from harness.tracing.races.cuda_streams import watched_cuda_streams
-from harness.tracing.races.detector import RaceDetector, set_watch
-from harness.tracing.races.streams import tracked_streams
-from harness.tracing.recorder import Recorder
-from harness.training.expected_memory import Form
+from shardproof.harness.cases.training import Watch
+from shardproof.harness.tracing.memory.census import Census, counting
+from shardproof.harness.tracing.memory.tracker import MemoryTracker
+from shardproof.harness.tracing.operators import observing_operators
+from shardproof.harness.tracing.races.cuda_streams import watched_cuda_streams
+from shardproof.harness.tracing.races.detector import RaceDetector, set_watch
+from shardproof.harness.tracing.races.streams import tracked_streams
+from shardproof.harness.tracing.recorder import Recorder
+from shardproof.harness.training.expected_memory import Form
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

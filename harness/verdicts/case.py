@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-from harness.cases.training import Training
-from harness.laws.law import Law
+from shardproof.harness.cases.training import Training
+from shardproof.harness.laws.law import Law
 
 __all__ = ["Case", "Refusal"]
 

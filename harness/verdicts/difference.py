@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable
 
-from harness.laws.communication.matching import Counterparts, ProcessGroup
-from harness.records.hang import CallRecord, Divergence, Side
-from harness.tracing.ledger import Entry
+from shardproof.harness.laws.communication.matching import Counterparts, ProcessGroup
+from shardproof.harness.records.hang import CallRecord, Divergence, Side
+from shardproof.harness.tracing.ledger import Entry
 
 __all__ = ["call_record", "difference"]
 

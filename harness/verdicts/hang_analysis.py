@@ -13,12 +13,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import assert_never
 
-from harness.laws.communication.matching import Counterparts, ProcessGroup, is_message
-from harness.records.hang import CallRecord, Divergence, HangReport, RankActivity, RankState
-from harness.tracing.ledger import Entry, Ledger
-from harness.verdicts.difference import call_record, difference
-from harness.worlds.outcome import Abandoned, Died, Outcome, Raised, Returned, TimedOut
-from harness.worlds.processes.stacks import frames_of, own_frames
+from shardproof.harness.laws.communication.matching import Counterparts, ProcessGroup, is_message
+from shardproof.harness.records.hang import CallRecord, Divergence, HangReport, RankActivity, RankState
+from shardproof.harness.tracing.ledger import Entry, Ledger
+from shardproof.harness.verdicts.difference import call_record, difference
+from shardproof.harness.worlds.outcome import Abandoned, Died, Outcome, Raised, Returned, TimedOut
+from shardproof.harness.worlds.processes.stacks import frames_of, own_frames
 
 __all__ = ["TRANSPORT_ERRORS", "analyse_hang"]
 

@@ -6,23 +6,23 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import assert_never
 
-from engine.contract import Capability
-from harness.cases.training import Training, Watch
-from harness.laws.communication.buffers import LeavesBuffersAlone, ResultsAreWaitedFor, harm_in
-from harness.laws.communication.counts import ReadsAreSilent
-from harness.laws.communication.matching import Counterparts, first_disagreement
-from harness.laws.law import Evidence, Law, Ruling
-from harness.laws.memory.lifetimes import UserTensorsLive
-from harness.laws.memory.share import MemoryIsExplained
-from harness.laws.runtime import NoRaces
-from harness.records.hang import HangReport
-from harness.records.record import LawRecord, OutcomeRecord, TensorRecord, Verdict
-from harness.records.world_result import SavedResult
-from harness.training.oracle import OracleObservation
-from harness.verdicts.case import Case, Refusal
-from harness.verdicts.hang_analysis import TRANSPORT_ERRORS, analyse_hang
-from harness.verdicts.vacuity import incomparable_because, vacuous_because
-from harness.worlds.outcome import (
+from shardproof.engine.contract import Capability
+from shardproof.harness.cases.training import Training, Watch
+from shardproof.harness.laws.communication.buffers import LeavesBuffersAlone, ResultsAreWaitedFor, harm_in
+from shardproof.harness.laws.communication.counts import ReadsAreSilent
+from shardproof.harness.laws.communication.matching import Counterparts, first_disagreement
+from shardproof.harness.laws.law import Evidence, Law, Ruling
+from shardproof.harness.laws.memory.lifetimes import UserTensorsLive
+from shardproof.harness.laws.memory.share import MemoryIsExplained
+from shardproof.harness.laws.runtime import NoRaces
+from shardproof.harness.records.hang import HangReport
+from shardproof.harness.records.record import LawRecord, OutcomeRecord, TensorRecord, Verdict
+from shardproof.harness.records.world_result import SavedResult
+from shardproof.harness.training.oracle import OracleObservation
+from shardproof.harness.verdicts.case import Case, Refusal
+from shardproof.harness.verdicts.hang_analysis import TRANSPORT_ERRORS, analyse_hang
+from shardproof.harness.verdicts.vacuity import incomparable_because, vacuous_because
+from shardproof.harness.worlds.outcome import (
     Abandoned,
     Died,
     Outcome,
@@ -32,7 +32,7 @@ from harness.worlds.outcome import (
     WorldResult,
     causal,
 )
-from harness.worlds.processes.stacks import is_in_passage
+from shardproof.harness.worlds.processes.stacks import is_in_passage
 
 __all__ = ["Judgement", "implied", "judge", "judge_failure"]
 

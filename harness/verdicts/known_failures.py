@@ -21,9 +21,9 @@ from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import InvalidVersion, Version
 
-from harness.cases.case_id import Catalogue
-from harness.errors import UsageError
-from harness.records.record import Expectation, Expectations, Record, UnusedExpectation, Verdict
+from shardproof.harness.cases.case_id import Catalogue
+from shardproof.harness.errors import UsageError
+from shardproof.harness.records.record import Expectation, Expectations, Record, UnusedExpectation, Verdict
 
 
 class Fit(Enum):

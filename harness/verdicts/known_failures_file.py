@@ -15,12 +15,12 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from engine.registry import BUILT_IN
-from harness.cases.case_id import SUITES
-from harness.errors import UsageError
-from harness.records.record import Expectation, Expectations, Verdict
-from harness.verdicts.known_failures import check_condition, matches
-from harness.worlds.spec import MAX_RANKS, WorldKind
+from shardproof.engine.registry import BUILT_IN
+from shardproof.harness.cases.case_id import SUITES
+from shardproof.harness.errors import UsageError
+from shardproof.harness.records.record import Expectation, Expectations, Verdict
+from shardproof.harness.verdicts.known_failures import check_condition, matches
+from shardproof.harness.worlds.spec import MAX_RANKS, WorldKind
 
 SHIPPED = SUITES / "expectations.toml"
 

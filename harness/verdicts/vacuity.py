@@ -12,12 +12,12 @@ from collections import Counter
 
 import torch
 
-from harness.cases.training import LoopOrder
-from harness.laws.law import Evidence
-from harness.laws.tolerance import MULTIPLE
-from harness.training.absolute_error import largest
-from harness.training.oracle import Quantity
-from harness.verdicts.visibility import hidden_because
+from shardproof.harness.cases.training import LoopOrder
+from shardproof.harness.laws.law import Evidence
+from shardproof.harness.laws.tolerance import MULTIPLE
+from shardproof.harness.training.absolute_error import largest
+from shardproof.harness.training.oracle import Quantity
+from shardproof.harness.verdicts.visibility import hidden_because
 
 # In float64, a gradient so small beside the largest of its model is zero but for rounding: that of a bias before a
 # normalisation, or of a key's bias in attention.

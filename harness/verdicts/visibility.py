@@ -21,12 +21,12 @@ from dataclasses import dataclass
 
 import torch
 
-from harness.laws.law import Evidence
-from harness.laws.structure import pieces_of
-from harness.laws.tolerance import allowed_error, clipping_factor, error_of_noise, rounded_scale
-from harness.training.absolute_error import deviation, largest
-from harness.training.oracle import OracleObservation, Quantity, TensorKey
-from harness.training.reduction_orders import is_of_full_precision
+from shardproof.harness.laws.law import Evidence
+from shardproof.harness.laws.structure import pieces_of
+from shardproof.harness.laws.tolerance import allowed_error, clipping_factor, error_of_noise, rounded_scale
+from shardproof.harness.training.absolute_error import deviation, largest
+from shardproof.harness.training.oracle import OracleObservation, Quantity, TensorKey
+from shardproof.harness.training.reduction_orders import is_of_full_precision
 
 __all__ = ["hidden_because"]
 

@@ -8,14 +8,23 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
-from harness.errors import UsageError
-from harness.tracing.journal import read_journal
-from harness.worlds.messages import HostSpec, Job
-from harness.worlds.outcome import Abandoned, Died, Ending, Outcome, Raised, Returned, TimedOut, WorldResult
-from harness.worlds.processes.host_handle import HostHandle
-from harness.worlds.processes.leftovers import Leftovers
-from harness.worlds.rank import journal_path
-from harness.worlds.spec import WorldKind, WorldSpec
+from shardproof.harness.errors import UsageError
+from shardproof.harness.tracing.journal import read_journal
+from shardproof.harness.worlds.messages import HostSpec, Job
+from shardproof.harness.worlds.outcome import (
+    Abandoned,
+    Died,
+    Ending,
+    Outcome,
+    Raised,
+    Returned,
+    TimedOut,
+    WorldResult,
+)
+from shardproof.harness.worlds.processes.host_handle import HostHandle
+from shardproof.harness.worlds.processes.leftovers import Leftovers
+from shardproof.harness.worlds.rank import journal_path
+from shardproof.harness.worlds.spec import WorldKind, WorldSpec
 
 __all__ = ["World", "WorldPool", "launch"]
 

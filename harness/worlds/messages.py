@@ -15,10 +15,10 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
-from harness.worlds.outcome import Outcome
-from harness.worlds.output import SUFFIX
-from harness.worlds.printable import shortened
-from harness.worlds.spec import WorldSpec
+from shardproof.harness.worlds.outcome import Outcome
+from shardproof.harness.worlds.output import SUFFIX
+from shardproof.harness.worlds.printable import shortened
+from shardproof.harness.worlds.spec import WorldSpec
 
 __all__ = [
     "Done",

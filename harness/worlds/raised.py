@@ -18,10 +18,10 @@ from types import TracebackType
 
 import torch
 
-from harness.tracing.collectives.call_site import short_path
-from harness.worlds.outcome import Raised
-from harness.worlds.printable import legible, shortened
-from harness.worlds.threads.collective_errors import (
+from shardproof.harness.tracing.collectives.call_site import short_path
+from shardproof.harness.worlds.outcome import Raised
+from shardproof.harness.worlds.printable import legible, shortened
+from shardproof.harness.worlds.threads.collective_errors import (
     CollectiveError,
     CollectiveTimeoutError,
     WorldAbandonedError,

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import torch
 
-from harness.tracing.recorder import Recorder
-from harness.worlds.messages import Job
-from harness.worlds.outcome import Abandoned, Outcome, Returned
-from harness.worlds.raised import is_abandonment, raised
+from shardproof.harness.tracing.recorder import Recorder
+from shardproof.harness.worlds.messages import Job
+from shardproof.harness.worlds.outcome import Abandoned, Outcome, Returned
+from shardproof.harness.worlds.raised import is_abandonment, raised
 
 __all__ = ["RankContext", "journal_path", "run_rank"]
 

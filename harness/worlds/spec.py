@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 
-from harness.errors import UsageError
+from shardproof.harness.errors import UsageError
 
 MAX_RANKS = 64
 

@@ -9,7 +9,6 @@ from dataclasses import replace
 
 import pytest
 
-from fixtures.chain import CHAIN
 from shardproof import (
     FOUR_OR_MORE_EVEN,
     SEVERAL,
@@ -32,8 +31,9 @@ from shardproof import (
     Training,
     Trial,
 )
-from suites.communication.closed_forms import NUM_GROUPS, NUM_UNHELD_GROUPS
-from suites.training import train
+from shardproof.fixtures.chain import CHAIN
+from shardproof.suites.communication.closed_forms import NUM_GROUPS, NUM_UNHELD_GROUPS
+from shardproof.suites.training import train
 
 NUM_MICROBATCHES = 3
 ROOT = ""

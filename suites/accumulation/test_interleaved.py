@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 
-from fixtures.chain import CHAIN
 from shardproof import (
     SEVERAL,
     Accumulation,
@@ -27,8 +26,9 @@ from shardproof import (
     Training,
     Trial,
 )
-from suites.communication.closed_forms import NUM_GROUPS
-from suites.training import train
+from shardproof.fixtures.chain import CHAIN
+from shardproof.suites.communication.closed_forms import NUM_GROUPS
+from shardproof.suites.training import train
 
 NUM_MICROBATCHES = 3
 GATHERS = Select(ops=(Op.ALL_GATHER,))

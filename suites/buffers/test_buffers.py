@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from fixtures.buffered import MASKED, NORMALISED, REPLACED
 from shardproof import EVEN, SEVERAL, Capability, EvaluatesFirst, Layout, MatchesOracle, RanksAgree, Trial
-from suites.training import train
+from shardproof.fixtures.buffered import MASKED, NORMALISED, REPLACED
+from shardproof.suites.training import train
 
 LAWS = (MatchesOracle(), RanksAgree())
 OWN = frozenset({Capability.OWN_BUFFERS})

@@ -6,12 +6,6 @@ from dataclasses import dataclass
 
 import pytest
 
-from fixtures.checkpointed import (
-    CHECKPOINTED,
-    CHECKPOINTED_REENTRANT,
-    CHECKPOINTED_TIED,
-    CHECKPOINTED_TIED_REENTRANT,
-)
 from shardproof import (
     SEVERAL,
     AllForwardsFirst,
@@ -30,7 +24,13 @@ from shardproof import (
     Training,
     Trial,
 )
-from suites.training import train, train_sharded
+from shardproof.fixtures.checkpointed import (
+    CHECKPOINTED,
+    CHECKPOINTED_REENTRANT,
+    CHECKPOINTED_TIED,
+    CHECKPOINTED_TIED_REENTRANT,
+)
+from shardproof.suites.training import train, train_sharded
 
 LAWS = (MatchesOracle(), RanksAgree())
 GATHERS_IN_BACKWARD = Select(ops=(Op.ALL_GATHER,), phases=(Phase.BACKWARD,))

@@ -6,10 +6,10 @@ import math
 
 import pytest
 
-from fixtures.problems import MLP_EVEN, MLP_UNEVEN
-from fixtures.thin import ONE_NUMBER, SINGLE_ROWS
 from shardproof import EVEN, SEVERAL, Clip, Layout, MatchesOracle, Problem, RanksAgree, Training, Trial
-from suites.training import train
+from shardproof.fixtures.problems import MLP_EVEN, MLP_UNEVEN
+from shardproof.fixtures.thin import ONE_NUMBER, SINGLE_ROWS
+from shardproof.suites.training import train
 
 LAWS = (MatchesOracle(), RanksAgree())
 kills = pytest.mark.kills

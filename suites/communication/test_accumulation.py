@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 
-from fixtures.problems import MLP_UNEVEN
 from shardproof import (
     EVEN,
     SEVERAL,
@@ -25,8 +24,9 @@ from shardproof import (
     Training,
     Trial,
 )
-from suites.communication.closed_forms import GRADIENT_BYTES, PADDED_BYTES
-from suites.training import train
+from shardproof.fixtures.problems import MLP_UNEVEN
+from shardproof.suites.communication.closed_forms import GRADIENT_BYTES, PADDED_BYTES
+from shardproof.suites.training import train
 
 REDUCING = (Op.ALL_REDUCE, Op.REDUCE_SCATTER)
 EARLY = Select(ops=REDUCING, dtypes=("float32",), microbatches=Microbatches.ALL_BUT_LAST)

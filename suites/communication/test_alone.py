@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from fixtures.optimizers import ADAMW
-from fixtures.placements import UNEVEN_GROUP
 from shardproof import ALONE, Layout, MatchesOracle, Nothing, Select, Trial, Window
-from suites.training import train
+from shardproof.fixtures.optimizers import ADAMW
+from shardproof.fixtures.placements import UNEVEN_GROUP
+from shardproof.suites.training import train
 
 ANYTHING = Select(window=Window.TRAINING)
 

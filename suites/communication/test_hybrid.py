@@ -10,7 +10,6 @@ from operator import attrgetter
 
 import pytest
 
-from fixtures.problems import MLP_EVEN, MLP_UNEVEN
 from shardproof import (
     FOUR_OR_MORE_EVEN,
     SEVERAL,
@@ -32,8 +31,9 @@ from shardproof import (
     Training,
     Trial,
 )
-from suites.communication.closed_forms import GRADIENT_BYTES, NUM_GROUPS
-from suites.training import train
+from shardproof.fixtures.problems import MLP_EVEN, MLP_UNEVEN
+from shardproof.suites.communication.closed_forms import GRADIENT_BYTES, NUM_GROUPS
+from shardproof.suites.training import train
 
 GATHERS = Select(ops=(Op.ALL_GATHER,), axis="shard")
 SCATTERS = Select(ops=(Op.REDUCE_SCATTER,), axis="shard", phases=(Phase.BACKWARD,))

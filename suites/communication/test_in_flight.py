@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from fixtures.chain import CHAIN
 from shardproof import (
     FOUR_OR_MORE_EVEN,
     SEVERAL,
@@ -24,8 +23,9 @@ from shardproof import (
     Training,
     Trial,
 )
-from suites.communication.closed_forms import NUM_GROUPS
-from suites.training import train
+from shardproof.fixtures.chain import CHAIN
+from shardproof.suites.communication.closed_forms import NUM_GROUPS
+from shardproof.suites.training import train
 
 REDUCTIONS = Select(ops=(Op.REDUCE_SCATTER,), phases=(Phase.BACKWARD,))
 

@@ -10,8 +10,6 @@ from dataclasses import replace
 
 import pytest
 
-from fixtures.chain import CHAIN
-from fixtures.optimizers import SGD
 from shardproof import (
     FOUR_OR_MORE_EVEN,
     SEVERAL,
@@ -29,7 +27,9 @@ from shardproof import (
     Training,
     Trial,
 )
-from suites.training import train
+from shardproof.fixtures.chain import CHAIN
+from shardproof.fixtures.optimizers import SGD
+from shardproof.suites.training import train
 
 LAWS = (LeavesBuffersAlone(), ResultsAreWaitedFor(), MatchesOracle(), RanksAgree())
 SHARDED = Plan(

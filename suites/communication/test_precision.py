@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fixtures.problems import MLP_EVEN
 from shardproof import SEVERAL, Dtype, MatchesOracle, Op, Phase, RanksAgree, Select, Trial
-from suites.training import train
+from shardproof.fixtures.problems import MLP_EVEN
+from shardproof.suites.training import train
 
 IN_BACKWARD = Select(phases=(Phase.BACKWARD,))
 REDUCTIONS = Select(ops=(Op.ALL_REDUCE, Op.REDUCE_SCATTER), phases=(Phase.BACKWARD,))

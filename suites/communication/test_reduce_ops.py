@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from fixtures.problems import MLP_UNEVEN
 from shardproof import (
     FOUR_OR_MORE_EVEN,
     SEVERAL,
@@ -19,7 +18,8 @@ from shardproof import (
     Trial,
     Wire,
 )
-from suites.training import train
+from shardproof.fixtures.problems import MLP_UNEVEN
+from shardproof.suites.training import train
 
 SCATTERS = Select(ops=(Op.REDUCE_SCATTER,), phases=(Phase.BACKWARD,))
 REDUCTIONS = Select(ops=(Op.ALL_REDUCE,), phases=(Phase.BACKWARD,))

@@ -7,7 +7,6 @@ from operator import attrgetter
 
 import pytest
 
-from fixtures.problems import MLP_EVEN, MLP_UNEVEN, TRANSFORMER
 from shardproof import (
     SEVERAL,
     AllWaited,
@@ -25,8 +24,9 @@ from shardproof import (
     Select,
     Trial,
 )
-from suites.communication.closed_forms import GRADIENT_BYTES, NUM_GROUPS
-from suites.training import train
+from shardproof.fixtures.problems import MLP_EVEN, MLP_UNEVEN, TRANSFORMER
+from shardproof.suites.communication.closed_forms import GRADIENT_BYTES, NUM_GROUPS
+from shardproof.suites.training import train
 
 REDUCTIONS = Select(ops=(Op.ALL_REDUCE,), phases=(Phase.BACKWARD,), dtypes=("float32",))
 GATHERS = Select(ops=(Op.ALL_GATHER, Op.REDUCE_SCATTER))

@@ -7,7 +7,6 @@ from operator import attrgetter
 
 import pytest
 
-from fixtures.problems import MLP_EVEN, MLP_UNEVEN, TRANSFORMER
 from shardproof import (
     FOUR_OR_MORE_EVEN,
     SEVERAL,
@@ -27,8 +26,9 @@ from shardproof import (
     Training,
     Trial,
 )
-from suites.communication.closed_forms import GRADIENT_BYTES, NUM_GROUPS, PADDED_BYTES
-from suites.training import train_sharded
+from shardproof.fixtures.problems import MLP_EVEN, MLP_UNEVEN, TRANSFORMER
+from shardproof.suites.communication.closed_forms import GRADIENT_BYTES, NUM_GROUPS, PADDED_BYTES
+from shardproof.suites.training import train_sharded
 
 GATHERS_IN_FORWARD = Select(ops=(Op.ALL_GATHER,), phases=(Phase.FORWARD,))
 GATHERS_IN_BACKWARD = Select(ops=(Op.ALL_GATHER,), phases=(Phase.BACKWARD,))

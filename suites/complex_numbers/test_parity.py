@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from fixtures.complex_numbers import ROTARY, SPECTRAL
-from fixtures.optimizers import ADAMW, SGD, AdamW, Sgd
 from shardproof import SEVERAL, Accumulation, Capability, Layout, MatchesOracle, RanksAgree, Trial
-from suites.training import train
+from shardproof.fixtures.complex_numbers import ROTARY, SPECTRAL
+from shardproof.fixtures.optimizers import ADAMW, SGD, AdamW, Sgd
+from shardproof.suites.training import train
 
 LAWS = (MatchesOracle(), RanksAgree())
 COMPLEX = frozenset({Capability.COMPLEX})

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from fixtures.optimizers import ADAMW
-from fixtures.problems import MLP_UNEVEN
 from shardproof import EVEN, Accumulation, Deterministic, Layout, MatchesOracle, Schedule, Trial
-from suites.training import train
+from shardproof.fixtures.optimizers import ADAMW
+from shardproof.fixtures.problems import MLP_UNEVEN
+from shardproof.suites.training import train
 
 LAWS = (Deterministic(), MatchesOracle())
 pytestmark = pytest.mark.kills("SumsInAnotherOrderEachTime")

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from fixtures.experts import MIXTURE
-from fixtures.optimizers import ADAMW, SGD
 from shardproof import (
     FOUR_OR_MORE_EVEN,
     Accumulation,
@@ -29,6 +27,8 @@ from shardproof import (
     Training,
     Trial,
 )
+from shardproof.fixtures.experts import MIXTURE
+from shardproof.fixtures.optimizers import ADAMW, SGD
 
 EXPERTS = tuple(f"{unit}.experts.{weight}" for unit in MIXTURE.units for weight in ("inward", "outward"))
 OF_EXPERTS = Select(ops=(Op.REDUCE_SCATTER,), axis="data", phases=(Phase.BACKWARD,))

@@ -5,9 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fixtures.optimizers import ADAMW
-from fixtures.placements import MANY_PARAMETERS
-from fixtures.problems import MLP_EVEN, TRANSFORMER
 from shardproof import (
     COPIES,
     EQUAL,
@@ -32,7 +29,10 @@ from shardproof import (
     WatchesPools,
     Wire,
 )
-from suites.training import train
+from shardproof.fixtures.optimizers import ADAMW
+from shardproof.fixtures.placements import MANY_PARAMETERS
+from shardproof.fixtures.problems import MLP_EVEN, TRANSFORMER
+from shardproof.suites.training import train
 
 pytestmark = pytest.mark.device("cuda")
 WORLD = "processes:2:cuda"

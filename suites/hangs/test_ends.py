@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from fixtures.problems import MLP_EVEN
 from shardproof import RanksAgree, Trial
-from suites.training import train
+from shardproof.fixtures.problems import MLP_EVEN
+from shardproof.suites.training import train
 
 
 # A rank that computes for ever is seen at the deadline alone, which this timeout brings nearer; it is generous still.

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fixtures.forward_inputs import NESTED_INPUTS, NO_INPUTS
 from shardproof import SEVERAL, Layout, MatchesOracle, NestInputs, RanksAgree, Trial
-from suites.training import train
+from shardproof.fixtures.forward_inputs import NESTED_INPUTS, NO_INPUTS
+from shardproof.suites.training import train
 
 
 @pytest.mark.parametrize(

@@ -6,9 +6,6 @@ from dataclasses import replace
 
 import pytest
 
-from fixtures.chain import CHAIN, CHECKPOINTED_CHAIN
-from fixtures.hoarding import HOARD
-from fixtures.optimizers import ADAMW, SGD
 from shardproof import (
     FOUR_OR_MORE_EVEN,
     SEVERAL,
@@ -43,7 +40,10 @@ from shardproof import (
     Watch,
     ZeroGrad,
 )
-from suites.lifetimes.closed_forms import (
+from shardproof.fixtures.chain import CHAIN, CHECKPOINTED_CHAIN
+from shardproof.fixtures.hoarding import HOARD
+from shardproof.fixtures.optimizers import ADAMW, SGD
+from shardproof.suites.lifetimes.closed_forms import (
     ACCUMULATED_MOST,
     ALL_LEAST,
     ALL_MOST,

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import pytest
 
-from fixtures.optimizers import ADAMW, SGD
-from fixtures.problems import MLP_UNEVEN, TRANSFORMER
 from shardproof import (
     FOUR_OR_MORE_EVEN,
     HOMES,
@@ -24,7 +22,9 @@ from shardproof import (
     Training,
     Trial,
 )
-from suites.training import train
+from shardproof.fixtures.optimizers import ADAMW, SGD
+from shardproof.fixtures.problems import MLP_UNEVEN, TRANSFORMER
+from shardproof.suites.training import train
 
 LAWS = (MatchesOracle(), Notes(subject=HOMES, value="cpu"), RanksAgree())
 

@@ -6,9 +6,9 @@ from functools import cache
 
 import pytest
 
-from fixtures.optimizers import ADAMW
-from fixtures.own_model import OWN_MODEL
 from shardproof import NamedOptimizer, UserModel, absolute, read_model
+from shardproof.fixtures.optimizers import ADAMW
+from shardproof.fixtures.own_model import OWN_MODEL
 
 
 @cache

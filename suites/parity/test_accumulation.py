@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from fixtures.optimizers import ADAMW, SGD
-from fixtures.problems import MLP_EVEN, MLP_UNEVEN
 from shardproof import Accumulation, MatchesOracle, NamedOptimizer, Problem, RanksAgree, Trial
-from suites.training import train
+from shardproof.fixtures.optimizers import ADAMW, SGD
+from shardproof.fixtures.problems import MLP_EVEN, MLP_UNEVEN
+from shardproof.suites.training import train
 
 # Each problem, each optimizer, and each number of microbatches with each of the others.
 CASES: list[tuple[Problem, NamedOptimizer, int]] = [

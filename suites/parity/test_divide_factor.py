@@ -7,8 +7,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fixtures.optimizers import SGD
-from fixtures.problems import MLP_UNEVEN
 from shardproof import (
     ALONE,
     FOUR_OR_MORE_EVEN,
@@ -23,6 +21,8 @@ from shardproof import (
     Trial,
     Wire,
 )
+from shardproof.fixtures.optimizers import SGD
+from shardproof.fixtures.problems import MLP_UNEVEN
 
 LAWS = (MatchesOracle(), HoldsItsShare(), RanksAgree())
 WORLD = None  # the number of ranks: what an engine divides by when nobody asks

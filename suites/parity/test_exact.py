@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from fixtures.optimizers import EXACT_SGD
-from fixtures.problems import EXACT_LINEAR
 from shardproof import POWERS_OF_TWO, MatchesOracle, RanksAgree, Trial
-from suites.training import train
+from shardproof.fixtures.optimizers import EXACT_SGD
+from shardproof.fixtures.problems import EXACT_LINEAR
+from shardproof.suites.training import train
 
 
 @pytest.mark.worlds(POWERS_OF_TWO)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from fixtures.optimizers import ADAMW, SGD
-from fixtures.problems import MLP_UNEVEN
 from shardproof import (
     EVEN,
     SEVERAL,
@@ -29,6 +27,8 @@ from shardproof import (
     Training,
     Trial,
 )
+from shardproof.fixtures.optimizers import ADAMW, SGD
+from shardproof.fixtures.problems import MLP_UNEVEN
 
 LAWS = (MatchesOracle(), HoldsItsShare(), RanksAgree())
 GATHERS_IN_BACKWARD = Select(ops=(Op.ALL_GATHER,), phases=(Phase.BACKWARD,))

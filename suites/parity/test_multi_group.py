@@ -6,10 +6,10 @@ from operator import attrgetter
 
 import pytest
 
-from fixtures.optimizers import ADAMW, SGD
-from fixtures.problems import MLP_EVEN, MLP_UNEVEN, TRANSFORMER
 from shardproof import MatchesOracle, NamedOptimizer, Problem, RanksAgree, Trial
-from suites.training import train
+from shardproof.fixtures.optimizers import ADAMW, SGD
+from shardproof.fixtures.problems import MLP_EVEN, MLP_UNEVEN, TRANSFORMER
+from shardproof.suites.training import train
 
 OF_ONE_MICROBATCH = (
     "ForgetsToSynchroniseOneParameter",

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from fixtures.random_draws import DROPPED, DROPPED_AND_RECOMPUTED, NOISY
 from shardproof import MatchesOracle, Problem, RanksAgree, Trial
-from suites.training import train
+from shardproof.fixtures.random_draws import DROPPED, DROPPED_AND_RECOMPUTED, NOISY
+from shardproof.suites.training import train
 
 
 @pytest.mark.kills("SumsInsteadOfAveraging", "DrawsAlikeOnAllRanks")

@@ -6,10 +6,10 @@ from operator import attrgetter
 
 import pytest
 
-from fixtures.optimizers import ADAMW, SGD
-from fixtures.problems import MLP_BUFFERS, SINGLE_GROUP
 from shardproof import MatchesOracle, NamedOptimizer, RanksAgree, Trial
-from suites.training import train
+from shardproof.fixtures.optimizers import ADAMW, SGD
+from shardproof.fixtures.problems import MLP_BUFFERS, SINGLE_GROUP
+from shardproof.suites.training import train
 
 name = attrgetter("name")
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from fixtures.optimizers import ADAMW
-from fixtures.patches import PATCHES
-from fixtures.problems import MLP_EVEN
 from shardproof import SEVERAL, Grouping, Layout, MatchesOracle, OnePartOnOddSteps, RanksAgree, Trial
-from suites.training import train
+from shardproof.fixtures.optimizers import ADAMW
+from shardproof.fixtures.patches import PATCHES
+from shardproof.fixtures.problems import MLP_EVEN
+from shardproof.suites.training import train
 
 both_layouts = pytest.mark.parametrize(
     "layout", [Layout.REPLICATE, Layout.SHARD], ids=lambda layout: layout.name.lower()

@@ -5,8 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fixtures.trunk_and_head import TRUNK_AND_HEAD, TRUNK_AND_TIED_HEAD
-from fixtures.widening import WIDENING
 from shardproof import (
     SEVERAL,
     Accumulation,
@@ -24,7 +22,9 @@ from shardproof import (
     Trial,
     TrunkTwiceOnOddSteps,
 )
-from suites.training import train_sharded
+from shardproof.fixtures.trunk_and_head import TRUNK_AND_HEAD, TRUNK_AND_TIED_HEAD
+from shardproof.fixtures.widening import WIDENING
+from shardproof.suites.training import train_sharded
 
 UNGROUPED = ("embed", "body", "norm", "head")
 EARLY_REDUCTIONS = Select(

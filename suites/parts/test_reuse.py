@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from fixtures.problems import MLP_UNEVEN
-from fixtures.reused import REUSED
 from shardproof import AllForwardsFirst, Backwards, Layout, MatchesOracle, RanksAgree, Trial
-from suites.training import train, train_sharded
+from shardproof.fixtures.problems import MLP_UNEVEN
+from shardproof.fixtures.reused import REUSED
+from shardproof.suites.training import train, train_sharded
 
 
 @pytest.mark.rows("T13", "R09")

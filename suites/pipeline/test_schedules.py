@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from fixtures.optimizers import SGD
-from fixtures.pipeline import STAGED
 from shardproof import (
     FOUR_OR_MORE_EVEN,
     Accumulation,
@@ -31,7 +29,9 @@ from shardproof import (
     Trial,
     num_stages,
 )
-from suites.communication.closed_forms import ClosedForm
+from shardproof.fixtures.optimizers import SGD
+from shardproof.fixtures.pipeline import STAGED
+from shardproof.suites.communication.closed_forms import ClosedForm
 
 NUM_MICROBATCHES = 4
 SENDS = Select(ops=(Op.SEND,), axis="pipe")

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from fixtures.optimizers import SGD
-from fixtures.placements import DIVISIBLE_MLP
 from shardproof import ODD, Layout, MatchesOracle, Placement, Plan, Refusal, Reshard, Training, Trial
+from shardproof.fixtures.optimizers import SGD
+from shardproof.fixtures.placements import DIVISIBLE_MLP
 
 CONTRADICTIONS = [
     # What every rank holds whole is sharded along no dim, and not freed.

@@ -6,8 +6,6 @@ from operator import attrgetter
 
 import pytest
 
-from fixtures.optimizers import ADAMW
-from fixtures.placements import DIVISIBLE_MLP, DIVISIBLE_TRANSFORMER
 from shardproof import (
     FORWARD,
     LAYOUTS,
@@ -25,7 +23,9 @@ from shardproof import (
     StateLiesWithItsParameter,
     Trial,
 )
-from suites.training import train
+from shardproof.fixtures.optimizers import ADAMW
+from shardproof.fixtures.placements import DIVISIBLE_MLP, DIVISIBLE_TRANSFORMER
+from shardproof.suites.training import train
 
 
 @pytest.mark.rows("T25")

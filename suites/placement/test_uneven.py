@@ -6,8 +6,6 @@ from operator import attrgetter
 
 import pytest
 
-from fixtures.optimizers import ADAMW, SGD
-from fixtures.placements import UNEVEN_GROUP
 from shardproof import (
     HoldsItsShare,
     Layout,
@@ -17,7 +15,9 @@ from shardproof import (
     StateLiesWithItsParameter,
     Trial,
 )
-from suites.training import train
+from shardproof.fixtures.optimizers import ADAMW, SGD
+from shardproof.fixtures.placements import UNEVEN_GROUP
+from shardproof.suites.training import train
 
 
 @pytest.mark.rows("T07")

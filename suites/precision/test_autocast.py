@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from fixtures.autocast import AUTOCAST
 from shardproof import SEVERAL, MatchesOracle, RanksAgree, Trial
-from suites.training import train
+from shardproof.fixtures.autocast import AUTOCAST
+from shardproof.suites.training import train
 
 
 @pytest.mark.kills("SumsInsteadOfAveraging", "KeepsOnlyTheLastMicrobatch")

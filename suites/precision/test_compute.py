@@ -8,9 +8,6 @@ from operator import attrgetter
 import pytest
 import torch
 
-from fixtures.optimizers import SGD
-from fixtures.precision import JOINT_CASTS
-from fixtures.problems import MLP_UNEVEN, TRANSFORMER
 from shardproof import (
     FOUR_OR_MORE_EVEN,
     OUTPUT_DTYPE,
@@ -32,6 +29,9 @@ from shardproof import (
     Training,
     Trial,
 )
+from shardproof.fixtures.optimizers import SGD
+from shardproof.fixtures.precision import JOINT_CASTS
+from shardproof.fixtures.problems import MLP_UNEVEN, TRANSFORMER
 
 REDUCTIONS = Select(ops=(Op.ALL_REDUCE, Op.REDUCE_SCATTER), phases=(Phase.BACKWARD,))
 LOW = Plan(compute_dtype=torch.bfloat16, reduce_dtype=torch.float32)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fixtures.optimizers import ADAMW
-from fixtures.problems import MLP_UNEVEN
 from shardproof import MatchesOracle, RanksAgree, Trial
-from suites.training import train
+from shardproof.fixtures.optimizers import ADAMW
+from shardproof.fixtures.problems import MLP_UNEVEN
+from shardproof.suites.training import train
 
 
 @pytest.mark.rows("T06", "R04")

@@ -5,8 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fixtures.optimizers import EXACT_SGD
-from fixtures.precision import EXACT_LATE, EXACT_OVERFLOW, EXACT_WIDE
 from shardproof import (
     POWERS_OF_TWO,
     SEVERAL,
@@ -25,6 +23,8 @@ from shardproof import (
     Trial,
     Window,
 )
+from shardproof.fixtures.optimizers import EXACT_SGD
+from shardproof.fixtures.precision import EXACT_LATE, EXACT_OVERFLOW, EXACT_WIDE
 
 # One step: the next one's parameters would need more bits than forward has.
 REDUCTIONS = Select(ops=(Op.ALL_REDUCE, Op.REDUCE_SCATTER), phases=(Phase.BACKWARD,), window=Window.TRAINING)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from fixtures.problems import MLP_EVEN
 from shardproof import SEVERAL, Exercise, Layout, MatchesOracle, Notes, Trial
-from suites.precision.scaling import AFTER_A_FINITE, AFTER_AN_INFINITE, AFTER_NONE, scales_together
-from suites.training import train
+from shardproof.fixtures.problems import MLP_EVEN
+from shardproof.suites.precision.scaling import AFTER_A_FINITE, AFTER_AN_INFINITE, AFTER_NONE, scales_together
+from shardproof.suites.training import train
 
 
 @pytest.mark.worlds(SEVERAL)

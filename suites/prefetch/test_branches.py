@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import pytest
 
-from fixtures.heads import FORK
 from shardproof import (
     SEVERAL,
     Between,
@@ -35,7 +34,8 @@ from shardproof import (
     Trial,
     Watch,
 )
-from suites.training import train_sharded
+from shardproof.fixtures.heads import FORK
+from shardproof.suites.training import train_sharded
 
 FORWARD = Select(phases=(Phase.FORWARD,))
 BACKWARD = Select(phases=(Phase.BACKWARD,))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from fixtures.chain import CHAIN, SPARE_CHAIN
 from shardproof import (
     SEVERAL,
     AllWaited,
@@ -25,8 +24,9 @@ from shardproof import (
     Trial,
     Watch,
 )
-from suites.communication.closed_forms import NUM_GROUPS
-from suites.training import train, train_sharded
+from shardproof.fixtures.chain import CHAIN, SPARE_CHAIN
+from shardproof.suites.communication.closed_forms import NUM_GROUPS
+from shardproof.suites.training import train, train_sharded
 
 GATHERS = Select(ops=(Op.ALL_GATHER,))
 REDUCTIONS = Select(ops=(Op.REDUCE_SCATTER,), phases=(Phase.BACKWARD,))

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import pytest
 
-from fixtures.chain import CHAIN, CHECKPOINTED_CHAIN, NESTED_CHAIN
 from shardproof import (
     SEVERAL,
     Event,
@@ -34,7 +33,8 @@ from shardproof import (
     Trial,
     Watch,
 )
-from suites.training import train, train_sharded
+from shardproof.fixtures.chain import CHAIN, CHECKPOINTED_CHAIN, NESTED_CHAIN
+from shardproof.suites.training import train, train_sharded
 
 FORWARD = Select(phases=(Phase.FORWARD,))
 BACKWARD = Select(phases=(Phase.BACKWARD,))

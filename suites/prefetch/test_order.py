@@ -10,8 +10,6 @@ from dataclasses import replace
 
 import pytest
 
-from fixtures.chain import CHAIN, CHECKPOINTED_CHAIN, LOOPED_CHAIN
-from fixtures.optimizers import SGD
 from shardproof import (
     FOUR_OR_MORE_EVEN,
     SEVERAL,
@@ -40,6 +38,8 @@ from shardproof import (
     Trial,
     Watch,
 )
+from shardproof.fixtures.chain import CHAIN, CHECKPOINTED_CHAIN, LOOPED_CHAIN
+from shardproof.fixtures.optimizers import SGD
 
 FORWARD = Select(phases=(Phase.FORWARD,))
 BACKWARD = Select(phases=(Phase.BACKWARD,))

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import pytest
 
-from fixtures.chain import CHAIN, CHECKPOINTED_CHAIN
-from fixtures.optimizers import SGD
 from shardproof import (
     FOUR_OR_MORE_EVEN,
     SEVERAL,
@@ -35,6 +33,8 @@ from shardproof import (
     Trial,
     Watch,
 )
+from shardproof.fixtures.chain import CHAIN, CHECKPOINTED_CHAIN
+from shardproof.fixtures.optimizers import SGD
 
 ROOT = ""
 UNITS = CHAIN.units

@@ -7,10 +7,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fixtures.chain import CHAIN, CHECKPOINTED_CHAIN, LOOPED_CHAIN
-from fixtures.idle import FROZEN
-from fixtures.optimizers import SGD
-from fixtures.problems import MLP_UNEVEN
 from shardproof import (
     FOUR_OR_MORE_EVEN,
     SEVERAL,
@@ -36,7 +32,11 @@ from shardproof import (
     UnshardByHand,
     Watch,
 )
-from suites.training import train
+from shardproof.fixtures.chain import CHAIN, CHECKPOINTED_CHAIN, LOOPED_CHAIN
+from shardproof.fixtures.idle import FROZEN
+from shardproof.fixtures.optimizers import SGD
+from shardproof.fixtures.problems import MLP_UNEVEN
+from shardproof.suites.training import train
 
 LAWS = (NoRaces(), MatchesOracle(), RanksAgree())
 SHARDED = Plan(

@@ -7,7 +7,6 @@ from typing import ClassVar
 
 import pytest
 
-from fixtures.problems import MLP_EVEN
 from shardproof import (
     Actor,
     Capability,
@@ -19,7 +18,8 @@ from shardproof import (
     RanksAgree,
     Trial,
 )
-from suites.training import train
+from shardproof.fixtures.problems import MLP_EVEN
+from shardproof.suites.training import train
 
 # The root owns the last layer: engines keep its parameters longest.
 UNITS = MLP_EVEN.units[:-1]

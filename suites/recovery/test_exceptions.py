@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from fixtures.guarded import GUARDED
 from shardproof import (
     RAISED,
     Accumulation,
@@ -17,7 +16,8 @@ from shardproof import (
     SkipsAFailure,
     Trial,
 )
-from suites.training import train, train_sharded
+from shardproof.fixtures.guarded import GUARDED
+from shardproof.suites.training import train, train_sharded
 
 LAWS = (MatchesOracle(), RanksAgree(), Notes(subject=RAISED, value="FloatingPointError"))
 

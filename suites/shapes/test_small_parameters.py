@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from fixtures.thin import EMPTY_ROWS, SCALARS, SINGLE_ROWS
 from shardproof import (
     EVEN,
     SEVERAL,
@@ -16,7 +15,8 @@ from shardproof import (
     Refusal,
     Trial,
 )
-from suites.training import train
+from shardproof.fixtures.thin import EMPTY_ROWS, SCALARS, SINGLE_ROWS
+from shardproof.suites.training import train
 
 LAWS = (MatchesOracle(), RanksAgree())
 

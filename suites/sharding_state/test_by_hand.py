@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from fixtures.heads import TALKATIVE
-from fixtures.odd_shapes import ODD_SHAPES
-from fixtures.problems import MLP_UNEVEN
 from shardproof import (
     AFTER_BACKWARD,
     BEFORE_BACKWARD,
@@ -35,8 +32,11 @@ from shardproof import (
     UnshardByHand,
     Window,
 )
-from suites.sharding_state.states import states
-from suites.training import train
+from shardproof.fixtures.heads import TALKATIVE
+from shardproof.fixtures.odd_shapes import ODD_SHAPES
+from shardproof.fixtures.problems import MLP_UNEVEN
+from shardproof.suites.sharding_state.states import states
+from shardproof.suites.training import train
 
 GATHERS = Select(ops=(Op.ALL_GATHER,), window=Window.TRAINING)
 BY_HAND = Select(ops=(Op.ALL_GATHER,), phases=(Phase.BETWEEN,), window=Window.TRAINING)

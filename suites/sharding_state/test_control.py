@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 import pytest
 
-from fixtures.heads import TIED_HEAD, TRUNK_AND_HEAD
-from fixtures.problems import MLP_UNEVEN
 from shardproof import (
     AFTER_BACKWARD,
     AFTER_FORWARD_FREED,
@@ -30,8 +28,10 @@ from shardproof import (
     UnitsAre,
     after_chunk,
 )
-from suites.sharding_state.states import states
-from suites.training import train_sharded
+from shardproof.fixtures.heads import TIED_HEAD, TRUNK_AND_HEAD
+from shardproof.fixtures.problems import MLP_UNEVEN
+from shardproof.suites.sharding_state.states import states
+from shardproof.suites.training import train_sharded
 
 INNER = ("layers.0", "layers.1")
 ALL = (*INNER, "")

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from fixtures.heads import TWO_HEADS
-from fixtures.optimizers import SGD
-from fixtures.problems import MLP_EVEN, MLP_UNEVEN
 from shardproof import (
     AFTER_BACKWARD,
     AFTER_FORWARD,
@@ -39,8 +36,11 @@ from shardproof import (
     UnitsAre,
     Window,
 )
-from suites.sharding_state.states import states
-from suites.training import train
+from shardproof.fixtures.heads import TWO_HEADS
+from shardproof.fixtures.optimizers import SGD
+from shardproof.fixtures.problems import MLP_EVEN, MLP_UNEVEN
+from shardproof.suites.sharding_state.states import states
+from shardproof.suites.training import train
 
 # Every step, the first included: nothing that a step leaves behind may change what the next one gathers.
 GATHERS = Select(ops=(Op.ALL_GATHER,), window=Window.TRAINING)

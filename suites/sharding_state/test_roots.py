@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 
-from fixtures.problems import MLP_UNEVEN
 from shardproof import (
     AFTER_BACKWARD,
     AFTER_FORWARD,
@@ -32,8 +31,9 @@ from shardproof import (
     Trial,
     UnitsAre,
 )
-from suites.sharding_state.states import states
-from suites.training import train
+from shardproof.fixtures.problems import MLP_UNEVEN
+from shardproof.suites.sharding_state.states import states
+from shardproof.suites.training import train
 
 ROOTS = MLP_UNEVEN.units
 REDUCTIONS = Select(ops=(Op.REDUCE_SCATTER, Op.ALL_REDUCE), phases=(Phase.BACKWARD,), dtypes=("float32",))

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from fixtures.optimizers import ADAMW
-from fixtures.tied import TIED
 from shardproof import (
     SEVERAL,
     EveryRowMoves,
@@ -18,7 +16,9 @@ from shardproof import (
     Schedule,
     Trial,
 )
-from suites.training import train, train_sharded
+from shardproof.fixtures.optimizers import ADAMW
+from shardproof.fixtures.tied import TIED
+from shardproof.suites.training import train, train_sharded
 
 LAWS = (MatchesOracle(), EveryRowMoves(parameter="token.weight"), HoldsItsShare(), RanksAgree())
 ONE_GROUP = ("token,head", "blocks.0", "blocks.1")

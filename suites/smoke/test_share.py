@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from fixtures.optimizers import ADAMW
-from fixtures.problems import MLP_EVEN
 from shardproof import SEVERAL, HoldsItsShare, Layout, MatchesOracle, MemoryIsExplained, RanksAgree, Trial
-from suites.training import train
+from shardproof.fixtures.optimizers import ADAMW
+from shardproof.fixtures.problems import MLP_EVEN
+from shardproof.suites.training import train
 
 
 @pytest.mark.rows("T08", "R06")

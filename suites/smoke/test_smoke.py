@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from fixtures.problems import MLP_EVEN
 from shardproof import MatchesOracle, RanksAgree, Trial
-from suites.training import train
+from shardproof.fixtures.problems import MLP_EVEN
+from shardproof.suites.training import train
 
 
 @pytest.mark.rows("T07", "R05")

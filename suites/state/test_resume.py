@@ -6,9 +6,6 @@ from operator import attrgetter
 
 import pytest
 
-from fixtures.optimizers import ADAMW, SGD
-from fixtures.problems import MLP_BUFFERS, MLP_EVEN, MLP_UNEVEN
-from fixtures.tied import TIED
 from shardproof import (
     EVEN,
     SEVERAL,
@@ -24,6 +21,9 @@ from shardproof import (
     Training,
     Trial,
 )
+from shardproof.fixtures.optimizers import ADAMW, SGD
+from shardproof.fixtures.problems import MLP_BUFFERS, MLP_EVEN, MLP_UNEVEN
+from shardproof.fixtures.tied import TIED
 
 LAWS = (MatchesOracle(), RanksAgree())
 

@@ -6,8 +6,6 @@ from operator import attrgetter
 
 import pytest
 
-from fixtures.optimizers import ADAMW
-from fixtures.tensor_parallel import STACK_3, STACK_5, STACK_16, STACK_17
 from shardproof import (
     FOUR_OR_MORE_EVEN,
     FOURS,
@@ -31,8 +29,10 @@ from shardproof import (
     Training,
     Trial,
 )
-from suites.communication.closed_forms import NUM_GROUPS
-from suites.training import train, train_sharded
+from shardproof.fixtures.optimizers import ADAMW
+from shardproof.fixtures.tensor_parallel import STACK_3, STACK_5, STACK_16, STACK_17
+from shardproof.suites.communication.closed_forms import NUM_GROUPS
+from shardproof.suites.training import train, train_sharded
 
 GATHERS = Select(ops=(Op.ALL_GATHER,), axis="data", phases=(Phase.FORWARD,))
 GATHERS_AGAIN = Select(ops=(Op.ALL_GATHER,), axis="data", phases=(Phase.BACKWARD,))

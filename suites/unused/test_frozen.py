@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from fixtures.idle import FROZEN
-from fixtures.optimizers import ADAMW
 from shardproof import (
     SEVERAL,
     Count,
@@ -19,8 +17,10 @@ from shardproof import (
     Select,
     Trial,
 )
-from suites.communication.closed_forms import NUM_GROUPS
-from suites.training import train, train_sharded
+from shardproof.fixtures.idle import FROZEN
+from shardproof.fixtures.optimizers import ADAMW
+from shardproof.suites.communication.closed_forms import NUM_GROUPS
+from shardproof.suites.training import train, train_sharded
 
 LAWS = (MatchesOracle(), RanksAgree())
 GATHERS = Select(ops=(Op.ALL_GATHER,), phases=(Phase.FORWARD,))

@@ -11,7 +11,6 @@ from math import prod
 import pytest
 import torch
 
-from fixtures.idle import FROZEN
 from shardproof import (
     SEVERAL,
     Between,
@@ -27,8 +26,9 @@ from shardproof import (
     Training,
     Trial,
 )
-from suites.communication.closed_forms import ClosedForm
-from suites.training import train
+from shardproof.fixtures.idle import FROZEN
+from shardproof.suites.communication.closed_forms import ClosedForm
+from shardproof.suites.training import train
 
 GATHERS = Select(ops=(Op.ALL_GATHER,), phases=(Phase.FORWARD,))
 # A whole unit, and one parameter of a unit that has others.

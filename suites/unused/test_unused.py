@@ -7,8 +7,6 @@ from operator import attrgetter
 
 import pytest
 
-from fixtures.idle import BORROWED, SOMETIMES
-from fixtures.optimizers import ADAMW, SGD
 from shardproof import (
     EVEN,
     SEVERAL,
@@ -23,7 +21,9 @@ from shardproof import (
     Training,
     Trial,
 )
-from suites.training import train
+from shardproof.fixtures.idle import BORROWED, SOMETIMES
+from shardproof.fixtures.optimizers import ADAMW, SGD
+from shardproof.suites.training import train
 
 LAWS = (MatchesOracle(), RanksAgree())
 

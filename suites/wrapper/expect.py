@@ -14,14 +14,14 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import ShardingStrategy
 from torch.distributed.tensor import DTensor
 
-from fixtures.optimizers import SGD
-from fixtures.problems import MLP_EVEN
 from shardproof import Actor, EachMicrobatch, Exercise, InterfaceBench, Layout, Plan, Schedule, Training
-from suites.wrapper.differences import difference
-from suites.wrapper.model import LR, UNITS, Wrapping, batch, copies, original, tower, trained_alone
+from shardproof.fixtures.optimizers import SGD
+from shardproof.fixtures.problems import MLP_EVEN
+from shardproof.suites.wrapper.differences import difference
+from shardproof.suites.wrapper.model import LR, UNITS, Wrapping, batch, copies, original, tower, trained_alone
 
 if TYPE_CHECKING:  # ranks import this file too, and judge nothing
-    from harness.runner.trial import Trial
+    from shardproof.harness.runner.trial import Trial
 
 RIGHT = "as it should be"
 STEP = "parameters after one step"
@@ -159,8 +159,8 @@ def expects(*subjects: str) -> Callable[[Body], Body]:
         def test(trial: Trial, **arguments: object) -> None:
             __tracebackhide__ = True
             # Here, because ranks import this file too, and judge nothing.
-            from harness.laws.parity import MatchesOracle
-            from harness.laws.runtime import Notes
+            from shardproof.harness.laws.parity import MatchesOracle
+            from shardproof.harness.laws.runtime import Notes
 
             claims = [Notes(subject=subject, value=RIGHT, is_explained=True) for subject in subjects]
             training = _training(body, tuple(arguments[parameter.name] for parameter in parameters))

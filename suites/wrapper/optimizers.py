@@ -16,8 +16,8 @@ from torch.distributed.fsdp import (
     StateDictType,
 )
 
-from suites.wrapper.expect import Bench
-from suites.wrapper.model import Wrapping, blank, parameters, tower, train_alone
+from shardproof.suites.wrapper.expect import Bench
+from shardproof.suites.wrapper.model import Wrapping, blank, parameters, tower, train_alone
 
 FULL, SHARDED = StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT
 BEFORE = 2  # steps until state is saved

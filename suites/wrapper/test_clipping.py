@@ -12,8 +12,16 @@ from torch import nn
 from torch.distributed.fsdp import ShardingStrategy
 
 from shardproof import FOUR_OR_MORE_EVEN, SEVERAL
-from suites.wrapper.expect import Bench, expects
-from suites.wrapper.model import EACH_FORM, Form, Wrapping, batch, gradients, shown_gradients, tower
+from shardproof.suites.wrapper.expect import Bench, expects
+from shardproof.suites.wrapper.model import (
+    EACH_FORM,
+    Form,
+    Wrapping,
+    batch,
+    gradients,
+    shown_gradients,
+    tower,
+)
 
 pytestmark = pytest.mark.api("clip_grad_norm_")
 CLIPPED = ("the norm", "clipped gradients")

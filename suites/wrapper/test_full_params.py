@@ -10,8 +10,8 @@ from torch import distributed, nn
 from torch.distributed.fsdp import ShardingStrategy
 
 from shardproof import SEVERAL
-from suites.wrapper.expect import Bench, expects
-from suites.wrapper.model import (
+from shardproof.suites.wrapper.expect import Bench, expects
+from shardproof.suites.wrapper.model import (
     EACH_FORM,
     LR,
     Form,

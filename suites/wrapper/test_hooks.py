@@ -10,8 +10,16 @@ from torch import distributed
 from torch.distributed.fsdp import ShardingStrategy
 
 from shardproof import SEVERAL, Op
-from suites.wrapper.expect import Bench, expects
-from suites.wrapper.model import LR, UNITS, gradients, shown_gradients, strategies, tower, trained_alone
+from shardproof.suites.wrapper.expect import Bench, expects
+from shardproof.suites.wrapper.model import (
+    LR,
+    UNITS,
+    gradients,
+    shown_gradients,
+    strategies,
+    tower,
+    trained_alone,
+)
 
 pytestmark = pytest.mark.api("register_comm_hook")
 FULL, KEEP, WHOLE = ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD

@@ -11,8 +11,8 @@ from torch import nn
 from torch.distributed.fsdp import ShardingStrategy
 
 from shardproof import EVEN, SEVERAL
-from suites.wrapper.expect import Bench, expects
-from suites.wrapper.model import copies, fill
+from shardproof.suites.wrapper.expect import Bench, expects
+from shardproof.suites.wrapper.model import copies, fill
 
 VALUES = "values"
 TIMES = "how often each module was initialised"

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from suites.wrapper.expect import Bench, expects
-from suites.wrapper.model import (
+from shardproof.suites.wrapper.expect import Bench, expects
+from shardproof.suites.wrapper.model import (
     EACH_FORM,
     LR,
     Form,

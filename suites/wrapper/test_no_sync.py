@@ -10,8 +10,8 @@ import torch
 from torch.distributed.fsdp import ShardingStrategy
 
 from shardproof import SEVERAL, Op
-from suites.wrapper.expect import Bench, expects
-from suites.wrapper.model import LR, UNITS, Form, batch, strategies, tower, trained_alone
+from shardproof.suites.wrapper.expect import Bench, expects
+from shardproof.suites.wrapper.model import LR, UNITS, Form, batch, strategies, tower, trained_alone
 
 pytestmark = pytest.mark.api("no_sync")
 FULL, KEEP, WHOLE = ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD

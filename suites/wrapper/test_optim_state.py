@@ -20,9 +20,9 @@ from torch.distributed.fsdp import (
 )
 
 from shardproof import APART, SEVERAL
-from suites.wrapper.expect import Bench, expects
-from suites.wrapper.model import Form, Wrapping, parameters, tower
-from suites.wrapper.optimizers import (
+from shardproof.suites.wrapper.expect import Bench, expects
+from shardproof.suites.wrapper.model import Form, Wrapping, parameters, tower
+from shardproof.suites.wrapper.optimizers import (
     BEFORE,
     FULL,
     RESUMED,

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import pytest
 
-from fixtures.chain import CHAIN, TELLING_CHAIN
-from fixtures.optimizers import SGD
 from shardproof import (
     SEVERAL,
     AtMostInFlight,
@@ -33,6 +31,8 @@ from shardproof import (
     Trial,
     Wrapper,
 )
+from shardproof.fixtures.chain import CHAIN, TELLING_CHAIN
+from shardproof.fixtures.optimizers import SGD
 
 FORWARD = Select(phases=(Phase.FORWARD,))
 BACKWARD = Select(phases=(Phase.BACKWARD,))

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from shardproof import SEVERAL
-from suites.wrapper.expect import Bench, expects
-from suites.wrapper.model import UNITS, copies, original, parameters, tower
+from shardproof.suites.wrapper.expect import Bench, expects
+from shardproof.suites.wrapper.model import UNITS, copies, original, parameters, tower
 
 # A flat parameter is padded, so that each rank has as much of it: by less than this for each rank.
 _PADDING = 16

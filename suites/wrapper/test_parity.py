@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 
-from fixtures.optimizers import SGD
-from fixtures.problems import MLP_UNEVEN
 from shardproof import (
     FOUR_OR_MORE_EVEN,
     SEVERAL,
@@ -30,6 +28,8 @@ from shardproof import (
     Trial,
     Wrapper,
 )
+from shardproof.fixtures.optimizers import SGD
+from shardproof.fixtures.problems import MLP_UNEVEN
 
 REDUCING = (Op.ALL_REDUCE, Op.REDUCE_SCATTER)
 EARLY = Select(ops=REDUCING, phases=(Phase.BACKWARD,), microbatches=Microbatches.ALL_BUT_LAST)

@@ -10,8 +10,8 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecision
 
 from shardproof import SEVERAL
-from suites.wrapper.expect import Bench, expects
-from suites.wrapper.model import batch, tower
+from shardproof.suites.wrapper.expect import Bench, expects
+from shardproof.suites.wrapper.model import batch, tower
 
 LOW, HIGH = torch.bfloat16, torch.float32
 _WIDTH = 64  # wide enough that each rank has a piece

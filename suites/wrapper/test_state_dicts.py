@@ -17,8 +17,8 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 
 from shardproof import SEVERAL
-from suites.wrapper.expect import Bench, expects
-from suites.wrapper.model import (
+from shardproof.suites.wrapper.expect import Bench, expects
+from shardproof.suites.wrapper.model import (
     EACH_FORM,
     LR,
     Form,

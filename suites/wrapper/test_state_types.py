@@ -20,8 +20,8 @@ from torch.distributed.fsdp import (
     StateDictType,
 )
 
-from suites.wrapper.expect import Bench, expects
-from suites.wrapper.model import tower
+from shardproof.suites.wrapper.expect import Bench, expects
+from shardproof.suites.wrapper.model import tower
 
 FULL, SHARDED, LOCAL = (
     StateDictType.FULL_STATE_DICT,

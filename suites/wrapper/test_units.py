@@ -13,8 +13,8 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
 
 from shardproof import ALONE, SEVERAL, WrapperNames
-from suites.wrapper.expect import STEP, Bench, expects
-from suites.wrapper.model import batch, tower
+from shardproof.suites.wrapper.expect import STEP, Bench, expects
+from shardproof.suites.wrapper.model import batch, tower
 
 MIDDLE = ["", "middle"]
 ASKED = "modules that the policy is asked about, with their parameters that are in no unit yet"

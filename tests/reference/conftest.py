@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.worlds.launch import WorldPool
+from shardproof.harness.worlds.launch import WorldPool
 from tests.reference.front_doors import TORCH
 from tests.reference.ranks import Ranks
 

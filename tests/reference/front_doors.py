@@ -10,7 +10,7 @@ import pytest
 import torch.distributed.fsdp as torch_fsdp
 from torch.distributed._composable.replicate_with_fsdp import replicate as torch_replicate
 
-from engine import reference
+from shardproof.engine import reference
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,8 +10,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from harness.tracing.ledger import Phase
-from harness.worlds.rank import RankContext
+from shardproof.harness.tracing.ledger import Phase
+from shardproof.harness.worlds.rank import RankContext
 
 WIDTH = 8
 ROOT = -1  # the index of the chain itself among its units

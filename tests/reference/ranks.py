@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from harness.tracing.ledger import Op, Phase
-from harness.worlds.launch import WorldPool, launch
-from harness.worlds.outcome import Returned
-from harness.worlds.rank import RankContext
-from harness.worlds.spec import WorldKind, WorldSpec
+from shardproof.harness.tracing.ledger import Op, Phase
+from shardproof.harness.worlds.launch import WorldPool, launch
+from shardproof.harness.worlds.outcome import Returned
+from shardproof.harness.worlds.rank import RankContext
+from shardproof.harness.worlds.spec import WorldKind, WorldSpec
 from tests.values import keep_value, kept_values
 
 __all__ = ["Ranks", "collectives", "each"]

@@ -11,8 +11,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 
-from engine.reference import clip_grad_norm_
-from harness.worlds.rank import RankContext
+from shardproof.engine.reference import clip_grad_norm_
+from shardproof.harness.worlds.rank import RankContext
 from tests.reference.front_doors import BY_NAME, REFERENCE, TORCH, each_door
 from tests.reference.models import hybrid_mesh, whole
 from tests.reference.ranks import Ranks

@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from harness.tracing.ledger import Op, Phase
-from harness.worlds.rank import RankContext
+from shardproof.harness.tracing.ledger import Op, Phase
+from shardproof.harness.worlds.rank import RankContext
 from tests.reference.front_doors import BY_NAME, each_door
 from tests.reference.models import (
     WIDTH,

@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms._comm_hooks import default_hooks
 
-from engine.reference.fsdp1 import comm_hooks
-from harness.tracing.ledger import Op
-from harness.worlds.rank import RankContext
+from shardproof.engine.reference.fsdp1 import comm_hooks
+from shardproof.harness.tracing.ledger import Op
+from shardproof.harness.worlds.rank import RankContext
 from tests.reference.ranks import Ranks
 
 SIZE = 12  # divisible by every world size here

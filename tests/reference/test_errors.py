@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
-from harness.worlds.rank import RankContext
+from shardproof.harness.worlds.rank import RankContext
 from tests.reference.front_doors import BY_NAME, FrontDoor, each_door
 from tests.reference.models import WIDTH, Chain, apply_to, hybrid_mesh
 from tests.reference.ranks import Ranks, each

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from harness.worlds.rank import RankContext
+from shardproof.harness.worlds.rank import RankContext
 from tests.reference.front_doors import BY_NAME, REFERENCE, each_door
 from tests.reference.models import assert_gradients, whole
 from tests.reference.ranks import Ranks

@@ -13,10 +13,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp._init_utils import _materialize_meta_module as torch_materialize
 from torch.distributed.tensor import DTensor, Shard
 
-from engine.reference.fsdp1.materialize import broadcast_states, materialize, move_to_device
-from harness.tracing.ledger import Op
-from harness.worlds.rank import RankContext
-from harness.worlds.spec import WorldKind
+from shardproof.engine.reference.fsdp1.materialize import broadcast_states, materialize, move_to_device
+from shardproof.harness.tracing.ledger import Op
+from shardproof.harness.worlds.rank import RankContext
+from shardproof.harness.worlds.spec import WorldKind
 from tests.reference.ranks import Ranks
 
 CPU = torch.device("cpu")

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from harness.tracing.ledger import Op, Phase
-from harness.worlds.rank import RankContext
+from shardproof.harness.tracing.ledger import Op, Phase
+from shardproof.harness.worlds.rank import RankContext
 from tests.reference.front_doors import BY_NAME, REFERENCE, each_door
 from tests.reference.models import (
     ROOT,

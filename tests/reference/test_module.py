@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
-from harness.worlds.rank import RankContext
+from shardproof.harness.worlds.rank import RankContext
 from tests.reference.front_doors import BY_NAME, each_door
 from tests.reference.models import (
     WIDTH,

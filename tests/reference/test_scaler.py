@@ -14,10 +14,10 @@ from torch import nn
 from torch.amp.grad_scaler import GradScaler
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler as ScalerOfTorch
 
-from engine.reference.optim import ShardedGradScaler
-from harness.tracing.ledger import Op
-from harness.worlds.rank import RankContext
-from harness.worlds.spec import WorldKind
+from shardproof.engine.reference.optim import ShardedGradScaler
+from shardproof.harness.tracing.ledger import Op
+from shardproof.harness.worlds.rank import RankContext
+from shardproof.harness.worlds.spec import WorldKind
 from tests.reference.ranks import Ranks
 
 SIZE = 3

@@ -22,8 +22,8 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from harness.worlds.rank import RankContext
-from harness.worlds.spec import WorldKind
+from shardproof.harness.worlds.rank import RankContext
+from shardproof.harness.worlds.spec import WorldKind
 from tests.reference.front_doors import BY_NAME, each_door
 from tests.reference.ranks import Ranks
 

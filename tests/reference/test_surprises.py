@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from engine.reference import clip_grad_norm_, fully_shard, replicate
-from harness.worlds.rank import RankContext
-from harness.worlds.spec import WorldKind
+from shardproof.engine.reference import clip_grad_norm_, fully_shard, replicate
+from shardproof.harness.worlds.rank import RankContext
+from shardproof.harness.worlds.spec import WorldKind
 from tests.reference.models import assert_gradients, hybrid_mesh
 from tests.reference.ranks import Ranks
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from harness.tracing.ledger import Op, Phase
-from harness.worlds.rank import RankContext
+from shardproof.harness.tracing.ledger import Op, Phase
+from shardproof.harness.worlds.rank import RankContext
 from tests.reference.front_doors import BY_NAME, REFERENCE, each_door
 from tests.reference.models import (
     Chain,

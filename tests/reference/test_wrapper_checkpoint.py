@@ -19,9 +19,9 @@ from torch.distributed.fsdp import (
     StateDictType,
 )
 
-from engine import reference
-from harness.worlds.rank import RankContext
-from harness.worlds.spec import WorldKind
+from shardproof.engine import reference
+from shardproof.harness.worlds.rank import RankContext
+from shardproof.harness.worlds.spec import WorldKind
 from tests.reference.ranks import Ranks
 
 WRAPPERS: dict[str, type[reference.FullyShardedDataParallel | torch_fsdp.FullyShardedDataParallel]] = {

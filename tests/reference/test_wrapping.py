@@ -12,7 +12,7 @@ import torch.distributed.fsdp.wrap as torch_wrap
 from torch import nn
 from torch.distributed.fsdp._wrap_utils import _auto_wrap as torch_auto_wrap
 
-from engine.reference.fsdp1 import wrap_policy as wrapping
+from shardproof.engine.reference.fsdp1 import wrap_policy as wrapping
 
 # Any: options of a wrapper, and policies of both makes, share no type.
 Policies = Callable[[Any], Any]

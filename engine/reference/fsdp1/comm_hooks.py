@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from engine.reference.collectives import DefaultReduceScatter
+from shardproof.engine.reference.collectives import DefaultReduceScatter
 
 _reduce_scatter = DefaultReduceScatter()
 

@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import nn
 
-from engine.reference.mesh import Ranks
-from engine.reference.param_layout import Allocate, UnshardedMemory
-from engine.reference.parameter import FSDPParam, ParamLocation, is_placeholder
-from engine.reference.torch_private import post_accumulate_hooks
+from shardproof.engine.reference.mesh import Ranks
+from shardproof.engine.reference.param_layout import Allocate, UnshardedMemory
+from shardproof.engine.reference.parameter import FSDPParam, ParamLocation, is_placeholder
+from shardproof.engine.reference.torch_private import post_accumulate_hooks
 
 FLAT_NAME = "_flat_param"
 """The name under which a wrapper registers its flat parameter."""

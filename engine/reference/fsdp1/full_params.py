@@ -11,12 +11,12 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from engine.reference.collectives import DefaultAllGather
-from engine.reference.fsdp1.flat import FLAT_NAME, FlatLayout
-from engine.reference.fsdp1.init import WrapperBase, wrappers_in
-from engine.reference.optim import Spread, clip_scale, norm_over
-from engine.reference.param_group import FSDPParamGroup
-from engine.reference.parameter import is_placeholder
+from shardproof.engine.reference.collectives import DefaultAllGather
+from shardproof.engine.reference.fsdp1.flat import FLAT_NAME, FlatLayout
+from shardproof.engine.reference.fsdp1.init import WrapperBase, wrappers_in
+from shardproof.engine.reference.optim import Spread, clip_scale, norm_over
+from shardproof.engine.reference.param_group import FSDPParamGroup
+from shardproof.engine.reference.parameter import is_placeholder
 
 PREFIX = "_fsdp_wrapped_module."
 """What a wrapper puts into the names of everything inside the module that it wraps."""

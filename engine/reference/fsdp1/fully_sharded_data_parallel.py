@@ -20,15 +20,15 @@ from torch.distributed.fsdp import (
     ShardingStrategy,
 )
 
-from engine.reference.fsdp1.flat import FlatLayout
-from engine.reference.fsdp1.full_params import (
+from shardproof.engine.reference.fsdp1.flat import FlatLayout
+from shardproof.engine.reference.fsdp1.full_params import (
     FullParamsOptions,
     cast_buffers,
     clean_name,
     clip_by_norm,
     summon_full_params,
 )
-from engine.reference.fsdp1.init import (
+from shardproof.engine.reference.fsdp1.init import (
     HYBRID,
     Ignored,
     ProcessGroups,
@@ -38,12 +38,12 @@ from engine.reference.fsdp1.init import (
     rank_groups,
     wrap_inside,
 )
-from engine.reference.fsdp1.state_dict import Importer, default_settings
-from engine.reference.fsdp1.state_dict_methods import StateDictMethods
-from engine.reference.fsdp_state import BackwardPrefetchTime, FSDPState
-from engine.reference.fully_shard import unmanaged
-from engine.reference.param_group import FSDPParamGroup
-from engine.reference.root_state import RootState
+from shardproof.engine.reference.fsdp1.state_dict import Importer, default_settings
+from shardproof.engine.reference.fsdp1.state_dict_methods import StateDictMethods
+from shardproof.engine.reference.fsdp_state import BackwardPrefetchTime, FSDPState
+from shardproof.engine.reference.fully_shard import unmanaged
+from shardproof.engine.reference.param_group import FSDPParamGroup
+from shardproof.engine.reference.root_state import RootState
 
 _FREED_AFTER_FORWARD = frozenset({ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHARD})
 

@@ -13,14 +13,14 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecision, ShardingStrategy, StateDictSettings
 
-from engine.reference.autograd_hooks import map_tensors
-from engine.reference.fsdp1.materialize import broadcast_states, materialize, move_to_device
-from engine.reference.fsdp1.wrap_policy import wrap_below
-from engine.reference.fsdp_state import FSDPState
-from engine.reference.fully_shard import unmanaged
-from engine.reference.mesh import Ranks
-from engine.reference.param_group import FSDPParamGroup
-from engine.reference.torch_private import HYBRID_SHARD_ZERO2
+from shardproof.engine.reference.autograd_hooks import map_tensors
+from shardproof.engine.reference.fsdp1.materialize import broadcast_states, materialize, move_to_device
+from shardproof.engine.reference.fsdp1.wrap_policy import wrap_below
+from shardproof.engine.reference.fsdp_state import FSDPState
+from shardproof.engine.reference.fully_shard import unmanaged
+from shardproof.engine.reference.mesh import Ranks
+from shardproof.engine.reference.param_group import FSDPParamGroup
+from shardproof.engine.reference.torch_private import HYBRID_SHARD_ZERO2
 
 HYBRID = frozenset({ShardingStrategy.HYBRID_SHARD, HYBRID_SHARD_ZERO2})
 """The strategies that shard within a group and replicate across groups."""

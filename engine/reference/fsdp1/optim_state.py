@@ -12,10 +12,10 @@ from torch import nn
 from torch.distributed.fsdp import OptimStateKeyType
 from torch.distributed.tensor import DTensor
 
-from engine.reference.fsdp1.flat import FlatPiece
-from engine.reference.fsdp1.full_params import clean_name, gathered, layout_of
-from engine.reference.fsdp1.state_dict import named_pieces, sharded_over
-from engine.reference.param_group import FSDPParamGroup
+from shardproof.engine.reference.fsdp1.flat import FlatPiece
+from shardproof.engine.reference.fsdp1.full_params import clean_name, gathered, layout_of
+from shardproof.engine.reference.fsdp1.state_dict import named_pieces, sharded_over
+from shardproof.engine.reference.param_group import FSDPParamGroup
 
 # Any: optimizers keep what they like.
 NamedState = dict[str, Any]

@@ -25,8 +25,8 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from engine.reference.fsdp1.flat import FLAT_NAME, FlatPiece
-from engine.reference.fsdp1.full_params import (
+from shardproof.engine.reference.fsdp1.flat import FLAT_NAME, FlatPiece
+from shardproof.engine.reference.fsdp1.full_params import (
     PREFIX,
     FullParamsOptions,
     clean_name,
@@ -35,8 +35,8 @@ from engine.reference.fsdp1.full_params import (
     own_modules,
     unsharded_params,
 )
-from engine.reference.fsdp1.init import WrapperBase, wrappers_in
-from engine.reference.param_group import FSDPParamGroup
+from shardproof.engine.reference.fsdp1.init import WrapperBase, wrappers_in
+from shardproof.engine.reference.param_group import FSDPParamGroup
 
 _CONFIGS: dict[StateDictType, tuple[type[StateDictConfig], type[OptimStateDictConfig]]] = {
     StateDictType.FULL_STATE_DICT: (FullStateDictConfig, FullOptimStateDictConfig),

@@ -17,8 +17,8 @@ from torch.distributed.fsdp import (
     StateDictType,
 )
 
-from engine.reference.fsdp1.init import WrapperBase, wrappers_in
-from engine.reference.fsdp1.optim_state import (
+from shardproof.engine.reference.fsdp1.init import WrapperBase, wrappers_in
+from shardproof.engine.reference.fsdp1.optim_state import (
     NamedState,
     broadcast_from_first,
     loadable,
@@ -27,7 +27,7 @@ from engine.reference.fsdp1.optim_state import (
     sharded_state,
     whole_state,
 )
-from engine.reference.fsdp1.state_dict import export_states, settings_for
+from shardproof.engine.reference.fsdp1.state_dict import export_states, settings_for
 
 Group = dist.ProcessGroup | None
 

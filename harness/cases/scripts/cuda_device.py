@@ -10,8 +10,8 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
 
-from engine.contract import Capability
-from harness.cases.script import Actor, EachMicrobatch
+from shardproof.engine.contract import Capability
+from shardproof.harness.cases.script import Actor, EachMicrobatch
 
 __all__ = [
     "COPIES",

@@ -8,8 +8,8 @@ from typing import ClassVar
 
 import torch
 
-from engine.contract import Capability
-from harness.cases.script import Actor, Evaluation
+from shardproof.engine.contract import Capability
+from shardproof.harness.cases.script import Actor, Evaluation
 
 __all__ = ["RAISED", "Evaluates", "EvaluationPoint", "FailsFirst", "SkipsAFailure"]
 

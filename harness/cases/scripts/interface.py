@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from engine.contract import Capability
-from harness.cases.script import Actor, EachMicrobatch, InterfaceBench
+from shardproof.engine.contract import Capability
+from shardproof.harness.cases.script import Actor, EachMicrobatch, InterfaceBench
 
 __all__ = ["Exercise"]
 

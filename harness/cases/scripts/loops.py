@@ -8,8 +8,8 @@ from typing import Any, ClassVar
 
 import torch
 
-from engine.contract import Capability
-from harness.cases.script import Actor, EachMicrobatch
+from shardproof.engine.contract import Capability
+from shardproof.harness.cases.script import Actor, EachMicrobatch
 
 
 class Holding(Enum):

@@ -11,8 +11,8 @@ from typing import ClassVar
 
 import torch
 
-from engine.contract import Capability
-from harness.cases.script import Actor, EachMicrobatch
+from shardproof.engine.contract import Capability
+from shardproof.harness.cases.script import Actor, EachMicrobatch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import ClassVar
 
-from engine.contract import Capability
-from harness.cases.script import Actor, EachMicrobatch
+from shardproof.engine.contract import Capability
+from shardproof.harness.cases.script import Actor, EachMicrobatch
 
 __all__ = ["PipelineOrder", "Pipelined"]
 

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from engine.contract import Capability
-from harness.cases.script import Actor
+from shardproof.engine.contract import Capability
+from shardproof.harness.cases.script import Actor
 
 __all__ = ["FORWARD", "HOMES", "LAYOUTS", "OUTPUT_DTYPE", "PINNED", "NotesForms"]
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import ClassVar
 
-from engine.contract import Capability, UnitHandle
-from harness.cases.script import Actor
+from shardproof.engine.contract import Capability, UnitHandle
+from shardproof.harness.cases.script import Actor
 
 __all__ = [
     "AFTER_BACKWARD",

@@ -11,10 +11,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from harness.cases.training import Training
-from harness.laws.communication.select import NOTHING_OBSERVED, LoopStep, Per, Select, shows_nothing
-from harness.laws.law import Evidence
-from harness.tracing.ledger import Entry, Ledger
+from shardproof.harness.cases.training import Training
+from shardproof.harness.laws.communication.select import (
+    NOTHING_OBSERVED,
+    LoopStep,
+    Per,
+    Select,
+    shows_nothing,
+)
+from shardproof.harness.laws.law import Evidence
+from shardproof.harness.tracing.ledger import Entry, Ledger
 
 
 class Formula(Protocol):

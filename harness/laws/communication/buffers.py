@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from harness.cases.units import groups_of
-from harness.laws.communication.bounds import ledgers, when
-from harness.laws.communication.order import group_of, spell_unit
-from harness.laws.law import Evidence, Ruling, rule
-from harness.tracing.ledger import Entry, Ledger
+from shardproof.harness.cases.units import groups_of
+from shardproof.harness.laws.communication.bounds import ledgers, when
+from shardproof.harness.laws.communication.order import group_of, spell_unit
+from shardproof.harness.laws.law import Evidence, Ruling, rule
+from shardproof.harness.tracing.ledger import Entry, Ledger
 
 __all__ = ["LeavesBuffersAlone", "ResultsAreWaitedFor", "harm_in"]
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from harness.laws.communication.bounds import (
+from shardproof.harness.laws.communication.bounds import (
     Amount,
     Bound,
     at,
@@ -17,9 +17,9 @@ from harness.laws.communication.bounds import (
     pick,
     when,
 )
-from harness.laws.communication.select import LoopStep, Per, Select
-from harness.laws.law import Evidence, Ruling, rule
-from harness.tracing.ledger import Entry, Ledger, Phase
+from shardproof.harness.laws.communication.select import LoopStep, Per, Select
+from shardproof.harness.laws.law import Evidence, Ruling, rule
+from shardproof.harness.tracing.ledger import Entry, Ledger, Phase
 
 __all__ = [
     "AllWaited",

@@ -17,10 +17,10 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 
-from harness.laws.communication.select import NOTHING_OBSERVED, shows_nothing
-from harness.laws.law import Evidence, Ruling
-from harness.records.record import LawRecord
-from harness.tracing.ledger import Entry, Ledger, Op
+from shardproof.harness.laws.communication.select import NOTHING_OBSERVED, shows_nothing
+from shardproof.harness.laws.law import Evidence, Ruling
+from shardproof.harness.records.record import LawRecord
+from shardproof.harness.tracing.ledger import Entry, Ledger, Op
 
 # What a rank cannot come back from before all others have come; of the rest, some rank only gives and may go on.
 _OF_ALL = frozenset({Op.ALL_GATHER, Op.REDUCE_SCATTER, Op.ALL_REDUCE, Op.ALL_TO_ALL, Op.BARRIER})

@@ -11,13 +11,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations, zip_longest
 
-from harness.cases.units import ROOT, UnitParameters, groups_of
-from harness.laws.communication.bounds import blindness, pick
-from harness.laws.communication.select import Per, Select
-from harness.laws.law import Evidence, Ruling, rule
-from harness.records.observation import Observation
-from harness.tracing.events import EventKind, TraceEvent
-from harness.tracing.ledger import Entry, Op
+from shardproof.harness.cases.units import ROOT, UnitParameters, groups_of
+from shardproof.harness.laws.communication.bounds import blindness, pick
+from shardproof.harness.laws.communication.select import Per, Select
+from shardproof.harness.laws.law import Evidence, Ruling, rule
+from shardproof.harness.records.observation import Observation
+from shardproof.harness.tracing.events import EventKind, TraceEvent
+from shardproof.harness.tracing.ledger import Entry, Op
 
 _ALIGNED_BYTES = 16  # as far as engines are known to align each parameter in a buffer
 

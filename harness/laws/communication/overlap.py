@@ -11,15 +11,23 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from harness.cases.training import Watch
-from harness.cases.units import ROOT, UnitParameters, groups_of
-from harness.laws.communication.bounds import Amount, Bound, blindness, evaluate, ledgers, pick, when
-from harness.laws.communication.order import group_of, mistakable, spell_unit
-from harness.laws.communication.select import LoopStep, Per, Select
-from harness.laws.law import Evidence, Ruling, rule
-from harness.records.observation import Observation
-from harness.tracing.events import ComputeSpan, EventKind, Flight, TraceEvent, flights, stretches
-from harness.tracing.ledger import Entry, Ledger, Op, Phase
+from shardproof.harness.cases.training import Watch
+from shardproof.harness.cases.units import ROOT, UnitParameters, groups_of
+from shardproof.harness.laws.communication.bounds import (
+    Amount,
+    Bound,
+    blindness,
+    evaluate,
+    ledgers,
+    pick,
+    when,
+)
+from shardproof.harness.laws.communication.order import group_of, mistakable, spell_unit
+from shardproof.harness.laws.communication.select import LoopStep, Per, Select
+from shardproof.harness.laws.law import Evidence, Ruling, rule
+from shardproof.harness.records.observation import Observation
+from shardproof.harness.tracing.events import ComputeSpan, EventKind, Flight, TraceEvent, flights, stretches
+from shardproof.harness.tracing.ledger import Entry, Ledger, Op, Phase
 
 _NO_COURSE = "expected to see units compute, got no course of it"
 

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
 
-from harness.cases.training import Schedule
-from harness.tracing.events import TraceEvent
-from harness.tracing.ledger import Entry, Ledger, Op, Phase
+from shardproof.harness.cases.training import Schedule
+from shardproof.harness.tracing.events import TraceEvent
+from shardproof.harness.tracing.ledger import Entry, Ledger, Op, Phase
 
 __all__ = [
     "BEFORE_STEPS",

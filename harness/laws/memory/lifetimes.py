@@ -16,11 +16,11 @@ from dataclasses import dataclass
 from enum import Enum
 from itertools import pairwise
 
-from harness.cases.units import groups_of
-from harness.laws.communication.bounds import Bound
-from harness.laws.law import Evidence, Ruling, rule
-from harness.tracing.ledger import Phase
-from harness.tracing.memory.memory_report import (
+from shardproof.harness.cases.units import groups_of
+from shardproof.harness.laws.communication.bounds import Bound
+from shardproof.harness.laws.law import Evidence, Ruling, rule
+from shardproof.harness.tracing.ledger import Phase
+from shardproof.harness.tracing.memory.memory_report import (
     Allocation,
     LifetimeReport,
     LoopSpan,

@@ -5,13 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from harness.cases.training import Training
-from harness.cases.units import num_shares_of
-from harness.laws.law import Evidence, Ruling, rule
-from harness.records.observation import Observation
-from harness.tracing.memory.census_report import CensusEntry
-from harness.training.expected_memory import Explained, StateTensor, explained, form_of, state_bytes
-from harness.training.oracle import Quantity
+from shardproof.harness.cases.training import Training
+from shardproof.harness.cases.units import num_shares_of
+from shardproof.harness.laws.law import Evidence, Ruling, rule
+from shardproof.harness.records.observation import Observation
+from shardproof.harness.tracing.memory.census_report import CensusEntry
+from shardproof.harness.training.expected_memory import (
+    Explained,
+    StateTensor,
+    explained,
+    form_of,
+    state_bytes,
+)
+from shardproof.harness.training.oracle import Quantity
 
 __all__ = ["MemoryIsExplained"]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from harness.records.record import Expectation, Header
-from harness.records.run import Run
+from shardproof.harness.records.record import Expectation, Header
+from shardproof.harness.records.run import Run
 
 __all__ = ["ComparedRun", "Setting", "settings_that_differ", "warnings"]
 

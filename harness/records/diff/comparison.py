@@ -19,10 +19,10 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from enum import StrEnum
 
-from harness.errors import UsageError
-from harness.records.diff.comparability import ComparedRun, Setting, settings_that_differ, warnings
-from harness.records.diff.traffic import TrafficChange, is_measured, traffic_changes
-from harness.records.record import Record, Verdict
+from shardproof.harness.errors import UsageError
+from shardproof.harness.records.diff.comparability import ComparedRun, Setting, settings_that_differ, warnings
+from shardproof.harness.records.diff.traffic import TrafficChange, is_measured, traffic_changes
+from shardproof.harness.records.record import Record, Verdict
 
 __all__ = ["Comparison", "News", "RecordChange", "broken_laws", "compare", "steady"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from harness.records.record import Record, Verdict
+from shardproof.harness.records.record import Record, Verdict
 
 __all__ = ["Traffic", "TrafficChange", "is_measured", "traffic_changes"]
 

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from harness.tracing.collectives.call import Pieces
-from harness.tracing.ledger import Op
+from shardproof.harness.tracing.collectives.call import Pieces
+from shardproof.harness.tracing.ledger import Op
 
 __all__ = ["SPELLINGS", "CollectiveSchema", "CollectiveTensors"]
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from harness.tracing.ledger import Op
+from shardproof.harness.tracing.ledger import Op
 
 __all__ = ["Call", "short_name"]
 

@@ -9,7 +9,9 @@ from types import CodeType, FrameType
 
 __all__ = ["call_site", "is_internal_frame", "short_path"]
 
-_OURS = Path(__file__).resolve().parents[2]
+# As imports spell it, links unresolved: frames spell it so.
+_OURS = Path(__file__).parents[2]
+_PREFIX = "shardproof/"
 
 # Files through which a call passes on its way to the backend, and those through which autograd calls back.
 _PASSAGE = (
@@ -29,7 +31,9 @@ _PASSAGE = (
     "torch/utils/_python_dispatch.py",
     "torch/utils/_device.py",
 )
-_PASSAGE_OF_OURS = tuple(str(_OURS / part) for part in ("tracing", "worlds", "training/race_watches"))
+# The package, and the clone that it is in: tests and suites are imported from there.
+_ROOTS = (_OURS.parent, _OURS.resolve().parent)
+_PASSAGE_OF_OURS = tuple(str(_OURS / part) for part in ("tracing", "worlds", "training/watches"))
 _OF_PYTHON = ("contextlib.py", "threading.py", "typing_extensions.py")
 _NOWHERE = "outside Python"
 
@@ -59,14 +63,14 @@ def _place(code: CodeType) -> tuple[str, str] | None:
 
 
 def short_path(file: str) -> str:
-    """Give the path as it reads on any machine: under the package, else under the project, else the file."""
+    """Return the path as it reads on any machine: under the package, else under the project, else the file."""
     path = PurePath(file)
     parts = path.parts
     if "site-packages" in parts:
-        return "/".join(parts[parts.index("site-packages") + 1 :])
+        return "/".join(parts[parts.index("site-packages") + 1 :]).removeprefix(_PREFIX)
     if "torch" in parts:  # an editable or source build
         return "/".join(parts[parts.index("torch") :])
-    try:
-        return path.relative_to(_OURS.parent).as_posix()
-    except ValueError:
-        return path.name
+    for root in _ROOTS:
+        if path.is_relative_to(root):
+            return path.relative_to(root).as_posix()
+    return path.name

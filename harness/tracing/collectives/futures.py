@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from harness.torch_compat.dispatch import Backward, backward_of_thread, call_after_backward
+from shardproof.harness.torch_compat.dispatch import Backward, backward_of_thread, call_after_backward
 
 __all__ = ["LateFuture", "late_future", "late_futures"]
 

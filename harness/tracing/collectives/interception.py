@@ -22,14 +22,14 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from harness.torch_compat.dispatch import are_of_meta, kernels_before_backends
-from harness.tracing.collectives.c10d_ops import SPELLINGS, CollectiveSchema, process_group
-from harness.tracing.collectives.call import Call, short_name
-from harness.tracing.collectives.call_site import call_site
-from harness.tracing.collectives.futures import late_futures
-from harness.tracing.collectives.watched_work import Valuer, Works
-from harness.tracing.ledger import Op, ViolationKind
-from harness.tracing.recorder import CallSummary, Recorder
+from shardproof.harness.torch_compat.dispatch import are_of_meta, kernels_before_backends
+from shardproof.harness.tracing.collectives.c10d_ops import SPELLINGS, CollectiveSchema, process_group
+from shardproof.harness.tracing.collectives.call import Call, short_name
+from shardproof.harness.tracing.collectives.call_site import call_site
+from shardproof.harness.tracing.collectives.futures import late_futures
+from shardproof.harness.tracing.collectives.watched_work import Valuer, Works
+from shardproof.harness.tracing.ledger import Op, ViolationKind
+from shardproof.harness.tracing.recorder import CallSummary, Recorder
 
 __all__ = ["CollectiveObserver", "CollectiveTransport", "Interceptor", "standing_in_c10d"]
 

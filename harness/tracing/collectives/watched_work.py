@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import torch.distributed as dist
 
-from harness.tracing.collectives.futures import late_future
+from shardproof.harness.tracing.collectives.futures import late_future
 
 # How many works stay that Python has let go of: C++ may still hold the pointer of one, and without its Python half
 # that would never be over.

@@ -21,9 +21,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from harness.tracing.ledger import Phase
-from harness.tracing.memory.memory_report import Allocation, LoopSpan, MemoryKind
-from harness.tracing.recorder import LoopPosition
+from shardproof.harness.tracing.ledger import Phase
+from shardproof.harness.tracing.memory.memory_report import Allocation, LoopSpan, MemoryKind
+from shardproof.harness.tracing.recorder import LoopPosition
 
 __all__ = ["Allocations", "Role"]
 

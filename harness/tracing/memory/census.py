@@ -33,12 +33,12 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from harness.torch_compat.private_names import optional
-from harness.tracing.collectives.call_site import call_site
-from harness.tracing.collectives.watched_work import is_inside_backend
-from harness.tracing.ledger import Phase
-from harness.tracing.memory.census_report import CensusEntry, CensusTime, LiveStorage
-from harness.tracing.recorder import Recorder
+from shardproof.harness.torch_compat.private_names import optional
+from shardproof.harness.tracing.collectives.call_site import call_site
+from shardproof.harness.tracing.collectives.watched_work import is_inside_backend
+from shardproof.harness.tracing.ledger import Phase
+from shardproof.harness.tracing.memory.census_report import CensusEntry, CensusTime, LiveStorage
+from shardproof.harness.tracing.recorder import Recorder
 
 __all__ = ["Census", "counting"]
 

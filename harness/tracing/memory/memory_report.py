@@ -9,7 +9,7 @@ from enum import StrEnum
 from itertools import pairwise
 from typing import Any
 
-from harness.tracing.ledger import Phase
+from shardproof.harness.tracing.ledger import Phase
 
 
 class MemoryKind(StrEnum):

@@ -11,14 +11,14 @@ from dataclasses import dataclass
 import torch
 from torch.distributed.tensor import DTensor
 
-from engine.contract import Plan, PreparedModel
-from harness.tracing.collectives.call import Call
-from harness.tracing.collectives.call_site import call_site
-from harness.tracing.ledger import Op, Phase
-from harness.tracing.memory.allocations import Allocations, Role
-from harness.tracing.memory.memory_report import LifetimeReport, UserTensor
-from harness.tracing.recorder import Recorder
-from harness.tracing.storages import Storages
+from shardproof.engine.contract import Plan, PreparedModel
+from shardproof.harness.tracing.collectives.call import Call
+from shardproof.harness.tracing.collectives.call_site import call_site
+from shardproof.harness.tracing.ledger import Op, Phase
+from shardproof.harness.tracing.memory.allocations import Allocations, Role
+from shardproof.harness.tracing.memory.memory_report import LifetimeReport, UserTensor
+from shardproof.harness.tracing.recorder import Recorder
+from shardproof.harness.tracing.storages import Storages
 
 __all__ = ["MemoryTracker"]
 

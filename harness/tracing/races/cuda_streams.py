@@ -15,13 +15,13 @@ from typing import Any
 
 import torch
 
-from harness.torch_compat.cuda import current_stream_handle, hears_streams, stream_handle
-from harness.torch_compat.patching import Replacement
-from harness.tracing.collectives.call import Call
-from harness.tracing.races.clock import Clock
-from harness.tracing.races.detector import DEFAULT, RaceDetector, current_watch
-from harness.tracing.races.streams import name_of_variable
-from harness.tracing.recorder import Recorder
+from shardproof.harness.torch_compat.cuda import current_stream_handle, hears_streams, stream_handle
+from shardproof.harness.torch_compat.patching import Replacement
+from shardproof.harness.tracing.collectives.call import Call
+from shardproof.harness.tracing.races.clock import Clock
+from shardproof.harness.tracing.races.detector import DEFAULT, RaceDetector, current_watch
+from shardproof.harness.tracing.races.streams import name_of_variable
+from shardproof.harness.tracing.recorder import Recorder
 
 __all__ = ["CudaRaceWatch", "watched_cuda_streams"]
 

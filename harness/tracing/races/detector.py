@@ -9,16 +9,16 @@ from dataclasses import replace
 
 import torch
 
-from harness.tracing.collectives.call import Call
-from harness.tracing.collectives.call_site import call_site
-from harness.tracing.current_rank import current_rank
-from harness.tracing.events import EventKind
-from harness.tracing.ledger import Phase
-from harness.tracing.races.clock import Clock, Epoch, HappensBefore
-from harness.tracing.races.race_report import Race, RaceKind, RaceReport, Touch
-from harness.tracing.races.shadow import Access, Memory, is_memory, span_of
-from harness.tracing.recorder import Recorder
-from harness.tracing.storages import Storages
+from shardproof.harness.tracing.collectives.call import Call
+from shardproof.harness.tracing.collectives.call_site import call_site
+from shardproof.harness.tracing.current_rank import current_rank
+from shardproof.harness.tracing.events import EventKind
+from shardproof.harness.tracing.ledger import Phase
+from shardproof.harness.tracing.races.clock import Clock, Epoch, HappensBefore
+from shardproof.harness.tracing.races.race_report import Race, RaceKind, RaceReport, Touch
+from shardproof.harness.tracing.races.shadow import Access, Memory, is_memory, span_of
+from shardproof.harness.tracing.recorder import Recorder
+from shardproof.harness.tracing.storages import Storages
 
 __all__ = ["DEFAULT", "RaceDetector", "current_watch", "set_watch"]
 

@@ -20,15 +20,15 @@ from typing import Any
 
 import torch
 
-from harness.torch_compat.patching import Replacement
-from harness.tracing.races.detector import current_watch
-from harness.tracing.races.streams import TrackedEvent, TrackedStream, record_stream_of, selection
+from shardproof.harness.torch_compat.patching import Replacement
+from shardproof.harness.tracing.races.detector import current_watch
+from shardproof.harness.tracing.races.streams import TrackedEvent, TrackedStream, record_stream_of, selection
 
 __all__ = ["CudaEvent", "CudaStream", "cuda_stand_in"]
 
 _CPU = torch.device("cpu")
 # These ask about the device of this machine, not about the engine's.
-_TRUTH = ("torch", "harness")
+_TRUTH = ("torch.", "shardproof.harness.")
 
 
 class CudaStream(TrackedStream):
@@ -128,7 +128,8 @@ def _synchronize(device: Any = None) -> None:
 
 def _is_there() -> bool:
     """Tell an engine that there is a device, and torch and the harness that there is none."""
-    return sys._getframe(1).f_globals.get("__name__", "").partition(".")[0] not in _TRUTH
+    name: str = sys._getframe(1).f_globals.get("__name__", "")
+    return not f"{name}.".startswith(_TRUTH)
 
 
 # Where tensors are made, or moved, by name. A mode of torch's would see more, but not in hooks of backward.

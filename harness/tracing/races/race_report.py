@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from harness.tracing.ledger import Phase
+from shardproof.harness.tracing.ledger import Phase
 
 __all__ = ["RACES", "Race", "RaceKind", "RaceReport", "Touch", "report_from_json", "report_to_json"]
 

@@ -15,8 +15,8 @@ from typing import NamedTuple
 
 import torch
 
-from harness.tracing.races.clock import Clock, Epoch
-from harness.tracing.races.race_report import RaceKind, Touch
+from shardproof.harness.tracing.races.clock import Clock, Epoch
+from shardproof.harness.tracing.races.race_report import RaceKind, Touch
 
 
 class Span(NamedTuple):

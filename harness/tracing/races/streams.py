@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 
-from harness.torch_compat.dispatch import guards_of_record_stream
-from harness.torch_compat.patching import Replacement
-from harness.tracing.races.clock import Clock
-from harness.tracing.races.detector import DEFAULT, RaceDetector, current_watch
+from shardproof.harness.torch_compat.dispatch import guards_of_record_stream
+from shardproof.harness.torch_compat.patching import Replacement
+from shardproof.harness.tracing.races.clock import Clock
+from shardproof.harness.tracing.races.detector import DEFAULT, RaceDetector, current_watch
 
 __all__ = [
     "TrackedEvent",
@@ -149,7 +149,7 @@ def name_of_variable() -> str:
     """Guess what the engine calls the stream that it is making, from the line of source that makes it."""
     frame = sys._getframe(2)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(
-        "harness.tracing.races"
+        "shardproof.harness.tracing.races"
     ):
         frame = frame.f_back
     line = linecache.getline(frame.f_code.co_filename, frame.f_lineno)

@@ -29,8 +29,8 @@ from types import ModuleType
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from harness.errors import HarnessBug
-from harness.worlds.processes.lineage import below, has_ended, signalled
+from shardproof.harness.errors import HarnessBug
+from shardproof.harness.worlds.processes.lineage import below, has_ended, signalled
 
 __all__ = [
     "NUM_SERVERS",
@@ -49,9 +49,9 @@ __all__ = [
 # What multiprocessing reports for a process whose end it cannot learn, because the fork server has ended first.
 STATUS_WITHOUT_SERVER = 255
 
-_KEEPER = "harness.worlds.processes.keeper"
-_WARM = "harness.runner.preload"
-_ROOT = Path(__file__).resolve().parents[3]
+_KEEPER = "shardproof.harness.worlds.processes.keeper"
+_WARM = "shardproof.harness.runner.preload"
+_ROOT = Path(__file__).parents[4]  # where the package is
 # The imports of a new server take seconds; on a cold disk tens of them.
 _IMPORTS_LIMIT_S = 60.0
 # SIGKILL needs no cooperation; this only bounds a wait that should be instant.

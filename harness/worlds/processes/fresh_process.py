@@ -18,8 +18,8 @@ from multiprocessing import parent_process
 from multiprocessing.connection import Connection, wait
 from typing import Any, ParamSpec
 
-from harness.errors import HarnessBug
-from harness.worlds.processes.forkserver import end, forkserver_context, started
+from shardproof.harness.errors import HarnessBug
+from shardproof.harness.worlds.processes.forkserver import end, forkserver_context, started
 
 __all__ = ["NoAnswerError", "ask"]
 

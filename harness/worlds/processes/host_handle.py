@@ -8,8 +8,8 @@ import time
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerProcess
 
-from harness.errors import HarnessBug
-from harness.worlds.messages import (
+from shardproof.harness.errors import HarnessBug
+from shardproof.harness.worlds.messages import (
     Done,
     Dying,
     Finished,
@@ -22,9 +22,9 @@ from harness.worlds.messages import (
     Ready,
     Started,
 )
-from harness.worlds.outcome import Abandoned, Died, Outcome, Raised, Returned, TimedOut
-from harness.worlds.output import drop_empty, printed
-from harness.worlds.processes.forkserver import (
+from shardproof.harness.worlds.outcome import Abandoned, Died, Outcome, Raised, Returned, TimedOut
+from shardproof.harness.worlds.output import drop_empty, printed
+from shardproof.harness.worlds.processes.forkserver import (
     NUM_SERVERS,
     REPORT_LIMIT_S,
     STATUS_WITHOUT_SERVER,
@@ -34,10 +34,10 @@ from harness.worlds.processes.forkserver import (
     kill,
     started,
 )
-from harness.worlds.processes.host_process import host_main
-from harness.worlds.processes.lineage import can_adopt, command, has_ended, parent_of, signalled
-from harness.worlds.processes.stacks import crashed_thread, stack_of
-from harness.worlds.spec import WorldKind
+from shardproof.harness.worlds.processes.host_process import host_main
+from shardproof.harness.worlds.processes.lineage import can_adopt, command, has_ended, parent_of, signalled
+from shardproof.harness.worlds.processes.stacks import crashed_thread, stack_of
+from shardproof.harness.worlds.spec import WorldKind
 
 __all__ = ["HostHandle"]
 

@@ -17,23 +17,27 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
-from harness.torch_compat.process_groups import FileStore, Store
-from harness.tracing.collectives.interception import Interceptor, standing_in_c10d
-from harness.tracing.current_rank import bind_rank, current_rank
-from harness.tracing.operators import current_witnesses
-from harness.tracing.recorder import Recorder
-from harness.worlds.messages import Dying, Finished, HostSpec, Job, Message, Ready, Started, send
-from harness.worlds.outcome import Raised, Returned
-from harness.worlds.output import redirect_output
-from harness.worlds.processes.leaving import await_threads, leave, start_afresh
-from harness.worlds.processes.lineage import adopt_orphans
-from harness.worlds.raised import raised, text_of
-from harness.worlds.rank import RankContext, journal_path, run_rank
-from harness.worlds.spec import WorldKind, WorldSpec
-from harness.worlds.threads.isolation import isolate_threads
-from harness.worlds.threads.process_group import MemoryStore, global_ranks, register_threads_backend
-from harness.worlds.threads.scheduler import Scheduler
-from harness.worlds.threads.transport import InMemoryTransport
+from shardproof.harness.torch_compat.process_groups import FileStore, Store
+from shardproof.harness.tracing.collectives.interception import Interceptor, standing_in_c10d
+from shardproof.harness.tracing.current_rank import bind_rank, current_rank
+from shardproof.harness.tracing.operators import current_witnesses
+from shardproof.harness.tracing.recorder import Recorder
+from shardproof.harness.worlds.messages import Dying, Finished, HostSpec, Job, Message, Ready, Started, send
+from shardproof.harness.worlds.outcome import Raised, Returned
+from shardproof.harness.worlds.output import redirect_output
+from shardproof.harness.worlds.processes.leaving import await_threads, leave, start_afresh
+from shardproof.harness.worlds.processes.lineage import adopt_orphans
+from shardproof.harness.worlds.raised import raised, text_of
+from shardproof.harness.worlds.rank import RankContext, journal_path, run_rank
+from shardproof.harness.worlds.spec import WorldKind, WorldSpec
+from shardproof.harness.worlds.threads.isolation import isolate_threads
+from shardproof.harness.worlds.threads.process_group import (
+    MemoryStore,
+    global_ranks,
+    register_threads_backend,
+)
+from shardproof.harness.worlds.threads.scheduler import Scheduler
+from shardproof.harness.worlds.threads.transport import InMemoryTransport
 
 __all__ = ["SupervisorLink", "host_main"]
 

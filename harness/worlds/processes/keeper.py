@@ -23,7 +23,7 @@ import time
 from pathlib import Path
 from typing import NoReturn
 
-from harness.worlds.processes.lineage import adopt_orphans, below, die_with_parent, signalled
+from shardproof.harness.worlds.processes.lineage import adopt_orphans, below, die_with_parent, signalled
 
 __all__: list[str] = []
 

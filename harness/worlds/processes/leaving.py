@@ -22,11 +22,11 @@ import threading
 from multiprocessing import util
 from typing import TYPE_CHECKING, NoReturn
 
-from harness.tracing.current_rank import owner_of
-from harness.worlds.messages import Done, LastThread, Leaving
+from shardproof.harness.tracing.current_rank import owner_of
+from shardproof.harness.worlds.messages import Done, LastThread, Leaving
 
 if TYPE_CHECKING:
-    from harness.worlds.processes.host_process import SupervisorLink
+    from shardproof.harness.worlds.processes.host_process import SupervisorLink
 
 __all__ = ["await_threads", "leave", "start_afresh"]
 

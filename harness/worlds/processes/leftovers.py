@@ -12,8 +12,8 @@ import signal
 import time
 from collections.abc import Iterator, Sequence
 
-from harness.worlds.processes.host_handle import HostHandle
-from harness.worlds.processes.lineage import (
+from shardproof.harness.worlds.processes.host_handle import HostHandle
+from shardproof.harness.worlds.processes.lineage import (
     Process,
     below,
     command,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from harness.tracing.collectives.call_site import is_internal_frame, short_path
+from shardproof.harness.tracing.collectives.call_site import is_internal_frame, short_path
 
 _TRACEBACK = "Traceback (most recent call last)"
 _FRAME = re.compile(r'^ +File "(?P<file>[^"]+)", line (?P<line>\d+),? in (?P<function>.+?)\s*$', re.MULTILINE)

@@ -7,8 +7,8 @@ from functools import cache
 
 import torch
 
-from harness.tracing.collectives.call import Call, Pieces
-from harness.tracing.ledger import Op, ViolationKind
+from shardproof.harness.tracing.collectives.call import Call, Pieces
+from shardproof.harness.tracing.ledger import Op, ViolationKind
 
 # Has both halves of every byte wrong for indices and counts, and is negative in every signed dtype.
 _GARBAGE_BYTE = 0xA5

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from harness.errors import EngineError
+from shardproof.harness.errors import EngineError
 
 __all__ = [
     "CollectiveError",

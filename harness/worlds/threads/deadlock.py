@@ -11,11 +11,11 @@ from __future__ import annotations
 import threading
 from dataclasses import dataclass, field
 
-from harness.tracing.collectives.call import Call
-from harness.tracing.current_rank import is_home_thread
-from harness.worlds.threads.collective_errors import DeadlockError
-from harness.worlds.threads.rendezvous import PendingOp
-from harness.worlds.threads.scheduler import Scheduler, SleepingRank
+from shardproof.harness.tracing.collectives.call import Call
+from shardproof.harness.tracing.current_rank import is_home_thread
+from shardproof.harness.worlds.threads.collective_errors import DeadlockError
+from shardproof.harness.worlds.threads.rendezvous import PendingOp
+from shardproof.harness.worlds.threads.scheduler import Scheduler, SleepingRank
 
 __all__ = ["DeadlockDetector", "Waiter"]
 

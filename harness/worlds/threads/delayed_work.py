@@ -11,10 +11,10 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from harness.torch_compat.dispatch import copy_all, raw_access
-from harness.tracing.collectives.call import Call
-from harness.worlds.threads.buffer_guard import BufferGuard, is_freed
-from harness.worlds.threads.rendezvous import PendingOp, PostedReceive
+from shardproof.harness.torch_compat.dispatch import copy_all, raw_access
+from shardproof.harness.tracing.collectives.call import Call
+from shardproof.harness.worlds.threads.buffer_guard import BufferGuard, is_freed
+from shardproof.harness.worlds.threads.rendezvous import PendingOp, PostedReceive
 
 __all__ = ["Delay", "DelayedWork", "WorkOwner"]
 

@@ -15,16 +15,16 @@ from typing import Any
 
 import torch
 
-from harness.torch_compat import dispatch, dtensor, process_groups
-from harness.torch_compat.dispatch import (
+from shardproof.harness.torch_compat import dispatch, dtensor, process_groups
+from shardproof.harness.torch_compat.dispatch import (
     generator_address,
     random_operators,
     replace_default_generator,
     replaced_kernels,
 )
-from harness.torch_compat.patching import Replacement
-from harness.tracing.current_rank import adopt_rank, current_rank, own_thread
-from harness.worlds.threads.process_group import split_group, split_method
+from shardproof.harness.torch_compat.patching import Replacement
+from shardproof.harness.tracing.current_rank import adopt_rank, current_rank, own_thread
+from shardproof.harness.worlds.threads.process_group import split_group, split_method
 
 
 class _Own(threading.local):

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from harness.torch_compat.process_groups import GroupOptions, Store, create_subgroup, fake_backend
-from harness.worlds.threads.scheduler import Scheduler, SleepingRank
+from shardproof.harness.torch_compat.process_groups import GroupOptions, Store, create_subgroup, fake_backend
+from shardproof.harness.worlds.threads.scheduler import Scheduler, SleepingRank
 
 _TIMEOUT = timedelta(minutes=5)  # where the caller gives none; torch's own stores have the same
 

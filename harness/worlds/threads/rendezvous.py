@@ -8,10 +8,16 @@ from dataclasses import dataclass, field
 
 import torch
 
-from harness.tracing.collectives.call import Call, Pieces
-from harness.tracing.ledger import Op
-from harness.worlds.threads.collective_errors import CollectiveError, CollectiveRefusedError
-from harness.worlds.threads.validation import check_message, check_pieces, is_same, reduce_flat, refuse_sides
+from shardproof.harness.tracing.collectives.call import Call, Pieces
+from shardproof.harness.tracing.ledger import Op
+from shardproof.harness.worlds.threads.collective_errors import CollectiveError, CollectiveRefusedError
+from shardproof.harness.worlds.threads.validation import (
+    check_message,
+    check_pieces,
+    is_same,
+    reduce_flat,
+    refuse_sides,
+)
 
 __all__ = ["Contribution", "Mailbox", "Message", "PendingOp", "PostedReceive", "Rendezvous", "snapshot"]
 

@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from harness.tracing.current_rank import current_rank, is_home_thread
+from shardproof.harness.tracing.current_rank import current_rank, is_home_thread
 
 __all__ = ["RUN_UNTIL_BLOCKED", "Scheduler", "SleepingRank"]
 

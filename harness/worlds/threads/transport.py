@@ -21,20 +21,20 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
-from harness.torch_compat.dispatch import raw_access
-from harness.tracing.collectives.call import Call
-from harness.tracing.collectives.call_site import call_site
-from harness.tracing.ledger import Op, ViolationKind
-from harness.worlds.threads.buffer_guard import BufferGuard, poison
-from harness.worlds.threads.collective_errors import (
+from shardproof.harness.torch_compat.dispatch import raw_access
+from shardproof.harness.tracing.collectives.call import Call
+from shardproof.harness.tracing.collectives.call_site import call_site
+from shardproof.harness.tracing.ledger import Op, ViolationKind
+from shardproof.harness.worlds.threads.buffer_guard import BufferGuard, poison
+from shardproof.harness.worlds.threads.collective_errors import (
     CollectiveError,
     CollectiveMismatchError,
     CollectiveTimeoutError,
     WorldAbandonedError,
 )
-from harness.worlds.threads.deadlock import DeadlockDetector
-from harness.worlds.threads.delayed_work import Delay, DelayedWork
-from harness.worlds.threads.rendezvous import (
+from shardproof.harness.worlds.threads.deadlock import DeadlockDetector
+from shardproof.harness.worlds.threads.delayed_work import Delay, DelayedWork
+from shardproof.harness.worlds.threads.rendezvous import (
     Contribution,
     Mailbox,
     Message,
@@ -43,8 +43,8 @@ from harness.worlds.threads.rendezvous import (
     Rendezvous,
     snapshot,
 )
-from harness.worlds.threads.scheduler import RUN_UNTIL_BLOCKED, Scheduler
-from harness.worlds.threads.validation import check_alone
+from shardproof.harness.worlds.threads.scheduler import RUN_UNTIL_BLOCKED, Scheduler
+from shardproof.harness.worlds.threads.validation import check_alone
 
 __all__ = ["InMemoryTransport"]
 

@@ -14,9 +14,12 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
-from harness.tracing.collectives.call import Call, short_name
-from harness.tracing.ledger import Op
-from harness.worlds.threads.collective_errors import CollectiveMismatchError, CollectiveRefusedError
+from shardproof.harness.tracing.collectives.call import Call, short_name
+from shardproof.harness.tracing.ledger import Op
+from shardproof.harness.worlds.threads.collective_errors import (
+    CollectiveMismatchError,
+    CollectiveRefusedError,
+)
 
 RedOp = dist.ReduceOp.RedOpType
 
