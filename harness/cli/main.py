@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from shardproof.engine.registry import BUILT_IN, EngineNotFoundError, check_spelling
 from shardproof.harness.audit.marks import WORLDS, Breadth
 from shardproof.harness.errors import ShardproofError, UsageError
+from shardproof.harness.records.provenance import version_of
 from shardproof.harness.records.record import Verdict
 from shardproof.harness.runner.interruption import interruptible, uninterrupted
 from shardproof.harness.runner.invoke import (
@@ -284,6 +285,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="shardproof", description="Judge data-parallel training engines for PyTorch."
     )
+    parser.add_argument("--version", action="version", version=f"shardproof {version_of('shardproof')}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     sub = commands.add_parser("run", help="judge engines", description=run.__doc__)
     sub.add_argument(

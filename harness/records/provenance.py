@@ -33,7 +33,7 @@ def header(
         command=command,
         engines=tuple(engines),
         worlds=tuple(worlds),
-        versions={"python": platform.python_version()} | {name: _version(name) for name in _PACKAGES},
+        versions={"python": platform.python_version()} | {name: version_of(name) for name in _PACKAGES},
         hardware=_hardware(),
         git_head=head or UNKNOWN,
         git_dirty=bool(changes),
@@ -56,7 +56,8 @@ def _now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
-def _version(package: str) -> str:
+def version_of(package: str) -> str:
+    """Return the installed release of a package, from its metadata."""
     # From the metadata, not from the module: importing torch for its version costs seconds.
     try:
         return version(package)

@@ -1,0 +1,97 @@
+"""The package as an installation has it: one import name, hidden by no folder of the caller, hiding none."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from shardproof.harness.cli.main import main
+
+ROOT = Path(__file__).resolve().parents[1]
+OURS = ("engine", "fixtures", "harness", "reports", "suites")
+MODEL = """
+import torch
+from torch import nn
+import harness  # the caller's own
+
+class Mine:
+    def build(self):
+        return nn.Linear(4, harness.WIDTH)
+    def batch(self, generator):
+        return torch.randn(3, 4, generator=generator)
+    def loss(self, output, batch):
+        return output.square().mean()
+"""
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of packages with ours alone: links of the clone become the files that they lead to."""
+    site = tmp_path_factory.mktemp("site")
+    shutil.copytree(ROOT / "shardproof", site / "shardproof", ignore=shutil.ignore_patterns("__pycache__"))
+    return site
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    """A stranger's repository, with packages that are named as ours are."""
+    for name in OURS:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text("raise RuntimeError('imported by mistake')\n")
+    (tmp_path / "harness" / "__init__.py").write_text("WIDTH = 2\n")
+    (tmp_path / "mine.py").write_text(MODEL)
+    return tmp_path
+
+
+def _shardproof(site: Path, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "shardproof", *arguments],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(site)},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", ["threads:2", "processes:2"])
+def test_cases_run_in_a_repository_with_folders_of_our_names(
+    site: Path, repository: Path, world: str
+) -> None:
+    options = ("--engine", "torch.ddp", "--world", world, "--out", "run")
+    done = _shardproof(site, repository, "run", "--suite", "smoke", *options)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "1 of 2 passed" in done.stdout
+    assert _shardproof(site, repository, "report", "run").returncode == 0
+
+
+@pytest.mark.slow
+def test_a_model_may_import_packages_of_our_names(site: Path, repository: Path) -> None:
+    done = _shardproof(site, repository, "check", "mine.py:Mine", "--engine", "torch.ddp", "-k", "trains")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "proven        trains as one process does\n" in done.stdout
+
+
+def test_the_package_adds_one_name() -> None:
+    import shardproof
+
+    assert {path.name for path in (ROOT / "shardproof").iterdir() if path.is_symlink()} == set(OURS)
+    assert {"Engine", "Plan", "Problem", "MatchesOracle", "Trial", "UserModel"} <= set(dir(shardproof))
+    for name in dir(shardproof):
+        assert getattr(shardproof, name) is not None
+    with pytest.raises(AttributeError, match="no attribute 'Plann'"):
+        _ = shardproof.Plann  # type: ignore[attr-defined]
+
+
+def test_the_version_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out.startswith("shardproof 0.")
