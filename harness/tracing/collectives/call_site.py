@@ -29,7 +29,7 @@ _PASSAGE = (
     "torch/utils/_python_dispatch.py",
     "torch/utils/_device.py",
 )
-_PASSAGE_OF_OURS = tuple(str(_OURS / part) for part in ("tracing", "worlds", "training/race_watches"))
+_PASSAGE_OF_OURS = tuple(str(_OURS / part) for part in ("tracing", "worlds", "training/watches"))
 _OF_PYTHON = ("contextlib.py", "threading.py", "typing_extensions.py")
 _NOWHERE = "outside Python"
 
