@@ -141,7 +141,7 @@ def _select(monkeypatch: pytest.MonkeyPatch, call: Callable[[], int]) -> list[in
     """Have a run call this instead of pytest; returns the exit codes that it concluded from."""
     concluded: list[int] = []
 
-    def conclude(out: Path, code: int) -> int:
+    def conclude(out: Path, code: int, _render: object) -> int:
         if not concluded:
             os.kill(os.getpid(), signal.SIGINT)
         concluded.append(code)

@@ -64,7 +64,7 @@ HUNTS = """
 import sys
 from pathlib import Path
 from shardproof.harness.cli.main import main
-from shardproof.harness.cli.mutants import Request, Target, run_mutants, shipped
+from shardproof.harness.cli.mutants import MutantsRequest, Target, run_mutants, shipped
 
 folder = Path(sys.argv[1])
 engine = "tests.test_mutation_run:Posing"
@@ -75,7 +75,7 @@ targets = (*(t for t in shipped() if t.name in names), posing)
 def goes(suite, num_workers):
     out = folder / f"{suite}-out"
     where = {"suites": (folder / suite,), "worlds": ("threads:2",), "out": out}
-    return run_mutants(Request(targets=targets, num_workers=num_workers, **where))
+    return run_mutants(MutantsRequest(targets=targets, num_workers=num_workers, **where))
 
 print("code of honest", goes("honest", 1))
 print("code of misspelt", goes("misspelt", 0))

@@ -16,7 +16,7 @@ import pytest
 from shardproof.harness.errors import HarnessBug, UsageError
 from shardproof.harness.records import provenance
 from shardproof.harness.records.manifest import MANIFEST
-from shardproof.harness.records.record import Footer, Header, Record, Verdict, to_json
+from shardproof.harness.records.record import SCHEMA_VERSION, Footer, Header, Record, Verdict, to_json
 from shardproof.harness.records.run import RECORDS, RUN, RunWriter, read_run, write_file
 
 HEADER = Header(
@@ -144,7 +144,7 @@ def test_records_stand_in_for_a_damaged_header(finished: Path) -> None:
 
 def test_a_run_of_a_later_release_is_refused(finished: Path) -> None:
     text = (finished / RUN).read_text()
-    (finished / RUN).write_text(text.replace('"schema":5', '"schema":6'))
+    (finished / RUN).write_text(text.replace(f'"schema":{SCHEMA_VERSION}', f'"schema":{SCHEMA_VERSION + 1}'))
     with pytest.raises(UsageError, match="the newer shardproof that wrote this run"):
         read_run(finished)
 
