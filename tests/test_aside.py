@@ -151,7 +151,7 @@ def test_the_process_ends_with_the_one_that_asks(how: signal.Signals, tmp_path: 
     file = tmp_path / "pid"
     body = (
         "import sys, pathlib\n"
-        "from harness.worlds.processes.fresh_process import ask\n"
+        "from shardproof.harness.worlds.processes.fresh_process import ask\n"
         "from tests.test_aside import _write_pid_and_sleep\n"
         "ask(1e6, 10, _write_pid_and_sleep, pathlib.Path(sys.argv[1]))\n"
     )

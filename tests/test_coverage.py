@@ -124,7 +124,7 @@ def test_a_table_is_read_in_the_order_of_its_file(tmp_path: Path) -> None:
 
 def test_the_table_needs_no_torch() -> None:
     code = (
-        "import sys; from harness.audit import upstream_coverage as found; found.read_tables(); "
+        "import sys; from shardproof.harness.audit import upstream_coverage as found; found.read_tables(); "
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False, timeout=60).returncode == 0

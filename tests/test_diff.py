@@ -622,7 +622,7 @@ def test_the_comparison_can_be_written_to_a_file(
 def test_comparing_needs_no_torch(tmp_path: Path) -> None:
     old, bad = write(tmp_path / "old", a_record()), write(tmp_path / "bad", a_record(verdict=Verdict.FAILED))
     program = (
-        "import sys; from harness.cli.main import main; code = main(sys.argv[1:]); "
+        "import sys; from shardproof.harness.cli.main import main; code = main(sys.argv[1:]); "
         "sys.exit('torch' if 'torch' in sys.modules else code)"
     )
     done = subprocess.run(

@@ -33,7 +33,7 @@ MODULES = {
         r"failed: ImportError: cannot import name 'no_such_name'",
     ),
     "old.py": (
-        "from engine.loading import EngineUnavailableError\nraise EngineUnavailableError('needs torch >= 9')\n",
+        "from shardproof.engine.loading import EngineUnavailableError\nraise EngineUnavailableError('needs torch >= 9')\n",
         r"^needs torch >= 9$",
     ),
     "mute.py": (

@@ -193,7 +193,7 @@ class _Page(HTMLParser):
 
 
 def test_reports_need_no_torch() -> None:
-    body = "import sys; from reports import junit, markdown, page, terminal, write; print('torch' in sys.modules)"
+    body = "import sys; from shardproof.reports import junit, markdown, page, terminal, write; print('torch' in sys.modules)"
     done = subprocess.run(
         [sys.executable, "-c", body], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True
     )

@@ -216,8 +216,8 @@ def test_a_full_disk_loses_nothing_written_before(tmp_path: Path) -> None:
     """A limit on file size makes the kernel take half a line and then refuse, as a full disk does."""
     body = (
         "import resource, signal, sys; from pathlib import Path\n"
-        "from harness.records.run import RunWriter\n"
-        "from harness.errors import UsageError\n"
+        "from shardproof.harness.records.run import RunWriter\n"
+        "from shardproof.harness.errors import UsageError\n"
         "from tests.test_run_directory import HEADER, THREE\n"
         "writer = RunWriter(Path(sys.argv[1]), HEADER)\n"
         "writer.append(THREE[0]); writer.append(THREE[1])\n"
