@@ -33,7 +33,8 @@ MODULES = {
         r"failed: ImportError: cannot import name 'no_such_name'",
     ),
     "old.py": (
-        "from shardproof.engine.loading import EngineUnavailableError\nraise EngineUnavailableError('needs torch >= 9')\n",
+        "from shardproof.engine.loading import EngineUnavailableError as Unavailable\n"
+        "raise Unavailable('needs torch >= 9')\n",
         r"^needs torch >= 9$",
     ),
     "mute.py": (

@@ -307,7 +307,7 @@ def test_the_footer_counts_verdicts() -> None:
 
 
 def test_writing_and_reading_a_run_needs_no_torch() -> None:
-    body = "import sys, harness.records.run, harness.records.provenance; print('torch' in sys.modules)"
+    body = "import sys; from shardproof.harness.records import provenance, run; print('torch' in sys.modules)"
     root = Path(__file__).parents[1]
     done = subprocess.run(
         [sys.executable, "-c", body], cwd=root, capture_output=True, text=True, timeout=60, check=True

@@ -165,7 +165,8 @@ def test_an_engine_that_never_answers_is_named_at_the_deadline(
 
 def test_an_interrupted_question_ends_in_one_line(tmp_path: Path) -> None:
     program = (
-        "import os, signal, sys, threading, time; from pathlib import Path; from shardproof.harness.cli.main import main\n"
+        "import os, signal, sys, threading, time; from pathlib import Path\n"
+        "from shardproof.harness.cli.main import main\n"
         "from shardproof.harness.worlds.processes.forkserver import warm_up\n"
         "warm_up(); threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()\n"
         f"sys.exit(main(['run', '--engine', '{LOOPS}', '--suite', 'smoke', '--out', {str(tmp_path / 'run')!r}]))\n"

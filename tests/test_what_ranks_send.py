@@ -42,7 +42,7 @@ from pathlib import Path
 from shardproof.engine.adapters.torch_ddp import DistributedDataParallelEngine
 
 PATCH = '''
-import pathlib, harness.verdicts.judgement
+import pathlib, shardproof.harness.verdicts.judgement
 from shardproof.harness.records.record import Verdict
 pathlib.Path({marker!r}).touch()
 '''
