@@ -56,7 +56,7 @@ import builtins, sys
 real = builtins.__import__
 
 def hiding(name, globals=None, *rest, **options):
-    if name == {hidden!r} and (globals or {{}}).get("__name__", "").startswith("engine."):
+    if name == {hidden!r} and (globals or {{}}).get("__name__", "").startswith("shardproof.engine."):
         raise ModuleNotFoundError("No module named " + repr(name), name=name)
     module = real(name, globals, *rest, **options)
     ours = sys.modules.get("shardproof.harness.torch_compat.private_names")
