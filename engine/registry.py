@@ -1,8 +1,15 @@
-"""From a name on the command line to an adapter: built-in name, package.module:attr or path/to/file.py:attr."""
+"""From a name on the command line to an adapter: a known name, package.module:attr or path/to/file.py:attr.
+
+Known are the engines that are built in, and those that installed packages name under the entry points
+``shardproof.engines``. A package cannot take the name of one that is built in.
+"""
 
 from __future__ import annotations
 
 import difflib
+from collections.abc import Mapping
+from functools import cache
+from importlib.metadata import entry_points
 from typing import TYPE_CHECKING
 
 from shardproof.engine.loading import LoadError, load, one_line
@@ -22,6 +29,15 @@ BUILT_IN = {
 }
 
 
+ENTRY_POINTS = "shardproof.engines"
+
+
+@cache
+def known_engines() -> Mapping[str, str]:
+    """Return where each known engine is, by name: those built in, and those of installed packages."""
+    return {point.name: point.value for point in entry_points(group=ENTRY_POINTS)} | BUILT_IN
+
+
 class EngineNotFoundError(Exception):
     """No adapter answers to this name; usual causes: a typo, a missing package, a file that fails to import."""
 
@@ -36,7 +52,7 @@ class EngineNotFoundError(Exception):
 
 def check_spelling(spec: str) -> None:
     """Raise EngineNotFoundError for a name that nothing can answer to; imports nothing."""
-    if spec not in BUILT_IN and ":" not in spec:
+    if spec not in known_engines() and ":" not in spec:
         raise EngineNotFoundError(spec, _not_built_in(spec))
 
 
@@ -53,7 +69,7 @@ def resolve(spec: str) -> Engine:
 
     check_spelling(spec)
     try:
-        found = load(BUILT_IN.get(spec, spec))
+        found = load(known_engines().get(spec, spec))
     except LoadError as error:
         raise EngineNotFoundError(spec, str(error)) from error
     engine = _made(spec, found) if isinstance(found, type) else found
@@ -76,9 +92,9 @@ def _made(spec: str, adapter: type) -> object:
 
 
 def _not_built_in(spec: str) -> str:
-    near = difflib.get_close_matches(spec, BUILT_IN, n=1, cutoff=0.4)
+    near = difflib.get_close_matches(spec, known_engines(), n=1, cutoff=0.4)
     hint = f"did you mean {near[0]!r}? " if near else ""
     return (
-        f"expected a built-in name ({', '.join(sorted(BUILT_IN))}), package.module:attr or path/to/file.py:attr; "
+        f"expected a known name ({', '.join(sorted(known_engines()))}), package.module:attr or path/to/file.py:attr; "
         f"{hint}See `shardproof list`"
     )

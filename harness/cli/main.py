@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardproof.engine.registry import BUILT_IN, EngineNotFoundError, check_spelling
+from shardproof.engine.registry import BUILT_IN, EngineNotFoundError, check_spelling, known_engines
 from shardproof.harness.audit.marks import WORLDS, Breadth
 from shardproof.harness.errors import ShardproofError, UsageError
 from shardproof.harness.records.provenance import version_of
@@ -183,7 +183,7 @@ def list_all(arguments: argparse.Namespace) -> int:
     from shardproof.harness.runner.engines import describe
 
     print("engines:")
-    for name in sorted(BUILT_IN):
+    for name in sorted(known_engines()):
         try:
             declared = ", ".join(sorted(c.name for c in describe(name).capabilities))
         except EngineNotFoundError as error:

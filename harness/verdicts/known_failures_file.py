@@ -15,7 +15,7 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from shardproof.engine.registry import BUILT_IN
+from shardproof.engine.registry import known_engines
 from shardproof.harness.cases.case_id import SUITES
 from shardproof.harness.errors import UsageError
 from shardproof.harness.records.record import Expectation, Expectations, Verdict
@@ -146,12 +146,12 @@ def _text(table: Mapping[str, Any], key: str, what: str, *, default: str = "") -
 def _engine(table: Mapping[str, Any], what: str) -> str:
     name = _text(table, "engine", what)
     # An engine of the user's is not loaded here: the file may serve runs in which it takes no part.
-    if name not in BUILT_IN and ":" not in name:
+    if name not in known_engines() and ":" not in name:
         raise UsageError(
             f"{what}: engine",
-            expected=f"the name given to --engine ({', '.join(sorted(BUILT_IN))}, or one with a colon)",
+            expected=f"the name given to --engine ({', '.join(sorted(known_engines()))}, or one with a colon)",
             got=repr(name),
-            hint=_near(name, BUILT_IN),
+            hint=_near(name, known_engines()),
         )
     return name
 

@@ -1,0 +1,64 @@
+"""Engines of other packages are known by the names that their entry points give them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+ADAPTER = """
+from shardproof.engine.adapters.torch_ddp import DistributedDataParallelEngine
+
+class Theirs(DistributedDataParallelEngine):
+    name = "theirs"
+"""
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Path:
+    """A folder with an installed package that names two engines, one of them like one that is built in."""
+    (tmp_path / "their_engine.py").write_text(ADAPTER)
+    metadata = tmp_path / "their_engine-1.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: their-engine\nVersion: 1.0\n")
+    (metadata / "entry_points.txt").write_text(
+        "[shardproof.engines]\ntheirs = their_engine:Theirs\ntorch.ddp = their_engine:Missing\n"
+    )
+    return tmp_path
+
+
+def _shardproof(site: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "shardproof", *arguments],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(site)},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+
+
+@pytest.mark.slow
+def test_an_engine_of_a_package_is_judged_by_its_name(site: Path) -> None:
+    options = ("--suite", "smoke", "--world", "threads:2", "--out", str(site / "run"))
+    done = _shardproof(site, "run", "--engine", "theirs", "--engine", "torch.ddp", *options)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "2 of 4 passed" in done.stdout
+
+
+@pytest.mark.slow
+def test_an_engine_of_a_package_is_listed(site: Path) -> None:
+    listed = _shardproof(site, "list").stdout
+    assert "  theirs " in listed
+    assert "unavailable" not in listed
+
+
+def test_a_misspelt_name_is_compared_with_those_of_packages(site: Path) -> None:
+    done = _shardproof(site, "run", "--engine", "thiers", "--out", str(site / "run"))
+    assert done.returncode == 2
+    assert "did you mean 'theirs'?" in done.stderr
