@@ -7,7 +7,7 @@ import textwrap
 
 from tabulate import tabulate
 
-from shardproof.harness.records.record import Record, Verdict
+from shardproof.harness.records.record import MOST_LISTED, Record, Verdict
 from shardproof.harness.records.run import Run
 from shardproof.reports import evidence
 from shardproof.reports.expected import idle, known, stale, told
@@ -19,7 +19,6 @@ from shardproof.reports.verdict_style import MARKS
 __all__ = ["render"]
 
 _WIDTH = 100
-_MOST_IDLE = 3  # expectations told one by one
 _MOST_OF_A_HANG = 8  # lines
 _NUM_HEADLINES = 50  # beyond these a terminal scrolls them away anyway
 
@@ -129,7 +128,7 @@ def _known(run: Run) -> list[str]:
 def _unused(run: Run) -> list[str]:
     lines = [f"STALE {one_line(text)}" for text in stale(run)]
     found = idle(run)
-    if len(found) > _MOST_IDLE:
+    if len(found) > MOST_LISTED:
         lines.append(
             f"not exercised: {len(found)} expectations, of other cases or worlds; report.md lists them"
         )

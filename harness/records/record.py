@@ -127,6 +127,9 @@ class Expectations:
     entries: tuple[Expectation, ...]
 
 
+MOST_LISTED = 3  # unused expectations that a terminal shows one by one; of more it shows the number
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnusedExpectation:
     """An expectation of an engine in the run that bore on nothing there; one that is stale fails the run."""

@@ -18,7 +18,14 @@ import pytest
 from shardproof.harness.cases.case_id import Catalogue, Node
 from shardproof.harness.errors import UsageError
 from shardproof.harness.records.provenance import footer, header
-from shardproof.harness.records.record import Expectations, Record, UnusedExpectation, Verdict, from_json
+from shardproof.harness.records.record import (
+    MOST_LISTED,
+    Expectations,
+    Record,
+    UnusedExpectation,
+    Verdict,
+    from_json,
+)
 from shardproof.harness.records.run import RunWriter
 from shardproof.harness.runner.interruption import uninterrupted
 from shardproof.harness.runner.options import Cell, RunOptions
@@ -129,11 +136,14 @@ class RecordWriter:
         kept = f"; kept in {self._out}" if self._out else ""
         terminalreporter.write_line(f"verdicts: {counts}{kept}")
         for found in self._unused:
-            entry = found.expectation
-            word = "STALE" if found.is_stale else "not exercised"
-            terminalreporter.write_line(
-                f"{word}: expectation {entry.number} ({entry.engine}, {entry.case}): {found.why}"
-            )
+            if found.is_stale:
+                terminalreporter.write_line(_told("STALE", found), red=True)
+        idle = [found for found in self._unused if not found.is_stale]
+        if len(idle) > MOST_LISTED:
+            terminalreporter.write_line(f"not exercised: {len(idle)} expectations, of other cases or worlds")
+        else:
+            for found in idle:
+                terminalreporter.write_line(_told("not exercised", found))
 
     def _append(self, record: Record) -> None:
         with uninterrupted():
@@ -200,6 +210,12 @@ class RecordWriter:
 
 def _as_typed() -> str:
     """Spell the command line of this process, under the name by which it is called."""
-    program = Path(sys.argv[0]).name
-    called = {"cli.py": "shardproof", "__main__.py": "pytest"}.get(program, program)
+    program = Path(sys.argv[0])
+    # Of ``python -m``, the file that it runs: a package's own, or our command line.
+    called = {"__main__.py": program.parent.name, "main.py": "shardproof"}.get(program.name, program.name)
     return shlex.join([called, *sys.argv[1:]])
+
+
+def _told(word: str, found: UnusedExpectation) -> str:
+    entry = found.expectation
+    return f"{word}: expectation {entry.number} ({entry.engine}, {entry.case}): {found.why}"
