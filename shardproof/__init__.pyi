@@ -160,7 +160,6 @@ from shardproof.harness.runner.options import Cell as Cell
 from shardproof.harness.runner.session import Source as Source
 from shardproof.harness.runner.session import TrialSession as TrialSession
 from shardproof.harness.runner.trial import Trial as Trial
-from shardproof.harness.runner.user_models import absolute as absolute
 from shardproof.harness.runner.user_models import read_model as read_model
 from shardproof.harness.tracing.ledger import Op as Op
 from shardproof.harness.tracing.ledger import Phase as Phase

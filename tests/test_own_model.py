@@ -13,7 +13,7 @@ from shardproof.harness.cases.batch import ModelBatch, arguments_of, converted, 
 from shardproof.harness.cases.user_model import UserModel, matching_units
 from shardproof.harness.cli.main import main
 from shardproof.harness.errors import UsageError
-from shardproof.harness.runner.user_models import absolute, read_model
+from shardproof.harness.runner.user_models import read_model
 
 GOOD = """
 import torch
@@ -72,7 +72,7 @@ def test_a_wrong_engine_is_caught_with_its_cause(file: Path, capsys: pytest.Capt
 
 
 def test_a_model_is_read(file: Path) -> None:
-    model, optimizer = read_model(absolute(f"{file}:Mine"), limit_s=60)
+    model, optimizer = read_model(f"{file}:Mine", limit_s=60)
     assert (model.name, model.units) == ("Mine", ("blocks.0", "blocks.1"))
     # A bias before its mean is taken off has a gradient that is zero but for rounding.
     assert model.idle == ("normed.bias",)

@@ -41,16 +41,24 @@ def read_model(spec: str, *, limit_s: float) -> tuple[UserModel, UserOptimizer |
 
     Raises UsageError, with the cause, for a model that cannot be judged.
     """
+    spec = absolute(spec)
     try:
         answer = json.loads(ask(limit_s, _LONGEST_ANSWER, _answer, spec))
+        if "problem" in answer:
+            raise _refusal(spec, str(answer["problem"]))
+        return _read(answer, spec)
     except NoAnswerError as error:
         raise _refusal(spec, f"a process that {error}") from None
-    if "problem" in answer:
-        raise _refusal(spec, answer["problem"])
+    except (ValueError, TypeError, KeyError) as error:
+        raise _refusal(spec, f"an answer that cannot be read: {error!r}") from error
+
+
+# Any, here and below: JSON.
+def _read(answer: Any, spec: str) -> tuple[UserModel, UserOptimizer | None]:
     model = UserModel(
         spec=spec,
-        name=answer["name"],
-        digest=answer["digest"],
+        name=str(answer["name"]),
+        digest=str(answer["digest"]),
         units=tuple(answer["units"]),
         idle=tuple(answer["idle"]),
         demands=frozenset(Capability[name] for name in answer["demands"]),
@@ -71,7 +79,6 @@ def _answer(spec: str) -> bytes:
     return json.dumps(plain).encode()
 
 
-# Any: JSON.
 def _facts(spec: str) -> dict[str, Any]:
     defined = _called("making it", lambda: definition(spec))
     missing = [name for name in _METHODS if not callable(getattr(defined, name, None))]

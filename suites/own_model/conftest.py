@@ -6,14 +6,14 @@ from functools import cache
 
 import pytest
 
-from shardproof import NamedOptimizer, UserModel, absolute, read_model
+from shardproof import NamedOptimizer, UserModel, read_model
 from shardproof.fixtures.optimizers import ADAMW
 from shardproof.fixtures.own_model import OWN_MODEL
 
 
 @cache
 def _named(spec: str, limit_s: float) -> tuple[UserModel, NamedOptimizer]:
-    model, optimizer = read_model(absolute(spec), limit_s=limit_s)
+    model, optimizer = read_model(spec, limit_s=limit_s)
     return model, optimizer or ADAMW
 
 
