@@ -26,7 +26,7 @@ class _PreparedEvaluating(Stale, PreparedReference):
         if self.module.training:
             return super().__call__(*inputs, **named)
         self._has_evaluated = True
-        return PreparedReference.__call__(self, *inputs)
+        return PreparedReference.__call__(self, *inputs, **named)
 
     def step(self) -> None:
         super().step()

@@ -195,7 +195,7 @@ class EvaluatesWithStaleParameters(FullyShardEngine):
 
         def __call__(self, *inputs: Any, **named: Any) -> Any:  # Any: a model returns what it likes
             if self.module.training:
-                return PreparedFullyShard.__call__(self, *inputs)
+                return PreparedFullyShard.__call__(self, *inputs, **named)
             output = super().__call__(*inputs, **named)
             if self._newest:
                 self._assign(self._newest)

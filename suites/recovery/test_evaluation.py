@@ -50,8 +50,15 @@ class EvaluatesBetween:
             actor.backward(microbatch, loss)
 
 
-@pytest.mark.kills("EvaluatesWithStaleParameters")
-@both_layouts
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param(
+            Layout.REPLICATE, id="replicate", marks=pytest.mark.kills("ComputesWithWhatAnEvaluationSaw")
+        ),
+        pytest.param(Layout.SHARD, id="shard", marks=pytest.mark.kills("EvaluatesWithStaleParameters")),
+    ],
+)
 def test_an_evaluation_between_forward_and_backward_changes_nothing(trial: Trial, layout: Layout) -> None:
     trial.holds(train(MLP_EVEN, layout=layout, units=UNITS, script=EvaluatesBetween()), *LAWS)
 
