@@ -33,33 +33,25 @@ def known(run: Run) -> tuple[Known, ...]:
 
 
 def stale(run: Run) -> tuple[str, ...]:
-    """Tell the entries that fail the run, because they excuse what is not there."""
+    """Return the entries that fail the run, because they excuse what is not there."""
     return _unused(run, is_stale=True)
 
 
 def idle(run: Run) -> tuple[str, ...]:
-    """Tell the other entries that bore on nothing here; they say nothing against the run."""
+    """Return the other entries that bore on nothing here; they say nothing against the run."""
     return _unused(run, is_stale=False)
 
 
 def told(record: Record) -> str:
-    """Tell the expectation of a record in one line; empty if none bore on it."""
-    entry = record.expectation
-    if entry is None:
-        return ""
-    until = f"until {entry.expiry}"
-    return one_line(f"expectation {entry.number}: {entry.reason} ({entry.link}), {until}", limit=1000)
+    """Return the expectation of a record in one line; empty if none bore on it."""
+    return "" if record.expectation is None else one_line(str(record.expectation), limit=1000)
 
 
 def address(link: str) -> str:
-    """Give a link back if it is safe to be followed, else nothing: records may come from anywhere."""
+    """Return a link back if it is safe to be followed, else nothing: records may come from anywhere."""
     return link if _ADDRESS.fullmatch(link) else ""
 
 
 def _unused(run: Run, *, is_stale: bool) -> tuple[str, ...]:
     found = run.footer.unused if run.footer is not None else ()
-    return tuple(
-        f"expectation {u.expectation.number} ({u.expectation.engine}, {u.expectation.case}): {u.why}"
-        for u in found
-        if u.is_stale is is_stale
-    )
+    return tuple(str(unused) for unused in found if unused.is_stale is is_stale)

@@ -33,6 +33,7 @@ from shardproof.engine.contract import WrapperNames as WrapperNames
 from shardproof.engine.contract import shard_of as shard_of
 from shardproof.harness.cases.batch import Batch as Batch
 from shardproof.harness.cases.batch import Rows as Rows
+from shardproof.harness.cases.batch import microbatch_seed as microbatch_seed
 from shardproof.harness.cases.script import Actor as Actor
 from shardproof.harness.cases.script import EachMicrobatch as EachMicrobatch
 from shardproof.harness.cases.script import Evaluation as Evaluation
@@ -160,6 +161,7 @@ from shardproof.harness.runner.options import Cell as Cell
 from shardproof.harness.runner.session import Source as Source
 from shardproof.harness.runner.session import TrialSession as TrialSession
 from shardproof.harness.runner.trial import Trial as Trial
+from shardproof.harness.runner.user_models import known_model as known_model
 from shardproof.harness.runner.user_models import read_model as read_model
 from shardproof.harness.tracing.ledger import Op as Op
 from shardproof.harness.tracing.ledger import Phase as Phase

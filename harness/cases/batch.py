@@ -12,6 +12,14 @@ from typing import Any, Protocol
 
 import torch
 
+# Large primes apart, so that no two places of a training share a seed.
+_STEP, _MICROBATCH, _RANK = 1_000_003, 10_007, 101
+
+
+def microbatch_seed(seed: int, *, step: int, microbatch: int, rank: int) -> int:
+    """Return the seed of one microbatch on one rank, in the training that ``seed`` stands for."""
+    return seed * _STEP * 31 + step * _STEP + microbatch * _MICROBATCH + rank * _RANK
+
 
 class Batch(Protocol):
     """One rank's data for one microbatch."""

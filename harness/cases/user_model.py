@@ -25,11 +25,10 @@ from torch import nn
 
 from shardproof.engine.capability import Capability
 from shardproof.engine.loading import load
-from shardproof.harness.cases.batch import Batch, ModelBatch
+from shardproof.harness.cases.batch import Batch, ModelBatch, microbatch_seed
+from shardproof.harness.torch_compat.dispatch import drawing_apart
 
 _BUILD_SEED = 20_011
-# Large primes apart, so that no two microbatches of a training share a seed.
-_STEP, _MICROBATCH, _RANK = 1_000_003, 10_007, 101
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +63,7 @@ class UserModel:
 
     def batch(self, *, step: int, microbatch: int, rank: int) -> Batch:
         """Make the microbatch of one rank."""
-        seed = _BUILD_SEED + step * _STEP + microbatch * _MICROBATCH + (rank + 1) * _RANK
+        seed = microbatch_seed(_BUILD_SEED, step=step, microbatch=microbatch, rank=rank)
         make = definition(self.spec).batch
         with _seeded(seed):
             takes_generator = bool(inspect.signature(make).parameters)
@@ -129,9 +128,6 @@ def _some(names: list[str], most: int = 8) -> str:
 @contextmanager
 def _seeded(seed: int) -> Iterator[None]:
     """Seed the default generator for the time of a call, and restore its state."""
-    state = torch.default_generator.get_state()
-    torch.default_generator.manual_seed(seed)
-    try:
+    with drawing_apart():
+        torch.default_generator.manual_seed(seed)
         yield
-    finally:
-        torch.default_generator.set_state(state)

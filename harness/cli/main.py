@@ -65,15 +65,14 @@ def check(arguments: argparse.Namespace) -> int:
 
     MODEL is a class with build(), batch() and loss(), as path/to/file.py:Name or package.module:Name.
     """
-    from shardproof.harness.runner.user_models import absolute, read_model
+    from shardproof.harness.runner.user_models import absolute, known_model
     from shardproof.harness.worlds.processes.forkserver import forkserver_context
     from shardproof.reports.model_check import render
 
     check_temporary_folder()
     spec = absolute(arguments.model)
     forkserver_context()  # it starts while this process goes on
-    read_model(spec, limit_s=arguments.deadline)
-    arguments.suite, arguments.expectations, arguments.no_expectations = [_OWN_MODEL], None, True
+    known_model(spec, arguments.deadline)
     return _run(arguments, f"--model={spec}", "--tb=no", render=render)
 
 
@@ -199,7 +198,7 @@ def list_all(arguments: argparse.Namespace) -> int:
 
 
 def doctor(arguments: argparse.Namespace) -> int:
-    """Say what this machine can run, by running it."""
+    """Return what this machine can run, by running it."""
     from shardproof.harness.cli.doctor import examine
 
     findings = examine()
@@ -209,7 +208,7 @@ def doctor(arguments: argparse.Namespace) -> int:
 
 
 def coverage(arguments: argparse.Namespace) -> int:
-    """Say which cases stand for each test of torch's own, and what runs say of them; 1 where one has no case.
+    """Return which cases stand for each test of torch's own, and what runs say of them; 1 where one has no case.
 
     With --api the same of each name of an interface of torch's.
     """
@@ -335,7 +334,8 @@ def _add_check(commands: Any) -> None:
     )
     _add_cases(sub, worlds="threads:2")
     _add_effort(sub)
-    sub.set_defaults(command=check)
+    # Raw verdicts: what is known of other models excuses nothing of this one.
+    sub.set_defaults(command=check, suite=[_OWN_MODEL], expectations=None, no_expectations=True)
 
 
 def _add_diff(commands: Any) -> None:

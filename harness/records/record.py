@@ -117,6 +117,9 @@ class Expectation:
     expiry: str
     shows: tuple[str, ...] = ()
 
+    def __str__(self) -> str:
+        return f"expectation {self.number}: {self.reason} ({self.link}), until {self.expiry}"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Expectations:
@@ -137,6 +140,10 @@ class UnusedExpectation:
     expectation: Expectation
     why: str
     is_stale: bool
+
+    def __str__(self) -> str:
+        entry = self.expectation
+        return f"expectation {entry.number} ({entry.engine}, {entry.case}): {self.why}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -224,7 +231,7 @@ _KINDS: Mapping[type, str] = MappingProxyType({Header: "header", Footer: "footer
 
 
 def to_json(line: Record | Header | Footer) -> str:
-    """Give the single JSON line of a record, header or footer."""
+    """Return the single JSON line of a record, header or footer."""
     return codec.write(line, kind=_KINDS.get(type(line)))
 
 

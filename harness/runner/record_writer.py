@@ -125,7 +125,7 @@ class RecordWriter:
 
     # Any: pytest does not export the terminal reporter's type.
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
-        """Say the verdicts in one line, and where the run is kept."""
+        """Write the verdicts in one line, and where the run is kept."""
         if self._records and (untested := remark(version("torch"))):
             terminalreporter.write_line(untested, yellow=True)
         for engine, problem in self._unavailable.items():
@@ -137,13 +137,13 @@ class RecordWriter:
         terminalreporter.write_line(f"verdicts: {counts}{kept}")
         for found in self._unused:
             if found.is_stale:
-                terminalreporter.write_line(_told("STALE", found), red=True)
+                terminalreporter.write_line(f"STALE: {found}", red=True)
         idle = [found for found in self._unused if not found.is_stale]
         if len(idle) > MOST_LISTED:
             terminalreporter.write_line(f"not exercised: {len(idle)} expectations, of other cases or worlds")
         else:
             for found in idle:
-                terminalreporter.write_line(_told("not exercised", found))
+                terminalreporter.write_line(f"not exercised: {found}")
 
     def _append(self, record: Record) -> None:
         with uninterrupted():
@@ -209,13 +209,8 @@ class RecordWriter:
 
 
 def _as_typed() -> str:
-    """Spell the command line of this process, under the name by which it is called."""
+    """Format the command line of this process, under the name by which it is called."""
     program = Path(sys.argv[0])
     # Of ``python -m``, the file that it runs: a package's own, or our command line.
     called = {"__main__.py": program.parent.name, "main.py": "shardproof"}.get(program.name, program.name)
     return shlex.join([called, *sys.argv[1:]])
-
-
-def _told(word: str, found: UnusedExpectation) -> str:
-    entry = found.expectation
-    return f"{word}: expectation {entry.number} ({entry.engine}, {entry.case}): {found.why}"

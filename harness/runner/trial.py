@@ -89,8 +89,7 @@ def _explain(record: Record) -> str:
             lines += [f"  {law.law}: {law.summary}", *(f"    {d}" for d in law.details)]
     lines += [f"  rank {o.rank} {o.kind}" for o in record.outcomes]
     if record.expectation is not None:
-        entry = record.expectation
-        lines.append(f"  expectation {entry.number}: {entry.reason} ({entry.link}), until {entry.expiry}")
+        lines.append(f"  {record.expectation}")
     if record.output:
         lines += ["  printed:", *(f"    {line}" for line in record.output.splitlines()[-_SHOWN_LINES:])]
     return "\n".join([*lines, f"repeat: {record.command}"])

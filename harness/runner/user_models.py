@@ -9,6 +9,7 @@ import hashlib
 import inspect
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,12 @@ def read_model(spec: str, *, limit_s: float) -> tuple[UserModel, UserOptimizer |
         raise _refusal(spec, f"an answer that cannot be read: {error!r}") from error
 
 
+@cache
+def known_model(spec: str, limit_s: float) -> tuple[UserModel, UserOptimizer | None]:
+    """Return what `read_model` does, read once per process: the command and the suite ask for the same model."""
+    return read_model(spec, limit_s=limit_s)
+
+
 # Any, here and below: JSON.
 def _read(answer: Any, spec: str) -> tuple[UserModel, UserOptimizer | None]:
     model = UserModel(
@@ -84,7 +91,7 @@ def _facts(spec: str) -> dict[str, Any]:
     missing = [name for name in _METHODS if not callable(getattr(defined, name, None))]
     if missing:
         raise ValueError(f"{spec.rpartition(':')[2]} without {', '.join(f'{name}()' for name in missing)}")
-    source = inspect.getsourcefile(inspect.getmodule(definition(spec).build) or type(defined))
+    source = inspect.getsourcefile(inspect.getmodule(defined.build) or type(defined))
     digest = hashlib.sha256(Path(source).read_bytes()).hexdigest() if source else ""
     problem = UserModel(spec=spec, name=spec.rpartition(":")[2], digest=digest, units=())
     model = _built_alike(problem)
@@ -94,7 +101,7 @@ def _facts(spec: str) -> dict[str, Any]:
         "name": problem.name,
         "digest": digest,
         "units": units,
-        **_unused(list(_gradients(problem))),
+        **_unused(list(_gradients(problem, model))),
         "has_optimizer": callable(getattr(defined, "optimizer", None)),
     }
 
@@ -172,9 +179,9 @@ def _unused(places: Sequence[Mapping[str, float | None]]) -> dict[str, list[str]
     }
 
 
-def _gradients(problem: UserModel) -> Iterator[dict[str, float | None]]:
-    """Yield the largest gradient of each parameter that trains, in float64, for some steps and ranks."""
-    model = cast_module(problem.build(), torch.float64)
+def _gradients(problem: UserModel, model: nn.Module) -> Iterator[dict[str, float | None]]:
+    """Yield the largest gradient of each parameter that trains, for some steps and ranks; makes the model float64."""
+    cast_module(model, torch.float64)
     for step, rank in _PLACES:
         batch = converted(_batch(problem, step=step, rank=rank), lambda tensor: cast(tensor, torch.float64))
         args, kwargs = arguments_of(batch.inputs)

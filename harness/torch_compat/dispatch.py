@@ -23,6 +23,7 @@ __all__ = [
     "call_after_backward",
     "copy_all",
     "device_kernel",
+    "drawing_apart",
     "generator_address",
     "guards_of_record_stream",
     "keep_backward_in_thread",
@@ -114,7 +115,7 @@ def make_operators() -> None:
 
 # Any: an operator and its kernel.
 def device_kernel(operator: Any, device_type: str) -> Callable[..., Any] | None:
-    """Give what calls an operator's kernel of a device past the dispatcher, so that modes see what the kernel calls.
+    """Return what calls an operator's kernel of a device past the dispatcher, so that modes see what the kernel calls.
 
     None where there is no such kernel.
     """
@@ -135,7 +136,7 @@ class Backward(Enum):
 
 
 def backward_of_thread() -> Backward:
-    """Tell where the calling thread's backward stands."""
+    """Return where the calling thread's backward stands."""
     if private("torch._C:_current_graph_task_id")() == -1:
         return Backward.ABSENT
     is_over = private("torch._C:_current_autograd_node")() is None
@@ -143,7 +144,7 @@ def backward_of_thread() -> Backward:
 
 
 def call_after_backward(callback: Callable[[], None]) -> None:
-    """Have the backward that is under way on this thread call back when it has computed all, in the order of asking."""
+    """Register a callback for the end of the backward running on this thread; callbacks run in order."""
     private("torch.autograd:Variable._execution_engine").queue_callback(callback)
 
 
@@ -160,7 +161,7 @@ def guards_of_record_stream() -> list[tuple[Any, str]]:
 
 @contextmanager
 def kernels_before_backends(namespace: str, kernels: Mapping[str, Callable[[Any], object]]) -> Iterator[None]:
-    """Have operators call what the functions make of the way on, right before a backend's kernel, until exit.
+    """Wrap each operator's call of its backend kernel with these functions, until exit.
 
     The way on is called as a kernel is, with the keys first. Unlike a kernel that is called by itself, it gives the
     GIL back meanwhile, as torch does: the only way to a kernel that waits, or takes a lock.
@@ -179,7 +180,7 @@ def _go_on(operator: Any, keyset: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def are_of_meta(keyset: Any) -> bool:
-    """Tell by the keys of a call that its tensors have no data, so that nothing is done but to tell shapes."""
+    """Return by the keys of a call that its tensors have no data, so that nothing is done but to tell shapes."""
     return bool(keyset.has(_key("Meta")))
 
 
@@ -226,3 +227,13 @@ def copy_all(outputs: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -
         return
     for output, source in zip(outputs, sources, strict=True):
         output.copy_(source)
+
+
+@contextmanager
+def drawing_apart() -> Iterator[None]:
+    """Keep the state of the process's default generator as it is found."""
+    state = torch.default_generator.get_state()
+    try:
+        yield
+    finally:
+        torch.default_generator.set_state(state)

@@ -21,7 +21,7 @@ import torch
 
 from shardproof.harness.torch_compat.private_names import optional
 
-__all__ = ["Seeds", "drawing_apart", "drawing_in", "has_drawn"]
+__all__ = ["Seeds", "drawing_in", "has_drawn"]
 
 # Without it the exact run draws in float64, which makes the noise of normal numbers as large as they are.
 _Mode: Any = optional("torch.utils._python_dispatch:TorchDispatchMode") or object
@@ -43,16 +43,6 @@ class Seeds:
         torch.default_generator.manual_seed(seed)
         if device == "cuda":
             torch.cuda.manual_seed(seed)
-
-
-@contextmanager
-def drawing_apart() -> Iterator[None]:
-    """Keep the state of the process's default generator as it is found."""
-    state = torch.default_generator.get_state()
-    try:
-        yield
-    finally:
-        torch.default_generator.set_state(state)
 
 
 @contextmanager

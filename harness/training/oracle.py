@@ -15,9 +15,10 @@ from torch import nn
 
 from shardproof.engine.contract import Plan
 from shardproof.harness.cases.training import LoopOrder, Training, ZeroGrad
+from shardproof.harness.torch_compat.dispatch import drawing_apart
 from shardproof.harness.torch_compat.dtypes import cast_module, widened
 from shardproof.harness.training.absolute_error import deviation, largest
-from shardproof.harness.training.draws import drawing_apart, drawing_in
+from shardproof.harness.training.draws import drawing_in
 from shardproof.harness.training.oracle_actor import OracleActor, OracleModels
 from shardproof.harness.training.reduction_orders import (
     EXACT_ORDER,
@@ -132,7 +133,7 @@ class OracleObservation:
         return self.plan.divisor(self.world_size)
 
     def reference(self, quantity: Quantity, step: int, rank: int) -> Mapping[str, torch.Tensor | None]:
-        """Give the full tensors of one quantity after ``step``; ``rank`` matters for buffers alone."""
+        """Return the full tensors of one quantity after ``step``; ``rank`` matters for buffers alone."""
         match quantity:
             case Quantity.INITIAL:
                 return self.initial
@@ -151,7 +152,7 @@ class OracleObservation:
                 return self.buffers[rank]
 
     def dtype(self, quantity: Quantity, name: str) -> torch.dtype:
-        """Give the dtype that an engine's tensor must have."""
+        """Return the dtype that an engine's tensor must have."""
         return self.dtypes[TensorKey(quantity=quantity, step=INITIAL_STEP, name=name)]
 
 

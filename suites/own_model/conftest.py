@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-from functools import cache
-
 import pytest
 
-from shardproof import NamedOptimizer, UserModel, read_model
+from shardproof import NamedOptimizer, UserModel, known_model
 from shardproof.fixtures.optimizers import ADAMW
 from shardproof.fixtures.own_model import OWN_MODEL
 
 
-@cache
 def _named(spec: str, limit_s: float) -> tuple[UserModel, NamedOptimizer]:
-    model, optimizer = read_model(spec, limit_s=limit_s)
+    model, optimizer = known_model(spec, limit_s)
     return model, optimizer or ADAMW
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Give each case the model and its optimizer."""
+    """Parametrize each case with the model and its optimizer."""
     if "own" in metafunc.fixturenames:
         spec: str | None = metafunc.config.getoption("--model")
         limit_s: float = metafunc.config.getoption("--deadline")
