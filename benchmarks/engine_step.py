@@ -135,7 +135,7 @@ def _configurations(arguments: argparse.Namespace) -> Iterator[tuple[str, Work]]
 
 
 def _measure(spec: WorldSpec, work: Work) -> list[dict[Name, Taken]]:
-    """Give what every rank measured, in rank order."""
+    """Return what every rank measured, in rank order."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         is_threads = spec.kind is WorldKind.THREADS
@@ -177,7 +177,7 @@ def _on_processes(spec: WorldSpec, work: Work, folder: Path) -> list[tuple[Taken
 
 
 def _cells(ranks: Sequence[dict[Name, Taken]]) -> Iterator[list[str]]:
-    """Give the cells of each engine; a round took as long as its slowest rank, the rest is the worst rank's."""
+    """Yield the cells of each engine; a round took as long as its slowest rank, the rest is the worst rank's."""
     names = list(ranks[0])
     rounds = {
         name: [max(seconds) for seconds in zip(*(taken[name].seconds for taken in ranks), strict=True)]

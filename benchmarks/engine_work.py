@@ -108,7 +108,7 @@ class Transformer(nn.Module):
         self.head = nn.Linear(work.width, VOCABULARY, bias=False)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Give the logits of every position."""
+        """Return the logits of every position."""
         x = self.token(tokens)
         for block in self.blocks:
             x = block(x)
@@ -308,7 +308,7 @@ def _sent_bytes(entry: Entry) -> float:
 
 
 def _least_bytes(name: Name, work: Work, size: int) -> float:
-    """Give the bound of a policy, with P bytes of parameters of which R belong to the root.
+    """Return the bound of a policy, with P bytes of parameters of which R belong to the root.
 
     Replicated: one all-reduce of P a step. Sharded: one reduce-scatter of P a step, and in each of m microbatches
     one all-gather of P; where units are freed after forward, another of P - R for backward.

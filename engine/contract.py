@@ -100,27 +100,27 @@ class UnitHandle:
         raise MissingMethodError("units()[...].reshard", Capability.UNIT_STATE)
 
     def is_unsharded(self) -> bool:
-        """Tell whether the module shows whole parameters, as forward needs them; never communicates."""
+        """Return whether the module shows whole parameters, as forward needs them; never communicates."""
         raise MissingMethodError("units()[...].is_unsharded", Capability.UNIT_STATE)
 
     def set_gradient_sync(self, *, is_on: bool) -> None:
-        """Say whether the next backwards reduce this unit's gradients; says nothing of units inside it."""
+        """Set whether the next backwards reduce this unit's gradients; units inside it are unaffected."""
         raise MissingMethodError("units()[...].set_gradient_sync", Capability.UNIT_SYNC)
 
     def set_replica_sync(self, *, is_on: bool) -> None:
-        """Say whether the next backwards reduce across replicas too, or within each alone."""
+        """Set whether the next backwards reduce across replicas too, or within each alone."""
         raise MissingMethodError("units()[...].set_replica_sync", Capability.REPLICA_SYNC)
 
     def set_last_backward(self, *, is_last: bool) -> None:
-        """Say whether the next backward ends the step, so that all reductions must be waited for."""
+        """Set whether the next backward ends the step, so that all reductions must be waited for."""
         raise MissingMethodError("units()[...].set_last_backward", Capability.UNIT_SYNC)
 
     def set_reshard_after_forward(self, *, is_on: bool) -> None:
-        """Say whether forward frees the gathered parameters."""
+        """Set whether forward frees the gathered parameters."""
         raise MissingMethodError("units()[...].set_reshard_after_forward", Capability.UNIT_STATE)
 
     def set_reshard_after_backward(self, *, is_on: bool) -> None:
-        """Say whether backward frees the gathered parameters."""
+        """Set whether backward frees the gathered parameters."""
         raise MissingMethodError("units()[...].set_reshard_after_backward", Capability.KEEP_AFTER_BACKWARD)
 
 
@@ -178,22 +178,22 @@ class PreparedModel:
         raise MissingMethodError("accumulating", Capability.ACCUMULATE)
 
     def pipelined(self) -> nn.Module | None:
-        """Give the module whose class torch's pipelining knows and synchronises by itself; None if it has none.
+        """Return the module whose class torch's pipelining knows and synchronises by itself; None if it has none.
 
         Then a stage of a pipeline is driven by `accumulating`.
         """
         return None
 
     def units(self) -> Mapping[str, UnitHandle]:
-        """Give a handle for each unit of the plan, by its name there, and for the root as ``""``."""
+        """Return a handle for each unit of the plan, by its name there, and for the root as ``""``."""
         raise MissingMethodError("units", Capability.UNIT_STATE)
 
     def part(self, name: str) -> nn.Module:
-        """Give the submodule of that name as the training loop may call it."""
+        """Return the submodule of that name as the training loop may call it."""
         return self.named.get_submodule(name)
 
     def wrapper(self) -> WrapperNames:
-        """Give the engine's own things behind the names of ``torch.distributed.fsdp``, for cases that call them."""
+        """Return the engine's own things behind the names of ``torch.distributed.fsdp``, for cases that call them."""
         raise MissingMethodError("wrapper", Capability.WRAPPER)
 
     def convert(self, dtype: torch.dtype) -> None:
@@ -228,7 +228,7 @@ class PreparedModel:
         return {name: shard_of(p) for name, p in self.named.named_parameters()}
 
     def owned_parameters(self) -> Mapping[str, nn.Parameter]:
-        """Give what the optimizer updates, under the original names: what the other reads look at."""
+        """Return what the optimizer updates, under the original names: what the other reads look at."""
         return dict(self.named.named_parameters())
 
     def local_parameters(self) -> Mapping[str, Shard]:

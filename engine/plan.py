@@ -119,7 +119,7 @@ class Prefetch:
 
     @classmethod
     def by_distance(cls, units: Sequence[str], *, forward: int = 0, backward: int = 0) -> Prefetch:
-        """Have each unit ask for the next ``forward`` units in forward, the previous ``backward`` in backward."""
+        """Let each unit prefetch the next ``forward`` units in forward, the previous ``backward`` in backward."""
         ahead = tuple((u, tuple(units[i + 1 : i + 1 + forward])) for i, u in enumerate(units))
         behind = tuple((u, tuple(reversed(units[max(0, i - backward) : i]))) for i, u in enumerate(units))
         return cls(
@@ -205,7 +205,7 @@ class Plan:
             )
 
     def axes(self, world_size: int) -> tuple[Axis, ...]:
-        """Give the mesh axes for ``world_size`` ranks; raises ValueError when the layout does not divide it."""
+        """Return the mesh axes for ``world_size`` ranks; raises ValueError when the layout does not divide it."""
         return (*self._outer_axes(), *self._data_axes(self.data_size(world_size)), *self._inner_axes())
 
     def data_size(self, world_size: int) -> int:
@@ -219,7 +219,7 @@ class Plan:
         return world_size // model_size
 
     def data_rank(self, rank: int, world_size: int) -> int:
-        """Tell whose data a rank is given: stages are the outermost mesh axis, tensor parallelism the innermost."""
+        """Return whose data a rank is given: stages are the outermost mesh axis, tensor parallelism the innermost."""
         return rank % (world_size // self.pipeline_stages) // self.tensor_parallel
 
     def _outer_axes(self) -> tuple[Axis, ...]:
@@ -259,7 +259,7 @@ class Plan:
         )
 
     def divisor(self, world_size: int) -> float:
-        """Give what the sum of gradients over ``world_size`` ranks is divided by."""
+        """Return what the sum of gradients over ``world_size`` ranks is divided by."""
         return world_size if self.divide_factor is None else self.divide_factor
 
     @property

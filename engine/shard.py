@@ -56,7 +56,7 @@ class Shard:
         return whole[region]
 
     def index_of(self, local: tuple[int, ...]) -> tuple[int, ...]:
-        """Give the index in the whole of the element at the index ``local`` of the local tensor."""
+        """Return the index in the whole of the element at the index ``local`` of the local tensor."""
         index = tuple(o + i for o, i in zip(self.offsets, local, strict=True))
         if not self.is_flat:
             return index
@@ -137,7 +137,7 @@ def _cuts(tensor: DTensor) -> list[_Cut]:
 
 
 def _is_strided_over(placement: Placement, made_before: list[_Cut]) -> bool:
-    """Tell a strided Shard whose piece is one block: its dim was cut before by the axes to its right, no others.
+    """Return a strided Shard whose piece is one block: its dim was cut before by the axes to its right, no others.
 
     By the name of its type: torch has no public one, and makes it no subclass of Shard in every release.
     """

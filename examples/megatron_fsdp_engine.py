@@ -108,7 +108,7 @@ class PreparedMegatron(_PreparedBuffers):
         )
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Have the sum over ranks be the mean."""
+        """Scale the loss so that the sum over ranks is the mean."""
         (loss / self._num_ranks).backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
 
     def accumulating(self) -> AbstractContextManager[None]:
@@ -202,7 +202,7 @@ class ExperimentalMegatronFsdpEngine(_MegatronEngine):
 
 
 def _classes(model: nn.Module, plan: Plan) -> list[type[nn.Module]]:
-    """Give the classes of the plan's units; without any the model is the only one, as the engine needs one."""
+    """Return the classes of the plan's units; without any the model is the only one, as the engine needs one."""
     found = {type(model.get_submodule(unit)) for unit in plan.units} or {type(model)}
     return sorted(found, key=lambda kind: kind.__qualname__)
 

@@ -136,7 +136,7 @@ class Watch:
         self._watch_compute(model.head, ROOT, "head")
 
     def enter(self, phase: Phase, step: int) -> None:
-        """Say what the loop does from now on."""
+        """Set the phase of the loop from now on."""
         self._phase, self._step = phase, step
 
     def mark(self, happening: EventKind, unit: str, part: str = "") -> None:
@@ -302,7 +302,7 @@ def _story(marks: Sequence[Mark], journal: Path) -> tuple[Event, ...]:
 
 # Any: lines of JSON.
 def _read(journal: Path) -> tuple[list[tuple[int, dict[str, Any]]], dict[int, int]]:
-    """Give the waits with the place of each in the journal, and the number of the collective at each place."""
+    """Return the waits with the place of each in the journal, and the number of the collective at each place."""
     waits, seq_at, place, begin = [], {}, 0, 0
     for text in journal.read_bytes().splitlines(keepends=True):
         line = json.loads(text)
@@ -343,7 +343,7 @@ def bars(events: Sequence[Event], begins: EventKind, ends: EventKind) -> tuple[B
 
 
 def wholes(events: Sequence[Event]) -> tuple[Bar, ...]:
-    """Give the stretches in which a unit's whole parameters had memory, as far as events looked."""
+    """Return the stretches in which a unit's whole parameters had memory, as far as events looked."""
     found = []
     looked = [(index, event.whole) for index, event in enumerate(events) if event.whole is not None]
     for unit in UNITS:
@@ -406,7 +406,7 @@ _DESCRIPTION = """Rows of one step: what computes, which all-gathers and reduce-
 
 
 def draw(events: Sequence[Event]) -> str:
-    """Give the step as SVG: a function of the order of events alone."""
+    """Return the step as SVG: a function of the order of events alone."""
     places = _places(events)
     width, height = _SIZE
     parts = [
@@ -430,7 +430,7 @@ def draw(events: Sequence[Event]) -> str:
 
 
 def _places(events: Sequence[Event]) -> list[float]:
-    """Give every event its x; compute is drawn wide, for its name, and everything else narrow."""
+    """Return every event its x; compute is drawn wide, for its name, and everything else narrow."""
     wide = sum(event.happening is EventKind.STARTS for event in events)
     width = (_RIGHT - _LEFT - _NARROW * (len(events) - 1 - wide)) / wide
     places = [_LEFT]

@@ -97,13 +97,13 @@ def bar(worst: TensorRecord) -> Bar:
 
 
 def place(worst: TensorRecord) -> str:
-    """Say where the worst element is."""
+    """Return where the worst element is."""
     index = f"[{', '.join(map(str, worst.index))}]" if worst.index else ""
     return f"{worst.quantity} {worst.name}{index} on rank {worst.rank} at step {worst.step}"
 
 
 def headroom(worst: TensorRecord) -> str:
-    """Say how far off the worst element is."""
+    """Return how far off the worst element is."""
     return (
         f"got {number(worst.got)}, expected {number(worst.expected)}; error {rough(worst.error)}"
         f" of {rough(worst.allowed)} allowed ({times(worst.ratio)}); {worst.share:.1%} of elements beyond"
@@ -152,7 +152,7 @@ def state_cards(hang: HangReport) -> tuple[StateCard, ...]:
 
 
 def hang_steps(hang: HangReport) -> tuple[Step, ...]:
-    """Give the places that matter, in order: the last in common, where places parted, where calls parted."""
+    """Return the places that matter, in order: the last in common, where places parted, where calls parted."""
     difference = hang.difference
     if difference is None:
         return ()
@@ -182,12 +182,12 @@ def hang_steps(hang: HangReport) -> tuple[Step, ...]:
 
 
 def hang_cycle(hang: HangReport) -> str:
-    """Spell who waits for whom in a circle; empty where there is none."""
+    """Format who waits for whom in a circle; empty where there is none."""
     return " -> ".join(f"rank {r}" for r in (*hang.cycle, *hang.cycle[:1]))
 
 
 def hang_lines(hang: HangReport) -> list[str]:
-    """Tell it in a few lines of plain text, a line for ranks in one card."""
+    """Return it in a few lines of plain text, a line for ranks in one card."""
     found = []
     for card in state_cards(hang):
         facts = dict(card.facts)
@@ -226,7 +226,7 @@ def _card(hang: HangReport, like: RankState, members: Sequence[int]) -> StateCar
 
 
 def _sides(sides: Sequence[Side], hang: HangReport | None = None) -> tuple[tuple[str, str], ...]:
-    """Spell who made what; of those that made no call, if the hang report is given, where they are instead."""
+    """Format who made what; of those that made no call, if the hang report is given, where they are instead."""
     found = []
     for side in sides:
         if side.call is not None:

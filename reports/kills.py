@@ -96,7 +96,7 @@ def write_kills(folder: Path, matrix: KillMatrix) -> tuple[Path, ...]:
 
 
 def summary(matrix: KillMatrix, *, duration_s: float) -> str:
-    """Say in one line what the matrix shows."""
+    """Return in one line what the matrix shows."""
     return f"{_score(matrix)}; {len(matrix.met)} pairs in {duration(duration_s)}"
 
 

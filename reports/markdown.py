@@ -196,7 +196,7 @@ def _laws(record: Record) -> list[str]:
 
 
 def _hang(record: Record) -> list[str]:
-    """Tell ranks side by side, the difference, and the frames of each that are its own."""
+    """Return ranks side by side, the difference, and the frames of each that are its own."""
     if record.hang is None:
         return []
     found = evidence.state_cards(record.hang)[:_NUM_CARDS]

@@ -40,7 +40,7 @@ def _block(engine: str, world: str, records: Sequence[Record]) -> str:
 
 
 def _promise(record: Record) -> str:
-    """Spell the id of a case as a sentence; the model's name, which all have, is left out."""
+    """Format the id of a case as a sentence; the model's name, which all have, is left out."""
     name, _, parameters = label(record.case, record.suite).rpartition("::")[2].partition("[")
     _, _, own = parameters.removesuffix("]").partition("-")
     return name.replace("_", " ") + (f" ({own})" if own else "")

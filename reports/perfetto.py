@@ -41,13 +41,13 @@ _MAX_THREADS = 100  # of a rank, so that its number is seen in those of its thre
 
 
 def render(timeline: Timeline, *, title: str) -> str:
-    """Give the whole file."""
+    """Return the whole file."""
     told = {"traceEvents": trace_events(timeline), "displayTimeUnit": "ns", "otherData": {"title": title}}
     return json.dumps(told, indent=None, separators=(",", ":"))
 
 
 def trace_events(timeline: Timeline) -> list[_Event]:
-    """Give the events: metadata first, then by time."""
+    """Return the events: metadata first, then by time."""
     clock = _Clock(timeline)
     processes = [_Process(rank, clock) for rank in timeline.ranks]
     arrows = [*_across_ranks(processes)]
@@ -70,7 +70,7 @@ def trace_events(timeline: Timeline) -> list[_Event]:
 
 
 def _shorten_points(told: Sequence[_Event]) -> None:
-    """Have what stands for a moment end before anything else of its thread begins or ends.
+    """End each instant event before the next event of its thread begins or ends.
 
     Perfetto drops a slice that begins inside another and ends after it.
     """
@@ -96,11 +96,11 @@ class _Clock:
         self._last = {rank.rank: max((m.at_ns for m in _moments(rank)), default=0) for rank in timeline.ranks}
 
     def us(self, moment: TimePoint) -> float:
-        """Give a moment's time."""
+        """Return a moment's time."""
         return self._us(moment.at_ns)
 
     def landing_us(self, rank: int, passage: CollectiveSpan) -> float:
-        """Give when a collective landed, or the end of its rank."""
+        """Return when a collective landed, or the end of its rank."""
         return self._us(self._last[rank] if passage.landed is None else passage.landed.at_ns)
 
     def _us(self, at_ns: int) -> float:
@@ -126,11 +126,11 @@ class _Process:
         self._tids = {lane: tid for tid, lane in enumerate((_PHASES, *rank.lanes), start=self._pid)}
 
     def event(self, ph: str, lane: str, ts: float, name: str, **more: Any) -> _Event:
-        """Give an event of one lane."""
+        """Return an event of one lane."""
         return {"ph": ph, "ts": ts, "pid": self._pid, "tid": self._tids[lane], "name": name, **more}
 
     def names(self) -> Iterator[_Event]:
-        """Tell a viewer what rank and lanes are called, and in which order they stand."""
+        """Yield a viewer what rank and lanes are called, and in which order they stand."""
         yield self.event("M", _PHASES, 0.0, "process_name", args={"name": f"rank {self.rank.rank}"})
         yield self.event("M", _PHASES, 0.0, "process_sort_index", args={"sort_index": self.rank.rank})
         for place, lane in enumerate(self._tids):
@@ -138,13 +138,13 @@ class _Process:
             yield self.event("M", lane, 0.0, "thread_sort_index", args={"sort_index": place})
 
     def slice(self, lane: str, spell: UnitSpan, cat: str) -> _Event:
-        """Give what lasts."""
+        """Return what lasts."""
         first, last = self.clock.us(spell.first), self.clock.us(spell.last)
         args = {"phase": spell.phase, "step": spell.step, "microbatch": spell.microbatch}
         return self.event("X", lane, first, spell.name, cat=cat, dur=last - first, args=args)
 
     def point(self, lane: str, ts: float, name: str, cat: str, **more: Any) -> _Event:
-        """Give a slice that stands for a moment."""
+        """Return a slice that stands for a moment."""
         return self.event("X", lane, ts, name, cat=cat, dur=_POINT_US, **more)
 
 

@@ -68,7 +68,7 @@ def tally(records: Iterable[Record]) -> Tally:
 
 
 def conclude(run: Run) -> Conclusion:
-    """Say what the run shows; a run that is not whole, or expects what is not there, never conforms."""
+    """Return what the run shows; a run that is not whole, or expects what is not there, never conforms."""
     counted = tally(run.records)
     if counted.num_not_conforming or stale(run):
         return Conclusion.NOT_CONFORMING
@@ -78,7 +78,7 @@ def conclude(run: Run) -> Conclusion:
 
 
 def warnings(run: Run) -> tuple[str, ...]:
-    """Say why the run is not whole; empty if it is."""
+    """Return why the run is not whole; empty if it is."""
     interrupted = ("the run was interrupted: it has no footer, so cases may be missing",)
     unavailable = run.footer.unavailable if run.footer else {}
     missing = tuple(f"{engine} was not judged: {problem}" for engine, problem in sorted(unavailable.items()))

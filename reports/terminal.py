@@ -103,7 +103,7 @@ def _headlines(run: Run) -> list[str]:
 
 
 def _hang(record: Record) -> list[str]:
-    """Tell of ranks in one card in a line or two each, and of the call at which they parted."""
+    """Return of ranks in one card in a line or two each, and of the call at which they parted."""
     if record.hang is None:
         return []
     told_of = evidence.hang_lines(record.hang)

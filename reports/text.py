@@ -39,7 +39,7 @@ def printable(text: str) -> str:
 
 
 def one_line(text: str, limit: int = 300) -> str:
-    """Give printable text as a single line of at most ``limit`` characters."""
+    """Return printable text as a single line of at most ``limit`` characters."""
     line = " ".join(printable(text).split())
     return line if len(line) <= limit else f"{line[: limit - 3]}..."
 
@@ -57,17 +57,17 @@ def clip(text: str, limit: int) -> str:
 
 
 def number(value: float) -> str:
-    """Spell a tensor's element with all the digits that tell two float32 values apart."""
+    """Format a tensor's element with all the digits that tell two float32 values apart."""
     return f"{value:.9g}"
 
 
 def rough(value: float) -> str:
-    """Spell a measured size."""
+    """Format a measured size."""
     return f"{value:.3g}"
 
 
 def times(ratio: float) -> str:
-    """Spell error / allowed as a comparison."""
+    """Format error / allowed as a comparison."""
     if math.isnan(ratio):
         return "not comparable with what is allowed (NaN)"
     if math.isinf(ratio):
@@ -76,7 +76,7 @@ def times(ratio: float) -> str:
 
 
 def size(num_bytes: int) -> str:
-    """Spell a number of bytes with a binary unit."""
+    """Format a number of bytes with a binary unit."""
     value = float(num_bytes)
     for unit in _UNITS:
         if abs(value) < 1024 or unit == _UNITS[-1]:
@@ -86,7 +86,7 @@ def size(num_bytes: int) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Spell a wall time."""
+    """Format a wall time."""
     if not math.isfinite(seconds) or seconds < 60:
         return f"{seconds:.2f} s"
     minutes, rest = divmod(round(seconds), 60)
@@ -95,7 +95,7 @@ def duration(seconds: float) -> str:
 
 
 def ranks(members: Iterable[int]) -> str:
-    """Spell a set of ranks by its stretches: "ranks 0-3, 6"."""
+    """Format a set of ranks by its stretches: "ranks 0-3, 6"."""
     stretches: list[list[int]] = []
     for rank in sorted(set(members)):
         if stretches and stretches[-1][-1] == rank - 1:
@@ -107,5 +107,5 @@ def ranks(members: Iterable[int]) -> str:
 
 
 def versions(found: Mapping[str, str]) -> str:
-    """Spell names with versions in one line."""
+    """Format names with versions in one line."""
     return ", ".join(f"{name} {version}" for name, version in found.items())

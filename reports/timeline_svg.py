@@ -41,7 +41,7 @@ class Columns:
     width: int
 
     def column(self, rank: int, place: int) -> int:
-        """Give the column; of a place that nothing drawn has, that of the one before."""
+        """Return the column; of a place that nothing drawn has, that of the one before."""
         known = self.columns[rank]
         if place in known:
             return known[place]
@@ -57,7 +57,7 @@ class LaneRow:
 
 
 def lay_out(timeline: Timeline) -> Columns:
-    """Give every place a column: after what is before it, and where all ranks of its collective have come."""
+    """Return every place a column: after what is before it, and where all ranks of its collective have come."""
     walks = [_Walk(rank) for rank in timeline.ranks]
     while any(not walk.is_over for walk in walks):
         for walk in walks:
@@ -108,12 +108,12 @@ class _Walk:
         return self._issues[self._places[self._next]]
 
     def go_to_next_issue(self) -> None:
-        """Give columns up to the next collective, which ranks come to together."""
+        """Assign columns up to the next collective, which ranks reach together."""
         while not self.is_over and self._places[self._next] not in self._issues:
             self.step(self.column)
 
     def step(self, column: int) -> None:
-        """Give the next place a column."""
+        """Assign the next position a column."""
         place = self._places[self._next]
         self.columns[place] = column
         self.column = column + (_ROOM if place in self._begins else 1)
@@ -319,7 +319,7 @@ class _Picture:
         yield "</g>"
 
     def _touched(self, rank: RankTimeline, lane: str, touch: Touch) -> float:
-        """Give the height of a touch: that of the collective that it is, else that of its lane."""
+        """Return the height of a touch: that of the collective that it is, else that of its lane."""
         issued = [p for p in rank.passages if p.entry.op == touch.operator and p.issued.at_ns <= touch.at_ns]
         if issued:
             return self._heights[rank.rank, issued[-1].entry.seq]

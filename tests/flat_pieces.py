@@ -14,7 +14,7 @@ MaybeShard = TypeVar("MaybeShard", bound=Shard | None)
 
 
 def flattened(observation: Observation) -> Observation:
-    """Give the same observation in flat pieces, but for losses and buffers."""
+    """Return the same observation in flat pieces, but for losses and buffers."""
     steps = tuple(
         replace(seen, gradients=_flattened(seen.gradients), parameters=_flattened(seen.parameters))
         for seen in observation.steps
@@ -35,6 +35,6 @@ def _flattened(shards: Mapping[str, MaybeShard]) -> dict[str, MaybeShard]:
 
 
 def flat(shard: Shard) -> Shard:
-    """Give a shard by rows as a flat piece."""
+    """Return a shard by rows as a flat piece."""
     row = prod(shard.global_shape[1:])
     return Shard.flat(shard.tensor.flatten().clone(), shard.offsets[0] * row, shard.global_shape)

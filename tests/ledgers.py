@@ -85,7 +85,7 @@ def sharding_ledger(*, steps: int = 3, microbatches: int = 2, world_size: int = 
 
 
 def evidence(*ledgers: Ledger, steps: int = 3, microbatches: int = 2) -> Evidence:
-    """Give the evidence of a training with these ledgers, one for each rank, and nothing else observed."""
+    """Return the evidence of a training with these ledgers, one for each rank, and nothing else observed."""
     schedule = Schedule(steps=steps, microbatches=microbatches)
     return Evidence(
         training=Training(problem=MLP_EVEN, optimizer=SGD, plan=Plan(units=UNITS), schedule=schedule),

@@ -33,7 +33,7 @@ class Honest:
         return ring_mean(accumulate(pieces))
 
     def updated(self, before: torch.Tensor, after: torch.Tensor, moment: Moment) -> torch.Tensor:
-        """Say what a parameter is after the optimizer step."""
+        """Return what a parameter is after the optimizer step."""
         return after
 
 
@@ -80,13 +80,13 @@ def simulate(
 
 
 def whole(tensor: torch.Tensor) -> Shard:
-    """Give a tensor as a shard that is all of it."""
+    """Return a tensor as a shard that is all of it."""
     shape = tuple(tensor.shape)
     return Shard(tensor=tensor.detach().clone(), offsets=(0,) * len(shape), global_shape=shape)
 
 
 def row_shard(tensor: torch.Tensor, rank: int, world_size: int) -> Shard:
-    """Give the rows that torch.chunk's rule gives to ``rank``; a scalar stays whole."""
+    """Return the rows that torch.chunk's rule gives to ``rank``; a scalar stays whole."""
     if tensor.dim() == 0:
         return whole(tensor)
     rows = -(-tensor.shape[0] // world_size)

@@ -58,7 +58,7 @@ class Row:
         return replace(self, mutants=", ".join(f"`{name}`" for name in names)) if names else self
 
     def problems(self, known: frozenset[str]) -> Iterator[str]:
-        """Say what is wrong with it."""
+        """Yield what is wrong with it."""
         if unknown := sorted(set(self.names) - known):
             yield f"{self.sin}: no mutants {unknown}"
         form = ", ".join(f"`{name}`" for name in self.names)

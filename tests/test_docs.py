@@ -63,7 +63,7 @@ def _text(page: Path) -> str:
 
 
 def _marked(page: Path, marker: str) -> str:
-    """Give the one code block that follows a comment."""
+    """Return the one code block that follows a comment."""
     found = re.findall(rf"<!-- {marker} -->\n```\w+\n(.*?)```", _text(page), re.S)
     assert len(found) == 1, f"{page.name}: expected one block marked {marker!r}, got {len(found)}"
     return str(found[0])
@@ -216,7 +216,7 @@ def _commands(text: str) -> Iterator[list[str]]:
 
 
 def _problem(command: list[str]) -> str | None:
-    """Say what is wrong with a shardproof command; None when it can be run."""
+    """Return what is wrong with a shardproof command; None when it can be run."""
     try:
         arguments = cli._parser().parse_args(command[1:])
         _check_names(arguments)

@@ -237,7 +237,7 @@ def hold_the_interpreter(context: RankContext) -> None:
 
 
 def stop_the_process(context: RankContext) -> None:
-    """Have the last rank's process take no signal but one."""
+    """Let the last rank's process ignore all signals but one."""
     if context.rank == context.size - 1:
         os.kill(os.getpid(), signal.SIGSTOP)
     dist.barrier()

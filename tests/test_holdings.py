@@ -56,7 +56,7 @@ def test_holds_for_the_share_that_the_plan_means(asked: str, held: Layout) -> No
 
 
 def _flattened_together(observation: Observation, num_shares: int) -> Observation:
-    """Have each rank hold its stretch of one long flat parameter, as engines that flatten a group do."""
+    """Let each rank hold its part of one long flat parameter, as engines that flatten a group do."""
     whole = observation.steps[0].parameters
     share = -(-sum(s.tensor.numel() for s in whole.values()) // num_shares)
     first = observation.rank % num_shares * share
@@ -107,7 +107,7 @@ def _stretched(
     of_rank: Callable[[int], int] = lambda rank: rank,
     num_lost: int = 0,
 ) -> Observation:
-    """Have each rank hold ``share`` elements of one long flat parameter, the last one what is left, less some lost."""
+    """Let each rank hold ``share`` elements of one long flat parameter, the last one what is left, less some lost."""
     first = of_rank(observation.rank) * share
     begin, mine = 0, {}
     for name, shard in observation.steps[0].parameters.items():

@@ -65,7 +65,7 @@ def training_of(problem: ModelProblem) -> Training:
 
 
 def with_buffer(problem: ModelProblem, change: Callable[[torch.Tensor], object], name: str) -> Evidence:
-    """Give the evidence of an engine that is honest but for a buffer of its last rank."""
+    """Return the evidence of an engine that is honest but for a buffer of its last rank."""
     training = training_of(problem)
     *others, last = simulate(training, 3)
     shard = last.buffers[name]

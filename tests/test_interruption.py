@@ -138,7 +138,7 @@ def test_an_error_in_a_write_is_not_hidden_by_an_interrupt() -> None:
 
 
 def _select(monkeypatch: pytest.MonkeyPatch, call: Callable[[], int]) -> list[int]:
-    """Have a run call this instead of pytest; returns the exit codes that it concluded from."""
+    """Let a run call this instead of pytest; returns the exit codes that it concluded from."""
     concluded: list[int] = []
 
     def conclude(out: Path, code: int, _render: object) -> int:

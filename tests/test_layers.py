@@ -58,7 +58,7 @@ class Module:
     source: str
 
     def imports(self) -> Iterator[Import]:
-        """Give every import, relative ones resolved, those inside functions included."""
+        """Yield every import, relative ones resolved, those inside functions included."""
         tree = ast.parse(self.source)
         typing_only = {
             id(n) for t in ast.walk(tree) if _guards_typing(t) for s in t.body for n in ast.walk(s)

@@ -134,7 +134,7 @@ def test_what_happens_together_has_nothing_else_in_between(order: tuple[str, ...
 
 
 def with_frees(ledger: Ledger, frees: Mapping[int, str], phase: Phase = Phase.BACKWARD) -> Observation:
-    """Give what rank 1 saw: in each step the units of ``frees`` are freed after so many calls."""
+    """Return what rank 1 saw: in each step the units of ``frees`` are freed after so many calls."""
     marks = []
     for step in range(2):
         calls = [call for call in ledger if call.step == step]

@@ -93,7 +93,7 @@ UNITS = ("blocks.0", "blocks.1", "blocks.2")
 
 @cache
 def _silent(steps: int) -> Evidence:
-    """Give two ranks that nobody watched."""
+    """Return two ranks that nobody watched."""
     plan = Plan(layout=Layout.REPLICATE, units=UNITS)
     training = Training(problem=CHAIN, optimizer=SGD, plan=plan, schedule=Schedule(steps=steps))
     ranks = tuple(simulate(training, 2, layout=Layout.REPLICATE))
@@ -101,7 +101,7 @@ def _silent(steps: int) -> Evidence:
 
 
 def _evidence(report: LifetimeReport | None, *, steps: int = 1) -> Evidence:
-    """Give two ranks with this report."""
+    """Return two ranks with this report."""
     silent = _silent(steps)
     ranks = tuple(replace(rank, lifetime_report=report) for rank in silent.ranks)
     return replace(silent, ranks=ranks)
@@ -143,7 +143,7 @@ def test_a_law_looks_at_every_rank() -> None:
 
 
 def _walk(extra: dict[str, tuple[int, int]], phase: Phase = Phase.FORWARD) -> LifetimeReport:
-    """Give each unit a turn of ten events, in which it is gathered from the third to the eighth; add other lives.
+    """Return each unit a turn of ten events, in which it is gathered from the third to the eighth; add other lives.
 
     Backward takes the last unit first. ``extra`` are units with when they are gathered besides.
     """
@@ -301,7 +301,7 @@ def _emptied(shard: Shard) -> Shard:
 
 
 def _steps(*lives: Allocation, num_steps: int = 4) -> LifetimeReport:
-    """Give steps of ten events each, all of the optimizer's phase."""
+    """Return steps of ten events each, all of the optimizer's phase."""
     stretches = tuple(_stretch(10 * s, Phase.STEP, step=s, microbatch=-1) for s in range(num_steps))
     return LifetimeReport(
         num_events=10 * num_steps, num_collectives=1, lives=(_life(0, None), *lives), stretches=stretches

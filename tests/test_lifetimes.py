@@ -58,7 +58,7 @@ class _Told:
 
 
 def _gathered(unit: str = "a") -> _Told:
-    """Tell of a share that is packed and gathered into a buffer."""
+    """Return of a share that is packed and gathered into a buffer."""
     told = _Told()
     told.share(SHARE, unit)
     told.born(INPUT, BUFFER)

@@ -45,7 +45,7 @@ def _ruling(
 
 
 def _with_a_still_row(observation: Observation) -> Observation:
-    """Have the last rank's last row keep its initial values."""
+    """Let the last rank's last row keep its initial values."""
     if observation.rank != WORLD_SIZE - 1:
         return observation
     last = observation.steps[-1]

@@ -26,7 +26,7 @@ def _pytest(*arguments: str) -> str:
 
 
 def _one_of_each_suite(engine: str, position: int) -> list[str]:
-    """Give the ids of the cases at that position of their suites."""
+    """Return the ids of the cases at that position of their suites."""
     told = _pytest("suites", f"--engine={engine}", f"--world={WORLD}", "--collect-only")
     ids = re.findall(r"^(suites/\S+::.*)$", told, re.MULTILINE)
     suites = [[*cases] for _, cases in groupby(ids, key=lambda case: case.split("/")[1])]

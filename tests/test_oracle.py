@@ -178,7 +178,7 @@ def test_reduction_in_bfloat16_allows_errors_of_bfloat16_and_no_more() -> None:
 
 
 def _silent(oracle: OracleObservation) -> OracleObservation:
-    """Have no noise run differ, so that the floor alone is allowed."""
+    """Return an oracle whose noise runs are equal, so that only the floor is allowed."""
     return replace(oracle, noise=dict.fromkeys(oracle.noise, 0.0))
 
 

@@ -60,7 +60,7 @@ def _mark(what: EventKind, step: int, unit: str, seq: int | None = None) -> Trac
 
 
 def seen(*ranks: Sequence[str], phase: Phase = Phase.BACKWARD) -> Evidence:
-    """Give the evidence of a watched training, rank by rank."""
+    """Return the evidence of a watched training, rank by rank."""
     told = [chain(*order, phase=phase) for order in ranks]
     plain = chain_evidence(*(ledger for ledger, _ in told))
     courses = zip(plain.ranks, told, strict=True)

@@ -52,11 +52,11 @@ class Expected:
 
     @property
     def training(self) -> Training:
-        """Give the training that shows it."""
+        """Return the training that shows it."""
         return replace(racing_training(self.plan, self.microbatches), script=self.script)
 
     def found_in(self, report: RaceReport) -> set[Found]:
-        """Give the races between the two streams."""
+        """Return the races between the two streams."""
         return {
             (race.kind, race.first.operator, race.second.operator, race.second.unit)
             for race in report.races

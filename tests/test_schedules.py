@@ -41,7 +41,7 @@ SEED_THAT_FAILS, NUM_REPLAYS = 1, 20
 
 
 def _arrivals(context: RankContext) -> list[int]:
-    """Tell in which order messages of the others came to rank 0."""
+    """Return in which order messages of the others came to rank 0."""
     if context.rank:
         dist.send(torch.tensor(float(context.rank)), dst=0)
         return []

@@ -127,7 +127,7 @@ def test_perfetto_takes_the_identifiers(folder: Path) -> None:
 
 
 def _crowded(timeline: Timeline) -> Timeline:
-    """Have all that happens follow within nanoseconds, so that what stands for a moment has no room."""
+    """Return events that follow within nanoseconds, so that an instant event has no room."""
 
     def at_once(moment: TimePoint) -> TimePoint:
         return replace(moment, at_ns=moment.place)

@@ -41,7 +41,7 @@ def live(size: int, body: Body, seed: int = 0, longest_s: float = 5.0) -> Schedu
 
 
 def order(size: int, seed: int) -> list[int]:
-    """Tell whose turn it was, where each rank offers its own four times."""
+    """Return whose turn it was, where each rank offers its own four times."""
     taken: list[int] = []
 
     def body(rank: int, turns: Scheduler) -> None:

@@ -104,7 +104,7 @@ def _nothing(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 
 def _ending(evidence: Evidence, change: Callable[[torch.Tensor], torch.Tensor], step: int = -1) -> Evidence:
-    """Have the oracle come to other parameters in one step; ``change`` is given the initial ones."""
+    """Return evidence whose oracle differs in one step; ``change`` takes the initial parameters."""
     oracle = evidence.oracle
     steps = list(oracle.steps)
     changed = {name: change(initial) for name, initial in oracle.initial.items()}

@@ -119,7 +119,7 @@ def _taken(tensor: torch.Tensor, stream: Any) -> None:
 
 @contextmanager
 def told_device() -> Iterator[None]:
-    """Have such streams in place of torch's own, and the watch of CUDA look at memory of the CPU."""
+    """Replace torch's streams by such streams, and let the watch of CUDA look at memory of the CPU."""
     with pytest.MonkeyPatch.context() as patch:
         for module in (torch.cpu, torch.cuda):
             patch.setattr(module, "Stream", ToldStream)

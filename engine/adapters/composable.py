@@ -127,7 +127,7 @@ class PreparedComposable(PreparedModel):
         super().optimizer(factory)
 
     def owned_parameters(self) -> Mapping[str, nn.Parameter]:
-        """Give the shards, whether or not modules show them."""
+        """Return the shards, whether or not modules show them."""
         return self._owned or super().owned_parameters()
 
     @contextmanager
@@ -140,7 +140,7 @@ class PreparedComposable(PreparedModel):
             self._set_gradient_sync(is_on=True)
 
     def units(self) -> Mapping[str, UnitHandle]:
-        """Give the groups of the plan; the root is one of them unless each unit is its own."""
+        """Return the groups of the plan; the root is one of them unless each unit is its own."""
         names = self.plan.units if self.plan.roots is Roots.EACH_UNIT else (*self.plan.units, "")
         return {name: self.unit_type(members(self.module, name), self.door) for name in names}
 
@@ -155,7 +155,7 @@ class PreparedComposable(PreparedModel):
             self._root().set_post_optim_event(event)
 
     def recover(self) -> None:
-        """Have the root forget what it was in the middle of."""
+        """Reset the root after an interrupted forward or backward."""
         self._root().reset_iter_state()
 
     def _root(self) -> Any:
@@ -173,7 +173,7 @@ class PreparedComposable(PreparedModel):
 
 
 def members(model: nn.Module, unit: str) -> tuple[nn.Module, ...]:
-    """Give the modules that form one unit of a plan."""
+    """Return the modules that form one unit of a plan."""
     return tuple(model.get_submodule(name) for name in unit.split(","))
 
 
@@ -209,7 +209,7 @@ def open_door(door: FrontDoor, model: nn.Module, plan: Plan, mesh: DeviceMesh, s
 
 
 def _all_ranks(mesh: DeviceMesh) -> DeviceMesh:
-    """Give the mesh of one axis over all ranks of a mesh of several: all ranks there are."""
+    """Return the mesh of one axis over all ranks of a mesh of several: all ranks there are."""
     return init_device_mesh(mesh.device_type, (mesh.size(),), mesh_dim_names=("all",))
 
 

@@ -22,7 +22,7 @@ class PreparedDdp(PreparedModel):
         return self.module.no_sync()
 
     def pipelined(self) -> nn.Module:
-        """Give the wrapper itself: torch's stages know its class, and tell it which backward is the last."""
+        """Return the wrapper itself: torch's stages know its class, and tell it which backward is the last."""
         return self.module
 
 

@@ -80,7 +80,7 @@ class PreparedFullyShard(PreparedComposable):
                 root._set_unshard_async_op(True)  # private in torch, and the only way
 
     def pipelined(self) -> nn.Module:
-        """Give the module itself: torch's stages know its class."""
+        """Return the module itself: torch's stages know its class."""
         return self.module
 
 

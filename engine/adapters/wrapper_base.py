@@ -117,7 +117,7 @@ class PreparedWrapper(PreparedModel, ABC):
         """Find the pieces of the units that are sharded or flat."""
 
     def wrapper(self) -> WrapperNames:
-        """Give the engine's names."""
+        """Return the engine's names."""
         return self._names
 
     def accumulating(self) -> AbstractContextManager[None]:
@@ -169,7 +169,7 @@ class PreparedWrapper(PreparedModel, ABC):
         }
 
     def _owned(self) -> Iterator[tuple[str, nn.Parameter, Callable[[torch.Tensor], Shard]]]:
-        """Give each parameter's name, whom the optimizer updates for it, and how to read a tensor of that one."""
+        """Yield each parameter's name, whom the optimizer updates for it, and how to read a tensor of that one."""
         pieces = list(self.pieces())
         owners = {piece.owner for piece in pieces}
         for piece in pieces:

@@ -145,7 +145,7 @@ def _unawaited(group: Any) -> Callable[[], torch.Tensor]:
 
 
 def _gathers_freely_after(function: str, prepared: PreparedModel) -> PreparedModel:
-    """Have gathers not wait for the current stream where this function of the engine asks for it."""
+    """Let gathers skip the wait for the current stream that this function of the engine asks for."""
     for comm_ctx in comm_contexts_of(prepared):
         comm_ctx.wait_before_all_gather = _deaf_in(function, comm_ctx.wait_before_all_gather)  # type: ignore[method-assign]  # as above
     return prepared
@@ -160,7 +160,7 @@ def _deaf_in(function: str, wait_before_all_gather: Callable[..., None]) -> Call
 
 
 def _takes_as_done(position: int, prepared: PreparedModel) -> PreparedModel:
-    """Have nobody wait for the collective at this position of each reduction."""
+    """Skip the wait for the collective at this position of each reduction."""
     for comm_ctx in comm_contexts_of(prepared):
         comm_ctx.reduce = _reducing(comm_ctx, position)  # type: ignore[assignment,method-assign]  # as above
     return prepared

@@ -117,7 +117,7 @@ class Selection:
 
 
 def mutant_name(engine: str) -> str:
-    """Give the name by which marks call an engine."""
+    """Return the name by which marks call an engine."""
     return engine.rpartition(":")[2]
 
 

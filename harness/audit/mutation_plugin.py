@@ -62,7 +62,7 @@ class MutationRun:
         )
 
     def cell(self, engine: str, world: str) -> Cell:
-        """Give one engine in one world."""
+        """Return one engine in one world."""
         return Cell(engine=engine, world=WorldSpec.parse(world, deadline_s=self.deadline_s))
 
 
@@ -206,7 +206,7 @@ def _first_meetings(met: Sequence[_Meeting]) -> Iterator[_Meeting]:
 
 
 def _marks_of_parameters(definition: pytest.Item) -> list[PytestMark]:
-    """Give the marks of all values of the test's own parameters."""
+    """Return the marks of all values of the test's own parameters."""
     lists = [[*mark.args, *mark.kwargs.values()] for mark in definition.iter_markers("parametrize")]
     # A generator can be read once, and not by us: _wanted refuses what is missed here.
     values = [v for given in lists for values in given if isinstance(values, list | tuple) for v in values]

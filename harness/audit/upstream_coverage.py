@@ -159,7 +159,7 @@ def cover(table: Table, cases: Mapping[str, Collection[str]], records: Sequence[
 
 
 def judge_row(verdicts: Collection[Verdict]) -> Verdict | None:
-    """Say what verdicts of a row's cases add up to: the worst of them; None for none at all."""
+    """Return what verdicts of a row's cases add up to: the worst of them; None for none at all."""
     return min(verdicts, key=_WORST_FIRST.index, default=None)
 
 

@@ -68,7 +68,7 @@ def files() -> frozenset[str]:
 
 
 def collected(nodeids: Iterable[str], arguments: Sequence[str]) -> Catalogue:
-    """Tell from pytest's node ids, and from the arguments that it was called with, what was collected."""
+    """Return from pytest's node ids, and from the arguments that it was called with, what was collected."""
     found = list(nodeids)
     cases = frozenset(node.case for nodeid in found if (node := Node.parse(nodeid)))
     seen = {nodeid.partition("::")[0].removeprefix("suites/") for nodeid in found}

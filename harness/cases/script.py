@@ -61,11 +61,11 @@ class Actor(ABC):
 
     @abstractmethod
     def batch(self, microbatch: int) -> Batch:
-        """Give this rank's data, on its device, floats in the dtype of the parameters."""
+        """Return this rank's data, on its device, floats in the dtype of the parameters."""
 
     @abstractmethod
     def part(self, name: str) -> nn.Module:
-        """Give the submodule of that name, as the loop may call it; ``""`` is the model."""
+        """Return the submodule of that name, as the loop may call it; ``""`` is the model."""
 
     # Any: a model takes and returns what it likes.
     @abstractmethod
@@ -74,7 +74,7 @@ class Actor(ABC):
 
     @abstractmethod
     def loss(self, microbatch: int, output: Any, target: torch.Tensor | None = None) -> torch.Tensor:
-        """Give the weighted loss of a microbatch's output, or of the part of it that belongs to ``target``."""
+        """Return the weighted loss of a microbatch's output, or of the part of it that belongs to ``target``."""
 
     @abstractmethod
     def backward(self, microbatch: int, loss: torch.Tensor, *, is_counted: bool = True) -> None:
@@ -94,27 +94,27 @@ class Actor(ABC):
 
     @abstractmethod
     def units(self) -> Mapping[str, UnitHandle]:
-        """Give handles of the plan's units by name, ``""`` for the root."""
+        """Return handles of the plan's units by name, ``""`` for the root."""
 
     @abstractmethod
     def look(self, moment: str) -> None:
-        """Have the parameters, and whether units are gathered, observed as they are now."""
+        """Observe the parameters, and whether units are gathered, as they are now."""
 
     @abstractmethod
     def note(self, subject: str, value: object) -> None:
-        """Have a fact observed."""
+        """Record a fact."""
 
     @abstractmethod
     def hold(self, name: str, *tensors: torch.Tensor) -> None:
-        """Say that the loop holds on to tensors, which are nobody else's to let go of; a watch may want to know."""
+        """Report to the watches that the loop, and not the engine, keeps these tensors alive."""
 
     @abstractmethod
     def bench(self) -> InterfaceBench | None:
-        """Give what calls of the engine's own interface need; None where there is no engine."""
+        """Return what calls of the engine's own interface need; None where there is no engine."""
 
     @abstractmethod
     def recover(self) -> None:
-        """Tell the engine to forget a forward that an exception ended."""
+        """Ask the engine to reset after a forward that an exception ended."""
 
     @abstractmethod
     def zero_grad(self) -> None:

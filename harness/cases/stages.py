@@ -18,13 +18,13 @@ def num_stages(training: Training) -> int:
 
 
 def stages_of(training: Training, rank: int, world_size: int) -> tuple[int, ...]:
-    """Give the stages of one rank, in order: every so many-th, as the outermost mesh axis goes round."""
+    """Return the stages of one rank, in order: every so many-th, as the outermost mesh axis goes round."""
     ring = training.plan.pipeline_stages
     return tuple(range(rank // (world_size // ring), num_stages(training), ring))
 
 
 def is_on_rank(training: Training, rank: int, world_size: int, name: str) -> bool:
-    """Tell whether a rank's stages have a parameter or buffer of that name; always so where there are no stages."""
+    """Return whether a rank's stages have a parameter or buffer of that name; always so where there are no stages."""
     if training.plan.pipeline_stages == 1:
         return True
     names = _names(training.problem, num_stages(training))  # type: ignore[arg-type]  # Protocol without a hash

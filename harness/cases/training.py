@@ -47,7 +47,7 @@ class Problem(Protocol):
         """Build the model with the same float32 values every time, whatever the default RNG's state."""
 
     def num_items(self, *, step: int, microbatch: int, rank: int) -> int:
-        """Say how many items (rows, tokens) this microbatch averages over."""
+        """Return how many items (rows, tokens) this microbatch averages over."""
 
     def batch(self, *, step: int, microbatch: int, rank: int) -> Batch:
         """Make the microbatch, different for each (step, microbatch, rank), floats in float32."""
@@ -198,7 +198,7 @@ class Training:
 
 
 def loss_weight(training: Training, world_size: int, step: int) -> float:
-    """Give what each rank multiplies ``loss_sum`` with, so that averaging over ranks gives the global mean.
+    """Return what each rank multiplies ``loss_sum`` with, so that averaging over ranks gives the global mean.
 
     The global mean divides by the items of all ranks and microbatches of the step; an engine averages
     gradients over ranks, hence the factor ``world_size``. A plan with a divide factor of its own changes

@@ -40,7 +40,7 @@ class UnitParameters:
 
 
 def groups_of(training: Training) -> tuple[UnitParameters, ...]:
-    """Give the groups that own parameters: units in the order of the plan, then the root.
+    """Return the groups that own parameters: units in the order of the plan, then the root.
 
     A parameter belongs to the first unit that contains it, so inner units must come before those around them.
     """

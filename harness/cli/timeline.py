@@ -60,7 +60,7 @@ def export(request: TimelineRequest) -> int:
 
 
 def _choose(records: Sequence[Record], request: TimelineRequest) -> Record:
-    """Give the worst record that matches and was observed; an exact name goes before a part of others."""
+    """Return the worst record that matches and was observed; an exact name goes before a part of others."""
     asked = [r for r in records if not request.engines or r.engine in request.engines]
     observed = [r for r in asked if r.observation and request.case in r.case]
     if found := [r for r in observed if request.case == r.case] or observed:

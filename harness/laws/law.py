@@ -32,7 +32,7 @@ class Evidence:
         return self.training.plan.data_size(self.world_size)
 
     def data_rank(self, rank: int) -> int:
-        """Tell whose data a rank was given."""
+        """Return whose data a rank was given."""
         return self.training.plan.data_rank(rank, self.world_size)
 
 
@@ -49,7 +49,7 @@ class Law(Protocol):
 
     @property
     def name(self) -> str:
-        """Say the law in a few words, with its parameters."""
+        """Describe the law in a few words, with its parameters."""
 
     def judge(self, evidence: Evidence) -> Ruling:
         """Rule on the evidence; looks at every rank."""

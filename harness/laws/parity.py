@@ -212,7 +212,7 @@ def _record(place: TensorKey, comparison: _Comparison, characterised: str) -> Te
 
 
 def _parts(got: complex, expected: complex) -> tuple[float, float]:
-    """Give both as they are, or of complex numbers the parts, real or imaginary, that are further apart."""
+    """Return both as they are, or of complex numbers the parts, real or imaginary, that are further apart."""
     pairs = ((got.real, expected.real), (got.imag, expected.imag))
     return max(pairs, key=lambda pair: abs(pair[0] - pair[1]))
 

@@ -28,7 +28,7 @@ class ExpectedUnitState:
 
     @property
     def value(self) -> str:
-        """Spell the state as it is observed."""
+        """Format the state as it is observed."""
         return "unsharded" if self.is_unsharded else "sharded"
 
 
@@ -40,7 +40,7 @@ class UnitsAre:
 
     @property
     def name(self) -> str:
-        """Say how many states are asked for."""
+        """Return how many states are asked for."""
         moments = dict.fromkeys(s.moment for s in self.states)
         return f"units are gathered and freed as planned ({', '.join(moments)})"
 
@@ -70,7 +70,7 @@ class Notes:
 
     @property
     def name(self) -> str:
-        """Say the law."""
+        """Name the law with its parameters."""
         return f"{self.subject} is {self.value}"
 
     def judge(self, evidence: Evidence) -> Ruling:
@@ -112,7 +112,7 @@ class ShowsTheModel:
 
     @property
     def name(self) -> str:
-        """Say the law."""
+        """Name the law with its parameters."""
         return f"modules show the oracle's parameters ({', '.join(self.moments)})"
 
     def judge(self, evidence: Evidence) -> Ruling:
@@ -193,7 +193,7 @@ class NoRaces:
 
     @property
     def name(self) -> str:
-        """Say the law."""
+        """Name the law with its parameters."""
         return "streams wait for each other"
 
     def judge(self, evidence: Evidence) -> Ruling:

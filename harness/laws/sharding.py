@@ -125,7 +125,7 @@ def _chunked_numel(evidence: Evidence) -> int:
 
 
 def _astray(evidence: Evidence) -> Iterator[str]:
-    """Tell which parameters the ranks of a replica hold twice, or not all of."""
+    """Yield which parameters the ranks of a replica hold twice, or not all of."""
     num_shares = _num_shares(evidence)
     for first in range(0, evidence.world_size, num_shares):
         replica = [o for o in evidence.ranks if first <= o.rank < first + num_shares]
@@ -235,7 +235,7 @@ class EveryRowMoves:
 
     @property
     def name(self) -> str:
-        """Say whose rows."""
+        """Return whose rows."""
         return f"every row of {self.parameter} moves"
 
     def judge(self, evidence: Evidence) -> Ruling:
@@ -254,7 +254,7 @@ class EveryRowMoves:
         )
 
     def _still_rows(self, observation: Observation) -> tuple[list[int], int]:
-        """Give the places of rows that did not move, and how many rows this rank holds at least a part of."""
+        """Return the places of rows that did not move, and how many rows this rank holds at least a part of."""
         before = observation.initial.get(self.parameter)
         after = observation.steps[-1].parameters.get(self.parameter)
         if before is None or after is None or not before.tensor.numel():
@@ -266,7 +266,7 @@ class EveryRowMoves:
 
 
 def _rows_of_elements(shard: Shard) -> torch.Tensor:
-    """Give the row in the whole of each element of a piece: int64[numel]."""
+    """Return the row in the whole of each element of a piece: int64[numel]."""
     if shard.is_flat:
         row_size = math.prod(shard.global_shape[1:])
         return torch.arange(shard.offsets[0], shard.offsets[0] + shard.tensor.numel()) // row_size

@@ -28,7 +28,7 @@ class RankShard:
 
 
 def observed(evidence: Evidence, observation: Observation, quantity: Quantity, step: int) -> Tensors:
-    """Give what one rank showed of a quantity; losses as this rank's column of one tensor."""
+    """Return what one rank showed of a quantity; losses as this rank's column of one tensor."""
     match quantity:
         case Quantity.INITIAL:
             return observation.initial
@@ -58,7 +58,7 @@ def observed(evidence: Evidence, observation: Observation, quantity: Quantity, s
 
 
 def structural_faults(evidence: Evidence, place: TensorKey) -> tuple[str, ...]:
-    """Say what is wrong with the form of one tensor on any rank; values play no part."""
+    """Return what is wrong with the form of one tensor on any rank; values play no part."""
     faults = [
         f"rank {observation.rank}: {fault}"
         for observation in evidence.ranks
@@ -70,7 +70,7 @@ def structural_faults(evidence: Evidence, place: TensorKey) -> tuple[str, ...]:
 
 
 def pieces_of(evidence: Evidence, place: TensorKey) -> tuple[RankShard, ...]:
-    """Give the shards of one tensor on all ranks that have it in the right form."""
+    """Return the shards of one tensor on all ranks that have it in the right form."""
     pieces = []
     for observation in evidence.ranks:
         if _reference(evidence, observation, place) is None:

@@ -27,7 +27,7 @@ _FLOOR_ROUNDINGS = 2.0
 
 
 def allowed_error(oracle: OracleObservation, place: TensorKey) -> float:
-    """Give the largest absolute error that re-ordered sums explain; zero where nothing may round.
+    """Return the largest absolute error that re-ordered sums explain; zero where nothing may round.
 
     Zero for exact trainings, for initial parameters (nothing was computed yet), for constant buffers (a mask may hold
     numbers so large that their roundings would hide all others) and for integers.

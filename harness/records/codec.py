@@ -31,7 +31,7 @@ _UNFINITE: Mapping[str, float] = MappingProxyType({"nan": math.nan, "inf": math.
 
 
 def write(line: object, *, kind: str | None) -> str:
-    """Give the line of a dataclass; see [Note: what a line looks like]."""
+    """Return the line of a dataclass; see [Note: what a line looks like]."""
     plain = ({} if kind is None else {"kind": kind}) | _encode(line)
     return json.dumps(plain, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
 
@@ -67,11 +67,11 @@ class _Place:
         return replace(self, field=f"{self.field}{dot}{name}")
 
     def refusal(self, *, expected: str, value: object, hint: str = "") -> UsageError:
-        """Say what is wrong here; ``value`` is what came."""
+        """Return what is wrong here; ``value`` is what came."""
         return self.complaint(expected=expected, got=_quote(value), hint=hint)
 
     def complaint(self, *, expected: str, got: str, hint: str = "") -> UsageError:
-        """Say what is wrong here in words."""
+        """Return what is wrong here in words."""
         return UsageError(
             f"{self.where}: {self.field or 'line'}",
             expected=expected,

@@ -80,7 +80,7 @@ class _Writer:
         return {_LEAF: [start, dtype_name(value.dtype), list(value.shape)]}
 
     def data(self) -> torch.Tensor:
-        """Give all bytes so far: uint8[bytes]."""
+        """Return all bytes so far: uint8[bytes]."""
         return torch.cat([torch.empty(0, dtype=torch.uint8), *self._pieces])
 
 

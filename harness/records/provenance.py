@@ -48,7 +48,7 @@ def footer(*, verdicts: Iterable[Verdict], duration_s: float) -> Footer:
 
 
 def today() -> date:
-    """Give the day in UTC, so that machines far apart agree; to be asked once per run."""
+    """Return the day in UTC, so that machines far apart agree; to be asked once per run."""
     return datetime.now(UTC).date()
 
 

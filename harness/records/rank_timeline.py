@@ -57,7 +57,7 @@ class UnitSpan:
 
     @property
     def name(self) -> str:
-        """Spell who it is."""
+        """Format who it is."""
         return str(self.phase) if self.unit is None else self.unit or "root"
 
 
@@ -120,12 +120,12 @@ class Timeline:
 
     @property
     def steps(self) -> tuple[int, ...]:
-        """Tell the steps there are; before the first one nothing is drawn step by step."""
+        """Return the steps there are; before the first one nothing is drawn step by step."""
         return tuple(sorted({p.step for r in self.ranks for p in (*r.phases, *r.spells) if p.step >= 0}))
 
     @property
     def telling_step(self) -> int | None:
-        """Tell which step says most: the one in which most races were first met, else the last."""
+        """Return which step says most: the one in which most races were first met, else the last."""
         raced = Counter(c.race.second.step for r in self.ranks for c in r.clashes)
         return max(self.steps, key=lambda step: (raced[step], step), default=None)
 
@@ -264,6 +264,6 @@ def _moment(course: EventLog, at: int) -> TimePoint:
 
 
 def _moment_at(course: EventLog, at_ns: int) -> TimePoint:
-    """Give the place of the last thing before a time that the journal has no line for."""
+    """Return the place of the last thing before a time that the journal has no line for."""
     before = [at for at, mark in enumerate(course) if mark.at_ns <= at_ns]
     return TimePoint(at_ns=at_ns, place=before[-1] if before else 0)

@@ -42,7 +42,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # so that the cell comes first in ids, where Node finds it
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Give every test that asks for a trial one instance per engine and world."""
+    """Parametrize every test that takes a trial over engines and worlds."""
     if "trial" not in metafunc.fixturenames or CELLS_ARE_CHOSEN in metafunc.config.stash:
         return
     cells = metafunc.config.stash[CELLS]

@@ -59,12 +59,12 @@ class RunOptions:
                 )
 
     def seeds(self, training: Training, world: WorldSpec) -> range:
-        """Give the seeds of the schedules under which a world is to run a training."""
+        """Return the seeds of the schedules under which a world is to run a training."""
         num = max(self.num_schedules, training.schedules) if world.kind is WorldKind.THREADS else 1
         return range(self.seed, self.seed + num)
 
     def applied(self, training: Training) -> Training:
-        """Give the training as it is to be watched."""
+        """Return the training as it is to be watched."""
         if not self.is_thorough:
             return training
         # Here, because it imports torch, which who only reads options can do without.
@@ -73,6 +73,6 @@ class RunOptions:
         return replace(training, watch=training.watch | {Watch.RACES, Watch.LIFETIMES})
 
     def options(self, seed: int) -> tuple[str, ...]:
-        """Spell, for the command that repeats a case, what is not so by default; ``seed`` is the schedule's."""
+        """Format,, for the command that repeats a case, what is not so by default; ``seed`` is the schedule's."""
         seed_option = (f"--schedule-seed={seed}",) if seed else ()
         return (*seed_option, *(("--thorough",) if self.is_thorough else ()))

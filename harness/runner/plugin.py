@@ -124,12 +124,12 @@ def pytest_configure(config: pytest.Config) -> None:
 # Any: xdist's node, whose package need not be there.
 @pytest.hookimpl(optionalhook=True)
 def pytest_configure_node(node: Any) -> None:
-    """Give every worker the expectations, and the day, that this process read: one run, one answer."""
+    """Send every worker the expectations, and the day, that this process read: one run, one answer."""
     node.workerinput[_TO_WORKER] = pickle.dumps(node.config.stash[EXPECTATIONS])
 
 
 def will_run(config: pytest.Config) -> bool:
-    """Say whether cases will run that the session selects, in worlds of their own."""
+    """Return whether cases will run that the session selects, in worlds of their own."""
     return not (config.option.collectonly or config.getoption("--replay"))
 
 

@@ -74,7 +74,7 @@ def _seed(place: Path) -> int:
 
 
 def _is_trained(result: WorldResult) -> bool:
-    """Say whether every rank trained to its end: where one refused, another schedule tells nothing new."""
+    """Return whether every rank trained to its end: where one refused, another schedule tells nothing new."""
     return result.is_clean and all(isinstance(o, Returned) and o.value is None for o in result.outcomes)
 
 

@@ -138,6 +138,6 @@ class TrialSession:
 
 
 def _is_unexplained(judgement: Judgement, training: Training, cell: Cell) -> bool:
-    """Say whether something is not finite where what has not arrived is poison, and nobody watched who read it."""
+    """Return whether something is not finite where what has not arrived is poison, and nobody watched who read it."""
     is_poisoned = judgement.worst is not None and judgement.worst.looks_like == NOT_FINITE
     return is_poisoned and cell.world.kind is WorldKind.THREADS and Watch.RACES not in training.watch

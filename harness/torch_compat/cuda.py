@@ -70,7 +70,7 @@ _is_told = False
 
 
 def _begin_telling() -> None:
-    """Have torch tell; once in a process, as it never stops."""
+    """Register torch's callbacks, once per process: they cannot be removed."""
     global _is_told
     if _is_told:
         return
@@ -87,7 +87,7 @@ def _begin_telling() -> None:
 
 @contextmanager
 def hears_streams(listener: StreamListener) -> Iterator[None]:
-    """Tell a listener of all of this process's streams until exit, which raises what the listener raised first."""
+    """Report all of this process's streams to a listener until exit, which raises what the listener raised first."""
     _begin_telling()
     ear = _Ear(listener)
     _ears.append(ear)
@@ -100,13 +100,13 @@ def hears_streams(listener: StreamListener) -> Iterator[None]:
 
 
 def current_stream_handle() -> int:
-    """Give the handle of the calling thread's current stream on its current device."""
+    """Return the handle of the calling thread's current stream on its current device."""
     return stream_handle(torch.cuda.current_stream())
 
 
 # Any: torch.cuda's streams, or those of torch.accelerator, which have no handle to ask for.
 def stream_handle(stream: Any) -> int:
-    """Give the handle of a stream."""
+    """Return the handle of a stream."""
     if not hasattr(stream, "cuda_stream"):
         make: Any = torch.cuda.Stream  # which torch leaves untyped
         stream = make(

@@ -133,7 +133,7 @@ def _on_mesh(result: Any, mesh: DeviceMesh) -> Any:
 
 # Any: the stubs do not know what a mesh is compared by.
 def _mesh_key(mesh: Any) -> object:
-    """Give what the meshes of two ranks have in common: all that they are compared by but the rank's thread.
+    """Return what the meshes of two ranks have in common: all that they are compared by but the rank's thread.
 
     ``mesh.mesh`` would tell the same, by operators that a watch of the rank would see.
     """
@@ -142,7 +142,7 @@ def _mesh_key(mesh: Any) -> object:
 
 # Any: an operator's schema, and the shape, stride and dtype of a tensor.
 def own_shape(schema: Any) -> Any:
-    """Give the shape of an operator's first argument where that is the result's by rule: to try it out takes longest.
+    """Return the shape of an operator's first argument where that is the result's by rule: to try it out takes longest.
 
     So it is of what is detached, of the copy of a contiguous tensor, and of what is written to element by element.
     """
@@ -162,7 +162,7 @@ def own_shape(schema: Any) -> Any:
 
 # Any: an operator's schema, and torch's result of a propagation.
 def own_placement(schema: Any) -> Any:
-    """Give where the result of an operator lies, where that is by rule as all of its arguments do.
+    """Return where the result of an operator lies, where that is by rule as all of its arguments do.
 
     So it is of the operators that `own_shape` knows, element by element, if no argument has to be summed up first.
     """
@@ -213,7 +213,7 @@ class _NoKeyError(Exception):
 
 # Any: an operator's schema.
 def _key(schema: Any, of_spec: Callable[[Any], object]) -> object:
-    """Give what the answer can depend on: the operator and its arguments, of a tensor what ``of_spec`` says."""
+    """Return what the answer can depend on: the operator and its arguments, of a tensor what ``of_spec`` says."""
 
     def of(argument: object) -> object:
         if isinstance(argument, _classes().spec):

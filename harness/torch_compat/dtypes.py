@@ -12,7 +12,7 @@ __all__ = ["cast", "cast_module", "is_rounded", "widened"]
 
 
 def cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Give a tensor of floats in ``dtype``, one of complex numbers in that of pairs of them; integers stay."""
+    """Return a tensor of floats in ``dtype``, one of complex numbers in that of pairs of them; integers stay."""
     if tensor.is_complex():
         return tensor.to(dtype.to_complex())
     return tensor.to(dtype) if tensor.is_floating_point() else tensor
@@ -32,5 +32,5 @@ def is_rounded(dtype: torch.dtype) -> bool:
 
 
 def widened(tensor: torch.Tensor) -> torch.Tensor:
-    """Give a tensor of any numbers in float64, or complex128."""
+    """Return a tensor of any numbers in float64, or complex128."""
     return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)

@@ -90,7 +90,7 @@ def register_in_thread(groups: Mapping[dist.ProcessGroup, str]) -> None:
 
 
 def owned_meshes(owner: Callable[[], int | None]) -> Replacement:
-    """Tell the meshes of different ranks apart, as keys of caches that hold what only one rank may use.
+    """Return the meshes of different ranks apart, as keys of caches that hold what only one rank may use.
 
     torch does so by a field that it fills for a threaded backend of its own only.
     """

@@ -35,7 +35,7 @@ def current_rank() -> int | None:
 
 
 def is_home_thread() -> bool:
-    """Say whether the calling thread runs a rank's body."""
+    """Return whether the calling thread runs a rank's body."""
     return _identity.is_home
 
 

@@ -129,7 +129,7 @@ def _marks(line: Mapping[str, Any]) -> Iterator[TraceEvent]:
 
 
 def flights(course: EventLog) -> tuple[Flight, ...]:
-    """Give every collective with its issue and landing, in the order of issue."""
+    """Return every collective with its issue and landing, in the order of issue."""
     # Where streams were watched, what the host waited for on another stream orders nothing that computes.
     is_watched = any(mark.what is EventKind.JOINED for mark in course)
     landing = EventKind.JOINED if is_watched else EventKind.WAITED
@@ -151,7 +151,7 @@ class _Frame:
 
 
 def stretches(course: Sequence[TraceEvent]) -> tuple[ComputeSpan, ...]:
-    """Give when units computed, in order.
+    """Return when units computed, in order.
 
     A unit that calls another computes before and after it. In backward, what a unit around another computes after
     the inner one is not told from the outside, and is in no stretch; a forward that runs again in backward is

@@ -139,7 +139,7 @@ class Entry:
         return (self.op, self.dtype, self.reduce_op, self.peer, numel)
 
     def describe(self) -> str:
-        """Spell the call for a person, with where it was made."""
+        """Format the call for a person, with where it was made."""
         reduce_op = f"{self.reduce_op}, " if self.reduce_op else ""
         shapes = " ".join(str(list(s)) for s in self.shapes)
         return (
@@ -162,7 +162,7 @@ _FIELDS = tuple(f.name for f in fields(Entry))
 
 
 def entry_to_json(entry: Entry) -> dict[str, object]:
-    """Give the JSON object of an entry; enums become their values, tuples lists."""
+    """Return the JSON object of an entry; enums become their values, tuples lists."""
     result: dict[str, object] = {name: getattr(entry, name) for name in _FIELDS}
     if entry.wait is not None:
         result["wait"] = wait_to_json(entry.wait)
@@ -171,7 +171,7 @@ def entry_to_json(entry: Entry) -> dict[str, object]:
 
 
 def wait_to_json(wait: Wait) -> dict[str, object]:
-    """Give the JSON object of a wait."""
+    """Return the JSON object of a wait."""
     return {
         "phase": wait.phase,
         "step": wait.step,
@@ -203,14 +203,14 @@ def wait_from_json(data: Mapping[str, Any]) -> Wait:
 
 
 def harm_to_json(harm: BufferViolation) -> dict[str, object]:
-    """Give the JSON object of a harm."""
+    """Return the JSON object of a harm."""
     return asdict(harm)
 
 
 def completed(
     entries: Iterable[Entry], waits: Mapping[int, Wait], harms: Mapping[int, tuple[BufferViolation, ...]]
 ) -> Ledger:
-    """Give entries with their waits and harms, which are known later, by the entries' numbers."""
+    """Return entries with their waits and harms, which are known later, by the entries' numbers."""
     return tuple(replace(e, wait=waits.get(e.seq), harms=harms.get(e.seq, ())) for e in entries)
 
 

@@ -125,7 +125,7 @@ class OperatorMode(_Mode):  # type: ignore[misc]  # a class of Any
 
 # Any: an operator, its arguments and its kernel.
 def _kernel(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Callable[..., Any] | None:
-    """Give what calls the kernel of the device that the arguments are on."""
+    """Return what calls the kernel of the device that the arguments are on."""
     devices = {tensor.device.type for tensor in _tensors((*args, *kwargs.values()))}
     return device_kernel(func, "cuda" if "cuda" in devices else "cpu")
 
@@ -204,13 +204,13 @@ _of_rank: dict[int | None, _Witnesses] = {}  # None is the only rank of its proc
 
 
 def current_witnesses() -> _Witnesses | None:
-    """Give the witnesses of the calling thread's rank, if there are any."""
+    """Return the witnesses of the calling thread's rank, if there are any."""
     return _of_rank.get(current_rank()) if _of_rank else None
 
 
 @contextmanager
 def observing_operators(*witnesses: Witness) -> Iterator[None]:
-    """Tell the witnesses what the calling thread's rank does to memory, until exit; with none, change nothing."""
+    """Report to the observers what the calling thread's rank does to memory, until exit; with none, change nothing."""
     if not witnesses:
         yield
         return

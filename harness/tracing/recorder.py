@@ -90,7 +90,7 @@ class Recorder:
         self._home = threading.get_ident()
 
     def name_axes(self, axis_of_group: Mapping[str, str]) -> None:
-        """Say which groups are axes of the mesh, by group name."""
+        """Set which groups are axes of the mesh, by group name."""
         self._axis_of_group.update(axis_of_group)
 
     @contextmanager
@@ -151,13 +151,13 @@ class Recorder:
             self._pending.append((what.name, at_ns, *place, unit, seq, stream))
 
     def look(self) -> None:
-        """Have the watcher look, who notes what changed since: before whatever is noted next."""
+        """Poll the watcher, so that it records its changes before the next event."""
         if self._watcher is not None and self._phase is not Phase.OBSERVE:
             self._watcher()
 
     @contextmanager
     def watched_by(self, watcher: Callable[[], None]) -> Iterator[None]:
-        """Have ``watcher`` called before each call and each mark inside; it must not communicate."""
+        """Call ``watcher`` before each call and each mark inside; it must not communicate."""
         self._watcher = watcher
         try:
             yield
@@ -166,7 +166,7 @@ class Recorder:
 
     @property
     def place(self) -> LoopPosition:
-        """Tell where the loop stands."""
+        """Return where the loop stands."""
         unit = self._units[-1] if self._units else None
         return LoopPosition(self._phase, self._step, self._microbatch, unit)
 
@@ -212,7 +212,7 @@ class Recorder:
             self._write({"harm": seq, **harm_to_json(harm)})
 
     def ledger(self) -> Ledger:
-        """Give all entries so far with their waits, and with what became of their buffers."""
+        """Return all entries so far with their waits, and with what became of their buffers."""
         with self._lock:
             waits = {
                 seq: replace(wait, is_over=True) if seq in self._over else wait

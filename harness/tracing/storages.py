@@ -38,7 +38,7 @@ class Storages:
         self._ended: deque[weakref.ref[torch.UntypedStorage]] = deque()
 
     def key(self, storage: torch.UntypedStorage) -> int:
-        """Give a storage's key."""
+        """Return a storage's key."""
         found = self._refs.get(id(storage))
         if found is None or found() is not storage:  # one that ended a moment ago was at the same address
             found = _Ref(storage, self._ended.append)
@@ -47,7 +47,7 @@ class Storages:
         return found.key
 
     def ended(self) -> Iterator[int]:
-        """Give the keys of storages that ended since the last call, in the order of their ends."""
+        """Yield the keys of storages that ended since the last call, in the order of their ends."""
         while self._ended:
             ref = self._ended.popleft()
             assert isinstance(ref, _Ref)

@@ -66,7 +66,7 @@ class _LatestOutput:
         self._tensor: weakref.ref[torch.Tensor] | None = None
 
     def is_new(self, tensor: torch.Tensor) -> bool:
-        """Tell whether no unit has just returned this tensor, and remember it."""
+        """Return whether no unit has just returned this tensor, and remember it."""
         known = self._tensor is not None and self._tensor() is tensor
         self._tensor = weakref.ref(tensor)
         return not known
@@ -87,7 +87,7 @@ class _Hooks:
         self._recorder.enter_unit(self._unit)
 
     def compute(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
-        """Say that the forward itself begins; have the gradients of its inputs say when backward is through."""
+        """Record that forward begins; hook its inputs' gradients to record the end of backward."""
         self._recorder.mark(EventKind.COMPUTES, self._unit)
         if self._recorder.place.phase is Phase.BACKWARD:
             return  # a forward that is run again: what it is given has said so the first time
@@ -104,7 +104,7 @@ class _Hooks:
                 tensor.register_hook(self._arrive)  # type: ignore[no-untyped-call]  # torch leaves it untyped
 
     def left(self, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
-        """Have the gradients of the output, as the engine hands it out, say when backward itself begins."""
+        """Hook the gradients of the output, as the engine returns it, to record when backward begins."""
         self._recorder.look()
         for tensor in _tensors_in(output):
             if tensor.grad_fn is not None and self._results.is_new(tensor):

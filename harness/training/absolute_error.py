@@ -12,7 +12,7 @@ __all__ = ["deviation", "largest"]
 
 
 def deviation(got: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
-    """Give the absolute error of each element in float64; that of complex numbers is their distance.
+    """Return the absolute error of each element in float64; that of complex numbers is their distance.
 
     Zero where both are the same, infinities included; infinite where one of them is no number, or only one is finite.
     """
@@ -24,6 +24,6 @@ def deviation(got: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
 
 
 def largest(tensor: torch.Tensor) -> float:
-    """Give the largest absolute value among those that are finite; zero where there are none."""
+    """Return the largest absolute value among those that are finite; zero where there are none."""
     finite = tensor[tensor.isfinite()]
     return finite.abs().max().item() if finite.numel() else 0.0

@@ -66,7 +66,7 @@ class OracleModels:
         self.draws = True
 
     def buffers(self) -> tuple[Mapping[str, torch.Tensor], ...]:
-        """Give each rank's buffers."""
+        """Return each rank's buffers."""
         return tuple({n: b.detach().clone() for n, b in model.named_buffers()} for model in self._of_rank)
 
 
@@ -76,7 +76,7 @@ def _with_own_buffers(model: nn.Module) -> nn.Module:
 
 
 def _casting(model: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """Have every module that owns parameters compute in ``dtype``, whatever it is given, as units of a plan do."""
+    """Let every module that owns parameters compute in ``dtype``, as units of a plan do."""
 
     # Any: a module takes what it likes.
     def cast_inputs(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -106,12 +106,12 @@ class OracleActor(Actor):
         self._seeds = Seeds(step=step, rank=rank)
 
     def batch(self, microbatch: int) -> Batch:
-        """Give the data in the order and dtype of this summation."""
+        """Return the data in the order and dtype of this summation."""
         batch = self._problem.batch(step=self.step, microbatch=microbatch, rank=self._rank)
         return self._workshop.summation.prepare(batch)
 
     def part(self, name: str) -> nn.Module:
-        """Give the submodule itself."""
+        """Return the submodule itself."""
         return self._workshop.model.get_submodule(name)
 
     # Any: a model takes and returns what it likes.
@@ -163,7 +163,7 @@ class OracleActor(Actor):
         return nullcontext()
 
     def units(self) -> Mapping[str, UnitHandle]:
-        """Give handles that do nothing, of whatever name."""
+        """Return handles that do nothing, of whatever name."""
         return _NoUnits()
 
     def look(self, moment: str) -> None:
@@ -176,7 +176,7 @@ class OracleActor(Actor):
         """Do nothing: nobody could let go of them."""
 
     def bench(self) -> None:
-        """Give nothing: there is no engine."""
+        """Do nothing: there is no engine."""
 
     def recover(self) -> None:
         """Do nothing."""

@@ -41,7 +41,7 @@ class _Target:
 def prepare_pipeline(
     context: RankContext, training: Training, adapter: Engine, mesh: DeviceMesh, data: DeviceMesh
 ) -> PreparedModel:
-    """Have the engine prepare each stage of this rank on its data axes; ``mesh`` has the axis of the pipeline too."""
+    """Let the engine prepare each stage of this rank on its data axes; ``mesh`` has the axis of the pipeline too."""
     problem, plan, count = training.problem, training.plan, num_stages(training)
     assert problem.stages is not None  # the training has seen to that
     modules = problem.stages(problem.build(), count)
@@ -201,7 +201,7 @@ class _Stage(PipelineStage):
             )
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
-        """Have torch's own engines reduce now what they held back: part of the last backward."""
+        """Let torch's own engines reduce now what they held back: part of the last backward."""
         with self._during(Phase.BACKWARD, self._last):
             super().perform_reduce_grad(grad_scale_factor)
 
@@ -219,7 +219,7 @@ def _part_of(plan: Plan, module: nn.Module) -> Plan:
 
 
 def _between(training: Training, modules: tuple[nn.Module, ...], data_rank: int) -> list[torch.Tensor]:
-    """Give an example of what lies before each stage and after the last; all microbatches have its shape."""
+    """Return an example of what lies before each stage and after the last; all microbatches have its shape."""
     batch = training.problem.batch(step=0, microbatch=0, rank=data_rank)
     (rows,) = batch.inputs
     examples = [rows]

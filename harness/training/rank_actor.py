@@ -95,7 +95,7 @@ class RankActor(Actor):
             return self._training.problem.loss_sum(output, rows) * self.weight
 
     def backward(self, microbatch: int, loss: torch.Tensor, *, is_counted: bool = True) -> None:
-        """Have the prepared model run it."""
+        """Run it by the prepared model."""
         with self._during(Phase.BACKWARD, microbatch):
             self._prepared.backward(loss)
         self.is_at_rest = True
@@ -103,7 +103,7 @@ class RankActor(Actor):
             self._keep(loss)
 
     def backward_of_branch(self, microbatch: int, loss: torch.Tensor) -> None:
-        """Have the prepared model run it."""
+        """Run it by the prepared model."""
         with self._during(Phase.BACKWARD, microbatch):
             self._prepared.backward_of_branch(loss)
         self.is_at_rest = True
@@ -126,7 +126,7 @@ class RankActor(Actor):
         return self._prepared.accumulating()
 
     def units(self) -> Mapping[str, UnitHandle]:
-        """Give the engine's handles."""
+        """Return the engine's handles."""
         return self._prepared.units()
 
     def look(self, moment: str) -> None:
@@ -168,7 +168,7 @@ class RankActor(Actor):
         self._prepared.recover()
 
     def zero_grad(self) -> None:
-        """Have the engine do so."""
+        """Zero gradients by the engine's own method."""
         self._prepared.zero_grad(set_to_none=True)
 
     def _keep(self, loss: torch.Tensor) -> None:

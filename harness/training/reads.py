@@ -119,7 +119,7 @@ def _fault(method: str, name: str | None, *, expected: str, got: object) -> Engi
 
 
 def _form(value: object) -> str:
-    """Spell a value by its type, a small plain one as it is."""
+    """Format a value by its type, a small plain one as it is."""
     if value is None or type(value) in {bool, int, float}:
         return repr(value)
     if type(value) is tuple and len(value) < 8 and all(type(item) in {int, float} for item in value):

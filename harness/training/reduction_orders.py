@@ -86,7 +86,7 @@ def is_of_full_precision(plan: Plan, dtype: torch.dtype | None) -> bool:
 
 
 def num_reorderings(plan: Plan) -> int:
-    """Say how many float32 runs estimate the noise; harness.laws.tolerance measured its multiple for this many.
+    """Return how many float32 runs estimate the noise; harness.laws.tolerance measured its multiple for this many.
 
     A reduction in fewer bits rounds coarsely enough that four runs can all be right by luck.
     """
@@ -94,7 +94,7 @@ def num_reorderings(plan: Plan) -> int:
 
 
 def reordering(number: int, plan: Plan, dtype: torch.dtype = torch.float32) -> Summation:
-    """Give the ``number``-th order for parameters of ``dtype``; all combinations of tree and division come first."""
+    """Return the ``number``-th order for parameters of ``dtype``; all combinations of tree and division come first."""
     return Summation(
         dtype=dtype,
         reduce_dtype=plan.reduction_dtype or dtype,

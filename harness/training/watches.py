@@ -42,7 +42,7 @@ def watching(
 
 @contextmanager
 def watched_streams(recorder: Recorder, device_type: str = "cpu") -> Iterator[RaceDetector]:
-    """Have the calling thread's rank watched until exit; operators are told by `observing_operators`.
+    """Watch the calling thread's rank until exit; `observing_operators` reports the operators.
 
     On a CPU its streams are ones that remember; on CUDA they are its own, and torch tells of them.
     """

@@ -31,7 +31,7 @@ def difference(counterparts: Counterparts, group: ProcessGroup) -> Divergence | 
 
 
 def call_record(counterparts: Counterparts, rank: int, entry: Entry) -> CallRecord:
-    """Tell of a rank's call as records do."""
+    """Return of a rank's call as records do."""
     return CallRecord(
         text=entry.describe(),
         op=entry.op,
@@ -73,7 +73,7 @@ class _Walk:
         self.axis = next((e.axis for entries in self._calls.values() for e in entries if e.axis), "")
 
     def call(self, rank: int, position: int) -> CallRecord | None:
-        """Tell of a member's call at a position, None where it made none."""
+        """Return of a member's call at a position, None where it made none."""
         entry = self._at(rank, position)
         return None if entry is None else call_record(self._counterparts, rank, entry)
 

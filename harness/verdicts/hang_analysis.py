@@ -29,7 +29,7 @@ _MOST_PLACES = 3  # in one line
 
 
 def analyse_hang(outcomes: Sequence[Outcome], ledgers: Mapping[int, Ledger]) -> HangReport:
-    """Say of every rank where it was and whom it waited for, and in which call the ranks parted."""
+    """Return of every rank where it was and whom it waited for, and in which call the ranks parted."""
     counterparts = Counterparts(ledgers)
     entries: dict[int, Entry] = {}
     ranks = []
@@ -88,7 +88,7 @@ def _examine(outcome: Outcome, ledger: Ledger, counterparts: Counterparts) -> _E
 
 
 def _remains(outcome: Outcome) -> tuple[str, bool]:
-    """Give a rank's stack, and whether it could still have gone on if others had come."""
+    """Return a rank's stack, and whether it could still have gone on if others had come."""
     match outcome:
         case Raised():
             return outcome.traceback, outcome.is_symptom or outcome.kind in TRANSPORT_ERRORS
@@ -132,7 +132,7 @@ def _held(rank: int, ledger: Ledger, counterparts: Counterparts, *, is_in_own_co
 
 
 def _since(entry: Entry) -> int:
-    """Tell when a rank began to wait, in calls that it had made."""
+    """Return when a rank began to wait, in calls that it had made."""
     begun = entry.wait.num_issued if entry.wait else None
     return entry.seq + 1 if begun is None else begun
 
@@ -194,7 +194,7 @@ def _summary(
 
 
 def _waits(by_rank: Mapping[int, RankState], first: int, suspects: tuple[int, ...]) -> str:
-    """Tell one call that ranks wait in, for whom, and what those do instead."""
+    """Return one call that ranks wait in, for whom, and what those do instead."""
     rank = by_rank[first]
     alike = [
         r.rank
@@ -275,7 +275,7 @@ def _is_same(one: CallRecord | None, other: CallRecord | None) -> bool:
 
 
 def _names(ranks: Sequence[int]) -> str:
-    """Spell ranks, three or more in a row by their ends."""
+    """Format ranks, three or more in a row by their ends."""
     rows: list[list[int]] = []
     for rank in sorted(ranks):
         if rows and rows[-1][-1] == rank - 1:

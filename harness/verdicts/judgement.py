@@ -82,7 +82,7 @@ def judge(
 
 
 def implied(training: Training) -> tuple[Law, ...]:
-    """Give the laws that hold of every training, and those of what it is watched for, whatever a case asks."""
+    """Return the laws that hold of every training, and those of what it is watched for, whatever a case asks."""
     watched = (law for watch, law in _IMPLIED_BY.items() if watch in training.watch)
     return (*_IMPLIED, *((MemoryIsExplained(),) if training.is_counted else ()), *watched)
 
@@ -138,7 +138,7 @@ def _judge_loud_refusal(case: Case, kept: SavedResult) -> Judgement | None:
 
 
 def _went_ahead(kept: SavedResult, refused: Set[int]) -> list[int]:
-    """Give the ranks that did not refuse, but for those stopped before they made a call that one who did never made.
+    """Return the ranks that did not refuse, but for those stopped before they made a call that one who did never made.
 
     A world is stopped when its first rank raises: who is no further than that rank may have been about to raise too.
     """
@@ -156,7 +156,7 @@ def _went_ahead(kept: SavedResult, refused: Set[int]) -> list[int]:
 
 
 def _raised(result: WorldResult) -> dict[int, str]:
-    """Give the words of ranks that raised by themselves; an error of the transport is no refusal."""
+    """Return the words of ranks that raised by themselves; an error of the transport is no refusal."""
     return {
         o.rank: f"{o.kind}: {o.message}"
         for o in result.outcomes
@@ -244,7 +244,7 @@ def _worst(rulings: Sequence[Ruling]) -> TensorRecord | None:
 
 
 def _tell_hang(result: WorldResult, hang: HangReport) -> str:
-    """Say who waits for whom: the ledgers word it alike in every world, a backend's error does not."""
+    """Return who waits for whom: the ledgers word it alike in every world, a backend's error does not."""
     late = sorted(o.rank for o in result.outcomes if isinstance(o, TimedOut))
     # A consequence by its text, which an engine's library may have raised for a reason of its own.
     raised = [o for o in result.outcomes if isinstance(o, Raised) and o.is_symptom]

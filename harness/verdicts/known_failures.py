@@ -46,7 +46,7 @@ def check_condition(condition: str, what: str) -> None:
 
 
 def fit(condition: str, release: str) -> Fit:
-    """Say how a checked condition and an engine's own account of its release go together."""
+    """Return how a checked condition and an engine's own account of its release go together."""
     if not condition:
         return Fit.MEETS
     wanted = Requirement(condition)
@@ -95,7 +95,7 @@ def expected(record: Record, expectations: Expectations | None) -> Record:
 
 
 def is_expired(entry: Expectation, today: str) -> bool:
-    """Tell whether the last day of an expectation is past."""
+    """Return whether the last day of an expectation is past."""
     return today > entry.expiry  # both ISO 8601, which sorts as dates do
 
 
@@ -137,13 +137,13 @@ def _concerns(entry: Expectation, record: Record) -> bool:
 
 
 def _unnamed(entry: Expectation, record: Record) -> list[str]:
-    """Give what a record shows and its expectation does not name: broken laws, or the headline if none was judged."""
+    """Return what a record shows and its expectation does not name: broken laws, or the headline if none was judged."""
     seen = [law.law for law in record.laws if not law.held] or [record.headline]
     return [text for text in seen if entry.shows and not any(matches(glob, text) for glob in entry.shows)]
 
 
 def _unexcused(record: Record, live: Sequence[Expectation], concerned: Sequence[Expectation]) -> Record:
-    """Say in the headline why an expectation that names this case does not excuse it."""
+    """Return in the headline why an expectation that names this case does not excuse it."""
     alike = next((entry for entry in live if entry.verdict is record.verdict), None)
     if alike is not None:
         named, unnamed = (_listed(texts) for texts in (alike.shows, _unnamed(alike, record)))
@@ -164,7 +164,7 @@ def _listed(texts: Sequence[str]) -> str:
 
 
 def _unused(entry: Expectation, today: str, ran: Ran) -> UnusedExpectation | None:
-    """Say why an entry bore on none of its engine's records; None if it did."""
+    """Return why an entry bore on none of its engine's records; None if it did."""
     release = next((r.engine_version for r in ran.records if r.engine_version), "")
     if is_expired(entry, today):
         return _idle(entry, f"expired on {entry.expiry} and excuses nothing; renew or remove it")

@@ -34,7 +34,7 @@ _EXPECTABLE = (Verdict.FAILED, Verdict.HUNG, Verdict.CRASHED, Verdict.UNSUPPORTE
 
 
 def find(named: str | None) -> Path | None:
-    """Give the file that the user named, else the one that ships with the suites, else None."""
+    """Return the file that the user named, else the one that ships with the suites, else None."""
     if named is not None:
         return Path(named)
     return SHIPPED if SHIPPED.exists() else None

@@ -41,7 +41,7 @@ def incomparable_because(evidence: Evidence) -> str | None:
 
 
 def vacuous_because(evidence: Evidence) -> str | None:
-    """Say why nothing could have gone wrong in this training, or give None when something could."""
+    """Return why nothing could have gone wrong in this training, or give None when something could."""
     if evidence.training.schedule.order is LoopOrder.ZERO_THEN_STEP:
         return "gradients are cleared before the optimizer step, so no gradient ever reaches a parameter"
     if not evidence.oracle.steps:

@@ -175,7 +175,7 @@ class World:
         return [rank for host in self._hosts for rank in host.pending]
 
     def _account(self, folder: Path) -> dict[int, Outcome]:
-        """Give every rank its outcome: those still pending are abandoned if there is a cause, else timed out."""
+        """Return every rank its outcome: those still pending are abandoned if there is a cause, else timed out."""
         outcomes = {rank: o for host in self._hosts for rank, o in host.outcomes.items()}
         if not self._pending:
             return outcomes
@@ -188,7 +188,7 @@ class World:
         return outcomes
 
     def _stacks(self) -> dict[int, str]:
-        """Give the stacks of all pending ranks, empty for those that do not answer in time."""
+        """Return the stacks of all pending ranks, empty for those that do not answer in time."""
         late = [host for host in self._hosts if host.pending]
         for host in late:
             host.ask_for_stacks()

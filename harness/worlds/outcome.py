@@ -59,7 +59,7 @@ class Died:
 
     @property
     def how(self) -> str:
-        """Spell the exit status."""
+        """Format the exit status."""
         if self.exit_code >= 0:
             return f"exited with status {self.exit_code}"
         try:

@@ -55,7 +55,7 @@ HELD = [
 
 
 def _reduces(select: Select) -> tuple[Count, Count]:
-    """Say how many groups reduce before the last microbatch, and that all do in the last."""
+    """Return how many groups reduce before the last microbatch, and that all do in the last."""
     early = replace(select, microbatches=Microbatches.ALL_BUT_LAST)
     return (
         Count(select=early, expected=Exactly(NUM_UNHELD_GROUPS)),

@@ -47,7 +47,7 @@ def _padded_bytes(training: Training, world_size: int) -> int:
 
 
 def _shapes(training: Training) -> tuple[tuple[int, ...], ...]:
-    """Give the shapes of all parameters: one group has all of them."""
+    """Return the shapes of all parameters: one group has all of them."""
     return groups_of(replace(training, plan=Plan()))[0].shapes
 
 

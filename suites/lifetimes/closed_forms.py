@@ -80,7 +80,7 @@ class _Sizes:
 
 
 def _largest(sizes: Sequence[int], in_a_row: int) -> int:
-    """Give the most that units have together which follow each other."""
+    """Return the most that units have together which follow each other."""
     return max(sum(sizes[start : start + in_a_row]) for start in range(len(sizes)))
 
 

@@ -10,7 +10,7 @@ __all__ = ["states"]
 def states(
     moment: str, *, unsharded: tuple[str, ...] = (), sharded: tuple[str, ...] = ()
 ) -> tuple[ExpectedUnitState, ...]:
-    """Say of each unit what it is at that moment."""
+    """Return of each unit what it is at that moment."""
     return (
         *(ExpectedUnitState(moment=moment, unit=unit, is_unsharded=True) for unit in unsharded),
         *(ExpectedUnitState(moment=moment, unit=unit, is_unsharded=False) for unit in sharded),

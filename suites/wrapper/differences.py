@@ -10,7 +10,7 @@ import torch
 
 # Any: values of an interface under test.
 def difference(got: Any, expected: Any, tolerance: float = 0.0) -> str | None:
-    """Say where values differ first; None where they are equal: tensors in shape and dtype, mappings in their order.
+    """Return where values differ first; None where they are equal: tensors in shape and dtype, mappings in their order.
 
     Floats may differ by ``tolerance`` times the largest of their tensor.
     """
@@ -19,7 +19,7 @@ def difference(got: Any, expected: Any, tolerance: float = 0.0) -> str | None:
 
 
 def _differences(got: Any, expected: Any, tolerance: float, where: str) -> Iterator[str]:
-    """Say where two values differ, and how."""
+    """Yield where two values differ, and how."""
     if isinstance(expected, torch.Tensor):
         yield from _tensor_differences(got, expected, tolerance, where)
     elif isinstance(expected, Mapping):

@@ -42,7 +42,7 @@ CLASSES = (
 
 
 def _defaults(kind: StateDictType) -> list[Any]:
-    """Spell a type with the configs that it has where it was set without any."""
+    """Format a type with the configs that it has where it was set without any."""
     return [kind, *(config() for config in _CONFIGS[kind])]
 
 

@@ -212,5 +212,5 @@ def test_lists_units_of_a_model_that_is_not_wrapped_itself(bench: Bench) -> None
 
 
 def _places(units: list[Any], found: list[Any]) -> list[int]:
-    """Tell units by their places in a list: what is noted must be the same on every rank."""
+    """Return units by their places in a list: what is noted must be the same on every rank."""
     return [next((i for i, unit in enumerate(units) if unit is other), -1) for other in found]

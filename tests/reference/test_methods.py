@@ -290,7 +290,7 @@ Fail = Callable[[RankContext, Any], None]
 
 
 def _recover(context: RankContext, door: str, fail: Fail, hybrid: bool) -> list[str]:
-    """Have an accident, reset, train; returns whose gradients are wrong then."""
+    """Raise in a forward, reset, train; returns the parameters whose gradients are then wrong."""
     chain = Chain()
     mesh = hybrid_mesh(2, 2) if hybrid else None
     model = apply_to(chain, BY_NAME[door].fully_shard, mesh=mesh)

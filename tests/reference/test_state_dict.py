@@ -105,7 +105,7 @@ def _mesh(shape: tuple[int, ...]) -> DeviceMesh:
 
 
 def _loss(model: nn.Module, step: int, *, rank: int = 0, size: int = 1) -> torch.Tensor:
-    """Give a rank's part of the loss of a step's global batch."""
+    """Return a rank's part of the loss of a step's global batch."""
     generator = torch.Generator().manual_seed(step)
     batch = torch.randn(NUM_ROWS, 5, dtype=torch.float64, generator=generator)
     loss: torch.Tensor = model(batch.chunk(size)[rank]).square().mean()

@@ -22,7 +22,7 @@ from tests.reference.ranks import Ranks
 
 
 def _twins(num_layers: int = 2) -> tuple[nn.Sequential, nn.Sequential]:
-    """Give a model to shard and a plain one that starts equal."""
+    """Return a model to shard and a plain one that starts equal."""
     torch.manual_seed(0)
     plain = nn.Sequential(*(nn.Linear(4, 4, dtype=torch.float64) for _ in range(num_layers)))
     return copy.deepcopy(plain), plain
@@ -180,7 +180,7 @@ def test_a_state_dict_is_saved_and_copied_as_any_other(call: str, ranks: Ranks) 
 
 
 def _lifetimes(context: RankContext) -> list[bool]:
-    """Say of each model whether it was still there after it was deleted."""
+    """Return of each model whether it was still there after it was deleted."""
     told = []
     for _ in range(3):
         model, _ = _twins()

@@ -111,7 +111,7 @@ def oracle(factory: Callable[[nn.Module], torch.optim.Optimizer], steps: int) ->
 
 
 def save(side: Side, model: Any, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Give whole states, on every rank."""
+    """Return whole states, on every rank."""
     wrapper = WRAPPERS[side.wrapper]
     configs = (FullStateDictConfig(), FullOptimStateDictConfig(offload_to_cpu=False))
     with wrapper.state_dict_type(model, StateDictType.FULL_STATE_DICT, *configs):

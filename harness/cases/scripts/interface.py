@@ -24,7 +24,7 @@ class Exercise:
     demands: ClassVar[frozenset[Capability]] = frozenset({Capability.WRAPPER})
 
     def __repr__(self) -> str:
-        """Spell it without the function's address, which no two processes share."""
+        """Format it without the function's address, which no two processes share."""
         return f"Exercise({self.body.__module__}.{self.body.__qualname__}{self.arguments!r})"
 
     def play(self, actor: Actor) -> None:

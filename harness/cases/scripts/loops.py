@@ -32,13 +32,13 @@ class HoldingBack:
 
     @property
     def demands(self) -> frozenset[Capability]:
-        """Tell which handles are used."""
+        """Return which handles are used."""
         is_whole = self.holding is Holding.GRADIENTS
         used = {Capability.UNIT_SYNC if is_whole else Capability.REPLICA_SYNC}
         return frozenset(used | ({Capability.KEEP_AFTER_BACKWARD} if self.keeps else set()))
 
     def play(self, actor: Actor) -> None:
-        """Tell the units before each microbatch."""
+        """Set the units' state before each microbatch."""
         for microbatch in range(actor.num_microbatches):
             is_last = microbatch == actor.num_microbatches - 1
             for name in self.units:
@@ -67,7 +67,7 @@ class Interleaved:
 
     @property
     def demands(self) -> frozenset[Capability]:
-        """Tell which handles are used."""
+        """Return which handles are used."""
         used = {Capability.INTERLEAVE, Capability.UNIT_SYNC}
         return frozenset(used | ({Capability.KEEP_AFTER_BACKWARD} if self.keeps else set()))
 
@@ -94,7 +94,7 @@ class SumOfForwards:
     demands: ClassVar[frozenset[Capability]] = frozenset({Capability.INTERLEAVE})
 
     def play(self, actor: Actor) -> None:
-        """Give the engine several forwards and one backward."""
+        """Run several forwards and one backward."""
         losses = []
         for microbatch in range(actor.num_microbatches):
             output = actor.forward(microbatch, *actor.batch(microbatch).inputs)
@@ -114,7 +114,7 @@ class BranchByBranch:
     demands: ClassVar[frozenset[Capability]] = frozenset({Capability.UNIT_SYNC})
 
     def play(self, actor: Actor) -> None:
-        """Have each backward pass the other branches by."""
+        """Run backwards that each skip the other branches."""
         for microbatch in range(actor.num_microbatches):
             batch = actor.batch(microbatch)
             outputs = actor.forward(microbatch, *batch.inputs)

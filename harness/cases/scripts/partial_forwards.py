@@ -126,7 +126,7 @@ class AllForwardsFirst:
 
 
 def _half_square_sum(actor: Actor, output: torch.Tensor) -> torch.Tensor:
-    """Give a loss that needs no target, for outputs that have none."""
+    """Return a loss that needs no target, for outputs that have none."""
     return 0.5 * output.square().sum() * actor.weight
 
 

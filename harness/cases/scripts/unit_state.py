@@ -64,7 +64,7 @@ class ToggleReshard:
     demands: ClassVar[frozenset[Capability]] = frozenset({Capability.UNIT_STATE})
 
     def play(self, actor: Actor) -> None:
-        """Tell the units anew before each forward, whatever they were told before."""
+        """Set the units' state again before each forward."""
         for microbatch, moment in enumerate((AFTER_FORWARD_FREED, AFTER_FORWARD_KEPT)):
             for unit in _handles(actor, self.units):
                 unit.set_reshard_after_forward(is_on=moment == AFTER_FORWARD_FREED)
@@ -122,7 +122,7 @@ class AlternateHeads:
     demands: ClassVar[frozenset[Capability]] = frozenset({Capability.UNIT_STATE, Capability.UNUSED})
 
     def play(self, actor: Actor) -> None:
-        """Have backward pass one head by."""
+        """Run a backward that skips one head."""
         for microbatch in range(actor.num_microbatches):
             outputs = actor.forward(microbatch, *actor.batch(microbatch).inputs)
             loss = actor.loss(microbatch, outputs[actor.step % 2])

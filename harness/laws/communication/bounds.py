@@ -28,7 +28,7 @@ class Formula(Protocol):
 
     @property
     def name(self) -> str:
-        """Spell the formula, such as ``number of units + 1``."""
+        """Format the formula, such as ``number of units + 1``."""
 
     def __call__(self, training: Training, world_size: int) -> int:
         """Compute it."""
@@ -38,7 +38,7 @@ Amount = int | Formula
 
 
 def evaluate(amount: Amount, training: Training, world_size: int) -> int:
-    """Give the number, computing it if it is a formula."""
+    """Return the number, computing it if it is a formula."""
     return amount if isinstance(amount, int) else amount(training, world_size)
 
 
@@ -49,11 +49,11 @@ class Exactly:
     amount: Amount
 
     def allows(self, got: int, training: Training, world_size: int) -> bool:
-        """Tell whether ``got`` is as expected."""
+        """Return whether ``got`` is as expected."""
         return got == evaluate(self.amount, training, world_size)
 
     def spell(self, training: Training, world_size: int) -> str:
-        """Spell the expectation with its numbers."""
+        """Format the expectation with its numbers."""
         return _spell(self.amount, training, world_size)
 
     def __str__(self) -> str:
@@ -68,12 +68,12 @@ class Between:
     high: Amount
 
     def allows(self, got: int, training: Training, world_size: int) -> bool:
-        """Tell whether ``got`` is as expected."""
+        """Return whether ``got`` is as expected."""
         low, high = (evaluate(a, training, world_size) for a in (self.low, self.high))
         return low <= got <= high
 
     def spell(self, training: Training, world_size: int) -> str:
-        """Spell the expectation with its numbers."""
+        """Format the expectation with its numbers."""
         return " to ".join(_spell(a, training, world_size) for a in (self.low, self.high))
 
     def __str__(self) -> str:
@@ -93,7 +93,7 @@ def _spell(amount: Amount, training: Training, world_size: int) -> str:
 
 
 def blindness(evidence: Evidence, selects: Sequence[Select], per: Per) -> list[str]:
-    """Tell why a law could not have failed, if so; see [Note: a blind law]."""
+    """Return why a law could not have failed, if so; see [Note: a blind law]."""
     schedule = evidence.training.schedule
     broken = [
         f"expected a {per.value} to look at, got none: {select} of {schedule.steps} step(s) with "
@@ -108,13 +108,13 @@ def blindness(evidence: Evidence, selects: Sequence[Select], per: Per) -> list[s
 
 
 def ledgers(evidence: Evidence) -> Iterator[tuple[int, Ledger]]:
-    """Give each rank with its ledger."""
+    """Yield each rank with its ledger."""
     for observation in evidence.ranks:
         yield observation.rank, observation.ledger
 
 
 def pick(select: Select, ledger: Ledger, evidence: Evidence) -> Ledger:
-    """Give what a selection picks, in order of issue."""
+    """Return what a selection picks, in order of issue."""
     return select.pick(ledger, evidence.training.schedule)
 
 
@@ -124,5 +124,5 @@ def at(moment: LoopStep, entries: Ledger) -> Ledger:
 
 
 def when(entry: Entry) -> str:
-    """Spell the moment of an entry."""
+    """Format the moment of an entry."""
     return str(LoopStep(step=entry.step, microbatch=None if entry.microbatch < 0 else entry.microbatch))

@@ -49,7 +49,7 @@ class ResultsAreWaitedFor:
 
 
 def harm_in(ledgers: Sequence[Ledger]) -> str | None:
-    """Tell the first harm that ranks did to buffers of collectives, for a world whose end it may explain."""
+    """Return the first harm that ranks did to buffers of collectives, for a world whose end it may explain."""
     return next((text for rank, ledger in enumerate(ledgers) for text in _harms(rank, ledger)), None)
 
 
@@ -62,7 +62,7 @@ def _harms(rank: int, ledger: Ledger, evidence: Evidence | None = None) -> Itera
 
 
 def _spell(entry: Entry, evidence: Evidence | None) -> str:
-    """Say what a collective is, in whose turn it was issued, and whose parameters are of its size."""
+    """Return what a collective is, in whose turn it was issued, and whose parameters are of its size."""
     during = "" if entry.unit is None else f" in {entry.phase} of {spell_unit(entry.unit)}"
     if evidence is None:
         return f"{entry.describe()}{during}"

@@ -47,7 +47,7 @@ class Count:
 
     @property
     def name(self) -> str:
-        """Say the law with its numbers."""
+        """Name the law with its numbers."""
         return f"{self.expected} x {self.select} per {self.per.value}"
 
     def judge(self, evidence: Evidence) -> Ruling:
@@ -68,7 +68,7 @@ class Bytes:
 
     @property
     def name(self) -> str:
-        """Say the law with its numbers."""
+        """Name the law with its numbers."""
         return f"{self.expected} bytes of {self.select} per {self.per.value}"
 
     def judge(self, evidence: Evidence) -> Ruling:
@@ -94,7 +94,7 @@ class Nothing:
 
     @property
     def name(self) -> str:
-        """Say the law."""
+        """Name the law with its parameters."""
         return f"no {self.select}"
 
     def judge(self, evidence: Evidence) -> Ruling:
@@ -121,7 +121,7 @@ class InOrder:
 
     @property
     def name(self) -> str:
-        """Say the law."""
+        """Name the law with its parameters."""
         return " before ".join(map(str, self.selects))
 
     def judge(self, evidence: Evidence) -> Ruling:
@@ -157,7 +157,7 @@ class OnlyThese:
 
     @property
     def name(self) -> str:
-        """Say the law."""
+        """Name the law with its parameters."""
         return f"only {'; '.join(map(str, self.selects))} among {self.among}"
 
     def judge(self, evidence: Evidence) -> Ruling:
@@ -183,7 +183,7 @@ class Dtype:
 
     @property
     def name(self) -> str:
-        """Say the law."""
+        """Name the law with its parameters."""
         return f"{self.select} carries {self.dtype}"
 
     def judge(self, evidence: Evidence) -> Ruling:
@@ -222,7 +222,7 @@ class ReduceOps:
 
     @property
     def name(self) -> str:
-        """Say the law."""
+        """Name the law with its parameters."""
         return f"{self.select} reduces with {'/'.join(self.allowed)}"
 
     def judge(self, evidence: Evidence) -> Ruling:
@@ -243,7 +243,7 @@ class Asynchronous:
 
     @property
     def name(self) -> str:
-        """Say the law."""
+        """Name the law with its parameters."""
         return f"{self.select} is asynchronous"
 
     def judge(self, evidence: Evidence) -> Ruling:
@@ -266,7 +266,7 @@ class AllWaited:
 
     @property
     def name(self) -> str:
-        """Say the law."""
+        """Name the law with its parameters."""
         return f"{self.select} is waited for before the optimizer step"
 
     def judge(self, evidence: Evidence) -> Ruling:
@@ -284,11 +284,11 @@ class _Tally:
     noun: str
 
     def amounts(self, evidence: Evidence) -> list[int]:
-        """Give every amount, rank by rank, moment by moment."""
+        """Return every amount, rank by rank, moment by moment."""
         return [self.measure(at(m, p)) for _, p in self._picked(evidence) for m in self._moments(evidence)]
 
     def breaches(self, evidence: Evidence, expected: Bound) -> Iterator[str]:
-        """Tell every moment whose amount is not as expected, and what lies outside all moments."""
+        """Yield every moment whose amount is not as expected, and what lies outside all moments."""
         spelt = expected.spell(evidence.training, evidence.world_size)
         for rank, picked in self._picked(evidence):
             for moment in self._moments(evidence):
@@ -303,7 +303,7 @@ class _Tally:
                 yield f"rank {rank}: expected none {where}, got {len(strays)}{_list(strays)}"
 
     def spell(self, evidence: Evidence) -> str:
-        """Spell the range of amounts seen."""
+        """Format the range of amounts seen."""
         amounts = self.amounts(evidence) or [0]
         low, high = min(amounts), max(amounts)
         return f"{low if low == high else f'{low} to {high}'} {self.noun} per {self.per.value}"

@@ -35,12 +35,12 @@ class ProcessGroup:
 
     @classmethod
     def of(cls, entry: Entry) -> ProcessGroup:
-        """Give the group of a call."""
+        """Return the group of a call."""
         return cls(ranks=entry.group, name=entry.group_name)
 
 
 def is_message(entry: Entry) -> bool:
-    """Say whether a call is one end of a message, and not a collective."""
+    """Return whether a call is one end of a message, and not a collective."""
     return entry.op in {Op.SEND, Op.RECV}
 
 
@@ -65,7 +65,7 @@ class Counterparts:
                 calls.append(entry)
 
     def name_of(self, group: ProcessGroup) -> str:
-        """Give torch's name of a group where another one has the same ranks, else nothing."""
+        """Return torch's name of a group where another one has the same ranks, else nothing."""
         return group.name if len(self._names[group.ranks]) > 1 else ""
 
     def position(self, rank: int, entry: Entry) -> int:
@@ -73,11 +73,11 @@ class Counterparts:
         return self._position[rank, entry.seq]
 
     def collectives(self, group: ProcessGroup) -> dict[int, list[Entry]]:
-        """Give each member's collectives of a group, none for a member that made none."""
+        """Return each member's collectives of a group, none for a member that made none."""
         return {rank: self._collectives[group][rank] for rank in group.ranks}
 
     def absent(self, rank: int, entry: Entry) -> tuple[int, ...]:
-        """Give the ranks that have yet to come to a call, or that came with another one in its place."""
+        """Return the ranks that have yet to come to a call, or that came with another one in its place."""
         position = self.position(rank, entry)
         if is_message(entry):
             return self._absent_end(rank, entry, position)
@@ -88,7 +88,7 @@ class Counterparts:
         )
 
     def is_stuck(self, rank: int, entry: Entry) -> bool:
-        """Say whether a call that was waited for cannot have completed on this rank, whatever the wait says."""
+        """Return whether a call that was waited for cannot have completed on this rank, whatever the wait says."""
         is_over = entry.wait is not None and entry.wait.is_over
         return (not is_over or entry.op in _OF_ALL) and bool(self.absent(rank, entry))
 
@@ -116,7 +116,7 @@ class RanksAgree:
 
     @property
     def name(self) -> str:
-        """Say the law."""
+        """Name the law with its parameters."""
         return "ranks agree on every collective"
 
     def judge(self, evidence: Evidence) -> Ruling:
@@ -164,7 +164,7 @@ def _first_issued(disagreement: _Disagreement) -> int:
 
 
 def _unobserved(ledgers: Mapping[int, Ledger], world_size: int) -> list[str]:
-    """Tell which ranks prove nothing by agreeing: an engine on several ranks must communicate."""
+    """Return which ranks prove nothing by agreeing: an engine on several ranks must communicate."""
     silent = [r for r in range(world_size) if world_size > 1 and shows_nothing(ledgers.get(r, ()))]
     return [f"rank {r}: {NOTHING_OBSERVED}" for r in silent]
 
@@ -210,7 +210,7 @@ def _first_in_group(
 
 
 def _sides(made: Mapping[int, Entry]) -> str:
-    """Spell each version of a call with the ranks that made it."""
+    """Format each version of a call with the ranks that made it."""
     sides: dict[tuple[object, ...], list[int]] = defaultdict(list)
     for rank in sorted(made):
         sides[made[rank].signature].append(rank)

@@ -23,7 +23,7 @@ _ALIGNED_BYTES = 16  # as far as engines are known to align each parameter in a 
 
 
 def group_of(entry: Entry, groups: Sequence[UnitParameters], num_ranks: int) -> UnitParameters | None:
-    """Give the group whose parameters or gradients an entry carries; None where none or several are of that size."""
+    """Return the group whose parameters or gradients an entry carries; None where none or several are of that size."""
     # A replica's part of the gradients is reduced across replicas: as many times smaller as it has ranks.
     share = num_ranks // len(entry.group) if entry.op is Op.ALL_REDUCE else 1
     size = entry.num_bytes * share
@@ -32,7 +32,7 @@ def group_of(entry: Entry, groups: Sequence[UnitParameters], num_ranks: int) -> 
 
 
 def mistakable(groups: Sequence[UnitParameters], evidence: Evidence) -> Iterator[str]:
-    """Tell which units could be mistaken for each other; see [Note: whose parameters]."""
+    """Yield which units could be mistaken for each other; see [Note: whose parameters]."""
     for one, other in combinations(sorted(groups, key=lambda g: g.num_bytes), 2):
         if _most_bytes(one, evidence.world_size) >= other.num_bytes:
             yield (
@@ -42,7 +42,7 @@ def mistakable(groups: Sequence[UnitParameters], evidence: Evidence) -> Iterator
 
 
 def spell_unit(unit: str) -> str:
-    """Spell a unit for a person."""
+    """Format a unit for a person."""
     return "the root" if unit == ROOT else unit
 
 
@@ -131,11 +131,11 @@ class Order:
 
     @property
     def name(self) -> str:
-        """Say the law."""
+        """Name the law with its parameters."""
         return f"{', '.join(map(str, self.events))} among {self.select}"
 
     def judge(self, evidence: Evidence) -> Ruling:
-        """Tell what happened on each rank in each microbatch, and compare."""
+        """Return what happened on each rank in each microbatch, and compare."""
         groups = groups_of(evidence.training)
         moments = self.select.moments(evidence.training.schedule, Per.MICROBATCH)
         broken = [*blindness(evidence, (self.select,), Per.MICROBATCH), *mistakable(groups, evidence)]
@@ -147,7 +147,7 @@ class Order:
         return rule(self.name, broken, held=f"in order on every rank in {len(moments)} microbatches")
 
     def _happened(self, observation: Observation, evidence: Evidence) -> Sequence[Entry | TraceEvent]:
-        """Give what is asked for in order; without a course, which tells of frees alone, the calls by themselves."""
+        """Return what is asked for in order; without a course, which tells of frees alone, the calls by themselves."""
         picked = [e for e in pick(self.select, observation.ledger, evidence) if self._is_asked(e)]
         if not self._asks_for(Reshards):
             return picked
@@ -201,7 +201,7 @@ def _is_met(wanted: Event | None, got: Event | str | None) -> bool:
 
 
 def _event(happened: Entry | TraceEvent, groups: Sequence[UnitParameters], num_ranks: int) -> Event | str:
-    """Tell whose parameters it is about; a text where no unit is of that size."""
+    """Return whose parameters it is about; a text where no unit is of that size."""
     if isinstance(happened, TraceEvent):
         return Reshards(happened.unit or "")
     if happened.op is Op.BROADCAST and happened.unit is not None:

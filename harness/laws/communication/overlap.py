@@ -45,7 +45,7 @@ class Overlaps:
 
     @property
     def name(self) -> str:
-        """Say the law."""
+        """Name the law with its parameters."""
         free = f" but for {', '.join(map(spell_unit, self.but_for))}" if self.but_for else ""
         return f"{self.select} overlaps compute{free}"
 
@@ -103,7 +103,7 @@ class PrefetchDistance:
 
     @property
     def name(self) -> str:
-        """Say the law."""
+        """Name the law with its parameters."""
         return f"{self.units} unit(s) gathered ahead in {self.phase}"
 
     @property
@@ -162,7 +162,7 @@ def _turns(
     groups: Sequence[UnitParameters],
     evidence: Evidence,
 ) -> Iterator[_Turn]:
-    """Give the turns of units that were gathered in that phase, in order; a joint unit begins with its first module."""
+    """Yield the turns of units gathered in that phase, in order; a joint unit begins with its first module."""
     carried = {
         e.seq: _named(group_of(e, groups, evidence.world_size))
         for e in observation.ledger
@@ -206,7 +206,7 @@ class AtMostInFlight:
 
     @property
     def name(self) -> str:
-        """Say the law."""
+        """Name the law with its parameters."""
         limit = self.at_most if isinstance(self.at_most, int) else self.at_most.name
         return f"at most {limit} x {self.select} in flight"
 
@@ -233,7 +233,7 @@ def _counts(picked: Ledger) -> Iterator[tuple[Entry, int]]:
 
 
 def _is_under_way(entry: Entry, seq: int) -> bool:
-    """Tell whether ``entry`` was not waited for when call ``seq`` was made, itself among those issued by then."""
+    """Return whether ``entry`` was not waited for when call ``seq`` was made, itself among those issued by then."""
     wait = entry.wait
     # A ledger that does not tell when somebody waited proves no bound.
     return wait is None or wait.num_issued is None or wait.num_issued > seq

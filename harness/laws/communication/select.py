@@ -56,7 +56,7 @@ class LoopStep:
     microbatch: int | None = None
 
     def holds(self, happened: Entry | TraceEvent) -> bool:
-        """Tell whether an entry was issued then, or something else happened."""
+        """Return whether an entry was issued then, or something else happened."""
         return happened.step == self.step and self.microbatch in {None, happened.microbatch}
 
     def __str__(self) -> str:
@@ -95,7 +95,7 @@ class Select:
             )
 
     def __str__(self) -> str:
-        """Spell the fields that narrow, for the names of laws."""
+        """Format the fields that narrow, for the names of laws."""
         spelt = (
             "/".join(self.ops) or "any collective",
             f"in {'/'.join(self.phases)}" if self.phases else "",
@@ -110,11 +110,11 @@ class Select:
         return " ".join(filter(None, spelt))
 
     def pick(self, ledger: Ledger, schedule: Schedule) -> Ledger:
-        """Give the entries selected, in order of issue."""
+        """Return the entries selected, in order of issue."""
         return tuple(entry for entry in ledger if self._matches(entry, schedule))
 
     def moments(self, schedule: Schedule, per: Per) -> tuple[LoopStep, ...]:
-        """Give the steps or microbatches this selection covers; empty where the schedule has none of them."""
+        """Return the steps or microbatches this selection covers; empty where the schedule has none of them."""
         return tuple(self._moments(schedule, per))
 
     def _moments(self, schedule: Schedule, per: Per) -> Iterator[LoopStep]:
@@ -168,5 +168,5 @@ class Select:
 
 
 def shows_nothing(ledger: Ledger) -> bool:
-    """Tell whether a ledger holds nothing of a training, so that its silence proves nothing."""
+    """Return whether a ledger holds nothing of a training, so that its silence proves nothing."""
     return all(entry.phase is Phase.OBSERVE for entry in ledger)

@@ -38,7 +38,7 @@ MOST_SITES = 4
 
 
 def reports(evidence: Evidence, broken: list[str]) -> Iterator[tuple[int, LifetimeReport]]:
-    """Give each rank's report; see [Note: a blind watch]."""
+    """Yield each rank's report; see [Note: a blind watch]."""
     for observation in evidence.ranks:
         report = observation.lifetime_report
         if report is None or not report.lives or not report.stretches:
@@ -51,7 +51,7 @@ def reports(evidence: Evidence, broken: list[str]) -> Iterator[tuple[int, Lifeti
 
 
 def made(life: Allocation) -> str:
-    """Tell what made a piece of memory."""
+    """Return what made a piece of memory."""
     unit = "" if life.unit is None else f" of unit {life.unit!r}"
     return f"{life.num_bytes} bytes{unit} from {life.operator} at {life.site}"
 
@@ -74,7 +74,7 @@ class LiveBytes:
 
     @property
     def name(self) -> str:
-        """Say the law with its numbers."""
+        """Name the law with its numbers."""
         return f"{self.expected} bytes {_spell(self.kinds)} after {self.after.value}"
 
     def judge(self, evidence: Evidence) -> Ruling:
@@ -117,7 +117,7 @@ class PeakBytes:
 
     @property
     def name(self) -> str:
-        """Say the law with its numbers."""
+        """Name the law with its numbers."""
         return f"{self.expected} bytes {_spell(self.kinds)} at the peak of {self.phase}"
 
     def judge(self, evidence: Evidence) -> Ruling:
@@ -185,14 +185,14 @@ def _breach(
     evidence: Evidence,
     rank: int,
 ) -> Iterator[str]:
-    """Tell that at this moment another number of bytes is alive than expected, if so."""
+    """Yield that at this moment another number of bytes is alive than expected, if so."""
     if not _allows(expected, moment.num_bytes(kinds), kinds, evidence, rank):
         spelt = expected.spell(evidence.training, evidence.world_size)
         yield f"rank {rank}, {moment}: expected {spelt} {noun}, got {_count(moment, kinds)}"
 
 
 def _allows(expected: Bound, got: int, kinds: tuple[MemoryKind, ...], evidence: Evidence, rank: int) -> bool:
-    """Say whether a rank may hold so much, or what it may hold unseen besides; see [Note: what nobody owns]."""
+    """Return whether a rank may hold so much, or what it may hold unseen besides; see [Note: what nobody owns]."""
     training, size = evidence.training, evidence.world_size
     if expected.allows(got, training, size):
         return True
@@ -207,7 +207,7 @@ def _allows(expected: Bound, got: int, kinds: tuple[MemoryKind, ...], evidence: 
 def _unseen(
     rank: int, report: LifetimeReport, kinds: tuple[MemoryKind, ...], evidence: Evidence
 ) -> Iterator[str]:
-    """Tell that nothing of these kinds was ever alive, so that its end shows nothing."""
+    """Yield that nothing of these kinds was ever alive, so that its end shows nothing."""
     if not any(life.kind in kinds for life in report.lives) and evidence.world_size > 1:
         yield f"rank {rank}: expected memory that is {_spell(kinds)} at some time, got none"
 
@@ -236,7 +236,7 @@ def _by_kind(moment: MemorySnapshot) -> Counter[str]:
 
 
 def _count(moment: MemorySnapshot, kinds: tuple[MemoryKind, ...]) -> str:
-    """Spell what is alive of some kinds, by kind and unit."""
+    """Format what is alive of some kinds, by kind and unit."""
     found: Counter[str] = Counter()
     for life in moment.alive:
         if life.kind in kinds:
@@ -273,7 +273,7 @@ class UnshardedOnlyInTurn:
 
     @property
     def name(self) -> str:
-        """Say the law."""
+        """Name the law with its parameters."""
         kept = ", those still to go backward" if self.keeps else ""
         return (
             f"in {self.phase} only the unit that computes, {self.ahead} ahead{kept} and the root are gathered"
@@ -317,7 +317,7 @@ class UnshardedOnlyInTurn:
                     return  # what is wrong at one event is so at the next
 
     def _allowed(self, index: int, order: tuple[str, ...], kind: MemoryKind) -> set[str]:
-        """Give who may be gathered in the turn of ``order[index]``."""
+        """Return who may be gathered in the turn of ``order[index]``."""
         allowed = {"", *order[index : index + 1 + self.ahead]}
         if self.keeps:
             allowed |= set(order[index:] if self.phase is Phase.BACKWARD else order[:index])
@@ -344,7 +344,7 @@ class UserTensorsLive:
 
     @property
     def name(self) -> str:
-        """Say the law."""
+        """Name the law with its parameters."""
         known = f" ({', '.join(self.at_least)})" if self.at_least else ""
         return f"the user's tensors keep their memory{known}"
 

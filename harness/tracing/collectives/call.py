@@ -65,12 +65,12 @@ class Call:
         return self.ranks[self.rank]
 
     def described_by(self) -> list[torch.Tensor]:
-        """Give the tensors that describe it: its contribution, or what it receives where it has none."""
+        """Return the tensors that describe it: its contribution, or what it receives where it has none."""
         parts = self.inputs if any(self.inputs) else self.outputs
         return [t for part in parts for t in part]
 
     def __str__(self) -> str:
-        """Spell it as messages name it: what was called, with what, and by which place in the engine."""
+        """Format it as messages name it: what was called, with what, and by which place in the engine."""
         tensors = self.described_by()
         pieces = [f"{short_name(t.dtype)}{list(t.shape)}" for t in tensors[:4]]
         pieces += [f"... {len(tensors)} in all"] if len(tensors) > len(pieces) else []
@@ -85,5 +85,5 @@ class Call:
 
 
 def short_name(dtype: torch.dtype) -> str:
-    """Give a dtype's name without the module it is in."""
+    """Return a dtype's name without the module it is in."""
     return str(dtype).removeprefix("torch.")

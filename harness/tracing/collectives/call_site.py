@@ -50,14 +50,14 @@ def call_site() -> str:
 
 
 def is_internal_frame(file: str) -> bool:
-    """Say whether calls only pass through a file on their way from the engine to the backend."""
+    """Return whether calls only pass through a file on their way from the engine to the backend."""
     return short_path(file).startswith((*_PASSAGE, *_OF_PYTHON)) or file.startswith(_PASSAGE_OF_OURS)
 
 
 # Keyed by code object: a walk over twenty frames then costs a microsecond or two.
 @lru_cache(maxsize=4096)
 def _place(code: CodeType) -> tuple[str, str] | None:
-    """Give a code object's file and function; None for code that calls pass through."""
+    """Return a code object's file and function; None for code that calls pass through."""
     file = code.co_filename
     return None if is_internal_frame(file) else (short_path(file), code.co_name)
 

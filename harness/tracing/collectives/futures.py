@@ -46,18 +46,18 @@ class LateFuture(_Future[Any]):
         return super().wait()
 
     def value(self) -> Any:
-        """Give the value, for which it waits."""
+        """Return the value, for which it waits."""
         self.come()
         return super().value()
 
     def done(self) -> bool:
-        """Say whether a wait would return at once."""
+        """Return whether a wait would return at once."""
         if not super().done() and self._is_there():
             self.come()
         return super().done()
 
     def then(self, callback: Callable[[_Future[Any]], Any]) -> _Future[Any]:
-        """Give the future of what the callback makes of this one; it comes with this one."""
+        """Return the future of what the callback makes of this one; it comes with this one."""
         later = LateFuture(lambda _: self.come(), self.done)
 
         def go_on(done: _Future[Any]) -> None:
@@ -71,7 +71,7 @@ class LateFuture(_Future[Any]):
 
 
 def late_future(work: dist.Work, value: Callable[[], Any]) -> LateFuture:
-    """Give a work's future, whose ``value`` is asked for when the work was waited for, as it is when the future is."""
+    """Return a work's future; ``value`` is read when the work was waited for, as it is when the future is."""
 
     def deliver(future: LateFuture) -> None:
         work.wait()
@@ -104,7 +104,7 @@ def _come_all() -> None:
 
 @contextmanager
 def late_futures() -> Iterator[None]:
-    """Have torch's functions over several futures wait for late ones, until exit; they would block in C++."""
+    """Let torch's functions over several futures wait for late ones, until exit; they would block in C++."""
 
     def come(futures: Iterable[_Future[Any]]) -> list[_Future[Any]]:
         given = list(futures)

@@ -129,7 +129,7 @@ class _Kernel:
         return boxed if self._spelling.returned is None else (arguments[self._spelling.returned], boxed)
 
     def _announce(self, call: Call, recorder: Recorder | None, seq: int) -> _Hearing:
-        """Tell the listener of a call before it starts; gives who is to be told of waits for it."""
+        """Return the listener of a call before it starts; gives who is to be told of waits for it."""
         listener = self._door.listener()
         issued = None if listener is None else listener.issued(call, seq)
         return _Hearing(recorder, seq, listener, issued)

@@ -125,7 +125,7 @@ class Works:
         self._kept: deque[WatchedWork] = deque(maxlen=_NUM_KEPT)
 
     def watch(self, inner: dist.Work, hearing: WaitObserver, valuer: Valuer | None) -> WatchedWork:
-        """Give a work that stands for ``inner``, and keep it until somebody waits for it."""
+        """Return a work that stands for ``inner``, and keep it until somebody waits for it."""
         work = WatchedWork(inner, hearing, self, valuer)
         self._waiting[id(work)] = work
         return work
@@ -161,5 +161,5 @@ class inside_backend:  # noqa: N801 - reads as the context that it is
 
 
 def is_inside_backend() -> bool:
-    """Tell an operator that a backend calls from those of the engine."""
+    """Return an operator that a backend calls from those of the engine."""
     return _own.depth > 0

@@ -105,7 +105,7 @@ class Allocations:
         )
 
     def size_of(self, key: int) -> int:
-        """Tell how many bytes the memory has."""
+        """Return how many bytes the memory has."""
         return self._life(key).num_bytes
 
     def resized(self, key: int, num_bytes: int, operator: str, site: str) -> None:
@@ -125,7 +125,7 @@ class Allocations:
             self._all[index].died = self._now
 
     def is_role(self, key: int, role: Role, unit: str | None = None) -> None:
-        """Say what memory is; of a share, which unit's."""
+        """Set the role of memory, and for a share its unit."""
         life = self._life(key)
         life.roles.add(role)
         if unit is not None:
@@ -184,7 +184,7 @@ class Allocations:
             self._life(key).roles.add(Role.SCATTERED_INTO)
 
     def told(self) -> tuple[Allocation, ...]:
-        """Give all lives with their kinds; see [Note: kinds]."""
+        """Return all lives with their kinds; see [Note: kinds]."""
         gradients = self._gradients()
         return tuple(
             Allocation(
@@ -201,14 +201,14 @@ class Allocations:
         )
 
     def stretches(self) -> tuple[LoopSpan, ...]:
-        """Give where the loop stood, in order."""
+        """Return where the loop stood, in order."""
         return tuple(self._stretches)
 
     def _life(self, key: int) -> _Life:
         return self._all[self._alive[key]]
 
     def _carrying(self, key: int, units: frozenset[str]) -> _Life:
-        """Have memory carry the parameters of units: a life of its own, if it carried those of others."""
+        """Mark memory as carrying the parameters of units; start a new life if it carried others."""
         if self._life(key).units - units:
             old = self._life(key)
             self.died(key)

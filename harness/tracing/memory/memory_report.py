@@ -78,7 +78,7 @@ class LifetimeReport:
 
 
 def report_to_json(report: LifetimeReport) -> dict[str, Any]:
-    """Give the report in JSON's own types; there are thousands of lives, so they go without the names of fields."""
+    """Return the report in JSON's own types; there are thousands of lives, so they go without the names of fields."""
     return {
         "num_events": report.num_events,
         "num_collectives": report.num_collectives,
@@ -131,11 +131,11 @@ class MemorySnapshot:
         return sum(life.num_bytes for life in self.alive if life.kind in kinds)
 
     def units(self, kind: MemoryKind) -> frozenset[str]:
-        """Give the units that have memory of a kind, as far as they are known."""
+        """Return the units that have memory of a kind, as far as they are known."""
         return frozenset(life.unit for life in self.alive if life.kind is kind and life.unit is not None)
 
     def __str__(self) -> str:
-        """Spell where the loop stood."""
+        """Format where the loop stood."""
         place = self.place
         microbatch = [f"microbatch {place.microbatch}"] if place.microbatch >= 0 else []
         turn = [] if place.unit is None else [f"turn of {_spell(place.unit)}"]
@@ -155,7 +155,7 @@ def moments(
     where: Callable[[LoopSpan], bool],
     kinds: tuple[MemoryKind, ...] = tuple(MemoryKind),
 ) -> Iterator[MemorySnapshot]:
-    """Give the events of the stretches asked for, with what is alive of these kinds."""
+    """Yield the events of the stretches asked for, with what is alive of these kinds."""
     for turn in turns(report, where, kinds):
         yield from turn.moments
 
@@ -165,7 +165,7 @@ def turns(
     where: Callable[[LoopSpan], bool],
     kinds: tuple[MemoryKind, ...] = tuple(MemoryKind),
 ) -> Iterator[Turn]:
-    """Give the stretches asked for, each with its events."""
+    """Yield the stretches asked for, each with its events."""
     lives = [life for life in report.lives if life.kind in kinds]
     end = report.num_events + 1
     bounds = [stretch.start for stretch in report.stretches] + [end]
@@ -183,7 +183,7 @@ def turns(
 
 
 def last_of(report: LifetimeReport, step: int, microbatch: int, phase: Phase) -> MemorySnapshot | None:
-    """Give the last event of a phase in a step and microbatch (-1: outside of all); None if there was none."""
+    """Return the last event of a phase in a step and microbatch (-1: outside of all); None if there was none."""
     found = None
     for turn in turns(report, lambda s: (s.step, s.microbatch, s.phase) == (step, microbatch, phase)):
         found = turn.moments[-1]
@@ -191,7 +191,7 @@ def last_of(report: LifetimeReport, step: int, microbatch: int, phase: Phase) ->
 
 
 def spell_bytes(alive: Mapping[str, int]) -> str:
-    """Spell bytes by whatever they were counted by, the most first."""
+    """Format bytes by whatever they were counted by, the most first."""
     return ", ".join(f"{name} {num_bytes}" for name, num_bytes in Counter(alive).most_common())
 
 

@@ -173,7 +173,7 @@ class MemoryTracker:
             self._told += map(_told, over)
 
     def report(self) -> LifetimeReport:
-        """Tell all lives so far."""
+        """Return all lives so far."""
         with self._lock:
             return LifetimeReport(
                 num_events=self._lives.num_events,
@@ -195,7 +195,7 @@ class MemoryTracker:
             self._lives.died(key)
 
     def _keys(self, tensors: Iterable[torch.Tensor], operator: str) -> list[int]:
-        """Give the storages of tensors, each once; those not seen before are born."""
+        """Return the storages of tensors, each once; those not seen before are born."""
         keys: dict[int, None] = {}
         for tensor in tensors:
             if tensor.layout is not torch.strided:
@@ -253,11 +253,11 @@ def _old(tensors: Sequence[torch.Tensor], fresh: set[int]) -> list[torch.Tensor]
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
-    """Give the plain tensor with the memory."""
+    """Return the plain tensor with the memory."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _unit_of(name: str, plan: Plan) -> str:
-    """Give the unit that a parameter belongs to: the first that it is in, as the plan has inner ones first."""
+    """Return the unit that a parameter belongs to: the first that it is in, as the plan has inner ones first."""
     units = (unit for unit in plan.units if any(name.startswith(f"{part}.") for part in unit.split(",")))
     return next(units, "")

@@ -29,7 +29,7 @@ class Clock:
         return self._counts.get(moment.timeline, 0) >= moment.number
 
     def joined(self, other: Clock) -> Clock:
-        """Give the clock that knows what either knows."""
+        """Return the clock that knows what either knows."""
         if all(self._counts.get(timeline, 0) >= count for timeline, count in other._counts.items()):
             return self  # most waits tell nothing new
         counts = dict(self._counts)
@@ -38,7 +38,7 @@ class Clock:
         return Clock(counts)
 
     def at(self, moment: Epoch) -> Clock:
-        """Give the clock of the same knowledge that has come to ``moment`` of its own timeline."""
+        """Return the clock of the same knowledge that has come to ``moment`` of its own timeline."""
         return Clock({**self._counts, moment.timeline: moment.number})
 
 
@@ -64,11 +64,11 @@ class HappensBefore:
         return timeline
 
     def moment(self, timeline: int) -> Epoch:
-        """Tell where a timeline stands."""
+        """Return where a timeline stands."""
         return self._moments[timeline]
 
     def clock(self, timeline: int) -> Clock:
-        """Tell what has surely happened before whatever is issued next on a timeline."""
+        """Return what has surely happened before whatever is issued next on a timeline."""
         return self._clocks[timeline]
 
     def signal(self, timeline: int) -> Clock:

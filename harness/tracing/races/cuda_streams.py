@@ -57,7 +57,7 @@ class CudaRaceWatch(RaceDetector):
         raise AttributeError("the current stream is torch's own; select one with torch.cuda.stream")
 
     def timeline(self, stream: int) -> int:
-        """Give a stream's timeline."""
+        """Return a stream's timeline."""
         with self._lock:
             if stream not in self._timelines:
                 self._timelines[stream] = self.begin_stream(self._stream_names.get(stream, ""))
@@ -128,7 +128,7 @@ class CudaRaceWatch(RaceDetector):
 
 @contextmanager
 def watched_cuda_streams(recorder: Recorder) -> Iterator[CudaRaceWatch]:
-    """Have a watch told of this process's streams until exit; who wants it for the rank sets it."""
+    """Report this process's streams to a watch until exit; the caller sets it for the rank."""
     watch = CudaRaceWatch(recorder)
     with hears_streams(watch), _in_place:
         yield watch
@@ -139,7 +139,7 @@ def watched_cuda_streams(recorder: Recorder) -> Iterator[CudaRaceWatch]:
 
 # Any, here and below: methods of classes that torch types loosely.
 def _recording(record: Any) -> Callable[..., None]:
-    """Have the allocator told of a stream, and the watch."""
+    """Report a stream to the allocator and to the watch."""
 
     def record_stream(tensor: torch.Tensor, stream: Any) -> None:
         record(tensor, stream)
@@ -151,7 +151,7 @@ def _recording(record: Any) -> Callable[..., None]:
 
 
 def _polling(query: Any, note: Callable[[CudaRaceWatch, Any], None]) -> Callable[[Any], bool]:
-    """Have the watch note what the host knows once it was told that an event or a stream is over."""
+    """Record in the watch what the host knows once an event or a stream has completed."""
 
     def query_(asked: Any) -> bool:
         is_over = bool(query(asked))
@@ -164,7 +164,7 @@ def _polling(query: Any, note: Callable[[CudaRaceWatch, Any], None]) -> Callable
 
 
 def _naming(make: Any) -> Any:
-    """Have the watch told what the engine calls a stream that it makes."""
+    """Report the engine's name of a new stream to the watch."""
 
     def new(kind: Any, *args: Any, **options: Any) -> Any:
         stream = make(kind, *args, **options)

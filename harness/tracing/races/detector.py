@@ -174,7 +174,7 @@ class RaceDetector:
         """Take no note: what carries a collective on a CPU is no stream."""
 
     def report(self) -> RaceReport:
-        """Give what was found so far."""
+        """Return what was found so far."""
         with self._lock:
             return RaceReport(
                 num_touches=self._num_touches,
@@ -190,11 +190,11 @@ class RaceDetector:
         return self._recorder.place.phase is Phase.OBSERVE
 
     def _before(self, call: Call) -> Clock:
-        """Tell what has surely happened when an asynchronous collective starts."""
+        """Return what has surely happened when an asynchronous collective starts."""
         return self._order.signal(self.selected)
 
     def _land(self) -> None:
-        """Tell the course which collectives the default stream, on which units compute, now waits for."""
+        """Record in the event log which collectives the default stream, on which units compute, now waits for."""
         clock = self._order.clock(DEFAULT)
         for seq in [s for s, moment in self._in_flight.items() if clock.knows(moment)]:
             del self._in_flight[seq]
@@ -261,7 +261,7 @@ _watches: dict[int | None, RaceDetector] = {}  # by rank; None is the only rank 
 
 
 def current_watch() -> RaceDetector | None:
-    """Give the watch over the calling thread's rank, if there is one."""
+    """Return the watch over the calling thread's rank, if there is one."""
     return _watches.get(current_rank()) if _watches else None
 
 

@@ -49,7 +49,7 @@ class CudaStream(TrackedStream):
     stream_id = cuda_stream
 
     def record_event(self, event: Any = None) -> Any:
-        """Give an event, also where nobody watches."""
+        """Return an event, also where nobody watches."""
         recorded = CudaEvent() if event is None else event
         recorded.record(self)
         return recorded
@@ -67,7 +67,7 @@ class CudaEvent(TrackedEvent):
     """A tracking event that can tell times, all of them nothing."""
 
     def elapsed_time(self, end: CudaEvent) -> float:
-        """Say that no time passed, in milliseconds."""
+        """Return that no time passed, in milliseconds."""
         return 0.0
 
 
@@ -127,7 +127,7 @@ def _synchronize(device: Any = None) -> None:
 
 
 def _is_there() -> bool:
-    """Tell an engine that there is a device, and torch and the harness that there is none."""
+    """Return an engine that there is a device, and torch and the harness that there is none."""
     name: str = sys._getframe(1).f_globals.get("__name__", "")
     return not f"{name}.".startswith(_TRUTH)
 
@@ -153,7 +153,7 @@ _MOVERS = ("to", "new_empty", "new_full", "new_ones", "new_tensor", "new_zeros")
 
 
 def _on_the_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Have a function that takes a device leave on the CPU what is meant for CUDA."""
+    """Wrap a function that takes a device so that CUDA tensors stay on the CPU."""
 
     @wraps(function)
     def elsewhere(*args: Any, **named: Any) -> Any:
@@ -247,6 +247,6 @@ _in_place = Replacement(_replacements)
 
 @contextmanager
 def cuda_stand_in() -> Iterator[None]:
-    """Have a stand-in for torch.cuda in this process until exit; inside `watching` where both are wanted."""
+    """Replace torch.cuda by a stand-in in this process until exit; inside `watching` where both are wanted."""
     with _in_place:
         yield

@@ -42,7 +42,7 @@ class Touch:
     at_ns: int = field(default=0, compare=False)
 
     def __str__(self) -> str:
-        """Spell it for a person."""
+        """Format it for a person."""
         verb = "writes" if self.is_write else "reads"
         where = [] if self.unit is None else [f"unit {self.unit!r}" if self.unit else "the root"]
         where += [str(self.phase)] + [f"step {self.step}"] * (self.step >= 0)
@@ -69,7 +69,7 @@ class Race:
 
     @property
     def missing(self) -> str:
-        """Say which wait would order the two."""
+        """Return which wait would order the two."""
         waiting, awaited = self.second.stream, self.first.stream
         if self.kind is RaceKind.REUSE:
             return (
@@ -83,7 +83,7 @@ class Race:
         )
 
     def __str__(self) -> str:
-        """Tell the whole race in one line."""
+        """Return the whole race in one line."""
         times = "" if self.count == 1 else f" ({self.count} times)"
         return f"{self.kind}{times}: {self.first}; then {self.second}; {self.missing}"
 
@@ -99,7 +99,7 @@ class RaceReport:
 
 
 def report_to_json(report: RaceReport) -> dict[str, Any]:
-    """Give the report in JSON's own types."""
+    """Return the report in JSON's own types."""
     return asdict(report)
 
 

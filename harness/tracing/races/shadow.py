@@ -85,7 +85,7 @@ class Memory:
         self._lives[key] = _Life(pool, ghosts=tuple(self._released.get(pool, {}).values()))
 
     def record(self, key: int, timeline: int) -> None:
-        """Have the allocator wait for ``timeline`` before the memory lives again."""
+        """Let the allocator wait for ``timeline`` before it reuses the memory."""
         self._life(key).recorded.add(timeline)
 
     def touch(self, key: int, access: Access, clock: Clock) -> list[Conflict]:
@@ -163,7 +163,7 @@ def is_memory(tensor: torch.Tensor, device_type: str) -> bool:
 
 
 def span_of(tensor: torch.Tensor) -> Span:
-    """Give the bytes of its storage from a tensor's first element to its last one."""
+    """Return the bytes of its storage from a tensor's first element to its last one."""
     width = tensor.element_size()
     start = int(tensor.storage_offset()) * width
     if tensor.is_contiguous():

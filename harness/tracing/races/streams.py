@@ -54,7 +54,7 @@ class TrackedStream(_Stream):
             self.watch.streams[self.timeline] = self
 
     def record_event(self, event: Any = None) -> Any:
-        """Give an event that fires when all that is issued here so far is done."""
+        """Return an event that fires when all that is issued here so far is done."""
         if self.watch is None:
             return None
         recorded = TrackedEvent() if event is None else event
@@ -62,22 +62,22 @@ class TrackedStream(_Stream):
         return recorded
 
     def wait_event(self, event: Any) -> None:
-        """Have what is issued here from now on wait for an event; for one never recorded there is nothing to wait."""
+        """Let later work on this stream wait for an event; an event never recorded is no wait."""
         if self.watch is not None and isinstance(event, TrackedEvent) and event.fired is not None:
             self.watch.wait(self.timeline, event.fired)
 
     def wait_stream(self, stream: Any) -> None:
-        """Have what is issued here from now on wait for all that is issued there so far."""
+        """Let later work on this stream wait for all work issued to the other so far."""
         if self.watch is not None and isinstance(stream, TrackedStream) and stream.watch is self.watch:
             self.watch.wait(self.timeline, self.watch.signal(stream.timeline))
 
     def synchronize(self) -> None:
-        """Have the host wait."""
+        """Let the host wait."""
         if self.watch is not None:
             self.watch.host_waits_for_stream(self.timeline)
 
     def query(self) -> bool:
-        """Say that all is done, which from then on the host knows."""
+        """Return that all is done, which from then on the host knows."""
         self.synchronize()
         return True
 
@@ -96,16 +96,16 @@ class TrackedEvent(_Event):
             self._watch, self.fired = on.watch, on.watch.signal(on.timeline)
 
     def wait(self, stream: Any = None) -> None:
-        """Have the stream wait; the current one if none is given."""
+        """Let the stream wait; the current one if none is given."""
         (torch.cpu.current_stream() if stream is None else stream).wait_event(self)
 
     def synchronize(self) -> None:
-        """Have the host wait."""
+        """Let the host wait."""
         if self._watch is not None and self.fired is not None:
             self._watch.host_waits(self.fired)
 
     def query(self) -> bool:
-        """Say that it has fired, which from then on the host knows."""
+        """Return that it has fired, which from then on the host knows."""
         self.synchronize()
         return True
 

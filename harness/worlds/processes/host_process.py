@@ -230,7 +230,7 @@ def _join(world: WorldSpec, backend: str, store: Store, rank: int) -> None:
 
 @contextlib.contextmanager
 def _last_words(link: SupervisorLink) -> Iterator[None]:
-    """Say which rank is about to end the process that all ranks share, since the exit status cannot."""
+    """Record which rank is about to end the process that all ranks share: the exit status cannot name it."""
     silent_exit = os._exit
 
     def exit_aloud(status: int) -> NoReturn:

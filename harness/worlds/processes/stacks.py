@@ -15,7 +15,7 @@ _LIBRARIES = re.compile(r"^/.*/lib/python3[^/]*/(?!site-packages/)")
 
 
 def frames_of(text: str) -> tuple[str, ...]:
-    """Give the frames of a stack as ``file.py:line in function``, the innermost first.
+    """Return the frames of a stack as ``file.py:line in function``, the innermost first.
 
     A traceback has them the other way round, and may tell of several errors, the last one last: that one counts.
     """
@@ -23,7 +23,7 @@ def frames_of(text: str) -> tuple[str, ...]:
 
 
 def own_frames(text: str) -> tuple[str, ...]:
-    """Give the frames that are the engine's or the model's, innermost first; none where there are none."""
+    """Return the frames that are the engine's or the model's, innermost first; none where there are none."""
     return tuple(_spell(match) for match in _innermost_first(text) if _is_own(match["file"]))
 
 
@@ -61,13 +61,13 @@ _SECTION = re.compile(
 
 
 def stack_of(stack_file: Path, thread_ident: int) -> str:
-    """Give the latest stack of one thread, innermost frame first; empty when the file has none."""
+    """Return the latest stack of one thread, innermost frame first; empty when the file has none."""
     found = [m["frames"] for m in _sections(stack_file) if int(m["ident"], 16) == thread_ident]
     return found[-1].rstrip() if found else ""
 
 
 def crashed_thread(stack_file: Path) -> tuple[int, str] | None:
-    """Give the thread in which the process crashed and its stack; None when faulthandler saw no crash."""
+    """Return the thread in which the process crashed and its stack; None when faulthandler saw no crash."""
     if "Fatal Python error" not in _text(stack_file):
         return None
     current = [m for m in _sections(stack_file) if m["current"] == "Current thread"]

@@ -25,7 +25,7 @@ def poison(call: Call, seed: int) -> None:
 
 
 def spared_piece(call: Call, i: int) -> torch.Tensor | None:
-    """Give the tensor whose values the call does not change for its caller, should an output alias it."""
+    """Return the tensor whose values the call does not change for its caller, should an output alias it."""
     inputs = call.inputs[i] if i < len(call.inputs) else ()
     if not inputs:
         return None
@@ -36,7 +36,7 @@ def spared_piece(call: Call, i: int) -> torch.Tensor | None:
 
 @cache
 def poisoned(dtype: torch.dtype, seed: int) -> torch.Tensor:
-    """Give one element of poison, 1-D."""
+    """Return one element of poison, 1-D."""
     return torch.empty(1, dtype=dtype).fill_(_garbage(dtype, seed))
 
 
@@ -65,7 +65,7 @@ class BufferGuard:
         self._seed = seed
 
     def harms(self) -> Iterator[ViolationKind]:
-        """Tell what was done to the buffers since; each kind once. To be asked before results are written."""
+        """Yield what was done to the buffers since; each kind once. To be asked before results are written."""
         inputs = [t for part in self._call.inputs for t in part]
         outputs = [t for part in self._call.outputs for t in part]
         if any(map(is_freed, inputs)):
@@ -108,7 +108,7 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def is_freed(tensor: torch.Tensor) -> bool:
-    """Say whether a tensor's memory was given back, so that nobody may touch it."""
+    """Return whether a tensor's memory was given back, so that nobody may touch it."""
     if not tensor.numel():
         return False
     return (
@@ -132,7 +132,7 @@ def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    """Give the bits of the elements as integers, a row for each: as these a NaN equals itself."""
+    """Return the bits of the elements as integers, a row for each: as these a NaN equals itself."""
     plain = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
     return plain.view(_INTEGERS[plain.element_size()]).reshape(
         tensor.numel(), 2 if tensor.is_complex() else 1

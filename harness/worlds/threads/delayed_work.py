@@ -104,7 +104,7 @@ class DelayedWork(dist.Work):
         return future
 
     def result(self) -> list[torch.Tensor]:
-        """Give the outputs that are still alive, poisoned until somebody has waited."""
+        """Return the outputs that are still alive, poisoned until somebody has waited."""
         return [t for ref in self._results if (t := ref()) is not None]
 
     def synchronize(self) -> None:
@@ -116,7 +116,7 @@ class DelayedWork(dist.Work):
         self.wait()
 
     def is_completed(self) -> bool:
-        """Say whether a wait would return at once; if so write the outputs, as a polling loop expects."""
+        """Return whether a wait would return at once; if so write the outputs, as a polling loop expects."""
         awaited = self._awaited
         is_over = awaited is None or awaited.is_over
         if is_over and (awaited is None or self._lateness.num_polls <= 0):
@@ -127,16 +127,16 @@ class DelayedWork(dist.Work):
         return False
 
     def is_success(self) -> bool:
-        """Say whether the call completed without an error."""
+        """Return whether the call completed without an error."""
         awaited = self._awaited
         return awaited is None or (awaited.is_over and awaited.error is None)
 
     def exception(self) -> Any:
-        """Give the error that a wait would raise, if it is known."""
+        """Return the error that a wait would raise, if it is known."""
         return None if self._awaited is None else self._awaited.error
 
     def source_rank(self) -> int:
-        """Give the group rank that a received message came from."""
+        """Return the group rank that a received message came from."""
         return -1 if self._source is None else self._source
 
     def _source_rank(self) -> int:

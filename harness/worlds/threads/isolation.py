@@ -50,7 +50,7 @@ class _WorldOfThread:
 
 @contextmanager
 def isolate_threads() -> Iterator[None]:
-    """Give every thread process groups, meshes and random numbers of its own, until exit.
+    """Isolate the process groups, meshes and random numbers of every thread, until exit.
 
     A thread that a rank starts belongs to that rank: it sees the groups that the rank had at the time. Call
     once, before any rank starts, in a process that hosts ranks and nothing else.
@@ -111,7 +111,7 @@ class _Default(torch.Generator):
         self.first_state = process_wide.get_state()
 
     def actual(self) -> torch.Generator:
-        """Give the calling thread's generator; a rank's starts as the process's stood at installation."""
+        """Return the calling thread's generator; a rank's starts as the process's stood at installation."""
         if current_rank() is None:
             return self.process_wide
         if _own_generator.generator is None:
@@ -166,7 +166,7 @@ class _RandomKernel:
 
 @contextmanager
 def rank_generators() -> Iterator[None]:
-    """Give every thread bound to a rank a default generator of its own; threads of no rank keep torch's."""
+    """Replace the default generator by one per rank thread, until exit; other threads keep torch's."""
     default = _Default(torch.default_generator)
     kernels = {name: partial(_RandomKernel, default) for name in random_operators()}
     with replaced_kernels("aten", kernels), replace_default_generator(default):

@@ -52,7 +52,7 @@ class MemoryStore(Store):
             return self._values.get(key, bytes(expected))
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Say whether all keys are there."""
+        """Return whether all keys are there."""
         return all(key in self._values for key in keys)
 
     def wait(self, keys: Sequence[str], timeout: timedelta = _TIMEOUT) -> None:
@@ -166,7 +166,7 @@ def register_threads_backend() -> None:
 
 
 def global_ranks(group: dist.ProcessGroup) -> tuple[int, ...]:
-    """Give a group's global ranks in group order, of whatever backend it is."""
+    """Return a group's global ranks in group order, of whatever backend it is."""
     return tuple(dist.get_process_group_ranks(group))
 
 

@@ -61,11 +61,11 @@ class PendingOp:
         raise NotImplementedError
 
     def is_unsatisfiable(self, left: frozenset[int]) -> bool:
-        """Say whether the ranks that have left make completion impossible."""
+        """Return whether the ranks that have left make completion impossible."""
         raise NotImplementedError
 
     def sources(self, i: int, rank: int) -> Sequence[torch.Tensor]:
-        """Give what belongs in the pieces of ``outputs[i]`` of a group rank, once complete."""
+        """Return what belongs in the pieces of ``outputs[i]`` of a group rank, once complete."""
         raise NotImplementedError
 
 
@@ -114,7 +114,7 @@ class Rendezvous(PendingOp):
         return not left.isdisjoint(self.absent())
 
     def sources(self, i: int, rank: int) -> Sequence[torch.Tensor]:
-        """Give a member's part of the result."""
+        """Return a member's part of the result."""
         return () if self._sources is None else self._sources(i, rank)
 
 
@@ -179,7 +179,7 @@ class PostedReceive(PendingOp):
         self._message: Message | None = None
 
     def accepts(self, source: int) -> bool:
-        """Say whether a message from this group rank is one that was asked for."""
+        """Return whether a message from this group rank is one that was asked for."""
         return self._is_any or source == self.source
 
     def take(self, message: Message) -> None:
@@ -200,7 +200,7 @@ class PostedReceive(PendingOp):
         return left.issuperset(self.absent())
 
     def sources(self, i: int, rank: int) -> Sequence[torch.Tensor]:
-        """Give what the message holds."""
+        """Return what the message holds."""
         return () if self._message is None else self._message.arrival.inputs[i]
 
 
@@ -212,7 +212,7 @@ class Mailbox:
     receipts: list[PostedReceive] = field(default_factory=list)
 
     def deliver(self, message: Message) -> PostedReceive | None:
-        """Give the earliest receive that a message is for, if one was posted; else keep the message."""
+        """Return the earliest receive that a message is for, if one was posted; else keep the message."""
         for receipt in self.receipts:
             if receipt.accepts(message.source):
                 self.receipts.remove(receipt)
@@ -221,7 +221,7 @@ class Mailbox:
         return None
 
     def post(self, receipt: PostedReceive) -> Message | None:
-        """Give the earliest message for a receive, if one came; else keep the receive."""
+        """Return the earliest message for a receive, if one came; else keep the receive."""
         for message in self.messages:
             if receipt.accepts(message.source):
                 self.messages.remove(message)

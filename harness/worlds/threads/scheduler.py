@@ -106,7 +106,7 @@ class Scheduler:
                 self._await_turn(rank)
 
     def sleeper(self) -> SleepingRank:
-        """Give what the calling thread, which holds ``lock``, is to be woken by."""
+        """Return what the calling thread, which holds ``lock``, is to be woken by."""
         rank = current_rank()
         if rank is None or rank not in self._clocks:
             return SleepingRank(None, threading.Condition(self.lock))
@@ -137,7 +137,7 @@ class Scheduler:
             self._await_turn(rank)
 
     def wake(self, sleeper: SleepingRank) -> None:
-        """Say that what somebody sleeps for is over; the caller holds ``lock``.
+        """Wake the threads that wait for a condition; the caller holds ``lock``.
 
         Who has to await its turn is woken by that alone: to wake it twice would double the switches between threads.
         """
@@ -155,7 +155,7 @@ class Scheduler:
                 sleeper.condition.notify_all()
 
     def _hand_over_from(self, rank: int | None) -> None:
-        """Give the turn to another if ``rank`` holds it, None standing for nobody; before all have begun, to none."""
+        """Pass the turn on if ``rank`` holds it (None: no rank); before all ranks have begun, to none."""
         if self._holder != rank or self._absent:
             return
         self._holder = self._pick()

@@ -138,7 +138,7 @@ class InMemoryTransport:
         return [f"rank {c.global_rank}: {c}" for c in sorted(calls, key=lambda c: c.global_rank)]
 
     def _pass_call(self, rank: int) -> None:
-        """Have results of this rank come that are as late as they shall be."""
+        """Complete this rank's results whose delay is over."""
         if self._turns.seed == RUN_UNTIL_BLOCKED:
             return
         with self._lock:

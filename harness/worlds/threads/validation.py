@@ -105,7 +105,7 @@ def check_alone(call: Call, where: str) -> None:
 
 
 def is_same(one: Call, other: Call) -> bool:
-    """Say whether two ranks' calls may be one collective."""
+    """Return whether two ranks' calls may be one collective."""
     return _signature(one) == _signature(other)
 
 
@@ -178,7 +178,7 @@ def _senders(call: Call, i: int, outputs: tuple[torch.Tensor, ...]) -> list[tupl
 
 
 def _piece_for(call: Call, i: int, receiver: int) -> torch.Tensor | None:
-    """Give the piece of a sender's tensor ``i`` that goes to a receiver."""
+    """Return the piece of a sender's tensor ``i`` that goes to a receiver."""
     ins = call.inputs[i]
     if call.op in {Op.ALL_TO_ALL, Op.SCATTER, Op.REDUCE_SCATTER}:
         return ins[receiver] if receiver < len(ins) else None
