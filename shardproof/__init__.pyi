@@ -48,6 +48,9 @@ from shardproof.harness.cases.scripts.cuda_device import REPLAY as REPLAY
 from shardproof.harness.cases.scripts.cuda_device import CountsCopies as CountsCopies
 from shardproof.harness.cases.scripts.cuda_device import ReplaysAGraph as ReplaysAGraph
 from shardproof.harness.cases.scripts.cuda_device import WatchesPools as WatchesPools
+from shardproof.harness.cases.scripts.eventful import Eventful as Eventful
+from shardproof.harness.cases.scripts.eventful import FailurePoint as FailurePoint
+from shardproof.harness.cases.scripts.eventful import Interlude as Interlude
 from shardproof.harness.cases.scripts.failures import RAISED as RAISED
 from shardproof.harness.cases.scripts.failures import Evaluates as Evaluates
 from shardproof.harness.cases.scripts.failures import EvaluationPoint as EvaluationPoint
@@ -90,6 +93,10 @@ from shardproof.harness.cases.scripts.unit_state import Gather as Gather
 from shardproof.harness.cases.scripts.unit_state import LookAround as LookAround
 from shardproof.harness.cases.scripts.unit_state import ToggleReshard as ToggleReshard
 from shardproof.harness.cases.scripts.unit_state import UnshardByHand as UnshardByHand
+from shardproof.harness.cases.space import Dimension as Dimension
+from shardproof.harness.cases.space import Program as Program
+from shardproof.harness.cases.space import ProgramRule as ProgramRule
+from shardproof.harness.cases.space import Space as Space
 from shardproof.harness.cases.stages import num_stages as num_stages
 from shardproof.harness.cases.training import Clip as Clip
 from shardproof.harness.cases.training import NamedOptimizer as NamedOptimizer

@@ -1,0 +1,109 @@
+"""A script around another one: evaluations and forwards that raise come between, and arguments go by keyword."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import torch
+
+from shardproof.engine.contract import Capability
+from shardproof.harness.cases.batch import ModelBatch, Rows
+from shardproof.harness.cases.script import Actor, Evaluation, Script
+from shardproof.harness.cases.scripts.failures import RAISED
+
+__all__ = ["Eventful", "FailurePoint", "Interlude"]
+
+
+class Interlude(Enum):
+    """When a step evaluates the first microbatch."""
+
+    NONE = "never"
+    BEFORE = "before its first forward"
+    BETWEEN = "after its first backward, before another one"
+    END = "after its last backward, before the optimizer steps"
+
+
+class FailurePoint(Enum):
+    """When a forward of a step raises FloatingPointError, which the model must do for inputs that are no numbers."""
+
+    NONE = "never"
+    FIRST = "before the step's other forwards"
+    LAST = "after the last backward, whose gradients stay"
+    AGAIN = "after the last backward; gradients are cleared, and the step is done again"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Eventful:
+    """Play ``inner`` with these events; ``by_keyword`` hands the rows to forward as ``rows=``."""
+
+    inner: Script
+    evaluation: Interlude = Interlude.NONE
+    how: Evaluation = Evaluation.NO_GRAD
+    failure: FailurePoint = FailurePoint.NONE
+    by_keyword: bool = False
+
+    @property
+    def demands(self) -> frozenset[Capability]:
+        """Return what the inner script demands, and whether the engine must recover."""
+        asked = {
+            Capability.RECOVER: self.failure is not FailurePoint.NONE,
+            Capability.RECOVER_KEEPING: self.failure is FailurePoint.LAST,
+        }
+        return self.inner.demands | {capability for capability, is_asked in asked.items() if is_asked}
+
+    def play(self, actor: Actor) -> None:
+        """Take all microbatches of one step, and what comes between."""
+        if self.failure is FailurePoint.FIRST:
+            self._fail(actor)
+        if self.evaluation is Interlude.BEFORE:
+            actor.evaluate(0, self.how)
+        if self.failure is FailurePoint.AGAIN:
+            self.inner.play(_Proxy(actor, self, is_counted=False))
+            self._fail(actor)
+            actor.zero_grad()
+        self.inner.play(_Proxy(actor, self))
+        if self.failure is FailurePoint.LAST:
+            self._fail(actor)
+        if self.evaluation is Interlude.END:
+            actor.evaluate(0, self.how)
+
+    def _fail(self, actor: Actor) -> None:
+        (rows,) = actor.batch(actor.num_microbatches - 1).inputs
+        try:
+            actor.forward(actor.num_microbatches - 1, torch.full_like(rows, torch.nan))
+        except FloatingPointError as error:
+            actor.note(RAISED, type(error).__name__)
+        else:
+            actor.note(RAISED, "nothing")
+        actor.recover()
+
+
+class _Proxy:
+    """An actor whose forwards get keywords and whose first backward is followed by an evaluation, where so asked."""
+
+    def __init__(self, actor: Actor, script: Eventful, *, is_counted: bool = True) -> None:
+        self._actor = actor
+        self._script = script
+        self._is_counted = is_counted
+        self._num_backwards = 0
+
+    # Any: the actor's own methods.
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._actor, name)
+
+    def forward(self, microbatch: int, *inputs: Any, part: str = "") -> Any:
+        """Call the model, or a part of it."""
+        if self._script.by_keyword:
+            (rows,) = inputs
+            inputs = (ModelBatch(given={"rows": rows}),)
+        return self._actor.forward(microbatch, *inputs, part=part)
+
+    def backward(self, microbatch: int, loss: torch.Tensor, *, is_counted: bool = True) -> None:
+        """Run backward, then evaluate if this is the moment."""
+        self._actor.backward(microbatch, loss, is_counted=is_counted and self._is_counted)
+        self._num_backwards += 1
+        if self._script.evaluation is Interlude.BETWEEN and self._num_backwards == 1 and self._is_counted:
+            self._actor.evaluate(0, self._script.how)

@@ -1,0 +1,200 @@
+"""A space of training programs: named dimensions, what contradicts what, covering arrays, draws, and steps of shrinking.
+
+A program chooses one value of each dimension. The first value of a dimension is its plainest, and a program is spelt by
+the others alone. Nothing here knows what a value means: `shardproof.fixtures.programs` says so of the space that ships.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import combinations, product
+
+from shardproof.engine.contract import Capability
+from shardproof.harness.errors import UsageError
+
+__all__ = ["Combination", "Dimension", "Program", "ProgramRule", "Space"]
+
+Choice = tuple[str, str]  # the name of a dimension, and one of its values
+Combination = frozenset[Choice]  # of several dimensions, one value each
+
+_TRIES = 40  # random completions of a combination before it counts as contradictory
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dimension:
+    """One trait of a model, option of a plan or move of a loop; ``interacts`` asks for triples with others that do.
+
+    ``demands`` are what a value asks of an engine.
+    """
+
+    name: str
+    values: tuple[str, ...]
+    interacts: bool = False
+    demands: tuple[tuple[str, frozenset[Capability]], ...] = ()
+
+    @property
+    def plain(self) -> str:
+        """The value that adds nothing."""
+        return self.values[0]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Program:
+    """The values that are not the plainest, in the order of the space's dimensions."""
+
+    choices: tuple[Choice, ...] = ()
+
+    def __getitem__(self, dimension: Dimension) -> str:
+        return dict(self.choices).get(dimension.name, dimension.plain)
+
+    def __str__(self) -> str:
+        return ",".join(f"{name}={value}" for name, value in self.choices) or "plain"
+
+    def contains(self, other: Program) -> bool:
+        """Return whether this program makes all choices of another one."""
+        return set(other.choices) <= set(self.choices)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProgramRule:
+    """Why programs of which ``holds`` is true make no sense."""
+
+    why: str
+    holds: Callable[[Program], bool]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Space:
+    """All programs that choose a value of each dimension and that no rule excludes."""
+
+    dimensions: tuple[Dimension, ...]
+    rules: tuple[ProgramRule, ...] = ()
+
+    def program(self, choices: Mapping[str, str]) -> Program:
+        """Make a program; raises UsageError for what no dimension has."""
+        known = {d.name: d for d in self.dimensions}
+        for name, value in choices.items():
+            if name not in known or value not in known[name].values:
+                expected = f"one of {', '.join(known[name].values)}" if name in known else "a dimension"
+                raise UsageError(
+                    f"program {name}={value}", expected=expected, got=repr(value), hint=", ".join(known)
+                )
+        given = ((d.name, choices.get(d.name, d.plain)) for d in self.dimensions)
+        return Program(choices=tuple((n, v) for n, v in given if v != known[n].plain))
+
+    def parse(self, text: str) -> Program:
+        """Read what ``str`` of a program wrote."""
+        pairs = (part.partition("=") for part in text.split(",") if part not in {"", "plain"})
+        return self.program({name: value for name, _, value in pairs})
+
+    def contradiction(self, program: Program) -> str | None:
+        """Return why a program makes no sense, None if it does."""
+        return next((rule.why for rule in self.rules if rule.holds(program)), None)
+
+    def needs(self, program: Program) -> frozenset[Capability]:
+        """Return what the program's values ask of an engine."""
+        asked = (dict(d.demands).get(program[d], frozenset()) for d in self.dimensions)
+        return frozenset[Capability]().union(*asked)
+
+    def within(self, capabilities: Collection[Capability]) -> Space:
+        """Return the programs that ask for no more than these capabilities."""
+        kept = tuple(
+            replace(d, values=tuple(v for v in d.values if dict(d.demands).get(v, set()) <= set(capabilities)))
+            for d in self.dimensions
+        )
+        return replace(self, dimensions=tuple(d for d in kept if len(d.values) > 1))
+
+    def without(self, failing: Iterable[Program]) -> Space:
+        """Return the programs that contain none of these."""
+        known = tuple(failing)
+        rule = ProgramRule(why="contains one that is known", holds=lambda p: any(p.contains(k) for k in known))
+        return replace(self, rules=(*self.rules, rule))
+
+    @cached_property
+    def combinations(self) -> frozenset[Combination]:
+        """All pairs, and triples of dimensions that interact, contradictory ones among them."""
+        groups = [
+            *combinations(self.dimensions, 2),
+            *combinations([d for d in self.dimensions if d.interacts], 3),
+        ]
+        return frozenset(
+            frozenset(zip((d.name for d in group), values, strict=True))
+            for group in groups
+            for values in product(*(d.values for d in group))
+        )
+
+    def combinations_in(self, program: Program) -> set[Combination]:
+        """Return the combinations that a program shows."""
+        chosen = [(d.name, program[d]) for d in self.dimensions]
+        strong = [(d.name, program[d]) for d in self.dimensions if d.interacts]
+        return {*map(frozenset, combinations(chosen, 2)), *map(frozenset, combinations(strong, 3))}
+
+    def cover(self, seed: int = 0, unseen: Collection[Combination] | None = None) -> Iterator[Program]:
+        """Yield programs until every combination that makes sense stands in one; greedy, the same for each seed."""
+        rng = random.Random(seed)
+        left = set(self.combinations if unseen is None else unseen)
+        while left:
+            target = min(left, key=_order) if unseen is None else rng.choice(sorted(left, key=_order))
+            program = self._completed(target, left, rng)
+            if program is None:
+                left.discard(target)
+                continue
+            left -= self.combinations_in(program)
+            yield program
+
+    def draw(self, rng: random.Random) -> Program:
+        """Draw a program, each value as likely as the others, from those that make sense."""
+        while True:
+            program = self.program({d.name: rng.choice(d.values) for d in self.dimensions})
+            while self.contradiction(program) is not None and program.choices:
+                dropped = rng.choice(program.choices)
+                program = Program(choices=tuple(c for c in program.choices if c != dropped))
+            if self.contradiction(program) is None:
+                return program
+
+    def simpler(self, program: Program, size: int) -> Iterator[Program]:
+        """Yield programs that leave out so many choices in a row; of a single choice also those of a plainer value."""
+        choices = program.choices
+        for start in range(0, len(choices), size):
+            before, after = choices[:start], choices[start + size :]
+            yield Program(choices=(*before, *after))
+            if size == 1:
+                name, value = choices[start]
+                values = next(d.values for d in self.dimensions if d.name == name)
+                for plainer in values[1 : values.index(value)]:
+                    yield Program(choices=(*before, (name, plainer), *after))
+
+    def _completed(self, target: Combination, left: set[Combination], rng: random.Random) -> Program | None:
+        """Return a program that shows the target and as many of what is left as a greedy walk finds; None if none does."""
+        program = self._start(target, rng)
+        if program is None:
+            return None
+        best = len(left & self.combinations_in(program))
+        for dimension in rng.sample(self.dimensions, len(self.dimensions)):
+            if dimension.name in dict(target):
+                continue
+            for value in dimension.values:
+                other = self.program({**dict(program.choices), dimension.name: value})
+                gain = len(left & self.combinations_in(other))
+                if gain > best and self.contradiction(other) is None:
+                    program, best = other, gain
+        return program
+
+    def _start(self, target: Combination, rng: random.Random) -> Program | None:
+        """Return some program with these choices: the plainest, one with one more choice, or a random one."""
+        fixed = dict(target)
+        first = self.program(fixed)
+        others = [d for d in self.dimensions if d.name not in fixed]
+        more = (self.program({**fixed, d.name: value}) for d in others for value in d.values[1:])
+        drawn = (
+            self.program({d.name: rng.choice(d.values) for d in others} | fixed) for _ in range(_TRIES)
+        )
+        tried = (p for programs in ([first], more, drawn) for p in programs)
+        return next((p for p in tried if self.contradiction(p) is None), None)
+
+
+def _order(combination: Combination) -> list[Choice]:
+    return sorted(combination)

@@ -1,0 +1,150 @@
+"""Programs drawn from a space, judged one by one, and what fails shrunk to the least that fails in the same way."""
+
+from __future__ import annotations
+
+import random
+import re
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from shardproof.harness.cases.space import Combination, Program, Space
+from shardproof.harness.cases.training import Training
+from shardproof.harness.laws.law import Law
+from shardproof.harness.records.record import Record, Verdict
+from shardproof.harness.runner.options import Cell
+from shardproof.harness.runner.session import Source, TrialSession
+from shardproof.harness.verdicts.case import Case
+
+__all__ = ["Exploration", "Finding", "Hunt", "Symptom", "symptom_of"]
+
+_LONGEST = 200  # of a message that two failures are compared by
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Symptom:
+    """In which way a program fails: the verdict, the broken law, and what it is about, without numbers and names."""
+
+    verdict: str
+    law: str
+    kind: str
+
+    def __str__(self) -> str:
+        return f"{self.verdict}: {self.law or 'no law was judged'}: {self.kind}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """The least program that fails in one way, of all that were tried, and the record of its failure."""
+
+    program: Program
+    symptom: Symptom
+    record: Record
+    drawn: Program
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exploration:
+    """What is explored: programs of a space, each a training with laws, on one engine in one world."""
+
+    space: Space
+    training: Callable[[Program], Training]
+    laws: Callable[[Program], tuple[Law, ...]]
+    cell: Cell
+
+    def judge(self, program: Program) -> Record:
+        """Judge one program; what was observed is not kept."""
+        case = Case(id=f"explore[{program}]", training=self.training(program), laws=self.laws(program))
+        with tempfile.TemporaryDirectory(prefix="shardproof-explore-") as folder:
+            session = TrialSession(Source(folder=Path(folder)))
+            try:
+                return session.run(case, self.cell, suite="explore", command="")
+            finally:
+                session.close()
+
+    def shrunk(self, program: Program, record: Record) -> Finding:
+        """Return the least program that fails with the same symptom: choices are left out, half of them at first."""
+        symptom, least = symptom_of(record), program
+        assert symptom is not None
+        size, tried = max(1, len(program.choices) // 2), {program}
+        while True:
+            smaller = None
+            for candidate in self.space.simpler(least, size):
+                if candidate in tried or self.space.contradiction(candidate) is not None:
+                    continue
+                tried.add(candidate)
+                again = self.judge(candidate)
+                if symptom_of(again) == symptom:
+                    smaller, record = candidate, again
+                    break
+            if smaller is not None:
+                least, size = smaller, min(size, max(1, len(smaller.choices) // 2))
+            elif size > 1:
+                size //= 2
+            else:
+                return Finding(program=least, symptom=symptom, record=record, drawn=program)
+
+
+@dataclass
+class Hunt:
+    """One hunt through a space: what was judged, seen and found so far."""
+
+    exploration: Exploration
+    seed: int = 0
+    num_judged: int = 0
+    verdicts: dict[str, int] = field(default_factory=dict)
+    seen: set[Combination] = field(default_factory=set)
+    findings: list[Finding] = field(default_factory=list)
+
+    def check(self, program: Program) -> Finding | None:
+        """Judge one program, and shrink it if it fails."""
+        record = self.exploration.judge(program)
+        self.num_judged += 1
+        self.verdicts[record.verdict] = self.verdicts.get(record.verdict, 0) + 1
+        if symptom_of(record) is None:
+            self.seen |= self.exploration.space.combinations_in(program)
+            return None
+        finding = self.exploration.shrunk(program, record)
+        self.findings.append(finding)
+        return finding
+
+    def run(self, *, until: float, num_programs: int | None = None) -> Iterator[Finding]:
+        """Judge programs that show what was not seen yet, then any; none that contains one found before.
+
+        Stops at ``until`` of the monotonic clock, or after so many programs.
+        """
+        rng = random.Random(self.seed)
+        left = num_programs
+        programs = self._programs(rng)
+        while time.monotonic() < until and left != 0:
+            program = next(programs)
+            left = None if left is None else left - 1
+            finding = self.check(program)
+            if finding is not None:
+                yield finding
+                programs = self._programs(rng)  # without those that contain it
+
+    def _programs(self, rng: random.Random) -> Iterator[Program]:
+        space = self.exploration.space.without(finding.program for finding in self.findings)
+        yield from space.cover(rng.randrange(2**32), unseen=space.combinations - self.seen)
+        while True:
+            yield space.draw(rng)
+
+
+def symptom_of(record: Record) -> Symptom | None:
+    """Return in which way a record fails, None if it does not."""
+    if record.verdict in {Verdict.PASSED, Verdict.UNSUPPORTED}:
+        return None
+    broken = next((law for law in record.laws if not law.held), None)
+    if broken is None:
+        return Symptom(verdict=record.verdict, law="", kind=_plain(record.headline))
+    kind = record.worst.quantity if record.worst is not None else _plain(broken.summary)
+    return Symptom(verdict=record.verdict, law=broken.law, kind=kind)
+
+
+def _plain(text: str) -> str:
+    """Leave out what differs between two programs that fail alike: numbers, names, lists and what follows a line."""
+    first = text.strip().splitlines()[0]
+    return re.sub(r"\[[^]]*\]|'[^']*'|0x[0-9a-f]+|\d+", "*", first)[:_LONGEST]
