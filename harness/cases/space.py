@@ -1,4 +1,4 @@
-"""A space of training programs: named dimensions, what contradicts what, covering arrays, draws, and steps of shrinking.
+"""A space of training programs: named dimensions, what contradicts what, covering arrays, draws, shrinking.
 
 A program chooses one value of each dimension. The first value of a dimension is its plainest, and a program is spelt by
 the others alone. Nothing here knows what a value means: `shardproof.fixtures.programs` says so of the space that ships.
@@ -90,6 +90,11 @@ class Space:
         pairs = (part.partition("=") for part in text.split(",") if part not in {"", "plain"})
         return self.program({name: value for name, _, value in pairs})
 
+    def has(self, program: Program) -> bool:
+        """Return whether all choices of a program are values of this space."""
+        known = {d.name: d.values for d in self.dimensions}
+        return all(value in known.get(name, ()) for name, value in program.choices)
+
     def contradiction(self, program: Program) -> str | None:
         """Return why a program makes no sense, None if it does."""
         return next((rule.why for rule in self.rules if rule.holds(program)), None)
@@ -102,7 +107,9 @@ class Space:
     def within(self, capabilities: Collection[Capability]) -> Space:
         """Return the programs that ask for no more than these capabilities."""
         kept = tuple(
-            replace(d, values=tuple(v for v in d.values if dict(d.demands).get(v, set()) <= set(capabilities)))
+            replace(
+                d, values=tuple(v for v in d.values if dict(d.demands).get(v, set()) <= set(capabilities))
+            )
             for d in self.dimensions
         )
         return replace(self, dimensions=tuple(d for d in kept if len(d.values) > 1))
@@ -110,7 +117,9 @@ class Space:
     def without(self, failing: Iterable[Program]) -> Space:
         """Return the programs that contain none of these."""
         known = tuple(failing)
-        rule = ProgramRule(why="contains one that is known", holds=lambda p: any(p.contains(k) for k in known))
+        rule = ProgramRule(
+            why="contains one that is known", holds=lambda p: any(p.contains(k) for k in known)
+        )
         return replace(self, rules=(*self.rules, rule))
 
     @cached_property
@@ -156,19 +165,19 @@ class Space:
                 return program
 
     def simpler(self, program: Program, size: int) -> Iterator[Program]:
-        """Yield programs that leave out so many choices in a row; of a single choice also those of a plainer value."""
-        choices = program.choices
-        for start in range(0, len(choices), size):
-            before, after = choices[:start], choices[start + size :]
-            yield Program(choices=(*before, *after))
-            if size == 1:
-                name, value = choices[start]
-                values = next(d.values for d in self.dimensions if d.name == name)
-                for plainer in values[1 : values.index(value)]:
-                    yield Program(choices=(*before, (name, plainer), *after))
+        """Yield the programs that make sense and leave out so many choices in a row."""
+        for start in range(0, len(program.choices), size):
+            left = Program(choices=(*program.choices[:start], *program.choices[start + size :]))
+            if self.contradiction(left) is None:
+                yield left
+
+    def alike(self, program: Program, other: Program) -> Program:
+        """Return the choices of ``program`` in those dimensions in which ``other`` chooses."""
+        names = {name for name, _ in other.choices}
+        return Program(choices=tuple(c for c in program.choices if c[0] in names))
 
     def _completed(self, target: Combination, left: set[Combination], rng: random.Random) -> Program | None:
-        """Return a program that shows the target and as many of what is left as a greedy walk finds; None if none does."""
+        """Return a program that shows the target, and of what is left as much as a greedy walk finds."""
         program = self._start(target, rng)
         if program is None:
             return None
@@ -189,9 +198,7 @@ class Space:
         first = self.program(fixed)
         others = [d for d in self.dimensions if d.name not in fixed]
         more = (self.program({**fixed, d.name: value}) for d in others for value in d.values[1:])
-        drawn = (
-            self.program({d.name: rng.choice(d.values) for d in others} | fixed) for _ in range(_TRIES)
-        )
+        drawn = (self.program({d.name: rng.choice(d.values) for d in others} | fixed) for _ in range(_TRIES))
         tried = (p for programs in ([first], more, drawn) for p in programs)
         return next((p for p in tried if self.contradiction(p) is None), None)
 

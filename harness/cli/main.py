@@ -36,7 +36,7 @@ _INTERRUPTED = 2  # pytest.ExitCode.INTERRUPTED, without the import
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns 0 conforming, 1 not, 2 wrong usage, 3 an error of our own."""
     arguments = _parser().parse_args(argv)
-    if arguments.command in {run, check, mutants}:
+    if arguments.command in {run, check, explore, mutants}:
         # A console script does not look for modules where it is called; people name engines of their own from there.
         # Last, so that no folder there hides one of ours. Commands that only read a run do not look there.
         sys.path.append(str(Path.cwd()))
@@ -129,6 +129,27 @@ def _any_is_usable(engines: Sequence[str], limit_s: float) -> bool:
     for name, problem in unavailable.items():
         print(f"shardproof: engine {name!r}: {problem}", file=sys.stderr)
     return len(unavailable) < len(engines)
+
+
+def explore(arguments: argparse.Namespace) -> int:
+    """Judge programs drawn from a space of traits, options and moves; shrink what fails, and write it down.
+
+    Programs that failed before come first: those that ship and those in DIR/found.txt. Returns 1 for new failures.
+    """
+    from shardproof.harness.cli.explore import ExploreRequest, explore_programs
+
+    check_temporary_folder()
+    return explore_programs(
+        ExploreRequest(
+            engine=arguments.engine,
+            world=arguments.world,
+            out=Path(arguments.out or Path("conformance") / f"explore-{arguments.engine.replace('/', '-')}"),
+            seed=arguments.seed,
+            minutes=arguments.minutes,
+            num_programs=arguments.programs,
+            deadline_s=arguments.deadline,
+        )
+    )
 
 
 def judge(arguments: argparse.Namespace) -> int:
@@ -299,6 +320,7 @@ def _parser() -> argparse.ArgumentParser:
     group.add_argument("--no-expectations", action="store_true", help="give raw verdicts")
     sub.set_defaults(command=run)
     _add_check(commands)
+    _add_explore(commands)
     for command, text in (
         (judge, "judge the observations of a run again"),
         (report, "write a run's reports again"),
@@ -336,6 +358,18 @@ def _add_check(commands: Any) -> None:
     _add_effort(sub)
     # Raw verdicts: what is known of other models excuses nothing of this one.
     sub.set_defaults(command=check, suite=[_OWN_MODEL], expectations=None, no_expectations=True)
+
+
+def _add_explore(commands: Any) -> None:
+    sub = commands.add_parser("explore", help="judge programs drawn by seed", description=explore.__doc__)
+    sub.add_argument("--engine", required=True, metavar="NAME")
+    sub.add_argument("--world", default="threads:2", metavar="KIND:SIZE", help="default: threads:2")
+    sub.add_argument("--minutes", type=float, default=5.0, metavar="M", help="default: 5")
+    sub.add_argument("--programs", type=int, metavar="N", help="stop after N programs")
+    sub.add_argument("--seed", type=int, default=0, metavar="S", help="seed of the draws; default: 0")
+    sub.add_argument("--out", metavar="DIR", help="findings; default: conformance/explore-NAME")
+    sub.add_argument("--deadline", type=float, default=60.0, metavar="S", help="seconds a world may take")
+    sub.set_defaults(command=explore)
 
 
 def _add_diff(commands: Any) -> None:

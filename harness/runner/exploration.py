@@ -7,7 +7,7 @@ import re
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from shardproof.harness.cases.space import Combination, Program, Space
@@ -72,7 +72,7 @@ class Exploration:
         while True:
             smaller = None
             for candidate in self.space.simpler(least, size):
-                if candidate in tried or self.space.contradiction(candidate) is not None:
+                if candidate in tried:
                     continue
                 tried.add(candidate)
                 again = self.judge(candidate)
@@ -98,17 +98,42 @@ class Hunt:
     seen: set[Combination] = field(default_factory=set)
     findings: list[Finding] = field(default_factory=list)
 
-    def check(self, program: Program) -> Finding | None:
-        """Judge one program, and shrink it if it fails."""
+    def failing(self, program: Program) -> Finding | None:
+        """Judge one program; return its failure as it is."""
         record = self.exploration.judge(program)
         self.num_judged += 1
         self.verdicts[record.verdict] = self.verdicts.get(record.verdict, 0) + 1
-        if symptom_of(record) is None:
+        symptom = symptom_of(record)
+        if symptom is None:
             self.seen |= self.exploration.space.combinations_in(program)
             return None
-        finding = self.exploration.shrunk(program, record)
+        return Finding(program=program, symptom=symptom, record=record, drawn=program)
+
+    def check(self, program: Program) -> Finding | None:
+        """Judge one program, and shrink it if it fails; None too for a failure like one that was found before."""
+        failure = self.failing(program)
+        if failure is None:
+            return None
+        record = failure.record
+        finding = self._again(program, record)
+        is_new = finding is None
+        finding = finding or self.exploration.shrunk(program, record)
         self.findings.append(finding)
-        return finding
+        return finding if is_new else None
+
+    def _again(self, program: Program, record: Record) -> Finding | None:
+        """Return the failure as that of a finding if the program's values in the same dimensions alone fail alike."""
+        symptom, space = symptom_of(record), self.exploration.space
+        tried = set[Program]()
+        for known in self.findings:
+            candidate = space.alike(program, known.program)
+            if known.symptom != symptom or candidate in tried or space.contradiction(candidate) is not None:
+                continue
+            tried.add(candidate)
+            again = self.exploration.judge(candidate)
+            if symptom_of(again) == symptom:
+                return replace(known, program=candidate, record=again, drawn=program)
+        return None
 
     def run(self, *, until: float, num_programs: int | None = None) -> Iterator[Finding]:
         """Judge programs that show what was not seen yet, then any; none that contains one found before.
@@ -147,4 +172,6 @@ def symptom_of(record: Record) -> Symptom | None:
 def _plain(text: str) -> str:
     """Leave out what differs between two programs that fail alike: numbers, names, lists and what follows a line."""
     first = text.strip().splitlines()[0]
+    if first.startswith("collective #"):
+        return "the collectives of ranks differ"  # which ones depends on what comes next
     return re.sub(r"\[[^]]*\]|'[^']*'|0x[0-9a-f]+|\d+", "*", first)[:_LONGEST]

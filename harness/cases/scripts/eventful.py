@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from shardproof.engine.contract import Capability
-from shardproof.harness.cases.batch import ModelBatch, Rows
+from shardproof.harness.cases.batch import ModelBatch
 from shardproof.harness.cases.script import Actor, Evaluation, Script
 from shardproof.harness.cases.scripts.failures import RAISED
 
@@ -61,14 +60,17 @@ class Eventful:
         if self.evaluation is Interlude.BEFORE:
             actor.evaluate(0, self.how)
         if self.failure is FailurePoint.AGAIN:
-            self.inner.play(_Proxy(actor, self, is_counted=False))
+            self.inner.play(self._around(actor, is_counted=False))
             self._fail(actor)
             actor.zero_grad()
-        self.inner.play(_Proxy(actor, self))
+        self.inner.play(self._around(actor))
         if self.failure is FailurePoint.LAST:
             self._fail(actor)
         if self.evaluation is Interlude.END:
             actor.evaluate(0, self.how)
+
+    def _around(self, actor: Actor, *, is_counted: bool = True) -> Actor:
+        return cast(Actor, _Proxy(actor, self, is_counted=is_counted))  # it passes on all that it does not do
 
     def _fail(self, actor: Actor) -> None:
         (rows,) = actor.batch(actor.num_microbatches - 1).inputs

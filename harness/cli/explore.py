@@ -1,0 +1,123 @@
+"""`shardproof explore`: programs that were never written down, judged, shrunk, and written down where they fail."""
+
+from __future__ import annotations
+
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from shardproof.engine.registry import check_spelling
+from shardproof.fixtures.program_laws import laws_of
+from shardproof.fixtures.programs import SPACE, training_of
+from shardproof.fixtures.standalone import standalone
+from shardproof.harness.cases.case_id import SUITES
+from shardproof.harness.cases.space import Program
+from shardproof.harness.records.run import write_file
+from shardproof.harness.runner.engines import describe
+from shardproof.harness.runner.exploration import Exploration, Finding, Hunt
+from shardproof.harness.runner.invoke import CONFORMS, DOES_NOT_CONFORM
+from shardproof.harness.runner.options import Cell
+from shardproof.harness.worlds.processes.forkserver import warm_up
+from shardproof.harness.worlds.spec import WorldSpec
+
+__all__ = ["ExploreRequest", "explore_programs"]
+
+KNOWN = SUITES / "combinations" / "found.txt"
+_FOUND = "found.txt"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExploreRequest:
+    """What is to be explored, for how long, and where findings are written."""
+
+    engine: str
+    world: str
+    out: Path
+    seed: int = 0
+    minutes: float = 5.0
+    num_programs: int | None = None
+    deadline_s: float = 60.0
+
+
+def explore_programs(request: ExploreRequest) -> int:
+    """Judge the programs that once failed, then others; write what is found. Returns 1 if anything fails, else 0."""
+    import torch  # here, as the programs' models need it, and other commands of this package do not
+
+    started = time.monotonic()
+    check_spelling(request.engine)
+    torch.set_num_threads(1)
+    warm_up(request.deadline_s, num_servers=1)
+    world = WorldSpec.parse(request.world, deadline_s=request.deadline_s)
+    space = SPACE.within(describe(request.engine).capabilities)
+    exploration = Exploration(
+        space=space, training=training_of, laws=laws_of, cell=Cell(engine=request.engine, world=world)
+    )
+    hunt = Hunt(exploration=exploration, seed=request.seed)
+    known = [p for p in read_programs(KNOWN, request.out / _FOUND) if space.has(p)]
+    hunt.findings += [f for p in known if (f := hunt.failing(p)) is not None]
+    num_known = len(hunt.findings)
+    print(f"{len(known)} known programs: {num_known} fail", flush=True)
+    try:
+        until = started + 60 * request.minutes
+        for finding in hunt.run(until=until, num_programs=request.num_programs):
+            write_finding(finding, request.engine, request.world, request.out)
+            print(f"{finding.program}\n  {finding.symptom}", flush=True)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+    num_new = len({f.symptom for f in hunt.findings[num_known:]})
+    verdicts = ", ".join(f"{n} {verdict}" for verdict, n in sorted(hunt.verdicts.items()))
+    print(
+        f"{hunt.num_judged} programs in {time.monotonic() - started:.0f} s: {verdicts}; "
+        f"{len(hunt.seen)} of {len(space.combinations)} combinations seen; {num_new} new failures in {request.out}"
+    )
+    return DOES_NOT_CONFORM if num_new else CONFORMS
+
+
+def read_programs(*files: Path) -> list[Program]:
+    """Read the programs of these files, one a line; what follows # is a comment."""
+    lines = [
+        line.partition("#")[0].strip() for f in files if f.exists() for line in f.read_text().splitlines()
+    ]
+    return list(dict.fromkeys(SPACE.parse(line) for line in lines if line))
+
+
+def write_finding(finding: Finding, engine: str, world: str, out: Path) -> None:
+    """Add a finding to those that run first next time; write its report and, where there can be one, its script."""
+    out.mkdir(parents=True, exist_ok=True)
+    with (out / _FOUND).open("a") as file:
+        file.write(f"{finding.program}\n")
+    number = len(list(out.glob("finding-*.md"))) + 1
+    size = WorldSpec.parse(world).size
+    script = standalone(finding.program, engine, finding.record.headline, size=size)
+    if script is not None:
+        write_file(out / f"finding-{number}.py", script)
+    write_file(out / f"finding-{number}.md", _report(finding, world, script, number))
+
+
+def _report(finding: Finding, world: str, script: str | None, number: int) -> str:
+    record, details = finding.record, [d for law in finding.record.laws if not law.held for d in law.details]
+    shown = (
+        f"`torchrun --nproc-per-node {WorldSpec.parse(world).size} finding-{number}.py` shows it with torch alone."
+        if script
+        else "There is no script without Shardproof for these choices."
+    )
+    return f"""# {finding.program}
+
+{record.engine} ({record.engine_version}) in {world}: {finding.symptom}
+
+> {record.headline}
+
+{"".join(f"- {line}{chr(10)}" for line in details[:8])}
+{shown}
+
+As a case:
+
+```python
+def test_trains(trial: Trial) -> None:
+    program = SPACE.parse("{finding.program}")
+    trial.holds(training_of(program), *laws_of(program))
+```
+
+Drawn as `{finding.drawn}`.
+"""
