@@ -16,6 +16,7 @@ from shardproof.harness.laws.law import Law
 from shardproof.harness.records.record import Record, Verdict
 from shardproof.harness.runner.options import Cell
 from shardproof.harness.runner.session import Source, TrialSession
+from shardproof.harness.training.oracle import Quantity
 from shardproof.harness.verdicts.case import Case
 
 __all__ = ["Exploration", "Finding", "Hunt", "Symptom", "symptom_of"]
@@ -166,6 +167,7 @@ def symptom_of(record: Record) -> Symptom | None:
     if broken is None:
         return Symptom(verdict=record.verdict, law="", kind=_plain(record.headline))
     kind = record.worst.quantity if record.worst is not None else _plain(broken.summary)
+    kind = Quantity.GRADIENT if kind == Quantity.NORM else kind  # the norm is only the first to show it
     return Symptom(verdict=record.verdict, law=broken.law, kind=kind)
 
 

@@ -1,0 +1,563 @@
+"""Mutants that sin where two ordinary things meet, each by a mechanism of its own; alone neither shows it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from shardproof.engine import reference
+from shardproof.engine.adapters.reference import PreparedReference, ReferenceEngine
+from shardproof.engine.capability import Capability
+from shardproof.engine.contract import Plan, PreparedModel
+from shardproof.engine.mutants.mutant import Condition, Trace, mutant
+from shardproof.engine.mutants.patches import is_last_rank, local, unchanged
+from shardproof.engine.plan import Accumulation, Layout, Offload, Placement, Wire
+from shardproof.engine.reference.fsdp_state import state_of
+
+_HELD = Plan(accumulation=Accumulation.LAST_MICROBATCH)
+_CLIPPED = Plan(demands=frozenset({Capability.CLIP}))
+_RESUMED = Plan(demands=frozenset({Capability.STATE}))
+_LARGEST = replace(_RESUMED, placement=Placement.LARGEST, layout=Layout.SHARD)
+_RECOVERED = Plan(demands=frozenset({Capability.RECOVER}))
+_PAIR = "neither of the two alone shows it"
+
+
+def _on(plan: Plan | None = None, *more: Capability, microbatches: int = 1) -> Condition:
+    """Return the condition of a pair: the half of it that a plan can say."""
+    plan = plan or Plan()
+    plan = replace(plan, demands=plan.demands | set(more))
+    return Condition(steps=2, microbatches=microbatches, plan=plan, because=_PAIR)
+
+
+class Remembering(PreparedReference):
+    """Knows what the loop did since gradients were cleared; to be derived from."""
+
+    def __init__(self, *args: Any) -> None:  # Any: the reference's own
+        super().__init__(*args)
+        self.num_held = self.num_waiting = self.most_waiting = self.num_rows = 0
+        self.is_holding = self.has_evaluated = self.has_failed = self.has_resumed = self.is_zeroed = False
+        self.by_keyword = self.is_mapping = False
+
+    def __call__(self, *inputs: Any, **named: Any) -> Any:  # Any: a model takes and returns what it likes
+        self.by_keyword |= bool(named)
+        self.num_rows = len((*inputs, *named.values())[0])
+        output = super().__call__(*inputs, **named)
+        self.has_evaluated |= not torch.is_grad_enabled()
+        self.is_mapping |= isinstance(output, dict)
+        self.num_waiting += torch.is_grad_enabled()
+        self.most_waiting = max(self.most_waiting, self.num_waiting)
+        return output
+
+    def backward(self, loss: torch.Tensor) -> None:
+        super().backward(loss)
+        self.num_waiting -= 1
+
+    @contextmanager
+    def accumulating(self) -> Iterator[None]:
+        self.num_held += 1
+        self.is_holding = True
+        with self.holding():
+            yield
+        self.is_holding = False
+
+    def holding(self) -> AbstractContextManager[None]:
+        return super().accumulating()
+
+    def recover(self) -> None:
+        self.has_failed = True
+        self.num_waiting = 0
+        super().recover()
+
+    def load_full_state(self, state: dict[str, Any]) -> None:
+        super().load_full_state(state)
+        self.has_resumed = True
+
+    def zero_grad(self, *, set_to_none: bool) -> None:
+        super().zero_grad(set_to_none=set_to_none)
+        self.num_held = self.most_waiting = self.num_waiting = 0
+        self.has_evaluated = self.has_failed = self.by_keyword = self.is_mapping = False
+        self.is_zeroed = not set_to_none
+
+    def drop_held(self) -> None:
+        for module in self.module.modules():
+            unit = state_of(module)
+            for group in () if unit is None else unit.param_groups:
+                group.drop_gradients()
+
+    def buffers(self) -> list[torch.Tensor]:
+        return list(self.module.buffers())
+
+    def gradients(self) -> list[torch.Tensor]:
+        return [local(p.grad) for p in self.owned_parameters().values() if p.grad is not None]
+
+
+class ClippingAtTimes(Remembering):
+    """Returns the norm, and scales gradients only where it does not forget to; to be derived from."""
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float) -> float:
+        with unchanged(self.gradients()) if self.forgets() else nullcontext():
+            return super().clip_grad_norm_(max_norm, norm_type)
+
+    def forgets(self) -> bool:
+        raise NotImplementedError
+
+
+@mutant(
+    after="deepspeedai/DeepSpeed#7718", kills_on=_on(replace(_HELD, demands=_CLIPPED.demands), microbatches=2)
+)
+class ClipsNothingAfterHoldingBack(ReferenceEngine):
+    """Gradients of a step in which microbatches were held back are not clipped.
+
+    Reported: with accumulation the norm that clipping saw was another one.
+    """
+
+    class Prepared(ClippingAtTimes):
+        def forgets(self) -> bool:
+            return self.num_held > 0
+
+
+@mutant(after="deepspeedai/DeepSpeed#5150", kills_on=_on(_CLIPPED, microbatches=2))
+class ClipsNothingAfterAnEvaluation(ReferenceEngine):
+    """Gradients of a step with an evaluation between two backwards are not clipped.
+
+    Reported: the factor of clipping was computed and not applied.
+    """
+
+    class Prepared(ClippingAtTimes):
+        def forgets(self) -> bool:
+            return self.has_evaluated and self.most_waiting > 0
+
+
+@mutant(after="deepspeedai/DeepSpeed#5150", kills_on=_on(_CLIPPED, Capability.INTERLEAVE, microbatches=2))
+class ClipsNothingAfterForwardsThatWaited(ReferenceEngine):
+    """Gradients of a step in which two forwards waited for their backwards are not clipped.
+
+    Reported: the factor of clipping was computed and not applied.
+    """
+
+    class Prepared(ClippingAtTimes):
+        def forgets(self) -> bool:
+            return self.most_waiting > 1
+
+
+@mutant(after="databricks/flashoptim#3", kills_on=_on(_CLIPPED, Capability.STATE))
+class ClipsTheModelOfBefore(ReferenceEngine):
+    """After a resume clipping leaves the gradients alone.
+
+    Reported: the first forward after a resume was right, and the first step was not.
+    """
+
+    class Prepared(ClippingAtTimes):
+        def forgets(self) -> bool:
+            return self.has_resumed
+
+
+@mutant(after="deepspeedai/DeepSpeed#5150", kills_on=_on(replace(_CLIPPED, offload=Offload.CPU)))
+class ClipsACopyOfOffloadedGradients(ReferenceEngine):
+    """Of gradients on the host a copy is clipped.
+
+    Reported: the factor of clipping was not applied to what the optimizer used.
+    """
+
+    class Prepared(ClippingAtTimes):
+        def forgets(self) -> bool:
+            return self.plan.offload is not Offload.NONE
+
+
+@mutant(after="deepspeedai/DeepSpeed#5150", kills_on=_on(_CLIPPED, Capability.RECOVER))
+class ClipsNothingAfterAFailure(ReferenceEngine):
+    """Gradients of a step in which a forward raised are not clipped.
+
+    Reported: the factor of clipping was computed and not applied.
+    """
+
+    class Prepared(ClippingAtTimes):
+        def forgets(self) -> bool:
+            return self.has_failed
+
+
+@mutant(after="facebookresearch/fairscale#617", kills_on=_on(_CLIPPED))
+class CountsTiedParametersTwice(ReferenceEngine):
+    """The norm counts a parameter once for each of its names, and clipping scales it as often.
+
+    Reported: a parameter that two modules shared was handled by each of them.
+    """
+
+    class Prepared(Remembering):
+        def clip_grad_norm_(self, max_norm: float, norm_type: float) -> float:
+            named = self.module.named_parameters(remove_duplicate=False)
+            return float(reference.clip_grad_norm_([p for _, p in named], max_norm, norm_type))
+
+
+@mutant(after="facebookresearch/fairscale#605", kills_on=_on(_CLIPPED))
+class StopsClippingAtAMissingGradient(ReferenceEngine):
+    """Parameters after the first one without a gradient are not clipped.
+
+    Reported: a gradient that was None was handled as no gradient should be.
+    """
+
+    class Prepared(Remembering):
+        def clip_grad_norm_(self, max_norm: float, norm_type: float) -> float:
+            owned = list(self.owned_parameters().values())
+            first = next((i for i, p in enumerate(owned) if p.grad is None and p.numel()), len(owned))
+            after = [local(p.grad) for p in owned[first:] if p.grad is not None]
+            with unchanged(after):
+                return super().clip_grad_norm_(max_norm, norm_type)
+
+
+@mutant(after="pytorch/pytorch#160279", kills_on=_on(_CLIPPED, Capability.CONVERT))
+class ClipsInFloat32(ReferenceEngine):
+    """The factor of clipping is rounded to float32, whatever the gradients are.
+
+    Reported: what was to be computed in the wide dtype was computed in the narrow one.
+    """
+
+    class Prepared(Remembering):
+        def clip_grad_norm_(self, max_norm: float, norm_type: float) -> float:
+            gradients = self.gradients()
+            with unchanged(gradients):
+                norm = super().clip_grad_norm_(max_norm, norm_type)
+            factor = torch.tensor(min(1.0, max_norm / (norm + 1e-6)), dtype=torch.float32)
+            for gradient in gradients:
+                gradient.mul_(factor.item())
+            return norm
+
+
+@mutant(after="NVIDIA/Megatron-LM#7186", kills_on=_on(_HELD, microbatches=2))
+class DropsHeldMicrobatchesAfterZeros(ReferenceEngine):
+    """Where gradients were cleared to zeros, microbatches that are held back are lost.
+
+    Reported: only the last microbatch reached the optimizer.
+    """
+
+    class Prepared(Remembering):
+        def backward(self, loss: torch.Tensor) -> None:
+            super().backward(loss * 0 if self.is_holding and self.is_zeroed else loss)
+
+
+@mutant(after="NVIDIA/Megatron-LM#7186", kills_on=_on(_HELD, microbatches=2))
+class EvaluationDropsWhatIsHeld(ReferenceEngine):
+    """An evaluation forgets the gradients that are held back.
+
+    Reported: what was accumulated was cleared by what came between.
+    """
+
+    class Prepared(Remembering):
+        def __call__(self, *inputs: Any, **named: Any) -> Any:
+            output = super().__call__(*inputs, **named)
+            if self.num_held and not torch.is_grad_enabled():
+                self.drop_held()
+            return output
+
+
+@mutant(after="NVIDIA/Megatron-LM#7186", kills_on=_on(_HELD, microbatches=2))
+class DropsWhatIsHeldWithoutRows(ReferenceEngine):
+    """A last microbatch without rows has its rank forget what it held back.
+
+    Reported: a backward that was taken for another one cleared what was accumulated.
+    """
+
+    class Prepared(Remembering):
+        def backward(self, loss: torch.Tensor) -> None:
+            if self.num_held and not self.is_holding and not self.num_rows:
+                self.drop_held()
+            super().backward(loss)
+
+
+@mutant(after="NVIDIA/Megatron-LM#7166", kills_on=_on(_HELD, Capability.UNUSED, microbatches=2))
+class ReducesWhatTheLastMicrobatchUsed(ReferenceEngine):
+    """What only microbatches before the last used has no gradient where these are held back.
+
+    Reported: the gradient's window closed with the first of two contributions.
+    """
+
+    class Prepared(Remembering):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            self.ran: set[nn.Module] = set()
+            for module in self.module.modules():
+                module.register_forward_pre_hook(lambda module, _: self.ran.add(module))
+
+        def __call__(self, *inputs: Any, **named: Any) -> Any:
+            self.ran.clear()
+            return super().__call__(*inputs, **named)
+
+        def step(self) -> None:
+            side = getattr(self.module, "side", None)
+            if self.num_held and side is not None and side not in self.ran:
+                for parameter in side.parameters():
+                    parameter.grad = None
+            super().step()
+
+
+@mutant(after="NVIDIA/Megatron-LM#3023", kills_on=_on(replace(_HELD, divide_factor=3.0), microbatches=2))
+class DividesHeldGradientsAgain(ReferenceEngine):
+    """A factor of the caller's divides microbatches that are held back once more.
+
+    Reported: microbatches did not weigh the same.
+    """
+
+    class Prepared(Remembering):
+        def backward(self, loss: torch.Tensor) -> None:
+            super().backward(loss / (self.plan.divide_factor or 1.0) if self.is_holding else loss)
+
+
+@mutant(
+    after="ServiceNow/Fast-LLM#550",
+    kills_on=_on(replace(_HELD, layout=Layout.SHARD), Capability.RECOVER, microbatches=2),
+    trace=Trace.COMMUNICATION,
+)
+class HoldsNothingBackAfterAFailure(ReferenceEngine):
+    """In a step in which a forward raised every microbatch is reduced.
+
+    Reported: a flag of the accumulation was left out on one way through.
+    """
+
+    class Prepared(Remembering):
+        def holding(self) -> AbstractContextManager[None]:
+            return nullcontext() if self.has_failed else super().holding()
+
+
+@mutant(
+    after="NVIDIA/cosmos-framework#161",
+    kills_on=_on(replace(_HELD, layout=Layout.SHARD), microbatches=2),
+    trace=Trace.COMMUNICATION,
+)
+class HoldsNothingBackOfMappings(ReferenceEngine):
+    """A model that returned a mapping is reduced after every microbatch from then on.
+
+    Reported: accumulation saved no communication, since the gate knew one kind of module alone.
+    """
+
+    class Prepared(Remembering):
+        def holding(self) -> AbstractContextManager[None]:
+            return nullcontext() if self.is_mapping else super().holding()
+
+        def zero_grad(self, *, set_to_none: bool) -> None:
+            was_mapping = self.is_mapping
+            super().zero_grad(set_to_none=set_to_none)
+            self.is_mapping = was_mapping
+
+
+@mutant(
+    after="NVIDIA/cosmos-framework#161",
+    kills_on=_on(replace(_HELD, layout=Layout.SHARD), microbatches=3),
+    trace=Trace.COMMUNICATION,
+)
+class HoldsNothingBackByKeyword(ReferenceEngine):
+    """After a forward with keyword arguments every microbatch of the step is reduced.
+
+    Reported: accumulation saved no communication, since the gate knew one way of calling alone.
+    """
+
+    class Prepared(Remembering):
+        def holding(self) -> AbstractContextManager[None]:
+            return nullcontext() if self.by_keyword else super().holding()
+
+
+@mutant(after="databricks/flashoptim#3", kills_on=_on(_RESUMED))
+class ResumesWithoutSecondMoments(ReferenceEngine):
+    """A resume brings the first state of each parameter, and leaves the second as it was made.
+
+    Reported: the state of the optimizer did not survive being saved and loaded.
+    """
+
+    class Prepared(Remembering):
+        def load_full_state(self, state: dict[str, Any]) -> None:
+            super().load_full_state(state)
+            for held in self._built_optimizer().state.values():
+                if "exp_avg_sq" in held:
+                    local(held["exp_avg_sq"]).zero_()
+
+
+@mutant(after="pytorch/pytorch#136228", kills_on=_on(_RESUMED))
+class ResumesWithoutTheLastUnevenRow(ReferenceEngine):
+    """A resume leaves the last row of a parameter alone whose rows do not divide.
+
+    Reported: state of parameters whose rows did not divide could not be loaded.
+    """
+
+    class Prepared(Remembering):
+        def load_full_state(self, state: dict[str, Any]) -> None:
+            last = [
+                local(p)[-1:]
+                for p in self.owned_parameters().values()
+                if p.dim() and p.shape[0] > 1 and p.shape[0] % 2 and local(p).numel()
+            ]
+            with unchanged(last if is_last_rank() else []):
+                super().load_full_state(state)
+
+
+@mutant(
+    after="pytorch/torchtitan#1483",
+    kills_on=_on(replace(_RESUMED, placement=Placement.LARGEST, layout=Layout.SHARD)),
+)
+class ResumesAlongTheFirstDim(ReferenceEngine):
+    """A resume leaves parameters as they are that are not cut along the first dim.
+
+    Reported: weights that were cut along another dim were loaded wrongly.
+    """
+
+    class Prepared(Remembering):
+        def load_full_state(self, state: dict[str, Any]) -> None:
+            others = [
+                local(p)
+                for p in self.owned_parameters().values()
+                if isinstance(p, DTensor) and any(getattr(x, "dim", 0) != 0 for x in p.placements)
+            ]
+            with unchanged(others):
+                super().load_full_state(state)
+
+
+@mutant(after="huggingface/accelerate#3898", kills_on=_on(_RESUMED))
+class ResumesWithoutBuffers(ReferenceEngine):
+    """A resume leaves the buffers as they were built.
+
+    Reported: loading handled parameters alone.
+    """
+
+    class Prepared(Remembering):
+        def load_full_state(self, state: dict[str, Any]) -> None:
+            with unchanged(self.buffers()):
+                super().load_full_state(state)
+
+
+@mutant(after="pytorch/pytorch#149205", kills_on=_on(_RESUMED))
+class EvaluatesHalfOfWhatItResumed(ReferenceEngine):
+    """Evaluations after a resume see half of each parameter.
+
+    Reported: what was loaded was not what the next forward used.
+    """
+
+    class Prepared(Remembering):
+        def __call__(self, *inputs: Any, **named: Any) -> Any:
+            output = super().__call__(*inputs, **named)
+            if not self.has_resumed or torch.is_grad_enabled():
+                return output
+            return output * 0.5 if isinstance(output, torch.Tensor) else output
+
+
+@mutant(after="EvolvingLMMs-Lab/lmms-engine#185", kills_on=_on(_RECOVERED))
+class RecoversTheBuffersToo(ReferenceEngine):
+    """What the forwards of a step made of the buffers is undone when one of them raised.
+
+    Reported: buffers were not what forward had left there.
+    """
+
+    class Prepared(Remembering):
+        def __call__(self, *inputs: Any, **named: Any) -> Any:
+            self.before = [buffer.clone() for buffer in self.buffers()]
+            return super().__call__(*inputs, **named)
+
+        def recover(self) -> None:
+            super().recover()
+            for buffer, before in zip(self.buffers(), self.before, strict=True):
+                buffer.copy_(before)
+
+
+@mutant(after="pytorch/pytorch#63916", kills_on=_on())
+class LosesBuffersOfInference(ReferenceEngine):
+    """What a forward in inference mode changes of the buffers is lost.
+
+    Reported: buffers that forward changed were not kept.
+    """
+
+    class Prepared(Remembering):
+        def __call__(self, *inputs: Any, **named: Any) -> Any:
+            if not torch.is_inference_mode_enabled():
+                return super().__call__(*inputs, **named)
+            with unchanged(self.buffers()):
+                return super().__call__(*inputs, **named)
+
+
+@mutant(after="pytorch/pytorch#63916", kills_on=_on())
+class LosesBuffersOfRecomputation(ReferenceEngine):
+    """What a recomputed forward changes of the buffers is lost.
+
+    Reported: buffers that forward changed were not kept.
+    """
+
+    class Prepared(Remembering):
+        def backward(self, loss: torch.Tensor) -> None:
+            with unchanged(self.buffers()):
+                super().backward(loss)
+
+
+@mutant(after="pytorch/pytorch#90838", kills_on=_on(Plan(), Capability.CONVERT))
+class ConvertsParametersAlone(ReferenceEngine):
+    """A conversion leaves the buffers in their dtype.
+
+    Reported: after a conversion forward went on with what was not converted.
+    """
+
+    class Prepared(Remembering):
+        def convert(self, dtype: torch.dtype) -> None:
+            kept = {
+                (module, name): buffer
+                for module in self.module.modules()
+                for name, buffer in module.named_buffers(recurse=False)
+            }
+            super().convert(dtype)
+            for (module, name), buffer in kept.items():
+                setattr(module, name, buffer)
+
+
+@mutant(after="pytorch/pytorch#167178", kills_on=_on(Plan(divide_factor=3.0, wire=Wire.SUM)))
+class IgnoresTheFactorOfSums(ReferenceEngine):
+    """Where nothing but sums crosses, the caller's factor is forgotten.
+
+    Reported: a factor of the user's was ignored on one way of the reduction.
+    """
+
+    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
+        """Shard honestly, without the factor."""
+        factor = None if plan.wire is Wire.SUM else plan.divide_factor
+        return super().prepare(model, replace(plan, divide_factor=factor), mesh)
+
+
+@mutant(
+    after="facebookresearch/fairscale#605",
+    kills_on=_on(Plan(units=("blocks.0,blocks.1",)), Capability.JOINT_UNITS),
+)
+class FreezesWholeJointUnits(ReferenceEngine):
+    """Of a unit of several modules none is updated if the last of them is frozen.
+
+    Reported: parameters that trained shared the fate of frozen ones beside them.
+    """
+
+    class Prepared(Remembering):
+        def step(self) -> None:
+            for unit in (unit.split(",") for unit in self.plan.units if "," in unit):
+                if not any(p.requires_grad for p in self.module.get_submodule(unit[-1]).parameters()):
+                    for name in unit:
+                        for parameter in self.module.get_submodule(name).parameters():
+                            parameter.grad = None
+            super().step()
+
+
+@mutant(
+    after="pytorch/pytorch#95805",
+    kills_on=_on(Plan(layout=Layout.SHARD), Capability.PREFETCH),
+    trace=Trace.COMMUNICATION,
+)
+class GathersFrozenUnitsAheadAgain(ReferenceEngine):
+    """Frozen units in lists of units to gather ahead are gathered once more after each backward.
+
+    Reported: what is hung on gradients never happened for frozen units.
+    """
+
+    class Prepared(Remembering):
+        def backward(self, loss: torch.Tensor) -> None:
+            super().backward(loss)
+            for name, unit in self.units().items() if self.plan.prefetch is not None else ():
+                module = self.module.get_submodule(name.split(",")[0])
+                if not any(p.requires_grad for p in module.parameters()):
+                    unit.unshard()
+                    unit.reshard()

@@ -1,0 +1,70 @@
+"""The rows of the covering arrays: read from the files beside this one, or made anew.
+
+`python -m shardproof.suites.combinations.rows` writes the files. It takes a minute, and writes the same on every machine.
+An array stays within the capabilities of a family of engines, because a row that asks for more proves nothing of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from shardproof import Capability, Program, Space
+from shardproof.fixtures.programs import SPACE
+
+__all__ = ["FAMILIES", "programs_in", "space_of"]
+
+_HERE = Path(__file__).parent
+_REPLICAS = frozenset(
+    {
+        Capability.REPLICATE,
+        Capability.ACCUMULATE,
+        Capability.UNUSED,
+        Capability.RANK_DEPENDENT,
+        Capability.RECOVER,
+        Capability.RECOVER_KEEPING,
+        Capability.CLIP,
+        Capability.STATE,
+        Capability.OWN_BUFFERS,
+    }
+)
+_WRAPPED = frozenset(
+    {
+        Capability.REPLICATE,
+        Capability.SHARD,
+        Capability.UNITS,
+        Capability.RESHARD_POLICY,
+        Capability.ACCUMULATE,
+        Capability.REDUCE_DTYPE,
+        Capability.CONVERT,
+        Capability.CLIP,
+        Capability.STATE,
+        Capability.WRAPPER,
+    }
+)
+FAMILIES: Mapping[str, frozenset[Capability]] = {
+    "replicas": _REPLICAS,
+    "wrapped": _WRAPPED,
+    "units": frozenset(Capability) - {Capability.WRAPPER},
+}
+
+
+def programs_in(name: str) -> list[Program]:
+    """Read the programs of a file, one a line; what follows # is a comment."""
+    lines = ((_HERE / f"{name}.txt").read_text()).splitlines()
+    return [SPACE.parse(line) for line in (line.partition("#")[0].strip() for line in lines) if line]
+
+
+def space_of(family: str) -> Space:
+    """Return what a family's array covers: no program in it contains one that some engine is known to fail."""
+    return SPACE.within(FAMILIES[family]).without(programs_in("found"))
+
+
+def _write(families: Iterable[str]) -> None:
+    for family in families:
+        rows = space_of(family).cover()
+        (_HERE / f"{family}.txt").write_text("".join(f"{row}\n" for row in rows))
+
+
+if __name__ == "__main__":
+    _write(FAMILIES)
