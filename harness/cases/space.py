@@ -20,9 +20,6 @@ __all__ = ["Combination", "Dimension", "Program", "ProgramRule", "Space"]
 Choice = tuple[str, str]  # the name of a dimension, and one of its values
 Combination = frozenset[Choice]  # of several dimensions, one value each
 
-_TRIES = 40  # random completions of a combination before it counts as contradictory
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dimension:
     """One trait of a model, option of a plan or move of a loop; ``interacts`` asks for triples with others that do.
@@ -178,7 +175,7 @@ class Space:
 
     def _completed(self, target: Combination, left: set[Combination], rng: random.Random) -> Program | None:
         """Return a program that shows the target, and of what is left as much as a greedy walk finds."""
-        program = self._start(target, rng)
+        program = self.completion(target)
         if program is None:
             return None
         best = len(left & self.combinations_in(program))
@@ -192,15 +189,38 @@ class Space:
                     program, best = other, gain
         return program
 
-    def _start(self, target: Combination, rng: random.Random) -> Program | None:
-        """Return some program with these choices: the plainest, one with one more choice, or a random one."""
+    def completion(self, target: Combination) -> Program | None:
+        """Return a program with these choices and as few others as it takes to make sense; None where two are too few."""
         fixed = dict(target)
-        first = self.program(fixed)
-        others = [d for d in self.dimensions if d.name not in fixed]
-        more = (self.program({**fixed, d.name: value}) for d in others for value in d.values[1:])
-        drawn = (self.program({d.name: rng.choice(d.values) for d in others} | fixed) for _ in range(_TRIES))
-        tried = (p for programs in ([first], more, drawn) for p in programs)
-        return next((p for p in tried if self.contradiction(p) is None), None)
+        for more in (((),), combinations(self._choices, 1), combinations(self._enabling, 2)):
+            for choices in more:
+                if fixed.keys().isdisjoint(name for name, _ in choices) and _is_one_each(choices):
+                    program = self.program({**fixed, **dict(choices)})
+                    if self.contradiction(program) is None:
+                        return program
+        return None
+
+    @cached_property
+    def _choices(self) -> tuple[Choice, ...]:
+        return tuple((d.name, value) for d in self.dimensions for value in d.values[1:])
+
+    @cached_property
+    def _enabling(self) -> tuple[Choice, ...]:
+        """The choices that make sense of some other choice, or pair of choices, that makes none alone."""
+        found = dict.fromkeys(
+            more
+            for size in (1, 2)
+            for choices in combinations(self._choices, size)
+            if _is_one_each(choices) and self.contradiction(self.program(dict(choices))) is not None
+            for more in self._choices
+            if more[0] not in dict(choices)
+            and self.contradiction(self.program({**dict(choices), more[0]: more[1]})) is None
+        )
+        return tuple(found)
+
+
+def _is_one_each(choices: Collection[Choice]) -> bool:
+    return len({name for name, _ in choices}) == len(choices)
 
 
 def _order(combination: Combination) -> list[Choice]:

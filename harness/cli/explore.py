@@ -23,7 +23,7 @@ from shardproof.harness.worlds.spec import WorldSpec
 
 __all__ = ["ExploreRequest", "explore_programs"]
 
-KNOWN = SUITES / "combinations" / "found.txt"
+KNOWN = tuple(SUITES / "combinations" / name for name in ("found.txt", "found_wrapped.txt"))
 _FOUND = "found.txt"
 
 
@@ -54,7 +54,7 @@ def explore_programs(request: ExploreRequest) -> int:
         space=space, training=training_of, laws=laws_of, cell=Cell(engine=request.engine, world=world)
     )
     hunt = Hunt(exploration=exploration, seed=request.seed)
-    known = [p for p in read_programs(KNOWN, request.out / _FOUND) if space.has(p)]
+    known = [p for p in read_programs(*KNOWN, request.out / _FOUND) if space.has(p)]
     hunt.findings += [f for p in known if (f := hunt.failing(p)) is not None]
     num_known = len(hunt.findings)
     print(f"{len(known)} known programs: {num_known} fail", flush=True)
