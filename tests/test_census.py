@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
+from math import prod
 
 import pytest
 import torch
@@ -138,6 +139,17 @@ def test_state_is_shared_like_its_parameter_and_other_state_is_whole() -> None:
     found = state_bytes(form_of(training), training, 2, cut=Cut.EVENLY, state=[moment, step, stranger])
     least = 32 * 16 * FLOAT // 2 + FLOAT + 32 * FLOAT
     assert least <= found <= least * 1.05
+
+
+def test_state_of_what_trains_beside_frozen_parameters_may_lie_on_one_rank() -> None:
+    """FSDP1 lays a unit's parameters one after the other: of a first half that is frozen one rank holds all state."""
+    frozen = tuple(f"layers.0.{name}" for name in ("weight", "bias"))
+    training = _training(replace(MLP_EVEN, name="half_frozen", idle=frozen))
+    shapes = {n: tuple(p.shape) for n, p in MLP_EVEN.build().named_parameters() if n not in frozen}
+    state = [StateTensor(parameter=n, shape=shape, bytes_per_element=FLOAT) for n, shape in shapes.items()]
+    num_bytes = sum(map(prod, shapes.values())) * FLOAT
+    found = state_bytes(form_of(training), training, 2, cut=Cut.EVENLY, state=state)
+    assert num_bytes * 0.65 < found <= num_bytes
 
 
 def test_buffers_and_ignored_parameters_are_whole() -> None:

@@ -20,6 +20,7 @@ __all__ = ["Combination", "Dimension", "Program", "ProgramRule", "Space"]
 Choice = tuple[str, str]  # the name of a dimension, and one of its values
 Combination = frozenset[Choice]  # of several dimensions, one value each
 
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dimension:
     """One trait of a model, option of a plan or move of a loop; ``interacts`` asks for triples with others that do.
@@ -190,7 +191,7 @@ class Space:
         return program
 
     def completion(self, target: Combination) -> Program | None:
-        """Return a program with these choices and as few others as it takes to make sense; None where two are too few."""
+        """Return a program of these choices and at most two more, the fewest that make sense; None if none do."""
         fixed = dict(target)
         for more in (((),), combinations(self._choices, 1), combinations(self._enabling, 2)):
             for choices in more:

@@ -23,7 +23,9 @@ from shardproof.harness.worlds.spec import WorldSpec
 
 __all__ = ["ExploreRequest", "explore_programs"]
 
-KNOWN = tuple(SUITES / "combinations" / name for name in ("found.txt", "found_wrapped.txt"))
+KNOWN = tuple(
+    SUITES / "combinations" / f"{name}.txt" for name in ("found", "found_wrapped", "found_replicas")
+)
 _FOUND = "found.txt"
 
 

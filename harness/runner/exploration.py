@@ -13,6 +13,7 @@ from pathlib import Path
 from shardproof.harness.cases.space import Combination, Program, Space
 from shardproof.harness.cases.training import Training
 from shardproof.harness.laws.law import Law
+from shardproof.harness.laws.parity import MatchesOracle
 from shardproof.harness.records.record import Record, Verdict
 from shardproof.harness.runner.options import Cell
 from shardproof.harness.runner.session import Source, TrialSession
@@ -166,8 +167,10 @@ def symptom_of(record: Record) -> Symptom | None:
     broken = next((law for law in record.laws if not law.held), None)
     if broken is None:
         return Symptom(verdict=record.verdict, law="", kind=_plain(record.headline))
-    kind = record.worst.quantity if record.worst is not None else _plain(broken.summary)
-    kind = Quantity.GRADIENT if kind == Quantity.NORM else kind  # the norm is only the first to show it
+    kind = _plain(broken.summary)
+    if broken.law == MatchesOracle().name and record.worst is not None:
+        quantity = record.worst.quantity  # the norm is only the first to show what is wrong with a gradient
+        kind = Quantity.GRADIENT if quantity == Quantity.NORM else quantity
     return Symptom(verdict=record.verdict, law=broken.law, kind=kind)
 
 

@@ -1,1 +1,1 @@
-"""Programs that combine traits of a model, options of a plan and moves of a loop: every pair, and triples that interact."""
+"""Programs that combine traits of a model, options of a plan and moves of a loop, so that every pair is met."""

@@ -1,6 +1,6 @@
 """The rows of the covering arrays: read from the files beside this one, or made anew.
 
-`python -m shardproof.suites.combinations.rows` writes the files. It takes a minute, and writes the same on every machine.
+`python -m shardproof.suites.combinations.rows` writes the files, the same on every machine.
 An array stays within the capabilities of a family of engines, because a row that asks for more proves nothing of them.
 """
 
@@ -57,8 +57,8 @@ def programs_in(name: str) -> list[Program]:
 
 def space_of(family: str) -> Space:
     """Return what a family's array covers: no program in it contains one that some engine is known to fail."""
-    known = programs_in("found_wrapped") if family == "wrapped" else []
-    return SPACE.within(FAMILIES[family]).without([*known, *programs_in("found")])
+    files = [file for file in ("found", f"found_{family}") if (_HERE / f"{file}.txt").exists()]
+    return SPACE.within(FAMILIES[family]).without(program for file in files for program in programs_in(file))
 
 
 def _write(families: Iterable[str]) -> None:

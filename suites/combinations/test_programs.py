@@ -44,3 +44,9 @@ def test_what_an_engine_once_failed(trial: Trial, program: Program) -> None:
 @_rows("found_wrapped")
 def test_what_a_wrapper_once_failed(trial: Trial, program: Program) -> None:
     trial.holds(training_of(program), *laws_of(program))
+
+
+@pytest.mark.worlds(SEVERAL)
+@_rows("found_replicas")
+def test_what_replicas_once_failed(trial: Trial, program: Program) -> None:
+    trial.holds(training_of(program), *laws_of(program))
