@@ -1,4 +1,7 @@
-"""Mutants that sin where two ordinary things meet, each by a mechanism of its own; alone neither shows it."""
+"""Mutants that sin where two ordinary things meet, each by a mechanism of its own; alone neither shows it.
+
+The last two sin always: they are for rows that no mutant of a pair is known to die of.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from shardproof.engine import reference
 from shardproof.engine.adapters.reference import PreparedReference, ReferenceEngine
+from shardproof.engine.adapters.torch_fsdp1 import FullyShardedDataParallelEngine, PreparedFsdp1
 from shardproof.engine.capability import Capability
 from shardproof.engine.contract import Plan, PreparedModel
 from shardproof.engine.mutants.mutant import Condition, Trace, mutant
@@ -561,3 +565,27 @@ class GathersFrozenUnitsAheadAgain(ReferenceEngine):
                 if not any(p.requires_grad for p in module.parameters()):
                     unit.unshard()
                     unit.reshard()
+
+
+@mutant(after="NVIDIA/Megatron-LM#3023")
+class HalvesTheLastRank(ReferenceEngine):
+    """The losses of the last rank count half, whatever else is asked for.
+
+    Reported: contributions did not weigh the same.
+    """
+
+    class Prepared(PreparedReference):
+        def backward(self, loss: torch.Tensor) -> None:
+            super().backward(loss / 2 if is_last_rank() else loss)
+
+
+@mutant(after="NVIDIA/Megatron-LM#3023")
+class HalvesTheLastRankOfWrappers(FullyShardedDataParallelEngine):
+    """The losses of the last rank count half, under any option of the wrapper.
+
+    Reported: contributions did not weigh the same.
+    """
+
+    class Prepared(PreparedFsdp1):
+        def backward(self, loss: torch.Tensor) -> None:
+            super().backward(loss / 2 if is_last_rank() else loss)

@@ -13,6 +13,7 @@ from shardproof.fixtures.programs import SPACE, training_of
 from shardproof.fixtures.standalone import standalone
 from shardproof.harness.cases.case_id import SUITES
 from shardproof.harness.cases.space import Program
+from shardproof.harness.errors import UsageError
 from shardproof.harness.records.run import write_file
 from shardproof.harness.runner.engines import describe
 from shardproof.harness.runner.exploration import Exploration, Finding, Hunt
@@ -21,7 +22,7 @@ from shardproof.harness.runner.options import Cell
 from shardproof.harness.worlds.processes.forkserver import warm_up
 from shardproof.harness.worlds.spec import WorldSpec
 
-__all__ = ["ExploreRequest", "explore_programs"]
+__all__ = ["ExploreRequest", "explore_programs", "print_script"]
 
 KNOWN = tuple(
     SUITES / "combinations" / f"{name}.txt" for name in ("found", "found_wrapped", "found_replicas")
@@ -74,6 +75,18 @@ def explore_programs(request: ExploreRequest) -> int:
         f"{len(hunt.seen)} of {len(space.combinations)} combinations seen; {num_new} new failures in {request.out}"
     )
     return DOES_NOT_CONFORM if num_new else CONFORMS
+
+
+def print_script(text: str, engine: str, world: str) -> int:
+    """Print the script of one program; raises UsageError where there can be none."""
+    program = SPACE.parse(text)
+    script = standalone(program, engine, "judged by hand", size=WorldSpec.parse(world).size)
+    if script is None:
+        raise UsageError(
+            "--script", expected="choices that a script can show", got=text, hint="--engine torch.fsdp2"
+        )
+    print(script, end="")
+    return CONFORMS
 
 
 def read_programs(*files: Path) -> list[Program]:

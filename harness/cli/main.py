@@ -136,8 +136,10 @@ def explore(arguments: argparse.Namespace) -> int:
 
     Programs that failed before come first: those that ship and those in DIR/found.txt. Returns 1 for new failures.
     """
-    from shardproof.harness.cli.explore import ExploreRequest, explore_programs
+    from shardproof.harness.cli.explore import ExploreRequest, explore_programs, print_script
 
+    if arguments.script is not None:
+        return print_script(arguments.script, arguments.engine, arguments.world)
     check_temporary_folder()
     return explore_programs(
         ExploreRequest(
@@ -369,6 +371,9 @@ def _add_explore(commands: Any) -> None:
     sub.add_argument("--seed", type=int, default=0, metavar="S", help="seed of the draws; default: 0")
     sub.add_argument("--out", metavar="DIR", help="findings; default: conformance/explore-NAME")
     sub.add_argument("--deadline", type=float, default=60.0, metavar="S", help="seconds a world may take")
+    sub.add_argument(
+        "--script", metavar="PROGRAM", help="print this program as a script for torchrun; judge none"
+    )
     sub.set_defaults(command=explore)
 
 

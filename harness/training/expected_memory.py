@@ -114,7 +114,7 @@ def state_bytes(
     shares = num_shares_of(training.plan, world_size)
     shapes = {name: shape for g in form.groups for name, shape in zip(g.names, g.shapes, strict=True)}
     most = sum(_group_numel(group, training.plan, shares, cut) for group in form.groups)
-    # Where parameters lie one after the other, those without state may be another rank's: all that is left is this one's.
+    # Where parameters lie one after the other, those without state may be another rank's, and the rest this one's.
     trained = sum(prod(shape) for name, shape in shapes.items() if name not in training.problem.idle)
     share = Fraction(min(most, trained), max(trained, 1))
     total = Fraction(0)

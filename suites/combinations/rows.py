@@ -12,7 +12,7 @@ from pathlib import Path
 from shardproof import Capability, Program, Space
 from shardproof.fixtures.programs import SPACE
 
-__all__ = ["FAMILIES", "programs_in", "space_of"]
+__all__ = ["FAMILIES", "programs_in", "rows_in", "space_of"]
 
 _HERE = Path(__file__).parent
 _REPLICAS = frozenset(
@@ -51,8 +51,13 @@ FAMILIES: Mapping[str, frozenset[Capability]] = {
 
 def programs_in(name: str) -> list[Program]:
     """Read the programs of a file, one a line; what follows # is a comment."""
-    lines = ((_HERE / f"{name}.txt").read_text()).splitlines()
-    return [SPACE.parse(line) for line in (line.partition("#")[0].strip() for line in lines) if line]
+    return [program for program, _ in rows_in(name)]
+
+
+def rows_in(name: str) -> list[tuple[Program, str]]:
+    """Read the programs of a file with what follows #: the mutants that a row kills."""
+    lines = (line.partition("#") for line in (_HERE / f"{name}.txt").read_text().splitlines())
+    return [(SPACE.parse(text.strip()), note.strip()) for text, _, note in lines if text.strip()]
 
 
 def space_of(family: str) -> Space:
