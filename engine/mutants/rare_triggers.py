@@ -546,27 +546,6 @@ class FreezesWholeJointUnits(ReferenceEngine):
             super().step()
 
 
-@mutant(
-    after="pytorch/pytorch#95805",
-    kills_on=_on(Plan(layout=Layout.SHARD), Capability.PREFETCH),
-    trace=Trace.COMMUNICATION,
-)
-class GathersFrozenUnitsAheadAgain(ReferenceEngine):
-    """Frozen units in lists of units to gather ahead are gathered once more after each backward.
-
-    Reported: what is hung on gradients never happened for frozen units.
-    """
-
-    class Prepared(Remembering):
-        def backward(self, loss: torch.Tensor) -> None:
-            super().backward(loss)
-            for name, unit in self.units().items() if self.plan.prefetch is not None else ():
-                module = self.module.get_submodule(name.split(",")[0])
-                if not any(p.requires_grad for p in module.parameters()):
-                    unit.unshard()
-                    unit.reshard()
-
-
 @mutant(after="NVIDIA/Megatron-LM#3023")
 class HalvesTheLastRank(ReferenceEngine):
     """The losses of the last rank count half, whatever else is asked for.
