@@ -16,7 +16,7 @@ from shardproof.harness.cases.space import Program
 from shardproof.harness.errors import UsageError
 from shardproof.harness.records.run import write_file
 from shardproof.harness.runner.engines import describe
-from shardproof.harness.runner.exploration import Exploration, Finding, Hunt
+from shardproof.harness.runner.exploration import Exploration, ShrunkFailure, Hunt
 from shardproof.harness.runner.invoke import CONFORMS, DOES_NOT_CONFORM
 from shardproof.harness.runner.options import Cell
 from shardproof.harness.worlds.processes.forkserver import warm_up
@@ -97,7 +97,7 @@ def read_programs(*files: Path) -> list[Program]:
     return list(dict.fromkeys(SPACE.parse(line) for line in lines if line))
 
 
-def write_finding(finding: Finding, engine: str, world: str, out: Path) -> None:
+def write_finding(finding: ShrunkFailure, engine: str, world: str, out: Path) -> None:
     """Add a finding to those that run first next time; write its report and, where there can be one, its script."""
     out.mkdir(parents=True, exist_ok=True)
     with (out / _FOUND).open("a") as file:
@@ -110,7 +110,7 @@ def write_finding(finding: Finding, engine: str, world: str, out: Path) -> None:
     write_file(out / f"finding-{number}.md", _report(finding, world, script, number))
 
 
-def _report(finding: Finding, world: str, script: str | None, number: int) -> str:
+def _report(finding: ShrunkFailure, world: str, script: str | None, number: int) -> str:
     record, details = finding.record, [d for law in finding.record.laws if not law.held for d in law.details]
     shown = (
         f"`torchrun --nproc-per-node {WorldSpec.parse(world).size} finding-{number}.py` shows it with torch alone."

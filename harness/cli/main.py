@@ -139,12 +139,12 @@ def explore(arguments: argparse.Namespace) -> int:
     from shardproof.harness.cli.explore import ExploreRequest, explore_programs, print_script
 
     if arguments.script is not None:
-        return print_script(arguments.script, arguments.engine, arguments.world)
+        return print_script(arguments.script, arguments.engine, arguments.one_world)
     check_temporary_folder()
     return explore_programs(
         ExploreRequest(
             engine=arguments.engine,
-            world=arguments.world,
+            world=arguments.one_world,
             out=Path(arguments.out or Path("conformance") / f"explore-{arguments.engine.replace('/', '-')}"),
             seed=arguments.seed,
             minutes=arguments.minutes,
@@ -365,7 +365,9 @@ def _add_check(commands: Any) -> None:
 def _add_explore(commands: Any) -> None:
     sub = commands.add_parser("explore", help="judge programs drawn by seed", description=explore.__doc__)
     sub.add_argument("--engine", required=True, metavar="NAME")
-    sub.add_argument("--world", default="threads:2", metavar="KIND:SIZE", help="default: threads:2")
+    sub.add_argument(
+        "--world", dest="one_world", default="threads:2", metavar="KIND:SIZE", help="default: threads:2"
+    )
     sub.add_argument("--minutes", type=float, default=5.0, metavar="M", help="default: 5")
     sub.add_argument("--programs", type=int, metavar="N", help="stop after N programs")
     sub.add_argument("--seed", type=int, default=0, metavar="S", help="seed of the draws; default: 0")

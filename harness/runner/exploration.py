@@ -20,7 +20,7 @@ from shardproof.harness.runner.session import Source, TrialSession
 from shardproof.harness.training.oracle import Quantity
 from shardproof.harness.verdicts.case import Case
 
-__all__ = ["Exploration", "Finding", "Hunt", "Symptom", "symptom_of"]
+__all__ = ["Exploration", "ShrunkFailure", "Hunt", "Symptom", "symptom_of"]
 
 _LONGEST = 200  # of a message that two failures are compared by
 
@@ -38,7 +38,7 @@ class Symptom:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
+class ShrunkFailure:
     """The least program that fails in one way, of all that were tried, and the record of its failure."""
 
     program: Program
@@ -66,7 +66,7 @@ class Exploration:
             finally:
                 session.close()
 
-    def shrunk(self, program: Program, record: Record) -> Finding:
+    def shrunk(self, program: Program, record: Record) -> ShrunkFailure:
         """Return the least program that fails with the same symptom: choices are left out, half of them at first."""
         symptom, least = symptom_of(record), program
         assert symptom is not None
@@ -86,7 +86,7 @@ class Exploration:
             elif size > 1:
                 size //= 2
             else:
-                return Finding(program=least, symptom=symptom, record=record, drawn=program)
+                return ShrunkFailure(program=least, symptom=symptom, record=record, drawn=program)
 
 
 @dataclass
@@ -98,9 +98,9 @@ class Hunt:
     num_judged: int = 0
     verdicts: dict[str, int] = field(default_factory=dict)
     seen: set[Combination] = field(default_factory=set)
-    findings: list[Finding] = field(default_factory=list)
+    findings: list[ShrunkFailure] = field(default_factory=list)
 
-    def failing(self, program: Program) -> Finding | None:
+    def failing(self, program: Program) -> ShrunkFailure | None:
         """Judge one program; return its failure as it is."""
         record = self.exploration.judge(program)
         self.num_judged += 1
@@ -109,9 +109,9 @@ class Hunt:
         if symptom is None:
             self.seen |= self.exploration.space.combinations_in(program)
             return None
-        return Finding(program=program, symptom=symptom, record=record, drawn=program)
+        return ShrunkFailure(program=program, symptom=symptom, record=record, drawn=program)
 
-    def check(self, program: Program) -> Finding | None:
+    def check(self, program: Program) -> ShrunkFailure | None:
         """Judge one program, and shrink it if it fails; None too for a failure like one that was found before."""
         failure = self.failing(program)
         if failure is None:
@@ -123,7 +123,7 @@ class Hunt:
         self.findings.append(finding)
         return finding if is_new else None
 
-    def _again(self, program: Program, record: Record) -> Finding | None:
+    def _again(self, program: Program, record: Record) -> ShrunkFailure | None:
         """Return the failure as that of a finding if the program's values in the same dimensions alone fail alike."""
         symptom, space = symptom_of(record), self.exploration.space
         tried = set[Program]()
@@ -137,7 +137,7 @@ class Hunt:
                 return replace(known, program=candidate, record=again, drawn=program)
         return None
 
-    def run(self, *, until: float, num_programs: int | None = None) -> Iterator[Finding]:
+    def run(self, *, until: float, num_programs: int | None = None) -> Iterator[ShrunkFailure]:
         """Judge programs that show what was not seen yet, then any; none that contains one found before.
 
         Stops at ``until`` of the monotonic clock, or after so many programs.
