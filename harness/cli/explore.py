@@ -16,7 +16,7 @@ from shardproof.harness.cases.space import Program
 from shardproof.harness.errors import UsageError
 from shardproof.harness.records.run import write_file
 from shardproof.harness.runner.engines import describe
-from shardproof.harness.runner.exploration import Exploration, ShrunkFailure, Hunt
+from shardproof.harness.runner.exploration import Exploration, Hunt, ShrunkFailure
 from shardproof.harness.runner.invoke import CONFORMS, DOES_NOT_CONFORM
 from shardproof.harness.runner.options import Cell
 from shardproof.harness.worlds.processes.forkserver import warm_up

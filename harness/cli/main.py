@@ -139,13 +139,15 @@ def explore(arguments: argparse.Namespace) -> int:
     from shardproof.harness.cli.explore import ExploreRequest, explore_programs, print_script
 
     if arguments.script is not None:
-        return print_script(arguments.script, arguments.engine, arguments.one_world)
+        return print_script(arguments.script, arguments.one_engine, arguments.one_world)
     check_temporary_folder()
     return explore_programs(
         ExploreRequest(
-            engine=arguments.engine,
+            engine=arguments.one_engine,
             world=arguments.one_world,
-            out=Path(arguments.out or Path("conformance") / f"explore-{arguments.engine.replace('/', '-')}"),
+            out=Path(
+                arguments.out or Path("conformance") / f"explore-{arguments.one_engine.replace('/', '-')}"
+            ),
             seed=arguments.seed,
             minutes=arguments.minutes,
             num_programs=arguments.programs,
@@ -364,7 +366,7 @@ def _add_check(commands: Any) -> None:
 
 def _add_explore(commands: Any) -> None:
     sub = commands.add_parser("explore", help="judge programs drawn by seed", description=explore.__doc__)
-    sub.add_argument("--engine", required=True, metavar="NAME")
+    sub.add_argument("--engine", dest="one_engine", required=True, metavar="NAME")
     sub.add_argument(
         "--world", dest="one_world", default="threads:2", metavar="KIND:SIZE", help="default: threads:2"
     )

@@ -20,7 +20,7 @@ from shardproof.harness.runner.session import Source, TrialSession
 from shardproof.harness.training.oracle import Quantity
 from shardproof.harness.verdicts.case import Case
 
-__all__ = ["Exploration", "ShrunkFailure", "Hunt", "Symptom", "symptom_of"]
+__all__ = ["Exploration", "Hunt", "ShrunkFailure", "Symptom", "symptom_of"]
 
 _LONGEST = 200  # of a message that two failures are compared by
 
