@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from shardproof.engine import reference
 from shardproof.engine.adapters.reference import PreparedReference, ReferenceEngine
-from shardproof.engine.adapters.torch_fsdp1 import FullyShardedDataParallelEngine, PreparedFsdp1
+from shardproof.engine.adapters.reference_wrapper import PreparedReferenceWrapper, ReferenceWrapperEngine
 from shardproof.engine.capability import Capability
 from shardproof.engine.contract import Plan, PreparedModel
 from shardproof.engine.mutants.mutant import Condition, Trace, mutant
@@ -559,12 +559,12 @@ class HalvesTheLastRank(ReferenceEngine):
 
 
 @mutant(after="NVIDIA/Megatron-LM#3023")
-class HalvesTheLastRankOfWrappers(FullyShardedDataParallelEngine):
+class HalvesTheLastRankOfWrappers(ReferenceWrapperEngine):
     """The losses of the last rank count half, under any option of the wrapper.
 
     Reported: contributions did not weigh the same.
     """
 
-    class Prepared(PreparedFsdp1):
+    class Prepared(PreparedReferenceWrapper):
         def backward(self, loss: torch.Tensor) -> None:
             super().backward(loss / 2 if is_last_rank() else loss)
