@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,10 +18,10 @@ from shardproof.engine.adapters.torch_replicate import ReplicateEngine
 from shardproof.engine.capability import Capability
 from shardproof.engine.contract import Layout, Plan, PreparedModel
 from shardproof.engine.mutants.mutant import Condition, Trace, mutant
-from shardproof.engine.mutants.patches import Forgetful
+from shardproof.engine.mutants.patches import Forgetful, after
 from shardproof.engine.mutants.reference_insides import reference_groups
 from shardproof.engine.plan import Accumulation, Grouping
-from shardproof.engine.reference.collectives import Division, ReductionPlan
+from shardproof.engine.reference.collectives import Division, PartialReduction, ReductionPlan
 from shardproof.engine.reference.param_group import FSDPParamGroup
 from shardproof.engine.reference.parameter import FSDPParam
 
@@ -200,6 +201,40 @@ def _rounding(parameter: FSDPParam) -> Callable[[torch.dtype | None], None]:
         parameter._held_grad = _rounded(parameter._held_grad)
 
     return hold
+
+
+_REPLICAS_WAIT = Plan(
+    layout=Layout.HYBRID, reduce_dtype=torch.bfloat16, demands=frozenset({Capability.REPLICA_SYNC})
+)
+
+
+@mutant(
+    after="pytorch/pytorch#160279",
+    kills_on=Condition(
+        world_size=4,
+        microbatches=3,
+        plan=_REPLICAS_WAIT,
+        because="without replicas no reduced gradient waits",
+    ),
+)
+class SumsReplicasInTheReduceDtype(ReferenceEngine):
+    """What waits for the all-reduce over replicas is summed over microbatches in the dtype of the reduction.
+
+    Reported: of gradients accumulated over microbatches some had another dtype than others.
+    """
+
+    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
+        """Prepare honestly; round what waits after each microbatch."""
+        prepared = super().prepare(model, plan, mesh)
+        if plan.reduce_dtype is not None:
+            for group in reference_groups(prepared):
+                after(group._partial, "add", partial(_round_sums, plan.reduce_dtype))
+        return prepared
+
+
+def _round_sums(dtype: torch.dtype, waiting: PartialReduction) -> None:
+    for parameter, total in waiting._sums.items():
+        waiting._sums[parameter] = total.to(dtype)
 
 
 @mutant(

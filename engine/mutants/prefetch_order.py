@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,14 +15,18 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardproof.engine import reference
 from shardproof.engine.adapters.reference import PreparedReference, ReferenceEngine
+from shardproof.engine.adapters.reference_wrapper import ReferenceWrapperEngine
 from shardproof.engine.adapters.torch_fsdp2 import FullyShardEngine, PreparedFullyShard
 from shardproof.engine.contract import Capability, Plan, Prefetch, PreparedModel
 from shardproof.engine.mutants.mutant import Condition, Trace, mutant
 from shardproof.engine.mutants.patches import Stale
 from shardproof.engine.mutants.plans import UNITS
-from shardproof.engine.plan import Accumulation, Grouping, Layout
+from shardproof.engine.mutants.reference_insides import reference_units
+from shardproof.engine.plan import Accumulation, Grouping, Layout, Reshard
 from shardproof.engine.reference.collectives import DefaultAllGather
-from shardproof.engine.reference.fsdp_state import state_of
+from shardproof.engine.reference.fsdp_state import FSDPState, state_of
+from shardproof.engine.reference.root_state import RootState
+from shardproof.engine.wrapper import BackwardGather, Wrapper
 
 _GROUPED = Plan(layout=Layout.SHARD, units=UNITS, grouping=Grouping.REQUIRED)
 _AHEAD = Plan(
@@ -302,6 +307,40 @@ class GathersSynchronously(FullyShardEngine):
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         """Shard honestly, under a plan without the demand."""
         return super().prepare(model, replace(plan, demands=plan.demands - {Capability.ASYNC_GATHER}), mesh)
+
+
+@mutant(
+    after="pytorch/pytorch#105635",
+    kills_on=Condition(
+        plan=replace(
+            _GROUPED,
+            units=("blocks.0.attention", *UNITS),
+            reshard=Reshard.AFTER_FORWARD,
+            wrapper=Wrapper(backward_prefetch=BackwardGather.AFTER),
+        ),
+        because="only nested units are through with backward before the unit that ran after them",
+    ),
+    trace=Trace.COMMUNICATION,
+)
+class GathersWhatBackwardHasDone(ReferenceWrapperEngine):
+    """A late prefetch gathers the unit that ran before in forward, though its backward may be over.
+
+    Reported: a unit that was freed in backward was gathered again, and once more for its own backward.
+    """
+
+    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
+        """Wrap honestly, then predict from the order of forwards alone."""
+        prepared = super().prepare(model, plan, mesh)
+        for state in reference_units(prepared):
+            state._prefetch_next = partial(_prefetch_predecessor, state)  # type: ignore[method-assign]  # of this one alone
+        return prepared
+
+
+def _prefetch_predecessor(state: FSDPState, root_state: RootState[FSDPState]) -> None:
+    order, position = root_state._left_forward, state._backward_position
+    predecessor = order[position - 1] if 0 < position < len(order) else None
+    if predecessor is not None:
+        predecessor.prefetch_in_backward()
 
 
 class _PreparedStaleReference(Stale, PreparedReference):

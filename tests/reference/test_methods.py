@@ -164,6 +164,22 @@ def test_a_divide_factor_is_of_one_group_only(door: str, ranks: Ranks) -> None:
     ranks.run(SIZE, _divide_one, door)
 
 
+def _keep_after_backward(context: RankContext, door: str, recurse: bool) -> set[int]:
+    chain = Chain()
+    model = apply_to(chain, BY_NAME[door].fully_shard)
+    model.set_reshard_after_backward(False, recurse=recurse)
+    train(context, model)
+    return whole_units(chain)
+
+
+@each_door
+@pytest.mark.parametrize(("recurse", "kept"), [(True, {ROOT, 0, 1, 2}), (False, {ROOT})])
+def test_units_are_kept_after_backward_below_a_module_or_it_alone(
+    recurse: bool, kept: set[int], door: str, ranks: Ranks
+) -> None:
+    assert ranks.run(2, _keep_after_backward, door, recurse) == [kept] * 2
+
+
 # --- several roots ------------------------------------------------------------------------------------------------
 
 
