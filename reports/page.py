@@ -17,8 +17,6 @@ from shardproof.reports.matrix import Column, arrange, by_severity, label
 from shardproof.reports.summary import Tally, conclude, tally, warnings
 from shardproof.reports.verdict_style import MARKS, VerdictStyle
 
-__all__ = ["Key", "render"]
-
 Key = tuple[str, str, str]
 """Engine, case and world of a record."""
 

@@ -10,20 +10,6 @@ from typing import ClassVar
 from shardproof.engine.contract import Capability, UnitHandle
 from shardproof.harness.cases.script import Actor
 
-__all__ = [
-    "AFTER_BACKWARD",
-    "AFTER_FORWARD",
-    "AFTER_FORWARD_FREED",
-    "AFTER_FORWARD_KEPT",
-    "BEFORE_BACKWARD",
-    "BEFORE_FORWARD",
-    "AlternateHeads",
-    "Gather",
-    "LookAround",
-    "ToggleReshard",
-    "UnshardByHand",
-]
-
 BEFORE_FORWARD = "before forward"
 AFTER_FORWARD = "after forward"
 AFTER_FORWARD_FREED = "after forward, told to free"

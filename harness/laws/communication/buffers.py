@@ -11,8 +11,6 @@ from shardproof.harness.laws.communication.order import group_of, spell_unit
 from shardproof.harness.laws.law import Evidence, Ruling, rule
 from shardproof.harness.tracing.ledger import Entry, Ledger
 
-__all__ = ["LeavesBuffersAlone", "ResultsAreWaitedFor", "harm_in"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeavesBuffersAlone:
