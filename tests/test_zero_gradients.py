@@ -17,11 +17,9 @@ from shardproof.harness.cases.training import Schedule, Training
 from shardproof.harness.laws.parity import MatchesOracle
 from shardproof.harness.records.observation import Observation, StepObservation
 from shardproof.harness.records.record import Verdict
-from shardproof.harness.runner.options import Cell
 from shardproof.harness.runner.session import TrialSession
 from shardproof.harness.training.oracle import OracleObservation, run_oracle
-from shardproof.harness.verdicts.case import Case
-from shardproof.harness.worlds.spec import WorldKind, WorldSpec
+from tests.judging import judged
 from tests.simulated_engine import evidence_of, row_shard, simulate
 
 WORLD_SIZE = 4
@@ -69,13 +67,7 @@ def test_an_engine_declares_zeros_in_its_adapter(
         plan=Plan(units=SOMETIMES.units, demands=demands),
         schedule=Schedule(steps=4),
     )
-    world = WorldSpec(kind=WorldKind.THREADS, size=2)
-    record = session.run(
-        Case(id="case", training=training, laws=(MatchesOracle(),)),
-        Cell(engine=f"{__name__}:{engine.__name__}", world=world),
-        suite="",
-        command="",
-    )
+    record = judged(session, f"{__name__}:{engine.__name__}", training=training, laws=(MatchesOracle(),))
     assert (record.verdict, text in record.headline) == (verdict, True), record.headline
 
 
