@@ -90,7 +90,7 @@ def chunked_numel(groups: Iterable[UnitParameters], num_shares: int) -> int:
 def _groups(model: nn.Module, plan: Plan) -> Iterator[UnitParameters]:
     names = {parameter: name for name, parameter in model.named_parameters()}
     taken = {model.get_parameter(name) for name in plan.ignored}
-    # With several roots nobody owns what is outside of them.
+    # With several roots none owns what is outside of them.
     units = plan.units if plan.roots is Roots.EACH_UNIT else (*plan.units, ROOT)
     for unit in units:
         inside = (p for name in unit.split(",") for p in model.get_submodule(name).parameters())

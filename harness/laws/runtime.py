@@ -194,7 +194,7 @@ class NoRaces:
         return "streams wait for each other"
 
     def judge(self, evidence: Evidence) -> Ruling:
-        """Look at what each rank's watch found; a rank that nobody watched breaks the law."""
+        """Look at what each rank's watch found; a rank without a watch breaks the law."""
         broken: list[str] = []
         num_touches, num_streams, num_collectives = 0, 0, 0
         for observation in evidence.ranks:

@@ -61,7 +61,7 @@ def generator_address(generator: torch.Generator) -> int:
 
 @cache
 def random_operators() -> tuple[str, ...]:
-    """Name the aten operators that draw random numbers on CPU and can be told from which generator."""
+    """Name the aten operators that draw random numbers on CPU and take a generator."""
     names = []
     has_kernel = private("torch._C:_dispatch_has_kernel_for_dispatch_key")
     for full_name in private("torch._C:_dispatch_get_all_op_names")():

@@ -16,7 +16,7 @@ _owners: WeakKeyDictionary[threading.Thread, int] = WeakKeyDictionary()
 
 
 def bind_rank(rank: int | None) -> None:
-    """Make the calling thread the one that runs ``rank``'s body; None makes it nobody's again."""
+    """Make the calling thread the one that runs ``rank``'s body; None unbinds it."""
     _identity.rank = rank
     _identity.is_home = rank is not None
 

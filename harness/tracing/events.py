@@ -61,7 +61,7 @@ class Flight:
     """One collective of a rank; ``issued`` and ``landed`` are positions in the course.
 
     It lands when what computes waits for it: the host, or under a watch over streams the stream on which units
-    compute. ``landed`` is None where nobody did.
+    compute. ``landed`` is None without a wait.
     """
 
     seq: int
@@ -143,7 +143,7 @@ def stretches(course: Sequence[TraceEvent]) -> tuple[ComputeSpan, ...]:
     """Return when units computed, in order.
 
     A unit that calls another computes before and after it. In backward, what a unit around another computes after
-    the inner one is not told from the outside, and is in no stretch; a forward that runs again in backward is
+    the inner one cannot be seen from the outside, and is in no stretch; a forward that runs again in backward is
     part of it.
     """
     return tuple(sorted(_Stretches(course).found, key=lambda s: s.first))

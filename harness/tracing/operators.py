@@ -1,4 +1,4 @@
-"""Which operator reads and writes which tensors: seen by one dispatch mode, told to every watch of the rank.
+"""Which operator reads and writes which tensors: seen by one dispatch mode, which reports to every watch of the rank.
 
 [Note: which threads] A dispatch mode belongs to a thread, and backward runs on the thread that called it: on a CPU
 autograd has no threads of its own. So one mode around a rank's training sees forward, backward and the optimizer,
@@ -46,7 +46,7 @@ class _Footprint:
 
 
 class OperatorObserver(Protocol):
-    """Who is told of operators; tensors are plain ones with memory of their own."""
+    """Receives operators; tensors are plain ones with memory of their own."""
 
     def operator(
         self,
@@ -61,7 +61,7 @@ class OperatorObserver(Protocol):
         """Take note of memory that was asked for, and is not written yet."""
 
     def host_read(self) -> None:
-        """Take note that the host waited for what the operator told last has computed."""
+        """Record that the host waited for what the last operator computed."""
 
 
 # Without it no mode is made: `private_names.require` refuses the watches first.
@@ -162,7 +162,7 @@ def _tensors(value: Any) -> Iterable[torch.Tensor]:
 
 
 class Witness(OperatorObserver, Protocol):
-    """A watch over one rank: told of operators, collectives, waits for them, and resizes of storages."""
+    """A watch over one rank: receives operators, collectives, waits for them, and resizes of storages."""
 
     def resized(self, storage: torch.UntypedStorage, num_bytes: int) -> None:
         """Take note that a storage is about to have another size, before it has."""

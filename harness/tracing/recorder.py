@@ -33,7 +33,7 @@ _ENCODER = json.JSONEncoder(separators=(",", ":"))  # once: json.dumps would bui
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallSummary:
-    """What the recorder is told of a call: the fields of Entry that the call itself decides."""
+    """What the recorder receives of a call: the fields of Entry that the call itself decides."""
 
     op: Op
     group_name: str
@@ -177,7 +177,7 @@ class Recorder:
         return entry.seq
 
     def waited(self, seq: int, *, is_over: bool | None = True) -> None:
-        """Write down that somebody waits for a result; only the first time counts. See `Wait` for ``is_over``."""
+        """Record a wait for a result; only the first time counts. See `Wait` for ``is_over``."""
         with self._lock:
             if seq in self._waits:
                 return

@@ -21,7 +21,7 @@ def watching_units(model: nn.Module, units: tuple[str, ...], recorder: Recorder)
     """Hook the named submodules, and the root as ``""``, for the duration.
 
     A unit's turn begins with hooks that are put first: an engine that gathers it in hooks of its own does so
-    inside the turn. That it computes is told by hooks that are put last, when the engine's are through. Units
+    inside the turn. Hooks that are put last show that it computes, when the engine's are through. Units
     that the engine renamed away are left out; their traffic is attributed to the unit around them.
     """
     handles = []

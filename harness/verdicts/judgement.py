@@ -61,7 +61,7 @@ def judge(
 ) -> Judgement:
     """Judge every rank of one case; an undeclared capability turns the question into *was it refused?*
 
-    ``oracle`` is asked only where numbers are: who hangs or crashes is told without it, and so at once.
+    ``oracle`` is called only if there are numbers to compare: a hang or a crash is judged without it, and so at once.
     """
     undeclared = case.training.needs - declared
     if undeclared:

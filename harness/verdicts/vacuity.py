@@ -22,7 +22,7 @@ from shardproof.harness.verdicts.visibility import hidden_because
 # In float64, a gradient so small beside the largest of its model is zero but for rounding: that of a bias before a
 # normalisation, or of a key's bias in attention.
 ZERO_BESIDE = 1e-10
-# A movement or gradient smaller than this many roundings of float32 could not be told from noise.
+# A movement or gradient smaller than this many roundings of float32 could not be distinguished from noise.
 _TOO_SMALL = 2 * MULTIPLE * torch.finfo(torch.float32).eps
 
 

@@ -25,8 +25,8 @@ class PipelineOrder(Enum):
 class Pipelined:
     """All microbatches of a step go through the stages, gradients are reduced after each stage's last backward.
 
-    Ranks of a pipeline are driven by ``harness.training.pipeline``; whoever holds the whole model takes one microbatch
-    after the other, which comes to the same.
+    Ranks of a pipeline are driven by ``harness.training.pipeline``; a rank that holds the whole model takes one
+    microbatch after the other, which comes to the same.
     """
 
     order: PipelineOrder

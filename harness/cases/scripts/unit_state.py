@@ -50,7 +50,7 @@ class LookAround:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToggleReshard:
-    """Two microbatches: ``units`` are told to free after the first one's forward, and to keep after the second's."""
+    """Two microbatches: ``units`` are set to free after the first one's forward, and to keep after the second's."""
 
     units: tuple[str, ...]
     demands: ClassVar[frozenset[Capability]] = frozenset({Capability.UNIT_STATE})
@@ -72,7 +72,7 @@ class Gather(Enum):
 
     BLOCKING = "the call returns when they are there"
     AWAITED = "the call returns at once; the caller waits, when all units have been asked"
-    UNAWAITED = "the call returns at once; nobody waits but the forward or backward that needs them"
+    UNAWAITED = "the call returns at once; only the forward or backward that needs them waits"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +84,7 @@ class UnshardByHand:
     demands: ClassVar[frozenset[Capability]] = frozenset({Capability.UNIT_STATE})
 
     def play(self, actor: Actor) -> None:
-        """Take one microbatch at a time; look only where somebody waited."""
+        """Take one microbatch at a time; look only after a wait."""
         for microbatch in range(actor.num_microbatches):
             self._unshard(actor, BEFORE_FORWARD)
             output = actor.forward(microbatch, *actor.batch(microbatch).inputs)

@@ -1,4 +1,4 @@
-"""Laws over asynchronous collectives: somebody waits for each, and nobody touches its buffers before."""
+"""Laws over asynchronous collectives: each is waited for, and its buffers are untouched before."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class LeavesBuffersAlone:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResultsAreWaitedFor:
-    """Somebody waits for each asynchronous collective of a training, at the latest at its end."""
+    """Each asynchronous collective of a training is waited for, at the latest at its end."""
 
     name: str = "results are waited for"
 

@@ -28,7 +28,7 @@ _current = torch.cpu.current_stream
 
 
 class TrackedStream(_Stream):
-    """A stream of the rank that made it; torch's own idle one on a thread that nobody watches."""
+    """A stream of the rank that made it; torch's own idle one on a thread without a watch."""
 
     # Any, here and below: torch leaves its stand-ins for streams and events of a CPU untyped.
     def __init__(

@@ -39,7 +39,7 @@ from shardproof.harness.worlds.threads.process_group import (
 from shardproof.harness.worlds.threads.scheduler import Scheduler
 from shardproof.harness.worlds.threads.transport import InMemoryTransport
 
-# So many of the longest turns fit before the deadline: what ranks then wait in is there to be told of.
+# So many of the longest turns fit before the deadline: what ranks then wait in can still be reported.
 _TURNS_TO_DEADLINE = 4
 # A group's own timeout must not fire before the world's deadline, which knows more about the cause.
 _BEYOND_DEADLINE_S = 60.0
@@ -71,7 +71,7 @@ class SupervisorLink:
             try:
                 self.jobs.put(self._connection.recv())
             except (EOFError, OSError):
-                os._exit(1)  # the supervisor is gone: nobody is left to judge, so leave no orphan
+                os._exit(1)  # the supervisor is gone: leave no orphan
             except Exception as error:  # unpickling imports modules, which may raise anything
                 self._say_unloadable(error)
 

@@ -18,7 +18,7 @@ class CollectiveRefusedError(CollectiveError):
 
 
 class CollectiveTimeoutError(CollectiveError):
-    """Somebody did not come to a collective within the group's own timeout."""
+    """A rank did not come to a collective within the group's own timeout."""
 
 
 class DeadlockError(CollectiveError):

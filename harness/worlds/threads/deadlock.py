@@ -1,6 +1,6 @@
 """Who is blocked on what, and when that can never end. Knows ranks and threads, not collectives.
 
-[Note: deadlock] Ranks are deadlocked when each of them has returned or is blocked: nobody is left to bring
+[Note: deadlock] Ranks are deadlocked when each of them has returned or is blocked: no rank is left to bring
 what any of them waits for. That is no timeout: a rank that computes is not blocked, and what it has issued
 asynchronously has already arrived. A rank is blocked when its own thread is, and with it every other thread
 through which it ever communicated.
