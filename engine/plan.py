@@ -41,7 +41,7 @@ class Layout(Enum):
 class Replicas(Enum):
     """How many replicas a hybrid layout has; with n ranks, which mesh (replicate, shard) that is."""
 
-    ONE = "(1, n): one, sharded over all ranks; nobody else holds what a rank holds"
+    ONE = "(1, n): one, sharded over all ranks; no two ranks hold the same rows"
     TWO = "(2, n / 2): two, each sharded over half of the ranks"
     PAIRS = "(n / 2, 2): each pair of ranks is one, sharded over the two"
     SINGLES = "(n, 1): each rank is one, and holds everything"
