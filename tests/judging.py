@@ -1,7 +1,8 @@
-"""One engine judged on one case, as a session does it, and no later than promised."""
+"""One engine judged on one case, as a session does it."""
 
 from __future__ import annotations
 
+import math
 import time
 
 from shardproof.fixtures.optimizers import SGD
@@ -29,9 +30,9 @@ def judged(
     laws: tuple[Law, ...] = LAWS,
     refusal: Refusal = Refusal.WRONG,
     deadline_s: float = 30.0,
-    within_s: float = 60.0,
+    within_s: float = math.inf,
 ) -> Record:
-    """Judge an engine, and check how long that took."""
+    """Judge an engine; fails where that takes longer than ``within_s``."""
     case = Case(id="case", training=training, laws=laws, refusal=refusal)
     cell = Cell(engine=engine, world=WorldSpec.parse(world, deadline_s=deadline_s))
     started = time.monotonic()

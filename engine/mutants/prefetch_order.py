@@ -19,7 +19,7 @@ from shardproof.engine.adapters.reference_wrapper import ReferenceWrapperEngine
 from shardproof.engine.adapters.torch_fsdp2 import FullyShardEngine, PreparedFullyShard
 from shardproof.engine.contract import Capability, Plan, Prefetch, PreparedModel
 from shardproof.engine.mutants.mutant import Condition, Trace, mutant
-from shardproof.engine.mutants.patches import Stale
+from shardproof.engine.mutants.patches import Stale, in_each
 from shardproof.engine.mutants.plans import UNITS
 from shardproof.engine.mutants.reference_insides import reference_units
 from shardproof.engine.plan import Accumulation, Grouping, Layout, Reshard
@@ -103,13 +103,6 @@ class SwapsPrefetchesOnTheLastRank(FullyShardEngine):
         return super().prepare(model, plan, mesh)
 
 
-class _PreparedEager(PreparedFullyShard):
-    def __call__(self, *inputs: Any, **named: Any) -> Any:  # Any: a model returns what it likes
-        if self.plan.units:
-            self.units()[self.plan.units[-1]].unshard()
-        return super().__call__(*inputs, **named)
-
-
 @mutant(
     after="pytorch/pytorch#76553",
     kills_on=Condition(steps=2, plan=_GROUPED, because=_STEADY),
@@ -121,27 +114,11 @@ class GathersTheLastUnitFirst(FullyShardEngine):
     Reported: the order recorded for gathers did not fit that in which modules ran.
     """
 
-    prepared_type = _PreparedEager
-
-
-class _PreparedPatient(PreparedReference):
-    """Has every group hold its gradients through backward, and reduces them all afterwards."""
-
-    def backward(self, loss: torch.Tensor) -> None:
-        groups = [
-            group
-            for name in (*self.plan.units, "")
-            if (unit := state_of(self.module.get_submodule(name.split(",")[0]))) is not None
-            for group in unit.param_groups
-        ]
-        held = [group for group in groups if group.reduces]
-        for group in held:
-            group.reduces = False
-        super().backward(loss)
-        for group in held:
-            group.reduces = True
-            group.reduce_gradients()
-            group.comm_ctx.finish()
+    class Prepared(PreparedFullyShard):
+        def __call__(self, *inputs: Any, **named: Any) -> Any:  # Any: a model returns what it likes
+            if self.plan.units:
+                self.units()[self.plan.units[-1]].unshard()
+            return super().__call__(*inputs, **named)
 
 
 @mutant(
@@ -155,7 +132,24 @@ class ReducesInTheOrderOfForward(ReferenceEngine):
     Reported: reductions that were to overlap backward came after it, one by one.
     """
 
-    prepared_type = _PreparedPatient
+    class Prepared(PreparedReference):
+        """Has every group hold its gradients through backward, and reduces them all afterwards."""
+
+        def backward(self, loss: torch.Tensor) -> None:
+            groups = [
+                group
+                for name in (*self.plan.units, "")
+                if (unit := state_of(self.module.get_submodule(name.split(",")[0]))) is not None
+                for group in unit.param_groups
+            ]
+            held = [group for group in groups if group.reduces]
+            for group in held:
+                group.reduces = False
+            super().backward(loss)
+            for group in held:
+                group.reduces = True
+                group.reduce_gradients()
+                group.comm_ctx.finish()
 
 
 class _PreparedRepetitive(PreparedFullyShard):
@@ -198,14 +192,6 @@ class PrefetchesAgainInRecomputation(FullyShardEngine):
     prepared_type = _PreparedRepetitive
 
 
-class _PreparedRetentive(PreparedFullyShard):
-    def backward(self, loss: torch.Tensor) -> None:
-        super().backward(loss)
-        prefetch = self.plan.prefetch or Prefetch()
-        for target in {target for _, targets in prefetch.backward for target in targets}:
-            self.units()[target].unshard()
-
-
 @mutant(
     after="pytorch/pytorch#118118",
     kills_on=Condition(steps=2, plan=_AHEAD, because="the first step has no step before it"),
@@ -216,16 +202,12 @@ class KeepsMistakenPrefetches(FullyShardEngine):
     Reported: a prefetch for a backward that never came left parameters gathered.
     """
 
-    prepared_type = _PreparedRetentive
-
-
-class _PreparedReluctant(PreparedFullyShard):
-    @contextmanager
-    def accumulating(self) -> Iterator[None]:
-        with super().accumulating():
-            self.units()[""].set_reshard_after_backward(is_on=False)
-            yield
-            self.units()[""].set_reshard_after_backward(is_on=True)
+    class Prepared(PreparedFullyShard):
+        def backward(self, loss: torch.Tensor) -> None:
+            super().backward(loss)
+            prefetch = self.plan.prefetch or Prefetch()
+            for target in {target for _, targets in prefetch.backward for target in targets}:
+                self.units()[target].unshard()
 
 
 @mutant(
@@ -244,7 +226,13 @@ class KeepsTheRootWhileAccumulating(FullyShardEngine):
     Reported: the root kept its parameters whole inside no_sync.
     """
 
-    prepared_type = _PreparedReluctant
+    class Prepared(PreparedFullyShard):
+        @contextmanager
+        def accumulating(self) -> Iterator[None]:
+            with super().accumulating():
+                self.units()[""].set_reshard_after_backward(is_on=False)
+                yield
+                self.units()[""].set_reshard_after_backward(is_on=True)
 
 
 class _HastyAllGather:
@@ -328,12 +316,7 @@ class GathersWhatBackwardHasDone(ReferenceWrapperEngine):
     Reported: a unit that was freed in backward was gathered again, and once more for its own backward.
     """
 
-    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        """Wrap honestly, then predict from the order of forwards alone."""
-        prepared = super().prepare(model, plan, mesh)
-        for state in reference_units(prepared):
-            state._prefetch_next = partial(_prefetch_predecessor, state)  # type: ignore[method-assign]  # of this one alone
-        return prepared
+    spoil = in_each(reference_units, "_prefetch_next", lambda state: partial(_prefetch_predecessor, state))
 
 
 def _prefetch_predecessor(state: FSDPState, root_state: RootState[FSDPState]) -> None:

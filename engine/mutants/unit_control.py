@@ -29,7 +29,7 @@ from shardproof.engine.contract import (
     UnitHandle,
 )
 from shardproof.engine.mutants.mutant import Condition, Trace, mutant
-from shardproof.engine.mutants.patches import Stale
+from shardproof.engine.mutants.patches import Stale, in_each
 from shardproof.engine.mutants.plans import SECOND_STEP
 from shardproof.engine.mutants.reference_insides import reference_groups
 from shardproof.engine.reference.param_group import FSDPParamGroup
@@ -101,12 +101,7 @@ class KeepsPartsUnderAnotherPolicy(ReferenceEngine):
     Reported: the policy could not be changed once the model had been wrapped.
     """
 
-    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        """Shard honestly, then let a change of policy take the part of a subgroup for that of all ranks."""
-        prepared = super().prepare(model, plan, mesh)
-        for group in reference_groups(prepared):
-            group.set_subgroup = _keeping_parts(group)  # type: ignore[method-assign, assignment]  # of this one alone
-        return prepared
+    spoil = in_each(reference_groups, "set_subgroup", lambda group: _keeping_parts(group))
 
 
 def _keeping_parts(group: FSDPParamGroup) -> Callable[[dist.ProcessGroup | None], None]:
