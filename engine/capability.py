@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from enum import Enum
 
-__all__ = ["Capability", "MissingMethodError", "UnsupportedError"]
-
 
 class Capability(Enum):
     """One promise an adapter may make; the value is the wording that reports show."""

@@ -12,8 +12,6 @@ from shardproof.harness.records.record import Record, Verdict
 from shardproof.reports.causes import shape
 from shardproof.reports.text import ranks, size
 
-__all__ = ["TITLES", "ChangeGroup", "Line", "case_lines", "groups", "shared_world"]
-
 TITLES: Mapping[News, str] = MappingProxyType(
     {
         News.WORSE: "Worse",

@@ -16,8 +16,6 @@ from shardproof.reports.matrix import Column
 from shardproof.reports.summary import warnings
 from shardproof.reports.text import clip, one_line, printable
 
-__all__ = ["render"]
-
 _Element = ElementTree.Element
 _Kind = Literal["skipped", "failure", "error"]
 _TEXT_LIMIT = 20_000  # characters of evidence for each case; CI servers hold whole reports in memory

@@ -23,8 +23,6 @@ from shardproof.reports.summary import conclude, tally, warnings
 from shardproof.reports.text import clip, duration, printable, size, versions
 from shardproof.reports.verdict_style import MARKS
 
-__all__ = ["LIMIT_BYTES", "render"]
-
 LIMIT_BYTES = 2**20
 _RESERVE_BYTES = 2_000  # for the sentences that say what was left out
 _MATRIX_BYTES = LIMIT_BYTES // 2  # so that failures keep room for their evidence

@@ -18,8 +18,6 @@ from shardproof.reports.page_data import index, pack, pieces
 from shardproof.reports.summary import Tally, conclude, tally, warnings
 from shardproof.reports.verdict_style import MARKS, VerdictStyle
 
-__all__ = ["Key", "render"]
-
 Key = tuple[str, str, str]
 """Engine, case and world of a record."""
 

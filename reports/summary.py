@@ -12,8 +12,6 @@ from shardproof.harness.records.run import Run
 from shardproof.reports.expected import stale
 from shardproof.reports.verdict_style import MARKS
 
-__all__ = ["Conclusion", "Tally", "conclude", "tally", "warnings"]
-
 
 class Conclusion(Enum):
     """What a run shows as a whole."""

@@ -17,8 +17,6 @@ from shardproof.reports.summary import Tally, conclude, tally, warnings
 from shardproof.reports.text import duration, one_line, versions
 from shardproof.reports.verdict_style import MARKS
 
-__all__ = ["render"]
-
 _WIDTH = 100
 _MOST_OF_A_HANG = 8  # lines
 _NUM_HEADLINES = 50  # beyond these a terminal scrolls them away anyway

@@ -6,19 +6,6 @@ import math
 import re
 from collections.abc import Iterable, Mapping
 
-__all__ = [
-    "clip",
-    "duration",
-    "number",
-    "one_line",
-    "printable",
-    "ranks",
-    "rough",
-    "size",
-    "times",
-    "versions",
-]
-
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 # Terminal escape sequences as a whole, so that no "[31m" stays behind; then every other control character,
 # half surrogate pairs, non-characters, and the marks that reorder text and so can make a report lie.

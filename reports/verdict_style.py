@@ -9,8 +9,6 @@ from types import MappingProxyType
 
 from shardproof.harness.records.record import Verdict
 
-__all__ = ["MARKS", "Tone", "VerdictStyle"]
-
 
 class Tone(StrEnum):
     """What colour a verdict wears; the value is its CSS class."""

@@ -10,8 +10,6 @@ from shardproof.harness.records.run import Run, read_run, write_file
 from shardproof.reports import junit, markdown, page
 from shardproof.reports.timeline_svg import pictures
 
-__all__ = ["Written", "write_reports"]
-
 
 class Written(NamedTuple):
     """The run with all problems that its files have, and the reports written of it."""

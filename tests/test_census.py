@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import cache
 
 import pytest
 import torch
@@ -15,7 +14,7 @@ from shardproof.fixtures.problems import MLP_EVEN, MLP_UNEVEN
 from shardproof.harness.cases.script import EachMicrobatch
 from shardproof.harness.cases.scripts.interface import Exercise
 from shardproof.harness.cases.training import Problem, Resume, Schedule, Training
-from shardproof.harness.laws.law import Evidence, Ruling
+from shardproof.harness.laws.law import Ruling
 from shardproof.harness.laws.memory.share import MemoryIsExplained
 from shardproof.harness.tracing.ledger import Phase
 from shardproof.harness.tracing.memory.census import Census, counting
@@ -28,9 +27,8 @@ from shardproof.harness.tracing.memory.census_report import (
 )
 from shardproof.harness.tracing.recorder import Recorder
 from shardproof.harness.training.expected_memory import StateTensor, explained, form_of, state_bytes
-from shardproof.harness.training.oracle import OracleObservation, run_oracle
 from shardproof.harness.verdicts.judgement import implied
-from tests.simulated_engine import simulate
+from tests.simulated_engine import evidence_of, oracle_of, simulate
 
 SHARD = Plan(layout=Layout.SHARD)
 NUMEL_EVEN = 32 * 16 + 32 + 32 * 32 + 32 + 8 * 32 + 8
@@ -155,11 +153,6 @@ def _training(problem: Problem = MLP_EVEN, plan: Plan = SHARD, steps: int = 1) -
     return Training(problem=problem, optimizer=SGD, plan=plan, schedule=Schedule(steps=steps))
 
 
-@cache
-def _oracle() -> OracleObservation:
-    return run_oracle(_training(), 2)
-
-
 def _ruling(*of_ranks: int, training: Training | None = None, step: int = 0) -> Ruling:
     """Judge ranks that held so many bytes after the step."""
     training = training or _training()
@@ -173,8 +166,7 @@ def _ruling(*of_ranks: int, training: Training | None = None, step: int = 0) -> 
         )
         for seen, num_bytes in zip(simulate(training, 2), of_ranks, strict=True)
     )
-    evidence = Evidence(training=training, world_size=2, ranks=ranks, oracle=_oracle())
-    return MemoryIsExplained().judge(evidence)
+    return MemoryIsExplained().judge(evidence_of(training, ranks=ranks, oracle=oracle_of(_training(), 2)))
 
 
 SHARES = 3 * NUMEL_EVEN * FLOAT // 2  # parameters, gradients and momentum on one of two ranks
@@ -203,9 +195,7 @@ def test_after_a_handover_the_loop_holds_two_models() -> None:
 
 
 def test_observations_without_a_census_are_told_as_such() -> None:
-    training = _training()
-    evidence = Evidence(training=training, world_size=2, ranks=simulate(training, 2), oracle=_oracle())
-    record = MemoryIsExplained().judge(evidence).record
+    record = MemoryIsExplained().judge(evidence_of(_training())).record
     assert record.held
     assert record.summary.startswith("not counted")
 

@@ -22,35 +22,9 @@ from shardproof.harness.verdicts.known_failures import (
     unused,
 )
 from shardproof.harness.verdicts.known_failures_file import SHIPPED, find, read
+from tests.records import CASE, ENTRY, a_record
 
-TODAY = "2030-06-15"
-CASE = "parity/test_x.py::test_y[mlp_even-sgd-m3]"
-ENTRY = Expectation(
-    number=1,
-    engine="torch.fsdp2",
-    version="torch >=2.11,<2.15",
-    case="parity/test_x.py::test_y[*-sgd-*]",
-    world="*",
-    verdict=Verdict.FAILED,
-    reason="Divides twice.",
-    link="https://example.org/issues/1",
-    expiry=TODAY,
-    shows=("matches",),
-)
-
-
-def a_record(verdict: Verdict = Verdict.FAILED, **changes: Any) -> Record:  # Any: the fields of Record
-    plain = Record(
-        engine="torch.fsdp2",
-        case=CASE,
-        world="threads:2",
-        verdict=verdict,
-        headline="what was seen",
-        suite="parity",
-        engine_version="torch 2.13.0+cpu",
-        laws=(LawRecord(law="matches", held=False, summary="differs"),),
-    )
-    return dataclasses.replace(plain, **changes)
+TODAY = ENTRY.expiry
 
 
 def an_entry(**changes: Any) -> Expectation:  # Any: the fields of Expectation

@@ -19,14 +19,11 @@ from hypothesis import strategies as st
 
 from shardproof.harness.records.hang import CallRecord, Divergence, HangReport, RankActivity, RankState, Side
 from shardproof.harness.records.record import (
-    Expectation,
     Footer,
-    Header,
     LawRecord,
     LedgerLine,
     OutcomeRecord,
     Record,
-    TensorRecord,
     UnusedExpectation,
     Verdict,
 )
@@ -39,7 +36,9 @@ from shardproof.reports.summary import Conclusion, conclude, tally
 from shardproof.reports.text import clip, duration, one_line, printable, ranks, size
 from shardproof.reports.verdict_style import MARKS
 from shardproof.reports.write import write_reports
+from tests import records
 from tests.pages import index_of, pieces_of, unpacked
+from tests.records import FOOTER, HEADER, WORST
 
 ROOT = Path(__file__).parents[1]
 
@@ -51,18 +50,6 @@ def shown_page(run: Run) -> str:
 
 RENDERERS = [terminal.render, markdown.render, junit.render, shown_page]
 HOSTILE = "<script>alert(1)</script> ]]> & | `a` \x1b[31mred\x1b[0m \x00\ufffe\ud800 \u202e</details>"
-HEADER = Header(
-    started_at="2030-01-01T00:00:00+00:00",
-    command="shardproof run",
-    engines=("torch.fsdp2", "torch.ddp"),
-    worlds=("threads:4", "processes:2"),
-    versions={"python": "3.11", "torch": "2.13.0"},
-    hardware={"cpu": "x", "memory_bytes": "1073741824"},
-    git_head="unknown",
-    git_dirty=False,
-    seed=0,
-    num_cases=0,
-)
 CALL = CallRecord(
     text="all_reduce",
     op="all_reduce",
@@ -80,35 +67,7 @@ CALL = CallRecord(
     thread="",
     site="engine.py:7 in reduce",
 )
-FOOTER = Footer(ended_at="2030-01-01T00:01:00+00:00", duration_s=60.0)
-WORST = TensorRecord(
-    quantity="gradient",
-    name="0.weight",
-    step=1,
-    rank=3,
-    index=(2, 0),
-    got=1.0,
-    expected=0.25,
-    error=0.75,
-    allowed=0.01,
-    ratio=75.0,
-    share=0.5,
-    looks_like="exactly 4 x the reference",
-)
-
-
-ENTRY = Expectation(
-    number=3,
-    engine="torch.ddp",
-    version="",
-    case="parity/*",
-    world="*",
-    verdict=Verdict.FAILED,
-    reason="Divides twice.",
-    link="https://example.org/issues/17",
-    expiry="2031-02-03",
-    shows=("matches*",),
-)
+ENTRY = replace(records.ENTRY, engine="torch.ddp", version="", case="parity/*", expiry="2031-02-03")
 
 
 def a_record(
@@ -117,13 +76,12 @@ def a_record(
     engine: str = "torch.ddp",
     headline: str = "headline",
 ) -> Record:
-    return Record(
+    return records.a_record(
         engine=engine,
         case=case,
         world="threads:4",
         verdict=verdict,
         headline=headline,
-        suite="parity",
         engine_version="2.13.0",
         laws=(LawRecord(law="matches", held=False, summary="differs", details=("rank 2 first",)),),
         worst=WORST,

@@ -31,7 +31,8 @@ from shardproof.reports.perfetto import trace_events
 from shardproof.reports.timeline_svg import draw, lay_out, pictures
 from shardproof.reports.write import write_reports
 from tests.pages import unpacked
-from tests.test_reports import HEADER, a_record, a_run
+from tests.records import HEADER
+from tests.test_reports import a_record, a_run
 
 Event = dict[str, Any]  # Any: JSON
 

@@ -27,8 +27,6 @@ from shardproof.engine.contract import (
     Wire,
 )
 
-__all__ = ["ComposableUnit", "FrontDoor", "PreparedComposable", "members", "open_door"]
-
 _RESHARD: Mapping[Reshard, bool | int | None] = {
     Reshard.NATIVE: None,
     Reshard.AFTER_FORWARD: True,

@@ -37,8 +37,6 @@ from shardproof.engine.contract import (
     shard_of,
 )
 
-__all__ = ["CAPABILITIES", "PREFIX", "Piece", "PreparedWrapper", "WrapperEngine"]
-
 # What the wrapper puts into the names of everything inside a module that it wraps.
 PREFIX = "_fsdp_wrapped_module."
 

@@ -11,8 +11,6 @@ from torch import nn
 from shardproof.engine.contract import Layout, Plan, Roots
 from shardproof.harness.cases.training import Training
 
-__all__ = ["ROOT", "UnitParameters", "chunked_numel", "groups_in", "groups_of", "num_shares_of"]
-
 ROOT = ""  # the unit of what no other unit takes
 
 

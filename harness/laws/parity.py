@@ -26,8 +26,6 @@ from shardproof.harness.torch_compat.dtypes import widened
 from shardproof.harness.training.absolute_error import deviation
 from shardproof.harness.training.oracle import INITIAL_STEP, Quantity, TensorKey
 
-__all__ = ["MatchesOracle"]
-
 _MAX_DETAILS = 8
 
 

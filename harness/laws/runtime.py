@@ -70,7 +70,6 @@ class Notes:
 
     @property
     def name(self) -> str:
-        """Name the law with its parameters."""
         return f"{self.subject} is {self.value}"
 
     def judge(self, evidence: Evidence) -> Ruling:
@@ -112,7 +111,6 @@ class ShowsTheModel:
 
     @property
     def name(self) -> str:
-        """Name the law with its parameters."""
         return f"modules show the oracle's parameters ({', '.join(self.moments)})"
 
     def judge(self, evidence: Evidence) -> Ruling:
@@ -193,7 +191,6 @@ class NoRaces:
 
     @property
     def name(self) -> str:
-        """Name the law with its parameters."""
         return "streams wait for each other"
 
     def judge(self, evidence: Evidence) -> Ruling:

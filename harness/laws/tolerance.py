@@ -8,8 +8,6 @@ from shardproof.harness.torch_compat.dtypes import is_rounded
 from shardproof.harness.training.absolute_error import largest
 from shardproof.harness.training.oracle import OracleObservation, Quantity, TensorKey
 
-__all__ = ["MULTIPLE", "allowed_error", "clipping_factor", "error_of_noise", "rounded_scale"]
-
 # [Note: the multiple]
 # Measured with single-process trainings whose sums were taken in orders that the noise runs do not use (other
 # permutations, trees and divisions, and the foreach optimizers): every problem with SGD and AdamW, worlds 1

@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from shardproof.harness.records.record import LedgerLine
 from shardproof.harness.tracing.ledger import Entry, Ledger, Op, Phase
 
-__all__ = ["summarize"]
-
 # The order in which a training passes through them; StrEnum itself would sort by spelling.
 _PHASES = tuple(Phase)
 _OPS = tuple(Op)

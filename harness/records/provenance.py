@@ -13,8 +13,6 @@ from pathlib import Path
 
 from shardproof.harness.records.record import Footer, Header, Verdict
 
-__all__ = ["UNKNOWN", "footer", "header", "today"]
-
 UNKNOWN = "unknown"
 
 _PACKAGES = ("torch", "pytest", "shardproof")

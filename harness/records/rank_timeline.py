@@ -18,17 +18,6 @@ from shardproof.harness.tracing.journal import UNREADABLE, read_journal
 from shardproof.harness.tracing.ledger import Entry, Op, Phase
 from shardproof.harness.tracing.races.race_report import RACES, Race, Touch, report_from_json
 
-__all__ = [
-    "COMPUTE",
-    "CollectiveSpan",
-    "RaceMark",
-    "RankTimeline",
-    "TimePoint",
-    "Timeline",
-    "UnitSpan",
-    "read_timeline",
-]
-
 COMPUTE = "compute"
 """The lane of what computes: the default stream, and the host where nobody watched streams."""
 

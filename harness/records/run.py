@@ -22,18 +22,6 @@ from shardproof.harness.errors import HarnessBug, NewerSchemaError, UsageError
 from shardproof.harness.records.manifest import MANIFEST, changes, write_manifest
 from shardproof.harness.records.record import Footer, Header, Line, Record, from_json, to_json
 
-__all__ = [
-    "JUDGED",
-    "OBSERVATIONS",
-    "RECORDS",
-    "RUN",
-    "Run",
-    "RunWriter",
-    "read_run",
-    "refuse_existing",
-    "write_file",
-]
-
 RECORDS = "records.jsonl"
 RUN = "run.jsonl"
 OBSERVATIONS = "observations"

@@ -15,8 +15,6 @@ import torch
 
 from shardproof.harness.torch_compat.private_names import private
 
-__all__ = ["StreamListener", "current_stream_handle", "hears_streams", "stream_handle"]
-
 
 class StreamListener(Protocol):
     """Who is told of streams and events, on whichever thread they are used; the default stream's handle is 0."""

@@ -16,25 +16,6 @@ import torch
 from shardproof.harness.torch_compat.patching import Replacement
 from shardproof.harness.torch_compat.private_names import optional, private
 
-__all__ = [
-    "Backward",
-    "are_of_meta",
-    "backward_of_thread",
-    "call_after_backward",
-    "copy_all",
-    "device_kernel",
-    "drawing_apart",
-    "generator_address",
-    "guards_of_record_stream",
-    "keep_backward_in_thread",
-    "kernels_before_backends",
-    "make_operators",
-    "random_operators",
-    "raw_access",
-    "replace_default_generator",
-    "replaced_kernels",
-]
-
 # Names by which torch reaches its default CPU generator.
 _GENERATOR_HOLDERS: tuple[Any, ...] = (torch, torch.random, sys.modules["torch._C"])
 

@@ -8,8 +8,6 @@ from functools import partial
 import torch
 from torch import nn
 
-__all__ = ["cast", "cast_module", "is_rounded", "widened"]
-
 
 def cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return a tensor of floats in ``dtype``, one of complex numbers in that of pairs of them; integers stay."""

@@ -17,8 +17,6 @@ import torch
 
 from shardproof.harness.errors import HarnessBug, ShardproofError
 
-__all__ = ["NAMES", "Feature", "PrivateName", "UnsupportedTorchError", "optional", "private", "require"]
-
 
 class Feature(Enum):
     """A part of the harness that does not work without some private names; the value says so to users."""

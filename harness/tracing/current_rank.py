@@ -5,8 +5,6 @@ from __future__ import annotations
 import threading
 from weakref import WeakKeyDictionary
 
-__all__ = ["adopt_rank", "bind_rank", "current_rank", "is_home_thread", "own_thread", "owner_of"]
-
 
 class _Identity(threading.local):
     rank: int | None = None

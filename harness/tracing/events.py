@@ -14,17 +14,6 @@ from typing import Any
 
 from shardproof.harness.tracing.ledger import Phase, expect
 
-__all__ = [
-    "ComputeSpan",
-    "EventKind",
-    "EventLog",
-    "Flight",
-    "TraceEvent",
-    "flights",
-    "marks_of",
-    "stretches",
-]
-
 
 class EventKind(StrEnum):
     """What happened; the order is that in which one unit passes through them."""

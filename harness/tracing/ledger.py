@@ -8,24 +8,6 @@ from enum import StrEnum
 from types import UnionType
 from typing import Any
 
-__all__ = [
-    "BufferViolation",
-    "Entry",
-    "Ledger",
-    "Op",
-    "Phase",
-    "ViolationKind",
-    "Wait",
-    "completed",
-    "entry_from_json",
-    "entry_to_json",
-    "expect",
-    "harm_from_json",
-    "harm_to_json",
-    "wait_from_json",
-    "wait_to_json",
-]
-
 
 class Op(StrEnum):
     """Kinds of communication; one name for all spellings of a collective (list, base, coalesced, functional)."""

@@ -28,9 +28,6 @@ from shardproof.harness.tracing.ledger import (
     wait_to_json,
 )
 
-__all__ = ["CallSummary", "LoopPosition", "Recorder"]
-
-
 _ENCODER = json.JSONEncoder(separators=(",", ":"))  # once: json.dumps would build one per line
 
 

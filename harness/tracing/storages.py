@@ -9,8 +9,6 @@ from itertools import count
 
 import torch
 
-__all__ = ["Storages"]
-
 
 class _Ref(weakref.ref[torch.UntypedStorage]):
     """A weak reference that knows where its storage was, and the key that it was given."""

@@ -15,8 +15,6 @@ from shardproof.harness.tracing.events import EventKind
 from shardproof.harness.tracing.ledger import Phase
 from shardproof.harness.tracing.recorder import Recorder
 
-__all__ = ["watching_states", "watching_units"]
-
 
 @contextmanager
 def watching_units(model: nn.Module, units: tuple[str, ...], recorder: Recorder) -> Iterator[None]:

@@ -20,8 +20,6 @@ from shardproof.harness.verdicts.difference import call_record, difference
 from shardproof.harness.worlds.outcome import Abandoned, Died, Outcome, Raised, Returned, TimedOut
 from shardproof.harness.worlds.processes.stacks import frames_of, own_frames
 
-__all__ = ["TRANSPORT_ERRORS", "analyse_hang"]
-
 # Errors of the threads world by which a rank learns that it cannot go on: it is in the call that raised them.
 TRANSPORT_ERRORS = frozenset({"CollectiveMismatchError", "DeadlockError", "CollectiveTimeoutError"})
 

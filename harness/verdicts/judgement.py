@@ -34,8 +34,6 @@ from shardproof.harness.worlds.outcome import (
 )
 from shardproof.harness.worlds.processes.stacks import is_in_passage
 
-__all__ = ["Judgement", "implied", "judge", "judge_failure"]
-
 # The error of the threads world that says what the engine did, as gloo's hangs and garbage do not.
 _MISMATCH = "CollectiveMismatchError"
 

@@ -28,8 +28,6 @@ from shardproof.harness.training.absolute_error import deviation, largest
 from shardproof.harness.training.oracle import OracleObservation, Quantity, TensorKey
 from shardproof.harness.training.reduction_orders import is_of_full_precision
 
-__all__ = ["hidden_because"]
-
 # The largest element of a tensor moves by up to half of a rounding; of few elements the luckiest moves by less.
 _SHARE_OF_A_ROUNDING = 0.25
 

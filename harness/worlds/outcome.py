@@ -7,18 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = [
-    "Abandoned",
-    "Died",
-    "Ending",
-    "Outcome",
-    "Raised",
-    "Returned",
-    "TimedOut",
-    "WorldResult",
-    "causal",
-]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Returned:

@@ -9,8 +9,6 @@ from typing import ClassVar
 from shardproof.engine.contract import Capability
 from shardproof.harness.cases.script import Actor, EachMicrobatch
 
-__all__ = ["PipelineOrder", "Pipelined"]
-
 
 class PipelineOrder(Enum):
     """In what order a rank of a pipeline takes forwards and backwards; how many stages it has."""

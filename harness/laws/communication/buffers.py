@@ -11,8 +11,6 @@ from shardproof.harness.laws.communication.order import group_of, spell_unit
 from shardproof.harness.laws.law import Evidence, Ruling, rule
 from shardproof.harness.tracing.ledger import Entry, Ledger
 
-__all__ = ["LeavesBuffersAlone", "ResultsAreWaitedFor", "harm_in"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeavesBuffersAlone:
@@ -24,7 +22,6 @@ class LeavesBuffersAlone:
     name: str = "buffers are left alone"
 
     def judge(self, evidence: Evidence) -> Ruling:
-        """Look at every collective of every rank."""
         broken = [text for rank, ledger in ledgers(evidence) for text in _harms(rank, ledger, evidence)]
         num_async = sum(e.is_async for _, ledger in ledgers(evidence) for e in ledger)
         return rule(self.name, broken, held=f"by {num_async} asynchronous collectives")
@@ -37,7 +34,6 @@ class ResultsAreWaitedFor:
     name: str = "results are waited for"
 
     def judge(self, evidence: Evidence) -> Ruling:
-        """Look at every collective of every rank."""
         broken = [
             f"rank {rank}, {when(e)}: no wait for {_spell(e, evidence)}"
             for rank, ledger in ledgers(evidence)

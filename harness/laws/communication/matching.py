@@ -116,7 +116,6 @@ class RanksAgree:
 
     @property
     def name(self) -> str:
-        """Name the law with its parameters."""
         return "ranks agree on every collective"
 
     def judge(self, evidence: Evidence) -> Ruling:

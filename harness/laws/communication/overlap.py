@@ -45,7 +45,6 @@ class Overlaps:
 
     @property
     def name(self) -> str:
-        """Name the law with its parameters."""
         free = f" but for {', '.join(map(spell_unit, self.but_for))}" if self.but_for else ""
         return f"{self.select} overlaps compute{free}"
 
@@ -103,7 +102,6 @@ class PrefetchDistance:
 
     @property
     def name(self) -> str:
-        """Name the law with its parameters."""
         return f"{self.units} unit(s) gathered ahead in {self.phase}"
 
     @property
@@ -206,7 +204,6 @@ class AtMostInFlight:
 
     @property
     def name(self) -> str:
-        """Name the law with its parameters."""
         limit = self.at_most if isinstance(self.at_most, int) else self.at_most.name
         return f"at most {limit} x {self.select} in flight"
 

@@ -7,8 +7,6 @@ from functools import lru_cache
 from pathlib import Path, PurePath
 from types import CodeType, FrameType
 
-__all__ = ["call_site", "is_internal_frame", "short_path"]
-
 # As imports spell it, links unresolved: frames spell it so.
 _OURS = Path(__file__).parents[2]
 _PREFIX = "shardproof/"

@@ -19,8 +19,6 @@ import torch.distributed as dist
 
 from shardproof.harness.torch_compat.dispatch import Backward, backward_of_thread, call_after_backward
 
-__all__ = ["LateFuture", "late_future", "late_futures"]
-
 _Future = torch.futures.Future
 _collect_all = torch.futures.collect_all
 _wait_all = torch.futures.wait_all

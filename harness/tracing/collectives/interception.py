@@ -31,8 +31,6 @@ from shardproof.harness.tracing.collectives.watched_work import Valuer, Works
 from shardproof.harness.tracing.ledger import Op, ViolationKind
 from shardproof.harness.tracing.recorder import CallSummary, Recorder
 
-__all__ = ["CollectiveObserver", "CollectiveTransport", "Interceptor", "standing_in_c10d"]
-
 _REDUCE_OP_NAMES = {op: name.lower() for name, op in dist.ReduceOp.RedOpType.__members__.items()}
 
 

@@ -40,8 +40,6 @@ from shardproof.harness.tracing.ledger import Phase
 from shardproof.harness.tracing.memory.census_report import CensusEntry, CensusTime, LiveStorage
 from shardproof.harness.tracing.recorder import Recorder
 
-__all__ = ["Census", "counting"]
-
 _NUM_LARGEST = 4  # enough to see what kind of memory it is
 _RETRY_S = 0.005
 _MAX_RETRIES = (

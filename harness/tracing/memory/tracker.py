@@ -20,8 +20,6 @@ from shardproof.harness.tracing.memory.memory_report import LifetimeReport, User
 from shardproof.harness.tracing.recorder import Recorder
 from shardproof.harness.tracing.storages import Storages
 
-__all__ = ["MemoryTracker"]
-
 # What leaves every element as it was, in whatever order; what it makes is the same memory's contents once more.
 _COPIES = frozenset(
     {

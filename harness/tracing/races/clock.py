@@ -6,8 +6,6 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import NamedTuple
 
-__all__ = ["Clock", "Epoch", "HappensBefore"]
-
 
 class Epoch(NamedTuple):
     """A stretch of one timeline between two signals that it gave: what else could wait for, no finer."""

@@ -23,8 +23,6 @@ from shardproof.harness.tracing.races.detector import DEFAULT, RaceDetector, cur
 from shardproof.harness.tracing.races.streams import name_of_variable
 from shardproof.harness.tracing.recorder import Recorder
 
-__all__ = ["CudaRaceWatch", "watched_cuda_streams"]
-
 _DEFAULT_HANDLE = 0
 
 

@@ -20,8 +20,6 @@ from shardproof.harness.tracing.races.shadow import Access, Memory, is_memory, s
 from shardproof.harness.tracing.recorder import Recorder
 from shardproof.harness.tracing.storages import Storages
 
-__all__ = ["DEFAULT", "RaceDetector", "current_watch", "set_watch"]
-
 DEFAULT = 0
 """The timeline of the stream on which everything runs that nobody puts elsewhere."""
 

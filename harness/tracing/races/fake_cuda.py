@@ -24,8 +24,6 @@ from shardproof.harness.torch_compat.patching import Replacement
 from shardproof.harness.tracing.races.detector import current_watch
 from shardproof.harness.tracing.races.streams import TrackedEvent, TrackedStream, record_stream_of, selection
 
-__all__ = ["CudaEvent", "CudaStream", "cuda_stand_in"]
-
 _CPU = torch.device("cpu")
 # These ask about the device of this machine, not about the engine's.
 _TRUTH = ("torch.", "shardproof.harness.")

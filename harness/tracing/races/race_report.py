@@ -9,8 +9,6 @@ from typing import Any
 
 from shardproof.harness.tracing.ledger import Phase
 
-__all__ = ["RACES", "Race", "RaceKind", "RaceReport", "Touch", "report_from_json", "report_to_json"]
-
 RACES = ".races.json"
 """How the file ends that holds a rank's report."""
 

@@ -21,15 +21,6 @@ from shardproof.harness.torch_compat.patching import Replacement
 from shardproof.harness.tracing.races.clock import Clock
 from shardproof.harness.tracing.races.detector import DEFAULT, RaceDetector, current_watch
 
-__all__ = [
-    "TrackedEvent",
-    "TrackedStream",
-    "name_of_variable",
-    "record_stream_of",
-    "selection",
-    "tracked_streams",
-]
-
 _Stream = torch.cpu.Stream
 _Event = torch.cpu.Event
 _select = torch.cpu.stream

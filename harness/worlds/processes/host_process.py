@@ -39,8 +39,6 @@ from shardproof.harness.worlds.threads.process_group import (
 from shardproof.harness.worlds.threads.scheduler import Scheduler
 from shardproof.harness.worlds.threads.transport import InMemoryTransport
 
-__all__ = ["SupervisorLink", "host_main"]
-
 # So many of the longest turns fit before the deadline: what ranks then wait in is there to be told of.
 _TURNS_TO_DEADLINE = 4
 # A group's own timeout must not fire before the world's deadline, which knows more about the cause.

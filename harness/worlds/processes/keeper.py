@@ -25,8 +25,6 @@ from typing import NoReturn
 
 from shardproof.harness.worlds.processes.lineage import adopt_orphans, below, die_with_parent, signalled
 
-__all__: list[str] = []
-
 # SIGKILL needs no cooperation; a process that the kernel cannot end just now must not keep the keeper for ever.
 _END_LIMIT_S = 5.0
 _POLL_S = 0.01

@@ -4,15 +4,6 @@ from __future__ import annotations
 
 from shardproof.harness.errors import EngineError
 
-__all__ = [
-    "CollectiveError",
-    "CollectiveMismatchError",
-    "CollectiveRefusedError",
-    "CollectiveTimeoutError",
-    "DeadlockError",
-    "WorldAbandonedError",
-]
-
 
 class CollectiveError(EngineError):
     """A collective cannot be carried out; compare the calls that the text names."""

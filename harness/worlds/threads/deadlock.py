@@ -17,8 +17,6 @@ from shardproof.harness.worlds.threads.collective_errors import DeadlockError
 from shardproof.harness.worlds.threads.rendezvous import PendingOp
 from shardproof.harness.worlds.threads.scheduler import Scheduler, SleepingRank
 
-__all__ = ["DeadlockDetector", "Waiter"]
-
 _HINT = "make every rank issue the same collectives of each group, in one order"
 
 

@@ -16,8 +16,6 @@ from shardproof.harness.tracing.collectives.call import Call
 from shardproof.harness.worlds.threads.buffer_guard import BufferGuard, is_freed
 from shardproof.harness.worlds.threads.rendezvous import PendingOp, PostedReceive
 
-__all__ = ["Delay", "DelayedWork", "WorkOwner"]
-
 
 @dataclass(slots=True)
 class Delay:

@@ -22,8 +22,6 @@ from dataclasses import dataclass
 
 from shardproof.harness.tracing.current_rank import current_rank, is_home_thread
 
-__all__ = ["RUN_UNTIL_BLOCKED", "Scheduler", "SleepingRank"]
-
 RUN_UNTIL_BLOCKED = 0
 """The seed under which a rank hands over only where it has to, to the next one in order of ranks."""
 

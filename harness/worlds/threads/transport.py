@@ -46,8 +46,6 @@ from shardproof.harness.worlds.threads.rendezvous import (
 from shardproof.harness.worlds.threads.scheduler import RUN_UNTIL_BLOCKED, Scheduler
 from shardproof.harness.worlds.threads.validation import check_alone
 
-__all__ = ["InMemoryTransport"]
-
 _GroupKey = tuple[str, tuple[int, ...]]
 _BoxKey = tuple[_GroupKey, int, int]
 # What is drawn from for each asynchronous call; see Lateness. As late as can be finds most, so it has half.
