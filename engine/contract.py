@@ -43,6 +43,7 @@ __all__ = [
     "Engine",
     "Grouping",
     "Layout",
+    "Masters",
     "MissingMethodError",
     "NoGradient",
     "Offload",
@@ -75,6 +76,14 @@ class Cut(Enum):
     CHUNKS = (
         "at multiples of a chunk in which rows of each parameter of the group fit: some ranks may hold more"
     )
+    PARAMETERS = "between parameters, of which each has its state on one rank: some ranks may hold more"
+
+
+class Masters(Enum):
+    """Whether the optimizer updates the parameters themselves."""
+
+    NONE = "it does"
+    SHARE = "it updates a copy of this rank's share, from which the parameters are set"
 
 
 class NoGradient(Enum):
@@ -134,6 +143,9 @@ class PreparedModel:
 
     cut: ClassVar[Cut] = Cut.EVENLY
     """What flat pieces may be uneven by; says nothing of others."""
+
+    masters: ClassVar[Masters] = Masters.NONE
+    """Whether memory holds a copy of this rank's share of the parameters beside its optimizer state."""
 
     no_gradient: ClassVar[NoGradient] = NoGradient.NONE
     """What `local_gradients` shows where there is no gradient; anything but that, or None, is wrong."""

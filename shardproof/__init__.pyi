@@ -13,6 +13,7 @@ from shardproof.engine.contract import Cut as Cut
 from shardproof.engine.contract import Engine as Engine
 from shardproof.engine.contract import Grouping as Grouping
 from shardproof.engine.contract import Layout as Layout
+from shardproof.engine.contract import Masters as Masters
 from shardproof.engine.contract import MissingMethodError as MissingMethodError
 from shardproof.engine.contract import NoGradient as NoGradient
 from shardproof.engine.contract import Offload as Offload

@@ -11,7 +11,16 @@ from torch import nn
 from shardproof.engine.contract import Layout, Plan, Roots
 from shardproof.harness.cases.training import Training
 
-__all__ = ["ROOT", "UnitParameters", "chunked_numel", "groups_in", "groups_of", "num_shares_of"]
+__all__ = [
+    "ROOT",
+    "Shares",
+    "UnitParameters",
+    "chunked_numel",
+    "groups_in",
+    "groups_of",
+    "num_shares_of",
+    "shares_of",
+]
 
 ROOT = ""  # the unit of what no other unit takes
 
@@ -65,17 +74,35 @@ def groups_in(model: nn.Module, plan: Plan) -> tuple[UnitParameters, ...]:
     return tuple(_groups(model, plan))
 
 
-def num_shares_of(plan: Plan, world_size: int) -> int:
-    """Return over how many ranks the plan shards each parameter; raises ValueError for `Layout.NATIVE`."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shares:
+    """Over how many ranks a plan shards what belongs to each parameter; 1 where every rank holds the whole."""
+
+    parameters: int
+    gradients: int
+    state: int
+
+
+def shares_of(plan: Plan, world_size: int) -> Shares:
+    """Return what the plan's layout shards; raises ValueError for `Layout.NATIVE`."""
+    parameters, gradients, state = 1, 1, world_size
     match plan.layout:
         case Layout.SHARD:
-            return world_size
+            parameters = gradients = world_size
         case Layout.HYBRID:
-            return plan.axes(world_size)[-1].size
+            parameters = gradients = state = plan.axes(world_size)[-1].size
+        case Layout.ZERO2:
+            gradients = world_size
         case Layout.REPLICATE:
-            return 1
+            state = 1
         case Layout.NATIVE:
-            raise ValueError("num_shares_of: expected a plan that names a layout, got Layout.NATIVE")
+            raise ValueError("shares_of: expected a plan that names a layout, got Layout.NATIVE")
+    return Shares(parameters=parameters, gradients=gradients, state=state)
+
+
+def num_shares_of(plan: Plan, world_size: int) -> int:
+    """Return over how many ranks the plan shards each parameter, as `shares_of` does."""
+    return shares_of(plan, world_size).parameters
 
 
 def chunked_numel(groups: Iterable[UnitParameters], num_shares: int) -> int:

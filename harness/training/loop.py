@@ -10,7 +10,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from shardproof.engine.contract import Cut, Engine, NoGradient, Plan, PreparedModel, UnsupportedError
+from shardproof.engine.contract import Cut, Engine, Masters, NoGradient, Plan, PreparedModel, UnsupportedError
 from shardproof.engine.registry import resolve
 from shardproof.harness.cases.training import LoopOrder, Training, Watch, ZeroGrad
 from shardproof.harness.records.observation import Observation, StepObservation, digest, save_observation
@@ -140,6 +140,7 @@ def train(
             ledger=recorder.ledger(),
             cut=read_declared(loop.prepared, "cut", Cut),
             no_gradient=read_declared(loop.prepared, "no_gradient", NoGradient),
+            masters=read_declared(loop.prepared, "masters", Masters),
             counts=() if watches is None or watches.census is None else watches.census.counts,
         )
 
@@ -187,6 +188,7 @@ class _Loop:
             else:
                 self._training.script.play(actor)
         self._meet(step)
+        self._count(actor, CensusTime.REDUCED)
         norm = None
         if schedule.clip is not None:
             with recorder.during(Phase.STEP, step=step):
@@ -225,7 +227,8 @@ class _Loop:
         shown = read_shards(self.prepared, "local_optimizer_state")
         state = sum(shard.tensor.nbytes for shard in shown.values())
         size, cut = self._context.size, read_declared(self.prepared, "cut", Cut)
-        return explained(form, self._training, size, cut=cut, state=state).num_bytes
+        masters = read_declared(self.prepared, "masters", Masters)
+        return explained(form, self._training, size, cut=cut, state=state, masters=masters).num_bytes
 
     def _meet(self, step: int) -> None:
         if self._lifetimes is not None:

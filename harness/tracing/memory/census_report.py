@@ -13,6 +13,7 @@ __all__ = ["CensusEntry", "CensusTime", "LiveStorage", "counts_from_json", "coun
 class CensusTime(StrEnum):
     """When the memory was counted."""
 
+    REDUCED = "after the last backward"
     STEPPED = "after the optimizer step"
     CLEARED = "after zero_grad"
 
