@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from contextlib import ExitStack, nullcontext
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Protocol, runtime_checkable
 
@@ -38,10 +39,12 @@ _REFUSALS = (UnsupportedError, NotImplementedError, ValueError)
 def drive_rank(context: RankContext, training: Training, engine: str) -> str | None:
     """Train on this rank under the engine of that name and keep what was observed; a world's rank body.
 
-    Returns the engine's words if it refused the plan, which it may do in prepare alone, else None. A refusal
+    Returns the engine's words if it refused the plan, which it may do until it has an optimizer, else None. A refusal
     is not raised: that would stop the other ranks, and whether they refuse too is what has to be seen.
     """
     adapter = resolve(engine)
+    if adapter.needs_processes and context.shares_a_process:
+        return "NeedsProcesses: ranks of this world are threads of one process"
     census = Census(context.recorder) if training.is_counted else None
     try:
         with (
@@ -71,7 +74,7 @@ class _TakesSteps(Protocol):
 
 
 class _RefusedError(Exception):
-    """The engine refused the plan in prepare."""
+    """The engine refused the plan before training."""
 
 
 def _run(context: RankContext, training: Training, adapter: Engine, watches: Watches) -> Observation:
@@ -89,7 +92,7 @@ def _prepare(
 ) -> PreparedModel:
     mesh = _mesh(context, plan)
     data = mesh if mesh.mesh_dim_names == plan.data_axes else mesh[plan.data_axes]
-    try:
+    with _refusing():
         if plan.pipeline_stages > 1:
             from shardproof.harness.training.pipeline import (
                 prepare_pipeline,  # here, because torch's part of it imports slowly
@@ -102,6 +105,13 @@ def _prepare(
         if watches is not None:
             watches.form = Form.of(model, training)
         return adapter.prepare(model, plan, data)
+
+
+@contextmanager
+def _refusing() -> Iterator[None]:
+    """Take the errors by which an engine refuses for a refusal."""
+    try:
+        yield
     except _REFUSALS as refusal:
         raise _RefusedError(f"{kind_of(refusal)}: {text_of(refusal)}") from refusal
 
@@ -120,7 +130,8 @@ def train(
     recorder = context.recorder
     if training.convert is not None:
         prepared.convert(training.convert)
-    prepared.optimizer(training.optimizer)
+    with _refusing():
+        prepared.optimizer(training.optimizer)
     loop = _Loop(prepared, training, context, watches)
     with recorder.during(Phase.OBSERVE):
         initial = read_shards(prepared, "local_parameters")
@@ -170,7 +181,8 @@ class _Loop:
 
     def resume_in(self, successor: PreparedModel) -> None:
         """Go on with another prepared model, which takes over the state of this one."""
-        successor.optimizer(self._training.optimizer)
+        with _refusing():
+            successor.optimizer(self._training.optimizer)
         with calling("full_state"):
             state = self.prepared.full_state()
         with calling("load_full_state"):
