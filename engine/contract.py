@@ -234,7 +234,7 @@ class PreparedModel:
         set_state_dict(
             self.module,
             self._built_optimizer(),
-            model_state_dict=state["model"],
+            model_state_dict=dict(state["model"]),  # it renames keys and replaces values in place
             optim_state_dict=state["optimizer"],
             options=_WHOLE,
         )

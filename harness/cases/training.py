@@ -110,6 +110,9 @@ class Resume:
     plan: Plan
 
 
+LOADED = "a state that was loaded"  # what the loop notes of it, in the first step after
+UNCHANGED = "unchanged"
+
 # With these the loop itself, and no layout, decides what is whole between steps.
 _KEEPS = frozenset(
     {

@@ -6,15 +6,30 @@ import hashlib
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from shardproof.engine.contract import Cut, Engine, Masters, NoGradient, Plan, PreparedModel, UnsupportedError
+from shardproof.engine.contract import (
+    Cut,
+    Engine,
+    Masters,
+    NoGradient,
+    Plan,
+    PreparedModel,
+    UnsupportedError,
+    shard_of,
+)
 from shardproof.engine.registry import resolve
-from shardproof.harness.cases.training import LoopOrder, Training, Watch, ZeroGrad
-from shardproof.harness.records.observation import Observation, StepObservation, digest, save_observation
+from shardproof.harness.cases.training import LOADED, UNCHANGED, LoopOrder, Training, Watch, ZeroGrad
+from shardproof.harness.records.observation import (
+    Fact,
+    Observation,
+    StepObservation,
+    digest,
+    save_observation,
+)
 from shardproof.harness.records.world_result import observation_path
 from shardproof.harness.tracing.ledger import Phase
 from shardproof.harness.tracing.memory.census import Census
@@ -173,6 +188,7 @@ class _Loop:
         self._lifetimes = None if watches is None else watches.lifetimes
         self._census = None if watches is None else watches.census
         self._inputs = hashlib.sha256()
+        self._facts: tuple[Fact, ...] = ()  # of what came before the step
 
     @property
     def input_digest(self) -> str:
@@ -185,13 +201,22 @@ class _Loop:
             successor.optimizer(self._training.optimizer)
         with calling("full_state"):
             state = self.prepared.full_state()
+        before = _tensors_of(state)
         with calling("load_full_state"):
             successor.load_full_state(state)
+        lost = [
+            path
+            for path, tensor in _tensors_of(state).items()
+            if not _is_equal(before.pop(path, None), tensor)
+        ]
+        wrong = sorted((*lost, *before))
+        self._facts = (Fact(moment="", subject=LOADED, value=f"{wrong[0]} changed" if wrong else UNCHANGED),)
         self.prepared = successor
 
     def step(self, step: int) -> StepObservation:
         """Play the script, read gradients, update, read parameters."""
         prepared, recorder, schedule = self.prepared, self._context.recorder, self._training.schedule
+        facts, self._facts = self._facts, ()
         actor = RankActor(prepared, self._training, self._context, step, self._inputs, self._watches)
         self._meet(step)
         with recorder.during(Phase.BETWEEN, step=step):
@@ -224,7 +249,7 @@ class _Loop:
             gradients=gradients,
             parameters=parameters,
             norm=norm,
-            facts=tuple(actor.tape.facts),
+            facts=(*facts, *actor.tape.facts),
             snapshots=actor.tape.snapshots,
         )
 
@@ -250,6 +275,19 @@ class _Loop:
     def _zero_grad(self, step: int) -> None:
         alternate = self._training.schedule.zero_grad is ZeroGrad.ALTERNATE
         self.prepared.zero_grad(set_to_none=not (alternate and step % 2))
+
+
+# Any: a state, which is what the engine likes.
+def _tensors_of(state: Any, path: str = "state") -> dict[str, torch.Tensor]:
+    """Copy the tensors of nested dicts and lists, by the way to each."""
+    if isinstance(state, torch.Tensor):
+        return {path: shard_of(state).tensor.detach().clone()}
+    items = state.items() if isinstance(state, dict) else enumerate(state) if isinstance(state, list) else ()
+    return {p: t for key, value in items for p, t in _tensors_of(value, f"{path}[{key!r}]").items()}
+
+
+def _is_equal(one: torch.Tensor | None, other: torch.Tensor) -> bool:
+    return one is not None and one.shape == other.shape and torch.equal(one, other)
 
 
 def _mesh(context: RankContext, plan: Plan) -> DeviceMesh:
