@@ -35,6 +35,8 @@ class Layout(Enum):
     NATIVE = "whatever the engine does on a 1-D mesh"
     REPLICATE = "every rank holds every parameter"
     SHARD = "every rank holds its share of every parameter"
+    ZERO1 = "every rank holds every parameter, and its share of the optimizer state"
+    ZERO2 = "every rank holds every parameter, and its share of gradients and optimizer state"
     HYBRID = "replicas, each sharded over its share of the ranks; Replicas says how many"
 
 
@@ -290,6 +292,8 @@ class Plan:
             Layout.NATIVE: None,
             Layout.REPLICATE: Capability.REPLICATE,
             Layout.SHARD: Capability.SHARD,
+            Layout.ZERO1: Capability.ZERO1,
+            Layout.ZERO2: Capability.ZERO2,
             Layout.HYBRID: Capability.HYBRID,
         }[self.layout]
         is_binding = self.grouping is Grouping.REQUIRED
