@@ -39,6 +39,11 @@ class Tally:
         return self.counts.get(Verdict.PASSED, 0)
 
     @property
+    def declared(self) -> int:
+        """Records whose engine declares what the plan needs."""
+        return self.total - self.counts.get(Verdict.UNSUPPORTED, 0)
+
+    @property
     def num_not_conforming(self) -> int:
         """Records for which the run does not exit 0."""
         return sum(count for verdict, count in self.counts.items() if not verdict.is_conforming)
@@ -46,7 +51,12 @@ class Tally:
     @property
     def percent(self) -> str:
         """PASSED of all records, rounded down: 100% means all."""
-        return f"{self.passed * 1000 // self.total / 10:.1f}%" if self.total else "0.0%"
+        return self._percent_of(self.total)
+
+    @property
+    def percent_of_declared(self) -> str:
+        """PASSED of the records that engines declare, rounded down."""
+        return self._percent_of(self.declared)
 
     @property
     def score(self) -> str:
@@ -57,6 +67,9 @@ class Tally:
     def words(self) -> str:
         """Every count in words."""
         return ", ".join(f"{count} {verdict}" for verdict, count in self.counts.items()) or "no records"
+
+    def _percent_of(self, total: int) -> str:
+        return f"{self.passed * 1000 // total / 10:.1f}%" if total else "0.0%"
 
 
 def tally(records: Iterable[Record]) -> Tally:

@@ -16,7 +16,8 @@ class Tone(StrEnum):
     GOOD = "good"  # proven
     BAD = "bad"  # the engine is wrong
     DOUBTFUL = "doubtful"  # neither proven nor refuted: look at the harness or the expectations
-    MUTED = "muted"  # declared beforehand, so no surprise; still not a pass
+    KNOWN = "known"  # it fails, as an expectation says
+    MUTED = "muted"  # not declared, and refused
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +62,7 @@ MARKS: Mapping[Verdict, VerdictStyle] = MappingProxyType(
             letter="N", sign="N", tone=Tone.DOUBTFUL, phrase="selected, never reached"
         ),
         Verdict.KNOWN_FAILURE: VerdictStyle(
-            letter="k", sign="k", tone=Tone.MUTED, phrase="failed as an expectation says it would"
+            letter="k", sign="k", tone=Tone.KNOWN, phrase="failed as an expectation says it would"
         ),
         Verdict.UNSUPPORTED: VerdictStyle(
             letter="-", sign="\u2013", tone=Tone.MUTED, phrase="not declared, and refused loudly: opted out"

@@ -13,6 +13,7 @@ from shardproof.engine.contract import Cut as Cut
 from shardproof.engine.contract import Engine as Engine
 from shardproof.engine.contract import Grouping as Grouping
 from shardproof.engine.contract import Layout as Layout
+from shardproof.engine.contract import Masters as Masters
 from shardproof.engine.contract import MissingMethodError as MissingMethodError
 from shardproof.engine.contract import NoGradient as NoGradient
 from shardproof.engine.contract import Offload as Offload
@@ -91,6 +92,8 @@ from shardproof.harness.cases.scripts.unit_state import LookAround as LookAround
 from shardproof.harness.cases.scripts.unit_state import ToggleReshard as ToggleReshard
 from shardproof.harness.cases.scripts.unit_state import UnshardByHand as UnshardByHand
 from shardproof.harness.cases.stages import num_stages as num_stages
+from shardproof.harness.cases.training import LOADED as LOADED
+from shardproof.harness.cases.training import UNCHANGED as UNCHANGED
 from shardproof.harness.cases.training import Clip as Clip
 from shardproof.harness.cases.training import NamedOptimizer as NamedOptimizer
 from shardproof.harness.cases.training import Problem as Problem

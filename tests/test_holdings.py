@@ -128,7 +128,7 @@ def test_shares_of_chunks_may_be_uneven_where_the_engine_says_so() -> None:
         (partial(_stretched, share=CHUNKED + 1), "expected at most 502 elements, 1/4 of the 1776 of all"),
         (partial(_stretched, share=CHUNKED, of_rank=lambda rank: min(rank, 2)), "held twice"),
         (partial(_stretched, share=CHUNKED, of_rank=lambda rank: min(rank, 2)), "got the first"),
-        (partial(_stretched, share=CHUNKED, num_lost=1), "held by nobody"),
+        (partial(_stretched, share=CHUNKED, num_lost=1), "held by no rank"),
         (partial(_flattened_together, num_shares=2), "expected at most 502 elements"),
         (flattened, "held twice"),
     ],

@@ -10,6 +10,7 @@ from shardproof.harness.cli.main import main
 from shardproof.harness.records.record import Verdict
 from shardproof.harness.records.run import read_run
 from shardproof.harness.worlds.output import drop_empty, printed
+from tests.pages import unpacked
 
 TALKATIVE = """
 import os, sys, warnings
@@ -50,7 +51,7 @@ def test_a_failure_shows_what_the_ranks_printed(
         assert words not in shown.out.partition("printed:")[0]
         assert words not in shown.err
         assert words in printed(out / quiet.observation)
-    assert "from C: \\xff&lt;b&gt;" in (out / "report.html").read_text()
+    assert "from C: \\xff&lt;b&gt;" in unpacked((out / "report.html").read_text())
     assert "Printed by the ranks:" in (out / "report.md").read_text()
 
 

@@ -166,7 +166,7 @@ def test_what_read_a_result_too_early_is_named_by_a_second_look(tmp_path: Path) 
         ("ClearsTheReduceInput", LeavesBuffersAlone(), "its input was overwritten"),
         ("FreesTheInputOfAReduction", LeavesBuffersAlone(), "its input was freed"),
         ("FillsTheGatherOutput", LeavesBuffersAlone(), "its output was written to"),
-        ("ForgetsTheWorkOfANorm", ResultsAreWaitedFor(), "nobody ever waited for all_reduce"),
+        ("ForgetsTheWorkOfANorm", ResultsAreWaitedFor(), "no wait for all_reduce"),
     ],
 )
 def test_harm_is_told_with_collective_unit_parameters_and_site(

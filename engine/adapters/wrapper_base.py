@@ -240,6 +240,8 @@ def _strategy(plan: Plan) -> ShardingStrategy:
             return hybrid_that_keeps() if keeps else ShardingStrategy.HYBRID_SHARD
         case Layout.REPLICATE:
             return ShardingStrategy.NO_SHARD
+        case Layout.ZERO1 | Layout.ZERO2:
+            raise ValueError(f"plan.layout: expected a layout that the wrapper declares, got {plan.layout}")
 
 
 def _precision(plan: Plan) -> MixedPrecision | None:

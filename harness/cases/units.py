@@ -63,17 +63,35 @@ def groups_in(model: nn.Module, plan: Plan) -> tuple[UnitParameters, ...]:
     return tuple(_groups(model, plan))
 
 
-def num_shares_of(plan: Plan, world_size: int) -> int:
-    """Return over how many ranks the plan shards each parameter; raises ValueError for `Layout.NATIVE`."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shares:
+    """Over how many ranks a plan shards what belongs to each parameter; 1 where every rank holds the whole."""
+
+    parameters: int
+    gradients: int
+    state: int
+
+
+def shares_of(plan: Plan, world_size: int) -> Shares:
+    """Return what the plan's layout shards; raises ValueError for `Layout.NATIVE`."""
+    parameters, gradients, state = 1, 1, world_size
     match plan.layout:
         case Layout.SHARD:
-            return world_size
+            parameters = gradients = world_size
         case Layout.HYBRID:
-            return plan.axes(world_size)[-1].size
+            parameters = gradients = state = plan.axes(world_size)[-1].size
+        case Layout.ZERO2:
+            gradients = world_size
         case Layout.REPLICATE:
-            return 1
+            state = 1
         case Layout.NATIVE:
-            raise ValueError("num_shares_of: expected a plan that names a layout, got Layout.NATIVE")
+            raise ValueError("shares_of: expected a plan that names a layout, got Layout.NATIVE")
+    return Shares(parameters=parameters, gradients=gradients, state=state)
+
+
+def num_shares_of(plan: Plan, world_size: int) -> int:
+    """Return over how many ranks the plan shards each parameter, as `shares_of` does."""
+    return shares_of(plan, world_size).parameters
 
 
 def chunked_numel(groups: Iterable[UnitParameters], num_shares: int) -> int:

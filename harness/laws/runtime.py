@@ -61,12 +61,13 @@ class UnitsAre:
 class Notes:
     """The script noted this of a subject, in every step on every rank.
 
-    ``is_explained``: another note than this value says by itself what is wrong.
+    ``is_explained``: another note than this value says by itself what is wrong. ``step``: in this one alone.
     """
 
     subject: str
     value: str
     is_explained: bool = False
+    step: int | None = None
 
     @property
     def name(self) -> str:
@@ -76,6 +77,8 @@ class Notes:
         """Look the subject up."""
         broken = []
         for rank, step, seen in _steps(evidence):
+            if self.step not in {None, step}:
+                continue
             values = [fact.value for fact in seen.facts if fact.subject == self.subject] or [_NOTHING]
             broken += [
                 f"step {step}, rank {rank}: {self._told(value)}" for value in values if value != self.value

@@ -37,7 +37,7 @@ class Verdict(StrEnum):
         return self in {Verdict.PASSED, Verdict.UNSUPPORTED, Verdict.KNOWN_FAILURE}
 
 
-SCHEMA_VERSION = 6
+SCHEMA_VERSION = 7
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,7 +154,8 @@ class Record:
     empty. ``command`` repeats this one case. ``duration_s`` is wall time of this case. ``expectation`` is
     the one that bore on the verdict or, expired, no longer does. ``hang`` is why ranks could not go on; None
     where they could, or failed otherwise. ``output`` is the end of what the ranks' processes printed, unless the
-    verdict is PASSED or UNSUPPORTED.
+    verdict is PASSED or UNSUPPORTED. ``known_as`` and ``known_version`` are of the known engine from which this one is
+    derived, if any.
     """
 
     engine: str
@@ -174,6 +175,8 @@ class Record:
     expectation: Expectation | None = None
     hang: HangReport | None = field(default=None, metadata={"formerly": "autopsy"})
     output: str = ""
+    known_as: str = ""
+    known_version: str = ""
     schema: int = SCHEMA_VERSION
 
     @property

@@ -14,6 +14,7 @@ from shardproof.harness.laws.diagnosis import NOT_FINITE
 from shardproof.harness.laws.runtime import NoRaces
 from shardproof.harness.records.ledger_summary import summarize
 from shardproof.harness.records.record import LedgerLine, Record, Verdict
+from shardproof.harness.runner.engines import EngineDescription
 from shardproof.harness.runner.observation_cache import ObservationCache, Source, unexercised
 from shardproof.harness.runner.options import Cell, RunOptions
 from shardproof.harness.training.oracle import OracleObservation
@@ -57,7 +58,7 @@ class TrialSession:
         if not training.needs <= engine.capabilities:
             training = unexercised(training)  # what it would call plays no part in whether a plan is refused
         try:
-            found = self._judged(case, training, cell, engine.capabilities)
+            found = self._judged(case, training, cell, engine)
         except Exception as error:  # whatever breaks here is ours, and must not stop the other cases
             if isinstance(error, UsageError) and not self._is_fresh(error):
                 raise
@@ -74,6 +75,8 @@ class TrialSession:
             headline=under + judgement.headline,
             suite=suite,
             engine_version=engine.version_on(cell.world.device),
+            known_as=engine.known_as,
+            known_version=engine.known_version,
             laws=judgement.laws,
             worst=judgement.worst,
             ledger=found.ledger,
@@ -97,14 +100,17 @@ class TrialSession:
         """End pooled worlds."""
         self._archive.close()
 
-    def _judged(self, case: Case, training: Training, cell: Cell, declared: frozenset[Capability]) -> _Judged:
+    def _judged(self, case: Case, training: Training, cell: Cell, engine: EngineDescription) -> _Judged:
         """Judge what was seen under each schedule; the first that did not pass is told, else the first."""
+        declared = engine.capabilities
+        is_shared = engine.needs_processes and cell.world.kind is WorldKind.THREADS
+        lacks = "a process for each rank (try --world processes:N)" if is_shared else ""
         oracle = self._oracle(case, cell)
         found: list[_Judged] = []
         for seed, kept in self._archive.observations(
             training, cell, self._effort.seeds(training, cell.world), case.id
         ):
-            judgement = judge(case, declared, kept, oracle)
+            judgement = judge(case, declared, kept, oracle, lacks=lacks)
             if _is_unexplained(judgement, training, cell):
                 judgement = self._explained(judgement, case, cell, seed, declared)
             found.append(_Judged(judgement=judgement, seed=seed, ledger=summarize(kept.ledgers)))

@@ -21,7 +21,7 @@ class EventKind(StrEnum):
     BEGAN = "a phase of the loop began"
     ENDED = "a phase of the loop ended"
     ISSUED = "a collective was issued"
-    WAITED = "somebody first waited for a collective"
+    WAITED = "a collective was first waited for"
     PLACED = "the stream on which a collective was issued"
     JOINED = "the stream on which units compute first waited for a collective"
     ENTERED = "a unit's forward was called"

@@ -240,7 +240,7 @@ def _where(rank: RankState) -> str:
             return f"waiting in {_tell(rank.call)}{f' for {_names(rank.awaits)}' if rank.awaits else ''}"
         case RankActivity.OUTSIDE:
             at = (rank.frames or rank.stack)[:1]
-            return f"in no call, {f'at {at[0]}' if at else 'nobody knows where'}; {last}"
+            return f"in no call, {f'at {at[0]}' if at else 'at an unknown place'}; {last}"
         case RankActivity.RETURNED | RankActivity.FAILED:
             return f"{rank.ended}; {last}"
         case _:

@@ -57,15 +57,21 @@ class Judgement:
 
 
 def judge(
-    case: Case, declared: Set[Capability], kept: SavedResult, oracle: Callable[[], OracleObservation]
+    case: Case,
+    declared: Set[Capability],
+    kept: SavedResult,
+    oracle: Callable[[], OracleObservation],
+    *,
+    lacks: str = "",
 ) -> Judgement:
     """Judge every rank of one case; an undeclared capability turns the question into *was it refused?*
 
-    ``oracle`` is called only if there are numbers to compare: a hang or a crash is judged without it, and so at once.
+    So does what the world ``lacks``. ``oracle`` is called only if there are numbers to compare: a hang or a crash is
+    judged without it, and so at once.
     """
     undeclared = case.training.needs - declared
-    if undeclared:
-        return _judge_refusal(undeclared, kept)
+    if undeclared or lacks:
+        return _judge_refusal(lacks or ", ".join(sorted(c.name for c in undeclared)), kept)
     if case.refusal is not Refusal.WRONG:
         told = _judge_loud_refusal(case, kept)
         if told is not None:
@@ -85,9 +91,8 @@ def implied(training: Training) -> tuple[Law, ...]:
     return (*_IMPLIED, *((MemoryIsExplained(),) if training.is_counted else ()), *watched)
 
 
-def _judge_refusal(undeclared: Set[Capability], kept: SavedResult) -> Judgement:
-    """Ask whether every rank refused in prepare; anything else is a finding, a crash on the way included."""
-    needs = ", ".join(sorted(c.name for c in undeclared))
+def _judge_refusal(needs: str, kept: SavedResult) -> Judgement:
+    """Ask whether every rank refused before training; anything else is a finding, a crash on the way included."""
     outcomes = _outcome_records(kept.result)
     num_ranks = len(kept.result.outcomes)
     if len(kept.refusals) == num_ranks and kept.result.is_clean:
@@ -104,7 +109,7 @@ def _judge_refusal(undeclared: Set[Capability], kept: SavedResult) -> Judgement:
         headline = f"accepted a plan that needs {needs}, which it does not declare, without a word"
         return Judgement(verdict=Verdict.UNSUPPORTED_SILENT, headline=headline, outcomes=outcomes)
     failure = judge_failure(kept)
-    instead = "refused, and then" if kept.refusals else "instead of refusing in prepare"
+    instead = "refused, and then" if kept.refusals else "instead of refusing before training"
     headline = f"needs {needs}, which it does not declare; {instead}: {failure.headline}"
     return replace(failure, headline=headline)
 

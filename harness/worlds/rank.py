@@ -23,6 +23,7 @@ class RankContext:
     device: torch.device
     folder: Path
     recorder: Recorder
+    shares_a_process: bool = False  # with all other ranks
 
 
 def journal_path(folder: Path, rank: int) -> Path:

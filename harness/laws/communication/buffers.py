@@ -35,7 +35,7 @@ class ResultsAreWaitedFor:
 
     def judge(self, evidence: Evidence) -> Ruling:
         broken = [
-            f"rank {rank}, {when(e)}: nobody ever waited for {_spell(e, evidence)}"
+            f"rank {rank}, {when(e)}: no wait for {_spell(e, evidence)}"
             for rank, ledger in ledgers(evidence)
             for e in ledger
             if e.is_async and e.wait is None

@@ -319,7 +319,7 @@ def _each(name: str, select: Select, evidence: Evidence, breach: Callable[[Entry
 def _waits_too_late(entry: Entry) -> str | None:
     wait = entry.wait
     if wait is None:
-        return "nobody waited for the result"
+        return "the result was never waited for"
     if wait.step == entry.step and (wait.phase is not Phase.STEP or entry.phase is Phase.STEP):
         return None
     return f"expected a wait before the optimizer step, got one in {wait.phase} of step {wait.step}"

@@ -11,6 +11,7 @@ from typing import Any
 class CensusTime(StrEnum):
     """When the memory was counted."""
 
+    REDUCED = "after the last backward"
     STEPPED = "after the optimizer step"
     CLEARED = "after zero_grad"
 

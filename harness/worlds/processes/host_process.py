@@ -12,7 +12,9 @@ import threading
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import NoReturn
+from zlib import crc32
 
 import torch
 import torch.distributed as dist
@@ -100,6 +102,7 @@ def _host_process(link: SupervisorLink, spec: HostSpec) -> None:
     device = torch.device(world.device, rank) if world.device == "cuda" else torch.device("cpu")
     store = FileStore(str(spec.folder / "store"), world.size)
     backend = "nccl" if world.device == "cuda" else "gloo"
+    os.environ.update(_launched(rank, world.size, spec.folder))
 
     def enter() -> None:
         if not dist.is_initialized():
@@ -122,6 +125,21 @@ def _host_process(link: SupervisorLink, spec: HostSpec) -> None:
         if dist.is_initialized():
             _destroy_groups(link, rank)
         await_threads(link)
+
+
+def _launched(rank: int, size: int, folder: Path) -> dict[str, str]:
+    """Return the environment that launchers give a rank; nobody listens on the port unless an engine does."""
+    port = (
+        20_000 + crc32(str(folder).encode()) % 10_000
+    )  # the same on all ranks of a world, another in the next
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(size),
+        "LOCAL_WORLD_SIZE": str(size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
 
 
 def _destroy_groups(link: SupervisorLink, rank: int) -> None:
@@ -215,8 +233,14 @@ def _report(
 
 
 def _context(world: WorldSpec, rank: int, device: torch.device, job: Job) -> RankContext:
-    recorder = Recorder(journal_path(job.folder, rank))
-    return RankContext(rank=rank, size=world.size, device=device, folder=job.folder, recorder=recorder)
+    return RankContext(
+        rank=rank,
+        size=world.size,
+        device=device,
+        folder=job.folder,
+        recorder=Recorder(journal_path(job.folder, rank)),
+        shares_a_process=world.kind is WorldKind.THREADS,
+    )
 
 
 def _join(world: WorldSpec, backend: str, store: Store, rank: int) -> None:

@@ -189,7 +189,7 @@ class InMemoryTransport:
 
     def _send(self, arrival: Contribution) -> Message:
         call = arrival.call
-        destination = "nobody" if call.peer is None else f"rank {call.ranks[call.peer]}"
+        destination = "no rank" if call.peer is None else f"rank {call.ranks[call.peer]}"
         where = f"a message to {destination} in group {call.group_name} {list(call.ranks)}"
         message = Message(where, arrival)
         with self._lock:
