@@ -158,6 +158,7 @@ HEADERS = st.builds(
     seed=SMALL,
     num_cases=SMALL,
     expectations=st.none() | EXPECTATIONS,
+    options=st.dictionaries(TEXTS, TEXTS, max_size=2),
     schema=st.just(SCHEMA_VERSION),
 )
 FOOTERS = st.builds(

@@ -176,6 +176,16 @@ def diff(arguments: argparse.Namespace) -> int:
     )
 
 
+def merge(arguments: argparse.Namespace) -> int:
+    """Merge runs that were made alike into one, and write its reports; returns what a run of all would return.
+
+    A run that is damaged or was interrupted, or a shard that is missing, makes the merged run incomplete.
+    """
+    from shardproof.harness.cli.merge import merge_runs
+
+    return _show(merge_runs([Path(folder) for folder in arguments.runs], Path(arguments.out)))
+
+
 def list_all(arguments: argparse.Namespace) -> int:
     """List engines with what they declare, suites, and with --cases every case."""
     from shardproof.harness.cli.case_list import list_cases
@@ -306,6 +316,10 @@ def _parser() -> argparse.ArgumentParser:
         sub = commands.add_parser(command.__name__, help=text, description=command.__doc__)
         sub.add_argument("run", metavar="DIR", help="folder of the run")
         sub.set_defaults(command=command)
+    sub = commands.add_parser("merge", help="make one run of many", description=merge.__doc__)
+    sub.add_argument("runs", metavar="DIR", nargs="+", help="folders of runs")
+    sub.add_argument("--out", metavar="NEW", required=True, help="folder for the merged run")
+    sub.set_defaults(command=merge)
     sub = commands.add_parser("timeline", help="export one case's timeline", description=timeline.__doc__)
     sub.add_argument("run", metavar="DIR", help="folder of the run")
     sub.add_argument("--case", default="", metavar="ID", help="the case, or a part of its name")
