@@ -57,7 +57,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(arguments: argparse.Namespace) -> int:
     """Judge engines on suites: launch worlds, record verdicts, write the reports."""
-    return _run(arguments)
+    from shardproof.harness.cli.parts import part_options
+
+    return _run(arguments, *part_options(arguments))
 
 
 def check(arguments: argparse.Namespace) -> int:
@@ -273,7 +275,7 @@ def _conclude(out: Path, pytest_code: int, render: Callable[[Run], str] | None =
 def _show(run_folder: Path, render: Callable[[Run], str] | None = None) -> int:
     """Write a run's reports, print its matrix or what ``render`` makes of it, and return the exit code."""
     from shardproof.reports import terminal
-    from shardproof.reports.summary import Conclusion, conclude
+    from shardproof.reports.summary import Conclusion, conclude, warnings
     from shardproof.reports.write import write_reports
 
     result, paths = write_reports(run_folder)
@@ -282,6 +284,8 @@ def _show(run_folder: Path, render: Callable[[Run], str] | None = None) -> int:
         print(f"wrote {path}")
     if Verdict.ERRORED in {record.verdict for record in result.records}:
         return OUR_FAULT
+    if not result.records and "shard" in result.header.options and not warnings(result):
+        return CONFORMS  # more shards than cases; `merge` counts whether all shards are there
     return CONFORMS if conclude(result) is Conclusion.CONFORMING else DOES_NOT_CONFORM
 
 
@@ -301,6 +305,7 @@ def _parser() -> argparse.ArgumentParser:
         "--engine", action="append", metavar="NAME", help="repeat for several; default: all built in"
     )
     _add_selection(sub, worlds="threads:2")
+    _add_parts(sub)
     _add_effort(sub)
     group = sub.add_mutually_exclusive_group()
     group.add_argument(
@@ -418,6 +423,25 @@ def _add_effort(sub: argparse.ArgumentParser) -> None:
         "--thorough",
         action="store_true",
         help="watch for all that can be watched on a CPU; about 3 x the time",
+    )
+
+
+def _add_parts(sub: argparse.ArgumentParser) -> None:
+    """Add what runs a part of the selected cases."""
+    sub.add_argument("--shard", metavar="N/OF", help="run one of several parts of the cases, such as 2/8")
+    sub.add_argument(
+        "--durations", metavar="DIR", help="balance shards by the durations of this run; default: by number"
+    )
+    group = sub.add_mutually_exclusive_group()
+    group.add_argument(
+        "--resume", metavar="DIR", help="the rest of an interrupted run; needs that run's options"
+    )
+    group.add_argument(
+        "--last-failed",
+        metavar="DIR",
+        nargs="?",
+        const="",
+        help="only what did not conform in this run; default: the newest below conformance/",
     )
 
 

@@ -13,7 +13,7 @@ from shardproof.harness.records.diff.comparability import ComparedRun
 from shardproof.harness.records.record import Expectation, Header, Record, Verdict
 from shardproof.harness.records.run import OBSERVATIONS
 
-__all__ = ["carried", "refuse_unlike"]
+__all__ = ["carried", "refuse_other_cases", "refuse_unlike"]
 
 _QUIET = frozenset({Verdict.PASSED, Verdict.UNSUPPORTED})
 
@@ -34,6 +34,20 @@ def refuse_unlike(one: ComparedRun, other: ComparedRun) -> None:
                 expected="a header that says which code made it",
                 got="changed files without a hash of the changes" if header.versions else "a damaged header",
                 hint="running it again from a commit",
+            )
+
+
+def refuse_other_cases(one: ComparedRun, other: ComparedRun) -> None:
+    """Raise UsageError unless both runs judge the same cases of the same engines in the same worlds."""
+    headers = one.run.header, other.run.header
+    was, now = ({"engines": " ".join(h.engines), "worlds": " ".join(h.worlds), **h.options} for h in headers)
+    for name in dict.fromkeys((*was, *now)):
+        if was.get(name) != now.get(name):
+            raise UsageError(
+                f"run {one.folder}",
+                expected=f"the {name} of {other.folder}, {now.get(name, 'none')}",
+                got=was.get(name, "none"),
+                hint=f"the options of that run: {one.run.header.command}",
             )
 
 

@@ -22,6 +22,7 @@ from shardproof.harness.runner.record_writer import (
     UNAVAILABLE,
     UNAVAILABLE_FROM_WORKER,
 )
+from shardproof.harness.runner.selection import NUM_ELSEWHERE
 from shardproof.harness.runner.session import Source, TrialSession
 from shardproof.harness.runner.trial import Trial
 from shardproof.harness.worlds.processes.forkserver import NUM_SERVERS, warm_up
@@ -89,7 +90,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     config = session.config
     if _KEPT not in config.stash:
         return  # a path that does not exist: pytest collected nothing and says so itself
-    if len(session.items) < config.stash[_KEPT]:
+    if len(session.items) + config.stash[NUM_ELSEWHERE] < config.stash[_KEPT]:
         config.stash[CATALOGUE] = config.stash[CATALOGUE].narrowed()
     if hasattr(config, "workeroutput"):
         config.workeroutput[FROM_WORKER] = pickle.dumps(config.stash[CATALOGUE])

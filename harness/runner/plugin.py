@@ -18,6 +18,7 @@ from shardproof.harness.errors import UsageError
 from shardproof.harness.records.provenance import today
 from shardproof.harness.records.record import Expectations
 from shardproof.harness.records.run import read_run, refuse_existing
+from shardproof.harness.runner import selection
 from shardproof.harness.runner.collection import Refusals
 from shardproof.harness.runner.options import Cell, RunOptions
 from shardproof.harness.runner.record_writer import RecordWriter
@@ -86,6 +87,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--thorough", action="store_true", help="watch every training for all that can be watched on a CPU"
     )
     group.addoption("--deadline", type=float, default=60.0, metavar="S", help="seconds a world may take")
+    selection.add_options(group)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -98,27 +100,38 @@ def pytest_configure(config: pytest.Config) -> None:
         config.stash[CELLS] = _cells(config)
         config.stash[EFFORT] = _effort(config)
         config.stash[EXPECTATIONS] = _expectations(config)
-        if config.getoption("--out") and not hasattr(config, "workerinput"):
-            refuse_existing(Path(config.getoption("--out")))
+        if not hasattr(config, "workerinput"):
+            config.pluginmanager.register(_sink(config), "shardproof-sink")
+            config.pluginmanager.register(Refusals(), "shardproof-refusals")
     except (UsageError, EngineNotFoundError) as error:
         raise pytest.UsageError(str(error)) from error
-    if not hasattr(config, "workerinput"):
-        out = config.getoption("--out")
-        sink = RecordWriter(
-            config,
-            config.stash[CELLS],
-            config.stash[EXPECTATIONS],
-            Path(out) if out else None,
-            config.stash[EFFORT],
-        )
-        config.pluginmanager.register(sink, "shardproof-sink")
-        config.pluginmanager.register(Refusals(), "shardproof-refusals")
     # Under xdist the workers run the cases, each with "no" of its own.
     if config.getoption("dist", "no") == "no":
         draw_hash_seeds(config.stash[EFFORT].seed)
         if _will_run_suites(config):
             forkserver_context()  # it does its imports while this process does its own
         config.pluginmanager.import_plugin("shardproof.harness.runner.fixture")
+        config.pluginmanager.register(selection, "shardproof-selection")
+
+
+def _sink(config: pytest.Config) -> RecordWriter:
+    """Make the sink; raises UsageError where the run cannot be kept as asked."""
+    out, resumed = config.getoption("--out"), config.getoption("--resume")
+    if out:
+        refuse_existing(Path(out))
+    elif resumed:
+        raise UsageError("--resume", expected="--out too", got="none", hint="--out with a new folder")
+    sink = RecordWriter(
+        config,
+        config.stash[CELLS],
+        config.stash[EXPECTATIONS],
+        Path(out) if out else None,
+        config.stash[EFFORT],
+        selection.selected(config),
+    )
+    if resumed:
+        sink.resume(selection.interrupted(Path(resumed)))
+    return sink
 
 
 # Any: xdist's node, whose package need not be there.
