@@ -188,6 +188,28 @@ def merge(arguments: argparse.Namespace) -> int:
     return _show(merge_runs([Path(folder) for folder in arguments.runs], Path(arguments.out)))
 
 
+def expectations(arguments: argparse.Namespace) -> int:
+    """Bring the file of known failures in line with a run: print the change, and with --update write it.
+
+    Entries that passed or are stale are removed or narrowed. Failures that no entry excuses get new entries, which need
+    --reason and --link; choose the failures of one cause with --engine and --case. Returns 1 if something remains.
+    """
+    from shardproof.harness.cli.expectations import UpdateRequest, update
+
+    return update(
+        UpdateRequest(
+            run=Path(arguments.run),
+            file=arguments.expectations,
+            is_written=arguments.update,
+            reason=arguments.reason,
+            link=arguments.link,
+            expiry=arguments.expiry,
+            engine=arguments.engine,
+            case=arguments.case,
+        )
+    )
+
+
 def list_all(arguments: argparse.Namespace) -> int:
     """List engines with what they declare, suites, and with --cases every case."""
     from shardproof.harness.cli.case_list import list_cases
@@ -325,6 +347,7 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("runs", metavar="DIR", nargs="+", help="folders of runs")
     sub.add_argument("--out", metavar="NEW", required=True, help="folder for the merged run")
     sub.set_defaults(command=merge)
+    _add_expectations(commands)
     sub = commands.add_parser("timeline", help="export one case's timeline", description=timeline.__doc__)
     sub.add_argument("run", metavar="DIR", help="folder of the run")
     sub.add_argument("--case", default="", metavar="ID", help="the case, or a part of its name")
@@ -355,6 +378,24 @@ def _add_check(commands: Any) -> None:
     _add_effort(sub)
     # Raw verdicts: what is known of other models excuses nothing of this one.
     sub.set_defaults(command=check, suite=[_OWN_MODEL], expectations=None, no_expectations=True)
+
+
+def _add_expectations(commands: Any) -> None:
+    sub = commands.add_parser(
+        "expectations", help="update the known failures from a run", description=expectations.__doc__
+    )
+    sub.add_argument("run", metavar="RUN", help="folder of a run")
+    sub.add_argument("--update", action="store_true", help="write the file; otherwise the change is printed")
+    sub.add_argument("--expectations", metavar="FILE", help="default: the file that the run was made with")
+    for option, text in (
+        ("reason", "one sentence on the new failures"),
+        ("link", "address of their public report"),
+        ("expiry", "last day of new entries; default: in 90 days"),
+    ):
+        sub.add_argument(f"--{option}", default="", metavar=option.upper(), help=text)
+    sub.add_argument("--engine", default="*", metavar="GLOB", help="new entries for these engines only")
+    sub.add_argument("--case", default="*", metavar="GLOB", help="new entries for these cases only")
+    sub.set_defaults(command=expectations)
 
 
 def _add_diff(commands: Any) -> None:
