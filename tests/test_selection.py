@@ -14,7 +14,7 @@ from shardproof.harness.cli.main import main
 from shardproof.harness.errors import UsageError
 from shardproof.harness.records.record import Record, Verdict
 from shardproof.harness.records.run import RECORDS, RUN, Run, read_run
-from shardproof.harness.runner.selection import Shard, cut
+from shardproof.harness.runner.selection import RunShard, cut
 
 KEYS = st.lists(st.text(max_size=6), unique=True, max_size=40)
 DURATIONS = st.dictionaries(st.text(max_size=6), st.floats(0, 1e3), max_size=40)
@@ -23,7 +23,7 @@ OF = st.integers(1, 12)
 
 @given(KEYS, OF, DURATIONS)
 def test_shards_are_disjoint_and_complete(keys: Sequence[str], of: int, took: Mapping[str, float]) -> None:
-    parts = [cut(keys, Shard(number=n, of=of), took) for n in range(1, of + 1)]
+    parts = [cut(keys, RunShard(number=n, of=of), took) for n in range(1, of + 1)]
     assert sorted(key for part in parts for key in part) == sorted(keys)
 
 
@@ -33,13 +33,13 @@ def test_a_shard_does_not_depend_on_the_order_of_cases(
 ) -> None:
     shuffled = list(keys)
     random.shuffle(shuffled)  # type: ignore[attr-defined]  # hypothesis does not export the type
-    shard = Shard(number=of, of=of)
+    shard = RunShard(number=of, of=of)
     assert cut(keys, shard, took) == cut(shuffled, shard, dict(sorted(took.items())))
 
 
 @given(KEYS, OF)
 def test_shards_without_durations_differ_by_one_case_at_most(keys: Sequence[str], of: int) -> None:
-    sizes = [len(cut(keys, Shard(number=n, of=of), {})) for n in range(1, of + 1)]
+    sizes = [len(cut(keys, RunShard(number=n, of=of), {})) for n in range(1, of + 1)]
     assert max(sizes) - min(sizes) <= 1
 
 
@@ -47,7 +47,8 @@ def test_shards_without_durations_differ_by_one_case_at_most(keys: Sequence[str]
 def test_no_shard_takes_longer_than_an_even_share_and_one_case(took: list[float], of: int) -> None:
     known = {str(place): seconds for place, seconds in enumerate(took)}
     loads = [
-        sum(known[key] for key in cut(list(known), Shard(number=n, of=of), known)) for n in range(1, of + 1)
+        sum(known[key] for key in cut(list(known), RunShard(number=n, of=of), known))
+        for n in range(1, of + 1)
     ]
     assert max(loads) <= sum(took) / of + max(took) + 1e-6
 
@@ -55,7 +56,7 @@ def test_no_shard_takes_longer_than_an_even_share_and_one_case(took: list[float]
 @pytest.mark.parametrize("text", ["", "2", "0/8", "9/8", "1/0", "-1/8", "a/b", "1/8/2", "1.5/8"])
 def test_a_shard_that_cannot_be_is_refused(text: str) -> None:
     with pytest.raises(UsageError, match="from 1/1 on"):
-        Shard.parse(text)
+        RunShard.parse(text)
 
 
 # What follows runs cases. DDP refuses most of the suite clipping, which is quick.

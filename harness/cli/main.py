@@ -59,7 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Judge engines on suites: launch worlds, record verdicts, write the reports."""
     from shardproof.harness.cli.parts import part_options
 
-    return _run(arguments, *part_options(arguments))
+    return _run(arguments, f"--keep={arguments.keep}", *part_options(arguments))
 
 
 def check(arguments: argparse.Namespace) -> int:
@@ -328,6 +328,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     _add_selection(sub, worlds="threads:2")
     _add_parts(sub)
+    sub.add_argument(
+        "--keep",
+        choices=("failures", "all"),
+        default="failures",
+        help="observations to keep; default: failures",
+    )
     _add_effort(sub)
     group = sub.add_mutually_exclusive_group()
     group.add_argument(

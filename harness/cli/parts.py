@@ -20,9 +20,9 @@ def part_options(arguments: argparse.Namespace) -> list[str]:
     """
     options = []
     if arguments.shard is not None:
-        from shardproof.harness.runner.selection import Shard  # here, because it imports pytest
+        from shardproof.harness.runner.selection import RunShard  # here, because it imports pytest
 
-        Shard.parse(arguments.shard)
+        RunShard.parse(arguments.shard)
         options.append(f"--shard={arguments.shard}")
     if arguments.durations is not None:
         if arguments.shard is None:

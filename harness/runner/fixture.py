@@ -14,7 +14,7 @@ from shardproof.harness.cases.case_id import Node, collected
 from shardproof.harness.errors import HarnessBug
 from shardproof.harness.records.run import OBSERVATIONS, read_run
 from shardproof.harness.runner.engines import examine
-from shardproof.harness.runner.options import Cell
+from shardproof.harness.runner.options import Cell, Keep
 from shardproof.harness.runner.plugin import CELLS, CELLS_ARE_CHOSEN, EFFORT, will_run
 from shardproof.harness.runner.record_writer import (
     CATALOGUE,
@@ -126,7 +126,12 @@ def trial_session(
     folder = Path(replay or out) if replay or out else tmp_path_factory.mktemp("run")
     worker = getattr(config, "workerinput", {}).get("workerid", "main")
     session = TrialSession(
-        Source(folder=folder.resolve() / OBSERVATIONS, worker=worker, is_replay=replay is not None),
+        Source(
+            folder=folder.resolve() / OBSERVATIONS,
+            worker=worker,
+            is_replay=replay is not None,
+            keep=Keep(config.getoption("--keep")),
+        ),
         config.stash[EFFORT],
     )
     yield session

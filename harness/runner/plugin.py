@@ -20,7 +20,7 @@ from shardproof.harness.records.record import Expectations
 from shardproof.harness.records.run import read_run, refuse_existing
 from shardproof.harness.runner import selection
 from shardproof.harness.runner.collection import Refusals
-from shardproof.harness.runner.options import Cell, RunOptions
+from shardproof.harness.runner.options import Cell, Keep, RunOptions
 from shardproof.harness.runner.record_writer import RecordWriter
 from shardproof.harness.verdicts import known_failures_file
 from shardproof.harness.worlds.processes.forkserver import draw_hash_seeds, forkserver_context
@@ -64,6 +64,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--model", metavar="NAME", help="model that the suite own_model trains; default: a small one"
     )
     group.addoption("--out", metavar="DIR", help="keep records and observations in this folder")
+    group.addoption(
+        "--keep",
+        choices=[*Keep],
+        default=Keep.FAILURES.value,
+        help="which observations to keep (default: failures)",
+    )
     group.addoption("--replay", metavar="DIR", help="judge what this run observed; start no world")
     group.addoption(
         "--expectations", metavar="FILE", help="known failures (default: suites/expectations.toml)"

@@ -18,20 +18,20 @@ from shardproof.harness.records.record import Verdict
 from shardproof.harness.records.run import Run, read_run
 from shardproof.harness.runner.record_writer import CATALOGUE, IS_PART, IS_PART_FROM_WORKER
 
-__all__ = ["NUM_ELSEWHERE", "Shard", "add_options", "cut", "interrupted", "not_conforming", "selected"]
+__all__ = ["NUM_ELSEWHERE", "RunShard", "add_options", "cut", "interrupted", "not_conforming", "selected"]
 
 NUM_ELSEWHERE = pytest.StashKey[int]()  # cases that other shards run, or that the interrupted run has run
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shard:
+class RunShard:
     """One of several runs that share the cases of one."""
 
     number: int  # from 1
     of: int
 
     @classmethod
-    def parse(cls, text: str) -> Shard:
+    def parse(cls, text: str) -> RunShard:
         """Read ``2/8``; raises UsageError for what is no shard."""
         match = re.fullmatch(r"(\d{1,6})/(\d{1,6})", text)
         if match is None or not 1 <= int(match[1]) <= int(match[2]):
@@ -39,7 +39,7 @@ class Shard:
         return cls(number=int(match[1]), of=int(match[2]))
 
 
-def cut(keys: Collection[str], shard: Shard, durations: Mapping[str, float]) -> set[str]:
+def cut(keys: Collection[str], shard: RunShard, durations: Mapping[str, float]) -> set[str]:
     """Return the keys of one shard; all shards are disjoint and complete, in whatever order the keys come.
 
     Each key goes to the shard that is least loaded so far, the longest first. A key without a duration counts as the
@@ -82,6 +82,7 @@ def selected(config: pytest.Config) -> dict[str, str]:
         "marks": config.getoption("markexpr"),
         "model": config.getoption("--model"),
         "deadline": str(config.getoption("--deadline")),
+        "keep": config.getoption("--keep"),
         "shard": config.getoption("--shard"),
         "durations": _digest(_durations(read_run(Path(durations)))) if durations else "",
         "last failed": _digest(dict.fromkeys(not_conforming(read_run(Path(failed))), 0.0)) if failed else "",
@@ -122,7 +123,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if shard:
         durations = config.getoption("--durations-of")
         took = _durations(read_run(Path(durations))) if durations else {}
-        _keep(config, items, cut([*map(_name_of, items)], Shard.parse(shard), took))
+        _keep(config, items, cut([*map(_name_of, items)], RunShard.parse(shard), took))
         config.stash[CATALOGUE] = replace(config.stash[CATALOGUE], is_sharded=True)
     if resumed:
         done = {_name(r.engine, r.case, r.world) for r in interrupted(Path(resumed)).run.records}
