@@ -12,7 +12,7 @@ from shardproof.harness.records.run import Run
 from shardproof.reports.expected import stale
 from shardproof.reports.verdict_style import MARKS
 
-__all__ = ["Conclusion", "Tally", "conclude", "tally", "warnings"]
+__all__ = ["Conclusion", "Tally", "conclude", "conforms", "tally", "warnings"]
 
 
 class Conclusion(Enum):
@@ -75,6 +75,13 @@ def conclude(run: Run) -> Conclusion:
     if not counted.total:
         return Conclusion.EMPTY
     return Conclusion.INCOMPLETE if warnings(run) else Conclusion.CONFORMING
+
+
+def conforms(run: Run) -> bool:
+    """Return whether the exit code is 0; a shard may be empty, for `merge` counts whether all shards are there."""
+    found = conclude(run)
+    is_empty_shard = found is Conclusion.EMPTY and "shard" in run.header.options and not warnings(run)
+    return found is Conclusion.CONFORMING or is_empty_shard
 
 
 def warnings(run: Run) -> tuple[str, ...]:

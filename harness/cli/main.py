@@ -297,7 +297,7 @@ def _conclude(out: Path, pytest_code: int, render: Callable[[Run], str] | None =
 def _show(run_folder: Path, render: Callable[[Run], str] | None = None) -> int:
     """Write a run's reports, print its matrix or what ``render`` makes of it, and return the exit code."""
     from shardproof.reports import terminal
-    from shardproof.reports.summary import Conclusion, conclude, warnings
+    from shardproof.reports.summary import conforms
     from shardproof.reports.write import write_reports
 
     result, paths = write_reports(run_folder)
@@ -306,9 +306,7 @@ def _show(run_folder: Path, render: Callable[[Run], str] | None = None) -> int:
         print(f"wrote {path}")
     if Verdict.ERRORED in {record.verdict for record in result.records}:
         return OUR_FAULT
-    if not result.records and "shard" in result.header.options and not warnings(result):
-        return CONFORMS  # more shards than cases; `merge` counts whether all shards are there
-    return CONFORMS if conclude(result) is Conclusion.CONFORMING else DOES_NOT_CONFORM
+    return CONFORMS if conforms(result) else DOES_NOT_CONFORM
 
 
 def _first_sentence(module: Path) -> str:
