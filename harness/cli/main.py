@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
@@ -25,6 +26,7 @@ from shardproof.harness.runner.invoke import (
     suite_folders,
     suites,
 )
+from shardproof.harness.runner.launchers import refuse_launcher
 
 if TYPE_CHECKING:
     from shardproof.harness.records.run import Run
@@ -41,6 +43,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Last, so that no folder there hides one of ours. Commands that only read a run do not look there.
         sys.path.append(str(Path.cwd()))
     try:
+        if arguments.command in {run, check, mutants}:
+            refuse_launcher(os.environ)
         with interruptible():
             code: int = arguments.command(arguments)
     except KeyboardInterrupt:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 from collections.abc import Iterator
 from dataclasses import replace
@@ -11,9 +12,11 @@ import pytest
 import torch
 
 from shardproof.harness.cases.case_id import Node, collected
-from shardproof.harness.errors import HarnessBug
+from shardproof.harness.errors import HarnessBug, UsageError
 from shardproof.harness.records.run import OBSERVATIONS, read_run
+from shardproof.harness.runner.collection import refuse
 from shardproof.harness.runner.engines import examine
+from shardproof.harness.runner.launchers import refuse_launcher
 from shardproof.harness.runner.options import Cell, Keep
 from shardproof.harness.runner.plugin import CELLS, CELLS_ARE_CHOSEN, EFFORT, will_run
 from shardproof.harness.runner.record_writer import (
@@ -56,6 +59,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     When replaying, deselect also what the run to replay did not contain.
     """
+    if will_run(config) and any("trial" in getattr(item, "fixturenames", ()) for item in items):
+        try:
+            refuse_launcher(os.environ)
+        except UsageError as error:
+            refuse(config, items, error)
     catalogue = collected([item.nodeid for item in items], config.args)
     _leave_out_unavailable(config, items)
     replay = config.getoption("--replay")

@@ -5,6 +5,7 @@ A process that only hands cases to workers has no need of torch, and does not wa
 
 from __future__ import annotations
 
+import os
 import pickle
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,6 +21,7 @@ from shardproof.harness.records.record import Expectations
 from shardproof.harness.records.run import read_run, refuse_existing
 from shardproof.harness.runner import selection
 from shardproof.harness.runner.collection import Refusals
+from shardproof.harness.runner.launchers import refuse_launcher
 from shardproof.harness.runner.options import Cell, Keep, RunOptions
 from shardproof.harness.runner.record_writer import RecordWriter
 from shardproof.harness.verdicts import known_failures_file
@@ -103,6 +105,8 @@ def pytest_configure(config: pytest.Config) -> None:
     for mark in _MARKS:
         config.addinivalue_line("markers", mark)
     try:
+        if _will_run_suites(config):
+            refuse_launcher(os.environ)
         config.stash[CELLS] = _cells(config)
         config.stash[EFFORT] = _effort(config)
         config.stash[EXPECTATIONS] = _expectations(config)
