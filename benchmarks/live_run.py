@@ -72,6 +72,7 @@ class LiveRun:
                     "shardproof.harness.cli.main",
                     "run",
                     *arguments,
+                    "--keep=all",
                     "--out",
                     str(self.out),
                 ],

@@ -88,6 +88,13 @@ def conclude(run: Run) -> Conclusion:
     return Conclusion.INCOMPLETE if warnings(run) else Conclusion.CONFORMING
 
 
+def conforms(run: Run) -> bool:
+    """Return whether the exit code is 0; a shard may be empty, for `merge` counts whether all shards are there."""
+    found = conclude(run)
+    is_empty_shard = found is Conclusion.EMPTY and "shard" in run.header.options and not warnings(run)
+    return found is Conclusion.CONFORMING or is_empty_shard
+
+
 def warnings(run: Run) -> tuple[str, ...]:
     """Return why the run is not whole; empty if it is."""
     interrupted = ("the run was interrupted: it has no footer, so cases may be missing",)

@@ -129,7 +129,7 @@ LAYERS = (
             "harness/verdicts/": ("packaging",),
             "harness/runner/": ("pytest",),
             "harness/audit/": ("pytest",),
-            "harness/cli/": ("pytest", "reports"),
+            "harness/cli/": ("pytest", "reports", "tomlkit"),
         },
     ),
     Layer(package="shardproof", allowed=("engine.contract", "harness")),

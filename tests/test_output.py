@@ -38,9 +38,8 @@ def test_a_failure_shows_what_the_ranks_printed(
     (tmp_path / "talks.py").write_text(TALKATIVE)
     engines = [f"--engine={tmp_path / 'talks.py'}:{name}" for name in ("Talks", "TalksAndFails")]
     out = tmp_path / "run"
-    assert (
-        main(["run", *engines, "--world", world, "--suite", "smoke", "-k", "trains", "--out", str(out)]) == 1
-    )
+    options = ["--world", world, "--suite", "smoke", "-k", "trains", "--keep", "all"]
+    assert main(["run", *engines, *options, "--out", str(out)]) == 1
     shown = capfd.readouterr()
     quiet, failed = read_run(out).records
     assert (quiet.verdict, quiet.output) == (Verdict.PASSED, "")

@@ -585,6 +585,14 @@ def test_reports_are_written_beside_the_records(tmp_path: Path) -> None:
     writer.append(a_record(headline=HOSTILE))
     writer.finish(FOOTER)
     written = write_reports(tmp_path).paths
-    assert [path.name for path in written] == ["report.html", "report.md", "junit.xml"]
+    assert [path.name for path in written] == [
+        "report.html",
+        "report.md",
+        "junit.xml",
+        "ctrf.json",
+        "summary.md",
+        "badge.json",
+        "badge.svg",
+    ]
     assert all(path.stat().st_size for path in written)
     assert write_reports(tmp_path).paths == written, "reports may be written again"

@@ -205,7 +205,7 @@ def test_effort_is_checked_and_spelt() -> None:
 
 
 def test_the_command_line_takes_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    common = ["run", "--engine=torch.ddp", "--suite=smoke", "-k=trains", "--schedules"]
+    common = ["run", "--engine=torch.ddp", "--suite=smoke", "-k=trains", "--keep=all", "--schedules"]
     assert main([*common, "0"]) == 2
     assert "--schedules: expected a number from 1 on" in capsys.readouterr().err
     out = tmp_path / "run"

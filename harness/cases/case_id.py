@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 _CELL = re.compile(r"\[(?P<engine>.+)@(?P<world>[a-z]+:\d+(?::[a-z]+)?)(?:-(?P<rest>.*))?\]$")
@@ -51,15 +51,16 @@ class Catalogue:
     """The ids of the cases that a session collected, those included that no world of the session suits.
 
     ``is_whole`` tells that these are all there are: every file of the suites was collected, and no case was
-    left out by its name, its marks or its place.
+    left out by its name, its marks or its place. ``is_sharded``: other runs run the rest of them.
     """
 
     cases: frozenset[str] = frozenset()
     is_whole: bool = False
+    is_sharded: bool = False
 
     def narrowed(self) -> Catalogue:
         """The same cases, known to be a selection."""
-        return Catalogue(cases=self.cases, is_whole=False)
+        return replace(self, is_whole=False)
 
 
 def files() -> frozenset[str]:

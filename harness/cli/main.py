@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
@@ -25,6 +26,7 @@ from shardproof.harness.runner.invoke import (
     suite_folders,
     suites,
 )
+from shardproof.harness.runner.launchers import refuse_launcher
 
 if TYPE_CHECKING:
     from shardproof.harness.records.run import Run
@@ -41,6 +43,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Last, so that no folder there hides one of ours. Commands that only read a run do not look there.
         sys.path.append(str(Path.cwd()))
     try:
+        if arguments.command in {run, check, mutants}:
+            refuse_launcher(os.environ)
         with interruptible():
             code: int = arguments.command(arguments)
     except KeyboardInterrupt:
@@ -57,7 +61,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(arguments: argparse.Namespace) -> int:
     """Judge engines on suites: launch worlds, record verdicts, write the reports."""
-    return _run(arguments)
+    from shardproof.harness.cli.parts import part_options
+
+    return _run(arguments, f"--keep={arguments.keep}", *part_options(arguments))
 
 
 def check(arguments: argparse.Namespace) -> int:
@@ -176,6 +182,38 @@ def diff(arguments: argparse.Namespace) -> int:
     )
 
 
+def merge(arguments: argparse.Namespace) -> int:
+    """Merge runs that were made alike into one, and write its reports; returns what a run of all would return.
+
+    A run that is damaged or was interrupted, or a shard that is missing, makes the merged run incomplete.
+    """
+    from shardproof.harness.cli.merge import merge_runs
+
+    return _show(merge_runs([Path(folder) for folder in arguments.runs], Path(arguments.out)))
+
+
+def expectations(arguments: argparse.Namespace) -> int:
+    """Bring the file of known failures in line with a run: print the change, and with --update write it.
+
+    Entries that passed or are stale are removed or narrowed. Failures that no entry excuses get new entries, which need
+    --reason and --link; choose the failures of one cause with --engine and --case. Returns 1 if something remains.
+    """
+    from shardproof.harness.cli.expectations import UpdateRequest, update
+
+    return update(
+        UpdateRequest(
+            run=Path(arguments.run),
+            file=arguments.expectations,
+            is_written=arguments.update,
+            reason=arguments.reason,
+            link=arguments.link,
+            expiry=arguments.expiry,
+            engine=arguments.engine,
+            case=arguments.case,
+        )
+    )
+
+
 def list_all(arguments: argparse.Namespace) -> int:
     """List engines with what they declare, suites, and with --cases every case."""
     from shardproof.harness.cli.case_list import list_cases
@@ -263,7 +301,7 @@ def _conclude(out: Path, pytest_code: int, render: Callable[[Run], str] | None =
 def _show(run_folder: Path, render: Callable[[Run], str] | None = None) -> int:
     """Write a run's reports, print its matrix or what ``render`` makes of it, and return the exit code."""
     from shardproof.reports import terminal
-    from shardproof.reports.summary import Conclusion, conclude
+    from shardproof.reports.summary import conforms
     from shardproof.reports.write import write_reports
 
     result, paths = write_reports(run_folder)
@@ -272,7 +310,7 @@ def _show(run_folder: Path, render: Callable[[Run], str] | None = None) -> int:
         print(f"wrote {path}")
     if Verdict.ERRORED in {record.verdict for record in result.records}:
         return OUR_FAULT
-    return CONFORMS if conclude(result) is Conclusion.CONFORMING else DOES_NOT_CONFORM
+    return CONFORMS if conforms(result) else DOES_NOT_CONFORM
 
 
 def _first_sentence(module: Path) -> str:
@@ -291,6 +329,13 @@ def _parser() -> argparse.ArgumentParser:
         "--engine", action="append", metavar="NAME", help="repeat for several; default: all built in"
     )
     _add_selection(sub, worlds="threads:2")
+    _add_parts(sub)
+    sub.add_argument(
+        "--keep",
+        choices=("failures", "all"),
+        default="failures",
+        help="observations to keep; default: failures",
+    )
     _add_effort(sub)
     group = sub.add_mutually_exclusive_group()
     group.add_argument(
@@ -306,6 +351,11 @@ def _parser() -> argparse.ArgumentParser:
         sub = commands.add_parser(command.__name__, help=text, description=command.__doc__)
         sub.add_argument("run", metavar="DIR", help="folder of the run")
         sub.set_defaults(command=command)
+    sub = commands.add_parser("merge", help="make one run of many", description=merge.__doc__)
+    sub.add_argument("runs", metavar="DIR", nargs="+", help="folders of runs")
+    sub.add_argument("--out", metavar="NEW", required=True, help="folder for the merged run")
+    sub.set_defaults(command=merge)
+    _add_expectations(commands)
     sub = commands.add_parser("timeline", help="export one case's timeline", description=timeline.__doc__)
     sub.add_argument("run", metavar="DIR", help="folder of the run")
     sub.add_argument("--case", default="", metavar="ID", help="the case, or a part of its name")
@@ -336,6 +386,24 @@ def _add_check(commands: Any) -> None:
     _add_effort(sub)
     # Raw verdicts: what is known of other models excuses nothing of this one.
     sub.set_defaults(command=check, suite=[_OWN_MODEL], expectations=None, no_expectations=True)
+
+
+def _add_expectations(commands: Any) -> None:
+    sub = commands.add_parser(
+        "expectations", help="update the known failures from a run", description=expectations.__doc__
+    )
+    sub.add_argument("run", metavar="RUN", help="folder of a run")
+    sub.add_argument("--update", action="store_true", help="write the file; otherwise the change is printed")
+    sub.add_argument("--expectations", metavar="FILE", help="default: the file that the run was made with")
+    for option, text in (
+        ("reason", "one sentence on the new failures"),
+        ("link", "address of their public report"),
+        ("expiry", "last day of new entries; default: in 90 days"),
+    ):
+        sub.add_argument(f"--{option}", default="", metavar=option.upper(), help=text)
+    sub.add_argument("--engine", default="*", metavar="GLOB", help="new entries for these engines only")
+    sub.add_argument("--case", default="*", metavar="GLOB", help="new entries for these cases only")
+    sub.set_defaults(command=expectations)
 
 
 def _add_diff(commands: Any) -> None:
@@ -404,6 +472,25 @@ def _add_effort(sub: argparse.ArgumentParser) -> None:
         "--thorough",
         action="store_true",
         help="watch for all that can be watched on a CPU; about 3 x the time",
+    )
+
+
+def _add_parts(sub: argparse.ArgumentParser) -> None:
+    """Add what runs a part of the selected cases."""
+    sub.add_argument("--shard", metavar="N/OF", help="run one of several parts of the cases, such as 2/8")
+    sub.add_argument(
+        "--durations", metavar="DIR", help="balance shards by the durations of this run; default: by number"
+    )
+    group = sub.add_mutually_exclusive_group()
+    group.add_argument(
+        "--resume", metavar="DIR", help="the rest of an interrupted run; needs that run's options"
+    )
+    group.add_argument(
+        "--last-failed",
+        metavar="DIR",
+        nargs="?",
+        const="",
+        help="only what did not conform in this run; default: the newest below conformance/",
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import platform
 import subprocess
@@ -35,6 +36,7 @@ def header(
         hardware=_hardware(),
         git_head=head or UNKNOWN,
         git_dirty=bool(changes),
+        git_changes=hashlib.sha256(_git("diff", "HEAD").encode()).hexdigest()[:12] if changes else "",
         seed=seed,
         num_cases=num_cases,
     )

@@ -192,7 +192,8 @@ class Header:
 
     ``shortfalls`` is empty but in the result of judging a run again: what that run lacked, and its records that could
     not be judged again. ``hash_seeds`` are values of ``PYTHONHASHSEED``: the first of all ranks in worlds of threads,
-    in worlds of processes the first of even and the second of odd ranks.
+    in worlds of processes the first of even and the second of odd ranks. ``git_changes`` is a hash of the changes to
+    files that git knows, empty if there are none. ``options`` say which cases were selected, and how they were run.
     """
 
     started_at: str  # ISO 8601, UTC
@@ -210,6 +211,8 @@ class Header:
     expectations: Expectations | None = None
     shortfalls: tuple[str, ...] = ()
     hash_seeds: tuple[int, ...] = ()
+    git_changes: str = ""
+    options: dict[str, str] = field(default_factory=dict)
     schema: int = SCHEMA_VERSION
 
 
@@ -217,7 +220,8 @@ class Header:
 class Footer:
     """How a run ended; a run without one was interrupted.
 
-    ``unavailable`` are the engines that were selected and could not be judged, each with the cause.
+    ``unavailable`` are the engines that were selected and could not be judged, each with the cause. ``is_whole``: every
+    case of the suites was collected, as far as a shard of the run says; only then can an expectation be stale.
     """
 
     ended_at: str  # ISO 8601, UTC
@@ -225,6 +229,7 @@ class Footer:
     counts: dict[str, int] = field(default_factory=dict)
     unused: tuple[UnusedExpectation, ...] = ()
     unavailable: dict[str, str] = field(default_factory=dict)
+    is_whole: bool = False
     schema: int = SCHEMA_VERSION
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 from collections.abc import Iterator
 from dataclasses import replace
@@ -11,10 +12,12 @@ import pytest
 import torch
 
 from shardproof.harness.cases.case_id import Node, collected
-from shardproof.harness.errors import HarnessBug
+from shardproof.harness.errors import HarnessBug, UsageError
 from shardproof.harness.records.run import OBSERVATIONS, read_run
+from shardproof.harness.runner.collection import refuse
 from shardproof.harness.runner.engines import examine
-from shardproof.harness.runner.options import Cell
+from shardproof.harness.runner.launchers import refuse_launcher
+from shardproof.harness.runner.options import Cell, Keep
 from shardproof.harness.runner.plugin import CELLS, CELLS_ARE_CHOSEN, EFFORT, will_run
 from shardproof.harness.runner.record_writer import (
     CATALOGUE,
@@ -22,6 +25,7 @@ from shardproof.harness.runner.record_writer import (
     UNAVAILABLE,
     UNAVAILABLE_FROM_WORKER,
 )
+from shardproof.harness.runner.selection import NUM_ELSEWHERE
 from shardproof.harness.runner.session import Source, TrialSession
 from shardproof.harness.runner.trial import Trial
 from shardproof.harness.worlds.processes.forkserver import NUM_SERVERS, warm_up
@@ -55,6 +59,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     When replaying, deselect also what the run to replay did not contain.
     """
+    if will_run(config) and any("trial" in getattr(item, "fixturenames", ()) for item in items):
+        try:
+            refuse_launcher(os.environ)
+        except UsageError as error:
+            refuse(config, items, error)
     catalogue = collected([item.nodeid for item in items], config.args)
     _leave_out_unavailable(config, items)
     replay = config.getoption("--replay")
@@ -89,7 +98,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     config = session.config
     if _KEPT not in config.stash:
         return  # a path that does not exist: pytest collected nothing and says so itself
-    if len(session.items) < config.stash[_KEPT]:
+    if len(session.items) + config.stash[NUM_ELSEWHERE] < config.stash[_KEPT]:
         config.stash[CATALOGUE] = config.stash[CATALOGUE].narrowed()
     if hasattr(config, "workeroutput"):
         config.workeroutput[FROM_WORKER] = pickle.dumps(config.stash[CATALOGUE])
@@ -125,7 +134,12 @@ def trial_session(
     folder = Path(replay or out) if replay or out else tmp_path_factory.mktemp("run")
     worker = getattr(config, "workerinput", {}).get("workerid", "main")
     session = TrialSession(
-        Source(folder=folder.resolve() / OBSERVATIONS, worker=worker, is_replay=replay is not None),
+        Source(
+            folder=folder.resolve() / OBSERVATIONS,
+            worker=worker,
+            is_replay=replay is not None,
+            keep=Keep(config.getoption("--keep")),
+        ),
         config.stash[EFFORT],
     )
     yield session

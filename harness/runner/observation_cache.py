@@ -6,6 +6,7 @@ code of the problem, the optimizer and the script. Names decide nothing. What ha
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import re
 import shutil
@@ -21,7 +22,7 @@ from shardproof.harness.cases.training import Training, Watch
 from shardproof.harness.errors import UnreadableError
 from shardproof.harness.records.world_result import check_kept, keep_result
 from shardproof.harness.runner.engines import EngineDescription, describe, keep_description, load_description
-from shardproof.harness.runner.options import Cell
+from shardproof.harness.runner.options import Cell, Keep
 from shardproof.harness.runner.schedules import Scheduled, explore, load_schedules, schedule_folders
 from shardproof.harness.torch_compat.private_names import Feature, require
 from shardproof.harness.training.loop import drive_rank
@@ -43,6 +44,7 @@ class Source:
     folder: Path
     worker: str = "main"
     is_replay: bool = False
+    keep: Keep = Keep.ALL
 
 
 class ObservationCache:
@@ -53,11 +55,24 @@ class ObservationCache:
         self._oracles: dict[tuple[str, int], OracleObservation] = {}
         self._unread: dict[str, list[object]] = {}
         self._kept: dict[Path, tuple[Scheduled, ...]] = {}
+        self._wanted: set[Path] = set()
         self._pool = WorldPool(source.folder / source.worker / "pool")
 
     def close(self) -> None:
-        """End pooled worlds."""
+        """End pooled worlds, and delete what was observed and is not to be kept.
+
+        Not earlier: a later case may ask the same question, and fail.
+        """
         self._pool.close()
+        if self._source.is_replay or self._source.keep is Keep.ALL:
+            return
+        for folder in self._kept.keys() - self._wanted:
+            shutil.rmtree(folder, ignore_errors=True)
+        _remove_empty(self._source.folder / self._source.worker)
+
+    def want(self, training: Training, cell: Cell, case: str) -> None:
+        """Keep what was observed of a training, whatever is deleted else."""
+        self._wanted.add(self.folder(training, cell, case))
 
     def name(self, training: Training, cell: Cell, case: str) -> str:
         """Name the folder of a training's observations, below that of the run."""
@@ -157,6 +172,13 @@ class ObservationCache:
             explore(cell.world, seeds, *job, folder=folder)
         else:
             keep_result(self._pool.run(cell.world, *job, folder=folder), folder)
+
+
+def _remove_empty(folder: Path) -> None:
+    """Delete the folders below one, and itself, that hold no file."""
+    for path in sorted((folder, *folder.rglob("*")), reverse=True):
+        with contextlib.suppress(OSError):  # it holds something, or is a file
+            path.rmdir()
 
 
 def _features(training: Training, cell: Cell) -> Iterator[Feature]:

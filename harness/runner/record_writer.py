@@ -17,16 +17,19 @@ import pytest
 
 from shardproof.harness.cases.case_id import Catalogue, Node
 from shardproof.harness.errors import UsageError
+from shardproof.harness.records.diff.comparability import ComparedRun
+from shardproof.harness.records.joining import carried, refuse_other_cases, refuse_unlike
 from shardproof.harness.records.provenance import footer, header
 from shardproof.harness.records.record import (
     MOST_LISTED,
     Expectations,
+    Header,
     Record,
     UnusedExpectation,
     Verdict,
     from_json,
 )
-from shardproof.harness.records.run import RunWriter
+from shardproof.harness.records.run import Run, RunWriter
 from shardproof.harness.runner.interruption import uninterrupted
 from shardproof.harness.runner.options import Cell, RunOptions
 from shardproof.harness.torch_compat.releases import remark
@@ -36,6 +39,8 @@ from shardproof.harness.worlds.processes.forkserver import hash_seeds
 __all__ = [
     "CATALOGUE",
     "FROM_WORKER",
+    "IS_PART",
+    "IS_PART_FROM_WORKER",
     "NOT_JUDGED_PROPERTY",
     "RECORD_PROPERTY",
     "UNAVAILABLE",
@@ -49,6 +54,8 @@ FROM_WORKER = "shardproof.catalogue"  # the key under which a worker of xdist se
 CATALOGUE = pytest.StashKey[Catalogue]()
 UNAVAILABLE = pytest.StashKey[dict[str, str]]()  # engines that cannot be judged, with the cause
 UNAVAILABLE_FROM_WORKER = "shardproof.unavailable"
+IS_PART = pytest.StashKey[bool]()  # other runs have the rest of the selected cases, maybe all
+IS_PART_FROM_WORKER = "shardproof.is_part"
 
 
 class RecordWriter:
@@ -64,17 +71,28 @@ class RecordWriter:
         expectations: Expectations | None,
         out: Path | None,
         effort: RunOptions,
+        options: dict[str, str] | None = None,
     ) -> None:
         self._config = config
         self._cells = cells
         self._expectations = expectations
         self._out = out
         self._effort = effort
+        self._options = options or {}
+        self._resumed: ComparedRun | None = None
         self._writer: RunWriter | None = None
         self._expected: list[Node] = []
         self._records: list[Record] = []
         self._unused: tuple[UnusedExpectation, ...] = ()
         self._started_s = time.monotonic()
+
+    def resume(self, stopped: ComparedRun) -> None:
+        """Begin with the records of an interrupted run; raises UsageError if it was made otherwise than this one."""
+        started = self._header(num_cases=0)
+        this = ComparedRun(folder="this run", run=Run(header=started, records=(), footer=None))
+        refuse_unlike(stopped, this)
+        refuse_other_cases(stopped, this)
+        self._resumed = stopped
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_finish(self, session: pytest.Session) -> None:
@@ -95,6 +113,8 @@ class RecordWriter:
         if sent is not None:
             self._config.stash[CATALOGUE] = pickle.loads(sent)
             self._config.stash[UNAVAILABLE] = node.workeroutput[UNAVAILABLE_FROM_WORKER]
+            self._config.stash[IS_PART] = node.workeroutput[IS_PART_FROM_WORKER]
+            self._open([])  # a shard without a case is a run too
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Write the record that a test's report carries."""
@@ -113,11 +133,20 @@ class RecordWriter:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
         if self._unavailable and self._config.getoption("--engine"):
             session.exitstatus = pytest.ExitCode.USAGE_ERROR  # they were asked for by name
+        if self._writer is not None and session.exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED:
+            session.exitstatus = pytest.ExitCode.OK  # other shards run the cases, or the interrupted run did
         if self._writer is not None:
             verdicts = [record.verdict for record in self._records]
             end = footer(verdicts=verdicts, duration_s=time.monotonic() - self._started_s)
             with self._stopping():
-                self._writer.finish(replace(end, unused=self._unused, unavailable=self._unavailable))
+                self._writer.finish(
+                    replace(
+                        end,
+                        unused=self._unused,
+                        unavailable=self._unavailable,
+                        is_whole=self._ran().catalogue.is_whole,
+                    )
+                )
 
     @property
     def _unavailable(self) -> dict[str, str]:
@@ -165,25 +194,34 @@ class RecordWriter:
     def _open(self, nodeids: Sequence[str]) -> None:
         nodes = [node for nodeid in nodeids if (node := Node.parse(nodeid)) is not None]
         is_dry = self._config.option.collectonly
-        if self._writer is not None or not nodes or self._out is None or is_dry:
+        is_part = self._config.stash.get(IS_PART, False)
+        if self._writer is not None or not (nodes or is_part) or self._out is None or is_dry:
             return
         self._expected = nodes
+        resumed = self._resumed
+        num_resumed = len(resumed.run.records) if resumed is not None else 0
+        with self._stopping():
+            self._writer = RunWriter(self._out, self._header(num_cases=len(nodes) + num_resumed))
+            if resumed is not None:
+                for record in resumed.run.records:
+                    self._append(carried(record, Path(resumed.folder), self._out, "resumed"))
+
+    def _header(self, *, num_cases: int) -> Header:
         start = header(
             command=_as_typed(),
             engines=tuple(dict.fromkeys(c.engine for c in self._cells)),
             worlds=self._worlds(),
             seed=self._effort.seed,
-            num_cases=len(nodes),
+            num_cases=num_cases,
         )
-        start = replace(
+        return replace(
             start,
             num_schedules=self._effort.num_schedules,
             is_thorough=self._effort.is_thorough,
             hash_seeds=hash_seeds(self._effort.seed),
             expectations=self._expectations,
+            options=self._options,
         )
-        with self._stopping():
-            self._writer = RunWriter(self._out, start)
 
     def _worlds(self) -> tuple[str, ...]:
         return tuple(dict.fromkeys(str(cell.world) for cell in self._cells))

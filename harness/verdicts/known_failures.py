@@ -113,6 +113,11 @@ def matches(pattern: str, text: str) -> bool:
     return fnmatchcase(text, pattern.replace("[", "[[]"))
 
 
+def is_refused_throughout(entry: Expectation, records: Sequence[Record]) -> bool:
+    """Return whether an entry bears on records, and each of them is a refusal."""
+    return {record.verdict for record in records if _concerns(entry, record)} == {Verdict.UNSUPPORTED}
+
+
 def unused(expectations: Expectations | None, ran: Ran) -> tuple[UnusedExpectation, ...]:
     """List the expectations of engines in the run that bore on no record; see [Note: strict in both directions].
 
@@ -196,11 +201,12 @@ def _idle_on_cases(entry: Expectation, ran: Ran) -> UnusedExpectation | None:
         if is_whole:
             return _idle(entry, "no case has such an id: see `shardproof list --cases`", is_stale=True)
         return _idle(entry, "none of the cases selected has such an id")
-    verdicts = {record.verdict for record in ran.records if _concerns(entry, record)}
-    if not verdicts:
+    if not any(_concerns(entry, record) for record in ran.records):
         return _idle(entry, "its cases make no sense in these worlds, or were not reached")
-    if verdicts == {Verdict.UNSUPPORTED}:
-        return _idle(entry, "the engine refuses every such case: UNSUPPORTED", is_stale=is_whole)
+    if is_refused_throughout(entry, ran.records):
+        # The other shards may hold a case that the engine does not refuse; merging them shows it.
+        is_stale = is_whole and not ran.catalogue.is_sharded
+        return _idle(entry, "the engine refuses every such case: UNSUPPORTED", is_stale=is_stale)
     return None
 
 
