@@ -34,7 +34,10 @@ def main(rank: int, store: str, size: int) -> None:
     (piece, *_) = engine.optimizer.averaged_gradients[0]
     kept = piece.untyped_storage().nbytes() // piece.element_size()
     whole = model.weight.numel()
-    print(f"rank {rank} keeps {kept} elements of a gradient of {whole}; its share is {whole // size}", flush=True)
+    print(
+        f"rank {rank} keeps {kept} elements of a gradient of {whole}; its share is {whole // size}",
+        flush=True,
+    )
     dist.barrier()
     dist.destroy_process_group()
 

@@ -24,7 +24,9 @@ def main(rank: int, store: str) -> None:
     """Make a whole state on rank 0, load it there, and look at it again."""
     dist.init_process_group("gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2)
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    optimizer = ZeroRedundancyOptimizer(model.parameters(), optimizer_class=torch.optim.SGD, lr=0.1, momentum=0.9)
+    optimizer = ZeroRedundancyOptimizer(
+        model.parameters(), optimizer_class=torch.optim.SGD, lr=0.1, momentum=0.9
+    )
     model(torch.ones(1, 4)).sum().backward()
     optimizer.step()
     optimizer.consolidate_state_dict(to=0)
@@ -32,7 +34,9 @@ def main(rank: int, store: str) -> None:
         state = optimizer.state_dict()
         before = num_states(state)
         optimizer.load_state_dict(state)
-        print(f"parameters with a state in the dict: {before} before it was loaded, {num_states(state)} after")
+        print(
+            f"parameters with a state in the dict: {before} before it was loaded, {num_states(state)} after"
+        )
     dist.barrier()
     dist.destroy_process_group()
 
