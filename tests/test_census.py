@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from shardproof.engine.contract import Capability, Cut, Layout, Plan, Replicas
+from shardproof.engine.contract import Capability, Cut, Layout, Masters, Plan, Replicas
 from shardproof.fixtures.hoarding import HOARD
 from shardproof.fixtures.optimizers import ADAMW, SGD
 from shardproof.fixtures.problems import MLP_EVEN, MLP_UNEVEN
@@ -128,6 +128,33 @@ def test_a_hybrid_layout_is_explained_by_the_ranks_of_one_replica() -> None:
     assert explained(form_of(hybrid), hybrid, 4, cut=Cut.EVENLY, state=0) == pair
 
 
+@pytest.mark.parametrize(
+    ("layout", "gradients"),
+    [(Layout.ZERO1, 2), (Layout.ZERO2, 1)],
+    ids=lambda value: getattr(value, "name", ""),
+)
+def test_zero_shares_state_and_then_gradients(layout: Layout, gradients: int) -> None:
+    training = _training(plan=Plan(layout=layout))
+    shares = explained(form_of(_training()), _training(), 2, cut=Cut.EVENLY, state=0)
+    found = explained(form_of(training), training, 2, cut=Cut.EVENLY, state=0)
+    assert (found.parameters, found.gradients) == (2 * shares.parameters, gradients * shares.gradients)
+    with_masters = explained(form_of(training), training, 2, cut=Cut.EVENLY, state=0, masters=Masters.SHARE)
+    assert with_masters.num_bytes - found.num_bytes == shares.parameters
+
+
+def test_what_one_rank_holds_more_of_another_must_hold_less_of() -> None:
+    whole, training = NUMEL_EVEN * FLOAT, _training(plan=Plan(layout=Layout.ZERO1))
+    more, less = 2 * whole + whole * 3 // 4, 2 * whole + whole // 4
+    assert not _ruling(more, less, training=training).record.held, "shares are even"
+    assert _ruling(more, less, training=training, cut=Cut.PARAMETERS).record.held
+    record = _ruling(more, more, training=training, cut=Cut.PARAMETERS).record
+    assert not record.held
+    assert "bytes on all ranks together" in record.summary
+    assert not _ruling(3 * whole, less, training=training, cut=Cut.PARAMETERS).record.held, (
+        "of all parameters"
+    )
+
+
 def test_state_is_shared_like_its_parameter_and_other_state_is_whole() -> None:
     training = _training()
     moment = StateTensor(parameter="layers.0.weight", shape=(32, 16), bytes_per_element=FLOAT)
@@ -153,13 +180,14 @@ def _training(problem: Problem = MLP_EVEN, plan: Plan = SHARD, steps: int = 1) -
     return Training(problem=problem, optimizer=SGD, plan=plan, schedule=Schedule(steps=steps))
 
 
-def _ruling(*of_ranks: int, training: Training | None = None, step: int = 0) -> Ruling:
+def _ruling(*of_ranks: int, training: Training | None = None, step: int = 0, cut: Cut = Cut.EVENLY) -> Ruling:
     """Judge ranks that held so many bytes after the step."""
     training = training or _training()
     piece = LiveStorage(num_bytes=4096, shape=(32, 32), operator="clone", site="engine.py:1 in keep")
     ranks = tuple(
         replace(
             seen,
+            cut=cut,
             counts=(
                 CensusEntry(step=step, moment=CensusTime.STEPPED, num_bytes=num_bytes, largest=(piece,)),
             ),
@@ -205,6 +233,8 @@ def test_observations_without_a_census_are_told_as_such() -> None:
     [
         (SHARD, True),
         (Plan(layout=Layout.HYBRID), True),
+        (Plan(layout=Layout.ZERO1), True),
+        (Plan(layout=Layout.ZERO2), True),
         (Plan(), False),
         (Plan(layout=Layout.REPLICATE), False),
         (replace(SHARD, demands=frozenset({Capability.UNIT_STATE})), False),
