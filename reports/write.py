@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from shardproof.harness.records.run import Run, read_run, write_file
-from shardproof.reports import badge, ctrf, failures, junit, markdown, page
+from shardproof.reports import badge, ctrf, failure_summary, junit, markdown, page
 from shardproof.reports.timeline_svg import pictures
 
 
@@ -28,7 +28,7 @@ def write_reports(run_dir: Path) -> Written:
         "report.md": markdown.render(run),
         "junit.xml": junit.render(run),
         "ctrf.json": ctrf.render(run),
-        "summary.md": failures.render(run),
+        "summary.md": failure_summary.render(run),
         "badge.json": badge.endpoint(run),
         "badge.svg": badge.picture(run),
     }

@@ -16,7 +16,7 @@ from jsonschema import Draft202012Validator
 
 from shardproof.harness.records.record import Record, UnusedExpectation, Verdict
 from shardproof.harness.records.run import Run
-from shardproof.reports import badge, ctrf, failures, junit
+from shardproof.reports import badge, ctrf, failure_summary, junit
 from shardproof.reports.summary import conforms
 from tests import records
 from tests.records import FOOTER, HEADER
@@ -169,7 +169,7 @@ def test_no_file_is_green_where_the_run_does_not_conform(make: Callable[[], Run]
     assert (told["summary"]["failed"] > 0) is is_red
     assert told["environment"]["healthy"] is not is_red
     assert (json.loads(badge.endpoint(run))["color"] == "brightgreen") is not is_red
-    assert ("conforming" in failures.render(run).splitlines()[0].split(": ")[1].split()) or is_red
+    assert ("conforming" in failure_summary.render(run).splitlines()[0].split(": ")[1].split()) or is_red
 
 
 def test_opting_out_is_no_pass_in_any_file() -> None:
@@ -201,7 +201,9 @@ def test_the_summary_holds_failures_alone_each_cause_once() -> None:
     many = [
         a_record(case=f"parity/c{n}", verdict=Verdict.FAILED, headline="off by 2.5e-3") for n in range(18)
     ]
-    text = failures.render(a_run(*many, a_record(case="parity/quiet"), a_record("parity/o", Verdict.CRASHED)))
+    text = failure_summary.render(
+        a_run(*many, a_record(case="parity/quiet"), a_record("parity/o", Verdict.CRASHED))
+    )
     assert text.count("off by") == 1
     assert "18 records" in text
     assert "and 10 more" in text
@@ -214,15 +216,15 @@ def test_the_summary_fits_a_comment() -> None:
         a_record(case=f"parity/{n}", verdict=Verdict.FAILED, headline=f"{n} {'x<' * 200}")
         for n in range(5000)
     ]
-    text = failures.render(a_run(*many))
-    assert len(text.encode()) <= failures.LIMIT_BYTES == 60_000
+    text = failure_summary.render(a_run(*many))
+    assert len(text.encode()) <= failure_summary.LIMIT_BYTES == 60_000
     assert "more causes" in text
 
 
 @pytest.mark.parametrize("make", RUNS.values(), ids=RUNS)
 def test_the_summary_says_why_a_run_is_not_whole(make: Callable[[], Run]) -> None:
     run = make()
-    text = failures.render(run)
+    text = failure_summary.render(run)
     assert "<script>" not in re.sub(r"(`+).*?\1", "", text), "but in a code span"
     for problem in run.problems:
         assert problem.split(":")[0] in text

@@ -199,6 +199,7 @@ def test_only_the_failures_asked_for_get_an_entry(desk: Desk) -> None:
     desk.judge(A, B, S, T, a_record("clipping/x", FAIL), a_record("clipping/y", FAIL))
     assert desk.update(*REASONED, "--case", "clipping/x") == 0
     assert [entry.case for entry in desk.known().entries[3:]] == ["clipping/x"]
+    assert desk.update(*REASONED, "--engine", "torch.ddp") == 2, "the file has changed since the run"
 
 
 def test_without_update_the_change_is_printed(desk: Desk, capsys: pytest.CaptureFixture[str]) -> None:

@@ -245,6 +245,22 @@ def test_all_shards_are_one_whole_run_an_empty_one_included(farm: Farm) -> None:
     assert farm.merge(*runs, farm.run("s3", header=_shard(3, 3))) == 0
 
 
+def test_shards_of_other_cases_do_not_add_up(farm: Farm, capsys: pytest.CaptureFixture[str]) -> None:
+    """The machine of the second shard collected a case less: some case may be in no shard."""
+    records = [a_record("smoke/1"), a_record("smoke/2")]
+    runs = [
+        farm.run(
+            f"s{n}",
+            record,
+            header=_shard(n, 2),
+            footer=replace(a_footer(record), num_selected=4 - n),
+        )
+        for n, record in enumerate(records, start=1)
+    ]
+    assert farm.merge(*runs) == 1
+    assert "the 2 shards hold 2 cases, and were cut from 2, 3" in capsys.readouterr().out
+
+
 def test_shards_that_were_cut_by_other_durations_are_not_one_run(farm: Farm) -> None:
     cuts = [("durations", "aaa"), ("durations", "bbb")]
     runs = [farm.run(f"s{n}", a_record(f"smoke/{n}"), header=_shard(n + 1, 2, cuts[n])) for n in range(2)]

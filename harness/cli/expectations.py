@@ -50,7 +50,7 @@ class UpdateRequest:
     reason: str = ""
     link: str = ""
     expiry: str = ""
-    engine: str = "*"
+    engines: tuple[str, ...] = ()
     case: str = "*"
 
 
@@ -66,7 +66,7 @@ def update(request: UpdateRequest) -> int:
     known = _known(file, run)
     records = judged_by(run, known)
     gone = list(outdated(records, run, known))
-    causes = new_causes(records, engine=request.engine, case=request.case)
+    causes = new_causes(records, engines=request.engines, case=request.case)
     text = _without(old, known, gone) + "".join(_new_table(cause, request) for cause in causes)
     print("".join(_diff(old, text, str(file))), end="")
     for outdated_entry in gone:

@@ -208,7 +208,7 @@ def expectations(arguments: argparse.Namespace) -> int:
             reason=arguments.reason,
             link=arguments.link,
             expiry=arguments.expiry,
-            engine=arguments.engine,
+            engines=tuple(arguments.engine or ()),
             case=arguments.case,
         )
     )
@@ -401,7 +401,9 @@ def _add_expectations(commands: Any) -> None:
         ("expiry", "last day of new entries; default: in 90 days"),
     ):
         sub.add_argument(f"--{option}", default="", metavar=option.upper(), help=text)
-    sub.add_argument("--engine", default="*", metavar="GLOB", help="new entries for these engines only")
+    sub.add_argument(
+        "--engine", action="append", metavar="NAME", help="new entries for these engines only; may repeat"
+    )
     sub.add_argument("--case", default="*", metavar="GLOB", help="new entries for these cases only")
     sub.set_defaults(command=expectations)
 

@@ -12,7 +12,7 @@ from shardproof.harness.errors import UsageError
 from shardproof.harness.records.diff.comparability import ComparedRun
 from shardproof.harness.records.joining import carried, refuse_unlike
 from shardproof.harness.records.record import Footer, Header, Record, UnusedExpectation
-from shardproof.harness.records.run import RunWriter, read_run, refuse_existing
+from shardproof.harness.records.run import Run, RunWriter, read_run, refuse_existing
 from shardproof.harness.verdicts.known_failures import is_refused_throughout
 
 __all__ = ["merge_runs"]
@@ -97,7 +97,7 @@ def _header(runs: Sequence[ComparedRun], num_cases: int, out: Path) -> Header:
         hardware=_hardware(headers),
         num_cases=num_cases,
         expectations=replace(expectations, today=max(days)) if expectations is not None else None,
-        shortfalls=(*_shortfalls(runs), *_missing_shards(headers)),
+        shortfalls=(*_shortfalls(runs), *_missing_shards(runs)),
         options={**dict(sorted(common)), "merged": str(len(runs))},
     )
 
@@ -118,18 +118,25 @@ def _shortfalls(runs: Sequence[ComparedRun]) -> Iterator[str]:
         yield from (f"{compared.folder}: {problem}" for problem in compared.run.problems)
 
 
-def _missing_shards(headers: Sequence[Header]) -> Iterator[str]:
-    """Name the shards that no run has; shards belong to one run if they agree in all else."""
-    families: dict[tuple[object, ...], set[int]] = {}
-    for header in headers:
-        number, _, of = header.options.get("shard", "").partition("/")
+def _missing_shards(runs: Sequence[ComparedRun]) -> Iterator[str]:
+    """Name the shards that no run has, and cases in none; shards belong to one run if they agree in all else."""
+    families: dict[tuple[object, ...], dict[int, Run]] = {}
+    for run in (compared.run for compared in runs):
+        number, _, of = run.header.options.get("shard", "").partition("/")
         if of:
-            others = tuple(sorted(item for item in header.options.items() if item[0] != "shard"))
-            families.setdefault((int(of), header.engines, header.worlds, others), set()).add(int(number))
-    for (of_all, *_), found in families.items():
-        if missing := [str(n) for n in range(1, int(str(of_all)) + 1) if n not in found]:
+            others = tuple(sorted(item for item in run.header.options.items() if item[0] != "shard"))
+            family = families.setdefault((int(of), run.header.engines, run.header.worlds, others), {})
+            family[int(number)] = run
+    for (of_all, *_), family in families.items():
+        if missing := [str(n) for n in range(1, int(str(of_all)) + 1) if n not in family]:
             plural, verb = ("s", "are") if len(missing) > 1 else ("", "is")
             yield f"shard{plural} {', '.join(missing)} of {of_all} {verb} missing"
+            continue
+        # Machines may collect different cases, such as those of an engine that one of them lacks.
+        held = sum(len(run.records) for run in family.values())
+        selected = {run.footer.num_selected for run in family.values() if run.footer is not None}
+        if selected - {0, held}:
+            yield f"the {of_all} shards hold {held} cases, and were cut from {', '.join(map(str, sorted(selected)))}"
 
 
 def _footer(runs: Sequence[ComparedRun], records: Sequence[Record]) -> Footer:

@@ -222,6 +222,7 @@ class Footer:
 
     ``unavailable`` are the engines that were selected and could not be judged, each with the cause. ``is_whole``: every
     case of the suites was collected, as far as a shard of the run says; only then can an expectation be stale.
+    ``num_selected`` counts the cases of all shards of this run; 0 where there are no others.
     """
 
     ended_at: str  # ISO 8601, UTC
@@ -230,6 +231,7 @@ class Footer:
     unused: tuple[UnusedExpectation, ...] = ()
     unavailable: dict[str, str] = field(default_factory=dict)
     is_whole: bool = False
+    num_selected: int = 0
     schema: int = SCHEMA_VERSION
 
 

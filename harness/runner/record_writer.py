@@ -40,8 +40,9 @@ __all__ = [
     "CATALOGUE",
     "FROM_WORKER",
     "IS_PART",
-    "IS_PART_FROM_WORKER",
     "NOT_JUDGED_PROPERTY",
+    "NUM_SELECTED",
+    "PART_FROM_WORKER",
     "RECORD_PROPERTY",
     "UNAVAILABLE",
     "UNAVAILABLE_FROM_WORKER",
@@ -55,7 +56,8 @@ CATALOGUE = pytest.StashKey[Catalogue]()
 UNAVAILABLE = pytest.StashKey[dict[str, str]]()  # engines that cannot be judged, with the cause
 UNAVAILABLE_FROM_WORKER = "shardproof.unavailable"
 IS_PART = pytest.StashKey[bool]()  # other runs have the rest of the selected cases, maybe all
-IS_PART_FROM_WORKER = "shardproof.is_part"
+NUM_SELECTED = pytest.StashKey[int]()  # cases of all shards
+PART_FROM_WORKER = "shardproof.part"
 
 
 class RecordWriter:
@@ -113,7 +115,8 @@ class RecordWriter:
         if sent is not None:
             self._config.stash[CATALOGUE] = pickle.loads(sent)
             self._config.stash[UNAVAILABLE] = node.workeroutput[UNAVAILABLE_FROM_WORKER]
-            self._config.stash[IS_PART] = node.workeroutput[IS_PART_FROM_WORKER]
+            is_part, num_selected = node.workeroutput[PART_FROM_WORKER]
+            self._config.stash[IS_PART], self._config.stash[NUM_SELECTED] = is_part, num_selected
             self._open([])  # a shard without a case is a run too
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
@@ -145,6 +148,7 @@ class RecordWriter:
                         unused=self._unused,
                         unavailable=self._unavailable,
                         is_whole=self._ran().catalogue.is_whole,
+                        num_selected=self._config.stash.get(NUM_SELECTED, 0),
                     )
                 )
 

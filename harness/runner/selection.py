@@ -16,7 +16,7 @@ from shardproof.harness.errors import UsageError
 from shardproof.harness.records.diff.comparability import ComparedRun
 from shardproof.harness.records.record import Verdict
 from shardproof.harness.records.run import Run, read_run
-from shardproof.harness.runner.record_writer import CATALOGUE, IS_PART, IS_PART_FROM_WORKER
+from shardproof.harness.runner.record_writer import CATALOGUE, IS_PART, NUM_SELECTED, PART_FROM_WORKER
 
 __all__ = ["NUM_ELSEWHERE", "RunShard", "add_options", "cut", "interrupted", "not_conforming", "selected"]
 
@@ -130,8 +130,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         _keep(config, items, {name for item in items if (name := _name_of(item)) not in done})
     config.stash[NUM_ELSEWHERE] = num_selected - len(items)
     config.stash[IS_PART] = bool(shard or resumed) and num_selected > 0
+    config.stash[NUM_SELECTED] = num_selected if shard else 0
     if hasattr(config, "workeroutput"):
-        config.workeroutput[IS_PART_FROM_WORKER] = config.stash[IS_PART]
+        config.workeroutput[PART_FROM_WORKER] = (config.stash[IS_PART], config.stash[NUM_SELECTED])
 
 
 def _keep(config: pytest.Config, items: list[pytest.Item], names: set[str]) -> None:

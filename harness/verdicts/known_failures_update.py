@@ -58,11 +58,12 @@ def outdated(records: Sequence[Record], run: Run, known: Expectations) -> Iterat
             yield Outdated(place=place, why=why, still=tuple(_still(entry, passed, failed)))
 
 
-def new_causes(records: Sequence[Record], *, engine: str, case: str) -> tuple[NewCause, ...]:
-    """Group the failures that no entry excuses; ``engine`` and ``case`` are globs."""
+def new_causes(records: Sequence[Record], *, engines: Sequence[str], case: str) -> tuple[NewCause, ...]:
+    """Group the failures that no entry excuses; no engines mean all, ``case`` is a glob."""
     causes: dict[NewCause, list[tuple[str, str]]] = {}
     for record in records:
-        if record.verdict in EXPECTABLE and matches(engine, record.engine) and matches(case, record.case):
+        is_asked = (not engines or record.engine in engines) and matches(case, record.case)
+        if is_asked and record.verdict in EXPECTABLE:
             cause = NewCause(
                 engine=record.engine,
                 version=_release(record.engine_version),
