@@ -63,6 +63,13 @@ def test_a_right_engine_is_proven(file: Path, capsys: pytest.CaptureFixture[str]
     assert "more than" in shown
 
 
+def test_a_computation_in_bfloat16_is_proven_however_it_rounds(
+    file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert _check(file, "torch.fsdp2", "-k", "bfloat16") == 0
+    assert "proven        computes in bfloat16" in capsys.readouterr().out
+
+
 def test_a_wrong_engine_is_caught_with_its_cause(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     engine = next(m.engine_spec for m in shipped_mutants() if m.name == "SumsInsteadOfAveraging")
     assert _check(file, engine, "-k", "trains") == 1

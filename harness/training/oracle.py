@@ -5,7 +5,7 @@ It knows nothing of engines and compares nothing; ``harness.laws.parity`` does.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -25,6 +25,7 @@ from shardproof.harness.training.reduction_orders import (
     Summation,
     is_of_full_precision,
     num_reorderings,
+    reduces_fully,
     reordering,
 )
 
@@ -91,13 +92,16 @@ class OracleStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class FirstStep:
-    """The first gradients from pieces of the ranks' own dtype, rows in their order: rounded as the model rounds.
+    """The first step from pieces of the ranks' own dtype, rows in their order: rounded as the model rounds.
 
-    Pieces are added exactly; ``noise`` is how far other orders of adding them deviate.
+    Pieces are added exactly; ``noise`` is how far gradients deviate where they are added in other orders, and
+    ``parameter_noise`` how far parameters do.
     """
 
     gradients: Tensors
+    parameters: Tensors
     noise: Mapping[str, float]
+    parameter_noise: Mapping[str, float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -216,8 +220,13 @@ def run_oracle(training: Training, world_size: int) -> OracleObservation:
 
 
 def _rounds_coarsely(training: Training, exact: _Run, noise: Mapping[TensorKey, float]) -> bool:
-    """Whether the first gradients round as those of bfloat16 do, although nothing was asked in fewer bits."""
-    if not exact.steps or training.schedule.clip or not is_of_full_precision(training.plan, training.convert):
+    """Whether the first gradients round far more than their reduction does: by the model's word, or as asked."""
+    plan, schedule = training.plan, training.schedule
+    if not exact.steps or schedule.clip:
+        return False
+    if plan.compute_dtype is not None and schedule.microbatches == 1:
+        return reduces_fully(plan, training.convert)
+    if not is_of_full_precision(plan, training.convert):
         return False
     coarse = _COARSE_ROUNDINGS * torch.finfo(torch.float32).eps
     return any(
@@ -234,11 +243,29 @@ def _first_step(training: Training, world_size: int) -> FirstStep:
     _, contributions = _pieces(training, OracleModels(model, world_size, in_order), step=0)
     orders = [reordering(k, training.plan, dtype) for k in range(num_reorderings(training.plan))]
     exact = {n: EXACT_ORDER.reduce(widened(pieces), training.plan) for n, pieces in contributions.items()}
-    noise = {
-        name: max(largest(deviation(order.reduce(pieces, training.plan), exact[name])) for order in orders)
-        for name, pieces in contributions.items()
-    }
-    return FirstStep(gradients=exact, noise=noise)
+    reduced = [
+        {n: order.reduce(pieces, training.plan) for n, pieces in contributions.items()} for order in orders
+    ]
+    parameters = _stepped(training, EXACT_ORDER.dtype, exact)
+    return FirstStep(
+        gradients=exact,
+        parameters=parameters,
+        noise=_noise(exact, reduced),
+        parameter_noise=_noise(parameters, [_stepped(training, dtype, gradients) for gradients in reduced]),
+    )
+
+
+def _stepped(training: Training, dtype: torch.dtype, gradients: Tensors) -> Tensors:
+    """Return the parameters after a first update by these gradients."""
+    model = cast_module(training.problem.build(), dtype)
+    for name, gradient in gradients.items():
+        model.get_parameter(name).grad = gradient
+    training.optimizer(model.parameters()).step()
+    return _copy(dict(model.named_parameters()))
+
+
+def _noise(exact: Tensors, runs: Sequence[Tensors]) -> dict[str, float]:
+    return {name: max(largest(deviation(run[name], value)) for run in runs) for name, value in exact.items()}
 
 
 def _with_lagging(training: Training, world_size: int, exact: _Run) -> tuple[OracleStep, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
 
 from shardproof import (
     EVEN,
@@ -14,7 +15,9 @@ from shardproof import (
     Between,
     Capability,
     Clip,
+    ComputesInTheDtypeAsked,
     Count,
+    Dtype,
     HoldsItsShare,
     Layout,
     MatchesOracle,
@@ -32,9 +35,11 @@ from shardproof import (
     Trial,
     UserModel,
 )
+from shardproof.fixtures.optimizers import SGD
 
 LAWS = (MatchesOracle(), RanksAgree(), AllWaited(select=Select()))
 GATHERS_IN_BACKWARD = Select(ops=(Op.ALL_GATHER,), phases=(Phase.BACKWARD,))
+REDUCTIONS = Select(ops=(Op.ALL_REDUCE, Op.REDUCE_SCATTER), phases=(Phase.BACKWARD,))
 MOST = 1_000_000  # gathers: how an engine groups parameters is its own affair
 Own = tuple[UserModel, NamedOptimizer]
 
@@ -101,6 +106,16 @@ def test_resumes_from_its_state(trial: Trial, own: Own) -> None:
     plan = Plan(units=own[0].units, demands=own[0].demands | {Capability.STATE})
     training = _training(own, plan)
     trial.holds(replace(training, resume=Resume(after_steps=1, plan=training.plan)), *LAWS)
+
+
+@pytest.mark.worlds(SEVERAL)
+@pytest.mark.kills("IgnoresTheComputeDtype", "HalvesOneUnit", "ReducesInBfloat16")
+def test_computes_in_bfloat16_and_reduces_in_float32(trial: Trial, own: Own) -> None:
+    plan = Plan(compute_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    # SGD: an optimizer that divides by the gradient's size turns its roundings into whole steps.
+    training = replace(_training(own, plan), optimizer=SGD)
+    reduces_as_asked = Dtype(select=REDUCTIONS, dtype="float32")
+    trial.holds(training, *LAWS, ComputesInTheDtypeAsked(), reduces_as_asked)
 
 
 def _training(own: Own, plan: Plan, *, microbatches: int = 1, clip: Clip | None = None) -> Training:
