@@ -211,10 +211,22 @@ class Header:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LeftOut:
+    """A case that does not apply to the user's model, or in this world, and why."""
+
+    engine: str
+    case: str
+    world: str
+    suite: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Footer:
     """How a run ended; a run without one was interrupted.
 
-    ``unavailable`` are the engines that were selected and could not be judged, each with the cause.
+    ``unavailable`` are the engines that were selected and could not be judged, each with the cause. ``left_out`` is
+    what does not apply to the model of the user's that a run is about.
     """
 
     ended_at: str  # ISO 8601, UTC
@@ -222,6 +234,7 @@ class Footer:
     counts: dict[str, int] = field(default_factory=dict)
     unused: tuple[UnusedExpectation, ...] = ()
     unavailable: dict[str, str] = field(default_factory=dict)
+    left_out: tuple[LeftOut, ...] = ()
     schema: int = SCHEMA_VERSION
 
 

@@ -21,6 +21,7 @@ from shardproof.harness.records.provenance import footer, header
 from shardproof.harness.records.record import (
     MOST_LISTED,
     Expectations,
+    LeftOut,
     Record,
     UnusedExpectation,
     Verdict,
@@ -36,6 +37,9 @@ from shardproof.harness.worlds.processes.forkserver import hash_seeds
 __all__ = [
     "CATALOGUE",
     "FROM_WORKER",
+    "LEFT_OUT",
+    "LEFT_OUT_FROM_WORKER",
+    "LEFT_OUT_PROPERTY",
     "NOT_JUDGED_PROPERTY",
     "RECORD_PROPERTY",
     "UNAVAILABLE",
@@ -44,11 +48,14 @@ __all__ = [
 ]
 
 RECORD_PROPERTY = "shardproof.record"  # the user property under which a test's report carries its record
+LEFT_OUT_PROPERTY = "shardproof.left_out"  # and this, why a case does not apply
 NOT_JUDGED_PROPERTY = "shardproof.not_judged"  # and this, why a case was not judged again
 FROM_WORKER = "shardproof.catalogue"  # the key under which a worker of xdist sends what it collected
 CATALOGUE = pytest.StashKey[Catalogue]()
 UNAVAILABLE = pytest.StashKey[dict[str, str]]()  # engines that cannot be judged, with the cause
 UNAVAILABLE_FROM_WORKER = "shardproof.unavailable"
+LEFT_OUT = pytest.StashKey[dict[str, str]]()  # node ids of cases that no world here suits, with the cause
+LEFT_OUT_FROM_WORKER = "shardproof.left_out"
 
 
 class RecordWriter:
@@ -73,6 +80,7 @@ class RecordWriter:
         self._writer: RunWriter | None = None
         self._expected: list[Node] = []
         self._records: list[Record] = []
+        self._left_out: dict[str, str] = {}
         self._unused: tuple[UnusedExpectation, ...] = ()
         self._started_s = time.monotonic()
 
@@ -95,6 +103,7 @@ class RecordWriter:
         if sent is not None:
             self._config.stash[CATALOGUE] = pickle.loads(sent)
             self._config.stash[UNAVAILABLE] = node.workeroutput[UNAVAILABLE_FROM_WORKER]
+            self._config.stash[LEFT_OUT] = node.workeroutput[LEFT_OUT_FROM_WORKER]
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Write the record that a test's report carries."""
@@ -103,6 +112,8 @@ class RecordWriter:
         for name, value in report.user_properties:
             if name == RECORD_PROPERTY:
                 self._append(from_json(Record, str(value), where=report.nodeid))
+            elif name == LEFT_OUT_PROPERTY:
+                self._left_out[report.nodeid] = str(value)
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         """Record what was selected and never reached, fail for stale expectations, and write the footer."""
@@ -117,7 +128,10 @@ class RecordWriter:
             verdicts = [record.verdict for record in self._records]
             end = footer(verdicts=verdicts, duration_s=time.monotonic() - self._started_s)
             with self._stopping():
-                self._writer.finish(replace(end, unused=self._unused, unavailable=self._unavailable))
+                left_out = tuple(self._all_left_out())
+                self._writer.finish(
+                    replace(end, unused=self._unused, unavailable=self._unavailable, left_out=left_out)
+                )
 
     @property
     def _unavailable(self) -> dict[str, str]:
@@ -192,10 +206,16 @@ class RecordWriter:
         catalogue = self._config.stash.get(CATALOGUE, Catalogue())
         return Ran(catalogue=catalogue, worlds=self._worlds(), records=self._records)
 
+    def _all_left_out(self) -> Iterator[LeftOut]:
+        in_no_world: dict[str, str] = self._config.stash.get(LEFT_OUT, {})
+        for nodeid, why in {**in_no_world, **self._left_out}.items():
+            if (node := Node.parse(nodeid)) is not None:
+                yield LeftOut(engine=node.engine, case=node.case, world=node.world, suite=node.suite, why=why)
+
     def _not_run(self) -> Iterator[Record]:
         seen = {(r.engine, r.case, r.world) for r in self._records}
         for node in self._expected:
-            if node.key not in seen:
+            if node.key not in seen and node.nodeid not in self._left_out:
                 yield Record(
                     engine=node.engine,
                     case=node.case,

@@ -14,6 +14,7 @@ from shardproof.harness.records.record import Record, Verdict, to_json
 from shardproof.harness.runner.options import Cell
 from shardproof.harness.runner.plugin import EXPECTATIONS
 from shardproof.harness.runner.record_writer import (
+    LEFT_OUT_PROPERTY,
     NOT_JUDGED_PROPERTY,
     RECORD_PROPERTY,
 )
@@ -40,6 +41,13 @@ class Trial:
     def world_size(self) -> int:
         """How many ranks the world has."""
         return self._cell.world.size
+
+    def applies(self, *, unless: str) -> None:
+        """Leave the case out for this reason, unless it is empty; the run lists what was left out, and why."""
+        __tracebackhide__ = True
+        if unless:
+            self._item.user_properties.append((LEFT_OUT_PROPERTY, unless))
+            pytest.skip(f"does not apply: {unless}")
 
     def holds(self, training: Training, *laws: Law, refusal: Refusal = Refusal.WRONG) -> None:
         """Judge this engine: every law must hold of the training, on every rank.

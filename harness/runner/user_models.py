@@ -21,6 +21,7 @@ from shardproof.engine.loading import LoadError, one_line
 from shardproof.harness.cases.batch import Batch, arguments_of, converted, tensors_of
 from shardproof.harness.cases.user_model import UserModel, UserOptimizer, definition, matching_units
 from shardproof.harness.errors import UsageError
+from shardproof.harness.runner.model_survey import facts_of, survey
 from shardproof.harness.torch_compat.dtypes import cast, cast_module
 from shardproof.harness.verdicts.vacuity import ZERO_BESIDE
 from shardproof.harness.worlds.processes.fresh_process import NoAnswerError, ask
@@ -47,6 +48,7 @@ def read_model(spec: str, *, limit_s: float) -> tuple[UserModel, UserOptimizer |
         answer = json.loads(ask(limit_s, _LONGEST_ANSWER, _answer, spec))
         if "problem" in answer:
             raise _refusal(spec, str(answer["problem"]))
+        _pass_s[spec] = float(answer["pass_s"])
         return _read(answer, spec)
     except NoAnswerError as error:
         raise _refusal(spec, f"a process that {error}") from None
@@ -54,10 +56,18 @@ def read_model(spec: str, *, limit_s: float) -> tuple[UserModel, UserOptimizer |
         raise _refusal(spec, f"an answer that cannot be read: {error!r}") from error
 
 
+_pass_s: dict[str, float] = {}  # no part of a model: an equal one may take longer
+
+
 @cache
 def known_model(spec: str, limit_s: float) -> tuple[UserModel, UserOptimizer | None]:
     """Return what `read_model` does, read once per process: the command and the suite ask for the same model."""
     return read_model(spec, limit_s=limit_s)
+
+
+def pass_seconds(spec: str) -> float:
+    """Return how long one forward and backward of a model took when it was read; 0 if it was not."""
+    return _pass_s.get(absolute(spec), 0.0)
 
 
 # Any, here and below: JSON.
@@ -69,6 +79,7 @@ def _read(answer: Any, spec: str) -> tuple[UserModel, UserOptimizer | None]:
         units=tuple(answer["units"]),
         idle=tuple(answer["idle"]),
         demands=frozenset(Capability[name] for name in answer["demands"]),
+        facts=facts_of(answer["facts"]),
     )
     optimizer = UserOptimizer(spec=spec, digest=answer["digest"]) if answer["has_optimizer"] else None
     return model, optimizer
@@ -97,11 +108,14 @@ def _facts(spec: str) -> dict[str, Any]:
     model = _built_alike(problem)
     units = matching_units(model, getattr(defined, "units", ()))
     _check_batches(problem)
+    places = list(_gradients(problem, model))
+    seldom = {name for found in places for name, size in found.items() if size is None}
     return {
         "name": problem.name,
         "digest": digest,
         "units": units,
-        **_unused(list(_gradients(problem, model))),
+        **_unused(places),
+        **_called("a training step", lambda: survey(problem, units, seldom)),
         "has_optimizer": callable(getattr(defined, "optimizer", None)),
     }
 
