@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -60,7 +61,25 @@ def test_a_right_engine_is_proven(file: Path, capsys: pytest.CaptureFixture[str]
     shown = capsys.readouterr().out
     assert "proven        trains as one process does\n" in shown
     assert "proven        frees shards after forward\n" in shown
-    assert "more than" in shown
+    assert "not proven    order of streams and lifetimes of memory (--thorough)" in shown
+    assert all(
+        len(line) <= 100 for line in shown[shown.index("torch.fsdp2 in") : shown.index("wrote")].splitlines()
+    )
+    precise = {
+        m[2]: float(m[1]) for m in re.finditer(r"error of ([0-9.e-]+)% of any (gradient|update)", shown)
+    }
+    assert 0 < precise["gradient"] < 1
+    assert 0 < precise["update"] < 10
+
+
+def test_what_does_not_apply_is_listed_with_the_reason(
+    file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file.write_text(GOOD.replace("for block in self.blocks:", "for block in (*self.blocks, self.blocks[0]):"))
+    assert _check(file, "torch.fsdp2", "-k", "each_unit_once or two_replicas or clips", "--world", "threads:3") == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "left out gathers and reduces each unit once: its unit 'blocks.0' is called 2 times" in shown
+    assert "left out shards two replicas: needs two replicas of equal size" in shown
 
 
 def test_a_computation_in_bfloat16_is_proven_however_it_rounds(

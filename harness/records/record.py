@@ -37,7 +37,7 @@ class Verdict(StrEnum):
         return self in {Verdict.PASSED, Verdict.UNSUPPORTED, Verdict.KNOWN_FAILURE}
 
 
-SCHEMA_VERSION = 6
+SCHEMA_VERSION = 7
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +70,19 @@ class TensorRecord:
     ratio: float
     share: float
     looks_like: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VisibleError:
+    """The smallest error that a case would have seen in one parameter's gradient, or in what updates did to it.
+
+    ``share`` is the error that is allowed over the largest element of the gradient, or of the change since the start,
+    in the step where it is smallest.
+    """
+
+    quantity: str
+    name: str
+    share: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,8 +166,8 @@ class Record:
     ``world`` is as on the command line (``threads:4``). ``observation`` is a folder, relative to the run's, or
     empty. ``command`` repeats this one case. ``duration_s`` is wall time of this case. ``expectation`` is
     the one that bore on the verdict or, expired, no longer does. ``hang`` is why ranks could not go on; None
-    where they could, or failed otherwise. ``output`` is the end of what the ranks' processes printed, unless the
-    verdict is PASSED or UNSUPPORTED.
+    where they could, or failed otherwise. ``visible`` are the tensors in which errors show least. ``output`` is the
+    end of what the ranks' processes printed, unless the verdict is PASSED or UNSUPPORTED.
     """
 
     engine: str
@@ -166,6 +179,7 @@ class Record:
     engine_version: str
     laws: tuple[LawRecord, ...] = ()
     worst: TensorRecord | None = None
+    visible: tuple[VisibleError, ...] = ()
     ledger: tuple[LedgerLine, ...] = ()
     outcomes: tuple[OutcomeRecord, ...] = ()
     observation: str = ""

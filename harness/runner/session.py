@@ -76,6 +76,7 @@ class TrialSession:
             engine_version=engine.version_on(cell.world.device),
             laws=judgement.laws,
             worst=judgement.worst,
+            visible=judgement.visible,
             ledger=found.ledger,
             outcomes=judgement.outcomes,
             hang=judgement.hang,

@@ -28,11 +28,12 @@ import torch
 from shardproof.harness.laws.law import Evidence
 from shardproof.harness.laws.structure import pieces_of
 from shardproof.harness.laws.tolerance import allowed_error, clipping_factor, error_of_noise, rounded_scale
+from shardproof.harness.records.record import VisibleError
 from shardproof.harness.training.absolute_error import deviation, largest
 from shardproof.harness.training.oracle import OracleObservation, Quantity, TensorKey
 from shardproof.harness.training.reduction_orders import is_of_full_precision, reduces_fully
 
-__all__ = ["hidden_because"]
+__all__ = ["hidden_because", "least_visible"]
 
 # The largest element of a tensor moves by up to half of a rounding; of few elements the luckiest moves by less.
 _SHARE_OF_A_ROUNDING = 0.25
@@ -70,6 +71,26 @@ def hidden_because(evidence: Evidence) -> str | None:
         or _hidden_updates(evidence)
         or _hidden_rounding(evidence)
     )
+
+
+_MOST_VISIBLE = 2  # tensors of a kind
+
+
+def least_visible(evidence: Evidence) -> tuple[VisibleError, ...]:
+    """Return the gradients and the updates in which errors show least; none where computing itself is coarse."""
+    oracle = evidence.oracle
+    if _computes_coarsely(evidence) or not oracle.steps:
+        return ()
+    found: list[VisibleError] = []
+    for quantity, effects in (("gradient", _halved), ("update", _unmoved)):
+        of_kind = []
+        for name in _trained(evidence):
+            # Half a gradient is what halving changes of it.
+            whole = 0.5 if effects is _halved else 1.0
+            share = min((effect.ratio * whole for effect in effects(oracle, name)), default=math.inf)
+            of_kind.append(VisibleError(quantity=quantity, name=name, share=share))
+        found += sorted(of_kind, key=lambda error: -error.share)[:_MOST_VISIBLE]
+    return tuple(found)
 
 
 def _hidden_factor(evidence: Evidence) -> str | None:

@@ -36,7 +36,7 @@ def _bytes(groups: Groups, size: int) -> int:
 
 
 def _padded(groups: Groups, size: int) -> int:
-    """Pad rows to the world, and let each parameter begin at an aligned address: an engine does the one or the other."""
+    """Pad rows to the world, and let each parameter begin at an aligned address: engines do one of the two."""
     return sum(group.padded_bytes(size) + len(group.names) * _ALIGNMENT_BYTES for group in groups)
 
 
