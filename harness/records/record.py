@@ -226,13 +226,14 @@ class Header:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeftOut:
-    """A case that does not apply to the user's model, or in this world, and why."""
+    """A case that does not apply to the user's model, or in this world, and why; the header counts those selected."""
 
     engine: str
     case: str
     world: str
     suite: str
     why: str
+    was_selected: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -210,7 +210,14 @@ class RecordWriter:
         in_no_world: dict[str, str] = self._config.stash.get(LEFT_OUT, {})
         for nodeid, why in {**in_no_world, **self._left_out}.items():
             if (node := Node.parse(nodeid)) is not None:
-                yield LeftOut(engine=node.engine, case=node.case, world=node.world, suite=node.suite, why=why)
+                yield LeftOut(
+                    engine=node.engine,
+                    case=node.case,
+                    world=node.world,
+                    suite=node.suite,
+                    why=why,
+                    was_selected=nodeid in self._left_out,
+                )
 
     def _not_run(self) -> Iterator[Record]:
         seen = {(r.engine, r.case, r.world) for r in self._records}
