@@ -104,6 +104,8 @@ from shardproof.harness.cases.units import UnitParameters as UnitParameters
 from shardproof.harness.cases.units import groups_of as groups_of
 from shardproof.harness.cases.user_model import UserModel as UserModel
 from shardproof.harness.cases.user_model import UserOptimizer as UserOptimizer
+from shardproof.harness.cli.check import check as check
+from shardproof.harness.errors import UsageError as UsageError
 from shardproof.harness.laws.communication.bounds import Between as Between
 from shardproof.harness.laws.communication.bounds import Bound as Bound
 from shardproof.harness.laws.communication.bounds import Exactly as Exactly

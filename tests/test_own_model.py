@@ -12,6 +12,7 @@ from shardproof.engine.registry import shipped_mutants
 from shardproof.fixtures.own_model import OWN_MODEL
 from shardproof.harness.cases.batch import ModelBatch, arguments_of, converted, tensors_of
 from shardproof.harness.cases.user_model import UserModel, matching_units
+from shardproof.harness.cli.check import check
 from shardproof.harness.cli.main import main
 from shardproof.harness.errors import UsageError
 from shardproof.harness.runner.user_models import read_model
@@ -76,7 +77,10 @@ def test_what_does_not_apply_is_listed_with_the_reason(
     file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file.write_text(GOOD.replace("for block in self.blocks:", "for block in (*self.blocks, self.blocks[0]):"))
-    assert _check(file, "torch.fsdp2", "-k", "each_unit_once or two_replicas or clips", "--world", "threads:3") == 0
+    assert (
+        _check(file, "torch.fsdp2", "-k", "each_unit_once or two_replicas or clips", "--world", "threads:3")
+        == 0
+    )
     shown = " ".join(capsys.readouterr().out.split())
     assert "left out gathers and reduces each unit once: its unit 'blocks.0' is called 2 times" in shown
     assert "left out shards two replicas: needs two replicas of equal size" in shown
@@ -95,6 +99,14 @@ def test_a_wrong_engine_is_caught_with_its_cause(file: Path, capsys: pytest.Capt
     shown = capsys.readouterr().out
     assert "exactly 2 x the reference" in " ".join(shown.split())
     assert "shardproof check" in shown
+
+
+def test_a_class_that_no_other_process_finds_is_refused() -> None:
+    class Inner:
+        """Defined inside a function."""
+
+    with pytest.raises(UsageError, match="moving it to the top of the file"):
+        check(Inner, engine="torch.ddp")
 
 
 def test_a_model_is_read(file: Path) -> None:

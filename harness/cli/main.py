@@ -6,11 +6,13 @@ import argparse
 import sys
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardproof.engine.registry import BUILT_IN, EngineNotFoundError, check_spelling, known_engines
 from shardproof.harness.audit.marks import WORLDS, Breadth
+from shardproof.harness.cases.case_id import node_of
 from shardproof.harness.errors import ShardproofError, UsageError
 from shardproof.harness.records.provenance import version_of
 from shardproof.harness.records.record import Verdict
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
     from shardproof.harness.records.run import Run
 
 _OWN_MODEL = "own_model"  # the suite
+_DEFAULT_WORLD = "threads:2"
 _INTERRUPTED = 2  # pytest.ExitCode.INTERRUPTED, without the import
 
 
@@ -110,8 +113,13 @@ def _run(arguments: argparse.Namespace, *extra: str, render: Callable[[Run], str
         *(["-k", arguments.keyword] if arguments.keyword else []),
         *extra,
     ]
+    worlds = arguments.world or [_DEFAULT_WORLD]
+    nodes = [
+        node_of(case, engine, world)
+        for case, engine, world in product(arguments.case or (), arguments.engine or sorted(BUILT_IN), worlds)
+    ]
     try:
-        code = call_pytest([*map(str, suites(arguments.suite)), *options])
+        code = call_pytest([*(nodes or map(str, suites(arguments.suite))), *options])
     except KeyboardInterrupt:  # one that pytest did not take, because it was about to end
         code = _INTERRUPTED
     with uninterrupted():
@@ -290,7 +298,8 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument(
         "--engine", action="append", metavar="NAME", help="repeat for several; default: all built in"
     )
-    _add_selection(sub, worlds="threads:2")
+    _add_selection(sub, worlds=_DEFAULT_WORLD)
+    sub.add_argument("--case", action="append", metavar="ID", help="this case alone, by its id in records")
     _add_effort(sub)
     group = sub.add_mutually_exclusive_group()
     group.add_argument(
@@ -332,10 +341,10 @@ def _add_check(commands: Any) -> None:
     sub.add_argument(
         "--engine", action="append", metavar="NAME", help="repeat for several; default: all built in"
     )
-    _add_cases(sub, worlds="threads:2")
+    _add_cases(sub, worlds=_DEFAULT_WORLD)
     _add_effort(sub)
     # Raw verdicts: what is known of other models excuses nothing of this one.
-    sub.set_defaults(command=check, suite=[_OWN_MODEL], expectations=None, no_expectations=True)
+    sub.set_defaults(command=check, suite=[_OWN_MODEL], case=None, expectations=None, no_expectations=True)
 
 
 def _add_diff(commands: Any) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shlex
+from dataclasses import replace
 
 import pytest
 
@@ -84,7 +86,8 @@ class Trial:
         """Return the command that repeats this case: of a user's model, with all its parameters."""
         model: str | None = self._item.config.getoption("--model")
         if model is None:
-            return node.command
+            file = os.path.relpath(self._item.path, self._item.config.invocation_params.dir)
+            return replace(node, nodeid="::".join((file, node.nodeid.partition("::")[2]))).command
         function: str = getattr(self._item, "originalname", self._item.name)
         where = ("--engine", node.engine, "--world", node.world)
         return shlex.join(["shardproof", "check", model, *where, "-k", function])
