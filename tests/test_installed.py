@@ -42,7 +42,7 @@ def test_right():
     check(Mine, engine="torch.ddp", keyword="trains")
 
 def test_wrong():
-    check("mine.py:Mine", engine="shardproof.engine.mutants.averaging:SumsInsteadOfAveraging", keyword="trains")
+    check("mine.py:Mine", engine="shardproof.engine.mutants.gradient_scale:SumsInsteadOfAveraging", keyword="trains")
 """
 
 

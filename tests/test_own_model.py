@@ -13,7 +13,7 @@ from shardproof.fixtures.own_model import OWN_MODEL
 from shardproof.harness.cases.batch import ModelBatch, arguments_of, converted, tensors_of
 from shardproof.harness.cases.user_model import UserModel, matching_units
 from shardproof.harness.cli.check import check
-from shardproof.harness.cli.main import main
+from shardproof.harness.cli.main import deadline_for, main
 from shardproof.harness.errors import UsageError
 from shardproof.harness.runner.user_models import read_model
 
@@ -139,7 +139,16 @@ def test_an_edited_file_is_another_problem(file: Path) -> None:
         ("def loss(", "def lost(", "Mine without loss()"),
         ("class Mine", "class Nine", "which does not define it; did you mean 'Nine'?"),
         ("import torch\n", "import torchh\n", "torchh is not installed"),
-        ('"x": torch.randn', '"z": torch.randn', "the model's forward in float64 raised TypeError"),
+        (
+            '"x": torch.randn',
+            '"z": torch.randn',
+            "step 0, microbatch 0, rank 0, of shapes [4, 6] raised TypeError",
+        ),
+        (
+            "randn(4, 6,",
+            "randn(4, 6 + generator.initial_seed() % 2,",
+            "of shapes [4, 7] raised RuntimeError",
+        ),
     ],
 )
 def test_a_mistake_is_refused_in_a_sentence(
@@ -150,8 +159,40 @@ def test_a_mistake_is_refused_in_a_sentence(
     with pytest.raises(UsageError) as caught:
         read_model(f"{file}:Mine", limit_s=60)
     assert words in str(caught.value)
-    assert _check(file, "torch.ddp") == 2
+    assert _check(file, "torch.ddp", "--engine", "torch.fsdp2") == 2
     assert words in capsys.readouterr().err
+
+
+def test_a_loss_that_ignores_the_batch_is_refused(file: Path) -> None:
+    blind = GOOD.replace("for block", "x = torch.ones_like(x)\n        for block").replace(
+        '- batch["x"][:, :2]', ""
+    )
+    file.write_text(blind)
+    with pytest.raises(UsageError, match=r"does loss\(\) depend on the batch"):
+        read_model(f"{file}:Mine", limit_s=60)
+
+
+def test_batches_may_have_rows_of_their_own_number(file: Path) -> None:
+    file.write_text(GOOD.replace("randn(4, 6,", "randn(4 + generator.initial_seed() % 2, 6,"))
+    read_model(f"{file}:Mine", limit_s=60)
+
+
+def test_a_deadline_grows_with_the_model() -> None:
+    assert deadline_for(0.001, 2) == 61
+    assert deadline_for(2.0, 2) == 60 + 30 * 9 * 2 * 2
+    assert deadline_for(2.0, 4) > deadline_for(2.0, 2)
+
+
+def test_a_line_for_each_case_says_how_long_the_others_take(
+    file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert _check(file, "torch.ddp", "-k", "trains or clips") == 0
+    shown = capsys.readouterr().out
+    assert "a case that takes longer than" in shown
+    assert re.search(
+        r"1 of 2  torch.ddp in threads:2: trains as one process does: PASSED, .* s; about \d+ s left", shown
+    )
+    assert re.search(r"2 of 2  torch.ddp in threads:2: clips by the norm of the whole: PASSED, .* s\n", shown)
 
 
 def test_a_pattern_matches_one_part_of_a_name() -> None:

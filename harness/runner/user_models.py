@@ -10,6 +10,7 @@ import inspect
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from shardproof.harness.worlds.processes.fresh_process import NoAnswerError, ask
 _LONGEST_ANSWER = 2**24
 _METHODS = ("build", "batch", "loss")
 _PLACES = ((0, 0), (0, 1), (1, 0), (1, 1))  # steps and ranks whose gradients are looked at
+_SIZES = (3, 3, 4)  # steps, microbatches and ranks whose batches are looked at
 _HINT = "docs/check-your-model.md"
 
 
@@ -51,7 +53,7 @@ def read_model(spec: str, *, limit_s: float) -> tuple[UserModel, UserOptimizer |
         _pass_s[spec] = float(answer["pass_s"])
         return _read(answer, spec)
     except NoAnswerError as error:
-        raise _refusal(spec, f"a process that {error}") from None
+        raise _refusal(spec, f"a process that {error}; try a smaller configuration, or --deadline") from None
     except (ValueError, TypeError, KeyError) as error:
         raise _refusal(spec, f"an answer that cannot be read: {error!r}") from error
 
@@ -108,7 +110,13 @@ def _facts(spec: str) -> dict[str, Any]:
     model = _built_alike(problem)
     units = matching_units(model, getattr(defined, "units", ()))
     _check_batches(problem)
+    _check_shapes(problem, model)
     places = list(_gradients(problem, model))
+    if places[0] == places[1]:
+        raise ValueError(
+            "the gradients of two ranks are equal although their data differ, so that a missing reduction could not "
+            "show: does loss() depend on the batch?"
+        )
     seldom = {name for found in places for name, size in found.items() if size is None}
     return {
         "name": problem.name,
@@ -163,6 +171,24 @@ def _check_batches(problem: UserModel) -> None:
                 f"batch() returned equal data for two {what}, so that a missing reduction could not show; draw from "
                 "the generator that it is given"
             )
+
+
+def _check_shapes(problem: UserModel, model: nn.Module) -> None:
+    """Raise ValueError where batch(), or forward with a batch of other shapes than before, fails at some place."""
+    seen: set[tuple[torch.Size, ...]] = set()
+    for step, microbatch, rank in product(*map(range, _SIZES)):
+        where = f"step {step}, microbatch {microbatch}, rank {rank}"
+        batch: Batch = _called(
+            f"batch() of {where}",
+            lambda s=step, m=microbatch, r=rank: problem.batch(step=s, microbatch=m, rank=r),
+        )
+        shapes = tuple(tensor.shape for tensor in tensors_of(batch))
+        if shapes not in seen:
+            args, kwargs = arguments_of(batch.inputs)
+            what = f"the model's forward with the batch of {where}, of shapes {', '.join(str(list(s)) for s in shapes)}"
+            with torch.no_grad():
+                _called(what, lambda a=args, k=kwargs: model(*a, **k))
+        seen.add(shapes)
 
 
 def _batch(problem: UserModel, step: int = 0, microbatch: int = 0, rank: int = 0) -> Batch:
