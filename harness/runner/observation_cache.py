@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
-from shardproof.engine.contract import Plan
+from shardproof.engine.contract import Capability, Plan
 from shardproof.harness.cases.content import content_digest
 from shardproof.harness.cases.script import EachMicrobatch
 from shardproof.harness.cases.scripts.interface import Exercise
@@ -31,6 +31,9 @@ from shardproof.harness.worlds.launch import WorldPool
 from shardproof.harness.worlds.spec import WorldKind
 
 __all__ = ["ObservationCache", "Source", "unexercised"]
+
+
+_MOST_KEPT = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +55,10 @@ class ObservationCache:
         self._source = source
         self._oracles: dict[tuple[str, int], OracleObservation] = {}
         self._unread: dict[str, list[object]] = {}
-        self._kept: dict[Path, tuple[Scheduled, ...]] = {}
+        self._kept: dict[
+            Path, tuple[Scheduled, ...]
+        ] = {}  # the last few, which have all tensors of a training
+        self._launched: set[Path] = set()
         self._pool = WorldPool(source.folder / source.worker / "pool")
 
     def close(self) -> None:
@@ -108,14 +114,19 @@ class ObservationCache:
         """
         folder = self.folder(training, cell, case)
         if folder not in self._kept:
-            if not self._source.is_replay:
+            if folder in self._launched:
+                pass  # read again what was observed
+            elif not self._source.is_replay:
                 if folder.exists():  # a world of an earlier, interrupted run of the same case
                     shutil.rmtree(folder)
                 self._launch(training, cell, seeds, folder)
             else:
                 for place in schedule_folders(folder):
                     check_kept(place)
+            self._launched.add(folder)
             self._kept[folder] = load_schedules(folder)
+            if len(self._kept) > _MOST_KEPT:
+                del self._kept[next(iter(self._kept))]
         return self._kept[folder]
 
     def oracle(self, training: Training, world_size: int, case: str, *, limit_s: float) -> OracleObservation:
@@ -123,7 +134,7 @@ class ObservationCache:
         # The engine and most of the plan change neither what is right nor the noise around it.
         arithmetic = replace(
             unexercised(training),
-            plan=_arithmetic(training.plan),
+            plan=_arithmetic(unexercised(training)),
             resume=None,
             watch=frozenset(),
             schedules=1,
@@ -175,13 +186,16 @@ def unexercised(training: Training) -> Training:
     return replace(training, script=EachMicrobatch()) if isinstance(training.script, Exercise) else training
 
 
-def _arithmetic(plan: Plan) -> Plan:
+def _arithmetic(training: Training) -> Plan:
     """Keep of a plan what changes the oracle: how gradients are divided, in what dtype and portions summed."""
+    plan = training.plan
+    # The loop refuses a script, a clipping or a conversion that its plan does not demand.
+    asked = training.script.demands | {Capability.CLIP, Capability.CONVERT, Capability.REDUCE_AS_STORED}
     return Plan(
         divide_factor=plan.divide_factor,
         reduce_dtype=plan.reduce_dtype,
         compute_dtype=plan.compute_dtype,
         output_dtype=plan.output_dtype,
         accumulation=plan.accumulation,
-        demands=plan.demands,  # without them the script is refused
+        demands=plan.demands & asked,
     )

@@ -5,6 +5,7 @@ It knows nothing of engines and compares nothing; ``harness.laws.parity`` does.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -194,9 +195,7 @@ def run_oracle(training: Training, world_size: int) -> OracleObservation:
     """
     with drawing_apart():
         exact = _exact(training, world_size)
-        orders = (_reordering(k, training, exact.draws) for k in range(num_reorderings(training.plan)))
-        noisy = [_train(training, world_size, order) for order in orders]
-        noise = _largest_deviation(exact.tensors(), [run.tensors() for run in noisy])
+        noise, dtypes = _noise_of(training, world_size, exact)
         first = _first_step(training, world_size) if _rounds_coarsely(training, exact, noise) else None
         steps = _with_lagging(training, world_size, exact)
     is_power_of_two = world_size & (world_size - 1) == 0
@@ -209,10 +208,7 @@ def run_oracle(training: Training, world_size: int) -> OracleObservation:
         buffers=exact.buffers,
         noise=noise,
         constants=_constants(exact, noise),
-        dtypes={
-            TensorKey(quantity=place.quantity, step=INITIAL_STEP, name=place.name): tensor.dtype
-            for place, tensor in noisy[0].tensors().items()
-        },
+        dtypes=dtypes,
         is_exact=training.problem.is_exact and is_power_of_two and not any(noise.values()),
         draws=exact.draws,
         first=first,
@@ -303,13 +299,26 @@ def _reordering(number: int, training: Training, draws: bool) -> Summation:
     return replace(order, keeps_rows=draws)
 
 
-def _largest_deviation(
-    exact: dict[TensorKey, torch.Tensor], runs: list[dict[TensorKey, torch.Tensor]]
-) -> dict[TensorKey, float]:
-    return {
-        place: max(deviation(run[place], value).max().item() for run in runs) if value.numel() else 0.0
-        for place, value in exact.items()
-    }
+def _noise_of(
+    training: Training, world_size: int, exact: _Run
+) -> tuple[dict[TensorKey, float], dict[TensorKey, torch.dtype]]:
+    """Return how far each tensor of the other orders deviates, and its dtype; one run is in memory at a time."""
+    reference = exact.tensors()
+    noise, dtypes = dict.fromkeys(reference, 0.0), dict[TensorKey, torch.dtype]()
+    for number in range(num_reorderings(training.plan)):
+        order = _reordering(number, training, exact.draws)
+        run = _train(training, world_size, order, keeps_pieces=False).tensors()
+        for place, value in reference.items():
+            if value.numel():
+                noise[place] = _worse(noise[place], deviation(run[place], value).max().item())
+        for place, tensor in run.items():
+            dtypes[replace(place, step=INITIAL_STEP)] = tensor.dtype
+    return noise, dtypes
+
+
+def _worse(one: float, other: float) -> float:
+    """Return the larger, or the one that is no number."""
+    return one if one >= other or math.isnan(one) else other
 
 
 def _constants(exact: _Run, noise: Mapping[TensorKey, float]) -> frozenset[str]:
@@ -328,8 +337,13 @@ def _train(
     world_size: int,
     summation: Summation,
     drawing: AbstractContextManager[object] = nullcontext(),  # noqa: B008 - it holds nothing
+    *,
+    keeps_pieces: bool = True,
 ) -> _Run:
-    """Run the whole schedule on one model, with the pieces of all ranks one after the other."""
+    """Run the whole schedule on one model, with the pieces of all ranks one after the other.
+
+    Without ``keeps_pieces`` steps have no contributions, which take the most memory.
+    """
     model = cast_module(training.problem.build(), summation.dtype)
     parameters = dict(model.named_parameters())
     initial, built_buffers = _copy(parameters), _copy(dict(model.named_buffers()))
@@ -347,7 +361,7 @@ def _train(
         _update(training, optimizer, step)
         seen = OracleStep(
             losses=losses,
-            contributions=contributions,
+            contributions=contributions if keeps_pieces else {},
             gradients=gradients,
             parameters=_copy(parameters),
             norm=norm,
