@@ -35,6 +35,7 @@ from shardproof.engine.contract import shard_of as shard_of
 from shardproof.harness.cases.batch import Batch as Batch
 from shardproof.harness.cases.batch import Rows as Rows
 from shardproof.harness.cases.batch import microbatch_seed as microbatch_seed
+from shardproof.harness.cases.model_facts import UnitParameters as UnitParameters
 from shardproof.harness.cases.script import Actor as Actor
 from shardproof.harness.cases.script import EachMicrobatch as EachMicrobatch
 from shardproof.harness.cases.script import Evaluation as Evaluation
@@ -103,10 +104,11 @@ from shardproof.harness.cases.training import Training as Training
 from shardproof.harness.cases.training import Watch as Watch
 from shardproof.harness.cases.training import ZeroGrad as ZeroGrad
 from shardproof.harness.cases.units import ROOT as ROOT
-from shardproof.harness.cases.units import UnitParameters as UnitParameters
 from shardproof.harness.cases.units import groups_of as groups_of
 from shardproof.harness.cases.user_model import UserModel as UserModel
 from shardproof.harness.cases.user_model import UserOptimizer as UserOptimizer
+from shardproof.harness.cli.check import check as check
+from shardproof.harness.errors import UsageError as UsageError
 from shardproof.harness.laws.communication.bounds import Between as Between
 from shardproof.harness.laws.communication.bounds import Bound as Bound
 from shardproof.harness.laws.communication.bounds import Exactly as Exactly
@@ -148,6 +150,7 @@ from shardproof.harness.laws.memory.lifetimes import PeakBytes as PeakBytes
 from shardproof.harness.laws.memory.lifetimes import UnshardedOnlyInTurn as UnshardedOnlyInTurn
 from shardproof.harness.laws.memory.lifetimes import UserTensorsLive as UserTensorsLive
 from shardproof.harness.laws.memory.share import MemoryIsExplained as MemoryIsExplained
+from shardproof.harness.laws.parity import ComputesInTheDtypeAsked as ComputesInTheDtypeAsked
 from shardproof.harness.laws.parity import MatchesOracle as MatchesOracle
 from shardproof.harness.laws.runtime import Deterministic as Deterministic
 from shardproof.harness.laws.runtime import ExpectedUnitState as ExpectedUnitState

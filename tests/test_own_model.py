@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,8 @@ from shardproof.engine.registry import shipped_mutants
 from shardproof.fixtures.own_model import OWN_MODEL
 from shardproof.harness.cases.batch import ModelBatch, arguments_of, converted, tensors_of
 from shardproof.harness.cases.user_model import UserModel, matching_units
-from shardproof.harness.cli.main import main
+from shardproof.harness.cli.check import check
+from shardproof.harness.cli.main import deadline_for, main
 from shardproof.harness.errors import UsageError
 from shardproof.harness.runner.user_models import read_model
 
@@ -60,7 +62,35 @@ def test_a_right_engine_is_proven(file: Path, capsys: pytest.CaptureFixture[str]
     shown = capsys.readouterr().out
     assert "proven        trains as one process does\n" in shown
     assert "proven        frees shards after forward\n" in shown
-    assert "more than" in shown
+    assert "not proven    order of streams and lifetimes of memory (--thorough)" in shown
+    assert all(
+        len(line) <= 100 for line in shown[shown.index("torch.fsdp2 in") : shown.index("wrote")].splitlines()
+    )
+    precise = {
+        m[2]: float(m[1]) for m in re.finditer(r"error of ([0-9.e-]+)% of any (gradient|update)", shown)
+    }
+    assert 0 < precise["gradient"] < 1
+    assert 0 < precise["update"] < 10
+
+
+def test_what_does_not_apply_is_listed_with_the_reason(
+    file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file.write_text(GOOD.replace("for block in self.blocks:", "for block in (*self.blocks, self.blocks[0]):"))
+    assert (
+        _check(file, "torch.fsdp2", "-k", "each_unit_once or two_replicas or clips", "--world", "threads:3")
+        == 0
+    )
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "left out gathers and reduces each unit once: its unit 'blocks.0' is called 2 times" in shown
+    assert "left out shards two replicas: needs two replicas of equal size" in shown
+
+
+def test_a_computation_in_bfloat16_is_proven_however_it_rounds(
+    file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert _check(file, "torch.fsdp2", "-k", "bfloat16") == 0
+    assert "proven        computes in bfloat16" in capsys.readouterr().out
 
 
 def test_a_wrong_engine_is_caught_with_its_cause(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -69,6 +99,14 @@ def test_a_wrong_engine_is_caught_with_its_cause(file: Path, capsys: pytest.Capt
     shown = capsys.readouterr().out
     assert "exactly 2 x the reference" in " ".join(shown.split())
     assert "shardproof check" in shown
+
+
+def test_a_class_that_no_other_process_finds_is_refused() -> None:
+    class Inner:
+        """Defined inside a function."""
+
+    with pytest.raises(UsageError, match="moving it to the top of the file"):
+        check(Inner, engine="torch.ddp")
 
 
 def test_a_model_is_read(file: Path) -> None:
@@ -101,7 +139,16 @@ def test_an_edited_file_is_another_problem(file: Path) -> None:
         ("def loss(", "def lost(", "Mine without loss()"),
         ("class Mine", "class Nine", "which does not define it; did you mean 'Nine'?"),
         ("import torch\n", "import torchh\n", "torchh is not installed"),
-        ('"x": torch.randn', '"z": torch.randn', "the model's forward in float64 raised TypeError"),
+        (
+            '"x": torch.randn',
+            '"z": torch.randn',
+            "step 0, microbatch 0, rank 0, of shapes [4, 6] raised TypeError",
+        ),
+        (
+            "randn(4, 6,",
+            "randn(4, 6 + generator.initial_seed() % 2,",
+            "of shapes [4, 7] raised RuntimeError",
+        ),
     ],
 )
 def test_a_mistake_is_refused_in_a_sentence(
@@ -112,8 +159,40 @@ def test_a_mistake_is_refused_in_a_sentence(
     with pytest.raises(UsageError) as caught:
         read_model(f"{file}:Mine", limit_s=60)
     assert words in str(caught.value)
-    assert _check(file, "torch.ddp") == 2
+    assert _check(file, "torch.ddp", "--engine", "torch.fsdp2") == 2
     assert words in capsys.readouterr().err
+
+
+def test_a_loss_that_ignores_the_batch_is_refused(file: Path) -> None:
+    blind = GOOD.replace("for block", "x = torch.ones_like(x)\n        for block").replace(
+        '- batch["x"][:, :2]', ""
+    )
+    file.write_text(blind)
+    with pytest.raises(UsageError, match=r"does loss\(\) depend on the batch"):
+        read_model(f"{file}:Mine", limit_s=60)
+
+
+def test_batches_may_have_rows_of_their_own_number(file: Path) -> None:
+    file.write_text(GOOD.replace("randn(4, 6,", "randn(4 + generator.initial_seed() % 2, 6,"))
+    read_model(f"{file}:Mine", limit_s=60)
+
+
+def test_a_deadline_grows_with_the_model() -> None:
+    assert deadline_for(0.001, 2) == 61
+    assert deadline_for(2.0, 2) == 60 + 30 * 9 * 2 * 2
+    assert deadline_for(2.0, 4) > deadline_for(2.0, 2)
+
+
+def test_a_line_for_each_case_says_how_long_the_others_take(
+    file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert _check(file, "torch.ddp", "-k", "trains or clips") == 0
+    shown = capsys.readouterr().out
+    assert "a case that takes longer than" in shown
+    assert re.search(
+        r"1 of 2  torch.ddp in threads:2: trains as one process does: PASSED, .* s; about \d+ s left", shown
+    )
+    assert re.search(r"2 of 2  torch.ddp in threads:2: clips by the norm of the whole: PASSED, .* s\n", shown)
 
 
 def test_a_pattern_matches_one_part_of_a_name() -> None:

@@ -179,9 +179,13 @@ def test_a_reduction_that_rounds_like_the_model_is_not_mistaken_for_it() -> None
     assert "x what" in (reason or "")
 
 
-def test_only_models_that_round_by_themselves_are_computed_once_more(oracle: OracleObservation) -> None:
+def test_only_models_that_round_more_than_their_reduction_are_computed_once_more(
+    oracle: OracleObservation,
+) -> None:
     assert oracle.first is None
-    assert oracle_of(replace(TRAINING, plan=Plan(compute_dtype=torch.bfloat16)), 3).first is None
+    low = Plan(compute_dtype=torch.bfloat16)
+    assert oracle_of(replace(TRAINING, plan=low), 3).first is None
+    assert oracle_of(replace(TRAINING, plan=replace(low, reduce_dtype=torch.float32)), 3).first is not None
     rounding = oracle_of(ROUNDING, 3)
     assert rounding.first is not None
     for name, noise in rounding.first.noise.items():

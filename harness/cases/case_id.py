@@ -27,7 +27,7 @@ class Node:
         match = _CELL.search(nodeid)
         if match is None:
             return None
-        stem = nodeid[: match.start()].removeprefix("suites/")
+        stem = _below_suites(nodeid[: match.start()])
         rest = f"[{match['rest']}]" if match["rest"] else ""
         suite = stem.split("/")[0] if "/" in stem else ""
         return cls(nodeid=nodeid, engine=match["engine"], world=match["world"], case=stem + rest, suite=suite)
@@ -39,11 +39,27 @@ class Node:
 
     @property
     def command(self) -> str:
-        """The command that repeats this one case."""
-        return shlex.join(["pytest", self.nodeid, "--engine", self.engine, "--world", self.world])
+        """The command that repeats this one case: of our suites from any folder, else from where pytest was called."""
+        where = ("--engine", self.engine, "--world", self.world)
+        if (SUITES / self.case.partition("::")[0]).is_file():
+            return shlex.join(["shardproof", "run", "--case", self.case, *where])
+        return shlex.join(["pytest", "-p", "shardproof.harness.runner.plugin", self.nodeid, *where])
 
 
 SUITES = Path(__file__).resolve().parents[2] / "suites"
+
+
+def _below_suites(stem: str) -> str:
+    """Leave out how pytest came to one of our files: by a path from wherever it was called."""
+    inner = stem.rpartition("suites/")[2]
+    return inner if (SUITES / inner.partition("::")[0]).is_file() else stem.removeprefix("suites/")
+
+
+def node_of(case: str, engine: str, world: str) -> str:
+    """Return what pytest calls a case of our suites in one cell, for its command line."""
+    stem, _, parameters = case.partition("[")
+    rest = f"-{parameters.removesuffix(']')}" if parameters else ""
+    return f"{SUITES}/{stem}[{engine}@{world}{rest}]"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import cache
 from typing import Any
@@ -26,6 +26,7 @@ from torch import nn
 from shardproof.engine.capability import Capability
 from shardproof.engine.loading import load
 from shardproof.harness.cases.batch import Batch, ModelBatch, microbatch_seed
+from shardproof.harness.cases.model_facts import ModelFacts
 from shardproof.harness.torch_compat.dispatch import drawing_apart
 
 _BUILD_SEED = 20_011
@@ -36,7 +37,8 @@ class UserModel:
     """The model that ``spec`` names; ``digest`` is that of its file, so that an edited model is another problem.
 
     ``units`` are the names that the user's patterns match, ``idle`` the parameters that the loss never reaches.
-    ``demands`` is what the model asks of every engine, such as parameters that go without a gradient.
+    ``demands`` is what the model asks of every engine, such as parameters that go without a gradient. ``facts`` follow
+    from the rest.
     """
 
     spec: str
@@ -45,6 +47,7 @@ class UserModel:
     units: tuple[str, ...]
     idle: tuple[str, ...] = ()
     demands: frozenset[Capability] = frozenset()
+    facts: ModelFacts = field(default=ModelFacts(), compare=False)
     is_exact: bool = False
     parallelize: None = None
     stages: None = None

@@ -7,11 +7,13 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardproof.engine.registry import BUILT_IN, EngineNotFoundError, check_spelling, known_engines
 from shardproof.harness.audit.marks import WORLDS, Breadth
+from shardproof.harness.cases.case_id import node_of
 from shardproof.harness.errors import ShardproofError, UsageError
 from shardproof.harness.records.provenance import version_of
 from shardproof.harness.records.record import Verdict
@@ -32,6 +34,12 @@ if TYPE_CHECKING:
     from shardproof.harness.records.run import Run
 
 _OWN_MODEL = "own_model"  # the suite
+_DEFAULT_WORLD = "threads:2"
+_LEAST_S = 60.0  # that a world, or an oracle, may take
+_READING_S = 300.0  # that reading a model may take: nothing is known of it yet
+_PASSES = 9  # of each rank: three steps of three microbatches
+# An oracle trains some seven times for all ranks, in float64; a busy machine halves its speed, and halves it again.
+_ALLOWANCE = 30.0
 _INTERRUPTED = 2  # pytest.ExitCode.INTERRUPTED, without the import
 
 
@@ -71,18 +79,41 @@ def check(arguments: argparse.Namespace) -> int:
 
     MODEL is a class with build(), batch() and loss(), as path/to/file.py:Name or package.module:Name.
     """
-    from shardproof.harness.runner.user_models import absolute, known_model
+    from shardproof.harness.cli.progress import Progress
+    from shardproof.harness.runner.user_models import absolute, known_model, pass_seconds
     from shardproof.harness.worlds.processes.forkserver import forkserver_context
+    from shardproof.harness.worlds.spec import WorldSpec
     from shardproof.reports.model_check import render
 
     check_temporary_folder()
     spec = absolute(arguments.model)
+    most_ranks = max(WorldSpec.parse(world).size for world in arguments.world or [_DEFAULT_WORLD])
     forkserver_context()  # it starts while this process goes on
-    known_model(spec, arguments.deadline)
-    return _run(arguments, f"--model={spec}", "--tb=no", render=render)
+    known_model(spec, arguments.deadline or _READING_S)
+    if arguments.deadline is None:
+        arguments.deadline = deadline_for(pass_seconds(spec), most_ranks)
+    print(
+        f"{arguments.model}: forward and backward take {pass_seconds(spec):.3g} s; a case that takes longer than "
+        f"{arguments.deadline:.0f} s counts as hung"
+    )
+    # A case is a world and an oracle; both have deadlines of their own, and pytest's is for what has none.
+    limit_s = 3 * arguments.deadline
+    return _run(
+        arguments, f"--model={spec}", "--tb=no", f"--timeout={limit_s}", render=render, plugin=Progress()
+    )
 
 
-def _run(arguments: argparse.Namespace, *extra: str, render: Callable[[Run], str] | None = None) -> int:
+def deadline_for(pass_s: float, num_ranks: int) -> float:
+    """Return what a world, or an oracle, may take for a model of which forward and backward take so long."""
+    return round(_LEAST_S + _ALLOWANCE * _PASSES * num_ranks * pass_s)
+
+
+def _run(
+    arguments: argparse.Namespace,
+    *extra: str,
+    render: Callable[[Run], str] | None = None,
+    plugin: object | None = None,
+) -> int:
     from shardproof.harness.records.provenance import today
     from shardproof.harness.records.run import refuse_existing
     from shardproof.harness.runner.options import RunOptions
@@ -116,8 +147,14 @@ def _run(arguments: argparse.Namespace, *extra: str, render: Callable[[Run], str
         *(["-k", arguments.keyword] if arguments.keyword else []),
         *extra,
     ]
+    worlds = arguments.world or [_DEFAULT_WORLD]
+    nodes = [
+        node_of(case, engine, world)
+        for case, engine, world in product(arguments.case or (), arguments.engine or sorted(BUILT_IN), worlds)
+    ]
     try:
-        code = call_pytest([*map(str, suites(arguments.suite)), *options])
+        plugins = [plugin] if plugin else []
+        code = call_pytest([*(nodes or map(str, suites(arguments.suite))), *options], *plugins)
     except KeyboardInterrupt:  # one that pytest did not take, because it was about to end
         code = _INTERRUPTED
     with uninterrupted():
@@ -328,7 +365,8 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument(
         "--engine", action="append", metavar="NAME", help="repeat for several; default: all built in"
     )
-    _add_selection(sub, worlds="threads:2")
+    _add_selection(sub, worlds=_DEFAULT_WORLD)
+    sub.add_argument("--case", action="append", metavar="ID", help="this case alone, by its id in records")
     _add_parts(sub)
     sub.add_argument(
         "--keep",
@@ -382,10 +420,10 @@ def _add_check(commands: Any) -> None:
     sub.add_argument(
         "--engine", action="append", metavar="NAME", help="repeat for several; default: all built in"
     )
-    _add_cases(sub, worlds="threads:2")
+    _add_cases(sub, worlds=_DEFAULT_WORLD, deadline_s=None)
     _add_effort(sub)
     # Raw verdicts: what is known of other models excuses nothing of this one.
-    sub.set_defaults(command=check, suite=[_OWN_MODEL], expectations=None, no_expectations=True)
+    sub.set_defaults(command=check, suite=[_OWN_MODEL], case=None, expectations=None, no_expectations=True)
 
 
 def _add_expectations(commands: Any) -> None:
@@ -502,13 +540,20 @@ def _add_selection(sub: argparse.ArgumentParser, *, worlds: str) -> None:
     _add_cases(sub, worlds=worlds)
 
 
-def _add_cases(sub: argparse.ArgumentParser, *, worlds: str) -> None:
+def _add_cases(sub: argparse.ArgumentParser, *, worlds: str, deadline_s: float | None = 60.0) -> None:
     """Add what commands that run cases share."""
     sub.add_argument(
         "--world", action="append", metavar="KIND:SIZE", help=f"repeat for several; default: {worlds}"
     )
     sub.add_argument("--out", metavar="DIR", help="folder for the run; default: below conformance/")
-    sub.add_argument("--deadline", type=float, default=60.0, metavar="S", help="seconds a world may take")
+    default = "grows with the model" if deadline_s is None else f"{deadline_s:.0f}"
+    sub.add_argument(
+        "--deadline",
+        type=float,
+        default=deadline_s,
+        metavar="S",
+        help=f"seconds a world may take; default: {default}",
+    )
     sub.add_argument("-n", "--workers", type=int, default=0, metavar="N", help="run N cases at a time")
     sub.add_argument("-k", "--keyword", metavar="EXPR", help="only cases that match, as in pytest")
 

@@ -22,6 +22,8 @@ from shardproof.harness.runner.plugin import CELLS, CELLS_ARE_CHOSEN, EFFORT, wi
 from shardproof.harness.runner.record_writer import (
     CATALOGUE,
     FROM_WORKER,
+    LEFT_OUT,
+    LEFT_OUT_FROM_WORKER,
     UNAVAILABLE,
     UNAVAILABLE_FROM_WORKER,
 )
@@ -68,7 +70,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     _leave_out_unavailable(config, items)
     replay = config.getoption("--replay")
     known = {(r.engine, r.case, r.world) for r in read_run(Path(replay)).records} if replay else None
-    sensible = [item for item in items if _makes_sense(item)]
+    if config.getoption("--model"):
+        config.stash[LEFT_OUT] = {item.nodeid: why for item in items if (why := _why_senseless(item))}
+    sensible = [item for item in items if not _why_senseless(item)]
     kept = [item for item in sensible if _is_known(item, known)]
     if len(kept) < len(items):
         remaining = set(kept)
@@ -104,6 +108,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         config.workeroutput[FROM_WORKER] = pickle.dumps(config.stash[CATALOGUE])
         unavailable: dict[str, str] = config.stash.get(UNAVAILABLE, {})
         config.workeroutput[UNAVAILABLE_FROM_WORKER] = unavailable
+        config.workeroutput[LEFT_OUT_FROM_WORKER] = config.stash.get(LEFT_OUT, {})
     if will_run(config) and any("trial" in getattr(item, "fixturenames", ()) for item in session.items):
         try:
             are_processes = any(_is_of_processes(item) for item in session.items)
@@ -146,13 +151,14 @@ def trial_session(
     session.close()
 
 
-def _makes_sense(item: pytest.Item) -> bool:
+def _why_senseless(item: pytest.Item) -> str:
     cell = _cell(item)
     if cell is None or cell.is_placeholder:
-        return True
+        return ""
     sizes: list[Sizes] = [marker.args[0] for marker in item.iter_markers("worlds")]
-    devices = {marker.args[0] for marker in item.iter_markers("device")}
-    return all(s.suits(cell.world) for s in sizes) and devices <= {cell.world.device}
+    devices = {marker.args[0] for marker in item.iter_markers("device")} - {cell.world.device}
+    needs = [*(s.name for s in sizes if not s.suits(cell.world)), *(f"the device {d}" for d in devices)]
+    return f"needs {needs[0]}" if needs else ""
 
 
 def _cell(item: pytest.Item) -> Cell | None:

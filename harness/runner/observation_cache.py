@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
-from shardproof.engine.contract import Plan
+from shardproof.engine.contract import Capability, Plan
 from shardproof.harness.cases.content import content_digest
 from shardproof.harness.cases.script import EachMicrobatch
 from shardproof.harness.cases.scripts.interface import Exercise
@@ -34,6 +34,9 @@ from shardproof.harness.worlds.spec import WorldKind
 __all__ = ["ObservationCache", "Source", "unexercised"]
 
 
+_MOST_KEPT = 8
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
     """Where observations are kept, and whether they are made or only read again.
@@ -48,14 +51,16 @@ class Source:
 
 
 class ObservationCache:
-    """Gives what was observed of a training, running it where nobody has yet; remembers all of it."""
+    """Returns what was observed of a training, and runs it at the first request; remembers the last few."""
 
     def __init__(self, source: Source) -> None:
         self._source = source
         self._oracles: dict[tuple[str, int], OracleObservation] = {}
         self._unread: dict[str, list[object]] = {}
+        # The last few, which have all tensors of a training.
         self._kept: dict[Path, tuple[Scheduled, ...]] = {}
         self._wanted: set[Path] = set()
+        self._launched: set[Path] = set()
         self._pool = WorldPool(source.folder / source.worker / "pool")
 
     def close(self) -> None:
@@ -66,7 +71,7 @@ class ObservationCache:
         self._pool.close()
         if self._source.is_replay or self._source.keep is Keep.ALL:
             return
-        for folder in self._kept.keys() - self._wanted:
+        for folder in self._launched - self._wanted:
             shutil.rmtree(folder, ignore_errors=True)
         _remove_empty(self._source.folder / self._source.worker)
 
@@ -123,14 +128,19 @@ class ObservationCache:
         """
         folder = self.folder(training, cell, case)
         if folder not in self._kept:
-            if not self._source.is_replay:
+            if folder in self._launched:
+                pass  # read again what was observed
+            elif not self._source.is_replay:
                 if folder.exists():  # a world of an earlier, interrupted run of the same case
                     shutil.rmtree(folder)
                 self._launch(training, cell, seeds, folder)
             else:
                 for place in schedule_folders(folder):
                     check_kept(place)
+            self._launched.add(folder)
             self._kept[folder] = load_schedules(folder)
+            if len(self._kept) > _MOST_KEPT:
+                del self._kept[next(iter(self._kept))]
         return self._kept[folder]
 
     def oracle(self, training: Training, world_size: int, case: str, *, limit_s: float) -> OracleObservation:
@@ -138,7 +148,7 @@ class ObservationCache:
         # The engine and most of the plan change neither what is right nor the noise around it.
         arithmetic = replace(
             unexercised(training),
-            plan=_arithmetic(training.plan),
+            plan=_arithmetic(unexercised(training)),
             resume=None,
             watch=frozenset(),
             schedules=1,
@@ -197,13 +207,16 @@ def unexercised(training: Training) -> Training:
     return replace(training, script=EachMicrobatch()) if isinstance(training.script, Exercise) else training
 
 
-def _arithmetic(plan: Plan) -> Plan:
+def _arithmetic(training: Training) -> Plan:
     """Keep of a plan what changes the oracle: how gradients are divided, in what dtype and portions summed."""
+    plan = training.plan
+    # The loop refuses a script, a clipping or a conversion that its plan does not demand.
+    asked = training.script.demands | {Capability.CLIP, Capability.CONVERT, Capability.REDUCE_AS_STORED}
     return Plan(
         divide_factor=plan.divide_factor,
         reduce_dtype=plan.reduce_dtype,
         compute_dtype=plan.compute_dtype,
         output_dtype=plan.output_dtype,
         accumulation=plan.accumulation,
-        demands=plan.demands,  # without them the script is refused
+        demands=plan.demands & asked,
     )

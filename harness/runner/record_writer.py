@@ -24,6 +24,7 @@ from shardproof.harness.records.record import (
     MOST_LISTED,
     Expectations,
     Header,
+    LeftOut,
     Record,
     UnusedExpectation,
     Verdict,
@@ -40,6 +41,9 @@ __all__ = [
     "CATALOGUE",
     "FROM_WORKER",
     "IS_PART",
+    "LEFT_OUT",
+    "LEFT_OUT_FROM_WORKER",
+    "LEFT_OUT_PROPERTY",
     "NOT_JUDGED_PROPERTY",
     "NUM_SELECTED",
     "PART_FROM_WORKER",
@@ -50,6 +54,7 @@ __all__ = [
 ]
 
 RECORD_PROPERTY = "shardproof.record"  # the user property under which a test's report carries its record
+LEFT_OUT_PROPERTY = "shardproof.left_out"  # and this, why a case does not apply
 NOT_JUDGED_PROPERTY = "shardproof.not_judged"  # and this, why a case was not judged again
 FROM_WORKER = "shardproof.catalogue"  # the key under which a worker of xdist sends what it collected
 CATALOGUE = pytest.StashKey[Catalogue]()
@@ -58,6 +63,8 @@ UNAVAILABLE_FROM_WORKER = "shardproof.unavailable"
 IS_PART = pytest.StashKey[bool]()  # other runs have the rest of the selected cases, maybe all
 NUM_SELECTED = pytest.StashKey[int]()  # cases of all shards
 PART_FROM_WORKER = "shardproof.part"
+LEFT_OUT = pytest.StashKey[dict[str, str]]()  # node ids of cases that no world here suits, with the cause
+LEFT_OUT_FROM_WORKER = "shardproof.left_out"
 
 
 class RecordWriter:
@@ -85,6 +92,7 @@ class RecordWriter:
         self._writer: RunWriter | None = None
         self._expected: list[Node] = []
         self._records: list[Record] = []
+        self._left_out: dict[str, str] = {}
         self._unused: tuple[UnusedExpectation, ...] = ()
         self._started_s = time.monotonic()
 
@@ -118,6 +126,7 @@ class RecordWriter:
             is_part, num_selected = node.workeroutput[PART_FROM_WORKER]
             self._config.stash[IS_PART], self._config.stash[NUM_SELECTED] = is_part, num_selected
             self._open([])  # a shard without a case is a run too
+            self._config.stash[LEFT_OUT] = node.workeroutput[LEFT_OUT_FROM_WORKER]
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Write the record that a test's report carries."""
@@ -126,6 +135,8 @@ class RecordWriter:
         for name, value in report.user_properties:
             if name == RECORD_PROPERTY:
                 self._append(from_json(Record, str(value), where=report.nodeid))
+            elif name == LEFT_OUT_PROPERTY:
+                self._left_out[report.nodeid] = str(value)
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         """Record what was selected and never reached, fail for stale expectations, and write the footer."""
@@ -149,6 +160,7 @@ class RecordWriter:
                         unavailable=self._unavailable,
                         is_whole=self._ran().catalogue.is_whole,
                         num_selected=self._config.stash.get(NUM_SELECTED, 0),
+                        left_out=tuple(self._all_left_out()),
                     )
                 )
 
@@ -234,10 +246,23 @@ class RecordWriter:
         catalogue = self._config.stash.get(CATALOGUE, Catalogue())
         return Ran(catalogue=catalogue, worlds=self._worlds(), records=self._records)
 
+    def _all_left_out(self) -> Iterator[LeftOut]:
+        in_no_world: dict[str, str] = self._config.stash.get(LEFT_OUT, {})
+        for nodeid, why in {**in_no_world, **self._left_out}.items():
+            if (node := Node.parse(nodeid)) is not None:
+                yield LeftOut(
+                    engine=node.engine,
+                    case=node.case,
+                    world=node.world,
+                    suite=node.suite,
+                    why=why,
+                    was_selected=nodeid in self._left_out,
+                )
+
     def _not_run(self) -> Iterator[Record]:
         seen = {(r.engine, r.case, r.world) for r in self._records}
         for node in self._expected:
-            if node.key not in seen:
+            if node.key not in seen and node.nodeid not in self._left_out:
                 yield Record(
                     engine=node.engine,
                     case=node.case,

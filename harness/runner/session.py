@@ -84,6 +84,7 @@ class TrialSession:
             known_version=engine.known_version,
             laws=judgement.laws,
             worst=judgement.worst,
+            visible=judgement.visible,
             ledger=found.ledger,
             outcomes=judgement.outcomes,
             hang=judgement.hang,

@@ -10,6 +10,7 @@ import inspect
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from shardproof.engine.loading import LoadError, one_line
 from shardproof.harness.cases.batch import Batch, arguments_of, converted, tensors_of
 from shardproof.harness.cases.user_model import UserModel, UserOptimizer, definition, matching_units
 from shardproof.harness.errors import UsageError
+from shardproof.harness.runner.model_survey import facts_of, survey
 from shardproof.harness.torch_compat.dtypes import cast, cast_module
 from shardproof.harness.verdicts.vacuity import ZERO_BESIDE
 from shardproof.harness.worlds.processes.fresh_process import NoAnswerError, ask
@@ -28,6 +30,7 @@ from shardproof.harness.worlds.processes.fresh_process import NoAnswerError, ask
 _LONGEST_ANSWER = 2**24
 _METHODS = ("build", "batch", "loss")
 _PLACES = ((0, 0), (0, 1), (1, 0), (1, 1))  # steps and ranks whose gradients are looked at
+_SIZES = (3, 3, 4)  # steps, microbatches and ranks whose batches are looked at
 _HINT = "docs/check-your-model.md"
 
 
@@ -47,17 +50,26 @@ def read_model(spec: str, *, limit_s: float) -> tuple[UserModel, UserOptimizer |
         answer = json.loads(ask(limit_s, _LONGEST_ANSWER, _answer, spec))
         if "problem" in answer:
             raise _refusal(spec, str(answer["problem"]))
+        _pass_s[spec] = float(answer["pass_s"])
         return _read(answer, spec)
     except NoAnswerError as error:
-        raise _refusal(spec, f"a process that {error}") from None
+        raise _refusal(spec, f"a process that {error}; try a smaller configuration, or --deadline") from None
     except (ValueError, TypeError, KeyError) as error:
         raise _refusal(spec, f"an answer that cannot be read: {error!r}") from error
+
+
+_pass_s: dict[str, float] = {}  # no part of a model: an equal one may take longer
 
 
 @cache
 def known_model(spec: str, limit_s: float) -> tuple[UserModel, UserOptimizer | None]:
     """Return what `read_model` does, read once per process: the command and the suite ask for the same model."""
     return read_model(spec, limit_s=limit_s)
+
+
+def pass_seconds(spec: str) -> float:
+    """Return how long one forward and backward of a model took when it was read; 0 if it was not."""
+    return _pass_s.get(absolute(spec), 0.0)
 
 
 # Any, here and below: JSON.
@@ -69,6 +81,7 @@ def _read(answer: Any, spec: str) -> tuple[UserModel, UserOptimizer | None]:
         units=tuple(answer["units"]),
         idle=tuple(answer["idle"]),
         demands=frozenset(Capability[name] for name in answer["demands"]),
+        facts=facts_of(answer["facts"]),
     )
     optimizer = UserOptimizer(spec=spec, digest=answer["digest"]) if answer["has_optimizer"] else None
     return model, optimizer
@@ -97,11 +110,20 @@ def _facts(spec: str) -> dict[str, Any]:
     model = _built_alike(problem)
     units = matching_units(model, getattr(defined, "units", ()))
     _check_batches(problem)
+    _check_shapes(problem, model)
+    places = list(_gradients(problem, model))
+    if places[0] == places[1]:
+        raise ValueError(
+            "the gradients of two ranks are equal although their data differ, so that a missing reduction could not "
+            "show: does loss() depend on the batch?"
+        )
+    seldom = {name for found in places for name, size in found.items() if size is None}
     return {
         "name": problem.name,
         "digest": digest,
         "units": units,
-        **_unused(list(_gradients(problem, model))),
+        **_unused(places),
+        **_called("a training step", lambda: survey(problem, units, seldom)),
         "has_optimizer": callable(getattr(defined, "optimizer", None)),
     }
 
@@ -149,6 +171,24 @@ def _check_batches(problem: UserModel) -> None:
                 f"batch() returned equal data for two {what}, so that a missing reduction could not show; draw from "
                 "the generator that it is given"
             )
+
+
+def _check_shapes(problem: UserModel, model: nn.Module) -> None:
+    """Raise ValueError where batch(), or forward with a batch of other shapes than before, fails at some place."""
+    seen: set[tuple[torch.Size, ...]] = set()
+    for step, microbatch, rank in product(*map(range, _SIZES)):
+        where = f"step {step}, microbatch {microbatch}, rank {rank}"
+        batch: Batch = _called(
+            f"batch() of {where}",
+            lambda s=step, m=microbatch, r=rank: problem.batch(step=s, microbatch=m, rank=r),
+        )
+        shapes = tuple(tensor.shape for tensor in tensors_of(batch))
+        if shapes not in seen:
+            args, kwargs = arguments_of(batch.inputs)
+            what = f"the model's forward with the batch of {where}, of shapes {', '.join(str(list(s)) for s in shapes)}"
+            with torch.no_grad():
+                _called(what, lambda a=args, k=kwargs: model(*a, **k))
+        seen.add(shapes)
 
 
 def _batch(problem: UserModel, step: int = 0, microbatch: int = 0, rank: int = 0) -> Batch:

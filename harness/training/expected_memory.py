@@ -33,8 +33,9 @@ import torch
 from torch import nn
 
 from shardproof.engine.contract import Capability, Cut, Masters, Placement, Plan
+from shardproof.harness.cases.model_facts import UnitParameters
 from shardproof.harness.cases.training import Training
-from shardproof.harness.cases.units import UnitParameters, chunked_numel, groups_in, shares_of
+from shardproof.harness.cases.units import chunked_numel, groups_in, shares_of
 
 __all__ = ["Explained", "Form", "StateTensor", "explained", "form_of", "state_bytes"]
 

@@ -5,7 +5,8 @@ It knows nothing of engines and compares nothing; ``harness.laws.parity`` does.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -25,6 +26,7 @@ from shardproof.harness.training.reduction_orders import (
     Summation,
     is_of_full_precision,
     num_reorderings,
+    reduces_fully,
     reordering,
 )
 
@@ -91,13 +93,16 @@ class OracleStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class FirstStep:
-    """The first gradients from pieces of the ranks' own dtype, rows in their order: rounded as the model rounds.
+    """The first step from pieces of the ranks' own dtype, rows in their order: rounded as the model rounds.
 
-    Pieces are added exactly; ``noise`` is how far other orders of adding them deviate.
+    Pieces are added exactly; ``noise`` is how far gradients deviate where they are added in other orders, and
+    ``parameter_noise`` how far parameters do.
     """
 
     gradients: Tensors
+    parameters: Tensors
     noise: Mapping[str, float]
+    parameter_noise: Mapping[str, float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -190,9 +195,7 @@ def run_oracle(training: Training, world_size: int) -> OracleObservation:
     """
     with drawing_apart():
         exact = _exact(training, world_size)
-        orders = (_reordering(k, training, exact.draws) for k in range(num_reorderings(training.plan)))
-        noisy = [_train(training, world_size, order) for order in orders]
-        noise = _largest_deviation(exact.tensors(), [run.tensors() for run in noisy])
+        noise, dtypes = _noise_of(training, world_size, exact)
         first = _first_step(training, world_size) if _rounds_coarsely(training, exact, noise) else None
         steps = _with_lagging(training, world_size, exact)
     is_power_of_two = world_size & (world_size - 1) == 0
@@ -205,10 +208,7 @@ def run_oracle(training: Training, world_size: int) -> OracleObservation:
         buffers=exact.buffers,
         noise=noise,
         constants=_constants(exact, noise),
-        dtypes={
-            TensorKey(quantity=place.quantity, step=INITIAL_STEP, name=place.name): tensor.dtype
-            for place, tensor in noisy[0].tensors().items()
-        },
+        dtypes=dtypes,
         is_exact=training.problem.is_exact and is_power_of_two and not any(noise.values()),
         draws=exact.draws,
         first=first,
@@ -216,8 +216,13 @@ def run_oracle(training: Training, world_size: int) -> OracleObservation:
 
 
 def _rounds_coarsely(training: Training, exact: _Run, noise: Mapping[TensorKey, float]) -> bool:
-    """Whether the first gradients round as those of bfloat16 do, although nothing was asked in fewer bits."""
-    if not exact.steps or training.schedule.clip or not is_of_full_precision(training.plan, training.convert):
+    """Whether the first gradients round far more than their reduction does: by the model's word, or as asked."""
+    plan, schedule = training.plan, training.schedule
+    if not exact.steps or schedule.clip:
+        return False
+    if plan.compute_dtype is not None and schedule.microbatches == 1:
+        return reduces_fully(plan, training.convert)
+    if not is_of_full_precision(plan, training.convert):
         return False
     coarse = _COARSE_ROUNDINGS * torch.finfo(torch.float32).eps
     return any(
@@ -234,11 +239,29 @@ def _first_step(training: Training, world_size: int) -> FirstStep:
     _, contributions = _pieces(training, OracleModels(model, world_size, in_order), step=0)
     orders = [reordering(k, training.plan, dtype) for k in range(num_reorderings(training.plan))]
     exact = {n: EXACT_ORDER.reduce(widened(pieces), training.plan) for n, pieces in contributions.items()}
-    noise = {
-        name: max(largest(deviation(order.reduce(pieces, training.plan), exact[name])) for order in orders)
-        for name, pieces in contributions.items()
-    }
-    return FirstStep(gradients=exact, noise=noise)
+    reduced = [
+        {n: order.reduce(pieces, training.plan) for n, pieces in contributions.items()} for order in orders
+    ]
+    parameters = _stepped(training, EXACT_ORDER.dtype, exact)
+    return FirstStep(
+        gradients=exact,
+        parameters=parameters,
+        noise=_noise(exact, reduced),
+        parameter_noise=_noise(parameters, [_stepped(training, dtype, gradients) for gradients in reduced]),
+    )
+
+
+def _stepped(training: Training, dtype: torch.dtype, gradients: Tensors) -> Tensors:
+    """Return the parameters after a first update by these gradients."""
+    model = cast_module(training.problem.build(), dtype)
+    for name, gradient in gradients.items():
+        model.get_parameter(name).grad = gradient
+    training.optimizer(model.parameters()).step()
+    return _copy(dict(model.named_parameters()))
+
+
+def _noise(exact: Tensors, runs: Sequence[Tensors]) -> dict[str, float]:
+    return {name: max(largest(deviation(run[name], value)) for run in runs) for name, value in exact.items()}
 
 
 def _with_lagging(training: Training, world_size: int, exact: _Run) -> tuple[OracleStep, ...]:
@@ -276,13 +299,26 @@ def _reordering(number: int, training: Training, draws: bool) -> Summation:
     return replace(order, keeps_rows=draws)
 
 
-def _largest_deviation(
-    exact: dict[TensorKey, torch.Tensor], runs: list[dict[TensorKey, torch.Tensor]]
-) -> dict[TensorKey, float]:
-    return {
-        place: max(deviation(run[place], value).max().item() for run in runs) if value.numel() else 0.0
-        for place, value in exact.items()
-    }
+def _noise_of(
+    training: Training, world_size: int, exact: _Run
+) -> tuple[dict[TensorKey, float], dict[TensorKey, torch.dtype]]:
+    """Return how far each tensor of the other orders deviates, and its dtype; one run is in memory at a time."""
+    reference = exact.tensors()
+    noise, dtypes = dict.fromkeys(reference, 0.0), dict[TensorKey, torch.dtype]()
+    for number in range(num_reorderings(training.plan)):
+        order = _reordering(number, training, exact.draws)
+        run = _train(training, world_size, order, keeps_pieces=False).tensors()
+        for place, value in reference.items():
+            if value.numel():
+                noise[place] = _worse(noise[place], deviation(run[place], value).max().item())
+        for place, tensor in run.items():
+            dtypes[replace(place, step=INITIAL_STEP)] = tensor.dtype
+    return noise, dtypes
+
+
+def _worse(one: float, other: float) -> float:
+    """Return the larger, or the one that is no number."""
+    return one if one >= other or math.isnan(one) else other
 
 
 def _constants(exact: _Run, noise: Mapping[TensorKey, float]) -> frozenset[str]:
@@ -301,8 +337,13 @@ def _train(
     world_size: int,
     summation: Summation,
     drawing: AbstractContextManager[object] = nullcontext(),  # noqa: B008 - it holds nothing
+    *,
+    keeps_pieces: bool = True,
 ) -> _Run:
-    """Run the whole schedule on one model, with the pieces of all ranks one after the other."""
+    """Run the whole schedule on one model, with the pieces of all ranks one after the other.
+
+    Without ``keeps_pieces`` steps have no contributions, which take the most memory.
+    """
     model = cast_module(training.problem.build(), summation.dtype)
     parameters = dict(model.named_parameters())
     initial, built_buffers = _copy(parameters), _copy(dict(model.named_buffers()))
@@ -320,7 +361,7 @@ def _train(
         _update(training, optimizer, step)
         seen = OracleStep(
             losses=losses,
-            contributions=contributions,
+            contributions=contributions if keeps_pieces else {},
             gradients=gradients,
             parameters=_copy(parameters),
             norm=norm,

@@ -5,13 +5,14 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
 from shardproof.engine.contract import UnitHandle
-from shardproof.harness.cases.batch import Batch, Rows, arguments_of
+from shardproof.harness.cases.batch import Batch, ModelBatch, Rows, arguments_of, converted
 from shardproof.harness.cases.script import Actor, Evaluation
 from shardproof.harness.cases.training import Training, loss_weight
 from shardproof.harness.torch_compat.dtypes import cast, cast_module
@@ -118,11 +119,16 @@ class OracleActor(Actor):
     def forward(self, microbatch: int, *inputs: Any, part: str = "") -> Any:
         """Call the model."""
         with self._workshop.calling(self._seeds, microbatch):
-            args, kwargs = arguments_of(inputs)
+            args, kwargs = arguments_of([self._cast(given) for given in inputs])
             output = self.part(part)(*args, **kwargs)
         if self._output_dtype is not None and not part and isinstance(output, torch.Tensor):
             return output.to(self._output_dtype)
         return output
+
+    def _cast(self, given: Any) -> Any:
+        """Cast all arguments of a model of the user's, as units of a plan do; other inputs were cast before."""
+        dtype = self._workshop.summation.compute_dtype
+        return converted(given, partial(cast, dtype=dtype)) if isinstance(given, ModelBatch) else given
 
     def loss(self, microbatch: int, output: Any, target: torch.Tensor | None = None) -> torch.Tensor:
         """Compute it."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import traceback
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import Any
 
 from shardproof.harness.cases.training import Training
@@ -89,7 +90,7 @@ def _plain(oracle: OracleObservation) -> dict[str, Any]:
         "dtypes": [[*_spelled(place), dtype_name(dtype)] for place, dtype in oracle.dtypes.items()],
         "is_exact": oracle.is_exact,
         "draws": oracle.draws,
-        "first": oracle.first and {"gradients": oracle.first.gradients, "noise": oracle.first.noise},
+        "first": oracle.first and {f.name: getattr(oracle.first, f.name) for f in fields(FirstStep)},
     }
 
 

@@ -11,7 +11,14 @@ from shardproof.engine.contract import Accumulation, Plan
 from shardproof.harness.cases.batch import Batch, ModelBatch, Rows, converted
 from shardproof.harness.torch_compat.dtypes import cast
 
-__all__ = ["EXACT_ORDER", "Summation", "is_of_full_precision", "num_reorderings", "reordering"]
+__all__ = [
+    "EXACT_ORDER",
+    "Summation",
+    "is_of_full_precision",
+    "num_reorderings",
+    "reduces_fully",
+    "reordering",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +44,7 @@ class Summation:
     def prepare(self, batch: Batch) -> Batch:
         """Cast the inputs' floats to ``compute_dtype``, those of the target to ``dtype``, and shuffle the rows."""
         if isinstance(batch, ModelBatch):  # which tensors have rows, and in which dim, is unknown
-            return converted(batch, partial(cast, dtype=self.compute_dtype))
+            return converted(batch, partial(cast, dtype=self.dtype))  # the loss is given all of them
         num_rows = batch.target.shape[0]
         order = torch.arange(num_rows) if self.keeps_rows else self._order(num_rows)
         inputs = tuple(cast(tensor, self.compute_dtype)[order] for tensor in batch.inputs)
@@ -81,8 +88,12 @@ EXACT_ORDER = Summation(dtype=torch.float64, reduce_dtype=torch.float64, compute
 
 def is_of_full_precision(plan: Plan, dtype: torch.dtype | None) -> bool:
     """Whether parameters of ``dtype`` are computed with and reduced in at least float32; None is float32."""
-    wide = {None, torch.float32, torch.float64}
-    return plan.compute_dtype is None and {plan.reduction_dtype, dtype} <= wide
+    return plan.compute_dtype is None and reduces_fully(plan, dtype)
+
+
+def reduces_fully(plan: Plan, dtype: torch.dtype | None) -> bool:
+    """Whether gradients of parameters of ``dtype`` are reduced in at least float32."""
+    return {plan.reduction_dtype, dtype} <= {None, torch.float32, torch.float64}
 
 
 def num_reorderings(plan: Plan) -> int:

@@ -16,12 +16,13 @@ from shardproof.harness.laws.memory.lifetimes import UserTensorsLive
 from shardproof.harness.laws.memory.share import MemoryIsExplained
 from shardproof.harness.laws.runtime import NoRaces
 from shardproof.harness.records.hang import HangReport
-from shardproof.harness.records.record import LawRecord, OutcomeRecord, TensorRecord, Verdict
+from shardproof.harness.records.record import LawRecord, OutcomeRecord, TensorRecord, Verdict, VisibleError
 from shardproof.harness.records.world_result import SavedResult
 from shardproof.harness.training.oracle import OracleObservation
 from shardproof.harness.verdicts.case import Case, Refusal
 from shardproof.harness.verdicts.hang_analysis import TRANSPORT_ERRORS, analyse_hang
 from shardproof.harness.verdicts.vacuity import incomparable_because, vacuous_because
+from shardproof.harness.verdicts.visibility import least_visible
 from shardproof.harness.worlds.outcome import (
     Abandoned,
     Died,
@@ -52,6 +53,7 @@ class Judgement:
     headline: str
     laws: tuple[LawRecord, ...] = ()
     worst: TensorRecord | None = None
+    visible: tuple[VisibleError, ...] = ()
     outcomes: tuple[OutcomeRecord, ...] = ()
     hang: HangReport | None = None
 
@@ -235,7 +237,8 @@ def _judge_laws(case: Case, kept: SavedResult, oracle: OracleObservation) -> Jud
     if reason is not None:
         return Judgement(verdict=Verdict.VACUOUS, headline=reason, laws=records, worst=worst)
     held = "; ".join(_headline(r) for r in rulings)
-    return Judgement(verdict=Verdict.PASSED, headline=held, laws=records, worst=worst)
+    visible = least_visible(evidence) if worst is not None else ()
+    return Judgement(verdict=Verdict.PASSED, headline=held, laws=records, worst=worst, visible=visible)
 
 
 def _headline(ruling: Ruling) -> str:
