@@ -101,7 +101,7 @@ def test_an_edited_file_is_another_problem(file: Path) -> None:
         ("def loss(", "def lost(", "Mine without loss()"),
         ("class Mine", "class Nine", "which does not define it; did you mean 'Nine'?"),
         ("import torch\n", "import torchh\n", "torchh is not installed"),
-        ('"x": torch.randn', '"z": torch.randn', "the model's forward in float64 raised TypeError"),
+        ('"x": torch.randn', '"z": torch.randn', "the model's forward raised TypeError"),
     ],
 )
 def test_a_mistake_is_refused_in_a_sentence(

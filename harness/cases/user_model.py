@@ -37,6 +37,7 @@ class UserModel:
 
     ``units`` are the names that the user's patterns match, ``idle`` the parameters that the loss never reaches.
     ``demands`` is what the model asks of every engine, such as parameters that go without a gradient.
+    ``is_widened``: the model runs in float64, and neither it nor its optimizer asks for fewer bits than float32.
     """
 
     spec: str
@@ -46,6 +47,7 @@ class UserModel:
     idle: tuple[str, ...] = ()
     demands: frozenset[Capability] = frozenset()
     is_exact: bool = False
+    is_widened: bool = True
     parallelize: None = None
     stages: None = None
 

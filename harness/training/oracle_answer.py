@@ -89,6 +89,8 @@ def _plain(oracle: OracleObservation) -> dict[str, Any]:
         "dtypes": [[*_spelled(place), dtype_name(dtype)] for place, dtype in oracle.dtypes.items()],
         "is_exact": oracle.is_exact,
         "draws": oracle.draws,
+        "is_widened": oracle.is_widened,
+        "untrained": sorted(oracle.untrained),
         "first": oracle.first and {"gradients": oracle.first.gradients, "noise": oracle.first.noise},
     }
 
@@ -106,6 +108,8 @@ def _observation(plain: dict[str, Any], training: Training) -> OracleObservation
         dtypes={_place(*spelled): dtype_of(name) for *spelled, name in plain["dtypes"]},
         is_exact=plain["is_exact"],
         draws=plain["draws"],
+        is_widened=plain["is_widened"],
+        untrained=frozenset(plain["untrained"]),
         first=plain["first"] and FirstStep(**plain["first"]),
     )
 

@@ -16,12 +16,14 @@ from shardproof.harness.cases.training import LoopOrder
 from shardproof.harness.laws.law import Evidence
 from shardproof.harness.laws.tolerance import MULTIPLE
 from shardproof.harness.training.absolute_error import largest
-from shardproof.harness.training.oracle import Quantity
+from shardproof.harness.training.oracle import Quantity, TensorKey
 from shardproof.harness.verdicts.visibility import hidden_because
 
 # In float64, a gradient so small beside the largest of its model is zero but for rounding: that of a bias before a
 # normalisation, or of a key's bias in attention.
 ZERO_BESIDE = 1e-10
+# Where the reference rounds as engines do, a gradient that is no larger than so many times its noise is zero.
+ZERO_BESIDE_NOISE = 4.0
 # A movement or gradient smaller than this many roundings of float32 could not be told from noise.
 _TOO_SMALL = 2 * MULTIPLE * torch.finfo(torch.float32).eps
 
@@ -99,8 +101,8 @@ def _independent_parameters(evidence: Evidence) -> str | None:
     sizes = {name: _largest_gradient(evidence, name) for name in evidence.oracle.initial}
     zero = ZERO_BESIDE * max(sizes.values(), default=0.0)
     for name, initial in evidence.oracle.initial.items():
-        is_used = sizes[name] > zero
-        if is_used and name in idle:
+        is_used = sizes[name] > max(zero, _rounding(evidence, name))
+        if is_used and name in idle and evidence.oracle.is_widened:
             return f"{name!r} is idle by the problem's word, yet the loss depends on it"
         if not is_used and name not in idle and initial.numel():
             return f"the loss does not depend on {name!r}: its gradient is zero in every step"
@@ -113,9 +115,16 @@ def _largest_gradient(evidence: Evidence, name: str) -> float:
     return max((largest(g) for g in gradients if g is not None), default=0.0)
 
 
+def _rounding(evidence: Evidence, name: str) -> float:
+    """Return the size up to which gradients are rounding, where the reference rounds too; 0 for one in float64."""
+    noise = evidence.oracle.noise
+    places = (TensorKey(quantity=Quantity.GRADIENT, step=s, name=name) for s in range(len(evidence.oracle.steps)))
+    return 0.0 if evidence.oracle.is_widened else ZERO_BESIDE_NOISE * max(noise.get(p, 0.0) for p in places)
+
+
 def _still_parameters(evidence: Evidence) -> str | None:
     for name, initial in evidence.oracle.initial.items():
-        if not initial.numel() or name in evidence.training.problem.idle:
+        if not initial.numel() or name in evidence.training.problem.idle or name in evidence.oracle.untrained:
             continue
         moved = (evidence.oracle.steps[-1].parameters[name] - initial).abs().max()
         if moved <= _TOO_SMALL * initial.abs().max():
