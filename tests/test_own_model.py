@@ -43,6 +43,13 @@ class Mine:
 """
 
 
+_LOSS = "    def loss("
+
+
+def _optimizer(text: str) -> str:
+    return f"    def optimizer(self, p):\n        return {text}\n{_LOSS}"
+
+
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
     file = tmp_path / "mine.py"
@@ -102,6 +109,23 @@ def test_an_edited_file_is_another_problem(file: Path) -> None:
         ("class Mine", "class Nine", "which does not define it; did you mean 'Nine'?"),
         ("import torch\n", "import torchh\n", "torchh is not installed"),
         ('"x": torch.randn', '"z": torch.randn', "the model's forward raised TypeError"),
+        (
+            _LOSS,
+            _optimizer("torch.optim.LBFGS(list(p))"),
+            "LBFGS, whose step() evaluates the model by a closure",
+        ),
+        (
+            _LOSS,
+            _optimizer("torch.optim.SGD([nn.Parameter(torch.ones(1))])"),
+            "updates no parameter of the model",
+        ),
+        (_LOSS, _optimizer("None"), "optimizer() returned a NoneType, not a torch.optim.Optimizer"),
+        (
+            "        return Net()",
+            "        net = Net()\n        net.out.register_forward_hook(lambda m, x, y: y @ torch.eye(2))\n"
+            "        return net\n    float64 = True",
+            "in float64, which it asks for, ",
+        ),
     ],
 )
 def test_a_mistake_is_refused_in_a_sentence(

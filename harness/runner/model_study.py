@@ -6,7 +6,7 @@ A model that cannot be judged is a ValueError with the cause.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from itertools import product
 from typing import Any
@@ -25,7 +25,7 @@ from shardproof.harness.training.rounding import noticing_narrow, rounding_anew
 from shardproof.harness.verdicts.vacuity import ZERO_BESIDE, ZERO_BESIDE_NOISE
 
 _PLACES = tuple(product(range(3), range(4)))  # steps and ranks whose gradients are looked at
-_NUM_DISTURBED = 2
+_NUM_DISTURBED = 4
 
 Gradients = Mapping[str, torch.Tensor | None]
 
@@ -86,8 +86,8 @@ def _update(model: nn.Module, make: UserOptimizer) -> None:
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise ValueError(
-            f"optimizer() returned {type(optimizer).__name__}, whose step() evaluates the model by a closure: its steps "
-            "are not those of forward, backward and update that engines promise; use another optimizer"
+            f"optimizer() returned {type(optimizer).__name__}, whose step() evaluates the model by a closure: its "
+            "steps are not those of forward, backward and update that engines promise; use another optimizer"
         )
     own = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
     if not own & {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}:
@@ -99,32 +99,38 @@ def _exact_sizes(problem: UserModel, optimizer: UserOptimizer | None) -> list[di
     """Return the largest gradient of each parameter at each place, zero where it is zero but for rounding."""
     model = cast_module(problem.build(), torch.float64)
     found = [
-        {name: None if g is None else largest(g) for name, g in _gradients(problem, model, step, rank).items()}
+        {
+            name: None if g is None else largest(g)
+            for name, g in _gradients(problem, model, step, rank).items()
+        }
         for step, rank in _PLACES
     ]
     if optimizer is not None:
         _update(model, optimizer)
     zero = ZERO_BESIDE * max(size or 0.0 for sizes in found for size in sizes.values())
-    return [{n: 0.0 if size is not None and size <= zero else size for n, size in sizes.items()} for sizes in found]
+    return [
+        {n: 0.0 if size is not None and size <= zero else size for n, size in sizes.items()}
+        for sizes in found
+    ]
 
 
 def _own_sizes(problem: UserModel) -> list[dict[str, float | None]]:
     """Do so in the model's own dtypes, where rounding shows by what other roundings change."""
-    return [dict(_sizes_at(problem, step, rank)) for step, rank in _PLACES]
+    model = problem.build()
+    found = [_gradients(problem, model, step, rank) for step, rank in _PLACES]
+    noise = dict.fromkeys(found[0], 0.0)
+    for seed, (gradients, (step, rank)) in enumerate(zip(found, _PLACES[:_NUM_DISTURBED], strict=False)):
+        for name, disturbed in _gradients(problem, model, step, rank, rounding_anew(seed)).items():
+            gradient = gradients[name]
+            if gradient is not None and disturbed is not None:
+                noise[name] = max(noise[name], largest(deviation(disturbed, gradient)))
 
-
-def _sizes_at(problem: UserModel, step: int, rank: int) -> Iterator[tuple[str, float | None]]:
-    gradients = _gradients(problem, problem.build(), step, rank)
-    others = [
-        _gradients(problem, problem.build(), step, rank, rounding_anew(seed)) for seed in range(_NUM_DISTURBED)
-    ]
-    for name, gradient in gradients.items():
+    def size(name: str, gradient: torch.Tensor | None) -> float | None:
         if gradient is None:
-            yield name, None
-            continue
-        disturbed = (other[name] for other in others)
-        noise = max(largest(deviation(g, gradient)) if g is not None else 0.0 for g in disturbed)
-        yield name, largest(gradient) if largest(gradient) > ZERO_BESIDE_NOISE * noise else 0.0
+            return None
+        return largest(gradient) if largest(gradient) > ZERO_BESIDE_NOISE * noise[name] else 0.0
+
+    return [{name: size(name, gradient) for name, gradient in gradients.items()} for gradients in found]
 
 
 def _gradients(

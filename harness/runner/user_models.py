@@ -79,13 +79,14 @@ def _refusal(spec: str, got: str) -> UsageError:
 
 def _answer(spec: str) -> bytes:
     try:
-        plain = _facts(spec)
+        plain = facts_of(spec)
     except (LoadError, ValueError) as error:
         plain = {"problem": str(error)}
     return json.dumps(plain).encode()
 
 
-def _facts(spec: str) -> dict[str, Any]:
+def facts_of(spec: str) -> dict[str, Any]:
+    """Find out in this process, where the model's code runs, what `read_model` asks another for."""
     defined = called("making it", lambda: definition(spec))
     missing = [name for name in _METHODS if not callable(getattr(defined, name, None))]
     if missing:

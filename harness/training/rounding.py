@@ -22,7 +22,9 @@ __all__ = ["is_narrow", "noticing_narrow", "rounding_anew"]
 # Without it the noise of such a model is that of its reduction alone.
 _Mode: Any = optional("torch.utils._python_dispatch:TorchDispatchMode") or object
 _ONE_IN = 64
-_MORE_THAN_HALF = 0.75  # of the largest step relative to a number: it moves each by at least half of its own step
+_MORE_THAN_HALF = (
+    0.75  # of the largest step relative to a number: it moves each by at least half of its own step
+)
 
 
 def is_narrow(dtype: torch.dtype) -> bool:

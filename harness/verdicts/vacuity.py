@@ -118,7 +118,9 @@ def _largest_gradient(evidence: Evidence, name: str) -> float:
 def _rounding(evidence: Evidence, name: str) -> float:
     """Return the size up to which gradients are rounding, where the reference rounds too; 0 for one in float64."""
     noise = evidence.oracle.noise
-    places = (TensorKey(quantity=Quantity.GRADIENT, step=s, name=name) for s in range(len(evidence.oracle.steps)))
+    places = (
+        TensorKey(quantity=Quantity.GRADIENT, step=s, name=name) for s in range(len(evidence.oracle.steps))
+    )
     return 0.0 if evidence.oracle.is_widened else ZERO_BESIDE_NOISE * max(noise.get(p, 0.0) for p in places)
 
 
