@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
 
-from shardproof.engine.contract import Capability
+from shardproof.engine.contract import Capability, Plan
 from shardproof.fixtures.building_blocks import BLOCKS
 from shardproof.fixtures.few_bits import FEW_BITS
 from shardproof.fixtures.optimizers import ADAMW
 from shardproof.harness.cases.training import Training
-from shardproof.harness.cases.user_model import UserModel, UserOptimizer
+from shardproof.harness.cases.units import groups_in
+from shardproof.harness.cases.user_model import UserModel, UserOptimizer, outline_of
 from shardproof.harness.runner.user_models import facts_of
+from shardproof.harness.training.expected_memory import Form
 from shardproof.harness.training.oracle import Quantity, run_oracle
 from shardproof.harness.training.rounding import noticing_narrow, rounding_anew
 
@@ -40,6 +43,17 @@ def test_a_block_is_described_as_check_finds_it(block: UserModel) -> None:
     assert facts["digest"] == block.digest
 
 
+@pytest.mark.parametrize("block", NAMED.values(), ids=NAMED)
+def test_an_outline_stands_for_the_model_where_it_is_judged(block: UserModel) -> None:
+    model = block.build()
+    outlined = replace(block, spec="no.such:Model", outline=tuple(outline_of(model)))
+    plan = Plan(units=block.units)
+    assert groups_in(outlined.skeleton(), plan) == groups_in(model, plan)
+    assert Form.of(outlined.skeleton(), Training(problem=outlined, optimizer=ADAMW, plan=plan)) == Form.of(
+        model, Training(problem=block, optimizer=ADAMW, plan=plan)
+    )
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_each_operator_is_rounded_once_more(dtype: torch.dtype) -> None:
     one, other = torch.randn(2, 64, 64, generator=torch.Generator().manual_seed(0)).to(dtype)
@@ -47,7 +61,7 @@ def test_each_operator_is_rounded_once_more(dtype: torch.dtype) -> None:
 
     def disturbed(seed: int) -> torch.Tensor:
         with rounding_anew(seed):
-            return one * other
+            return torch.mul(one, other)
 
     assert torch.equal(disturbed(1), disturbed(1))
     assert not torch.equal(disturbed(1), disturbed(2))

@@ -9,9 +9,18 @@ from math import lcm, prod
 from torch import nn
 
 from shardproof.engine.contract import Layout, Plan, Roots
-from shardproof.harness.cases.training import Training
+from shardproof.harness.cases.training import Problem, Training
+from shardproof.harness.cases.user_model import UserModel
 
-__all__ = ["ROOT", "UnitParameters", "chunked_numel", "groups_in", "groups_of", "num_shares_of"]
+__all__ = [
+    "ROOT",
+    "UnitParameters",
+    "chunked_numel",
+    "groups_in",
+    "groups_of",
+    "num_shares_of",
+    "skeleton_of",
+]
 
 ROOT = ""  # the unit of what no other unit takes
 
@@ -52,8 +61,13 @@ def groups_of(training: Training) -> tuple[UnitParameters, ...]:
         plan.roots,
     )  # a name stands for one problem everywhere
     if key not in _known:
-        _known[key] = groups_in(training.problem.build(), plan)
+        _known[key] = groups_in(skeleton_of(training.problem), plan)
     return _known[key]
+
+
+def skeleton_of(problem: Problem) -> nn.Module:
+    """Return a module with the names and shapes of a problem's model, by code of the problem's only if it has no other."""
+    return problem.skeleton() if isinstance(problem, UserModel) else problem.build()
 
 
 # Laws ask for each step and rank, and building a model takes longer than all the rest of judging.
@@ -99,10 +113,9 @@ def _groups(model: nn.Module, plan: Plan) -> Iterator[UnitParameters]:
         own: dict[nn.Parameter, None] = dict.fromkeys(p for p in inside if p not in taken)
         taken |= own.keys()
         if own:
-            first = next(iter(own))
             yield UnitParameters(
                 unit=unit,
                 names=tuple(names[p] for p in own),
                 shapes=tuple(tuple(p.shape) for p in own),
-                bytes_per_element=first.element_size(),
+                bytes_per_element=max(p.element_size() for p in own),
             )

@@ -15,7 +15,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import cache
 from typing import Any
@@ -32,12 +32,24 @@ _BUILD_SEED = 20_011
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TensorOutline:
+    """A parameter or buffer under one of its names; ``first`` is the name under which the same tensor comes first."""
+
+    name: str
+    first: str
+    shape: tuple[int, ...]
+    dtype: str
+    is_buffer: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class UserModel:
     """The model that ``spec`` names; ``digest`` is that of its file, so that an edited model is another problem.
 
     ``units`` are the names that the user's patterns match, ``idle`` the parameters that the loss never reaches.
     ``demands`` is what the model asks of every engine, such as parameters that go without a gradient.
     ``is_widened``: the model runs in float64, and neither it nor its optimizer asks for fewer bits than float32.
+    ``outline`` lists the model's tensors, for those who need no values: code of users never runs where it is judged.
     """
 
     spec: str
@@ -50,6 +62,21 @@ class UserModel:
     is_widened: bool = True
     parallelize: None = None
     stages: None = None
+    outline: tuple[TensorOutline, ...] = field(default=(), compare=False)
+
+    def skeleton(self) -> nn.Module:
+        """Return a module of the same names, shapes and dtypes, without values or code."""
+        if not self.outline:
+            return self.build()
+        root, known = nn.Module(), dict[str, torch.Tensor]()
+        for found in self.outline:
+            tensor = known.get(found.first)
+            if tensor is None:
+                tensor = torch.empty(found.shape, dtype=getattr(torch, found.dtype), device="meta")
+                tensor = tensor if found.is_buffer else nn.Parameter(tensor, requires_grad=False)
+                known[found.name] = tensor
+            _place(root, found.name.split("."), tensor)
+        return root
 
     def build(self) -> nn.Module:
         """Build the model under one seed, in training mode."""
@@ -77,6 +104,32 @@ class UserModel:
         given = batch.given if isinstance(batch, ModelBatch) else batch
         loss: torch.Tensor = definition(self.spec).loss(output, given)
         return loss
+
+
+def outline_of(model: nn.Module) -> Iterator[TensorOutline]:
+    """List the tensors of a model, in its order, under all of their names."""
+    first: dict[int, str] = {}
+    for is_buffer, named in ((False, model.named_parameters), (True, model.named_buffers)):
+        for name, tensor in named(remove_duplicate=False):
+            yield TensorOutline(
+                name=name,
+                first=first.setdefault(id(tensor), name),
+                shape=tuple(tensor.shape),
+                dtype=str(tensor.dtype).removeprefix("torch."),
+                is_buffer=is_buffer,
+            )
+
+
+def _place(module: nn.Module, path: list[str], tensor: torch.Tensor) -> None:
+    *parents, name = path
+    for parent in parents:
+        if parent not in module._modules:
+            module.add_module(parent, nn.Module())
+        module = module.get_submodule(parent)
+    if isinstance(tensor, nn.Parameter):
+        module.register_parameter(name, tensor)
+    else:
+        module.register_buffer(name, tensor)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

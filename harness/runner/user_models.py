@@ -9,6 +9,7 @@ import hashlib
 import inspect
 import json
 from collections.abc import Mapping
+from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,14 @@ from torch import nn
 from shardproof.engine.capability import Capability
 from shardproof.engine.loading import LoadError
 from shardproof.harness.cases.batch import Batch, tensors_of
-from shardproof.harness.cases.user_model import UserModel, UserOptimizer, definition, matching_units
+from shardproof.harness.cases.user_model import (
+    TensorOutline,
+    UserModel,
+    UserOptimizer,
+    definition,
+    matching_units,
+    outline_of,
+)
 from shardproof.harness.errors import UsageError
 from shardproof.harness.runner.model_study import called, study
 from shardproof.harness.worlds.processes.fresh_process import NoAnswerError, ask
@@ -67,6 +75,7 @@ def _read(answer: Any, spec: str) -> tuple[UserModel, UserOptimizer | None]:
         units=tuple(answer["units"]),
         idle=tuple(answer["idle"]),
         is_widened=bool(answer["is_widened"]),
+        outline=tuple(TensorOutline(**{**t, "shape": tuple(t["shape"])}) for t in answer["outline"]),
         demands=frozenset(Capability[name] for name in answer["demands"]),
     )
     optimizer = UserOptimizer(spec=spec, digest=answer["digest"]) if answer["has_optimizer"] else None
@@ -102,6 +111,7 @@ def facts_of(spec: str) -> dict[str, Any]:
         "name": problem.name,
         "digest": digest,
         "units": units,
+        "outline": [asdict(tensor) for tensor in outline_of(model)],
         "has_optimizer": has_optimizer,
         **study(problem, UserOptimizer(spec=spec, digest=digest) if has_optimizer else None),
     }

@@ -27,7 +27,13 @@ from torch import nn
 
 from shardproof.engine.contract import Capability, Cut, Placement, Plan
 from shardproof.harness.cases.training import Training
-from shardproof.harness.cases.units import UnitParameters, chunked_numel, groups_in, num_shares_of
+from shardproof.harness.cases.units import (
+    UnitParameters,
+    chunked_numel,
+    groups_in,
+    num_shares_of,
+    skeleton_of,
+)
 
 __all__ = ["Explained", "Form", "StateTensor", "explained", "form_of", "state_bytes"]
 
@@ -133,7 +139,7 @@ def form_of(training: Training) -> Form:
     plan = training.plan
     key = (training.problem.name, plan.units, plan.ignored, plan.roots, training.convert)
     if key not in _known:
-        _known[key] = Form.of(training.problem.build(), training)
+        _known[key] = Form.of(skeleton_of(training.problem), training)
     return _known[key]
 
 
