@@ -87,6 +87,17 @@ def test_a_model_is_read(file: Path) -> None:
     assert not model.demands
 
 
+def test_a_schedule_follows_the_optimizer_and_is_resumed(
+    file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    schedule = "    def scheduler(self, o):\n        return torch.optim.lr_scheduler.LambdaLR(o, lambda n: 0.25**n)\n"
+    text = GOOD.replace(_LOSS, schedule + _optimizer("torch.optim.SGD(p, lr=0.5, momentum=0.9)"))
+    file.write_text(text)
+    assert _check(file, "torch.fsdp2", "-k", "trains or resumes") == 0
+    shown = capsys.readouterr().out
+    assert shown.count("proven") == 2
+
+
 def test_an_edited_file_is_another_problem(file: Path) -> None:
     before, _ = read_model(f"{file}:Mine", limit_s=60)
     file.write_text(GOOD.replace("0.5", "0.25"))
@@ -119,6 +130,7 @@ def test_an_edited_file_is_another_problem(file: Path) -> None:
             _optimizer("torch.optim.SGD([nn.Parameter(torch.ones(1))])"),
             "updates no parameter of the model",
         ),
+        (_LOSS, f"    def scheduler(self, o):\n        pass\n{_LOSS}", "scheduler() without optimizer()"),
         (_LOSS, _optimizer("None"), "optimizer() returned a NoneType, not a torch.optim.Optimizer"),
         (
             "        return Net()",

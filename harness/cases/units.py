@@ -66,7 +66,7 @@ def groups_of(training: Training) -> tuple[UnitParameters, ...]:
 
 
 def skeleton_of(problem: Problem) -> nn.Module:
-    """Return a module with the names and shapes of a problem's model, by code of the problem's only if it has no other."""
+    """Return a module with the names and shapes of a problem's model, by the problem's own code only if it has to."""
     return problem.skeleton() if isinstance(problem, UserModel) else problem.build()
 
 

@@ -3,8 +3,8 @@
 [Note: what a user writes] Three methods: ``build()`` returns the model, ``batch(generator)`` one rank's microbatch, and
 ``loss(output, batch)`` the mean loss over it. A batch is a mapping of keyword arguments, a tuple of arguments, or the
 only argument. ``units`` names the submodules that are natural communication groups, by patterns such as ``layers.*``;
-``optimizer(params)`` is optional. Both random generators, the one that is passed and torch's own, are seeded alike
-for each (step, microbatch, rank), and for ``build()``.
+``optimizer(params)`` and ``scheduler(optimizer)`` are optional. Both random generators, the one that is passed and
+torch's own, are seeded alike for each (step, microbatch, rank), and for ``build()``.
 
 [Note: means of means] Each microbatch of each rank counts the same: the loss of a step is the mean of their means, as
 most training loops have it.
@@ -13,7 +13,8 @@ most training loops have it.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Iterator
+import warnings
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -26,6 +27,7 @@ from torch import nn
 from shardproof.engine.capability import Capability
 from shardproof.engine.loading import load
 from shardproof.harness.cases.batch import Batch, ModelBatch, microbatch_seed
+from shardproof.harness.cases.training import NamedOptimizer
 from shardproof.harness.torch_compat.dispatch import drawing_apart
 
 _BUILD_SEED = 20_011
@@ -143,6 +145,43 @@ class UserOptimizer:
     def __call__(self, params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         """Build the optimizer."""
         optimizer: torch.optim.Optimizer = definition(self.spec).optimizer(params)
+        return optimizer
+
+
+class StepSchedules:
+    """The learning rate schedules of the optimizers that a factory makes in one training, if a user's model has one.
+
+    The loop steps them after the optimizer: loading state into an optimizer may call its ``step`` too.
+    """
+
+    def __init__(self, factory: NamedOptimizer, steps_done: int = 0) -> None:
+        self._factory = factory
+        self._make = (
+            getattr(definition(factory.spec), "scheduler", None)
+            if isinstance(factory, UserOptimizer)
+            else None
+        )
+        self._steps_done = steps_done
+        self._made: list[Any] = []  # Any: whatever has a step()
+
+    @property
+    def factory(self) -> Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]:
+        """What engines are given in place of the factory."""
+        return self._factory if self._make is None else self._scheduled
+
+    def step(self) -> None:
+        """Step each schedule once."""
+        for scheduler in self._made:
+            scheduler.step()
+
+    def _scheduled(self, params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        optimizer = self._factory(params)
+        assert self._make is not None
+        self._made.append(self._make(optimizer))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of steps without an optimizer's: another one took those
+            for _ in range(self._steps_done):
+                self._made[-1].step()
         return optimizer
 
 

@@ -17,7 +17,7 @@ from torch import nn
 from shardproof.engine.capability import Capability
 from shardproof.engine.loading import LoadError, one_line
 from shardproof.harness.cases.batch import arguments_of, converted
-from shardproof.harness.cases.user_model import UserModel, UserOptimizer, definition
+from shardproof.harness.cases.user_model import StepSchedules, UserModel, UserOptimizer, definition
 from shardproof.harness.torch_compat.dtypes import cast, cast_module
 from shardproof.harness.training.absolute_error import deviation, largest
 from shardproof.harness.training.draws import Seeds
@@ -80,7 +80,8 @@ def _first_step(problem: UserModel, optimizer: UserOptimizer | None) -> tuple[bo
 
 def _update(model: nn.Module, make: UserOptimizer) -> None:
     """Raise ValueError for an optimizer that the loop cannot drive, or that updates nothing of the model."""
-    optimizer = called("optimizer()", lambda: make(model.parameters()))
+    schedules = StepSchedules(make)
+    optimizer = called("optimizer()", lambda: schedules.factory(model.parameters()))
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ValueError(f"optimizer() returned a {type(optimizer).__name__}, not a torch.optim.Optimizer")
     closure = inspect.signature(optimizer.step).parameters.get("closure")
@@ -93,6 +94,7 @@ def _update(model: nn.Module, make: UserOptimizer) -> None:
     if not own & {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}:
         raise ValueError("optimizer() returned one that updates no parameter of the model")
     called("the optimizer's step()", optimizer.step)
+    called("the scheduler's step()", schedules.step)
 
 
 def _exact_sizes(problem: UserModel, optimizer: UserOptimizer | None) -> list[dict[str, float | None]]:

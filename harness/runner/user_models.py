@@ -104,6 +104,8 @@ def facts_of(spec: str) -> dict[str, Any]:
     digest = hashlib.sha256(Path(source).read_bytes()).hexdigest() if source else ""
     problem = UserModel(spec=spec, name=spec.rpartition(":")[2], digest=digest, units=())
     has_optimizer = callable(getattr(defined, "optimizer", None))
+    if hasattr(defined, "scheduler") and not has_optimizer:
+        raise ValueError("scheduler() without optimizer(), whose steps it follows")
     model = _built_alike(problem)
     units = matching_units(model, getattr(defined, "units", ()))
     _check_batches(problem)

@@ -15,6 +15,7 @@ from torch import nn
 
 from shardproof.engine.contract import Plan
 from shardproof.harness.cases.training import LoopOrder, Training, ZeroGrad
+from shardproof.harness.cases.user_model import StepSchedules
 from shardproof.harness.torch_compat.dispatch import drawing_apart
 from shardproof.harness.torch_compat.dtypes import cast_module, widened
 from shardproof.harness.training.absolute_error import deviation, largest
@@ -320,7 +321,8 @@ def _train(
     model = cast_module(training.problem.build(), summation.dtype)
     parameters = dict(model.named_parameters())
     initial, built_buffers = _copy(parameters), _copy(dict(model.named_buffers()))
-    optimizer = training.optimizer(parameters.values())
+    schedules = StepSchedules(training.optimizer)
+    optimizer = schedules.factory(parameters.values())
     workshop = OracleModels(model, world_size, summation)
     steps = []
     is_disturbed = summation.seed is not None and not training.problem.is_widened
@@ -336,6 +338,7 @@ def _train(
         gradients = {n: None if p.grad is None else p.grad.clone() for n, p in parameters.items()}
         with disturbing:
             _update(training, optimizer, step)
+        schedules.step()
         seen = OracleStep(
             losses=losses,
             contributions=contributions,
