@@ -98,6 +98,23 @@ def test_a_schedule_follows_the_optimizer_and_is_resumed(
     assert shown.count("proven") == 2
 
 
+@pytest.mark.parametrize("world", ["threads:2", "processes:2"])
+def test_a_compiled_model_is_judged(file: Path, world: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """FSDP1 gathers inside the compiled forward: the harness there must not be compiled too."""
+    whole = "net = Net()\n        net.compile(backend='eager')\n        return net"
+    file.write_text(GOOD.replace("return Net()", whole))
+    assert _check(file, "torch.fsdp1", "-k", "trains", "--world", world) == 0
+    assert "proven" in capsys.readouterr().out
+
+
+def test_warnings_of_the_model_are_the_users(file: Path) -> None:
+    """Laws of memory need the form of the model, and must not run its code where warnings may be errors."""
+    file.write_text(
+        GOOD.replace("return Net()", "import warnings\n        warnings.warn('old')\n        return Net()")
+    )
+    assert _check(file, "torch.fsdp2", "-k", "frees") == 0
+
+
 def test_an_edited_file_is_another_problem(file: Path) -> None:
     before, _ = read_model(f"{file}:Mine", limit_s=60)
     file.write_text(GOOD.replace("0.5", "0.25"))

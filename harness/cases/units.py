@@ -12,16 +12,6 @@ from shardproof.engine.contract import Layout, Plan, Roots
 from shardproof.harness.cases.training import Problem, Training
 from shardproof.harness.cases.user_model import UserModel
 
-__all__ = [
-    "ROOT",
-    "UnitParameters",
-    "chunked_numel",
-    "groups_in",
-    "groups_of",
-    "num_shares_of",
-    "skeleton_of",
-]
-
 ROOT = ""  # the unit of what no other unit takes
 
 
@@ -54,15 +44,15 @@ def groups_of(training: Training) -> tuple[UnitParameters, ...]:
     A parameter belongs to the first unit that contains it, so inner units must come before those around them.
     """
     plan = training.plan
-    key = (
-        training.problem.name,
-        plan.units,
-        plan.ignored,
-        plan.roots,
-    )  # a name stands for one problem everywhere
+    key = (identity_of(training.problem), plan.units, plan.ignored, plan.roots)
     if key not in _known:
         _known[key] = groups_in(skeleton_of(training.problem), plan)
     return _known[key]
+
+
+def identity_of(problem: Problem) -> object:
+    """Return what stands for one problem everywhere: its name, but users' models may share one."""
+    return problem if isinstance(problem, UserModel) else problem.name
 
 
 def skeleton_of(problem: Problem) -> nn.Module:

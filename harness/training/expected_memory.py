@@ -31,6 +31,7 @@ from shardproof.harness.cases.units import (
     UnitParameters,
     chunked_numel,
     groups_in,
+    identity_of,
     num_shares_of,
     skeleton_of,
 )
@@ -137,7 +138,7 @@ _known: dict[tuple[object, ...], Form] = {}
 def form_of(training: Training) -> Form:
     """Build the problem's model once, and read its form."""
     plan = training.plan
-    key = (training.problem.name, plan.units, plan.ignored, plan.roots, training.convert)
+    key = (identity_of(training.problem), plan.units, plan.ignored, plan.roots, training.convert)
     if key not in _known:
         _known[key] = Form.of(skeleton_of(training.problem), training)
     return _known[key]
