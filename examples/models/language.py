@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -54,8 +55,13 @@ class LlamaCheckpointed(Causal):
 
 
 class LlamaBfloat16(Causal):
+    """All in bfloat16: a norm's weight of 1 moves by steps of 1/128, and by none at a small learning rate."""
+
     def build(self) -> nn.Module:
         return hf.LlamaForCausalLM(hf.LlamaConfig(**_LLAMA)).bfloat16()
+
+    def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(parameters, lr=0.05, eps=1e-5)
 
 
 class LlamaAutocast(Llama):
