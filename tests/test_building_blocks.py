@@ -16,6 +16,7 @@ from shardproof.harness.cases.training import Training
 from shardproof.harness.cases.units import groups_in
 from shardproof.harness.cases.user_model import UserModel, UserOptimizer, outline_of
 from shardproof.harness.runner.user_models import facts_of
+from shardproof.harness.training.draws import drawing_in
 from shardproof.harness.training.expected_memory import Form
 from shardproof.harness.training.oracle import Quantity, run_oracle
 from shardproof.harness.training.rounding import noticing_narrow, rounding_anew
@@ -81,6 +82,16 @@ def test_whole_numbers_and_views_are_left_alone() -> None:
     assert counts == 198
     assert bool((mask == torch.finfo(torch.float32).min).all())
     assert torch.equal(view, base.t())
+
+
+def test_draws_in_the_dtype_of_an_input_are_those_of_ranks() -> None:
+    """As stochastic depth draws: `torch.rand(shape, dtype=x.dtype)`."""
+    torch.manual_seed(0)
+    of_rank = torch.rand(5, dtype=torch.float32)
+    torch.manual_seed(0)
+    with drawing_in(torch.float32):
+        of_oracle = torch.rand(5, dtype=torch.float64)
+    assert torch.equal(of_oracle, of_rank.double())
 
 
 def test_operators_of_few_bits_are_noticed() -> None:

@@ -61,7 +61,7 @@ class LlamaBfloat16(Causal):
         return hf.LlamaForCausalLM(hf.LlamaConfig(**_LLAMA)).bfloat16()
 
     def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(parameters, lr=0.05, eps=1e-5)
+        return torch.optim.AdamW(parameters, lr=0.02, eps=1e-5)
 
 
 class LlamaAutocast(Llama):

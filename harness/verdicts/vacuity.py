@@ -101,7 +101,7 @@ def _independent_parameters(evidence: Evidence) -> str | None:
     sizes = {name: _largest_gradient(evidence, name) for name in evidence.oracle.initial}
     zero = ZERO_BESIDE * max(sizes.values(), default=0.0)
     for name, initial in evidence.oracle.initial.items():
-        is_used = sizes[name] > max(zero, _rounding(evidence, name))
+        is_used = sizes[name] > zero
         if is_used and name in idle and evidence.oracle.is_widened:
             return f"{name!r} is idle by the problem's word, yet the loss depends on it"
         if not is_used and name not in idle and initial.numel():
@@ -110,18 +110,18 @@ def _independent_parameters(evidence: Evidence) -> str | None:
 
 
 def _largest_gradient(evidence: Evidence, name: str) -> float:
-    """Return the largest element of a parameter's gradients over all steps; 0 where it has none."""
+    """Return the largest element of a parameter's gradients over all steps; 0 where it has none but for rounding."""
     gradients = [seen.gradients[name] for seen in evidence.oracle.steps]
-    return max((largest(g) for g in gradients if g is not None), default=0.0)
-
-
-def _rounding(evidence: Evidence, name: str) -> float:
-    """Return the size up to which gradients are rounding, where the reference rounds too; 0 for one in float64."""
-    noise = evidence.oracle.noise
-    places = (
-        TensorKey(quantity=Quantity.GRADIENT, step=s, name=name) for s in range(len(evidence.oracle.steps))
+    sizes = [0.0 if g is None else largest(g) for g in gradients]
+    return max(
+        (size for step, size in enumerate(sizes) if size > _rounding(evidence, name, step)), default=0.0
     )
-    return 0.0 if evidence.oracle.is_widened else ZERO_BESIDE_NOISE * max(noise.get(p, 0.0) for p in places)
+
+
+def _rounding(evidence: Evidence, name: str, step: int) -> float:
+    """Return the size up to which a gradient is rounding, where the reference rounds too; 0 for one in float64."""
+    place = TensorKey(quantity=Quantity.GRADIENT, step=step, name=name)
+    return 0.0 if evidence.oracle.is_widened else ZERO_BESIDE_NOISE * evidence.oracle.noise.get(place, 0.0)
 
 
 def _still_parameters(evidence: Evidence) -> str | None:
