@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -55,13 +54,13 @@ class LlamaCheckpointed(Causal):
 
 
 class LlamaBfloat16(Causal):
-    """All in bfloat16: a norm's weight of 1 moves by steps of 1/128, and by none at a small learning rate."""
+    """All in bfloat16, in which a norm's weight of 1 would hardly move: norms are frozen."""
 
     def build(self) -> nn.Module:
-        return hf.LlamaForCausalLM(hf.LlamaConfig(**_LLAMA)).bfloat16()
-
-    def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(parameters, lr=0.02, eps=1e-5)
+        model = hf.LlamaForCausalLM(hf.LlamaConfig(**_LLAMA)).bfloat16()
+        for parameter in model.parameters():
+            parameter.requires_grad_(parameter.ndim > 1)
+        return model
 
 
 class LlamaAutocast(Llama):

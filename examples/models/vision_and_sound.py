@@ -138,7 +138,12 @@ class Wav2Vec2(Pictures):
         config = hf.Wav2Vec2Config(
             **_SMALL, **layers, num_conv_pos_embeddings=4, num_conv_pos_embedding_groups=2
         )
-        config.mask_time_prob, config.classifier_proj_size, config.num_labels = 0.0, 16, 5
+        config.mask_time_prob, config.layerdrop, config.classifier_proj_size, config.num_labels = (
+            0.0,
+            0.0,
+            16,
+            5,
+        )
         return hf.Wav2Vec2ForSequenceClassification(config)
 
     def batch(self, generator: torch.Generator) -> dict[str, torch.Tensor]:
