@@ -35,7 +35,6 @@ from shardproof.engine.contract import shard_of as shard_of
 from shardproof.harness.cases.batch import Batch as Batch
 from shardproof.harness.cases.batch import Rows as Rows
 from shardproof.harness.cases.batch import microbatch_seed as microbatch_seed
-from shardproof.harness.cases.model_facts import UnitParameters as UnitParameters
 from shardproof.harness.cases.script import Actor as Actor
 from shardproof.harness.cases.script import EachMicrobatch as EachMicrobatch
 from shardproof.harness.cases.script import Evaluation as Evaluation
@@ -104,6 +103,7 @@ from shardproof.harness.cases.training import Training as Training
 from shardproof.harness.cases.training import Watch as Watch
 from shardproof.harness.cases.training import ZeroGrad as ZeroGrad
 from shardproof.harness.cases.units import ROOT as ROOT
+from shardproof.harness.cases.units import UnitParameters as UnitParameters
 from shardproof.harness.cases.units import groups_of as groups_of
 from shardproof.harness.cases.user_model import UserModel as UserModel
 from shardproof.harness.cases.user_model import UserOptimizer as UserOptimizer

@@ -45,6 +45,13 @@ class Mine:
 """
 
 
+_LOSS = "    def loss("
+
+
+def _optimizer(text: str) -> str:
+    return f"    def optimizer(self, p):\n        return {text}\n{_LOSS}"
+
+
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
     file = tmp_path / "mine.py"
@@ -118,6 +125,34 @@ def test_a_model_is_read(file: Path) -> None:
     assert not model.demands
 
 
+def test_a_schedule_follows_the_optimizer_and_is_resumed(
+    file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    schedule = "    def scheduler(self, o):\n        return torch.optim.lr_scheduler.LambdaLR(o, lambda n: 0.25**n)\n"
+    text = GOOD.replace(_LOSS, schedule + _optimizer("torch.optim.SGD(p, lr=0.5, momentum=0.9)"))
+    file.write_text(text)
+    assert _check(file, "torch.fsdp2", "-k", "trains or resumes") == 0
+    shown = capsys.readouterr().out
+    assert shown.count("proven") == 2
+
+
+@pytest.mark.parametrize("world", ["threads:2", "processes:2"])
+def test_a_compiled_model_is_judged(file: Path, world: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """FSDP1 gathers inside the compiled forward: the harness there must not be compiled too."""
+    whole = "net = Net()\n        net.compile(backend='eager')\n        return net"
+    file.write_text(GOOD.replace("return Net()", whole))
+    assert _check(file, "torch.fsdp1", "-k", "trains", "--world", world) == 0
+    assert "proven" in capsys.readouterr().out
+
+
+def test_warnings_of_the_model_are_the_users(file: Path) -> None:
+    """Laws of memory need the form of the model, and must not run its code where warnings may be errors."""
+    file.write_text(
+        GOOD.replace("return Net()", "import warnings\n        warnings.warn('old')\n        return Net()")
+    )
+    assert _check(file, "torch.fsdp2", "-k", "frees") == 0
+
+
 def test_an_edited_file_is_another_problem(file: Path) -> None:
     before, _ = read_model(f"{file}:Mine", limit_s=60)
     file.write_text(GOOD.replace("0.5", "0.25"))
@@ -148,6 +183,24 @@ def test_an_edited_file_is_another_problem(file: Path) -> None:
             "randn(4, 6,",
             "randn(4, 6 + generator.initial_seed() % 2,",
             "of shapes [4, 7] raised RuntimeError",
+        ),
+        (
+            _LOSS,
+            _optimizer("torch.optim.LBFGS(list(p))"),
+            "LBFGS, whose step() evaluates the model by a closure",
+        ),
+        (
+            _LOSS,
+            _optimizer("torch.optim.SGD([nn.Parameter(torch.ones(1))])"),
+            "updates no parameter of the model",
+        ),
+        (_LOSS, f"    def scheduler(self, o):\n        pass\n{_LOSS}", "scheduler() without optimizer()"),
+        (_LOSS, _optimizer("None"), "optimizer() returned a NoneType, not a torch.optim.Optimizer"),
+        (
+            "        return Net()",
+            "        net = Net()\n        net.out.register_forward_hook(lambda m, x, y: y @ torch.eye(2))\n"
+            "        return net\n    float64 = True",
+            "in float64, which it asks for, ",
         ),
     ],
 )

@@ -36,6 +36,10 @@ class Problem(Protocol):
         """Name the parameters that are to go without a gradient in every step: frozen ones, and unused ones."""
 
     @property
+    def is_widened(self) -> bool:
+        """Whether the oracle computes in float64; else in the dtypes that the model is built with."""
+
+    @property
     def parallelize(self) -> Callable[[nn.Module, DeviceMesh], None] | None:
         """Cut the model's tensors over the mesh of one axis, for tensors or experts; None if there is no such cut."""
 

@@ -3,37 +3,62 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import lcm, prod
 
 from torch import nn
 
 from shardproof.engine.contract import Layout, Plan, Roots
-from shardproof.harness.cases.model_facts import UnitParameters
-from shardproof.harness.cases.training import Training
+from shardproof.harness.cases.training import Problem, Training
 from shardproof.harness.cases.user_model import UserModel
 
 ROOT = ""  # the unit of what no other unit takes
 
 
-def groups_of(training: Training) -> tuple[UnitParameters, ...]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnitParameters:
+    """The parameters of one unit of a plan, each once however often registered, by its first name.
+
+    ``shapes`` are whole.
+    """
+
+    unit: str
+    names: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    bytes_per_element: int
+
+    @property
+    def num_bytes(self) -> int:
+        """Count the bytes of the parameters themselves."""
+        return sum(map(prod, self.shapes)) * self.bytes_per_element
+
+    def padded_bytes(self, num_ranks: int) -> int:
+        """Count bytes where the first dim of each parameter is rounded up to a multiple of the ranks."""
+        rounded = (-(-s[0] // num_ranks) * num_ranks * prod(s[1:]) if s else num_ranks for s in self.shapes)
+        return sum(rounded) * self.bytes_per_element
+
+
+def groups_of(training: Training, *, without: Iterable[str] = ()) -> tuple[UnitParameters, ...]:
     """Return the groups that own parameters: units in the order of the plan, then the root.
 
     A parameter belongs to the first unit that contains it, so inner units must come before those around them.
+    ``without`` names parameters to leave out.
     """
-    plan, problem = training.plan, training.problem
-    # The code of a user's model never runs in the process that judges.
-    if isinstance(problem, UserModel) and problem.facts.groups and plan.units == problem.units:
-        return problem.facts.groups
-    key = (
-        training.problem.name,
-        plan.units,
-        plan.ignored,
-        plan.roots,
-    )  # a name stands for one problem everywhere
+    plan = replace(training.plan, ignored=(*training.plan.ignored, *without))
+    key = (identity_of(training.problem), plan.units, plan.ignored, plan.roots)
     if key not in _known:
-        _known[key] = groups_in(training.problem.build(), plan)
+        _known[key] = groups_in(skeleton_of(training.problem), plan)
     return _known[key]
+
+
+def identity_of(problem: Problem) -> object:
+    """Return what stands for one problem everywhere: its name, but users' models may share one."""
+    return problem if isinstance(problem, UserModel) else problem.name
+
+
+def skeleton_of(problem: Problem) -> nn.Module:
+    """Return a module with the names and shapes of a problem's model, by the problem's own code only if it has to."""
+    return problem.skeleton() if isinstance(problem, UserModel) else problem.build()
 
 
 # Laws ask for each step and rank, and building a model takes longer than all the rest of judging.
@@ -97,10 +122,9 @@ def _groups(model: nn.Module, plan: Plan) -> Iterator[UnitParameters]:
         own: dict[nn.Parameter, None] = dict.fromkeys(p for p in inside if p not in taken)
         taken |= own.keys()
         if own:
-            first = next(iter(own))
             yield UnitParameters(
                 unit=unit,
                 names=tuple(names[p] for p in own),
                 shapes=tuple(tuple(p.shape) for p in own),
-                bytes_per_element=first.element_size(),
+                bytes_per_element=max(p.element_size() for p in own),
             )

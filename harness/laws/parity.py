@@ -105,7 +105,7 @@ class MatchesOracle:
         num_zeros = num_declared_zeros(evidence)
         if num_zeros:
             text += f"; {num_zeros} gradients are zeros instead of None, as the engine declares"
-        nearest = max(closest, key=lambda c: c.comparison.ratio, default=None)
+        nearest = max(closest, key=lambda c: (c.comparison.ratio, c.comparison.allowed > 0), default=None)
         worst = None if nearest is None else _record(nearest.place, nearest.comparison, "within noise")
         return Ruling(record=LawRecord(law=self.name, held=True, summary=text), worst=worst)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from dataclasses import asdict
 from functools import partial
 from typing import Any
@@ -12,22 +12,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardproof.engine.contract import Plan
 from shardproof.engine.loading import one_line
 from shardproof.harness.cases.batch import Batch, arguments_of, converted
-from shardproof.harness.cases.model_facts import ModelFacts, UnitParameters
-from shardproof.harness.cases.units import groups_in
-from shardproof.harness.cases.user_model import UserModel
+from shardproof.harness.cases.user_model import ModelFacts, UserModel
 from shardproof.harness.torch_compat.dtypes import cast, cast_module
 
 
-def survey(problem: UserModel, units: tuple[str, ...], seldom: Collection[str]) -> dict[str, Any]:
+def survey(problem: UserModel, units: tuple[str, ...], seldom: Iterable[str]) -> dict[str, Any]:
     """Return the facts of a model as plain values, and the seconds that forward and backward take.
 
     ``seldom`` names the parameters that had no gradient in some pass.
     """
     model, batch = problem.build(), problem.batch(step=0, microbatch=0, rank=0)
-    frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
     calls: Counter[str] = Counter()
     for unit in units:
         model.get_submodule(unit).register_forward_pre_hook(partial(_count, calls, unit))
@@ -35,34 +31,12 @@ def survey(problem: UserModel, units: tuple[str, ...], seldom: Collection[str]) 
     _train(problem, model, batch)
     pass_s = time.monotonic() - started
     facts = ModelFacts(
-        groups=groups_in(model, Plan(units=units)),
-        trained=groups_in(model, Plan(units=units, ignored=tuple(frozen))),
-        used=groups_in(model, Plan(units=units, ignored=tuple({*frozen, *seldom}))),
+        frozen=tuple(name for name, parameter in model.named_parameters() if not parameter.requires_grad),
+        seldom=tuple(seldom),
         uncounted=_uncounted(model, units, calls),
         not_in_bfloat16=_not_in_bfloat16(problem, model, batch),
     )
     return {"facts": asdict(facts), "pass_s": pass_s}
-
-
-# Any, here and below: JSON.
-def facts_of(plain: Any) -> ModelFacts:
-    """Read the facts that a survey returned."""
-    groups = {name: _groups(plain[name]) for name in ("groups", "trained", "used")}
-    return ModelFacts(
-        **groups, uncounted=str(plain["uncounted"]), not_in_bfloat16=str(plain["not_in_bfloat16"])
-    )
-
-
-def _groups(plain: Iterable[Any]) -> tuple[UnitParameters, ...]:
-    return tuple(
-        UnitParameters(
-            unit=str(group["unit"]),
-            names=tuple(map(str, group["names"])),
-            shapes=tuple(tuple(map(int, shape)) for shape in group["shapes"]),
-            bytes_per_element=int(group["bytes_per_element"]),
-        )
-        for group in plain
-    )
 
 
 # Any: what a module is called with.

@@ -154,8 +154,8 @@ NAMES = (
     ),
     PrivateName(
         path="torch._dynamo",
-        use="is imported once by the fork server, for all ranks",
-        without="every rank imports what it needs of it, a second each",
+        use="is imported once by the fork server, for all ranks, and leaves collectives uncompiled",
+        without="every rank imports what it needs of it, a second each; compiled forwards may hang",
     ),
     # Process groups and meshes.
     PrivateName(

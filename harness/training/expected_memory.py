@@ -33,9 +33,15 @@ import torch
 from torch import nn
 
 from shardproof.engine.contract import Capability, Cut, Masters, Placement, Plan
-from shardproof.harness.cases.model_facts import UnitParameters
 from shardproof.harness.cases.training import Training
-from shardproof.harness.cases.units import chunked_numel, groups_in, shares_of
+from shardproof.harness.cases.units import (
+    UnitParameters,
+    chunked_numel,
+    groups_in,
+    identity_of,
+    shares_of,
+    skeleton_of,
+)
 
 __all__ = ["Explained", "Form", "StateTensor", "explained", "form_of", "state_bytes"]
 
@@ -155,9 +161,9 @@ _known: dict[tuple[object, ...], Form] = {}
 def form_of(training: Training) -> Form:
     """Build the problem's model once, and read its form."""
     plan = training.plan
-    key = (training.problem.name, plan.units, plan.ignored, plan.roots, training.convert)
+    key = (identity_of(training.problem), plan.units, plan.ignored, plan.roots, training.convert)
     if key not in _known:
-        _known[key] = Form.of(training.problem.build(), training)
+        _known[key] = Form.of(skeleton_of(training.problem), training)
     return _known[key]
 
 

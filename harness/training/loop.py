@@ -23,6 +23,7 @@ from shardproof.engine.contract import (
 )
 from shardproof.engine.registry import resolve
 from shardproof.harness.cases.training import LOADED, UNCHANGED, LoopOrder, Training, Watch, ZeroGrad
+from shardproof.harness.cases.user_model import StepSchedules
 from shardproof.harness.records.observation import (
     Fact,
     Observation,
@@ -145,15 +146,15 @@ def train(
     recorder = context.recorder
     if training.convert is not None:
         prepared.convert(training.convert)
-    with _refusing():
-        prepared.optimizer(training.optimizer)
     loop = _Loop(prepared, training, context, watches)
+    with _refusing():
+        prepared.optimizer(loop.schedules.factory)
     with recorder.during(Phase.OBSERVE):
         initial = read_shards(prepared, "local_parameters")
     steps = []
     for step in range(training.schedule.steps):
         if training.resume is not None and step == training.resume.after_steps and adapter is not None:
-            loop.resume_in(_prepare(context, training, adapter, training.resume.plan))
+            loop.resume_in(_prepare(context, training, adapter, training.resume.plan), step)
         steps.append(loop.step(step))
     with recorder.during(Phase.OBSERVE):
         return Observation(
@@ -182,6 +183,7 @@ class _Loop:
         watches: Watches | None,
     ) -> None:
         self.prepared = prepared
+        self.schedules = StepSchedules(training.optimizer)
         self._training = training
         self._context = context
         self._watches = watches
@@ -195,10 +197,11 @@ class _Loop:
         """Hash of all data so far."""
         return self._inputs.hexdigest()
 
-    def resume_in(self, successor: PreparedModel) -> None:
+    def resume_in(self, successor: PreparedModel, step: int) -> None:
         """Go on with another prepared model, which takes over the state of this one."""
+        self.schedules = StepSchedules(self._training.optimizer, steps_done=step)
         with _refusing():
-            successor.optimizer(self._training.optimizer)
+            successor.optimizer(self.schedules.factory)
         with calling("full_state"):
             state = self.prepared.full_state()
         before = _tensors_of(state)
@@ -236,6 +239,7 @@ class _Loop:
             if schedule.order is LoopOrder.ZERO_THEN_STEP:
                 self._zero_grad(step)
             prepared.step()
+            self.schedules.step()
             self._count(actor, CensusTime.STEPPED)
             if schedule.order is LoopOrder.STEP_THEN_ZERO:
                 self._zero_grad(step)

@@ -16,6 +16,7 @@ from torch import nn
 
 from shardproof.engine.contract import Plan
 from shardproof.harness.cases.training import LoopOrder, Training, ZeroGrad
+from shardproof.harness.cases.user_model import StepSchedules
 from shardproof.harness.torch_compat.dispatch import drawing_apart
 from shardproof.harness.torch_compat.dtypes import cast_module, widened
 from shardproof.harness.training.absolute_error import deviation, largest
@@ -23,12 +24,14 @@ from shardproof.harness.training.draws import drawing_in
 from shardproof.harness.training.oracle_actor import OracleActor, OracleModels
 from shardproof.harness.training.reduction_orders import (
     EXACT_ORDER,
+    OWN_ORDER,
     Summation,
     is_of_full_precision,
     num_reorderings,
     reduces_fully,
     reordering,
 )
+from shardproof.harness.training.rounding import rounding_anew
 
 __all__ = [
     "INITIAL_STEP",
@@ -107,14 +110,15 @@ class FirstStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class OracleObservation:
-    """What a right engine computes, in float64, and how far float32 may stray from it.
+    """What a right engine computes, in float64 or in the model's own dtypes, and how far float32 may stray from it.
 
     ``buffers`` has one entry per rank: those after all of that rank's forwards. ``noise`` is, per tensor, the
     largest absolute deviation from the float64 value over float32 runs whose sums are taken in other orders.
     ``constants`` are the buffers that training left as they were built, bit by bit, on all ranks in all runs.
     ``dtypes`` are those of the float32 runs, with ``INITIAL_STEP`` for every place. ``is_exact`` says that the
     problem claims to be exact, the world is a power of two, and no float32 run deviated in a single bit. ``draws``
-    says that forward or the loss draws random numbers; ``device`` is that of the ranks to compare with.
+    says that forward or the loss draws random numbers; ``device`` is that of the ranks to compare with. ``untrained``
+    are the parameters that the optimizer was not given.
     ``first`` is None unless the model rounds far more than its dtype does; see [Note: rounding of one side].
     """
 
@@ -131,6 +135,8 @@ class OracleObservation:
     draws: bool = False
     device: str = "cpu"
     first: FirstStep | None = None
+    is_widened: bool = True
+    untrained: frozenset[str] = frozenset()
 
     @property
     def divisor(self) -> float:
@@ -171,6 +177,7 @@ class _Run:
     buffers: tuple[Tensors, ...]
     built_buffers: Tensors
     draws: bool
+    untrained: frozenset[str]
 
     def tensors(self) -> dict[TensorKey, torch.Tensor]:
         """List every tensor; buffers of all ranks are one tensor, since their noise is judged together."""
@@ -191,7 +198,8 @@ class _Run:
 def run_oracle(training: Training, world_size: int) -> OracleObservation:
     """Train once in float64 and a few times in the parameters' dtype with other orders of summation.
 
-    ``world_size`` counts the ranks that have data of their own. Never communicates.
+    Where float64 is no reference, train once in the parameters' dtypes, and disturb the other runs; see
+    [Note: rounded anew]. ``world_size`` counts the ranks that have data of their own. Never communicates.
     """
     with drawing_apart():
         exact = _exact(training, world_size)
@@ -212,6 +220,8 @@ def run_oracle(training: Training, world_size: int) -> OracleObservation:
         is_exact=training.problem.is_exact and is_power_of_two and not any(noise.values()),
         draws=exact.draws,
         first=first,
+        is_widened=training.problem.is_widened,
+        untrained=exact.untrained,
     )
 
 
@@ -233,7 +243,7 @@ def _rounds_coarsely(training: Training, exact: _Run, noise: Mapping[TensorKey, 
 
 
 def _first_step(training: Training, world_size: int) -> FirstStep:
-    dtype = training.convert or torch.float32
+    dtype = training.convert
     model = cast_module(training.problem.build(), dtype)
     in_order = replace(reordering(0, training.plan, dtype), seed=None)
     _, contributions = _pieces(training, OracleModels(model, world_size, in_order), step=0)
@@ -251,7 +261,7 @@ def _first_step(training: Training, world_size: int) -> FirstStep:
     )
 
 
-def _stepped(training: Training, dtype: torch.dtype, gradients: Tensors) -> Tensors:
+def _stepped(training: Training, dtype: torch.dtype | None, gradients: Tensors) -> Tensors:
     """Return the parameters after a first update by these gradients."""
     model = cast_module(training.problem.build(), dtype)
     for name, gradient in gradients.items():
@@ -269,8 +279,9 @@ def _with_lagging(training: Training, world_size: int, exact: _Run) -> tuple[Ora
 
     No random numbers of float32 are drawn and buffers follow these forwards: this names a defect, and decides nothing.
     """
-    model = cast_module(training.problem.build(), EXACT_ORDER.dtype)
-    workshop = OracleModels(model, world_size, EXACT_ORDER)
+    order = _reference_order(training)
+    model = cast_module(training.problem.build(), order.dtype)
+    workshop = OracleModels(model, world_size, order)
     parameters, met = dict(model.named_parameters()), exact.initial
     steps = [*exact.steps[:1]]
     for step, seen in enumerate(exact.steps[1:], start=1):
@@ -278,7 +289,7 @@ def _with_lagging(training: Training, world_size: int, exact: _Run) -> tuple[Ora
             for name, parameter in parameters.items():
                 parameter.copy_(met[name])
         _, contributions = _pieces(training, workshop, step)
-        reduced = {n: EXACT_ORDER.reduce(pieces, training.plan) for n, pieces in contributions.items()}
+        reduced = {n: order.reduce(pieces, training.plan) for n, pieces in contributions.items()}
         steps.append(replace(seen, lagging=reduced))
         met = exact.steps[step - 1].parameters
     return tuple(steps)
@@ -286,16 +297,20 @@ def _with_lagging(training: Training, world_size: int, exact: _Run) -> tuple[Ora
 
 def _exact(training: Training, world_size: int) -> _Run:
     """Train in float64; where random numbers are drawn once more, with those that float32 would draw."""
-    exact = _train(training, world_size, EXACT_ORDER)
-    if not exact.draws:
+    exact = _train(training, world_size, _reference_order(training))
+    if not exact.draws or not training.problem.is_widened:
         return exact
     dtype = training.plan.compute_dtype or training.convert or torch.float32
     return _train(training, world_size, EXACT_ORDER, drawing_in(dtype))
 
 
+def _reference_order(training: Training) -> Summation:
+    return EXACT_ORDER if training.problem.is_widened else replace(OWN_ORDER, dtype=training.convert)
+
+
 def _reordering(number: int, training: Training, draws: bool) -> Summation:
     """Return an order of sums; of a model that draws, rows stay with the numbers that were drawn for them."""
-    order = reordering(number, training.plan, training.convert or torch.float32)
+    order = reordering(number, training.plan, training.convert)
     return replace(order, keeps_rows=draws)
 
 
@@ -347,18 +362,24 @@ def _train(
     model = cast_module(training.problem.build(), summation.dtype)
     parameters = dict(model.named_parameters())
     initial, built_buffers = _copy(parameters), _copy(dict(model.named_buffers()))
-    optimizer = training.optimizer(parameters.values())
+    schedules = StepSchedules(training.optimizer)
+    optimizer = schedules.factory(parameters.values())
     workshop = OracleModels(model, world_size, summation)
     steps = []
+    is_disturbed = summation.seed is not None and not training.problem.is_widened
+    disturbing = rounding_anew(summation.seed or 0) if is_disturbed else nullcontext()
     for step in range(training.schedule.steps):
-        with drawing:
+        with drawing, disturbing:
             losses, contributions = _pieces(training, workshop, step)
         for name, pieces in contributions.items():
-            # Cleared before, to None or to zeros; a parameter that no loss reaches keeps what clearing left.
-            parameters[name].grad = summation.reduce(pieces, training.plan)
+            # Cleared before, to None or to zeros, unless the optimizer was not given the parameter.
+            reduced, left = summation.reduce(pieces, training.plan), parameters[name].grad
+            parameters[name].grad = reduced if left is None else left + reduced
         norm = _clip(training, parameters)
         gradients = {n: None if p.grad is None else p.grad.clone() for n, p in parameters.items()}
-        _update(training, optimizer, step)
+        with disturbing:
+            _update(training, optimizer, step)
+        schedules.step()
         seen = OracleStep(
             losses=losses,
             contributions=contributions if keeps_pieces else {},
@@ -380,6 +401,7 @@ def _train(
         buffers=workshop.buffers(),
         built_buffers=built_buffers,
         draws=workshop.draws,
+        untrained=_not_given(optimizer, parameters),
     )
 
 
@@ -416,6 +438,11 @@ def _update(training: Training, optimizer: torch.optim.Optimizer, step: int) -> 
     else:
         optimizer.step()
         optimizer.zero_grad(set_to_none=clears_to_none)
+
+
+def _not_given(optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]) -> frozenset[str]:
+    given = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    return frozenset(name for name, parameter in parameters.items() if id(parameter) not in given)
 
 
 def _copy(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

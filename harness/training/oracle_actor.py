@@ -38,6 +38,7 @@ class OracleModels:
         computing = _casting(copy.deepcopy(model), summation.compute_dtype) if is_cast else model
         self._of_rank = [_with_own_buffers(computing) for _ in range(world_size)]
         self.model = self._of_rank[0]  # that of the rank that is played
+        self.dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
 
     @contextmanager
     def playing(self, rank: int) -> Iterator[None]:
@@ -76,7 +77,7 @@ def _with_own_buffers(model: nn.Module) -> nn.Module:
     return copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()})
 
 
-def _casting(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+def _casting(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
     """Let every module that owns parameters compute in ``dtype``, as units of a plan do."""
 
     # Any: a module takes what it likes.
@@ -151,7 +152,7 @@ class OracleActor(Actor):
             self.losses.append(float(counted.detach()))
         for name, parameter in self._workshop.model.named_parameters():
             if parameter.grad is not None:
-                found = cast(parameter.grad, self._workshop.summation.dtype)
+                found = parameter.grad.to(self._workshop.dtypes[name])
                 key = (microbatch, name)
                 self.gradients[key] = self.gradients[key] + found if key in self.gradients else found
                 parameter.grad = None

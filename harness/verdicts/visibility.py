@@ -32,6 +32,7 @@ from shardproof.harness.records.record import VisibleError
 from shardproof.harness.training.absolute_error import deviation, largest
 from shardproof.harness.training.oracle import OracleObservation, Quantity, TensorKey
 from shardproof.harness.training.reduction_orders import is_of_full_precision, reduces_fully
+from shardproof.harness.training.rounding import is_narrow
 
 # The largest element of a tensor moves by up to half of a rounding; of few elements the luckiest moves by less.
 _SHARE_OF_A_ROUNDING = 0.25
@@ -125,7 +126,8 @@ def _without(oracle: OracleObservation, rank: int) -> Iterator[_Effect]:
 
 
 def _hidden_updates(evidence: Evidence) -> str | None:
-    worst = _worst(_unmoved(evidence.oracle, name) for name in _trained(evidence))
+    oracle = evidence.oracle
+    worst = _worst(_unmoved(oracle, name) for name in _trained(evidence) if name not in oracle.untrained)
     return None if worst is None else f"{worst} training changes: a frozen parameter would pass"
 
 
@@ -141,7 +143,7 @@ def _hidden_rounding(evidence: Evidence) -> str | None:
     oracle = evidence.oracle
     if not _reduces_fully(evidence):
         return None
-    worst = _worst(_rounded(oracle, name) for name in _trained(evidence))
+    worst = _worst(_rounded(oracle, name) for name in _trained(evidence) if not _is_narrow(oracle, name))
     if worst is None or _first_gradients_agree(evidence):
         return None
     return f"{worst} a reduction in bfloat16 changes: it would pass, as would rounding of the model's own"
@@ -161,6 +163,8 @@ def _first_gradients_agree(evidence: Evidence) -> bool:
         return False
     rounding = _SHARE_OF_A_ROUNDING * torch.finfo(torch.bfloat16).eps
     for name, expected in first.gradients.items():
+        if _is_narrow(evidence.oracle, name):
+            continue
         place = TensorKey(quantity=Quantity.GRADIENT, step=0, name=name)
         allowed = error_of_noise(evidence.oracle, place, first.noise[name])
         if allowed > rounding * rounded_scale(evidence.oracle, place):
@@ -208,6 +212,11 @@ def _computes_coarsely(evidence: Evidence) -> bool:
     """Whether the plan computes in fewer bits than it reduces in, so that all noise is that of computing."""
     plan = evidence.oracle.plan
     return plan.compute_dtype is not None and reduces_fully(plan, evidence.training.convert)
+
+
+def _is_narrow(oracle: OracleObservation, name: str) -> bool:
+    """Whether a parameter has fewer bits than float32 itself, and so has its gradient."""
+    return is_narrow(oracle.dtype(Quantity.PARAMETER, name))
 
 
 def _reduces_fully(evidence: Evidence) -> bool:

@@ -19,12 +19,13 @@ def _form(
 
 def _trained(training: Training) -> Groups:
     assert isinstance(training.problem, UserModel)
-    return training.problem.facts.trained or groups_of(training)  # all of ours train
+    return groups_of(training, without=training.problem.facts.frozen)
 
 
 def _used(training: Training) -> Groups:
     assert isinstance(training.problem, UserModel)
-    return training.problem.facts.used or groups_of(training)
+    facts = training.problem.facts
+    return groups_of(training, without=(*facts.frozen, *facts.seldom))
 
 
 def _count(groups: Groups, size: int) -> int:

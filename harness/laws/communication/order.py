@@ -11,8 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations, zip_longest
 
-from shardproof.harness.cases.model_facts import UnitParameters
-from shardproof.harness.cases.units import ROOT, groups_of
+from shardproof.harness.cases.units import ROOT, UnitParameters, groups_of
 from shardproof.harness.laws.communication.bounds import blindness, pick
 from shardproof.harness.laws.communication.select import Per, Select
 from shardproof.harness.laws.law import Evidence, Ruling, rule

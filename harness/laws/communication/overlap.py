@@ -11,9 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from shardproof.harness.cases.model_facts import UnitParameters
 from shardproof.harness.cases.training import Watch
-from shardproof.harness.cases.units import ROOT, groups_of
+from shardproof.harness.cases.units import ROOT, UnitParameters, groups_of
 from shardproof.harness.laws.communication.bounds import (
     Amount,
     Bound,

@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 from shardproof.harness.torch_compat.dispatch import are_of_meta, kernels_before_backends
+from shardproof.harness.torch_compat.private_names import optional
 from shardproof.harness.tracing.collectives.c10d_ops import SPELLINGS, CollectiveSchema, process_group
 from shardproof.harness.tracing.collectives.call import Call, short_name
 from shardproof.harness.tracing.collectives.call_site import call_site
@@ -82,9 +83,17 @@ def standing_in_c10d(door: Interceptor) -> Iterator[None]:
     Process-wide: ranks that are threads share one door, and ``door.recorder`` tells them apart.
     """
     works = Works()
-    kernels = {name: partial(_Kernel, name, spelling, door, works) for name, spelling in SPELLINGS.items()}
+    kernels = {name: partial(_untraced, name, spelling, door, works) for name, spelling in SPELLINGS.items()}
     with late_futures(), kernels_before_backends("c10d", kernels):
         yield
+
+
+# Any: a kernel, as the dispatcher calls it.
+def _untraced(name: str, spelling: CollectiveSchema, door: Interceptor, works: Works, go_on: Any) -> Any:
+    """Make a kernel that compilers leave alone: an engine's collective may be called inside a compiled forward."""
+    kernel = _Kernel(name, spelling, door, works, go_on)
+    dynamo = optional("torch._dynamo")
+    return kernel if dynamo is None else dynamo.disable(kernel.__call__)
 
 
 class _Kernel:
