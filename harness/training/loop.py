@@ -137,7 +137,7 @@ def train(
             steps=tuple(steps),
             optimizer_state=read_shards(loop.prepared, "local_optimizer_state"),
             buffers=read_shards(loop.prepared, "local_buffers"),
-            ledger=recorder.ledger(),
+            ledger=(),  # in the journal
             cut=read_declared(loop.prepared, "cut", Cut),
             no_gradient=read_declared(loop.prepared, "no_gradient", NoGradient),
             counts=() if watches is None or watches.census is None else watches.census.counts,
