@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardproof.engine.registry import BUILT_IN, EngineNotFoundError, check_spelling, known_engines
+from shardproof.engine.registry import BUILT_IN, EngineNotFoundError, check_spelling
 from shardproof.harness.audit.marks import WORLDS, Breadth
 from shardproof.harness.errors import ShardproofError, UsageError
 from shardproof.harness.records.provenance import version_of
@@ -179,16 +179,9 @@ def diff(arguments: argparse.Namespace) -> int:
 def list_all(arguments: argparse.Namespace) -> int:
     """List engines with what they declare, suites, and with --cases every case."""
     from shardproof.harness.cli.case_list import list_cases
-    from shardproof.harness.runner.engines import describe
+    from shardproof.harness.cli.engine_list import engine_lines
 
-    print("engines:")
-    for name in sorted(known_engines()):
-        try:
-            declared = ", ".join(sorted(c.name for c in describe(name).capabilities))
-        except EngineNotFoundError as error:
-            declared = f"unavailable: {error.problem}"
-        print(f"  {name:18} {declared}")
-    print("suites:")
+    print("engines:", *engine_lines(), "suites:", sep="\n")
     for suite in suite_folders():
         print(f"  {suite.name:18} {_first_sentence(suite / '__init__.py')}")
     if not arguments.cases:
