@@ -81,6 +81,7 @@ def _run(arguments: argparse.Namespace, *extra: str, render: Callable[[Run], str
     from shardproof.harness.records.run import refuse_existing
     from shardproof.harness.runner.options import RunOptions
     from shardproof.harness.verdicts import known_failures_file
+    from shardproof.harness.worlds.processes.forkserver import draw_hash_seeds, forkserver_context
     from shardproof.harness.worlds.spec import WorldSpec
 
     out = Path(arguments.out or Path("conformance") / f"{datetime.now(UTC):%Y%m%d-%H%M%S}")
@@ -95,6 +96,9 @@ def _run(arguments: argparse.Namespace, *extra: str, render: Callable[[Run], str
     effort = RunOptions(
         seed=arguments.schedule_seed, num_schedules=arguments.schedules, is_thorough=arguments.thorough
     )
+    if not arguments.workers:  # which have servers of their own
+        draw_hash_seeds(effort.seed)
+        forkserver_context()  # it does its imports while this process does its own
     if not _any_is_usable(arguments.engine or sorted(BUILT_IN), arguments.deadline):
         return USAGE
     options = [
