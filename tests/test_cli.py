@@ -78,7 +78,12 @@ def test_list_asks_each_engine_that_is_built_in_once(
     monkeypatch.setattr(engine_list, "_SOURCES", tmp_path)
     (tmp_path / "adapter.py").touch()
     asked: list[str] = []
-    monkeypatch.setattr(engine_list, "_ask", lambda name: asked.append(name) or f"{len(asked)} SHARD")
+
+    def ask(name: str) -> str:
+        asked.append(name)
+        return f"SHARD, asked {len(asked)} times"
+
+    monkeypatch.setattr(engine_list, "_ask", ask)
     lists = []
     for change in ("", "", "changed"):
         (tmp_path / "adapter.py").write_text(change)
