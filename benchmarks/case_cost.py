@@ -18,8 +18,6 @@ from pathlib import Path
 from tabulate import tabulate
 
 from benchmarks.case_stages import FILE, IMPORTS, SESSION
-from shardproof.harness.records.record import Verdict
-from shardproof.harness.records.run import read_run
 from shardproof.harness.worlds.processes.lineage import adopt_orphans
 
 _SUITES = ("smoke", "parity", "state", "lifetimes", "races")
@@ -53,13 +51,12 @@ def main() -> None:
             columns.append(_shares(arguments.engine, world, suite))
             heads.append(f"{suite}, {world}")
     rows = [[words, *(f"{c[stage]:.0%}" for c in columns)] for stage, words in _STAGES.items()]
-    rows.append(["CPU ms of a judged case", *(f"{c['ms']:.0f}" for c in columns)])
     form = "github" if arguments.markdown else "simple"
     print(tabulate(rows, headers=["stage", *heads], tablefmt=form, disable_numparse=True))
 
 
 def _shares(engine: str, world: str, suite: str) -> dict[str, float]:
-    """Run one suite; returns each stage's share of all its CPU seconds, and those of a case without the imports."""
+    """Run one suite; returns each stage's share of all its CPU seconds."""
     before = _seconds_of_children()
     with tempfile.TemporaryDirectory() as folder:
         stages, out = Path(folder) / "stages", Path(folder) / "run"
@@ -76,11 +73,9 @@ def _shares(engine: str, world: str, suite: str) -> dict[str, float]:
         if run.returncode not in (0, 1):
             sys.exit(run.stdout + run.stderr)
         taken = _by_stage(stages)
-        records = [r for r in read_run(out).records if r.verdict is not Verdict.UNSUPPORTED]
     total = _seconds_of_children() - before
     taken["forks"] = total - sum(taken.values())
-    milliseconds = (total - taken[IMPORTS]) / max(1, len(records)) * 1e3
-    return {stage: taken[stage] / total for stage in _STAGES} | {"ms": milliseconds}
+    return {stage: taken[stage] / total for stage in _STAGES}
 
 
 def _by_stage(file: Path) -> dict[str, float]:
