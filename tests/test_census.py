@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -17,7 +18,7 @@ from shardproof.harness.cases.training import Problem, Resume, Schedule, Trainin
 from shardproof.harness.laws.law import Ruling
 from shardproof.harness.laws.memory.share import MemoryIsExplained
 from shardproof.harness.tracing.ledger import Phase
-from shardproof.harness.tracing.memory.census import Census, counting
+from shardproof.harness.tracing.memory.census import Census
 from shardproof.harness.tracing.memory.census_report import (
     CensusEntry,
     CensusTime,
@@ -25,6 +26,7 @@ from shardproof.harness.tracing.memory.census_report import (
     counts_from_json,
     counts_to_json,
 )
+from shardproof.harness.tracing.operators import observing_operators
 from shardproof.harness.tracing.recorder import Recorder
 from shardproof.harness.training.expected_memory import StateTensor, explained, form_of, state_bytes
 from shardproof.harness.verdicts.judgement import implied
@@ -45,7 +47,7 @@ def _taken(census: Census, limit: int = 1 << 30) -> CensusEntry:
 
 def test_counts_what_operators_made_wherever_it_is_kept() -> None:
     census, recorder = _census()
-    with counting(census):
+    with observing_operators(made=census.made):
         in_a_closure = (lambda kept: lambda: kept)(torch.zeros(16))
         view_alone = torch.ones(8, 8)[0]
         torch.zeros(1024)  # let go at once
@@ -59,7 +61,7 @@ def test_counts_what_operators_made_wherever_it_is_kept() -> None:
 
 def test_leaves_out_what_the_user_holds_and_what_observing_makes() -> None:
     census, recorder = _census()
-    with counting(census):
+    with observing_operators(made=census.made):
         batch = torch.zeros(16)
         census.holds([batch])
         with recorder.during(Phase.OBSERVE):
@@ -70,7 +72,7 @@ def test_leaves_out_what_the_user_holds_and_what_observing_makes() -> None:
 
 def test_counts_a_storage_as_large_as_it_is_now() -> None:
     census, _ = _census()
-    with counting(census):
+    with observing_operators(made=census.made):
         gathered = torch.zeros(256)
         gathered.untyped_storage().resize_(0)
     assert _taken(census).num_bytes == 0
@@ -78,7 +80,7 @@ def test_counts_a_storage_as_large_as_it_is_now() -> None:
 
 def test_waits_for_what_only_a_cycle_keeps() -> None:
     census, _ = _census()
-    with counting(census):
+    with observing_operators(made=census.made):
         cycle: list[object] = [torch.zeros(256)]
         cycle.append(cycle)
         del cycle
@@ -88,7 +90,7 @@ def test_waits_for_what_only_a_cycle_keeps() -> None:
 def test_what_is_there_to_stay_is_counted_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shardproof.harness.tracing.memory.census._RETRY_S", 0.0)
     census, _ = _census()
-    with counting(census):
+    with observing_operators(made=census.made):
         kept = torch.zeros(256)
     assert _taken(census, limit=0).num_bytes == kept.nbytes
 
@@ -98,8 +100,23 @@ def test_compiled_functions_stay_compiled() -> None:
 
     census, _ = _census()
     before = is_in_any_mode_without_ignore_compile_internals()  # another test's mode may be on
-    with counting(census):
+    with observing_operators(made=census.made):
         assert is_in_any_mode_without_ignore_compile_internals() == before
+
+
+def test_the_compiler_leaves_what_counts_alone() -> None:
+    compiled: list[object] = []
+
+    def backend(graph: torch.fx.GraphModule, _: list[torch.Tensor]) -> Callable[..., object]:
+        compiled.append(graph)
+        return graph.forward
+
+    census, _ = _census()
+    with observing_operators(made=census.made):
+        doubled = torch.compile(lambda x: x * 2 + 1, backend=backend)(torch.ones(16))
+    assert doubled.tolist() == [3.0] * 16
+    assert len(compiled) == 1
+    assert _taken(census).num_bytes == 16 * FLOAT
 
 
 def _census() -> tuple[Census, Recorder]:

@@ -11,7 +11,7 @@ from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardproof.engine.registry import BUILT_IN, EngineNotFoundError, check_spelling, known_engines
+from shardproof.engine.registry import BUILT_IN, EngineNotFoundError, check_spelling
 from shardproof.harness.audit.marks import WORLDS, Breadth
 from shardproof.harness.cases.case_id import node_of
 from shardproof.harness.errors import ShardproofError, UsageError
@@ -118,6 +118,7 @@ def _run(
     from shardproof.harness.records.run import refuse_existing
     from shardproof.harness.runner.options import RunOptions
     from shardproof.harness.verdicts import known_failures_file
+    from shardproof.harness.worlds.processes.forkserver import draw_hash_seeds, forkserver_context
     from shardproof.harness.worlds.spec import WorldSpec
 
     out = Path(arguments.out or Path("conformance") / f"{datetime.now(UTC):%Y%m%d-%H%M%S}")
@@ -132,6 +133,9 @@ def _run(
     effort = RunOptions(
         seed=arguments.schedule_seed, num_schedules=arguments.schedules, is_thorough=arguments.thorough
     )
+    if not arguments.workers:  # which have servers of their own
+        draw_hash_seeds(effort.seed)
+        forkserver_context()  # it does its imports while this process does its own
     if not _any_is_usable(arguments.engine or sorted(BUILT_IN), arguments.deadline):
         return USAGE
     options = [
@@ -254,16 +258,9 @@ def expectations(arguments: argparse.Namespace) -> int:
 def list_all(arguments: argparse.Namespace) -> int:
     """List engines with what they declare, suites, and with --cases every case."""
     from shardproof.harness.cli.case_list import list_cases
-    from shardproof.harness.runner.engines import describe
+    from shardproof.harness.cli.engine_list import engine_lines
 
-    print("engines:")
-    for name in sorted(known_engines()):
-        try:
-            declared = ", ".join(sorted(c.name for c in describe(name).capabilities))
-        except EngineNotFoundError as error:
-            declared = f"unavailable: {error.problem}"
-        print(f"  {name:18} {declared}")
-    print("suites:")
+    print("engines:", *engine_lines(), "suites:", sep="\n")
     for suite in suite_folders():
         print(f"  {suite.name:18} {_first_sentence(suite / '__init__.py')}")
     if not arguments.cases:

@@ -57,6 +57,8 @@ class ObservationCache:
         self._source = source
         self._oracles: dict[tuple[str, int], OracleObservation] = {}
         self._unread: dict[str, list[object]] = {}
+        # Digests of parts, of the case that asked last.
+        self._read: tuple[str, list[tuple[object, str]]] = ("", [])
         # The last few, which have all tensors of a training.
         self._kept: dict[Path, tuple[Scheduled, ...]] = {}
         self._wanted: set[Path] = set()
@@ -163,8 +165,19 @@ class ObservationCache:
         parts = []
         for field in fields(training):
             part = getattr(training, field.name)
-            parts.append(content_digest(part) or self._place(part, f"{field.name} of {case}"))
+            parts.append(self._part_digest(part, case) or self._place(part, f"{field.name} of {case}"))
         return hashlib.sha256("|".join(parts).encode()).hexdigest()[:10]
+
+    def _part_digest(self, part: object, case: str) -> str:
+        """Digest a part once per case, which asks for it several times; another case may find it changed."""
+        if self._read[0] != case:
+            self._read = (case, [])
+        for known, digest in self._read[1]:
+            if known is part:
+                return digest
+        digest = content_digest(part) or ""
+        self._read[1].append((part, digest))
+        return digest
 
     def _place(self, part: object, owner: str) -> str:
         """Name an object that has no digest by its owner, and by how many others of the owner came before it."""

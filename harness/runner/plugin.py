@@ -5,6 +5,7 @@ A process that only hands cases to workers has no need of torch, and does not wa
 
 from __future__ import annotations
 
+import gc
 import os
 import pickle
 from collections.abc import Sequence
@@ -120,6 +121,7 @@ def pytest_configure(config: pytest.Config) -> None:
         draw_hash_seeds(config.stash[EFFORT].seed)
         if _will_run_suites(config):
             forkserver_context()  # it does its imports while this process does its own
+        gc.disable()  # until all is imported: none of it is garbage, and looking takes a tenth of the time
         config.pluginmanager.import_plugin("shardproof.harness.runner.fixture")
         config.pluginmanager.register(selection, "shardproof-selection")
 
@@ -142,6 +144,19 @@ def _sink(config: pytest.Config) -> RecordWriter:
     if resumed:
         sink.resume(selection.interrupted(Path(resumed)))
     return sink
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Freeze what was imported and collected, so that the collector skips it."""
+    if not gc.isenabled():
+        gc.freeze()
+        gc.enable()
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """Enable the collector, where nothing was collected."""
+    gc.enable()
 
 
 # Any: xdist's node, whose package need not be there.

@@ -148,6 +148,21 @@ NAMES = (
         without=Feature.OPERATORS,
     ),
     PrivateName(
+        path="torch._C._dynamo.eval_frame:set_code_exec_strategy",
+        use="keeps the compiler out of what sees operators",
+        without="torch wraps what sees operators, which makes them slower",
+    ),
+    PrivateName(
+        path="torch._C._dynamo.eval_frame:_FrameExecStrategy",
+        use="says for which calls it is kept out",
+        without="torch wraps what sees operators, which makes them slower",
+    ),
+    PrivateName(
+        path="torch._C._dynamo.eval_frame:_FrameAction",
+        use="says what it does instead",
+        without="torch wraps what sees operators, which makes them slower",
+    ),
+    PrivateName(
         path="torch:_foreach_copy_",
         use="writes the outputs of a collective in one call",
         without="they are written one by one, which is slower",

@@ -162,6 +162,11 @@ class Recorder:
             self._watcher = None
 
     @property
+    def phase(self) -> Phase:
+        """The loop's phase now."""
+        return self._phase
+
+    @property
     def place(self) -> LoopPosition:
         """Return where the loop stands."""
         unit = self._units[-1] if self._units else None

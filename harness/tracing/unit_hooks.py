@@ -87,7 +87,7 @@ class _Hooks:
     def compute(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
         """Record that forward begins; hook its inputs' gradients to record the end of backward."""
         self._recorder.mark(EventKind.COMPUTES, self._unit)
-        if self._recorder.place.phase is Phase.BACKWARD:
+        if self._recorder.phase is Phase.BACKWARD:
             return  # a forward that is run again: what it is given has said so the first time
         given = (t.grad_fn for t in _tensors_in(inputs) if t.requires_grad)
         # An engine that watches inputs puts one node of its own before them all, which this precedes.

@@ -164,7 +164,7 @@ def train(
             steps=tuple(steps),
             optimizer_state=read_shards(loop.prepared, "local_optimizer_state"),
             buffers=read_shards(loop.prepared, "local_buffers"),
-            ledger=recorder.ledger(),
+            ledger=(),  # in the journal
             cut=read_declared(loop.prepared, "cut", Cut),
             no_gradient=read_declared(loop.prepared, "no_gradient", NoGradient),
             masters=read_declared(loop.prepared, "masters", Masters),

@@ -84,7 +84,7 @@ class MemoryTracker:
                 self._lives.copied(sources, targets, is_packing=name not in _DUPLICATES)
                 return
             self._lives.computed(sources)
-            if name in _SUMS and self._recorder.place.phase is Phase.BACKWARD:
+            if name in _SUMS and self._recorder.phase is Phase.BACKWARD:
                 old = self._keys(_old(writes, fresh), name)
                 self._lives.summed(sources, old, is_packing=name in _SCALED_COPIES)
 
@@ -185,7 +185,7 @@ class MemoryTracker:
 
     @property
     def _is_observing(self) -> bool:
-        return self._recorder.place.phase is Phase.OBSERVE
+        return self._recorder.phase is Phase.OBSERVE
 
     def _advance(self) -> None:
         self._lives.advance(self._recorder.place)

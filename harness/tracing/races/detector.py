@@ -185,7 +185,7 @@ class RaceDetector:
 
     @property
     def _is_observing(self) -> bool:
-        return self._recorder.place.phase is Phase.OBSERVE
+        return self._recorder.phase is Phase.OBSERVE
 
     def _before(self, call: Call) -> Clock:
         """Return what has surely happened when an asynchronous collective starts."""

@@ -12,6 +12,7 @@ Where the kernel lets no process adopt orphans the import does nothing.
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import select
 import shutil
@@ -125,4 +126,5 @@ def _folder_of_listener() -> Path | None:
 
 
 if any("multiprocessing.forkserver" in argument for argument in sys.orig_argv):
+    gc.disable()  # until all is imported: none of it is garbage, and looking takes a tenth of the time
     _keep()
