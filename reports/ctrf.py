@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections import Counter
 from datetime import datetime
 from typing import Any
@@ -13,7 +12,7 @@ from shardproof.harness.records.run import Run
 from shardproof.reports.expected import stale
 from shardproof.reports.junit import evidence_text
 from shardproof.reports.summary import conforms, warnings
-from shardproof.reports.text import one_line, printable
+from shardproof.reports.text import one_line, plausible, printable
 
 __all__ = ["render"]
 
@@ -58,12 +57,11 @@ def render(run: Run) -> str:
 
 # Any: JSON.
 def _test(record: Record) -> dict[str, Any]:
-    duration_s = record.duration_s if math.isfinite(record.duration_s) else 0.0
     places = (record.engine, record.world, record.suite)
     test: dict[str, Any] = {
         "name": printable(record.case) or "(no name)",
         "status": _QUIET.get(record.verdict, "failed"),
-        "duration": max(0, round(duration_s * 1000)),
+        "duration": round(plausible(record.duration_s) * 1000),
         "rawStatus": str(record.verdict),
         "suite": [text for place in places if (text := printable(place))] or ["shardproof"],
         "filePath": printable(f"suites/{record.case.partition('::')[0]}"),

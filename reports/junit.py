@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from typing import Literal
 from xml.etree import ElementTree
@@ -14,7 +13,7 @@ from shardproof.reports.evidence import headroom, outcome_groups, place
 from shardproof.reports.expected import stale, told
 from shardproof.reports.matrix import Column
 from shardproof.reports.summary import conforms, warnings
-from shardproof.reports.text import clip, one_line, printable
+from shardproof.reports.text import clip, one_line, plausible, printable
 
 _Element = ElementTree.Element
 _Kind = Literal["skipped", "failure", "error"]
@@ -69,7 +68,7 @@ def _case(record: Record) -> _Element:
         "testcase",
         classname=printable(".".join(part for part in (record.engine, record.world, record.suite) if part)),
         name=printable(record.case),
-        time=f"{record.duration_s if math.isfinite(record.duration_s) else 0:.3f}",
+        time=f"{plausible(record.duration_s):.3f}",
     )
     if kind := _kind(record.verdict):
         known = f"{told(record)}: " if record.verdict is Verdict.KNOWN_FAILURE else ""

@@ -72,6 +72,11 @@ def size(num_bytes: int) -> str:
     return f"{num_bytes} B" if unit == "B" else f"{value:.1f} {unit}"
 
 
+def plausible(seconds: float) -> float:
+    """Return a wall time as machines may read it: finite and not negative, whatever a record says."""
+    return min(max(0.0, seconds), 1e9) if math.isfinite(seconds) else 0.0
+
+
 def duration(seconds: float) -> str:
     """Format a wall time."""
     if not math.isfinite(seconds) or seconds < 60:

@@ -49,7 +49,11 @@ def _cache_file() -> Path:
     stats = [(str(path), path.stat()) for path in sorted(_SOURCES.rglob("*.py"))]
     facts = [sys.version, sys.prefix, version_of("torch"), *((n, s.st_size, s.st_mtime_ns) for n, s in stats)]
     key = hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
-    return Path.home() / ".cache" / "shardproof" / f"engines-{key}.json"
+    return (
+        Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        / "shardproof"
+        / f"engines-{key}.json"
+    )
 
 
 def _read(file: Path) -> dict[str, str]:
