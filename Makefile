@@ -7,7 +7,7 @@ STAMP  := $(VENV)/.installed
 # A world per size; 3 for shards of unequal size, 4 for two replicas of two shards.
 WORLDS := threads:1 threads:2 threads:3 threads:4 processes:2
 
-.PHONY: setup conformance test twins versions lint clean
+.PHONY: setup conformance test twins versions models lint clean
 
 setup: $(STAMP)
 
@@ -29,6 +29,10 @@ twins: $(STAMP)
 # The catalogue on each release of torch: an environment each, several gigabytes, about an hour.
 versions: $(STAMP)
 	$(BIN)/python -m benchmarks.torch_versions
+
+# Real models at tiny sizes, in an environment of their own with transformers: about half an hour.
+models: $(STAMP)
+	$(BIN)/python -m benchmarks.real_models
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

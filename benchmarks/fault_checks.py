@@ -16,8 +16,6 @@ from benchmarks.live_run import LateError, LiveRun
 from shardproof.harness.cli.main import main
 from shardproof.harness.records.run import RECORDS, RUN
 
-__all__ = ["Misses", "call", "check_end", "check_worlds", "complaint", "records_of"]
-
 Misses = list[tuple[Miss, str]]
 
 _CODES = {0, 1, 2, 3}

@@ -11,8 +11,6 @@ from benchmarks.fault_checks import call, complaint
 from benchmarks.fault_kinds import Fault, Miss
 from shardproof.harness.records.run import JUDGED, RECORDS, RUN, read_run
 
-__all__ = ["cut_one"]
-
 _OF_A_RUN = (RECORDS, RUN, "SHA256SUMS")
 _OF_A_WORLD = (
     "rank0.ledger.jsonl",

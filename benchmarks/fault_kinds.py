@@ -13,8 +13,6 @@ from enum import Enum
 
 from benchmarks.live_run import Found, LiveRun, state_of
 
-__all__ = ["ENDINGS", "STRIKES", "Fault", "Kind", "Miss", "strike"]
-
 _POLL_S = 0.005
 _STATE_LIMIT_S = 0.5
 # How long a target of a fault may be awaited: as long as a server may take for its imports on a busy machine.

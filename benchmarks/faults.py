@@ -26,8 +26,6 @@ from benchmarks.fault_damage import cut_one
 from benchmarks.fault_kinds import ENDINGS, STRIKES, Fault, Kind, Miss, strike
 from benchmarks.live_run import Found, LiveRun
 
-__all__ = ["campaign", "main"]
-
 DEADLINE_S = 5.0
 _MARGIN_S = 2.0
 # After the deadline a record needs its judging and, after a fault of the server, the imports of the next one.

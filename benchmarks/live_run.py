@@ -13,8 +13,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["Found", "LateError", "LiveRun", "Role", "state_of"]
-
 ROOT = Path(__file__).resolve().parents[1]
 _PROC = Path("/proc")
 _POLL_S = 0.01
@@ -74,6 +72,7 @@ class LiveRun:
                     "shardproof.harness.cli.main",
                     "run",
                     *arguments,
+                    "--keep=all",
                     "--out",
                     str(self.out),
                 ],

@@ -16,8 +16,6 @@ from shardproof.harness.cases.training import Watch
 from shardproof.harness.training.watches import watching
 from shardproof.harness.worlds.rank import RankContext
 
-__all__ = ["WATCHES", "WORK", "measure"]
-
 WATCHES: dict[str, frozenset[Watch]] = {
     "plain": frozenset(),
     "races": frozenset({Watch.RACES}),

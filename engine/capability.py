@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from enum import Enum
 
-__all__ = ["Capability", "MissingMethodError", "UnsupportedError"]
-
 
 class Capability(Enum):
     """One promise an adapter may make; the value is the wording that reports show."""
@@ -14,6 +12,8 @@ class Capability(Enum):
     # Layouts.
     REPLICATE = "replicates parameters on a 1-D mesh"
     SHARD = "shards parameters on a 1-D mesh"
+    ZERO1 = "keeps parameters whole and shards optimizer state (ZeRO-1)"
+    ZERO2 = "keeps parameters whole and shards gradients and optimizer state (ZeRO-2)"
     HYBRID = "shards within a group and replicates across groups (2-D mesh)"
     SHARD_DIM = "shards each parameter on the dim asked for"
     IGNORE = "leaves the parameters named alone: unsharded, unreduced"

@@ -43,6 +43,7 @@ __all__ = [
     "Engine",
     "Grouping",
     "Layout",
+    "Masters",
     "MissingMethodError",
     "NoGradient",
     "Offload",
@@ -75,6 +76,14 @@ class Cut(Enum):
     CHUNKS = (
         "at multiples of a chunk in which rows of each parameter of the group fit: some ranks may hold more"
     )
+    PARAMETERS = "between parameters, of which each has its state on one rank: some ranks may hold more"
+
+
+class Masters(Enum):
+    """Whether the optimizer updates the parameters themselves."""
+
+    NONE = "it does"
+    SHARE = "it updates a copy of this rank's share, from which the parameters are set"
 
 
 class NoGradient(Enum):
@@ -135,21 +144,31 @@ class PreparedModel:
     cut: ClassVar[Cut] = Cut.EVENLY
     """What flat pieces may be uneven by; says nothing of others."""
 
+    masters: ClassVar[Masters] = Masters.NONE
+    """Whether memory holds a copy of this rank's share of the parameters beside its optimizer state."""
+
     no_gradient: ClassVar[NoGradient] = NoGradient.NONE
     """What `local_gradients` shows where there is no gradient; anything but that, or None, is wrong."""
+
+    is_last_microbatch: bool = True
+    """Whether the microbatch at hand is the last before the optimizer step; set before each forward and backward."""
 
     def __init__(self, module: nn.Module, *, named: nn.Module | None = None) -> None:
         self.module = module
         self.named = module if named is None else named
         self._optimizer: torch.optim.Optimizer | None = None
+        self._given: Mapping[str, nn.Parameter] = {}
 
     def __call__(self, *inputs: Any, **named: Any) -> Any:  # Any: a model takes and returns what it likes
         """Run forward on this rank's microbatch, with the arguments that the model takes."""
         return self.module(*inputs, **named)
 
     def optimizer(self, factory: OptimizerFactory) -> None:
-        """Build the optimizer over the parameters that this rank owns."""
-        self._optimizer = factory(self.named.parameters())
+        """Build the optimizer over the parameters that this rank owns; what cannot be honoured may be refused here."""
+        self._given = dict(
+            self.named.named_parameters()
+        )  # afterwards modules may show others, as while gathered
+        self._optimizer = factory(self._given.values())
 
     def backward(self, loss: torch.Tensor) -> None:
         """Run backward from a scalar loss."""
@@ -215,7 +234,7 @@ class PreparedModel:
         set_state_dict(
             self.module,
             self._built_optimizer(),
-            model_state_dict=state["model"],
+            model_state_dict=dict(state["model"]),  # it renames keys and replaces values in place
             optim_state_dict=state["optimizer"],
             options=_WHOLE,
         )
@@ -229,7 +248,7 @@ class PreparedModel:
 
     def owned_parameters(self) -> Mapping[str, nn.Parameter]:
         """Return what the optimizer updates, under the original names: what the other reads look at."""
-        return dict(self.named.named_parameters())
+        return self._given or dict(self.named.named_parameters())
 
     def local_parameters(self) -> Mapping[str, Shard]:
         """Read this rank's shard of every parameter, under the original names; never communicates."""
@@ -268,6 +287,10 @@ class Engine(ABC):
     capabilities: frozenset[Capability]
     insists_on_cuda: ClassVar[bool] = False
     """Whether the engine calls torch.cuda wherever it is: in worlds of a CPU a stand-in is put there for it."""
+    needs_processes: ClassVar[bool] = False
+    """Whether each rank needs a process to itself, as where ranks are told apart by globals: not judged in threads."""
+    known_as: ClassVar[str] = ""
+    """The known engine that this one is derived from, whose known failures it shares."""
 
     @abstractmethod
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:

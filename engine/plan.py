@@ -35,13 +35,15 @@ class Layout(Enum):
     NATIVE = "whatever the engine does on a 1-D mesh"
     REPLICATE = "every rank holds every parameter"
     SHARD = "every rank holds its share of every parameter"
+    ZERO1 = "every rank holds every parameter, and its share of the optimizer state"
+    ZERO2 = "every rank holds every parameter, and its share of gradients and optimizer state"
     HYBRID = "replicas, each sharded over its share of the ranks; Replicas says how many"
 
 
 class Replicas(Enum):
     """How many replicas a hybrid layout has; with n ranks, which mesh (replicate, shard) that is."""
 
-    ONE = "(1, n): one, sharded over all ranks; nobody else holds what a rank holds"
+    ONE = "(1, n): one, sharded over all ranks; no two ranks hold the same rows"
     TWO = "(2, n / 2): two, each sharded over half of the ranks"
     PAIRS = "(n / 2, 2): each pair of ranks is one, sharded over the two"
     SINGLES = "(n, 1): each rank is one, and holds everything"
@@ -290,6 +292,8 @@ class Plan:
             Layout.NATIVE: None,
             Layout.REPLICATE: Capability.REPLICATE,
             Layout.SHARD: Capability.SHARD,
+            Layout.ZERO1: Capability.ZERO1,
+            Layout.ZERO2: Capability.ZERO2,
             Layout.HYBRID: Capability.HYBRID,
         }[self.layout]
         is_binding = self.grouping is Grouping.REQUIRED

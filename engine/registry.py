@@ -21,11 +21,13 @@ if TYPE_CHECKING:  # the names of engines are known without torch
 # Adapters load when named, so that listing engines costs no import and one missing package hurts nobody else.
 BUILT_IN = {
     "reference": "shardproof.engine.adapters.reference:ReferenceEngine",
+    "reference.zero2": "shardproof.engine.adapters.reference_zero:Zero2Engine",
     "reference.wrapper": "shardproof.engine.adapters.reference_wrapper:ReferenceWrapperEngine",
     "torch.ddp": "shardproof.engine.adapters.torch_ddp:DistributedDataParallelEngine",
     "torch.fsdp1": "shardproof.engine.adapters.torch_fsdp1:FullyShardedDataParallelEngine",
     "torch.fsdp2": "shardproof.engine.adapters.torch_fsdp2:FullyShardEngine",
     "torch.replicate": "shardproof.engine.adapters.torch_replicate:ReplicateEngine",
+    "torch.zero1": "shardproof.engine.adapters.torch_zero1:ZeroRedundancyEngine",
 }
 
 

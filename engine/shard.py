@@ -10,8 +10,6 @@ import torch
 from torch.distributed.tensor import DTensor, Placement, Replicate
 from torch.distributed.tensor import Shard as ShardPlacement
 
-__all__ = ["Shard", "shard_of"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Shard:

@@ -10,8 +10,6 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["BackwardGather", "Wrapper", "WrapperNames"]
-
 
 class BackwardGather(Enum):
     """When backward issues the gather of the unit that comes next."""

@@ -2,15 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = [
-    "EngineError",
-    "HarnessBug",
-    "NewerSchemaError",
-    "ShardproofError",
-    "UnreadableError",
-    "UsageError",
-]
-
 
 class ShardproofError(Exception):
     """Root of the tree: *what: expected X, got Y; try Z*."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -10,9 +9,8 @@ from types import MappingProxyType
 from shardproof.harness.records.diff.comparison import Comparison, News, RecordChange, steady
 from shardproof.harness.records.diff.traffic import Traffic, TrafficChange
 from shardproof.harness.records.record import Record, Verdict
+from shardproof.reports.causes import shape
 from shardproof.reports.text import ranks, size
-
-__all__ = ["TITLES", "ChangeGroup", "Line", "case_lines", "groups", "shared_world"]
 
 TITLES: Mapping[News, str] = MappingProxyType(
     {
@@ -25,9 +23,6 @@ TITLES: Mapping[News, str] = MappingProxyType(
         News.GONE: "Gone from A",
     }
 )
-
-_QUOTED = re.compile(r"'[^']*'")
-_NUMBERS = re.compile(r"-?\d+(?:\.\d+)?(?:[-, ]+\d+)*")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,13 +100,7 @@ def _sign(news: News, change: RecordChange) -> Hashable:
     title, lines = _title(news, change), _lines(news, [change])
     if news in {News.NEW, News.GONE}:
         return (title, change.world)
-    return (title, tuple(Line(side=line.side, text=_shape(line.text)) for line in lines))
-
-
-def _shape(text: str) -> str:
-    """Blank out what differs between cases that fail alike: names in quotes, numbers, and lengths of lists."""
-    blank = _NUMBERS.sub("N", _QUOTED.sub("'...'", steady(text)))
-    return "; ".join(dict.fromkeys(blank.split("; ")))
+    return (title, tuple(Line(side=line.side, text=shape(line.text)) for line in lines))
 
 
 def _title(news: News, change: RecordChange) -> str:

@@ -10,8 +10,6 @@ from shardproof.harness.audit.upstream_coverage import Coverage, RowCoverage, Ro
 from shardproof.reports.matrix import by_test
 from shardproof.reports.text import one_line
 
-__all__ = ["render", "render_markdown"]
-
 _NUM_TESTS = 1  # named in a row of the terminal's table, where a line should stay a line
 _NEEDS_GPU = "GPU"
 

@@ -10,8 +10,6 @@ from shardproof.harness.records.diff.traffic import Traffic, TrafficChange
 from shardproof.harness.records.record import Record
 from shardproof.reports.summary import tally
 
-__all__ = ["VERSION", "render_json"]
-
 VERSION = 1  # raised when a field is renamed, removed, or changes its meaning
 
 

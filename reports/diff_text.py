@@ -17,8 +17,6 @@ from shardproof.reports.markup import Budget, code, escape, table
 from shardproof.reports.summary import conclude, tally
 from shardproof.reports.text import one_line
 
-__all__ = ["LIMIT_BYTES", "WIDTH", "render", "render_markdown", "summary"]
-
 WIDTH = 100
 LIMIT_BYTES = 60_000  # GitHub takes 65,536 characters in a comment
 _RESERVE_BYTES = 2_000  # for the sentences that count what was left out

@@ -161,10 +161,10 @@ def hang_steps(hang: HangReport) -> tuple[Step, ...]:
         words = f"all: {_brief(difference.common)}, {_moment(difference.common)}"
         found.append(Step(number=f"#{difference.common.position}", words=words, sides=(), is_different=False))
     if difference.desynchronised:
-        first = next(s.call.position for s in difference.desynchronised if s.call is not None)
+        calls = [side.call for side in difference.desynchronised if side.call is not None]
         found.append(
             Step(
-                number=f"#{first}",
+                number=f"#{calls[0].position}" if calls else "",
                 words="alike, and from here on made in different places",
                 sides=_sides(difference.desynchronised),
                 is_different=False,

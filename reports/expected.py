@@ -9,8 +9,6 @@ from shardproof.harness.records.record import Expectation, Record, Verdict
 from shardproof.harness.records.run import Run
 from shardproof.reports.text import one_line
 
-__all__ = ["Known", "address", "idle", "known", "stale", "told"]
-
 _ADDRESS = re.compile(r"https?://[^\s<>\"'`|\\\x00-\x20\x7f-\U0010ffff]+")
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from typing import Literal
 from xml.etree import ElementTree
@@ -13,10 +12,8 @@ from shardproof.reports import evidence
 from shardproof.reports.evidence import headroom, outcome_groups, place
 from shardproof.reports.expected import stale, told
 from shardproof.reports.matrix import Column
-from shardproof.reports.summary import warnings
-from shardproof.reports.text import clip, one_line, printable
-
-__all__ = ["render"]
+from shardproof.reports.summary import conforms, warnings
+from shardproof.reports.text import clip, one_line, plausible, printable
 
 _Element = ElementTree.Element
 _Kind = Literal["skipped", "failure", "error"]
@@ -32,7 +29,10 @@ def render(run: Run) -> str:
     for column, records in columns.items():
         cases = [_case(record) for record in records]
         root.append(_suite(f"{column.engine} in {column.world}", cases, run))
-    if itself := [*_incomplete(warnings(run)), *_stale(stale(run))]:
+    itself = [*_incomplete(warnings(run)), *_stale(stale(run))]
+    if not run.records and not itself and not conforms(run):
+        itself = [_of_run("some case is judged", "error", "EMPTY", ["the run has no records"])]
+    if itself:
         root.append(_suite("the run itself", itself, run))
     _sum_up(root, root.iter("testcase"))
     ElementTree.indent(root)
@@ -55,9 +55,12 @@ def _suite(name: str, cases: Sequence[_Element], run: Run) -> _Element:
 def _sum_up(of: _Element, cases: Iterable[_Element]) -> None:
     found = list(cases)
     of.set("tests", str(len(found)))
-    for attribute, tag in (("failures", "failure"), ("errors", "error"), ("skipped", "skipped")):
+    counted = [("failures", "failure"), ("errors", "error")]
+    if of.tag == "testsuite":  # Jenkins' schema has no count of what was skipped over all suites
+        counted.append(("skipped", "skipped"))
+    for attribute, tag in counted:
         of.set(attribute, str(sum(case.find(tag) is not None for case in found)))
-    of.set("time", f"{sum(float(case.get('time', 0)) for case in found):.4f}")
+    of.set("time", f"{sum(float(case.get('time', 0)) for case in found):.3f}")
 
 
 def _case(record: Record) -> _Element:
@@ -65,13 +68,13 @@ def _case(record: Record) -> _Element:
         "testcase",
         classname=printable(".".join(part for part in (record.engine, record.world, record.suite) if part)),
         name=printable(record.case),
-        time=f"{record.duration_s if math.isfinite(record.duration_s) else 0:.4f}",
+        time=f"{plausible(record.duration_s):.3f}",
     )
     if kind := _kind(record.verdict):
         known = f"{told(record)}: " if record.verdict is Verdict.KNOWN_FAILURE else ""
         message = one_line(f"{record.verdict}: {known}{record.headline}", limit=1000)
         element = ElementTree.SubElement(case, kind, type=str(record.verdict), message=message)
-        element.text = clip(_evidence(record), _TEXT_LIMIT)
+        element.text = evidence_text(record)
     return case
 
 
@@ -81,6 +84,11 @@ def _kind(verdict: Verdict) -> _Kind | None:
     if verdict.is_conforming:
         return "skipped"
     return "error" if verdict is Verdict.ERRORED else "failure"
+
+
+def evidence_text(record: Record) -> str:
+    """Return all that a record shows as plain text, cut to what a CI server can hold."""
+    return clip(_evidence(record), _TEXT_LIMIT)
 
 
 def _evidence(record: Record) -> str:
@@ -108,7 +116,7 @@ def _stale(texts: Sequence[str]) -> list[_Element]:
 
 
 def _of_run(name: str, kind: _Kind, type_: str, texts: Sequence[str]) -> _Element:
-    case = ElementTree.Element("testcase", classname="shardproof", name=name, time="0")
+    case = ElementTree.Element("testcase", classname="shardproof", name=name, time="0.000")
     element = ElementTree.SubElement(case, kind, type=type_, message=one_line(texts[0], limit=1000))
     element.text = printable("\n".join(texts))
     return case

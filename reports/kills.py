@@ -13,8 +13,6 @@ from shardproof.harness.records.run import write_file
 from shardproof.reports.matrix import by_test
 from shardproof.reports.text import duration, one_line
 
-__all__ = ["render", "render_json", "render_markdown", "summary", "write_kills"]
-
 _NUM_TESTS = 2  # named in a row of the terminal's table, where a line should stay a line
 _NUM_LISTED = 50  # beyond these a terminal scrolls them away anyway
 _SCHEMA = 2

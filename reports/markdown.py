@@ -23,8 +23,6 @@ from shardproof.reports.summary import conclude, tally, warnings
 from shardproof.reports.text import clip, duration, printable, size, versions
 from shardproof.reports.verdict_style import MARKS
 
-__all__ = ["LIMIT_BYTES", "render"]
-
 LIMIT_BYTES = 2**20
 _RESERVE_BYTES = 2_000  # for the sentences that say what was left out
 _MATRIX_BYTES = LIMIT_BYTES // 2  # so that failures keep room for their evidence
@@ -201,7 +199,7 @@ def _hang(record: Record) -> list[str]:
         return []
     found = evidence.state_cards(record.hang)[:_NUM_CARDS]
     labels = list(dict.fromkeys(label for card in found for label, _ in card.facts))
-    names = [f"**{p.ranks}** (holds up the others)" if p.is_suspect else p.ranks for p in found]
+    names = [f"**{p.ranks}** (blocks the others)" if p.is_suspect else p.ranks for p in found]
     rows = [("", *(p.words for p in found))]
     rows += [(label, *(escape(dict(p.facts).get(label, "")) for p in found)) for label in labels]
     rows.append(("stack", *("<br>".join(code(frame) for frame in p.frames[:4]) for p in found)))

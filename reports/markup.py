@@ -7,8 +7,6 @@ from collections.abc import Iterable, Sequence
 
 from shardproof.reports.text import one_line
 
-__all__ = ["Budget", "code", "escape", "num_bytes", "table"]
-
 _SPECIAL = re.compile(r"([\\`*_\[\]<>#&|~$])")
 
 

@@ -1,17 +1,17 @@
-"""What a check of a user's own model showed, on one screen: proven, not declared, broken, and how close it was."""
+"""What a check of a user's own model showed, on one screen: proven, how precisely, not proven and why, broken."""
 
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
-from shardproof.harness.records.record import Record, Verdict
+from shardproof.harness.records.record import LeftOut, Record, Verdict, VisibleError
 from shardproof.harness.records.run import Run
 from shardproof.reports.matrix import label
 from shardproof.reports.summary import conclude, tally
 from shardproof.reports.text import duration, one_line, rough
 
-_WIDTH = 110
+_WIDTH = 100
 _INDENT = " " * 16
 
 
@@ -20,43 +20,86 @@ def render(run: Run) -> str:
     cells: dict[tuple[str, str], list[Record]] = {}
     for record in run.records:
         cells.setdefault((record.engine, record.world), []).append(record)
-    blocks = [_block(engine, world, records) for (engine, world), records in cells.items()]
+    blocks = [_block(run, engine, world, records) for (engine, world), records in cells.items()]
     counted = tally(run.records)
     took = f" in {duration(run.footer.duration_s)}" if run.footer else ""
     score = f"{conclude(run).value}: {counted.score}{took}, {counted.num_not_conforming} not conforming"
     return "\n\n".join([*blocks, score]) + "\n"
 
 
-def _block(engine: str, world: str, records: Sequence[Record]) -> str:
+def _block(run: Run, engine: str, world: str, records: Sequence[Record]) -> str:
     passed = [record for record in records if record.verdict is Verdict.PASSED]
-    refused = [record for record in records if record.verdict is Verdict.UNSUPPORTED]
     broken = [record for record in records if not record.verdict.is_conforming]
+    left_out = [
+        out
+        for out in (run.footer.left_out if run.footer else ())
+        if (out.engine, out.world) == (engine, world)
+    ]
     lines = [f"{one_line(engine)} in {one_line(world)}"]
     lines += [_line("proven", _promise(record)) for record in passed]
-    lines += [_line("not declared", f"{_promise(r)}: {one_line(r.headline)}") for r in refused]
+    lines += _precision(passed)
+    lines += [_line("not declared", text) for text in _undeclared(records)]
+    lines += [_line("left out", f"{_promise(out)}: {one_line(out.why)}") for out in left_out]
+    lines += [_line("not proven", "; ".join(_beyond(run, world)))]
     lines += [_line(str(r.verdict), f"{_promise(r)}: {one_line(r.headline, limit=400)}") for r in broken]
-    lines += [_line("repeat", record.command) for record in broken[:1]]
-    return "\n".join([*lines, *_closest(passed)])
+    # Not wrapped: it is to be copied.
+    lines += [f"  {'repeat':<14}{record.command}" for record in broken[:1]]
+    return "\n".join(lines)
 
 
-def _promise(record: Record) -> str:
+def _promise(case: Record | LeftOut) -> str:
     """Format the id of a case as a sentence; the model's name, which all have, is left out."""
-    name, _, parameters = label(record.case, record.suite).rpartition("::")[2].partition("[")
+    name, _, parameters = label(case.case, case.suite).rpartition("::")[2].partition("[")
     _, _, own = parameters.removesuffix("]").partition("-")
     return name.replace("_", " ") + (f" ({own})" if own else "")
 
 
-def _closest(passed: Sequence[Record]) -> list[str]:
-    """Name the tensor that came closest to what is allowed, over all that passed."""
+def _undeclared(records: Sequence[Record]) -> Iterator[str]:
+    """Yield what the engine does not declare, with the promises that need it."""
+    promises: dict[str, list[str]] = {}
+    for record in records:
+        if record.verdict is Verdict.UNSUPPORTED:
+            promises.setdefault(one_line(record.headline.partition(";")[0]), []).append(_promise(record))
+    for needs, which in promises.items():
+        yield f"{'; '.join(which)}: {needs}"
+
+
+def _precision(passed: Sequence[Record]) -> list[str]:
+    """Format the smallest error that every proven case would have seen, and the tensor that came closest."""
+    shares: dict[tuple[str, str], VisibleError] = {}
+    for error in (error for record in passed for error in record.visible):
+        key = (error.quantity, error.name)
+        if key not in shares or shares[key].share < error.share:
+            shares[key] = error
+    lines = []
+    for quantity in dict.fromkeys(quantity for quantity, _ in shares):
+        least = sorted((e for e in shares.values() if e.quantity == quantity), key=lambda e: -e.share)[:2]
+        which = ", ".join(f"{one_line(e.name)!r} {_percent(e.share)}" for e in least)
+        text = f"an error of {_percent(least[0].share)} of any {quantity} would have failed; least visible: {which}"
+        lines.append(_line("precision", text))
     tensors = [record.worst for record in passed if record.worst is not None]
-    if not tensors:
-        return []
-    worst = max(tensors, key=lambda tensor: tensor.ratio)
-    text = (
-        f"{worst.quantity} {one_line(worst.name)!r} in step {worst.step} on rank {worst.rank} was off by "
-        f"{rough(worst.error)}; more than {rough(worst.allowed)} would have failed"
-    )
-    return [_line("closest", text)]
+    if tensors:
+        worst = max(tensors, key=lambda tensor: tensor.ratio)
+        text = (
+            f"{worst.quantity} {one_line(worst.name)!r} was off by {_percent(worst.ratio)} of what is allowed"
+        )
+        lines.append(_line("closest", text))
+    return lines
+
+
+def _percent(share: float) -> str:
+    return f"{rough(100 * share)}%"
+
+
+def _beyond(run: Run, world: str) -> Iterator[str]:
+    """Yield what no case of this run looked at."""
+    if not run.header.is_thorough:
+        yield "order of streams and lifetimes of memory (--thorough)"
+    if world.startswith("threads"):
+        yield "ranks as processes (--world processes:2)"
+    if not world.endswith("cuda"):
+        yield "GPUs"
+    yield "other numbers of ranks, steps and rows; speed"
 
 
 def _line(word: str, text: str) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -13,11 +12,11 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from shardproof.harness.records.record import Record, Verdict
 from shardproof.harness.records.run import Run
 from shardproof.reports import evidence, expected, text
+from shardproof.reports.causes import causes
 from shardproof.reports.matrix import Column, arrange, by_severity, label
+from shardproof.reports.page_data import index, pack, pieces
 from shardproof.reports.summary import Tally, conclude, tally, warnings
 from shardproof.reports.verdict_style import MARKS, VerdictStyle
-
-__all__ = ["Key", "render"]
 
 Key = tuple[str, str, str]
 """Engine, case and world of a record."""
@@ -27,29 +26,34 @@ _TEXT_LIMIT = 20_000  # characters of one rank's stack
 
 
 def render(run: Run, pictures: Mapping[Key, str] = MappingProxyType({})) -> str:
-    """Render the run as a page that needs nothing but itself: no network, no script to be readable.
+    """Render the run as a page that needs nothing but itself; its causes and counts can be read without a script.
 
-    ``pictures`` are timelines as SVG, by engine, case and world of their records.
+    ``pictures`` are timelines as SVG, by engine, case and world of their records. See [Note: how much a browser holds].
     """
+    ordered = by_severity(run.records)
     # By identity: two records may be equal, and the page shows that there are two.
-    anchors = {id(record): f"r{number}" for number, record in enumerate(run.records)}
-    matrix = arrange(run)
+    numbers = {id(record): number for number, record in enumerate(ordered)}
+    matrix, found = arrange(run), causes(run.records)
+    evidence_of = _environment().get_template("record.html").render
+    fragments = (
+        evidence_of(record=r, picture=pictures.get((r.engine, r.case, r.world), "")) for r in ordered
+    )
     return (
         _environment()
         .get_template("page.html")
         .render(
             run=run,
-            matrix=matrix,
-            engines=list(Counter(column.engine for column in matrix.columns).items()),
             columns=[(column, _of(column, run.records)) for column in matrix.columns],
             tally=tally(run.records),
             conclusion=conclude(run),
             warnings=warnings(run),
             stale=expected.stale(run),
             idle=expected.idle(run),
-            ordered=by_severity(run.records),
-            anchor=lambda record: anchors[id(record)],
-            picture=lambda record: pictures.get((record.engine, record.case, record.world), ""),
+            causes=found,
+            known=expected.known(run),
+            number=lambda record: numbers[id(record)],
+            index=pack(index(matrix, ordered, found)),
+            pieces=pieces(fragments),
         )
     )
 

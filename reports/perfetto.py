@@ -29,8 +29,6 @@ from shardproof.harness.records.rank_timeline import (
     UnitSpan,
 )
 
-__all__ = ["render", "trace_events"]
-
 # Any, throughout: JSON.
 _Event = dict[str, Any]
 

@@ -12,8 +12,6 @@ from shardproof.harness.records.run import Run
 from shardproof.reports.expected import stale
 from shardproof.reports.verdict_style import MARKS
 
-__all__ = ["Conclusion", "Tally", "conclude", "tally", "warnings"]
-
 
 class Conclusion(Enum):
     """What a run shows as a whole."""
@@ -41,6 +39,11 @@ class Tally:
         return self.counts.get(Verdict.PASSED, 0)
 
     @property
+    def declared(self) -> int:
+        """Records whose engine declares what the plan needs."""
+        return self.total - self.counts.get(Verdict.UNSUPPORTED, 0)
+
+    @property
     def num_not_conforming(self) -> int:
         """Records for which the run does not exit 0."""
         return sum(count for verdict, count in self.counts.items() if not verdict.is_conforming)
@@ -48,7 +51,12 @@ class Tally:
     @property
     def percent(self) -> str:
         """PASSED of all records, rounded down: 100% means all."""
-        return f"{self.passed * 1000 // self.total / 10:.1f}%" if self.total else "0.0%"
+        return self._percent_of(self.total)
+
+    @property
+    def percent_of_declared(self) -> str:
+        """PASSED of the records that engines declare, rounded down."""
+        return self._percent_of(self.declared)
 
     @property
     def score(self) -> str:
@@ -59,6 +67,9 @@ class Tally:
     def words(self) -> str:
         """Every count in words."""
         return ", ".join(f"{count} {verdict}" for verdict, count in self.counts.items()) or "no records"
+
+    def _percent_of(self, total: int) -> str:
+        return f"{self.passed * 1000 // total / 10:.1f}%" if total else "0.0%"
 
 
 def tally(records: Iterable[Record]) -> Tally:
@@ -75,6 +86,13 @@ def conclude(run: Run) -> Conclusion:
     if not counted.total:
         return Conclusion.EMPTY
     return Conclusion.INCOMPLETE if warnings(run) else Conclusion.CONFORMING
+
+
+def conforms(run: Run) -> bool:
+    """Return whether the exit code is 0; a shard may be empty, for `merge` counts whether all shards are there."""
+    found = conclude(run)
+    is_empty_shard = found is Conclusion.EMPTY and "shard" in run.header.options and not warnings(run)
+    return found is Conclusion.CONFORMING or is_empty_shard
 
 
 def warnings(run: Run) -> tuple[str, ...]:

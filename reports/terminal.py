@@ -10,17 +10,17 @@ from tabulate import tabulate
 from shardproof.harness.records.record import MOST_LISTED, Record, Verdict
 from shardproof.harness.records.run import Run
 from shardproof.reports import evidence
+from shardproof.reports.causes import Cause, causes
 from shardproof.reports.expected import idle, known, stale, told
-from shardproof.reports.matrix import Column, Matrix, arrange, by_severity, label
+from shardproof.reports.matrix import Column, Matrix, arrange, label
 from shardproof.reports.summary import Tally, conclude, tally, warnings
 from shardproof.reports.text import duration, one_line, versions
 from shardproof.reports.verdict_style import MARKS
 
-__all__ = ["render"]
-
 _WIDTH = 100
 _MOST_OF_A_HANG = 8  # lines
 _NUM_HEADLINES = 50  # beyond these a terminal scrolls them away anyway
+_NUM_ALIKE = 5  # cases named of those that fail like another
 
 
 def render(run: Run) -> str:
@@ -86,20 +86,38 @@ def _legend(counted: Tally) -> str:
 
 
 def _headlines(run: Run) -> list[str]:
-    broken = [record for record in by_severity(run.records) if not record.verdict.is_conforming]
+    """Return each cause once: the headline of its first record, and the cases that fail alike."""
+    found = causes(run.records)
     parts = []
-    for record in broken[:_NUM_HEADLINES]:
+    for cause in found[:_NUM_HEADLINES]:
+        record = cause.example
         cell = f"{record.verdict} {record.engine} in {record.world}: {label(record.case, record.suite)}"
-        headline = textwrap.fill(
-            one_line(record.headline, limit=500), _WIDTH, initial_indent="    ", subsequent_indent="    "
+        lines = (
+            one_line(cell),
+            _wrapped(record.headline),
+            *_hang(record),
+            f"    {told(record)}",
+            *_alike(cause),
         )
-        lines = (one_line(cell), headline, *_hang(record), f"    {told(record)}")
         parts.append("\n".join(line for line in lines if line.strip()))
-    if len(broken) > _NUM_HEADLINES:
-        parts.append(
-            f"... and {len(broken) - _NUM_HEADLINES} more that do not conform; the reports have them all"
-        )
+    if len(found) > _NUM_HEADLINES:
+        parts.append(f"... and {len(found) - _NUM_HEADLINES} more causes; the reports have them all")
     return parts
+
+
+def _alike(cause: Cause) -> list[str]:
+    """Return which other records fail alike."""
+    others = cause.records[1:]
+    if not others:
+        return []
+    names = [f"{label(r.case, r.suite)} in {r.world}" for r in others[:_NUM_ALIKE]]
+    more = [f"{len(others) - _NUM_ALIKE} more"] if len(others) > _NUM_ALIKE else []
+    return [_wrapped(f"alike: {', '.join([*names, *more])}")]
+
+
+def _wrapped(text: str) -> str:
+    line = one_line(text, limit=500)
+    return textwrap.fill(line, _WIDTH, initial_indent="    ", subsequent_indent="    ")
 
 
 def _hang(record: Record) -> list[str]:

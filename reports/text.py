@@ -6,19 +6,6 @@ import math
 import re
 from collections.abc import Iterable, Mapping
 
-__all__ = [
-    "clip",
-    "duration",
-    "number",
-    "one_line",
-    "printable",
-    "ranks",
-    "rough",
-    "size",
-    "times",
-    "versions",
-]
-
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 # Terminal escape sequences as a whole, so that no "[31m" stays behind; then every other control character,
 # half surrogate pairs, non-characters, and the marks that reorder text and so can make a report lie.
@@ -83,6 +70,11 @@ def size(num_bytes: int) -> str:
             break
         value /= 1024
     return f"{num_bytes} B" if unit == "B" else f"{value:.1f} {unit}"
+
+
+def plausible(seconds: float) -> float:
+    """Return a wall time as machines may read it: finite and not negative, whatever a record says."""
+    return min(max(0.0, seconds), 1e9) if math.isfinite(seconds) else 0.0
 
 
 def duration(seconds: float) -> str:

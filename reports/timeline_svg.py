@@ -289,7 +289,7 @@ class _Picture:
         first = self._x(rank, passage.issued.place)
         is_open = passage.landed is None
         last = self.width - 2 * _MARGIN if passage.landed is None else self._x(rank, passage.landed.place)
-        waited = "nobody waits for it" if is_open else "waited for where it ends"
+        waited = "never waited for" if is_open else "waited for where it ends"
         words = f"{entry.describe()}, {entry.phase}, in the turn of {entry.unit or 'root'}; {waited}"
         name, weight = str(entry.op).replace("_", "-"), size(entry.num_bytes)
         label = _first_that_fits((f"{name} {weight}", weight), last - first)

@@ -9,8 +9,6 @@ from types import MappingProxyType
 
 from shardproof.harness.records.record import Verdict
 
-__all__ = ["MARKS", "Tone", "VerdictStyle"]
-
 
 class Tone(StrEnum):
     """What colour a verdict wears; the value is its CSS class."""
@@ -18,7 +16,8 @@ class Tone(StrEnum):
     GOOD = "good"  # proven
     BAD = "bad"  # the engine is wrong
     DOUBTFUL = "doubtful"  # neither proven nor refuted: look at the harness or the expectations
-    MUTED = "muted"  # declared beforehand, so no surprise; still not a pass
+    KNOWN = "known"  # it fails, as an expectation says
+    MUTED = "muted"  # not declared, and refused
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +62,7 @@ MARKS: Mapping[Verdict, VerdictStyle] = MappingProxyType(
             letter="N", sign="N", tone=Tone.DOUBTFUL, phrase="selected, never reached"
         ),
         Verdict.KNOWN_FAILURE: VerdictStyle(
-            letter="k", sign="k", tone=Tone.MUTED, phrase="failed as an expectation says it would"
+            letter="k", sign="k", tone=Tone.KNOWN, phrase="failed as an expectation says it would"
         ),
         Verdict.UNSUPPORTED: VerdictStyle(
             letter="-", sign="\u2013", tone=Tone.MUTED, phrase="not declared, and refused loudly: opted out"

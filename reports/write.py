@@ -7,10 +7,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from shardproof.harness.records.run import Run, read_run, write_file
-from shardproof.reports import junit, markdown, page
+from shardproof.reports import badge, ctrf, failure_summary, junit, markdown, page
 from shardproof.reports.timeline_svg import pictures
-
-__all__ = ["Written", "write_reports"]
 
 
 class Written(NamedTuple):
@@ -21,7 +19,7 @@ class Written(NamedTuple):
 
 
 def write_reports(run_dir: Path) -> Written:
-    """Read the run and write report.html, report.md and junit.xml, each whole or not at all."""
+    """Read the run and write its reports, each whole or not at all."""
     run = read_run(run_dir)
     found = pictures(run, run_dir)
     run = replace(run, problems=(*run.problems, *found.problems))
@@ -29,6 +27,10 @@ def write_reports(run_dir: Path) -> Written:
         "report.html": page.render(run, found.drawn),
         "report.md": markdown.render(run),
         "junit.xml": junit.render(run),
+        "ctrf.json": ctrf.render(run),
+        "summary.md": failure_summary.render(run),
+        "badge.json": badge.endpoint(run),
+        "badge.svg": badge.picture(run),
     }
     for name, text in texts.items():
         write_file(run_dir / name, text)

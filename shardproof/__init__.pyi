@@ -13,6 +13,7 @@ from shardproof.engine.contract import Cut as Cut
 from shardproof.engine.contract import Engine as Engine
 from shardproof.engine.contract import Grouping as Grouping
 from shardproof.engine.contract import Layout as Layout
+from shardproof.engine.contract import Masters as Masters
 from shardproof.engine.contract import MissingMethodError as MissingMethodError
 from shardproof.engine.contract import NoGradient as NoGradient
 from shardproof.engine.contract import Offload as Offload
@@ -98,6 +99,8 @@ from shardproof.harness.cases.space import Program as Program
 from shardproof.harness.cases.space import ProgramRule as ProgramRule
 from shardproof.harness.cases.space import Space as Space
 from shardproof.harness.cases.stages import num_stages as num_stages
+from shardproof.harness.cases.training import LOADED as LOADED
+from shardproof.harness.cases.training import UNCHANGED as UNCHANGED
 from shardproof.harness.cases.training import Clip as Clip
 from shardproof.harness.cases.training import NamedOptimizer as NamedOptimizer
 from shardproof.harness.cases.training import Problem as Problem
@@ -111,6 +114,8 @@ from shardproof.harness.cases.units import UnitParameters as UnitParameters
 from shardproof.harness.cases.units import groups_of as groups_of
 from shardproof.harness.cases.user_model import UserModel as UserModel
 from shardproof.harness.cases.user_model import UserOptimizer as UserOptimizer
+from shardproof.harness.cli.check import check as check
+from shardproof.harness.errors import UsageError as UsageError
 from shardproof.harness.laws.communication.bounds import Between as Between
 from shardproof.harness.laws.communication.bounds import Bound as Bound
 from shardproof.harness.laws.communication.bounds import Exactly as Exactly
@@ -152,6 +157,7 @@ from shardproof.harness.laws.memory.lifetimes import PeakBytes as PeakBytes
 from shardproof.harness.laws.memory.lifetimes import UnshardedOnlyInTurn as UnshardedOnlyInTurn
 from shardproof.harness.laws.memory.lifetimes import UserTensorsLive as UserTensorsLive
 from shardproof.harness.laws.memory.share import MemoryIsExplained as MemoryIsExplained
+from shardproof.harness.laws.parity import ComputesInTheDtypeAsked as ComputesInTheDtypeAsked
 from shardproof.harness.laws.parity import MatchesOracle as MatchesOracle
 from shardproof.harness.laws.runtime import Deterministic as Deterministic
 from shardproof.harness.laws.runtime import ExpectedUnitState as ExpectedUnitState

@@ -10,8 +10,6 @@ import torch.distributed as dist
 from shardproof.harness.tracing.collectives.call import Call, Pieces
 from shardproof.harness.tracing.ledger import Op
 
-__all__ = ["made_call"]
-
 
 # Any: the fields of a call.
 def made_call(op: Op, inputs: Pieces = (), outputs: Pieces = (), **fields: Any) -> Call:

@@ -9,8 +9,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardproof.engine.contract import Capability, Engine, Plan, PreparedModel
 
-__all__ = ["InsistsOnCuda", "StepsTooEarly"]
-
 
 class _Reduced(PreparedModel):
     """Copies each gradient into a bucket on the device, reduces there, and copies back."""

@@ -7,8 +7,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["NO_ORDERS", "ORDERS", "Ordering", "write_here_read_there"]
-
 # Any: torch.cpu or torch.cuda, its current stream and another one, none of which has a type in common.
 Ordering = Callable[[Any, Any, Any], object]
 

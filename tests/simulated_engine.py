@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import nn
 
 from shardproof.engine.contract import Layout, Shard
 from shardproof.harness.cases.training import LoopOrder, Training, ZeroGrad, loss_weight
+from shardproof.harness.laws.law import Evidence
 from shardproof.harness.records.observation import Observation, StepObservation
+from shardproof.harness.training.oracle import OracleObservation, run_oracle
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -76,6 +79,27 @@ def simulate(
             ledger=(),
         )
         for rank in range(world_size)
+    )
+
+
+oracle_of = cache(run_oracle)
+
+
+def evidence_of(
+    training: Training,
+    world_size: int = 2,
+    engine: Honest | None = None,
+    layout: Layout = Layout.SHARD,
+    *,
+    ranks: tuple[Observation, ...] | None = None,
+    oracle: OracleObservation | None = None,
+) -> Evidence:
+    """Return the evidence of a simulated training, with these observations and this oracle where they are given."""
+    return Evidence(
+        training=training,
+        world_size=world_size,
+        ranks=simulate(training, world_size, engine, layout) if ranks is None else ranks,
+        oracle=oracle or oracle_of(training, world_size),
     )
 
 

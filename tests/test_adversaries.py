@@ -6,23 +6,18 @@ Ends after the result that need no engine, hangs among them, are in test_world_e
 from __future__ import annotations
 
 import re
-import time
+from dataclasses import replace
 
 import pytest
 
 from shardproof.engine.contract import Layout, Plan
-from shardproof.fixtures.optimizers import SGD
-from shardproof.fixtures.problems import MLP_EVEN
-from shardproof.harness.cases.training import Schedule, Training
-from shardproof.harness.laws.communication.matching import RanksAgree
 from shardproof.harness.laws.parity import MatchesOracle
 from shardproof.harness.laws.sharding import HoldsItsShare
 from shardproof.harness.records.record import Record, Verdict
-from shardproof.harness.runner.options import Cell
 from shardproof.harness.runner.session import TrialSession
-from shardproof.harness.verdicts.case import Case
 from shardproof.harness.worlds.processes.forkserver import warm_up
-from shardproof.harness.worlds.spec import WorldSpec
+from tests import judging
+from tests.judging import LAWS, TWO_STEPS
 
 SOON_S = 15.0  # far from the deadline, for machines that are busy
 WHOLE, SHARDED = Plan(layout=Layout.REPLICATE), Plan(layout=Layout.SHARD)
@@ -36,14 +31,9 @@ def _warm() -> None:
 
 def judged(session: TrialSession, engine: str, world: str, plan: Plan = WHOLE) -> Record:
     """Judge an engine, by default one of `tests.adversaries`, by the laws that smoke asks for."""
-    training = Training(problem=MLP_EVEN, optimizer=SGD, plan=plan, schedule=Schedule(steps=2))
-    case = Case(id="case", training=training, laws=(MatchesOracle(), RanksAgree(), HoldsItsShare()))
     name = engine if ":" in engine else f"tests.adversaries:{engine}"
-    cell = Cell(engine=name, world=WorldSpec.parse(world, deadline_s=30.0))
-    started = time.monotonic()
-    record = session.run(case, cell, suite="", command="")
-    assert time.monotonic() - started < SOON_S
-    return record
+    training = replace(TWO_STEPS, plan=plan)
+    return judging.judged(session, name, world, training, laws=(*LAWS, HoldsItsShare()), within_s=SOON_S)
 
 
 @pytest.mark.parametrize("world", [THREADS, PROCESSES])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import time
 import unicodedata
 from collections.abc import Callable
 from pathlib import Path
@@ -16,25 +15,19 @@ from hypothesis import strategies as st
 from shardproof.fixtures.optimizers import SGD
 from shardproof.fixtures.problems import MLP_EVEN
 from shardproof.harness.cases.training import Schedule, Training
-from shardproof.harness.laws.communication.matching import RanksAgree
-from shardproof.harness.laws.parity import MatchesOracle
 from shardproof.harness.records.record import Record, Verdict
-from shardproof.harness.runner.options import Cell
 from shardproof.harness.runner.session import TrialSession
-from shardproof.harness.verdicts.case import Case
 from shardproof.harness.worlds.messages import Finished, encode
 from shardproof.harness.worlds.outcome import Raised
 from shardproof.harness.worlds.processes.forkserver import warm_up
 from shardproof.harness.worlds.raised import is_abandonment, raised
-from shardproof.harness.worlds.spec import WorldSpec
 from shardproof.harness.worlds.threads.collective_errors import (
     CollectiveTimeoutError,
     DeadlockError,
     WorldAbandonedError,
 )
-from tests import culprits
+from tests import culprits, judging
 
-DEADLINE_S = 30.0
 SOON_S = 15.0  # far from the deadline, for machines that are busy
 TRAINING = Training(problem=MLP_EVEN, optimizer=SGD, schedule=Schedule(steps=3))
 UNTOLD = r"Error: \(its message cannot be shown\), at tests/culprits\.py:\d+ in fail$"
@@ -66,12 +59,7 @@ def _warm() -> None:
 
 def judged(session: TrialSession, engine: str, world: str) -> Record:
     """Judge an engine of `tests.culprits`, long before the deadline."""
-    cell = Cell(engine=f"tests.culprits:{engine}", world=WorldSpec.parse(world, deadline_s=DEADLINE_S))
-    case = Case(id="case", training=TRAINING, laws=(MatchesOracle(), RanksAgree()))
-    started = time.monotonic()
-    record = session.run(case, cell, suite="", command="")
-    assert time.monotonic() - started < SOON_S
-    return record
+    return judging.judged(session, f"tests.culprits:{engine}", world, TRAINING, within_s=SOON_S)
 
 
 @pytest.mark.parametrize(

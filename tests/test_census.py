@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
 from math import prod
 
 import pytest
 import torch
 
-from shardproof.engine.contract import Capability, Cut, Layout, Plan, Replicas
+from shardproof.engine.contract import Capability, Cut, Layout, Masters, Plan, Replicas
 from shardproof.fixtures.hoarding import HOARD
 from shardproof.fixtures.optimizers import ADAMW, SGD
 from shardproof.fixtures.problems import MLP_EVEN, MLP_UNEVEN
 from shardproof.harness.cases.script import EachMicrobatch
 from shardproof.harness.cases.scripts.interface import Exercise
 from shardproof.harness.cases.training import Problem, Resume, Schedule, Training
-from shardproof.harness.laws.law import Evidence, Ruling
+from shardproof.harness.laws.law import Ruling
 from shardproof.harness.laws.memory.share import MemoryIsExplained
 from shardproof.harness.tracing.ledger import Phase
-from shardproof.harness.tracing.memory.census import Census, counting
+from shardproof.harness.tracing.memory.census import Census
 from shardproof.harness.tracing.memory.census_report import (
     CensusEntry,
     CensusTime,
@@ -27,11 +27,11 @@ from shardproof.harness.tracing.memory.census_report import (
     counts_from_json,
     counts_to_json,
 )
+from shardproof.harness.tracing.operators import observing_operators
 from shardproof.harness.tracing.recorder import Recorder
 from shardproof.harness.training.expected_memory import StateTensor, explained, form_of, state_bytes
-from shardproof.harness.training.oracle import OracleObservation, run_oracle
 from shardproof.harness.verdicts.judgement import implied
-from tests.simulated_engine import simulate
+from tests.simulated_engine import evidence_of, oracle_of, simulate
 
 SHARD = Plan(layout=Layout.SHARD)
 NUMEL_EVEN = 32 * 16 + 32 + 32 * 32 + 32 + 8 * 32 + 8
@@ -48,7 +48,7 @@ def _taken(census: Census, limit: int = 1 << 30) -> CensusEntry:
 
 def test_counts_what_operators_made_wherever_it_is_kept() -> None:
     census, recorder = _census()
-    with counting(census):
+    with observing_operators(made=census.made):
         in_a_closure = (lambda kept: lambda: kept)(torch.zeros(16))
         view_alone = torch.ones(8, 8)[0]
         torch.zeros(1024)  # let go at once
@@ -62,7 +62,7 @@ def test_counts_what_operators_made_wherever_it_is_kept() -> None:
 
 def test_leaves_out_what_the_user_holds_and_what_observing_makes() -> None:
     census, recorder = _census()
-    with counting(census):
+    with observing_operators(made=census.made):
         batch = torch.zeros(16)
         census.holds([batch])
         with recorder.during(Phase.OBSERVE):
@@ -73,7 +73,7 @@ def test_leaves_out_what_the_user_holds_and_what_observing_makes() -> None:
 
 def test_counts_a_storage_as_large_as_it_is_now() -> None:
     census, _ = _census()
-    with counting(census):
+    with observing_operators(made=census.made):
         gathered = torch.zeros(256)
         gathered.untyped_storage().resize_(0)
     assert _taken(census).num_bytes == 0
@@ -81,7 +81,7 @@ def test_counts_a_storage_as_large_as_it_is_now() -> None:
 
 def test_waits_for_what_only_a_cycle_keeps() -> None:
     census, _ = _census()
-    with counting(census):
+    with observing_operators(made=census.made):
         cycle: list[object] = [torch.zeros(256)]
         cycle.append(cycle)
         del cycle
@@ -91,7 +91,7 @@ def test_waits_for_what_only_a_cycle_keeps() -> None:
 def test_what_is_there_to_stay_is_counted_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shardproof.harness.tracing.memory.census._RETRY_S", 0.0)
     census, _ = _census()
-    with counting(census):
+    with observing_operators(made=census.made):
         kept = torch.zeros(256)
     assert _taken(census, limit=0).num_bytes == kept.nbytes
 
@@ -101,8 +101,23 @@ def test_compiled_functions_stay_compiled() -> None:
 
     census, _ = _census()
     before = is_in_any_mode_without_ignore_compile_internals()  # another test's mode may be on
-    with counting(census):
+    with observing_operators(made=census.made):
         assert is_in_any_mode_without_ignore_compile_internals() == before
+
+
+def test_the_compiler_leaves_what_counts_alone() -> None:
+    compiled: list[object] = []
+
+    def backend(graph: torch.fx.GraphModule, _: list[torch.Tensor]) -> Callable[..., object]:
+        compiled.append(graph)
+        return graph.forward
+
+    census, _ = _census()
+    with observing_operators(made=census.made):
+        doubled = torch.compile(lambda x: x * 2 + 1, backend=backend)(torch.ones(16))
+    assert doubled.tolist() == [3.0] * 16
+    assert len(compiled) == 1
+    assert _taken(census).num_bytes == 16 * FLOAT
 
 
 def _census() -> tuple[Census, Recorder]:
@@ -129,6 +144,33 @@ def test_a_hybrid_layout_is_explained_by_the_ranks_of_one_replica() -> None:
     hybrid = _training(plan=Plan(layout=Layout.HYBRID, replicas=Replicas.TWO))
     pair = explained(form_of(_training()), _training(), 2, cut=Cut.EVENLY, state=0)
     assert explained(form_of(hybrid), hybrid, 4, cut=Cut.EVENLY, state=0) == pair
+
+
+@pytest.mark.parametrize(
+    ("layout", "gradients"),
+    [(Layout.ZERO1, 2), (Layout.ZERO2, 1)],
+    ids=lambda value: getattr(value, "name", ""),
+)
+def test_zero_shares_state_and_then_gradients(layout: Layout, gradients: int) -> None:
+    training = _training(plan=Plan(layout=layout))
+    shares = explained(form_of(_training()), _training(), 2, cut=Cut.EVENLY, state=0)
+    found = explained(form_of(training), training, 2, cut=Cut.EVENLY, state=0)
+    assert (found.parameters, found.gradients) == (2 * shares.parameters, gradients * shares.gradients)
+    with_masters = explained(form_of(training), training, 2, cut=Cut.EVENLY, state=0, masters=Masters.SHARE)
+    assert with_masters.num_bytes - found.num_bytes == shares.parameters
+
+
+def test_what_one_rank_holds_more_of_another_must_hold_less_of() -> None:
+    whole, training = NUMEL_EVEN * FLOAT, _training(plan=Plan(layout=Layout.ZERO1))
+    more, less = 2 * whole + whole * 3 // 4, 2 * whole + whole // 4
+    assert not _ruling(more, less, training=training).record.held, "shares are even"
+    assert _ruling(more, less, training=training, cut=Cut.PARAMETERS).record.held
+    record = _ruling(more, more, training=training, cut=Cut.PARAMETERS).record
+    assert not record.held
+    assert "bytes on all ranks together" in record.summary
+    assert not _ruling(3 * whole, less, training=training, cut=Cut.PARAMETERS).record.held, (
+        "of all parameters"
+    )
 
 
 def test_state_is_shared_like_its_parameter_and_other_state_is_whole() -> None:
@@ -167,26 +209,21 @@ def _training(problem: Problem = MLP_EVEN, plan: Plan = SHARD, steps: int = 1) -
     return Training(problem=problem, optimizer=SGD, plan=plan, schedule=Schedule(steps=steps))
 
 
-@cache
-def _oracle() -> OracleObservation:
-    return run_oracle(_training(), 2)
-
-
-def _ruling(*of_ranks: int, training: Training | None = None, step: int = 0) -> Ruling:
+def _ruling(*of_ranks: int, training: Training | None = None, step: int = 0, cut: Cut = Cut.EVENLY) -> Ruling:
     """Judge ranks that held so many bytes after the step."""
     training = training or _training()
     piece = LiveStorage(num_bytes=4096, shape=(32, 32), operator="clone", site="engine.py:1 in keep")
     ranks = tuple(
         replace(
             seen,
+            cut=cut,
             counts=(
                 CensusEntry(step=step, moment=CensusTime.STEPPED, num_bytes=num_bytes, largest=(piece,)),
             ),
         )
         for seen, num_bytes in zip(simulate(training, 2), of_ranks, strict=True)
     )
-    evidence = Evidence(training=training, world_size=2, ranks=ranks, oracle=_oracle())
-    return MemoryIsExplained().judge(evidence)
+    return MemoryIsExplained().judge(evidence_of(training, ranks=ranks, oracle=oracle_of(_training(), 2)))
 
 
 SHARES = 3 * NUMEL_EVEN * FLOAT // 2  # parameters, gradients and momentum on one of two ranks
@@ -215,9 +252,7 @@ def test_after_a_handover_the_loop_holds_two_models() -> None:
 
 
 def test_observations_without_a_census_are_told_as_such() -> None:
-    training = _training()
-    evidence = Evidence(training=training, world_size=2, ranks=simulate(training, 2), oracle=_oracle())
-    record = MemoryIsExplained().judge(evidence).record
+    record = MemoryIsExplained().judge(evidence_of(_training())).record
     assert record.held
     assert record.summary.startswith("not counted")
 
@@ -227,6 +262,8 @@ def test_observations_without_a_census_are_told_as_such() -> None:
     [
         (SHARD, True),
         (Plan(layout=Layout.HYBRID), True),
+        (Plan(layout=Layout.ZERO1), True),
+        (Plan(layout=Layout.ZERO2), True),
         (Plan(), False),
         (Plan(layout=Layout.REPLICATE), False),
         (replace(SHARD, demands=frozenset({Capability.UNIT_STATE})), False),

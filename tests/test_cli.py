@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,8 @@ import pytest
 
 from shardproof.engine.adapters.torch_ddp import DistributedDataParallelEngine
 from shardproof.engine.contract import Plan, PreparedModel
+from shardproof.engine.registry import known_engines
+from shardproof.harness.cli import engine_list
 from shardproof.harness.cli.main import main
 from shardproof.harness.records.record import Verdict
 from shardproof.harness.records.run import read_run
@@ -66,6 +69,33 @@ def test_list_names_engines_and_suites(capsys: pytest.CaptureFixture[str]) -> No
     printed = capsys.readouterr().out
     assert all(name in printed for name in ("torch.ddp", "torch.fsdp2", "torch.replicate", "smoke", "parity"))
     assert "upstream" not in printed, "a folder without cases is no suite"
+
+
+def test_list_asks_each_engine_that_is_built_in_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setattr(engine_list, "_SOURCES", tmp_path)
+    (tmp_path / "adapter.py").touch()
+    asked: list[str] = []
+
+    def ask(name: str) -> str:
+        asked.append(name)
+        return f"SHARD, asked {len(asked)} times"
+
+    monkeypatch.setattr(engine_list, "_ask", ask)
+    lists = []
+    for change in ("", "", "changed"):
+        (tmp_path / "adapter.py").write_text(change)
+        os.utime(tmp_path / "adapter.py", ns=(0, 0))
+        assert main(["list"]) == 0
+        lists.append(capsys.readouterr().out)
+    assert lists[0] == lists[1] != lists[2]
+    assert len(asked) == 2 * len(known_engines())
+    (kept,) = (tmp_path / ".cache" / "shardproof").iterdir()
+    kept.write_text("no JSON")
+    assert main(["list"]) == 0
+    assert len(asked) == 3 * len(known_engines())
 
 
 def test_list_names_every_case_as_records_do() -> None:

@@ -15,14 +15,13 @@ from shardproof.engine.contract import Capability, Layout, Plan
 from shardproof.fixtures.complex_numbers import ROTARY, SPECTRAL
 from shardproof.fixtures.optimizers import ADAMW, SGD, AdamW, Sgd
 from shardproof.harness.cases.training import Schedule, Training
-from shardproof.harness.laws.law import Evidence
 from shardproof.harness.laws.parity import MatchesOracle
 from shardproof.harness.laws.tolerance import allowed_error
 from shardproof.harness.torch_compat.dtypes import cast, cast_module, is_rounded, widened
 from shardproof.harness.training.absolute_error import deviation, largest
 from shardproof.harness.training.oracle import Quantity, TensorKey, run_oracle
 from shardproof.harness.verdicts.vacuity import vacuous_because
-from tests.simulated_engine import Honest, Moment, simulate
+from tests.simulated_engine import Honest, Moment, evidence_of
 
 TRAINING = Training(
     problem=SPECTRAL,
@@ -84,12 +83,7 @@ def judged(change: Callable[[torch.Tensor], torch.Tensor]) -> Judged:
             is_asked = moment.name == "turns" and moment.step == 1 and moment.rank == 2
             return change(gradient) if is_asked else gradient
 
-    evidence = Evidence(
-        training=TRAINING,
-        world_size=3,
-        ranks=simulate(TRAINING, 3, Engine(), Layout.REPLICATE),
-        oracle=run_oracle(TRAINING, 3),
-    )
+    evidence = evidence_of(TRAINING, 3, Engine(), Layout.REPLICATE)
     assert vacuous_because(evidence) is None
     record = MatchesOracle().judge(evidence).record
     return record.held, record.summary

@@ -26,6 +26,7 @@ from shardproof.harness.cases.content import content_digest
 from shardproof.harness.cases.training import Schedule, Training
 from shardproof.harness.laws.parity import MatchesOracle
 from shardproof.harness.records.record import Verdict
+from shardproof.harness.runner.observation_cache import ObservationCache
 from shardproof.harness.runner.options import Cell
 from shardproof.harness.runner.session import Source, TrialSession
 from shardproof.harness.verdicts.case import Case
@@ -252,3 +253,18 @@ def test_what_has_no_digest_is_shared_by_no_two_cases_and_found_again(tmp_path: 
     assert {verdict for verdict, _ in made} == {Verdict.PASSED}
     assert len({name for _, name in made}) == 4
     assert names(is_replay=True) == made
+
+
+def test_a_part_is_read_once_per_case_and_again_for_another(tmp_path: Path) -> None:
+    layers: list[int] = [1]
+    problem = replace(MLP_EVEN, model=functools.partial(_layers, layers))
+    training = Training(problem=problem, optimizer=SGD)
+    cache = ObservationCache(Source(folder=tmp_path))
+    first = cache.folder(training, CELL, "one")
+    layers.append(2)
+    assert cache.folder(replace(training), CELL, "one") == first
+    assert cache.folder(training, CELL, "other") != first
+
+
+def _layers(sizes: list[int], _: torch.Generator) -> nn.Module:
+    return nn.Sequential(*(nn.Linear(size, size) for size in sizes))

@@ -22,8 +22,9 @@ from shardproof.harness.audit.upstream_coverage import (
     read_tables,
 )
 from shardproof.harness.errors import UsageError
-from shardproof.harness.records.record import Record, Verdict
+from shardproof.harness.records.record import Verdict
 from shardproof.reports.coverage_table import render, render_markdown
+from tests.records import a_record
 
 ROOT = Path(__file__).resolve().parents[1]
 _OF_FSDP2 = {
@@ -44,18 +45,6 @@ IDS = [row.id for row in UPSTREAM]
 
 def a_row(id: str, why_gpu: str = "") -> Row:
     return Row(id=id, test="Class.test_x", promise="it trains", why_gpu=why_gpu)
-
-
-def a_record(engine: str, case: str, verdict: Verdict, world: str = "threads:2") -> Record:
-    return Record(
-        engine=engine,
-        case=case,
-        world=world,
-        verdict=verdict,
-        headline="",
-        suite="parity",
-        engine_version="",
-    )
 
 
 # The table
@@ -195,11 +184,11 @@ CASES = {
 }
 ROWS = [a_row("T01"), a_row("T02"), a_row("T03"), a_row("T04", why_gpu="graphs are CUDA's")]
 RECORDS = [
-    a_record("mine", "parity/test_a.py::test_x[m1]", Verdict.PASSED),
-    a_record("mine", "parity/test_b.py::test_y", Verdict.PASSED),
-    a_record("mine", "parity/test_b.py::test_y", Verdict.FAILED, world="threads:4"),
-    a_record("yours", "parity/test_a.py::test_x[m1]", Verdict.PASSED),
-    a_record("yours", "elsewhere", Verdict.FAILED),
+    a_record(Verdict.PASSED, engine="mine", case="parity/test_a.py::test_x[m1]"),
+    a_record(Verdict.PASSED, engine="mine", case="parity/test_b.py::test_y"),
+    a_record(Verdict.FAILED, engine="mine", case="parity/test_b.py::test_y", world="threads:4"),
+    a_record(Verdict.PASSED, engine="yours", case="parity/test_a.py::test_x[m1]"),
+    a_record(Verdict.FAILED, engine="yours", case="elsewhere"),
 ]
 
 

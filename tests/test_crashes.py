@@ -7,15 +7,10 @@ from dataclasses import replace
 
 import pytest
 
-from shardproof.fixtures.optimizers import SGD
-from shardproof.fixtures.problems import MLP_EVEN
-from shardproof.harness.cases.training import Schedule, Training
 from shardproof.harness.records.record import Verdict
 from shardproof.harness.records.world_result import SavedResult
-from shardproof.harness.runner.options import Cell
 from shardproof.harness.runner.session import TrialSession
 from shardproof.harness.tracing.ledger import Ledger, Op
-from shardproof.harness.verdicts.case import Case
 from shardproof.harness.verdicts.judgement import Judgement, judge_failure
 from shardproof.harness.worlds.outcome import (
     Abandoned,
@@ -26,10 +21,9 @@ from shardproof.harness.worlds.outcome import (
     TimedOut,
     WorldResult,
 )
-from shardproof.harness.worlds.spec import WorldSpec
+from tests.judging import judged
 from tests.ledgers import entry, numbered
 
-TRAINING = Training(problem=MLP_EVEN, optimizer=SGD, schedule=Schedule(steps=1))
 TWO_SIZES = (
     r"all_reduce\(sum, float32\[124\]\).* at tests/disagreeing\.py:\d+ in prepare; .*"
     r"all_reduce\(sum, float32\[256\]\).* at tests/disagreeing\.py:\d+ in prepare"
@@ -52,8 +46,7 @@ THEIRS = "/somewhere/my_engine.py"
     ],
 )
 def test_two_sizes_are_the_cause_and_not_the_signal(session: TrialSession, world: str, headline: str) -> None:
-    cell = Cell(engine="tests.disagreeing:ReducesTwoSizes", world=WorldSpec.parse(world, deadline_s=30.0))
-    record = session.run(Case(id="case", training=TRAINING, laws=()), cell, suite="", command="")
+    record = judged(session, "tests.disagreeing:ReducesTwoSizes", world, laws=())
     assert record.verdict is Verdict.FAILED
     assert re.match(headline, record.headline), record.headline
     assert record.hang is not None

@@ -73,6 +73,8 @@ def kept(tmp_path_factory: pytest.TempPathFactory) -> SavedResult:
         "-k",
         "trains",
         "--thorough",
+        "--keep",
+        "all",
         "--out",
         str(folder / "run"),
     ]
@@ -186,7 +188,9 @@ def test_a_red_record_that_is_damaged_away_leaves_no_green_run(kept: SavedResult
 def test_half_a_line_in_a_journal_costs_one_record(tmp_path: Path) -> None:
     (tmp_path / "garbles.py").write_text(GARBLES)
     engines = ["--engine", f"{tmp_path / 'garbles.py'}:Garbles", "--engine", "torch.ddp"]
-    code, said = _call("run", *engines, "--suite", "smoke", "-k", "trains", "--out", str(tmp_path / "run"))
+    code, said = _call(
+        "run", *engines, "--suite", "smoke", "-k", "trains", "--keep=all", "--out", str(tmp_path / "run")
+    )
     assert code == 3, said
     run = read_run(tmp_path / "run")
     garbled, honest = run.records

@@ -28,7 +28,15 @@ from shardproof.harness.training.oracle import (
     TensorKey,
     run_oracle,
 )
-from tests.simulated_engine import Honest, Moment, accumulate, ring_mean, row_shard, simulate, whole
+from tests.simulated_engine import (
+    Honest,
+    Moment,
+    accumulate,
+    evidence_of,
+    ring_mean,
+    row_shard,
+    whole,
+)
 
 WORLD_SIZE = 4
 TRAINING = Training(problem=MLP_EVEN, optimizer=SGD, schedule=Schedule(steps=3, microbatches=3))
@@ -166,9 +174,7 @@ def oracle() -> OracleObservation:
 
 
 def headline(oracle: OracleObservation, engine: Honest, layout: Layout) -> TensorRecord:
-    ranks = simulate(TRAINING, WORLD_SIZE, engine, layout)
-    evidence = Evidence(training=TRAINING, world_size=WORLD_SIZE, ranks=ranks, oracle=oracle)
-    ruling = MatchesOracle().judge(evidence)
+    ruling = MatchesOracle().judge(evidence_of(TRAINING, WORLD_SIZE, engine, layout, oracle=oracle))
     assert not ruling.record.held
     assert ruling.worst is not None
     return ruling.worst
@@ -337,14 +343,7 @@ def test_names_the_factor_and_what_became_of_it(defect: str) -> None:
     rule, factor, text = FACTORS[defect]
     plan = Plan(divide_factor=factor)
     training = Training(problem=MLP_EVEN, optimizer=SGD, plan=plan, schedule=Schedule(steps=1))
-    oracle = run_oracle(training, WORLD_SIZE)
-    evidence = Evidence(
-        training=training,
-        world_size=WORLD_SIZE,
-        ranks=simulate(training, WORLD_SIZE, WrongGradient(rule=rule)),
-        oracle=oracle,
-    )
-    worst = MatchesOracle().judge(evidence).worst
+    worst = MatchesOracle().judge(evidence_of(training, WORLD_SIZE, WrongGradient(rule=rule))).worst
     assert worst is not None
     assert worst.looks_like == text
 
@@ -353,10 +352,7 @@ def test_an_engine_that_divides_as_asked_is_right() -> None:
     plan = Plan(divide_factor=8)
     training = Training(problem=MLP_EVEN, optimizer=SGD, plan=plan, schedule=Schedule(steps=2))
     honest = WrongGradient(rule=lambda p, m: ring_mean(p[0]) * (WORLD_SIZE / 8))
-    ranks = simulate(training, WORLD_SIZE, honest)
-    oracle = run_oracle(training, WORLD_SIZE)
-    evidence = Evidence(training=training, world_size=WORLD_SIZE, ranks=ranks, oracle=oracle)
-    assert MatchesOracle().judge(evidence).record.held
+    assert MatchesOracle().judge(evidence_of(training, WORLD_SIZE, honest)).record.held
 
 
 @pytest.mark.parametrize("defect", ["sum", "last", "own", "bfloat16"])
@@ -364,10 +360,7 @@ def test_gradients_name_the_defect_under_adamw_too(defect: str) -> None:
     """AdamW's parameters hide a factor; the raw gradient does not."""
     training = Training(problem=MLP_EVEN, optimizer=ADAMW, schedule=Schedule(steps=1, microbatches=3))
     rule, phrase = GRADIENTS[defect]
-    ranks = simulate(training, WORLD_SIZE, WrongGradient(rule=rule))
-    oracle = run_oracle(training, WORLD_SIZE)
-    evidence = Evidence(training=training, world_size=WORLD_SIZE, ranks=ranks, oracle=oracle)
-    worst = MatchesOracle().judge(evidence).worst
+    worst = MatchesOracle().judge(evidence_of(training, WORLD_SIZE, WrongGradient(rule=rule))).worst
     assert worst is not None
     assert worst.looks_like.startswith(phrase)
 
@@ -384,12 +377,9 @@ def test_a_missing_reduction_dtype_is_no_excuse() -> None:
     """Asked to reduce in bfloat16, an engine may round; one that sums instead of averaging is still named."""
     plan = Plan(reduce_dtype=torch.bfloat16)
     training = Training(problem=MLP_EVEN, optimizer=SGD, plan=plan, schedule=Schedule(steps=1))
-    oracle = run_oracle(training, 2)
 
     def verdict(engine: Honest) -> str | None:
-        ranks = simulate(training, 2, engine)
-        evidence = Evidence(training=training, world_size=2, ranks=ranks, oracle=oracle)
-        ruling = MatchesOracle().judge(evidence)
+        ruling = MatchesOracle().judge(evidence_of(training, 2, engine))
         return None if ruling.record.held or ruling.worst is None else ruling.worst.looks_like
 
     honest = in_dtype(torch.bfloat16)

@@ -31,7 +31,9 @@ from shardproof.harness.records.run import Run, RunWriter
 from shardproof.reports.change_groups import groups
 from shardproof.reports.diff_json import VERSION, render_json
 from shardproof.reports.diff_text import LIMIT_BYTES, WIDTH, render, render_markdown, summary
-from tests.test_reports import ENTRY, FOOTER, HEADER, HOSTILE, a_record, a_run
+from tests import records
+from tests.records import FOOTER, HEADER
+from tests.test_reports import ENTRY, HOSTILE, a_record, a_run
 
 ROOT = Path(__file__).resolve().parents[1]
 RENDERERS: list[Callable[[Comparison], str]] = [render, render_markdown, render_json]
@@ -280,22 +282,20 @@ LINES = st.builds(
 
 @st.composite
 def runs(draw: st.DrawFn) -> Run:
-    records = [
-        Record(
+    made = [
+        records.a_record(
+            draw(st.sampled_from(Verdict)),
             engine=engine,
             case=case,
             world=world,
-            verdict=draw(st.sampled_from(Verdict)),
             headline=draw(st.sampled_from(["count: 1", "count: 2", HOSTILE])),
-            suite="s",
-            engine_version="1",
             laws=(LawRecord(law="count", held=draw(st.booleans()), summary=""),),
             ledger=tuple(draw(st.lists(LINES, max_size=3))),
             expectation=draw(st.sampled_from([None, ENTRY, replace(ENTRY, reason="Other.")])),
         )
         for engine, case, world in sorted(draw(st.sets(CELLS)))
     ]
-    return a_run(*records)
+    return a_run(*made)
 
 
 MIRRORED = {

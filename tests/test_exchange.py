@@ -113,28 +113,6 @@ def numbers(rank: int, *shape: int) -> Tensor:
 # ---- results
 
 
-@pytest.mark.parametrize(
-    ("reduce_op", "expected"),
-    [
-        (RedOp.SUM, [6, 12]),
-        (RedOp.PRODUCT, [6, 48]),
-        (RedOp.MIN, [1, 2]),
-        (RedOp.MAX, [3, 6]),
-        (RedOp.BAND, [1 & 2 & 3, 2 & 4 & 6]),
-        (RedOp.BOR, [1 | 2 | 3, 2 | 4 | 6]),
-        (RedOp.BXOR, [1 ^ 2 ^ 3, 2 ^ 4 ^ 6]),
-    ],
-    ids=lambda v: getattr(v, "name", ""),
-)
-def test_reduces_over_all_ranks(reduce_op: Any, expected: list[int]) -> None:
-    def body(me: Rank) -> list[int]:
-        tensor = torch.tensor([1, 2]) * (me.rank + 1)
-        me.all_reduce(tensor, reduce_op)
-        return cast(list[int], tensor.tolist())
-
-    assert returned(3, body) == [expected] * 3
-
-
 def test_averages_floating_point_and_refuses_to_average_integers() -> None:
     def body(me: Rank) -> list[float]:
         tensor = numbers(me.rank, 2)
@@ -188,40 +166,6 @@ def test_all_gather_into_its_own_output_is_right(is_async: bool) -> None:
         return cast(list[float], buffer.tolist())
 
     assert returned(3, body) == [[0.0, 0.0, 1.0, 1.0, 2.0, 2.0]] * 3
-
-
-def test_uneven_pieces_go_where_they_belong() -> None:
-    def body(me: Rank) -> list[list[float]]:
-        # Rank r sends r + 1 copies of 10 r + d to each d.
-        sent = tuple(torch.full((me.rank + 1,), 10.0 * me.rank + d) for d in range(3))
-        received = tuple(torch.empty(source + 1) for source in range(3))
-        me.call(Op.ALL_TO_ALL, (sent,), (received,))
-        return [t.tolist() for t in received]
-
-    assert returned(3, body) == [[[d], [10.0 + d] * 2, [20.0 + d] * 3] for d in range(3)]
-
-
-def test_rooted_collectives_follow_their_root() -> None:
-    def body(me: Rank) -> list[list[float]]:
-        is_root = me.rank == 1
-        spread = numbers(me.rank, 2)
-        me.broadcast(spread, root=1)
-        reduced = numbers(me.rank, 2)
-        outputs = (reduced,) if is_root else ()
-        me.call(Op.REDUCE, ((reduced,),), (outputs,), peer=1, reduce_op=RedOp.SUM)
-        gathered = tuple(torch.zeros(2) for _ in range(3)) if is_root else ()
-        me.call(Op.GATHER, ((numbers(me.rank, 2),),), (gathered,), peer=1)
-        given = tuple(torch.full((1,), 7.0 + r) for r in range(3)) if is_root else ()
-        scattered = torch.zeros(1)
-        me.call(Op.SCATTER, (given,), ((scattered,),), peer=1)
-        return [t.tolist() for t in (spread, reduced, *gathered, scattered)]
-
-    plain: list[list[float]] = [[2, 4], [1, 2], [7]]
-    assert returned(3, body) == [
-        plain,
-        [[2, 4], [6, 12], [1, 2], [2, 4], [3, 6], [8]],
-        [[2, 4], [3, 6], [9]],
-    ]
 
 
 def test_coalesced_tensors_of_any_layout_are_carried() -> None:

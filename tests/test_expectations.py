@@ -22,35 +22,9 @@ from shardproof.harness.verdicts.known_failures import (
     unused,
 )
 from shardproof.harness.verdicts.known_failures_file import SHIPPED, find, read
+from tests.records import CASE, ENTRY, a_record
 
-TODAY = "2030-06-15"
-CASE = "parity/test_x.py::test_y[mlp_even-sgd-m3]"
-ENTRY = Expectation(
-    number=1,
-    engine="torch.fsdp2",
-    version="torch >=2.11,<2.15",
-    case="parity/test_x.py::test_y[*-sgd-*]",
-    world="*",
-    verdict=Verdict.FAILED,
-    reason="Divides twice.",
-    link="https://example.org/issues/1",
-    expiry=TODAY,
-    shows=("matches",),
-)
-
-
-def a_record(verdict: Verdict = Verdict.FAILED, **changes: Any) -> Record:  # Any: the fields of Record
-    plain = Record(
-        engine="torch.fsdp2",
-        case=CASE,
-        world="threads:2",
-        verdict=verdict,
-        headline="what was seen",
-        suite="parity",
-        engine_version="torch 2.13.0+cpu",
-        laws=(LawRecord(law="matches", held=False, summary="differs"),),
-    )
-    return dataclasses.replace(plain, **changes)
+TODAY = ENTRY.expiry
 
 
 def an_entry(**changes: Any) -> Expectation:  # Any: the fields of Expectation
@@ -75,6 +49,26 @@ def test_a_pass_against_an_expectation_is_told_with_it() -> None:
     found = expected(a_record(Verdict.PASSED), known(ENTRY))
     assert (found.verdict, found.expectation) == (Verdict.UNEXPECTED_PASS, ENTRY)
     assert found.headline.startswith("expected to be FAILED, and passed")
+
+
+def derived(verdict: Verdict = Verdict.FAILED, **changes: Any) -> Record:  # Any: the fields of Record
+    mine = {"engine": "my.py:Mine", "engine_version": "mine 1.0", "known_as": "torch.fsdp2"}
+    return a_record(verdict, **{**mine, "known_version": "torch 2.13.0+cpu", **changes})
+
+
+def test_a_derived_engine_inherits_known_failures_and_says_whose() -> None:
+    found = expected(derived(), known(ENTRY))
+    assert (found.verdict, found.expectation) == (Verdict.KNOWN_FAILURE, ENTRY)
+    assert found.headline == "torch.fsdp2 fails this case as well; what was seen"
+
+
+def test_a_derived_engine_may_pass_what_the_known_one_fails() -> None:
+    assert expected(derived(Verdict.PASSED), known(ENTRY)).verdict is Verdict.PASSED
+
+
+@pytest.mark.parametrize("changes", [{"known_as": ""}, {"known_version": "torch 2.16.0"}])
+def test_only_a_release_that_fails_hands_its_failures_down(changes: dict[str, str]) -> None:
+    assert expected(derived(Verdict.FAILED, **changes), known(ENTRY)).verdict is Verdict.FAILED
 
 
 def test_an_expired_expectation_excuses_nothing() -> None:

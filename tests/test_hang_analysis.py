@@ -85,7 +85,7 @@ def test_rank_in_no_call_is_told_with_its_own_frame() -> None:
 
 def test_rank_that_never_called_anything_is_told_so() -> None:
     found = analysed(numbered([blocked(entry())]), ())
-    assert found.summary.endswith("for rank 1 (in no call, nobody knows where; no call before)")
+    assert found.summary.endswith("for rank 1 (in no call, at an unknown place; no call before)")
 
 
 def test_root_of_a_chain_of_waits_is_suspect() -> None:

@@ -44,41 +44,20 @@ class Truth:
     """
 
     mutant: str
-    call: str
-    odd: RankActivity
     odd_call: str
     position: int | None
-    is_cycle: bool
+    call: str = "all_reduce"
+    odd: RankActivity = RankActivity.WAITING
+    is_cycle: bool = True
     site: str = MINE
     frame: str = ""
     odd_rank: int = -1
 
 
 TRUTHS = [
-    Truth(
-        mutant="SkipsACountOnTheLastRank",
-        call="all_reduce",
-        odd=RankActivity.WAITING,
-        odd_call="all_reduce #7",
-        position=1,
-        is_cycle=True,
-    ),
-    Truth(
-        mutant="TakesTwoGroupsInTurn",
-        call="all_reduce",
-        odd=RankActivity.WAITING,
-        odd_call="all_reduce #0",
-        position=0,
-        is_cycle=True,
-    ),
-    Truth(
-        mutant="ReducesInTheWrongGroup",
-        call="all_reduce",
-        odd=RankActivity.WAITING,
-        odd_call="all_reduce #0",
-        position=0,
-        is_cycle=True,
-    ),
+    Truth(mutant="SkipsACountOnTheLastRank", odd_call="all_reduce #7", position=1),
+    Truth(mutant="TakesTwoGroupsInTurn", odd_call="all_reduce #0", position=0),
+    Truth(mutant="ReducesInTheWrongGroup", odd_call="all_reduce #0", position=0),
     Truth(
         mutant="NeverComesToAnEnd",
         call="all_gather",
@@ -91,7 +70,6 @@ TRUTHS = [
     ),
     Truth(
         mutant="LocksItselfOut",
-        call="all_reduce",
         odd=RankActivity.OUTSIDE,
         odd_call="all_reduce #6",
         position=1,
@@ -100,25 +78,14 @@ TRUTHS = [
     ),
     Truth(
         mutant="SendsToNobody",
-        call="all_reduce",
-        odd=RankActivity.WAITING,
         odd_call="send #0",
         position=7,
-        is_cycle=True,
         site="engine/contract.py",
         odd_rank=0,
     ),
-    Truth(
-        mutant="CountsFewerParametersOnTheLastRank",
-        call="all_reduce",
-        odd=RankActivity.WAITING,
-        odd_call="all_gather #0",
-        position=5,
-        is_cycle=True,
-    ),
+    Truth(mutant="CountsFewerParametersOnTheLastRank", odd_call="all_gather #0", position=5),
     Truth(
         mutant="SkipsABackwardOnTheLastRank",
-        call="all_reduce",
         odd=RankActivity.RETURNED,
         odd_call="all_reduce #6",
         position=7,

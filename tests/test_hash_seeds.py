@@ -16,14 +16,13 @@ from shardproof.harness.cli.main import main
 from shardproof.harness.laws.parity import MatchesOracle
 from shardproof.harness.records.record import Verdict
 from shardproof.harness.records.run import read_run
-from shardproof.harness.runner.options import Cell
 from shardproof.harness.runner.session import TrialSession
-from shardproof.harness.verdicts.case import Case
 from shardproof.harness.worlds.launch import launch
 from shardproof.harness.worlds.outcome import Returned
 from shardproof.harness.worlds.processes.forkserver import draw_hash_seeds, hash_seeds
 from shardproof.harness.worlds.rank import RankContext
 from shardproof.harness.worlds.spec import WorldSpec
+from tests.judging import judged
 
 
 def _hash(context: RankContext) -> int:
@@ -77,12 +76,8 @@ def test_an_engine_that_communicates_in_the_order_of_a_set_fails_in_processes(
     session: TrialSession, world: str, verdict: Verdict
 ) -> None:
     training = Training(problem=MLP_EVEN, optimizer=SGD)
-    record = session.run(
-        Case(id="case", training=training, laws=(MatchesOracle(),)),
-        Cell(engine=f"{__name__}:CommunicatesInSetOrder", world=WorldSpec.parse(world, deadline_s=20.0)),
-        suite="",
-        command="",
-    )
+    engine = f"{__name__}:CommunicatesInSetOrder"
+    record = judged(session, engine, world, training, laws=(MatchesOracle(),), deadline_s=20.0)
     assert record.verdict is verdict, record.headline
     assert verdict is Verdict.PASSED or "all_reduce" in record.headline
 

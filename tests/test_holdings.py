@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 
 import pytest
 
@@ -12,12 +12,11 @@ from shardproof.engine.contract import Cut, Layout, Plan, Replicas, Shard
 from shardproof.fixtures.optimizers import SGD
 from shardproof.fixtures.problems import MLP_UNEVEN
 from shardproof.harness.cases.training import Schedule, Training
-from shardproof.harness.laws.law import Evidence, Ruling
+from shardproof.harness.laws.law import Ruling
 from shardproof.harness.laws.sharding import HoldsItsShare
 from shardproof.harness.records.observation import Observation
-from shardproof.harness.training.oracle import OracleObservation, run_oracle
 from tests.flat_pieces import flattened
-from tests.simulated_engine import simulate
+from tests.simulated_engine import evidence_of, oracle_of, simulate
 
 WORLD_SIZE = 4
 PLANS = {
@@ -30,19 +29,14 @@ SHARES = {"replicate": 1, "shard": 4, "one": 4, "two": 2, "pairs": 2, "singles":
 HELD = {Layout.REPLICATE: 1, Layout.HYBRID: 2, Layout.SHARD: 4}
 
 
-@cache
-def _oracle() -> OracleObservation:
-    return run_oracle(_training(Plan()), WORLD_SIZE)
-
-
 def _training(plan: Plan) -> Training:
     return Training(problem=MLP_UNEVEN, optimizer=SGD, plan=plan, schedule=Schedule(steps=1))
 
 
 def _ruling(plan: Plan, held: Layout, shown: Callable[[Observation], Observation] = lambda o: o) -> Ruling:
     ranks = tuple(shown(o) for o in simulate(_training(plan), WORLD_SIZE, layout=held))
-    evidence = Evidence(training=_training(plan), world_size=WORLD_SIZE, ranks=ranks, oracle=_oracle())
-    return HoldsItsShare().judge(evidence)
+    oracle = oracle_of(_training(Plan()), WORLD_SIZE)
+    return HoldsItsShare().judge(evidence_of(_training(plan), WORLD_SIZE, ranks=ranks, oracle=oracle))
 
 
 @pytest.mark.parametrize("held", HELD, ids=lambda x: f"held as {x.name}")
@@ -134,7 +128,7 @@ def test_shares_of_chunks_may_be_uneven_where_the_engine_says_so() -> None:
         (partial(_stretched, share=CHUNKED + 1), "expected at most 502 elements, 1/4 of the 1776 of all"),
         (partial(_stretched, share=CHUNKED, of_rank=lambda rank: min(rank, 2)), "held twice"),
         (partial(_stretched, share=CHUNKED, of_rank=lambda rank: min(rank, 2)), "got the first"),
-        (partial(_stretched, share=CHUNKED, num_lost=1), "held by nobody"),
+        (partial(_stretched, share=CHUNKED, num_lost=1), "held by no rank"),
         (partial(_flattened_together, num_shares=2), "expected at most 502 elements"),
         (flattened, "held twice"),
     ],

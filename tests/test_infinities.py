@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
 
 import pytest
 import torch
@@ -20,9 +19,9 @@ from shardproof.harness.laws.law import Evidence
 from shardproof.harness.laws.parity import MatchesOracle
 from shardproof.harness.laws.tolerance import allowed_error
 from shardproof.harness.training.absolute_error import deviation, largest
-from shardproof.harness.training.oracle import OracleObservation, Quantity, TensorKey, run_oracle
+from shardproof.harness.training.oracle import Quantity, TensorKey, run_oracle
 from shardproof.harness.verdicts.vacuity import vacuous_because
-from tests.simulated_engine import simulate
+from tests.simulated_engine import evidence_of, oracle_of, simulate
 
 INF, NAN = math.inf, math.nan
 
@@ -55,11 +54,6 @@ def test_the_largest_is_the_largest_finite_one() -> None:
     assert largest(torch.empty(0)) == 0.0
 
 
-@cache
-def oracle_of(training: Training) -> OracleObservation:
-    return run_oracle(training, 3)
-
-
 def training_of(problem: ModelProblem) -> Training:
     return Training(problem=problem, optimizer=SGD)
 
@@ -72,7 +66,7 @@ def with_buffer(problem: ModelProblem, change: Callable[[torch.Tensor], object],
     changed = shard.tensor.clone()
     change(changed)
     last = replace(last, buffers={**last.buffers, name: replace(shard, tensor=changed)})
-    return Evidence(training=training, world_size=3, ranks=(*others, last), oracle=oracle_of(training))
+    return evidence_of(training, 3, ranks=(*others, last))
 
 
 def _nothing(mask: torch.Tensor) -> None:
@@ -130,9 +124,9 @@ def test_vast_numbers_hide_no_small_ones() -> None:
 
 
 def test_constants_are_what_no_forward_changes() -> None:
-    assert oracle_of(training_of(NORMALISED)).constants == {"scale"}
-    assert oracle_of(training_of(REPLACED)).constants == set()
-    oracle = oracle_of(training_of(NORMALISED))
+    assert oracle_of(training_of(NORMALISED), 3).constants == {"scale"}
+    assert oracle_of(training_of(REPLACED), 3).constants == set()
+    oracle = oracle_of(training_of(NORMALISED), 3)
     mean = TensorKey(quantity=Quantity.BUFFER, step=2, name="norm.running_mean")
     assert allowed_error(oracle, mean) > 0
     assert allowed_error(oracle, replace(mean, name="scale")) == 0
@@ -166,11 +160,10 @@ def test_a_norm_that_is_infinite_on_both_sides_shows_nothing() -> None:
     schedule = Schedule(clip=Clip(max_norm=1.0, norm_type=2.0))
     plan = Plan(demands=frozenset({Capability.CLIP}))
     training = Training(problem=problem, optimizer=SGD, plan=plan, schedule=schedule)
-    evidence = Evidence(training=training, world_size=3, ranks=(), oracle=oracle_of(training))
-    assert "the oracle itself diverged" in (vacuous_because(evidence) or "")
+    assert "the oracle itself diverged" in (vacuous_because(evidence_of(training, 3, ranks=())) or "")
 
 
 def test_a_shard_of_a_mask_is_compared_like_the_whole() -> None:
-    whole = oracle_of(training_of(MASKED)).buffers[0]["mask"].float()
+    whole = oracle_of(training_of(MASKED), 3).buffers[0]["mask"].float()
     shard = Shard(tensor=whole[4:7], offsets=(4, 0), global_shape=tuple(whole.shape))
     assert deviation(shard.tensor, shard.of(whole)).max() == 0

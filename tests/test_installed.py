@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -11,6 +12,9 @@ from pathlib import Path
 import pytest
 
 from shardproof.harness.cli.main import main
+from shardproof.harness.records.run import read_run
+
+pytestmark = pytest.mark.timeout(300)  # a process that imports torch, and others below it
 
 ROOT = Path(__file__).resolve().parents[1]
 OURS = ("engine", "fixtures", "harness", "reports", "suites")
@@ -26,6 +30,19 @@ class Mine:
         return torch.randn(3, 4, generator=generator)
     def loss(self, output, batch):
         return output.square().mean()
+"""
+TESTS = """
+from shardproof import check
+from mine import Mine as Base
+
+class Mine(Base):
+    pass
+
+def test_right():
+    check(Mine, engine="torch.ddp", keyword="trains")
+
+def test_wrong():
+    check("mine.py:Mine", engine="shardproof.engine.mutants.gradient_scale:SumsInsteadOfAveraging", keyword="trains")
 """
 
 
@@ -49,13 +66,17 @@ def repository(tmp_path: Path) -> Path:
 
 
 def _shardproof(site: Path, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return _python(site, folder, "-m", "shardproof", *arguments)
+
+
+def _python(site: Path, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "shardproof", *arguments],
+        [sys.executable, *arguments],
         cwd=folder,
         env={**os.environ, "PYTHONPATH": str(site)},
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=280,
         check=False,
     )
 
@@ -77,6 +98,27 @@ def test_a_model_may_import_packages_of_our_names(site: Path, repository: Path) 
     done = _shardproof(site, repository, "check", "mine.py:Mine", "--engine", "torch.ddp", "-k", "trains")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "proven        trains as one process does\n" in done.stdout
+
+
+@pytest.mark.slow
+def test_a_users_test_checks_a_model(site: Path, repository: Path) -> None:
+    (repository / "test_mine.py").write_text(TESTS)
+    done = _python(site, repository, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_mine.py")
+    shown = " ".join(done.stdout.split())
+    assert "1 failed, 1 passed" in shown, done.stdout + done.stderr
+    assert "exactly 2 x the reference" in shown
+    assert "repeat shardproof check mine.py:Mine --engine" in shown
+
+
+@pytest.mark.slow
+def test_a_repeat_command_works_where_the_run_was_started(site: Path, repository: Path) -> None:
+    options = ("--engine", "torch.ddp", "--world", "threads:2", "--out")
+    _shardproof(site, repository, "run", "--suite", "smoke", *options, "run")
+    command = read_run(repository / "run").records[0].command
+    assert command.startswith("shardproof run --case smoke/")
+    again = _shardproof(site, repository, *shlex.split(command)[1:], "--out", "again")
+    assert again.returncode == 0, again.stdout + again.stderr
+    assert len(read_run(repository / "again").records) == 1
 
 
 def test_the_package_adds_one_name() -> None:

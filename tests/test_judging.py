@@ -25,20 +25,16 @@ from shardproof.engine.contract import (
 )
 from shardproof.engine.registry import BUILT_IN
 from shardproof.fixtures.optimizers import SGD
-from shardproof.fixtures.problems import MLP_EVEN
 from shardproof.harness.cases.training import LoopOrder, Schedule, Training
-from shardproof.harness.laws.communication.matching import RanksAgree
 from shardproof.harness.laws.law import Evidence, Ruling
-from shardproof.harness.laws.parity import MatchesOracle
 from shardproof.harness.records.record import Record, Verdict
-from shardproof.harness.runner.options import Cell
 from shardproof.harness.runner.session import Source, TrialSession
 from shardproof.harness.verdicts.case import Case
-from shardproof.harness.worlds.spec import WorldKind, WorldSpec
+from shardproof.harness.worlds.spec import WorldKind
+from tests.judging import LAWS, judged
+from tests.judging import TWO_STEPS as TRAINING
 
 KINDS = list(WorldKind)
-TRAINING = Training(problem=MLP_EVEN, optimizer=SGD, schedule=Schedule(steps=2))
-LAWS = (MatchesOracle(), RanksAgree())
 
 
 class Forgetful(DistributedDataParallelEngine):
@@ -135,8 +131,7 @@ class BrokenLaw:
 
 def _judge(session: TrialSession, engine: str, kind: WorldKind, case: Case) -> Record:
     name = engine if "." in engine or engine in BUILT_IN else f"tests.test_judging:{engine}"
-    cell = Cell(engine=name, world=WorldSpec(kind=kind, size=2, deadline_s=5.0))
-    return session.run(case, cell, suite="", command="")
+    return judged(session, name, f"{kind}:2", case.training, laws=case.laws, deadline_s=5.0)
 
 
 def _case(training: Training) -> Case:

@@ -46,7 +46,8 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
     engine = folder / "counted.py"
     engine.write_text(ENGINE)
     engines = ["--engine", "torch.ddp", "--engine", f"{engine}:Counted"]
-    assert main(["run", *engines, "--suite", "smoke", "-k", "trains", "--out", str(folder / "run")]) == 0
+    options = ["--suite", "smoke", "-k", "trains", "--keep", "all"]
+    assert main(["run", *engines, *options, "--out", str(folder / "run")]) == 0
     return folder
 
 

@@ -33,6 +33,7 @@ from shardproof.harness.records.record import Record, Verdict
 from shardproof.harness.runner.invoke import CONFORMS, DOES_NOT_CONFORM, OUR_FAULT
 from shardproof.harness.worlds.spec import APART, FOUR_OR_MORE_EVEN, SEVERAL, Sizes
 from shardproof.reports.kills import render, render_json, render_markdown, summary
+from tests import records
 
 ROOT = Path(__file__).resolve().parents[1]
 CASE = "parity/test_x.py::test_y[m3]"
@@ -55,15 +56,7 @@ def a_pair(mutant: str = "Sums", **changes: Any) -> Pair:  # Any: the fields of 
 
 
 def a_record(pair: Pair, verdict: Verdict) -> Record:
-    return Record(
-        engine=f"m:{pair.mutant}",
-        case=pair.case,
-        world=pair.world,
-        verdict=verdict,
-        headline="what was seen",
-        suite="parity",
-        engine_version="",
-    )
+    return records.a_record(verdict, engine=f"m:{pair.mutant}", case=pair.case, world=pair.world)
 
 
 def a_matrix(

@@ -129,7 +129,7 @@ LAYERS = (
             "harness/verdicts/": ("packaging",),
             "harness/runner/": ("pytest",),
             "harness/audit/": ("pytest",),
-            "harness/cli/": ("pytest", "reports", "fixtures"),
+            "harness/cli/": ("pytest", "reports", "fixtures", "tomlkit"),
         },
     ),
     Layer(package="shardproof", allowed=("engine.contract", "harness")),

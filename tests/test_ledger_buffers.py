@@ -57,7 +57,7 @@ def test_each_asynchronous_result_of_each_rank_is_waited_for() -> None:
     assert record.summary == "all 4 asynchronous ones"
     record = ResultsAreWaitedFor().judge(_evidence(honest, numbered([waited, blocking, lost]))).record
     assert not record.held
-    assert record.summary.startswith("rank 1, step 1 microbatch 0: nobody ever waited for reduce_scatter(")
+    assert record.summary.startswith("rank 1, step 1 microbatch 0: no wait for reduce_scatter(")
     assert "more)" not in record.summary
 
 

@@ -149,7 +149,7 @@ BROKEN: tuple[tuple[Law, Break, str], ...] = (
     (DTYPE, altered(Op.REDUCE_SCATTER, dtype="bfloat16"), "expected float32, got bfloat16"),
     (DTYPE, only_prepare, "rank 1: expected reduce_scatter on last microbatches, got none"),
     (REDUCES, altered(Op.REDUCE_SCATTER, reduce_op="sum"), "expected avg/premul_sum, got sum"),
-    (WAITED, altered(Op.REDUCE_SCATTER, wait=None), "nobody waited"),
+    (WAITED, altered(Op.REDUCE_SCATTER, wait=None), "never waited for"),
     (WAITED, late_reduction(Phase.STEP, 2), "got one in step of step 2"),
     (WAITED, late_reduction(Phase.FORWARD, 3), "got one in forward of step 3"),
 )

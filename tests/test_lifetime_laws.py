@@ -34,8 +34,7 @@ from shardproof.harness.tracing.memory.memory_report import (
     report_from_json,
     report_to_json,
 )
-from shardproof.harness.training.oracle import run_oracle
-from tests.simulated_engine import simulate
+from tests.simulated_engine import evidence_of
 
 # Reports and timelines --------------------------------------------------------------------------------------
 
@@ -96,8 +95,7 @@ def _silent(steps: int) -> Evidence:
     """Return two ranks that nobody watched."""
     plan = Plan(layout=Layout.REPLICATE, units=UNITS)
     training = Training(problem=CHAIN, optimizer=SGD, plan=plan, schedule=Schedule(steps=steps))
-    ranks = tuple(simulate(training, 2, layout=Layout.REPLICATE))
-    return Evidence(training=training, world_size=2, ranks=ranks, oracle=run_oracle(training, 2))
+    return evidence_of(training, layout=Layout.REPLICATE)
 
 
 def _evidence(report: LifetimeReport | None, *, steps: int = 1) -> Evidence:

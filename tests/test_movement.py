@@ -12,23 +12,17 @@ from shardproof.engine.contract import Shard
 from shardproof.fixtures.optimizers import SGD
 from shardproof.fixtures.problems import MLP_UNEVEN
 from shardproof.harness.cases.training import Schedule, Training
-from shardproof.harness.laws.law import Evidence, Ruling
+from shardproof.harness.laws.law import Ruling
 from shardproof.harness.laws.sharding import EveryRowMoves
 from shardproof.harness.records.observation import Observation
-from shardproof.harness.training.oracle import OracleObservation, run_oracle
 from tests.flat_pieces import flattened
-from tests.simulated_engine import simulate
+from tests.simulated_engine import evidence_of, simulate
 
 WORLD_SIZE = 3
 PARAMETER = "layers.1.weight"
 TRAINING = Training(problem=MLP_UNEVEN, optimizer=SGD, schedule=Schedule(steps=2))
 FORMS = {"blocks": lambda observation: observation, "flat": flattened}
 any_form = pytest.mark.parametrize("form", FORMS)
-
-
-@cache
-def _oracle() -> OracleObservation:
-    return run_oracle(TRAINING, WORLD_SIZE)
 
 
 @cache
@@ -40,8 +34,7 @@ def _ruling(
     form: str, broken: Callable[[Observation], Observation] = lambda o: o, parameter: str = PARAMETER
 ) -> Ruling:
     ranks = tuple(FORMS[form](broken(observation)) for observation in _ranks())
-    evidence = Evidence(training=TRAINING, world_size=WORLD_SIZE, ranks=ranks, oracle=_oracle())
-    return EveryRowMoves(parameter=parameter).judge(evidence)
+    return EveryRowMoves(parameter=parameter).judge(evidence_of(TRAINING, WORLD_SIZE, ranks=ranks))
 
 
 def _with_a_still_row(observation: Observation) -> Observation:

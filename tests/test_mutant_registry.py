@@ -29,10 +29,8 @@ by_name = pytest.mark.parametrize("mutant", MUTANTS, ids=lambda m: m.name)
 @by_name
 def test_is_built_on_one_honest_engine_and_promises_the_same(mutant: Mutant) -> None:
     sinner = resolve(mutant.engine_spec)
-    bases = HONEST & set(type(sinner).__mro__)
-    assert len(bases) == 1
     assert type(sinner) not in HONEST
-    (base,) = bases
+    base = next(base for base in type(sinner).__mro__ if base in HONEST)
     # The sin of a dishonest mutant is what it says of itself; every other one says what its base says.
     if type(sinner).__module__ != "shardproof.engine.mutants.refusals":
         assert sinner.capabilities == base.capabilities

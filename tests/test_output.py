@@ -10,6 +10,7 @@ from shardproof.harness.cli.main import main
 from shardproof.harness.records.record import Verdict
 from shardproof.harness.records.run import read_run
 from shardproof.harness.worlds.output import drop_empty, printed
+from tests.pages import unpacked
 
 TALKATIVE = """
 import os, sys, warnings
@@ -37,9 +38,8 @@ def test_a_failure_shows_what_the_ranks_printed(
     (tmp_path / "talks.py").write_text(TALKATIVE)
     engines = [f"--engine={tmp_path / 'talks.py'}:{name}" for name in ("Talks", "TalksAndFails")]
     out = tmp_path / "run"
-    assert (
-        main(["run", *engines, "--world", world, "--suite", "smoke", "-k", "trains", "--out", str(out)]) == 1
-    )
+    options = ["--world", world, "--suite", "smoke", "-k", "trains", "--keep", "all"]
+    assert main(["run", *engines, *options, "--out", str(out)]) == 1
     shown = capfd.readouterr()
     quiet, failed = read_run(out).records
     assert (quiet.verdict, quiet.output) == (Verdict.PASSED, "")
@@ -50,7 +50,7 @@ def test_a_failure_shows_what_the_ranks_printed(
         assert words not in shown.out.partition("printed:")[0]
         assert words not in shown.err
         assert words in printed(out / quiet.observation)
-    assert "from C: \\xff&lt;b&gt;" in (out / "report.html").read_text()
+    assert "from C: \\xff&lt;b&gt;" in unpacked((out / "report.html").read_text())
     assert "Printed by the ranks:" in (out / "report.md").read_text()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,8 @@ from shardproof.engine.registry import shipped_mutants
 from shardproof.fixtures.own_model import OWN_MODEL
 from shardproof.harness.cases.batch import ModelBatch, arguments_of, converted, tensors_of
 from shardproof.harness.cases.user_model import UserModel, matching_units
-from shardproof.harness.cli.main import main
+from shardproof.harness.cli.check import check
+from shardproof.harness.cli.main import deadline_for, main
 from shardproof.harness.errors import UsageError
 from shardproof.harness.runner.user_models import read_model
 
@@ -43,6 +45,13 @@ class Mine:
 """
 
 
+_LOSS = "    def loss("
+
+
+def _optimizer(text: str) -> str:
+    return f"    def optimizer(self, p):\n        return {text}\n{_LOSS}"
+
+
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
     file = tmp_path / "mine.py"
@@ -60,7 +69,35 @@ def test_a_right_engine_is_proven(file: Path, capsys: pytest.CaptureFixture[str]
     shown = capsys.readouterr().out
     assert "proven        trains as one process does\n" in shown
     assert "proven        frees shards after forward\n" in shown
-    assert "more than" in shown
+    assert "not proven    order of streams and lifetimes of memory (--thorough)" in shown
+    assert all(
+        len(line) <= 100 for line in shown[shown.rindex("torch.fsdp2 in") : shown.index("wrote")].splitlines()
+    )
+    precise = {
+        m[2]: float(m[1]) for m in re.finditer(r"error of ([0-9.e-]+)% of any (gradient|update)", shown)
+    }
+    assert 0 < precise["gradient"] < 1
+    assert 0 < precise["update"] < 10
+
+
+def test_what_does_not_apply_is_listed_with_the_reason(
+    file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file.write_text(GOOD.replace("for block in self.blocks:", "for block in (*self.blocks, self.blocks[0]):"))
+    assert (
+        _check(file, "torch.fsdp2", "-k", "each_unit_once or two_replicas or clips", "--world", "threads:3")
+        == 0
+    )
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "left out gathers and reduces each unit once: its unit 'blocks.0' is called 2 times" in shown
+    assert "left out shards two replicas: needs two replicas of equal size" in shown
+
+
+def test_a_computation_in_bfloat16_is_proven_however_it_rounds(
+    file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert _check(file, "torch.fsdp2", "-k", "bfloat16") == 0
+    assert "proven        computes in bfloat16" in capsys.readouterr().out
 
 
 def test_a_wrong_engine_is_caught_with_its_cause(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -71,6 +108,14 @@ def test_a_wrong_engine_is_caught_with_its_cause(file: Path, capsys: pytest.Capt
     assert "shardproof check" in shown
 
 
+def test_a_class_that_no_other_process_finds_is_refused() -> None:
+    class Inner:
+        """Defined inside a function."""
+
+    with pytest.raises(UsageError, match="moving it to the top of the file"):
+        check(Inner, engine="torch.ddp")
+
+
 def test_a_model_is_read(file: Path) -> None:
     model, optimizer = read_model(f"{file}:Mine", limit_s=60)
     assert (model.name, model.units) == ("Mine", ("blocks.0", "blocks.1"))
@@ -78,6 +123,34 @@ def test_a_model_is_read(file: Path) -> None:
     assert model.idle == ("normed.bias",)
     assert optimizer is None
     assert not model.demands
+
+
+def test_a_schedule_follows_the_optimizer_and_is_resumed(
+    file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    schedule = "    def scheduler(self, o):\n        return torch.optim.lr_scheduler.LambdaLR(o, lambda n: 0.25**n)\n"
+    text = GOOD.replace(_LOSS, schedule + _optimizer("torch.optim.SGD(p, lr=0.5, momentum=0.9)"))
+    file.write_text(text)
+    assert _check(file, "torch.fsdp2", "-k", "trains or resumes") == 0
+    shown = capsys.readouterr().out
+    assert shown.count("\n  proven ") == 2
+
+
+@pytest.mark.parametrize("world", ["threads:2", "processes:2"])
+def test_a_compiled_model_is_judged(file: Path, world: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """FSDP1 gathers inside the compiled forward: the harness there must not be compiled too."""
+    whole = "net = Net()\n        net.compile(backend='eager')\n        return net"
+    file.write_text(GOOD.replace("return Net()", whole))
+    assert _check(file, "torch.fsdp1", "-k", "trains", "--world", world) == 0
+    assert "proven" in capsys.readouterr().out
+
+
+def test_warnings_of_the_model_are_the_users(file: Path) -> None:
+    """Laws of memory need the form of the model, and must not run its code where warnings may be errors."""
+    file.write_text(
+        GOOD.replace("return Net()", "import warnings\n        warnings.warn('old')\n        return Net()")
+    )
+    assert _check(file, "torch.fsdp2", "-k", "frees") == 0
 
 
 def test_an_edited_file_is_another_problem(file: Path) -> None:
@@ -101,7 +174,34 @@ def test_an_edited_file_is_another_problem(file: Path) -> None:
         ("def loss(", "def lost(", "Mine without loss()"),
         ("class Mine", "class Nine", "which does not define it; did you mean 'Nine'?"),
         ("import torch\n", "import torchh\n", "torchh is not installed"),
-        ('"x": torch.randn', '"z": torch.randn', "the model's forward in float64 raised TypeError"),
+        (
+            '"x": torch.randn',
+            '"z": torch.randn',
+            "step 0, microbatch 0, rank 0, of shapes [4, 6] raised TypeError",
+        ),
+        (
+            "randn(4, 6,",
+            "randn(4, 6 + generator.initial_seed() % 2,",
+            "of shapes [4, 7] raised RuntimeError",
+        ),
+        (
+            _LOSS,
+            _optimizer("torch.optim.LBFGS(list(p))"),
+            "LBFGS, whose step() evaluates the model by a closure",
+        ),
+        (
+            _LOSS,
+            _optimizer("torch.optim.SGD([nn.Parameter(torch.ones(1))])"),
+            "updates no parameter of the model",
+        ),
+        (_LOSS, f"    def scheduler(self, o):\n        pass\n{_LOSS}", "scheduler() without optimizer()"),
+        (_LOSS, _optimizer("None"), "optimizer() returned a NoneType, not a torch.optim.Optimizer"),
+        (
+            "        return Net()",
+            "        net = Net()\n        net.out.register_forward_hook(lambda m, x, y: y @ torch.eye(2))\n"
+            "        return net\n    float64 = True",
+            "in float64, which it asks for, ",
+        ),
     ],
 )
 def test_a_mistake_is_refused_in_a_sentence(
@@ -112,8 +212,40 @@ def test_a_mistake_is_refused_in_a_sentence(
     with pytest.raises(UsageError) as caught:
         read_model(f"{file}:Mine", limit_s=60)
     assert words in str(caught.value)
-    assert _check(file, "torch.ddp") == 2
+    assert _check(file, "torch.ddp", "--engine", "torch.fsdp2") == 2
     assert words in capsys.readouterr().err
+
+
+def test_a_loss_that_ignores_the_batch_is_refused(file: Path) -> None:
+    blind = GOOD.replace("for block", "x = torch.ones_like(x)\n        for block").replace(
+        '- batch["x"][:, :2]', ""
+    )
+    file.write_text(blind)
+    with pytest.raises(UsageError, match=r"does loss\(\) depend on the batch"):
+        read_model(f"{file}:Mine", limit_s=60)
+
+
+def test_batches_may_have_rows_of_their_own_number(file: Path) -> None:
+    file.write_text(GOOD.replace("randn(4, 6,", "randn(4 + generator.initial_seed() % 2, 6,"))
+    read_model(f"{file}:Mine", limit_s=60)
+
+
+def test_a_deadline_grows_with_the_model() -> None:
+    assert deadline_for(0.001, 2) == 61
+    assert deadline_for(2.0, 2) == 60 + 30 * 9 * 2 * 2
+    assert deadline_for(2.0, 4) > deadline_for(2.0, 2)
+
+
+def test_a_line_for_each_case_says_how_long_the_others_take(
+    file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert _check(file, "torch.ddp", "-k", "trains or clips") == 0
+    shown = capsys.readouterr().out
+    assert "a case that takes longer than" in shown
+    assert re.search(
+        r"1 of 2  torch.ddp in threads:2: trains as one process does: PASSED, .* s; about \d+ s left", shown
+    )
+    assert re.search(r"2 of 2  torch.ddp in threads:2: clips by the norm of the whole: PASSED, .* s\n", shown)
 
 
 def test_a_pattern_matches_one_part_of_a_name() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import cache
 from itertools import pairwise
 
 import pytest
@@ -33,10 +32,17 @@ from shardproof.harness.training.oracle import (
     OracleStep,
     Quantity,
     TensorKey,
-    run_oracle,
 )
 from tests.flat_pieces import flat, flattened
-from tests.simulated_engine import Honest, Moment, accumulate, ring_mean, row_shard, simulate, whole
+from tests.simulated_engine import (
+    Honest,
+    Moment,
+    accumulate,
+    evidence_of,
+    ring_mean,
+    row_shard,
+    whole,
+)
 
 # Generated cases share two cores with everything else that runs; their own duration says nothing.
 relaxed = settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
@@ -45,22 +51,6 @@ Shards = Mapping[str, Shard]
 
 def judge(evidence: Evidence) -> Ruling:
     return MatchesOracle().judge(evidence)
-
-
-def evidence_of(
-    training: Training, world_size: int, engine: Honest | None = None, layout: Layout = Layout.SHARD
-) -> Evidence:
-    return Evidence(
-        training=training,
-        world_size=world_size,
-        ranks=simulate(training, world_size, engine, layout),
-        oracle=oracle_of(training, world_size),
-    )
-
-
-@cache
-def oracle_of(training: Training, world_size: int) -> OracleObservation:
-    return run_oracle(training, world_size)
 
 
 @pytest.fixture(scope="module")

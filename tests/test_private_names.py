@@ -76,7 +76,11 @@ def _call(tmp_path: Path, hidden: str, *arguments: str) -> subprocess.CompletedP
     return subprocess.run(
         [sys.executable, "-m", "shardproof.harness.cli.main", *arguments],
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])},
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)]),
+            "XDG_CACHE_HOME": str(tmp_path),
+        },
         capture_output=True,
         text=True,
         timeout=110,

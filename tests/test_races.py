@@ -15,7 +15,6 @@ from shardproof.engine.contract import Layout
 from shardproof.fixtures.chain import CHAIN
 from shardproof.fixtures.optimizers import SGD
 from shardproof.harness.cases.training import Schedule, Training, Watch
-from shardproof.harness.laws.law import Evidence
 from shardproof.harness.laws.runtime import NoRaces
 from shardproof.harness.tracing.ledger import Phase
 from shardproof.harness.tracing.races import streams
@@ -31,10 +30,9 @@ from shardproof.harness.tracing.races.race_report import (
 )
 from shardproof.harness.tracing.races.shadow import Access, Memory, Span
 from shardproof.harness.tracing.recorder import Recorder
-from shardproof.harness.training.oracle import run_oracle
 from shardproof.harness.training.watches import watching
 from tests.orders import NO_ORDERS, ORDERS, Ordering, write_here_read_there
-from tests.simulated_engine import simulate
+from tests.simulated_engine import evidence_of, simulate
 
 # Clocks -----------------------------------------------------------------------------------------------------
 
@@ -467,7 +465,6 @@ def test_the_law_asks_every_rank(report: RaceReport | None, is_held: bool) -> No
     training = Training(problem=CHAIN, optimizer=SGD, schedule=Schedule(steps=1))
     first, second = simulate(training, 2, layout=Layout.REPLICATE)
     ranks = (replace(first, race_report=replace(REPORT, races=())), replace(second, race_report=report))
-    evidence = Evidence(training=training, world_size=2, ranks=ranks, oracle=run_oracle(training, 2))
-    record = NoRaces().judge(evidence).record
+    record = NoRaces().judge(evidence_of(training, ranks=ranks)).record
     assert record.held is is_held
     assert is_held or "rank 1" in record.summary

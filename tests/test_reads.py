@@ -8,14 +8,9 @@ from shardproof.engine.contract import Capability, Plan
 from shardproof.fixtures.optimizers import SGD
 from shardproof.fixtures.problems import MLP_EVEN
 from shardproof.harness.cases.training import Clip, Resume, Schedule, Training
-from shardproof.harness.laws.communication.matching import RanksAgree
-from shardproof.harness.laws.parity import MatchesOracle
 from shardproof.harness.records.record import Record, Verdict
-from shardproof.harness.runner.options import Cell
 from shardproof.harness.runner.session import TrialSession
-from shardproof.harness.verdicts.case import Case
-from shardproof.harness.worlds.spec import WorldSpec
-from tests import misread
+from tests import judging, misread
 
 TRAINING = Training(
     problem=MLP_EVEN,
@@ -46,9 +41,7 @@ HEADLINES = {
 
 def judged(session: TrialSession, engine: str, world: str, training: Training = TRAINING) -> Record:
     """Judge an engine of `tests.misread`."""
-    cell = Cell(engine=f"tests.misread:{engine}", world=WorldSpec.parse(world, deadline_s=30.0))
-    case = Case(id="case", training=training, laws=(MatchesOracle(), RanksAgree()))
-    return session.run(case, cell, suite="", command="")
+    return judging.judged(session, f"tests.misread:{engine}", world, training)
 
 
 @pytest.mark.parametrize(

@@ -5,198 +5,20 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from typing import Any
+from functools import partial
 
 import pytest
 from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from shardproof.harness.errors import UsageError
-from shardproof.harness.records.hang import CallRecord, Divergence, HangReport, RankActivity, RankState, Side
-from shardproof.harness.records.record import (
-    SCHEMA_VERSION,
-    Expectation,
-    Expectations,
-    Footer,
-    Header,
-    LawRecord,
-    LedgerLine,
-    OutcomeRecord,
-    Record,
-    TensorRecord,
-    UnusedExpectation,
-    Verdict,
-    from_json,
-    to_json,
-)
+from shardproof.harness.records.hang import HangReport
+from shardproof.harness.records.record import SCHEMA_VERSION, Footer, Header, Record, from_json, to_json
+from tests import records
+from tests.records import WORST
 
 WHERE = "run/records.jsonl:7"
 
-# Surrogates too: an engine's message is whatever the engine says.
-TEXTS = st.text(st.characters(), max_size=20)
-FLOATS = st.floats(allow_nan=False)
-SMALL = st.integers(-(2**63), 2**63)
-
-TENSORS = st.builds(
-    TensorRecord,
-    quantity=TEXTS,
-    name=TEXTS,
-    step=SMALL,
-    rank=SMALL,
-    index=st.lists(SMALL, max_size=3).map(tuple),
-    got=FLOATS,
-    expected=FLOATS,
-    error=FLOATS,
-    allowed=FLOATS,
-    ratio=FLOATS,
-    share=FLOATS,
-    looks_like=TEXTS,
-)
-LAWS = st.builds(
-    LawRecord, law=TEXTS, held=st.booleans(), summary=TEXTS, details=st.lists(TEXTS, max_size=2).map(tuple)
-)
-LEDGERS = st.builds(
-    LedgerLine, rank=SMALL, phase=TEXTS, op=TEXTS, axis=TEXTS, dtype=TEXTS, count=SMALL, num_bytes=SMALL
-)
-OUTCOMES = st.builds(OutcomeRecord, rank=SMALL, kind=TEXTS, text=TEXTS)
-ENTRIES = st.builds(
-    Expectation,
-    number=SMALL,
-    engine=TEXTS,
-    version=TEXTS,
-    case=TEXTS,
-    world=TEXTS,
-    verdict=st.sampled_from(Verdict),
-    reason=TEXTS,
-    link=TEXTS,
-    expiry=TEXTS,
-)
-EXPECTATIONS = st.builds(
-    Expectations, source=TEXTS, today=TEXTS, entries=st.lists(ENTRIES, max_size=2).map(tuple)
-)
-UNUSED = st.builds(UnusedExpectation, expectation=ENTRIES, why=TEXTS, is_stale=st.booleans())
-CALLS = st.builds(
-    CallRecord,
-    text=TEXTS,
-    op=TEXTS,
-    group=st.lists(SMALL).map(tuple),
-    axis=TEXTS,
-    group_name=TEXTS,
-    position=SMALL,
-    dtype=TEXTS,
-    num_bytes=SMALL,
-    peer=st.none() | SMALL,
-    phase=TEXTS,
-    step=SMALL,
-    microbatch=SMALL,
-    unit=TEXTS,
-    thread=TEXTS,
-    site=TEXTS,
-)
-SIDES = st.builds(Side, ranks=st.lists(SMALL).map(tuple), call=st.none() | CALLS)
-DIFFERENCES = st.builds(
-    Divergence,
-    group=st.lists(SMALL).map(tuple),
-    axis=TEXTS,
-    group_name=TEXTS,
-    position=SMALL,
-    common=st.none() | CALLS,
-    sides=st.lists(SIDES, max_size=2).map(tuple),
-    desynchronised=st.lists(SIDES, max_size=2).map(tuple),
-)
-AUTOPSIES = st.builds(
-    HangReport,
-    summary=TEXTS,
-    suspects=st.lists(SMALL).map(tuple),
-    cycle=st.lists(SMALL).map(tuple),
-    ranks=st.lists(
-        st.builds(
-            RankState,
-            rank=SMALL,
-            ended=TEXTS,
-            doing=st.sampled_from(RankActivity),
-            call=st.none() | CALLS,
-            awaits=st.lists(SMALL).map(tuple),
-            frames=st.lists(TEXTS, max_size=2).map(tuple),
-            stack=st.lists(TEXTS, max_size=2).map(tuple),
-        ),
-        max_size=2,
-    ).map(tuple),
-    difference=st.none() | DIFFERENCES,
-)
-RECORDS = st.builds(
-    Record,
-    engine=TEXTS,
-    case=TEXTS,
-    world=TEXTS,
-    verdict=st.sampled_from(Verdict),
-    headline=TEXTS,
-    suite=TEXTS,
-    engine_version=TEXTS,
-    laws=st.lists(LAWS, max_size=2).map(tuple),
-    worst=st.none() | TENSORS,
-    ledger=st.lists(LEDGERS, max_size=2).map(tuple),
-    outcomes=st.lists(OUTCOMES, max_size=2).map(tuple),
-    observation=TEXTS,
-    command=TEXTS,
-    duration_s=FLOATS,
-    expectation=st.none() | ENTRIES,
-    hang=st.none() | AUTOPSIES,
-    schema=st.just(SCHEMA_VERSION),
-)
-NAMES = st.lists(TEXTS, max_size=2).map(tuple)
-HEADERS = st.builds(
-    Header,
-    started_at=TEXTS,
-    command=TEXTS,
-    engines=NAMES,
-    worlds=NAMES,
-    versions=st.dictionaries(TEXTS, TEXTS, max_size=2),
-    hardware=st.dictionaries(TEXTS, TEXTS, max_size=2),
-    git_head=TEXTS,
-    git_dirty=st.booleans(),
-    seed=SMALL,
-    num_cases=SMALL,
-    expectations=st.none() | EXPECTATIONS,
-    schema=st.just(SCHEMA_VERSION),
-)
-FOOTERS = st.builds(
-    Footer,
-    ended_at=TEXTS,
-    duration_s=FLOATS,
-    counts=st.dictionaries(TEXTS, SMALL, max_size=2),
-    unused=st.lists(UNUSED, max_size=2).map(tuple),
-    schema=st.just(SCHEMA_VERSION),
-)
-
-
-def a_record(**changes: Any) -> Record:  # Any: the fields of Record, each with its own type
-    worst = TensorRecord(
-        quantity="gradient",
-        name="0.weight",
-        step=1,
-        rank=3,
-        index=(2, 0),
-        got=1.0,
-        expected=0.25,
-        error=0.75,
-        allowed=1e-6,
-        ratio=7.5e5,
-        share=0.5,
-        looks_like="exactly 4 x the reference",
-    )
-    plain = Record(
-        engine="torch.ddp",
-        case="parity/linear-sgd",
-        world="threads:4",
-        verdict=Verdict.FAILED,
-        headline="gradients differ",
-        suite="parity",
-        engine_version="2.13.0",
-        laws=(LawRecord(law="parity", held=False, summary="differs"),),
-        worst=worst,
-    )
-    return dataclasses.replace(plain, **changes)
+a_record = partial(records.a_record, worst=WORST)
 
 
 def edited(**changes: object) -> str:
@@ -206,7 +28,7 @@ def edited(**changes: object) -> str:
 
 
 @settings(max_examples=200, deadline=None)
-@given(RECORDS)
+@given(records.drawn(Record))
 def test_a_record_equals_what_is_read_back(record: Record) -> None:
     line = to_json(record)
     assert from_json(Record, line, where=WHERE) == record
@@ -215,7 +37,7 @@ def test_a_record_equals_what_is_read_back(record: Record) -> None:
 
 
 @settings(max_examples=50, deadline=None)
-@given(HEADERS, FOOTERS)
+@given(records.drawn(Header), records.drawn(Footer))
 def test_a_header_and_a_footer_equal_what_is_read_back(header: Header, footer: Footer) -> None:
     assert from_json(Header, to_json(header), where=WHERE) == header
     assert from_json(Footer, to_json(footer), where=WHERE) == footer

@@ -12,14 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardproof.engine.adapters.torch_ddp import DistributedDataParallelEngine
 from shardproof.engine.contract import Capability, Plan, PreparedModel
-from shardproof.fixtures.optimizers import SGD
-from shardproof.fixtures.problems import MLP_EVEN
-from shardproof.harness.cases.training import Schedule, Training
-from shardproof.harness.laws.communication.matching import RanksAgree
-from shardproof.harness.laws.parity import MatchesOracle
 from shardproof.harness.records.record import Record, Verdict
 from shardproof.harness.records.world_result import SavedResult
-from shardproof.harness.runner.options import Cell
 from shardproof.harness.runner.session import TrialSession
 from shardproof.harness.tracing.ledger import Entry, Ledger, Op
 from shardproof.harness.training.oracle import OracleObservation
@@ -34,11 +28,12 @@ from shardproof.harness.worlds.outcome import (
     TimedOut,
     WorldResult,
 )
-from shardproof.harness.worlds.spec import WorldKind, WorldSpec
+from shardproof.harness.worlds.spec import WorldKind
+from tests.judging import LAWS, judged
+from tests.judging import TWO_STEPS as TRAINING
 from tests.ledgers import entry, numbered
 
 KINDS = list(WorldKind)
-TRAINING = Training(problem=MLP_EVEN, optimizer=SGD, schedule=Schedule(steps=2))
 MAY_OR_MUST = [Refusal.ALLOWED, Refusal.REQUIRED]
 NO = "this I will not train"
 
@@ -72,13 +67,12 @@ def _refuse(*_: object) -> None:
 
 
 def _case(refusal: Refusal) -> Case:
-    return Case(id="case", training=TRAINING, laws=(MatchesOracle(), RanksAgree()), refusal=refusal)
+    return Case(id="case", training=TRAINING, laws=LAWS, refusal=refusal)
 
 
 def _run(session: TrialSession, engine: str, kind: WorldKind, refusal: Refusal) -> Record:
     name = engine if "." in engine else f"tests.test_refusals:{engine}"
-    cell = Cell(engine=name, world=WorldSpec(kind=kind, size=2, deadline_s=5.0))
-    return session.run(_case(refusal), cell, suite="", command="")
+    return judged(session, name, f"{kind}:2", refusal=refusal, deadline_s=5.0)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -19,41 +19,37 @@ from hypothesis import strategies as st
 
 from shardproof.harness.records.hang import CallRecord, Divergence, HangReport, RankActivity, RankState, Side
 from shardproof.harness.records.record import (
-    Expectation,
     Footer,
-    Header,
     LawRecord,
     LedgerLine,
     OutcomeRecord,
     Record,
-    TensorRecord,
     UnusedExpectation,
     Verdict,
 )
 from shardproof.harness.records.run import Run, RunWriter
 from shardproof.reports import junit, markdown, page, terminal
+from shardproof.reports.causes import causes
 from shardproof.reports.evidence import bar, hang_steps, ledger_rows, outcome_groups, state_cards
 from shardproof.reports.matrix import arrange, label
 from shardproof.reports.summary import Conclusion, conclude, tally
 from shardproof.reports.text import clip, duration, one_line, printable, ranks, size
 from shardproof.reports.verdict_style import MARKS
 from shardproof.reports.write import write_reports
+from tests import records
+from tests.pages import index_of, pieces_of, unpacked
+from tests.records import FOOTER, HEADER, WORST
 
 ROOT = Path(__file__).parents[1]
-RENDERERS = [terminal.render, markdown.render, junit.render, page.render]
+
+
+def shown_page(run: Run) -> str:
+    """Render the page with all that it unpacks."""
+    return unpacked(page.render(run))
+
+
+RENDERERS = [terminal.render, markdown.render, junit.render, shown_page]
 HOSTILE = "<script>alert(1)</script> ]]> & | `a` \x1b[31mred\x1b[0m \x00\ufffe\ud800 \u202e</details>"
-HEADER = Header(
-    started_at="2030-01-01T00:00:00+00:00",
-    command="shardproof run",
-    engines=("torch.fsdp2", "torch.ddp"),
-    worlds=("threads:4", "processes:2"),
-    versions={"python": "3.11", "torch": "2.13.0"},
-    hardware={"cpu": "x", "memory_bytes": "1073741824"},
-    git_head="unknown",
-    git_dirty=False,
-    seed=0,
-    num_cases=0,
-)
 CALL = CallRecord(
     text="all_reduce",
     op="all_reduce",
@@ -71,35 +67,7 @@ CALL = CallRecord(
     thread="",
     site="engine.py:7 in reduce",
 )
-FOOTER = Footer(ended_at="2030-01-01T00:01:00+00:00", duration_s=60.0)
-WORST = TensorRecord(
-    quantity="gradient",
-    name="0.weight",
-    step=1,
-    rank=3,
-    index=(2, 0),
-    got=1.0,
-    expected=0.25,
-    error=0.75,
-    allowed=0.01,
-    ratio=75.0,
-    share=0.5,
-    looks_like="exactly 4 x the reference",
-)
-
-
-ENTRY = Expectation(
-    number=3,
-    engine="torch.ddp",
-    version="",
-    case="parity/*",
-    world="*",
-    verdict=Verdict.FAILED,
-    reason="Divides twice.",
-    link="https://example.org/issues/17",
-    expiry="2031-02-03",
-    shows=("matches*",),
-)
+ENTRY = replace(records.ENTRY, engine="torch.ddp", version="", case="parity/*", expiry="2031-02-03")
 
 
 def a_record(
@@ -108,13 +76,12 @@ def a_record(
     engine: str = "torch.ddp",
     headline: str = "headline",
 ) -> Record:
-    return Record(
+    return records.a_record(
         engine=engine,
         case=case,
         world="threads:4",
         verdict=verdict,
         headline=headline,
-        suite="parity",
         engine_version="2.13.0",
         laws=(LawRecord(law="matches", held=False, summary="differs", details=("rank 2 first",)),),
         worst=WORST,
@@ -214,7 +181,7 @@ def test_opting_out_never_raises_the_score() -> None:
     assert tally([passed] * 1999 + [opted_out]).percent == "99.9%"
     for render in RENDERERS:
         assert "UNSUPPORTED" in render(a_run(passed, opted_out))
-    for render in (terminal.render, markdown.render, page.render):
+    for render in (terminal.render, markdown.render, shown_page):
         assert "50.0%" in render(a_run(passed, opted_out))
 
 
@@ -254,11 +221,11 @@ def test_a_stale_expectation_makes_a_run_red_and_an_idle_one_does_not(render: Ca
 def test_only_an_address_becomes_a_link() -> None:
     for link in ("javascript:alert(1)", 'https://x" onclick="y', "https://x y", HOSTILE):
         record = replace(a_record(verdict=Verdict.KNOWN_FAILURE), expectation=replace(ENTRY, link=link))
-        seen = _Page(page.render(a_run(record)))
+        seen = _Page(shown_page(a_run(record)))
         assert all(found.startswith("#") for found in seen.links), seen.links
         assert seen.sources == []
     record = replace(a_record(verdict=Verdict.KNOWN_FAILURE), expectation=ENTRY)
-    assert ENTRY.link in _Page(page.render(a_run(record))).links
+    assert ENTRY.link in _Page(shown_page(a_run(record))).links
     assert f"<{ENTRY.link}>" in markdown.render(a_run(record))
 
 
@@ -299,7 +266,8 @@ def test_two_records_of_one_cell_are_both_shown() -> None:
     assert ".F" in terminal.render(run)
     assert "`.F`" not in markdown.render(a_run(a_record()))
     assert "`.F`" in markdown.render(run)
-    assert {"#r0", "#r1"} <= set(_Page(page.render(run)).links)
+    index = index_of(page.render(run))
+    assert [record[:2] for record in index["records"]] == [[0, 0], [0, 0]]
 
 
 def test_the_terminal_matrix_reads_line_by_line() -> None:
@@ -330,12 +298,9 @@ def test_junit_counts_what_it_holds() -> None:
         for v in Verdict
     }
     for suite in (root, *root.iter("testsuite")):
-        assert [suite.get(name) for name in ("tests", "failures", "errors", "skipped")] == [
-            "11",
-            "7",
-            "1",
-            "2",
-        ]
+        assert [suite.get(name) for name in ("tests", "failures", "errors")] == ["11", "7", "1"]
+    assert [suite.get("skipped") for suite in root.iter("testsuite")] == ["2"]
+    assert root.get("skipped") is None, "which Jenkins' schema does not have"
 
 
 def test_junit_shows_an_interrupted_run_red() -> None:
@@ -369,10 +334,10 @@ def test_hostile_text_stays_text(render: Callable[[Run], str]) -> None:
     text = render(a_run(record, problems=(HOSTILE,)))
     text.encode("utf-8")
     assert not set("\x00\x1b\ufffe\u202e") & set(text)
-    if render is not page.render:
+    if render is not shown_page:
         return
-    seen, clean = _Page(text), _Page(page.render(a_run(a_record(verdict=Verdict.FAILED), problems=("p",))))
-    assert seen.tags.count("script") == clean.tags.count("script") == 1
+    seen, clean = _Page(text), _Page(shown_page(a_run(a_record(verdict=Verdict.FAILED), problems=("p",))))
+    assert seen.tags.count("script") == clean.tags.count("script") == 3, "the index, one piece, the program"
     assert seen.depth == 0
 
 
@@ -461,24 +426,48 @@ def test_markdown_stays_small_whatever_the_header_holds() -> None:
 
 
 def test_the_page_needs_nothing_but_itself() -> None:
-    html = page.render(one_of_each())
-    seen = _Page(html)
+    text = shown_page(one_of_each())
+    seen = _Page(text)
     assert seen.sources == []
     assert all(link.startswith("#") for link in seen.links)
     assert not {"link", "img", "iframe", "base", "object"} & set(seen.tags)
-    assert "@import" not in html
-    assert "url(" not in html
+    assert "@import" not in text
+    assert "url(" not in text
+    assert "default-src 'none'" in text
 
 
-def test_every_cell_of_the_page_leads_to_its_evidence() -> None:
-    seen = _Page(page.render(one_of_each()))
-    assert len(seen.ids) == len(set(seen.ids))
-    assert sorted(seen.links) == sorted(f"#r{i}" for i in range(len(Verdict)))
-    assert {link[1:] for link in seen.links} <= set(seen.ids)
+def test_the_index_leads_from_each_cell_to_its_evidence() -> None:
+    records = [a_record(f"parity/{i}", list(Verdict)[i % len(Verdict)]) for i in range(300)]
+    text = page.render(a_run(*records))
+    index = index_of(text)
+    cases = [case for suite in index["suites"] for _, case in suite["cases"]]
+    pieces = pieces_of(text)
+    assert len(index["records"]) == sum(map(len, pieces)) == 300
+    for number, (row, column, verdict, *_) in enumerate(index["records"]):
+        evidence = pieces[number // index["perPiece"]][number % index["perPiece"]]
+        assert f"<code>{cases[row]}</code>" in evidence
+        record = next(r for r in records if r.case == cases[row])
+        assert index["columns"][column] == [record.engine, record.world]
+        assert index["verdicts"][verdict][0] == record.verdict
+
+
+def test_a_record_is_found_by_its_expectation_and_its_threads() -> None:
+    hang = an_autopsy("engine.py:7 in reduce")
+    call = replace(CALL, thread="reducer-1")
+    hang = replace(hang, ranks=(replace(hang.ranks[0], call=call), *hang.ranks[1:]))
+    run = a_run(
+        replace(a_record("parity/a", Verdict.HUNG), hang=hang),
+        replace(a_record("parity/b", Verdict.KNOWN_FAILURE), expectation=ENTRY),
+    )
+    index = index_of(page.render(run))
+    hung, known = (index["texts"][record[5]] for record in index["records"])
+    assert "reducer-1" in hung
+    assert ENTRY.reason in known
+    assert ENTRY.link in known
 
 
 def test_the_page_holds_the_evidence() -> None:
-    html = page.render(a_run(a_record(verdict=Verdict.FAILED)))
+    text = shown_page(a_run(a_record(verdict=Verdict.FAILED)))
     for words in (
         "gradient 0.weight[2, 0] on rank 3 at step 1",
         "exactly 4 x the reference",
@@ -489,14 +478,46 @@ def test_the_page_holds_the_evidence() -> None:
         "1.0 GiB",
         "2.13.0",
     ):
-        assert words in html, words
+        assert words in text, words
 
 
-def test_the_page_takes_two_thousand_records() -> None:
+def test_a_page_of_many_records_is_small() -> None:
     records = [a_record(f"parity/{i}", list(Verdict)[i % len(Verdict)]) for i in range(2000)]
-    html = page.render(a_run(*records))
-    assert len(_Page(html).links) == 2000
-    assert len(html) < 20_000_000
+    text = page.render(a_run(*records))
+    assert len(text) < 1_000_000
+    assert len(_Page(text).tags) < 500, "no markup for each record"
+
+
+def test_records_that_fail_alike_are_one_cause() -> None:
+    alike = [
+        a_record(f"parity/{i}", Verdict.FAILED, headline=f"step {i}, gradient '{i}.weight': zero")
+        for i in range(18)
+    ]
+    other = a_record("parity/x", Verdict.FAILED, headline="the losses differ")
+    elsewhere = a_record("parity/0", Verdict.FAILED, engine="torch.fsdp2", headline=alike[0].headline)
+    run = a_run(*alike, other, elsewhere, a_record("parity/y"))
+    folded = causes(run.records)
+    assert [len(cause.records) for cause in folded] == [18, 1, 1]
+    assert [cause.engine for cause in folded] == ["torch.ddp", "torch.ddp", "torch.fsdp2"]
+    told = terminal.render(run)
+    assert told.count("gradient '0.weight': zero") == 2, "once for each engine"
+    assert "gradient '5.weight': zero" not in told
+    assert "12 more" in told
+    assert "all 18 records that fail alike" in page.render(run)
+
+
+def test_a_different_diagnosis_is_another_cause() -> None:
+    def failing(case: str, looks_like: str) -> Record:
+        record = a_record(case, Verdict.FAILED, headline=f"step 0, gradient: {looks_like}; at [0]")
+        return replace(record, worst=replace(WORST, looks_like=looks_like))
+
+    run = a_run(failing("a", "zero"), failing("b", "the previous step's value (stale)"), failing("c", "zero"))
+    assert [[r.case for r in cause.records] for cause in causes(run.records)] == [["a", "c"], ["b"]]
+
+
+def test_the_rate_of_declared_promises_stands_beside_that_of_all() -> None:
+    counted = tally([a_record("a"), a_record("b", Verdict.UNSUPPORTED), a_record("c", Verdict.KNOWN_FAILURE)])
+    assert (counted.declared, counted.percent_of_declared, counted.percent) == (2, "50.0%", "33.3%")
 
 
 def test_the_ledger_is_folded_only_over_ranks_that_agree() -> None:
@@ -561,6 +582,14 @@ def test_reports_are_written_beside_the_records(tmp_path: Path) -> None:
     writer.append(a_record(headline=HOSTILE))
     writer.finish(FOOTER)
     written = write_reports(tmp_path).paths
-    assert [path.name for path in written] == ["report.html", "report.md", "junit.xml"]
+    assert [path.name for path in written] == [
+        "report.html",
+        "report.md",
+        "junit.xml",
+        "ctrf.json",
+        "summary.md",
+        "badge.json",
+        "badge.svg",
+    ]
     assert all(path.stat().st_size for path in written)
     assert write_reports(tmp_path).paths == written, "reports may be written again"

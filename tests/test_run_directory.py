@@ -16,37 +16,15 @@ import pytest
 from shardproof.harness.errors import HarnessBug, UsageError
 from shardproof.harness.records import provenance
 from shardproof.harness.records.manifest import MANIFEST
-from shardproof.harness.records.record import SCHEMA_VERSION, Footer, Header, Record, Verdict, to_json
+from shardproof.harness.records.record import SCHEMA_VERSION, Header, Verdict, to_json
 from shardproof.harness.records.run import RECORDS, RUN, RunWriter, read_run, write_file
+from tests import records
+from tests.records import a_record
 
-HEADER = Header(
-    started_at="2030-01-01T00:00:00+00:00",
-    command="shardproof run",
-    engines=("torch.ddp",),
-    worlds=("threads:2",),
-    versions={"python": "3.11"},
-    hardware={"cpu": "x"},
-    git_head="unknown",
-    git_dirty=False,
-    seed=0,
-    num_cases=3,
-)
-FOOTER = Footer(ended_at="2030-01-01T00:01:00+00:00", duration_s=60.0, counts={"PASSED": 3})
-
-
-def a_record(case: str, verdict: Verdict = Verdict.PASSED) -> Record:
-    return Record(
-        engine="torch.ddp",
-        case=case,
-        world="threads:2",
-        verdict=verdict,
-        headline="all laws held\u2028",  # a line end to str.splitlines, not to JSON lines
-        suite="parity",
-        engine_version="2.13.0",
-    )
-
-
-THREE = tuple(a_record(case) for case in "abc")
+HEADER = dataclasses.replace(records.HEADER, num_cases=3)
+FOOTER = dataclasses.replace(records.FOOTER, counts={"PASSED": 3})
+ODD = "all laws held\u2028"  # a line end to str.splitlines, not to JSON lines
+THREE = tuple(a_record(Verdict.PASSED, case=case, headline=ODD) for case in "abc")
 
 
 @pytest.fixture
@@ -136,7 +114,7 @@ def test_records_stand_in_for_a_damaged_header(finished: Path) -> None:
     (finished / RUN).write_text("")
     run = read_run(finished)
     assert run.problems[0].startswith("run.jsonl:1: damaged, skipped: ")
-    assert (run.records, run.header.engines, run.header.num_cases) == (THREE, ("torch.ddp",), 3)
+    assert (run.records, run.header.engines, run.header.num_cases) == (THREE, ("torch.fsdp2",), 3)
     (finished / RECORDS).write_text("")
     with pytest.raises(UsageError, match=r"run\.jsonl:1"):
         read_run(finished)
@@ -161,7 +139,7 @@ def test_missing_and_repeated_records_are_told(finished: Path) -> None:
     lines = (finished / RECORDS).read_text().splitlines(keepends=True)
     (finished / RECORDS).write_text("".join((*lines[:2], lines[0])))
     problems = " | ".join(read_run(finished).problems)
-    assert "2 records of torch.ddp on a in threads:2" in problems
+    assert "2 records of torch.fsdp2 on a in threads:2" in problems
     assert "announces 3 cases; records tell of 2" in problems
 
 

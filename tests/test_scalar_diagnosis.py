@@ -24,7 +24,7 @@ from shardproof.harness.training.oracle import (
     TensorKey,
     run_oracle,
 )
-from tests.simulated_engine import row_shard, simulate, whole
+from tests.simulated_engine import evidence_of, oracle_of, row_shard, simulate, whole
 
 WORLD_SIZE = 4
 CLIPPED = Training(
@@ -39,7 +39,7 @@ STEP = 1
 
 @pytest.fixture(scope="module")
 def clipped() -> OracleObservation:
-    return run_oracle(CLIPPED, WORLD_SIZE)
+    return oracle_of(CLIPPED, WORLD_SIZE)
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +50,7 @@ def plain() -> OracleObservation:
 def evidence(training: Training, oracle: OracleObservation) -> Evidence:
     """Return evidence of honest ranks that hold rows; clipping plays no part in what they hold at first."""
     ranks = simulate(replace(training, schedule=replace(training.schedule, steps=0)), WORLD_SIZE)
-    return Evidence(training=training, world_size=WORLD_SIZE, ranks=ranks, oracle=oracle)
+    return evidence_of(training, WORLD_SIZE, ranks=ranks, oracle=oracle)
 
 
 def norm_of(tensors: list[torch.Tensor]) -> float:
@@ -103,11 +103,11 @@ def test_names_what_is_wrong_with_a_norm(clipped: OracleObservation, defect: str
 
 def test_names_half_a_norm_in_a_world_of_two() -> None:
     training = replace(CLIPPED, problem=MLP_UNEVEN)
-    oracle = run_oracle(training, 2)
+    oracle = oracle_of(training, 2)
     norm = oracle.steps[STEP].norm
     assert norm is not None
     place = TensorKey(quantity=Quantity.NORM, step=STEP, name=NORM)
-    seen = Evidence(training=training, world_size=2, ranks=(), oracle=oracle)
+    seen = evidence_of(training, ranks=())
     assert looks_like(seen, place, RankShard(rank=0, shard=whole(norm / 2))) == "half the reference"
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
 
 import pytest
 
@@ -12,12 +11,11 @@ from shardproof.engine.contract import Capability, Layout, Plan
 from shardproof.fixtures.optimizers import SGD
 from shardproof.fixtures.problems import MLP_EVEN
 from shardproof.harness.cases.training import Clip, Resume, Schedule, Training
-from shardproof.harness.laws.law import Evidence, Law
+from shardproof.harness.laws.law import Law
 from shardproof.harness.laws.runtime import Deterministic, ExpectedUnitState, Notes, ShowsTheModel, UnitsAre
 from shardproof.harness.records.observation import Fact, Observation, StepObservation, digest
 from shardproof.harness.records.record import LawRecord
-from shardproof.harness.training.oracle import OracleObservation, run_oracle
-from tests.simulated_engine import simulate
+from tests.simulated_engine import evidence_of, oracle_of, simulate
 
 TRAINING = Training(problem=MLP_EVEN, optimizer=SGD, schedule=Schedule(steps=2))
 WORLD_SIZE = 2
@@ -25,11 +23,6 @@ FREED = UnitsAre(states=(ExpectedUnitState(moment="after forward", unit="layers.
 CAST = Notes(subject="output", value="torch.bfloat16")
 SHOWN = ShowsTheModel(moments=("after forward",))
 Change = Callable[[StepObservation], StepObservation]
-
-
-@cache
-def _oracle() -> OracleObservation:
-    return run_oracle(TRAINING, WORLD_SIZE)
 
 
 def _looked_at(observation: Observation) -> Observation:
@@ -50,8 +43,7 @@ def _rule(law: Law, change: Change = lambda s: s) -> LawRecord:
     """Judge two ranks of which the second shows something else in its last step."""
     first, second = (_looked_at(o) for o in simulate(TRAINING, WORLD_SIZE, layout=Layout.REPLICATE))
     second = replace(second, steps=(*second.steps[:-1], change(second.steps[-1])))
-    evidence = Evidence(training=TRAINING, world_size=WORLD_SIZE, ranks=(first, second), oracle=_oracle())
-    return law.judge(evidence).record
+    return law.judge(evidence_of(TRAINING, WORLD_SIZE, ranks=(first, second))).record
 
 
 @pytest.mark.parametrize("law", [FREED, CAST, SHOWN], ids=lambda law: type(law).__name__)
@@ -107,7 +99,7 @@ def test_what_differs_in_a_note_is_named(law: Notes, noted: str, summary: str) -
     right = (Fact(moment="", subject=law.subject, value=law.value),)
     first = replace(first, steps=tuple(replace(step, facts=right) for step in first.steps))
     second = replace(second, steps=tuple(replace(step, facts=facts) for step in second.steps))
-    evidence = Evidence(training=TRAINING, world_size=WORLD_SIZE, ranks=(first, second), oracle=_oracle())
+    evidence = evidence_of(TRAINING, WORLD_SIZE, ranks=(first, second))
     assert law.judge(evidence).record.summary == f"step 0, rank 1: {summary} (and 1 more)"
 
 
@@ -134,7 +126,8 @@ def test_repetitions_agree_or_the_first_that_differs_is_named() -> None:
     def rule(*digests: str) -> LawRecord:
         seen = (ranks[0], replace(ranks[1], repeat_digests=digests))
         seen = (replace(seen[0], repeat_digests=("a", "a", "a")), seen[1])
-        evidence = Evidence(training=training, world_size=WORLD_SIZE, ranks=seen, oracle=_oracle())
+        oracle = oracle_of(TRAINING, WORLD_SIZE)
+        evidence = evidence_of(training, WORLD_SIZE, ranks=seen, oracle=oracle)
         return Deterministic().judge(evidence).record
 
     assert rule("a", "a", "a").held

@@ -1,4 +1,4 @@
-"""Ranks as threads over our transport give what ranks as processes over gloo give, and what one process gives."""
+"""Ranks as threads over our transport return what ranks as processes over gloo return."""
 
 from __future__ import annotations
 
@@ -11,25 +11,17 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
-from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _coalescing_manager
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
-from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-from torch.nn.parallel import DistributedDataParallel
 
 from shardproof.harness.worlds.launch import launch
-from shardproof.harness.worlds.outcome import Raised, Returned
+from shardproof.harness.worlds.outcome import Returned
 from shardproof.harness.worlds.rank import RankContext
 from shardproof.harness.worlds.spec import WorldKind, WorldSpec
 
 Tensor = torch.Tensor
 Plain = Any  # nested lists of numbers
 Scenario = Callable[[int, int], Plain]
-
-# The largest difference by which float64 sums over a few hundred terms may differ in another order.
-_ROUNDING = 1e-12
 
 
 def numbers(rank: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -240,158 +232,7 @@ def test_threads_give_what_gloo_gives(name: str, both: dict[WorldKind, list[dict
     assert threads == processes
 
 
-# ---- engines: one training step on N ranks against the same step in one process
-
-
-def model() -> nn.Sequential:
-    torch.manual_seed(7)
-    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2), nn.Linear(2, 1)).double()
-
-
-def batch(rank: int) -> Tensor:
-    return torch.sin(torch.arange(8.0, dtype=torch.float64) + 3 * rank).reshape(2, 4)
-
-
-def loss_of(module: nn.Module, inputs: Tensor) -> Tensor:
-    result: Tensor = module(inputs).square().mean()
-    return result
-
-
-def backward(loss: Tensor) -> None:
-    loss.backward()
-
-
-def optimizer_of(module: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(module.parameters(), lr=0.5, momentum=0.9)
-
-
-def oracle(size: int, num_microbatches: int = 1) -> list[Plain]:
-    """The parameters after two steps over the batches of all ranks."""
-    alone = model()
-    optimizer = optimizer_of(alone)
-    for _ in range(2):
-        optimizer.zero_grad()
-        for microbatch in range(num_microbatches):
-            for rank in range(size):
-                backward(loss_of(alone, batch(rank + 10 * microbatch)) / size)
-        optimizer.step()
-    return [p.tolist() for p in alone.parameters()]
-
-
-def train(module: nn.Module, optimizer: torch.optim.Optimizer, rank: int) -> None:
-    for _ in range(2):
-        optimizer.zero_grad()
-        backward(loss_of(module, batch(rank)))
-        optimizer.step()
-
-
-def whole(module: nn.Module) -> list[Plain]:
-    return [(p.full_tensor() if isinstance(p, DTensor) else p).detach().tolist() for p in module.parameters()]
-
-
-def train_ddp(context: RankContext) -> list[Plain]:
-    engine = DistributedDataParallel(model())
-    train(engine, optimizer_of(engine), context.rank)
-    return whole(engine)
-
-
-def train_ddp_accumulating(context: RankContext) -> list[Plain]:
-    engine = DistributedDataParallel(model())
-    optimizer = optimizer_of(engine)
-    for _ in range(2):
-        optimizer.zero_grad()
-        with engine.no_sync():
-            backward(loss_of(engine, batch(context.rank)))
-        backward(loss_of(engine, batch(context.rank + 10)))
-        optimizer.step()
-    return whole(engine)
-
-
-class Fork(nn.Module):
-    """Uses one of two halves, by rank, so that some parameters have no gradient on some ranks."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.trunk = model()
-        torch.manual_seed(8)
-        self.branches = nn.ModuleList(nn.Linear(4, 4).double() for _ in range(2))
-
-    def forward(self, inputs: Tensor, way: int) -> Tensor:
-        result: Tensor = self.trunk(self.branches[way](inputs))
-        return result
-
-
-def train_ddp_with_unused_parameters(context: RankContext) -> list[Plain]:
-    engine = DistributedDataParallel(Fork(), find_unused_parameters=True)
-    alone = Fork()
-    backward(engine(batch(context.rank), context.rank % 2).square().mean())
-    for rank in range(context.size):
-        backward(alone(batch(rank), rank % 2).square().mean() / context.size)
-    pairs = zip(engine.module.parameters(), alone.parameters(), strict=True)
-    return [
-        [(mine.grad - theirs.grad).abs().max().item()]
-        for mine, theirs in pairs
-        if mine.grad is not None and theirs.grad is not None
-    ]
-
-
-def train_fsdp2(context: RankContext, shape: tuple[int, ...]) -> list[Plain]:
-    engine = model()
-    names = ("replicate", "shard")[-len(shape) :]
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
-    for part in (engine[0], engine[2]):
-        fully_shard(part, mesh=mesh)
-    fully_shard(engine, mesh=mesh)
-    train(engine, optimizer_of(engine), context.rank)
-    return whole(engine)
-
-
-def train_fsdp1(context: RankContext) -> list[Plain]:
-    engine = FullyShardedDataParallel(model(), device_id=torch.device("cpu"), use_orig_params=True)
-    train(engine, optimizer_of(engine), context.rank)
-    with FullyShardedDataParallel.summon_full_params(engine):
-        return whole(engine)
-
-
-def train_zero(context: RankContext) -> list[Plain]:
-    # Here, because importing it warns of a deprecation inside torch, which pytest makes an error.
-    from torch.distributed.optim import ZeroRedundancyOptimizer
-
-    engine = DistributedDataParallel(model())
-    optimizer = ZeroRedundancyOptimizer(engine.parameters(), torch.optim.SGD, lr=0.5, momentum=0.9)
-    train(engine, optimizer, context.rank)
-    return whole(engine)
-
-
-def train_pipeline(context: RankContext) -> list[Plain]:
-    """Two stages, two microbatches: gives the largest difference of each gradient from one process."""
-    halves = [model()[:2], model()[2:]]
-    mine = halves[context.rank]
-    stage = PipelineStage(mine, context.rank, 2, context.device)
-    schedule = ScheduleGPipe(stage, 2, loss_fn=lambda output, target: (output - target).square().mean())
-    inputs, target = batch(0), torch.ones(2, 1, dtype=torch.float64)
-    if context.rank == 0:
-        schedule.step(inputs)
-    else:
-        schedule.step(target=target)
-    alone = model()
-    backward((alone(inputs) - target).square().mean())
-    theirs = alone[:2] if context.rank == 0 else alone[2:]
-    pairs = zip(mine.parameters(), theirs.parameters(), strict=True)
-    # A missing gradient shows as an infinite difference.
-    return [
-        [float("inf") if m.grad is None or t.grad is None else (m.grad - t.grad).abs().max().item()]
-        for m, t in pairs
-    ]
-
-
-def shard_over_two_axes(context: RankContext) -> list[Plain]:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("rows", "columns"))
-    whole_tensor = torch.arange(30.0).reshape(6, 5)  # uneven over both axes
-    tensor = distribute_tensor(whole_tensor, mesh, [Shard(0), Shard(1)])
-    square: Any = tensor @ tensor.t()  # Any: a DTensor, which the operator's stub does not know
-    product = square.redistribute(mesh, [Replicate(), Replicate()])
-    return [product.to_local().tolist(), tensor.full_tensor().tolist()]
+# ---- what only threads have
 
 
 _meshes: dict[int, DeviceMesh] = {}  # what the ranks of one process can all see
@@ -406,55 +247,6 @@ def compare_meshes(context: RankContext) -> list[Plain]:
 
 def test_meshes_of_different_ranks_are_different_keys(tmp_path: Path) -> None:
     assert values(WorldKind.THREADS, 3, compare_meshes, tmp_path) == [[[0]], [[1]], [[2]]]
-
-
-def largest_difference(one: Plain, other: Plain) -> float:
-    flat = [torch.tensor(x, dtype=torch.float64).flatten() for side in (one, other) for x in side]
-    half = len(flat) // 2
-    return max(float((a - b).abs().max()) for a, b in zip(flat[:half], flat[half:], strict=True))
-
-
-ENGINES: Mapping[str, tuple[Callable[..., Any], int, tuple[Any, ...]]] = {
-    "ddp-2": (train_ddp, 2, ()),
-    "ddp-4": (train_ddp, 4, ()),
-    "fsdp2-3": (train_fsdp2, 3, ((3,),)),
-    "fsdp2-4": (train_fsdp2, 4, ((4,),)),
-    "fsdp2-2x2": (train_fsdp2, 4, ((2, 2),)),
-    "fsdp1-4": (train_fsdp1, 4, ()),
-    "zero-3": (train_zero, 3, ()),
-}
-
-
-@pytest.mark.parametrize("name", ENGINES)
-def test_engines_train_over_threads_as_in_one_process(name: str, tmp_path: Path) -> None:
-    body, size, args = ENGINES[name]
-    for parameters in values(WorldKind.THREADS, size, body, tmp_path, *args):
-        assert largest_difference(parameters, oracle(size)) < _ROUNDING
-
-
-def test_ddp_accumulates_over_threads_as_in_one_process(tmp_path: Path) -> None:
-    for parameters in values(WorldKind.THREADS, 2, train_ddp_accumulating, tmp_path):
-        assert largest_difference(parameters, oracle(2, num_microbatches=2)) < _ROUNDING
-
-
-@pytest.mark.parametrize(
-    ("body", "size"), [(train_ddp_with_unused_parameters, 4), (train_pipeline, 2)], ids=["unused", "pipeline"]
-)
-def test_gradients_over_threads_are_those_of_one_process(
-    body: Callable[..., Any], size: int, tmp_path: Path
-) -> None:
-    for differences in values(WorldKind.THREADS, size, body, tmp_path):
-        assert len(differences) >= 2
-        assert max(d for (d,) in differences) < _ROUNDING
-
-
-def test_two_mesh_axes_work_over_threads(tmp_path: Path) -> None:
-    tensor = torch.arange(30.0).reshape(6, 5)
-    expected = [(tensor @ tensor.t()).tolist(), tensor.tolist()]
-    assert values(WorldKind.THREADS, 4, shard_over_two_axes, tmp_path) == [expected] * 4
-
-
-# ---- what only threads have
 
 
 def split_groups(context: RankContext) -> list[Plain]:
@@ -504,46 +296,3 @@ def thread_of_a_rank(context: RankContext) -> list[Plain]:
 
 def test_a_thread_that_a_rank_starts_belongs_to_it(tmp_path: Path) -> None:
     assert values(WorldKind.THREADS, 2, thread_of_a_rank, tmp_path) == [[[12.0, 14.0], [12.0]]] * 2
-
-
-def mean_without_waiting(context: RankContext) -> list[Plain]:
-    tensor = torch.ones(2)
-    dist.all_reduce(tensor, async_op=True)
-    dist.barrier()
-    return [tensor.tolist()]
-
-
-def test_a_result_used_without_waiting_is_not_a_number_on_every_rank(tmp_path: Path) -> None:
-    for (seen,) in values(WorldKind.THREADS, 3, mean_without_waiting, tmp_path):
-        assert all(x != x for x in seen)
-
-
-def disagree(context: RankContext) -> None:
-    if context.rank:
-        dist.all_reduce(torch.ones(2))
-    else:
-        dist.all_reduce(torch.ones(2, dtype=torch.int64))
-
-
-def test_a_disagreement_names_call_sites(tmp_path: Path) -> None:
-    result = launch(WorldSpec(kind=WorldKind.THREADS, size=2, deadline_s=20), disagree, folder=tmp_path)
-    raised = [o for o in result.outcomes if isinstance(o, Raised)]
-    assert raised
-    for outcome in raised:
-        assert outcome.kind == "CollectiveMismatchError"
-        assert "tests/test_threads_against_gloo.py:" in outcome.message
-        assert outcome.message.count("in disagree") == 2
-
-
-def cross_groups(context: RankContext) -> None:
-    groups = [dist.new_group([0, 1]) for _ in range(2)]
-    for group in groups if context.rank else reversed(groups):
-        dist.all_reduce(torch.ones(1), group=group)
-
-
-def test_crossed_groups_are_a_deadlock_and_not_a_timeout(tmp_path: Path) -> None:
-    result = launch(WorldSpec(kind=WorldKind.THREADS, size=2, deadline_s=20), cross_groups, folder=tmp_path)
-    raised = [o for o in result.outcomes if isinstance(o, Raised)]
-    assert {o.kind for o in raised} == {"DeadlockError"}
-    assert "rank 0 waits for rank(s) [1]" in raised[0].message
-    assert "in cross_groups" in raised[0].message

@@ -30,7 +30,9 @@ from shardproof.reports import page
 from shardproof.reports.perfetto import trace_events
 from shardproof.reports.timeline_svg import draw, lay_out, pictures
 from shardproof.reports.write import write_reports
-from tests.test_reports import HEADER, a_record, a_run
+from tests.pages import unpacked
+from tests.records import HEADER
+from tests.test_reports import a_record, a_run
 
 Event = dict[str, Any]  # Any: JSON
 
@@ -231,10 +233,10 @@ def test_the_page_draws_what_failed(folder: Path, tmp_path: Path) -> None:
     run = a_run(record)
     drawn = pictures(run, tmp_path / "run").drawn
     assert list(drawn) == [(record.engine, record.case, record.world)]
-    assert 'class="touch"' in page.render(run, drawn)
-    assert "<svg" not in page.render(run)
+    assert 'class="touch"' in unpacked(page.render(run, drawn))
+    assert "<svg" not in unpacked(page.render(run))
     write_reports(tmp_path / "run")
-    assert 'class="touch"' in (tmp_path / "run" / "report.html").read_text()
+    assert 'class="touch"' in unpacked((tmp_path / "run" / "report.html").read_text())
 
 
 def test_the_command_writes_the_trace(

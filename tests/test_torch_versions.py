@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.torch_versions import Release, _divergences, _seen_in, _with_releases
-from shardproof.harness.records.record import Header
 from shardproof.harness.records.run import Run
 from shardproof.harness.torch_compat.releases import TESTED, minor, remark
+from tests.records import HEADER
 
 
 @pytest.mark.parametrize("version", [*TESTED, "2.15.0+cu132", "2.13.1+cpu", "2.12.0a0+git12"])
@@ -30,19 +30,7 @@ def test_releases_are_in_order() -> None:
 
 
 def _release(version: str, verdict: str) -> Release:
-    header = Header(
-        started_at="2026-11-22T00:00:00+00:00",
-        command="",
-        engines=(),
-        worlds=(),
-        versions={},
-        hardware={},
-        git_head="",
-        git_dirty=False,
-        seed=0,
-        num_cases=0,
-    )
-    run = Run(header=header, records=(), footer=None)
+    run = Run(header=HEADER, records=(), footer=None)
     return Release(version=version, catalogue=run, processes=run, private_names={}, divergences={1: verdict})
 
 

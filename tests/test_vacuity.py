@@ -19,20 +19,10 @@ from shardproof.harness.cases.training import LoopOrder, Schedule, Training
 from shardproof.harness.laws.law import Evidence
 from shardproof.harness.laws.parity import MatchesOracle
 from shardproof.harness.laws.tolerance import MULTIPLE
-from shardproof.harness.training.oracle import run_oracle
 from shardproof.harness.verdicts.vacuity import incomparable_because, vacuous_because
-from tests.simulated_engine import Honest, Moment, simulate
+from tests.simulated_engine import Honest, Moment, evidence_of
 
 TRAINING = Training(problem=SINGLE_GROUP, optimizer=SGD)
-
-
-def evidence_of(training: Training, world_size: int = 2, engine: Honest | None = None) -> Evidence:
-    return Evidence(
-        training=training,
-        world_size=world_size,
-        ranks=simulate(training, world_size, engine),
-        oracle=run_oracle(training, world_size),
-    )
 
 
 @pytest.mark.parametrize("problem", PROBLEMS, ids=lambda p: p.name)
@@ -146,9 +136,7 @@ def test_a_parameter_must_move_by_twice_what_may_be_off() -> None:
 )
 def test_models_with_idle_and_tiny_parameters_can_show_something(problem: ModelProblem) -> None:
     training = Training(problem=problem, optimizer=SGD, schedule=Schedule(steps=4))
-    evidence = Evidence(
-        training=training, world_size=2, ranks=evidence_of(TRAINING).ranks, oracle=run_oracle(training, 2)
-    )
+    evidence = evidence_of(training, ranks=evidence_of(TRAINING).ranks)
     assert vacuous_because(evidence) is None
 
 

@@ -20,10 +20,10 @@ from shardproof.harness.laws.law import Evidence
 from shardproof.harness.laws.parity import MatchesOracle
 from shardproof.harness.laws.tolerance import MULTIPLE, allowed_error
 from shardproof.harness.training.absolute_error import largest
-from shardproof.harness.training.oracle import OracleObservation, Quantity, TensorKey, run_oracle
+from shardproof.harness.training.oracle import OracleObservation, Quantity, TensorKey
 from shardproof.harness.verdicts.vacuity import vacuous_because
 from shardproof.harness.verdicts.visibility import hidden_because
-from tests.simulated_engine import Honest, Moment, accumulate, ring_mean, simulate
+from tests.simulated_engine import Honest, Moment, accumulate, evidence_of, oracle_of, ring_mean
 
 TRAINING = Training(problem=MLP_UNEVEN, optimizer=SGD)
 ROUNDING = Training(problem=AUTOCAST, optimizer=SGD)
@@ -32,11 +32,11 @@ NAME = "layers.1.weight"
 
 @pytest.fixture(scope="module")
 def oracle() -> OracleObservation:
-    return run_oracle(TRAINING, 3)
+    return oracle_of(TRAINING, 3)
 
 
-def evidence_of(oracle: OracleObservation, training: Training = TRAINING) -> Evidence:
-    return Evidence(training=training, world_size=3, ranks=(), oracle=oracle)
+def asking(oracle: OracleObservation, training: Training = TRAINING) -> Evidence:
+    return evidence_of(training, 3, ranks=(), oracle=oracle)
 
 
 def noisy(
@@ -49,7 +49,7 @@ def noisy(
         else value
         for place, value in oracle.noise.items()
     }
-    return evidence_of(replace(oracle, noise=noise))
+    return asking(replace(oracle, noise=noise))
 
 
 def gradient(oracle: OracleObservation, step: int, name: str) -> float:
@@ -93,7 +93,7 @@ def test_a_share_of_one_rank_must_show_in_some_tensor(oracle: OracleObservation)
     everywhere = noisy(faint, Quantity.GRADIENT, lambda s, n: 1e-2 * of_last_rank(s, n))
     assert "the share of one rank changes: a missing rank would pass" in (hidden_because(everywhere) or "")
     asked = replace(everywhere.oracle, plan=Plan(reduce_dtype=torch.float16))
-    assert hidden_because(evidence_of(asked)) is None
+    assert hidden_because(asking(asked)) is None
     somewhere = noisy(faint, Quantity.GRADIENT, lambda s, n: 1e-2 * of_last_rank(s, n), NAME)
     assert "share of one rank" not in (hidden_because(somewhere) or "")
 
@@ -120,8 +120,8 @@ def test_an_allowed_error_of_bfloat16_hides_reductions_where_none_were_asked(
     evidence = noisy(oracle, Quantity.GRADIENT, lambda s, n: coarse * gradient(oracle, s, n), NAME)
     assert "a reduction in bfloat16 changes" in (hidden_because(evidence) or "")
     asked = replace(evidence.oracle, plan=Plan(reduce_dtype=torch.bfloat16))
-    assert hidden_because(evidence_of(asked)) is None
-    alone = run_oracle(TRAINING, 1)
+    assert hidden_because(asking(asked)) is None
+    alone = oracle_of(TRAINING, 1)
     lonely = noisy(alone, Quantity.GRADIENT, lambda s, n: coarse * gradient(alone, s, n), NAME)
     assert hidden_because(lonely) is None
 
@@ -130,18 +130,18 @@ def test_an_allowed_error_of_bfloat16_hides_reductions_where_none_were_asked(
 def test_low_precision_that_was_asked_for_hides_no_other_defect(optimizer: object) -> None:
     for plan in (Plan(reduce_dtype=torch.bfloat16), Plan(compute_dtype=torch.bfloat16)):
         training = replace(TRAINING, plan=plan, optimizer=optimizer)  # type: ignore[arg-type]  # one of the two
-        assert hidden_because(evidence_of(run_oracle(training, 3), training)) is None
+        assert hidden_because(asking(oracle_of(training, 3), training)) is None
 
 
 def test_exact_trainings_hide_nothing() -> None:
     training = Training(problem=EXACT_LINEAR, optimizer=EXACT_SGD, schedule=Schedule(steps=2))
-    assert hidden_because(evidence_of(run_oracle(training, 4), training)) is None
+    assert hidden_because(asking(oracle_of(training, 4), training)) is None
 
 
 def test_draws_that_differ_would_be_vacuous() -> None:
     training = replace(TRAINING, problem=DROPPED)
-    oracle = run_oracle(training, 3)
-    assert hidden_because(evidence_of(oracle, training)) is None
+    oracle = oracle_of(training, 3)
+    assert hidden_because(asking(oracle, training)) is None
     differ = noisy(oracle, Quantity.GRADIENT, lambda s, n: MULTIPLE * gradient(oracle, s, n))
     assert "a wrong factor would pass" in (hidden_because(differ) or "")
 
@@ -163,9 +163,7 @@ class RoundsLater(Honest):
 
 
 def judged(engine: Honest, training: Training = ROUNDING) -> tuple[bool, str | None]:
-    oracle = run_oracle(training, 3)
-    ranks = simulate(training, 3, engine)
-    evidence = Evidence(training=training, world_size=3, ranks=ranks, oracle=oracle)
+    evidence = evidence_of(training, 3, engine)
     return MatchesOracle().judge(evidence).record.held, vacuous_because(evidence)
 
 
@@ -181,10 +179,14 @@ def test_a_reduction_that_rounds_like_the_model_is_not_mistaken_for_it() -> None
     assert "x what" in (reason or "")
 
 
-def test_only_models_that_round_by_themselves_are_computed_once_more(oracle: OracleObservation) -> None:
+def test_only_models_that_round_more_than_their_reduction_are_computed_once_more(
+    oracle: OracleObservation,
+) -> None:
     assert oracle.first is None
-    assert run_oracle(replace(TRAINING, plan=Plan(compute_dtype=torch.bfloat16)), 3).first is None
-    rounding = run_oracle(ROUNDING, 3)
+    low = Plan(compute_dtype=torch.bfloat16)
+    assert oracle_of(replace(TRAINING, plan=low), 3).first is None
+    assert oracle_of(replace(TRAINING, plan=replace(low, reduce_dtype=torch.float32)), 3).first is not None
+    rounding = oracle_of(ROUNDING, 3)
     assert rounding.first is not None
     for name, noise in rounding.first.noise.items():
         place = TensorKey(quantity=Quantity.GRADIENT, step=0, name=name)

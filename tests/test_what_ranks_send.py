@@ -11,14 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardproof.fixtures.optimizers import SGD
-from shardproof.fixtures.problems import MLP_EVEN
-from shardproof.harness.cases.training import Schedule, Training
-from shardproof.harness.laws.parity import MatchesOracle
 from shardproof.harness.records.record import Record, Verdict
-from shardproof.harness.runner.options import Cell
 from shardproof.harness.runner.session import TrialSession
-from shardproof.harness.verdicts.case import Case
 from shardproof.harness.worlds.messages import (
     Dying,
     Finished,
@@ -31,7 +25,8 @@ from shardproof.harness.worlds.messages import (
     send,
 )
 from shardproof.harness.worlds.outcome import Abandoned, Died, Outcome, Raised, Returned, TimedOut
-from shardproof.harness.worlds.spec import WorldKind, WorldSpec
+from shardproof.harness.worlds.spec import WorldKind
+from tests.judging import judged
 
 KINDS = list(WorldKind)
 TRAPS = """
@@ -90,10 +85,7 @@ class OnThePipe(DistributedDataParallelEngine):
 
 def _judged(session: TrialSession, engine: str, kind: WorldKind, folder: Path) -> Record:
     (folder / "traps.py").write_text(TRAPS.format(marker=str(folder / "I_WAS_RUN")))
-    training = Training(problem=MLP_EVEN, optimizer=SGD, schedule=Schedule(steps=2))
-    cell = Cell(engine=f"{folder / 'traps.py'}:{engine}", world=WorldSpec(kind=kind, size=2, deadline_s=20.0))
-    case = Case(id="case", training=training, laws=(MatchesOracle(),))
-    return session.run(case, cell, suite="", command="")
+    return judged(session, f"{folder / 'traps.py'}:{engine}", f"{kind}:2", deadline_s=20.0)
 
 
 @pytest.mark.parametrize("kind", KINDS)

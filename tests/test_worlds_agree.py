@@ -22,7 +22,7 @@ from shardproof.harness.verdicts.case import Case
 from shardproof.harness.worlds.launch import launch
 from shardproof.harness.worlds.spec import WorldKind, WorldSpec
 
-ENGINES = ["reference", "torch.ddp", "torch.fsdp2", "torch.replicate"]
+ENGINES = ["reference", "reference.zero2", "torch.ddp", "torch.fsdp2", "torch.replicate", "torch.zero1"]
 LAWS = (MatchesOracle(), RanksAgree())
 
 

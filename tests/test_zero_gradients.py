@@ -14,16 +14,13 @@ from shardproof.fixtures.idle import SOMETIMES
 from shardproof.fixtures.optimizers import SGD
 from shardproof.fixtures.problems import MLP_EVEN
 from shardproof.harness.cases.training import Schedule, Training
-from shardproof.harness.laws.law import Evidence
 from shardproof.harness.laws.parity import MatchesOracle
 from shardproof.harness.records.observation import Observation, StepObservation
 from shardproof.harness.records.record import Verdict
-from shardproof.harness.runner.options import Cell
 from shardproof.harness.runner.session import TrialSession
 from shardproof.harness.training.oracle import OracleObservation, run_oracle
-from shardproof.harness.verdicts.case import Case
-from shardproof.harness.worlds.spec import WorldKind, WorldSpec
-from tests.simulated_engine import row_shard, simulate
+from tests.judging import judged
+from tests.simulated_engine import evidence_of, row_shard, simulate
 
 WORLD_SIZE = 4
 STEP = 1
@@ -70,13 +67,7 @@ def test_an_engine_declares_zeros_in_its_adapter(
         plan=Plan(units=SOMETIMES.units, demands=demands),
         schedule=Schedule(steps=4),
     )
-    world = WorldSpec(kind=WorldKind.THREADS, size=2)
-    record = session.run(
-        Case(id="case", training=training, laws=(MatchesOracle(),)),
-        Cell(engine=f"{__name__}:{engine.__name__}", world=world),
-        suite="",
-        command="",
-    )
+    record = judged(session, f"{__name__}:{engine.__name__}", training=training, laws=(MatchesOracle(),))
     assert (record.verdict, text in record.headline) == (verdict, True), record.headline
 
 
@@ -122,9 +113,7 @@ def test_zeros_for_no_gradient_are_right_where_declared_and_nothing_else_is(
     before = plain.steps[0].gradients[NAME]
     assert before is not None
     ranks = showing(simulate(PLAIN, WORLD_SIZE, layout=Layout.SHARD), scale * before.float(), declared)
-    seen = Evidence(
-        training=PLAIN, world_size=WORLD_SIZE, ranks=ranks, oracle=without_a_gradient(plain, STEP)
-    )
+    seen = evidence_of(PLAIN, WORLD_SIZE, ranks=ranks, oracle=without_a_gradient(plain, STEP))
     record = MatchesOracle().judge(seen).record
     if text is None:
         assert record.held

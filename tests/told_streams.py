@@ -19,8 +19,6 @@ from shardproof.harness.training import loop
 from shardproof.harness.training.watches import Watches, watching
 from shardproof.harness.worlds.rank import RankContext
 
-__all__ = ["ToldEvent", "ToldStream", "drive_told", "told_device", "told_to_the_allocator"]
-
 told_to_the_allocator: list[tuple[int, int]] = []
 """Addresses, and handles of the streams that use what is there."""
 

@@ -9,8 +9,6 @@ from typing import Any
 
 from shardproof.harness.worlds.rank import RankContext
 
-__all__ = ["keep_value", "kept_values"]
-
 
 # Any: the body's own arguments and value, here and below.
 def keep_value(context: RankContext, body: Callable[..., Any], *args: Any) -> None:

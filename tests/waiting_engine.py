@@ -12,8 +12,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardproof.engine.adapters.torch_ddp import DistributedDataParallelEngine
 from shardproof.engine.contract import Plan, PreparedModel
 
-__all__ = ["Loops", "Waits"]
-
 
 class Waits(DistributedDataParallelEngine):
     """Touch a file named ``waiting`` in the temporary folder, and wait for ever."""

@@ -15,8 +15,6 @@ import torch.distributed as dist
 
 from shardproof.harness.worlds.rank import RankContext
 
-__all__ = ["ZOO"]
-
 CULPRIT = 1
 
 

@@ -17,7 +17,6 @@ from shardproof.engine.contract import (
     Capability,
     Layout,
     Offload,
-    OptimizerFactory,
     Placement,
     Plan,
     PreparedModel,
@@ -26,8 +25,6 @@ from shardproof.engine.contract import (
     UnitHandle,
     Wire,
 )
-
-__all__ = ["ComposableUnit", "FrontDoor", "PreparedComposable", "members", "open_door"]
 
 _RESHARD: Mapping[Reshard, bool | int | None] = {
     Reshard.NATIVE: None,
@@ -119,16 +116,6 @@ class PreparedComposable(PreparedModel):
         super().__init__(module)
         self.plan = plan
         self.door = door
-        self._owned: Mapping[str, nn.Parameter] = {}
-
-    def optimizer(self, factory: OptimizerFactory) -> None:
-        """Remember what the optimizer is given: while a unit is gathered, modules show other parameters."""
-        self._owned = dict(self.named.named_parameters())
-        super().optimizer(factory)
-
-    def owned_parameters(self) -> Mapping[str, nn.Parameter]:
-        """Return the shards, whether or not modules show them."""
-        return self._owned or super().owned_parameters()
 
     @contextmanager
     def accumulating(self) -> Iterator[None]:

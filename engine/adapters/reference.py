@@ -48,6 +48,8 @@ class ReferenceEngine(Engine):
         Capability.GRAPHS,
         Capability.REDUCE_AS_STORED,
         Capability.WRAPPER,
+        Capability.ZERO1,
+        Capability.ZERO2,
     }
     prepared_type: ClassVar[type[PreparedReference]] = PreparedReference
 

@@ -11,8 +11,6 @@ from shardproof.engine.reference.fsdp1 import comm_hooks, wrap_policy
 from shardproof.engine.reference.fsdp1.state_dict import named_pieces
 from shardproof.engine.reference.optim import ShardedGradScaler
 
-__all__ = ["NAMES", "PreparedReferenceWrapper", "ReferenceWrapperEngine"]
-
 NAMES = WrapperNames(
     FullyShardedDataParallel=reference.FullyShardedDataParallel,
     FlatParameter=reference.FlatParameter,

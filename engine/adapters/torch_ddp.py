@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
@@ -46,6 +47,7 @@ class DistributedDataParallelEngine(Engine):
         }
     )
     prepared_type: ClassVar[type[PreparedDdp]] = PreparedDdp
+    options: ClassVar[Mapping[str, Any]] = {}
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         """Wrap the whole model; DDP buckets parameters itself, so ``plan.units`` does not apply."""
@@ -56,6 +58,7 @@ class DistributedDataParallelEngine(Engine):
             process_group=mesh.get_group(),
             find_unused_parameters=finds_unused,
             **_buffer_options(plan),
+            **self.options,
         )
         return self.prepared_type(ddp, named=model)
 

@@ -18,8 +18,6 @@ from shardproof.engine.adapters.wrapper_base import (
 )
 from shardproof.engine.contract import Capability, WrapperNames
 
-__all__ = ["NAMES", "FullyShardedDataParallelEngine", "PreparedFsdp1"]
-
 _HOOKS = default_comm_hooks()
 
 NAMES = WrapperNames(

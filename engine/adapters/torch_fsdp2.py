@@ -14,9 +14,6 @@ from shardproof.engine.adapters.composable import FrontDoor, PreparedComposable,
 from shardproof.engine.adapters.torch_internals import RELEASE, can_place, placed_on, replicate
 from shardproof.engine.contract import Capability, Engine, Layout, Plan, PreparedModel
 
-__all__ = ["CAPABILITIES", "FSDP2_DOOR", "FullyShardEngine", "PreparedFullyShard"]
-
-
 # What a promise is kept by: a release without the method cannot make it.
 _METHODS = {
     Capability.BUFFERS: "set_symm_mem_for_comm",
@@ -39,7 +36,8 @@ def _not_of_this_release() -> Iterator[Capability]:
         yield Capability.RECOVER_KEEPING
 
 
-CAPABILITIES = frozenset(Capability) - {Capability.WRAPPER} - set(_not_of_this_release())
+_OTHERS = {Capability.WRAPPER, Capability.ZERO1, Capability.ZERO2}
+CAPABILITIES = frozenset(Capability) - _OTHERS - set(_not_of_this_release())
 """What FSDP2's machinery promises, sharded or replicated."""
 
 

@@ -18,17 +18,6 @@ from torch.distributed.fsdp import ShardingStrategy
 
 from shardproof.engine.loading import EngineUnavailableError
 
-__all__ = [
-    "RELEASE",
-    "can_place",
-    "default_comm_hooks",
-    "hybrid_that_keeps",
-    "placed_on",
-    "replicate",
-    "torch_replicate",
-]
-
-
 RELEASE = tuple(int(part) for part in torch.__version__.split(".")[:2])
 """Major and minor number of this torch: what some promises of its engines depend on."""
 

@@ -37,8 +37,6 @@ from shardproof.engine.contract import (
     shard_of,
 )
 
-__all__ = ["CAPABILITIES", "PREFIX", "Piece", "PreparedWrapper", "WrapperEngine"]
-
 # What the wrapper puts into the names of everything inside a module that it wraps.
 PREFIX = "_fsdp_wrapped_module."
 
@@ -242,6 +240,8 @@ def _strategy(plan: Plan) -> ShardingStrategy:
             return hybrid_that_keeps() if keeps else ShardingStrategy.HYBRID_SHARD
         case Layout.REPLICATE:
             return ShardingStrategy.NO_SHARD
+        case Layout.ZERO1 | Layout.ZERO2:
+            raise ValueError(f"plan.layout: expected a layout that the wrapper declares, got {plan.layout}")
 
 
 def _precision(plan: Plan) -> MixedPrecision | None:

@@ -14,7 +14,7 @@ from shardproof.engine.capability import Capability
 from shardproof.engine.contract import Plan, PreparedModel
 from shardproof.engine.mutants.fsdp2_insides import groups
 from shardproof.engine.mutants.mutant import Condition, Trace, mutant
-from shardproof.engine.mutants.patches import after
+from shardproof.engine.mutants.patches import after, in_each
 from shardproof.engine.mutants.reference_insides import reference_units
 from shardproof.engine.plan import Grouping, Layout
 from shardproof.engine.reference.fsdp_state import FSDPState
@@ -57,12 +57,9 @@ class TakesUnusedPrefetchesAsCurrent(FullyShardEngine):
     Reported: an unshard without a wait for it made that of the next iteration do nothing.
     """
 
-    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        """Shard honestly, then keep the results of gathers that the end of backward is to drop."""
-        prepared = super().prepare(model, plan, mesh)
-        for group in groups(prepared):
-            group.finalize_backward = _keeping_gather(group, group.finalize_backward)
-        return prepared
+    spoil = in_each(
+        groups, "finalize_backward", lambda group: _keeping_gather(group, group.finalize_backward)
+    )
 
 
 def _drop_gathers(unit: FSDPState) -> None:

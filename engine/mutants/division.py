@@ -34,11 +34,6 @@ class AveragesWhateverTheFactor(ReferenceEngine):
         return super().prepare(model, replace(plan, divide_factor=None), mesh)
 
 
-class _PreparedTwice(PreparedReference):
-    def backward(self, loss: torch.Tensor) -> None:
-        super().backward(loss / (self.plan.divide_factor or 1))
-
-
 @mutant(
     after="pytorch/pytorch#167178",
     kills_on=Condition(world_size=1, plan=Plan(divide_factor=2), because="one is its own square"),
@@ -49,7 +44,9 @@ class DividesByTheSquareOfTheFactor(ReferenceEngine):
     Reported: two branches of the reduction divided, each as if it were the only one.
     """
 
-    prepared_type = _PreparedTwice
+    class Prepared(PreparedReference):
+        def backward(self, loss: torch.Tensor) -> None:
+            super().backward(loss / (self.plan.divide_factor or 1))
 
 
 @mutant(

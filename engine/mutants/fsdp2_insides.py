@@ -10,30 +10,39 @@ from collections.abc import Callable
 from typing import Any
 
 from shardproof.engine.contract import PreparedModel
-from shardproof.engine.mutants.patches import after, before
+from shardproof.engine.mutants.patches import Spoil, after, before
 
 # Any, throughout: FSDP2's insides and the streams of a device have no public types.
 
 
-def in_context(prepared: PreparedModel, sin: Callable[[Any], None]) -> PreparedModel:
+def in_context(sin: Callable[[Any], None]) -> Spoil:
     """Do ``sin`` to what the units of a root share, as soon as it has streams."""
-    for state in states(prepared):
-        after(state._comm_ctx, "lazy_init", sin)
-    return prepared
+
+    def spoil(prepared: PreparedModel) -> PreparedModel:
+        for state in states(prepared):
+            after(state._comm_ctx, "lazy_init", sin)
+        return prepared
+
+    return spoil
 
 
-def after_method(prepared: PreparedModel, method: str, sin: Callable[[Any], None]) -> PreparedModel:
+def after_method(method: str, sin: Callable[[Any], None]) -> Spoil:
     """Do ``sin`` to each group after each call of its method."""
-    for group in groups(prepared):
-        after(group, method, sin)
-    return prepared
+    return _in_groups(after, method, sin)
 
 
-def before_method(prepared: PreparedModel, method: str, sin: Callable[[Any], None]) -> PreparedModel:
+def before_method(method: str, sin: Callable[[Any], None]) -> Spoil:
     """Do ``sin`` to each group before each call of its method."""
-    for group in groups(prepared):
-        before(group, method, sin)
-    return prepared
+    return _in_groups(before, method, sin)
+
+
+def _in_groups(when: Callable[..., None], method: str, sin: Callable[[Any], None]) -> Spoil:
+    def spoil(prepared: PreparedModel) -> PreparedModel:
+        for group in groups(prepared):
+            when(group, method, sin)
+        return prepared
+
+    return spoil
 
 
 def deaf(stream: str) -> Callable[[Any], None]:
@@ -83,7 +92,7 @@ def waits_without_own_event(prepared: PreparedModel) -> PreparedModel:
 
     for group in groups(prepared):
         if not hasattr(group, "_wait_all_gather_streams_on_event"):
-            return in_context(prepared, in_context_of_2_15)
+            return in_context(in_context_of_2_15)(prepared)
         group._wait_all_gather_streams_on_event = _without_own_event(group._wait_all_gather_streams_on_event)
     return prepared
 

@@ -242,7 +242,7 @@ class KeepsGatherOutputs(FullyShardEngine):
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         prepared = super().prepare(model, plan, mesh)
         assert isinstance(prepared, KeepingFsdp2)
-        return before_method(prepared, "wait_for_unshard", partial(_keep_output, prepared.kept))
+        return before_method("wait_for_unshard", partial(_keep_output, prepared.kept))(prepared)
 
 
 @mutant(after="pytorch/pytorch#75892", kills_on=ON_BLOCKS, trace=Trace.STATE)

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardproof.engine.adapters.composable import ComposableUnit
-from shardproof.engine.adapters.reference import PreparedReference, ReferenceEngine
+from shardproof.engine.adapters.reference import ReferenceEngine
 from shardproof.engine.adapters.torch_fsdp2 import FullyShardEngine, PreparedFullyShard
 from shardproof.engine.capability import Capability
 from shardproof.engine.contract import Plan, Prefetch, PreparedModel
@@ -26,15 +26,6 @@ _ONE_MICROBATCH = "the only microbatch is the last, which nobody holds back"
 _MANY = 1000  # more reductions than any model here has
 
 
-class _DeafUnit(ComposableUnit):
-    def set_gradient_sync(self, *, is_on: bool) -> None:
-        pass
-
-
-class _PreparedDeaf(PreparedReference):
-    unit_type = _DeafUnit
-
-
 @mutant(
     after="Haian-Jin/LVSM#22",
     kills_on=Condition(steps=2, microbatches=2, plan=_HELD, because=_ONE_MICROBATCH),
@@ -46,17 +37,9 @@ class IgnoresSingleHolds(ReferenceEngine):
     Reported: neither the code nor its correction held any reduction back.
     """
 
-    prepared_type = _PreparedDeaf
-
-
-class _FarReachingUnit(ComposableUnit):
-    def set_gradient_sync(self, *, is_on: bool) -> None:
-        for module in self._modules:
-            module.set_requires_gradient_sync(is_on)
-
-
-class _PreparedFarReaching(PreparedReference):
-    unit_type = _FarReachingUnit
+    class Unit(ComposableUnit):
+        def set_gradient_sync(self, *, is_on: bool) -> None:
+            pass
 
 
 @mutant(
@@ -70,20 +53,10 @@ class HoldsTheWholeTreeBack(ReferenceEngine):
     Reported: a flag about synchronisation reached further than it was meant to.
     """
 
-    prepared_type = _PreparedFarReaching
-
-
-class _ForgetfulUnit(ComposableUnit):
-    def set_gradient_sync(self, *, is_on: bool) -> None:
-        super().set_gradient_sync(is_on=is_on)
-        if is_on:
-            unit = state_of(self._first)
-            for group in () if unit is None else unit.param_groups:
-                group.drop_gradients()
-
-
-class _PreparedForgetfulUnits(PreparedReference):
-    unit_type = _ForgetfulUnit
+    class Unit(ComposableUnit):
+        def set_gradient_sync(self, *, is_on: bool) -> None:
+            for module in self._modules:
+                module.set_requires_gradient_sync(is_on)
 
 
 @mutant(
@@ -95,16 +68,13 @@ class LosesWhatItHeldBack(ReferenceEngine):
     Reported: every backward was treated as the last, and cleared what was accumulated.
     """
 
-    prepared_type = _PreparedForgetfulUnits
-
-
-class _SynchronousUnit(ComposableUnit):
-    def set_replica_sync(self, *, is_on: bool) -> None:
-        pass
-
-
-class _PreparedSynchronous(PreparedReference):
-    unit_type = _SynchronousUnit
+    class Unit(ComposableUnit):
+        def set_gradient_sync(self, *, is_on: bool) -> None:
+            super().set_gradient_sync(is_on=is_on)
+            if is_on:
+                unit = state_of(self._first)
+                for group in () if unit is None else unit.param_groups:
+                    group.drop_gradients()
 
 
 @mutant(
@@ -118,7 +88,9 @@ class ReducesReplicasAllTheSame(ReferenceEngine):
     Reported: collectives across replicas were as many as microbatches, and not one.
     """
 
-    prepared_type = _PreparedSynchronous
+    class Unit(ComposableUnit):
+        def set_replica_sync(self, *, is_on: bool) -> None:
+            pass
 
 
 class _UnitWithoutGathers(ComposableUnit):

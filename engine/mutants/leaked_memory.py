@@ -37,7 +37,7 @@ class PilesUpReduceInputs(FullyShardEngine):
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         prepared = super().prepare(model, plan, mesh)
         assert isinstance(prepared, KeepingFsdp2)
-        return after_method(prepared, "post_backward", partial(_keep_reduce_input, prepared.kept))
+        return after_method("post_backward", partial(_keep_reduce_input, prepared.kept))(prepared)
 
 
 @mutant(after="hpcaitech/ColossalAI#741", kills_on=_GROWN, trace=Trace.STATE)
@@ -67,7 +67,7 @@ class KeepsWholeGradients(FullyShardEngine):
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         prepared = super().prepare(model, plan, mesh)
         assert isinstance(prepared, KeepingFsdp2)
-        return before_method(prepared, "post_backward", partial(_keep_gradients, prepared.kept))
+        return before_method("post_backward", partial(_keep_gradients, prepared.kept))(prepared)
 
 
 class _Grasping(PreparedComposable):

@@ -16,6 +16,7 @@ from shardproof.engine.capability import Capability
 from shardproof.engine.contract import Plan, Prefetch, PreparedModel, Reshard
 from shardproof.engine.mutants.fsdp2_insides import after_method
 from shardproof.engine.mutants.mutant import Condition, Trace, mutant
+from shardproof.engine.mutants.patches import in_each
 from shardproof.engine.mutants.plans import UNITS
 from shardproof.engine.mutants.prefetch_order import Lists
 from shardproof.engine.mutants.reference_insides import reference_groups, reference_units
@@ -42,6 +43,16 @@ _STEADY = "order is told from the second step on"
 # Any, throughout: FSDP2's insides and the streams of a device have no public types.
 
 
+def _wait_for_gather(group: Any) -> None:
+    if group._all_gather_result is not None:
+        torch.cpu.current_stream().wait_event(group._all_gather_result.all_gather_event)
+
+
+def _wait_for_reduction(group: Any) -> None:
+    if group._post_reduce_event is not None:
+        torch.cpu.current_stream().wait_event(group._post_reduce_event)
+
+
 @mutant(
     after="deepspeedai/DeepSpeed#7804",
     kills_on=Condition(steps=2, plan=_AHEAD, because=_STEADY),
@@ -53,14 +64,7 @@ class WaitsForEachGather(FullyShardEngine):
     Reported: communication that was to overlap did not.
     """
 
-    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        """Shard honestly, then wait for the event of each gather at once."""
-
-        def wait(group: Any) -> None:
-            if group._all_gather_result is not None:
-                torch.cpu.current_stream().wait_event(group._all_gather_result.all_gather_event)
-
-        return after_method(super().prepare(model, plan, mesh), "unshard", wait)
+    spoil = after_method("unshard", _wait_for_gather)
 
 
 @mutant(
@@ -74,14 +78,7 @@ class WaitsForEachReduction(FullyShardEngine):
     Reported: reductions that were to overlap backward held it up, one by one.
     """
 
-    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        """Shard honestly, then wait for the event of each reduction at once."""
-
-        def wait(group: Any) -> None:
-            if group._post_reduce_event is not None:
-                torch.cpu.current_stream().wait_event(group._post_reduce_event)
-
-        return after_method(super().prepare(model, plan, mesh), "post_backward", wait)
+    spoil = after_method("post_backward", _wait_for_reduction)
 
 
 @mutant(
@@ -95,12 +92,7 @@ class WaitsWhereItGathers(ReferenceEngine):
     Reported: gathers ahead of use were planned, and none ever ran ahead.
     """
 
-    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        """Shard honestly, then have each group wait in the call that gathers."""
-        prepared = super().prepare(model, plan, mesh)
-        for group in reference_groups(prepared):
-            group.unshard = _both(group.unshard, group.wait)  # type: ignore[method-assign]  # of this one alone
-        return prepared
+    spoil = in_each(reference_groups, "unshard", lambda group: _both(group.unshard, group.wait))
 
 
 @mutant(
@@ -114,12 +106,9 @@ class WaitsWhereItReduces(ReferenceEngine):
     Reported: reductions that were to overlap backward held it up, one by one.
     """
 
-    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        """Shard honestly, then finish what is in flight whenever a unit has reduced."""
-        prepared = super().prepare(model, plan, mesh)
-        for group in reference_groups(prepared):
-            group.reduce_gradients = _both(group.reduce_gradients, _finisher(group))  # type: ignore[method-assign]
-        return prepared
+    spoil = in_each(
+        reference_groups, "reduce_gradients", lambda group: _both(group.reduce_gradients, _finisher(group))
+    )
 
 
 @mutant(
@@ -133,12 +122,7 @@ class PrefetchesAfterItsTurn(ReferenceEngine):
     Reported: backward prefetching was broken without a sign, for nothing tested it.
     """
 
-    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        """Shard honestly, then predict at the end of each turn."""
-        prepared = super().prepare(model, plan, mesh)
-        for unit in reference_units(prepared):
-            unit.prefetches_in_backward = BackwardPrefetchTime.LAST
-        return prepared
+    spoil = in_each(reference_units, "prefetches_in_backward", lambda _: BackwardPrefetchTime.LAST)
 
 
 @mutant(
@@ -173,13 +157,6 @@ class PrefetchesTheUnitAfterNext(FullyShardEngine):
         return super().prepare(model, _with_lists(plan, _later), mesh)
 
 
-class _PreparedGreedy(PreparedFullyShard):
-    def __call__(self, *inputs: Any, **named: Any) -> Any:  # Any: a model returns what it likes
-        for unit in ("", *self.plan.units):
-            self.units()[unit].unshard()
-        return super().__call__(*inputs, **named)
-
-
 @mutant(
     after="NVIDIA/Megatron-LM#6153",
     kills_on=Condition(steps=2, plan=_AHEAD, because=_STEADY),
@@ -191,21 +168,11 @@ class GathersEverythingFirst(FullyShardEngine):
     Reported: units that nobody was about to use were gathered ahead, and kept.
     """
 
-    prepared_type = _PreparedGreedy
-
-
-class _PreparedTidyAtLast(PreparedFullyShard):
-    def __init__(self, module: nn.Module, plan: Plan) -> None:
-        super().__init__(module, plan)
-        self._is_late = plan.reshard is Reshard.AFTER_FORWARD
-        for unit in self.units().values() if self._is_late else ():
-            unit.set_reshard_after_forward(is_on=False)
-
-    def __call__(self, *inputs: Any, **named: Any) -> Any:  # Any: as above
-        output = super().__call__(*inputs, **named)
-        for unit in self.units().values() if self._is_late else ():
-            unit.reshard()
-        return output
+    class Prepared(PreparedFullyShard):
+        def __call__(self, *inputs: Any, **named: Any) -> Any:  # Any: a model returns what it likes
+            for unit in ("", *self.plan.units):
+                self.units()[unit].unshard()
+            return super().__call__(*inputs, **named)
 
 
 @mutant(
@@ -219,7 +186,18 @@ class FreesUnitsTogether(FullyShardEngine):
     Reported: units that a heuristic expected to be needed were left gathered.
     """
 
-    prepared_type = _PreparedTidyAtLast
+    class Prepared(PreparedFullyShard):
+        def __init__(self, module: nn.Module, plan: Plan) -> None:
+            super().__init__(module, plan)
+            self._is_late = plan.reshard is Reshard.AFTER_FORWARD
+            for unit in self.units().values() if self._is_late else ():
+                unit.set_reshard_after_forward(is_on=False)
+
+        def __call__(self, *inputs: Any, **named: Any) -> Any:  # Any: as above
+            output = super().__call__(*inputs, **named)
+            for unit in self.units().values() if self._is_late else ():
+                unit.reshard()
+            return output
 
 
 def _both(first: Callable[[], None], then: Callable[[], None]) -> Callable[[], None]:

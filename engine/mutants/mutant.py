@@ -8,7 +8,10 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any, TypeVar
 
-from shardproof.engine.contract import Engine, Plan
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardproof.engine.contract import Engine, Plan, PreparedModel
 
 _E = TypeVar("_E", bound=type[Engine])
 
@@ -73,13 +76,16 @@ def mutant(
 ) -> Callable[[_E], _E]:
     """Declare an engine to be a mutant, named for its class; the arguments are the fields of `Mutant`.
 
-    Of classes nested in it, ``Prepared`` is the model that it prepares, ``Unit`` the handle of each unit of that model,
-    and ``Wrapper`` stands in the place of FSDP1's ``FullyShardedDataParallel``.
+    Its attribute ``spoil``, if any, is done to each model that it has prepared. Of classes nested in it, ``Prepared``
+    is the model that it prepares, ``Unit`` the handle of each unit of that model, and ``Wrapper`` stands in the place
+    of FSDP1's ``FullyShardedDataParallel``.
     """
 
     def declare(engine: _E) -> _E:
         engine.name = f"mutant.{engine.__name__}"
         _use_nested_classes(engine)
+        if "spoil" in vars(engine):
+            _spoil_what_is_prepared(engine)
         entry = Mutant(
             name=engine.__name__,
             engine_spec=f"{engine.__module__}:{engine.__name__}",
@@ -101,6 +107,16 @@ def _use_nested_classes(engine: Any) -> None:  # Any: adapters have these attrib
         engine.prepared_type = type("Prepared", (engine.prepared_type,), {"unit_type": engine.Unit})
     if "Wrapper" in vars(engine):
         engine.names = replace(engine.names, FullyShardedDataParallel=engine.Wrapper)
+
+
+def _spoil_what_is_prepared(engine: Any) -> None:  # Any: as above
+    honest, spoil = engine.prepare, vars(engine)["spoil"]
+
+    def prepare(self: Engine, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
+        prepared: PreparedModel = spoil(honest(self, model, plan, mesh))
+        return prepared
+
+    engine.prepare = prepare
 
 
 def _sin(text: str) -> str:

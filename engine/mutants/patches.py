@@ -23,6 +23,8 @@ from shardproof.engine.contract import PreparedModel, WrapperNames
 # Any, throughout: the holders are insides of engines, which have no public types.
 
 Options = Mapping[str, Any]  # arguments of FSDP1
+Spoil = Callable[[PreparedModel], PreparedModel]
+"""What is done to a model that was prepared honestly; returns the model."""
 
 
 def is_last_rank() -> bool:
@@ -74,6 +76,17 @@ def before(holder: Any, method: str, sin: Callable[[Any], None]) -> None:
         return honest(*args, **kwargs)
 
     setattr(holder, method, both)
+
+
+def in_each(parts: Callable[[PreparedModel], Iterable[Any]], name: str, sin: Callable[[Any], Any]) -> Spoil:
+    """Put ``sin(part)`` in the place of an attribute of each part of a model."""
+
+    def spoil(prepared: PreparedModel) -> PreparedModel:
+        for part in parts(prepared):
+            setattr(part, name, sin(part))
+        return prepared
+
+    return spoil
 
 
 def dividing_losses(prepared: PreparedModel, divisor: float) -> PreparedModel:

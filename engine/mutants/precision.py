@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,10 +18,10 @@ from shardproof.engine.adapters.torch_replicate import ReplicateEngine
 from shardproof.engine.capability import Capability
 from shardproof.engine.contract import Layout, Plan, PreparedModel
 from shardproof.engine.mutants.mutant import Condition, Trace, mutant
-from shardproof.engine.mutants.patches import Forgetful
+from shardproof.engine.mutants.patches import Forgetful, after, in_each
 from shardproof.engine.mutants.reference_insides import reference_groups
 from shardproof.engine.plan import Accumulation, Grouping
-from shardproof.engine.reference.collectives import Division, ReductionPlan
+from shardproof.engine.reference.collectives import Division, PartialReduction, ReductionPlan
 from shardproof.engine.reference.param_group import FSDPParamGroup
 from shardproof.engine.reference.parameter import FSDPParam
 
@@ -129,15 +130,6 @@ class ReturnsTheComputeDtype(FullyShardEngine):
         return super().prepare(model, replace(plan, output_dtype=None), mesh)
 
 
-class _PreparedWithoutMasters(PreparedFullyShard):
-    @torch.no_grad()
-    def step(self) -> None:
-        super().step()
-        if self.plan.compute_dtype is not None:
-            for parameter in self.named.parameters():
-                parameter.copy_(parameter.to(self.plan.compute_dtype))
-
-
 @mutant(
     after="huggingface/transformers#34645",
     kills_on=Condition(world_size=1, plan=_LOW, because="in one dtype there is nothing to round"),
@@ -149,7 +141,13 @@ class KeepsNoMasterWeights(FullyShardEngine):
     in.
     """
 
-    prepared_type = _PreparedWithoutMasters
+    class Prepared(PreparedFullyShard):
+        @torch.no_grad()
+        def step(self) -> None:
+            super().step()
+            if self.plan.compute_dtype is not None:
+                for parameter in self.named.parameters():
+                    parameter.copy_(parameter.to(self.plan.compute_dtype))
 
 
 class _PreparedForgetfulInLowPrecision(Forgetful, PreparedFullyShard):
@@ -173,6 +171,10 @@ class ForgetsMicrobatchesInLowPrecision(FullyShardEngine):
         return _PreparedForgetfulInLowPrecision(honest.module, plan) if is_low else honest
 
 
+def _parameters(prepared: PreparedModel) -> list[FSDPParam]:
+    return [parameter for group in reference_groups(prepared) for parameter in group.parameters]
+
+
 @mutant(
     after="pytorch/pytorch#160279",
     kills_on=Condition(world_size=1, microbatches=3, plan=_ACCUMULATING, because="one microbatch is no sum"),
@@ -183,13 +185,7 @@ class AccumulatesInBfloat16(ReferenceEngine):
     Reported: of gradients accumulated over microbatches some had another dtype than others.
     """
 
-    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        """Prepare honestly; round what each group holds."""
-        prepared = super().prepare(model, plan, mesh)
-        for group in reference_groups(prepared):
-            for parameter in group.parameters:
-                parameter.hold_unsharded_grad = _rounding(parameter)  # type: ignore[method-assign, assignment]  # of this object alone
-        return prepared
+    spoil = in_each(_parameters, "hold_unsharded_grad", lambda parameter: _rounding(parameter))
 
 
 def _rounding(parameter: FSDPParam) -> Callable[[torch.dtype | None], None]:
@@ -200,6 +196,40 @@ def _rounding(parameter: FSDPParam) -> Callable[[torch.dtype | None], None]:
         parameter._held_grad = _rounded(parameter._held_grad)
 
     return hold
+
+
+_REPLICAS_WAIT = Plan(
+    layout=Layout.HYBRID, reduce_dtype=torch.bfloat16, demands=frozenset({Capability.REPLICA_SYNC})
+)
+
+
+@mutant(
+    after="pytorch/pytorch#160279",
+    kills_on=Condition(
+        world_size=4,
+        microbatches=3,
+        plan=_REPLICAS_WAIT,
+        because="without replicas no reduced gradient waits",
+    ),
+)
+class SumsReplicasInTheReduceDtype(ReferenceEngine):
+    """What waits for the all-reduce over replicas is summed over microbatches in the dtype of the reduction.
+
+    Reported: of gradients accumulated over microbatches some had another dtype than others.
+    """
+
+    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
+        """Prepare honestly; round what waits after each microbatch."""
+        prepared = super().prepare(model, plan, mesh)
+        if plan.reduce_dtype is not None:
+            for group in reference_groups(prepared):
+                after(group._partial, "add", partial(_round_sums, plan.reduce_dtype))
+        return prepared
+
+
+def _round_sums(dtype: torch.dtype, waiting: PartialReduction) -> None:
+    for parameter, total in waiting._sums.items():
+        waiting._sums[parameter] = total.to(dtype)
 
 
 @mutant(
@@ -217,12 +247,7 @@ class RoundsWhereDtypesAreMixed(ReferenceEngine):
     Reported: a parameter that the last microbatch alone used had another dtype than those that it was reduced with.
     """
 
-    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        """Prepare honestly; look at what each group is about to reduce."""
-        prepared = super().prepare(model, plan, mesh)
-        for group in reference_groups(prepared):
-            group.reduce_gradients = _packing(group)  # type: ignore[method-assign]  # of this object alone
-        return prepared
+    spoil = in_each(reference_groups, "reduce_gradients", lambda group: _packing(group))
 
 
 def _packing(group: FSDPParamGroup) -> Callable[[], None]:
@@ -248,12 +273,7 @@ class DividesFloat16AfterTheSum(ReferenceEngine):
     Reported: the division was moved to another place, and not every mode followed.
     """
 
-    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        """Prepare honestly; put all of the division behind the sum."""
-        prepared = super().prepare(model, plan, mesh)
-        for group in reference_groups(prepared):
-            group._reduction_plan = _dividing_late(group)  # type: ignore[method-assign, assignment]  # of this object alone
-        return prepared
+    spoil = in_each(reference_groups, "_reduction_plan", lambda group: _dividing_late(group))
 
 
 def _dividing_late(group: FSDPParamGroup) -> Callable[[torch.dtype], ReductionPlan]:

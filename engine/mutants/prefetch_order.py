@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,14 +15,18 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardproof.engine import reference
 from shardproof.engine.adapters.reference import PreparedReference, ReferenceEngine
+from shardproof.engine.adapters.reference_wrapper import ReferenceWrapperEngine
 from shardproof.engine.adapters.torch_fsdp2 import FullyShardEngine, PreparedFullyShard
 from shardproof.engine.contract import Capability, Plan, Prefetch, PreparedModel
 from shardproof.engine.mutants.mutant import Condition, Trace, mutant
-from shardproof.engine.mutants.patches import Stale
+from shardproof.engine.mutants.patches import Stale, in_each
 from shardproof.engine.mutants.plans import UNITS
-from shardproof.engine.plan import Accumulation, Grouping, Layout
+from shardproof.engine.mutants.reference_insides import reference_units
+from shardproof.engine.plan import Accumulation, Grouping, Layout, Reshard
 from shardproof.engine.reference.collectives import DefaultAllGather
-from shardproof.engine.reference.fsdp_state import state_of
+from shardproof.engine.reference.fsdp_state import FSDPState, state_of
+from shardproof.engine.reference.root_state import RootState
+from shardproof.engine.wrapper import BackwardGather, Wrapper
 
 _GROUPED = Plan(layout=Layout.SHARD, units=UNITS, grouping=Grouping.REQUIRED)
 _AHEAD = Plan(
@@ -98,13 +103,6 @@ class SwapsPrefetchesOnTheLastRank(FullyShardEngine):
         return super().prepare(model, plan, mesh)
 
 
-class _PreparedEager(PreparedFullyShard):
-    def __call__(self, *inputs: Any, **named: Any) -> Any:  # Any: a model returns what it likes
-        if self.plan.units:
-            self.units()[self.plan.units[-1]].unshard()
-        return super().__call__(*inputs, **named)
-
-
 @mutant(
     after="pytorch/pytorch#76553",
     kills_on=Condition(steps=2, plan=_GROUPED, because=_STEADY),
@@ -116,27 +114,11 @@ class GathersTheLastUnitFirst(FullyShardEngine):
     Reported: the order recorded for gathers did not fit that in which modules ran.
     """
 
-    prepared_type = _PreparedEager
-
-
-class _PreparedPatient(PreparedReference):
-    """Has every group hold its gradients through backward, and reduces them all afterwards."""
-
-    def backward(self, loss: torch.Tensor) -> None:
-        groups = [
-            group
-            for name in (*self.plan.units, "")
-            if (unit := state_of(self.module.get_submodule(name.split(",")[0]))) is not None
-            for group in unit.param_groups
-        ]
-        held = [group for group in groups if group.reduces]
-        for group in held:
-            group.reduces = False
-        super().backward(loss)
-        for group in held:
-            group.reduces = True
-            group.reduce_gradients()
-            group.comm_ctx.finish()
+    class Prepared(PreparedFullyShard):
+        def __call__(self, *inputs: Any, **named: Any) -> Any:  # Any: a model returns what it likes
+            if self.plan.units:
+                self.units()[self.plan.units[-1]].unshard()
+            return super().__call__(*inputs, **named)
 
 
 @mutant(
@@ -150,7 +132,24 @@ class ReducesInTheOrderOfForward(ReferenceEngine):
     Reported: reductions that were to overlap backward came after it, one by one.
     """
 
-    prepared_type = _PreparedPatient
+    class Prepared(PreparedReference):
+        """Has every group hold its gradients through backward, and reduces them all afterwards."""
+
+        def backward(self, loss: torch.Tensor) -> None:
+            groups = [
+                group
+                for name in (*self.plan.units, "")
+                if (unit := state_of(self.module.get_submodule(name.split(",")[0]))) is not None
+                for group in unit.param_groups
+            ]
+            held = [group for group in groups if group.reduces]
+            for group in held:
+                group.reduces = False
+            super().backward(loss)
+            for group in held:
+                group.reduces = True
+                group.reduce_gradients()
+                group.comm_ctx.finish()
 
 
 class _PreparedRepetitive(PreparedFullyShard):
@@ -193,14 +192,6 @@ class PrefetchesAgainInRecomputation(FullyShardEngine):
     prepared_type = _PreparedRepetitive
 
 
-class _PreparedRetentive(PreparedFullyShard):
-    def backward(self, loss: torch.Tensor) -> None:
-        super().backward(loss)
-        prefetch = self.plan.prefetch or Prefetch()
-        for target in {target for _, targets in prefetch.backward for target in targets}:
-            self.units()[target].unshard()
-
-
 @mutant(
     after="pytorch/pytorch#118118",
     kills_on=Condition(steps=2, plan=_AHEAD, because="the first step has no step before it"),
@@ -211,16 +202,12 @@ class KeepsMistakenPrefetches(FullyShardEngine):
     Reported: a prefetch for a backward that never came left parameters gathered.
     """
 
-    prepared_type = _PreparedRetentive
-
-
-class _PreparedReluctant(PreparedFullyShard):
-    @contextmanager
-    def accumulating(self) -> Iterator[None]:
-        with super().accumulating():
-            self.units()[""].set_reshard_after_backward(is_on=False)
-            yield
-            self.units()[""].set_reshard_after_backward(is_on=True)
+    class Prepared(PreparedFullyShard):
+        def backward(self, loss: torch.Tensor) -> None:
+            super().backward(loss)
+            prefetch = self.plan.prefetch or Prefetch()
+            for target in {target for _, targets in prefetch.backward for target in targets}:
+                self.units()[target].unshard()
 
 
 @mutant(
@@ -239,7 +226,13 @@ class KeepsTheRootWhileAccumulating(FullyShardEngine):
     Reported: the root kept its parameters whole inside no_sync.
     """
 
-    prepared_type = _PreparedReluctant
+    class Prepared(PreparedFullyShard):
+        @contextmanager
+        def accumulating(self) -> Iterator[None]:
+            with super().accumulating():
+                self.units()[""].set_reshard_after_backward(is_on=False)
+                yield
+                self.units()[""].set_reshard_after_backward(is_on=True)
 
 
 class _HastyAllGather:
@@ -302,6 +295,35 @@ class GathersSynchronously(FullyShardEngine):
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         """Shard honestly, under a plan without the demand."""
         return super().prepare(model, replace(plan, demands=plan.demands - {Capability.ASYNC_GATHER}), mesh)
+
+
+@mutant(
+    after="pytorch/pytorch#105635",
+    kills_on=Condition(
+        plan=replace(
+            _GROUPED,
+            units=("blocks.0.attention", *UNITS),
+            reshard=Reshard.AFTER_FORWARD,
+            wrapper=Wrapper(backward_prefetch=BackwardGather.AFTER),
+        ),
+        because="only nested units are through with backward before the unit that ran after them",
+    ),
+    trace=Trace.COMMUNICATION,
+)
+class GathersWhatBackwardHasDone(ReferenceWrapperEngine):
+    """A late prefetch gathers the unit that ran before in forward, though its backward may be over.
+
+    Reported: a unit that was freed in backward was gathered again, and once more for its own backward.
+    """
+
+    spoil = in_each(reference_units, "_prefetch_next", lambda state: partial(_prefetch_predecessor, state))
+
+
+def _prefetch_predecessor(state: FSDPState, root_state: RootState[FSDPState]) -> None:
+    order, position = root_state._left_forward, state._backward_position
+    predecessor = order[position - 1] if 0 < position < len(order) else None
+    if predecessor is not None:
+        predecessor.prefetch_in_backward()
 
 
 class _PreparedStaleReference(Stale, PreparedReference):

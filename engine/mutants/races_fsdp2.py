@@ -36,6 +36,28 @@ _BY_HAND = frozenset({Capability.UNIT_STATE, Capability.ASYNC_GATHER})
 _NO_WORK = object()  # FSDP2 asks whether there is any work, and then whether it is a Work
 
 
+def _lose_event(group: Any) -> None:
+    if group._all_gather_result is not None:
+        group._all_gather_result = group._all_gather_result._replace(all_gather_event=None)
+
+
+def _lose_event_of_the_last(group: Any) -> None:
+    last = group.comm_ctx.all_gather_state
+    if last is not None and group._all_gather_result is not None:
+        group.comm_ctx.all_gather_state = last._replace(event=None)
+
+
+def _lose_work(group: Any) -> None:
+    result = group._all_gather_result
+    if result is not None and result.all_gather_work is not None:
+        group._all_gather_result = result._replace(all_gather_work=_NO_WORK)
+
+
+def _forget_events(group: Any) -> None:
+    kept = reduce_inputs(group.comm_ctx)
+    keep_reduce_inputs(group.comm_ctx, [state._replace(event=None) for state in kept])
+
+
 @mutant(after="deepspeedai/DeepSpeed#8061", kills_on=ON_BLOCKS, trace=Trace.RACES)
 class GathersBeforeTheCopyIn(FullyShardEngine):
     """The stream that gathers does not wait for the one that fills its input.
@@ -43,9 +65,7 @@ class GathersBeforeTheCopyIn(FullyShardEngine):
     Reported: a stream waited for one other, and the copies into its bucket came from several.
     """
 
-    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        sin = deaf_in("all_gather_stream", "wait_stream", "foreach_all_gather")
-        return in_context(super().prepare(model, plan, mesh), sin)
+    spoil = in_context(deaf_in("all_gather_stream", "wait_stream", "foreach_all_gather"))
 
 
 @mutant(after="NVIDIA/Megatron-LM#663", kills_on=ON_BLOCKS, trace=Trace.RACES)
@@ -55,12 +75,7 @@ class CopiesOutDuringTheGather(FullyShardEngine):
     Reported: with gathers overlapped, forward read parameters that had not arrived.
     """
 
-    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        def lose_event(group: Any) -> None:
-            if group._all_gather_result is not None:
-                group._all_gather_result = group._all_gather_result._replace(all_gather_event=None)
-
-        return after_method(super().prepare(model, plan, mesh), "unshard", lose_event)
+    spoil = after_method("unshard", _lose_event)
 
 
 @mutant(after="deepspeedai/DeepSpeed#7898", kills_on=ON_BLOCKS, trace=Trace.RACES)
@@ -70,8 +85,7 @@ class ReducesBeforeGradientsAreThere(FullyShardEngine):
     Reported: the stream that reduced waited for another stream than that of backward.
     """
 
-    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        return in_context(super().prepare(model, plan, mesh), deaf("reduce_scatter_stream"))
+    spoil = in_context(deaf("reduce_scatter_stream"))
 
 
 @mutant(
@@ -89,9 +103,7 @@ class EndsBackwardWithoutAWait(FullyShardEngine):
     Reported: gradients were read while their reduction was under way on another stream.
     """
 
-    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        prepared = super().prepare(model, plan, mesh)
-        return after_method(prepared, "post_backward", forget_post_reduce_events)
+    spoil = after_method("post_backward", forget_post_reduce_events)
 
 
 @mutant(after="NVIDIA/Megatron-LM#4609", kills_on=Condition(steps=2, plan=SHARDED_BLOCKS), trace=Trace.RACES)
@@ -101,9 +113,7 @@ class GathersDuringTheStep(FullyShardEngine):
     Reported: gathers that overlapped the step shared a buffer with what it was reading.
     """
 
-    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        sin = deaf_in("all_gather_copy_in_stream", "wait_stream", "_root_pre_forward")
-        return in_context(super().prepare(model, plan, mesh), sin)
+    spoil = in_context(deaf_in("all_gather_copy_in_stream", "wait_stream", "_root_pre_forward"))
 
 
 @mutant(
@@ -117,12 +127,7 @@ class ReusesTheReduceInput(FullyShardEngine):
     Reported: one of two buffers was filled again before its reduction had finished.
     """
 
-    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        def forget_events(group: Any) -> None:
-            kept = reduce_inputs(group.comm_ctx)
-            keep_reduce_inputs(group.comm_ctx, [state._replace(event=None) for state in kept])
-
-        return after_method(super().prepare(model, plan, mesh), "post_backward", forget_events)
+    spoil = after_method("post_backward", _forget_events)
 
 
 @mutant(
@@ -138,11 +143,7 @@ class FreesTheReduceInput(FullyShardEngine):
     Reported: the buffer of a reduction under way was given to the gradients that came next.
     """
 
-    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        def let_go(group: Any) -> None:
-            keep_reduce_inputs(group.comm_ctx, [])
-
-        return after_method(super().prepare(model, plan, mesh), "post_backward", let_go)
+    spoil = after_method("post_backward", lambda group: keep_reduce_inputs(group.comm_ctx, []))
 
 
 @mutant(after="NVIDIA/Megatron-LM#5788", kills_on=ON_BLOCKS, trace=Trace.RACES)
@@ -152,13 +153,7 @@ class FreesTheGatherOutput(FullyShardEngine):
     Reported: gathered memory was given back with neither an event nor record_stream.
     """
 
-    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        def lose_event(group: Any) -> None:
-            last = group.comm_ctx.all_gather_state
-            if last is not None and group._all_gather_result is not None:
-                group.comm_ctx.all_gather_state = last._replace(event=None)
-
-        return before_method(super().prepare(model, plan, mesh), "wait_for_unshard", lose_event)
+    spoil = before_method("wait_for_unshard", _lose_event_of_the_last)
 
 
 @mutant(
@@ -170,8 +165,7 @@ class ReducesReplicasBeforeTheScatter(FullyShardEngine):
     Reported: with overlapped reductions over several instances gradients came out wrong.
     """
 
-    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        return in_context(super().prepare(model, plan, mesh), deaf("all_reduce_stream"))
+    spoil = in_context(deaf("all_reduce_stream"))
 
 
 @mutant(
@@ -189,11 +183,7 @@ class FreesTheReplicasBuffer(FullyShardEngine):
     Reported: memory of one stream was handed out again while another stream was reading it.
     """
 
-    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        def let_go(group: Any) -> None:
-            group._all_reduce_state = None
-
-        return after_method(super().prepare(model, plan, mesh), "post_backward", let_go)
+    spoil = after_method("post_backward", lambda group: setattr(group, "_all_reduce_state", None))
 
 
 @mutant(
@@ -211,11 +201,7 @@ class GathersPartsBeforeTheyAreCut(FullyShardEngine):
     Reported: one of several streams that filled a buffer was not waited for.
     """
 
-    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        def lose_event(group: Any) -> None:
-            group._reshard_after_forward_event = None
-
-        return after_method(super().prepare(model, plan, mesh), "reshard", lose_event)
+    spoil = after_method("reshard", lambda group: setattr(group, "_reshard_after_forward_event", None))
 
 
 @mutant(after="NVIDIA/Megatron-LM#5788", kills_on=ON_BLOCKS, trace=Trace.RACES)
@@ -225,8 +211,7 @@ class FreesTheGatherOutputInBackward(FullyShardEngine):
     Reported: gathered memory was given back with neither an event nor record_stream.
     """
 
-    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        return waits_without_own_event(super().prepare(model, plan, mesh))
+    spoil = waits_without_own_event
 
 
 @mutant(after="NVIDIA/Megatron-LM#5788", kills_on=ON_BLOCKS, trace=Trace.RACES)
@@ -236,9 +221,7 @@ class FreesTheLastGatherOutput(FullyShardEngine):
     Reported: gathered memory was given back with neither an event nor record_stream.
     """
 
-    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        sin = deaf_in("all_gather_copy_in_stream", "wait_event", "_post_forward")
-        return in_context(super().prepare(model, plan, mesh), sin)
+    spoil = in_context(deaf_in("all_gather_copy_in_stream", "wait_event", "_post_forward"))
 
 
 @mutant(
@@ -252,9 +235,7 @@ class GathersBeforeTheEventOfTheStep(FullyShardEngine):
     Reported: gathers that overlapped the step shared a buffer with what it was reading.
     """
 
-    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        sin = deaf_in("all_gather_copy_in_stream", "wait_event", "_root_pre_forward")
-        return in_context(super().prepare(model, plan, mesh), sin)
+    spoil = in_context(deaf_in("all_gather_copy_in_stream", "wait_event", "_root_pre_forward"))
 
 
 @mutant(
@@ -270,13 +251,7 @@ class ReadsAnAsyncGatherUnderWay(FullyShardEngine):
     Reported: with gathers overlapped, forward read parameters that had not arrived.
     """
 
-    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        def lose_work(group: Any) -> None:
-            result = group._all_gather_result
-            if result is not None and result.all_gather_work is not None:
-                group._all_gather_result = result._replace(all_gather_work=_NO_WORK)
-
-        return after_method(super().prepare(model, plan, mesh), "unshard", lose_work)
+    spoil = after_method("unshard", _lose_work)
 
 
 @mutant(after="NVIDIA/Megatron-LM#3670", kills_on=ON_BLOCKS, trace=Trace.RACES)
@@ -300,5 +275,5 @@ class RunsTheHookDuringTheReduction(FullyShardEngine):
         modules: list[Any] = [m for m in prepared.module.modules() if hasattr(m, "set_all_reduce_hook")]
         for module in modules:
             module.set_all_reduce_hook(touch)
-        after_method(prepared, "finalize_backward", lambda _: kept.clear())
-        return in_context(prepared, deaf_in("all_reduce_stream", "wait_stream", self.deaf_where))
+        after_method("finalize_backward", lambda _: kept.clear())(prepared)
+        return in_context(deaf_in("all_reduce_stream", "wait_stream", self.deaf_where))(prepared)

@@ -17,24 +17,6 @@ from shardproof.engine.reference.fsdp_state import state_of
 _RECOVER = frozenset({Capability.RECOVER})
 
 
-class _PreparedEvaluating(Stale, PreparedReference):
-    """Goes on with old parameters where they were gathered for an evaluation."""
-
-    _has_evaluated = False
-
-    def __call__(self, *inputs: Any, **named: Any) -> Any:  # Any: a model returns what it likes
-        if self.module.training:
-            return super().__call__(*inputs, **named)
-        self._has_evaluated = True
-        return PreparedReference.__call__(self, *inputs, **named)
-
-    def step(self) -> None:
-        super().step()
-        if not self._has_evaluated:
-            self._older = []
-        self._has_evaluated = False
-
-
 @mutant(
     after="pytorch/pytorch#137348",
     kills_on=Condition(world_size=1, steps=2, because="without an update since they are those of now"),
@@ -46,17 +28,22 @@ class ComputesWithWhatAnEvaluationSaw(ReferenceEngine):
     not reach them.
     """
 
-    prepared_type = _PreparedEvaluating
+    class Prepared(Stale, PreparedReference):
+        """Goes on with old parameters where they were gathered for an evaluation."""
 
+        _has_evaluated = False
 
-class _PreparedLazily(PreparedReference):
-    _scale: torch.Tensor | None = None
+        def __call__(self, *inputs: Any, **named: Any) -> Any:  # Any: a model returns what it likes
+            if self.module.training:
+                return super().__call__(*inputs, **named)
+            self._has_evaluated = True
+            return PreparedReference.__call__(self, *inputs, **named)
 
-    def __call__(self, *inputs: Any, **named: Any) -> Any:  # Any: a model returns what it likes
-        output = super().__call__(*inputs, **named)
-        if self._scale is None:
-            self._scale = torch.ones_like(output[:1])
-        return output * self._scale
+        def step(self) -> None:
+            super().step()
+            if not self._has_evaluated:
+                self._older = []
+            self._has_evaluated = False
 
 
 @mutant(
@@ -70,15 +57,14 @@ class KeepsAnInferenceTensor(ReferenceEngine):
     Reported: state made lazily in inference mode broke the backward of the first training step.
     """
 
-    prepared_type = _PreparedLazily
+    class Prepared(PreparedReference):
+        _scale: torch.Tensor | None = None
 
-
-class _PreparedLeaking(PreparedReference):
-    def recover(self) -> None:
-        for unit in filter(None, map(state_of, self.module.modules())):
-            for group in unit.param_groups:
-                vars(group)["drop_gradients"] = group.forget_backward
-        super().recover()
+        def __call__(self, *inputs: Any, **named: Any) -> Any:  # Any: a model returns what it likes
+            output = super().__call__(*inputs, **named)
+            if self._scale is None:
+                self._scale = torch.ones_like(output[:1])
+            return output * self._scale
 
 
 @mutant(
@@ -96,12 +82,12 @@ class LeaksTheFailedIteration(ReferenceEngine):
     Reported: where an accumulation was abandoned, what it had gathered was not cleared.
     """
 
-    prepared_type = _PreparedLeaking
-
-
-class _PreparedWithoutRecovery(PreparedFullyShard):
-    def recover(self) -> None:
-        pass
+    class Prepared(PreparedReference):
+        def recover(self) -> None:
+            for unit in filter(None, map(state_of, self.module.modules())):
+                for group in unit.param_groups:
+                    vars(group)["drop_gradients"] = group.forget_backward
+            super().recover()
 
 
 @mutant(
@@ -117,14 +103,9 @@ class NeverRecovers(FullyShardEngine):
     Reported: a training step begun again after it had run out of memory found the engine in an illegal state.
     """
 
-    prepared_type = _PreparedWithoutRecovery
-
-
-class _PreparedForgettingBackwards(PreparedReference):
-    def recover(self) -> None:
-        super().recover()
-        for parameter in self.owned_parameters().values():
-            parameter.grad = None
+    class Prepared(PreparedFullyShard):
+        def recover(self) -> None:
+            pass
 
 
 @mutant(
@@ -142,4 +123,8 @@ class DropsEarlierBackwards(ReferenceEngine):
     Reported: a loss that was not finite cleared what the microbatches before it had accumulated.
     """
 
-    prepared_type = _PreparedForgettingBackwards
+    class Prepared(PreparedReference):
+        def recover(self) -> None:
+            super().recover()
+            for parameter in self.owned_parameters().values():
+                parameter.grad = None

@@ -7,8 +7,6 @@ from shardproof.engine.reference.comm_context import CommContext
 from shardproof.engine.reference.fsdp_state import FSDPState, states_in
 from shardproof.engine.reference.param_group import FSDPParamGroup
 
-__all__ = ["comm_contexts_of", "reference_groups", "reference_units"]
-
 
 def reference_units(prepared: PreparedModel) -> tuple[FSDPState, ...]:
     """Return the states of a model that the reference engine prepared, each once."""

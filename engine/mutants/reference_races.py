@@ -5,12 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-
 from shardproof.engine.adapters.reference import ReferenceEngine, ReferenceOnStreams
-from shardproof.engine.contract import Plan, PreparedModel
 from shardproof.engine.mutants.mutant import Condition, Trace, mutant
+from shardproof.engine.mutants.patches import in_each
 from shardproof.engine.mutants.plans import SHARDED_BLOCKS
 from shardproof.engine.mutants.reference_insides import comm_contexts_of, reference_groups
 from shardproof.engine.reference.param_group import FSDPParamGroup
@@ -23,12 +20,11 @@ class ReducesBeforeTheCut(ReferenceEngine):
     Reported: the stream that reduced waited for another stream than that of backward.
     """
 
-    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        """Shard honestly, then have that stream wait for no other."""
-        prepared = super().prepare(model, plan, mesh)
-        for comm_ctx in comm_contexts_of(prepared):
-            comm_ctx._scatter_stream.wait_stream = _ignore
-        return prepared
+    spoil = in_each(
+        lambda prepared: [c._scatter_stream for c in comm_contexts_of(prepared)],
+        "wait_stream",
+        lambda _: _ignore,
+    )
 
 
 @mutant(
@@ -42,12 +38,9 @@ class GathersWhileTheStepWrites(ReferenceEngine):
     Reported: with overlapped gathering, forward read parameters of the step before.
     """
 
-    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        """Shard honestly, then ignore what is to be waited for when an iteration begins."""
-        prepared = super().prepare(model, plan, mesh)
-        for comm_ctx in comm_contexts_of(prepared):
-            comm_ctx.wait_before_all_gather = _unless_given(comm_ctx.wait_before_all_gather)  # type: ignore[method-assign]  # of this one alone
-        return prepared
+    spoil = in_each(
+        comm_contexts_of, "wait_before_all_gather", lambda c: _unless_given(c.wait_before_all_gather)
+    )
 
 
 @mutant(after="NVIDIA/Megatron-LM#5788", kills_on=Condition(plan=SHARDED_BLOCKS), trace=Trace.RACES)
@@ -57,12 +50,7 @@ class FreesTheCopiedBuffer(ReferenceEngine):
     Reported: gathered memory was given back with neither an event nor record_stream.
     """
 
-    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        """Shard honestly, then have the gather after each copy wait for what was before it alone."""
-        prepared = super().prepare(model, plan, mesh)
-        for group in reference_groups(prepared):
-            group.wait = _without_a_wait_after(group, group.wait)  # type: ignore[method-assign]  # as above
-        return prepared
+    spoil = in_each(reference_groups, "wait", lambda group: _without_a_wait_after(group, group.wait))
 
 
 @mutant(
@@ -76,12 +64,7 @@ class RefillsTheReduceInput(ReferenceOnStreams):
     Reported: one of two buffers was filled again before its reduction had finished.
     """
 
-    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        """Shard honestly, then make room without a wait."""
-        prepared = super().prepare(model, plan, mesh)
-        for comm_ctx in comm_contexts_of(prepared):
-            comm_ctx.reserve = comm_ctx._inputs.clear  # type: ignore[method-assign]  # as above
-        return prepared
+    spoil = in_each(comm_contexts_of, "reserve", lambda comm_ctx: comm_ctx._inputs.clear)
 
 
 @mutant(after="flagos-ai/Torch-FL#62", kills_on=Condition(plan=SHARDED_BLOCKS), trace=Trace.RACES)
@@ -91,12 +74,7 @@ class StepsWhileGradientsAreReduced(ReferenceOnStreams):
     Reported: gradients were read while their reduction was under way on another stream.
     """
 
-    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        """Shard honestly, then have the end of backward do nothing."""
-        prepared = super().prepare(model, plan, mesh)
-        for comm_ctx in comm_contexts_of(prepared):
-            comm_ctx.finish = _ignore  # type: ignore[method-assign]  # as above
-        return prepared
+    spoil = in_each(comm_contexts_of, "finish", lambda _: _ignore)
 
 
 def _unless_given(wait_before_all_gather: Callable[..., None]) -> Callable[..., None]:

@@ -8,19 +8,48 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from shardproof.engine.adapters.reference import ReferenceEngine, ReferenceOnStreams
 from shardproof.engine.capability import Capability
-from shardproof.engine.contract import Plan, PreparedModel
 from shardproof.engine.mutants.mutant import Condition, Trace, mutant
+from shardproof.engine.mutants.patches import Spoil, in_each
 from shardproof.engine.mutants.plans import HYBRID_BLOCKS, SHARDED_BLOCKS
 from shardproof.engine.mutants.reference_insides import comm_contexts_of, reference_groups
 from shardproof.engine.plan import Reshard
 from shardproof.engine.reference.comm_context import CommContext, PendingCollective, Reduction
 
 _BY_HAND = frozenset({Capability.UNIT_STATE, Capability.ASYNC_GATHER})
+
+
+def _gathers_freely_after(function: str) -> Spoil:
+    """Let gathers skip the wait for the current stream that this function of the engine asks for."""
+    return in_each(
+        comm_contexts_of, "wait_before_all_gather", lambda c: _deaf_in(function, c.wait_before_all_gather)
+    )
+
+
+def _takes_as_done(position: int) -> Spoil:
+    """Skip the wait for the collective at this position of each reduction."""
+    return in_each(comm_contexts_of, "reduce", lambda comm_ctx: _reducing(comm_ctx, position))
+
+
+def _unawaited(group: Any) -> Callable[[], torch.Tensor]:
+    def gathered() -> torch.Tensor:
+        gather, group._pending_gather = group._pending_gather, None
+        output: torch.Tensor = gather.output
+        return output
+
+    return gathered
+
+
+def _forgetting(comm_ctx: CommContext) -> Callable[[], None]:
+    reserve = comm_ctx.reserve
+
+    def hasty() -> None:
+        comm_ctx._outputs.clear()
+        reserve()
+
+    return hasty
 
 
 @mutant(after="NVIDIA/Megatron-LM#663", kills_on=Condition(plan=SHARDED_BLOCKS), trace=Trace.RACES)
@@ -30,12 +59,7 @@ class ReadsGathersUnderWay(ReferenceEngine):
     Reported: with gathers overlapped, forward read parameters that had not arrived.
     """
 
-    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        """Shard honestly, then take each gather as done."""
-        prepared = super().prepare(model, plan, mesh)
-        for group in reference_groups(prepared):
-            group._wait_for_all_gather = _unawaited(group)  # type: ignore[method-assign]  # of this one alone
-        return prepared
+    spoil = in_each(reference_groups, "_wait_for_all_gather", _unawaited)
 
 
 @mutant(
@@ -53,9 +77,7 @@ class SendsPartsBeforeTheyAreCut(ReferenceEngine):
     Reported: one of several streams that filled a buffer was not waited for.
     """
 
-    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        """Shard honestly, then have gathers not wait where parts are kept."""
-        return _gathers_freely_after("keep_shard_of_subgroup", super().prepare(model, plan, mesh))
+    spoil = _gathers_freely_after("keep_shard_of_subgroup")
 
 
 @mutant(
@@ -72,9 +94,7 @@ class GathersByHandBeforeTheWrite(ReferenceEngine):
     Reported: gathers that overlapped the step shared a buffer with what it was reading.
     """
 
-    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        """Shard honestly, then have gathers not wait where the caller asks for them."""
-        return _gathers_freely_after("unshard", super().prepare(model, plan, mesh))
+    spoil = _gathers_freely_after("unshard")
 
 
 @mutant(after="flagos-ai/Torch-FL#62", kills_on=Condition(plan=SHARDED_BLOCKS), trace=Trace.RACES)
@@ -84,9 +104,7 @@ class TakesReductionsAsDone(ReferenceEngine):
     Reported: gradients were read while their reduction was under way on another stream.
     """
 
-    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        """Shard honestly, then take the first collective of each reduction as done."""
-        return _takes_as_done(0, super().prepare(model, plan, mesh))
+    spoil = _takes_as_done(0)
 
 
 @mutant(
@@ -100,9 +118,7 @@ class TakesTheSumOverReplicasAsDone(ReferenceEngine):
     Reported: with overlapped reductions over several instances gradients came out wrong.
     """
 
-    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        """Shard honestly, then take the second collective of each reduction as done."""
-        return _takes_as_done(1, super().prepare(model, plan, mesh))
+    spoil = _takes_as_done(1)
 
 
 @mutant(
@@ -120,12 +136,7 @@ class FreesReducedOutputs(ReferenceOnStreams):
     Reported: memory of one stream was handed out again while another stream was reading it.
     """
 
-    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        """Shard honestly, then keep outputs no longer than to the next reduction."""
-        prepared = super().prepare(model, plan, mesh)
-        for comm_ctx in comm_contexts_of(prepared):
-            comm_ctx.reserve = _forgetting(comm_ctx)  # type: ignore[method-assign]  # of this one alone
-        return prepared
+    spoil = in_each(comm_contexts_of, "reserve", _forgetting)
 
 
 class _Done:
@@ -135,35 +146,12 @@ class _Done:
         return True
 
 
-def _unawaited(group: Any) -> Callable[[], torch.Tensor]:
-    def gathered() -> torch.Tensor:
-        gather, group._pending_gather = group._pending_gather, None
-        output: torch.Tensor = gather.output
-        return output
-
-    return gathered
-
-
-def _gathers_freely_after(function: str, prepared: PreparedModel) -> PreparedModel:
-    """Let gathers skip the wait for the current stream that this function of the engine asks for."""
-    for comm_ctx in comm_contexts_of(prepared):
-        comm_ctx.wait_before_all_gather = _deaf_in(function, comm_ctx.wait_before_all_gather)  # type: ignore[method-assign]  # as above
-    return prepared
-
-
 def _deaf_in(function: str, wait_before_all_gather: Callable[..., None]) -> Callable[..., None]:
     def sometimes(*event: Any) -> None:
         if sys._getframe(1).f_code.co_name != function:
             wait_before_all_gather(*event)
 
     return sometimes
-
-
-def _takes_as_done(position: int, prepared: PreparedModel) -> PreparedModel:
-    """Skip the wait for the collective at this position of each reduction."""
-    for comm_ctx in comm_contexts_of(prepared):
-        comm_ctx.reduce = _reducing(comm_ctx, position)  # type: ignore[assignment,method-assign]  # as above
-    return prepared
 
 
 def _reducing(comm_ctx: CommContext, position: int) -> Callable[[torch.Tensor, Reduction], None]:
@@ -179,13 +167,3 @@ def _without_wait(reduction: Reduction, position: int) -> Reduction:
     done: Any = _Done()
     for index, in_flight in enumerate(reduction):
         yield PendingCollective(done, in_flight.output) if index == position else in_flight
-
-
-def _forgetting(comm_ctx: CommContext) -> Callable[[], None]:
-    reserve = comm_ctx.reserve
-
-    def hasty() -> None:
-        comm_ctx._outputs.clear()
-        reserve()
-
-    return hasty

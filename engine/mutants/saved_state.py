@@ -130,6 +130,19 @@ class StartsAdamAtStepOne(FullyShardEngine):
             self.zero_grad(set_to_none=True)
 
 
+@mutant(after="pytorch/pytorch#51601", kills_on=_RESUMED, trace=Trace.STATE)
+class EmptiesWhatItLoads(FullyShardEngine):
+    """Loading takes the optimizer state out of the dict that it was given.
+
+    Reported: what belonged to other ranks became None in a dict that the caller went on to use.
+    """
+
+    class Prepared(PreparedFullyShard):
+        def load_full_state(self, state: dict[str, Any]) -> None:
+            super().load_full_state(state)
+            state["optimizer"] = {"state": {}}
+
+
 @mutant(after="huggingface/accelerate#3898", kills_on=_RESUMED)
 class LoadsNoBuffers(FullyShardEngine):
     """A resumed model has the buffers of a fresh one.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -28,8 +29,10 @@ from shardproof.engine.contract import (
     UnitHandle,
 )
 from shardproof.engine.mutants.mutant import Condition, Trace, mutant
-from shardproof.engine.mutants.patches import Stale
+from shardproof.engine.mutants.patches import Stale, in_each
 from shardproof.engine.mutants.plans import SECOND_STEP
+from shardproof.engine.mutants.reference_insides import reference_groups
+from shardproof.engine.reference.param_group import FSDPParamGroup
 
 _CONTROLLED = Plan(
     layout=Layout.SHARD,
@@ -82,6 +85,37 @@ class TellsAllWhatOneWasTold(FullyShardEngine):
     class Unit(ComposableUnit):
         def set_reshard_after_forward(self, *, is_on: bool) -> None:
             self._first.set_reshard_after_forward(is_on)
+
+
+@mutant(
+    after="pytorch/pytorch#149029",
+    kills_on=Condition(
+        world_size=4,
+        plan=replace(_CONTROLLED, reshard=Reshard.TO_PAIRS),
+        because="other policies keep no part between forward and backward",
+    ),
+)
+class KeepsPartsUnderAnotherPolicy(ReferenceEngine):
+    """A policy set between forward and backward has each unit gathered from parts that were cut for other ranks.
+
+    Reported: the policy could not be changed once the model had been wrapped.
+    """
+
+    spoil = in_each(reference_groups, "set_subgroup", lambda group: _keeping_parts(group))
+
+
+def _keeping_parts(group: FSDPParamGroup) -> Callable[[dist.ProcessGroup | None], None]:
+    honest = group.set_subgroup
+
+    def set_subgroup(chosen: dist.ProcessGroup | None) -> None:
+        part, ranks = group._kept_shard, group._subgroup
+        if part is None or ranks is None:
+            honest(chosen)
+        else:
+            group._kept_shard = part[: part.numel() * ranks.size() // group.mesh.shard_size]
+            group._subgroup = group.mesh.shard_group
+
+    return set_subgroup
 
 
 @mutant(after="deepspeedai/DeepSpeed#1069", kills_on=Condition(plan=_CONTROLLED), trace=Trace.STATE)

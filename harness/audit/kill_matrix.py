@@ -9,8 +9,6 @@ from enum import Enum
 from shardproof.harness.audit.marks import Idle, Pair, Selection
 from shardproof.harness.records.record import Record, Verdict
 
-__all__ = ["KillMatrix", "MutantRow", "MutantStatus", "PairResult", "Target", "kill_matrix"]
-
 _OURS = frozenset({Verdict.ERRORED, Verdict.NOT_RUN})  # they say nothing of the mutant, nor of the case
 
 

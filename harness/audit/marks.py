@@ -18,25 +18,8 @@ from shardproof.harness.records import codec
 from shardproof.harness.records.run import write_file
 from shardproof.harness.worlds.spec import Sizes, WorldSpec
 
-__all__ = [
-    "WORLDS",
-    "Breadth",
-    "Idle",
-    "MarkedCase",
-    "MustKill",
-    "Pair",
-    "PytestMark",
-    "Selection",
-    "check_names",
-    "kills_of",
-    "mutant_name",
-    "pairs",
-    "read_selection",
-    "write_selection",
-]
-
 # In the order of preference: a case is asked in the first that it makes sense in. Two ranks are the cheapest that
-# communicate, four the fewest with two replicas of two, three give uneven shards; one rank has nobody to fail.
+# communicate, four the fewest with two replicas of two, three give uneven shards; one rank cannot fail another.
 # Processes are dear: they are for ranks that must share none.
 WORLDS = ("threads:2", "threads:4", "threads:3", "threads:6", "threads:1", "processes:2")
 _FILE = "mutants.json"

@@ -34,8 +34,6 @@ from shardproof.harness.runner.options import PLACEHOLDER, Cell
 from shardproof.harness.runner.plugin import CELLS, CELLS_ARE_CHOSEN
 from shardproof.harness.worlds.spec import Sizes, WorldSpec
 
-__all__ = ["MutationPlugin", "MutationRun"]
-
 _Key = tuple[str, str, str]  # Node.key: what identifies the record of a pair
 
 

@@ -17,19 +17,6 @@ from shardproof.harness.cases.case_id import SUITES
 from shardproof.harness.errors import UsageError
 from shardproof.harness.records.record import Record, Verdict
 
-__all__ = [
-    "TESTS",
-    "Coverage",
-    "Row",
-    "RowCoverage",
-    "RowVerdict",
-    "Table",
-    "cover",
-    "judge_row",
-    "read_table",
-    "read_tables",
-]
-
 TESTS = "tests"  # the table of upstream tests; others are of interfaces
 
 # What is worst for an engine first; after these come the ones that conform.

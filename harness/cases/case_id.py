@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 _CELL = re.compile(r"\[(?P<engine>.+)@(?P<world>[a-z]+:\d+(?::[a-z]+)?)(?:-(?P<rest>.*))?\]$")
@@ -27,7 +27,7 @@ class Node:
         match = _CELL.search(nodeid)
         if match is None:
             return None
-        stem = nodeid[: match.start()].removeprefix("suites/")
+        stem = _below_suites(nodeid[: match.start()])
         rest = f"[{match['rest']}]" if match["rest"] else ""
         suite = stem.split("/")[0] if "/" in stem else ""
         return cls(nodeid=nodeid, engine=match["engine"], world=match["world"], case=stem + rest, suite=suite)
@@ -39,11 +39,27 @@ class Node:
 
     @property
     def command(self) -> str:
-        """The command that repeats this one case."""
-        return shlex.join(["pytest", self.nodeid, "--engine", self.engine, "--world", self.world])
+        """The command that repeats this one case: of our suites from any folder, else from where pytest was called."""
+        where = ("--engine", self.engine, "--world", self.world)
+        if (SUITES / self.case.partition("::")[0]).is_file():
+            return shlex.join(["shardproof", "run", "--case", self.case, *where])
+        return shlex.join(["pytest", "-p", "shardproof.harness.runner.plugin", self.nodeid, *where])
 
 
 SUITES = Path(__file__).resolve().parents[2] / "suites"
+
+
+def _below_suites(stem: str) -> str:
+    """Leave out how pytest came to one of our files: by a path from wherever it was called."""
+    inner = stem.rpartition("suites/")[2]
+    return inner if (SUITES / inner.partition("::")[0]).is_file() else stem.removeprefix("suites/")
+
+
+def node_of(case: str, engine: str, world: str) -> str:
+    """Return what pytest calls a case of our suites in one cell, for its command line."""
+    stem, _, parameters = case.partition("[")
+    rest = f"-{parameters.removesuffix(']')}" if parameters else ""
+    return f"{SUITES}/{stem}[{engine}@{world}{rest}]"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,15 +67,16 @@ class Catalogue:
     """The ids of the cases that a session collected, those included that no world of the session suits.
 
     ``is_whole`` tells that these are all there are: every file of the suites was collected, and no case was
-    left out by its name, its marks or its place.
+    left out by its name, its marks or its place. ``is_sharded``: other runs run the rest of them.
     """
 
     cases: frozenset[str] = frozenset()
     is_whole: bool = False
+    is_sharded: bool = False
 
     def narrowed(self) -> Catalogue:
         """The same cases, known to be a selection."""
-        return Catalogue(cases=self.cases, is_whole=False)
+        return replace(self, is_whole=False)
 
 
 def files() -> frozenset[str]:

@@ -26,8 +26,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["content_digest"]
-
 # Packages whose definitions are known by name, beside the standard library and what is installed.
 _NAMED_PACKAGES = ("torch", "shardproof.harness", "shardproof.engine")
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, type(...), type(NotImplemented))

@@ -7,8 +7,6 @@ from functools import cache
 from shardproof.harness.cases.scripts.pipeline_order import Pipelined
 from shardproof.harness.cases.training import Problem, Training
 
-__all__ = ["is_on_rank", "num_stages", "stages_of"]
-
 
 def num_stages(training: Training) -> int:
     """Count the stages of the whole pipeline; 1 where there is none."""

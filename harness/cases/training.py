@@ -36,6 +36,10 @@ class Problem(Protocol):
         """Name the parameters that are to go without a gradient in every step: frozen ones, and unused ones."""
 
     @property
+    def is_widened(self) -> bool:
+        """Whether the oracle computes in float64; else in the dtypes that the model is built with."""
+
+    @property
     def parallelize(self) -> Callable[[nn.Module, DeviceMesh], None] | None:
         """Cut the model's tensors over the mesh of one axis, for tensors or experts; None if there is no such cut."""
 
@@ -110,6 +114,9 @@ class Resume:
     plan: Plan
 
 
+LOADED = "a state that was loaded"  # what the loop notes of it, in the first step after
+UNCHANGED = "unchanged"
+
 # With these the loop itself, and no layout, decides what is whole between steps.
 _KEEPS = frozenset(
     {
@@ -156,7 +163,7 @@ class Training:
     @property
     def is_counted(self) -> bool:
         """Whether each rank's memory is counted after each step, and held against the plan's layout."""
-        is_sharded = self.plan.layout in {Layout.SHARD, Layout.HYBRID}
+        is_sharded = self.plan.layout not in {Layout.NATIVE, Layout.REPLICATE}
         is_cut_by_others = self.plan.cut_axis is not None or self.plan.pipeline_stages > 1
         # An exercise of the engine's own interface makes models beside the one that is trained.
         makes_models = Capability.WRAPPER in self.script.demands

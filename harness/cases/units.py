@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import lcm, prod
 
 from torch import nn
 
 from shardproof.engine.contract import Layout, Plan, Roots
-from shardproof.harness.cases.training import Training
-
-__all__ = ["ROOT", "UnitParameters", "chunked_numel", "groups_in", "groups_of", "num_shares_of"]
+from shardproof.harness.cases.training import Problem, Training
+from shardproof.harness.cases.user_model import UserModel
 
 ROOT = ""  # the unit of what no other unit takes
 
@@ -39,21 +38,27 @@ class UnitParameters:
         return sum(rounded) * self.bytes_per_element
 
 
-def groups_of(training: Training) -> tuple[UnitParameters, ...]:
+def groups_of(training: Training, *, without: Iterable[str] = ()) -> tuple[UnitParameters, ...]:
     """Return the groups that own parameters: units in the order of the plan, then the root.
 
     A parameter belongs to the first unit that contains it, so inner units must come before those around them.
+    ``without`` names parameters to leave out.
     """
-    plan = training.plan
-    key = (
-        training.problem.name,
-        plan.units,
-        plan.ignored,
-        plan.roots,
-    )  # a name stands for one problem everywhere
+    plan = replace(training.plan, ignored=(*training.plan.ignored, *without))
+    key = (identity_of(training.problem), plan.units, plan.ignored, plan.roots)
     if key not in _known:
-        _known[key] = groups_in(training.problem.build(), plan)
+        _known[key] = groups_in(skeleton_of(training.problem), plan)
     return _known[key]
+
+
+def identity_of(problem: Problem) -> object:
+    """Return what stands for one problem everywhere: its name, but users' models may share one."""
+    return problem if isinstance(problem, UserModel) else problem.name
+
+
+def skeleton_of(problem: Problem) -> nn.Module:
+    """Return a module with the names and shapes of a problem's model, by the problem's own code only if it has to."""
+    return problem.skeleton() if isinstance(problem, UserModel) else problem.build()
 
 
 # Laws ask for each step and rank, and building a model takes longer than all the rest of judging.
@@ -65,17 +70,35 @@ def groups_in(model: nn.Module, plan: Plan) -> tuple[UnitParameters, ...]:
     return tuple(_groups(model, plan))
 
 
-def num_shares_of(plan: Plan, world_size: int) -> int:
-    """Return over how many ranks the plan shards each parameter; raises ValueError for `Layout.NATIVE`."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shares:
+    """Over how many ranks a plan shards what belongs to each parameter; 1 where every rank holds the whole."""
+
+    parameters: int
+    gradients: int
+    state: int
+
+
+def shares_of(plan: Plan, world_size: int) -> Shares:
+    """Return what the plan's layout shards; raises ValueError for `Layout.NATIVE`."""
+    parameters, gradients, state = 1, 1, world_size
     match plan.layout:
         case Layout.SHARD:
-            return world_size
+            parameters = gradients = world_size
         case Layout.HYBRID:
-            return plan.axes(world_size)[-1].size
+            parameters = gradients = state = plan.axes(world_size)[-1].size
+        case Layout.ZERO2:
+            gradients = world_size
         case Layout.REPLICATE:
-            return 1
+            state = 1
         case Layout.NATIVE:
-            raise ValueError("num_shares_of: expected a plan that names a layout, got Layout.NATIVE")
+            raise ValueError("shares_of: expected a plan that names a layout, got Layout.NATIVE")
+    return Shares(parameters=parameters, gradients=gradients, state=state)
+
+
+def num_shares_of(plan: Plan, world_size: int) -> int:
+    """Return over how many ranks the plan shards each parameter, as `shares_of` does."""
+    return shares_of(plan, world_size).parameters
 
 
 def chunked_numel(groups: Iterable[UnitParameters], num_shares: int) -> int:
@@ -92,17 +115,16 @@ def chunked_numel(groups: Iterable[UnitParameters], num_shares: int) -> int:
 def _groups(model: nn.Module, plan: Plan) -> Iterator[UnitParameters]:
     names = {parameter: name for name, parameter in model.named_parameters()}
     taken = {model.get_parameter(name) for name in plan.ignored}
-    # With several roots nobody owns what is outside of them.
+    # With several roots none owns what is outside of them.
     units = plan.units if plan.roots is Roots.EACH_UNIT else (*plan.units, ROOT)
     for unit in units:
         inside = (p for name in unit.split(",") for p in model.get_submodule(name).parameters())
         own: dict[nn.Parameter, None] = dict.fromkeys(p for p in inside if p not in taken)
         taken |= own.keys()
         if own:
-            first = next(iter(own))
             yield UnitParameters(
                 unit=unit,
                 names=tuple(names[p] for p in own),
                 shapes=tuple(tuple(p.shape) for p in own),
-                bytes_per_element=first.element_size(),
+                bytes_per_element=max(p.element_size() for p in own),
             )

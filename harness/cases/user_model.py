@@ -3,8 +3,8 @@
 [Note: what a user writes] Three methods: ``build()`` returns the model, ``batch(generator)`` one rank's microbatch, and
 ``loss(output, batch)`` the mean loss over it. A batch is a mapping of keyword arguments, a tuple of arguments, or the
 only argument. ``units`` names the submodules that are natural communication groups, by patterns such as ``layers.*``;
-``optimizer(params)`` is optional. Both random generators, the one that is passed and torch's own, are seeded alike
-for each (step, microbatch, rank), and for ``build()``.
+``optimizer(params)`` and ``scheduler(optimizer)`` are optional. Both random generators, the one that is passed and
+torch's own, are seeded alike for each (step, microbatch, rank), and for ``build()``.
 
 [Note: means of means] Each microbatch of each rank counts the same: the loss of a step is the mean of their means, as
 most training loops have it.
@@ -13,9 +13,10 @@ most training loops have it.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Iterator
+import warnings
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import cache
 from typing import Any
@@ -26,9 +27,35 @@ from torch import nn
 from shardproof.engine.capability import Capability
 from shardproof.engine.loading import load
 from shardproof.harness.cases.batch import Batch, ModelBatch, microbatch_seed
+from shardproof.harness.cases.training import NamedOptimizer
 from shardproof.harness.torch_compat.dispatch import drawing_apart
 
 _BUILD_SEED = 20_011
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorOutline:
+    """A parameter or buffer under one of its names; ``first`` is the name under which the same tensor comes first."""
+
+    name: str
+    first: str
+    shape: tuple[int, ...]
+    dtype: str
+    is_buffer: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFacts:
+    """What some passes of a model show.
+
+    ``frozen`` parameters require no gradient, ``seldom`` ones had none in some pass. ``uncounted`` and
+    ``not_in_bfloat16`` are why closed forms or bfloat16 do not apply to the model; empty if they do.
+    """
+
+    frozen: tuple[str, ...] = ()
+    seldom: tuple[str, ...] = ()
+    uncounted: str = ""
+    not_in_bfloat16: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +64,9 @@ class UserModel:
 
     ``units`` are the names that the user's patterns match, ``idle`` the parameters that the loss never reaches.
     ``demands`` is what the model asks of every engine, such as parameters that go without a gradient.
+    ``is_widened``: the model runs in float64, and neither it nor its optimizer asks for fewer bits than float32.
+    ``outline`` lists the model's tensors, for those who need no values: code of users never runs where it is judged.
+    ``facts`` follow from the rest.
     """
 
     spec: str
@@ -45,9 +75,26 @@ class UserModel:
     units: tuple[str, ...]
     idle: tuple[str, ...] = ()
     demands: frozenset[Capability] = frozenset()
+    facts: ModelFacts = field(default=ModelFacts(), compare=False)
     is_exact: bool = False
+    is_widened: bool = True
     parallelize: None = None
     stages: None = None
+    outline: tuple[TensorOutline, ...] = field(default=(), compare=False)
+
+    def skeleton(self) -> nn.Module:
+        """Return a module of the same names, shapes and dtypes, without values or code."""
+        if not self.outline:
+            return self.build()
+        root, known = nn.Module(), dict[str, torch.Tensor]()
+        for found in self.outline:
+            tensor = known.get(found.first)
+            if tensor is None:
+                tensor = torch.empty(found.shape, dtype=getattr(torch, found.dtype), device="meta")
+                tensor = tensor if found.is_buffer else nn.Parameter(tensor, requires_grad=False)
+                known[found.name] = tensor
+            _place(root, found.name.split("."), tensor)
+        return root
 
     def build(self) -> nn.Module:
         """Build the model under one seed, in training mode."""
@@ -77,6 +124,32 @@ class UserModel:
         return loss
 
 
+def outline_of(model: nn.Module) -> Iterator[TensorOutline]:
+    """List the tensors of a model, in its order, under all of their names."""
+    first: dict[int, str] = {}
+    for is_buffer, named in ((False, model.named_parameters), (True, model.named_buffers)):
+        for name, tensor in named(remove_duplicate=False):
+            yield TensorOutline(
+                name=name,
+                first=first.setdefault(id(tensor), name),
+                shape=tuple(tensor.shape),
+                dtype=str(tensor.dtype).removeprefix("torch."),
+                is_buffer=is_buffer,
+            )
+
+
+def _place(module: nn.Module, path: list[str], tensor: torch.Tensor) -> None:
+    *parents, name = path
+    for parent in parents:
+        if parent not in module._modules:
+            module.add_module(parent, nn.Module())
+        module = module.get_submodule(parent)
+    if isinstance(tensor, nn.Parameter):
+        module.register_parameter(name, tensor)
+    else:
+        module.register_buffer(name, tensor)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UserOptimizer:
     """The optimizer that a user's model names itself; ``digest`` as in `UserModel`."""
@@ -88,6 +161,43 @@ class UserOptimizer:
     def __call__(self, params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         """Build the optimizer."""
         optimizer: torch.optim.Optimizer = definition(self.spec).optimizer(params)
+        return optimizer
+
+
+class StepSchedules:
+    """The learning rate schedules of the optimizers that a factory makes in one training, if a user's model has one.
+
+    The loop steps them after the optimizer: loading state into an optimizer may call its ``step`` too.
+    """
+
+    def __init__(self, factory: NamedOptimizer, steps_done: int = 0) -> None:
+        self._factory = factory
+        self._make = (
+            getattr(definition(factory.spec), "scheduler", None)
+            if isinstance(factory, UserOptimizer)
+            else None
+        )
+        self._steps_done = steps_done
+        self._made: list[Any] = []  # Any: whatever has a step()
+
+    @property
+    def factory(self) -> Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]:
+        """What engines are given in place of the factory."""
+        return self._factory if self._make is None else self._scheduled
+
+    def step(self) -> None:
+        """Step each schedule once."""
+        for scheduler in self._made:
+            scheduler.step()
+
+    def _scheduled(self, params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        optimizer = self._factory(params)
+        assert self._make is not None
+        self._made.append(self._make(optimizer))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of steps without an optimizer's: another one took those
+            for _ in range(self._steps_done):
+                self._made[-1].step()
         return optimizer
 
 

@@ -32,6 +32,7 @@ Key = tuple[str, str, str]
 # Exit codes of pytest after which every case that was collected has its verdict: passed, failed, none collected.
 _ENDED = (0, 1, 5)
 _NO_CASE = "there is no such case"
+_NOT_KEPT = "what passed or was refused is only kept by `run --keep all`"
 _BROKE = "the test of the case ended without a verdict"
 
 
@@ -125,13 +126,18 @@ def _remove(out: Path) -> None:
 
 def _write(out: Path, old: Run, new: dict[Key, Record], heard: _Heard) -> None:
     lost = [record for record in old.records if _key(record) not in new]
-    shortfalls = (*old.problems, *_listed([(heard.why_not(_key(r)), _name(r)) for r in lost]))
+    reasons = [_NOT_KEPT if _is_not_kept(r) else heard.why_not(_key(r)) for r in lost]
+    shortfalls = (*old.problems, *_listed([*zip(reasons, map(_name, lost), strict=True)]))
     records = [new.get(_key(record), record) for record in old.records]
     writer = RunWriter(out, replace(old.header, shortfalls=shortfalls))
     for record in records:
         writer.append(_seen_from_below(record))
     if old.footer is not None:
         writer.finish(_recounted(old.footer, records))
+
+
+def _is_not_kept(record: Record) -> bool:
+    return not record.observation and record.verdict in {Verdict.PASSED, Verdict.UNSUPPORTED}
 
 
 def _listed(lost: Sequence[tuple[str, str]]) -> Iterator[str]:

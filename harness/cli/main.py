@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardproof.engine.registry import BUILT_IN, EngineNotFoundError, check_spelling, known_engines
+from shardproof.engine.registry import BUILT_IN, EngineNotFoundError, check_spelling
 from shardproof.harness.audit.marks import WORLDS, Breadth
+from shardproof.harness.cases.case_id import node_of
 from shardproof.harness.errors import ShardproofError, UsageError
 from shardproof.harness.records.provenance import version_of
 from shardproof.harness.records.record import Verdict
@@ -25,11 +28,18 @@ from shardproof.harness.runner.invoke import (
     suite_folders,
     suites,
 )
+from shardproof.harness.runner.launchers import refuse_launcher
 
 if TYPE_CHECKING:
     from shardproof.harness.records.run import Run
 
 _OWN_MODEL = "own_model"  # the suite
+_DEFAULT_WORLD = "threads:2"
+_LEAST_S = 60.0  # that a world, or an oracle, may take
+_READING_S = 300.0  # that reading a model may take: nothing is known of it yet
+_PASSES = 9  # of each rank: three steps of three microbatches
+# An oracle trains some seven times for all ranks, in float64; a busy machine halves its speed, and halves it again.
+_ALLOWANCE = 30.0
 _INTERRUPTED = 2  # pytest.ExitCode.INTERRUPTED, without the import
 
 
@@ -41,6 +51,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Last, so that no folder there hides one of ours. Commands that only read a run do not look there.
         sys.path.append(str(Path.cwd()))
     try:
+        if arguments.command in {run, check, mutants}:
+            refuse_launcher(os.environ)
         with interruptible():
             code: int = arguments.command(arguments)
     except KeyboardInterrupt:
@@ -57,7 +69,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(arguments: argparse.Namespace) -> int:
     """Judge engines on suites: launch worlds, record verdicts, write the reports."""
-    return _run(arguments)
+    from shardproof.harness.cli.parts import part_options
+
+    return _run(arguments, f"--keep={arguments.keep}", *part_options(arguments))
 
 
 def check(arguments: argparse.Namespace) -> int:
@@ -65,22 +79,46 @@ def check(arguments: argparse.Namespace) -> int:
 
     MODEL is a class with build(), batch() and loss(), as path/to/file.py:Name or package.module:Name.
     """
-    from shardproof.harness.runner.user_models import absolute, known_model
+    from shardproof.harness.cli.progress import Progress
+    from shardproof.harness.runner.user_models import absolute, known_model, pass_seconds
     from shardproof.harness.worlds.processes.forkserver import forkserver_context
+    from shardproof.harness.worlds.spec import WorldSpec
     from shardproof.reports.model_check import render
 
     check_temporary_folder()
     spec = absolute(arguments.model)
+    most_ranks = max(WorldSpec.parse(world).size for world in arguments.world or [_DEFAULT_WORLD])
     forkserver_context()  # it starts while this process goes on
-    known_model(spec, arguments.deadline)
-    return _run(arguments, f"--model={spec}", "--tb=no", render=render)
+    known_model(spec, arguments.deadline or _READING_S)
+    if arguments.deadline is None:
+        arguments.deadline = deadline_for(pass_seconds(spec), most_ranks)
+    print(
+        f"{arguments.model}: forward and backward take {pass_seconds(spec):.3g} s; a case that takes longer than "
+        f"{arguments.deadline:.0f} s counts as hung"
+    )
+    # A case is a world and an oracle; both have deadlines of their own, and pytest's is for what has none.
+    limit_s = 3 * arguments.deadline
+    return _run(
+        arguments, f"--model={spec}", "--tb=no", f"--timeout={limit_s}", render=render, plugin=Progress()
+    )
 
 
-def _run(arguments: argparse.Namespace, *extra: str, render: Callable[[Run], str] | None = None) -> int:
+def deadline_for(pass_s: float, num_ranks: int) -> float:
+    """Return what a world, or an oracle, may take for a model of which forward and backward take so long."""
+    return round(_LEAST_S + _ALLOWANCE * _PASSES * num_ranks * pass_s)
+
+
+def _run(
+    arguments: argparse.Namespace,
+    *extra: str,
+    render: Callable[[Run], str] | None = None,
+    plugin: object | None = None,
+) -> int:
     from shardproof.harness.records.provenance import today
     from shardproof.harness.records.run import refuse_existing
     from shardproof.harness.runner.options import RunOptions
     from shardproof.harness.verdicts import known_failures_file
+    from shardproof.harness.worlds.processes.forkserver import draw_hash_seeds, forkserver_context
     from shardproof.harness.worlds.spec import WorldSpec
 
     out = Path(arguments.out or Path("conformance") / f"{datetime.now(UTC):%Y%m%d-%H%M%S}")
@@ -95,6 +133,9 @@ def _run(arguments: argparse.Namespace, *extra: str, render: Callable[[Run], str
     effort = RunOptions(
         seed=arguments.schedule_seed, num_schedules=arguments.schedules, is_thorough=arguments.thorough
     )
+    if not arguments.workers:  # which have servers of their own
+        draw_hash_seeds(effort.seed)
+        forkserver_context()  # it does its imports while this process does its own
     if not _any_is_usable(arguments.engine or sorted(BUILT_IN), arguments.deadline):
         return USAGE
     options = [
@@ -110,8 +151,14 @@ def _run(arguments: argparse.Namespace, *extra: str, render: Callable[[Run], str
         *(["-k", arguments.keyword] if arguments.keyword else []),
         *extra,
     ]
+    worlds = arguments.world or [_DEFAULT_WORLD]
+    nodes = [
+        node_of(case, engine, world)
+        for case, engine, world in product(arguments.case or (), arguments.engine or sorted(BUILT_IN), worlds)
+    ]
     try:
-        code = call_pytest([*map(str, suites(arguments.suite)), *options])
+        plugins = [plugin] if plugin else []
+        code = call_pytest([*(nodes or map(str, suites(arguments.suite))), *options], *plugins)
     except KeyboardInterrupt:  # one that pytest did not take, because it was about to end
         code = _INTERRUPTED
     with uninterrupted():
@@ -201,19 +248,44 @@ def diff(arguments: argparse.Namespace) -> int:
     )
 
 
+def merge(arguments: argparse.Namespace) -> int:
+    """Merge runs that were made alike into one, and write its reports; returns what a run of all would return.
+
+    A run that is damaged or was interrupted, or a shard that is missing, makes the merged run incomplete.
+    """
+    from shardproof.harness.cli.merge import merge_runs
+
+    return _show(merge_runs([Path(folder) for folder in arguments.runs], Path(arguments.out)))
+
+
+def expectations(arguments: argparse.Namespace) -> int:
+    """Bring the file of known failures in line with a run: print the change, and with --update write it.
+
+    Entries that passed or are stale are removed or narrowed. Failures that no entry excuses get new entries, which need
+    --reason and --link; choose the failures of one cause with --engine and --case. Returns 1 if something remains.
+    """
+    from shardproof.harness.cli.expectations import UpdateRequest, update
+
+    return update(
+        UpdateRequest(
+            run=Path(arguments.run),
+            file=arguments.expectations,
+            is_written=arguments.update,
+            reason=arguments.reason,
+            link=arguments.link,
+            expiry=arguments.expiry,
+            engines=tuple(arguments.engine or ()),
+            case=arguments.case,
+        )
+    )
+
+
 def list_all(arguments: argparse.Namespace) -> int:
     """List engines with what they declare, suites, and with --cases every case."""
     from shardproof.harness.cli.case_list import list_cases
-    from shardproof.harness.runner.engines import describe
+    from shardproof.harness.cli.engine_list import engine_lines
 
-    print("engines:")
-    for name in sorted(known_engines()):
-        try:
-            declared = ", ".join(sorted(c.name for c in describe(name).capabilities))
-        except EngineNotFoundError as error:
-            declared = f"unavailable: {error.problem}"
-        print(f"  {name:18} {declared}")
-    print("suites:")
+    print("engines:", *engine_lines(), "suites:", sep="\n")
     for suite in suite_folders():
         print(f"  {suite.name:18} {_first_sentence(suite / '__init__.py')}")
     if not arguments.cases:
@@ -288,7 +360,7 @@ def _conclude(out: Path, pytest_code: int, render: Callable[[Run], str] | None =
 def _show(run_folder: Path, render: Callable[[Run], str] | None = None) -> int:
     """Write a run's reports, print its matrix or what ``render`` makes of it, and return the exit code."""
     from shardproof.reports import terminal
-    from shardproof.reports.summary import Conclusion, conclude
+    from shardproof.reports.summary import conforms
     from shardproof.reports.write import write_reports
 
     result, paths = write_reports(run_folder)
@@ -297,7 +369,7 @@ def _show(run_folder: Path, render: Callable[[Run], str] | None = None) -> int:
         print(f"wrote {path}")
     if Verdict.ERRORED in {record.verdict for record in result.records}:
         return OUR_FAULT
-    return CONFORMS if conclude(result) is Conclusion.CONFORMING else DOES_NOT_CONFORM
+    return CONFORMS if conforms(result) else DOES_NOT_CONFORM
 
 
 def _first_sentence(module: Path) -> str:
@@ -315,7 +387,15 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument(
         "--engine", action="append", metavar="NAME", help="repeat for several; default: all built in"
     )
-    _add_selection(sub, worlds="threads:2")
+    _add_selection(sub, worlds=_DEFAULT_WORLD)
+    sub.add_argument("--case", action="append", metavar="ID", help="this case alone, by its id in records")
+    _add_parts(sub)
+    sub.add_argument(
+        "--keep",
+        choices=("failures", "all"),
+        default="failures",
+        help="observations to keep; default: failures",
+    )
     _add_effort(sub)
     group = sub.add_mutually_exclusive_group()
     group.add_argument(
@@ -332,6 +412,11 @@ def _parser() -> argparse.ArgumentParser:
         sub = commands.add_parser(command.__name__, help=text, description=command.__doc__)
         sub.add_argument("run", metavar="DIR", help="folder of the run")
         sub.set_defaults(command=command)
+    sub = commands.add_parser("merge", help="make one run of many", description=merge.__doc__)
+    sub.add_argument("runs", metavar="DIR", nargs="+", help="folders of runs")
+    sub.add_argument("--out", metavar="NEW", required=True, help="folder for the merged run")
+    sub.set_defaults(command=merge)
+    _add_expectations(commands)
     sub = commands.add_parser("timeline", help="export one case's timeline", description=timeline.__doc__)
     sub.add_argument("run", metavar="DIR", help="folder of the run")
     sub.add_argument("--case", default="", metavar="ID", help="the case, or a part of its name")
@@ -358,10 +443,30 @@ def _add_check(commands: Any) -> None:
     sub.add_argument(
         "--engine", action="append", metavar="NAME", help="repeat for several; default: all built in"
     )
-    _add_cases(sub, worlds="threads:2")
+    _add_cases(sub, worlds=_DEFAULT_WORLD, deadline_s=None)
     _add_effort(sub)
     # Raw verdicts: what is known of other models excuses nothing of this one.
-    sub.set_defaults(command=check, suite=[_OWN_MODEL], expectations=None, no_expectations=True)
+    sub.set_defaults(command=check, suite=[_OWN_MODEL], case=None, expectations=None, no_expectations=True)
+
+
+def _add_expectations(commands: Any) -> None:
+    sub = commands.add_parser(
+        "expectations", help="update the known failures from a run", description=expectations.__doc__
+    )
+    sub.add_argument("run", metavar="RUN", help="folder of a run")
+    sub.add_argument("--update", action="store_true", help="write the file; otherwise the change is printed")
+    sub.add_argument("--expectations", metavar="FILE", help="default: the file that the run was made with")
+    for option, text in (
+        ("reason", "one sentence on the new failures"),
+        ("link", "address of their public report"),
+        ("expiry", "last day of new entries; default: in 90 days"),
+    ):
+        sub.add_argument(f"--{option}", default="", metavar=option.upper(), help=text)
+    sub.add_argument(
+        "--engine", action="append", metavar="NAME", help="new entries for these engines only; may repeat"
+    )
+    sub.add_argument("--case", default="*", metavar="GLOB", help="new entries for these cases only")
+    sub.set_defaults(command=expectations)
 
 
 def _add_explore(commands: Any) -> None:
@@ -450,19 +555,45 @@ def _add_effort(sub: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_parts(sub: argparse.ArgumentParser) -> None:
+    """Add what runs a part of the selected cases."""
+    sub.add_argument("--shard", metavar="N/OF", help="run one of several parts of the cases, such as 2/8")
+    sub.add_argument(
+        "--durations", metavar="DIR", help="balance shards by the durations of this run; default: by number"
+    )
+    group = sub.add_mutually_exclusive_group()
+    group.add_argument(
+        "--resume", metavar="DIR", help="the rest of an interrupted run; needs that run's options"
+    )
+    group.add_argument(
+        "--last-failed",
+        metavar="DIR",
+        nargs="?",
+        const="",
+        help="only what did not conform in this run; default: the newest below conformance/",
+    )
+
+
 def _add_selection(sub: argparse.ArgumentParser, *, worlds: str) -> None:
     """Add which cases run where; ``worlds`` are the default ones in words."""
     sub.add_argument("--suite", action="append", metavar="NAME", help="repeat for several; default: all")
     _add_cases(sub, worlds=worlds)
 
 
-def _add_cases(sub: argparse.ArgumentParser, *, worlds: str) -> None:
+def _add_cases(sub: argparse.ArgumentParser, *, worlds: str, deadline_s: float | None = 60.0) -> None:
     """Add what commands that run cases share."""
     sub.add_argument(
         "--world", action="append", metavar="KIND:SIZE", help=f"repeat for several; default: {worlds}"
     )
     sub.add_argument("--out", metavar="DIR", help="folder for the run; default: below conformance/")
-    sub.add_argument("--deadline", type=float, default=60.0, metavar="S", help="seconds a world may take")
+    default = "grows with the model" if deadline_s is None else f"{deadline_s:.0f}"
+    sub.add_argument(
+        "--deadline",
+        type=float,
+        default=deadline_s,
+        metavar="S",
+        help=f"seconds a world may take; default: {default}",
+    )
     sub.add_argument("-n", "--workers", type=int, default=0, metavar="N", help="run N cases at a time")
     sub.add_argument("-k", "--keyword", metavar="EXPR", help="only cases that match, as in pytest")
 

@@ -18,8 +18,6 @@ from shardproof.harness.torch_compat.dtypes import widened
 from shardproof.harness.training.absolute_error import deviation
 from shardproof.harness.training.oracle import Quantity, TensorKey
 
-__all__ = ["NOT_FINITE", "UNSTRUCTURED", "looks_like"]
-
 NOT_FINITE = "NaN or infinity"
 UNSTRUCTURED = "unstructured difference"
 

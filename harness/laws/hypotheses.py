@@ -14,8 +14,6 @@ from shardproof.harness.laws.law import Evidence
 from shardproof.harness.training.absolute_error import deviation, largest
 from shardproof.harness.training.oracle import OracleObservation, OracleStep, Quantity, TensorKey
 
-__all__ = ["Hypothesis", "Suspect", "factor_between", "hypotheses", "share_of"]
-
 # A hypothesis must fit this many times better than the error it explains, else any small defect would fit
 # its neighbour.
 _MUST_EXPLAIN = 8.0

@@ -11,8 +11,6 @@ from shardproof.harness.records.observation import Observation
 from shardproof.harness.records.record import LawRecord, TensorRecord
 from shardproof.harness.training.oracle import OracleObservation
 
-__all__ = ["Evidence", "Law", "Ruling", "rule"]
-
 # Enough to see a pattern over ranks and microbatches; a whole ledger would bury it.
 _MAX_DETAILS = 24
 

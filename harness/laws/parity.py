@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from shardproof.harness.laws.diagnosis import looks_like
-from shardproof.harness.laws.law import Evidence, Ruling
+from shardproof.harness.laws.law import Evidence, Ruling, rule
 from shardproof.harness.laws.structure import (
     RankShard,
     num_declared_zeros,
@@ -23,10 +23,8 @@ from shardproof.harness.laws.structure import (
 from shardproof.harness.laws.tolerance import allowed_error
 from shardproof.harness.records.record import LawRecord, TensorRecord
 from shardproof.harness.torch_compat.dtypes import widened
-from shardproof.harness.training.absolute_error import deviation
+from shardproof.harness.training.absolute_error import deviation, largest
 from shardproof.harness.training.oracle import INITIAL_STEP, Quantity, TensorKey
-
-__all__ = ["MatchesOracle"]
 
 _MAX_DETAILS = 8
 
@@ -107,9 +105,44 @@ class MatchesOracle:
         num_zeros = num_declared_zeros(evidence)
         if num_zeros:
             text += f"; {num_zeros} gradients are zeros instead of None, as the engine declares"
-        nearest = max(closest, key=lambda c: c.comparison.ratio, default=None)
+        nearest = max(closest, key=lambda c: (c.comparison.ratio, c.comparison.allowed > 0), default=None)
         worst = None if nearest is None else _record(nearest.place, nearest.comparison, "within noise")
         return Ruling(record=LawRecord(law=self.name, held=True, summary=text), worst=worst)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ComputesInTheDtypeAsked:
+    """The first gradients are nearer to those of the plan's compute dtype than to those of float64, on each rank.
+
+    The noise of a computation in few bits is so large that one in more bits is within it.
+    """
+
+    name: str = "computes in the dtype asked for"
+
+    def judge(self, evidence: Evidence) -> Ruling:
+        """Add up the squared distances of all gradients of a rank, each in parts of the tensor's largest element."""
+        dtype, first = evidence.oracle.plan.compute_dtype, evidence.oracle.first
+        if first is None or dtype is None:
+            return rule(
+                self.name, ["expected a first step in the compute dtype, the oracle has none"], held=""
+            )
+        asked, exact = (dict.fromkeys(range(evidence.world_size), 0.0) for _ in range(2))
+        for name, expected in first.gradients.items():
+            place = TensorKey(quantity=Quantity.GRADIENT, step=0, name=name)
+            reference = evidence.oracle.steps[0].gradients[name]
+            if reference is None or not (scale := largest(reference)):
+                continue
+            for piece in pieces_of(evidence, place):
+                for distances, tensor in ((asked, expected), (exact, reference)):
+                    error = deviation(piece.shard.tensor, piece.shard.of(tensor)) / scale
+                    distances[piece.rank] += float(error.square().sum())
+        broken = [
+            f"rank {rank}: expected first gradients of a computation in {dtype}, got some that are nearer to float64: "
+            f"{asked[rank]:.3g} beside {exact[rank]:.3g}"
+            for rank in asked
+            if not asked[rank] < exact[rank]
+        ]
+        return rule(self.name, broken, held=f"{dtype} on {evidence.world_size} ranks")
 
 
 def _broken(law: str, findings: list[_Finding]) -> Ruling:

@@ -61,22 +61,24 @@ class UnitsAre:
 class Notes:
     """The script noted this of a subject, in every step on every rank.
 
-    ``is_explained``: another note than this value says by itself what is wrong.
+    ``is_explained``: another note than this value says by itself what is wrong. ``step``: in this one alone.
     """
 
     subject: str
     value: str
     is_explained: bool = False
+    step: int | None = None
 
     @property
     def name(self) -> str:
-        """Name the law with its parameters."""
         return f"{self.subject} is {self.value}"
 
     def judge(self, evidence: Evidence) -> Ruling:
         """Look the subject up."""
         broken = []
         for rank, step, seen in _steps(evidence):
+            if self.step not in {None, step}:
+                continue
             values = [fact.value for fact in seen.facts if fact.subject == self.subject] or [_NOTHING]
             broken += [
                 f"step {step}, rank {rank}: {self._told(value)}" for value in values if value != self.value
@@ -112,7 +114,6 @@ class ShowsTheModel:
 
     @property
     def name(self) -> str:
-        """Name the law with its parameters."""
         return f"modules show the oracle's parameters ({', '.join(self.moments)})"
 
     def judge(self, evidence: Evidence) -> Ruling:
@@ -193,11 +194,10 @@ class NoRaces:
 
     @property
     def name(self) -> str:
-        """Name the law with its parameters."""
         return "streams wait for each other"
 
     def judge(self, evidence: Evidence) -> Ruling:
-        """Look at what each rank's watch found; a rank that nobody watched breaks the law."""
+        """Look at what each rank's watch found; a rank without a watch breaks the law."""
         broken: list[str] = []
         num_touches, num_streams, num_collectives = 0, 0, 0
         for observation in evidence.ranks:

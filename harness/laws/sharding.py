@@ -145,7 +145,7 @@ def _overlap_or_gap(pieces: Sequence[Shard]) -> str | None:
         if start < end:
             return f"expected each element on one rank, got those from {start} on held twice"
         if start > end:
-            return f"expected each element on one rank, got {end} to {start - 1} held by nobody"
+            return f"expected each element on one rank, got {end} to {start - 1} held by no rank"
         end += piece.tensor.numel()
     numel = prod(pieces[0].global_shape)
     return None if end == numel else f"expected all {numel} elements on some rank, got the first {end}"

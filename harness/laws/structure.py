@@ -14,8 +14,6 @@ from shardproof.harness.records.observation import Observation
 from shardproof.harness.training.absolute_error import largest
 from shardproof.harness.training.oracle import LOSSES, NORM, Quantity, TensorKey
 
-__all__ = ["RankShard", "Tensors", "num_declared_zeros", "observed", "pieces_of", "structural_faults"]
-
 Tensors = Mapping[str, Shard | None]
 
 

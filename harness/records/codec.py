@@ -23,8 +23,6 @@ from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from shardproof.harness.errors import NewerSchemaError, UsageError
 
-__all__ = ["read", "write"]
-
 T = TypeVar("T")
 
 _UNFINITE: Mapping[str, float] = MappingProxyType({"nan": math.nan, "inf": math.inf, "-inf": -math.inf})

@@ -8,8 +8,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-__all__ = ["CallRecord", "Divergence", "HangReport", "RankActivity", "RankState", "Side"]
-
 
 class RankActivity(StrEnum):
     """What a rank was doing when its world was stopped."""

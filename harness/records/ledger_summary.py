@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from shardproof.harness.records.record import LedgerLine
 from shardproof.harness.tracing.ledger import Entry, Ledger, Op, Phase
 
-__all__ = ["summarize"]
-
 # The order in which a training passes through them; StrEnum itself would sort by spelling.
 _PHASES = tuple(Phase)
 _OPS = tuple(Op)
@@ -29,9 +27,9 @@ class _Kind:
 def summarize(ledgers: Sequence[Ledger]) -> tuple[LedgerLine, ...]:
     """Count collectives and bytes of each rank by phase, op, axis and dtype.
 
-    ``ledgers[r]`` is rank r's. Rank 0 is always told; another rank only where its lines differ from rank
-    0's, so that a rank that is not told did as rank 0 did. A rank that differs by having no entry at all is
-    told by one line that counts none.
+    ``ledgers[r]`` is rank r's. Rank 0 is always listed; another rank only where its lines differ from rank
+    0's, so that a rank that is not listed did as rank 0 did. A rank that differs by having no entry at all has
+    one line that counts none.
     """
     if not ledgers:
         return ()

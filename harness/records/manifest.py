@@ -11,8 +11,6 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
-__all__ = ["MANIFEST", "changes", "write_manifest"]
-
 MANIFEST = "SHA256SUMS"
 
 _LINE = re.compile(r"([0-9a-f]{64})  ([\w.-]+)")

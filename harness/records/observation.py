@@ -16,7 +16,7 @@ from typing import Any, BinaryIO
 
 import torch
 
-from shardproof.engine.contract import Cut, NoGradient, Shard
+from shardproof.engine.contract import Cut, Masters, NoGradient, Shard
 from shardproof.harness.errors import UnreadableError
 from shardproof.harness.tracing.events import EventLog
 from shardproof.harness.tracing.ledger import Ledger
@@ -133,7 +133,8 @@ class Observation:
     ``repeat_digests`` are hashes of all that each of the repeated trainings observed. ``race_report`` is what the
     watch over streams found in all of them, and ``lifetime_report`` what that over memory saw; None where there
     was none. ``course`` is empty where a training was kept before there was one. ``cut`` is what the engine says of
-    its flat pieces, ``no_gradient`` what it shows for none. ``counts`` is the census, empty where none was taken.
+    its flat pieces, ``no_gradient`` what it shows for none, ``masters`` what its optimizer
+    updates. ``counts`` is the census, empty where none was taken.
     """
 
     rank: int
@@ -149,6 +150,7 @@ class Observation:
     course: EventLog = ()
     cut: Cut = Cut.EVENLY
     no_gradient: NoGradient = NoGradient.NONE
+    masters: Masters = Masters.NONE
     counts: tuple[CensusEntry, ...] = ()
 
 
@@ -174,6 +176,7 @@ def save_observation(observation: Observation, path: Path) -> None:
         "repeat_digests": observation.repeat_digests,
         "cut": observation.cut.name,
         "no_gradient": observation.no_gradient.name,
+        "masters": observation.masters.name,
         "counts": counts_to_json(observation.counts),
         "race_report": observation.race_report and report_to_json(observation.race_report),
         "lifetime_report": observation.lifetime_report
@@ -249,6 +252,7 @@ def _observation(plain: dict[str, Any], ledger: Ledger, course: EventLog) -> Obs
         course=course,
         cut=Cut[plain.get("cut", Cut.EVENLY.name)],  # kept before an engine could say
         no_gradient=NoGradient[plain.get("no_gradient", NoGradient.NONE.name)],  # as above
+        masters=Masters[plain.get("masters", Masters.NONE.name)],  # as above
         counts=counts_from_json(plain.get("counts", ())),  # kept before there was a census
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import platform
 import subprocess
@@ -12,8 +13,6 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from shardproof.harness.records.record import Footer, Header, Verdict
-
-__all__ = ["UNKNOWN", "footer", "header", "today"]
 
 UNKNOWN = "unknown"
 
@@ -37,6 +36,7 @@ def header(
         hardware=_hardware(),
         git_head=head or UNKNOWN,
         git_dirty=bool(changes),
+        git_changes=hashlib.sha256(_git("diff", "HEAD").encode()).hexdigest()[:12] if changes else "",
         seed=seed,
         num_cases=num_cases,
     )

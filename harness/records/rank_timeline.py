@@ -18,19 +18,8 @@ from shardproof.harness.tracing.journal import UNREADABLE, read_journal
 from shardproof.harness.tracing.ledger import Entry, Op, Phase
 from shardproof.harness.tracing.races.race_report import RACES, Race, Touch, report_from_json
 
-__all__ = [
-    "COMPUTE",
-    "CollectiveSpan",
-    "RaceMark",
-    "RankTimeline",
-    "TimePoint",
-    "Timeline",
-    "UnitSpan",
-    "read_timeline",
-]
-
 COMPUTE = "compute"
-"""The lane of what computes: the default stream, and the host where nobody watched streams."""
+"""The lane of what computes: the default stream, and the host without a watch over streams."""
 
 _JOURNAL = re.compile(r"rank(\d+)\.ledger\.jsonl")
 _DEFAULT_STREAM = "the default stream"
@@ -81,7 +70,7 @@ class CollectiveSpan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RaceMark:
-    """A race, with the lanes of its two touches and when they were; of an older report nobody knows when."""
+    """A race, with the lanes of its two touches and when they were; unknown in an older report."""
 
     race: Race
     lanes: tuple[str, str]
@@ -242,7 +231,7 @@ def _clash(race: Race, course: EventLog, lanes: tuple[str, ...]) -> RaceMark:
 
 
 def _touch_lane(touch: Touch, lanes: tuple[str, ...]) -> str:
-    """A collective that blocks nobody is a stream of its own; it is drawn where collectives are."""
+    """A collective that blocks no stream is a stream of its own; it is drawn where collectives are."""
     if touch.stream.endswith("own stream"):
         return next((lane for lane in lanes if lane != COMPUTE), COMPUTE)
     return _stream_lane(touch.stream)

@@ -37,7 +37,7 @@ class Verdict(StrEnum):
         return self in {Verdict.PASSED, Verdict.UNSUPPORTED, Verdict.KNOWN_FAILURE}
 
 
-SCHEMA_VERSION = 6
+SCHEMA_VERSION = 7
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +70,19 @@ class TensorRecord:
     ratio: float
     share: float
     looks_like: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VisibleError:
+    """The smallest error that a case would have seen in one parameter's gradient, or in what updates did to it.
+
+    ``share`` is the error that is allowed over the largest element of the gradient, or of the change since the start,
+    in the step where it is smallest.
+    """
+
+    quantity: str
+    name: str
+    share: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,8 +166,9 @@ class Record:
     ``world`` is as on the command line (``threads:4``). ``observation`` is a folder, relative to the run's, or
     empty. ``command`` repeats this one case. ``duration_s`` is wall time of this case. ``expectation`` is
     the one that bore on the verdict or, expired, no longer does. ``hang`` is why ranks could not go on; None
-    where they could, or failed otherwise. ``output`` is the end of what the ranks' processes printed, unless the
-    verdict is PASSED or UNSUPPORTED.
+    where they could, or failed otherwise. ``visible`` are the tensors in which errors show least. ``output`` is the
+    end of what the ranks' processes printed, unless the verdict is PASSED or UNSUPPORTED. ``known_as`` and
+    ``known_version`` are of the known engine from which this one is derived, if any.
     """
 
     engine: str
@@ -166,6 +180,7 @@ class Record:
     engine_version: str
     laws: tuple[LawRecord, ...] = ()
     worst: TensorRecord | None = None
+    visible: tuple[VisibleError, ...] = ()
     ledger: tuple[LedgerLine, ...] = ()
     outcomes: tuple[OutcomeRecord, ...] = ()
     observation: str = ""
@@ -174,6 +189,8 @@ class Record:
     expectation: Expectation | None = None
     hang: HangReport | None = field(default=None, metadata={"formerly": "autopsy"})
     output: str = ""
+    known_as: str = ""
+    known_version: str = ""
     schema: int = SCHEMA_VERSION
 
     @property
@@ -189,7 +206,8 @@ class Header:
 
     ``shortfalls`` is empty but in the result of judging a run again: what that run lacked, and its records that could
     not be judged again. ``hash_seeds`` are values of ``PYTHONHASHSEED``: the first of all ranks in worlds of threads,
-    in worlds of processes the first of even and the second of odd ranks.
+    in worlds of processes the first of even and the second of odd ranks. ``git_changes`` is a hash of the changes to
+    files that git knows, empty if there are none. ``options`` say which cases were selected, and how they were run.
     """
 
     started_at: str  # ISO 8601, UTC
@@ -207,14 +225,31 @@ class Header:
     expectations: Expectations | None = None
     shortfalls: tuple[str, ...] = ()
     hash_seeds: tuple[int, ...] = ()
+    git_changes: str = ""
+    options: dict[str, str] = field(default_factory=dict)
     schema: int = SCHEMA_VERSION
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeftOut:
+    """A case that does not apply to the user's model, or in this world, and why; the header counts those selected."""
+
+    engine: str
+    case: str
+    world: str
+    suite: str
+    why: str
+    was_selected: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Footer:
     """How a run ended; a run without one was interrupted.
 
-    ``unavailable`` are the engines that were selected and could not be judged, each with the cause.
+    ``unavailable`` are the engines that were selected and could not be judged, each with the cause. ``is_whole``: every
+    case of the suites was collected, as far as a shard of the run says; only then can an expectation be stale.
+    ``num_selected`` counts the cases of all shards of this run; 0 where there are no others. ``left_out`` is what does
+    not apply to the user's model that a run is about.
     """
 
     ended_at: str  # ISO 8601, UTC
@@ -222,6 +257,9 @@ class Footer:
     counts: dict[str, int] = field(default_factory=dict)
     unused: tuple[UnusedExpectation, ...] = ()
     unavailable: dict[str, str] = field(default_factory=dict)
+    is_whole: bool = False
+    num_selected: int = 0
+    left_out: tuple[LeftOut, ...] = ()
     schema: int = SCHEMA_VERSION
 
 

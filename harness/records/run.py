@@ -22,18 +22,6 @@ from shardproof.harness.errors import HarnessBug, NewerSchemaError, UsageError
 from shardproof.harness.records.manifest import MANIFEST, changes, write_manifest
 from shardproof.harness.records.record import Footer, Header, Line, Record, from_json, to_json
 
-__all__ = [
-    "JUDGED",
-    "OBSERVATIONS",
-    "RECORDS",
-    "RUN",
-    "Run",
-    "RunWriter",
-    "read_run",
-    "refuse_existing",
-    "write_file",
-]
-
 RECORDS = "records.jsonl"
 RUN = "run.jsonl"
 OBSERVATIONS = "observations"
@@ -290,7 +278,8 @@ def _miscounts(header: Header, records: Sequence[Record], footer: Footer | None)
     for (engine, case, world), count in times.items():
         if count > 1:
             found.append(f"{count} records of {engine} on {case} in {world}; expected one")
-    if footer is not None and len(times) != header.num_cases:
+    num_left_out = sum(out.was_selected for out in footer.left_out) if footer is not None else 0
+    if footer is not None and len(times) + num_left_out != header.num_cases:
         found.append(f"the header announces {header.num_cases} cases; records tell of {len(times)}")
     counted = sum(footer.counts.values()) if footer is not None else 0
     if counted and counted != len(records):

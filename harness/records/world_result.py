@@ -24,8 +24,6 @@ from shardproof.harness.worlds.outcome import (
 )
 from shardproof.harness.worlds.rank import journal_path
 
-__all__ = ["SavedResult", "check_kept", "keep_result", "load_kept", "observation_path"]
-
 _OUTCOMES = "outcomes.json"
 _READ = {_OUTCOMES, "engine.json", "schedule"}  # besides what the ranks wrote
 _KINDS: Mapping[str, type[Outcome]] = {

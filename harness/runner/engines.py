@@ -28,11 +28,14 @@ _FILE = "engine.json"  # beside the observations
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineDescription:
-    """An engine's promises and its release."""
+    """An engine's promises and its release, and those of the known engine that it is derived from."""
 
     capabilities: frozenset[Capability]
     version: str
     insists_on_cuda: bool = False
+    needs_processes: bool = False
+    known_as: str = ""
+    known_version: str = ""
 
     def version_on(self, device: str) -> str:
         """Name the release as a record shows it, with a stand-in for torch.cuda where there was one."""
@@ -132,6 +135,9 @@ def _description(plain: Any) -> EngineDescription:
         capabilities=frozenset(Capability[name] for name in plain["capabilities"]),
         version=str(plain["version"]),
         insists_on_cuda=bool(plain["insists_on_cuda"]),
+        needs_processes=bool(plain.get("needs_processes")),  # kept before an engine could say
+        known_as=str(plain.get("known_as", "")),  # as above
+        known_version=str(plain.get("known_version", "")),
     )
 
 
@@ -140,6 +146,9 @@ def _plain(description: EngineDescription) -> dict[str, Any]:
         "capabilities": sorted(capability.name for capability in description.capabilities),
         "version": description.version,
         "insists_on_cuda": description.insists_on_cuda,
+        "needs_processes": description.needs_processes,
+        "known_as": description.known_as,
+        "known_version": description.known_version,
     }
 
 
@@ -166,6 +175,11 @@ def _facts(engine: str) -> dict[str, Any]:
         )
     return _plain(
         EngineDescription(
-            capabilities=capabilities, version=version, insists_on_cuda=bool(adapter.insists_on_cuda)
+            capabilities=capabilities,
+            version=version,
+            insists_on_cuda=bool(adapter.insists_on_cuda),
+            needs_processes=bool(adapter.needs_processes),
+            known_as=str(adapter.known_as),
+            known_version=resolve(adapter.known_as).version() if adapter.known_as else "",
         )
     )

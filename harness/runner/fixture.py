@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 from collections.abc import Iterator
 from dataclasses import replace
@@ -11,17 +12,22 @@ import pytest
 import torch
 
 from shardproof.harness.cases.case_id import Node, collected
-from shardproof.harness.errors import HarnessBug
+from shardproof.harness.errors import HarnessBug, UsageError
 from shardproof.harness.records.run import OBSERVATIONS, read_run
+from shardproof.harness.runner.collection import refuse
 from shardproof.harness.runner.engines import examine
-from shardproof.harness.runner.options import Cell
+from shardproof.harness.runner.launchers import refuse_launcher
+from shardproof.harness.runner.options import Cell, Keep
 from shardproof.harness.runner.plugin import CELLS, CELLS_ARE_CHOSEN, EFFORT, will_run
 from shardproof.harness.runner.record_writer import (
     CATALOGUE,
     FROM_WORKER,
+    LEFT_OUT,
+    LEFT_OUT_FROM_WORKER,
     UNAVAILABLE,
     UNAVAILABLE_FROM_WORKER,
 )
+from shardproof.harness.runner.selection import NUM_ELSEWHERE
 from shardproof.harness.runner.session import Source, TrialSession
 from shardproof.harness.runner.trial import Trial
 from shardproof.harness.worlds.processes.forkserver import NUM_SERVERS, warm_up
@@ -55,11 +61,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     When replaying, deselect also what the run to replay did not contain.
     """
+    if will_run(config) and any("trial" in getattr(item, "fixturenames", ()) for item in items):
+        try:
+            refuse_launcher(os.environ)
+        except UsageError as error:
+            refuse(config, items, error)
     catalogue = collected([item.nodeid for item in items], config.args)
     _leave_out_unavailable(config, items)
     replay = config.getoption("--replay")
     known = {(r.engine, r.case, r.world) for r in read_run(Path(replay)).records} if replay else None
-    sensible = [item for item in items if _makes_sense(item)]
+    if config.getoption("--model"):
+        config.stash[LEFT_OUT] = {item.nodeid: why for item in items if (why := _why_senseless(item))}
+    sensible = [item for item in items if not _why_senseless(item)]
     kept = [item for item in sensible if _is_known(item, known)]
     if len(kept) < len(items):
         remaining = set(kept)
@@ -89,12 +102,13 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     config = session.config
     if _KEPT not in config.stash:
         return  # a path that does not exist: pytest collected nothing and says so itself
-    if len(session.items) < config.stash[_KEPT]:
+    if len(session.items) + config.stash[NUM_ELSEWHERE] < config.stash[_KEPT]:
         config.stash[CATALOGUE] = config.stash[CATALOGUE].narrowed()
     if hasattr(config, "workeroutput"):
         config.workeroutput[FROM_WORKER] = pickle.dumps(config.stash[CATALOGUE])
         unavailable: dict[str, str] = config.stash.get(UNAVAILABLE, {})
         config.workeroutput[UNAVAILABLE_FROM_WORKER] = unavailable
+        config.workeroutput[LEFT_OUT_FROM_WORKER] = config.stash.get(LEFT_OUT, {})
     if will_run(config) and any("trial" in getattr(item, "fixturenames", ()) for item in session.items):
         try:
             are_processes = any(_is_of_processes(item) for item in session.items)
@@ -125,20 +139,26 @@ def trial_session(
     folder = Path(replay or out) if replay or out else tmp_path_factory.mktemp("run")
     worker = getattr(config, "workerinput", {}).get("workerid", "main")
     session = TrialSession(
-        Source(folder=folder.resolve() / OBSERVATIONS, worker=worker, is_replay=replay is not None),
+        Source(
+            folder=folder.resolve() / OBSERVATIONS,
+            worker=worker,
+            is_replay=replay is not None,
+            keep=Keep(config.getoption("--keep")),
+        ),
         config.stash[EFFORT],
     )
     yield session
     session.close()
 
 
-def _makes_sense(item: pytest.Item) -> bool:
+def _why_senseless(item: pytest.Item) -> str:
     cell = _cell(item)
     if cell is None or cell.is_placeholder:
-        return True
+        return ""
     sizes: list[Sizes] = [marker.args[0] for marker in item.iter_markers("worlds")]
-    devices = {marker.args[0] for marker in item.iter_markers("device")}
-    return all(s.suits(cell.world) for s in sizes) and devices <= {cell.world.device}
+    devices = {marker.args[0] for marker in item.iter_markers("device")} - {cell.world.device}
+    needs = [*(s.name for s in sizes if not s.suits(cell.world)), *(f"the device {d}" for d in devices)]
+    return f"needs {needs[0]}" if needs else ""
 
 
 def _cell(item: pytest.Item) -> Cell | None:

@@ -6,6 +6,7 @@ code of the problem, the optimizer and the script. Names decide nothing. What ha
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import re
 import shutil
@@ -13,7 +14,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
-from shardproof.engine.contract import Plan
+from shardproof.engine.contract import Capability, Plan
 from shardproof.harness.cases.content import content_digest
 from shardproof.harness.cases.script import EachMicrobatch
 from shardproof.harness.cases.scripts.interface import Exercise
@@ -21,7 +22,7 @@ from shardproof.harness.cases.training import Training, Watch
 from shardproof.harness.errors import UnreadableError
 from shardproof.harness.records.world_result import check_kept, keep_result
 from shardproof.harness.runner.engines import EngineDescription, describe, keep_description, load_description
-from shardproof.harness.runner.options import Cell
+from shardproof.harness.runner.options import Cell, Keep
 from shardproof.harness.runner.schedules import Scheduled, explore, load_schedules, schedule_folders
 from shardproof.harness.torch_compat.private_names import Feature, require
 from shardproof.harness.training.loop import drive_rank
@@ -31,6 +32,9 @@ from shardproof.harness.worlds.launch import WorldPool
 from shardproof.harness.worlds.spec import WorldKind
 
 __all__ = ["ObservationCache", "Source", "unexercised"]
+
+
+_MOST_KEPT = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,21 +47,39 @@ class Source:
     folder: Path
     worker: str = "main"
     is_replay: bool = False
+    keep: Keep = Keep.ALL
 
 
 class ObservationCache:
-    """Gives what was observed of a training, running it where nobody has yet; remembers all of it."""
+    """Returns what was observed of a training, and runs it at the first request; remembers the last few."""
 
     def __init__(self, source: Source) -> None:
         self._source = source
         self._oracles: dict[tuple[str, int], OracleObservation] = {}
         self._unread: dict[str, list[object]] = {}
+        # Digests of parts, of the case that asked last.
+        self._read: tuple[str, list[tuple[object, str]]] = ("", [])
+        # The last few, which have all tensors of a training.
         self._kept: dict[Path, tuple[Scheduled, ...]] = {}
+        self._wanted: set[Path] = set()
+        self._launched: set[Path] = set()
         self._pool = WorldPool(source.folder / source.worker / "pool")
 
     def close(self) -> None:
-        """End pooled worlds."""
+        """End pooled worlds, and delete what was observed and is not to be kept.
+
+        Not earlier: a later case may ask the same question, and fail.
+        """
         self._pool.close()
+        if self._source.is_replay or self._source.keep is Keep.ALL:
+            return
+        for folder in self._launched - self._wanted:
+            shutil.rmtree(folder, ignore_errors=True)
+        _remove_empty(self._source.folder / self._source.worker)
+
+    def want(self, training: Training, cell: Cell, case: str) -> None:
+        """Keep what was observed of a training, whatever is deleted else."""
+        self._wanted.add(self.folder(training, cell, case))
 
     def name(self, training: Training, cell: Cell, case: str) -> str:
         """Name the folder of a training's observations, below that of the run."""
@@ -108,14 +130,19 @@ class ObservationCache:
         """
         folder = self.folder(training, cell, case)
         if folder not in self._kept:
-            if not self._source.is_replay:
+            if folder in self._launched:
+                pass  # read again what was observed
+            elif not self._source.is_replay:
                 if folder.exists():  # a world of an earlier, interrupted run of the same case
                     shutil.rmtree(folder)
                 self._launch(training, cell, seeds, folder)
             else:
                 for place in schedule_folders(folder):
                     check_kept(place)
+            self._launched.add(folder)
             self._kept[folder] = load_schedules(folder)
+            if len(self._kept) > _MOST_KEPT:
+                del self._kept[next(iter(self._kept))]
         return self._kept[folder]
 
     def oracle(self, training: Training, world_size: int, case: str, *, limit_s: float) -> OracleObservation:
@@ -123,7 +150,7 @@ class ObservationCache:
         # The engine and most of the plan change neither what is right nor the noise around it.
         arithmetic = replace(
             unexercised(training),
-            plan=_arithmetic(training.plan),
+            plan=_arithmetic(unexercised(training)),
             resume=None,
             watch=frozenset(),
             schedules=1,
@@ -138,8 +165,19 @@ class ObservationCache:
         parts = []
         for field in fields(training):
             part = getattr(training, field.name)
-            parts.append(content_digest(part) or self._place(part, f"{field.name} of {case}"))
+            parts.append(self._part_digest(part, case) or self._place(part, f"{field.name} of {case}"))
         return hashlib.sha256("|".join(parts).encode()).hexdigest()[:10]
+
+    def _part_digest(self, part: object, case: str) -> str:
+        """Digest a part once per case, which asks for it several times; another case may find it changed."""
+        if self._read[0] != case:
+            self._read = (case, [])
+        for known, digest in self._read[1]:
+            if known is part:
+                return digest
+        digest = content_digest(part) or ""
+        self._read[1].append((part, digest))
+        return digest
 
     def _place(self, part: object, owner: str) -> str:
         """Name an object that has no digest by its owner, and by how many others of the owner came before it."""
@@ -159,6 +197,13 @@ class ObservationCache:
             keep_result(self._pool.run(cell.world, *job, folder=folder), folder)
 
 
+def _remove_empty(folder: Path) -> None:
+    """Delete the folders below one, and itself, that hold no file."""
+    for path in sorted((folder, *folder.rglob("*")), reverse=True):
+        with contextlib.suppress(OSError):  # it holds something, or is a file
+            path.rmdir()
+
+
 def _features(training: Training, cell: Cell) -> Iterator[Feature]:
     """Name the parts of the harness that a training needs and that stand on private names of torch."""
     yield Feature.COLLECTIVES
@@ -175,13 +220,16 @@ def unexercised(training: Training) -> Training:
     return replace(training, script=EachMicrobatch()) if isinstance(training.script, Exercise) else training
 
 
-def _arithmetic(plan: Plan) -> Plan:
+def _arithmetic(training: Training) -> Plan:
     """Keep of a plan what changes the oracle: how gradients are divided, in what dtype and portions summed."""
+    plan = training.plan
+    # The loop refuses a script, a clipping or a conversion that its plan does not demand.
+    asked = training.script.demands | {Capability.CLIP, Capability.CONVERT, Capability.REDUCE_AS_STORED}
     return Plan(
         divide_factor=plan.divide_factor,
         reduce_dtype=plan.reduce_dtype,
         compute_dtype=plan.compute_dtype,
         output_dtype=plan.output_dtype,
         accumulation=plan.accumulation,
-        demands=plan.demands,  # without them the script is refused
+        demands=plan.demands & asked,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from enum import StrEnum
 from typing import TYPE_CHECKING
 
 from shardproof.harness.errors import UsageError
@@ -13,6 +14,13 @@ if TYPE_CHECKING:
 
 
 PLACEHOLDER = "nobody"  # no engine: the instance of a case that tells its marks and never runs
+
+
+class Keep(StrEnum):
+    """Which observations stay in the folder of a run."""
+
+    FAILURES = "failures"  # those of records with any verdict but PASSED and UNSUPPORTED
+    ALL = "all"  # those of every record, so that all can be judged again
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

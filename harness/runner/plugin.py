@@ -5,6 +5,8 @@ A process that only hands cases to workers has no need of torch, and does not wa
 
 from __future__ import annotations
 
+import gc
+import os
 import pickle
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,8 +20,10 @@ from shardproof.harness.errors import UsageError
 from shardproof.harness.records.provenance import today
 from shardproof.harness.records.record import Expectations
 from shardproof.harness.records.run import read_run, refuse_existing
+from shardproof.harness.runner import selection
 from shardproof.harness.runner.collection import Refusals
-from shardproof.harness.runner.options import Cell, RunOptions
+from shardproof.harness.runner.launchers import refuse_launcher
+from shardproof.harness.runner.options import Cell, Keep, RunOptions
 from shardproof.harness.runner.record_writer import RecordWriter
 from shardproof.harness.verdicts import known_failures_file
 from shardproof.harness.worlds.processes.forkserver import draw_hash_seeds, forkserver_context
@@ -63,6 +67,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--model", metavar="NAME", help="model that the suite own_model trains; default: a small one"
     )
     group.addoption("--out", metavar="DIR", help="keep records and observations in this folder")
+    group.addoption(
+        "--keep",
+        choices=[*Keep],
+        default=Keep.FAILURES.value,
+        help="which observations to keep (default: failures)",
+    )
     group.addoption("--replay", metavar="DIR", help="judge what this run observed; start no world")
     group.addoption(
         "--expectations", metavar="FILE", help="known failures (default: suites/expectations.toml)"
@@ -86,6 +96,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--thorough", action="store_true", help="watch every training for all that can be watched on a CPU"
     )
     group.addoption("--deadline", type=float, default=60.0, metavar="S", help="seconds a world may take")
+    selection.add_options(group)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -95,30 +106,57 @@ def pytest_configure(config: pytest.Config) -> None:
     for mark in _MARKS:
         config.addinivalue_line("markers", mark)
     try:
+        if _will_run_suites(config):
+            refuse_launcher(os.environ)
         config.stash[CELLS] = _cells(config)
         config.stash[EFFORT] = _effort(config)
         config.stash[EXPECTATIONS] = _expectations(config)
-        if config.getoption("--out") and not hasattr(config, "workerinput"):
-            refuse_existing(Path(config.getoption("--out")))
+        if not hasattr(config, "workerinput"):
+            config.pluginmanager.register(_sink(config), "shardproof-sink")
+            config.pluginmanager.register(Refusals(), "shardproof-refusals")
     except (UsageError, EngineNotFoundError) as error:
         raise pytest.UsageError(str(error)) from error
-    if not hasattr(config, "workerinput"):
-        out = config.getoption("--out")
-        sink = RecordWriter(
-            config,
-            config.stash[CELLS],
-            config.stash[EXPECTATIONS],
-            Path(out) if out else None,
-            config.stash[EFFORT],
-        )
-        config.pluginmanager.register(sink, "shardproof-sink")
-        config.pluginmanager.register(Refusals(), "shardproof-refusals")
     # Under xdist the workers run the cases, each with "no" of its own.
     if config.getoption("dist", "no") == "no":
         draw_hash_seeds(config.stash[EFFORT].seed)
         if _will_run_suites(config):
             forkserver_context()  # it does its imports while this process does its own
+        gc.disable()  # until all is imported: none of it is garbage, and looking takes a tenth of the time
         config.pluginmanager.import_plugin("shardproof.harness.runner.fixture")
+        config.pluginmanager.register(selection, "shardproof-selection")
+
+
+def _sink(config: pytest.Config) -> RecordWriter:
+    """Make the sink; raises UsageError where the run cannot be kept as asked."""
+    out, resumed = config.getoption("--out"), config.getoption("--resume")
+    if out:
+        refuse_existing(Path(out))
+    elif resumed:
+        raise UsageError("--resume", expected="--out too", got="none", hint="--out with a new folder")
+    sink = RecordWriter(
+        config,
+        config.stash[CELLS],
+        config.stash[EXPECTATIONS],
+        Path(out) if out else None,
+        config.stash[EFFORT],
+        selection.selected(config),
+    )
+    if resumed:
+        sink.resume(selection.interrupted(Path(resumed)))
+    return sink
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Freeze what was imported and collected, so that the collector skips it."""
+    if not gc.isenabled():
+        gc.freeze()
+        gc.enable()
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """Enable the collector, where nothing was collected."""
+    gc.enable()
 
 
 # Any: xdist's node, whose package need not be there.

@@ -52,5 +52,5 @@ torch.manual_seed(torch.Generator().initial_seed())
 # A fork of a process whose OpenMP pool has run with more threads hangs in its first parallel region.
 torch.set_num_threads(1)
 # What is here stays: the collector of a fork need not look at it again, and so does not copy its pages.
-gc.collect()
 gc.freeze()
+gc.enable()  # the keeper's module, which is imported first, has disabled it

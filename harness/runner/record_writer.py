@@ -17,16 +17,20 @@ import pytest
 
 from shardproof.harness.cases.case_id import Catalogue, Node
 from shardproof.harness.errors import UsageError
+from shardproof.harness.records.diff.comparability import ComparedRun
+from shardproof.harness.records.joining import carried, refuse_other_cases, refuse_unlike
 from shardproof.harness.records.provenance import footer, header
 from shardproof.harness.records.record import (
     MOST_LISTED,
     Expectations,
+    Header,
+    LeftOut,
     Record,
     UnusedExpectation,
     Verdict,
     from_json,
 )
-from shardproof.harness.records.run import RunWriter
+from shardproof.harness.records.run import Run, RunWriter
 from shardproof.harness.runner.interruption import uninterrupted
 from shardproof.harness.runner.options import Cell, RunOptions
 from shardproof.harness.torch_compat.releases import remark
@@ -36,7 +40,13 @@ from shardproof.harness.worlds.processes.forkserver import hash_seeds
 __all__ = [
     "CATALOGUE",
     "FROM_WORKER",
+    "IS_PART",
+    "LEFT_OUT",
+    "LEFT_OUT_FROM_WORKER",
+    "LEFT_OUT_PROPERTY",
     "NOT_JUDGED_PROPERTY",
+    "NUM_SELECTED",
+    "PART_FROM_WORKER",
     "RECORD_PROPERTY",
     "UNAVAILABLE",
     "UNAVAILABLE_FROM_WORKER",
@@ -44,11 +54,17 @@ __all__ = [
 ]
 
 RECORD_PROPERTY = "shardproof.record"  # the user property under which a test's report carries its record
+LEFT_OUT_PROPERTY = "shardproof.left_out"  # and this, why a case does not apply
 NOT_JUDGED_PROPERTY = "shardproof.not_judged"  # and this, why a case was not judged again
 FROM_WORKER = "shardproof.catalogue"  # the key under which a worker of xdist sends what it collected
 CATALOGUE = pytest.StashKey[Catalogue]()
 UNAVAILABLE = pytest.StashKey[dict[str, str]]()  # engines that cannot be judged, with the cause
 UNAVAILABLE_FROM_WORKER = "shardproof.unavailable"
+IS_PART = pytest.StashKey[bool]()  # other runs have the rest of the selected cases, maybe all
+NUM_SELECTED = pytest.StashKey[int]()  # cases of all shards
+PART_FROM_WORKER = "shardproof.part"
+LEFT_OUT = pytest.StashKey[dict[str, str]]()  # node ids of cases that no world here suits, with the cause
+LEFT_OUT_FROM_WORKER = "shardproof.left_out"
 
 
 class RecordWriter:
@@ -64,17 +80,29 @@ class RecordWriter:
         expectations: Expectations | None,
         out: Path | None,
         effort: RunOptions,
+        options: dict[str, str] | None = None,
     ) -> None:
         self._config = config
         self._cells = cells
         self._expectations = expectations
         self._out = out
         self._effort = effort
+        self._options = options or {}
+        self._resumed: ComparedRun | None = None
         self._writer: RunWriter | None = None
         self._expected: list[Node] = []
         self._records: list[Record] = []
+        self._left_out: dict[str, str] = {}
         self._unused: tuple[UnusedExpectation, ...] = ()
         self._started_s = time.monotonic()
+
+    def resume(self, stopped: ComparedRun) -> None:
+        """Begin with the records of an interrupted run; raises UsageError if it was made otherwise than this one."""
+        started = self._header(num_cases=0)
+        this = ComparedRun(folder="this run", run=Run(header=started, records=(), footer=None))
+        refuse_unlike(stopped, this)
+        refuse_other_cases(stopped, this)
+        self._resumed = stopped
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_finish(self, session: pytest.Session) -> None:
@@ -95,6 +123,10 @@ class RecordWriter:
         if sent is not None:
             self._config.stash[CATALOGUE] = pickle.loads(sent)
             self._config.stash[UNAVAILABLE] = node.workeroutput[UNAVAILABLE_FROM_WORKER]
+            is_part, num_selected = node.workeroutput[PART_FROM_WORKER]
+            self._config.stash[IS_PART], self._config.stash[NUM_SELECTED] = is_part, num_selected
+            self._open([])  # a shard without a case is a run too
+            self._config.stash[LEFT_OUT] = node.workeroutput[LEFT_OUT_FROM_WORKER]
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Write the record that a test's report carries."""
@@ -103,6 +135,8 @@ class RecordWriter:
         for name, value in report.user_properties:
             if name == RECORD_PROPERTY:
                 self._append(from_json(Record, str(value), where=report.nodeid))
+            elif name == LEFT_OUT_PROPERTY:
+                self._left_out[report.nodeid] = str(value)
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         """Record what was selected and never reached, fail for stale expectations, and write the footer."""
@@ -113,11 +147,22 @@ class RecordWriter:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
         if self._unavailable and self._config.getoption("--engine"):
             session.exitstatus = pytest.ExitCode.USAGE_ERROR  # they were asked for by name
+        if self._writer is not None and session.exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED:
+            session.exitstatus = pytest.ExitCode.OK  # other shards run the cases, or the interrupted run did
         if self._writer is not None:
             verdicts = [record.verdict for record in self._records]
             end = footer(verdicts=verdicts, duration_s=time.monotonic() - self._started_s)
             with self._stopping():
-                self._writer.finish(replace(end, unused=self._unused, unavailable=self._unavailable))
+                self._writer.finish(
+                    replace(
+                        end,
+                        unused=self._unused,
+                        unavailable=self._unavailable,
+                        is_whole=self._ran().catalogue.is_whole,
+                        num_selected=self._config.stash.get(NUM_SELECTED, 0),
+                        left_out=tuple(self._all_left_out()),
+                    )
+                )
 
     @property
     def _unavailable(self) -> dict[str, str]:
@@ -165,25 +210,34 @@ class RecordWriter:
     def _open(self, nodeids: Sequence[str]) -> None:
         nodes = [node for nodeid in nodeids if (node := Node.parse(nodeid)) is not None]
         is_dry = self._config.option.collectonly
-        if self._writer is not None or not nodes or self._out is None or is_dry:
+        is_part = self._config.stash.get(IS_PART, False)
+        if self._writer is not None or not (nodes or is_part) or self._out is None or is_dry:
             return
         self._expected = nodes
+        resumed = self._resumed
+        num_resumed = len(resumed.run.records) if resumed is not None else 0
+        with self._stopping():
+            self._writer = RunWriter(self._out, self._header(num_cases=len(nodes) + num_resumed))
+            if resumed is not None:
+                for record in resumed.run.records:
+                    self._append(carried(record, Path(resumed.folder), self._out, "resumed"))
+
+    def _header(self, *, num_cases: int) -> Header:
         start = header(
             command=_as_typed(),
             engines=tuple(dict.fromkeys(c.engine for c in self._cells)),
             worlds=self._worlds(),
             seed=self._effort.seed,
-            num_cases=len(nodes),
+            num_cases=num_cases,
         )
-        start = replace(
+        return replace(
             start,
             num_schedules=self._effort.num_schedules,
             is_thorough=self._effort.is_thorough,
             hash_seeds=hash_seeds(self._effort.seed),
             expectations=self._expectations,
+            options=self._options,
         )
-        with self._stopping():
-            self._writer = RunWriter(self._out, start)
 
     def _worlds(self) -> tuple[str, ...]:
         return tuple(dict.fromkeys(str(cell.world) for cell in self._cells))
@@ -192,10 +246,23 @@ class RecordWriter:
         catalogue = self._config.stash.get(CATALOGUE, Catalogue())
         return Ran(catalogue=catalogue, worlds=self._worlds(), records=self._records)
 
+    def _all_left_out(self) -> Iterator[LeftOut]:
+        in_no_world: dict[str, str] = self._config.stash.get(LEFT_OUT, {})
+        for nodeid, why in {**in_no_world, **self._left_out}.items():
+            if (node := Node.parse(nodeid)) is not None:
+                yield LeftOut(
+                    engine=node.engine,
+                    case=node.case,
+                    world=node.world,
+                    suite=node.suite,
+                    why=why,
+                    was_selected=nodeid in self._left_out,
+                )
+
     def _not_run(self) -> Iterator[Record]:
         seen = {(r.engine, r.case, r.world) for r in self._records}
         for node in self._expected:
-            if node.key not in seen:
+            if node.key not in seen and node.nodeid not in self._left_out:
                 yield Record(
                     engine=node.engine,
                     case=node.case,

@@ -14,8 +14,9 @@ from shardproof.harness.laws.diagnosis import NOT_FINITE
 from shardproof.harness.laws.runtime import NoRaces
 from shardproof.harness.records.ledger_summary import summarize
 from shardproof.harness.records.record import LedgerLine, Record, Verdict
+from shardproof.harness.runner.engines import EngineDescription
 from shardproof.harness.runner.observation_cache import ObservationCache, Source, unexercised
-from shardproof.harness.runner.options import Cell, RunOptions
+from shardproof.harness.runner.options import Cell, Keep, RunOptions
 from shardproof.harness.training.oracle import OracleObservation
 from shardproof.harness.verdicts.case import Case
 from shardproof.harness.verdicts.judgement import Judgement, judge
@@ -27,6 +28,7 @@ __all__ = ["Source", "TrialSession"]
 
 # A case that expects a hang has a short deadline; the oracle trains for all ranks in turn, a few times.
 _LEAST_FOR_ORACLE_S = 30.0
+_QUIET = frozenset({Verdict.PASSED, Verdict.UNSUPPORTED})  # verdicts of which nothing is left to explain
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +46,7 @@ class TrialSession:
     def __init__(self, source: Source, effort: RunOptions | None = None) -> None:
         self._effort = effort or RunOptions()
         self._archive = ObservationCache(source)
+        self._keeps_all = source.is_replay or source.keep is Keep.ALL
 
     def run(self, case: Case, cell: Cell, *, suite: str, command: str) -> Record:
         """Judge one case in one cell; our own errors become the verdict ERRORED, the caller's are raised.
@@ -57,7 +60,7 @@ class TrialSession:
         if not training.needs <= engine.capabilities:
             training = unexercised(training)  # what it would call plays no part in whether a plan is refused
         try:
-            found = self._judged(case, training, cell, engine.capabilities)
+            found = self._judged(case, training, cell, engine)
         except Exception as error:  # whatever breaks here is ours, and must not stop the other cases
             if isinstance(error, UsageError) and not self._is_fresh(error):
                 raise
@@ -65,6 +68,9 @@ class TrialSession:
             found = _Judged(
                 judgement=Judgement(verdict=Verdict.ERRORED, headline=headline), seed=self._effort.seed
             )
+        is_quiet = found.judgement.verdict in _QUIET
+        if not is_quiet:
+            self._archive.want(training, cell, case.id)
         judgement, under = found.judgement, f"under schedule {found.seed}: " if found.seed else ""
         return Record(
             engine=cell.engine,
@@ -74,20 +80,21 @@ class TrialSession:
             headline=under + judgement.headline,
             suite=suite,
             engine_version=engine.version_on(cell.world.device),
+            known_as=engine.known_as,
+            known_version=engine.known_version,
             laws=judgement.laws,
             worst=judgement.worst,
+            visible=judgement.visible,
             ledger=found.ledger,
             outcomes=judgement.outcomes,
             hang=judgement.hang,
-            output=self._printed(training, cell, case.id, judgement.verdict),
-            observation=self._archive.name(training, cell, case.id),
+            output="" if is_quiet else printed(self._archive.folder(training, cell, case.id)),
+            observation=""
+            if is_quiet and not self._keeps_all
+            else self._archive.name(training, cell, case.id),
             command=" ".join((command, *self._effort.options(found.seed))),
             duration_s=round(time.monotonic() - started, 4),
         )
-
-    def _printed(self, training: Training, cell: Cell, case: str, verdict: Verdict) -> str:
-        is_quiet = verdict in {Verdict.PASSED, Verdict.UNSUPPORTED}
-        return "" if is_quiet else printed(self._archive.folder(training, cell, case))
 
     def _is_fresh(self, error: UsageError) -> bool:
         """Whether a file that cannot be read was written by this session."""
@@ -97,14 +104,17 @@ class TrialSession:
         """End pooled worlds."""
         self._archive.close()
 
-    def _judged(self, case: Case, training: Training, cell: Cell, declared: frozenset[Capability]) -> _Judged:
+    def _judged(self, case: Case, training: Training, cell: Cell, engine: EngineDescription) -> _Judged:
         """Judge what was seen under each schedule; the first that did not pass is told, else the first."""
+        declared = engine.capabilities
+        is_shared = engine.needs_processes and cell.world.kind is WorldKind.THREADS
+        lacks = "a process for each rank (try --world processes:N)" if is_shared else ""
         oracle = self._oracle(case, cell)
         found: list[_Judged] = []
         for seed, kept in self._archive.observations(
             training, cell, self._effort.seeds(training, cell.world), case.id
         ):
-            judgement = judge(case, declared, kept, oracle)
+            judgement = judge(case, declared, kept, oracle, lacks=lacks)
             if _is_unexplained(judgement, training, cell):
                 judgement = self._explained(judgement, case, cell, seed, declared)
             found.append(_Judged(judgement=judgement, seed=seed, ledger=summarize(kept.ledgers)))
@@ -127,6 +137,7 @@ class TrialSession:
         watched = replace(case.training, watch=case.training.watch | {Watch.RACES}, schedules=1)
         if not self._archive.holds(watched, cell, case.id):
             return judgement
+        self._archive.want(watched, cell, case.id)
         (again, *_) = self._archive.observations(watched, cell, (seed,), case.id)
         asked = replace(case, training=watched, laws=())  # what the watch implies is all that is asked again
         second = judge(asked, declared, again.kept, self._oracle(case, cell))

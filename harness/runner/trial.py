@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shlex
+from dataclasses import replace
 
 import pytest
 
@@ -14,6 +16,7 @@ from shardproof.harness.records.record import Record, Verdict, to_json
 from shardproof.harness.runner.options import Cell
 from shardproof.harness.runner.plugin import EXPECTATIONS
 from shardproof.harness.runner.record_writer import (
+    LEFT_OUT_PROPERTY,
     NOT_JUDGED_PROPERTY,
     RECORD_PROPERTY,
 )
@@ -40,6 +43,13 @@ class Trial:
     def world_size(self) -> int:
         """How many ranks the world has."""
         return self._cell.world.size
+
+    def applies(self, *, unless: str) -> None:
+        """Leave the case out for this reason, unless it is empty; the run lists what was left out, and why."""
+        __tracebackhide__ = True
+        if unless:
+            self._item.user_properties.append((LEFT_OUT_PROPERTY, unless))
+            pytest.skip(f"does not apply: {unless}")
 
     def holds(self, training: Training, *laws: Law, refusal: Refusal = Refusal.WRONG) -> None:
         """Judge this engine: every law must hold of the training, on every rank.
@@ -76,7 +86,8 @@ class Trial:
         """Return the command that repeats this case: of a user's model, with all its parameters."""
         model: str | None = self._item.config.getoption("--model")
         if model is None:
-            return node.command
+            file = os.path.relpath(self._item.path, self._item.config.invocation_params.dir)
+            return replace(node, nodeid="::".join((file, node.nodeid.partition("::")[2]))).command
         function: str = getattr(self._item, "originalname", self._item.name)
         where = ("--engine", node.engine, "--world", node.world)
         return shlex.join(["shardproof", "check", model, *where, "-k", function])

@@ -1,8 +1,8 @@
 """What torch tells of CUDA's streams beneath its documented surface: its trace, which its own sanitizer is built on.
 
-Every record of an event, every wait and every synchronization is told, whether Python or C++ asked for it: autograd
-between streams, NCCL's groups around their own. Streams and events are told by their handles, as numbers. Where there
-is no CUDA nothing is ever told. See ``torch.cuda._gpu_trace`` and ``torch.cuda._sanitizer``.
+Every record of an event, every wait and every synchronization is reported, whether Python or C++ asked for it: autograd
+between streams, NCCL's groups around their own. Streams and events are identified by their handles, as numbers.
+Without CUDA nothing is ever reported. See ``torch.cuda._gpu_trace`` and ``torch.cuda._sanitizer``.
 """
 
 from __future__ import annotations
@@ -15,11 +15,9 @@ import torch
 
 from shardproof.harness.torch_compat.private_names import private
 
-__all__ = ["StreamListener", "current_stream_handle", "hears_streams", "stream_handle"]
-
 
 class StreamListener(Protocol):
-    """Who is told of streams and events, on whichever thread they are used; the default stream's handle is 0."""
+    """Receives streams and events, on whichever thread they are used; the default stream's handle is 0."""
 
     def event_recorded(self, event: int, stream: int) -> None:
         """Take note that an event was recorded on a stream."""

@@ -16,25 +16,6 @@ import torch
 from shardproof.harness.torch_compat.patching import Replacement
 from shardproof.harness.torch_compat.private_names import optional, private
 
-__all__ = [
-    "Backward",
-    "are_of_meta",
-    "backward_of_thread",
-    "call_after_backward",
-    "copy_all",
-    "device_kernel",
-    "drawing_apart",
-    "generator_address",
-    "guards_of_record_stream",
-    "keep_backward_in_thread",
-    "kernels_before_backends",
-    "make_operators",
-    "random_operators",
-    "raw_access",
-    "replace_default_generator",
-    "replaced_kernels",
-]
-
 # Names by which torch reaches its default CPU generator.
 _GENERATOR_HOLDERS: tuple[Any, ...] = (torch, torch.random, sys.modules["torch._C"])
 
@@ -44,11 +25,16 @@ def _key(name: str) -> Any:  # Any: torch's stubs lack it
     return private("torch._C:DispatchKey").__members__[name]
 
 
-@cache
 def _bookkeeping() -> Any:  # Any: a set of keys
     keys = private("torch._C:DispatchKeySet")
     names = ("ADInplaceOrView", "AutogradCPU", "AutogradCUDA", "AutogradOther")
     return reduce(or_, (keys(_key(name)) for name in names))
+
+
+@cache
+def _raw() -> tuple[Any, Any, Any]:  # Any: guards and keys, untyped by torch
+    guard, disable = private("torch._C:_ExcludeDispatchKeyGuard"), private("torch._C:_DisableTorchDispatch")
+    return guard, _bookkeeping(), disable
 
 
 class raw_access:  # noqa: N801 - reads as the context that it is
@@ -61,9 +47,10 @@ class raw_access:  # noqa: N801 - reads as the context that it is
     __slots__ = ("_dispatch", "_exclude")
 
     def __enter__(self) -> None:
-        self._exclude = private("torch._C:_ExcludeDispatchKeyGuard")(_bookkeeping())
+        exclude, keys, disable = _raw()
+        self._exclude = exclude(keys)
         self._exclude.__enter__()
-        self._dispatch = private("torch._C:_DisableTorchDispatch")()
+        self._dispatch = disable()
         self._dispatch.__enter__()
 
     def __exit__(self, *error: object) -> None:
@@ -80,7 +67,7 @@ def generator_address(generator: torch.Generator) -> int:
 
 @cache
 def random_operators() -> tuple[str, ...]:
-    """Name the aten operators that draw random numbers on CPU and can be told from which generator."""
+    """Name the aten operators that draw random numbers on CPU and take a generator."""
     names = []
     has_kernel = private("torch._C:_dispatch_has_kernel_for_dispatch_key")
     for full_name in private("torch._C:_dispatch_get_all_op_names")():
@@ -111,6 +98,17 @@ def make_operators() -> None:
         packet = getattr(getattr(torch.ops, namespace), base, None)
         getattr(packet, overload or "default", None)
         _made.add(full_name)
+
+
+def hide_from_dynamo(function: Callable[..., Any]) -> bool:
+    """Keep torch's compiler out of a function and whatever it calls; returns whether this release can be told so."""
+    mark = optional("torch._C._dynamo.eval_frame:set_code_exec_strategy")
+    strategy = optional("torch._C._dynamo.eval_frame:_FrameExecStrategy")
+    action = optional("torch._C._dynamo.eval_frame:_FrameAction")
+    if mark is None or strategy is None or action is None:
+        return False
+    mark(function.__code__, strategy(action.SKIP, action.SKIP))
+    return True
 
 
 # Any: an operator and its kernel.

@@ -19,8 +19,6 @@ from torch.distributed.tensor import Replicate, Shard
 from shardproof.harness.torch_compat.patching import Replacement
 from shardproof.harness.torch_compat.private_names import optional
 
-__all__ = ["own_placement", "own_shape", "shared_propagation"]
-
 
 class _Classes(NamedTuple):
     """What DTensor propagates shardings with."""

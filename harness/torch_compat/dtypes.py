@@ -8,18 +8,23 @@ from functools import partial
 import torch
 from torch import nn
 
-__all__ = ["cast", "cast_module", "is_rounded", "widened"]
 
+def cast(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+    """Return a tensor of floats in ``dtype``, one of complex numbers in that of pairs of them; integers stay.
 
-def cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return a tensor of floats in ``dtype``, one of complex numbers in that of pairs of them; integers stay."""
+    With None everything stays.
+    """
+    if dtype is None:
+        return tensor
     if tensor.is_complex():
         return tensor.to(dtype.to_complex())
     return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
 
-def cast_module(module: nn.Module, dtype: torch.dtype) -> nn.Module:
+def cast_module(module: nn.Module, dtype: torch.dtype | None) -> nn.Module:
     """Do as ``Module.to(dtype)`` does, in place, but keep imaginary parts, which that leaves out."""
+    if dtype is None:
+        return module
     apply: Callable[[Callable[[torch.Tensor], torch.Tensor]], nn.Module] = (
         module._apply
     )  # as torch's methods do it

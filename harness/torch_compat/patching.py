@@ -6,8 +6,6 @@ import threading
 from collections.abc import Callable, Iterable
 from typing import Any
 
-__all__ = ["Replacement"]
-
 _MISSING = object()
 
 

@@ -17,8 +17,6 @@ import torch
 
 from shardproof.harness.errors import HarnessBug, ShardproofError
 
-__all__ = ["NAMES", "Feature", "PrivateName", "UnsupportedTorchError", "optional", "private", "require"]
-
 
 class Feature(Enum):
     """A part of the harness that does not work without some private names; the value says so to users."""
@@ -150,14 +148,29 @@ NAMES = (
         without=Feature.OPERATORS,
     ),
     PrivateName(
+        path="torch._C._dynamo.eval_frame:set_code_exec_strategy",
+        use="keeps the compiler out of what sees operators",
+        without="torch wraps what sees operators, which makes them slower",
+    ),
+    PrivateName(
+        path="torch._C._dynamo.eval_frame:_FrameExecStrategy",
+        use="says for which calls it is kept out",
+        without="torch wraps what sees operators, which makes them slower",
+    ),
+    PrivateName(
+        path="torch._C._dynamo.eval_frame:_FrameAction",
+        use="says what it does instead",
+        without="torch wraps what sees operators, which makes them slower",
+    ),
+    PrivateName(
         path="torch:_foreach_copy_",
         use="writes the outputs of a collective in one call",
         without="they are written one by one, which is slower",
     ),
     PrivateName(
         path="torch._dynamo",
-        use="is imported once by the fork server, for all ranks",
-        without="every rank imports what it needs of it, a second each",
+        use="is imported once by the fork server, for all ranks, and leaves collectives uncompiled",
+        without="every rank imports what it needs of it, a second each; compiled forwards may hang",
     ),
     # Process groups and meshes.
     PrivateName(

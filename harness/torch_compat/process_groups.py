@@ -152,7 +152,7 @@ class GroupOptions(NamedTuple):
 
 
 def create_subgroup(ranks: list[int], options: GroupOptions) -> dist.ProcessGroup:
-    """Create a group under a name of our choosing on one of its members; nobody else needs to call."""
+    """Create a group under a name of our choosing on one of its members; no other member needs to call."""
     state = _c10d._world
     _, store = state.pg_map[state.default_pg]
     backend = dist.Backend(options.backend)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["TESTED", "minor", "remark"]
-
 TESTED = ("2.11.0", "2.12.1", "2.13.0", "2.14.1", "2.15.0")
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import threading
 from weakref import WeakKeyDictionary
 
-__all__ = ["adopt_rank", "bind_rank", "current_rank", "is_home_thread", "own_thread", "owner_of"]
-
 
 class _Identity(threading.local):
     rank: int | None = None
@@ -18,7 +16,7 @@ _owners: WeakKeyDictionary[threading.Thread, int] = WeakKeyDictionary()
 
 
 def bind_rank(rank: int | None) -> None:
-    """Make the calling thread the one that runs ``rank``'s body; None makes it nobody's again."""
+    """Make the calling thread the one that runs ``rank``'s body; None unbinds it."""
     _identity.rank = rank
     _identity.is_home = rank is not None
 

@@ -14,17 +14,6 @@ from typing import Any
 
 from shardproof.harness.tracing.ledger import Phase, expect
 
-__all__ = [
-    "ComputeSpan",
-    "EventKind",
-    "EventLog",
-    "Flight",
-    "TraceEvent",
-    "flights",
-    "marks_of",
-    "stretches",
-]
-
 
 class EventKind(StrEnum):
     """What happened; the order is that in which one unit passes through them."""
@@ -32,7 +21,7 @@ class EventKind(StrEnum):
     BEGAN = "a phase of the loop began"
     ENDED = "a phase of the loop ended"
     ISSUED = "a collective was issued"
-    WAITED = "somebody first waited for a collective"
+    WAITED = "a collective was first waited for"
     PLACED = "the stream on which a collective was issued"
     JOINED = "the stream on which units compute first waited for a collective"
     ENTERED = "a unit's forward was called"
@@ -72,7 +61,7 @@ class Flight:
     """One collective of a rank; ``issued`` and ``landed`` are positions in the course.
 
     It lands when what computes waits for it: the host, or under a watch over streams the stream on which units
-    compute. ``landed`` is None where nobody did.
+    compute. ``landed`` is None without a wait.
     """
 
     seq: int
@@ -154,7 +143,7 @@ def stretches(course: Sequence[TraceEvent]) -> tuple[ComputeSpan, ...]:
     """Return when units computed, in order.
 
     A unit that calls another computes before and after it. In backward, what a unit around another computes after
-    the inner one is not told from the outside, and is in no stretch; a forward that runs again in backward is
+    the inner one cannot be seen from the outside, and is in no stretch; a forward that runs again in backward is
     part of it.
     """
     return tuple(sorted(_Stretches(course).found, key=lambda s: s.first))

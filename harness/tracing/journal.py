@@ -20,8 +20,6 @@ from shardproof.harness.tracing.ledger import (
     wait_from_json,
 )
 
-__all__ = ["UNREADABLE", "Journal", "read_journal"]
-
 UNREADABLE = (ValueError, TypeError, KeyError, AttributeError, IndexError, RecursionError)
 """What reading a line of JSON raises that is no line of ours."""
 

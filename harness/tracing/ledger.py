@@ -8,24 +8,6 @@ from enum import StrEnum
 from types import UnionType
 from typing import Any
 
-__all__ = [
-    "BufferViolation",
-    "Entry",
-    "Ledger",
-    "Op",
-    "Phase",
-    "ViolationKind",
-    "Wait",
-    "completed",
-    "entry_from_json",
-    "entry_to_json",
-    "expect",
-    "harm_from_json",
-    "harm_to_json",
-    "wait_from_json",
-    "wait_to_json",
-]
-
 
 class Op(StrEnum):
     """Kinds of communication; one name for all spellings of a collective (list, base, coalesced, functional)."""
@@ -58,9 +40,9 @@ class Phase(StrEnum):
 class Wait:
     """Where a collective's result was first waited for (by Work.wait, its future, or a functional wait).
 
-    ``num_issued`` is how many calls the rank had issued by then; None in ledgers that were kept before it was told.
-    ``is_over`` tells whether that wait came to its end; None where nobody can tell, because who took the future
-    waits for it unseen, or the ledger was kept before it was told. Worlds differ in it where they may: an engine
+    ``num_issued`` is how many calls the rank had issued by then; None in ledgers that predate it.
+    ``is_over`` is whether that wait came to its end; None if unknown: the caller took the future and waits for it
+    unseen, or the ledger predates this field. Worlds differ in it where they may: an engine
     cannot choose it.
     """
 
@@ -102,7 +84,7 @@ class Entry:
     ``group`` holds global ranks and ``group_seq`` counts that group's collectives on this rank from 0
     (point-to-point messages count per peer); ``group_name`` is torch's, which tells groups of equal ranks apart,
     empty in ledgers that were kept without it. ``unit`` is the innermost unit whose forward or backward was
-    under way when the call was made. ``wait`` is None for a result that nobody waited for. ``harms`` are known of
+    under way when the call was made. ``wait`` is None for a result that was not waited for. ``harms`` are known of
     worlds of threads alone.
     """
 

@@ -1,4 +1,4 @@
-"""Which operator reads and writes which tensors: seen by one dispatch mode, told to every watch of the rank.
+"""Which operator reads and writes which tensors: seen by one dispatch mode, which reports to every watch of the rank.
 
 [Note: which threads] A dispatch mode belongs to a thread, and backward runs on the thread that called it: on a CPU
 autograd has no threads of its own. So one mode around a rank's training sees forward, backward and the optimizer,
@@ -8,15 +8,14 @@ modes of the one that called it. What an engine does on threads that it starts i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import cache
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from shardproof.harness.torch_compat.dispatch import device_kernel, make_operators
+from shardproof.harness.torch_compat.dispatch import device_kernel, hide_from_dynamo, make_operators
 from shardproof.harness.torch_compat.patching import Replacement
 from shardproof.harness.torch_compat.private_names import optional
 from shardproof.harness.tracing.collectives.call import Call
@@ -46,7 +45,7 @@ class _Footprint:
 
 
 class OperatorObserver(Protocol):
-    """Who is told of operators; tensors are plain ones with memory of their own."""
+    """Receives operators; tensors are plain ones with memory of their own."""
 
     def operator(
         self,
@@ -61,19 +60,30 @@ class OperatorObserver(Protocol):
         """Take note of memory that was asked for, and is not written yet."""
 
     def host_read(self) -> None:
-        """Take note that the host waited for what the operator told last has computed."""
+        """Record that the host waited for what the last operator computed."""
 
 
-# Without it no mode is made: `private_names.require` refuses the watches first.
-_Mode: Any = optional("torch.utils._python_dispatch:TorchDispatchMode") or object
+# Without it no mode is made: `private_names.require` refuses the watches first, and a census says that it is empty.
+_Mode: Any = optional("torch.utils._python_dispatch:TorchDispatchMode")
+_Made = Callable[[Any, str], None]  # Any: what an operator returns; told with the operator's name
 
 
-class OperatorMode(_Mode):  # type: ignore[misc]  # a class of Any
-    """Tells the witnesses of each operator on the calling thread."""
+class OperatorMode(_Mode or object):  # type: ignore[misc]  # a class of Any
+    """Reports each operator on the calling thread to observers, and what it returned, unless views, to ``made``."""
 
-    def __init__(self, witnesses: Sequence[OperatorObserver]) -> None:
+    def __init__(self, witnesses: Sequence[OperatorObserver], made: _Made | None = None) -> None:
         super().__init__()
         self._witnesses = witnesses
+        self._made = made
+
+    def ignore_compile_internals(self) -> bool:
+        """Let compiled functions stay compiled where nothing but results is looked at: that changes no verdict."""
+        return not self._witnesses
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Have torch not wrap the method below, which costs more than the rest of it, where a mark does the same."""
+        return not hide_from_dynamo(cls.__torch_dispatch__)
 
     # Any: an operator takes and returns what it likes.
     def __torch_dispatch__(
@@ -84,17 +94,22 @@ class OperatorMode(_Mode):  # type: ignore[misc]  # a class of Any
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        if any(hasattr(kind, "__tensor_flatten__") for kind in types):
-            return NotImplemented  # a wrapper, such as a DTensor, which comes back with the tensors inside it
-        if types or func.namespace in _COMMUNICATION or func.namespace in _SILENT:
+        if types:
+            for kind in types:
+                if hasattr(kind, "__tensor_flatten__"):
+                    return NotImplemented  # such as a DTensor, which comes back with the tensors inside it
             return func(*args, **kwargs)
-        if func.namespace not in _KNOWN and (kernel := _kernel(func, args, kwargs)) is not None:
+        known = _operators.get(id(func)) or _look_at(func)
+        if known.is_foreign and self._witnesses and (kernel := _kernel(func, args, kwargs)) is not None:
             with self:
                 return kernel(*args, **kwargs)
         result = func(*args, **kwargs)
         if is_inside_backend():
             return result
-        self._tell(_footprint(func), args, kwargs, result)
+        if known.makes_memory and self._made is not None:
+            self._made(result, known.func.__name__)
+        if known.footprint is not None and self._witnesses:
+            self._tell(known.footprint, args, kwargs, result)
         return result
 
     def _tell(
@@ -130,7 +145,31 @@ def _kernel(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call
     return device_kernel(func, "cuda" if "cuda" in devices else "cpu")
 
 
-@cache
+class _Operator(NamedTuple):
+    """What is to know of an operator: ``footprint`` is None where nobody is told of it."""
+
+    func: Any  # kept, so that no other has its address
+    makes_memory: bool  # its schema lets it return anything but views of its arguments, or its arguments
+    is_foreign: bool
+    footprint: _Footprint | None
+
+
+_operators: dict[
+    int, _Operator
+] = {}  # by address: an operator's own hash is computed anew, in Python, each time
+
+
+def _look_at(func: Any) -> _Operator:  # Any: an operator
+    is_told = func.namespace not in _COMMUNICATION | _SILENT
+    found = _operators[id(func)] = _Operator(
+        func,
+        makes_memory=any(returned.alias_info is None for returned in func._schema.returns),
+        is_foreign=is_told and func.namespace not in _KNOWN,
+        footprint=_footprint(func) if is_told else None,
+    )
+    return found
+
+
 def _footprint(func: Any) -> _Footprint:
     arguments = func._schema.arguments
     written = [a.alias_info is not None and a.alias_info.is_write for a in arguments]
@@ -153,16 +192,16 @@ def _arguments(
         yield value, footprint.names[name]
 
 
-def _tensors(value: Any) -> Iterable[torch.Tensor]:
+def _tensors(value: Any) -> Sequence[torch.Tensor]:
     if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, list | tuple):
-        for part in value:
-            yield from _tensors(part)
+        return (value,)
+    if isinstance(value, list | tuple):
+        return [tensor for part in value for tensor in _tensors(part)]
+    return ()
 
 
 class Witness(OperatorObserver, Protocol):
-    """A watch over one rank: told of operators, collectives, waits for them, and resizes of storages."""
+    """A watch over one rank: receives operators, collectives, waits for them, and resizes of storages."""
 
     def resized(self, storage: torch.UntypedStorage, num_bytes: int) -> None:
         """Take note that a storage is about to have another size, before it has."""
@@ -209,15 +248,19 @@ def current_witnesses() -> _Witnesses | None:
 
 
 @contextmanager
-def observing_operators(*witnesses: Witness) -> Iterator[None]:
-    """Report to the observers what the calling thread's rank does to memory, until exit; with none, change nothing."""
+def observing_operators(*witnesses: Witness, made: _Made | None = None) -> Iterator[None]:
+    """Report to the observers what the calling thread's rank does to memory, until exit; with none, change nothing.
+
+    ``made`` is told what operators return, but for views, with their names.
+    """
     if not witnesses:
-        yield
+        with nullcontext() if made is None or _Mode is None else OperatorMode((), made):
+            yield
         return
     with _heard_resizes:
         _of_rank[current_rank()] = _Witnesses(witnesses)
         try:
-            with OperatorMode(witnesses):
+            with OperatorMode(witnesses, made):
                 yield
         finally:
             del _of_rank[current_rank()]

@@ -28,15 +28,12 @@ from shardproof.harness.tracing.ledger import (
     wait_to_json,
 )
 
-__all__ = ["CallSummary", "LoopPosition", "Recorder"]
-
-
 _ENCODER = json.JSONEncoder(separators=(",", ":"))  # once: json.dumps would build one per line
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallSummary:
-    """What the recorder is told of a call: the fields of Entry that the call itself decides."""
+    """What the recorder receives of a call: the fields of Entry that the call itself decides."""
 
     op: Op
     group_name: str
@@ -165,6 +162,11 @@ class Recorder:
             self._watcher = None
 
     @property
+    def phase(self) -> Phase:
+        """The loop's phase now."""
+        return self._phase
+
+    @property
     def place(self) -> LoopPosition:
         """Return where the loop stands."""
         unit = self._units[-1] if self._units else None
@@ -180,7 +182,7 @@ class Recorder:
         return entry.seq
 
     def waited(self, seq: int, *, is_over: bool | None = True) -> None:
-        """Write down that somebody waits for a result; only the first time counts. See `Wait` for ``is_over``."""
+        """Record a wait for a result; only the first time counts. See `Wait` for ``is_over``."""
         with self._lock:
             if seq in self._waits:
                 return

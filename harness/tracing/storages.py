@@ -9,8 +9,6 @@ from itertools import count
 
 import torch
 
-__all__ = ["Storages"]
-
 
 class _Ref(weakref.ref[torch.UntypedStorage]):
     """A weak reference that knows where its storage was, and the key that it was given."""
@@ -26,7 +24,7 @@ class _Ref(weakref.ref[torch.UntypedStorage]):
 
 
 class Storages:
-    """Keys for storages, never used twice. An ended storage's key is told by ``ended``, whoever let go of it.
+    """Keys for storages, never used twice. ``ended`` returns an ended storage's key, whichever code released it.
 
     torch keeps a storage's Python object as long as the storage itself, whichever tensors of C++ hold it.
     """

@@ -15,15 +15,13 @@ from shardproof.harness.tracing.events import EventKind
 from shardproof.harness.tracing.ledger import Phase
 from shardproof.harness.tracing.recorder import Recorder
 
-__all__ = ["watching_states", "watching_units"]
-
 
 @contextmanager
 def watching_units(model: nn.Module, units: tuple[str, ...], recorder: Recorder) -> Iterator[None]:
     """Hook the named submodules, and the root as ``""``, for the duration.
 
     A unit's turn begins with hooks that are put first: an engine that gathers it in hooks of its own does so
-    inside the turn. That it computes is told by hooks that are put last, when the engine's are through. Units
+    inside the turn. Hooks that are put last show that it computes, when the engine's are through. Units
     that the engine renamed away are left out; their traffic is attributed to the unit around them.
     """
     handles = []
@@ -89,7 +87,7 @@ class _Hooks:
     def compute(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
         """Record that forward begins; hook its inputs' gradients to record the end of backward."""
         self._recorder.mark(EventKind.COMPUTES, self._unit)
-        if self._recorder.place.phase is Phase.BACKWARD:
+        if self._recorder.phase is Phase.BACKWARD:
             return  # a forward that is run again: what it is given has said so the first time
         given = (t.grad_fn for t in _tensors_in(inputs) if t.requires_grad)
         # An engine that watches inputs puts one node of its own before them all, which this precedes.

@@ -18,12 +18,15 @@ def deviation(got: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
     """
     one, other = widened(got), widened(expected)
     error = (one - other).abs()
-    if bool(error.isfinite().all()):  # almost always, and every tensor of every rank is compared
+    # Almost always, and every tensor of every rank is compared: the largest tells of all of them, NaN included.
+    if not error.numel() or math.isfinite(error.max().item()):
         return error
     return torch.where(one == other, 0.0, torch.where(torch.isfinite(error), error, math.inf))
 
 
 def largest(tensor: torch.Tensor) -> float:
     """Return the largest absolute value among those that are finite; zero where there are none."""
+    if tensor.numel() and tensor.is_floating_point() and math.isfinite(most := tensor.abs().max().item()):
+        return most
     finite = tensor[tensor.isfinite()]
     return finite.abs().max().item() if finite.numel() else 0.0

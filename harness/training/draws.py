@@ -69,9 +69,12 @@ class _DrawsIn(_Mode):  # type: ignore[misc]  # a class of Any
     # Any: as torch calls a mode.
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        is_asked_for_a_dtype = kwargs.get("dtype") is not None or "out" in kwargs
-        if torch.Tag.nondeterministic_seeded not in func.tags or is_asked_for_a_dtype:
+        asked = kwargs.get("dtype")
+        is_other = asked not in {None, torch.float64} or "out" in kwargs
+        if torch.Tag.nondeterministic_seeded not in func.tags or is_other:
             return func(*args, **kwargs)
+        if asked is torch.float64:  # that of an input, as of stochastic depth: in ranks it is narrower
+            return self._widened(func(*args, **{**kwargs, "dtype": self._dtype}))
         if not any(_is_wide(value) for value in args):
             return func(*args, **kwargs)
         drawn = func(*(value.to(self._dtype) if _is_wide(value) else value for value in args), **kwargs)

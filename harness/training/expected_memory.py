@@ -7,6 +7,12 @@ that of the reduction. Of the optimizer state it holds what has the shape of a p
 whole. Buffers are whole. So are parameters that the plan ignores, with their gradients and state. Engines that cut at
 chunks may hold more, as in [Note: chunks].
 
+ZeRO-1 holds parameters and gradients whole, ZeRO-2 parameters alone: as much as all shares together, padding
+included, and once. What else a bucket for communication holds is explained by no layout. Where each parameter has its
+state on one rank, a rank holds at most its even share and, beside that, all but a share of the largest parameter: no
+rank is given more by a rule that gives the next parameter to the rank that has least. Engines whose optimizer updates a
+copy of the parameters (``Masters.SHARE``) hold a share more.
+
 Where the loop calls parts of the model by themselves, an engine may keep the buffer of one gather: the root's forward
 lets go of it, and may not follow. FSDP2 does so. Nothing else is explained between steps: no gathered unit, no other
 buffer and no copy in another dtype. The engines of torch and ours keep none of these after the optimizer step.
@@ -21,18 +27,27 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from fractions import Fraction
 from math import ceil, prod
+from operator import mul
 
 import torch
 from torch import nn
 
-from shardproof.engine.contract import Capability, Cut, Placement, Plan
+from shardproof.engine.contract import Capability, Cut, Masters, Placement, Plan
 from shardproof.harness.cases.training import Training
-from shardproof.harness.cases.units import UnitParameters, chunked_numel, groups_in, num_shares_of
+from shardproof.harness.cases.units import (
+    UnitParameters,
+    chunked_numel,
+    groups_in,
+    identity_of,
+    shares_of,
+    skeleton_of,
+)
 
 __all__ = ["Explained", "Form", "StateTensor", "explained", "form_of", "state_bytes"]
 
 # Engines that lay parameters one after the other let each begin at a multiple of so many bytes.
 _ALIGNMENT_BYTES = 16
+_MASTER_BYTES = 4  # copies that are updated are of float32 at least
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,12 +87,13 @@ class Explained:
     gradients: int
     state: int
     whole: int
+    masters: int = 0
     buffer: int = 0
 
     @property
     def num_bytes(self) -> int:
         """All of them."""
-        return self.parameters + self.gradients + self.state + self.whole + self.buffer
+        return self.parameters + self.gradients + self.state + self.whole + self.masters + self.buffer
 
     def __str__(self) -> str:
         parts = (
@@ -85,25 +101,38 @@ class Explained:
             f"{self.gradients} of gradients",
             f"{self.state} of optimizer state",
             *([f"{self.whole} of buffers and ignored parameters"] if self.whole else []),
+            *([f"{self.masters} of a copy to update"] if self.masters else []),
             *([f"{self.buffer} of one gather"] if self.buffer else []),
         )
         return f"{self.num_bytes} bytes ({', '.join(parts)})"
 
 
-def explained(form: Form, training: Training, world_size: int, *, cut: Cut, state: int) -> Explained:
+def explained(
+    form: Form,
+    training: Training,
+    world_size: int,
+    *,
+    cut: Cut,
+    state: int,
+    masters: Masters = Masters.NONE,
+) -> Explained:
     """Add up what a rank may hold, beside so many bytes of optimizer state; see [Note: what a layout explains]."""
-    shares = num_shares_of(training.plan, world_size)
+    shares = shares_of(training.plan, world_size)
     dtype, reduced = training.convert, training.plan.reduction_dtype
     widths = [dtype.itemsize if dtype else group.bytes_per_element for group in form.groups]
-    numels = [_group_numel(group, training.plan, shares, cut) for group in form.groups]
+    numels = [_group_numel(group, training.plan, shares.state, cut) for group in form.groups]
     parts = list(zip(numels, widths, strict=True))
+    of_gradients = [max(width, reduced.itemsize if reduced else 0) for width in widths]
     keeps_a_gather = Capability.PARTS in training.plan.needs
+    spill = _spill(form, shares.state, cut)
     return Explained(
-        parameters=sum(numel * width for numel, width in parts),
-        gradients=sum(numel * max(width, reduced.itemsize if reduced else 0) for numel, width in parts),
+        parameters=sum(numel * width for numel, width in parts) * (shares.state // shares.parameters),
+        gradients=sum(map(mul, numels, of_gradients)) * (shares.state // shares.gradients)
+        + (spill * max(of_gradients) if shares.gradients > 1 else 0),
         state=state,
         whole=form.buffer_bytes + 2 * form.ignored_bytes,
-        buffer=max(numel * width for numel, width in parts) * shares if keeps_a_gather else 0,
+        masters=sum(numels) * max(*widths, _MASTER_BYTES) if masters is Masters.SHARE else 0,
+        buffer=max(numel * width for numel, width in parts) * shares.parameters if keeps_a_gather else 0,
     )
 
 
@@ -111,9 +140,10 @@ def state_bytes(
     form: Form, training: Training, world_size: int, *, cut: Cut, state: Iterable[StateTensor]
 ) -> int:
     """Add up a rank's share of optimizer state; ``state`` are the whole tensors."""
-    shares = num_shares_of(training.plan, world_size)
+    shares = shares_of(training.plan, world_size).state
     shapes = {name: shape for g in form.groups for name, shape in zip(g.names, g.shapes, strict=True)}
     most = sum(_group_numel(group, training.plan, shares, cut) for group in form.groups)
+    most += _spill(form, shares, cut)
     # Where parameters lie one after the other, those without state may be another rank's, and the rest this one's.
     trained = sum(prod(shape) for name, shape in shapes.items() if name not in training.problem.idle)
     share = Fraction(min(most, trained), max(trained, 1))
@@ -133,9 +163,9 @@ _known: dict[tuple[object, ...], Form] = {}
 def form_of(training: Training) -> Form:
     """Build the problem's model once, and read its form."""
     plan = training.plan
-    key = (training.problem.name, plan.units, plan.ignored, plan.roots, training.convert)
+    key = (identity_of(training.problem), plan.units, plan.ignored, plan.roots, training.convert)
     if key not in _known:
-        _known[key] = Form.of(training.problem.build(), training)
+        _known[key] = Form.of(skeleton_of(training.problem), training)
     return _known[key]
 
 
@@ -154,6 +184,12 @@ def _group_numel(group: UnitParameters, plan: Plan, shares: int, cut: Cut) -> in
         return chunked_numel((group,), shares)
     numels = (share_numel(shape, plan, shares, group.bytes_per_element) for shape in group.shapes)
     return sum(numels) + shares - 1
+
+
+def _spill(form: Form, shares: int, cut: Cut) -> int:
+    """Return what a rank may hold beside its even share where parameters are not cut."""
+    largest = max(prod(shape) for group in form.groups for shape in group.shapes)
+    return largest * (shares - 1) // shares if cut is Cut.PARAMETERS else 0
 
 
 def _num_bytes(tensor: torch.Tensor, dtype: torch.dtype | None) -> int:

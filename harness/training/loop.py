@@ -3,17 +3,34 @@
 from __future__ import annotations
 
 import hashlib
-from contextlib import ExitStack, nullcontext
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from shardproof.engine.contract import Cut, Engine, NoGradient, Plan, PreparedModel, UnsupportedError
+from shardproof.engine.contract import (
+    Cut,
+    Engine,
+    Masters,
+    NoGradient,
+    Plan,
+    PreparedModel,
+    UnsupportedError,
+    shard_of,
+)
 from shardproof.engine.registry import resolve
-from shardproof.harness.cases.training import LoopOrder, Training, Watch, ZeroGrad
-from shardproof.harness.records.observation import Observation, StepObservation, digest, save_observation
+from shardproof.harness.cases.training import LOADED, UNCHANGED, LoopOrder, Training, Watch, ZeroGrad
+from shardproof.harness.cases.user_model import StepSchedules
+from shardproof.harness.records.observation import (
+    Fact,
+    Observation,
+    StepObservation,
+    digest,
+    save_observation,
+)
 from shardproof.harness.records.world_result import observation_path
 from shardproof.harness.tracing.ledger import Phase
 from shardproof.harness.tracing.memory.census import Census
@@ -38,10 +55,12 @@ _REFUSALS = (UnsupportedError, NotImplementedError, ValueError)
 def drive_rank(context: RankContext, training: Training, engine: str) -> str | None:
     """Train on this rank under the engine of that name and keep what was observed; a world's rank body.
 
-    Returns the engine's words if it refused the plan, which it may do in prepare alone, else None. A refusal
+    Returns the engine's words if it refused the plan, which it may do until it has an optimizer, else None. A refusal
     is not raised: that would stop the other ranks, and whether they refuse too is what has to be seen.
     """
     adapter = resolve(engine)
+    if adapter.needs_processes and context.shares_a_process:
+        return "NeedsProcesses: ranks of this world are threads of one process"
     census = Census(context.recorder) if training.is_counted else None
     try:
         with (
@@ -71,7 +90,7 @@ class _TakesSteps(Protocol):
 
 
 class _RefusedError(Exception):
-    """The engine refused the plan in prepare."""
+    """The engine refused the plan before training."""
 
 
 def _run(context: RankContext, training: Training, adapter: Engine, watches: Watches) -> Observation:
@@ -89,7 +108,7 @@ def _prepare(
 ) -> PreparedModel:
     mesh = _mesh(context, plan)
     data = mesh if mesh.mesh_dim_names == plan.data_axes else mesh[plan.data_axes]
-    try:
+    with _refusing():
         if plan.pipeline_stages > 1:
             from shardproof.harness.training.pipeline import (
                 prepare_pipeline,  # here, because torch's part of it imports slowly
@@ -102,6 +121,13 @@ def _prepare(
         if watches is not None:
             watches.form = Form.of(model, training)
         return adapter.prepare(model, plan, data)
+
+
+@contextmanager
+def _refusing() -> Iterator[None]:
+    """Take the errors by which an engine refuses for a refusal."""
+    try:
+        yield
     except _REFUSALS as refusal:
         raise _RefusedError(f"{kind_of(refusal)}: {text_of(refusal)}") from refusal
 
@@ -120,14 +146,15 @@ def train(
     recorder = context.recorder
     if training.convert is not None:
         prepared.convert(training.convert)
-    prepared.optimizer(training.optimizer)
     loop = _Loop(prepared, training, context, watches)
+    with _refusing():
+        prepared.optimizer(loop.schedules.factory)
     with recorder.during(Phase.OBSERVE):
         initial = read_shards(prepared, "local_parameters")
     steps = []
     for step in range(training.schedule.steps):
         if training.resume is not None and step == training.resume.after_steps and adapter is not None:
-            loop.resume_in(_prepare(context, training, adapter, training.resume.plan))
+            loop.resume_in(_prepare(context, training, adapter, training.resume.plan), step)
         steps.append(loop.step(step))
     with recorder.during(Phase.OBSERVE):
         return Observation(
@@ -137,9 +164,10 @@ def train(
             steps=tuple(steps),
             optimizer_state=read_shards(loop.prepared, "local_optimizer_state"),
             buffers=read_shards(loop.prepared, "local_buffers"),
-            ledger=recorder.ledger(),
+            ledger=(),  # in the journal
             cut=read_declared(loop.prepared, "cut", Cut),
             no_gradient=read_declared(loop.prepared, "no_gradient", NoGradient),
+            masters=read_declared(loop.prepared, "masters", Masters),
             counts=() if watches is None or watches.census is None else watches.census.counts,
         )
 
@@ -155,30 +183,43 @@ class _Loop:
         watches: Watches | None,
     ) -> None:
         self.prepared = prepared
+        self.schedules = StepSchedules(training.optimizer)
         self._training = training
         self._context = context
         self._watches = watches
         self._lifetimes = None if watches is None else watches.lifetimes
         self._census = None if watches is None else watches.census
         self._inputs = hashlib.sha256()
+        self._facts: tuple[Fact, ...] = ()  # of what came before the step
 
     @property
     def input_digest(self) -> str:
         """Hash of all data so far."""
         return self._inputs.hexdigest()
 
-    def resume_in(self, successor: PreparedModel) -> None:
+    def resume_in(self, successor: PreparedModel, step: int) -> None:
         """Go on with another prepared model, which takes over the state of this one."""
-        successor.optimizer(self._training.optimizer)
+        self.schedules = StepSchedules(self._training.optimizer, steps_done=step)
+        with _refusing():
+            successor.optimizer(self.schedules.factory)
         with calling("full_state"):
             state = self.prepared.full_state()
+        before = _tensors_of(state)
         with calling("load_full_state"):
             successor.load_full_state(state)
+        lost = [
+            path
+            for path, tensor in _tensors_of(state).items()
+            if not _is_equal(before.pop(path, None), tensor)
+        ]
+        wrong = sorted((*lost, *before))
+        self._facts = (Fact(moment="", subject=LOADED, value=f"{wrong[0]} changed" if wrong else UNCHANGED),)
         self.prepared = successor
 
     def step(self, step: int) -> StepObservation:
         """Play the script, read gradients, update, read parameters."""
         prepared, recorder, schedule = self.prepared, self._context.recorder, self._training.schedule
+        facts, self._facts = self._facts, ()
         actor = RankActor(prepared, self._training, self._context, step, self._inputs, self._watches)
         self._meet(step)
         with recorder.during(Phase.BETWEEN, step=step):
@@ -187,6 +228,7 @@ class _Loop:
             else:
                 self._training.script.play(actor)
         self._meet(step)
+        self._count(actor, CensusTime.REDUCED)
         norm = None
         if schedule.clip is not None:
             with recorder.during(Phase.STEP, step=step):
@@ -197,6 +239,7 @@ class _Loop:
             if schedule.order is LoopOrder.ZERO_THEN_STEP:
                 self._zero_grad(step)
             prepared.step()
+            self.schedules.step()
             self._count(actor, CensusTime.STEPPED)
             if schedule.order is LoopOrder.STEP_THEN_ZERO:
                 self._zero_grad(step)
@@ -210,7 +253,7 @@ class _Loop:
             gradients=gradients,
             parameters=parameters,
             norm=norm,
-            facts=tuple(actor.tape.facts),
+            facts=(*facts, *actor.tape.facts),
             snapshots=actor.tape.snapshots,
         )
 
@@ -225,7 +268,8 @@ class _Loop:
         shown = read_shards(self.prepared, "local_optimizer_state")
         state = sum(shard.tensor.nbytes for shard in shown.values())
         size, cut = self._context.size, read_declared(self.prepared, "cut", Cut)
-        return explained(form, self._training, size, cut=cut, state=state).num_bytes
+        masters = read_declared(self.prepared, "masters", Masters)
+        return explained(form, self._training, size, cut=cut, state=state, masters=masters).num_bytes
 
     def _meet(self, step: int) -> None:
         if self._lifetimes is not None:
@@ -235,6 +279,19 @@ class _Loop:
     def _zero_grad(self, step: int) -> None:
         alternate = self._training.schedule.zero_grad is ZeroGrad.ALTERNATE
         self.prepared.zero_grad(set_to_none=not (alternate and step % 2))
+
+
+# Any: a state, which is what the engine likes.
+def _tensors_of(state: Any, path: str = "state") -> dict[str, torch.Tensor]:
+    """Copy the tensors of nested dicts and lists, by the way to each."""
+    if isinstance(state, torch.Tensor):
+        return {path: shard_of(state).tensor.detach().clone()}
+    items = state.items() if isinstance(state, dict) else enumerate(state) if isinstance(state, list) else ()
+    return {p: t for key, value in items for p, t in _tensors_of(value, f"{path}[{key!r}]").items()}
+
+
+def _is_equal(one: torch.Tensor | None, other: torch.Tensor) -> bool:
+    return one is not None and one.shape == other.shape and torch.equal(one, other)
 
 
 def _mesh(context: RankContext, plan: Plan) -> DeviceMesh:

@@ -5,7 +5,8 @@ It knows nothing of engines and compares nothing; ``harness.laws.parity`` does.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -15,6 +16,7 @@ from torch import nn
 
 from shardproof.engine.contract import Plan
 from shardproof.harness.cases.training import LoopOrder, Training, ZeroGrad
+from shardproof.harness.cases.user_model import StepSchedules
 from shardproof.harness.torch_compat.dispatch import drawing_apart
 from shardproof.harness.torch_compat.dtypes import cast_module, widened
 from shardproof.harness.training.absolute_error import deviation, largest
@@ -22,11 +24,14 @@ from shardproof.harness.training.draws import drawing_in
 from shardproof.harness.training.oracle_actor import OracleActor, OracleModels
 from shardproof.harness.training.reduction_orders import (
     EXACT_ORDER,
+    OWN_ORDER,
     Summation,
     is_of_full_precision,
     num_reorderings,
+    reduces_fully,
     reordering,
 )
+from shardproof.harness.training.rounding import rounding_anew
 
 __all__ = [
     "INITIAL_STEP",
@@ -91,25 +96,29 @@ class OracleStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class FirstStep:
-    """The first gradients from pieces of the ranks' own dtype, rows in their order: rounded as the model rounds.
+    """The first step from pieces of the ranks' own dtype, rows in their order: rounded as the model rounds.
 
-    Pieces are added exactly; ``noise`` is how far other orders of adding them deviate.
+    Pieces are added exactly; ``noise`` is how far gradients deviate where they are added in other orders, and
+    ``parameter_noise`` how far parameters do.
     """
 
     gradients: Tensors
+    parameters: Tensors
     noise: Mapping[str, float]
+    parameter_noise: Mapping[str, float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class OracleObservation:
-    """What a right engine computes, in float64, and how far float32 may stray from it.
+    """What a right engine computes, in float64 or in the model's own dtypes, and how far float32 may stray from it.
 
     ``buffers`` has one entry per rank: those after all of that rank's forwards. ``noise`` is, per tensor, the
     largest absolute deviation from the float64 value over float32 runs whose sums are taken in other orders.
     ``constants`` are the buffers that training left as they were built, bit by bit, on all ranks in all runs.
     ``dtypes`` are those of the float32 runs, with ``INITIAL_STEP`` for every place. ``is_exact`` says that the
     problem claims to be exact, the world is a power of two, and no float32 run deviated in a single bit. ``draws``
-    says that forward or the loss draws random numbers; ``device`` is that of the ranks to compare with.
+    says that forward or the loss draws random numbers; ``device`` is that of the ranks to compare with. ``untrained``
+    are the parameters that the optimizer was not given.
     ``first`` is None unless the model rounds far more than its dtype does; see [Note: rounding of one side].
     """
 
@@ -126,6 +135,8 @@ class OracleObservation:
     draws: bool = False
     device: str = "cpu"
     first: FirstStep | None = None
+    is_widened: bool = True
+    untrained: frozenset[str] = frozenset()
 
     @property
     def divisor(self) -> float:
@@ -166,6 +177,7 @@ class _Run:
     buffers: tuple[Tensors, ...]
     built_buffers: Tensors
     draws: bool
+    untrained: frozenset[str]
 
     def tensors(self) -> dict[TensorKey, torch.Tensor]:
         """List every tensor; buffers of all ranks are one tensor, since their noise is judged together."""
@@ -186,13 +198,12 @@ class _Run:
 def run_oracle(training: Training, world_size: int) -> OracleObservation:
     """Train once in float64 and a few times in the parameters' dtype with other orders of summation.
 
-    ``world_size`` counts the ranks that have data of their own. Never communicates.
+    Where float64 is no reference, train once in the parameters' dtypes, and disturb the other runs; see
+    [Note: rounded anew]. ``world_size`` counts the ranks that have data of their own. Never communicates.
     """
     with drawing_apart():
         exact = _exact(training, world_size)
-        orders = (_reordering(k, training, exact.draws) for k in range(num_reorderings(training.plan)))
-        noisy = [_train(training, world_size, order) for order in orders]
-        noise = _largest_deviation(exact.tensors(), [run.tensors() for run in noisy])
+        noise, dtypes = _noise_of(training, world_size, exact)
         first = _first_step(training, world_size) if _rounds_coarsely(training, exact, noise) else None
         steps = _with_lagging(training, world_size, exact)
     is_power_of_two = world_size & (world_size - 1) == 0
@@ -205,19 +216,23 @@ def run_oracle(training: Training, world_size: int) -> OracleObservation:
         buffers=exact.buffers,
         noise=noise,
         constants=_constants(exact, noise),
-        dtypes={
-            TensorKey(quantity=place.quantity, step=INITIAL_STEP, name=place.name): tensor.dtype
-            for place, tensor in noisy[0].tensors().items()
-        },
+        dtypes=dtypes,
         is_exact=training.problem.is_exact and is_power_of_two and not any(noise.values()),
         draws=exact.draws,
         first=first,
+        is_widened=training.problem.is_widened,
+        untrained=exact.untrained,
     )
 
 
 def _rounds_coarsely(training: Training, exact: _Run, noise: Mapping[TensorKey, float]) -> bool:
-    """Whether the first gradients round as those of bfloat16 do, although nothing was asked in fewer bits."""
-    if not exact.steps or training.schedule.clip or not is_of_full_precision(training.plan, training.convert):
+    """Whether the first gradients round far more than their reduction does: by the model's word, or as asked."""
+    plan, schedule = training.plan, training.schedule
+    if not exact.steps or schedule.clip:
+        return False
+    if plan.compute_dtype is not None and schedule.microbatches == 1:
+        return reduces_fully(plan, training.convert)
+    if not is_of_full_precision(plan, training.convert):
         return False
     coarse = _COARSE_ROUNDINGS * torch.finfo(torch.float32).eps
     return any(
@@ -228,17 +243,35 @@ def _rounds_coarsely(training: Training, exact: _Run, noise: Mapping[TensorKey, 
 
 
 def _first_step(training: Training, world_size: int) -> FirstStep:
-    dtype = training.convert or torch.float32
+    dtype = training.convert
     model = cast_module(training.problem.build(), dtype)
     in_order = replace(reordering(0, training.plan, dtype), seed=None)
     _, contributions = _pieces(training, OracleModels(model, world_size, in_order), step=0)
     orders = [reordering(k, training.plan, dtype) for k in range(num_reorderings(training.plan))]
     exact = {n: EXACT_ORDER.reduce(widened(pieces), training.plan) for n, pieces in contributions.items()}
-    noise = {
-        name: max(largest(deviation(order.reduce(pieces, training.plan), exact[name])) for order in orders)
-        for name, pieces in contributions.items()
-    }
-    return FirstStep(gradients=exact, noise=noise)
+    reduced = [
+        {n: order.reduce(pieces, training.plan) for n, pieces in contributions.items()} for order in orders
+    ]
+    parameters = _stepped(training, EXACT_ORDER.dtype, exact)
+    return FirstStep(
+        gradients=exact,
+        parameters=parameters,
+        noise=_noise(exact, reduced),
+        parameter_noise=_noise(parameters, [_stepped(training, dtype, gradients) for gradients in reduced]),
+    )
+
+
+def _stepped(training: Training, dtype: torch.dtype | None, gradients: Tensors) -> Tensors:
+    """Return the parameters after a first update by these gradients."""
+    model = cast_module(training.problem.build(), dtype)
+    for name, gradient in gradients.items():
+        model.get_parameter(name).grad = gradient
+    training.optimizer(model.parameters()).step()
+    return _copy(dict(model.named_parameters()))
+
+
+def _noise(exact: Tensors, runs: Sequence[Tensors]) -> dict[str, float]:
+    return {name: max(largest(deviation(run[name], value)) for run in runs) for name, value in exact.items()}
 
 
 def _with_lagging(training: Training, world_size: int, exact: _Run) -> tuple[OracleStep, ...]:
@@ -246,8 +279,9 @@ def _with_lagging(training: Training, world_size: int, exact: _Run) -> tuple[Ora
 
     No random numbers of float32 are drawn and buffers follow these forwards: this names a defect, and decides nothing.
     """
-    model = cast_module(training.problem.build(), EXACT_ORDER.dtype)
-    workshop = OracleModels(model, world_size, EXACT_ORDER)
+    order = _reference_order(training)
+    model = cast_module(training.problem.build(), order.dtype)
+    workshop = OracleModels(model, world_size, order)
     parameters, met = dict(model.named_parameters()), exact.initial
     steps = [*exact.steps[:1]]
     for step, seen in enumerate(exact.steps[1:], start=1):
@@ -255,7 +289,7 @@ def _with_lagging(training: Training, world_size: int, exact: _Run) -> tuple[Ora
             for name, parameter in parameters.items():
                 parameter.copy_(met[name])
         _, contributions = _pieces(training, workshop, step)
-        reduced = {n: EXACT_ORDER.reduce(pieces, training.plan) for n, pieces in contributions.items()}
+        reduced = {n: order.reduce(pieces, training.plan) for n, pieces in contributions.items()}
         steps.append(replace(seen, lagging=reduced))
         met = exact.steps[step - 1].parameters
     return tuple(steps)
@@ -263,26 +297,43 @@ def _with_lagging(training: Training, world_size: int, exact: _Run) -> tuple[Ora
 
 def _exact(training: Training, world_size: int) -> _Run:
     """Train in float64; where random numbers are drawn once more, with those that float32 would draw."""
-    exact = _train(training, world_size, EXACT_ORDER)
-    if not exact.draws:
+    exact = _train(training, world_size, _reference_order(training))
+    if not exact.draws or not training.problem.is_widened:
         return exact
     dtype = training.plan.compute_dtype or training.convert or torch.float32
     return _train(training, world_size, EXACT_ORDER, drawing_in(dtype))
 
 
+def _reference_order(training: Training) -> Summation:
+    return EXACT_ORDER if training.problem.is_widened else replace(OWN_ORDER, dtype=training.convert)
+
+
 def _reordering(number: int, training: Training, draws: bool) -> Summation:
     """Return an order of sums; of a model that draws, rows stay with the numbers that were drawn for them."""
-    order = reordering(number, training.plan, training.convert or torch.float32)
+    order = reordering(number, training.plan, training.convert)
     return replace(order, keeps_rows=draws)
 
 
-def _largest_deviation(
-    exact: dict[TensorKey, torch.Tensor], runs: list[dict[TensorKey, torch.Tensor]]
-) -> dict[TensorKey, float]:
-    return {
-        place: max(deviation(run[place], value).max().item() for run in runs) if value.numel() else 0.0
-        for place, value in exact.items()
-    }
+def _noise_of(
+    training: Training, world_size: int, exact: _Run
+) -> tuple[dict[TensorKey, float], dict[TensorKey, torch.dtype]]:
+    """Return how far each tensor of the other orders deviates, and its dtype; one run is in memory at a time."""
+    reference = exact.tensors()
+    noise, dtypes = dict.fromkeys(reference, 0.0), dict[TensorKey, torch.dtype]()
+    for number in range(num_reorderings(training.plan)):
+        order = _reordering(number, training, exact.draws)
+        run = _train(training, world_size, order, keeps_pieces=False).tensors()
+        for place, value in reference.items():
+            if value.numel():
+                noise[place] = _worse(noise[place], deviation(run[place], value).max().item())
+        for place, tensor in run.items():
+            dtypes[replace(place, step=INITIAL_STEP)] = tensor.dtype
+    return noise, dtypes
+
+
+def _worse(one: float, other: float) -> float:
+    """Return the larger, or the one that is no number."""
+    return one if one >= other or math.isnan(one) else other
 
 
 def _constants(exact: _Run, noise: Mapping[TensorKey, float]) -> frozenset[str]:
@@ -301,26 +352,37 @@ def _train(
     world_size: int,
     summation: Summation,
     drawing: AbstractContextManager[object] = nullcontext(),  # noqa: B008 - it holds nothing
+    *,
+    keeps_pieces: bool = True,
 ) -> _Run:
-    """Run the whole schedule on one model, with the pieces of all ranks one after the other."""
+    """Run the whole schedule on one model, with the pieces of all ranks one after the other.
+
+    Without ``keeps_pieces`` steps have no contributions, which take the most memory.
+    """
     model = cast_module(training.problem.build(), summation.dtype)
     parameters = dict(model.named_parameters())
     initial, built_buffers = _copy(parameters), _copy(dict(model.named_buffers()))
-    optimizer = training.optimizer(parameters.values())
+    schedules = StepSchedules(training.optimizer)
+    optimizer = schedules.factory(parameters.values())
     workshop = OracleModels(model, world_size, summation)
     steps = []
+    is_disturbed = summation.seed is not None and not training.problem.is_widened
+    disturbing = rounding_anew(summation.seed or 0) if is_disturbed else nullcontext()
     for step in range(training.schedule.steps):
-        with drawing:
+        with drawing, disturbing:
             losses, contributions = _pieces(training, workshop, step)
         for name, pieces in contributions.items():
-            # Cleared before, to None or to zeros; a parameter that no loss reaches keeps what clearing left.
-            parameters[name].grad = summation.reduce(pieces, training.plan)
+            # Cleared before, to None or to zeros, unless the optimizer was not given the parameter.
+            reduced, left = summation.reduce(pieces, training.plan), parameters[name].grad
+            parameters[name].grad = reduced if left is None else left + reduced
         norm = _clip(training, parameters)
         gradients = {n: None if p.grad is None else p.grad.clone() for n, p in parameters.items()}
-        _update(training, optimizer, step)
+        with disturbing:
+            _update(training, optimizer, step)
+        schedules.step()
         seen = OracleStep(
             losses=losses,
-            contributions=contributions,
+            contributions=contributions if keeps_pieces else {},
             gradients=gradients,
             parameters=_copy(parameters),
             norm=norm,
@@ -339,6 +401,7 @@ def _train(
         buffers=workshop.buffers(),
         built_buffers=built_buffers,
         draws=workshop.draws,
+        untrained=_not_given(optimizer, parameters),
     )
 
 
@@ -375,6 +438,11 @@ def _update(training: Training, optimizer: torch.optim.Optimizer, step: int) -> 
     else:
         optimizer.step()
         optimizer.zero_grad(set_to_none=clears_to_none)
+
+
+def _not_given(optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]) -> frozenset[str]:
+    given = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    return frozenset(name for name, parameter in parameters.items() if id(parameter) not in given)
 
 
 def _copy(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

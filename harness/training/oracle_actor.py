@@ -5,13 +5,14 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
 from shardproof.engine.contract import UnitHandle
-from shardproof.harness.cases.batch import Batch, Rows, arguments_of
+from shardproof.harness.cases.batch import Batch, ModelBatch, Rows, arguments_of, converted
 from shardproof.harness.cases.script import Actor, Evaluation
 from shardproof.harness.cases.training import Training, loss_weight
 from shardproof.harness.torch_compat.dtypes import cast, cast_module
@@ -37,6 +38,7 @@ class OracleModels:
         computing = _casting(copy.deepcopy(model), summation.compute_dtype) if is_cast else model
         self._of_rank = [_with_own_buffers(computing) for _ in range(world_size)]
         self.model = self._of_rank[0]  # that of the rank that is played
+        self.dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
 
     @contextmanager
     def playing(self, rank: int) -> Iterator[None]:
@@ -75,7 +77,7 @@ def _with_own_buffers(model: nn.Module) -> nn.Module:
     return copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()})
 
 
-def _casting(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+def _casting(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
     """Let every module that owns parameters compute in ``dtype``, as units of a plan do."""
 
     # Any: a module takes what it likes.
@@ -118,11 +120,16 @@ class OracleActor(Actor):
     def forward(self, microbatch: int, *inputs: Any, part: str = "") -> Any:
         """Call the model."""
         with self._workshop.calling(self._seeds, microbatch):
-            args, kwargs = arguments_of(inputs)
+            args, kwargs = arguments_of([self._cast(given) for given in inputs])
             output = self.part(part)(*args, **kwargs)
         if self._output_dtype is not None and not part and isinstance(output, torch.Tensor):
             return output.to(self._output_dtype)
         return output
+
+    def _cast(self, given: Any) -> Any:
+        """Cast all arguments of a model of the user's, as units of a plan do; other inputs were cast before."""
+        dtype = self._workshop.summation.compute_dtype
+        return converted(given, partial(cast, dtype=dtype)) if isinstance(given, ModelBatch) else given
 
     def loss(self, microbatch: int, output: Any, target: torch.Tensor | None = None) -> torch.Tensor:
         """Compute it."""
@@ -145,7 +152,7 @@ class OracleActor(Actor):
             self.losses.append(float(counted.detach()))
         for name, parameter in self._workshop.model.named_parameters():
             if parameter.grad is not None:
-                found = cast(parameter.grad, self._workshop.summation.dtype)
+                found = parameter.grad.to(self._workshop.dtypes[name])
                 key = (microbatch, name)
                 self.gradients[key] = self.gradients[key] + found if key in self.gradients else found
                 parameter.grad = None

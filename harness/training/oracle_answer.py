@@ -5,7 +5,10 @@ from __future__ import annotations
 import io
 import traceback
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import Any
+
+import torch
 
 from shardproof.harness.cases.training import Training
 from shardproof.harness.errors import EngineError, HarnessBug, ShardproofError, UsageError
@@ -56,6 +59,7 @@ def _failure(training: Training, got: str) -> HarnessBug:
 
 def _answer(training: Training, world_size: int) -> bytes:
     buffer = io.BytesIO()
+    torch.compiler.set_stance("force_eager")  # the reference is what the model's own code says
     try:
         write_tree(_plain(run_oracle(training, world_size)), buffer)
     except Exception as error:
@@ -89,7 +93,9 @@ def _plain(oracle: OracleObservation) -> dict[str, Any]:
         "dtypes": [[*_spelled(place), dtype_name(dtype)] for place, dtype in oracle.dtypes.items()],
         "is_exact": oracle.is_exact,
         "draws": oracle.draws,
-        "first": oracle.first and {"gradients": oracle.first.gradients, "noise": oracle.first.noise},
+        "is_widened": oracle.is_widened,
+        "untrained": sorted(oracle.untrained),
+        "first": oracle.first and {f.name: getattr(oracle.first, f.name) for f in fields(FirstStep)},
     }
 
 
@@ -106,6 +112,8 @@ def _observation(plain: dict[str, Any], training: Training) -> OracleObservation
         dtypes={_place(*spelled): dtype_of(name) for *spelled, name in plain["dtypes"]},
         is_exact=plain["is_exact"],
         draws=plain["draws"],
+        is_widened=plain["is_widened"],
+        untrained=frozenset(plain["untrained"]),
         first=plain["first"] and FirstStep(**plain["first"]),
     )
 

@@ -79,6 +79,7 @@ class RankActor(Actor):
     def forward(self, microbatch: int, *inputs: Any, part: str = "") -> Any:
         """Call the prepared model, or the part."""
         self._seeds.begin(microbatch, self._context.device.type)
+        self._announce(microbatch)
         self.is_at_rest = False
         with self._during(Phase.FORWARD, microbatch):
             args, kwargs = arguments_of(inputs)
@@ -96,6 +97,7 @@ class RankActor(Actor):
 
     def backward(self, microbatch: int, loss: torch.Tensor, *, is_counted: bool = True) -> None:
         """Run it by the prepared model."""
+        self._announce(microbatch)
         with self._during(Phase.BACKWARD, microbatch):
             self._prepared.backward(loss)
         self.is_at_rest = True
@@ -104,10 +106,14 @@ class RankActor(Actor):
 
     def backward_of_branch(self, microbatch: int, loss: torch.Tensor) -> None:
         """Run it by the prepared model."""
+        self._announce(microbatch)
         with self._during(Phase.BACKWARD, microbatch):
             self._prepared.backward_of_branch(loss)
         self.is_at_rest = True
         self._keep(loss)
+
+    def _announce(self, microbatch: int) -> None:
+        self._prepared.is_last_microbatch = microbatch == self.num_microbatches - 1
 
     def evaluate(self, microbatch: int, how: Evaluation = Evaluation.NO_GRAD) -> None:
         """Switch the module to eval and back around one forward."""

@@ -11,23 +11,30 @@ from shardproof.engine.contract import Accumulation, Plan
 from shardproof.harness.cases.batch import Batch, ModelBatch, Rows, converted
 from shardproof.harness.torch_compat.dtypes import cast
 
-__all__ = ["EXACT_ORDER", "Summation", "is_of_full_precision", "num_reorderings", "reordering"]
+__all__ = [
+    "EXACT_ORDER",
+    "Summation",
+    "is_of_full_precision",
+    "num_reorderings",
+    "reduces_fully",
+    "reordering",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summation:
     """One way to compute a step's gradient from the pieces of all microbatches and ranks.
 
-    ``dtype`` is that of the parameters, ``compute_dtype`` that of forward and backward. ``seed`` shuffles rows,
-    microbatches and ranks; None keeps their order. ``reduce_dtype`` is what crosses
-    between ranks. ``is_tree`` adds in pairs, not one after the other; ``divides_first`` divides before adding,
+    ``dtype`` is that of the parameters, ``compute_dtype`` that of forward and backward, ``reduce_dtype`` what crosses
+    between ranks; with None each tensor keeps its own. ``seed`` shuffles rows, microbatches and ranks; None keeps
+    their order. ``is_tree`` adds in pairs, not one after the other; ``divides_first`` divides before adding,
     as engines do against overflow. ``accumulates_reduced`` keeps the local sum over
     microbatches in ``reduce_dtype``. ``keeps_rows`` leaves rows in their order, for models that draw random numbers.
     """
 
-    dtype: torch.dtype
-    reduce_dtype: torch.dtype
-    compute_dtype: torch.dtype
+    dtype: torch.dtype | None
+    reduce_dtype: torch.dtype | None
+    compute_dtype: torch.dtype | None
     seed: int | None = None
     is_tree: bool = False
     divides_first: bool = False
@@ -37,7 +44,7 @@ class Summation:
     def prepare(self, batch: Batch) -> Batch:
         """Cast the inputs' floats to ``compute_dtype``, those of the target to ``dtype``, and shuffle the rows."""
         if isinstance(batch, ModelBatch):  # which tensors have rows, and in which dim, is unknown
-            return converted(batch, partial(cast, dtype=self.compute_dtype))
+            return converted(batch, partial(cast, dtype=self.dtype))  # the loss is given all of them
         num_rows = batch.target.shape[0]
         order = torch.arange(num_rows) if self.keeps_rows else self._order(num_rows)
         inputs = tuple(cast(tensor, self.compute_dtype)[order] for tensor in batch.inputs)
@@ -54,9 +61,10 @@ class Summation:
         return self._divided(self._sum(local), divisor)
 
     def _divided(self, of_ranks: torch.Tensor, divisor: float) -> torch.Tensor:
+        dtype = self.dtype or of_ranks.dtype
         if self.divides_first:
-            return cast(self._sum(cast(of_ranks / divisor, self.reduce_dtype)), self.dtype)
-        return cast(self._sum(cast(of_ranks, self.reduce_dtype)) / divisor, self.dtype)
+            return cast(self._sum(cast(of_ranks / divisor, self.reduce_dtype)), dtype)
+        return cast(self._sum(cast(of_ranks, self.reduce_dtype)) / divisor, dtype)
 
     def _sum(self, pieces: torch.Tensor) -> torch.Tensor:
         if self.seed is None:
@@ -77,12 +85,18 @@ class Summation:
 
 
 EXACT_ORDER = Summation(dtype=torch.float64, reduce_dtype=torch.float64, compute_dtype=torch.float64)
+# The reference of a model that float64 cannot stand for: only its sums over ranks are of more bits than it has.
+OWN_ORDER = Summation(dtype=None, reduce_dtype=torch.float64, compute_dtype=None)
 
 
 def is_of_full_precision(plan: Plan, dtype: torch.dtype | None) -> bool:
     """Whether parameters of ``dtype`` are computed with and reduced in at least float32; None is float32."""
-    wide = {None, torch.float32, torch.float64}
-    return plan.compute_dtype is None and {plan.reduction_dtype, dtype} <= wide
+    return plan.compute_dtype is None and reduces_fully(plan, dtype)
+
+
+def reduces_fully(plan: Plan, dtype: torch.dtype | None) -> bool:
+    """Whether gradients of parameters of ``dtype`` are reduced in at least float32."""
+    return {plan.reduction_dtype, dtype} <= {None, torch.float32, torch.float64}
 
 
 def num_reorderings(plan: Plan) -> int:
@@ -93,8 +107,11 @@ def num_reorderings(plan: Plan) -> int:
     return 4 if plan.reduction_dtype in (None, torch.float32) else 8
 
 
-def reordering(number: int, plan: Plan, dtype: torch.dtype = torch.float32) -> Summation:
-    """Return the ``number``-th order for parameters of ``dtype``; all combinations of tree and division come first."""
+def reordering(number: int, plan: Plan, dtype: torch.dtype | None = None) -> Summation:
+    """Return the ``number``-th order for parameters of ``dtype``; all combinations of tree and division come first.
+
+    With None parameters keep the dtypes that they are built with.
+    """
     return Summation(
         dtype=dtype,
         reduce_dtype=plan.reduction_dtype or dtype,

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 from shardproof.harness.cases.training import Watch
-from shardproof.harness.tracing.memory.census import Census, counting
+from shardproof.harness.tracing.memory.census import Census
 from shardproof.harness.tracing.memory.tracker import MemoryTracker
 from shardproof.harness.tracing.operators import observing_operators
 from shardproof.harness.tracing.races.cuda_streams import watched_cuda_streams
@@ -34,9 +34,9 @@ def watching(
     """Watch what the calling thread's rank does to memory, and on which streams of a device, until exit."""
     streams = watched_streams(recorder, device_type) if Watch.RACES in asked else nullcontext()
     lifetimes = MemoryTracker(recorder) if Watch.LIFETIMES in asked else None
-    with streams as races, counting(census):
+    with streams as races:
         witnesses = [watch for watch in (races, lifetimes) if watch is not None]
-        with observing_operators(*witnesses):
+        with observing_operators(*witnesses, made=None if census is None else census.made):
             yield Watches(races=races, lifetimes=lifetimes, census=census)
 
 

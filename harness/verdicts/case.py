@@ -8,8 +8,6 @@ from enum import Enum
 from shardproof.harness.cases.training import Training
 from shardproof.harness.laws.law import Law
 
-__all__ = ["Case", "Refusal"]
-
 
 class Refusal(Enum):
     """What is made of an engine that declares all that a case needs, and refuses it nevertheless."""

@@ -9,8 +9,6 @@ from shardproof.harness.laws.communication.matching import Counterparts, Process
 from shardproof.harness.records.hang import CallRecord, Divergence, Side
 from shardproof.harness.tracing.ledger import Entry
 
-__all__ = ["call_record", "difference"]
-
 
 def difference(counterparts: Counterparts, group: ProcessGroup) -> Divergence | None:
     """Walk the members' calls side by side to the first on which they differ; None if they never do."""

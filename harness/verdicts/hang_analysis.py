@@ -20,8 +20,6 @@ from shardproof.harness.verdicts.difference import call_record, difference
 from shardproof.harness.worlds.outcome import Abandoned, Died, Outcome, Raised, Returned, TimedOut
 from shardproof.harness.worlds.processes.stacks import frames_of, own_frames
 
-__all__ = ["TRANSPORT_ERRORS", "analyse_hang"]
-
 # Errors of the threads world by which a rank learns that it cannot go on: it is in the call that raised them.
 TRANSPORT_ERRORS = frozenset({"CollectiveMismatchError", "DeadlockError", "CollectiveTimeoutError"})
 
@@ -54,7 +52,7 @@ def analyse_hang(outcomes: Sequence[Outcome], ledgers: Mapping[int, Ledger]) -> 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Examined:
-    """A rank and, as its ledger has it, the call that is told of it."""
+    """A rank and the call that its ledger reports for it."""
 
     rank: RankState
     call: Entry | None
@@ -67,7 +65,7 @@ def _examine(outcome: Outcome, ledger: Ledger, counterparts: Counterparts) -> _E
     is_in_own_code = bool(own) and frames[0] == own[0]
     held = _held(outcome.rank, ledger, counterparts, is_in_own_code=is_in_own_code) if is_alive else None
     if held is None and isinstance(outcome, Raised) and outcome.kind in TRANSPORT_ERRORS and ledger:
-        held = ledger[-1]  # it learnt when it made the call that nobody would come
+        held = ledger[-1]  # it learnt when it made the call that no other rank would come
     if isinstance(outcome, Returned):
         doing = RankActivity.RETURNED
     elif not is_alive:
@@ -162,7 +160,7 @@ def _suspects(ranks: Sequence[RankState], cycle: tuple[int, ...]) -> tuple[int, 
     if cycle:
         most = max(waits[rank] for rank in cycle)
         return tuple(sorted(rank for rank in cycle if waits[rank] == most))
-    # Nobody waits for anybody: whoever is in no call and did not come to its end holds up the world by itself.
+    # No rank waits for another: a rank that is in no call and did not end holds up the world by itself.
     return tuple(r.rank for r in ranks if r.doing is RankActivity.OUTSIDE)
 
 
@@ -242,7 +240,7 @@ def _where(rank: RankState) -> str:
             return f"waiting in {_tell(rank.call)}{f' for {_names(rank.awaits)}' if rank.awaits else ''}"
         case RankActivity.OUTSIDE:
             at = (rank.frames or rank.stack)[:1]
-            return f"in no call, {f'at {at[0]}' if at else 'nobody knows where'}; {last}"
+            return f"in no call, {f'at {at[0]}' if at else 'at an unknown place'}; {last}"
         case RankActivity.RETURNED | RankActivity.FAILED:
             return f"{rank.ended}; {last}"
         case _:

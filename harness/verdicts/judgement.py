@@ -16,12 +16,13 @@ from shardproof.harness.laws.memory.lifetimes import UserTensorsLive
 from shardproof.harness.laws.memory.share import MemoryIsExplained
 from shardproof.harness.laws.runtime import NoRaces
 from shardproof.harness.records.hang import HangReport
-from shardproof.harness.records.record import LawRecord, OutcomeRecord, TensorRecord, Verdict
+from shardproof.harness.records.record import LawRecord, OutcomeRecord, TensorRecord, Verdict, VisibleError
 from shardproof.harness.records.world_result import SavedResult
 from shardproof.harness.training.oracle import OracleObservation
 from shardproof.harness.verdicts.case import Case, Refusal
 from shardproof.harness.verdicts.hang_analysis import TRANSPORT_ERRORS, analyse_hang
 from shardproof.harness.verdicts.vacuity import incomparable_because, vacuous_because
+from shardproof.harness.verdicts.visibility import least_visible
 from shardproof.harness.worlds.outcome import (
     Abandoned,
     Died,
@@ -33,8 +34,6 @@ from shardproof.harness.worlds.outcome import (
     causal,
 )
 from shardproof.harness.worlds.processes.stacks import is_in_passage
-
-__all__ = ["Judgement", "implied", "judge", "judge_failure"]
 
 # The error of the threads world that says what the engine did, as gloo's hangs and garbage do not.
 _MISMATCH = "CollectiveMismatchError"
@@ -54,20 +53,27 @@ class Judgement:
     headline: str
     laws: tuple[LawRecord, ...] = ()
     worst: TensorRecord | None = None
+    visible: tuple[VisibleError, ...] = ()
     outcomes: tuple[OutcomeRecord, ...] = ()
     hang: HangReport | None = None
 
 
 def judge(
-    case: Case, declared: Set[Capability], kept: SavedResult, oracle: Callable[[], OracleObservation]
+    case: Case,
+    declared: Set[Capability],
+    kept: SavedResult,
+    oracle: Callable[[], OracleObservation],
+    *,
+    lacks: str = "",
 ) -> Judgement:
     """Judge every rank of one case; an undeclared capability turns the question into *was it refused?*
 
-    ``oracle`` is asked only where numbers are: who hangs or crashes is told without it, and so at once.
+    So does what the world ``lacks``. ``oracle`` is called only if there are numbers to compare: a hang or a crash is
+    judged without it, and so at once.
     """
     undeclared = case.training.needs - declared
-    if undeclared:
-        return _judge_refusal(undeclared, kept)
+    if undeclared or lacks:
+        return _judge_refusal(lacks or ", ".join(sorted(c.name for c in undeclared)), kept)
     if case.refusal is not Refusal.WRONG:
         told = _judge_loud_refusal(case, kept)
         if told is not None:
@@ -87,9 +93,8 @@ def implied(training: Training) -> tuple[Law, ...]:
     return (*_IMPLIED, *((MemoryIsExplained(),) if training.is_counted else ()), *watched)
 
 
-def _judge_refusal(undeclared: Set[Capability], kept: SavedResult) -> Judgement:
-    """Ask whether every rank refused in prepare; anything else is a finding, a crash on the way included."""
-    needs = ", ".join(sorted(c.name for c in undeclared))
+def _judge_refusal(needs: str, kept: SavedResult) -> Judgement:
+    """Ask whether every rank refused before training; anything else is a finding, a crash on the way included."""
     outcomes = _outcome_records(kept.result)
     num_ranks = len(kept.result.outcomes)
     if len(kept.refusals) == num_ranks and kept.result.is_clean:
@@ -106,7 +111,7 @@ def _judge_refusal(undeclared: Set[Capability], kept: SavedResult) -> Judgement:
         headline = f"accepted a plan that needs {needs}, which it does not declare, without a word"
         return Judgement(verdict=Verdict.UNSUPPORTED_SILENT, headline=headline, outcomes=outcomes)
     failure = judge_failure(kept)
-    instead = "refused, and then" if kept.refusals else "instead of refusing in prepare"
+    instead = "refused, and then" if kept.refusals else "instead of refusing before training"
     headline = f"needs {needs}, which it does not declare; {instead}: {failure.headline}"
     return replace(failure, headline=headline)
 
@@ -232,7 +237,8 @@ def _judge_laws(case: Case, kept: SavedResult, oracle: OracleObservation) -> Jud
     if reason is not None:
         return Judgement(verdict=Verdict.VACUOUS, headline=reason, laws=records, worst=worst)
     held = "; ".join(_headline(r) for r in rulings)
-    return Judgement(verdict=Verdict.PASSED, headline=held, laws=records, worst=worst)
+    visible = least_visible(evidence) if worst is not None else ()
+    return Judgement(verdict=Verdict.PASSED, headline=held, laws=records, worst=worst, visible=visible)
 
 
 def _headline(ruling: Ruling) -> str:

@@ -87,10 +87,14 @@ def expected(record: Record, expectations: Expectations | None) -> Record:
     live = [entry for entry in concerned if not is_expired(entry, expectations.today)]
     for entry in live:
         if entry.verdict is record.verdict and not _unnamed(entry, record):
-            return replace(record, verdict=Verdict.KNOWN_FAILURE, expectation=entry)
-    if record.verdict is Verdict.PASSED and live:
-        headline = f"expected to be {live[0].verdict}, and passed: remove the expectation; {record.headline}"
-        return replace(record, verdict=Verdict.UNEXPECTED_PASS, headline=headline, expectation=live[0])
+            inherited = "" if entry.engine == record.engine else f"{entry.engine} fails this case as well; "
+            headline = inherited + record.headline
+            return replace(record, verdict=Verdict.KNOWN_FAILURE, headline=headline, expectation=entry)
+    # What a derived engine does better than the known one is no surprise.
+    own = [entry for entry in live if entry.engine == record.engine]
+    if record.verdict is Verdict.PASSED and own:
+        headline = f"expected to be {own[0].verdict}, and passed: remove the expectation; {record.headline}"
+        return replace(record, verdict=Verdict.UNEXPECTED_PASS, headline=headline, expectation=own[0])
     return record if record.verdict.is_conforming else _unexcused(record, live, concerned)
 
 
@@ -107,6 +111,11 @@ def matches(pattern: str, text: str) -> bool:
     if pattern.startswith("!"):
         return not matches(pattern[1:], text)
     return fnmatchcase(text, pattern.replace("[", "[[]"))
+
+
+def is_refused_throughout(entry: Expectation, records: Sequence[Record]) -> bool:
+    """Return whether an entry bears on records, and each of them is a refusal."""
+    return {record.verdict for record in records if _concerns(entry, record)} == {Verdict.UNSUPPORTED}
 
 
 def unused(expectations: Expectations | None, ran: Ran) -> tuple[UnusedExpectation, ...]:
@@ -128,11 +137,13 @@ def unused(expectations: Expectations | None, ran: Ran) -> tuple[UnusedExpectati
 
 
 def _concerns(entry: Expectation, record: Record) -> bool:
+    """Whether an entry is of this case, for the engine itself or the known one that it is derived from."""
+    releases = {record.known_as: record.known_version, record.engine: record.engine_version}
     return (
-        entry.engine == record.engine
+        entry.engine in releases
         and matches(entry.case, record.case)
         and matches(entry.world, record.world)
-        and fit(entry.version, record.engine_version) is Fit.MEETS
+        and fit(entry.version, releases[entry.engine]) is Fit.MEETS
     )
 
 
@@ -190,11 +201,12 @@ def _idle_on_cases(entry: Expectation, ran: Ran) -> UnusedExpectation | None:
         if is_whole:
             return _idle(entry, "no case has such an id: see `shardproof list --cases`", is_stale=True)
         return _idle(entry, "none of the cases selected has such an id")
-    verdicts = {record.verdict for record in ran.records if _concerns(entry, record)}
-    if not verdicts:
+    if not any(_concerns(entry, record) for record in ran.records):
         return _idle(entry, "its cases make no sense in these worlds, or were not reached")
-    if verdicts == {Verdict.UNSUPPORTED}:
-        return _idle(entry, "the engine refuses every such case: UNSUPPORTED", is_stale=is_whole)
+    if is_refused_throughout(entry, ran.records):
+        # The other shards may hold a case that the engine does not refuse; merging them shows it.
+        is_stale = is_whole and not ran.catalogue.is_sharded
+        return _idle(entry, "the engine refuses every such case: UNSUPPORTED", is_stale=is_stale)
     return None
 
 

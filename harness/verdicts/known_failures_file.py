@@ -30,7 +30,7 @@ _OPTIONAL = ("version", "world", "verdict")
 _CASES = "cases"
 _OF_A_CASE = ("case", "engine", "version", "world", "verdict", "shows")
 # An engine can be known to do these. PASSED and UNSUPPORTED need no excuse; the rest say nothing of an engine.
-_EXPECTABLE = (Verdict.FAILED, Verdict.HUNG, Verdict.CRASHED, Verdict.UNSUPPORTED_SILENT)
+EXPECTABLE = (Verdict.FAILED, Verdict.HUNG, Verdict.CRASHED, Verdict.UNSUPPORTED_SILENT)
 
 
 def find(named: str | None) -> Path | None:
@@ -195,12 +195,12 @@ def _world(table: Mapping[str, Any], what: str) -> str:
 
 def _verdict(table: Mapping[str, Any], what: str) -> Verdict:
     name = _text(table, "verdict", what, default=Verdict.FAILED)
-    if name not in _EXPECTABLE:
+    if name not in EXPECTABLE:
         raise UsageError(
             f"{what}: verdict",
-            expected=f"one of {', '.join(_EXPECTABLE)}",
+            expected=f"one of {', '.join(EXPECTABLE)}",
             got=repr(name),
-            hint=_near(name, _EXPECTABLE),
+            hint=_near(name, EXPECTABLE),
         )
     return Verdict(name)
 

@@ -13,16 +13,19 @@ from collections import Counter
 import torch
 
 from shardproof.harness.cases.training import LoopOrder
+from shardproof.harness.cases.user_model import UserModel
 from shardproof.harness.laws.law import Evidence
 from shardproof.harness.laws.tolerance import MULTIPLE
 from shardproof.harness.training.absolute_error import largest
-from shardproof.harness.training.oracle import Quantity
+from shardproof.harness.training.oracle import Quantity, TensorKey
 from shardproof.harness.verdicts.visibility import hidden_because
 
 # In float64, a gradient so small beside the largest of its model is zero but for rounding: that of a bias before a
 # normalisation, or of a key's bias in attention.
 ZERO_BESIDE = 1e-10
-# A movement or gradient smaller than this many roundings of float32 could not be told from noise.
+# Where the reference rounds as engines do, a gradient that is no larger than so many times its noise is zero.
+ZERO_BESIDE_NOISE = 4.0
+# A movement or gradient smaller than this many roundings of float32 could not be distinguished from noise.
 _TOO_SMALL = 2 * MULTIPLE * torch.finfo(torch.float32).eps
 
 
@@ -96,11 +99,13 @@ def _idle_ranks(evidence: Evidence) -> str | None:
 
 def _independent_parameters(evidence: Evidence) -> str | None:
     idle = evidence.training.problem.idle
+    # Those of a user's model were found before training: a scale of 1e-6 then hides all behind it.
+    is_declared = not isinstance(evidence.training.problem, UserModel)
     sizes = {name: _largest_gradient(evidence, name) for name in evidence.oracle.initial}
     zero = ZERO_BESIDE * max(sizes.values(), default=0.0)
     for name, initial in evidence.oracle.initial.items():
         is_used = sizes[name] > zero
-        if is_used and name in idle:
+        if is_used and name in idle and is_declared:
             return f"{name!r} is idle by the problem's word, yet the loss depends on it"
         if not is_used and name not in idle and initial.numel():
             return f"the loss does not depend on {name!r}: its gradient is zero in every step"
@@ -108,14 +113,23 @@ def _independent_parameters(evidence: Evidence) -> str | None:
 
 
 def _largest_gradient(evidence: Evidence, name: str) -> float:
-    """Return the largest element of a parameter's gradients over all steps; 0 where it has none."""
+    """Return the largest element of a parameter's gradients over all steps; 0 where it has none but for rounding."""
     gradients = [seen.gradients[name] for seen in evidence.oracle.steps]
-    return max((largest(g) for g in gradients if g is not None), default=0.0)
+    sizes = [0.0 if g is None else largest(g) for g in gradients]
+    return max(
+        (size for step, size in enumerate(sizes) if size > _rounding(evidence, name, step)), default=0.0
+    )
+
+
+def _rounding(evidence: Evidence, name: str, step: int) -> float:
+    """Return the size up to which a gradient is rounding, where the reference rounds too; 0 for one in float64."""
+    place = TensorKey(quantity=Quantity.GRADIENT, step=step, name=name)
+    return 0.0 if evidence.oracle.is_widened else ZERO_BESIDE_NOISE * evidence.oracle.noise.get(place, 0.0)
 
 
 def _still_parameters(evidence: Evidence) -> str | None:
     for name, initial in evidence.oracle.initial.items():
-        if not initial.numel() or name in evidence.training.problem.idle:
+        if not initial.numel() or name in evidence.training.problem.idle or name in evidence.oracle.untrained:
             continue
         moved = (evidence.oracle.steps[-1].parameters[name] - initial).abs().max()
         if moved <= _TOO_SMALL * initial.abs().max():

@@ -11,6 +11,10 @@ is not asked for less. Such a model keeps its large allowed error. Beyond that i
 those of the same arithmetic, `OracleObservation.first`, where only the reduction may differ. Within the noise of these
 the reduction was right. Else it may have been in bfloat16, or the engine may round elsewhere: the run proves nothing.
 Only this comparison reads what the engine showed, and it can make a run vacuous, not passed.
+
+A plan that computes in fewer bits has the same noise by request. There the first gradients, and the parameters after
+the first update, show each simple defect where they agree with those of the same arithmetic, but for a few roundings
+of kernels.
 """
 
 from __future__ import annotations
@@ -24,14 +28,16 @@ import torch
 from shardproof.harness.laws.law import Evidence
 from shardproof.harness.laws.structure import pieces_of
 from shardproof.harness.laws.tolerance import allowed_error, clipping_factor, error_of_noise, rounded_scale
+from shardproof.harness.records.record import VisibleError
 from shardproof.harness.training.absolute_error import deviation, largest
 from shardproof.harness.training.oracle import OracleObservation, Quantity, TensorKey
-from shardproof.harness.training.reduction_orders import is_of_full_precision
-
-__all__ = ["hidden_because"]
+from shardproof.harness.training.reduction_orders import is_of_full_precision, reduces_fully
+from shardproof.harness.training.rounding import is_narrow
 
 # The largest element of a tensor moves by up to half of a rounding; of few elements the luckiest moves by less.
 _SHARE_OF_A_ROUNDING = 0.25
+# Kernels of one operator may differ by a few roundings, and so may what is computed of their results.
+_KERNEL_ROUNDINGS = 4.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,12 +62,34 @@ def hidden_because(evidence: Evidence) -> str | None:
     """Return which defect would not show, with the worst tensor and the ratio; None if all would."""
     if evidence.oracle.is_exact:
         return None
+    if _computes_coarsely(evidence) and _coarse_first_step_agrees(evidence):
+        return None
     return (
         _hidden_factor(evidence)
         or _hidden_rank(evidence)
         or _hidden_updates(evidence)
         or _hidden_rounding(evidence)
     )
+
+
+_MOST_VISIBLE = 2  # tensors of a kind
+
+
+def least_visible(evidence: Evidence) -> tuple[VisibleError, ...]:
+    """Return the gradients and the updates in which errors show least; none where computing itself is coarse."""
+    oracle = evidence.oracle
+    if _computes_coarsely(evidence) or not oracle.steps:
+        return ()
+    found: list[VisibleError] = []
+    for quantity, effects in (("gradient", _halved), ("update", _unmoved)):
+        of_kind = []
+        for name in _trained(evidence):
+            # Half a gradient is what halving changes of it.
+            whole = 0.5 if effects is _halved else 1.0
+            share = min((effect.ratio * whole for effect in effects(oracle, name)), default=math.inf)
+            of_kind.append(VisibleError(quantity=quantity, name=name, share=share))
+        found += sorted(of_kind, key=lambda error: -error.share)[:_MOST_VISIBLE]
+    return tuple(found)
 
 
 def _hidden_factor(evidence: Evidence) -> str | None:
@@ -98,7 +126,8 @@ def _without(oracle: OracleObservation, rank: int) -> Iterator[_Effect]:
 
 
 def _hidden_updates(evidence: Evidence) -> str | None:
-    worst = _worst(_unmoved(evidence.oracle, name) for name in _trained(evidence))
+    oracle = evidence.oracle
+    worst = _worst(_unmoved(oracle, name) for name in _trained(evidence) if name not in oracle.untrained)
     return None if worst is None else f"{worst} training changes: a frozen parameter would pass"
 
 
@@ -114,7 +143,7 @@ def _hidden_rounding(evidence: Evidence) -> str | None:
     oracle = evidence.oracle
     if not _reduces_fully(evidence):
         return None
-    worst = _worst(_rounded(oracle, name) for name in _trained(evidence))
+    worst = _worst(_rounded(oracle, name) for name in _trained(evidence) if not _is_narrow(oracle, name))
     if worst is None or _first_gradients_agree(evidence):
         return None
     return f"{worst} a reduction in bfloat16 changes: it would pass, as would rounding of the model's own"
@@ -134,15 +163,60 @@ def _first_gradients_agree(evidence: Evidence) -> bool:
         return False
     rounding = _SHARE_OF_A_ROUNDING * torch.finfo(torch.bfloat16).eps
     for name, expected in first.gradients.items():
+        if _is_narrow(evidence.oracle, name):
+            continue
         place = TensorKey(quantity=Quantity.GRADIENT, step=0, name=name)
         allowed = error_of_noise(evidence.oracle, place, first.noise[name])
         if allowed > rounding * rounded_scale(evidence.oracle, place):
             return False
-        for piece in pieces_of(evidence, place):
-            error = deviation(piece.shard.tensor, piece.shard.of(expected))
-            if error.numel() and not error.max().item() <= allowed:
-                return False
+        if not _is_near(evidence, place, expected, allowed):
+            return False
     return True
+
+
+def _coarse_first_step_agrees(evidence: Evidence) -> bool:
+    """Whether the first gradients and update are those of the same arithmetic, so nearly that each defect shows."""
+    oracle, first = evidence.oracle, evidence.oracle.first
+    if first is None or oracle.plan.compute_dtype is None:
+        return False
+    rounding = _KERNEL_ROUNDINGS * torch.finfo(oracle.plan.compute_dtype).eps
+    for name in _trained(evidence):
+        gradient = first.gradients.get(name)
+        if gradient is None:
+            return False
+        place = TensorKey(quantity=Quantity.GRADIENT, step=0, name=name)
+        allowed = rounding * rounded_scale(oracle, place)
+        share = allowed / largest(gradient) if gradient.any() else math.inf
+        moved = largest(first.parameters[name] - oracle.initial[name])
+        there = TensorKey(quantity=Quantity.PARAMETER, step=0, name=name)
+        nearly = share * moved + error_of_noise(oracle, there, first.parameter_noise[name])
+        if share >= 0.5 or nearly >= moved:
+            return False
+        if not (
+            _is_near(evidence, place, gradient, allowed)
+            and _is_near(evidence, there, first.parameters[name], nearly)
+        ):
+            return False
+    return True
+
+
+def _is_near(evidence: Evidence, place: TensorKey, expected: torch.Tensor, allowed: float) -> bool:
+    for piece in pieces_of(evidence, place):
+        error = deviation(piece.shard.tensor, piece.shard.of(expected))
+        if error.numel() and not error.max().item() <= allowed:
+            return False
+    return True
+
+
+def _computes_coarsely(evidence: Evidence) -> bool:
+    """Whether the plan computes in fewer bits than it reduces in, so that all noise is that of computing."""
+    plan = evidence.oracle.plan
+    return plan.compute_dtype is not None and reduces_fully(plan, evidence.training.convert)
+
+
+def _is_narrow(oracle: OracleObservation, name: str) -> bool:
+    """Whether a parameter has fewer bits than float32 itself, and so has its gradient."""
+    return is_narrow(oracle.dtype(Quantity.PARAMETER, name))
 
 
 def _reduces_fully(evidence: Evidence) -> bool:

@@ -26,8 +26,6 @@ from shardproof.harness.worlds.processes.leftovers import Leftovers
 from shardproof.harness.worlds.rank import journal_path
 from shardproof.harness.worlds.spec import WorldKind, WorldSpec
 
-__all__ = ["World", "WorldPool", "launch"]
-
 # How long others may take to report once one rank has failed for a reason of its own: long enough for ranks that
 # fail in the same instant, or that the failure wakes, to be accounted for by name.
 _GRACE_S = 0.3

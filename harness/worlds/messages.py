@@ -20,23 +20,6 @@ from shardproof.harness.worlds.output import SUFFIX
 from shardproof.harness.worlds.printable import shortened
 from shardproof.harness.worlds.spec import WorldSpec
 
-__all__ = [
-    "Done",
-    "Dying",
-    "Finished",
-    "Garbled",
-    "HostSpec",
-    "Inbox",
-    "Job",
-    "LastThread",
-    "Leaving",
-    "Message",
-    "Ready",
-    "Started",
-    "encode",
-    "send",
-]
-
 _LONGEST = 16 * 2**20  # bytes of one message; the values that ranks return are words and numbers
 _LONGEST_TEXT = 200_000  # characters of a message, traceback or stack
 _ENCODER = json.JSONEncoder()  # made before an engine is imported, which may replace json.dumps

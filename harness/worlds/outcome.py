@@ -7,18 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = [
-    "Abandoned",
-    "Died",
-    "Ending",
-    "Outcome",
-    "Raised",
-    "Returned",
-    "TimedOut",
-    "WorldResult",
-    "causal",
-]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Returned:
@@ -125,7 +113,7 @@ class WorldResult:
 def causal(result: WorldResult) -> Outcome | None:
     """Pick the outcome that explains the others; None when every rank returned.
 
-    A death comes first: peers of a dead rank raise, a raising rank kills nobody. Then the earliest error
+    A death comes first: peers of a dead rank raise, a raising rank kills no other. Then the earliest error
     that is not a symptom, then a rank that never ended, then the earliest symptom.
     """
     died = [o for o in result.outcomes if isinstance(o, Died)]

@@ -7,8 +7,6 @@ import os
 import sys
 from pathlib import Path
 
-__all__ = ["SUFFIX", "drop_empty", "printed", "redirect_output"]
-
 SUFFIX = ".output"
 # Characters of a record: enough for a few tracebacks. The files hold the rest.
 _LIMIT = 8_000

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import re
 
-__all__ = ["legible", "shortened"]
-
 # All control characters but line feed and tab, what turns the direction of writing, and halves of surrogate pairs.
 _UNPRINTABLE = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 

@@ -27,8 +27,6 @@ from shardproof.harness.worlds.threads.collective_errors import (
     WorldAbandonedError,
 )
 
-__all__ = ["IN", "is_abandonment", "kind_of", "raised", "text_of"]
-
 # How a note begins that says in which call of the harness to the engine an error was raised.
 IN = "in PreparedModel."
 # Characters of a message, which stands in headlines, and of a traceback.

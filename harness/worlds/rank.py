@@ -13,8 +13,6 @@ from shardproof.harness.worlds.messages import Job
 from shardproof.harness.worlds.outcome import Abandoned, Outcome, Returned
 from shardproof.harness.worlds.raised import is_abandonment, raised
 
-__all__ = ["RankContext", "journal_path", "run_rank"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RankContext:
@@ -25,6 +23,7 @@ class RankContext:
     device: torch.device
     folder: Path
     recorder: Recorder
+    shares_a_process: bool = False  # with all other ranks
 
 
 def journal_path(folder: Path, rank: int) -> Path:

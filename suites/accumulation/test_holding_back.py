@@ -92,7 +92,12 @@ def test_shards_of_replicas_reduce_as_told(trial: Trial) -> None:
 @pytest.mark.kills("ReducesReplicasAllTheSame")
 @pytest.mark.worlds(FOUR_OR_MORE_EVEN)
 @pytest.mark.parametrize(
-    "units", [pytest.param(EVERY_UNIT, id="all"), pytest.param(CHAIN.units[1:3], id="some")]
+    "units",
+    [
+        pytest.param(EVERY_UNIT, id="all"),
+        pytest.param((ROOT,), id="root"),
+        pytest.param(CHAIN.units[1:3], id="some"),
+    ],
 )
 def test_replicas_wait_for_the_last_microbatch_as_told(trial: Trial, units: tuple[str, ...]) -> None:
     script = HoldingBack(units=units, holding=Holding.REPLICAS)

@@ -8,8 +8,9 @@ from math import prod
 
 from shardproof import HoldingBack, Plan, Training, groups_of
 
-__all__ = ["GRADIENT_BYTES", "NUM_GROUPS", "NUM_UNHELD_GROUPS", "PADDED_BYTES"]
+__all__ = ["ALIGNED_BYTES", "GRADIENT_BYTES", "NUM_GROUPS", "NUM_UNHELD_GROUPS", "PADDED_BYTES"]
 
+_ALIGNMENT_BYTES = 16
 _BYTES_PER_ELEMENT = 4  # every bundled problem is built in float32
 
 
@@ -46,6 +47,12 @@ def _padded_bytes(training: Training, world_size: int) -> int:
     return sum(rows) * _BYTES_PER_ELEMENT
 
 
+def _aligned_bytes(training: Training, world_size: int) -> int:
+    """Sum parameters that begin at multiples of a few bytes, each cut into equal pieces for the ranks."""
+    multiples = (-(-prod(shape) // world_size) * world_size for shape in _shapes(training))
+    return sum(numel * _BYTES_PER_ELEMENT + _ALIGNMENT_BYTES for numel in multiples)
+
+
 def _shapes(training: Training) -> tuple[tuple[int, ...], ...]:
     """Return the shapes of all parameters: one group has all of them."""
     return groups_of(replace(training, plan=Plan()))[0].shapes
@@ -54,4 +61,5 @@ def _shapes(training: Training) -> tuple[tuple[int, ...], ...]:
 NUM_GROUPS = ClosedForm(name="communication groups with parameters", formula=_num_groups)
 NUM_UNHELD_GROUPS = ClosedForm(name="groups that hold nothing back", formula=_num_unheld)
 GRADIENT_BYTES = ClosedForm(name="bytes of all gradients", formula=_gradient_bytes)
+ALIGNED_BYTES = ClosedForm(name="bytes of all gradients, each aligned and padded", formula=_aligned_bytes)
 PADDED_BYTES = ClosedForm(name="bytes of all gradients, rows padded to the world", formula=_padded_bytes)

@@ -26,21 +26,6 @@ from math import prod
 
 from shardproof import ROOT, Layout, Training, UnitParameters, groups_of
 
-__all__ = [
-    "ACCUMULATED_MOST",
-    "ALL_LEAST",
-    "ALL_MOST",
-    "ALL_TWICE",
-    "BUFFERS_OF_THREE",
-    "BUFFERS_OF_TWO",
-    "ONE_LEAST",
-    "PARTS_AND_LAST_LEAST",
-    "PARTS_AND_ONE_MOST",
-    "ROOT_AND_ONE_LEAST",
-    "ROOT_AND_ONE_MOST",
-    "ROOT_AND_TWO_MOST",
-]
-
 ALIGNMENT_BYTES = 64  # a cache line, the coarsest that any of the engines aligns a parameter to
 _PAIR = 2
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
 
 from shardproof import (
     EVEN,
@@ -12,14 +13,20 @@ from shardproof import (
     Accumulation,
     AllWaited,
     Between,
+    Bytes,
     Capability,
     Clip,
+    ComputesInTheDtypeAsked,
     Count,
+    Dtype,
+    Exactly,
+    Grouping,
     HoldsItsShare,
     Layout,
     MatchesOracle,
     NamedOptimizer,
     Nothing,
+    OnlyThese,
     Op,
     Phase,
     Plan,
@@ -32,9 +39,25 @@ from shardproof import (
     Trial,
     UserModel,
 )
+from shardproof.fixtures.optimizers import SGD
+from shardproof.suites.own_model.closed_forms import (
+    GATHERED,
+    GATHERED_PADDED,
+    NUM_GATHERED,
+    NUM_REDUCED,
+    NUM_REDUCED_LEAST,
+    REDUCED_ALIGNED,
+    REDUCED_LEAST,
+    REDUCED_PADDED,
+)
 
 LAWS = (MatchesOracle(), RanksAgree(), AllWaited(select=Select()))
+GATHERS_IN_FORWARD = Select(ops=(Op.ALL_GATHER,), phases=(Phase.FORWARD,))
+SCATTERS = Select(ops=(Op.REDUCE_SCATTER,), phases=(Phase.BACKWARD,))
+MOVING = (Op.ALL_GATHER, Op.REDUCE_SCATTER, Op.ALL_REDUCE)
+FLOATS = ("float32", "float64", "bfloat16", "float16")  # integers are an engine's own bookkeeping
 GATHERS_IN_BACKWARD = Select(ops=(Op.ALL_GATHER,), phases=(Phase.BACKWARD,))
+REDUCTIONS = Select(ops=(Op.ALL_REDUCE, Op.REDUCE_SCATTER), phases=(Phase.BACKWARD,))
 MOST = 1_000_000  # gathers: how an engine groups parameters is its own affair
 Own = tuple[UserModel, NamedOptimizer]
 
@@ -59,6 +82,37 @@ def test_accumulates_until_the_last_microbatch(trial: Trial, own: Own) -> None:
 @pytest.mark.kills("ReplicatesInsteadOfSharding", "ShowsSlicesOfWholes")
 def test_shards(trial: Trial, own: Own) -> None:
     trial.holds(_training(own, Plan(layout=Layout.SHARD)), *LAWS, HoldsItsShare())
+
+
+@pytest.mark.worlds(SEVERAL)
+@pytest.mark.kills("GathersOnceMoreInBackward", "TakesAllUnitsForOne", "ReducesInBfloat16")
+def test_gathers_and_reduces_each_unit_once(trial: Trial, own: Own) -> None:
+    trial.applies(unless=own[0].facts.uncounted)
+    plan = Plan(layout=Layout.SHARD, grouping=Grouping.REQUIRED, reshard=Reshard.AFTER_FORWARD)
+    size, reduced = Between(GATHERED, GATHERED_PADDED), Between(REDUCED_LEAST, REDUCED_PADDED)
+    trial.holds(
+        _training(own, plan),
+        *LAWS,
+        Count(select=GATHERS_IN_FORWARD, expected=Exactly(NUM_GATHERED)),
+        Count(select=GATHERS_IN_BACKWARD, expected=Between(NUM_REDUCED_LEAST, NUM_GATHERED)),
+        Count(select=SCATTERS, expected=Between(NUM_REDUCED_LEAST, NUM_REDUCED)),
+        Bytes(select=GATHERS_IN_FORWARD, expected=size, minimum=GATHERED),
+        Bytes(select=SCATTERS, expected=reduced, minimum=REDUCED_LEAST),
+        OnlyThese(selects=(GATHERS_IN_FORWARD, GATHERS_IN_BACKWARD, SCATTERS), among=Select(ops=MOVING)),
+    )
+
+
+@pytest.mark.worlds(SEVERAL)
+@pytest.mark.kills("ForgetsToSynchroniseOneParameter", "NeverSynchronises")
+def test_reduces_each_gradient_of_replicas_once(trial: Trial, own: Own) -> None:
+    trial.applies(unless=own[0].facts.uncounted)
+    reductions = replace(REDUCTIONS, ops=(Op.ALL_REDUCE,), dtypes=FLOATS)
+    trial.holds(
+        _training(own, Plan(layout=Layout.REPLICATE)),
+        *LAWS,
+        Bytes(select=reductions, expected=Between(REDUCED_LEAST, REDUCED_ALIGNED), minimum=REDUCED_LEAST),
+        Nothing(select=Select(ops=(Op.ALL_GATHER, Op.REDUCE_SCATTER))),
+    )
 
 
 @pytest.mark.worlds(SEVERAL)
@@ -101,6 +155,17 @@ def test_resumes_from_its_state(trial: Trial, own: Own) -> None:
     plan = Plan(units=own[0].units, demands=own[0].demands | {Capability.STATE})
     training = _training(own, plan)
     trial.holds(replace(training, resume=Resume(after_steps=1, plan=training.plan)), *LAWS)
+
+
+@pytest.mark.worlds(SEVERAL)
+@pytest.mark.kills("IgnoresTheComputeDtype", "HalvesOneUnit", "ReducesInBfloat16")
+def test_computes_in_bfloat16_and_reduces_in_float32(trial: Trial, own: Own) -> None:
+    trial.applies(unless=own[0].facts.not_in_bfloat16)
+    plan = Plan(compute_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    # SGD: an optimizer that divides by the gradient's size turns its roundings into whole steps.
+    training = replace(_training(own, plan), optimizer=SGD)
+    reduces_as_asked = Dtype(select=REDUCTIONS, dtype="float32")
+    trial.holds(training, *LAWS, ComputesInTheDtypeAsked(), reduces_as_asked)
 
 
 def _training(own: Own, plan: Plan, *, microbatches: int = 1, clip: Clip | None = None) -> Training:

@@ -9,8 +9,6 @@ from torch import nn
 
 from shardproof import InterfaceBench
 
-__all__ = ["AFTER_AN_INFINITE", "AFTER_A_FINITE", "AFTER_NONE", "scales_together"]
-
 AFTER_AN_INFINITE = "after an infinite gradient of one rank"
 AFTER_NONE = "after a step in which one rank had no gradient"
 AFTER_A_FINITE = "after finite gradients"

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from shardproof import (
+    FOUR_OR_MORE_EVEN,
     POWERS_OF_TWO,
     SEVERAL,
     Accumulation,
     Capability,
     Dtype,
+    Holding,
+    HoldingBack,
+    Layout,
     MatchesOracle,
     Op,
     Phase,
@@ -24,7 +30,7 @@ from shardproof import (
     Window,
 )
 from shardproof.fixtures.optimizers import EXACT_SGD
-from shardproof.fixtures.precision import EXACT_LATE, EXACT_OVERFLOW, EXACT_WIDE
+from shardproof.fixtures.precision import EXACT_LATE, EXACT_OVERFLOW, EXACT_SMALL, EXACT_WIDE
 
 # One step: the next one's parameters would need more bits than forward has.
 REDUCTIONS = Select(ops=(Op.ALL_REDUCE, Op.REDUCE_SCATTER), phases=(Phase.BACKWARD,), window=Window.TRAINING)
@@ -79,3 +85,19 @@ def test_reduces_fresh_and_accumulated_gradients_together(trial: Trial) -> None:
         demands=frozenset({Capability.UNUSED}),
     )
     trial.holds(_training(EXACT_LATE, plan, microbatches=4), MatchesOracle(), RanksAgree())
+
+
+@pytest.mark.rows("T30")
+@pytest.mark.kills("SumsReplicasInTheReduceDtype")
+@pytest.mark.worlds(FOUR_OR_MORE_EVEN)
+@pytest.mark.worlds(POWERS_OF_TWO)
+def test_small_microbatches_count_where_the_all_reduce_waits(trial: Trial) -> None:
+    script = HoldingBack(units=EXACT_SMALL.units, holding=Holding.REPLICAS)
+    plan = Plan(
+        layout=Layout.HYBRID,
+        units=EXACT_SMALL.units,
+        reduce_dtype=torch.bfloat16,
+        demands=script.demands,
+    )
+    training = replace(_training(EXACT_SMALL, plan, microbatches=4), script=script)
+    trial.holds(training, MatchesOracle(), RanksAgree())

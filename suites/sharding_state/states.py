@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from shardproof import ExpectedUnitState
 
-__all__ = ["states"]
-
 
 def states(
     moment: str, *, unsharded: tuple[str, ...] = (), sharded: tuple[str, ...] = ()

@@ -145,6 +145,23 @@ def test_gathers_again_from_pairs(trial: Trial, problem: Problem) -> None:
     )
 
 
+@pytest.mark.rows("C12")
+@pytest.mark.worlds(FOUR_OR_MORE_EVEN)
+@pytest.mark.kills("KeepsPartsUnderAnotherPolicy")
+def test_a_policy_may_change_between_forward_and_backward(trial: Trial) -> None:
+    trial.holds(
+        Training(
+            problem=MLP_UNEVEN,
+            optimizer=SGD,
+            plan=_plan(Layout.SHARD, Reshard.TO_PAIRS),
+            script=LookAround(changes=ALL),
+        ),
+        UnitsAre(states=tuple(s for moment in MOMENTS for s in states(moment, sharded=ALL))),
+        MatchesOracle(),
+        RanksAgree(),
+    )
+
+
 @pytest.mark.rows("C07", "T03")
 @pytest.mark.worlds(SEVERAL)
 @pytest.mark.kills("ReshardsTheRootAlone")

@@ -10,6 +10,14 @@ from shardproof.fixtures.problems import MLP_EVEN
 from shardproof.suites.training import train
 
 
+@pytest.mark.kills("KeepsTheStateOfAllRanks", "KeepsWholeGradientsBesideItsShares", "SharesNothing")
+@pytest.mark.worlds(SEVERAL)
+@pytest.mark.parametrize("layout", [Layout.ZERO1, Layout.ZERO2], ids=lambda layout: layout.name.lower())
+def test_holds_parameters_and_its_share_of_the_rest(trial: Trial, layout: Layout) -> None:
+    training = train(MLP_EVEN, ADAMW, layout=layout)
+    trial.holds(training, MatchesOracle(), HoldsItsShare(), MemoryIsExplained(), RanksAgree())
+
+
 @pytest.mark.rows("T08", "R06")
 @pytest.mark.kills("ReplicatesInsteadOfSharding", "CallsTheWholeItsChunks", "ShowsSlicesOfWholes")
 @pytest.mark.kills("KeepsTheModelOnTheLastRank", "KeepsWholesAfterTheFirstStep")

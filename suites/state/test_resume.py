@@ -8,11 +8,14 @@ import pytest
 
 from shardproof import (
     EVEN,
+    LOADED,
     SEVERAL,
+    UNCHANGED,
     Capability,
     Layout,
     MatchesOracle,
     NamedOptimizer,
+    Notes,
     Plan,
     Problem,
     RanksAgree,
@@ -73,6 +76,14 @@ def test_resumes_tied_parameters(trial: Trial) -> None:
 def test_resumes_buffers_where_they_were(trial: Trial) -> None:
     """Each forward changes them, and the loss depends on them."""
     trial.holds(_training(MLP_BUFFERS, SGD, Layout.NATIVE, Layout.NATIVE), *LAWS)
+
+
+@pytest.mark.kills("EmptiesWhatItLoads")
+def test_leaves_what_it_loads_as_it_was(trial: Trial) -> None:
+    """The same state may be loaded again, or be saved."""
+    training = _training(MLP_EVEN, SGD, Layout.NATIVE, Layout.NATIVE)
+    assert training.resume is not None
+    trial.holds(training, *LAWS, Notes(subject=LOADED, value=UNCHANGED, step=training.resume.after_steps))
 
 
 def _training(problem: Problem, optimizer: NamedOptimizer, before: Layout, after: Layout) -> Training:

@@ -6,6 +6,8 @@ gradients are about to be computed: the next gather comes before that, or after 
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from shardproof import (
@@ -13,7 +15,9 @@ from shardproof import (
     AtMostInFlight,
     BackwardGather,
     Computes,
+    Count,
     Event,
+    Exactly,
     Gathers,
     Grouping,
     Layout,
@@ -33,10 +37,13 @@ from shardproof import (
 )
 from shardproof.fixtures.chain import CHAIN, TELLING_CHAIN
 from shardproof.fixtures.optimizers import SGD
+from shardproof.fixtures.problems import TRANSFORMER
+from shardproof.suites.communication.closed_forms import NUM_GROUPS
 
 FORWARD = Select(phases=(Phase.FORWARD,))
 BACKWARD = Select(phases=(Phase.BACKWARD,))
 GATHERS = Select(ops=(Op.ALL_GATHER,))
+GATHERS_IN_BACKWARD = Select(ops=(Op.ALL_GATHER,), phases=(Phase.BACKWARD,))
 RIGHT = (MatchesOracle(), RanksAgree())
 ROOT = ""
 B0, B1, B2, B3 = CHAIN.units
@@ -80,6 +87,15 @@ def test_backward_gathers_the_next_unit(
 ) -> None:
     training = _training(TELLING_CHAIN, Wrapper(backward_prefetch=gather))
     trial.holds(training, Order(select=BACKWARD, events=events), *RIGHT)
+
+
+@pytest.mark.kills("GathersWhatBackwardHasDone")
+@pytest.mark.api("backward_prefetch")
+@pytest.mark.worlds(SEVERAL)
+def test_backward_gathers_nested_units_once(trial: Trial) -> None:
+    nested = tuple(unit for block in TRANSFORMER.units for unit in (f"{block}.attention", block))
+    training = _training(replace(TRANSFORMER, units=nested), Wrapper(backward_prefetch=BackwardGather.AFTER))
+    trial.holds(training, Count(select=GATHERS_IN_BACKWARD, expected=Exactly(NUM_GROUPS)), *RIGHT)
 
 
 @pytest.mark.kills("InvertsForwardPrefetch")

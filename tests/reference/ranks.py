@@ -13,8 +13,6 @@ from shardproof.harness.worlds.rank import RankContext
 from shardproof.harness.worlds.spec import WorldKind, WorldSpec
 from tests.values import keep_value, kept_values
 
-__all__ = ["Ranks", "collectives", "each"]
-
 Row = TypeVar("Row")
 Value = TypeVar("Value")
 

@@ -68,29 +68,10 @@ def gradients_of_inputs_alone(model: nn.Module, rows: Rows) -> list[torch.Tensor
     return [*asked, *in_turn(model, rows)]
 
 
-def evaluate_between(model: nn.Module, rows: Rows) -> list[torch.Tensor]:
-    """Run a forward without a graph between a forward and its backward."""
-    losses = []
-    for x in rows:
-        loss = _loss(model(x))
-        with torch.no_grad():
-            losses.append(_loss(model(x)))
-        loss.backward()
-    return losses
-
-
 def forward_and_forget(model: nn.Module, rows: Rows) -> list[torch.Tensor]:
     """Run a forward with a graph that no backward ever walks, then train."""
     forgotten = [_loss(model(x)).detach() for x in rows]
     return [*forgotten, *in_turn(model, rows)]
-
-
-def in_reverse(model: nn.Module, rows: Rows) -> list[torch.Tensor]:
-    """Run every forward, then every backward, the last one first."""
-    losses = [_loss(model(x)) for x in rows]
-    for loss in reversed(losses):
-        loss.backward()
-    return [loss.detach() for loss in losses]
 
 
 def child_then_root(model: nn.Module, rows: Rows) -> list[torch.Tensor]:
@@ -102,9 +83,7 @@ SCHEDULES = (
     backward_twice,
     input_gradients,
     gradients_of_inputs_alone,
-    evaluate_between,
     forward_and_forget,
-    in_reverse,
     child_then_root,
 )
 
@@ -238,8 +217,7 @@ TRAININGS: dict[str, Training] = {
         f"{s.__name__}-replicas": Training(model=_mlp, units=LAYERS, schedule=s, call="replicate")
         for s in SCHEDULES
     },
-    "evaluate_between-parts": Training(model=_mlp, units=LAYERS, schedule=evaluate_between, reshard=2),
-    "in_reverse-parts": Training(model=_mlp, units=LAYERS, schedule=in_reverse, reshard=2),
+    "backward_twice-parts": Training(model=_mlp, units=LAYERS, schedule=backward_twice, reshard=2),
     **{
         f"{inner}-inside-{outer}": Training(
             model=partial(Nested, inner, outer), units=("first", "inner", "outer")
@@ -352,28 +330,6 @@ def test_containers_are_searched_for_floats(casts: bool, door: str, ranks: Ranks
 
 
 # --- whose parameters ---------------------------------------------------------------------------------------------
-
-
-def _edits(context: RankContext, door: str, reshard: bool) -> None:
-    """Change parameters in place between steps: the next forward must see it, whatever was kept whole."""
-    torch.manual_seed(0)
-    plain = _mlp().double()
-    model = copy.deepcopy(plain)
-    for unit in (*LAYERS, ""):
-        BY_NAME[door].fully_shard(model.get_submodule(unit), reshard_after_forward=reshard)
-    x = _rows(0, context.rank)[0]
-    for _ in range(3):
-        loss = _loss_after_backward(model, x)
-        torch.testing.assert_close(loss, _loss(plain(x)), rtol=1e-10, atol=0)
-        with torch.no_grad():
-            for parameter in (*model.parameters(), *plain.parameters()):
-                parameter.mul_(1.5).add_(0.25)
-
-
-@each_door
-@pytest.mark.parametrize("reshard", [True, False], ids=["freed", "kept"])
-def test_the_next_forward_sees_the_parameters_of_now(reshard: bool, door: str, ranks: Ranks) -> None:
-    ranks.run(3, _edits, door, reshard)
 
 
 def _freezes(context: RankContext) -> None:

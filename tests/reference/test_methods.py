@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from shardproof.harness.tracing.ledger import Op, Phase
 from shardproof.harness.worlds.rank import RankContext
-from tests.reference.front_doors import BY_NAME, REFERENCE, each_door
+from tests.reference.front_doors import BY_NAME, each_door
 from tests.reference.models import (
     ROOT,
     Chain,
@@ -164,52 +164,20 @@ def test_a_divide_factor_is_of_one_group_only(door: str, ranks: Ranks) -> None:
     ranks.run(SIZE, _divide_one, door)
 
 
-def _train_alone(context: RankContext, call: str) -> dict[Op, int]:
-    model = apply_to(Chain(), getattr(REFERENCE, call))
-    train(context, model)
-    assert_gradients(model, chain_gradients(1))
-    return collectives(context)
-
-
-@pytest.mark.parametrize("call", ["fully_shard", "replicate"])
-def test_one_rank_talks_to_nobody(call: str, ranks: Ranks) -> None:
-    """Upstream row T38; torch's replicate all-reduces among one rank."""
-    assert ranks.run(1, _train_alone, call) == [{}]
-
-
-# --- switches -----------------------------------------------------------------------------------------------------
-
-# What each switch, turned off, leaves out of a step; or what it leaves whole.
-SWITCHES: dict[str, set[Op]] = {
-    "set_requires_gradient_sync": {Op.REDUCE_SCATTER, Op.ALL_REDUCE},
-    "set_requires_all_reduce": {Op.ALL_REDUCE},
-    "set_reshard_after_forward": {Op.ALL_GATHER},
-    "set_reshard_after_backward": set(),
-}
-
-
-def _switch_off(
-    context: RankContext, door: str, setter: str, recurse: bool
-) -> tuple[dict[Op, int], set[int]]:
+def _keep_after_backward(context: RankContext, door: str, recurse: bool) -> set[int]:
     chain = Chain()
-    model = apply_to(chain, BY_NAME[door].fully_shard, mesh=hybrid_mesh(2, 2), reshard_after_forward=True)
-    getattr(model, setter)(False, recurse=recurse)
+    model = apply_to(chain, BY_NAME[door].fully_shard)
+    model.set_reshard_after_backward(False, recurse=recurse)
     train(context, model)
-    return collectives(context, Phase.BACKWARD), whole_units(chain)
+    return whole_units(chain)
 
 
 @each_door
-@pytest.mark.parametrize("recurse", [True, False], ids=["all", "one"])
-@pytest.mark.parametrize("setter", SWITCHES)
-def test_a_switch_reaches_all_below_or_its_module_alone(
-    setter: str, recurse: bool, door: str, ranks: Ranks
+@pytest.mark.parametrize(("recurse", "kept"), [(True, {ROOT, 0, 1, 2}), (False, {ROOT})])
+def test_units_are_kept_after_backward_below_a_module_or_it_alone(
+    recurse: bool, kept: set[int], door: str, ranks: Ranks
 ) -> None:
-    reached = {ROOT, 0, 1, 2} if recurse else {ROOT}
-    left_out = dict.fromkeys(SWITCHES[setter], len(reached))
-    ops = (Op.ALL_GATHER, Op.REDUCE_SCATTER, Op.ALL_REDUCE)
-    expected = {op: 4 - left_out.get(op, 0) for op in ops if left_out.get(op, 0) < 4}
-    left_whole = reached if setter == "set_reshard_after_backward" else set()
-    assert ranks.run(SIZE, _switch_off, door, setter, recurse) == [(expected, left_whole)] * SIZE
+    assert ranks.run(2, _keep_after_backward, door, recurse) == [kept] * 2
 
 
 # --- several roots ------------------------------------------------------------------------------------------------

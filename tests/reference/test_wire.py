@@ -73,14 +73,6 @@ def test_shards_travel_in_rows_and_gradients_in_columns(layout: Layout, door: st
         assert carried == expected
 
 
-@each_door
-def test_a_number_gathers_from_fewer_ranks_in_backward(door: str, ranks: Ranks) -> None:
-    for rank, carried in enumerate(ranks.run(4, _train, door, (4,), {"reshard_after_forward": 2})):
-        near = (0, 1) if rank < 2 else (2, 3)
-        gathers = {kind for kind in carried if kind[0] is AG}
-        assert gathers == {(AG, "bfloat16", group, None, _padded(4)) for group in ((0, 1, 2, 3), near)}
-
-
 def _gathers_before(context: RankContext) -> list[int]:
     """Count the gathers that are issued when each unit of a second forward starts to compute."""
     model, counts = apply_to(Chain(), REFERENCE.fully_shard, reshard_after_forward=True), list[int]()

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import pytest
-import torch.distributed.fsdp.wrap as torch_wrap
 from torch import nn
 from torch.distributed.fsdp._wrap_utils import _auto_wrap as torch_auto_wrap
 
 from shardproof.engine.reference.fsdp1 import wrap_policy as wrapping
-
-# Any: options of a wrapper, and policies of both makes, share no type.
-Policies = Callable[[Any], Any]
 
 
 class Box(nn.Module):
@@ -92,24 +88,24 @@ def _with_options(module: nn.Module) -> bool | dict[str, Any]:
     return isinstance(module, Block)
 
 
-POLICIES: Mapping[str, Policies] = {
-    "classes": lambda make: make.ModuleWrapPolicy([Block, nn.Linear]),
-    "classes-none-found": lambda make: make.ModuleWrapPolicy({nn.Conv2d}),
-    "custom": lambda make: make.CustomPolicy(_with_options),
-    "always": lambda make: make.always_wrap_policy,
-    "lambda": lambda make: functools.partial(make.lambda_auto_wrap_policy, lambda_fn=_half_of_linears),
-    "transformer": lambda make: functools.partial(
-        make.transformer_auto_wrap_policy, transformer_layer_cls={Block, nn.MultiheadAttention}
+POLICIES: Mapping[str, Any] = {
+    "classes": wrapping.ModuleWrapPolicy([Block, nn.Linear]),
+    "classes-none-found": wrapping.ModuleWrapPolicy({nn.Conv2d}),
+    "custom": wrapping.CustomPolicy(_with_options),
+    "always": wrapping.always_wrap_policy,
+    "lambda": functools.partial(wrapping.lambda_auto_wrap_policy, lambda_fn=_half_of_linears),
+    "transformer": functools.partial(
+        wrapping.transformer_auto_wrap_policy, transformer_layer_cls={Block, nn.MultiheadAttention}
     ),
-    "classes-as-function": lambda make: functools.partial(make.ModuleWrapPolicy([Block]).__call__),
-    "size-20": lambda make: functools.partial(make.size_based_auto_wrap_policy, min_num_params=20),
-    "size-40": lambda make: functools.partial(make.size_based_auto_wrap_policy, min_num_params=40),
-    "size-default": lambda make: make.size_based_auto_wrap_policy,
-    "size-leaf": lambda make: functools.partial(
-        make.size_based_auto_wrap_policy, min_num_params=10, force_leaf_modules={Block}
+    "classes-as-function": functools.partial(wrapping.ModuleWrapPolicy([Block]).__call__),
+    "size-20": functools.partial(wrapping.size_based_auto_wrap_policy, min_num_params=20),
+    "size-40": functools.partial(wrapping.size_based_auto_wrap_policy, min_num_params=40),
+    "size-default": wrapping.size_based_auto_wrap_policy,
+    "size-leaf": functools.partial(
+        wrapping.size_based_auto_wrap_policy, min_num_params=10, force_leaf_modules={Block}
     ),
-    "size-exclude": lambda make: functools.partial(
-        make.size_based_auto_wrap_policy, min_num_params=10, exclude_wrap_modules={nn.Linear}
+    "size-exclude": functools.partial(
+        wrapping.size_based_auto_wrap_policy, min_num_params=10, exclude_wrap_modules={nn.Linear}
     ),
 }
 each_policy = pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
@@ -122,54 +118,33 @@ def _untied() -> Net:
 
 
 @each_policy
-def test_policies_choose_as_those_of_torch(policy: Policies) -> None:
-    assert _wrap_below(_untied(), policy(wrapping)) == _by_torch(_untied(), policy(torch_wrap))
+def test_policies_choose_as_those_of_torch(policy: Any) -> None:
+    assert _wrap_below(_untied(), policy) == _by_torch(_untied(), policy)
 
 
 @each_policy
-def test_policies_of_torch_itself_may_be_given(policy: Policies) -> None:
-    assert _wrap_below(_untied(), policy(torch_wrap)) == _by_torch(_untied(), policy(torch_wrap))
-
-
-@each_policy
-def test_ignored_modules_are_skipped_as_by_torch(policy: Policies) -> None:
+def test_ignored_modules_are_skipped_as_by_torch(policy: Any) -> None:
     mine, theirs = _untied(), _untied()
     found = _wrap_below(
         mine,
-        policy(wrapping),
+        policy,
         ignored_modules={mine.blocks[0]},
         ignored_parameters=[mine.get_parameter("blocks.1.layers.0.weight")],
     )
     expected = _by_torch(
-        theirs, policy(torch_wrap), {theirs.blocks[0]}, [theirs.get_parameter("blocks.1.layers.0.weight")]
+        theirs, policy, {theirs.blocks[0]}, [theirs.get_parameter("blocks.1.layers.0.weight")]
     )
     assert found == expected
     assert not any(name.startswith("blocks.0") for name in found)
 
 
 def test_policies_above_choose_something() -> None:
-    assert _wrap_below(_untied(), POLICIES["size-40"](wrapping)) == ["blocks.0.layers", "blocks.1.layers"]
-    assert "blocks.0.layers.0" in _wrap_below(_untied(), POLICIES["always"](wrapping))
-    assert _wrap_below(_untied(), POLICIES["lambda"](wrapping)) == [
+    assert _wrap_below(_untied(), POLICIES["size-40"]) == ["blocks.0.layers", "blocks.1.layers"]
+    assert "blocks.0.layers.0" in _wrap_below(_untied(), POLICIES["always"])
+    assert _wrap_below(_untied(), POLICIES["lambda"]) == [
         *(f"blocks.{i}.layers.{j}" for i in range(2) for j in (0, 2)),
         "attention.out_proj",
     ]
-
-
-def test_sets_of_the_size_policy_are_those_of_torch() -> None:
-    # Any: attributes of a function.
-    mine: Any = wrapping.size_based_auto_wrap_policy
-    theirs: Any = torch_wrap.size_based_auto_wrap_policy
-    assert mine.FORCE_LEAF_MODULES == theirs.FORCE_LEAF_MODULES
-    assert mine.EXCLUDE_WRAP_MODULES == theirs.EXCLUDE_WRAP_MODULES
-
-
-@pytest.mark.parametrize("policies", [wrapping, torch_wrap], ids=["own", "torch"])
-def test_options_of_a_policy_reach_the_wrapper(policies: Any) -> None:
-    model = _untied()
-    _wrap_below(model, policies.CustomPolicy(_with_options))
-    assert _options(model.head) == {"forward_prefetch": True}
-    assert _options(model.blocks[0]) == {}
 
 
 def _options(module: nn.Module) -> Mapping[str, Any]:
@@ -177,37 +152,11 @@ def _options(module: nn.Module) -> Mapping[str, Any]:
     return module.options
 
 
-@pytest.mark.parametrize("answer", [None, 1, "yes", []], ids=repr)
-def test_custom_policy_must_answer_with_a_bool_or_options(answer: Any) -> None:
-    model = Net()
-    with pytest.raises(ValueError, match=r"should return False/True or a kwarg dict, but .* returned"):
-        _wrap_below(model, wrapping.CustomPolicy(lambda module: answer))
-    assert _wrapped(model) == []
-
-
-def test_custom_policy_that_gives_no_options_does_not_wrap() -> None:
-    assert _wrap_below(Net(), wrapping.CustomPolicy(lambda module: {})) == []
-
-
 def test_root_is_left_to_the_caller() -> None:
     model = nn.Linear(2, 2)
     assert _wrap_below(model, wrapping.ModuleWrapPolicy({nn.Linear})) == []
     assert _wrap_below(model, wrapping.always_wrap_policy) == []
     assert _wrap_below(model, wrapping.always_wrap_policy, also={model: {"mixed_precision": None}}) == []
-
-
-def test_deeper_modules_are_wrapped_first() -> None:
-    order: list[str] = []
-    model = Net()
-    names = {module: name for name, module in model.named_modules()}
-
-    def note(module: nn.Module, options: Mapping[str, Any]) -> nn.Module:
-        order.append(names[module])
-        return Box(module)
-
-    policy = wrapping.ModuleWrapPolicy({Block, nn.Linear, nn.Sequential})
-    wrapping.wrap_below(model.blocks[0], policy, wrap=note, is_wrapped=_is_box)
-    assert order == ["blocks.0.layers.0", "blocks.0.layers.2", "blocks.0.layers"]
 
 
 @pytest.mark.parametrize("policy", [wrapping.ModuleWrapPolicy({nn.Linear}), wrapping.always_wrap_policy])
@@ -260,6 +209,13 @@ def test_modules_named_apart_are_wrapped_whatever_the_policy_says() -> None:
         assert _options(
             model.get_submodule("blocks.0.norm" if "blocks.0" not in found else "blocks.0.module.norm")
         ) == {"mixed_precision": None}
+
+
+def test_options_of_a_policy_reach_the_wrapper() -> None:
+    model = _untied()
+    _wrap_below(model, wrapping.CustomPolicy(_with_options))
+    assert _options(model.head) == {"forward_prefetch": True}
+    assert _options(model.blocks[0]) == {}
 
 
 def test_options_of_modules_named_apart_go_before_those_of_the_policy() -> None:

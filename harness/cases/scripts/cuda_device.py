@@ -13,18 +13,6 @@ from torch.profiler import ProfilerActivity, profile
 from shardproof.engine.contract import Capability
 from shardproof.harness.cases.script import Actor, EachMicrobatch
 
-__all__ = [
-    "COPIES",
-    "EQUAL",
-    "FEW",
-    "OWN_POOL",
-    "POOL",
-    "REPLAY",
-    "CountsCopies",
-    "ReplaysAGraph",
-    "WatchesPools",
-]
-
 # Subjects of the notes, and what is noted where all is well.
 REPLAY, EQUAL = "a captured forward and backward, replayed on other inputs,", "equal to the eager one"
 COPIES, FEW = "the number of kernels in backward that copy", "below that of parameters"

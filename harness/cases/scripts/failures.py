@@ -11,8 +11,6 @@ import torch
 from shardproof.engine.contract import Capability
 from shardproof.harness.cases.script import Actor, Evaluation
 
-__all__ = ["RAISED", "Evaluates", "EvaluationPoint", "FailsFirst", "SkipsAFailure"]
-
 RAISED = "what the forward did that had to raise"  # the subject of a note
 
 

@@ -9,8 +9,6 @@ from typing import Any, ClassVar
 from shardproof.engine.contract import Capability
 from shardproof.harness.cases.script import Actor, EachMicrobatch, InterfaceBench
 
-__all__ = ["Exercise"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Exercise:

@@ -23,7 +23,7 @@ class Holding(Enum):
 class HoldingBack:
     """A plain loop in which ``units`` hold their reductions back until the last microbatch; ``""`` is the root.
 
-    Units are told by their own handles, each alone; with ``keeps`` they keep gathered parameters meanwhile.
+    Units are set by their own handles, each alone; with ``keeps`` they keep gathered parameters meanwhile.
     """
 
     units: tuple[str, ...]
@@ -59,7 +59,7 @@ class Interleaved:
     """Forwards run ``ahead`` of backwards by so many microbatches, as on a stage of a pipeline.
 
     One ahead is one-forward-one-backward; as many ahead as there are microbatches runs all forwards first.
-    The engine is told which backward ends the step.
+    The script marks which backward ends the step.
     """
 
     ahead: int
@@ -106,7 +106,7 @@ class SumOfForwards:
 class BranchByBranch:
     """The model returns several outputs; each has a loss and a backward of its own, in the order of ``branches``.
 
-    All of them go through the graph of one forward, and the engine is told which backward ends the step. Outputs
+    All of them go through the graph of one forward, and the script marks which backward ends the step. Outputs
     share the columns of the target, the first ones first.
     """
 

@@ -140,7 +140,7 @@ def after_chunk(chunk: int) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HoldHeadOpen:
-    """The head's unit is told to stay gathered through all chunks, each with a backward of its own, then is freed.
+    """The head's unit is set to stay gathered through all chunks, each with a backward of its own, then is freed.
 
     The model returns what its part ``head`` takes; the head takes a chunk of it, and of the target, and returns
     the loss. The gradients of all chunks then go through the rest of the model.

@@ -9,8 +9,6 @@ from typing import ClassVar
 from shardproof.engine.contract import Capability
 from shardproof.harness.cases.script import Actor, EachMicrobatch
 
-__all__ = ["PipelineOrder", "Pipelined"]
-
 
 class PipelineOrder(Enum):
     """In what order a rank of a pipeline takes forwards and backwards; how many stages it has."""
@@ -27,8 +25,8 @@ class PipelineOrder(Enum):
 class Pipelined:
     """All microbatches of a step go through the stages, gradients are reduced after each stage's last backward.
 
-    Ranks of a pipeline are driven by ``harness.training.pipeline``; whoever holds the whole model takes one microbatch
-    after the other, which comes to the same.
+    Ranks of a pipeline are driven by ``harness.training.pipeline``; a rank that holds the whole model takes one
+    microbatch after the other, which comes to the same.
     """
 
     order: PipelineOrder

@@ -14,8 +14,6 @@ from torch.distributed.tensor import DTensor
 from shardproof.engine.contract import Capability
 from shardproof.harness.cases.script import Actor
 
-__all__ = ["FORWARD", "HOMES", "LAYOUTS", "OUTPUT_DTYPE", "PINNED", "NotesForms"]
-
 # Subjects of the notes.
 OUTPUT_DTYPE = "the dtype of the output"
 FORWARD = "the layout of parameters in forward"

@@ -10,20 +10,6 @@ from typing import ClassVar
 from shardproof.engine.contract import Capability, UnitHandle
 from shardproof.harness.cases.script import Actor
 
-__all__ = [
-    "AFTER_BACKWARD",
-    "AFTER_FORWARD",
-    "AFTER_FORWARD_FREED",
-    "AFTER_FORWARD_KEPT",
-    "BEFORE_BACKWARD",
-    "BEFORE_FORWARD",
-    "AlternateHeads",
-    "Gather",
-    "LookAround",
-    "ToggleReshard",
-    "UnshardByHand",
-]
-
 BEFORE_FORWARD = "before forward"
 AFTER_FORWARD = "after forward"
 AFTER_FORWARD_FREED = "after forward, told to free"
@@ -34,9 +20,13 @@ AFTER_BACKWARD = "after backward"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LookAround:
-    """A plain loop that looks around the last microbatch's forward and backward; ``frees`` units between the two."""
+    """A plain loop that looks around the last microbatch's forward and backward.
+
+    Between the two it ``frees`` units, or sets the policy of ``changes`` to free after forward.
+    """
 
     frees: tuple[str, ...] = ()
+    changes: tuple[str, ...] = ()
     demands: ClassVar[frozenset[Capability]] = frozenset({Capability.UNIT_STATE})
 
     def play(self, actor: Actor) -> None:
@@ -48,9 +38,11 @@ class LookAround:
                 output = actor.forward(microbatch, *actor.batch(microbatch).inputs)
                 loss = actor.loss(microbatch, output)
                 _look(actor, AFTER_FORWARD, is_looked_at=is_looked_at)
-                if self.frees:
-                    for unit in _handles(actor, self.frees):
-                        unit.reshard()
+                for unit in _handles(actor, self.changes):
+                    unit.set_reshard_after_forward(is_on=True)
+                for unit in _handles(actor, self.frees):
+                    unit.reshard()
+                if self.frees or self.changes:
                     _look(actor, BEFORE_BACKWARD, is_looked_at=is_looked_at)
                 actor.backward(microbatch, loss)
                 _look(actor, AFTER_BACKWARD, is_looked_at=is_looked_at)
@@ -58,7 +50,7 @@ class LookAround:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToggleReshard:
-    """Two microbatches: ``units`` are told to free after the first one's forward, and to keep after the second's."""
+    """Two microbatches: ``units`` are set to free after the first one's forward, and to keep after the second's."""
 
     units: tuple[str, ...]
     demands: ClassVar[frozenset[Capability]] = frozenset({Capability.UNIT_STATE})
@@ -80,7 +72,7 @@ class Gather(Enum):
 
     BLOCKING = "the call returns when they are there"
     AWAITED = "the call returns at once; the caller waits, when all units have been asked"
-    UNAWAITED = "the call returns at once; nobody waits but the forward or backward that needs them"
+    UNAWAITED = "the call returns at once; only the forward or backward that needs them waits"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +84,7 @@ class UnshardByHand:
     demands: ClassVar[frozenset[Capability]] = frozenset({Capability.UNIT_STATE})
 
     def play(self, actor: Actor) -> None:
-        """Take one microbatch at a time; look only where somebody waited."""
+        """Take one microbatch at a time; look only after a wait."""
         for microbatch in range(actor.num_microbatches):
             self._unshard(actor, BEFORE_FORWARD)
             output = actor.forward(microbatch, *actor.batch(microbatch).inputs)

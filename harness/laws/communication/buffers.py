@@ -1,4 +1,4 @@
-"""Laws over asynchronous collectives: somebody waits for each, and nobody touches its buffers before."""
+"""Laws over asynchronous collectives: each is waited for, and its buffers are untouched before."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ from shardproof.harness.laws.communication.order import group_of, spell_unit
 from shardproof.harness.laws.law import Evidence, Ruling, rule
 from shardproof.harness.tracing.ledger import Entry, Ledger
 
-__all__ = ["LeavesBuffersAlone", "ResultsAreWaitedFor", "harm_in"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeavesBuffersAlone:
@@ -24,7 +22,6 @@ class LeavesBuffersAlone:
     name: str = "buffers are left alone"
 
     def judge(self, evidence: Evidence) -> Ruling:
-        """Look at every collective of every rank."""
         broken = [text for rank, ledger in ledgers(evidence) for text in _harms(rank, ledger, evidence)]
         num_async = sum(e.is_async for _, ledger in ledgers(evidence) for e in ledger)
         return rule(self.name, broken, held=f"by {num_async} asynchronous collectives")
@@ -32,14 +29,13 @@ class LeavesBuffersAlone:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResultsAreWaitedFor:
-    """Somebody waits for each asynchronous collective of a training, at the latest at its end."""
+    """Each asynchronous collective of a training is waited for, at the latest at its end."""
 
     name: str = "results are waited for"
 
     def judge(self, evidence: Evidence) -> Ruling:
-        """Look at every collective of every rank."""
         broken = [
-            f"rank {rank}, {when(e)}: nobody ever waited for {_spell(e, evidence)}"
+            f"rank {rank}, {when(e)}: no wait for {_spell(e, evidence)}"
             for rank, ledger in ledgers(evidence)
             for e in ledger
             if e.is_async and e.wait is None

@@ -47,7 +47,6 @@ class Count:
 
     @property
     def name(self) -> str:
-        """Name the law with its numbers."""
         return f"{self.expected} x {self.select} per {self.per.value}"
 
     def judge(self, evidence: Evidence) -> Ruling:
@@ -68,7 +67,6 @@ class Bytes:
 
     @property
     def name(self) -> str:
-        """Name the law with its numbers."""
         return f"{self.expected} bytes of {self.select} per {self.per.value}"
 
     def judge(self, evidence: Evidence) -> Ruling:
@@ -94,7 +92,6 @@ class Nothing:
 
     @property
     def name(self) -> str:
-        """Name the law with its parameters."""
         return f"no {self.select}"
 
     def judge(self, evidence: Evidence) -> Ruling:
@@ -121,7 +118,6 @@ class InOrder:
 
     @property
     def name(self) -> str:
-        """Name the law with its parameters."""
         return " before ".join(map(str, self.selects))
 
     def judge(self, evidence: Evidence) -> Ruling:
@@ -157,7 +153,6 @@ class OnlyThese:
 
     @property
     def name(self) -> str:
-        """Name the law with its parameters."""
         return f"only {'; '.join(map(str, self.selects))} among {self.among}"
 
     def judge(self, evidence: Evidence) -> Ruling:
@@ -183,12 +178,9 @@ class Dtype:
 
     @property
     def name(self) -> str:
-        """Name the law with its parameters."""
         return f"{self.select} carries {self.dtype}"
 
     def judge(self, evidence: Evidence) -> Ruling:
-        """Look at every selected collective of every rank."""
-
         def breach(entry: Entry) -> str | None:
             is_wrong = "float" in entry.dtype and entry.dtype != self.dtype
             return f"expected {self.dtype}, got {entry.dtype}" if is_wrong else None
@@ -222,12 +214,9 @@ class ReduceOps:
 
     @property
     def name(self) -> str:
-        """Name the law with its parameters."""
         return f"{self.select} reduces with {'/'.join(self.allowed)}"
 
     def judge(self, evidence: Evidence) -> Ruling:
-        """Look at every selected collective of every rank."""
-
         def breach(entry: Entry) -> str | None:
             wanted = "/".join(self.allowed)
             return None if entry.reduce_op in self.allowed else f"expected {wanted}, got {entry.reduce_op}"
@@ -243,12 +232,9 @@ class Asynchronous:
 
     @property
     def name(self) -> str:
-        """Name the law with its parameters."""
         return f"{self.select} is asynchronous"
 
     def judge(self, evidence: Evidence) -> Ruling:
-        """Look at every selected collective of every rank."""
-
         def breach(entry: Entry) -> str | None:
             return None if entry.is_async else "expected a call that returns at once, got one that blocks"
 
@@ -266,11 +252,9 @@ class AllWaited:
 
     @property
     def name(self) -> str:
-        """Name the law with its parameters."""
         return f"{self.select} is waited for before the optimizer step"
 
     def judge(self, evidence: Evidence) -> Ruling:
-        """Look at every selected collective of every rank."""
         return _each(self.name, self.select, evidence, _waits_too_late)
 
 
@@ -335,7 +319,7 @@ def _each(name: str, select: Select, evidence: Evidence, breach: Callable[[Entry
 def _waits_too_late(entry: Entry) -> str | None:
     wait = entry.wait
     if wait is None:
-        return "nobody waited for the result"
+        return "the result was never waited for"
     if wait.step == entry.step and (wait.phase is not Phase.STEP or entry.phase is Phase.STEP):
         return None
     return f"expected a wait before the optimizer step, got one in {wait.phase} of step {wait.step}"

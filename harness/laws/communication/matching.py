@@ -1,10 +1,10 @@
 """Which calls of several ranks form one collective, and the law that ranks agree on them.
 
 See [Note: which calls belong together] in ``harness.laws.communication.matching``. Here groups of equal ranks are
-told apart by their names too, because this is about who waits for whom and not about what should have been.
+distinguished by their names too, because this is the wait-for relation and not what should have been.
 
 [Note: which calls belong together] The n-th collective of a group must be the same on all of its members, so
-calls are matched by their position among the rank's collectives in that group; groups of equal ranks are told apart
+calls are matched by their position among the rank's collectives in that group; groups of equal ranks are distinguished
 by torch's name for them, which members share, for by it they meet. Point-to-point messages are matched by position
 among those from one rank to one other within a group. A receive from any source takes whichever message is left, so
 for a rank with such receives only the totals are compared.
@@ -98,7 +98,7 @@ class Counterparts:
         other_end = Op.RECV if entry.op is Op.SEND else Op.SEND
         group = ProcessGroup.of(entry)
         answers = len(self._messages.get((group, other_end, entry.peer, rank), ()))
-        if other_end is Op.RECV:  # whoever receives from any source may take this message too
+        if other_end is Op.RECV:  # a receive from any source may take this message too
             answers += len(self._messages.get((group, other_end, entry.peer, None), ()))
         return () if position < answers else (entry.peer,)
 
@@ -116,7 +116,6 @@ class RanksAgree:
 
     @property
     def name(self) -> str:
-        """Name the law with its parameters."""
         return "ranks agree on every collective"
 
     def judge(self, evidence: Evidence) -> Ruling:

@@ -131,7 +131,6 @@ class Order:
 
     @property
     def name(self) -> str:
-        """Name the law with its parameters."""
         return f"{', '.join(map(str, self.events))} among {self.select}"
 
     def judge(self, evidence: Evidence) -> Ruling:

@@ -45,7 +45,6 @@ class Overlaps:
 
     @property
     def name(self) -> str:
-        """Name the law with its parameters."""
         free = f" but for {', '.join(map(spell_unit, self.but_for))}" if self.but_for else ""
         return f"{self.select} overlaps compute{free}"
 
@@ -84,7 +83,7 @@ def _exposed(picked: Ledger, observation: Observation) -> Ledger:
 
 
 def _is_hidden(flight: Flight, spans: Sequence[ComputeSpan]) -> bool:
-    # What nobody ever waits for is another law's affair; it is in flight to the end.
+    # A collective that is never waited for is in flight to the end; another law covers it.
     return any(
         flight.issued < span.first and (flight.landed is None or span.last <= flight.landed) for span in spans
     )
@@ -103,7 +102,6 @@ class PrefetchDistance:
 
     @property
     def name(self) -> str:
-        """Name the law with its parameters."""
         return f"{self.units} unit(s) gathered ahead in {self.phase}"
 
     @property
@@ -206,7 +204,6 @@ class AtMostInFlight:
 
     @property
     def name(self) -> str:
-        """Name the law with its parameters."""
         limit = self.at_most if isinstance(self.at_most, int) else self.at_most.name
         return f"at most {limit} x {self.select} in flight"
 
@@ -235,5 +232,5 @@ def _counts(picked: Ledger) -> Iterator[tuple[Entry, int]]:
 def _is_under_way(entry: Entry, seq: int) -> bool:
     """Return whether ``entry`` was not waited for when call ``seq`` was made, itself among those issued by then."""
     wait = entry.wait
-    # A ledger that does not tell when somebody waited proves no bound.
+    # A ledger without the times of waits proves no bound.
     return wait is None or wait.num_issued is None or wait.num_issued > seq

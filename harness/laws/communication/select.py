@@ -10,17 +10,6 @@ from shardproof.harness.cases.training import Schedule
 from shardproof.harness.tracing.events import TraceEvent
 from shardproof.harness.tracing.ledger import Entry, Ledger, Op, Phase
 
-__all__ = [
-    "BEFORE_STEPS",
-    "NOTHING_OBSERVED",
-    "LoopStep",
-    "Microbatches",
-    "Per",
-    "Select",
-    "Window",
-    "shows_nothing",
-]
-
 BEFORE_STEPS = -1  # the step of what prepare communicates
 NOTHING_OBSERVED = "expected some collective in training, got none: nothing was observed"
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from shardproof.engine.contract import Cut
 from shardproof.harness.cases.training import Training
-from shardproof.harness.cases.units import num_shares_of
+from shardproof.harness.cases.units import shares_of
 from shardproof.harness.laws.law import Evidence, Ruling, rule
 from shardproof.harness.records.observation import Observation
 from shardproof.harness.tracing.memory.census_report import CensusEntry
@@ -36,7 +37,7 @@ class MemoryIsExplained:
         """Compare every count on every rank with the closed form."""
         if not any(observation.counts for observation in evidence.ranks):
             return rule(self.name, [], held="not counted: these observations hold no census")
-        if num_shares_of(evidence.training.plan, evidence.world_size) == 1:
+        if shares_of(evidence.training.plan, evidence.world_size).state == 1:
             return rule(self.name, [], held="every rank is a replica by itself")
         broken: list[str] = []
         most = 0
@@ -55,8 +56,25 @@ class MemoryIsExplained:
                     f"rank {observation.rank}: expected {num_counts} counts, as on rank 0, "
                     f"got {len(observation.counts)}"
                 )
+        broken += _breaches_in_sum(evidence)
         limit = _explained(evidence, evidence.ranks[0])
         return rule(self.name, broken, held=f"at most {most} of {limit.num_bytes} bytes on each rank")
+
+
+def _breaches_in_sum(evidence: Evidence) -> Iterator[str]:
+    """Compare the sum over ranks where one may hold more because another holds less."""
+    if not any(observation.cut is Cut.PARAMETERS for observation in evidence.ranks):
+        return
+    most = sum(_explained(evidence, observation, Cut.EVENLY).num_bytes for observation in evidence.ranks)
+    for counts in zip(
+        *(_counted(evidence.training, observation) for observation in evidence.ranks), strict=False
+    ):
+        held = sum(count.num_bytes for count in counts)
+        if held > most:
+            first = counts[0]
+            yield (
+                f"step {first.step}, {first.moment}: expected at most {most} bytes on all ranks together, got {held}"
+            )
 
 
 def _counted(training: Training, observation: Observation) -> Iterator[CensusEntry]:
@@ -65,8 +83,8 @@ def _counted(training: Training, observation: Observation) -> Iterator[CensusEnt
     return (count for count in observation.counts if count.step < last)
 
 
-def _explained(evidence: Evidence, observation: Observation) -> Explained:
-    training, size, cut = evidence.training, evidence.world_size, observation.cut
+def _explained(evidence: Evidence, observation: Observation, cut: Cut | None = None) -> Explained:
+    training, size, cut = evidence.training, evidence.world_size, cut or observation.cut
     oracle, form = evidence.oracle, form_of(evidence.training)
     state = (
         StateTensor(
@@ -77,7 +95,7 @@ def _explained(evidence: Evidence, observation: Observation) -> Explained:
         for name, whole in oracle.optimizer_state.items()
     )
     num_bytes = state_bytes(form, training, size, cut=cut, state=state)
-    return explained(form, training, size, cut=cut, state=num_bytes)
+    return explained(form, training, size, cut=cut, state=num_bytes, masters=observation.masters)
 
 
 def _breach(rank: int, count: CensusEntry, limit: Explained) -> str:

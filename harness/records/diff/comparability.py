@@ -8,8 +8,6 @@ from dataclasses import dataclass, replace
 from shardproof.harness.records.record import Expectation, Header
 from shardproof.harness.records.run import Run
 
-__all__ = ["ComparedRun", "Setting", "settings_that_differ", "warnings"]
-
 _ABSENT = "none"
 # Memory and core counts vary between machines of one kind, and no verdict depends on them.
 _HARDWARE = ("cpu", "gpus", "platform")

@@ -24,8 +24,6 @@ from shardproof.harness.records.diff.comparability import ComparedRun, Setting, 
 from shardproof.harness.records.diff.traffic import TrafficChange, is_measured, traffic_changes
 from shardproof.harness.records.record import Record, Verdict
 
-__all__ = ["Comparison", "News", "RecordChange", "broken_laws", "compare", "steady"]
-
 
 class News(StrEnum):
     """What happened to a record, the most urgent first."""

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 
 from shardproof.harness.records.record import Record, Verdict
 
-__all__ = ["Traffic", "TrafficChange", "is_measured", "traffic_changes"]
-
 # The ledgers of such records end wherever the world was stopped, so their counts vary from run to run.
 _UNFINISHED = frozenset(
     {Verdict.UNSUPPORTED, Verdict.HUNG, Verdict.CRASHED, Verdict.ERRORED, Verdict.NOT_RUN}

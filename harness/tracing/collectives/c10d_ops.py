@@ -12,8 +12,6 @@ import torch.distributed as dist
 from shardproof.harness.tracing.collectives.call import Pieces
 from shardproof.harness.tracing.ledger import Op
 
-__all__ = ["SPELLINGS", "CollectiveSchema", "CollectiveTensors"]
-
 Tensors = Sequence[torch.Tensor]
 # Any: operators box their arguments; what lies under each name is fixed by the operator's schema.
 Arguments = Mapping[str, Any]

@@ -9,8 +9,6 @@ import torch.distributed as dist
 
 from shardproof.harness.tracing.ledger import Op
 
-__all__ = ["Call", "short_name"]
-
 Pieces = tuple[tuple[torch.Tensor, ...], ...]
 
 

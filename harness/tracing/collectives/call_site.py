@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import sys
-from functools import lru_cache
 from pathlib import Path, PurePath
 from types import CodeType, FrameType
-
-__all__ = ["call_site", "is_internal_frame", "short_path"]
 
 # As imports spell it, links unresolved: frames spell it so.
 _OURS = Path(__file__).parents[2]
@@ -42,7 +39,7 @@ def call_site() -> str:
     """Name the caller as ``file.py:line in function``; cheap enough for every collective."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        place = _place(frame.f_code)
+        _, place = _places.get(id(frame.f_code)) or _look_at(frame.f_code)
         if place is not None:
             return f"{place[0]}:{frame.f_lineno} in {place[1]}"
         frame = frame.f_back
@@ -54,12 +51,15 @@ def is_internal_frame(file: str) -> bool:
     return short_path(file).startswith((*_PASSAGE, *_OF_PYTHON)) or file.startswith(_PASSAGE_OF_OURS)
 
 
-# Keyed by code object: a walk over twenty frames then costs a microsecond or two.
-@lru_cache(maxsize=4096)
-def _place(code: CodeType) -> tuple[str, str] | None:
-    """Return a code object's file and function; None for code that calls pass through."""
+# By address, because a code object computes its hash anew each time; the code is kept, so that no other has it.
+_places: dict[int, tuple[CodeType, tuple[str, str] | None]] = {}
+
+
+def _look_at(code: CodeType) -> tuple[CodeType, tuple[str, str] | None]:
+    """Find a code object's file and function; None for code that calls pass through."""
     file = code.co_filename
-    return None if is_internal_frame(file) else (short_path(file), code.co_name)
+    found = _places[id(code)] = (code, None if is_internal_frame(file) else (short_path(file), code.co_name))
+    return found
 
 
 def short_path(file: str) -> str:

@@ -1,4 +1,4 @@
-"""The future of a work on a CPU: complete when somebody waits for it, and not before, as its work is.
+"""The future of a work on a CPU: complete when it is waited for, and not before, as its work is.
 
 [Note: futures in backward] C++ waits for a future where nothing can see it, and DDP's reducer does so at the end
 of backward. So a future that was taken in backward is completed there, after all that backward computes and before
@@ -19,15 +19,13 @@ import torch.distributed as dist
 
 from shardproof.harness.torch_compat.dispatch import Backward, backward_of_thread, call_after_backward
 
-__all__ = ["LateFuture", "late_future", "late_futures"]
-
 _Future = torch.futures.Future
 _collect_all = torch.futures.collect_all
 _wait_all = torch.futures.wait_all
 
 
 class LateFuture(_Future[Any]):
-    """A future that ``deliver`` completes; whoever waits calls it."""
+    """A future that ``deliver`` completes; a wait calls it."""
 
     # Any, here and below: a future holds what its callbacks make of the result.
     def __init__(self, deliver: Callable[[LateFuture], None], is_there: Callable[[], bool]) -> None:

@@ -7,8 +7,8 @@ where a dispatch mode costs Python time for each of them. The backend's kernel i
 nccl do exactly what they did; in the threads world a carrier of ours takes its place.
 
 [Note: the GIL] A backend's kernel must run without the GIL, as it does when torch calls it. gloo's own threads
-let go of works, and so of Python objects, while they hold the lock that its kernels take: whoever came to that lock
-with the GIL would never get it. Some kernels also wait for other ranks.
+let go of works, and so of Python objects, while they hold the lock that its kernels take: a thread that came to that
+lock with the GIL would never get it. Some kernels also wait for other ranks.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 from shardproof.harness.torch_compat.dispatch import are_of_meta, kernels_before_backends
+from shardproof.harness.torch_compat.private_names import optional
 from shardproof.harness.tracing.collectives.c10d_ops import SPELLINGS, CollectiveSchema, process_group
 from shardproof.harness.tracing.collectives.call import Call, short_name
 from shardproof.harness.tracing.collectives.call_site import call_site
@@ -30,8 +31,6 @@ from shardproof.harness.tracing.collectives.futures import late_futures
 from shardproof.harness.tracing.collectives.watched_work import Valuer, Works
 from shardproof.harness.tracing.ledger import Op, ViolationKind
 from shardproof.harness.tracing.recorder import CallSummary, Recorder
-
-__all__ = ["CollectiveObserver", "CollectiveTransport", "Interceptor", "standing_in_c10d"]
 
 _REDUCE_OP_NAMES = {op: name.lower() for name, op in dist.ReduceOp.RedOpType.__members__.items()}
 
@@ -42,18 +41,18 @@ class CollectiveTransport(Protocol):
     def carry(self, call: Call, on_harm: Callable[[ViolationKind, str], None] | None) -> dist.Work:
         """Start the call and return its work; a synchronous call is complete on return.
 
-        ``on_harm`` is told, with the site, what was done to the buffers of an asynchronous one too early.
+        ``on_harm`` receives, with the site, what was done to the buffers of an asynchronous one too early.
         """
 
 
 class CollectiveObserver(Protocol):
-    """Who is told of calls, and of waits for them, besides the recorder."""
+    """Receives calls, and waits for them, besides the recorder."""
 
     # Any: whatever the listener knows a call by.
     def issued(self, call: Call, seq: int) -> Any:
-        """Take note of a call before it starts; what is given is handed back when somebody waits for it.
+        """Take note of a call before it starts; what it returns is handed back at the wait.
 
-        ``seq`` is the recorder's number of it, -1 where nobody records.
+        ``seq`` is the recorder's number of it, -1 without a recorder.
         """
 
     def handed_over(self) -> None:
@@ -84,9 +83,17 @@ def standing_in_c10d(door: Interceptor) -> Iterator[None]:
     Process-wide: ranks that are threads share one door, and ``door.recorder`` tells them apart.
     """
     works = Works()
-    kernels = {name: partial(_Kernel, name, spelling, door, works) for name, spelling in SPELLINGS.items()}
+    kernels = {name: partial(_untraced, name, spelling, door, works) for name, spelling in SPELLINGS.items()}
     with late_futures(), kernels_before_backends("c10d", kernels):
         yield
+
+
+# Any: a kernel, as the dispatcher calls it.
+def _untraced(name: str, spelling: CollectiveSchema, door: Interceptor, works: Works, go_on: Any) -> Any:
+    """Make a kernel that compilers leave alone: an engine's collective may be called inside a compiled forward."""
+    kernel = _Kernel(name, spelling, door, works, go_on)
+    dynamo = optional("torch._dynamo")
+    return kernel if dynamo is None else dynamo.disable(kernel.__call__)
 
 
 class _Kernel:
@@ -129,7 +136,7 @@ class _Kernel:
         return boxed if self._spelling.returned is None else (arguments[self._spelling.returned], boxed)
 
     def _announce(self, call: Call, recorder: Recorder | None, seq: int) -> _Hearing:
-        """Return the listener of a call before it starts; gives who is to be told of waits for it."""
+        """Report a call to the listener before it starts; return what receives the waits for it."""
         listener = self._door.listener()
         issued = None if listener is None else listener.issued(call, seq)
         return _Hearing(recorder, seq, listener, issued)

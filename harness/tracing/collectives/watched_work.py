@@ -1,4 +1,4 @@
-"""The works that the door hands out: they tell who waits for them, and stay as long as somebody may ask."""
+"""The works that the door hands out: they report waits, and stay as long as a wait may come."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ Valuer = Callable[[dist.Work], Callable[[], Any]]
 
 
 class WaitObserver(Protocol):
-    """Who is told of waits for one call."""
+    """Receives the waits for one call."""
 
     def waits(self, *, is_over: bool | None) -> None:
-        """Take note that somebody waits; ``is_over`` as `harness.tracing.ledger.Wait` has it."""
+        """Record that a wait began or ended; ``is_over`` as `harness.tracing.ledger.Wait` has it."""
 
     def over(self) -> None:
         """Take note that the wait came to its end; one that raises does not."""
 
 
 class WatchedWork(dist.Work):
-    """A work that tells the recorder when somebody waits for it, or for its future, and until when.
+    """A work that reports to the recorder each wait for it, or for its future, and when that ends.
 
     Without ``valuer`` the future is the work's own, as that of a device knows of streams; taking it counts as waiting.
     """
@@ -82,7 +82,7 @@ class WatchedWork(dist.Work):
         return self._inner.result()
 
     def is_completed(self) -> bool:
-        # Whoever is told that a result is there may use it: that ends a wait like any other.
+        # A caller that learns that a result is there may use it: that ends a wait like any other.
         is_completed = self._inner.is_completed()
         if is_completed:
             self._begin(is_over=True)
@@ -118,14 +118,14 @@ class _Over(dist.Work):
 
 
 class Works:
-    """Keeps works referenced: all that nobody waited for, and the most recent of those that Python has let go of."""
+    """Keeps works referenced: all that were not waited for, and the most recent of those that Python has let go of."""
 
     def __init__(self) -> None:
         self._waiting: dict[int, WatchedWork] = {}
         self._kept: deque[WatchedWork] = deque(maxlen=_NUM_KEPT)
 
     def watch(self, inner: dist.Work, hearing: WaitObserver, valuer: Valuer | None) -> WatchedWork:
-        """Return a work that stands for ``inner``, and keep it until somebody waits for it."""
+        """Return a work that stands for ``inner``, and keep it until it is waited for."""
         work = WatchedWork(inner, hearing, self, valuer)
         self._waiting[id(work)] = work
         return work
@@ -149,7 +149,7 @@ _own = _Own()
 
 
 class inside_backend:  # noqa: N801 - reads as the context that it is
-    """Context of a call into a backend: gloo, for one, copies what it has summed up while somebody waits for it."""
+    """Context of a call into a backend: gloo, for one, copies what it has summed up during the wait."""
 
     __slots__ = ()
 

@@ -25,8 +25,6 @@ from shardproof.harness.tracing.ledger import Phase
 from shardproof.harness.tracing.memory.memory_report import Allocation, LoopSpan, MemoryKind
 from shardproof.harness.tracing.recorder import LoopPosition
 
-__all__ = ["Allocations", "Role"]
-
 
 class Role(Enum):
     """What memory was seen to be, or to be used for."""

@@ -23,9 +23,7 @@ from __future__ import annotations
 import gc
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from functools import cache
+from collections.abc import Callable, Iterable, Iterator
 from heapq import nlargest
 from operator import itemgetter
 from typing import Any
@@ -33,23 +31,16 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from shardproof.harness.torch_compat.private_names import optional
 from shardproof.harness.tracing.collectives.call_site import call_site
-from shardproof.harness.tracing.collectives.watched_work import is_inside_backend
 from shardproof.harness.tracing.ledger import Phase
 from shardproof.harness.tracing.memory.census_report import CensusEntry, CensusTime, LiveStorage
 from shardproof.harness.tracing.recorder import Recorder
-
-__all__ = ["Census", "counting"]
 
 _NUM_LARGEST = 4  # enough to see what kind of memory it is
 _RETRY_S = 0.005
 _MAX_RETRIES = (
     60  # a worker thread that waits for a core on a busy machine gets one within a third of a second
 )
-
-# Without it nothing is counted, and the law says so.
-_Mode: Any = optional("torch.utils._python_dispatch:TorchDispatchMode")
 
 
 class _Seen(weakref.ref[torch.UntypedStorage]):
@@ -83,7 +74,7 @@ class Census:
     # Any: what an operator returns.
     def made(self, result: Any, operator: str) -> None:
         """Note what an operator returned, unless it runs to observe."""
-        if self._recorder.place.phase is not Phase.OBSERVE:
+        if self._recorder.phase is not Phase.OBSERVE:
             for tensor in _tensors(result):
                 self._meet(tensor, operator)
 
@@ -127,46 +118,6 @@ class Census:
         alive = [(seen, storage.nbytes()) for seen in self._seen.values() if (storage := seen()) is not None]
         self._seen = {seen.key: seen for seen, _ in alive}
         return [(seen, num_bytes) for seen, num_bytes in alive if not seen.is_users]
-
-
-@contextmanager
-def counting(census: Census | None) -> Iterator[None]:
-    """Note what operators on the calling thread make, until exit; with None, change nothing."""
-    if census is None or _Mode is None:
-        yield
-        return
-    with _CensusMode(census):
-        yield
-
-
-class _CensusMode(_Mode or object):  # type: ignore[misc]  # a class of Any
-    """Notes the results of operators, and leaves everything else as it is."""
-
-    def __init__(self, census: Census) -> None:
-        super().__init__()
-        self._census = census
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Let compiled functions stay compiled: a census does not change what is judged."""
-        return True
-
-    # Any: an operator takes and returns what it likes.
-    def __torch_dispatch__(
-        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        if types and any(hasattr(kind, "__tensor_flatten__") for kind in types):
-            return NotImplemented  # a wrapper, such as a DTensor, which comes back with the tensors inside it
-        result = func(*args, **(kwargs or {}))
-        if not types and _makes_memory(func) and not is_inside_backend():
-            self._census.made(result, func.__name__)
-        return result
-
-
-@cache
-def _makes_memory(func: Any) -> bool:  # Any: an operator
-    """Whether its schema lets it return anything but views of its arguments, or its arguments."""
-    return any(returned.alias_info is None for returned in func._schema.returns)
 
 
 # Any: what an operator returns.

@@ -7,12 +7,11 @@ from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import Any
 
-__all__ = ["CensusEntry", "CensusTime", "LiveStorage", "counts_from_json", "counts_to_json"]
-
 
 class CensusTime(StrEnum):
     """When the memory was counted."""
 
+    REDUCED = "after the last backward"
     STEPPED = "after the optimizer step"
     CLEARED = "after zero_grad"
 

@@ -20,8 +20,6 @@ from shardproof.harness.tracing.memory.memory_report import LifetimeReport, User
 from shardproof.harness.tracing.recorder import Recorder
 from shardproof.harness.tracing.storages import Storages
 
-__all__ = ["MemoryTracker"]
-
 # What leaves every element as it was, in whatever order; what it makes is the same memory's contents once more.
 _COPIES = frozenset(
     {
@@ -86,7 +84,7 @@ class MemoryTracker:
                 self._lives.copied(sources, targets, is_packing=name not in _DUPLICATES)
                 return
             self._lives.computed(sources)
-            if name in _SUMS and self._recorder.place.phase is Phase.BACKWARD:
+            if name in _SUMS and self._recorder.phase is Phase.BACKWARD:
                 old = self._keys(_old(writes, fresh), name)
                 self._lives.summed(sources, old, is_packing=name in _SCALED_COPIES)
 
@@ -187,7 +185,7 @@ class MemoryTracker:
 
     @property
     def _is_observing(self) -> bool:
-        return self._recorder.place.phase is Phase.OBSERVE
+        return self._recorder.phase is Phase.OBSERVE
 
     def _advance(self) -> None:
         self._lives.advance(self._recorder.place)

@@ -6,8 +6,6 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import NamedTuple
 
-__all__ = ["Clock", "Epoch", "HappensBefore"]
-
 
 class Epoch(NamedTuple):
     """A stretch of one timeline between two signals that it gave: what else could wait for, no finer."""
@@ -46,7 +44,7 @@ class HappensBefore:
     """What is ordered before what on one rank: a clock for each timeline, moved by signals and waits alone.
 
     A timeline is a stream, or an asynchronous collective, which is a stream of its own from its issue until
-    somebody waits for it. The host is none: it issues to all of them, and what it waits for orders whatever
+    it is waited for. The host is none: it issues to all of them, and what it waits for orders whatever
     is issued later, wherever.
     """
 

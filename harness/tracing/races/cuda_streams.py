@@ -1,8 +1,8 @@
-"""The watch over one rank's streams on a CUDA device: told of the real ones by torch's own trace, it replaces none.
+"""The watch over one rank's streams on a CUDA device: torch's own trace reports the real ones, and none is replaced.
 
-[Note: where a backend runs] A collective is a timeline of its own here too, from its issue until somebody waits for
-it. nccl puts it on a stream of its group's, which waits for the engine's stream as it is handed over; whoever waits
-for that stream afterwards, in Python or C++, has waited for the collective. What a group is given later starts
+[Note: where a backend runs] A collective is a timeline of its own here too, from its issue until the wait for
+it. nccl puts it on a stream of its group's, which waits for the engine's stream as it is handed over; a stream
+that waits for that one afterwards, in Python or C++, has waited for the collective. What a group is given later starts
 after it.
 """
 
@@ -22,8 +22,6 @@ from shardproof.harness.tracing.races.clock import Clock
 from shardproof.harness.tracing.races.detector import DEFAULT, RaceDetector, current_watch
 from shardproof.harness.tracing.races.streams import name_of_variable
 from shardproof.harness.tracing.recorder import Recorder
-
-__all__ = ["CudaRaceWatch", "watched_cuda_streams"]
 
 _DEFAULT_HANDLE = 0
 

@@ -1,4 +1,4 @@
-"""The watch over one rank's streams: told of streams, events, operators, collectives and releases, it finds races."""
+"""The watch over one rank's streams: from streams, events, operators, collectives and releases it finds races."""
 
 from __future__ import annotations
 
@@ -20,10 +20,8 @@ from shardproof.harness.tracing.races.shadow import Access, Memory, is_memory, s
 from shardproof.harness.tracing.recorder import Recorder
 from shardproof.harness.tracing.storages import Storages
 
-__all__ = ["DEFAULT", "RaceDetector", "current_watch", "set_watch"]
-
 DEFAULT = 0
-"""The timeline of the stream on which everything runs that nobody puts elsewhere."""
+"""The timeline of the default stream."""
 
 
 class _Selected(threading.local):
@@ -40,7 +38,7 @@ class RaceDetector:
     """The device whose streams and memory are watched."""
 
     def __init__(self, recorder: Recorder) -> None:
-        self.streams: dict[int, object] = {}  # by timeline, for whoever asks which one is the current one
+        self.streams: dict[int, object] = {}  # by timeline, to look up the current one
         self._recorder = recorder
         self._order = HappensBefore()
         self._memory = Memory()
@@ -135,7 +133,7 @@ class RaceDetector:
                 self._memory.allocate(key, self.selected)
 
     def recorded(self, tensor: torch.Tensor, timeline: int) -> None:
-        """Note that the allocator was told of a stream that uses a tensor."""
+        """Record that a stream uses a tensor, as `record_stream` reports to the allocator."""
         with self._lock:
             self._settle()
             self._memory.record(self._storages.key(tensor.untyped_storage()), timeline)
@@ -187,7 +185,7 @@ class RaceDetector:
 
     @property
     def _is_observing(self) -> bool:
-        return self._recorder.place.phase is Phase.OBSERVE
+        return self._recorder.phase is Phase.OBSERVE
 
     def _before(self, call: Call) -> Clock:
         """Return what has surely happened when an asynchronous collective starts."""
@@ -201,7 +199,7 @@ class RaceDetector:
             self._recorder.mark(EventKind.JOINED, seq=seq)
 
     def _settle(self) -> None:
-        """Take releases down that happened since the last event: before whatever is told next."""
+        """Take releases down that happened since the last event: before the next event."""
         for key in self._storages.ended():
             self._memory.release(key, self._order.clock)
 

@@ -24,15 +24,13 @@ from shardproof.harness.torch_compat.patching import Replacement
 from shardproof.harness.tracing.races.detector import current_watch
 from shardproof.harness.tracing.races.streams import TrackedEvent, TrackedStream, record_stream_of, selection
 
-__all__ = ["CudaEvent", "CudaStream", "cuda_stand_in"]
-
 _CPU = torch.device("cpu")
 # These ask about the device of this machine, not about the engine's.
 _TRUTH = ("torch.", "shardproof.harness.")
 
 
 class CudaStream(TrackedStream):
-    """A tracking stream with what a CUDA stream has besides; one that tracks nothing where nobody watches."""
+    """A tracking stream with what a CUDA stream has besides; one that tracks nothing without a watch."""
 
     # Any, here and below: an engine passes what torch.cuda takes, most of which makes no difference here.
     def __init__(self, device: Any = None, priority: int = 0, **options: Any) -> None:
@@ -49,7 +47,7 @@ class CudaStream(TrackedStream):
     stream_id = cuda_stream
 
     def record_event(self, event: Any = None) -> Any:
-        """Return an event, also where nobody watches."""
+        """Return an event, also without a watch."""
         recorded = CudaEvent() if event is None else event
         recorded.record(self)
         return recorded
@@ -72,7 +70,7 @@ class CudaEvent(TrackedEvent):
 
 
 class _Unwatched(threading.local):
-    """The current stream of a thread whose rank nobody watches."""
+    """The current stream of a thread whose rank has no watch."""
 
     def __init__(self) -> None:
         self.current = CudaStream()

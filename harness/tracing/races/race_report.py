@@ -1,4 +1,4 @@
-"""A race as a plain value: two operators that touch the same memory, and the wait that nobody made. No torch here."""
+"""A race as a plain value: two operators that touch the same memory, and the wait that is missing. No torch here."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ from enum import StrEnum
 from typing import Any
 
 from shardproof.harness.tracing.ledger import Phase
-
-__all__ = ["RACES", "Race", "RaceKind", "RaceReport", "Touch", "report_from_json", "report_to_json"]
 
 RACES = ".races.json"
 """How the file ends that holds a rank's report."""
@@ -59,7 +57,7 @@ class Touch:
 class Race:
     """Two touches of the same memory that nothing orders; ``first`` was issued before ``second``.
 
-    ``count`` is how often touches of these two places met so, the first time being the one told.
+    ``count`` is how often touches of these two places met so, the first time being the one reported.
     """
 
     kind: RaceKind

@@ -55,7 +55,7 @@ class _Life:
     """One piece of memory from its allocation to its release.
 
     ``accesses`` are those that a later one may conflict with; ``ghosts`` are left of earlier lives of what may be
-    the same memory; ``recorded`` are the timelines that the allocator was told of.
+    the same memory; ``recorded`` are the timelines that `record_stream` named.
     """
 
     pool: int
@@ -121,7 +121,7 @@ class Memory:
                 del left[timeline]
 
     def _forget(self, pool: int, told: set[Touch]) -> None:
-        """Drop what was told to be in the way of a new life: it would be in the way of every other one as well."""
+        """Drop what was reported as in the way of a new life: it would be in the way of every other one as well."""
         left = self._released.get(pool, {})
         for timeline in [timeline for timeline, access in left.items() if access.touch in told]:
             del left[timeline]
@@ -150,7 +150,7 @@ def _conflicts(life: _Life, access: Access, clock: Clock) -> Iterator[Conflict]:
 
 
 def _replaces(new: Access, old: Access) -> bool:
-    """Whether whatever conflicts with ``old`` from now on conflicts with ``new`` as well, or was told already."""
+    """Whether whatever conflicts with ``old`` from now on conflicts with ``new`` as well, or was reported already."""
     if not new.span.covers(old.span):
         return False
     is_same_timeline = new.moment.timeline == old.moment.timeline

@@ -21,15 +21,6 @@ from shardproof.harness.torch_compat.patching import Replacement
 from shardproof.harness.tracing.races.clock import Clock
 from shardproof.harness.tracing.races.detector import DEFAULT, RaceDetector, current_watch
 
-__all__ = [
-    "TrackedEvent",
-    "TrackedStream",
-    "name_of_variable",
-    "record_stream_of",
-    "selection",
-    "tracked_streams",
-]
-
 _Stream = torch.cpu.Stream
 _Event = torch.cpu.Event
 _select = torch.cpu.stream
@@ -37,7 +28,7 @@ _current = torch.cpu.current_stream
 
 
 class TrackedStream(_Stream):
-    """A stream of the rank that made it; torch's own idle one on a thread that nobody watches."""
+    """A stream of the rank that made it; torch's own idle one on a thread without a watch."""
 
     # Any, here and below: torch leaves its stand-ins for streams and events of a CPU untyped.
     def __init__(

@@ -32,20 +32,6 @@ from weakref import WeakKeyDictionary
 from shardproof.harness.errors import HarnessBug
 from shardproof.harness.worlds.processes.lineage import below, has_ended, signalled
 
-__all__ = [
-    "NUM_SERVERS",
-    "REPORT_LIMIT_S",
-    "STATUS_WITHOUT_SERVER",
-    "draw_hash_seeds",
-    "end",
-    "end_server",
-    "forkserver_context",
-    "hash_seeds",
-    "kill",
-    "started",
-    "warm_up",
-]
-
 # What multiprocessing reports for a process whose end it cannot learn, because the fork server has ended first.
 STATUS_WITHOUT_SERVER = 255
 

@@ -21,8 +21,6 @@ from typing import Any, ParamSpec
 from shardproof.harness.errors import HarnessBug
 from shardproof.harness.worlds.processes.forkserver import end, forkserver_context, started
 
-__all__ = ["NoAnswerError", "ask"]
-
 P = ParamSpec("P")
 
 _LENGTH = struct.Struct("!Q")

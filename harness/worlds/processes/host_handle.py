@@ -39,8 +39,6 @@ from shardproof.harness.worlds.processes.lineage import can_adopt, command, has_
 from shardproof.harness.worlds.processes.stacks import crashed_thread, stack_of
 from shardproof.harness.worlds.spec import WorldKind
 
-__all__ = ["HostHandle"]
-
 
 class HostHandle:
     """One host process as its supervisor sees it."""

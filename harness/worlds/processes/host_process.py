@@ -12,7 +12,9 @@ import threading
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import NoReturn
+from zlib import crc32
 
 import torch
 import torch.distributed as dist
@@ -39,9 +41,7 @@ from shardproof.harness.worlds.threads.process_group import (
 from shardproof.harness.worlds.threads.scheduler import Scheduler
 from shardproof.harness.worlds.threads.transport import InMemoryTransport
 
-__all__ = ["SupervisorLink", "host_main"]
-
-# So many of the longest turns fit before the deadline: what ranks then wait in is there to be told of.
+# So many of the longest turns fit before the deadline: what ranks then wait in can still be reported.
 _TURNS_TO_DEADLINE = 4
 # A group's own timeout must not fire before the world's deadline, which knows more about the cause.
 _BEYOND_DEADLINE_S = 60.0
@@ -73,7 +73,7 @@ class SupervisorLink:
             try:
                 self.jobs.put(self._connection.recv())
             except (EOFError, OSError):
-                os._exit(1)  # the supervisor is gone: nobody is left to judge, so leave no orphan
+                os._exit(1)  # the supervisor is gone: leave no orphan
             except Exception as error:  # unpickling imports modules, which may raise anything
                 self._say_unloadable(error)
 
@@ -102,6 +102,7 @@ def _host_process(link: SupervisorLink, spec: HostSpec) -> None:
     device = torch.device(world.device, rank) if world.device == "cuda" else torch.device("cpu")
     store = FileStore(str(spec.folder / "store"), world.size)
     backend = "nccl" if world.device == "cuda" else "gloo"
+    os.environ.update(_launched(rank, world.size, spec.folder))
 
     def enter() -> None:
         if not dist.is_initialized():
@@ -124,6 +125,21 @@ def _host_process(link: SupervisorLink, spec: HostSpec) -> None:
         if dist.is_initialized():
             _destroy_groups(link, rank)
         await_threads(link)
+
+
+def _launched(rank: int, size: int, folder: Path) -> dict[str, str]:
+    """Return the environment that launchers give a rank; nobody listens on the port unless an engine does."""
+    port = (
+        20_000 + crc32(str(folder).encode()) % 10_000
+    )  # the same on all ranks of a world, another in the next
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(size),
+        "LOCAL_WORLD_SIZE": str(size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
 
 
 def _destroy_groups(link: SupervisorLink, rank: int) -> None:
@@ -217,8 +233,14 @@ def _report(
 
 
 def _context(world: WorldSpec, rank: int, device: torch.device, job: Job) -> RankContext:
-    recorder = Recorder(journal_path(job.folder, rank))
-    return RankContext(rank=rank, size=world.size, device=device, folder=job.folder, recorder=recorder)
+    return RankContext(
+        rank=rank,
+        size=world.size,
+        device=device,
+        folder=job.folder,
+        recorder=Recorder(journal_path(job.folder, rank)),
+        shares_a_process=world.kind is WorldKind.THREADS,
+    )
 
 
 def _join(world: WorldSpec, backend: str, store: Store, rank: int) -> None:

@@ -12,6 +12,7 @@ Where the kernel lets no process adopt orphans the import does nothing.
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import select
 import shutil
@@ -24,8 +25,6 @@ from pathlib import Path
 from typing import NoReturn
 
 from shardproof.harness.worlds.processes.lineage import adopt_orphans, below, die_with_parent, signalled
-
-__all__: list[str] = []
 
 # SIGKILL needs no cooperation; a process that the kernel cannot end just now must not keep the keeper for ever.
 _END_LIMIT_S = 5.0
@@ -127,4 +126,5 @@ def _folder_of_listener() -> Path | None:
 
 
 if any("multiprocessing.forkserver" in argument for argument in sys.orig_argv):
+    gc.disable()  # until all is imported: none of it is garbage, and looking takes a tenth of the time
     _keep()

@@ -28,7 +28,6 @@ from shardproof.harness.worlds.messages import Done, LastThread, Leaving
 if TYPE_CHECKING:
     from shardproof.harness.worlds.processes.host_process import SupervisorLink
 
-__all__ = ["await_threads", "leave", "start_afresh"]
 
 _exit = os._exit  # an engine may replace what others look up later
 

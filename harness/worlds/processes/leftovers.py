@@ -23,8 +23,6 @@ from shardproof.harness.worlds.processes.lineage import (
     signalled,
 )
 
-__all__ = ["Leftovers"]
-
 # How long a process may outlive its rank: one that ends because a pipe of the rank was closed, as multiprocessing's
 # resource tracker does, needs a moment.
 _GRACE_S = 0.5

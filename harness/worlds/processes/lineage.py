@@ -12,19 +12,6 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = [
-    "Process",
-    "adopt_orphans",
-    "below",
-    "can_adopt",
-    "command",
-    "die_with_parent",
-    "has_ended",
-    "is_running",
-    "parent_of",
-    "signalled",
-]
-
 _PROC = Path("/proc")
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36

@@ -55,7 +55,7 @@ def _garbage(dtype: torch.dtype, seed: int) -> complex | float | int | bool:
 class BufferGuard:
     """The buffers of one call, and what they held when it was issued: inputs their values, outputs poison.
 
-    Until the call is complete nobody else may write to any of them, nor give their memory back. ``inputs`` are the
+    Until the call is complete no other code may write to any of them, nor give their memory back. ``inputs`` are the
     snapshots that the transport took, flat, in the form in which it took them.
     """
 
@@ -108,7 +108,7 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def is_freed(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor's memory was given back, so that nobody may touch it."""
+    """Return whether a tensor's memory was freed and must not be touched."""
     if not tensor.numel():
         return False
     return (

@@ -4,15 +4,6 @@ from __future__ import annotations
 
 from shardproof.harness.errors import EngineError
 
-__all__ = [
-    "CollectiveError",
-    "CollectiveMismatchError",
-    "CollectiveRefusedError",
-    "CollectiveTimeoutError",
-    "DeadlockError",
-    "WorldAbandonedError",
-]
-
 
 class CollectiveError(EngineError):
     """A collective cannot be carried out; compare the calls that the text names."""
@@ -27,7 +18,7 @@ class CollectiveRefusedError(CollectiveError):
 
 
 class CollectiveTimeoutError(CollectiveError):
-    """Somebody did not come to a collective within the group's own timeout."""
+    """A rank did not come to a collective within the group's own timeout."""
 
 
 class DeadlockError(CollectiveError):

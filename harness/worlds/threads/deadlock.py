@@ -1,6 +1,6 @@
 """Who is blocked on what, and when that can never end. Knows ranks and threads, not collectives.
 
-[Note: deadlock] Ranks are deadlocked when each of them has returned or is blocked: nobody is left to bring
+[Note: deadlock] Ranks are deadlocked when each of them has returned or is blocked: no rank is left to bring
 what any of them waits for. That is no timeout: a rank that computes is not blocked, and what it has issued
 asynchronously has already arrived. A rank is blocked when its own thread is, and with it every other thread
 through which it ever communicated.
@@ -16,8 +16,6 @@ from shardproof.harness.tracing.current_rank import is_home_thread
 from shardproof.harness.worlds.threads.collective_errors import DeadlockError
 from shardproof.harness.worlds.threads.rendezvous import PendingOp
 from shardproof.harness.worlds.threads.scheduler import Scheduler, SleepingRank
-
-__all__ = ["DeadlockDetector", "Waiter"]
 
 _HINT = "make every rank issue the same collectives of each group, in one order"
 

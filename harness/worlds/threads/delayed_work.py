@@ -1,4 +1,4 @@
-"""The work of one call: its outputs hold poison until somebody waits, then the result."""
+"""The work of one call: its outputs hold poison until the rank waits, then the result."""
 
 from __future__ import annotations
 
@@ -16,8 +16,6 @@ from shardproof.harness.tracing.collectives.call import Call
 from shardproof.harness.worlds.threads.buffer_guard import BufferGuard, is_freed
 from shardproof.harness.worlds.threads.rendezvous import PendingOp, PostedReceive
 
-__all__ = ["Delay", "DelayedWork", "WorkOwner"]
-
 
 @dataclass(slots=True)
 class Delay:
@@ -32,7 +30,7 @@ class Delay:
 
 
 class WorkOwner(Protocol):
-    """Who keeps works: has their ranks wait, and is told what becomes of them."""
+    """Owns works: has their ranks wait, and receives what becomes of them."""
 
     def block(self, awaited: PendingOp, call: Call, timeout_s: float | None) -> None:
         """Return once ``awaited`` is complete; raises its error, a timeout, or the world's end."""
@@ -60,7 +58,7 @@ class DelayedWork(dist.Work):
         self._loan = loan
         self._lateness = lateness
         self._delivering = threading.RLock()
-        # Weak: a work that somebody still holds must not keep the tensors that the engine has let go of.
+        # Weak: a work that is still referenced must not keep the tensors that the engine has let go of.
         self._results = [weakref.ref(t) for part in call.outputs for t in part]
         self._source = call.peer
 
@@ -104,7 +102,7 @@ class DelayedWork(dist.Work):
         return future
 
     def result(self) -> list[torch.Tensor]:
-        """Return the outputs that are still alive, poisoned until somebody has waited."""
+        """Return the outputs that are still alive, poisoned until the wait."""
         return [t for ref in self._results if (t := ref()) is not None]
 
     def synchronize(self) -> None:

@@ -28,7 +28,7 @@ class MemoryStore(Store):
         self._sleepers: dict[SleepingRank, Sequence[str]] = {}  # and the keys that each waits for
 
     def set(self, key: str, value: bytes | str) -> None:
-        """Set a value; whoever waits for the key goes on."""
+        """Set a value; ranks that wait for the key go on."""
         with self.turns.lock:
             self._put(key, value if isinstance(value, bytes) else value.encode())
 

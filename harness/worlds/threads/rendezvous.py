@@ -19,8 +19,6 @@ from shardproof.harness.worlds.threads.validation import (
     refuse_sides,
 )
 
-__all__ = ["Contribution", "Mailbox", "Message", "PendingOp", "PostedReceive", "Rendezvous", "snapshot"]
-
 _REDUCTIONS = frozenset({Op.ALL_REDUCE, Op.REDUCE})
 
 

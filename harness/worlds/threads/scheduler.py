@@ -22,8 +22,6 @@ from dataclasses import dataclass
 
 from shardproof.harness.tracing.current_rank import current_rank, is_home_thread
 
-__all__ = ["RUN_UNTIL_BLOCKED", "Scheduler", "SleepingRank"]
-
 RUN_UNTIL_BLOCKED = 0
 """The seed under which a rank hands over only where it has to, to the next one in order of ranks."""
 
@@ -123,7 +121,7 @@ class Scheduler:
         if rank is not None:
             self._ready.discard(rank)
             self._hand_over_from(rank)
-        # Who has turns is told that it is over when its turn comes; till then it looks whether turns still pass.
+        # A waiting rank learns that it is over when it is scheduled; till then it checks that turns still pass.
         longest_s = None if rank is None else _LOOK_EVERY_S
         while not is_over():
             left_s = longest_s

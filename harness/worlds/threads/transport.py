@@ -1,7 +1,7 @@
 """The transport of the threads world: ranks meet in memory. Data and who waits; no process groups.
 
 [Note: what is late] A call copies its inputs and returns; if it is asynchronous its outputs are poisoned
-until somebody waits on its work. So an engine that reads a result too early reads NaN every time, not once in
+until the rank waits on its work. So an engine that reads a result too early reads NaN every time, not once in
 a while, and one that never waits trains on NaN. When the result is there, the call's buffers are looked at: an
 input that changed or is gone, or an output that is not poison any more, was touched while it was the transport's.
 
@@ -46,8 +46,6 @@ from shardproof.harness.worlds.threads.rendezvous import (
 from shardproof.harness.worlds.threads.scheduler import RUN_UNTIL_BLOCKED, Scheduler
 from shardproof.harness.worlds.threads.validation import check_alone
 
-__all__ = ["InMemoryTransport"]
-
 _GroupKey = tuple[str, tuple[int, ...]]
 _BoxKey = tuple[_GroupKey, int, int]
 # What is drawn from for each asynchronous call; see Lateness. As late as can be finds most, so it has half.
@@ -57,7 +55,7 @@ OnHarm = Callable[[ViolationKind, str], None] | None
 
 
 class _Open(NamedTuple):
-    """An asynchronous work whose result is not written yet, and who is told of harm."""
+    """An asynchronous work whose result is not written yet, and the receiver of its harms."""
 
     work: DelayedWork
     on_harm: OnHarm
@@ -80,7 +78,7 @@ class InMemoryTransport:
     def carry(self, call: Call, on_harm: OnHarm = None) -> dist.Work:
         """Start a call and return its work; a synchronous call has completed by then.
 
-        ``on_harm`` is told what becomes of the buffers of an asynchronous one before its result is there.
+        ``on_harm`` receives what becomes of the buffers of an asynchronous one before its result is there.
         """
         self._turns.offer()
         self._pass_call(call.global_rank)
@@ -132,7 +130,7 @@ class InMemoryTransport:
             self._blockage.release(None)
 
     def open_works(self) -> list[str]:
-        """Describe the asynchronous works that nobody has waited for, by rank."""
+        """Describe the asynchronous works that were not waited for, by rank."""
         with self._lock:
             calls = [call for o in self._open.values() if (call := o.work.pending) is not None]
         return [f"rank {c.global_rank}: {c}" for c in sorted(calls, key=lambda c: c.global_rank)]
@@ -191,7 +189,7 @@ class InMemoryTransport:
 
     def _send(self, arrival: Contribution) -> Message:
         call = arrival.call
-        destination = "nobody" if call.peer is None else f"rank {call.ranks[call.peer]}"
+        destination = "no rank" if call.peer is None else f"rank {call.ranks[call.peer]}"
         where = f"a message to {destination} in group {call.group_name} {list(call.ranks)}"
         message = Message(where, arrival)
         with self._lock:

@@ -1,0 +1,106 @@
+"""Times the stages of cases, in the session that judges and in every process that it forks; see `case_cost`.
+
+A pytest plugin, which is also the last that fork servers import. Each stage is written when it ends: its CPU seconds on
+the thread that ran it, less those of stages inside it.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from shardproof.harness.worlds.processes import forkserver
+
+FILE = "CASE_STAGES_FILE"  # the environment variable that names where to write
+IMPORTS = "imports"
+SESSION = "the session in all"
+
+# By stage, what it consists of. A stage of the session is called there alone, others in forks.
+_SESSION = {
+    "identity": ["runner.observation_cache:ObservationCache._digest"],
+    "worlds": ["worlds.launch:World.__init__", "worlds.launch:World.run", "worlds.launch:World.close"],
+    "keeping": ["records.world_result:keep_result", "runner.engines:keep_description"],
+    "loading": ["runner.schedules:load_schedules", "records.observation:read_tree"],
+    "judging": ["verdicts.judgement:judge", "records.ledger_summary:summarize"],
+    "record": ["records.record:to_json", "records.run:RunWriter.append"],
+}
+_FORKS = {
+    "worlds": ["worlds.processes.host_process:host_main", "worlds.processes.host_process:_join"],
+    "oracle": ["training.oracle:_exact", "training.oracle:_with_lagging", "training.oracle_answer:_answer"],
+    "noise runs": ["training.oracle:_train", "training.oracle:_largest_deviation"],
+    "training": ["training.loop:drive_rank"],
+    "keeping": ["records.observation:save_observation", "records.observation:digest"],
+}
+_local = threading.local()
+
+
+# Any, here and below: functions of all kinds.
+def _timed(stage: str, function: Callable[..., Any], file: int) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def timed(*args: Any, **kwargs: Any) -> Any:
+        open_stages: list[list[Any]] = _local.__dict__.setdefault("open", [])
+        if stage == "noise runs" and open_stages and open_stages[-1][0] is function.__globals__.get("_exact"):
+            return function(*args, **kwargs)  # the exact run is one training too
+        open_stages.append([timed, 0.0])
+        started = time.thread_time()
+        try:
+            return function(*args, **kwargs)
+        finally:
+            taken = time.thread_time() - started
+            _, inside = open_stages.pop()
+            if open_stages:
+                open_stages[-1][1] += taken
+            _write(file, stage, taken - inside)
+
+    return timed
+
+
+def _write(file: int, stage: str, seconds: float) -> None:
+    os.write(file, f"{os.getpid()} {seconds:.6f} {stage}\n".encode())
+
+
+def _time_all(stages: dict[str, list[str]], file: int) -> None:
+    for stage, paths in stages.items():
+        for path in paths:
+            module, _, attribute = path.partition(":")
+            owner: Any = importlib.import_module(f"shardproof.harness.{module}")
+            *classes, name = attribute.split(".")
+            for part in classes:
+                owner = getattr(owner, part)
+            function = getattr(owner, name)
+            timed = _timed(stage, function, file)
+            # Wherever it was imported to.
+            for place in [owner, *(m for n, m in list(sys.modules.items()) if n.startswith("shardproof"))]:
+                if getattr(place, name, None) is function:
+                    setattr(place, name, timed)
+
+
+_file = os.open(os.environ[FILE], os.O_CREAT | os.O_APPEND | os.O_WRONLY) if FILE in os.environ else -1
+if any("multiprocessing.forkserver" in argument for argument in sys.orig_argv):
+    _time_all(_FORKS, _file)
+    _write(_file, IMPORTS, time.process_time())
+elif _file >= 0:
+    for server in forkserver._servers:
+        server.set_forkserver_preload = functools.partial(
+            lambda preload, modules: preload([*modules, __name__]), server.set_forkserver_preload
+        )
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Begin: all is imported."""
+    _time_all(_SESSION, _file)
+    _write(_file, IMPORTS, time.process_time())
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """End."""
+    _write(_file, SESSION, time.process_time())

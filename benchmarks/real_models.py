@@ -1,0 +1,122 @@
+"""Models of transformers, judged under engines as their users would: `make models`.
+
+``python -m benchmarks.real_models`` makes an environment of its own below ``.venvs/``, runs `shardproof check` there
+on each class of ``examples/models/``, and prints one row a model. What has been run already is not run again; delete
+its folder below ``conformance/models/`` to have it run anew.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from tabulate import tabulate
+
+from shardproof.harness.records.record import Record, Verdict
+from shardproof.harness.records.run import read_run
+
+ROOT = Path(__file__).resolve().parents[1]
+MODELS = ROOT / "examples" / "models"
+RUNS = ROOT / "conformance" / "models"
+ENVIRONMENT = ROOT / ".venvs" / "models"
+PACKAGES = ("transformers==5.23.0",)
+CASES = "trains or accumulates_until or frees or resumes"
+_LIMIT_S = 900
+_LETTERS = {Verdict.PASSED: "passed", Verdict.UNSUPPORTED: "not declared", Verdict.KNOWN_FAILURE: "known"}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run what is asked for and print the table; 1 if something is red."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("models", nargs="*", help="names of classes; default: all")
+    parser.add_argument("--engine", action="append", help="default: torch.fsdp2")
+    parser.add_argument("--python", type=Path, help="an environment that has all packages already")
+    parser.add_argument("-k", default=CASES, help="which cases; default: %(default)s")
+    asked = parser.parse_args(argv)
+    python = asked.python or _environment()
+    rows = []
+    for spec in _specs():
+        name = spec.rpartition(":")[2]
+        if asked.models and name not in asked.models:
+            continue
+        for engine in asked.engine or ["torch.fsdp2"]:
+            out = RUNS / f"{name}@{engine}"
+            _run(python, spec, engine, out, asked.k)
+            rows.append([name, engine, *_cells(out)])
+            print(*rows[-1], sep="  ", flush=True)
+    print(tabulate(rows, headers=["model", "engine", "verdicts", "first that is red"], tablefmt="github"))
+    return 1 if any(row[-1] for row in rows) else 0
+
+
+def _environment() -> Path:
+    """Return the Python of the environment, made if it is missing."""
+    python = ENVIRONMENT / "bin" / "python"
+    if not (ENVIRONMENT / ".made").exists():
+        shutil.rmtree(ENVIRONMENT, ignore_errors=True)
+        subprocess.run([sys.executable, "-m", "venv", str(ENVIRONMENT)], check=True)
+        constraints = ("--constraint", str(ROOT / "constraints.txt"))
+        install = [
+            str(python),
+            "-m",
+            "pip",
+            "install",
+            "--quiet",
+            *constraints,
+            "--editable",
+            str(ROOT),
+            *PACKAGES,
+        ]
+        subprocess.run(install, check=True)
+        (ENVIRONMENT / ".made").touch()
+    return python
+
+
+def _specs() -> Iterator[str]:
+    """Name the classes that build a model: read, not imported, since this environment lacks their packages."""
+    for file in sorted(MODELS.glob("*.py")):
+        for node in ast.parse(file.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.ClassDef) and "build" in {getattr(n, "name", "") for n in node.body}:
+                yield f"{file}:{node.name}"
+
+
+def _run(python: Path, spec: str, engine: str, out: Path, cases: str) -> None:
+    if (out / "report.html").exists():
+        return
+    shutil.rmtree(out, ignore_errors=True)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    command = [
+        str(python),
+        "-m",
+        "shardproof",
+        "check",
+        spec,
+        "--engine",
+        engine,
+        "-k",
+        cases,
+        "--out",
+        str(out),
+    ]
+    with out.with_suffix(".log").open("w", encoding="utf-8") as log:
+        subprocess.run(command, cwd=ROOT, stdout=log, stderr=log, timeout=_LIMIT_S, check=False)
+
+
+def _cells(out: Path) -> tuple[str, str]:
+    """Return the verdicts of a run, counted, and the headline of its first red case, or the refusal."""
+    if not out.exists():
+        log = out.with_suffix(".log").read_text(encoding="utf-8").strip()
+        return "refused", log.splitlines()[-1] if log else "no output"
+    records: tuple[Record, ...] = tuple(read_run(out).records)
+    counts = {v: sum(r.verdict is v for r in records) for v in Verdict}
+    red = next((r for r in records if r.verdict not in _LETTERS), None)
+    verdicts = ", ".join(f"{n} {_LETTERS.get(v, v.name)}" for v, n in counts.items() if n)
+    return verdicts, "" if red is None else f"{red.case}: {red.headline}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,83 @@
+"""Our own ZeRO-2, judged like any other engine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from typing import ClassVar
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardproof.engine.contract import (
+    Capability,
+    Engine,
+    OptimizerFactory,
+    Plan,
+    PreparedModel,
+    Shard,
+    shard_of,
+)
+from shardproof.engine.reference.zero import OwnPiece, Zero2
+
+
+class PreparedZero2(PreparedModel):
+    """Parameters are whole; the optimizer has this rank's piece of each."""
+
+    def __init__(self, engine: Zero2) -> None:
+        super().__init__(engine.module)
+        self.engine = engine
+
+    def optimizer(self, factory: OptimizerFactory) -> None:
+        """Build it over the pieces."""
+        self._optimizer = factory(piece.own for piece in self.engine.pieces.values())
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Let the engine run backward, since that is when it reduces."""
+        self.engine.backward(loss)
+
+    def step(self) -> None:
+        """Update the pieces, then share them."""
+        super().step()
+        self.engine.share()
+
+    def accumulating(self) -> AbstractContextManager[None]:
+        """Use the engine's own context."""
+        return self.engine.no_sync()
+
+    def local_gradients(self) -> Mapping[str, Shard | None]:
+        """Read the gradients of the pieces."""
+        return dict.fromkeys(self.owned_parameters()) | {
+            name: None if piece.own.grad is None else _shown(piece, piece.own.grad)
+            for name, piece in self.engine.pieces.items()
+        }
+
+    def local_optimizer_state(self) -> Mapping[str, Shard]:
+        """Read the state of the pieces; what is a single number is whole."""
+        state = self._built_optimizer().state
+        return {
+            f"{name}/{key}": _shown(piece, value) if value.dim() else shard_of(value)
+            for name, piece in self.engine.pieces.items()
+            for key, value in state.get(piece.own, {}).items()
+            if isinstance(value, torch.Tensor)
+        }
+
+
+class Zero2Engine(Engine):
+    """Reduce-scatters gradients after backward, and gathers parameters in the optimizer step."""
+
+    name = "reference.zero2"
+    capabilities = frozenset(
+        {Capability.ZERO1, Capability.ZERO2, Capability.ACCUMULATE, Capability.OWN_BUFFERS}
+    )
+    prepared_type: ClassVar[type[PreparedZero2]] = PreparedZero2
+
+    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
+        """Take the whole model; units do not apply."""
+        plan.refuse_beyond(self.capabilities)
+        return self.prepared_type(Zero2(model, mesh.get_group()))
+
+
+def _shown(piece: OwnPiece, tensor: torch.Tensor) -> Shard:
+    return Shard.flat(tensor.detach(), piece.start, tuple(piece.parameter.shape))

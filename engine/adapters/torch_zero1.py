@@ -1,0 +1,75 @@
+"""torch.distributed.optim.ZeroRedundancyOptimizer over DistributedDataParallel: ZeRO-1 as torch ships it."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+
+from shardproof.engine.adapters.torch_ddp import DistributedDataParallelEngine, PreparedDdp
+from shardproof.engine.contract import Capability, Cut, OptimizerFactory, Shard, shard_of
+
+with warnings.catch_warnings():
+    # torch deprecates a decorator that its own package of optimizers uses.
+    warnings.filterwarnings("ignore", message=r".torch\.jit\.", category=DeprecationWarning)
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+
+class PreparedZero1(PreparedDdp):
+    """Each parameter has its state on one rank, which updates it and broadcasts it in `step`."""
+
+    cut = Cut.PARAMETERS
+
+    def optimizer(self, factory: OptimizerFactory) -> None:
+        """Build it over what is trained: it would give state to frozen parameters as well."""
+        trained = [p for p in self.named.parameters() if p.requires_grad]
+        group: Any = self.module.process_group
+        make: Any = factory  # it calls a class with parameters and defaults, and may call a factory alike
+        self._optimizer = ZeroRedundancyOptimizer(trained, optimizer_class=make, process_group=group)
+
+    def local_optimizer_state(self) -> Mapping[str, Shard]:
+        """Read the state of this rank's parameters, which its inner optimizer has."""
+        state = self._zero().optim.state
+        return {
+            f"{name}/{key}": shard_of(value)
+            for name, p in self.named.named_parameters()
+            for key, value in state.get(p, {}).items()
+            if isinstance(value, torch.Tensor)
+        }
+
+    def full_state(self) -> dict[str, Any]:
+        """Gather the state on each rank in turn: its owner alone can take it, and must before the next rank does."""
+        zero, group = self._zero(), self._zero().process_group
+        whole: dict[str, Any] = {}
+        for rank in range(dist.get_world_size(group)):
+            zero.consolidate_state_dict(to=rank)
+            if rank == dist.get_rank(group):
+                whole = zero.state_dict()
+        return {"model": self.named.state_dict(), "optimizer": whole}
+
+    def load_full_state(self, state: dict[str, Any]) -> None:
+        """Load the whole on every rank, of which it keeps its share."""
+        self.named.load_state_dict(state["model"])
+        self._zero().load_state_dict(state["optimizer"])
+
+    def _zero(self) -> ZeroRedundancyOptimizer:
+        zero = self._built_optimizer()
+        assert isinstance(zero, ZeroRedundancyOptimizer)
+        return zero
+
+
+class ZeroRedundancyEngine(DistributedDataParallelEngine):
+    """Gradients are all-reduced by DDP, in whose buckets they lie."""
+
+    name = "torch.zero1"
+    # Parameters of one dtype alone are taken, and a model with complex ones has others too.
+    capabilities = DistributedDataParallelEngine.capabilities - {
+        Capability.COMPLEX,
+        Capability.PIPELINE,
+        Capability.REPLICATE,
+    } | {Capability.ZERO1}
+    prepared_type = PreparedZero1
+    options: ClassVar[Mapping[str, Any]] = {"gradient_as_bucket_view": True}  # else they lie there once more

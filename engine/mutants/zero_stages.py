@@ -1,0 +1,96 @@
+"""Mutants of ZeRO: they keep what belongs to other ranks, or share nothing, or something older."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+
+from shardproof.engine.adapters.reference_zero import PreparedZero2, Zero2Engine
+from shardproof.engine.adapters.torch_ddp import PreparedDdp
+from shardproof.engine.adapters.torch_zero1 import PreparedZero1, ZeroRedundancyEngine
+from shardproof.engine.contract import Layout, OptimizerFactory, Plan, Shard
+from shardproof.engine.mutants.mutant import Condition, Trace, mutant
+
+_ZERO1 = Condition(plan=Plan(layout=Layout.ZERO1), because="one rank's share is the whole")
+_ZERO2 = Condition(plan=Plan(layout=Layout.ZERO2), because="one rank's share is the whole")
+
+
+@mutant(after="cloneofsimo/min-fsdp#1", kills_on=_ZERO1, trace=Trace.STATE)
+class KeepsTheStateOfAllRanks(ZeroRedundancyEngine):
+    """Every rank keeps the optimizer state of all parameters, and shows that of its own.
+
+    Reported: under the name of ZeRO-1 something else than the optimizer state was cut.
+    """
+
+    class Prepared(PreparedZero1):
+        def optimizer(self, factory: OptimizerFactory) -> None:
+            self._optimizer = factory(self.named.parameters())
+
+        def local_optimizer_state(self) -> Mapping[str, Shard]:
+            names = [*self.owned_parameters()][dist.get_rank() :: dist.get_world_size()]
+            whole = PreparedDdp.local_optimizer_state(self)
+            return {key: shard for key, shard in whole.items() if key.partition("/")[0] in names}
+
+
+@mutant(after="deepspeedai/DeepSpeedExamples#336", kills_on=_ZERO2, trace=Trace.STATE)
+class KeepsWholeGradientsBesideItsShares(Zero2Engine):
+    """Every rank keeps whole gradients until they are cleared, and shows its pieces of the reduced ones.
+
+    Reported: ZeRO-2 took more memory than ZeRO-1.
+    """
+
+    class Prepared(PreparedZero2):
+        def backward(self, loss: torch.Tensor) -> None:
+            with self.engine.no_sync():
+                super().backward(loss)
+            self._whole = [p.grad for p in self.named.parameters()]
+            self.engine.reduce()
+
+        def step(self) -> None:
+            self._whole.clear()
+            super().step()
+
+
+@mutant(after="NVIDIA-NeMo/RL#561", kills_on=_ZERO2)
+class SharesNothing(Zero2Engine):
+    """Every rank updates its own pieces, and no rank is given those of the others.
+
+    Reported: the gather after a step filled the parameters of another model than the one that was trained.
+    """
+
+    class Prepared(PreparedZero2):
+        def step(self) -> None:
+            self._built_optimizer().step()
+
+
+@mutant(after="NVIDIA/Megatron-LM#950", kills_on=_ZERO2)
+class SharesBeforeTheUpdate(Zero2Engine):
+    """Pieces are shared before the optimizer has updated them.
+
+    Reported: forward computed with the weights of the step before where the gather of a bucket had not been issued.
+    """
+
+    class Prepared(PreparedZero2):
+        def step(self) -> None:
+            self.engine.share()
+            self._built_optimizer().step()
+
+
+@mutant(after="deepspeedai/DeepSpeed#156", kills_on=_ZERO2, trace=Trace.COMMUNICATION)
+class ReducesWholeGradientsFirst(Zero2Engine):
+    """Gradients are all-reduced before each rank is sent its piece of them.
+
+    Reported: gradients were all-reduced before the optimizer partitioned them.
+    """
+
+    class Prepared(PreparedZero2):
+        def backward(self, loss: torch.Tensor) -> None:
+            with self.engine.no_sync():
+                super().backward(loss)
+            for parameter in self.named.parameters():
+                assert parameter.grad is not None
+                dist.all_reduce(parameter.grad)
+                parameter.grad /= dist.get_world_size()
+            self.engine.reduce()

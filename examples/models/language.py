@@ -1,0 +1,253 @@
+"""Language models of transformers at tiny sizes, as `shardproof check` takes them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import transformers as hf
+from torch import nn
+
+_VOCABULARY, _WIDTH, _LENGTH = 64, 32, 8
+_COMMON = {"vocab_size": _VOCABULARY, "hidden_size": _WIDTH, "num_hidden_layers": 2, "num_attention_heads": 4}
+_LLAMA = {
+    **_COMMON,
+    "intermediate_size": 48,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 32,
+    "pad_token_id": 0,
+}
+_BERT = {**_COMMON, "intermediate_size": 48, "max_position_embeddings": 32}
+
+
+class Causal:
+    """Predicts each token from those before it; the model computes the loss."""
+
+    units: tuple[str, ...] = ("model.layers.*",)
+
+    def batch(self, generator: torch.Generator) -> dict[str, torch.Tensor]:
+        """Make tokens."""
+        tokens = torch.randint(2, _VOCABULARY, (3, _LENGTH), generator=generator)
+        return {"input_ids": tokens, "labels": tokens}
+
+    def loss(self, output: Any, batch: object) -> torch.Tensor:  # Any: a ModelOutput
+        """Take the model's own."""
+        loss: torch.Tensor = output.loss
+        return loss
+
+
+class Llama(Causal):
+    def build(self) -> nn.Module:
+        return hf.LlamaForCausalLM(hf.LlamaConfig(**_LLAMA))
+
+
+class LlamaTied(Causal):
+    def build(self) -> nn.Module:
+        return hf.LlamaForCausalLM(hf.LlamaConfig(**_LLAMA, tie_word_embeddings=True))
+
+
+class LlamaCheckpointed(Causal):
+    def build(self) -> nn.Module:
+        model = hf.LlamaForCausalLM(hf.LlamaConfig(**_LLAMA, use_cache=False))
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        return model
+
+
+class LlamaBfloat16(Causal):
+    """All in bfloat16, in which a norm's weight of 1 would hardly move: norms are frozen."""
+
+    def build(self) -> nn.Module:
+        model = hf.LlamaForCausalLM(hf.LlamaConfig(**_LLAMA)).bfloat16()
+        for parameter in model.parameters():
+            parameter.requires_grad_(parameter.ndim > 1)
+        return model
+
+
+class LlamaAutocast(Llama):
+    def build(self) -> nn.Module:
+        return _Autocast(super().build())
+
+    units = ("model.model.layers.*",)
+
+
+class _Autocast(nn.Module):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, **given: torch.Tensor) -> Any:  # Any: a ModelOutput
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return self.model(**given)
+
+
+class LlamaCompiled(Causal):
+    def build(self) -> nn.Module:
+        model = hf.LlamaForCausalLM(hf.LlamaConfig(**_LLAMA, use_cache=False))
+        for layer in model.model.layers:
+            layer.compile(backend="aot_eager")
+        return model
+
+
+class Mistral(Causal):
+    def build(self) -> nn.Module:
+        return hf.MistralForCausalLM(hf.MistralConfig(**_LLAMA, sliding_window=4))
+
+
+class Qwen2(Causal):
+    def build(self) -> nn.Module:
+        return hf.Qwen2ForCausalLM(hf.Qwen2Config(**_LLAMA))
+
+
+class Qwen3(Causal):
+    def build(self) -> nn.Module:
+        return hf.Qwen3ForCausalLM(hf.Qwen3Config(**_LLAMA, head_dim=8))
+
+
+class Gemma2(Causal):
+    def build(self) -> nn.Module:
+        return hf.Gemma2ForCausalLM(hf.Gemma2Config(**_LLAMA, head_dim=8, sliding_window=4))
+
+
+class Phi3(Causal):
+    def build(self) -> nn.Module:
+        return hf.Phi3ForCausalLM(hf.Phi3Config(**_LLAMA, bos_token_id=0, eos_token_id=1))
+
+
+class Olmo2(Causal):
+    def build(self) -> nn.Module:
+        return hf.Olmo2ForCausalLM(hf.Olmo2Config(**_LLAMA))
+
+
+class Granite(Causal):
+    def build(self) -> nn.Module:
+        return hf.GraniteForCausalLM(hf.GraniteConfig(**_LLAMA))
+
+
+class Starcoder2(Causal):
+    def build(self) -> nn.Module:
+        return hf.Starcoder2ForCausalLM(hf.Starcoder2Config(**_LLAMA))
+
+
+class Cohere(Causal):
+    def build(self) -> nn.Module:
+        return hf.CohereForCausalLM(hf.CohereConfig(**_LLAMA))
+
+
+class Mixtral(Causal):
+    def build(self) -> nn.Module:
+        config = hf.MixtralConfig(
+            **_LLAMA, num_local_experts=4, num_experts_per_tok=2, output_router_logits=True
+        )
+        return hf.MixtralForCausalLM(config)
+
+
+class Qwen3Moe(Causal):
+    def build(self) -> nn.Module:
+        config = hf.Qwen3MoeConfig(
+            **_LLAMA, head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16
+        )
+        return hf.Qwen3MoeForCausalLM(config)
+
+
+class Gpt2(Causal):
+    units = ("transformer.h.*",)
+
+    def build(self) -> nn.Module:
+        config = hf.GPT2Config(vocab_size=_VOCABULARY, n_positions=16, n_embd=_WIDTH, n_layer=2, n_head=4)
+        return hf.GPT2LMHeadModel(config)
+
+
+class GptNeoX(Causal):
+    units = ("gpt_neox.layers.*",)
+
+    def build(self) -> nn.Module:
+        return hf.GPTNeoXForCausalLM(hf.GPTNeoXConfig(**_BERT))
+
+
+class Opt(Causal):
+    units = ("model.decoder.layers.*",)
+
+    def build(self) -> nn.Module:
+        config = hf.OPTConfig(**_COMMON, ffn_dim=48, max_position_embeddings=32, word_embed_proj_dim=_WIDTH)
+        return hf.OPTForCausalLM(config)
+
+
+class Bloom(Causal):
+    units = ("transformer.h.*",)
+
+    def build(self) -> nn.Module:
+        return hf.BloomForCausalLM(
+            hf.BloomConfig(vocab_size=_VOCABULARY, hidden_size=_WIDTH, n_layer=2, n_head=4)
+        )
+
+
+class Mamba(Causal):
+    units = ("backbone.layers.*",)
+
+    def build(self) -> nn.Module:
+        config = hf.MambaConfig(vocab_size=_VOCABULARY, hidden_size=_WIDTH, state_size=4, num_hidden_layers=2)
+        return hf.MambaForCausalLM(config)
+
+
+class Bert(Causal):
+    units = ("bert.encoder.layer.*",)
+
+    def build(self) -> nn.Module:
+        return hf.BertForMaskedLM(hf.BertConfig(**_BERT))
+
+    def batch(self, generator: torch.Generator) -> dict[str, torch.Tensor]:
+        mask = torch.arange(_LENGTH) < torch.randint(3, _LENGTH, (3, 1), generator=generator)
+        return {**super().batch(generator), "attention_mask": mask.long()}
+
+
+class Roberta(Causal):
+    units = ("roberta.encoder.layer.*",)
+
+    def build(self) -> nn.Module:
+        return hf.RobertaForMaskedLM(hf.RobertaConfig(**_BERT))
+
+
+class DistilBert(Causal):
+    units = ("distilbert.transformer.layer.*",)
+
+    def build(self) -> nn.Module:
+        config = hf.DistilBertConfig(vocab_size=_VOCABULARY, dim=_WIDTH, hidden_dim=48, n_layers=2, n_heads=4)
+        return hf.DistilBertForMaskedLM(config)
+
+
+class Deberta(Causal):
+    units = ("deberta.encoder.layer.*",)
+
+    def build(self) -> nn.Module:
+        config = hf.DebertaV2Config(**_BERT, relative_attention=True, pos_att_type=["p2c", "c2p"])
+        return hf.DebertaV2ForMaskedLM(config)
+
+
+class Electra(Causal):
+    units = ("electra.encoder.layer.*",)
+
+    def build(self) -> nn.Module:
+        return hf.ElectraForMaskedLM(hf.ElectraConfig(**_BERT, embedding_size=16))
+
+
+class T5(Causal):
+    units = ("encoder.block.*", "decoder.block.*")
+
+    def build(self) -> nn.Module:
+        config = hf.T5Config(
+            vocab_size=_VOCABULARY, d_model=_WIDTH, d_kv=8, d_ff=48, num_layers=2, num_heads=4
+        )
+        config.decoder_start_token_id = 0
+        return hf.T5ForConditionalGeneration(config)
+
+
+class Bart(Causal):
+    units = ("model.encoder.layers.*", "model.decoder.layers.*")
+
+    def build(self) -> nn.Module:
+        sizes = dict.fromkeys(("encoder_ffn_dim", "decoder_ffn_dim"), 48)
+        layers = dict.fromkeys(("encoder_layers", "decoder_layers", "encoder_attention_heads"), 2)
+        config = hf.BartConfig(
+            vocab_size=_VOCABULARY, d_model=_WIDTH, decoder_attention_heads=2, **sizes, **layers
+        )
+        return hf.BartForConditionalGeneration(config)

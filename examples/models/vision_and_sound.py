@@ -1,0 +1,151 @@
+"""Models of pictures and sound, of transformers at tiny sizes, as `shardproof check` takes them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import transformers as hf
+from torch import nn
+
+_SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
+_PATCHES = {**_SMALL, "image_size": 16, "patch_size": 8}
+
+
+class Pictures:
+    """Sorts pictures into five classes; the model computes the loss."""
+
+    units: tuple[str, ...] = ("vit.layers.*",)
+    size = 16
+
+    def batch(self, generator: torch.Generator) -> dict[str, torch.Tensor]:
+        """Make pictures and their classes."""
+        pixels = torch.randn(4, 3, self.size, self.size, generator=generator)
+        return {"pixel_values": pixels, "labels": torch.randint(5, (4,), generator=generator)}
+
+    def loss(self, output: Any, batch: object) -> torch.Tensor:  # Any: a ModelOutput
+        """Take the model's own."""
+        loss: torch.Tensor = output.loss
+        return loss
+
+
+class Vit(Pictures):
+    def build(self) -> nn.Module:
+        return hf.ViTForImageClassification(hf.ViTConfig(**_PATCHES, num_labels=5))
+
+
+class Deit(Pictures):
+    units = ("deit.layers.*",)
+
+    def build(self) -> nn.Module:
+        return hf.DeiTForImageClassification(hf.DeiTConfig(**_PATCHES, num_labels=5))
+
+
+class Swin(Pictures):
+    units = ("swin.encoder.layers.*",)
+
+    def build(self) -> nn.Module:
+        config = hf.SwinConfig(
+            image_size=16, patch_size=2, embed_dim=8, depths=[2, 2], num_heads=[2, 2], window_size=4
+        )
+        config.num_labels = 5
+        return hf.SwinForImageClassification(config)
+
+
+class ConvNext(Pictures):
+    units = ("convnext.encoder.stages.*",)
+
+    def build(self) -> nn.Module:
+        config = hf.ConvNextConfig(
+            hidden_sizes=[8, 16], depths=[1, 1], num_stages=2, patch_size=2, num_labels=5
+        )
+        return hf.ConvNextForImageClassification(config)
+
+
+class ResNet(Pictures):
+    units = ("resnet.encoder.stages.*",)
+
+    def build(self) -> nn.Module:
+        config = hf.ResNetConfig(
+            embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], layer_type="basic", num_labels=5
+        )
+        return hf.ResNetForImageClassification(config)
+
+
+class Clip(Pictures):
+    units = ("text_model.encoder.layers.*", "vision_model.encoder.layers.*")
+
+    def build(self) -> nn.Module:
+        text = hf.CLIPTextConfig(
+            **_SMALL, vocab_size=64, max_position_embeddings=8, eos_token_id=1, bos_token_id=0
+        )
+        vision = hf.CLIPVisionConfig(**_PATCHES)
+        return hf.CLIPModel(
+            hf.CLIPConfig(text_config=text.to_dict(), vision_config=vision.to_dict(), projection_dim=16)
+        )
+
+    def batch(self, generator: torch.Generator) -> dict[str, Any]:  # Any: a flag beside tensors
+        tokens = torch.randint(2, 64, (4, 8), generator=generator)
+        return {
+            "pixel_values": super().batch(generator)["pixel_values"],
+            "input_ids": tokens,
+            "return_loss": True,
+        }
+
+
+class MaskedAutoencoder(Pictures):
+    units = ("vit.layers.*", "decoder.decoder_layers.*")
+
+    def build(self) -> nn.Module:
+        decoder = {f"decoder_{name}": size for name, size in _SMALL.items()}
+        return hf.ViTMAEForPreTraining(hf.ViTMAEConfig(**_PATCHES, **decoder, mask_ratio=0.5))
+
+    def batch(self, generator: torch.Generator) -> dict[str, torch.Tensor]:
+        return {"pixel_values": super().batch(generator)["pixel_values"]}
+
+
+class Whisper(Pictures):
+    units = ("model.encoder.layers.*", "model.decoder.layers.*")
+
+    def build(self) -> nn.Module:
+        both = ("layers", "attention_heads", "ffn_dim")
+        sizes = {
+            f"{side}_{name}": 2 if name != "ffn_dim" else 48
+            for side in ("encoder", "decoder")
+            for name in both
+        }
+        tokens = {"pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 1, "decoder_start_token_id": 0}
+        lengths = {"max_source_positions": 8, "max_target_positions": 8, "num_mel_bins": 4}
+        return hf.WhisperForConditionalGeneration(
+            hf.WhisperConfig(vocab_size=64, d_model=32, **sizes, **tokens, **lengths)
+        )
+
+    def batch(self, generator: torch.Generator) -> dict[str, torch.Tensor]:
+        sound = torch.randn(3, 4, 16, generator=generator)
+        return {"input_features": sound, "labels": torch.randint(2, 64, (3, 8), generator=generator)}
+
+
+class Wav2Vec2(Pictures):
+    units = ("wav2vec2.encoder.layers.*",)
+
+    def build(self) -> nn.Module:
+        layers = {
+            "conv_dim": (8, 8),
+            "conv_stride": (4, 2),
+            "conv_kernel": (4, 2),
+            "num_feat_extract_layers": 2,
+        }
+        config = hf.Wav2Vec2Config(
+            **_SMALL, **layers, num_conv_pos_embeddings=4, num_conv_pos_embedding_groups=2
+        )
+        config.mask_time_prob, config.layerdrop, config.classifier_proj_size, config.num_labels = (
+            0.0,
+            0.0,
+            16,
+            5,
+        )
+        return hf.Wav2Vec2ForSequenceClassification(config)
+
+    def batch(self, generator: torch.Generator) -> dict[str, torch.Tensor]:
+        sound = torch.randn(3, 160, generator=generator)
+        return {"input_values": sound, "labels": torch.randint(5, (3,), generator=generator)}

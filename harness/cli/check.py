@@ -1,0 +1,90 @@
+"""`check`, for tests of the user's own: the command of that name, in a process of its own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from shardproof.harness.errors import HarnessBug, UsageError
+from shardproof.harness.records.run import read_run
+from shardproof.harness.runner.invoke import CONFORMS, DOES_NOT_CONFORM, USAGE
+
+__all__ = ["check"]
+
+# What the caller's own pytest is told, and that of the command must not be.
+_OF_PYTEST = ("PYTEST_", "PY_COLORS")
+
+
+def check(
+    model: type | str,
+    *,
+    engine: type | str,
+    world: str = "threads:2",
+    thorough: bool = False,
+    keyword: str = "",
+    out: str | os.PathLike[str] | None = None,
+) -> None:
+    """Judge an engine on a model of your own, as ``shardproof check`` does; AssertionError with its screen if it fails.
+
+    ``model`` and ``engine`` are classes of a module, or their names as on the command line. ``keyword`` selects cases,
+    as ``-k`` does. ``out`` is the folder that keeps the run. Raises UsageError for a model that cannot be judged.
+    """
+    __tracebackhide__ = True
+    options = ["--engine", _name(engine), "--world", world]
+    options += [*(["--thorough"] if thorough else []), *(["-k", keyword] if keyword else [])]
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(out or Path(scratch) / "run")
+        done = subprocess.run(
+            [sys.executable, "-m", "shardproof", "check", _name(model), *options, "--out", str(folder)],
+            env=_environment(),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            check=False,
+        )
+        if done.returncode == CONFORMS:
+            return
+        screen = _screen(folder) if done.returncode == DOES_NOT_CONFORM else ""
+    if screen:
+        raise AssertionError(screen)
+    kind = UsageError if done.returncode == USAGE else HarnessBug
+    raise kind(
+        f"check({model!r}, engine={engine!r})",
+        expected="an engine and a model that can be judged",
+        got=done.stderr.strip() or done.stdout.strip() or f"exit status {done.returncode}",
+        hint="docs/check-your-model.md",
+    )
+
+
+def _screen(folder: Path) -> str:
+    # Here: a rank that loads a test's file, for the model in it, has no use for reports.
+    from shardproof.reports.model_check import render
+
+    return f"the engine does not train the model as one process does\n\n{render(read_run(folder))}"
+
+
+def _name(named: type | str) -> str:
+    """Name a class so that another process finds it: by its package if it is in one, else by its file."""
+    if isinstance(named, str):
+        return named
+    module = sys.modules[named.__module__]
+    file = getattr(module, "__file__", None)
+    if "." in named.__qualname__ or not file:
+        raise UsageError(
+            f"check({named.__qualname__})",
+            expected="a class at the top of a module, which other processes can import",
+            got=f"one that is defined inside {named.__qualname__.rpartition('.')[0] or 'no file'}",
+            hint="moving it to the top of the file",
+        )
+    place = named.__module__ if module.__package__ else file
+    return f"{place}:{named.__qualname__}"
+
+
+def _environment() -> dict[str, str]:
+    """Return an environment in which modules are found as they are here."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(_OF_PYTEST)}
+    return {**kept, "PYTHONPATH": os.pathsep.join(path or str(Path.cwd()) for path in sys.path)}

@@ -1,0 +1,76 @@
+"""The list of engines, as ``shardproof list`` prints it: what each declares, asked once per release.
+
+[Note: what is remembered] To ask an engine starts a process that imports torch, which takes seconds. The answers of the
+engines that are built in are kept in the user's cache folder, under a hash of all that they may depend on: our sources
+and torch's release by name, size and time. Nothing but the list reads them: who judges an engine asks it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from shardproof.engine.registry import BUILT_IN, EngineNotFoundError, known_engines
+from shardproof.harness.records.provenance import version_of
+
+__all__ = ["engine_lines"]
+
+_SOURCES = Path(__file__).parents[2] / "engine"
+
+
+def engine_lines() -> Iterator[str]:
+    """Yield a line for each known engine."""
+    kept = _cache_file()
+    declared = _read(kept)
+    asked = {name: declared.get(name) or _ask(name) for name in sorted(known_engines())}
+    if any(name not in declared for name in BUILT_IN):
+        _write(kept, {name: asked[name] for name in BUILT_IN if not asked[name].startswith(_UNAVAILABLE)})
+    yield from (f"  {name:18} {words}" for name, words in asked.items())
+
+
+_UNAVAILABLE = "unavailable: "
+
+
+def _ask(name: str) -> str:
+    from shardproof.harness.runner.engines import describe  # here, because it starts the fork server
+
+    try:
+        return ", ".join(sorted(capability.name for capability in describe(name).capabilities))
+    except EngineNotFoundError as error:
+        return f"{_UNAVAILABLE}{error.problem}"
+
+
+def _cache_file() -> Path:
+    stats = [(str(path), path.stat()) for path in sorted(_SOURCES.rglob("*.py"))]
+    facts = [sys.version, sys.prefix, version_of("torch"), *((n, s.st_size, s.st_mtime_ns) for n, s in stats)]
+    key = hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
+    return (
+        Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        / "shardproof"
+        / f"engines-{key}.json"
+    )
+
+
+def _read(file: Path) -> dict[str, str]:
+    """Return what is kept of the engines that are built in; nothing where the file is missing or damaged."""
+    try:
+        kept = json.loads(file.read_text())
+    except (OSError, ValueError):
+        return {}
+    known = BUILT_IN.keys() & kept.keys() if isinstance(kept, dict) else ()
+    return {name: kept[name] for name in known if isinstance(kept[name], str)}
+
+
+def _write(file: Path, declared: dict[str, str]) -> None:
+    with contextlib.suppress(OSError):  # a home without room, or that is not ours to write to
+        file.parent.mkdir(parents=True, exist_ok=True)
+        for older in file.parent.glob("engines-*.json"):
+            older.unlink()
+        whole = file.with_suffix(f".{os.getpid()}")
+        whole.write_text(json.dumps(declared))
+        whole.replace(file)

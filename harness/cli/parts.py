@@ -1,0 +1,62 @@
+"""The options of ``shardproof run`` that run a part: a shard, the rest of a run, or what did not conform."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from shardproof.harness.errors import UsageError
+from shardproof.harness.records.run import RUN, read_run
+
+__all__ = ["part_options"]
+
+_RUNS = Path("conformance")
+
+
+def part_options(arguments: argparse.Namespace) -> list[str]:
+    """Return the options for pytest; raises UsageError for a folder or a shard that cannot be.
+
+    What did not conform also chooses engines, worlds and suites, where the caller does not.
+    """
+    options = []
+    if arguments.shard is not None:
+        from shardproof.harness.runner.selection import RunShard  # here, because it imports pytest
+
+        RunShard.parse(arguments.shard)
+        options.append(f"--shard={arguments.shard}")
+    if arguments.durations is not None:
+        if arguments.shard is None:
+            raise UsageError("--durations", expected="--shard too", got="none", hint="--shard 1/8")
+        read_run(Path(arguments.durations))
+        options.append(f"--durations-of={arguments.durations}")
+    if arguments.resume is not None:
+        read_run(Path(arguments.resume))
+        options.append(f"--resume={arguments.resume}")
+    if arguments.last_failed is not None:
+        options.append(f"--last-failed-of={_choose_last_failed(arguments)}")
+    return options
+
+
+def _choose_last_failed(arguments: argparse.Namespace) -> Path:
+    folder = Path(arguments.last_failed) if arguments.last_failed else _newest()
+    failed = [record for record in read_run(folder).records if not record.verdict.is_conforming]
+    if not failed:
+        raise UsageError(
+            f"--last-failed {folder}",
+            expected="a run with records that do not conform",
+            got="none",
+            hint="leaving it out",
+        )
+    arguments.engine = arguments.engine or list(dict.fromkeys(record.engine for record in failed))
+    arguments.world = arguments.world or list(dict.fromkeys(record.world for record in failed))
+    arguments.suite = arguments.suite or sorted({record.suite for record in failed})
+    return folder
+
+
+def _newest() -> Path:
+    runs = sorted((file.stat().st_mtime, file.parent) for file in _RUNS.glob(f"*/{RUN}"))
+    if not runs:
+        raise UsageError(
+            "--last-failed", expected=f"a run below {_RUNS}/", got="none", hint="naming the folder of a run"
+        )
+    return runs[-1][1]

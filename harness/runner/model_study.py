@@ -1,0 +1,195 @@
+"""What one process finds out about a user's model by a few steps of it: what it computes in, uses, and changes.
+
+A model that cannot be judged is a ValueError with the cause.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from itertools import product
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardproof.engine.capability import Capability
+from shardproof.engine.loading import LoadError, one_line
+from shardproof.harness.cases.batch import arguments_of, converted
+from shardproof.harness.cases.user_model import StepSchedules, UserModel, UserOptimizer, definition
+from shardproof.harness.torch_compat.dtypes import cast, cast_module
+from shardproof.harness.training.absolute_error import deviation, largest
+from shardproof.harness.training.draws import Seeds
+from shardproof.harness.training.rounding import noticing_narrow, rounding_anew
+from shardproof.harness.verdicts.vacuity import ZERO_BESIDE, ZERO_BESIDE_NOISE
+
+_PLACES = tuple(product(range(3), range(4)))  # steps and ranks whose gradients are looked at
+_NUM_DISTURBED = 4
+
+Gradients = Mapping[str, torch.Tensor | None]
+
+
+def study(problem: UserModel, optimizer: UserOptimizer | None) -> dict[str, Any]:
+    """Return what a few steps of the model show: whether float64 can stand for it, what it uses, what it demands."""
+    is_narrow, changes_buffers = _first_step(problem, optimizer)
+    wanted: bool | None = getattr(definition(problem.spec), "float64", None)
+    is_widened = not is_narrow if wanted is None else wanted
+    if is_widened:
+        try:
+            found = _exact_sizes(problem, optimizer)
+        except ValueError as error:
+            if wanted:
+                raise ValueError(f"in float64, which it asks for, {error}") from error
+            is_widened = False
+    if not is_widened:
+        found = _own_sizes(problem)
+    if found[0] == found[1]:
+        raise ValueError(
+            "the gradients of two ranks are equal although their data differ, so that a missing reduction could not "
+            "show: does loss() depend on the batch?"
+        )
+    demands = _demands([frozenset(name for name, size in sizes.items() if size is None) for sizes in found])
+    demands += [Capability.OWN_BUFFERS] if changes_buffers else []
+    return {
+        "is_widened": is_widened,
+        "idle": _idle(found),
+        "demands": [capability.name for capability in demands],
+        "seldom": sorted({name for sizes in found for name, size in sizes.items() if size is None}),
+    }
+
+
+# Any, here and below: the user's code takes and returns what it likes.
+def called(what: str, function: Any) -> Any:
+    """Call the user's code; an exception of any kind becomes a ValueError that names the call."""
+    try:
+        return function()
+    except LoadError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise ValueError(f"{what} raised {type(error).__name__}: {one_line(error)}") from error
+
+
+def _first_step(problem: UserModel, optimizer: UserOptimizer | None) -> tuple[bool, bool]:
+    """Take one step as ranks will; return whether it computes in few bits, and whether forward changes buffers."""
+    model, narrow = problem.build(), list[bool]()
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    with noticing_narrow(lambda: narrow.append(True)):
+        gradients = _gradients(problem, model, step=0, rank=0)
+        if optimizer is not None:
+            _update(model, optimizer)
+    if not any(gradient is not None and bool(gradient.any()) for gradient in gradients.values()):
+        raise ValueError("no parameter has a gradient: the loss depends on none of them")
+    after = dict(model.named_buffers())
+    return bool(narrow), any(name in after and not torch.equal(b, after[name]) for name, b in before.items())
+
+
+def _update(model: nn.Module, make: UserOptimizer) -> None:
+    """Raise ValueError for an optimizer that the loop cannot drive, or that updates nothing of the model."""
+    schedules = StepSchedules(make)
+    optimizer = called("optimizer()", lambda: schedules.factory(model.parameters()))
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ValueError(f"optimizer() returned a {type(optimizer).__name__}, not a torch.optim.Optimizer")
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise ValueError(
+            f"optimizer() returned {type(optimizer).__name__}, whose step() evaluates the model by a closure: its "
+            "steps are not those of forward, backward and update that engines promise; use another optimizer"
+        )
+    own = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
+    if not own & {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}:
+        raise ValueError("optimizer() returned one that updates no parameter of the model")
+    called("the optimizer's step()", optimizer.step)
+    called("the scheduler's step()", schedules.step)
+
+
+def _exact_sizes(problem: UserModel, optimizer: UserOptimizer | None) -> list[dict[str, float | None]]:
+    """Return the largest gradient of each parameter at each place, zero where it is zero but for rounding."""
+    model = cast_module(problem.build(), torch.float64)
+    found = [
+        {
+            name: None if g is None else largest(g)
+            for name, g in _gradients(problem, model, step, rank).items()
+        }
+        for step, rank in _PLACES
+    ]
+    if optimizer is not None:
+        _update(model, optimizer)
+    zero = ZERO_BESIDE * max(size or 0.0 for sizes in found for size in sizes.values())
+    return [
+        {n: 0.0 if size is not None and size <= zero else size for n, size in sizes.items()}
+        for sizes in found
+    ]
+
+
+def _own_sizes(problem: UserModel) -> list[dict[str, float | None]]:
+    """Do so in the model's own dtypes, where rounding shows by what other roundings change."""
+    model = problem.build()
+    found = [_gradients(problem, model, step, rank) for step, rank in _PLACES]
+    noise = dict.fromkeys(found[0], 0.0)
+    for seed, (gradients, (step, rank)) in enumerate(zip(found, _PLACES[:_NUM_DISTURBED], strict=False)):
+        for name, disturbed in _gradients(problem, model, step, rank, rounding_anew(seed)).items():
+            gradient = gradients[name]
+            if gradient is not None and disturbed is not None:
+                noise[name] = max(noise[name], largest(deviation(disturbed, gradient)))
+
+    def size(name: str, gradient: torch.Tensor | None) -> float | None:
+        if gradient is None:
+            return None
+        return largest(gradient) if largest(gradient) > ZERO_BESIDE_NOISE * noise[name] else 0.0
+
+    return [{name: size(name, gradient) for name, gradient in gradients.items()} for gradients in found]
+
+
+def _gradients(
+    problem: UserModel,
+    model: nn.Module,
+    step: int,
+    rank: int,
+    context: AbstractContextManager[object] | None = None,
+) -> Gradients:
+    """Return the gradients of one microbatch; None where there is none, an empty tensor where none is asked for."""
+    dtype = next((p.dtype for p in model.parameters() if p.dtype is torch.float64), None)
+    batch = called("batch()", lambda: problem.batch(step=step, microbatch=0, rank=rank))
+    batch = converted(batch, lambda tensor: cast(tensor, dtype))
+    args, kwargs = arguments_of(batch.inputs)
+    model.zero_grad()
+    seeds = Seeds(step=step, rank=rank)
+    with nullcontext() if context is None else context:
+        seeds.begin(0)
+        output = called("the model's forward", lambda: model(*args, **kwargs))
+        seeds.begin(0)
+        loss = called("loss()", lambda: problem.loss_sum(output, batch))
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
+            raise ValueError(f"loss() returned {_described(loss)}, not one number that depends on the model")
+        if not bool(loss.isfinite()):
+            raise ValueError(f"loss() is {loss.item()} in step {step} on rank {rank}, before any training")
+        called("backward", loss.backward)
+    return {name: _gradient(name, parameter) for name, parameter in model.named_parameters()}
+
+
+def _gradient(name: str, parameter: nn.Parameter) -> torch.Tensor | None:
+    if not parameter.requires_grad:
+        return parameter.new_zeros(0)
+    if parameter.grad is not None and parameter.grad.layout is not torch.strided:
+        raise ValueError(
+            f"the gradient of {name!r} is sparse, and cannot be held against the reference; try sparse=False"
+        )
+    return None if parameter.grad is None else parameter.grad.detach().clone()
+
+
+def _idle(found: list[dict[str, float | None]]) -> list[str]:
+    """Name the parameters that no loss reaches, but for rounding."""
+    return [name for name in found[0] if not any(sizes[name] for sizes in found)]
+
+
+def _demands(unused: list[frozenset[str]]) -> list[Capability]:
+    """List what parameters that go without a gradient at some places ask of an engine."""
+    demands = [Capability.UNUSED] if any(unused) else []
+    return demands + ([Capability.RANK_DEPENDENT] if len(set(unused)) > 1 else [])
+
+
+def _described(value: object) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"a tensor of shape {list(value.shape)}{'' if value.requires_grad else ' without a gradient'}"
+    return f"a {type(value).__name__}"

@@ -1,0 +1,1 @@
+"""Building blocks: what people build models of, each trained as one process trains it."""

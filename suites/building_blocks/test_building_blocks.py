@@ -1,0 +1,57 @@
+"""Attention, experts, recurrences, adapters, few bits: blocks of common models are trained as one process does it."""
+
+from __future__ import annotations
+
+import pytest
+
+from shardproof import (
+    AllWaited,
+    MatchesOracle,
+    NamedOptimizer,
+    Plan,
+    RanksAgree,
+    Schedule,
+    Select,
+    Training,
+    Trial,
+    UserModel,
+    UserOptimizer,
+)
+from shardproof.fixtures.building_blocks import BLOCKS
+from shardproof.fixtures.few_bits import FEW_BITS
+from shardproof.fixtures.optimizers import ADAMW
+
+LAWS = (MatchesOracle(), RanksAgree(), AllWaited(select=Select()))
+WITH_OPTIMIZER = {"LowRankAdapters", "OrthogonalUpdates", "SomeParameters"}
+
+# Of what rounds in bfloat16 by itself, a reduction in bfloat16 cannot be told from the model: such a run is no pass.
+FULL = [block for block in FEW_BITS if block.name in {"Float64Table", "OrthogonalUpdates", "SomeParameters"}]
+
+
+@pytest.mark.kills("SumsInsteadOfAveraging", "ForgetsToSynchroniseOneParameter")
+@pytest.mark.parametrize("block", BLOCKS, ids=lambda block: block.name)
+def test_trains_each_block(trial: Trial, block: UserModel) -> None:
+    trial.holds(_training(block, microbatches=2), *LAWS)
+
+
+@pytest.mark.kills("SumsInsteadOfAveraging")
+@pytest.mark.parametrize(
+    "block",
+    [
+        pytest.param(
+            block, id=block.name, marks=pytest.mark.kills("ReducesInBfloat16") if block in FULL else ()
+        )
+        for block in FEW_BITS
+    ],
+)
+def test_trains_in_the_dtypes_of_the_model(trial: Trial, block: UserModel) -> None:
+    trial.holds(_training(block, microbatches=1), *LAWS)
+
+
+def _training(block: UserModel, microbatches: int) -> Training:
+    own = UserOptimizer(spec=block.spec, digest=block.digest)
+    optimizer: NamedOptimizer = own if block.name in WITH_OPTIMIZER else ADAMW
+    plan = Plan(units=block.units, demands=block.demands)
+    return Training(
+        problem=block, optimizer=optimizer, plan=plan, schedule=Schedule(microbatches=microbatches)
+    )

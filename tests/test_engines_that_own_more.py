@@ -1,0 +1,144 @@
+"""Engines that own more than wrapping: what they are told, where they may refuse, and what they inherit."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardproof.engine.adapters.torch_ddp import DistributedDataParallelEngine, PreparedDdp
+from shardproof.engine.contract import Layout, OptimizerFactory, Plan, PreparedModel
+from shardproof.fixtures.optimizers import SGD
+from shardproof.fixtures.problems import MLP_EVEN
+from shardproof.harness.cases.training import Schedule, Training
+from shardproof.harness.laws.communication.counts import Nothing
+from shardproof.harness.laws.communication.select import Microbatches, Select
+from shardproof.harness.laws.law import Law
+from shardproof.harness.laws.parity import MatchesOracle
+from shardproof.harness.records.record import Record, Verdict
+from shardproof.harness.runner.engines import describe
+from shardproof.harness.runner.options import Cell
+from shardproof.harness.runner.session import TrialSession
+from shardproof.harness.verdicts.case import Case
+from shardproof.harness.worlds.spec import WorldSpec
+
+EARLY = Nothing(select=Select(dtypes=("float32",), microbatches=Microbatches.ALL_BUT_LAST))
+
+
+class RefusesInOptimizer(DistributedDataParallelEngine):
+    """Takes model and optimizer together, so that it knows what it is asked when it has both."""
+
+    class Prepared(PreparedDdp):
+        """Refuses what is no replication."""
+
+        def optimizer(self, factory: OptimizerFactory) -> None:
+            raise NotImplementedError("I shard nothing")
+
+    prepared_type = Prepared
+
+    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
+        return super().prepare(model, Plan(), mesh)
+
+
+class ReducesOnceAStep(DistributedDataParallelEngine):
+    """Communicates in the last microbatch alone, whatever the plan says of accumulation."""
+
+    class Prepared(PreparedDdp):
+        """Looks at what it is told in forward, where DDP decides."""
+
+        def __call__(self, *inputs: torch.Tensor, **named: torch.Tensor) -> torch.Tensor:
+            ddp: Any = self.module
+            ddp.require_backward_grad_sync = self.is_last_microbatch
+            output: torch.Tensor = super().__call__(*inputs, **named)
+            return output
+
+    prepared_type = Prepared
+
+
+class ReadsItsEnvironment(DistributedDataParallelEngine):
+    """Asks the environment for its rank, as launchers have it."""
+
+    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
+        told = [int(os.environ[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")]
+        assert told == [dist.get_rank()] * 2 + [dist.get_world_size()] * 2
+        assert os.environ["MASTER_ADDR"] == "127.0.0.1"
+        ports = [None] * dist.get_world_size()
+        dist.all_gather_object(ports, int(os.environ["MASTER_PORT"]))
+        assert len(set(ports)) == 1
+        return super().prepare(model, plan, mesh)
+
+
+class NeedsProcesses(DistributedDataParallelEngine):
+    """Has globals of which each rank needs its own."""
+
+    needs_processes = True
+
+
+def _judged(session: TrialSession, engine: type, world: str, training: Training, *laws: Law) -> Record:
+    case = Case(id="case", training=training, laws=(MatchesOracle(), *laws))
+    cell = Cell(engine=f"{__name__}:{engine.__name__}", world=WorldSpec.parse(world, deadline_s=30.0))
+    return session.run(case, cell, suite="", command="")
+
+
+def _training(plan: Plan | None = None, microbatches: int = 1) -> Training:
+    schedule = Schedule(steps=2, microbatches=microbatches)
+    return Training(problem=MLP_EVEN, optimizer=SGD, plan=plan or Plan(), schedule=schedule)
+
+
+def test_what_the_optimizer_was_given_is_read_whatever_modules_show() -> None:
+    model = nn.Linear(2, 2)
+    weight = model.weight
+    prepared = PreparedModel(model)
+    prepared.optimizer(SGD)
+    model.weight = nn.Parameter(torch.zeros(2, 2))  # as while it is gathered
+    assert prepared.owned_parameters()["weight"] is weight
+
+
+def test_a_refusal_in_optimizer_is_one(session: TrialSession) -> None:
+    record = _judged(session, RefusesInOptimizer, "threads:2", _training(Plan(layout=Layout.SHARD)))
+    assert record.verdict is Verdict.UNSUPPORTED, record.headline
+    assert "I shard nothing" in record.headline
+    declared = _judged(session, RefusesInOptimizer, "threads:2", _training())
+    assert declared.verdict is Verdict.CRASHED, "what is declared must not be refused"
+
+
+def test_the_last_microbatch_is_announced(session: TrialSession) -> None:
+    record = _judged(session, ReducesOnceAStep, "threads:2", _training(microbatches=3), EARLY)
+    assert record.verdict is Verdict.PASSED, record.headline
+
+
+def test_processes_have_the_environment_of_a_launcher(session: TrialSession) -> None:
+    record = _judged(session, ReadsItsEnvironment, "processes:2", _training())
+    assert record.verdict is Verdict.PASSED, record.headline
+
+
+@pytest.mark.parametrize(
+    ("world", "verdict"), [("threads:2", Verdict.UNSUPPORTED), ("processes:2", Verdict.PASSED)]
+)
+def test_an_engine_that_needs_processes_is_not_judged_in_threads(
+    session: TrialSession, world: str, verdict: Verdict
+) -> None:
+    record = _judged(session, NeedsProcesses, world, _training())
+    assert record.verdict is verdict, record.headline
+    if verdict is Verdict.UNSUPPORTED:
+        assert "processes" in record.headline
+
+
+class Derived(DistributedDataParallelEngine):
+    """DDP under a name and a release of its own."""
+
+    known_as = "torch.ddp"
+
+    def version(self) -> str:
+        return "mine 1.0"
+
+
+def test_a_derived_engine_is_described_with_the_release_of_the_known_one() -> None:
+    found = describe(f"{__name__}:Derived")
+    assert (found.version, found.known_as) == ("mine 1.0", "torch.ddp")
+    assert found.known_version == f"torch {torch.__version__}"
