@@ -182,4 +182,4 @@ def test_explore_writes_down_what_fails(tmp_path: Path, capsys: pytest.CaptureFi
     report = (tmp_path / "out" / "finding-1.md").read_text()
     assert "FAILED: matches the oracle" in report
     assert 'SPACE.parse("plain")' in report
-    assert "1 new failures" in capsys.readouterr().out
+    assert "the plain program fails" in capsys.readouterr().out
