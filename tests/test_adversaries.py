@@ -49,7 +49,7 @@ def test_wholes_that_are_shown_as_shards_are_counted(session: TrialSession, worl
     record = judged(session, "shardproof.engine.mutants.refusals:ShowsSlicesOfWholes", world, SHARDED)
     assert record.verdict is Verdict.FAILED
     assert re.match(
-        r"memory between steps is explained by the layout: rank \d, step 0, after the optimizer step: "
+        r"memory between steps is explained by the layout: rank \d, step 0, after the last backward: "
         r"expected at most \d+ bytes .*, got \d+ bytes; the largest: ",
         record.headline,
     ), record.headline

@@ -161,7 +161,7 @@ def test_every_rank_must_refuse_before_it_trains(session: TrialSession, kind: Wo
     assert "refused on rank(s) [0]" in one_rank.headline
     too_late = _judge(session, "RefusesTooLate", kind, sharded)
     assert too_late.verdict is Verdict.CRASHED
-    assert "instead of refusing in prepare" in too_late.headline
+    assert "instead of refusing before training" in too_late.headline
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -65,7 +65,7 @@ def test_honest_engines_pass(engine: str, world: str) -> None:
     records = [r for r in _records() if r.engine == engine and r.world == world]
     told = "\n".join(f"{r.verdict} {r.case}: {r.headline}" for r in records)
     assert {r.verdict for r in records} <= {Verdict.PASSED, Verdict.UNSUPPORTED}, told
-    assert sum(r.verdict is Verdict.PASSED for r in records) >= 3
+    assert sum(r.verdict is Verdict.PASSED for r in records) >= 2
 
 
 @pytest.mark.slow

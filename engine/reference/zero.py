@@ -63,7 +63,7 @@ class Zero2:
 
     @torch.no_grad()
     def share(self) -> None:
-        """Give all ranks the pieces that the optimizer has updated on each."""
+        """Gather on all ranks the pieces that the optimizer has updated on each."""
         pending = [(piece, *self._gather(piece)) for piece in self.pieces.values()]
         for piece, work, whole in pending:
             work.wait()

@@ -133,6 +133,15 @@ def _run(
     effort = RunOptions(
         seed=arguments.schedule_seed, num_schedules=arguments.schedules, is_thorough=arguments.thorough
     )
+    worlds = arguments.world or [_DEFAULT_WORLD]
+    nodes = [
+        node_of(case, engine, world)
+        for case, engine, world in product(arguments.case or (), arguments.engine or sorted(BUILT_IN), worlds)
+    ]
+    paths = nodes or [str(path) for path in suites(arguments.suite)]
+    for name in arguments.engine or ():
+        check_spelling(name)
+    # After all that may be misspelt: a server that was started in vain would outlive the message.
     if not arguments.workers:  # which have servers of their own
         draw_hash_seeds(effort.seed)
         forkserver_context()  # it does its imports while this process does its own
@@ -151,14 +160,9 @@ def _run(
         *(["-k", arguments.keyword] if arguments.keyword else []),
         *extra,
     ]
-    worlds = arguments.world or [_DEFAULT_WORLD]
-    nodes = [
-        node_of(case, engine, world)
-        for case, engine, world in product(arguments.case or (), arguments.engine or sorted(BUILT_IN), worlds)
-    ]
     try:
         plugins = [plugin] if plugin else []
-        code = call_pytest([*(nodes or map(str, suites(arguments.suite))), *options], *plugins)
+        code = call_pytest([*paths, *options], *plugins)
     except KeyboardInterrupt:  # one that pytest did not take, because it was about to end
         code = _INTERRUPTED
     with uninterrupted():
@@ -169,8 +173,6 @@ def _any_is_usable(engines: Sequence[str], limit_s: float) -> bool:
     """Print why an engine from outside cannot be judged, before anything runs; those built in are asked in pytest."""
     from shardproof.harness.runner.engines import examine
 
-    for name in engines:
-        check_spelling(name)
     foreign = [name for name in engines if name not in BUILT_IN]
     unavailable = examine(foreign, limit_s=limit_s).unavailable
     for name, problem in unavailable.items():

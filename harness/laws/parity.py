@@ -127,6 +127,7 @@ class ComputesInTheDtypeAsked:
                 self.name, ["expected a first step in the compute dtype, the oracle has none"], held=""
             )
         asked, exact = (dict.fromkeys(range(evidence.world_size), 0.0) for _ in range(2))
+        holding = set[int]()  # a rank without an element of any gradient shows nothing
         for name, expected in first.gradients.items():
             place = TensorKey(quantity=Quantity.GRADIENT, step=0, name=name)
             reference = evidence.oracle.steps[0].gradients[name]
@@ -136,13 +137,15 @@ class ComputesInTheDtypeAsked:
                 for distances, tensor in ((asked, expected), (exact, reference)):
                     error = deviation(piece.shard.tensor, piece.shard.of(tensor)) / scale
                     distances[piece.rank] += float(error.square().sum())
+                holding |= {piece.rank} if piece.shard.tensor.numel() else set()
         broken = [
             f"rank {rank}: expected first gradients of a computation in {dtype}, got some that are nearer to float64: "
             f"{asked[rank]:.3g} beside {exact[rank]:.3g}"
-            for rank in asked
+            for rank in sorted(holding)
             if not asked[rank] < exact[rank]
         ]
-        return rule(self.name, broken, held=f"{dtype} on {evidence.world_size} ranks")
+        broken += [] if holding else ["expected gradients on some rank, no rank has any"]
+        return rule(self.name, broken, held=f"{dtype} on {len(holding)} ranks")
 
 
 def _broken(law: str, findings: list[_Finding]) -> Ruling:

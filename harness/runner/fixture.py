@@ -100,8 +100,8 @@ def _leave_out_unavailable(config: pytest.Config, items: list[pytest.Item]) -> N
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Wait for the fork server before the first case, whose timeout must not pay for the server's imports."""
     config = session.config
-    if _KEPT not in config.stash:
-        return  # a path that does not exist: pytest collected nothing and says so itself
+    if _KEPT not in config.stash or NUM_ELSEWHERE not in config.stash:
+        return  # nothing was collected, or a mark is wrong: pytest says so itself
     if len(session.items) + config.stash[NUM_ELSEWHERE] < config.stash[_KEPT]:
         config.stash[CATALOGUE] = config.stash[CATALOGUE].narrowed()
     if hasattr(config, "workeroutput"):

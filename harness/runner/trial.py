@@ -84,12 +84,14 @@ class Trial:
 
     def _command(self, node: Node) -> str:
         """Return the command that repeats this case: of a user's model, with all its parameters."""
+        folder = self._item.config.invocation_params.dir
         model: str | None = self._item.config.getoption("--model")
         if model is None:
-            file = os.path.relpath(self._item.path, self._item.config.invocation_params.dir)
+            file = os.path.relpath(self._item.path, folder)
             return replace(node, nodeid="::".join((file, node.nodeid.partition("::")[2]))).command
         function: str = getattr(self._item, "originalname", self._item.name)
         where = ("--engine", node.engine, "--world", node.world)
+        model = model.removeprefix(f"{folder}{os.sep}")
         return shlex.join(["shardproof", "check", model, *where, "-k", function])
 
 
