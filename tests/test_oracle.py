@@ -182,6 +182,13 @@ def _silent(oracle: OracleObservation) -> OracleObservation:
     return replace(oracle, noise=dict.fromkeys(oracle.noise, 0.0))
 
 
+@pytest.mark.parametrize("number", range(8))
+def test_a_reduction_in_float64_leaves_gradients_in_the_dtype_of_their_parameters(number: int) -> None:
+    plan = Plan(reduce_dtype=torch.float64, accumulation=Accumulation.LAST_MICROBATCH)
+    reduced = reordering(number, plan).reduce(torch.ones(3, 2, 4), plan)
+    assert reduced.dtype is torch.float32
+
+
 def test_without_noise_two_roundings_are_allowed_and_one_of_a_gradient_in_the_dtype_of_its_reduction() -> (
     None
 ):

@@ -54,14 +54,13 @@ class Summation:
         """Add ``pieces`` [microbatches, ranks, ...] over both, divided by the plan's divisor."""
         num_microbatches, num_ranks = pieces.shape[:2]
         pieces = pieces[self._order(num_microbatches)][:, self._order(num_ranks)]
-        divisor = plan.divisor(num_ranks)
+        divisor, dtype = plan.divisor(num_ranks), self.dtype or pieces.dtype
         if plan.accumulation is Accumulation.EVERY_MICROBATCH:
-            return self._sum(torch.stack([self._divided(of_ranks, divisor) for of_ranks in pieces]))
+            return self._sum(torch.stack([self._divided(of_ranks, divisor, dtype) for of_ranks in pieces]))
         local = cast(pieces, self.reduce_dtype) if self.accumulates_reduced else pieces
-        return self._divided(self._sum(local), divisor)
+        return self._divided(self._sum(local), divisor, dtype)
 
-    def _divided(self, of_ranks: torch.Tensor, divisor: float) -> torch.Tensor:
-        dtype = self.dtype or of_ranks.dtype
+    def _divided(self, of_ranks: torch.Tensor, divisor: float, dtype: torch.dtype) -> torch.Tensor:
         if self.divides_first:
             return cast(self._sum(cast(of_ranks / divisor, self.reduce_dtype)), dtype)
         return cast(self._sum(cast(of_ranks, self.reduce_dtype)) / divisor, dtype)
