@@ -14,7 +14,9 @@ def _rows(file: str) -> pytest.MarkDecorator:
     """Parametrize over the rows of a file, named for their places; a row of an array kills what is noted beside it."""
     rows = [
         pytest.param(
-            program, id=f"{i:03}", marks=pytest.mark.kills(*notes.split()) if file in FAMILIES else ()
+            program,
+            id=f"{i:03}",
+            marks=pytest.mark.kills(*notes.split()) if file in FAMILIES and notes else (),
         )
         for i, (program, notes) in enumerate(rows_in(file), start=1)
     ]
