@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from shardproof.harness.records.diff.comparison import steady
-from shardproof.harness.records.record import Record
 from shardproof.harness.records.run import Run
+from shardproof.reports.causes import Cause, causes
 from shardproof.reports.expected import stale
-from shardproof.reports.markup import Budget, code, escape, num_bytes
-from shardproof.reports.matrix import by_severity
+from shardproof.reports.markup import Budget, code, escape, listed, num_bytes
 from shardproof.reports.summary import conclude, tally, warnings
 from shardproof.reports.text import versions
 
@@ -18,16 +14,15 @@ __all__ = ["LIMIT_BYTES", "render"]
 LIMIT_BYTES = 60_000  # a comment on GitHub holds 65,536 characters
 _RESERVE_BYTES = 200  # for the line that counts what is left out
 _MOST_CASES = 8  # of one cause
-_MOST_LINES = 20  # of one list
 
 
 def render(run: Run) -> str:
     """Render the run in at most LIMIT_BYTES; causes that do not fit are counted."""
     head = _head(run)
-    causes = _causes(run)
+    found = causes(run.records)
     budget = Budget(LIMIT_BYTES - _RESERVE_BYTES - num_bytes(head))
-    kept = [text for text in map(_cause, causes) if budget.takes(text)]
-    left_out = len(causes) - len(kept)
+    kept = [text for text in map(_cause, found) if budget.takes(text)]
+    left_out = len(found) - len(kept)
     more = [f"... and {left_out} more causes, which `report.html` has."] if left_out else []
     return "\n\n".join([head, *kept, *more]) + "\n"
 
@@ -38,30 +33,14 @@ def _head(run: Run) -> str:
         f"# Shardproof: {conclude(run).value.lower()}",
         f"**{counted.score}**: {counted.words}.",
         escape(versions(run.header.versions), limit=500),
-        *_listed("**This run is not whole:**", warnings(run)),
-        *_listed("**Stale expectations, which fail this run:**", stale(run)),
+        *listed("**This run is not whole:**", warnings(run)),
+        *listed("**Stale expectations, which fail this run:**", stale(run)),
     ]
     return "\n\n".join(part for part in parts if part)
 
 
-def _listed(title: str, texts: Sequence[str]) -> list[str]:
-    lines = [f"- {escape(text)}" for text in texts[:_MOST_LINES]]
-    if len(texts) > _MOST_LINES:
-        lines.append(f"- and {len(texts) - _MOST_LINES} more")
-    return ["\n".join([title, "", *lines])] if texts else []
-
-
-def _causes(run: Run) -> list[list[Record]]:
-    """Group what does not conform by engine, verdict, and headline but for measured values; the worst first."""
-    found: dict[tuple[str, str, str], list[Record]] = {}
-    for record in by_severity(run.records):
-        if not record.verdict.is_conforming:
-            found.setdefault((record.engine, record.verdict, steady(record.headline)), []).append(record)
-    return list(found.values())
-
-
-def _cause(records: Sequence[Record]) -> str:
-    first = records[0]
+def _cause(cause: Cause) -> str:
+    first, records = cause.example, cause.records
     count = f", {len(records)} records" if len(records) > 1 else ""
     cases = [f"- {code(f'{r.case} in {r.world}')}" for r in records[:_MOST_CASES]]
     if len(records) > _MOST_CASES:

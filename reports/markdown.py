@@ -17,7 +17,7 @@ from shardproof.harness.records.run import Run
 from shardproof.reports import evidence
 from shardproof.reports.evidence import headroom, ledger_rows, outcome_groups, place
 from shardproof.reports.expected import address, idle, stale
-from shardproof.reports.markup import Budget, code, escape, num_bytes, table
+from shardproof.reports.markup import Budget, code, escape, listed, num_bytes, table
 from shardproof.reports.matrix import CaseRow, Column, Matrix, arrange, by_severity, label
 from shardproof.reports.summary import conclude, tally, warnings
 from shardproof.reports.text import clip, duration, printable, size, versions
@@ -67,8 +67,8 @@ def _head(run: Run) -> str:
         f"# Shardproof: {conclude(run).value.lower()}",
         f"**{counted.score}**: {counted.words}. The score counts every record, opted out or not.",
         *_warnings(run),
-        *_listed("**Stale expectations, which fail this run:**", stale(run)),
-        *_listed("Expectations not exercised:", idle(run)),
+        *listed("**Stale expectations, which fail this run:**", stale(run)),
+        *listed("Expectations not exercised:", idle(run)),
         table(["", "verdict", "records", "meaning"], rows) if rows else "",
         _origin(run),
     ]
@@ -81,13 +81,6 @@ def _warnings(run: Run) -> list[str]:
     if len(told) > _NUM_WARNINGS:
         lines.append(f"> - and {len(told) - _NUM_WARNINGS} more problems")
     return ["\n".join(["> **This run is not whole.**", ">", *lines])] if told else []
-
-
-def _listed(title: str, texts: Sequence[str]) -> list[str]:
-    lines = [f"- {escape(text)}" for text in texts[:_NUM_WARNINGS]]
-    if len(texts) > _NUM_WARNINGS:
-        lines.append(f"- and {len(texts) - _NUM_WARNINGS} more")
-    return ["\n".join([title, "", *lines])] if texts else []
 
 
 def _origin(run: Run) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from shardproof.reports.text import one_line
 
+_MOST_LISTED = 20
 _SPECIAL = re.compile(r"([\\`*_\[\]<>#&|~$])")
 
 
@@ -41,6 +42,14 @@ def code(text: str, limit: int = 300) -> str:
     ticks = "`" * (max((len(run) for run in re.findall("`+", line)), default=0) + 1)
     pad = " " if "`" in line else ""
     return f"{ticks}{pad}{line}{pad}{ticks}" if line else ""
+
+
+def listed(title: str, texts: Sequence[str]) -> list[str]:
+    """Write a title and a list of plain texts, the first of many; nothing for no text."""
+    lines = [f"- {escape(text)}" for text in texts[:_MOST_LISTED]]
+    if len(texts) > _MOST_LISTED:
+        lines.append(f"- and {len(texts) - _MOST_LISTED} more")
+    return ["\n".join([title, "", *lines])] if texts else []
 
 
 def table(headers: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

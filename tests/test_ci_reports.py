@@ -213,7 +213,7 @@ def test_the_summary_holds_failures_alone_each_cause_once() -> None:
 
 def test_the_summary_fits_a_comment() -> None:
     many = [
-        a_record(case=f"parity/{n}", verdict=Verdict.FAILED, headline=f"{n} {'x<' * 200}")
+        a_record(f"parity/{n}", Verdict.FAILED, engine=f"engine-{n}", headline=f"{n} {'x<' * 200}")
         for n in range(5000)
     ]
     text = failure_summary.render(a_run(*many))
