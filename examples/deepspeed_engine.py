@@ -34,7 +34,7 @@ class PreparedDeepSpeed(PreparedModel):
         self._stage = stage
 
     def optimizer(self, factory: OptimizerFactory) -> None:
-        """Give DeepSpeed model and optimizer together; its default is to clip gradients at a norm of 1."""
+        """Pass model and optimizer to DeepSpeed together; its default is to clip gradients at a norm of 1."""
         config = {
             "train_micro_batch_size_per_gpu": 1,
             "zero_allow_untested_optimizer": True,
@@ -47,7 +47,7 @@ class PreparedDeepSpeed(PreparedModel):
         self._optimizer, self.module = self._engine.optimizer, self._engine
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Say whether the step follows, since ZeRO-1 reduces then alone."""
+        """Set whether the step follows: ZeRO-1 reduces only then."""
         self._engine.set_gradient_accumulation_boundary(self.is_last_microbatch)
         self._engine.backward(loss)
 

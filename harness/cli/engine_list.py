@@ -2,7 +2,7 @@
 
 [Note: what is remembered] To ask an engine starts a process that imports torch, which takes seconds. The answers of the
 engines that are built in are kept in the user's cache folder, under a hash of all that they may depend on: our sources
-and torch's release by name, size and time. Nothing but the list reads them: who judges an engine asks it.
+and torch's release by name, size and time. Nothing but the list reads them: a run asks the engine itself.
 """
 
 from __future__ import annotations

@@ -81,13 +81,14 @@ def check(arguments: argparse.Namespace) -> int:
     """
     from shardproof.harness.cli.progress import Progress
     from shardproof.harness.runner.user_models import absolute, known_model, pass_seconds
-    from shardproof.harness.worlds.processes.forkserver import forkserver_context
+    from shardproof.harness.worlds.processes.forkserver import draw_hash_seeds, forkserver_context
     from shardproof.harness.worlds.spec import WorldSpec
     from shardproof.reports.model_check import render
 
     check_temporary_folder()
     spec = absolute(arguments.model)
     most_ranks = max(WorldSpec.parse(world).size for world in arguments.world or [_DEFAULT_WORLD])
+    draw_hash_seeds(arguments.schedule_seed)  # before the server starts: one with other seeds is ended
     forkserver_context()  # it starts while this process goes on
     known_model(spec, arguments.deadline or _READING_S)
     if arguments.deadline is None:

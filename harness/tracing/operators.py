@@ -82,7 +82,7 @@ class OperatorMode(_Mode or object):  # type: ignore[misc]  # a class of Any
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Have torch not wrap the method below, which costs more than the rest of it, where a mark does the same."""
+        """Mark the method below instead of letting torch wrap it, which costs more than the rest of it."""
         return not hide_from_dynamo(cls.__torch_dispatch__)
 
     # Any: an operator takes and returns what it likes.

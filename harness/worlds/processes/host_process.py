@@ -128,7 +128,7 @@ def _host_process(link: SupervisorLink, spec: HostSpec) -> None:
 
 
 def _launched(rank: int, size: int, folder: Path) -> dict[str, str]:
-    """Return the environment that launchers give a rank; nobody listens on the port unless an engine does."""
+    """Return the environment that launchers give a rank; no process listens on the port unless an engine does."""
     port = (
         20_000 + crc32(str(folder).encode()) % 10_000
     )  # the same on all ranks of a world, another in the next
