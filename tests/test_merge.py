@@ -9,7 +9,6 @@ import pytest
 
 from shardproof.harness.cli.main import main
 from shardproof.harness.records.record import (
-    Expectation,
     Expectations,
     Footer,
     Header,
@@ -18,46 +17,23 @@ from shardproof.harness.records.record import (
     Verdict,
 )
 from shardproof.harness.records.run import RECORDS, RUN, RunWriter, read_run
+from tests import records
 
-HEADER = Header(
-    started_at="2030-01-01T00:00:00+00:00",
-    command="shardproof run",
+HEADER = replace(
+    records.HEADER,
     engines=("torch.ddp",),
     worlds=("threads:2",),
     versions={"python": "3.11.7", "torch": "2.13.0+cpu", "shardproof": "0.1.0"},
     hardware={"cpu": "x"},
     git_head="a" * 40,
-    git_dirty=False,
-    seed=0,
-    num_cases=0,
-    expectations=None,
 )
-ENTRY = Expectation(
-    number=1,
-    engine="torch.ddp",
-    version="",
-    case="smoke/*",
-    world="*",
-    verdict=Verdict.FAILED,
-    reason="r",
-    link="https://example.org/1",
-    expiry="2031-01-01",
-    shows=("matches*",),
-)
+ENTRY = replace(records.ENTRY, engine="torch.ddp", version="", case="smoke/*", shows=("matches*",))
 KNOWN = Expectations(source="known.toml", today="2030-01-01", entries=(ENTRY,))
 
 
 def a_record(case: str, verdict: Verdict = Verdict.PASSED, **changes: str) -> Record:
-    plain = Record(
-        engine="torch.ddp",
-        case=case,
-        world="threads:2",
-        verdict=verdict,
-        headline="h",
-        suite="smoke",
-        engine_version="torch 2.13.0",
-    )
-    return replace(plain, **changes)  # type: ignore[arg-type]  # texts alone
+    plain = records.a_record(verdict, engine="torch.ddp", case=case, suite="smoke", headline="h", laws=())
+    return replace(plain, **{"engine_version": "torch 2.13.0", **changes})  # type: ignore[arg-type]  # texts alone
 
 
 def a_footer(*records: Record, unused: tuple[UnusedExpectation, ...] = (), is_whole: bool = False) -> Footer:
