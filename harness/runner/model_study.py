@@ -6,8 +6,12 @@ A model that cannot be judged is a ValueError with the cause.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+import time
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -16,8 +20,14 @@ from torch import nn
 
 from shardproof.engine.capability import Capability
 from shardproof.engine.loading import LoadError, one_line
-from shardproof.harness.cases.batch import arguments_of, converted
-from shardproof.harness.cases.user_model import StepSchedules, UserModel, UserOptimizer, definition
+from shardproof.harness.cases.batch import Batch, arguments_of, converted
+from shardproof.harness.cases.user_model import (
+    ModelFacts,
+    StepSchedules,
+    UserModel,
+    UserOptimizer,
+    definition,
+)
 from shardproof.harness.torch_compat.dtypes import cast, cast_module
 from shardproof.harness.training.absolute_error import deviation, largest
 from shardproof.harness.training.draws import Seeds
@@ -30,8 +40,11 @@ _NUM_DISTURBED = 4
 Gradients = Mapping[str, torch.Tensor | None]
 
 
-def study(problem: UserModel, optimizer: UserOptimizer | None) -> dict[str, Any]:
-    """Return what a few steps of the model show: whether float64 can stand for it, what it uses, what it demands."""
+def study(problem: UserModel, units: tuple[str, ...], optimizer: UserOptimizer | None) -> dict[str, Any]:
+    """Return what a few steps of the model show: whether float64 can stand for it, what it uses, what it demands.
+
+    Beside them its facts, and ``pass_s``, the seconds that one forward and backward take.
+    """
     is_narrow, changes_buffers = _first_step(problem, optimizer)
     wanted: bool | None = getattr(definition(problem.spec), "float64", None)
     is_widened = not is_narrow if wanted is None else wanted
@@ -51,11 +64,14 @@ def study(problem: UserModel, optimizer: UserOptimizer | None) -> dict[str, Any]
         )
     demands = _demands([frozenset(name for name, size in sizes.items() if size is None) for sizes in found])
     demands += [Capability.OWN_BUFFERS] if changes_buffers else []
+    seldom = sorted({name for sizes in found for name, size in sizes.items() if size is None})
+    facts, pass_s = called("a training step", lambda: _facts(problem, units, seldom))
     return {
         "is_widened": is_widened,
         "idle": _idle(found),
         "demands": [capability.name for capability in demands],
-        "seldom": sorted({name for sizes in found for name, size in sizes.items() if size is None}),
+        "facts": asdict(facts),
+        "pass_s": pass_s,
     }
 
 
@@ -193,3 +209,51 @@ def _described(value: object) -> str:
     if isinstance(value, torch.Tensor):
         return f"a tensor of shape {list(value.shape)}{'' if value.requires_grad else ' without a gradient'}"
     return f"a {type(value).__name__}"
+
+
+def _facts(problem: UserModel, units: Iterable[str], seldom: Iterable[str]) -> tuple[ModelFacts, float]:
+    """Return the facts of a model, and the seconds that forward and backward take."""
+    model, batch = problem.build(), problem.batch(step=0, microbatch=0, rank=0)
+    calls: Counter[str] = Counter()
+    for unit in units:
+        model.get_submodule(unit).register_forward_pre_hook(partial(_count, calls, unit))
+    started = time.monotonic()
+    _train(problem, model, batch)
+    pass_s = time.monotonic() - started
+    facts = ModelFacts(
+        frozen=tuple(name for name, parameter in model.named_parameters() if not parameter.requires_grad),
+        seldom=tuple(seldom),
+        uncounted=_uncounted(model, units, calls),
+        not_in_bfloat16=_not_in_bfloat16(problem, model, batch),
+    )
+    return facts, pass_s
+
+
+# Any: what a module is called with.
+def _count(calls: Counter[str], unit: str, module: nn.Module, inputs: Any) -> None:
+    calls[unit] += 1
+
+
+def _train(problem: UserModel, model: nn.Module, batch: Batch) -> None:
+    args, kwargs = arguments_of(batch.inputs)
+    problem.loss_sum(model(*args, **kwargs), batch).backward()  # type: ignore[no-untyped-call]  # of torch's
+
+
+def _uncounted(model: nn.Module, units: Iterable[str], calls: Counter[str]) -> str:
+    """Return why the number of collectives has no closed form."""
+    dtypes = {str(parameter.dtype) for parameter in model.parameters()}
+    if len(dtypes) > 1:
+        return f"its parameters have several dtypes: {', '.join(sorted(dtypes))}"
+    odd = next((unit for unit in units if calls[unit] != 1), None)
+    return "" if odd is None else f"its unit {odd!r} is called {calls[odd]} times in one forward"
+
+
+def _not_in_bfloat16(problem: UserModel, model: nn.Module, batch: Batch) -> str:
+    if {parameter.dtype for parameter in model.parameters()} != {torch.float32}:
+        return "its parameters are not of float32"
+    try:
+        given = converted(batch, partial(cast, dtype=torch.bfloat16))
+        _train(problem, cast_module(model, torch.bfloat16), given)
+    except Exception as error:  # code of the user's may raise anything
+        return f"it raises {type(error).__name__} in bfloat16: {one_line(error)[:120]}"
+    return ""

@@ -32,7 +32,6 @@ from shardproof.harness.cases.user_model import (
 )
 from shardproof.harness.errors import UsageError
 from shardproof.harness.runner.model_study import called, study
-from shardproof.harness.runner.model_survey import survey
 from shardproof.harness.worlds.processes.fresh_process import NoAnswerError, ask
 
 _LONGEST_ANSWER = 2**24
@@ -134,15 +133,14 @@ def facts_of(spec: str) -> dict[str, Any]:
     units = matching_units(model, getattr(defined, "units", ()))
     _check_batches(problem)
     _check_shapes(problem, model)
-    studied = study(problem, UserOptimizer(spec=spec, digest=digest) if has_optimizer else None)
+    optimizer = UserOptimizer(spec=spec, digest=digest) if has_optimizer else None
     return {
         "name": problem.name,
         "digest": digest,
         "units": units,
         "outline": [asdict(tensor) for tensor in outline_of(model)],
         "has_optimizer": has_optimizer,
-        **studied,
-        **called("a training step", lambda: survey(problem, units, studied["seldom"])),
+        **study(problem, units, optimizer),
     }
 
 
