@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import fields, is_dataclass, replace
 from enum import Enum
 from functools import cache
@@ -22,6 +23,7 @@ from shardproof.harness.records.record import (
 )
 
 CASE = "parity/test_x.py::test_y[mlp_even-sgd-m3]"
+TRAINS = "smoke/test_smoke.py::test_trains_the_same_model"
 HEADER = Header(
     started_at="2030-01-01T00:00:00+00:00",
     command="shardproof run",
@@ -79,6 +81,14 @@ _LEAVES: dict[type, st.SearchStrategy[Any]] = {
     bool: st.booleans(),
     NoneType: st.none(),
 }
+
+
+def records_by_engine(records: Iterable[Record], case: str) -> dict[str, Record]:
+    """Return the record of each engine for one case; the records of other cases come in any order."""
+    of_case = [record for record in records if record.case == case]
+    found = {record.engine: record for record in of_case}
+    assert len(found) == len(of_case), f"a record for each engine, got {len(of_case)} of {sorted(found)}"
+    return found
 
 
 def a_record(verdict: Verdict = Verdict.FAILED, **changes: Any) -> Record:  # Any: the fields of Record

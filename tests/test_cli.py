@@ -16,6 +16,7 @@ from shardproof.harness.cli import engine_list
 from shardproof.harness.cli.main import main
 from shardproof.harness.records.record import Verdict
 from shardproof.harness.records.run import read_run
+from tests.records import TRAINS, records_by_engine
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -132,11 +133,14 @@ def test_a_hang_is_judged_before_pytest_times_out(tmp_path: Path) -> None:
 
     assert finished.returncode == 1, finished.stdout + finished.stderr
     run = read_run(out)
-    verdicts = {record.engine: record.verdict for record in run.records}
-    assert verdicts == {"tests.test_cli:Stuck": Verdict.HUNG, "torch.ddp": Verdict.PASSED}
+    trained = records_by_engine(run.records, TRAINS)
+    assert {engine: record.verdict for engine, record in trained.items()} == {
+        "tests.test_cli:Stuck": Verdict.HUNG,
+        "torch.ddp": Verdict.PASSED,
+    }
     assert run.footer is not None
-    stuck = next(r for r in run.records if r.verdict is Verdict.HUNG)
-    assert any("in prepare" in outcome.text for outcome in stuck.outcomes), "the stack says where it hangs"
+    outcomes = trained["tests.test_cli:Stuck"].outcomes
+    assert any("in prepare" in outcome.text for outcome in outcomes), "the stack says where it hangs"
 
 
 def test_a_process_that_only_hands_out_cases_does_not_wait_for_torch() -> None:

@@ -9,16 +9,16 @@ import pytest
 from shardproof.harness.cli.main import main
 from shardproof.harness.records.record import Record, Verdict
 from shardproof.harness.records.run import JUDGED, read_run
+from tests.records import TRAINS, records_by_engine
 
 SUMS = "shardproof.engine.mutants.gradient_scale:SumsInsteadOfAveraging"
 pytest_plugins = ["pytester"]
-TRAINS = "smoke/test_smoke.py::test_trains_the_same_model"
 
 
 def _run(out: Path, *more: str) -> dict[str, Record]:
     engines = ["--engine", "torch.ddp", "--engine", SUMS, "--no-expectations"]
     assert main(["run", *engines, "--suite", "smoke", "--out", str(out), *more]) == 1
-    return {record.engine: record for record in read_run(out).records if record.case == TRAINS}
+    return records_by_engine(read_run(out).records, TRAINS)
 
 
 def _observed(out: Path) -> set[str]:

@@ -23,6 +23,7 @@ from shardproof.harness.torch_compat.private_names import (
     private,
     require,
 )
+from tests.records import TRAINS, records_by_engine
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -93,7 +94,8 @@ def _smoke(tmp_path: Path, hidden: str, *options: str) -> tuple[int, dict[str, t
     out = tmp_path / "run"
     done = _call(tmp_path, hidden, "run", "--suite", "smoke", "--out", str(out), *options)
     records = read_run(out).records if out.exists() else ()
-    return done.returncode, {r.engine: (r.verdict, r.headline) for r in records}, done.stdout + done.stderr
+    found = {engine: (r.verdict, r.headline) for engine, r in records_by_engine(records, TRAINS).items()}
+    return done.returncode, found, done.stdout + done.stderr
 
 
 def test_one_engine_that_lacks_a_name_fails_no_other(tmp_path: Path) -> None:
