@@ -1,4 +1,4 @@
-"""Coverage as a table, for a terminal or as Markdown: row, cases, and a verdict per engine."""
+"""Coverage as tables, for a terminal or as Markdown: rows with cases and a verdict per engine, and totals by file."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from tabulate import tabulate
 
-from shardproof.harness.audit.upstream_coverage import Coverage, RowCoverage, RowVerdict
+from shardproof.harness.audit.upstream_coverage import Coverage, RowCoverage, RowState, RowVerdict
 from shardproof.reports.matrix import by_test
 from shardproof.reports.text import one_line
 
@@ -15,39 +15,72 @@ _NEEDS_GPU = "GPU"
 
 
 def render(covered: Coverage) -> str:
-    """Render for a terminal: test names shortened, why some rows need a GPU below the table."""
-    rows = [
-        [found.row.id, found.row.promise, _num(found), _told(found, limit=_NUM_TESTS), *_verdicts(found)]
-        for found in covered.rows
-    ]
-    table = tabulate(rows, headers=_headers(covered), tablefmt="simple", disable_numparse=True)
-    return "\n\n".join(part for part in (table, *_notes(covered), _summary(covered)) if part)
+    """Render for a terminal: test names shortened, reasons below the table."""
+    rows = [[*_start(found), _told(found, limit=_NUM_TESTS), *_verdicts(found)] for found in covered.rows]
+    return _joined(covered, rows, _headers(covered), "simple")
 
 
 def render_markdown(covered: Coverage) -> str:
     """Render as Markdown, with every test's name, the upstream ones included."""
     rows = [
         [
-            found.row.id,
             f"`{found.row.test}`",
-            found.row.promise,
-            _num(found),
+            *_start(found),
             _told(found, limit=None).replace("|", "\\|"),
             *_verdicts(found),
         ]
         for found in covered.rows
     ]
-    headers = ["row", covered.table.column, *_headers(covered)[1:]]
-    table = tabulate(rows, headers=headers, tablefmt="github", disable_numparse=True)
-    return "\n\n".join(part for part in (table, *_notes(covered), _summary(covered)) if part)
+    swapped = [[row[1], row[0], *row[2:]] for row in rows]
+    return _joined(covered, swapped, ["row", covered.table.column, *_headers(covered)[1:]], "github")
+
+
+def _joined(covered: Coverage, rows: list[list[str]], headers: list[str], form: str) -> str:
+    parts = [tabulate(rows, headers=headers, tablefmt=form, disable_numparse=True), *_notes(covered)]
+    states = [state for state in RowState if covered.num_rows(state)]
+    if len(states) > 1:
+        total = tabulate(
+            _totals(covered, states),
+            headers=_of_totals(covered, states),
+            tablefmt=form,
+            disable_numparse=True,
+        )
+        parts.append(total)
+    return "\n\n".join([*parts, _summary(covered)])
+
+
+def _of_totals(covered: Coverage, states: Sequence[RowState]) -> list[str]:
+    passed = [f"PASSED by {one_line(engine)}" for engine in covered.engines]
+    return ["file", "tests", "rows", *(state.value for state in states), *passed]
+
+
+def _totals(covered: Coverage, states: Sequence[RowState]) -> list[list[str]]:
+    files = [*dict.fromkeys(row.row.file for row in covered.rows), None]
+    return [
+        [
+            file or "all",
+            str(sum(row.row.num_tests for row in covered.rows if file in {None, row.row.file})),
+            *(str(sum(covered.num_rows(state, file) for state in RowState)),),
+            *(str(covered.num_rows(state, file)) for state in states),
+            *(str(covered.num_passed(engine, file)) for engine in covered.engines),
+        ]
+        for file in files
+    ]
 
 
 def _headers(covered: Coverage) -> list[str]:
-    return ["row", "promise", "cases", "tests", *map(one_line, covered.engines)]
+    return ["row", "promise", "state", "cases", "mutants", "tests", *map(one_line, covered.engines)]
 
 
-def _num(found: RowCoverage) -> str:
-    return str(len(found.cases))
+def _start(found: RowCoverage) -> list[str]:
+    killed = "" if found.num_killed is None else f"{found.num_killed} of "
+    return [
+        found.row.id,
+        found.row.promise,
+        found.state.value,
+        str(len(found.cases)),
+        f"{killed}{found.num_mutants}",
+    ]
 
 
 def _told(found: RowCoverage, *, limit: int | None) -> str:
@@ -60,7 +93,7 @@ def _verdicts(found: RowCoverage) -> list[str]:
 
 def _verdict(told: RowVerdict, found: RowCoverage) -> str:
     if told.verdict is None:
-        return _NEEDS_GPU if found.row.why_gpu else "-"
+        return _NEEDS_GPU if found.state is RowState.DEVICE else "-"
     judged = "" if told.num_judged == len(found.cases) else f" ({told.num_judged} of {len(found.cases)})"
     return f"{told.verdict}{judged}"
 
@@ -69,10 +102,16 @@ def _notes(covered: Coverage) -> list[str]:
     parts = []
     if covered.engines:
         parts.append("-: not run. (N of M): cases that were run, where some were not.")
-    gpu = [found.row for found in covered.rows if found.row.why_gpu]
-    if gpu:
-        lines = [f"- {row.id}: {row.why_gpu}" for row in gpu]
-        parts.append("\n".join(["Only a GPU can show:", "", *lines]))
+    titles = {
+        RowState.DEVICE: "Only a GPU can show:",
+        RowState.NEWER: "Only newer engines can show:",
+        RowState.INTERNAL: "No other engine can be asked:",
+        RowState.IN_PART: "Covered but for:",
+    }
+    for state, title in titles.items():
+        rows = [found.row for found in covered.rows if found.state is state]
+        if rows:
+            parts.append("\n".join([title, "", *(f"- {row.id}: {row.missing or row.why}" for row in rows)]))
     if covered.missing:
         parts.append("No case stands for: " + _listed([row.id for row in covered.missing]))
     return parts
@@ -86,4 +125,5 @@ def _summary(covered: Coverage) -> str:
     num_rows = len(covered.rows)
     passed = ", ".join(f"{one_line(engine)}: {covered.num_passed(engine)}" for engine in covered.engines)
     told = f"; PASSED by {passed}" if passed else ""
-    return f"{num_rows - len(covered.missing)} of {num_rows} rows have cases{told}"
+    covers = sum(bool(found.cases) for found in covered.rows)
+    return f"{covers} of {num_rows} rows have cases{told}"

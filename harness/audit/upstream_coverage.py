@@ -1,15 +1,17 @@
 """Coverage: which cases stand for which line of a table, and what a run says of each. No pytest here.
 
-A suite's test says ``@pytest.mark.rows("T07", "R05", ...)`` of upstream tests, ``@pytest.mark.api("no_sync", ...)`` of
-an interface. The tables are files beside the suites.
+The tables are files beside the suites. A row names its cases by patterns, or a test names its rows by a mark:
+``@pytest.mark.rows("T07", "R05", ...)`` of upstream tests, ``@pytest.mark.api("no_sync", ...)`` of an interface.
 """
 
 from __future__ import annotations
 
 import difflib
+import re
 import tomllib
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
 
 from shardproof.harness.audit.marks import PytestMark
@@ -35,15 +37,57 @@ _WORST_FIRST = (
 )
 
 
+class Kind(Enum):
+    """Who can show what a row promises; the value is the word before the colon in a table."""
+
+    OBSERVABLE = ""  # any engine, on any machine
+    INTERNAL = "internal"  # no other engine: it is about names, private objects or kernels
+    DEVICE = "device"  # engines on a GPU alone
+    NEWER = "newer"  # engines of releases after torch 2.13 alone
+
+
+class RowState(Enum):
+    """How far a row is covered; of rows that any engine could show, each is one of the first three."""
+
+    COVERED = "covered"
+    IN_PART = "in part"
+    OPEN = "open"
+    NEWER = "newer"
+    DEVICE = "device"
+    INTERNAL = "internal"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """A test of torch's own, or a name of an interface; suites say by marks which of their tests stand for it."""
+    """A test of torch's own, or a name of an interface."""
 
     id: str  # short, such as T07 or no_sync
-    test: str  # of a test the class and the test, of an interface the name in full
+    test: str  # of a test the class and the test, of an interface the name in full; "+2" stands for two more
     promise: str  # of any engine
     file: str = ""  # of torch's
-    why_gpu: str = ""  # why only a GPU can show it; empty where any machine can
+    kind: Kind = Kind.OBSERVABLE
+    why: str = ""  # it is of that kind
+    missing: str = ""  # what no case checks yet
+    # Of case ids (a path, a test of it, or one case; * is any text); or choices of a program, joined by commas.
+    patterns: tuple[str, ...] = ()
+
+    @property
+    def num_tests(self) -> int:
+        """Count the tests that the row stands for."""
+        more = re.search(r" \+(\d+)$", self.test)
+        return 1 + (int(more[1]) if more else 0)
+
+    def names(self, case: str, choices: Collection[str] = ()) -> bool:
+        """Whether one of the row's patterns is for this case, or its program makes all choices of one."""
+        return any(_matches(pattern, case, choices) for pattern in self.patterns)
+
+    def state(self, *, has_cases: bool) -> RowState:
+        """Return how far the row is covered."""
+        if self.kind is Kind.OBSERVABLE or (self.kind is Kind.NEWER and has_cases and not self.missing):
+            if has_cases:
+                return RowState.IN_PART if self.missing else RowState.COVERED
+            return RowState.OPEN
+        return RowState(self.kind.value)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,6 +134,13 @@ class RowCoverage:
     row: Row
     cases: tuple[str, ...]
     verdicts: tuple[RowVerdict, ...]
+    num_mutants: int = 0  # that the cases' marks name
+    num_killed: int | None = None  # of those, by the cases, in a run of mutants; None without one
+
+    @property
+    def state(self) -> RowState:
+        """How far the row is covered."""
+        return self.row.state(has_cases=bool(self.cases))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,13 +153,18 @@ class Coverage:
 
     @property
     def missing(self) -> tuple[Row, ...]:
-        """Rows that no case stands for."""
-        return tuple(found.row for found in self.rows if not found.cases)
+        """Rows that a case could stand for, and none does."""
+        return tuple(found.row for found in self.rows if found.state is RowState.OPEN)
 
-    def num_passed(self, engine: str) -> int:
-        """Count the rows whose verdict for this engine is PASSED."""
+    def num_passed(self, engine: str, file: str | None = None) -> int:
+        """Count the rows, of one file or of all, whose verdict for this engine is PASSED."""
         place = self.engines.index(engine)
-        return sum(found.verdicts[place].verdict is Verdict.PASSED for found in self.rows)
+        found = (row for row in self.rows if file in {None, row.row.file})
+        return sum(row.verdicts[place].verdict is Verdict.PASSED for row in found)
+
+    def num_rows(self, state: RowState, file: str | None = None) -> int:
+        """Count the rows, of one file or of all, that are covered so far."""
+        return sum(row.state is state for row in self.rows if file in {None, row.row.file})
 
 
 def read_tables() -> Mapping[str, Table]:
@@ -120,28 +176,86 @@ def read_table(file: Path) -> Table:
     """Read one table: of what its mark and columns are called, and the rows of each of torch's files."""
     written = tomllib.loads(file.read_text(encoding="utf-8"))
     rows = [
-        Row(id=id, file=name, **dict(zip(("test", "promise", "why_gpu"), texts, strict=False)))
-        for name, section in written.pop("files").items()
-        for id, texts in section.items()
+        _row(id, name, *texts) for name, rows in written.pop("files").items() for id, texts in rows.items()
     ]
     return Table(**written, rows=rows)
 
 
-def cover(table: Table, cases: Mapping[str, Collection[str]], records: Sequence[Record]) -> Coverage:
-    """Join a table's rows with cases that name them, ``cases`` giving the rows of each, and with what runs say."""
+def check_patterns(table: Table, cases: Mapping[str, Collection[str]]) -> None:
+    """Raise UsageError for patterns that no case is named by; ``cases`` are as for `cover`."""
+    for row in table.rows:
+        for pattern in row.patterns:
+            if not any(_matches(pattern, case, named) for case, named in cases.items()):
+                known = [*dict.fromkeys(case.partition("[")[0] for case in cases)]
+                raise UsageError(
+                    f"row {row.id} of {table.mark}",
+                    expected="patterns of cases",
+                    got=repr(pattern),
+                    hint=", ".join(difflib.get_close_matches(pattern, known, n=1))
+                    or "`shardproof list --cases`",
+                )
+
+
+def _row(id: str, file: str, test: str, promise: str, *notes: str) -> Row:
+    """Read a row: notes are patterns, what is open, or a kind with its reason."""
+    told = {word: text for word, colon, text in (note.partition(": ") for note in notes) if colon}
+    kinds = [kind for kind in Kind if kind.value in told]
+    return Row(
+        id=id,
+        file=file,
+        test=test,
+        promise=promise,
+        kind=kinds[0] if kinds else Kind.OBSERVABLE,
+        why=told[kinds[0].value] if kinds else "",
+        missing=told.get("open", ""),
+        patterns=tuple(note for note in notes if ": " not in note),
+    )
+
+
+def _matches(pattern: str, case: str, choices: Collection[str] = ()) -> bool:
+    if "=" in pattern:
+        return set(pattern.split(",")) <= set(choices)
+    path, _, test = case.partition("::")
+    name = test.partition("[")[0]
+    text = re.escape(pattern).replace("\\*", ".*")
+    return any(re.fullmatch(text, part) for part in (path, f"{path}::{name}", case))
+
+
+def cover(
+    table: Table,
+    cases: Mapping[str, Collection[str]],
+    records: Sequence[Record],
+    mutants: Mapping[str, Collection[str]] | None = None,
+    killed: Mapping[str, Collection[str]] | None = None,
+) -> Coverage:
+    """Join a table's rows with cases and with what runs say.
+
+    ``cases`` are the rows that each names by a mark and the choices of its program, if it has one; ``mutants`` are
+    those that it must kill, ``killed`` those that it has killed.
+    """
     engines = tuple(dict.fromkeys(record.engine for record in records))
     verdicts: dict[tuple[str, str], list[Verdict]] = {}
     for record in records:
         verdicts.setdefault((record.engine, record.case), []).append(record.verdict)
     covered = []
     for row in table.rows:
-        standing = tuple(sorted(case for case, named in cases.items() if row.id in named))
+        standing = tuple(sorted(c for c, named in cases.items() if row.id in named or row.names(c, named)))
         judged = [[v for case in standing if (v := verdicts.get((e, case)))] for e in engines]
         told = tuple(
-            RowVerdict(verdict=judge_row([v for found in lists for v in found]), num_judged=len(lists))
+            RowVerdict(verdict=judge_row([v for some in lists for v in some]), num_judged=len(lists))
             for lists in judged
         )
-        covered.append(RowCoverage(row=row, cases=standing, verdicts=told))
+        named = {mutant for case in standing for mutant in (mutants or {}).get(case, ())}
+        found = {mutant for case in standing for mutant in (killed or {}).get(case, ())}
+        covered.append(
+            RowCoverage(
+                row=row,
+                cases=standing,
+                verdicts=told,
+                num_mutants=len(named),
+                num_killed=None if killed is None else len(named & found),
+            )
+        )
     return Coverage(table=table, engines=engines, rows=tuple(covered))
 
 

@@ -5,13 +5,23 @@ from __future__ import annotations
 import contextlib
 import io
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
 
-from shardproof.harness.audit.upstream_coverage import TESTS, Coverage, Table, cover, read_tables
+from shardproof.harness.audit.kill_matrix import MutantStatus, kill_matrix
+from shardproof.harness.audit.marks import read_selection
+from shardproof.harness.audit.upstream_coverage import (
+    TESTS,
+    Coverage,
+    Table,
+    check_patterns,
+    cover,
+    read_tables,
+)
 from shardproof.harness.cases.case_id import Node
+from shardproof.harness.cli.mutants import shipped
 from shardproof.harness.errors import UsageError
 from shardproof.harness.records.run import read_run
 from shardproof.harness.runner.invoke import CONFORMS, DOES_NOT_CONFORM, OUR_FAULT, USAGE, call_pytest, suites
@@ -21,18 +31,23 @@ __all__ = ["collect", "show_coverage"]
 
 
 class _CasesWithRows:
-    """A pytest plugin that keeps the rows of every case collected."""
+    """A pytest plugin that keeps of every case its rows, the choices of its program, and the mutants to kill."""
 
     def __init__(self, table: Table) -> None:
         self._table = table
         self.rows: dict[str, set[str]] = {}
+        self.mutants: dict[str, set[str]] = {}
 
     def pytest_itemcollected(self, item: pytest.Item) -> None:
         """Keep one case, whatever world it makes sense in; marks were not checked yet, so they may hold anything."""
         node = Node.parse(item.nodeid)
         if node is not None:
+            program = item.callspec.params.get("program", "") if isinstance(item, pytest.Function) else ""
             named = {str(row) for mark in item.iter_markers(self._table.mark) for row in mark.args}
+            named.update(str(program).split(","))
             self.rows.setdefault(node.case, set()).update(named)
+            killed = {str(name) for mark in item.iter_markers("kills") for name in mark.args}
+            self.mutants.setdefault(node.case, set()).update(killed)
 
 
 def show_coverage(folders: Sequence[Path], *, api: str | None, is_markdown: bool) -> int:
@@ -41,20 +56,35 @@ def show_coverage(folders: Sequence[Path], *, api: str | None, is_markdown: bool
     The rows are the names of the interface ``api``, or upstream tests without one; raises UsageError for no interface.
     """
     table = _table(api)
-    runs = [read_run(folder) for folder in folders]
+    runs = [read_run(folder) for folder in folders if read_selection(folder) is None]
     records = [record for run in runs for record in run.records]
     found, said = _CasesWithRows(table), io.StringIO()
     with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
-        code = collect(suites(None), found)
+        code = collect(suites(None, with_drafts=True), found)
     if code:
         print(said.getvalue(), file=sys.stderr)
         return USAGE if code == pytest.ExitCode.USAGE_ERROR else OUR_FAULT
-    covered = cover(table, found.rows, records)
+    check_patterns(table, found.rows)
+    covered = cover(table, found.rows, records, found.mutants, _killed(folders))
     print(_rendered(covered, is_markdown=is_markdown))
     damage = [problem for run in runs if run.is_damaged for problem in run.problems]
     for problem in damage:
         print(f"warning: {problem}", file=sys.stderr)
     return DOES_NOT_CONFORM if covered.missing or damage else CONFORMS
+
+
+def _killed(folders: Sequence[Path]) -> Mapping[str, set[str]] | None:
+    """Return the mutants that each case has killed, from those of the folders that `shardproof mutants` wrote."""
+    selections = [
+        (folder, selection) for folder in folders if (selection := read_selection(folder)) is not None
+    ]
+    killed: dict[str, set[str]] = {}
+    for folder, selection in selections:
+        matrix = kill_matrix(shipped(), selection, read_run(folder).records, is_whole=False)
+        for met in matrix.met:
+            if met.fate is MutantStatus.KILLED:
+                killed.setdefault(met.pair.case, set()).add(met.pair.mutant)
+    return killed if selections else None
 
 
 def collect(folders: Sequence[Path], plugin: object) -> int:
