@@ -133,6 +133,20 @@ class UnitHandle:
         raise MissingMethodError("units()[...].set_reshard_after_backward", Capability.KEEP_AFTER_BACKWARD)
 
 
+class _InBackward(torch.optim.Optimizer):
+    """An optimizer of each parameter's own, stepped by a hook as soon as the parameter's gradient is reduced."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter], factory: OptimizerFactory) -> None:
+        self._own = {parameter: factory([parameter]) for parameter in parameters}
+        super().__init__(self._own, {})
+        for parameter, own in self._own.items():
+            parameter.register_post_accumulate_grad_hook(lambda _, own=own: own.step())
+            self.state[parameter] = own.state[parameter]
+
+    def step(self, closure: Any = None) -> None:  # Any: never given
+        """Do nothing: backward has."""
+
+
 class PreparedModel:
     """A model in an engine's hands: what the training loop drives and what the harness reads.
 
@@ -169,6 +183,11 @@ class PreparedModel:
             self.named.named_parameters()
         )  # afterwards modules may show others, as while gathered
         self._optimizer = factory(self._given.values())
+
+    def optimizer_in_backward(self, factory: OptimizerFactory) -> None:
+        """Build an optimizer for each parameter, which a hook steps in backward; `step` then has nothing to do."""
+        self._given = {n: p for n, p in self.named.named_parameters() if p.requires_grad}
+        self._optimizer = _InBackward(self._given.values(), factory)
 
     def backward(self, loss: torch.Tensor) -> None:
         """Run backward from a scalar loss."""
@@ -216,7 +235,7 @@ class PreparedModel:
         raise MissingMethodError("wrapper", Capability.WRAPPER)
 
     def convert(self, dtype: torch.dtype) -> None:
-        """Convert the model's floating-point parameters and buffers; called before `optimizer`."""
+        """Convert the model's floating-point parameters, gradients and buffers; before `optimizer`, or as RECONVERT."""
         self.module.to(dtype)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float) -> float:

@@ -38,6 +38,7 @@ from shardproof.harness.cases.batch import microbatch_seed as microbatch_seed
 from shardproof.harness.cases.script import Actor as Actor
 from shardproof.harness.cases.script import EachMicrobatch as EachMicrobatch
 from shardproof.harness.cases.script import Evaluation as Evaluation
+from shardproof.harness.cases.script import GradientEdit as GradientEdit
 from shardproof.harness.cases.script import InterfaceBench as InterfaceBench
 from shardproof.harness.cases.script import Script as Script
 from shardproof.harness.cases.scripts.cuda_device import COPIES as COPIES
@@ -58,6 +59,13 @@ from shardproof.harness.cases.scripts.failures import EvaluationPoint as Evaluat
 from shardproof.harness.cases.scripts.failures import FailsFirst as FailsFirst
 from shardproof.harness.cases.scripts.failures import SkipsAFailure as SkipsAFailure
 from shardproof.harness.cases.scripts.interface import Exercise as Exercise
+from shardproof.harness.cases.scripts.interventions import HOOKED as HOOKED
+from shardproof.harness.cases.scripts.interventions import REDUCED as REDUCED
+from shardproof.harness.cases.scripts.interventions import ConvertsAndBack as ConvertsAndBack
+from shardproof.harness.cases.scripts.interventions import EditsGradients as EditsGradients
+from shardproof.harness.cases.scripts.interventions import Freezes as Freezes
+from shardproof.harness.cases.scripts.interventions import HooksGradients as HooksGradients
+from shardproof.harness.cases.scripts.interventions import Moment as Moment
 from shardproof.harness.cases.scripts.loops import BranchByBranch as BranchByBranch
 from shardproof.harness.cases.scripts.loops import EvaluatesFirst as EvaluatesFirst
 from shardproof.harness.cases.scripts.loops import Holding as Holding

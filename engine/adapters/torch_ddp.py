@@ -44,6 +44,8 @@ class DistributedDataParallelEngine(Engine):
             Capability.COMPLEX,
             Capability.STATE,
             Capability.OWN_BUFFERS,
+            Capability.EDIT_GRADIENTS,
+            Capability.RECONVERT,
         }
     )
     prepared_type: ClassVar[type[PreparedDdp]] = PreparedDdp

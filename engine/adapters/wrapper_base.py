@@ -55,6 +55,7 @@ CAPABILITIES = frozenset(
         Capability.CLIP,
         Capability.STATE,
         Capability.WRAPPER,
+        Capability.EDIT_GRADIENTS,
     }
 )
 """What this adapter asks of either engine."""

@@ -34,6 +34,14 @@ class Evaluation(Enum):
         return torch.no_grad() if self is Evaluation.NO_GRAD else torch.inference_mode()
 
 
+class GradientEdit(Enum):
+    """What a user does to each gradient between backwards."""
+
+    CLEARED = "None is put in its place"
+    HALVED = "it is halved in place"
+    REPLACED = "a new tensor of half of it is put in its place"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InterfaceBench:
     """What calls of an engine's own interface work with, on one rank: its names, and whom to tell what was seen.
@@ -119,6 +127,14 @@ class Actor(ABC):
     @abstractmethod
     def zero_grad(self) -> None:
         """Clear the gradients of this step so far, to begin it again."""
+
+    @abstractmethod
+    def edit_gradients(self, edit: GradientEdit) -> None:
+        """Change the gradients that are reduced so far, as a user would: by ``.grad`` of each parameter."""
+
+    @abstractmethod
+    def convert(self, *dtypes: torch.dtype) -> None:
+        """Convert the engine's model to these dtypes in turn, of which the last is the one it had."""
 
 
 class Script(Protocol):

@@ -96,7 +96,11 @@ class Clip:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
-    """How long and in what pieces a training runs; ``repeats`` runs all of it again, from the same start."""
+    """How long and in what pieces a training runs.
+
+    ``repeats`` runs all of it again, from the same start. ``steps_in_backward``: each parameter has an optimizer of its
+    own, which a hook steps as soon as its gradient is reduced.
+    """
 
     steps: int = 3
     microbatches: int = 1
@@ -104,6 +108,7 @@ class Schedule:
     zero_grad: ZeroGrad = ZeroGrad.ALTERNATE
     clip: Clip | None = None
     repeats: int = 1
+    steps_in_backward: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,6 +181,7 @@ class Training:
             Capability.CONVERT: self.convert is not None,
             Capability.STATE: self.resume is not None,
             Capability.UNIT_STATE: Watch.UNITS in self.watch,
+            Capability.GRADIENT_HOOKS: self.schedule.steps_in_backward,
         }
         asked |= dict.fromkeys(self.script.demands, True)
         missing = {c for c, is_asked in asked.items() if is_asked} - self.plan.needs

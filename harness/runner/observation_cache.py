@@ -151,6 +151,7 @@ class ObservationCache:
         arithmetic = replace(
             unexercised(training),
             plan=_arithmetic(unexercised(training)),
+            schedule=replace(training.schedule, steps_in_backward=False),
             resume=None,
             watch=frozenset(),
             schedules=1,

@@ -148,7 +148,10 @@ def train(
         prepared.convert(training.convert)
     loop = _Loop(prepared, training, context, watches)
     with _refusing():
-        prepared.optimizer(loop.schedules.factory)
+        if training.schedule.steps_in_backward:
+            prepared.optimizer_in_backward(loop.schedules.factory)
+        else:
+            prepared.optimizer(loop.schedules.factory)
     with recorder.during(Phase.OBSERVE):
         initial = read_shards(prepared, "local_parameters")
     steps = []

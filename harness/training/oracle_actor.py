@@ -13,7 +13,7 @@ from torch import nn
 
 from shardproof.engine.contract import UnitHandle
 from shardproof.harness.cases.batch import Batch, ModelBatch, Rows, arguments_of, converted
-from shardproof.harness.cases.script import Actor, Evaluation
+from shardproof.harness.cases.script import Actor, Evaluation, GradientEdit
 from shardproof.harness.cases.training import Training, loss_weight
 from shardproof.harness.torch_compat.dtypes import cast, cast_module
 from shardproof.harness.training.draws import Seeds, has_drawn
@@ -191,6 +191,14 @@ class OracleActor(Actor):
     def zero_grad(self) -> None:
         """Forget the gradients taken out so far."""
         self.gradients.clear()
+
+    def edit_gradients(self, edit: GradientEdit) -> None:
+        """Change the gradients taken out so far."""
+        kept = {} if edit is GradientEdit.CLEARED else self.gradients
+        self.gradients = {place: gradient * 0.5 for place, gradient in kept.items()}
+
+    def convert(self, *dtypes: torch.dtype) -> None:
+        """Do nothing: the values stay what they are."""
 
 
 class _NoUnit(UnitHandle):

@@ -12,7 +12,7 @@ from torch import nn
 
 from shardproof.engine.contract import Accumulation, Capability, PreparedModel, Shard, UnitHandle
 from shardproof.harness.cases.batch import Batch, Rows, arguments_of, converted, tensors_in, tensors_of
-from shardproof.harness.cases.script import Actor, Evaluation, InterfaceBench
+from shardproof.harness.cases.script import Actor, Evaluation, GradientEdit, InterfaceBench
 from shardproof.harness.cases.training import Training, loss_weight
 from shardproof.harness.records.observation import Fact
 from shardproof.harness.tracing.ledger import Phase
@@ -176,6 +176,21 @@ class RankActor(Actor):
     def zero_grad(self) -> None:
         """Zero gradients by the engine's own method."""
         self._prepared.zero_grad(set_to_none=True)
+
+    def edit_gradients(self, edit: GradientEdit) -> None:
+        """Change those of the parameters that the optimizer updates."""
+        for parameter in self._prepared.owned_parameters().values():
+            if parameter.grad is None or edit is GradientEdit.CLEARED:
+                parameter.grad = None
+            elif edit is GradientEdit.HALVED:
+                parameter.grad.mul_(0.5)
+            else:
+                parameter.grad = parameter.grad * 0.5
+
+    def convert(self, *dtypes: torch.dtype) -> None:
+        """Pass it on."""
+        for dtype in dtypes:
+            self._prepared.convert(dtype)
 
     def _keep(self, loss: torch.Tensor) -> None:
         # An observation: that the host waits for a number here is no doing of the engine.

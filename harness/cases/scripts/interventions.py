@@ -1,0 +1,118 @@
+"""Loops in which the caller reaches for parameters and gradients: hooks, edits, freezing, conversions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import ClassVar
+
+import torch
+
+from shardproof.engine.contract import Capability, Shard, shard_of
+from shardproof.harness.cases.script import Actor, EachMicrobatch, GradientEdit
+
+__all__ = ["HOOKED", "REDUCED", "ConvertsAndBack", "EditsGradients", "Freezes", "HooksGradients", "Moment"]
+
+# The subject of a note, and what is noted where all is well.
+HOOKED, REDUCED = "what hooks on parameters see", "each reduced gradient, once"
+
+
+class Moment(Enum):
+    """When the caller intervenes."""
+
+    BEFORE_FORWARD = "before the step's first forward"
+    BETWEEN = "after its first backward, before another one"
+    BEFORE_STEP = "after its last backward"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EditsGradients:
+    """A plain loop in which each gradient is edited after the first microbatch."""
+
+    edit: GradientEdit
+    demands: ClassVar[frozenset[Capability]] = frozenset({Capability.EDIT_GRADIENTS})
+
+    def play(self, actor: Actor) -> None:
+        """Take one microbatch at a time."""
+        for microbatch in range(actor.num_microbatches):
+            _train(actor, microbatch)
+            if microbatch == 0:
+                actor.edit_gradients(self.edit)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConvertsAndBack:
+    """A plain loop in which the model is converted to these dtypes and then to float32, which it had."""
+
+    moment: Moment
+    dtypes: tuple[torch.dtype, ...] = ()
+    demands: ClassVar[frozenset[Capability]] = frozenset({Capability.RECONVERT})
+
+    def play(self, actor: Actor) -> None:
+        """Take one microbatch at a time."""
+        for microbatch in range(actor.num_microbatches):
+            if self.moment is Moment.BEFORE_FORWARD and microbatch == 0:
+                actor.convert(*self.dtypes, torch.float32)
+            _train(actor, microbatch)
+            is_last = microbatch == actor.num_microbatches - 1
+            if self.moment is (Moment.BEFORE_STEP if is_last else Moment.BETWEEN):
+                actor.convert(*self.dtypes, torch.float32)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Freezes:
+    """A plain loop in which these parts are frozen in some steps and trained in others, with evaluations between."""
+
+    parts: tuple[str, ...]
+    steps: tuple[int, ...]
+    evaluates: bool = False
+    demands: ClassVar[frozenset[Capability]] = frozenset({Capability.FREEZE, Capability.UNUSED})
+
+    def play(self, actor: Actor) -> None:
+        """Freeze or unfreeze, then train."""
+        for part in self.parts:
+            actor.part(part).requires_grad_(actor.step not in self.steps)
+        if self.evaluates:
+            actor.evaluate(0)
+        EachMicrobatch().play(actor)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HooksGradients:
+    """A plain loop with a hook on each parameter; ``times`` is how often each gradient is reduced in a step."""
+
+    times: int
+    demands: ClassVar[frozenset[Capability]] = frozenset({Capability.GRADIENT_HOOKS})
+
+    def play(self, actor: Actor) -> None:
+        """Hang the hooks, train, and note what they saw."""
+        seen: dict[str, list[Shard]] = {}
+        trained = {n: p for n, p in actor.part("").named_parameters() if p.requires_grad}
+
+        def see(name: str, parameter: torch.Tensor) -> None:
+            assert parameter.grad is not None
+            seen.setdefault(name, []).append(shard_of(parameter.grad.clone()))
+
+        handles = [
+            p.register_post_accumulate_grad_hook(lambda p, name=name: see(name, p))
+            for name, p in trained.items()
+        ]
+        EachMicrobatch().play(actor)
+        for handle in handles:
+            handle.remove()
+        wrong = [
+            f"{name}: {len(seen.get(name, []))} calls"
+            for name, p in trained.items()
+            if len(seen.get(name, [])) != self.times or not _shows(p.grad, seen[name][-1])
+        ]
+        actor.note(HOOKED, wrong[0] if wrong else REDUCED)
+
+
+def _shows(gradient: torch.Tensor | None, seen: Shard) -> bool:
+    return gradient is not None and torch.equal(shard_of(gradient).tensor, seen.tensor)
+
+
+def _train(actor: Actor, microbatch: int) -> None:
+    with actor.synchronisation(microbatch):
+        output = actor.forward(microbatch, *actor.batch(microbatch).inputs)
+        actor.backward(microbatch, actor.loss(microbatch, output))
