@@ -45,7 +45,6 @@ class DistributedDataParallelEngine(Engine):
             Capability.STATE,
             Capability.OWN_BUFFERS,
             Capability.EDIT_GRADIENTS,
-            Capability.RECONVERT,
         }
     )
     prepared_type: ClassVar[type[PreparedDdp]] = PreparedDdp

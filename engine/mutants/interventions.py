@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
+from shardproof.engine.adapters.reference import ReferenceEngine
 from shardproof.engine.adapters.torch_fsdp2 import FullyShardEngine, PreparedFullyShard
 from shardproof.engine.adapters.torch_replicate import ReplicateEngine
-from shardproof.engine.contract import Capability
-from shardproof.engine.mutants.mutant import Condition, mutant
+from shardproof.engine.contract import Capability, Plan, PreparedModel
+from shardproof.engine.mutants.mutant import Condition, Trace, mutant
 from shardproof.engine.mutants.plans import demanding
 
 _HOOKS = Condition(world_size=1, plan=demanding(Capability.GRADIENT_HOOKS))
@@ -89,3 +92,91 @@ class AddsToItsOwnGradients(ReplicateEngine):
         def zero_grad(self, *, set_to_none: bool) -> None:
             super().zero_grad(set_to_none=set_to_none)
             self._own = None
+
+
+@mutant(
+    after="pytorch/pytorch#104148",
+    kills_on=Condition(world_size=1, steps=2, plan=demanding(Capability.FREEZE, Capability.UNUSED)),
+)
+class SettlesForEverWhatIsFrozen(FullyShardEngine):
+    """What was trainable when the model was prepared is trained, whatever is frozen later.
+
+    Reported: parameters that were unfrozen after some steps were not trained.
+    """
+
+    class Prepared(PreparedFullyShard):
+        def __call__(self, *inputs: Any, **named: Any) -> Any:
+            for parameter in self.owned_parameters().values():
+                parameter.requires_grad_()
+            return super().__call__(*inputs, **named)
+
+
+@mutant(
+    after="pytorch/pytorch#105371",
+    kills_on=Condition(steps=2, plan=demanding(Capability.FREEZE, Capability.UNUSED)),
+    trace=Trace.COMMUNICATION,
+)
+class ReducesWhatIsFrozen(FullyShardEngine):
+    """Units that were frozen after preparation are reduced, and their gradients thrown away.
+
+    Reported: after a step without gradients a unit went on by what had been trainable before.
+    """
+
+    class Prepared(PreparedFullyShard):
+        def __call__(self, *inputs: Any, **named: Any) -> Any:
+            self._frozen = [p for p in self.owned_parameters().values() if not p.requires_grad]
+            for parameter in self._frozen:
+                parameter.requires_grad_()
+            return super().__call__(*inputs, **named)
+
+        def backward(self, loss: torch.Tensor) -> None:
+            super().backward(loss)
+            for parameter in self._frozen:
+                parameter.requires_grad_(False)
+                parameter.grad = None
+
+
+_RECONVERT = Condition(world_size=1, plan=demanding(Capability.RECONVERT))
+
+
+@mutant(after="huggingface/accelerate#3394", kills_on=_RECONVERT)
+class OptimizesWhatItConverted(ReplicateEngine):
+    """The optimizer goes on with the parameters that a conversion has left behind.
+
+    Reported: an optimizer held parameters that preparation had replaced, and updated those.
+    """
+
+    class Prepared(PreparedFullyShard):
+        def convert(self, dtype: torch.dtype) -> None:
+            super().convert(dtype)
+            for group in self._built_optimizer().param_groups:
+                group["params"] = [nn.Parameter(p.detach().clone()) for p in group["params"]]
+
+
+@mutant(after="pytorch/pytorch#111317", kills_on=_RECONVERT)
+class ConvertsWithoutGradients(ReplicateEngine):
+    """A conversion drops the gradients that are there.
+
+    Reported: a gradient of one dtype could not be assigned to a parameter that had been converted to another.
+    """
+
+    class Prepared(PreparedFullyShard):
+        def convert(self, dtype: torch.dtype) -> None:
+            super().convert(dtype)
+            for parameter in self.owned_parameters().values():
+                parameter.grad = None
+
+
+@mutant(
+    after="pytorch/pytorch#143277",
+    kills_on=Condition(plan=Plan(reduce_dtype=torch.float32, demands=frozenset({Capability.CONVERT}))),
+    trace=Trace.COMMUNICATION,
+)
+class ForgetsTheReduceDtypeOnceConverted(ReferenceEngine):
+    """A model that is converted is reduced in its new dtype, whatever was asked for.
+
+    Reported: the dtype of the reduction was taken for that of the parameters where the two were once the same.
+    """
+
+    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
+        return super().prepare(model, replace(plan, reduce_dtype=None), mesh)

@@ -1,0 +1,67 @@
+"""A prepared model that is converted amid training and back is what a plain one is: nothing of it has changed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from shardproof import (
+    EVEN,
+    SEVERAL,
+    Accumulation,
+    ConvertsAndBack,
+    Dtype,
+    Layout,
+    MatchesOracle,
+    Moment,
+    Op,
+    Phase,
+    RanksAgree,
+    Select,
+    Trial,
+)
+from shardproof.fixtures.optimizers import ADAMW
+from shardproof.fixtures.problems import MLP_EVEN, MLP_UNEVEN
+from shardproof.fixtures.tied import TIED
+from shardproof.suites.training import train
+
+LAWS = (MatchesOracle(), RanksAgree())
+REDUCTIONS = Select(ops=(Op.ALL_REDUCE, Op.REDUCE_SCATTER), phases=(Phase.BACKWARD,))
+WIDER = (torch.float64,)
+moments = pytest.mark.parametrize("moment", Moment, ids=lambda moment: moment.name.lower())
+
+
+@pytest.mark.kills("ConvertsWithoutGradients", "OptimizesWhatItConverted")
+@moments
+@pytest.mark.parametrize("dtypes", [(), WIDER], ids=["same", "wider"])
+def test_a_conversion_and_back_changes_nothing(
+    trial: Trial, moment: Moment, dtypes: tuple[torch.dtype, ...]
+) -> None:
+    script = ConvertsAndBack(moment=moment, dtypes=dtypes)
+    trial.holds(train(MLP_UNEVEN, ADAMW, microbatches=2, script=script), *LAWS)
+
+
+@pytest.mark.kills("ConvertsWithoutGradients")
+@pytest.mark.parametrize(
+    "layout", [Layout.SHARD, pytest.param(Layout.HYBRID, marks=pytest.mark.worlds(EVEN))]
+)
+def test_tied_parameters_stay_tied(trial: Trial, layout: Layout) -> None:
+    script = ConvertsAndBack(moment=Moment.BEFORE_STEP, dtypes=WIDER)
+    trial.holds(train(TIED, layout=layout, script=script), *LAWS)
+
+
+@pytest.mark.kills("ConvertsWithoutGradients")
+@pytest.mark.parametrize("dtypes", [(), WIDER], ids=["same", "wider"])
+def test_gradients_that_wait_for_their_reduction_outlive_a_conversion(
+    trial: Trial, dtypes: tuple[torch.dtype, ...]
+) -> None:
+    script = ConvertsAndBack(moment=Moment.BETWEEN, dtypes=dtypes)
+    accumulation = Accumulation.LAST_MICROBATCH
+    trial.holds(train(MLP_UNEVEN, microbatches=3, accumulation=accumulation, script=script), *LAWS)
+
+
+@pytest.mark.kills("ForgetsTheReduceDtypeOnceConverted")
+@pytest.mark.worlds(SEVERAL)
+def test_reduces_in_the_dtype_asked_for_once_converted(trial: Trial) -> None:
+    reduces = Dtype(select=REDUCTIONS, dtype="float32")
+    trial.holds(train(MLP_EVEN, reduce_dtype=torch.float32, convert=torch.float64), MatchesOracle(), reduces)

@@ -1,0 +1,62 @@
+"""Parameters that are frozen and unfrozen once the model is prepared."""
+
+from __future__ import annotations
+
+import pytest
+
+from shardproof import (
+    SEVERAL,
+    Accumulation,
+    Freezes,
+    Layout,
+    MatchesOracle,
+    Nothing,
+    Op,
+    Problem,
+    RanksAgree,
+    Reshard,
+    Select,
+    Trial,
+)
+from shardproof.fixtures.chain import CHAIN, CHECKPOINTED_CHAIN
+from shardproof.fixtures.optimizers import ADAMW
+from shardproof.fixtures.problems import MLP_UNEVEN, TRANSFORMER
+from shardproof.suites.training import train, train_sharded
+
+LAWS = (MatchesOracle(), RanksAgree())
+BLOCK = CHAIN.units[1]
+
+
+@pytest.mark.kills("SettlesForEverWhatIsFrozen")
+@pytest.mark.parametrize("steps", [(0,), (1, 2), (0, 2, 3)], ids=["first", "later", "by_turns"])
+@pytest.mark.parametrize("layout", [Layout.SHARD, Layout.REPLICATE], ids=lambda x: x.name.lower())
+def test_freezes_and_unfreezes_units(trial: Trial, layout: Layout, steps: tuple[int, ...]) -> None:
+    script = Freezes(parts=("layers.0", "layers.2"), steps=steps, evaluates=True)
+    trial.holds(train(MLP_UNEVEN, ADAMW, layout=layout, steps=5, script=script), *LAWS)
+
+
+@pytest.mark.worlds(SEVERAL)
+@pytest.mark.kills("SettlesForEverWhatIsFrozen", "ReducesWhatIsFrozen")
+@pytest.mark.parametrize("problem", [CHAIN, CHECKPOINTED_CHAIN], ids=lambda problem: problem.name)
+@pytest.mark.parametrize("reshard", [Reshard.AFTER_FORWARD, Reshard.KEEP], ids=lambda x: x.name.lower())
+def test_reduces_nothing_of_a_frozen_unit(trial: Trial, problem: Problem, reshard: Reshard) -> None:
+    script = Freezes(parts=(BLOCK,), steps=(1, 3))
+    reductions = Select(ops=(Op.REDUCE_SCATTER,), units=(BLOCK,), steps=(1, 3))
+    trial.holds(
+        train_sharded(problem, reshard=reshard, steps=5, script=script), *LAWS, Nothing(select=reductions)
+    )
+
+
+@pytest.mark.kills("SettlesForEverWhatIsFrozen")
+@pytest.mark.parametrize("part", ["blocks.0.attention", "blocks.1", "token"])
+def test_freezes_some_parameters_of_a_unit(trial: Trial, part: str) -> None:
+    script = Freezes(parts=(part,), steps=(0, 2))
+    training = train(
+        TRANSFORMER,
+        layout=Layout.SHARD,
+        steps=4,
+        microbatches=2,
+        accumulation=Accumulation.LAST_MICROBATCH,
+        script=script,
+    )
+    trial.holds(training, *LAWS)
