@@ -9,12 +9,13 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardproof.engine.adapters.reference import ReferenceEngine
+from shardproof.engine.adapters.reference import PreparedReference, ReferenceEngine
 from shardproof.engine.adapters.torch_fsdp2 import FullyShardEngine, PreparedFullyShard
 from shardproof.engine.adapters.torch_replicate import ReplicateEngine
 from shardproof.engine.contract import Capability, Plan, PreparedModel
 from shardproof.engine.mutants.mutant import Condition, Trace, mutant
 from shardproof.engine.mutants.plans import demanding
+from shardproof.engine.mutants.reference_insides import reference_groups
 
 _HOOKS = Condition(world_size=1, plan=demanding(Capability.GRADIENT_HOOKS))
 
@@ -98,13 +99,13 @@ class AddsToItsOwnGradients(ReplicateEngine):
     after="pytorch/pytorch#104148",
     kills_on=Condition(world_size=1, steps=2, plan=demanding(Capability.FREEZE, Capability.UNUSED)),
 )
-class SettlesForEverWhatIsFrozen(FullyShardEngine):
+class SettlesForEverWhatIsFrozen(ReferenceEngine):
     """What was trainable when the model was prepared is trained, whatever is frozen later.
 
     Reported: parameters that were unfrozen after some steps were not trained.
     """
 
-    class Prepared(PreparedFullyShard):
+    class Prepared(PreparedReference):
         def __call__(self, *inputs: Any, **named: Any) -> Any:
             for parameter in self.owned_parameters().values():
                 parameter.requires_grad_()
@@ -154,17 +155,20 @@ class OptimizesWhatItConverted(ReplicateEngine):
 
 
 @mutant(after="pytorch/pytorch#111317", kills_on=_RECONVERT)
-class ConvertsWithoutGradients(ReplicateEngine):
+class ConvertsWithoutGradients(ReferenceEngine):
     """A conversion drops the gradients that are there.
 
     Reported: a gradient of one dtype could not be assigned to a parameter that had been converted to another.
     """
 
-    class Prepared(PreparedFullyShard):
+    class Prepared(PreparedReference):
         def convert(self, dtype: torch.dtype) -> None:
             super().convert(dtype)
             for parameter in self.owned_parameters().values():
                 parameter.grad = None
+            for group in reference_groups(self):
+                for held in group.parameters:
+                    held.drop_unsharded_grad()
 
 
 @mutant(

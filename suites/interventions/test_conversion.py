@@ -28,11 +28,18 @@ from shardproof.suites.training import train
 LAWS = (MatchesOracle(), RanksAgree())
 REDUCTIONS = Select(ops=(Op.ALL_REDUCE, Op.REDUCE_SCATTER), phases=(Phase.BACKWARD,))
 WIDER = (torch.float64,)
-moments = pytest.mark.parametrize("moment", Moment, ids=lambda moment: moment.name.lower())
+drops = pytest.mark.kills("ConvertsWithoutGradients")
 
 
-@pytest.mark.kills("ConvertsWithoutGradients", "OptimizesWhatItConverted")
-@moments
+@pytest.mark.kills("OptimizesWhatItConverted")
+@pytest.mark.parametrize(
+    "moment",
+    [
+        pytest.param(Moment.BEFORE_FORWARD, id="before_forward"),
+        pytest.param(Moment.BETWEEN, id="between", marks=drops),
+        pytest.param(Moment.BEFORE_STEP, id="before_step", marks=drops),
+    ],
+)
 @pytest.mark.parametrize("dtypes", [(), WIDER], ids=["same", "wider"])
 def test_a_conversion_and_back_changes_nothing(
     trial: Trial, moment: Moment, dtypes: tuple[torch.dtype, ...]
@@ -41,16 +48,20 @@ def test_a_conversion_and_back_changes_nothing(
     trial.holds(train(MLP_UNEVEN, ADAMW, microbatches=2, script=script), *LAWS)
 
 
-@pytest.mark.kills("ConvertsWithoutGradients")
+@drops
 @pytest.mark.parametrize(
-    "layout", [Layout.SHARD, pytest.param(Layout.HYBRID, marks=pytest.mark.worlds(EVEN))]
+    "layout",
+    [
+        pytest.param(Layout.SHARD, id="shard"),
+        pytest.param(Layout.HYBRID, id="hybrid", marks=pytest.mark.worlds(EVEN)),
+    ],
 )
 def test_tied_parameters_stay_tied(trial: Trial, layout: Layout) -> None:
     script = ConvertsAndBack(moment=Moment.BEFORE_STEP, dtypes=WIDER)
     trial.holds(train(TIED, layout=layout, script=script), *LAWS)
 
 
-@pytest.mark.kills("ConvertsWithoutGradients")
+@drops
 @pytest.mark.parametrize("dtypes", [(), WIDER], ids=["same", "wider"])
 def test_gradients_that_wait_for_their_reduction_outlive_a_conversion(
     trial: Trial, dtypes: tuple[torch.dtype, ...]
