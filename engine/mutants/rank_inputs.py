@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 from shardproof.engine.adapters.reference import PreparedReference, ReferenceEngine
@@ -146,10 +147,12 @@ class CastsOuterInputsAlone(FullyShardEngine):
 def _changing_nested_inputs(
     prepared: PreparedModel, plan: Plan, change: Callable[[torch.Tensor], torch.Tensor]
 ) -> PreparedModel:
-    """Change tensors that reach a unit in a tuple, after the engine's own hook."""
+    """Change tensors that reach a unit in a tuple, a list or a dict, after the engine's own hook."""
 
     def enter(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-        return tuple(tuple(map(change, x)) if isinstance(x, tuple) else x for x in inputs)
+        return tuple(
+            x if isinstance(x, torch.Tensor) else tree_map_only(torch.Tensor, change, x) for x in inputs
+        )
 
     for unit in plan.units:
         prepared.module.get_submodule(unit).register_forward_pre_hook(enter)

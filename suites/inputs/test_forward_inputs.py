@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shardproof import SEVERAL, Layout, MatchesOracle, NestInputs, RanksAgree, Trial
-from shardproof.fixtures.forward_inputs import NESTED_INPUTS, NO_INPUTS
+from shardproof import SEVERAL, Layout, MatchesOracle, NestInputs, RanksAgree, Reshard, Trial
+from shardproof.fixtures.forward_inputs import NESTED_INPUTS, NO_INPUTS, PACKED, Bundle
 from shardproof.suites.training import train
 
 
@@ -30,6 +30,21 @@ def test_casts_nested_inputs(trial: Trial) -> None:
         MatchesOracle(),
         RanksAgree(),
     )
+
+
+@pytest.mark.kills("DetachesNestedInputs")
+@pytest.mark.parametrize("layout", [Layout.SHARD, Layout.REPLICATE], ids=lambda x: x.name.lower())
+@pytest.mark.parametrize("reshard", [Reshard.NATIVE, Reshard.KEEP], ids=["native", "kept"])
+def test_takes_and_returns_containers(trial: Trial, layout: Layout, reshard: Reshard) -> None:
+    training = train(PACKED, layout=layout, reshard=reshard, steps=4, script=NestInputs(packs=Bundle))
+    trial.holds(training, MatchesOracle(), RanksAgree())
+
+
+@pytest.mark.kills("CastsOuterInputsAlone")
+@pytest.mark.parametrize("layout", [Layout.SHARD, Layout.REPLICATE], ids=lambda x: x.name.lower())
+def test_casts_what_is_in_containers(trial: Trial, layout: Layout) -> None:
+    training = train(PACKED, layout=layout, compute_dtype=torch.bfloat16, script=NestInputs(packs=Bundle))
+    trial.holds(training, MatchesOracle(), RanksAgree())
 
 
 @pytest.mark.rows("T02")

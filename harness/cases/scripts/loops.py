@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, ClassVar
@@ -133,8 +134,12 @@ class BranchByBranch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NestInputs:
-    """Forward is called with one tensor and a tuple of the others; they come from the host, as from a loader."""
+    """Forward is called with one tensor and a tuple of the others, or with what ``packs`` makes of the two.
 
+    They come from the host, as from a loader.
+    """
+
+    packs: Callable[[torch.Tensor, tuple[torch.Tensor, ...]], object] | None = None
     demands: ClassVar[frozenset[Capability]] = frozenset()
 
     def play(self, actor: Actor) -> None:
@@ -142,7 +147,8 @@ class NestInputs:
         for microbatch in range(actor.num_microbatches):
             with actor.synchronisation(microbatch):
                 first, *others = (tensor.cpu() for tensor in actor.batch(microbatch).inputs)
-                output = actor.forward(microbatch, first, tuple(others))
+                packed = () if self.packs is None else (self.packs(first, tuple(others)),)
+                output = actor.forward(microbatch, *(packed or (first, tuple(others))))
                 actor.backward(microbatch, actor.loss(microbatch, output))
 
 
