@@ -39,6 +39,7 @@ class Capability(Enum):
     GRADIENT_DIVIDE = "divides summed gradients by a factor that the caller chooses"
     # Numbers.
     COMPUTE_DTYPE = "computes in another dtype than that of the parameters"
+    UNIT_DTYPES = "computes in a dtype of each unit's own, and casts its inputs and outputs as asked"
     CPU_OFFLOAD = "keeps parameters, gradients and optimizer state on the host"
     CONVERT = "lets the model be converted to another dtype once prepared"
     COMPLEX = "trains parameters of complex numbers"

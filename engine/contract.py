@@ -28,6 +28,7 @@ from shardproof.engine.plan import (
     Replicas,
     Reshard,
     Roots,
+    UnitDtypes,
     Wire,
 )
 from shardproof.engine.shard import Shard, shard_of
@@ -56,6 +57,7 @@ __all__ = [
     "Reshard",
     "Roots",
     "Shard",
+    "UnitDtypes",
     "UnitHandle",
     "UnsupportedError",
     "Wire",

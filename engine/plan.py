@@ -25,6 +25,7 @@ __all__ = [
     "Replicas",
     "Reshard",
     "Roots",
+    "UnitDtypes",
     "Wire",
 ]
 
@@ -131,6 +132,16 @@ class Prefetch:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class UnitDtypes:
+    """What one unit computes in, in place of the plan's dtypes; ``casts_inputs`` says whether inputs are cast to it."""
+
+    unit: str
+    compute_dtype: torch.dtype | None = None
+    output_dtype: torch.dtype | None = None
+    casts_inputs: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Axis:
     """One axis of the device mesh: its name and how many ranks lie along it."""
 
@@ -175,6 +186,7 @@ class Plan:
     accumulation: Accumulation = Accumulation.EVERY_MICROBATCH
     compute_dtype: torch.dtype | None = None
     output_dtype: torch.dtype | None = None
+    unit_dtypes: tuple[UnitDtypes, ...] = ()
     reduce_dtype: torch.dtype | None = None
     wire: Wire = Wire.NATIVE
     max_reduce_buffers: int | None = None
@@ -314,6 +326,7 @@ class Plan:
             Capability.PREFETCH: self.prefetch is not None,
             Capability.ACCUMULATE: self.accumulation is Accumulation.LAST_MICROBATCH,
             Capability.COMPUTE_DTYPE: self.compute_dtype is not None or self.output_dtype is not None,
+            Capability.UNIT_DTYPES: bool(self.unit_dtypes),
             Capability.REDUCE_DTYPE: self.reduce_dtype is not None,
             Capability.REDUCE_SUM: self.wire is not Wire.NATIVE,
             Capability.REDUCE_BUFFERS: self.max_reduce_buffers is not None,

@@ -26,6 +26,7 @@ from shardproof.engine.contract import Replicas as Replicas
 from shardproof.engine.contract import Reshard as Reshard
 from shardproof.engine.contract import Roots as Roots
 from shardproof.engine.contract import Shard as Shard
+from shardproof.engine.contract import UnitDtypes as UnitDtypes
 from shardproof.engine.contract import UnitHandle as UnitHandle
 from shardproof.engine.contract import UnsupportedError as UnsupportedError
 from shardproof.engine.contract import Wire as Wire
@@ -91,6 +92,8 @@ from shardproof.harness.cases.scripts.tensor_forms import LAYOUTS as LAYOUTS
 from shardproof.harness.cases.scripts.tensor_forms import OUTPUT_DTYPE as OUTPUT_DTYPE
 from shardproof.harness.cases.scripts.tensor_forms import PINNED as PINNED
 from shardproof.harness.cases.scripts.tensor_forms import NotesForms as NotesForms
+from shardproof.harness.cases.scripts.tensor_forms import NotesUnitDtypes as NotesUnitDtypes
+from shardproof.harness.cases.scripts.tensor_forms import dtypes_of as dtypes_of
 from shardproof.harness.cases.scripts.unit_state import AFTER_BACKWARD as AFTER_BACKWARD
 from shardproof.harness.cases.scripts.unit_state import AFTER_FORWARD as AFTER_FORWARD
 from shardproof.harness.cases.scripts.unit_state import AFTER_FORWARD_FREED as AFTER_FORWARD_FREED

@@ -22,6 +22,7 @@ from shardproof.engine.contract import (
     PreparedModel,
     Reshard,
     Roots,
+    UnitDtypes,
     UnitHandle,
     Wire,
 )
@@ -172,7 +173,6 @@ def open_door(door: FrontDoor, model: nn.Module, plan: Plan, mesh: DeviceMesh, s
     experts = {model.get_parameter(name) for name in plan.experts}
     options: dict[str, Any] = {
         "mesh": _all_ranks(mesh) if experts else mesh,
-        "mp_policy": _precision(door, plan),
         "ignored_params": ignored,
     }
     if plan.offload is not Offload.NONE:
@@ -184,13 +184,12 @@ def open_door(door: FrontDoor, model: nn.Module, plan: Plan, mesh: DeviceMesh, s
         own = door.placed_on(mesh["data"])
         options["shard_placement_fn"] = lambda parameter: own if parameter in experts else None
     apply = door.replicate if shape is Layout.REPLICATE else door.fully_shard
-    units = [members(model, unit) for unit in plan.units]
-    if plan.roots is Roots.MODEL:
-        units.append((model,))
-    for modules in units:
-        apply(modules[0] if len(modules) == 1 else list(modules), **options)
+    for unit in (*plan.units, *([""] if plan.roots is Roots.MODEL else [])):
+        modules = members(model, unit)
+        policy = _precision(door, plan, unit)
+        apply(modules[0] if len(modules) == 1 else list(modules), mp_policy=policy, **options)
     if plan.roots is Roots.EACH_UNIT:
-        door.share_comm_ctx([modules[0] for modules in units])
+        door.share_comm_ctx([_first(model, unit) for unit in plan.units])
     num_shards = 1 if shape is Layout.REPLICATE else mesh.size(mesh.ndim - 1)
     _set_options(door, model, plan, num_shards)
 
@@ -200,9 +199,14 @@ def _all_ranks(mesh: DeviceMesh) -> DeviceMesh:
     return init_device_mesh(mesh.device_type, (mesh.size(),), mesh_dim_names=("all",))
 
 
-def _precision(door: FrontDoor, plan: Plan) -> Any:
+def _precision(door: FrontDoor, plan: Plan, unit: str) -> Any:
+    default = UnitDtypes(unit=unit, compute_dtype=plan.compute_dtype, output_dtype=plan.output_dtype)
+    own = next((dtypes for dtypes in plan.unit_dtypes if dtypes.unit == unit), default)
     return door.mixed_precision(
-        param_dtype=plan.compute_dtype, reduce_dtype=plan.reduce_dtype, output_dtype=plan.output_dtype
+        param_dtype=own.compute_dtype,
+        reduce_dtype=plan.reduce_dtype,
+        output_dtype=own.output_dtype,
+        cast_forward_inputs=own.casts_inputs,
     )
 
 

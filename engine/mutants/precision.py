@@ -16,7 +16,7 @@ from shardproof.engine.adapters.reference import PreparedReference, ReferenceEng
 from shardproof.engine.adapters.torch_fsdp2 import FullyShardEngine, PreparedFullyShard
 from shardproof.engine.adapters.torch_replicate import ReplicateEngine
 from shardproof.engine.capability import Capability
-from shardproof.engine.contract import Layout, Plan, PreparedModel
+from shardproof.engine.contract import Layout, Plan, PreparedModel, UnitDtypes
 from shardproof.engine.mutants.mutant import Condition, Trace, mutant
 from shardproof.engine.mutants.patches import Forgetful, after, in_each
 from shardproof.engine.mutants.reference_insides import reference_groups
@@ -356,6 +356,36 @@ class ReducesInTheDtypeOfBefore(ReferenceEngine):
     """
 
     prepared_type = _PreparedEarly
+
+
+_OF_A_UNIT = Condition(
+    world_size=1,
+    plan=Plan(units=("narrow",), unit_dtypes=(UnitDtypes(unit="narrow", compute_dtype=torch.bfloat16),)),
+)
+
+
+@mutant(after="pytorch/pytorch#91365", kills_on=_OF_A_UNIT, trace=Trace.STATE)
+class IgnoresTheDtypeOfAUnit(ReferenceEngine):
+    """A unit computes in the dtype of the rest, whatever it was asked to.
+
+    Reported: the root cast inputs by its own policy, and modules below it that had another were called in the wrong
+    dtype.
+    """
+
+    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
+        return super().prepare(model, replace(plan, unit_dtypes=()), mesh)
+
+
+@mutant(after="pytorch/torchtitan#2881", kills_on=_OF_A_UNIT, trace=Trace.STATE)
+class CastsInputsUnasked(ReferenceEngine):
+    """Inputs of a unit are cast to its dtype, although it was to take them as they are.
+
+    Reported: a table of rotations in float32 lost its precision on the way into each block.
+    """
+
+    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
+        casting = tuple(replace(dtypes, casts_inputs=True) for dtypes in plan.unit_dtypes)
+        return super().prepare(model, replace(plan, unit_dtypes=casting), mesh)
 
 
 def _rounded(tensor: torch.Tensor | None) -> torch.Tensor | None:

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardproof.engine.contract import Capability
-from shardproof.harness.cases.script import Actor
+from shardproof.harness.cases.script import Actor, EachMicrobatch
 
 # Subjects of the notes.
 OUTPUT_DTYPE = "the dtype of the output"
@@ -53,6 +53,40 @@ class NotesForms:
         actor.note(HOMES, _joined(tensor.device.type for tensor in held))
 
 
+def dtypes_of(unit: str) -> str:
+    """Name the subject of the notes about a unit's dtypes."""
+    return f"the dtypes of inputs, parameters and output of {unit}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NotesUnitDtypes:
+    """Forward and backward of each microbatch, noting in which dtypes each unit is called, computes and returns."""
+
+    units: tuple[str, ...]
+    demands: ClassVar[frozenset[Capability]] = frozenset()
+
+    def play(self, actor: Actor) -> None:
+        """Take one microbatch at a time; note."""
+        for unit in self.units:
+            self._watch(actor, unit)
+        EachMicrobatch().play(actor)
+
+    def _watch(self, actor: Actor, unit: str) -> None:
+        module, told = actor.part(unit), list[str]()
+
+        # Any: a module takes what it likes. Both run after the engine's own hooks, which were there before.
+        def enter(_: nn.Module, inputs: tuple[Any, ...]) -> None:
+            told.append(_dtypes(inputs))
+            told.append(_dtypes(module.parameters()))
+
+        def leave(_: nn.Module, __: tuple[Any, ...], output: torch.Tensor) -> None:
+            actor.note(dtypes_of(unit), ", ".join((*told, _dtypes([output]))))
+            for handle in handles:
+                handle.remove()
+
+        handles = (module.register_forward_pre_hook(enter), module.register_forward_hook(leave))
+
+
 @contextmanager
 def _watching(model: nn.Module) -> Iterator[list[str]]:
     """Collect the layouts of each module's own parameters as its forward finds them."""
@@ -76,6 +110,10 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 def _layout(tensor: torch.Tensor) -> str:
     return "contiguous" if tensor.is_contiguous() else "strided"
+
+
+def _dtypes(tensors: Iterable[torch.Tensor]) -> str:
+    return _joined(str(tensor.dtype).removeprefix("torch.") for tensor in tensors)
 
 
 def _joined(forms: Iterable[str]) -> str:
