@@ -45,6 +45,7 @@ class Capability(Enum):
     COMPLEX = "trains parameters of complex numbers"
     CLIP = "clips gradients by the norm over all parameters and ranks"
     STATE = "hands out and takes whole state dicts of model and optimizer"
+    SHARED_STATE = "hands out and takes each rank's share of the state, in memory and by files"
     OWN_BUFFERS = "leaves each rank the buffers that its own forwards made"
     # Control of one unit by the caller.
     UNIT_STATE = "tells and changes whether a unit is gathered"

@@ -260,6 +260,20 @@ class PreparedModel:
             options=_WHOLE,
         )
 
+    def shared_state(self) -> dict[str, Any]:
+        """Return state dicts of this rank's shares of model and optimizer, with room for all that may be loaded."""
+        model, optimizer = get_state_dict(self.module, self._built_optimizer())
+        return {"model": model, "optimizer": optimizer}
+
+    def load_shared_state(self, state: dict[str, Any]) -> None:
+        """Take what `shared_state` of a model of the same layout gave."""
+        set_state_dict(
+            self.module,
+            self._built_optimizer(),
+            model_state_dict=state["model"],
+            optim_state_dict=state["optimizer"],
+        )
+
     def recover(self) -> None:
         """Forget a forward that an exception ended, so that training can go on; called on every rank."""
 

@@ -117,6 +117,7 @@ from shardproof.harness.cases.training import NamedOptimizer as NamedOptimizer
 from shardproof.harness.cases.training import Problem as Problem
 from shardproof.harness.cases.training import Resume as Resume
 from shardproof.harness.cases.training import Schedule as Schedule
+from shardproof.harness.cases.training import StateForm as StateForm
 from shardproof.harness.cases.training import Training as Training
 from shardproof.harness.cases.training import Watch as Watch
 from shardproof.harness.cases.training import ZeroGrad as ZeroGrad

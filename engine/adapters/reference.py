@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
+import torch
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from shardproof.engine import reference
 from shardproof.engine.adapters.composable import FrontDoor, PreparedComposable, open_door
-from shardproof.engine.contract import Capability, Engine, Plan, PreparedModel
+from shardproof.engine.contract import Capability, Engine, Plan, PreparedModel, shard_of
 from shardproof.engine.reference.fsdp_state import state_of
 
 
@@ -36,6 +39,28 @@ class PreparedReference(PreparedComposable):
     def clip_grad_norm_(self, max_norm: float, norm_type: float) -> float:
         """Clip by the norm over all ranks."""
         return float(reference.clip_grad_norm_(self.module.parameters(), max_norm, norm_type))
+
+    def load_full_state(self, state: dict[str, Any]) -> None:
+        """Take this rank's part of each tensor: torch's own way to do so knows no uneven cuts of cut tensors."""
+        model, optimizer = get_state_dict(self.module, self._built_optimizer())
+        set_state_dict(
+            self.module,
+            self._built_optimizer(),
+            model_state_dict=_part_of(state["model"], model),
+            optim_state_dict=_part_of(state["optimizer"], optimizer),
+        )
+
+
+# Any: states are nested dicts and lists of tensors and other values.
+def _part_of(whole: Any, own: Any) -> Any:
+    """Return what ``whole`` holds in the form of ``own``: of each tensor that is sharded there, this rank's part."""
+    if isinstance(own, DTensor):
+        part = shard_of(own).of(whole).to(own.device)
+        own.to_local().copy_(part)
+        return own
+    if isinstance(own, dict):
+        return {key: _part_of(value, own.get(key, value)) for key, value in whole.items()}
+    return whole.clone() if isinstance(whole, torch.Tensor) else whole
 
 
 class ReferenceEngine(Engine):

@@ -48,6 +48,13 @@ class LosesStateOfOtherRanks(ReferenceEngine):
     class Prepared(PreparedReference):
         def load_full_state(self, state: dict[str, Any]) -> None:
             super().load_full_state(state)
+            self._lose()
+
+        def load_shared_state(self, state: dict[str, Any]) -> None:
+            super().load_shared_state(state)
+            self._lose()
+
+        def _lose(self) -> None:
             for of_parameter in self._built_optimizer().state.values():
                 for value in of_parameter.values():
                     if isinstance(value, DTensor) and torch.distributed.get_rank():

@@ -111,12 +111,27 @@ class Schedule:
     steps_in_backward: bool = False
 
 
+class StateForm(Enum):
+    """In what form state goes from one model to another."""
+
+    WHOLE = "whole tensors, on every rank"
+    SHARES = "each rank's own shares"
+    FILES = "files, to which each rank writes its shares"
+
+    @property
+    def demands(self) -> frozenset[Capability]:
+        """What it asks of an engine."""
+        is_whole = self is StateForm.WHOLE
+        return frozenset({Capability.STATE if is_whole else Capability.SHARED_STATE})
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resume:
     """After ``after_steps`` steps the state is handed over to a fresh model that is prepared under ``plan``."""
 
     after_steps: int
     plan: Plan
+    form: StateForm = StateForm.WHOLE
 
 
 LOADED = "a state that was loaded"  # what the loop notes of it, in the first step after
@@ -179,7 +194,7 @@ class Training:
         asked = {
             Capability.CLIP: self.schedule.clip is not None,
             Capability.CONVERT: self.convert is not None,
-            Capability.STATE: self.resume is not None,
+            **({} if self.resume is None else dict.fromkeys(self.resume.form.demands, True)),
             Capability.UNIT_STATE: Watch.UNITS in self.watch,
             Capability.GRADIENT_HOOKS: self.schedule.steps_in_backward,
         }

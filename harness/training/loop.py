@@ -22,7 +22,15 @@ from shardproof.engine.contract import (
     shard_of,
 )
 from shardproof.engine.registry import resolve
-from shardproof.harness.cases.training import LOADED, UNCHANGED, LoopOrder, Training, Watch, ZeroGrad
+from shardproof.harness.cases.training import (
+    LOADED,
+    UNCHANGED,
+    LoopOrder,
+    StateForm,
+    Training,
+    Watch,
+    ZeroGrad,
+)
 from shardproof.harness.cases.user_model import StepSchedules
 from shardproof.harness.records.observation import (
     Fact,
@@ -205,6 +213,11 @@ class _Loop:
         self.schedules = StepSchedules(self._training.optimizer, steps_done=step)
         with _refusing():
             successor.optimizer(self.schedules.factory)
+        form = StateForm.WHOLE if self._training.resume is None else self._training.resume.form
+        if form is not StateForm.WHOLE:
+            self._hand_over_shares(successor, form)
+            self.prepared = successor
+            return
         with calling("full_state"):
             state = self.prepared.full_state()
         before = _tensors_of(state)
@@ -218,6 +231,20 @@ class _Loop:
         wrong = sorted((*lost, *before))
         self._facts = (Fact(moment="", subject=LOADED, value=f"{wrong[0]} changed" if wrong else UNCHANGED),)
         self.prepared = successor
+
+    def _hand_over_shares(self, successor: PreparedModel, form: StateForm) -> None:
+        with calling("shared_state"):
+            state = self.prepared.shared_state()
+        if form is StateForm.FILES:
+            # Here, because it imports slowly.
+            from torch.distributed import checkpoint
+
+            folder = self._context.folder / "state"
+            checkpoint.save(state, checkpoint_id=folder)
+            state = successor.shared_state()
+            checkpoint.load(state, checkpoint_id=folder)
+        with calling("load_shared_state"):
+            successor.load_shared_state(state)
 
     def step(self, step: int) -> StepObservation:
         """Play the script, read gradients, update, read parameters."""

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from operator import attrgetter
 
 import pytest
 
 from shardproof import (
     EVEN,
+    FOUR_OR_MORE_EVEN,
+    FOURS,
     LOADED,
     SEVERAL,
     UNCHANGED,
-    Capability,
     Layout,
     MatchesOracle,
     NamedOptimizer,
@@ -21,14 +23,21 @@ from shardproof import (
     RanksAgree,
     Resume,
     Schedule,
+    StateForm,
     Training,
     Trial,
 )
 from shardproof.fixtures.optimizers import ADAMW, SGD
 from shardproof.fixtures.problems import MLP_BUFFERS, MLP_EVEN, MLP_UNEVEN
+from shardproof.fixtures.tensor_parallel import STACK_5, STACK_16
 from shardproof.fixtures.tied import TIED
 
 LAWS = (MatchesOracle(), RanksAgree())
+LAYOUTS_OF_FOUR = [
+    pytest.param(Layout.SHARD, id="shard"),
+    pytest.param(Layout.REPLICATE, id="replicate"),
+    pytest.param(Layout.HYBRID, id="hybrid", marks=pytest.mark.worlds(FOURS)),
+]
 
 
 @pytest.mark.parametrize(
@@ -86,13 +95,56 @@ def test_leaves_what_it_loads_as_it_was(trial: Trial) -> None:
     trial.holds(training, *LAWS, Notes(subject=LOADED, value=UNCHANGED, step=training.resume.after_steps))
 
 
-def _training(problem: Problem, optimizer: NamedOptimizer, before: Layout, after: Layout) -> Training:
-    demands = frozenset({Capability.STATE})
-    plans = [Plan(layout=layout, units=problem.units, demands=demands) for layout in (before, after)]
+@pytest.mark.worlds(FOUR_OR_MORE_EVEN)
+@pytest.mark.kills("LosesStateOfOtherRanks")
+@pytest.mark.parametrize("problem", [STACK_16, STACK_5], ids=attrgetter("name"))
+@pytest.mark.parametrize("layout", LAYOUTS_OF_FOUR)
+def test_resumes_tensors_that_are_cut(trial: Trial, problem: Problem, layout: Layout) -> None:
+    trial.holds(_training(problem, ADAMW, layout, layout, tensor_parallel=2), *LAWS)
+
+
+@pytest.mark.worlds(EVEN)
+@pytest.mark.kills("LosesStateOfOtherRanks")
+@pytest.mark.parametrize("form", [StateForm.SHARES, StateForm.FILES], ids=lambda form: form.name.lower())
+@pytest.mark.parametrize("layout", [Layout.SHARD, Layout.HYBRID], ids=lambda layout: layout.name.lower())
+def test_resumes_from_shares(trial: Trial, layout: Layout, form: StateForm) -> None:
+    trial.holds(_training(MLP_UNEVEN, ADAMW, layout, layout, form=form), *LAWS)
+
+
+@pytest.mark.worlds(EVEN)
+@pytest.mark.kills("LosesStateOfOtherRanks")
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [(Layout.SHARD, Layout.HYBRID), (Layout.HYBRID, Layout.SHARD)],
+    ids=["split", "joined"],
+)
+def test_resumes_from_files_of_another_layout(trial: Trial, before: Layout, after: Layout) -> None:
+    trial.holds(_training(MLP_UNEVEN, ADAMW, before, after, form=StateForm.FILES), *LAWS)
+
+
+@pytest.mark.worlds(FOUR_OR_MORE_EVEN)
+@pytest.mark.kills("LosesStateOfOtherRanks")
+@pytest.mark.parametrize("form", [StateForm.SHARES, StateForm.FILES], ids=lambda form: form.name.lower())
+@pytest.mark.parametrize("layout", LAYOUTS_OF_FOUR)
+def test_resumes_from_shares_of_tensors_that_are_cut(trial: Trial, layout: Layout, form: StateForm) -> None:
+    trial.holds(_training(STACK_16, ADAMW, layout, layout, tensor_parallel=2, form=form), *LAWS)
+
+
+def _training(
+    problem: Problem,
+    optimizer: NamedOptimizer,
+    before: Layout,
+    after: Layout,
+    *,
+    form: StateForm = StateForm.WHOLE,
+    tensor_parallel: int = 1,
+) -> Training:
+    plan = Plan(units=problem.units, tensor_parallel=tensor_parallel, demands=form.demands)
+    plans = [replace(plan, layout=layout) for layout in (before, after)]
     return Training(
         problem=problem,
         optimizer=optimizer,
         plan=plans[0],
         schedule=Schedule(steps=4),
-        resume=Resume(after_steps=2, plan=plans[1]),
+        resume=Resume(after_steps=2, plan=plans[1], form=form),
     )
