@@ -12,6 +12,7 @@ class Capability(Enum):
     # Layouts.
     REPLICATE = "replicates parameters on a 1-D mesh"
     SHARD = "shards parameters on a 1-D mesh"
+    MIXED = "shards some units of a model and replicates others"
     ZERO1 = "keeps parameters whole and shards optimizer state (ZeRO-1)"
     ZERO2 = "keeps parameters whole and shards gradients and optimizer state (ZeRO-2)"
     HYBRID = "shards within a group and replicates across groups (2-D mesh)"
@@ -44,6 +45,7 @@ class Capability(Enum):
     CONVERT = "lets the model be converted to another dtype once prepared"
     COMPLEX = "trains parameters of complex numbers"
     CLIP = "clips gradients by the norm over all parameters and ranks"
+    META = "takes models without memory, and gives them memory and the state of the first rank"
     STATE = "hands out and takes whole state dicts of model and optimizer"
     SHARED_STATE = "hands out and takes each rank's share of the state, in memory and by files"
     OWN_BUFFERS = "leaves each rank the buffers that its own forwards made"

@@ -10,7 +10,12 @@ from typing import Any, ClassVar
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_model_state_dict,
+    set_state_dict,
+)
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
@@ -178,6 +183,12 @@ class PreparedModel:
     def __call__(self, *inputs: Any, **named: Any) -> Any:  # Any: a model takes and returns what it likes
         """Run forward on this rank's microbatch, with the arguments that the model takes."""
         return self.module(*inputs, **named)
+
+    def materialize(self, device: torch.device, state: Mapping[str, torch.Tensor]) -> None:
+        """Give a model without memory some, and the state that the first rank has; other ranks are given none."""
+        self.module.to_empty(device=device)
+        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+        set_model_state_dict(self.module, dict(state), options=options)
 
     def optimizer(self, factory: OptimizerFactory) -> None:
         """Build the optimizer over the parameters that this rank owns; what cannot be honoured may be refused here."""

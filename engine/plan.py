@@ -160,7 +160,8 @@ class Plan:
     between ranks; None means the parameters' own, and for the reduction that of the computation.
     ``divide_factor`` is what the sum of gradients over ranks is divided by; None means the number of ranks.
     ``gathered_once`` names units whose parameters backward does not need. ``max_reduce_buffers`` bounds how many
-    reductions may hold their input at once. ``ignored`` names parameters that the engine leaves alone.
+    reductions may hold their input at once. ``ignored`` names parameters that the engine leaves alone. ``replicated``
+    names units, ``""`` for the root, that are replicated where the others are sharded.
     ``experts`` names parameters that the model has cut over ``expert_parallel`` ranks, each of which has data of its
     own: of the mesh ``(data, expert)`` that the engine is then given, they are sharded and averaged over ``data``
     alone, all other parameters over both axes. ``forward_methods`` are ``(module, method)`` that start that module's
@@ -179,6 +180,7 @@ class Plan:
     pipeline_stages: int = 1
     units: tuple[str, ...] = ()
     ignored: tuple[str, ...] = ()
+    replicated: tuple[str, ...] = ()
     grouping: Grouping = Grouping.HINT
     reshard: Reshard = Reshard.NATIVE
     gathered_once: tuple[str, ...] = ()
@@ -319,6 +321,7 @@ class Plan:
             Capability.PIPELINE: self.pipeline_stages > 1,
             Capability.UNITS: is_binding,
             Capability.JOINT_UNITS: is_binding and any("," in unit for unit in self.units),
+            Capability.MIXED: bool(self.replicated),
             Capability.IGNORE: bool(self.ignored),
             Capability.RESHARD_POLICY: self.reshard is not Reshard.NATIVE,
             Capability.RESHARD_PART: self.reshard is Reshard.TO_PAIRS,

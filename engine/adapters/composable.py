@@ -177,17 +177,19 @@ def open_door(door: FrontDoor, model: nn.Module, plan: Plan, mesh: DeviceMesh, s
     }
     if plan.offload is not Offload.NONE:
         options["offload_policy"] = door.cpu_offload(pin_memory=plan.offload is Offload.PINNED)
+    of_shards: dict[str, Any] = {}
     if shape is not Layout.REPLICATE:
-        options["reshard_after_forward"] = _RESHARD[plan.reshard]
-        options["shard_placement_fn"] = _largest_dim if plan.placement is Placement.LARGEST else None
+        of_shards["reshard_after_forward"] = _RESHARD[plan.reshard]
+        of_shards["shard_placement_fn"] = _largest_dim if plan.placement is Placement.LARGEST else None
     if experts:
         own = door.placed_on(mesh["data"])
-        options["shard_placement_fn"] = lambda parameter: own if parameter in experts else None
-    apply = door.replicate if shape is Layout.REPLICATE else door.fully_shard
+        of_shards["shard_placement_fn"] = lambda parameter: own if parameter in experts else None
+    replicates = {unit: shape is Layout.REPLICATE or unit in plan.replicated for unit in (*plan.units, "")}
     for unit in (*plan.units, *([""] if plan.roots is Roots.MODEL else [])):
         modules = members(model, unit)
         policy = _precision(door, plan, unit)
-        apply(modules[0] if len(modules) == 1 else list(modules), mp_policy=policy, **options)
+        apply, own = (door.replicate, {}) if replicates[unit] else (door.fully_shard, of_shards)
+        apply(modules[0] if len(modules) == 1 else list(modules), mp_policy=policy, **options, **own)
     if plan.roots is Roots.EACH_UNIT:
         door.share_comm_ctx([_first(model, unit) for unit in plan.units])
     num_shards = 1 if shape is Layout.REPLICATE else mesh.size(mesh.ndim - 1)

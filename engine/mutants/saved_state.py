@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -59,6 +59,24 @@ class LosesStateOfOtherRanks(ReferenceEngine):
                 for value in of_parameter.values():
                     if isinstance(value, DTensor) and torch.distributed.get_rank():
                         value.to_local().zero_()
+
+
+@mutant(
+    after="meta-pytorch/torchrec#1739",
+    kills_on=Condition(plan=demanding(Capability.META), because="the first rank has its state"),
+)
+class FillsTheFirstRankAlone(ReferenceEngine):
+    """Of models that are prepared without memory, the first rank's alone is filled with its state.
+
+    Reported: tables that all ranks were to hold alike were never broadcast from the rank that had loaded them.
+    """
+
+    class Prepared(PreparedReference):
+        def materialize(self, device: torch.device, state: Mapping[str, torch.Tensor]) -> None:
+            super().materialize(device, state)
+            if torch.distributed.get_rank():
+                for parameter in self.owned_parameters().values():
+                    local(parameter).fill_(0.25)
 
 
 @mutant(

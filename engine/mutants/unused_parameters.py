@@ -9,6 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
+from shardproof.engine.adapters.reference import ReferenceEngine
 from shardproof.engine.adapters.torch_ddp import DistributedDataParallelEngine
 from shardproof.engine.adapters.torch_fsdp2 import FullyShardEngine, PreparedFullyShard
 from shardproof.engine.adapters.torch_replicate import ReplicateEngine
@@ -101,6 +102,21 @@ class ShardsIgnoredParameters(FullyShardEngine):
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         return super().prepare(model, replace(plan, ignored=()), mesh)
+
+
+@mutant(
+    after="Lightning-AI/lightning-thunder#1980",
+    kills_on=Condition(plan=Plan(layout=Layout.SHARD, units=("left", "right"), replicated=("left",))),
+    trace=Trace.STATE,
+)
+class ShardsWhatItShouldReplicate(ReferenceEngine):
+    """Units that were to be replicated beside sharded ones are sharded.
+
+    Reported: of two transformations of one model the second lost what the first had asked for.
+    """
+
+    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
+        return super().prepare(model, replace(plan, replicated=()), mesh)
 
 
 @mutant(after="pytorch/pytorch#68803", trace=Trace.COMMUNICATION)

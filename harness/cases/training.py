@@ -145,6 +145,7 @@ _KEEPS = frozenset(
         Capability.REPLICA_SYNC,
         Capability.KEEP_AFTER_BACKWARD,
         Capability.GRAPHS,
+        Capability.MIXED,
     }
 )
 

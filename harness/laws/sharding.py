@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from math import prod
 
 import torch
@@ -64,14 +65,16 @@ def _has_flat_pieces(evidence: Evidence) -> bool:
 
 
 def _beyond(evidence: Evidence) -> Iterator[str]:
-    num_shares = _num_shares(evidence)
+    num_shares, training = _num_shares(evidence), evidence.training
+    replicated = (group.names for group in groups_of(training) if group.unit in training.plan.replicated)
+    whole = {*training.plan.ignored, *chain.from_iterable(replicated)}
     most_in_chunks = _chunked_numel(evidence) if _is_in_chunks(evidence) else 0
     for observation in evidence.ranks:
         chunked = most_in_chunks if observation.cut is Cut.CHUNKS else None
         for step, seen in enumerate(observation.steps):
             where = f"step {step}, rank {observation.rank}"
             for name, shard in seen.parameters.items():
-                shares = 1 if name in evidence.training.plan.ignored else num_shares
+                shares = 1 if name in whole else num_shares
                 if not _is_share(shard, shares):
                     yield (
                         f"{where}, parameter {name}: expected 1/{shares} of "

@@ -12,6 +12,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardproof.engine.contract import (
+    Capability,
     Cut,
     Engine,
     Masters,
@@ -123,12 +124,17 @@ def _prepare(
             )
 
             return prepare_pipeline(context, training, adapter, mesh, data)
-        model = training.problem.build().to(context.device)
+        has_memory = Capability.META not in plan.demands
+        model = training.problem.build().to(context.device if has_memory else "meta")
         if plan.cut_axis is not None and training.problem.parallelize is not None:
             training.problem.parallelize(model, mesh[plan.cut_axis])
         if watches is not None:
             watches.form = Form.of(model, training)
-        return adapter.prepare(model, plan, data)
+        prepared = adapter.prepare(model, plan, data)
+        if not has_memory:
+            state = training.problem.build().state_dict() if context.rank == 0 else {}
+            prepared.materialize(context.device, state)
+        return prepared
 
 
 @contextmanager
