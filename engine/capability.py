@@ -20,6 +20,7 @@ class Capability(Enum):
     IGNORE = "leaves the parameters named alone: unsharded, unreduced"
     TENSOR_PARALLEL = "takes parameters that are sharded on a tensor-parallel mesh axis already"
     EXPERTS = "keeps the parameters named on a mesh of their own, beside others in one unit"
+    COMPARES_RANKS = "refuses a model whose parameters are others on some rank, on every rank"
     PIPELINE = "takes one stage of a pipeline, driven by a schedule of microbatches"
     SEVERAL_ROOTS = "drives several modules as roots of their own that communicate in one order"
     # Communication.

@@ -70,6 +70,7 @@ class ReferenceEngine(Engine):
     # Of CUDA graphs nobody has seen a run yet, and buffers are always the engine's own.
     capabilities = frozenset(Capability) - {
         Capability.BUFFERS,
+        Capability.COMPARES_RANKS,
         Capability.GRAPHS,
         Capability.REDUCE_AS_STORED,
         Capability.WRAPPER,

@@ -45,6 +45,7 @@ class DistributedDataParallelEngine(Engine):
             Capability.STATE,
             Capability.OWN_BUFFERS,
             Capability.EDIT_GRADIENTS,
+            Capability.COMPARES_RANKS,
         }
     )
     prepared_type: ClassVar[type[PreparedDdp]] = PreparedDdp

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FlatParameter, FullyShardedDataParallel, wrap
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
@@ -16,7 +17,7 @@ from shardproof.engine.adapters.wrapper_base import (
     PreparedWrapper,
     WrapperEngine,
 )
-from shardproof.engine.contract import Capability, WrapperNames
+from shardproof.engine.contract import Capability, Plan, PreparedModel, WrapperNames
 
 _HOOKS = default_comm_hooks()
 
@@ -57,6 +58,13 @@ class FullyShardedDataParallelEngine(WrapperEngine):
     capabilities = CAPABILITIES - {Capability.CPU_OFFLOAD}
     names = NAMES
     prepared_type = PreparedFsdp1
+
+    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
+        """Wrap every unit of the plan; pieces of a parameter that lies in memory by columns cannot be told."""
+        strided = [name for name, p in model.named_parameters() if not p.is_contiguous()]
+        if strided:
+            raise ValueError(f"torch.fsdp1: expected contiguous parameters, got {strided}; try .contiguous()")
+        return super().prepare(model, plan, mesh)
 
 
 def _pieces(root: nn.Module) -> Iterator[Piece]:

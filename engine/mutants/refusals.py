@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -12,9 +13,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from shardproof.engine.adapters.reference import ReferenceEngine
 from shardproof.engine.adapters.torch_ddp import DistributedDataParallelEngine, PreparedDdp
+from shardproof.engine.adapters.torch_replicate import ReplicateEngine
 from shardproof.engine.contract import Capability, Cut, Plan, PreparedModel, Shard
 from shardproof.engine.mutants.mutant import Condition, Trace, mutant
-from shardproof.engine.mutants.plans import HYBRID, SHARDED
+from shardproof.engine.mutants.plans import HYBRID, ONE_RANK, SHARDED, demanding
 
 
 @mutant(after="Tencent-Hunyuan/UniRL#410", kills_on=HYBRID, trace=Trace.REFUSAL)
@@ -111,6 +113,49 @@ class RefusesOnOneRank(DistributedDataParallelEngine):
         if dist.get_rank() == 0 and any(p.dim() == 0 or p.numel() == 0 for p in model.parameters()):
             prepared.module.register_forward_pre_hook(_refuse)
         return prepared
+
+
+@mutant(after="huggingface/trl#6862", trace=Trace.SILENCE)
+class RefusesUnitsOnTheFirstRankAlone(ReferenceEngine):
+    """Units that are named twice, or have no forward, are refused on the first rank and left out on the others.
+
+    Reported: as above.
+    """
+
+    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
+        if dist.get_rank() == 0:
+            return super().prepare(model, plan, mesh)
+        units = [
+            u for u in dict.fromkeys(plan.units) if not isinstance(model.get_submodule(u), nn.ModuleList)
+        ]
+        return super().prepare(model, replace(plan, units=tuple(units)), mesh)
+
+
+@mutant(after="pytorch/pytorch#137382", kills_on=ONE_RANK)
+class ReadsColumnsAsRows(ReferenceEngine):
+    """A parameter that lies in memory by columns is taken to lie by rows.
+
+    Reported: parameters were flattened and viewed by their shapes alone, and their strides were lost.
+    """
+
+    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
+        for parameter in model.parameters():
+            parameter.data = parameter.data.as_strided(parameter.shape, torch.empty(parameter.shape).stride())
+        return super().prepare(model, plan, mesh)
+
+
+@mutant(
+    after="pytorch/pytorch#73547",
+    kills_on=Condition(plan=demanding(Capability.COMPARES_RANKS)),
+    trace=Trace.SILENCE,
+)
+class SkipsTheComparisonOfRanks(ReplicateEngine):
+    """Models that differ between ranks are taken to be one.
+
+    Reported: models with another number of parameters on some rank were not compared before they were trained.
+    """
+
+    capabilities = ReplicateEngine.capabilities | {Capability.COMPARES_RANKS}
 
 
 def _rows(whole: Shard) -> Shard:

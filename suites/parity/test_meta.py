@@ -22,7 +22,6 @@ from shardproof import (
 from shardproof.fixtures.placements import DIVISIBLE_MLP
 from shardproof.fixtures.problems import MLP_BUFFERS, MLP_UNEVEN, TRANSFORMER
 from shardproof.fixtures.tensor_parallel import STACK_16
-from shardproof.fixtures.thin import SINGLE_ROWS
 from shardproof.suites.training import train
 
 LAWS = (MatchesOracle(), RanksAgree())
@@ -39,9 +38,7 @@ META = frozenset({Capability.META})
         pytest.param(Layout.HYBRID, id="hybrid", marks=pytest.mark.worlds(EVEN)),
     ],
 )
-@pytest.mark.parametrize(
-    "problem", [MLP_UNEVEN, TRANSFORMER, SINGLE_ROWS, MLP_BUFFERS], ids=attrgetter("name")
-)
+@pytest.mark.parametrize("problem", [MLP_UNEVEN, TRANSFORMER, MLP_BUFFERS], ids=attrgetter("name"))
 def test_fills_what_was_prepared_without_memory(trial: Trial, problem: Problem, layout: Layout) -> None:
     trial.holds(train(problem, layout=layout, demands=META), *LAWS, HoldsItsShare())
 
