@@ -147,10 +147,10 @@ class _InBackward(torch.optim.Optimizer):
         self._own = {parameter: factory([parameter]) for parameter in parameters}
         super().__init__(self._own, {})
         for parameter, own in self._own.items():
-            parameter.register_post_accumulate_grad_hook(lambda _, own=own: own.step())
+            parameter.register_post_accumulate_grad_hook(lambda _, own=own: own.step())  # type: ignore[no-untyped-call]  # torch leaves it so
             self.state[parameter] = own.state[parameter]
 
-    def step(self, closure: Any = None) -> None:  # Any: never given
+    def step(self) -> None:  # type: ignore[override]  # no closure is ever given
         """Do nothing: backward has."""
 
 

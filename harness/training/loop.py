@@ -243,12 +243,13 @@ class _Loop:
             state = self.prepared.shared_state()
         if form is StateForm.FILES:
             # Here, because it imports slowly.
-            from torch.distributed import checkpoint
+            from torch.distributed.checkpoint.state_dict_loader import load
+            from torch.distributed.checkpoint.state_dict_saver import save
 
             folder = self._context.folder / "state"
-            checkpoint.save(state, checkpoint_id=folder)
+            save(state, checkpoint_id=folder)
             state = successor.shared_state()
-            checkpoint.load(state, checkpoint_id=folder)
+            load(state, checkpoint_id=folder)
         with calling("load_shared_state"):
             successor.load_shared_state(state)
 

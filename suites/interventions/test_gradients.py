@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from operator import attrgetter
+from typing import Any
 
 import pytest
 
@@ -63,7 +64,9 @@ def test_an_optimizer_in_backward_is_one_after_it(trial: Trial, optimizer: Named
         pytest.param({"reshard": Reshard.KEEP, "layout": Layout.SHARD}, id="kept"),
     ],
 )
-def test_an_optimizer_in_backward_knows_every_layout(trial: Trial, plan: dict[str, object]) -> None:
+def test_an_optimizer_in_backward_knows_every_layout(
+    trial: Trial, plan: dict[str, Any]
+) -> None:  # Any: as for `train`
     trial.holds(train(MLP_EVEN, schedule=IN_BACKWARD, demands=HOOKS, **plan), *LAWS)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 from typing import ClassVar
 
 import torch
@@ -93,8 +94,9 @@ class HooksGradients:
             assert parameter.grad is not None
             seen.setdefault(name, []).append(shard_of(parameter.grad.clone()))
 
+        # torch leaves the method untyped.
         handles = [
-            p.register_post_accumulate_grad_hook(lambda p, name=name: see(name, p))
+            p.register_post_accumulate_grad_hook(partial(see, name))  # type: ignore[no-untyped-call]
             for name, p in trained.items()
         ]
         EachMicrobatch().play(actor)
