@@ -64,6 +64,9 @@ class Capability(Enum):
     FREEZE = "lets parameters be frozen and unfrozen between steps"
     GRADIENT_HOOKS = "calls a hook on a parameter once its gradient is reduced"
     EDIT_GRADIENTS = "goes on with gradients as the caller leaves them between backwards"
+    PENDING_APART = (
+        "keeps gradients that wait for their reduction apart from those that the caller sees and clears"
+    )
     RECONVERT = "lets the model be converted to another dtype and back in the middle of training"
     RANK_DEPENDENT = "lets ranks use different parameters in one step"
     RECOVER = "trains on after an exception in forward"

@@ -62,6 +62,7 @@ from shardproof.harness.cases.scripts.failures import SkipsAFailure as SkipsAFai
 from shardproof.harness.cases.scripts.interface import Exercise as Exercise
 from shardproof.harness.cases.scripts.interventions import HOOKED as HOOKED
 from shardproof.harness.cases.scripts.interventions import REDUCED as REDUCED
+from shardproof.harness.cases.scripts.interventions import ClearsWhileHeldBack as ClearsWhileHeldBack
 from shardproof.harness.cases.scripts.interventions import ConvertsAndBack as ConvertsAndBack
 from shardproof.harness.cases.scripts.interventions import EditsGradients as EditsGradients
 from shardproof.harness.cases.scripts.interventions import Freezes as Freezes

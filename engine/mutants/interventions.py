@@ -16,6 +16,7 @@ from shardproof.engine.contract import Capability, Plan, PreparedModel
 from shardproof.engine.mutants.mutant import Condition, Trace, mutant
 from shardproof.engine.mutants.plans import demanding
 from shardproof.engine.mutants.reference_insides import reference_groups
+from shardproof.engine.plan import Accumulation
 
 _HOOKS = Condition(world_size=1, plan=demanding(Capability.GRADIENT_HOOKS))
 
@@ -137,6 +138,13 @@ class ReducesWhatIsFrozen(FullyShardEngine):
                 parameter.grad = None
 
 
+def drop_what_waits(prepared: PreparedModel) -> None:
+    """Drop gradients that wait for their reduction."""
+    for group in reference_groups(prepared):
+        for held in group.parameters:
+            held.drop_unsharded_grad()
+
+
 _RECONVERT = Condition(world_size=1, plan=demanding(Capability.RECONVERT))
 
 
@@ -166,9 +174,7 @@ class ConvertsWithoutGradients(ReferenceEngine):
             super().convert(dtype)
             for parameter in self.owned_parameters().values():
                 parameter.grad = None
-            for group in reference_groups(self):
-                for held in group.parameters:
-                    held.drop_unsharded_grad()
+            drop_what_waits(self)
 
 
 @mutant(
@@ -184,3 +190,24 @@ class ForgetsTheReduceDtypeOnceConverted(ReferenceEngine):
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         return super().prepare(model, replace(plan, reduce_dtype=None), mesh)
+
+
+@mutant(
+    after="facebookresearch/fairscale#605",
+    kills_on=Condition(
+        world_size=1,
+        microbatches=2,
+        plan=Plan(accumulation=Accumulation.LAST_MICROBATCH, demands=frozenset({Capability.PENDING_APART})),
+    ),
+)
+class ClearsWhatWaits(ReferenceEngine):
+    """Gradients that wait for their reduction go when the caller clears those that the model shows.
+
+    Reported: gradients that a training loop cleared did not take part in the step as they did elsewhere.
+    """
+
+    class Prepared(PreparedReference):
+        def __call__(self, *inputs: Any, **named: Any) -> Any:
+            if all(parameter.grad is None for parameter in self.module.parameters()):
+                drop_what_waits(self)
+            return super().__call__(*inputs, **named)

@@ -14,6 +14,7 @@ from shardproof import (
     SEVERAL,
     Accumulation,
     Capability,
+    ClearsWhileHeldBack,
     EditsGradients,
     GradientEdit,
     HooksGradients,
@@ -22,12 +23,14 @@ from shardproof import (
     NamedOptimizer,
     Notes,
     Offload,
+    Placement,
     RanksAgree,
     Reshard,
     Schedule,
     Trial,
 )
 from shardproof.fixtures.optimizers import ADAMW, SGD
+from shardproof.fixtures.placements import DIVISIBLE_MLP
 from shardproof.fixtures.problems import MLP_EVEN, MLP_UNEVEN
 from shardproof.suites.training import train
 
@@ -74,3 +77,28 @@ def test_an_optimizer_in_backward_knows_every_layout(
 @pytest.mark.parametrize("edit", GradientEdit, ids=lambda edit: edit.name.lower())
 def test_goes_on_with_gradients_as_the_caller_left_them(trial: Trial, edit: GradientEdit) -> None:
     trial.holds(train(MLP_UNEVEN, microbatches=3, script=EditsGradients(edit=edit)), *LAWS)
+
+
+@pytest.mark.kills("ClearsWhatWaits")
+@pytest.mark.parametrize(
+    ("layout", "others"),
+    [
+        pytest.param(Layout.SHARD, {}, id="shard"),
+        pytest.param(
+            Layout.SHARD, {"placement": Placement.LARGEST}, id="largest_dim", marks=pytest.mark.worlds(EVEN)
+        ),
+        pytest.param(Layout.REPLICATE, {}, id="replicate"),
+        pytest.param(Layout.HYBRID, {}, id="hybrid", marks=pytest.mark.worlds(EVEN)),
+    ],
+)
+def test_clearing_leaves_what_waits_for_its_reduction(
+    trial: Trial,
+    layout: Layout,
+    others: dict[str, Any],  # Any: as for `train`
+) -> None:
+    accumulation = Accumulation.LAST_MICROBATCH
+    script = ClearsWhileHeldBack()
+    training = train(
+        DIVISIBLE_MLP, layout=layout, microbatches=3, accumulation=accumulation, script=script, **others
+    )
+    trial.holds(training, *LAWS)

@@ -12,7 +12,16 @@ import torch
 from shardproof.engine.contract import Capability, Shard, shard_of
 from shardproof.harness.cases.script import Actor, EachMicrobatch, GradientEdit
 
-__all__ = ["HOOKED", "REDUCED", "ConvertsAndBack", "EditsGradients", "Freezes", "HooksGradients", "Moment"]
+__all__ = [
+    "HOOKED",
+    "REDUCED",
+    "ClearsWhileHeldBack",
+    "ConvertsAndBack",
+    "EditsGradients",
+    "Freezes",
+    "HooksGradients",
+    "Moment",
+]
 
 # The subject of a note, and what is noted where all is well.
 HOOKED, REDUCED = "what hooks on parameters see", "each reduced gradient, once"
@@ -39,6 +48,20 @@ class EditsGradients:
             _train(actor, microbatch)
             if microbatch == 0:
                 actor.edit_gradients(self.edit)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClearsWhileHeldBack:
+    """A plain loop in which reductions wait, and all gradients that the model shows meanwhile are cleared."""
+
+    demands: ClassVar[frozenset[Capability]] = frozenset({Capability.PENDING_APART})
+
+    def play(self, actor: Actor) -> None:
+        """Take one microbatch at a time; what the oracle has taken of them is not shown."""
+        for microbatch in range(actor.num_microbatches):
+            _train(actor, microbatch)
+            if microbatch < actor.num_microbatches - 1:
+                actor.part("").zero_grad()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
