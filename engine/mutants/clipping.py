@@ -132,6 +132,28 @@ class ReducesIntoItsZero(FullyShardEngine):
             return torch.zeros(())
 
 
+@mutant(after="NVIDIA-NeMo/Automodel#2875", kills_on=Condition(plan=_CLIP), trace=Trace.COMMUNICATION)
+class AddsUpNormsOneByOne(FullyShardEngine):
+    """The norm of each parameter is reduced by itself.
+
+    Reported: clipping made one call for each parameter where one for each axis of the mesh does.
+    """
+
+    class Prepared(PreparedFullyShard):
+        def clip_grad_norm_(self, max_norm: float, norm_type: float) -> float:
+            parameters = list(self.named.parameters())
+            norms = [
+                nn.utils.get_total_norm(
+                    [p.grad for p in parameters[i : i + 1] if p.grad is not None], norm_type
+                )
+                for i in range(len(parameters))
+            ]
+            whole = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
+            total = torch.linalg.vector_norm(torch.stack(whole), norm_type)
+            nn.utils.clip_grads_with_norm_(parameters, max_norm, total)
+            return float(total)
+
+
 @mutant(after="deepspeedai/DeepSpeed#5150", kills_on=Condition(world_size=1, plan=_CLIP))
 class NeverClips(FullyShardEngine):
     """The norm is right, and nothing is scaled by it.

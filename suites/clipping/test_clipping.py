@@ -6,7 +6,23 @@ import math
 
 import pytest
 
-from shardproof import EVEN, SEVERAL, Clip, Layout, MatchesOracle, Problem, RanksAgree, Training, Trial
+from shardproof import (
+    EVEN,
+    FOUR_OR_MORE_EVEN,
+    SEVERAL,
+    Clip,
+    Count,
+    Exactly,
+    Layout,
+    MatchesOracle,
+    Per,
+    Phase,
+    Problem,
+    RanksAgree,
+    Select,
+    Training,
+    Trial,
+)
 from shardproof.fixtures.problems import MLP_EVEN, MLP_UNEVEN
 from shardproof.fixtures.thin import ONE_NUMBER, SINGLE_ROWS
 from shardproof.suites.training import train
@@ -81,6 +97,20 @@ def test_clips_where_most_ranks_own_nothing(trial: Trial, norm_type: float) -> N
 def test_clips_where_one_rank_owns_everything(trial: Trial, norm_type: float) -> None:
     clip = Clip(max_norm=LIMITS[norm_type], norm_type=norm_type)
     trial.holds(_training(Layout.SHARD, clip, problem=ONE_NUMBER), *LAWS)
+
+
+@pytest.mark.kills("AddsUpNormsOneByOne")
+@pytest.mark.parametrize(
+    ("layout", "number"),
+    [
+        pytest.param(Layout.SHARD, 1, id="shard", marks=pytest.mark.worlds(SEVERAL)),
+        pytest.param(Layout.HYBRID, 1, id="hybrid", marks=pytest.mark.worlds(FOUR_OR_MORE_EVEN)),
+    ],
+)
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, math.inf], ids=["1", "2", "inf"])
+def test_one_all_reduce_adds_up_the_norm(trial: Trial, layout: Layout, number: int, norm_type: float) -> None:
+    in_step = Count(select=Select(phases=(Phase.STEP,)), expected=Exactly(number), per=Per.STEP)
+    trial.holds(_training(layout, Clip(max_norm=LIMITS[norm_type], norm_type=norm_type)), *LAWS, in_step)
 
 
 def _training(layout: Layout, clip: Clip, *, problem: Problem = MLP_EVEN, microbatches: int = 1) -> Training:

@@ -8,6 +8,7 @@ from typing import ClassVar
 import pytest
 
 from shardproof import (
+    POWERS_OF_TWO,
     Actor,
     Capability,
     Evaluates,
@@ -15,9 +16,11 @@ from shardproof import (
     EvaluationPoint,
     Layout,
     MatchesOracle,
+    Placement,
     RanksAgree,
     Trial,
 )
+from shardproof.fixtures.placements import DIVISIBLE_MLP
 from shardproof.fixtures.problems import MLP_EVEN
 from shardproof.suites.training import train
 
@@ -68,3 +71,10 @@ def test_an_evaluation_between_forward_and_backward_changes_nothing(trial: Trial
 def test_trains_after_an_evaluation_in_inference_mode(trial: Trial, layout: Layout) -> None:
     script = Evaluates(moment=EvaluationPoint.BEFORE_TRAINING, how=Evaluation.INFERENCE)
     trial.holds(train(MLP_EVEN, layout=layout, units=UNITS, script=script), *LAWS)
+
+
+@pytest.mark.kills("KeepsAnInferenceTensor")
+@pytest.mark.worlds(POWERS_OF_TWO)
+def test_evaluates_shards_of_another_dim_in_inference_mode(trial: Trial) -> None:
+    script = Evaluates(moment=EvaluationPoint.BEFORE_TRAINING, how=Evaluation.INFERENCE)
+    trial.holds(train(DIVISIBLE_MLP, layout=Layout.SHARD, placement=Placement.LARGEST, script=script), *LAWS)
