@@ -12,7 +12,7 @@ from functools import cache
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING
 
-from shardproof.engine.loading import LoadError, load, one_line
+from shardproof.engine.import_by_name import LoadError, load, one_line
 
 if TYPE_CHECKING:  # the names of engines are known without torch
     from shardproof.engine.contract import Engine

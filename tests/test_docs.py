@@ -30,7 +30,7 @@ import shardproof.harness.laws.communication.counts
 import shardproof.suites.communication.closed_forms
 from shardproof.engine.contract import Engine, PreparedModel
 from shardproof.engine.registry import BUILT_IN, EngineNotFoundError, resolve
-from shardproof.harness.cli import main as cli
+from shardproof.harness.cli.parser import parser
 from shardproof.harness.errors import UsageError
 from shardproof.harness.laws.communication.select import Select
 from shardproof.harness.laws.law import Law
@@ -219,7 +219,7 @@ def _commands(text: str) -> Iterator[list[str]]:
 def _problem(command: list[str]) -> str | None:
     """Return what is wrong with a shardproof command; None when it can be run."""
     try:
-        arguments = cli._parser().parse_args(command[1:])
+        arguments = parser().parse_args(command[1:])
         _check_names(arguments)
     except (SystemExit, UsageError, EngineNotFoundError) as error:
         return f"{shlex.join(command)}: {error}"

@@ -122,7 +122,7 @@ LAYERS = (
             "engine.capability",
             "engine.plan",
             "engine.shard",
-            "engine.loading",
+            "engine.import_by_name",
             "engine.registry",
         ),
         entries={
@@ -347,7 +347,7 @@ OFFENDERS = {
     "fixtures/models.py": "def build():\n    from engine.contract import Plan\n",
     "harness/verdicts/judgement.py": "from engine.adapters.torch_ddp import PreparedDdp\n",
     "harness/runner/session.py": "from engine import mutants\n",
-    "harness/training/loop.py": "import pytest\n",
+    "harness/training/engine_loop.py": "import pytest\n",
     "harness/records/record.py": "from reports.html import render\n",
     "suites/parity/test_mine.py": "from engine.registry import resolve\n",
     "reports/html.py": "if True:\n    import torch.nn as nn\n",

@@ -29,8 +29,8 @@ from shardproof.harness.audit.marks import (
 )
 from shardproof.harness.cases.case_id import Node
 from shardproof.harness.errors import UsageError
+from shardproof.harness.runner.cell import PLACEHOLDER, Cell
 from shardproof.harness.runner.collection import refuse
-from shardproof.harness.runner.options import PLACEHOLDER, Cell
 from shardproof.harness.runner.plugin import CELLS, CELLS_ARE_CHOSEN
 from shardproof.harness.worlds.spec import Sizes, WorldSpec
 

@@ -25,7 +25,7 @@ import torch
 from torch import nn
 
 from shardproof.engine.capability import Capability
-from shardproof.engine.loading import load
+from shardproof.engine.import_by_name import load
 from shardproof.harness.cases.batch import Batch, ModelBatch, microbatch_seed
 from shardproof.harness.cases.training import NamedOptimizer
 from shardproof.harness.torch_compat.dispatch import drawing_apart

@@ -31,8 +31,9 @@ from shardproof.harness.records.record import (
     from_json,
 )
 from shardproof.harness.records.run import Run, RunWriter
+from shardproof.harness.runner.cell import Cell
 from shardproof.harness.runner.interruption import uninterrupted
-from shardproof.harness.runner.options import Cell, RunOptions
+from shardproof.harness.runner.options import RunOptions
 from shardproof.harness.torch_compat.releases import remark
 from shardproof.harness.verdicts.known_failures import Ran, unused
 from shardproof.harness.worlds.processes.forkserver import hash_seeds

@@ -21,7 +21,7 @@ from shardproof.harness.training.reads import read_shards
 from shardproof.harness.training.watches import Watches
 from shardproof.harness.worlds.rank import RankContext
 
-__all__ = ["RankActor", "StepLog"]
+__all__ = ["EngineActor", "StepLog"]
 
 
 class StepLog:
@@ -33,7 +33,7 @@ class StepLog:
         self.snapshots: dict[str, dict[str, Shard]] = {}
 
 
-class RankActor(Actor):
+class EngineActor(Actor):
     """One rank of a world, one step; the loop makes one for each step."""
 
     def __init__(
