@@ -18,7 +18,7 @@ if TYPE_CHECKING:  # the names of engines are known without torch
     from shardproof.engine.contract import Engine
     from shardproof.engine.mutants.mutant import Mutant
 
-# Adapters load when named, so that listing engines costs no import and one missing package hurts nobody else.
+# Adapters load when named, so that listing engines costs no import and one missing package affects no other engine.
 BUILT_IN = {
     "reference": "shardproof.engine.adapters.reference:ReferenceEngine",
     "reference.zero2": "shardproof.engine.adapters.reference_zero:Zero2Engine",

@@ -11,7 +11,7 @@ from shardproof.harness.records.record import MOST_LISTED, Record, Verdict
 from shardproof.harness.records.run import Run
 from shardproof.reports import evidence
 from shardproof.reports.causes import Cause, causes
-from shardproof.reports.expected import idle, known, stale, told
+from shardproof.reports.expected import expectation_text, idle, known, stale
 from shardproof.reports.matrix import Column, Matrix, arrange, label
 from shardproof.reports.summary import Tally, conclude, tally, warnings
 from shardproof.reports.text import duration, one_line, versions
@@ -96,7 +96,7 @@ def _headlines(run: Run) -> list[str]:
             one_line(cell),
             _wrapped(record.headline),
             *_hang(record),
-            f"    {told(record)}",
+            f"    {expectation_text(record)}",
             *_alike(cause),
         )
         parts.append("\n".join(line for line in lines if line.strip()))
@@ -124,8 +124,8 @@ def _hang(record: Record) -> list[str]:
     """Return of ranks in one card in a line or two each, and of the call at which they parted."""
     if record.hang is None:
         return []
-    told_of = evidence.hang_lines(record.hang)
-    kept = told_of if len(told_of) <= _MOST_OF_A_HANG else [*told_of[:_MOST_OF_A_HANG], "..."]
+    hang_lines = evidence.hang_lines(record.hang)
+    kept = hang_lines if len(hang_lines) <= _MOST_OF_A_HANG else [*hang_lines[:_MOST_OF_A_HANG], "..."]
     return [
         textwrap.fill(
             one_line(line, limit=400), _WIDTH, initial_indent="      ", subsequent_indent="        "

@@ -158,7 +158,7 @@ class MutationPlugin:
         except UsageError:
             kills = (
                 frozenset()
-            )  # told better from the items, where it ends the session and not this file alone
+            )  # reported later from the items, where it ends the session and not this file alone
         names = (
             {p.mutant for p in kills}
             if self._grounds.breadth is not Breadth.ALL

@@ -14,7 +14,7 @@ from shardproof.harness.runner.invoke import CONFORMS, DOES_NOT_CONFORM, USAGE
 
 __all__ = ["check"]
 
-# What the caller's own pytest is told, and that of the command must not be.
+# Options of the caller's own pytest, which that of the command must not have.
 _OF_PYTEST = ("PYTEST_", "PY_COLORS")
 
 

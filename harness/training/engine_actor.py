@@ -136,7 +136,7 @@ class EngineActor(Actor):
         return self._prepared.units()
 
     def look(self, moment: str) -> None:
-        """Read parameters, and the state of units where the plan demands that it can be told."""
+        """Read parameters, and the state of units where the plan demands that it can be read."""
         with self._context.recorder.during(Phase.OBSERVE, step=self.step):
             self.tape.snapshots[moment] = read_shards(self._prepared, "shown_parameters")
             if Capability.UNIT_STATE in self._training.plan.demands:

@@ -141,7 +141,7 @@ def train(
 ) -> Observation:
     """Run the whole schedule; ``adapter`` is needed where the training resumes in a fresh model.
 
-    ``watches`` are told what they cannot see: whose a tensor is, and when a step is over.
+    ``watches`` learn from the loop what they cannot see: the owner of a tensor, and the end of a step.
     """
     recorder = context.recorder
     if training.convert is not None:

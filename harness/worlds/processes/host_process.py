@@ -221,14 +221,14 @@ def _report(
         link.send(Finished(outcome=outcome))
     except Exception as error:  # a value may raise what it likes where it is looked at
         message = f"the rank's result cannot be sent: {text_of(error)}; return plain values"
-        told = raised(context.rank, error, message)
+        own = raised(context.rank, error, message)
         try:
-            link.send(Finished(outcome=told))
+            link.send(Finished(outcome=own))
         except BaseException:  # nothing can be sent: this thread's stack shows which rank it was
-            lost = outcome if isinstance(outcome, Raised) else told
+            lost = outcome if isinstance(outcome, Raised) else own
             os.write(2, lost.traceback.encode())
             os.abort()
-        return told
+        return own
     return outcome if isinstance(outcome, Returned | Raised) else None
 
 
