@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import redirect_stdout
 from datetime import UTC, datetime
 from itertools import product
 from pathlib import Path
@@ -33,6 +34,10 @@ from shardproof.harness.runner.options import DEFAULT_WORLD, RunOptions, pytest_
 if TYPE_CHECKING:
     from shardproof.harness.records.run import Run
 
+    _Printer = Callable[
+        [Run, Path, Sequence[Path]], None
+    ]  # of a run, its folder and the reports written there
+
 _LEAST_S = 60.0  # that a world, or an oracle, may take
 _READING_S = 300.0  # that reading a model may take: nothing is known of it yet
 _PASSES = 9  # of each rank: three steps of three microbatches
@@ -54,7 +59,6 @@ def check(arguments: argparse.Namespace) -> int:
 
     MODEL is a class with build(), batch() and loss(), as path/to/file.py:Name or package.module:Name.
     """
-    from shardproof.harness.cli.progress import Progress
     from shardproof.harness.runner.user_models import absolute, known_model, pass_seconds
     from shardproof.harness.worlds.processes.forkserver import draw_hash_seeds, forkserver_context
     from shardproof.harness.worlds.spec import WorldSpec
@@ -68,15 +72,14 @@ def check(arguments: argparse.Namespace) -> int:
     known_model(spec, arguments.deadline or _READING_S)
     if arguments.deadline is None:
         arguments.deadline = deadline_for(pass_seconds(spec), most_ranks)
-    print(
+    _announce(
+        arguments,
         f"{arguments.model}: forward and backward take {pass_seconds(spec):.3g} s; a case that takes longer than "
-        f"{arguments.deadline:.0f} s counts as hung"
+        f"{arguments.deadline:.0f} s counts as hung",
     )
     # A case is a world and an oracle; both have deadlines of their own, and pytest's is for what has none.
     limit_s = 3 * arguments.deadline
-    return _run(
-        arguments, f"--model={spec}", "--tb=no", f"--timeout={limit_s}", render=render, plugin=Progress()
-    )
+    return _run(arguments, f"--model={spec}", f"--timeout={limit_s}", render=render, lists_all=True)
 
 
 def deadline_for(pass_s: float, num_ranks: int) -> float:
@@ -88,8 +91,9 @@ def _run(
     arguments: argparse.Namespace,
     *extra: str,
     render: Callable[[Run], str] | None = None,
-    plugin: object | None = None,
+    lists_all: bool = False,
 ) -> int:
+    from shardproof.harness.cli.progress import CaseProgress
     from shardproof.harness.records.provenance import today
     from shardproof.harness.records.run import refuse_existing
     from shardproof.harness.verdicts import known_failures_file
@@ -124,18 +128,21 @@ def _run(
         return USAGE
     resolved = {"out": out, "expectations": file, "no_expectations": file is None}
     options = [
+        *("-q", "--tb=no"),  # our report has every failure once, with its cause
         *pytest_arguments(vars(arguments) | resolved),
         *(["-n", str(arguments.workers)] if arguments.workers else []),
         *(["-k", arguments.keyword] if arguments.keyword else []),
         *extra,
     ]
     try:
-        plugins = [plugin] if plugin else []
-        code = call_pytest([*paths, *options], *plugins)
+        is_quiet = arguments.quiet or arguments.json
+        progress = CaseProgress(lists_all=lists_all, is_quiet=is_quiet)
+        with redirect_stdout(sys.stderr if is_quiet else sys.stdout):
+            code = call_pytest([*paths, *options], progress)
     except KeyboardInterrupt:  # one that pytest did not take, because it was about to end
         code = _INTERRUPTED
     with uninterrupted():
-        return _conclude(out, code, render)
+        return _conclude(out, code, _printer(arguments, render))
 
 
 def _any_is_usable(engines: Sequence[str], limit_s: float) -> bool:
@@ -181,12 +188,12 @@ def judge(arguments: argparse.Namespace) -> int:
     """
     from shardproof.harness.cli.judge import judge_again
 
-    return _show(judge_again(Path(arguments.run)))
+    return _show(judge_again(Path(arguments.run)), _printer(arguments))
 
 
 def report(arguments: argparse.Namespace) -> int:
     """Write the reports of a run again and print its matrix."""
-    return _show(Path(arguments.run))
+    return _show(Path(arguments.run), _printer(arguments))
 
 
 def timeline(arguments: argparse.Namespace) -> int:
@@ -226,7 +233,9 @@ def merge(arguments: argparse.Namespace) -> int:
     """
     from shardproof.harness.cli.merge import merge_runs
 
-    return _show(merge_runs([Path(folder) for folder in arguments.runs], Path(arguments.out)))
+    return _show(
+        merge_runs([Path(folder) for folder in arguments.runs], Path(arguments.out)), _printer(arguments)
+    )
 
 
 def expectations(arguments: argparse.Namespace) -> int:
@@ -309,12 +318,37 @@ def mutants(arguments: argparse.Namespace) -> int:
     )
 
 
-def _conclude(out: Path, pytest_code: int, render: Callable[[Run], str] | None = None) -> int:
+def _announce(arguments: argparse.Namespace, text: str) -> None:
+    if not (arguments.quiet or arguments.json):
+        print(text)
+
+
+def _printer(arguments: argparse.Namespace, render: Callable[[Run], str] | None = None) -> _Printer:
+    """Return what prints a run as it was asked for: ``render`` replaces the usual report."""
+    from shardproof.harness.cli.screen import show, width
+    from shardproof.reports import summary_json, terminal
+
+    def print_report(run: Run, folder: Path, paths: Sequence[Path]) -> None:
+        show(render(run) if render else terminal.render(run, width=width()))
+        print(*(f"wrote {path}" for path in paths), sep="\n")
+
+    def print_causes(run: Run, folder: Path, paths: Sequence[Path]) -> None:
+        show(terminal.render_causes(run, width=width()))
+
+    def print_json(run: Run, folder: Path, paths: Sequence[Path]) -> None:
+        print(summary_json.render(run, folder, paths))
+
+    if getattr(arguments, "json", False):
+        return print_json
+    return print_causes if getattr(arguments, "quiet", False) else print_report
+
+
+def _conclude(out: Path, pytest_code: int, printer: _Printer) -> int:
     """Turn pytest's exit code into ours; where cases ran the records decide."""
     has_records = (out / "records.jsonl").exists()
     if pytest_code == 4:
         if has_records:  # some of the engines asked for could not be judged; the others were
-            _show(out, render)
+            _show(out, printer)
         return USAGE
     if pytest_code == 5:
         print("shardproof: no case was selected; see `shardproof list --cases`", file=sys.stderr)
@@ -322,22 +356,19 @@ def _conclude(out: Path, pytest_code: int, render: Callable[[Run], str] | None =
     if not has_records:
         print("shardproof: no case was run; see the messages above", file=sys.stderr)
         return OUR_FAULT
-    code = _show(out, render)
+    code = _show(out, printer)
     if pytest_code not in (0, 1):
         return OUR_FAULT
     return DOES_NOT_CONFORM if code == CONFORMS and pytest_code else code
 
 
-def _show(run_folder: Path, render: Callable[[Run], str] | None = None) -> int:
-    """Write a run's reports, print its matrix or what ``render`` makes of it, and return the exit code."""
-    from shardproof.reports import terminal
+def _show(run_folder: Path, printer: _Printer) -> int:
+    """Write a run's reports, print it, and return the exit code."""
     from shardproof.reports.summary import conforms
     from shardproof.reports.write import write_reports
 
     result, paths = write_reports(run_folder)
-    print((render or terminal.render)(result))
-    for path in paths:
-        print(f"wrote {path}")
+    printer(result, run_folder, paths)
     if Verdict.ERRORED in {record.verdict for record in result.records}:
         return OUR_FAULT
     return CONFORMS if conforms(result) else DOES_NOT_CONFORM

@@ -28,6 +28,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             refuse_launcher(os.environ)
         with interruptible():
             code: int = arguments.command(arguments)
+    except (
+        BrokenPipeError
+    ):  # who read our output has ended, as `| head` does; what is kept of a run is written
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return OUR_FAULT
     except KeyboardInterrupt:
         print("shardproof: interrupted", file=sys.stderr)
         return OUR_FAULT

@@ -42,6 +42,7 @@ def _add_judging(subparsers: Any) -> None:
     last_failed.add_to(group.add_argument, nargs="?", const="", default_text="the newest below conformance/")
     options.KEEP.add_to(sub.add_argument)
     _add_effort(sub)
+    _add_printed(sub)
     group = sub.add_mutually_exclusive_group()
     for option in options.KNOWN_FAILURES:
         option.add_to(group.add_argument)
@@ -51,6 +52,7 @@ def _add_judging(subparsers: Any) -> None:
     options.ENGINE.add_to(sub.add_argument)
     _add_cases(sub, deadline_s=None, deadline="grows with the model")
     _add_effort(sub)
+    _add_printed(sub)
     # Raw verdicts: what is known of other models excuses nothing of this one.
     sub.set_defaults(suite=["own_model"], case=None, expectations=None, no_expectations=True)
 
@@ -175,6 +177,12 @@ def _add_cases(
     options.DEADLINE.add_to(sub.add_argument, default=deadline_s, default_text=deadline)
     sub.add_argument("-n", "--workers", type=int, default=0, metavar="N", help="run N cases at a time")
     sub.add_argument("-k", "--keyword", metavar="EXPR", help="only cases that match, as in pytest")
+
+
+def _add_printed(sub: argparse.ArgumentParser) -> None:
+    group = sub.add_mutually_exclusive_group()
+    for option in options.PRINTED:
+        option.add_to(group.add_argument)
 
 
 def _add_effort(sub: argparse.ArgumentParser) -> None:

@@ -115,6 +115,16 @@ KNOWN_FAILURES = (
     ),
     Option(flag="--no-expectations", help="excuse no known failure", settings={"action": "store_true"}),
 )
+PRINTED = (
+    Option(
+        flag="--quiet", help="print what does not conform, and the score", settings={"action": "store_true"}
+    ),
+    Option(
+        flag="--json",
+        help="print the conclusion and its causes as JSON; all else goes to stderr",
+        settings={"action": "store_true"},
+    ),
+)
 SHARDS = (
     Option(
         flag="--shard",

@@ -176,7 +176,9 @@ class RecordWriter:
             terminalreporter.write_line(untested, yellow=True)
         for engine, problem in self._unavailable.items():
             terminalreporter.write_line(f"not judged: {engine}: {problem}", red=True)
-        if not self._records:
+        if (
+            not self._records or self._config.option.verbose < -1
+        ):  # as `shardproof run`, which prints its own report
             return
         counts = ", ".join(f"{n} {v}" for v in Verdict if (n := sum(r.verdict is v for r in self._records)))
         kept = f"; kept in {self._out}" if self._out else ""
