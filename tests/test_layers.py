@@ -129,7 +129,7 @@ LAYERS = (
             "harness/verdicts/": ("packaging",),
             "harness/runner/": ("pytest",),
             "harness/audit/": ("pytest",),
-            "harness/cli/": ("pytest", "reports", "fixtures", "tomlkit"),
+            "harness/cli/": ("pytest", "reports", "fixtures", "tomlkit", "rich"),
         },
     ),
     Layer(package="shardproof", allowed=("engine.contract", "harness")),
