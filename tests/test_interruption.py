@@ -12,12 +12,12 @@ import pytest
 
 from benchmarks.live_run import LiveRun
 from shardproof.harness.cli import commands
+from shardproof.harness.cli.exit_codes import OUR_FAULT
 from shardproof.harness.cli.main import main
 from shardproof.harness.records.record import Verdict
 from shardproof.harness.records.run import read_run
 from shardproof.harness.runner import interruption
 from shardproof.harness.runner.interruption import interruptible, uninterrupted
-from shardproof.harness.runner.invoke import OUR_FAULT
 
 # Far above what is needed: machines are busy. No test waits so long unless it fails.
 LIMIT_S = 60.0
@@ -147,8 +147,8 @@ def _select(monkeypatch: pytest.MonkeyPatch, call: Callable[[], int]) -> list[in
         concluded.append(code)
         return 0
 
-    monkeypatch.setattr(commands, "call_pytest", lambda arguments: call())
-    monkeypatch.setattr(commands, "_conclude", conclude)
+    monkeypatch.setattr(commands, "call_pytest", lambda *arguments: call())
+    monkeypatch.setattr(commands, "conclude", conclude)
     return concluded
 
 

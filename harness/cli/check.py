@@ -8,9 +8,9 @@ import sys
 import tempfile
 from pathlib import Path
 
+from shardproof.harness.cli.exit_codes import CONFORMS, DOES_NOT_CONFORM, USAGE
 from shardproof.harness.errors import HarnessBug, UsageError
 from shardproof.harness.records.run import read_run
-from shardproof.harness.runner.invoke import CONFORMS, DOES_NOT_CONFORM, USAGE
 
 __all__ = ["check"]
 

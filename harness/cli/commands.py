@@ -17,18 +17,10 @@ from typing import TYPE_CHECKING
 from shardproof.engine.registry import BUILT_IN, check_spelling
 from shardproof.harness.audit.marks import WORLDS, Breadth
 from shardproof.harness.cases.case_id import node_of
+from shardproof.harness.cli.exit_codes import CONFORMS, DOES_NOT_CONFORM, OUR_FAULT, USAGE, conclude
 from shardproof.harness.records.record import Verdict
 from shardproof.harness.runner.interruption import uninterrupted
-from shardproof.harness.runner.invoke import (
-    CONFORMS,
-    DOES_NOT_CONFORM,
-    OUR_FAULT,
-    USAGE,
-    call_pytest,
-    check_temporary_folder,
-    suite_folders,
-    suites,
-)
+from shardproof.harness.runner.invoke import call_pytest, check_temporary_folder, suite_folders, suites
 from shardproof.harness.runner.options import DEFAULT_WORLD, RunOptions, pytest_arguments
 
 if TYPE_CHECKING:
@@ -142,7 +134,7 @@ def _run(
     except KeyboardInterrupt:  # one that pytest did not take, because it was about to end
         code = _INTERRUPTED
     with uninterrupted():
-        return _conclude(out, code, _printer(arguments, render))
+        return conclude(out, code, lambda: _show(out, _printer(arguments, render)))
 
 
 def _any_is_usable(engines: Sequence[str], limit_s: float) -> bool:
@@ -341,25 +333,6 @@ def _printer(arguments: argparse.Namespace, render: Callable[[Run], str] | None 
     if getattr(arguments, "json", False):
         return print_json
     return print_causes if getattr(arguments, "quiet", False) else print_report
-
-
-def _conclude(out: Path, pytest_code: int, printer: _Printer) -> int:
-    """Turn pytest's exit code into ours; where cases ran the records decide."""
-    has_records = (out / "records.jsonl").exists()
-    if pytest_code == 4:
-        if has_records:  # some of the engines asked for could not be judged; the others were
-            _show(out, printer)
-        return USAGE
-    if pytest_code == 5:
-        print("shardproof: no case was selected; see `shardproof list --cases`", file=sys.stderr)
-        return USAGE
-    if not has_records:
-        print("shardproof: no case was run; see the messages above", file=sys.stderr)
-        return OUR_FAULT
-    code = _show(out, printer)
-    if pytest_code not in (0, 1):
-        return OUR_FAULT
-    return DOES_NOT_CONFORM if code == CONFORMS and pytest_code else code
 
 
 def _show(run_folder: Path, printer: _Printer) -> int:

@@ -9,10 +9,10 @@ from pathlib import Path
 
 from shardproof.engine.registry import EngineNotFoundError
 from shardproof.harness.cli import commands
+from shardproof.harness.cli.exit_codes import OUR_FAULT, USAGE
 from shardproof.harness.cli.parser import parser
 from shardproof.harness.errors import ShardproofError, UsageError
 from shardproof.harness.runner.interruption import interruptible
-from shardproof.harness.runner.invoke import OUR_FAULT, USAGE
 from shardproof.harness.runner.launchers import refuse_launcher
 
 
