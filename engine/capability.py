@@ -49,6 +49,7 @@ class Capability(Enum):
     META = "takes models without memory, and gives them memory and the state of the first rank"
     STATE = "hands out and takes whole state dicts of model and optimizer"
     SHARED_STATE = "hands out and takes each rank's share of the state, in memory and by files"
+    PARAMETER_SHAPES = "gives the optimizer parameters of as many dims as the model's have"
     OWN_BUFFERS = "leaves each rank the buffers that its own forwards made"
     # Control of one unit by the caller.
     UNIT_STATE = "tells and changes whether a unit is gathered"

@@ -16,23 +16,18 @@ _NEEDS_GPU = "GPU"
 
 def render(covered: Coverage) -> str:
     """Render for a terminal: test names shortened, reasons below the table."""
-    rows = [[*_start(found), _told(found, limit=_NUM_TESTS), *_verdicts(found)] for found in covered.rows]
+    rows = [[*_start(found), _cases(found, limit=_NUM_TESTS), *_verdicts(found)] for found in covered.rows]
     return _joined(covered, rows, _headers(covered), "simple")
 
 
 def render_markdown(covered: Coverage) -> str:
     """Render as Markdown, with every test's name, the upstream ones included."""
-    rows = [
-        [
-            f"`{found.row.test}`",
-            *_start(found),
-            _told(found, limit=None).replace("|", "\\|"),
-            *_verdicts(found),
-        ]
-        for found in covered.rows
-    ]
-    swapped = [[row[1], row[0], *row[2:]] for row in rows]
-    return _joined(covered, swapped, ["row", covered.table.column, *_headers(covered)[1:]], "github")
+    rows = []
+    for found in covered.rows:
+        id, *start = _start(found)
+        cases = _cases(found, limit=None).replace("|", "\\|")
+        rows.append([id, f"`{found.row.test}`", *start, cases, *_verdicts(found)])
+    return _joined(covered, rows, ["row", covered.table.column, *_headers(covered)[1:]], "github")
 
 
 def _joined(covered: Coverage, rows: list[list[str]], headers: list[str], form: str) -> str:
@@ -51,7 +46,7 @@ def _joined(covered: Coverage, rows: list[list[str]], headers: list[str], form: 
 
 def _of_totals(covered: Coverage, states: Sequence[RowState]) -> list[str]:
     passed = [f"PASSED by {one_line(engine)}" for engine in covered.engines]
-    return ["file", "tests", "rows", *(state.value for state in states), *passed]
+    return ["file", covered.table.column + "s", "rows", *(state.value for state in states), *passed]
 
 
 def _totals(covered: Coverage, states: Sequence[RowState]) -> list[list[str]]:
@@ -60,7 +55,7 @@ def _totals(covered: Coverage, states: Sequence[RowState]) -> list[list[str]]:
         [
             file or "all",
             str(sum(row.row.num_tests for row in covered.rows if file in {None, row.row.file})),
-            *(str(sum(covered.num_rows(state, file) for state in RowState)),),
+            str(sum(covered.num_rows(state, file) for state in RowState)),
             *(str(covered.num_rows(state, file)) for state in states),
             *(str(covered.num_passed(engine, file)) for engine in covered.engines),
         ]
@@ -83,19 +78,19 @@ def _start(found: RowCoverage) -> list[str]:
     ]
 
 
-def _told(found: RowCoverage, *, limit: int | None) -> str:
+def _cases(found: RowCoverage, *, limit: int | None) -> str:
     return ", ".join(by_test(found.cases, limit=limit)) or "-"
 
 
 def _verdicts(found: RowCoverage) -> list[str]:
-    return [_verdict(told, found) for told in found.verdicts]
+    return [_verdict(row, found) for row in found.verdicts]
 
 
-def _verdict(told: RowVerdict, found: RowCoverage) -> str:
-    if told.verdict is None:
+def _verdict(row: RowVerdict, found: RowCoverage) -> str:
+    if row.verdict is None:
         return _NEEDS_GPU if found.state is RowState.DEVICE else "-"
-    judged = "" if told.num_judged == len(found.cases) else f" ({told.num_judged} of {len(found.cases)})"
-    return f"{told.verdict}{judged}"
+    judged = "" if row.num_judged == len(found.cases) else f" ({row.num_judged} of {len(found.cases)})"
+    return f"{row.verdict}{judged}"
 
 
 def _notes(covered: Coverage) -> list[str]:
@@ -124,6 +119,6 @@ def _listed(ids: Sequence[str]) -> str:
 def _summary(covered: Coverage) -> str:
     num_rows = len(covered.rows)
     passed = ", ".join(f"{one_line(engine)}: {covered.num_passed(engine)}" for engine in covered.engines)
-    told = f"; PASSED by {passed}" if passed else ""
+    verdicts = f"; PASSED by {passed}" if passed else ""
     covers = sum(bool(found.cases) for found in covered.rows)
-    return f"{covers} of {num_rows} rows have cases{told}"
+    return f"{covers} of {num_rows} rows have cases{verdicts}"

@@ -46,6 +46,7 @@ class DistributedDataParallelEngine(Engine):
             Capability.OWN_BUFFERS,
             Capability.EDIT_GRADIENTS,
             Capability.COMPARES_RANKS,
+            Capability.PARAMETER_SHAPES,
         }
     )
     prepared_type: ClassVar[type[PreparedDdp]] = PreparedDdp

@@ -198,16 +198,16 @@ def check_patterns(table: Table, cases: Mapping[str, Collection[str]]) -> None:
 
 def _row(id: str, file: str, test: str, promise: str, *notes: str) -> Row:
     """Read a row: notes are patterns, what is open, or a kind with its reason."""
-    told = {word: text for word, colon, text in (note.partition(": ") for note in notes) if colon}
-    kinds = [kind for kind in Kind if kind.value in told]
+    texts = {word: text for word, colon, text in (note.partition(": ") for note in notes) if colon}
+    kinds = [kind for kind in Kind if kind.value in texts]
     return Row(
         id=id,
         file=file,
         test=test,
         promise=promise,
         kind=kinds[0] if kinds else Kind.OBSERVABLE,
-        why=told[kinds[0].value] if kinds else "",
-        missing=told.get("open", ""),
+        why=texts[kinds[0].value] if kinds else "",
+        missing=texts.get("open", ""),
         patterns=tuple(note for note in notes if ": " not in note),
     )
 
@@ -241,7 +241,7 @@ def cover(
     for row in table.rows:
         standing = tuple(sorted(c for c, named in cases.items() if row.id in named or row.names(c, named)))
         judged = [[v for case in standing if (v := verdicts.get((e, case)))] for e in engines]
-        told = tuple(
+        of_engines = tuple(
             RowVerdict(verdict=judge_row([v for some in lists for v in some]), num_judged=len(lists))
             for lists in judged
         )
@@ -251,7 +251,7 @@ def cover(
             RowCoverage(
                 row=row,
                 cases=standing,
-                verdicts=told,
+                verdicts=of_engines,
                 num_mutants=len(named),
                 num_killed=None if killed is None else len(named & found),
             )

@@ -21,10 +21,11 @@ from shardproof.harness.audit.upstream_coverage import (
     read_tables,
 )
 from shardproof.harness.cases.case_id import Node
+from shardproof.harness.cli.exit_codes import CONFORMS, DOES_NOT_CONFORM, OUR_FAULT, USAGE
 from shardproof.harness.cli.mutants import shipped
 from shardproof.harness.errors import UsageError
 from shardproof.harness.records.run import read_run
-from shardproof.harness.runner.invoke import CONFORMS, DOES_NOT_CONFORM, OUR_FAULT, USAGE, call_pytest, suites
+from shardproof.harness.runner.invoke import call_pytest, suites
 from shardproof.reports.coverage_table import render, render_markdown
 
 __all__ = ["collect", "show_coverage"]
