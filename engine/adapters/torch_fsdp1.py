@@ -60,7 +60,7 @@ class FullyShardedDataParallelEngine(WrapperEngine):
     prepared_type = PreparedFsdp1
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        """Wrap every unit of the plan; pieces of a parameter that lies in memory by columns cannot be told."""
+        """Wrap every unit of the plan; pieces of a parameter that lies in memory by columns are not read."""
         strided = [name for name, p in model.named_parameters() if not p.is_contiguous()]
         if strided:
             raise ValueError(f"torch.fsdp1: expected contiguous parameters, got {strided}; try .contiguous()")

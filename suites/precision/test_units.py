@@ -38,7 +38,7 @@ def _gathers(unit: str) -> Select:
 @pytest.mark.worlds(POWERS_OF_TWO)
 @pytest.mark.kills("IgnoresTheDtypeOfAUnit")
 @pytest.mark.parametrize(
-    ("own", "told"),
+    ("own", "noted"),
     [
         pytest.param((BF16, None, True), "bfloat16, bfloat16, bfloat16", id="casts"),
         pytest.param((F16, None, True), "float16, float16, float16", id="float16"),
@@ -53,7 +53,7 @@ def _gathers(unit: str) -> Select:
 )
 @pytest.mark.parametrize("layout", [Layout.SHARD, Layout.REPLICATE], ids=lambda x: x.name.lower())
 def test_a_unit_has_dtypes_of_its_own(
-    trial: Trial, layout: Layout, own: tuple[torch.dtype, torch.dtype | None, bool], told: str
+    trial: Trial, layout: Layout, own: tuple[torch.dtype, torch.dtype | None, bool], noted: str
 ) -> None:
     dtypes = UnitDtypes(unit="narrow", compute_dtype=own[0], output_dtype=own[1], casts_inputs=own[2])
     training = train(
@@ -73,7 +73,7 @@ def test_a_unit_has_dtypes_of_its_own(
     trial.holds(
         training,
         MatchesOracle(),
-        Notes(subject=dtypes_of("narrow"), value=told),
+        Notes(subject=dtypes_of("narrow"), value=noted),
         Notes(subject=dtypes_of("wide"), value="float32, float32, float32"),
         *(crossing if layout is Layout.SHARD else []),
         RanksAgree(),

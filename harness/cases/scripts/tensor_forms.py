@@ -72,15 +72,15 @@ class NotesUnitDtypes:
         EachMicrobatch().play(actor)
 
     def _watch(self, actor: Actor, unit: str) -> None:
-        module, told = actor.part(unit), list[str]()
+        module, noted = actor.part(unit), list[str]()
 
         # Any: a module takes what it likes. Both run after the engine's own hooks, which were there before.
         def enter(_: nn.Module, inputs: tuple[Any, ...]) -> None:
-            told.append(_dtypes(inputs))
-            told.append(_dtypes(module.parameters()))
+            noted.append(_dtypes(inputs))
+            noted.append(_dtypes(module.parameters()))
 
         def leave(_: nn.Module, __: tuple[Any, ...], output: torch.Tensor) -> None:
-            actor.note(dtypes_of(unit), ", ".join((*told, _dtypes([output]))))
+            actor.note(dtypes_of(unit), ", ".join((*noted, _dtypes([output]))))
             for handle in handles:
                 handle.remove()
 
