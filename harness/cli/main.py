@@ -28,7 +28,7 @@ from shardproof.harness.runner.invoke import (
     suite_folders,
     suites,
 )
-from shardproof.harness.runner.launchers import refuse_launcher
+from shardproof.harness.runner.launchers import is_launched, join_launcher
 
 if TYPE_CHECKING:
     from shardproof.harness.records.run import Run
@@ -51,9 +51,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Last, so that no folder there hides one of ours. Commands that only read a run do not look there.
         sys.path.append(str(Path.cwd()))
     try:
-        if arguments.command in {run, check, mutants}:
-            refuse_launcher(os.environ)
-        with interruptible():
+        with interruptible(or_terminated=is_launched(getattr(arguments, "world", None))):
+            if arguments.command in {run, check, mutants}:
+                seed = getattr(arguments, "schedule_seed", 0)
+                lent = join_launcher(os.environ, arguments.world, seed=seed)
+                if lent is not None:
+                    return lent
             code: int = arguments.command(arguments)
     except KeyboardInterrupt:
         print("shardproof: interrupted", file=sys.stderr)
@@ -129,8 +132,7 @@ def _run(
     file = None if arguments.no_expectations else known_failures_file.find(arguments.expectations)
     if file is not None:
         known_failures_file.read(file, today=today())
-    for world in arguments.world or []:
-        WorldSpec.parse(world)
+    arguments.world = [str(WorldSpec.parse(world)) for world in arguments.world or []]
     effort = RunOptions(
         seed=arguments.schedule_seed, num_schedules=arguments.schedules, is_thorough=arguments.thorough
     )

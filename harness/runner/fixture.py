@@ -16,7 +16,7 @@ from shardproof.harness.errors import HarnessBug, UsageError
 from shardproof.harness.records.run import OBSERVATIONS, read_run
 from shardproof.harness.runner.collection import refuse
 from shardproof.harness.runner.engines import examine
-from shardproof.harness.runner.launchers import refuse_launcher
+from shardproof.harness.runner.launchers import is_launched, refuse_launcher
 from shardproof.harness.runner.options import Cell, Keep
 from shardproof.harness.runner.plugin import CELLS, CELLS_ARE_CHOSEN, EFFORT, will_run
 from shardproof.harness.runner.record_writer import (
@@ -63,7 +63,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """
     if will_run(config) and any("trial" in getattr(item, "fixturenames", ()) for item in items):
         try:
-            refuse_launcher(os.environ)
+            if not is_launched(config.getoption("--world")):
+                refuse_launcher(os.environ)
         except UsageError as error:
             refuse(config, items, error)
     catalogue = collected([item.nodeid for item in items], config.args)

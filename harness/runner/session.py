@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from shardproof.engine.contract import Capability
 from shardproof.harness.cases.training import Training, Watch
-from shardproof.harness.errors import UnreadableError, UsageError
+from shardproof.harness.errors import LostHostError, UnreadableError, UsageError
 from shardproof.harness.laws.diagnosis import NOT_FINITE
 from shardproof.harness.laws.runtime import NoRaces
 from shardproof.harness.records.ledger_summary import summarize
@@ -62,7 +62,9 @@ class TrialSession:
         try:
             found = self._judged(case, training, cell, engine)
         except Exception as error:  # whatever breaks here is ours, and must not stop the other cases
-            if isinstance(error, UsageError) and not self._is_fresh(error):
+            if isinstance(error, LostHostError) or (
+                isinstance(error, UsageError) and not self._is_fresh(error)
+            ):
                 raise
             headline = f"{type(error).__name__}: {error}\n{traceback.format_exc()}"
             found = _Judged(

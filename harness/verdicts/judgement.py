@@ -252,33 +252,41 @@ def _worst(rulings: Sequence[Ruling]) -> TensorRecord | None:
 def _tell_hang(result: WorldResult, hang: HangReport) -> str:
     """Return who waits for whom: the ledgers word it alike in every world, a backend's error does not."""
     late = sorted(o.rank for o in result.outcomes if isinstance(o, TimedOut))
+    hosts = dict.fromkeys(o.host for o in result.outcomes if isinstance(o, TimedOut) and o.host)
+    where = f" on {', '.join(hosts)}" if hosts else ""
     # A consequence by its text, which an engine's library may have raised for a reason of its own.
     raised = [o for o in result.outcomes if isinstance(o, Raised) and o.is_symptom]
     errors = [_tell(o) for o in raised if o.kind not in TRANSPORT_ERRORS]
-    parts = [hang.summary, f"not ended at the deadline: rank(s) {late}" if late else "", *errors[:1]]
+    parts = [hang.summary, f"not ended at the deadline: rank(s) {late}{where}" if late else "", *errors[:1]]
     return "; ".join(part for part in parts if part)
+
+
+def _rank(outcome: Raised | Died | TimedOut | Abandoned) -> str:
+    return f"rank {outcome.rank}" + (f" on {outcome.host}" if outcome.host else "")
 
 
 def _tell(outcome: Outcome) -> str:
     match outcome:
         case Raised():
-            return f"rank {outcome.rank} raised {outcome.kind}: {outcome.message}"
+            return f"{_rank(outcome)} raised {outcome.kind}: {outcome.message}"
         case Died(is_attributed=True):
             when = " after its result" if outcome.is_after_result else ""
-            return f"rank {outcome.rank} {outcome.how}{when}{_where(outcome.text)}"
+            return f"{_rank(outcome)} {outcome.how}{when}{_where(outcome.text)}"
         case Died():
             how = f"{outcome.how} after their results" if outcome.is_after_result else outcome.how
             return f"the process of all ranks {how}; nothing tells which rank ended it{_where(outcome.text)}"
         case TimedOut(is_after_result=True):
-            who = f"rank {outcome.rank}" if outcome.is_attributed else "the process of all ranks"
+            who = _rank(outcome) if outcome.is_attributed else "the process of all ranks"
             thread = (
                 f"; thread {outcome.thread!r}, which is not a daemon, still runs" if outcome.thread else ""
             )
             return f"{who} returned its result and did not end{thread}{_where(outcome.stack)}"
         case TimedOut():
-            return f"rank {outcome.rank} did not end; last collective: {outcome.last_call}{_where(outcome.stack)}"
+            return (
+                f"{_rank(outcome)} did not end; last collective: {outcome.last_call}{_where(outcome.stack)}"
+            )
         case Abandoned():
-            return f"rank {outcome.rank} was stopped because of another rank"
+            return f"{_rank(outcome)} was stopped because of another rank"
         case Returned():
             return f"rank {outcome.rank} returned"
         case _:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import difflib
+import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 
 from shardproof.harness.errors import UsageError
+from shardproof.harness.worlds.launched.launcher import launched_process
 
 MAX_RANKS = 64
 
@@ -18,6 +20,12 @@ class WorldKind(StrEnum):
 
     THREADS = "threads"  # threads of one killable process, over our own in-memory collectives
     PROCESSES = "processes"  # a process each, over gloo on cpu and nccl on cuda
+    LAUNCHED = (
+        "launched"  # as processes, each beside one that torchrun or srun started, on any number of hosts
+    )
+
+
+OWN_KINDS = (WorldKind.THREADS, WorldKind.PROCESSES)  # those that need no launcher
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +44,8 @@ class WorldSpec:
 
     def __post_init__(self) -> None:
         """Refuse sizes and devices that no world has."""
-        if not 1 <= self.size <= MAX_RANKS:
+        most = self.size if self.kind is WorldKind.LAUNCHED else MAX_RANKS
+        if not 1 <= self.size <= most:
             raise UsageError(
                 f"world {self}",
                 expected=f"1 to {MAX_RANKS} ranks",
@@ -53,14 +62,19 @@ class WorldSpec:
 
     @classmethod
     def parse(cls, text: str, *, deadline_s: float = 60.0) -> WorldSpec:
-        """Read ``threads:4``, ``processes:2`` or ``processes:2:cuda``; raises UsageError for the rest."""
+        """Read ``threads:4``, ``processes:2`` or ``processes:2:cuda``; raises UsageError for the rest.
+
+        ``launched`` has the size that the launcher of this process gave.
+        """
+        if text.partition(":")[0] == WorldKind.LAUNCHED and not re.match(r"launched:\d", text):
+            text = text.replace("launched", f"launched:{launched_process(os.environ).size}", 1)
         match = re.fullmatch(r"([a-z]+):(\d+)(?::(cpu|cuda))?", text)
         if match is None or match[1] not in set(WorldKind):
             near = difflib.get_close_matches(text.split(":")[0], list(WorldKind), n=1, cutoff=0.4)
             hint = f"{near[0]}:4" if near else "threads:4"
             raise UsageError(
                 "--world",
-                expected="KIND:SIZE or KIND:SIZE:DEVICE, with KIND threads or processes",
+                expected="KIND:SIZE or KIND:SIZE:DEVICE, with KIND threads, processes or launched",
                 got=repr(text),
                 hint=f"--world {hint}",
             )
@@ -74,25 +88,26 @@ class WorldSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """A named set of world sizes; with ``kind`` those of worlds in which ranks live so."""
+    """A named set of world sizes; with ``share_a_process`` those of worlds in which ranks do, or do not."""
 
     name: str
     allows: Callable[[int], bool]
-    kind: WorldKind | None = None
+    share_a_process: bool | None = None
 
     def suits(self, world: WorldSpec) -> bool:
         """Whether this world is one of them."""
-        return self.allows(world.size) and self.kind in {None, world.kind}
+        is_threads = world.kind is WorldKind.THREADS
+        return self.allows(world.size) and self.share_a_process in {None, is_threads}
 
 
 ALONE = Sizes(name="one rank", allows=lambda size: size == 1)
 SEVERAL = Sizes(name="two ranks or more", allows=lambda size: size > 1)
 THREE_OR_MORE = Sizes(name="three ranks or more", allows=lambda size: size > 2)
 # For calls of an engine that keeps something for the whole process, so that ranks which share one disturb each other.
-APART = Sizes(name="ranks that share no process", allows=lambda size: size > 1, kind=WorldKind.PROCESSES)
+APART = Sizes(name="ranks that share no process", allows=lambda size: size > 1, share_a_process=False)
 # For laws that count what is alive: gloo's own threads may hold a work, and its tensors, after the engine let go of it.
 TOGETHER = Sizes(
-    name="several ranks that share a process", allows=lambda size: size > 1, kind=WorldKind.THREADS
+    name="several ranks that share a process", allows=lambda size: size > 1, share_a_process=True
 )
 EVEN = Sizes(name="two replicas of equal size", allows=lambda size: size % 2 == 0)
 FOUR_OR_MORE_EVEN = Sizes(

@@ -12,14 +12,12 @@ import threading
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import NoReturn
-from zlib import crc32
 
 import torch
 import torch.distributed as dist
 
-from shardproof.harness.torch_compat.process_groups import FileStore, Store
+from shardproof.harness.torch_compat.process_groups import FileStore, Store, TCPStore
 from shardproof.harness.tracing.collectives.interception import Interceptor, standing_in_c10d
 from shardproof.harness.tracing.current_rank import bind_rank, current_rank
 from shardproof.harness.tracing.operators import current_witnesses
@@ -99,16 +97,15 @@ def host_main(connection: Connection, spec: HostSpec) -> None:
 def _host_process(link: SupervisorLink, spec: HostSpec) -> None:
     world, (rank,) = spec.world, spec.ranks
     recorders: list[Recorder] = []
-    device = torch.device(world.device, rank) if world.device == "cuda" else torch.device("cpu")
-    store = FileStore(str(spec.folder / "store"), world.size)
+    os.environ.update(spec.environment)
+    device = _device(spec)
     backend = "nccl" if world.device == "cuda" else "gloo"
-    os.environ.update(_launched(rank, world.size, spec.folder))
 
     def enter() -> None:
         if not dist.is_initialized():
             if device.type == "cuda":
                 torch.cuda.set_device(device)
-            _join(world, backend, store, rank)
+            _join(world, backend, _store(spec), rank)
 
     door = Interceptor(
         recorder=lambda: recorders[-1] if recorders else None,
@@ -127,19 +124,20 @@ def _host_process(link: SupervisorLink, spec: HostSpec) -> None:
         await_threads(link)
 
 
-def _launched(rank: int, size: int, folder: Path) -> dict[str, str]:
-    """Return the environment that launchers give a rank; no process listens on the port unless an engine does."""
-    port = (
-        20_000 + crc32(str(folder).encode()) % 10_000
-    )  # the same on all ranks of a world, another in the next
-    return {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(size),
-        "LOCAL_WORLD_SIZE": str(size),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-    }
+def _device(spec: HostSpec) -> torch.device:
+    """Return the rank's device; a launcher may show each process its own GPU alone."""
+    if spec.world.device == "cpu":
+        return torch.device("cpu")
+    number = int(spec.environment["LOCAL_RANK"])
+    return torch.device("cuda", number % (torch.cuda.device_count() or 1))
+
+
+def _store(spec: HostSpec) -> Store:
+    if spec.store is None:
+        return FileStore(str(spec.folder / "store"), spec.world.size)
+    return TCPStore(
+        spec.environment["MASTER_ADDR"], spec.store, timeout=timedelta(seconds=spec.world.deadline_s)
+    )
 
 
 def _destroy_groups(link: SupervisorLink, rank: int) -> None:
