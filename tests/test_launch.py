@@ -15,7 +15,7 @@ from shardproof.harness.worlds.outcome import Raised, Returned, WorldResult
 from shardproof.harness.worlds.rank import RankContext
 from shardproof.harness.worlds.spec import OWN_KINDS, WorldKind, WorldSpec
 
-KINDS = list(OWN_KINDS)
+KINDS = list(WorldKind)
 
 
 def _sum_and_process(context: RankContext) -> tuple[float, int]:

@@ -42,7 +42,7 @@ _handlers: list[_Interrupts] = []  # at most one, and none where Python's own ha
 
 @contextlib.contextmanager
 def interruptible(*, or_terminated: bool = False) -> Iterator[None]:
-    """Handle SIGINT in this way, and SIGTERM too if asked; only the main thread can, and only the outermost call does."""
+    """Handle SIGINT so, and SIGTERM too if asked; only the main thread can, and only the outermost call does."""
     if _handlers or threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -119,9 +119,20 @@ def open_cluster(process: LaunchedProcess, seed: int) -> Cluster:
 
 
 def meet_supervisor(process: LaunchedProcess) -> tuple[Connection, str]:
-    """Connect an agent to process 0; returns the connection and the token to introduce itself with."""
-    found = json.loads(_store(process).get(_KEY))
-    link = socket.create_connection((process.address, found["port"]), timeout=_MEETING_LIMIT_S)
+    """Connect an agent to process 0; returns the connection and the token to introduce itself with.
+
+    Raises UsageError where process 0 is not there.
+    """
+    try:
+        found = json.loads(_store(process).get(_KEY))
+        link = socket.create_connection((process.address, found["port"]), timeout=_MEETING_LIMIT_S)
+    except (OSError, RuntimeError) as error:  # torch's own errors of the network are of the latter
+        raise UsageError(
+            f"process {process.rank} of {process.launcher}",
+            expected=f"process 0 at {process.address} within {_MEETING_LIMIT_S:.0f} s",
+            got=str(error).partition("\n")[0],
+            hint="what process 0 has printed",
+        ) from error
     return _connection(link), str(found["token"])
 
 
@@ -133,8 +144,9 @@ def releases() -> str:
 def _meet(process: LaunchedProcess) -> dict[int, AgentLink]:
     token, links = secrets.token_hex(16), dict[int, AgentLink]()
     limit = time.monotonic() + _MEETING_LIMIT_S
+    store = _store(process)  # which ends with this name, where it is ours
     with socket.create_server(("", 0), backlog=process.size) as server:
-        _store(process).set(_KEY, json.dumps({"port": server.getsockname()[1], "token": token}))
+        store.set(_KEY, json.dumps({"port": server.getsockname()[1], "token": token}))
         while len(links) < process.size - 1 and (left := limit - time.monotonic()) > 0:
             server.settimeout(left)
             with suppress(TimeoutError):
