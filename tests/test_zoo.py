@@ -18,7 +18,7 @@ from shardproof.harness.verdicts.judgement import judge_failure
 from shardproof.harness.worlds.launch import launch
 from shardproof.harness.worlds.outcome import Abandoned, Died, Outcome, Raised, Returned, TimedOut
 from shardproof.harness.worlds.rank import RankContext
-from shardproof.harness.worlds.spec import OWN_KINDS, WorldKind, WorldSpec
+from shardproof.harness.worlds.spec import WorldKind, WorldSpec
 from tests.zoo import CULPRIT, ZOO
 
 DEADLINE_S = 3.0
