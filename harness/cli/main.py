@@ -29,6 +29,7 @@ from shardproof.harness.runner.invoke import (
     suites,
 )
 from shardproof.harness.runner.launchers import is_launched, join_launcher
+from shardproof.harness.worlds.launched.launcher import launched_process
 
 if TYPE_CHECKING:
     from shardproof.harness.records.run import Run
@@ -72,8 +73,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(arguments: argparse.Namespace) -> int:
     """Judge engines on suites: launch worlds, record verdicts, write the reports."""
-    from shardproof.harness.cli.parts import part_options
+    from shardproof.harness.cli.parts import part_options, take_up
 
+    if is_launched(arguments.world):
+        done = take_up(arguments, launched_process(os.environ))
+        if done is not None:
+            return _show(done)
     return _run(arguments, f"--keep={arguments.keep}", *part_options(arguments))
 
 

@@ -33,6 +33,7 @@ from shardproof.harness.worlds.outcome import (
     WorldResult,
     causal,
 )
+from shardproof.harness.worlds.output import SUFFIX
 from shardproof.harness.worlds.processes.stacks import is_in_passage
 
 # The error of the threads world that says what the engine did, as gloo's hangs and garbage do not.
@@ -306,6 +307,13 @@ def _outcome_records(result: WorldResult) -> tuple[OutcomeRecord, ...]:
 
 
 def _evidence_text(outcome: Outcome) -> str:
+    if isinstance(outcome, Returned):
+        return ""
+    printed = f"on {outcome.host}, log host{outcome.rank}{SUFFIX}" if outcome.host else ""
+    return f"{printed}\n{_evidence(outcome)}".strip()
+
+
+def _evidence(outcome: Raised | Died | TimedOut | Abandoned) -> str:
     match outcome:
         case Raised():
             return outcome.traceback or f"{outcome.kind}: {outcome.message}"
@@ -313,7 +321,7 @@ def _evidence_text(outcome: Outcome) -> str:
             return f"{outcome.how}\n{outcome.text}".strip()
         case TimedOut():
             return f"last collective: {outcome.last_call}\n{outcome.stack}".strip()
-        case Returned() | Abandoned():
+        case Abandoned():
             return ""
         case _:
             assert_never(outcome)
