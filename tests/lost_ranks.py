@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -37,7 +38,11 @@ class _PreparedHang(_PreparedDeath):
 
 class _PreparedLauncherDeath(_PreparedDeath):
     def lose(self) -> None:
-        """Kill the process that the launcher started: above the fork server and its keeper."""
+        """Kill the process that the launcher started, above the fork server and its keeper; the first time only."""
+        try:
+            Path(os.environ["TMPDIR"], "lost").touch(exist_ok=False)
+        except FileExistsError:
+            return
         process = os.getpid()
         for _ in range(3):
             process = parent_of(process) or 0
