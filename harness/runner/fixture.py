@@ -31,7 +31,7 @@ from shardproof.harness.runner.selection import NUM_ELSEWHERE
 from shardproof.harness.runner.session import Source, TrialSession
 from shardproof.harness.runner.trial import Trial
 from shardproof.harness.worlds.processes.forkserver import NUM_SERVERS, warm_up
-from shardproof.harness.worlds.spec import Sizes, WorldKind
+from shardproof.harness.worlds.spec import ANY, Sizes, WorldKind
 
 __all__ = ["Trial"]
 
@@ -156,7 +156,7 @@ def _why_senseless(item: pytest.Item) -> str:
     cell = _cell(item)
     if cell is None or cell.is_placeholder:
         return ""
-    sizes: list[Sizes] = [marker.args[0] for marker in item.iter_markers("worlds")]
+    sizes: list[Sizes] = [marker.args[0] for marker in item.iter_markers("worlds")] or [ANY]
     devices = {marker.args[0] for marker in item.iter_markers("device")} - {cell.world.device}
     needs = [*(s.name for s in sizes if not s.suits(cell.world)), *(f"the device {d}" for d in devices)]
     return f"needs {needs[0]}" if needs else ""

@@ -109,23 +109,23 @@ class TrialSession:
     def _judged(self, case: Case, training: Training, cell: Cell, engine: EngineDescription) -> _Judged:
         """Judge what was seen under each schedule; the first that did not pass is told, else the first."""
         declared = engine.capabilities
-        is_shared = engine.needs_processes and cell.world.kind is WorldKind.THREADS
+        is_shared = engine.needs_processes and _share_a_process(cell)
         lacks = "a process for each rank (try --world processes:N)" if is_shared else ""
         oracle = self._oracle(case, cell)
         found: list[_Judged] = []
         for seed, kept in self._archive.observations(
             training, cell, self._effort.seeds(training, cell.world), case.id
         ):
-            judgement = judge(case, declared, kept, oracle, lacks=lacks)
+            judgement = judge(case, declared, kept, oracle, lacks=lacks, simulated=_num_simulated(cell))
             if _is_unexplained(judgement, training, cell):
                 judgement = self._explained(judgement, case, cell, seed, declared)
-            found.append(_Judged(judgement=judgement, seed=seed, ledger=summarize(kept.ledgers)))
+            found.append(_Judged(judgement=judgement, seed=seed, ledger=summarize(kept.ledgers_by_rank)))
             if judgement.verdict is not Verdict.PASSED:
                 break
         return found[-1] if found[-1].judgement.verdict is not Verdict.PASSED else found[0]
 
     def _oracle(self, case: Case, cell: Cell) -> Callable[[], OracleObservation]:
-        data_size = case.training.plan.data_size(cell.world.size)
+        data_size = 1 if _num_simulated(cell) else case.training.plan.data_size(cell.world.size)
         limit_s = max(cell.world.deadline_s, _LEAST_FOR_ORACLE_S)
         device = cell.world.device
         return lambda: replace(
@@ -148,6 +148,14 @@ class TrialSession:
             return judgement
         told = "; ".join(law.summary for law in races)
         return replace(judgement, headline=f"{judgement.headline}; {told}", laws=(*judgement.laws, *races))
+
+
+def _share_a_process(cell: Cell) -> bool:
+    return cell.world.kind in {WorldKind.THREADS, WorldKind.SIMULATED}
+
+
+def _num_simulated(cell: Cell) -> int:
+    return cell.world.size if cell.world.kind is WorldKind.SIMULATED else 0
 
 
 def _is_unexplained(judgement: Judgement, training: Training, cell: Cell) -> bool:

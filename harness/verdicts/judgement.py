@@ -66,11 +66,13 @@ def judge(
     oracle: Callable[[], OracleObservation],
     *,
     lacks: str = "",
+    simulated: int = 0,
 ) -> Judgement:
     """Judge every rank of one case; an undeclared capability turns the question into *was it refused?*
 
     So does what the world ``lacks``. ``oracle`` is called only if there are numbers to compare: a hang or a crash is
-    judged without it, and so at once.
+    judged without it, and so at once. ``simulated``: so many ranks, of which ``kept`` has some; their numbers mean
+    nothing, and the oracle is asked for shapes alone.
     """
     undeclared = case.training.needs - declared
     if undeclared or lacks:
@@ -85,7 +87,7 @@ def judge(
         return Judgement(verdict=Verdict.CRASHED, headline=headline, outcomes=_outcome_records(kept.result))
     if not kept.result.is_clean:
         return judge_failure(kept)
-    return _judge_laws(case, kept, oracle())
+    return _judge_laws(case, kept, oracle(), simulated)
 
 
 def implied(training: Training) -> tuple[Law, ...]:
@@ -97,12 +99,13 @@ def implied(training: Training) -> tuple[Law, ...]:
 def _judge_refusal(needs: str, kept: SavedResult) -> Judgement:
     """Ask whether every rank refused before training; anything else is a finding, a crash on the way included."""
     outcomes = _outcome_records(kept.result)
-    num_ranks = len(kept.result.outcomes)
+    ranks = {o.rank for o in kept.result.outcomes}
+    num_ranks = len(ranks)
     if len(kept.refusals) == num_ranks and kept.result.is_clean:
         headline = f"needs {needs}; refused with {kept.refusals[0]}"
         return Judgement(verdict=Verdict.UNSUPPORTED, headline=headline, outcomes=outcomes)
     if kept.refusals and len(kept.refusals) < num_ranks and not _ends_badly(kept.result):
-        others = sorted(set(range(num_ranks)) - set(kept.refusals))
+        others = sorted(ranks - set(kept.refusals))
         headline = (
             f"needs {needs}; refused on rank(s) {sorted(kept.refusals)} with {min(kept.refusals.items())[1]}, "
             f"while rank(s) {others} went ahead"
@@ -148,7 +151,7 @@ def _went_ahead(kept: SavedResult, refused: Set[int]) -> list[int]:
 
     A world is stopped when its first rank raises: who is no further than that rank may have been about to raise too.
     """
-    ledgers = dict(enumerate(kept.ledgers))
+    ledgers = kept.ledgers_by_rank
     calls = Counterparts(ledgers)
     return [
         o.rank
@@ -183,7 +186,7 @@ def judge_failure(kept: SavedResult) -> Judgement:
     is_hang = isinstance(cause, TimedOut) or (isinstance(cause, Raised) and cause.kind in TRANSPORT_ERRORS)
     if not is_hang and not (isinstance(cause, Raised) and cause.is_symptom):
         return _judge_crash(kept, cause)
-    ledgers = dict(enumerate(kept.ledgers))
+    ledgers = kept.ledgers_by_rank
     hang = analyse_hang(kept.result.outcomes, ledgers)
     mismatch = first_disagreement(ledgers)
     if isinstance(cause, Raised) and cause.kind == _MISMATCH:
@@ -199,7 +202,7 @@ def judge_failure(kept: SavedResult) -> Judgement:
 
 def _judge_crash(kept: SavedResult, cause: Outcome) -> Judgement:
     """Name the crash; what ranks disagreed on before is its cause, unless the engine raised an error of its own."""
-    ledgers = dict(enumerate(kept.ledgers))
+    ledgers = kept.ledgers_by_rank
     mismatch = first_disagreement(ledgers)
     harm = harm_in(kept.ledgers)  # what was freed or overwritten too early may be what the rank fell over
     is_own = isinstance(cause, Raised) and not is_in_passage(cause.traceback)
@@ -216,14 +219,14 @@ def _judge_crash(kept: SavedResult, cause: Outcome) -> Judgement:
     )
 
 
-def _judge_laws(case: Case, kept: SavedResult, oracle: OracleObservation) -> Judgement:
+def _judge_laws(case: Case, kept: SavedResult, oracle: OracleObservation, simulated: int) -> Judgement:
     evidence = Evidence(
         training=case.training,
-        world_size=len(kept.ranks),
+        world_size=simulated or len(kept.ranks),
         ranks=kept.ranks,
         oracle=oracle,
     )
-    reason = incomparable_because(evidence)
+    reason = None if simulated else incomparable_because(evidence)
     if reason is not None:
         return Judgement(verdict=Verdict.VACUOUS, headline=reason)
     always = implied(case.training)
@@ -234,7 +237,7 @@ def _judge_laws(case: Case, kept: SavedResult, oracle: OracleObservation) -> Jud
     records = tuple(r.record for r in rulings)
     if broken:
         return Judgement(verdict=Verdict.FAILED, headline=_headline(broken[0]), laws=records, worst=worst)
-    reason = vacuous_because(evidence)
+    reason = None if simulated else vacuous_because(evidence)  # a law of ledgers is never vacuous, but blind
     if reason is not None:
         return Judgement(verdict=Verdict.VACUOUS, headline=reason, laws=records, worst=worst)
     held = "; ".join(_headline(r) for r in rulings)

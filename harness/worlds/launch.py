@@ -67,8 +67,8 @@ class World:
     def __init__(self, spec: WorldSpec, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.spec = spec
-        ranks = tuple(range(spec.size))
-        shares = [ranks] if spec.kind is WorldKind.THREADS else [(rank,) for rank in ranks]
+        share_one = spec.kind in {WorldKind.THREADS, WorldKind.SIMULATED}
+        shares = [spec.ranks] if share_one else [(rank,) for rank in spec.ranks]
         self._cluster = _cluster_for(spec) if spec.kind is WorldKind.LAUNCHED else None
         # As in a launcher's job: one process has the store, for all ranks of one world.
         self._store = (
@@ -113,7 +113,7 @@ class World:
         except BaseException:
             self._kill()
             raise
-        result = WorldResult(outcomes=tuple(outcomes[rank] for rank in range(self.spec.size)))
+        result = WorldResult(outcomes=tuple(outcomes[rank] for rank in self.spec.ranks))
         if not result.is_clean:
             return WorldResult(outcomes=result.outcomes, leaks=self._kill())
         return result

@@ -11,13 +11,14 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import NoReturn
 
 import torch
 import torch.distributed as dist
 
-from shardproof.harness.torch_compat.process_groups import FileStore, Store, TCPStore
+from shardproof.harness.torch_compat.process_groups import FileStore, HashStore, Store, TCPStore
 from shardproof.harness.tracing.collectives.interception import Interceptor, standing_in_c10d
 from shardproof.harness.tracing.current_rank import bind_rank, current_rank
 from shardproof.harness.tracing.operators import current_witnesses
@@ -29,6 +30,7 @@ from shardproof.harness.worlds.processes.leaving import await_threads, leave, st
 from shardproof.harness.worlds.processes.lineage import adopt_orphans
 from shardproof.harness.worlds.raised import raised, text_of
 from shardproof.harness.worlds.rank import RankContext, journal_path, run_rank
+from shardproof.harness.worlds.simulated import simulating
 from shardproof.harness.worlds.spec import WorldKind, WorldSpec
 from shardproof.harness.worlds.threads.isolation import isolate_threads
 from shardproof.harness.worlds.threads.process_group import (
@@ -87,10 +89,13 @@ def host_main(connection: Connection, spec: HostSpec) -> None:
         faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
         torch.set_num_threads(1)
         link = SupervisorLink(connection, spec.ranks)
-        if spec.world.kind is WorldKind.THREADS:
-            _host_threads(link, spec)
-        else:
-            _host_process(link, spec)
+        match spec.world.kind:
+            case WorldKind.THREADS:
+                _host_threads(link, spec)
+            case WorldKind.SIMULATED:
+                _host_simulated(link, spec)
+            case WorldKind.PROCESSES | WorldKind.LAUNCHED:
+                _host_process(link, spec)
         leave(link)
 
 
@@ -179,6 +184,23 @@ def _host_threads(link: SupervisorLink, spec: HostSpec) -> None:
         await_threads(link)
 
 
+def _host_simulated(link: SupervisorLink, spec: HostSpec) -> None:
+    """Run each rank of a sample by itself: it has all process groups of its rank, and nobody answers in them."""
+    world, recorders = spec.world, list[Recorder]()
+    register_threads_backend()
+    with standing_in_c10d(simulating(lambda: recorders[-1] if recorders else None)), _last_words(link):
+        link.send(Ready())
+        while (job := link.jobs.get()) is not None:
+            for rank in spec.ranks:
+                link.send(Started(rank=rank, thread_ident=threading.get_ident()))
+                context = _context(world, rank, torch.device("cpu"), job)
+                recorders.append(context.recorder)
+                _report(link, context, job, partial(_join, world, "threads", HashStore(), rank))
+                if dist.is_initialized():
+                    _destroy_groups(link, rank)
+        await_threads(link)
+
+
 def _run_threads(
     link: SupervisorLink,
     job: Job,
@@ -237,7 +259,8 @@ def _context(world: WorldSpec, rank: int, device: torch.device, job: Job) -> Ran
         device=device,
         folder=job.folder,
         recorder=Recorder(journal_path(job.folder, rank)),
-        shares_a_process=world.kind is WorldKind.THREADS,
+        shares_a_process=world.kind in {WorldKind.THREADS, WorldKind.SIMULATED},
+        is_simulated=world.kind is WorldKind.SIMULATED,
     )
 
 
