@@ -48,7 +48,7 @@ MOST_CALLS = FewCalls(
 )
 
 
-@pytest.mark.kills("BroadcastsFromEachRank", "KeepsANumberForEachRank", world="simulated:1024")
+@pytest.mark.kills("BroadcastsFromEachRank", "KeepsANumberForEachRank", world="simulated:4096")
 @pytest.mark.worlds(SIMULATED)
 @pytest.mark.parametrize("problem", PROBLEMS, ids=attrgetter("name"))
 def test_sharding_costs_no_more_for_more_ranks(trial: Trial, problem: Problem) -> None:
@@ -63,7 +63,7 @@ def test_sharding_costs_no_more_for_more_ranks(trial: Trial, problem: Problem) -
     )
 
 
-@pytest.mark.kills("BroadcastsFromEachReplica", world="simulated:1024")
+@pytest.mark.kills("BroadcastsFromEachReplica", world="simulated:4096")
 @pytest.mark.worlds(SIMULATED)
 @pytest.mark.parametrize("problem", PROBLEMS, ids=attrgetter("name"))
 def test_replication_costs_no_more_for_more_ranks(trial: Trial, problem: Problem) -> None:
