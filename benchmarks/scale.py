@@ -2,8 +2,8 @@
 
     python -m benchmarks.scale [--engine NAME ...] [--size N ...]
 
-Bare is the engine under torch's own fake process group, in the same loop without anything of ours. Each measurement has
-a process of its own; times are of the processor.
+Bare is the engine under torch's own fake process group, in the same loop without anything of ours. The two run in turn
+in one process for each row; times are medians, of the processor.
 """
 
 from __future__ import annotations
@@ -11,16 +11,19 @@ from __future__ import annotations
 import argparse
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from math import isnan
 from multiprocessing import get_context
+from operator import attrgetter
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
+from shardproof.engine.contract import Capability, Layout
 from shardproof.engine.registry import resolve
 from shardproof.fixtures.optimizers import ADAMW
 from shardproof.fixtures.problems import TRANSFORMER
@@ -38,9 +41,9 @@ from shardproof.harness.worlds.simulated import simulating
 from shardproof.harness.worlds.threads.process_group import register_threads_backend
 from shardproof.suites.training import train
 
-ENGINES = ("torch.fsdp2", "torch.ddp", "torch.replicate", "reference", "reference.wrapper")
-SIZES = (2, 16, 128, 1024, 4096, 16384)
-STEPS = 6
+ENGINES = ("torch.fsdp2", "torch.fsdp1", "reference", "torch.ddp", "torch.replicate")
+SIZES = (2, 64, 1024, 16384)
+STEPS, TURNS = 3, 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,17 +56,19 @@ class Cost:
     kib_held: float = 0.0
 
 
-def _training() -> Training:
-    return train(TRANSFORMER, ADAMW, steps=STEPS)
+def _training(layout: Layout = Layout.NATIVE) -> Training:
+    return train(TRANSFORMER, ADAMW, steps=STEPS, layout=layout)
 
 
 def _in_group(backend: str, size: int, body: Callable[[], None]) -> float:
     """Run a body as the middle rank of a world of this size; returns processor seconds."""
-    torch.set_num_threads(1)
     dist.init_process_group(backend, store=HashStore(), rank=size // 2, world_size=size)
     started = time.process_time()
-    body()
-    return time.process_time() - started
+    try:
+        body()
+        return time.process_time() - started
+    finally:
+        dist.destroy_process_group()
 
 
 def bare(engine: str, size: int) -> Cost:
@@ -88,8 +93,8 @@ def bare(engine: str, size: int) -> Cost:
         return Cost(seconds=float("nan"))
 
 
-def simulated(engine: str, size: int) -> Cost:
-    """Train as a simulated rank, with its ledger and its census."""
+def simulated(engine: str, size: int, layout: Layout = Layout.NATIVE) -> Cost:
+    """Train as a simulated rank with its ledger; a sharded layout is counted by the census too."""
     rank = size // 2
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -106,7 +111,7 @@ def simulated(engine: str, size: int) -> Cost:
 
         def body() -> None:
             recorder.claim_thread()
-            drive_rank(context, _training(), engine)
+            drive_rank(context, _training(layout), engine)
 
         register_threads_backend()
         with standing_in_c10d(simulating(lambda: recorder)):
@@ -126,35 +131,50 @@ def _seen(observation: Observation, seconds: float) -> Cost:
     )
 
 
-def _measured(measure: Callable[[str, int], Cost], engine: str, size: int) -> Cost:
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-        pool.submit(measure, engine, 2).exception()  # imports and caches are paid for here
-        return pool.submit(_again, measure, engine, size).result()
+def _compare(engine: str, size: int) -> tuple[Cost, Cost, Cost | None]:
+    """Measure bare and simulated in turn, and return the medians; the first turn, of two ranks, is for caches.
+
+    The third is simulated with the census, where the engine shards.
+    """
+    torch.set_num_threads(1)
+    bare(engine, 2), simulated(engine, 2)
+    turns = [(bare(engine, size), simulated(engine, size)) for _ in range(TURNS)]
+    alone, watched = (sorted(costs, key=attrgetter("seconds")) for costs in zip(*turns, strict=True))
+    is_sharding = Capability.SHARD in resolve(engine).capabilities
+    counted = simulated(engine, size, Layout.SHARD) if is_sharding else None
+    return alone[TURNS // 2], watched[TURNS // 2], counted
 
 
-def _again(measure: Callable[[str, int], Cost], engine: str, size: int) -> Cost:
-    if dist.is_initialized():
-        dist.destroy_process_group()
-    return measure(engine, size)
-
-
-def _rows(engines: tuple[str, ...], sizes: tuple[int, ...]) -> Iterator[tuple[str, ...]]:
+def _rows(engines: Iterable[str], sizes: Iterable[int]) -> Iterator[tuple[str, ...]]:
     for engine in engines:
         for size in sizes:
-            alone, watched = (_measured(measure, engine, size) for measure in (bare, simulated))
+            with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+                alone, watched, counted = pool.submit(_compare, engine, size).result()
+            is_measured = not isnan(alone.seconds)
             yield (
                 engine,
                 f"{size:,}",
                 str(watched.calls),
                 f"{watched.kib_sent:,.0f}",
-                f"{watched.kib_held:,.1f}",
-                "-" if alone.seconds != alone.seconds else f"{alone.seconds:.2f}",
+                f"{counted.kib_held:,.1f}" if counted else "-",
+                f"{alone.seconds:.2f}" if is_measured else "-",
                 f"{watched.seconds:.2f}",
-                "-" if alone.seconds != alone.seconds else f"{watched.seconds / alone.seconds:.2f}",
+                f"{watched.seconds / alone.seconds:.2f}" if is_measured else "-",
+                f"{counted.seconds / alone.seconds:.2f}" if is_measured and counted else "-",
             )
 
 
-HEAD = ("engine", "ranks", "calls per step", "KiB per step", "KiB held", "bare, s", "simulated, s", "ratio")
+HEAD = (
+    "engine",
+    "ranks",
+    "calls per step",
+    "KiB per step",
+    "KiB held",
+    "bare, s",
+    "simulated, s",
+    "ratio",
+    "with census",
+)
 
 
 def main() -> None:
@@ -166,7 +186,7 @@ def main() -> None:
     parser.add_argument("--size", action="append", type=int, help="default: 2 to 16,384")
     arguments = parser.parse_args()
     print(f"| {' | '.join(HEAD)} |\n|{'---|' * len(HEAD)}")
-    for row in _rows(tuple(arguments.engine or ENGINES), tuple(arguments.size or SIZES)):
+    for row in _rows(arguments.engine or ENGINES, arguments.size or SIZES):
         print(f"| {' | '.join(row)} |", flush=True)
 
 
