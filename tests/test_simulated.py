@@ -14,7 +14,7 @@ from shardproof.harness.cases.training import Training
 from shardproof.harness.errors import UsageError
 from shardproof.harness.records.world_result import SavedResult, keep_result, load_kept
 from shardproof.harness.tracing.ledger import Entry, entry_from_json, entry_to_json
-from shardproof.harness.training.loop import drive_rank
+from shardproof.harness.training.engine_loop import drive_rank
 from shardproof.harness.worlds.launch import launch
 from shardproof.harness.worlds.spec import ANY, SEVERAL, SIMULATED, WorldKind, WorldSpec
 from shardproof.suites.training import train

@@ -10,33 +10,26 @@ from shardproof.harness.records.record import Verdict
 from shardproof.harness.records.run import RUN, read_run
 from shardproof.harness.worlds.launched.launcher import LaunchedProcess
 
-__all__ = ["part_options", "take_up"]
-
 _RUNS = Path("conformance")
 
 
-def part_options(arguments: argparse.Namespace) -> list[str]:
-    """Return the options for pytest; raises UsageError for a folder or a shard that cannot be.
+def resolve_parts(arguments: argparse.Namespace) -> None:
+    """Check the options, and choose the run of --last-failed; raises UsageError for a folder or a shard that cannot be.
 
     What did not conform also chooses engines, worlds and suites, where the caller does not.
     """
-    options = []
     if arguments.shard is not None:
         from shardproof.harness.runner.selection import RunShard  # here, because it imports pytest
 
         RunShard.parse(arguments.shard)
-        options.append(f"--shard={arguments.shard}")
     if arguments.durations is not None:
         if arguments.shard is None:
             raise UsageError("--durations", expected="--shard too", got="none", hint="--shard 1/8")
         read_run(Path(arguments.durations))
-        options.append(f"--durations-of={arguments.durations}")
     if arguments.resume is not None:
         read_run(Path(arguments.resume))
-        options.append(f"--resume={arguments.resume}")
     if arguments.last_failed is not None:
-        options.append(f"--last-failed-of={_choose_last_failed(arguments)}")
-    return options
+        arguments.last_failed = _choose_last_failed(arguments)
 
 
 def take_up(arguments: argparse.Namespace, process: LaunchedProcess) -> Path | None:

@@ -35,8 +35,8 @@ def summarize(ledgers: Mapping[int, Ledger]) -> tuple[LedgerLine, ...]:
         return ()
     counted = {rank: _count(ledger) for rank, ledger in ledgers.items()}
     sized = {rank: _size(ledger) for rank, ledger in ledgers.items()}
-    told = [r for r in ledgers if r == 0 or (counted[r], sized[r]) != (counted[0], sized[0])]
-    return tuple(line for rank in told for line in _lines(rank, counted[rank], sized[rank]))
+    shown = [r for r in ledgers if r == 0 or (counted[r], sized[r]) != (counted[0], sized[0])]
+    return tuple(line for rank in shown for line in _lines(rank, counted[rank], sized[rank]))
 
 
 def _count(ledger: Ledger) -> Counter[_Kind]:
