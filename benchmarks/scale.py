@@ -41,7 +41,7 @@ from shardproof.harness.worlds.simulated import simulating
 from shardproof.harness.worlds.threads.process_group import register_threads_backend
 from shardproof.suites.training import train
 
-ENGINES = ("torch.fsdp2", "torch.fsdp1", "reference", "torch.ddp", "torch.replicate")
+ENGINES = ("torch.fsdp2", "reference", "torch.ddp", "torch.replicate")
 SIZES = (2, 64, 1024, 16384)
 STEPS, TURNS = 3, 3
 

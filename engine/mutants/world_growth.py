@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -37,9 +39,16 @@ class BroadcastsFromEachRank(FullyShardEngine):
         return super().prepare(model, plan, mesh)
 
 
-@mutant(after="facebookresearch/fairscale#595", kills_on=_MANY, trace=Trace.COMMUNICATION)
+@mutant(
+    after="facebookresearch/fairscale#595",
+    kills_on=replace(_MANY, plan=Plan(layout=Layout.REPLICATE)),
+    trace=Trace.COMMUNICATION,
+)
 class BroadcastsFromEachReplica(DistributedDataParallelEngine):
-    """As `BroadcastsFromEachRank`, beside DDP."""
+    """When it prepares a model each replica broadcasts a number of its own, one after the other.
+
+    Reported: as of `BroadcastsFromEachRank`; the more ranks, the more broadcasts.
+    """
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         _call_each_rank(mesh)
