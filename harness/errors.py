@@ -38,6 +38,10 @@ class UnreadableError(UsageError):
         return " ".join(f"{self.what}: {self.got}".split())
 
 
+class LostHostError(UsageError):
+    """A process that a launcher started is gone, and its rank with it: no further case can run in this session."""
+
+
 class EngineError(ShardproofError):
     """The adapter or engine broke the contract: a missing parameter, a changed name; fix the adapter."""
 

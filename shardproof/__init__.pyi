@@ -139,6 +139,7 @@ from shardproof.harness.laws.communication.counts import Asynchronous as Asynchr
 from shardproof.harness.laws.communication.counts import Bytes as Bytes
 from shardproof.harness.laws.communication.counts import Count as Count
 from shardproof.harness.laws.communication.counts import Dtype as Dtype
+from shardproof.harness.laws.communication.counts import FewCalls as FewCalls
 from shardproof.harness.laws.communication.counts import InOrder as InOrder
 from shardproof.harness.laws.communication.counts import Nothing as Nothing
 from shardproof.harness.laws.communication.counts import OnlyThese as OnlyThese
@@ -205,6 +206,7 @@ from shardproof.harness.worlds.spec import FOURS as FOURS
 from shardproof.harness.worlds.spec import ODD as ODD
 from shardproof.harness.worlds.spec import POWERS_OF_TWO as POWERS_OF_TWO
 from shardproof.harness.worlds.spec import SEVERAL as SEVERAL
+from shardproof.harness.worlds.spec import SIMULATED as SIMULATED
 from shardproof.harness.worlds.spec import SIX_OR_MORE_EVEN as SIX_OR_MORE_EVEN
 from shardproof.harness.worlds.spec import THREE_OR_MORE as THREE_OR_MORE
 from shardproof.harness.worlds.spec import TOGETHER as TOGETHER

@@ -2,12 +2,28 @@
 
 from __future__ import annotations
 
+import os
+import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from shardproof.harness.runner.session import Source, TrialSession
+from shardproof.harness.worlds.launched.cluster import open_cluster
+from shardproof.harness.worlds.launched.launcher import launched_process
+from shardproof.harness.worlds.spec import WorldKind
+
+ROOT = Path(__file__).resolve().parents[1]
+# What a process does that a launcher has started beside the one that judges.
+_SERVE = """
+import os
+from shardproof.harness.worlds.launched.agent import serve
+from shardproof.harness.worlds.launched.launcher import launched_process
+serve(launched_process(os.environ))
+"""
 
 
 @pytest.fixture
@@ -16,3 +32,23 @@ def session(tmp_path: Path) -> Iterator[TrialSession]:
     session = TrialSession(Source(folder=tmp_path))
     yield session
     session.close()
+
+
+@pytest.fixture(scope="session")
+def launched() -> Iterator[None]:
+    """Make this process the first of two of a launcher; the other one ends with it."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = str(server.getsockname()[1])
+    given = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    environment = {**os.environ, **given, "RANK": "1"}
+    with subprocess.Popen([sys.executable, "-c", _SERVE], cwd=ROOT, env=environment) as agent:
+        open_cluster(launched_process({**given, "RANK": "0"}), seed=0)
+        yield
+        agent.kill()
+
+
+@pytest.fixture(autouse=True)
+def _launched_where_asked(request: pytest.FixtureRequest) -> None:
+    callspec = getattr(request.node, "callspec", None)
+    if callspec is not None and callspec.params.get("kind") is WorldKind.LAUNCHED:
+        request.getfixturevalue("launched")

@@ -30,11 +30,11 @@ from shardproof.harness.laws.law import Evidence, Ruling
 from shardproof.harness.records.record import Record, Verdict
 from shardproof.harness.runner.session import Source, TrialSession
 from shardproof.harness.verdicts.case import Case
-from shardproof.harness.worlds.spec import WorldKind
+from shardproof.harness.worlds.spec import OWN_KINDS, WorldKind
 from tests.judging import LAWS, judged
 from tests.judging import TWO_STEPS as TRAINING
 
-KINDS = list(WorldKind)
+KINDS = list(OWN_KINDS)
 
 
 class Forgetful(DistributedDataParallelEngine):

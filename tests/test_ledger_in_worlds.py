@@ -22,9 +22,9 @@ from shardproof.harness.tracing.recorder import CallSummary, Recorder
 from shardproof.harness.worlds.launch import launch
 from shardproof.harness.worlds.outcome import Returned
 from shardproof.harness.worlds.rank import RankContext, journal_path
-from shardproof.harness.worlds.spec import WorldKind, WorldSpec
+from shardproof.harness.worlds.spec import OWN_KINDS, WorldKind, WorldSpec
 
-KINDS = list(WorldKind)
+KINDS = list(OWN_KINDS)
 
 # CommDebugMode's spelling of what it counts, by our name.
 COUNTED = {

@@ -327,7 +327,7 @@ def test_selection_refuses_what_could_never_match() -> None:
 def test_summary_adds_up_and_tells_only_ranks_that_differ() -> None:
     honest = sharding_ledger()
     odd = numbered((*honest, renew(entry(Op.ALL_REDUCE), axis=None, dtype="bfloat16")))
-    lines = summarize([honest, honest, odd, ()])
+    lines = summarize({0: honest, 1: honest, 2: odd, 3: ()})
     assert {line.rank for line in lines} == {0, 2, 3}
     for rank, ledger in ((0, honest), (2, odd)):
         told = [line for line in lines if line.rank == rank]
@@ -342,4 +342,4 @@ def test_summary_adds_up_and_tells_only_ranks_that_differ() -> None:
 def test_summary_tells_a_rank_that_differs_in_bytes_alone() -> None:
     honest = sharding_ledger()
     heavy = changed(honest, is_steady(Op.ALL_GATHER), num_bytes=1)
-    assert {line.rank for line in summarize([honest, heavy])} == {0, 1}
+    assert {line.rank for line in summarize({0: honest, 1: heavy})} == {0, 1}

@@ -28,12 +28,12 @@ from shardproof.harness.worlds.outcome import (
     TimedOut,
     WorldResult,
 )
-from shardproof.harness.worlds.spec import WorldKind
+from shardproof.harness.worlds.spec import OWN_KINDS, WorldKind
 from tests.judging import LAWS, judged
 from tests.judging import TWO_STEPS as TRAINING
 from tests.ledgers import entry, numbered
 
-KINDS = list(WorldKind)
+KINDS = list(OWN_KINDS)
 MAY_OR_MUST = [Refusal.ALLOWED, Refusal.REQUIRED]
 NO = "this I will not train"
 

@@ -25,10 +25,10 @@ from shardproof.harness.worlds.messages import (
     send,
 )
 from shardproof.harness.worlds.outcome import Abandoned, Died, Outcome, Raised, Returned, TimedOut
-from shardproof.harness.worlds.spec import WorldKind
+from shardproof.harness.worlds.spec import OWN_KINDS, WorldKind
 from tests.judging import judged
 
-KINDS = list(WorldKind)
+KINDS = list(OWN_KINDS)
 TRAPS = """
 import gc
 from multiprocessing.connection import Connection

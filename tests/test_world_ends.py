@@ -22,14 +22,14 @@ from shardproof.harness.worlds.launch import World, launch
 from shardproof.harness.worlds.outcome import Raised, Returned, TimedOut, WorldResult
 from shardproof.harness.worlds.processes.forkserver import warm_up
 from shardproof.harness.worlds.rank import journal_path
-from shardproof.harness.worlds.spec import WorldKind, WorldSpec
+from shardproof.harness.worlds.spec import OWN_KINDS, WorldKind, WorldSpec
 from tests import ends
 from tests.ends import Body
 
 DEADLINE_S = 30.0
 # How soon all must be over that does not wait for a deadline; far from the deadline, for machines that are busy.
 SOON_S = 15.0
-KINDS = list(WorldKind)
+KINDS = list(OWN_KINDS)
 PROCESSES = WorldKind.PROCESSES
 THREADS = WorldKind.THREADS
 ROOT = Path(__file__).resolve().parents[1]

@@ -6,6 +6,7 @@ Imports are where they are used: `--help` and the commands that only read a run 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import redirect_stdout
@@ -21,7 +22,9 @@ from shardproof.harness.cli.exit_codes import CONFORMS, DOES_NOT_CONFORM, OUR_FA
 from shardproof.harness.records.record import Verdict
 from shardproof.harness.runner.interruption import uninterrupted
 from shardproof.harness.runner.invoke import call_pytest, check_temporary_folder, suite_folders, suites
+from shardproof.harness.runner.launchers import is_launched
 from shardproof.harness.runner.options import DEFAULT_WORLD, RunOptions, pytest_arguments
+from shardproof.harness.worlds.launched.launcher import launched_process
 
 if TYPE_CHECKING:
     from shardproof.harness.records.run import Run
@@ -40,9 +43,13 @@ _INTERRUPTED = 2  # pytest.ExitCode.INTERRUPTED, without the import
 
 def run(arguments: argparse.Namespace) -> int:
     """Judge engines on suites: launch worlds, record verdicts, write the reports."""
-    from shardproof.harness.cli.parts import resolve_parts
+    from shardproof.harness.cli.parts import resolve_parts, take_up
 
     resolve_parts(arguments)
+    if is_launched(arguments.world):
+        done = take_up(arguments, launched_process(os.environ))
+        if done is not None:
+            return _show(done, _printer(arguments))
     return _run(arguments)
 
 
@@ -99,8 +106,7 @@ def _run(
     file = None if arguments.no_expectations else known_failures_file.find(arguments.expectations)
     if file is not None:
         known_failures_file.read(file, today=today())
-    for world in arguments.world or []:
-        WorldSpec.parse(world)
+    arguments.world = [str(WorldSpec.parse(world)) for world in arguments.world or []]
     effort = RunOptions(
         seed=arguments.schedule_seed, num_schedules=arguments.schedules, is_thorough=arguments.thorough
     )

@@ -18,7 +18,7 @@ from shardproof.harness.worlds.launch import launch
 from shardproof.harness.worlds.outcome import Returned
 from shardproof.harness.worlds.processes.lineage import can_adopt
 from shardproof.harness.worlds.rank import RankContext
-from shardproof.harness.worlds.spec import WorldKind, WorldSpec
+from shardproof.harness.worlds.spec import OWN_KINDS, WorldKind, WorldSpec
 
 __all__ = ["Finding", "examine"]
 
@@ -36,7 +36,7 @@ class Finding:
 
 def examine() -> list[Finding]:
     """Check versions and disk, and run a two-rank world of each kind that this machine should manage."""
-    specs = [WorldSpec(kind=kind, size=2, deadline_s=30.0) for kind in WorldKind]
+    specs = [WorldSpec(kind=kind, size=2, deadline_s=30.0) for kind in OWN_KINDS]
     if torch.cuda.is_available():
         num_gpus = torch.cuda.device_count()
         specs.append(

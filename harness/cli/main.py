@@ -13,7 +13,7 @@ from shardproof.harness.cli.exit_codes import OUR_FAULT, USAGE
 from shardproof.harness.cli.parser import parser
 from shardproof.harness.errors import ShardproofError, UsageError
 from shardproof.harness.runner.interruption import interruptible
-from shardproof.harness.runner.launchers import refuse_launcher
+from shardproof.harness.runner.launchers import is_launched, join_launcher
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -24,9 +24,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Last, so that no folder there hides one of ours. Commands that only read a run do not look there.
         sys.path.append(str(Path.cwd()))
     try:
-        if arguments.command in {commands.run, commands.check, commands.mutants}:
-            refuse_launcher(os.environ)
-        with interruptible():
+        with interruptible(or_terminated=is_launched(getattr(arguments, "world", None))):
+            if arguments.command in {commands.run, commands.check, commands.mutants}:
+                seed = getattr(arguments, "schedule_seed", 0)
+                lent = join_launcher(os.environ, arguments.world, seed=seed)
+                if lent is not None:
+                    return lent
             code: int = arguments.command(arguments)
     except (
         BrokenPipeError

@@ -6,7 +6,9 @@ import argparse
 from pathlib import Path
 
 from shardproof.harness.errors import UsageError
+from shardproof.harness.records.record import Verdict
 from shardproof.harness.records.run import RUN, read_run
+from shardproof.harness.worlds.launched.launcher import LaunchedProcess
 
 _RUNS = Path("conformance")
 
@@ -28,6 +30,26 @@ def resolve_parts(arguments: argparse.Namespace) -> None:
         read_run(Path(arguments.resume))
     if arguments.last_failed is not None:
         arguments.last_failed = _choose_last_failed(arguments)
+
+
+def take_up(arguments: argparse.Namespace, process: LaunchedProcess) -> Path | None:
+    """Where a launcher has started its processes again, resume the run of the last time, in a new folder beside it.
+
+    Returns that run's folder if nothing of it is left to run: launchers also restart what ends with an exit code.
+    """
+    if not process.num_restarts or arguments.out is None:
+        return None
+    out = Path(arguments.out)
+    attempts = [out, *(out.with_name(f"{out.name}-restart{n}") for n in range(1, process.num_restarts + 1))]
+    arguments.out = str(attempts.pop())
+    earlier = [folder for folder in attempts if (folder / RUN).exists()]
+    if not earlier:
+        return None
+    run = read_run(earlier[-1])
+    if not run.is_interrupted and all(record.verdict is not Verdict.NOT_RUN for record in run.records):
+        return earlier[-1]
+    arguments.resume = str(earlier[-1])
+    return None
 
 
 def _choose_last_failed(arguments: argparse.Namespace) -> Path:

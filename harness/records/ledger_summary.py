@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from shardproof.harness.records.record import LedgerLine
@@ -24,18 +24,18 @@ class _Kind:
     dtype: str
 
 
-def summarize(ledgers: Sequence[Ledger]) -> tuple[LedgerLine, ...]:
+def summarize(ledgers: Mapping[int, Ledger]) -> tuple[LedgerLine, ...]:
     """Count collectives and bytes of each rank by phase, op, axis and dtype.
 
-    ``ledgers[r]`` is rank r's. Rank 0 is always listed; another rank only where its lines differ from rank
+    Rank 0 is always listed; another rank only where its lines differ from rank
     0's, so that a rank that is not listed did as rank 0 did. A rank that differs by having no entry at all has
     one line that counts none.
     """
     if not ledgers:
         return ()
-    counted = [_count(ledger) for ledger in ledgers]
-    sized = [_size(ledger) for ledger in ledgers]
-    shown = [r for r in range(len(ledgers)) if r == 0 or (counted[r], sized[r]) != (counted[0], sized[0])]
+    counted = {rank: _count(ledger) for rank, ledger in ledgers.items()}
+    sized = {rank: _size(ledger) for rank, ledger in ledgers.items()}
+    shown = [r for r in ledgers if r == 0 or (counted[r], sized[r]) != (counted[0], sized[0])]
     return tuple(line for rank in shown for line in _lines(rank, counted[rank], sized[rank]))
 
 

@@ -43,6 +43,11 @@ class SavedResult:
     ledgers: tuple[Ledger, ...]
     ranks: tuple[Observation, ...]
 
+    @property
+    def ledgers_by_rank(self) -> dict[int, Ledger]:
+        """Each rank's ledger; of a simulated world only some ranks have one."""
+        return dict(zip((o.rank for o in self.result.outcomes), self.ledgers, strict=True))
+
 
 def observation_path(folder: Path, rank: int) -> Path:
     """Name the file that holds a rank's observation."""
@@ -93,8 +98,8 @@ def load_kept(folder: Path) -> SavedResult:
     has_all = not refusals and all(isinstance(o, Returned) for o in outcomes)
     ranks = (
         tuple(
-            load_observation(observation_path(folder, rank), journal.ledger, journal.course)
-            for rank, journal in enumerate(journals)
+            load_observation(observation_path(folder, o.rank), journal.ledger, journal.course)
+            for o, journal in zip(outcomes, journals, strict=True)
         )
         if has_all
         else ()

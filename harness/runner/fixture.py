@@ -17,7 +17,7 @@ from shardproof.harness.records.run import OBSERVATIONS, read_run
 from shardproof.harness.runner.cell import Cell
 from shardproof.harness.runner.collection import refuse
 from shardproof.harness.runner.engines import examine
-from shardproof.harness.runner.launchers import refuse_launcher
+from shardproof.harness.runner.launchers import is_launched, refuse_launcher
 from shardproof.harness.runner.options import Keep
 from shardproof.harness.runner.plugin import CELLS, CELLS_ARE_CHOSEN, EFFORT, will_run
 from shardproof.harness.runner.record_writer import (
@@ -32,7 +32,7 @@ from shardproof.harness.runner.selection import NUM_ELSEWHERE
 from shardproof.harness.runner.session import Source, TrialSession
 from shardproof.harness.runner.trial import Trial
 from shardproof.harness.worlds.processes.forkserver import NUM_SERVERS, warm_up
-from shardproof.harness.worlds.spec import Sizes, WorldKind
+from shardproof.harness.worlds.spec import ANY, Sizes, WorldKind
 
 __all__ = ["Trial"]
 
@@ -64,7 +64,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """
     if will_run(config) and any("trial" in getattr(item, "fixturenames", ()) for item in items):
         try:
-            refuse_launcher(os.environ)
+            if not is_launched(config.getoption("--world")):
+                refuse_launcher(os.environ)
         except UsageError as error:
             refuse(config, items, error)
     catalogue = collected([item.nodeid for item in items], config.args)
@@ -156,7 +157,7 @@ def _why_senseless(item: pytest.Item) -> str:
     cell = _cell(item)
     if cell is None or cell.is_placeholder:
         return ""
-    sizes: list[Sizes] = [marker.args[0] for marker in item.iter_markers("worlds")]
+    sizes: list[Sizes] = [marker.args[0] for marker in item.iter_markers("worlds")] or [ANY]
     devices = {marker.args[0] for marker in item.iter_markers("device")} - {cell.world.device}
     needs = [*(s.name for s in sizes if not s.suits(cell.world)), *(f"the device {d}" for d in devices)]
     return f"needs {needs[0]}" if needs else ""

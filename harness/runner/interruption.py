@@ -1,5 +1,7 @@
 """What Ctrl-C does: the first ends the run in good order, with its reports; the second ends the process at once.
 
+A launcher that ends its processes sends SIGTERM, also after Ctrl-C: it is then a first one, and never a second.
+
 A process that ends at once leaves nothing behind: the keeper of its fork server ends everything below it, and workers
 of xdist die with the process that started them.
 """
@@ -25,6 +27,8 @@ class _Interrupts:
 
     def take(self, number: int, frame: FrameType | None) -> None:
         """Take one signal."""
+        if number == signal.SIGTERM and self.num_seen:
+            return
         self.num_seen += 1
         if self.num_seen > 1:
             signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -37,19 +41,21 @@ _handlers: list[_Interrupts] = []  # at most one, and none where Python's own ha
 
 
 @contextlib.contextmanager
-def interruptible() -> Iterator[None]:
-    """Handle SIGINT in this way; only the main thread can, and only the outermost call does."""
+def interruptible(*, or_terminated: bool = False) -> Iterator[None]:
+    """Handle SIGINT so, and SIGTERM too if asked; only the main thread can, and only the outermost call does."""
     if _handlers or threading.current_thread() is not threading.main_thread():
         yield
         return
     handler = _Interrupts()
-    before = signal.signal(signal.SIGINT, handler.take)
+    numbers = (signal.SIGINT, signal.SIGTERM) if or_terminated else (signal.SIGINT,)
+    before = [(number, signal.signal(number, handler.take)) for number in numbers]
     _handlers.append(handler)
     try:
         yield
     finally:
         _handlers.clear()
-        signal.signal(signal.SIGINT, before)
+        for number, action in before:
+            signal.signal(number, action)
 
 
 @contextlib.contextmanager

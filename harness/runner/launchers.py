@@ -1,12 +1,42 @@
-"""Launchers that start one process per rank: Shardproof starts its own ranks, so under one it runs nothing."""
+"""Launchers that start one process per rank: one of them judges, and the others live for its launched worlds."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from shardproof.harness.errors import UsageError
+from shardproof.harness.worlds.launched.launcher import LaunchedProcess, launched_process
+from shardproof.harness.worlds.spec import WorldKind
 
-__all__ = ["refuse_launcher"]
+__all__ = ["is_launched", "join_launcher", "refuse_launcher"]
+
+
+def is_launched(worlds: Sequence[str] | None) -> bool:
+    """Whether one of the worlds, as spelled on the command line, takes the ranks of a launcher."""
+    return any(world.partition(":")[0] == WorldKind.LAUNCHED for world in worlds or ())
+
+
+def join_launcher(environment: Mapping[str, str], worlds: Sequence[str] | None, *, seed: int) -> int | None:
+    """Have process 0 of a launcher go on as the one that judges; in each other one serve it, and return an exit code.
+
+    Raises UsageError under a launcher where no world takes its ranks, and where there is none.
+    """
+    if not is_launched(worlds):
+        refuse_launcher(environment)
+        return None
+    process = launched_process(environment)
+    return _joined(process, seed)
+
+
+def _joined(process: LaunchedProcess, seed: int) -> int | None:
+    if process.rank:
+        from shardproof.harness.worlds.launched.agent import serve  # here, because it imports torch
+
+        return serve(process)
+    from shardproof.harness.worlds.launched.cluster import open_cluster
+
+    open_cluster(process, seed)
+    return None
 
 
 def refuse_launcher(environment: Mapping[str, str]) -> None:
@@ -20,9 +50,9 @@ def refuse_launcher(environment: Mapping[str, str]) -> None:
         if rank in environment and num.isdecimal() and int(num) > 1:
             raise UsageError(
                 f"process {environment[rank]} of {num} of {launcher}",
-                expected="one process, which starts the ranks of its worlds itself",
+                expected="--world launched, which takes these processes as ranks, or one process alone",
                 got=f"{rank}={environment[rank]} and {size}={num}",
-                hint=f"the command without {launcher}, with --world processes:{num}, or --shard in several jobs",
+                hint=f"--world launched; or without {launcher} --world processes:{num}, or --shard in several jobs",
             )
 
 

@@ -23,7 +23,7 @@ from shardproof.harness.records.run import read_run, refuse_existing
 from shardproof.harness.runner import selection
 from shardproof.harness.runner.cell import Cell
 from shardproof.harness.runner.collection import Refusals
-from shardproof.harness.runner.launchers import refuse_launcher
+from shardproof.harness.runner.launchers import is_launched, join_launcher
 from shardproof.harness.runner.options import DEFAULT_WORLD, RunOptions, add_to_pytest
 from shardproof.harness.runner.record_writer import RecordWriter
 from shardproof.harness.verdicts import known_failures_file
@@ -60,8 +60,7 @@ def pytest_configure(config: pytest.Config) -> None:
     for mark in _MARKS:
         config.addinivalue_line("markers", mark)
     try:
-        if _will_run_suites(config):
-            refuse_launcher(os.environ)
+        _join_launcher(config)
         config.stash[CELLS] = _cells(config)
         config.stash[EFFORT] = _effort(config)
         config.stash[EXPECTATIONS] = _expectations(config)
@@ -78,6 +77,23 @@ def pytest_configure(config: pytest.Config) -> None:
         gc.disable()  # until all is imported: none of it is garbage, and looking takes a tenth of the time
         config.pluginmanager.import_plugin("shardproof.harness.runner.fixture")
         config.pluginmanager.register(selection, "shardproof-selection")
+
+
+def _join_launcher(config: pytest.Config) -> None:
+    """Take the ranks of a launcher, or refuse it; a process that only lends its rank ends here."""
+    worlds = config.getoption("--world")
+    if not will_run(config) or not (is_launched(worlds) or _will_run_suites(config)):
+        return
+    if is_launched(worlds) and config.getoption("dist", "no") != "no":
+        raise UsageError(
+            "--world launched",
+            expected="one case at a time",
+            got="-n",
+            hint="leaving -n out; more ranks make more of a cluster",
+        )
+    code = join_launcher(os.environ, worlds, seed=config.getoption("--schedule-seed"))
+    if code is not None:
+        pytest.exit("the rank is no longer needed", returncode=code)
 
 
 def _sink(config: pytest.Config) -> RecordWriter:

@@ -36,6 +36,7 @@ from shardproof.harness.runner.interruption import uninterrupted
 from shardproof.harness.runner.options import RunOptions
 from shardproof.harness.torch_compat.releases import remark
 from shardproof.harness.verdicts.known_failures import Ran, unused
+from shardproof.harness.worlds.launched.cluster import cluster
 from shardproof.harness.worlds.processes.forkserver import hash_seeds
 
 __all__ = [
@@ -233,8 +234,10 @@ class RecordWriter:
             seed=self._effort.seed,
             num_cases=num_cases,
         )
+        found = cluster()
         return replace(
             start,
+            hardware=start.hardware | ({"hosts": found.hosts} if found is not None else {}),
             num_schedules=self._effort.num_schedules,
             is_thorough=self._effort.is_thorough,
             hash_seeds=hash_seeds(self._effort.seed),
@@ -263,6 +266,8 @@ class RecordWriter:
                 )
 
     def _not_run(self) -> Iterator[Record]:
+        found = cluster()
+        why = found.lost if found is not None else ""
         seen = {(r.engine, r.case, r.world) for r in self._records}
         for node in self._expected:
             if node.key not in seen and node.nodeid not in self._left_out:
@@ -271,7 +276,7 @@ class RecordWriter:
                     case=node.case,
                     world=node.world,
                     verdict=Verdict.NOT_RUN,
-                    headline="selected, but the run ended or the test broke before it gave a verdict",
+                    headline=why or "selected, but the run ended or the test broke before it gave a verdict",
                     suite=node.suite,
                     engine_version="",
                     command=node.command,

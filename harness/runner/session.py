@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from shardproof.engine.contract import Capability
 from shardproof.harness.cases.training import Training, Watch
-from shardproof.harness.errors import UnreadableError, UsageError
+from shardproof.harness.errors import LostHostError, UnreadableError, UsageError
 from shardproof.harness.laws.diagnosis import NOT_FINITE
 from shardproof.harness.laws.runtime import NoRaces
 from shardproof.harness.records.ledger_summary import summarize
@@ -63,7 +63,9 @@ class TrialSession:
         try:
             found = self._judged(case, training, cell, engine)
         except Exception as error:  # whatever breaks here is ours, and must not stop the other cases
-            if isinstance(error, UsageError) and not self._is_fresh(error):
+            if isinstance(error, LostHostError) or (
+                isinstance(error, UsageError) and not self._is_fresh(error)
+            ):
                 raise
             headline = f"{type(error).__name__}: {error}\n{traceback.format_exc()}"
             found = _Judged(
@@ -108,23 +110,23 @@ class TrialSession:
     def _judged(self, case: Case, training: Training, cell: Cell, engine: EngineDescription) -> _Judged:
         """Judge what was seen under each schedule; the first that did not pass, else the first."""
         declared = engine.capabilities
-        is_shared = engine.needs_processes and cell.world.kind is WorldKind.THREADS
+        is_shared = engine.needs_processes and _share_a_process(cell)
         lacks = "a process for each rank (try --world processes:N)" if is_shared else ""
         oracle = self._oracle(case, cell)
         found: list[_Judged] = []
         for seed, kept in self._archive.observations(
             training, cell, self._effort.seeds(training, cell.world), case.id
         ):
-            judgement = judge(case, declared, kept, oracle, lacks=lacks)
+            judgement = judge(case, declared, kept, oracle, lacks=lacks, simulated=_num_simulated(cell))
             if _is_unexplained(judgement, training, cell):
                 judgement = self._explained(judgement, case, cell, seed, declared)
-            found.append(_Judged(judgement=judgement, seed=seed, ledger=summarize(kept.ledgers)))
+            found.append(_Judged(judgement=judgement, seed=seed, ledger=summarize(kept.ledgers_by_rank)))
             if judgement.verdict is not Verdict.PASSED:
                 break
         return found[-1] if found[-1].judgement.verdict is not Verdict.PASSED else found[0]
 
     def _oracle(self, case: Case, cell: Cell) -> Callable[[], OracleObservation]:
-        data_size = case.training.plan.data_size(cell.world.size)
+        data_size = 1 if _num_simulated(cell) else case.training.plan.data_size(cell.world.size)
         limit_s = max(cell.world.deadline_s, _LEAST_FOR_ORACLE_S)
         device = cell.world.device
         return lambda: replace(
@@ -149,6 +151,14 @@ class TrialSession:
         return replace(
             judgement, headline=f"{judgement.headline}; {summaries}", laws=(*judgement.laws, *races)
         )
+
+
+def _share_a_process(cell: Cell) -> bool:
+    return cell.world.kind in {WorldKind.THREADS, WorldKind.SIMULATED}
+
+
+def _num_simulated(cell: Cell) -> int:
+    return cell.world.size if cell.world.kind is WorldKind.SIMULATED else 0
 
 
 def _is_unexplained(judgement: Judgement, training: Training, cell: Cell) -> bool:

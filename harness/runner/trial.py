@@ -10,7 +10,7 @@ import pytest
 
 from shardproof.harness.cases.case_id import Node
 from shardproof.harness.cases.training import Training
-from shardproof.harness.errors import HarnessBug, UnreadableError
+from shardproof.harness.errors import HarnessBug, LostHostError, UnreadableError
 from shardproof.harness.laws.law import Law
 from shardproof.harness.records.record import Record, Verdict, to_json
 from shardproof.harness.runner.cell import Cell
@@ -73,6 +73,8 @@ class Trial:
         except UnreadableError as error:
             self._item.user_properties.append((NOT_JUDGED_PROPERTY, error.why))
             pytest.fail(f"not judged again: {error}", pytrace=False)
+        except LostHostError as error:
+            pytest.exit(str(error), returncode=pytest.ExitCode.INTERRUPTED)
         record = expected(judged, self._expectations)
         self._item.user_properties.append((RECORD_PROPERTY, to_json(record)))
         if record.verdict is Verdict.UNSUPPORTED:

@@ -10,7 +10,7 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
-from torch.distributed import FileStore, HashStore, Store  # type: ignore[attr-defined]  # public by their docs
+from torch.distributed import FileStore, HashStore, Store, TCPStore  # type: ignore[attr-defined]  # public by their docs
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -22,6 +22,7 @@ __all__ = [
     "GroupOptions",
     "HashStore",
     "Store",
+    "TCPStore",
     "c10d_state",
     "create_subgroup",
     "fake_backend",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from enum import StrEnum
+from functools import lru_cache
 from types import UnionType
 from typing import Any
 
@@ -125,12 +126,18 @@ class Entry:
         reduce_op = f"{self.reduce_op}, " if self.reduce_op else ""
         shapes = " ".join(str(list(s)) for s in self.shapes)
         return (
-            f"{self.op}({reduce_op}{self.dtype}{shapes}) as #{self.group_seq} of group {list(self.group)}"
+            f"{self.op}({reduce_op}{self.dtype}{shapes}) as #{self.group_seq} of group {_spell(self.group)}"
             f" at {self.site}"
         )
 
 
 Ledger = tuple[Entry, ...]
+_LONGEST_GROUP = 64  # ranks that are written one by one
+_MOST_RANKS = 2**20  # of a group in a file
+
+
+def _spell(ranks: tuple[int, ...]) -> str:
+    return str(list(ranks)) if len(ranks) <= _LONGEST_GROUP else f"of {len(ranks)} ranks from {ranks[0]} on"
 
 
 def _numel(shape: tuple[int, ...]) -> int:
@@ -149,7 +156,35 @@ def entry_to_json(entry: Entry) -> dict[str, object]:
     if entry.wait is not None:
         result["wait"] = wait_to_json(entry.wait)
     del result["harms"]  # written where they are noticed, as lines of their own
+    result["group"] = _ranks_to_json(entry.group)
     return result
+
+
+# Any: JSON.
+@lru_cache(maxsize=64)
+def _ranks_to_json(ranks: tuple[int, ...]) -> Any:
+    """Return a long row of ranks as its first, its end and its step: a journal has one for each call."""
+    if len(ranks) <= _LONGEST_GROUP:
+        return ranks
+    row = range(ranks[0], ranks[-1] + 1, ranks[1] - ranks[0] or 1)
+    return {"first": row.start, "end": row.stop, "step": row.step} if ranks == tuple(row) else ranks
+
+
+# Any: as above.
+def _ranks_from_json(found: Any) -> tuple[int, ...]:
+    if isinstance(found, dict):
+        expect(int, found["first"], found["end"], found["step"])
+        return _row(found["first"], found["end"], found["step"])
+    expect(list, found)
+    expect(int, *found)
+    return tuple(found)
+
+
+@lru_cache(maxsize=64)
+def _row(first: int, end: int, step: int) -> tuple[int, ...]:
+    if (end - first) // step > _MOST_RANKS:
+        raise ValueError(f"expected at most {_MOST_RANKS} ranks, got a row from {first} to {end}")
+    return tuple(range(first, end, step))
 
 
 def wait_to_json(wait: Wait) -> dict[str, object]:
@@ -207,14 +242,14 @@ def entry_from_json(data: Mapping[str, object]) -> Entry:
     plain: dict[str, object] = dict(data)
     wait = plain["wait"]
     shapes, group = plain["shapes"], plain["group"]
-    if not isinstance(shapes, list) or not isinstance(group, list):
-        raise TypeError("expected lists of shapes and of ranks")
-    expect(int, *group, *(size for shape in shapes for size in shape))
+    if not isinstance(shapes, list):
+        raise TypeError("expected a list of shapes")
+    expect(int, *(size for shape in shapes for size in shape))
     plain.update(
         op=Op(str(plain["op"])),
         phase=Phase(str(plain["phase"])),
         shapes=tuple(tuple(s) for s in shapes),
-        group=tuple(group),
+        group=_ranks_from_json(group),
         wait=wait_from_json(wait) if isinstance(wait, dict) else None,
     )
     entry = Entry(**plain)  # type: ignore[arg-type]  # JSON is untyped; Entry's own fields name what is missing

@@ -47,7 +47,8 @@ class EngineActor(Actor):
     ) -> None:
         self.step = step
         self.num_microbatches = training.schedule.microbatches
-        self.weight = loss_weight(training, training.plan.data_size(context.size), step)
+        data_size = training.plan.data_size(context.size)
+        self.weight = 1.0 if context.is_simulated else loss_weight(training, data_size, step)
         self.tape = StepLog()
         self._prepared = prepared
         self._training = training

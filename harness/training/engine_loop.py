@@ -115,7 +115,10 @@ def _run(context: RankContext, training: Training, adapter: Engine, watches: Wat
 def _prepare(
     context: RankContext, training: Training, adapter: Engine, plan: Plan, watches: Watches | None = None
 ) -> PreparedModel:
-    mesh = _mesh(context, plan)
+    # Thousands of numbers that the user's mesh has are not the engine's.
+    is_observing = context.recorder.during(Phase.OBSERVE) if context.is_simulated else nullcontext()
+    with is_observing:
+        mesh = _mesh(context, plan)
     data = mesh if mesh.mesh_dim_names == plan.data_axes else mesh[plan.data_axes]
     with _refusing():
         if plan.pipeline_stages > 1:

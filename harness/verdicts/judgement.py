@@ -33,6 +33,7 @@ from shardproof.harness.worlds.outcome import (
     WorldResult,
     causal,
 )
+from shardproof.harness.worlds.output import SUFFIX
 from shardproof.harness.worlds.processes.stacks import is_in_passage
 
 # The error of the threads world that says what the engine did, as gloo's hangs and garbage do not.
@@ -65,11 +66,13 @@ def judge(
     oracle: Callable[[], OracleObservation],
     *,
     lacks: str = "",
+    simulated: int = 0,
 ) -> Judgement:
     """Judge every rank of one case; an undeclared capability turns the question into *was it refused?*
 
     So does what the world ``lacks``. ``oracle`` is called only if there are numbers to compare: a hang or a crash is
-    judged without it, and so at once.
+    judged without it, and so at once. ``simulated``: so many ranks, of which ``kept`` has some; their numbers mean
+    nothing, and the oracle is asked for shapes alone.
     """
     undeclared = case.training.needs - declared
     if undeclared or lacks:
@@ -84,7 +87,7 @@ def judge(
         return Judgement(verdict=Verdict.CRASHED, headline=headline, outcomes=_outcome_records(kept.result))
     if not kept.result.is_clean:
         return judge_failure(kept)
-    return _judge_laws(case, kept, oracle())
+    return _judge_laws(case, kept, oracle(), simulated)
 
 
 def implied(training: Training) -> tuple[Law, ...]:
@@ -96,12 +99,13 @@ def implied(training: Training) -> tuple[Law, ...]:
 def _judge_refusal(needs: str, kept: SavedResult) -> Judgement:
     """Ask whether every rank refused before training; anything else is a finding, a crash on the way included."""
     outcomes = _outcome_records(kept.result)
-    num_ranks = len(kept.result.outcomes)
+    ranks = {o.rank for o in kept.result.outcomes}
+    num_ranks = len(ranks)
     if len(kept.refusals) == num_ranks and kept.result.is_clean:
         headline = f"needs {needs}; refused with {kept.refusals[0]}"
         return Judgement(verdict=Verdict.UNSUPPORTED, headline=headline, outcomes=outcomes)
     if kept.refusals and len(kept.refusals) < num_ranks and not _ends_badly(kept.result):
-        others = sorted(set(range(num_ranks)) - set(kept.refusals))
+        others = sorted(ranks - set(kept.refusals))
         headline = (
             f"needs {needs}; refused on rank(s) {sorted(kept.refusals)} with {min(kept.refusals.items())[1]}, "
             f"while rank(s) {others} went ahead"
@@ -147,7 +151,7 @@ def _went_ahead(kept: SavedResult, refused: Set[int]) -> list[int]:
 
     A world is stopped when its first rank raises: who is no further than that rank may have been about to raise too.
     """
-    ledgers = dict(enumerate(kept.ledgers))
+    ledgers = kept.ledgers_by_rank
     calls = Counterparts(ledgers)
     return [
         o.rank
@@ -182,7 +186,7 @@ def judge_failure(kept: SavedResult) -> Judgement:
     is_hang = isinstance(cause, TimedOut) or (isinstance(cause, Raised) and cause.kind in TRANSPORT_ERRORS)
     if not is_hang and not (isinstance(cause, Raised) and cause.is_symptom):
         return _judge_crash(kept, cause)
-    ledgers = dict(enumerate(kept.ledgers))
+    ledgers = kept.ledgers_by_rank
     hang = analyse_hang(kept.result.outcomes, ledgers)
     mismatch = first_disagreement(ledgers)
     if isinstance(cause, Raised) and cause.kind == _MISMATCH:
@@ -198,7 +202,7 @@ def judge_failure(kept: SavedResult) -> Judgement:
 
 def _judge_crash(kept: SavedResult, cause: Outcome) -> Judgement:
     """Name the crash; what ranks disagreed on before is its cause, unless the engine raised an error of its own."""
-    ledgers = dict(enumerate(kept.ledgers))
+    ledgers = kept.ledgers_by_rank
     mismatch = first_disagreement(ledgers)
     harm = harm_in(kept.ledgers)  # what was freed or overwritten too early may be what the rank fell over
     is_own = isinstance(cause, Raised) and not is_in_passage(cause.traceback)
@@ -215,14 +219,14 @@ def _judge_crash(kept: SavedResult, cause: Outcome) -> Judgement:
     )
 
 
-def _judge_laws(case: Case, kept: SavedResult, oracle: OracleObservation) -> Judgement:
+def _judge_laws(case: Case, kept: SavedResult, oracle: OracleObservation, simulated: int) -> Judgement:
     evidence = Evidence(
         training=case.training,
-        world_size=len(kept.ranks),
+        world_size=simulated or len(kept.ranks),
         ranks=kept.ranks,
         oracle=oracle,
     )
-    reason = incomparable_because(evidence)
+    reason = None if simulated else incomparable_because(evidence)
     if reason is not None:
         return Judgement(verdict=Verdict.VACUOUS, headline=reason)
     always = implied(case.training)
@@ -233,7 +237,7 @@ def _judge_laws(case: Case, kept: SavedResult, oracle: OracleObservation) -> Jud
     records = tuple(r.record for r in rulings)
     if broken:
         return Judgement(verdict=Verdict.FAILED, headline=_headline(broken[0]), laws=records, worst=worst)
-    reason = vacuous_because(evidence)
+    reason = None if simulated else vacuous_because(evidence)  # a law of ledgers is never vacuous, but blind
     if reason is not None:
         return Judgement(verdict=Verdict.VACUOUS, headline=reason, laws=records, worst=worst)
     held = "; ".join(_headline(r) for r in rulings)
@@ -252,33 +256,41 @@ def _worst(rulings: Sequence[Ruling]) -> TensorRecord | None:
 def _describe_hang(result: WorldResult, hang: HangReport) -> str:
     """Return who waits for whom: the ledgers word it alike in every world, a backend's error does not."""
     late = sorted(o.rank for o in result.outcomes if isinstance(o, TimedOut))
+    hosts = dict.fromkeys(o.host for o in result.outcomes if isinstance(o, TimedOut) and o.host)
+    where = f" on {', '.join(hosts)}" if hosts else ""
     # A consequence by its text, which an engine's library may have raised for a reason of its own.
     raised = [o for o in result.outcomes if isinstance(o, Raised) and o.is_symptom]
     errors = [_describe(o) for o in raised if o.kind not in TRANSPORT_ERRORS]
-    parts = [hang.summary, f"not ended at the deadline: rank(s) {late}" if late else "", *errors[:1]]
+    parts = [hang.summary, f"not ended at the deadline: rank(s) {late}{where}" if late else "", *errors[:1]]
     return "; ".join(part for part in parts if part)
+
+
+def _rank(outcome: Raised | Died | TimedOut | Abandoned) -> str:
+    return f"rank {outcome.rank}" + (f" on {outcome.host}" if outcome.host else "")
 
 
 def _describe(outcome: Outcome) -> str:
     match outcome:
         case Raised():
-            return f"rank {outcome.rank} raised {outcome.kind}: {outcome.message}"
+            return f"{_rank(outcome)} raised {outcome.kind}: {outcome.message}"
         case Died(is_attributed=True):
             when = " after its result" if outcome.is_after_result else ""
-            return f"rank {outcome.rank} {outcome.how}{when}{_where(outcome.text)}"
+            return f"{_rank(outcome)} {outcome.how}{when}{_where(outcome.text)}"
         case Died():
             how = f"{outcome.how} after their results" if outcome.is_after_result else outcome.how
             return f"the process of all ranks {how}; nothing tells which rank ended it{_where(outcome.text)}"
         case TimedOut(is_after_result=True):
-            who = f"rank {outcome.rank}" if outcome.is_attributed else "the process of all ranks"
+            who = _rank(outcome) if outcome.is_attributed else "the process of all ranks"
             thread = (
                 f"; thread {outcome.thread!r}, which is not a daemon, still runs" if outcome.thread else ""
             )
             return f"{who} returned its result and did not end{thread}{_where(outcome.stack)}"
         case TimedOut():
-            return f"rank {outcome.rank} did not end; last collective: {outcome.last_call}{_where(outcome.stack)}"
+            return (
+                f"{_rank(outcome)} did not end; last collective: {outcome.last_call}{_where(outcome.stack)}"
+            )
         case Abandoned():
-            return f"rank {outcome.rank} was stopped because of another rank"
+            return f"{_rank(outcome)} was stopped because of another rank"
         case Returned():
             return f"rank {outcome.rank} returned"
         case _:
@@ -298,6 +310,13 @@ def _outcome_records(result: WorldResult) -> tuple[OutcomeRecord, ...]:
 
 
 def _evidence_text(outcome: Outcome) -> str:
+    if isinstance(outcome, Returned):
+        return ""
+    printed = f"on {outcome.host}, log host{outcome.rank}{SUFFIX}" if outcome.host else ""
+    return f"{printed}\n{_evidence(outcome)}".strip()
+
+
+def _evidence(outcome: Raised | Died | TimedOut | Abandoned) -> str:
     match outcome:
         case Raised():
             return outcome.traceback or f"{outcome.kind}: {outcome.message}"
@@ -305,7 +324,7 @@ def _evidence_text(outcome: Outcome) -> str:
             return f"{outcome.how}\n{outcome.text}".strip()
         case TimedOut():
             return f"last collective: {outcome.last_call}\n{outcome.stack}".strip()
-        case Returned() | Abandoned():
+        case Abandoned():
             return ""
         case _:
             assert_never(outcome)

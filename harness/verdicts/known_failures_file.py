@@ -177,12 +177,8 @@ def _case(table: Mapping[str, Any], what: str) -> str:
 
 def _world(table: Mapping[str, Any], what: str) -> str:
     pattern = _text(table, "world", what, default="*")
-    spellings = (
-        f"{kind}:{size}{device}"
-        for kind in WorldKind
-        for size in range(1, MAX_RANKS + 1)
-        for device in ("", ":cuda")
-    )
+    sizes = (*range(1, MAX_RANKS + 1), *(2**n for n in range(7, 17)))
+    spellings = (f"{kind}:{size}{device}" for kind in WorldKind for size in sizes for device in ("", ":cuda"))
     if not any(matches(pattern, spelling) for spelling in spellings):
         raise UsageError(
             f"{what}: world",

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
-from shardproof.harness.errors import UsageError
+from shardproof.harness.errors import LostHostError, UsageError
+from shardproof.harness.torch_compat.process_groups import TCPStore
 from shardproof.harness.tracing.journal import read_journal
+from shardproof.harness.worlds.launched.cluster import Cluster, cluster
+from shardproof.harness.worlds.launched.remote_host import RemoteHost
 from shardproof.harness.worlds.messages import HostSpec, Job
 from shardproof.harness.worlds.outcome import (
     Abandoned,
@@ -53,21 +58,29 @@ def launch(spec: WorldSpec, body: Callable[..., Any], *args: Any, folder: Path) 
     return result.ended_by(ending)
 
 
+Host = HostHandle | RemoteHost
+
+
 class World:
     """The processes of one world, alive between jobs until closed or until a job fails."""
 
     def __init__(self, spec: WorldSpec, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.spec = spec
-        ranks = tuple(range(spec.size))
-        shares = [ranks] if spec.kind is WorldKind.THREADS else [(rank,) for rank in ranks]
-        self._hosts: list[HostHandle] = []
+        share_one = spec.kind in {WorldKind.THREADS, WorldKind.SIMULATED}
+        shares = [spec.ranks] if share_one else [(rank,) for rank in spec.ranks]
+        self._cluster = _cluster_for(spec) if spec.kind is WorldKind.LAUNCHED else None
+        # As in a launcher's job: one process has the store, for all ranks of one world.
+        self._store = (
+            TCPStore("localhost", 0, is_master=True, wait_for_workers=False) if self._cluster else None
+        )
+        self._hosts: list[Host] = []
         self._leftovers = Leftovers(())
         self.is_usable = True
         try:
             for share in shares:
-                self._hosts.append(HostHandle(HostSpec(world=spec, ranks=share, folder=folder)))
-            self._leftovers = Leftovers(self._hosts)
+                self._hosts.append(self._start(share, folder))
+            self._leftovers = Leftovers([host for host in self._hosts if isinstance(host, HostHandle)])
             self._await_ready()
         except BaseException:
             self._kill()
@@ -100,7 +113,7 @@ class World:
         except BaseException:
             self._kill()
             raise
-        result = WorldResult(outcomes=tuple(outcomes[rank] for rank in range(self.spec.size)))
+        result = WorldResult(outcomes=tuple(outcomes[rank] for rank in self.spec.ranks))
         if not result.is_clean:
             return WorldResult(outcomes=result.outcomes, leaks=self._kill())
         return result
@@ -114,6 +127,20 @@ class World:
             raise
         finally:
             self._release()
+
+    def _start(self, ranks: tuple[int, ...], folder: Path) -> Host:
+        found, size = self._cluster, self.spec.size
+        given = found.environment(ranks[0], size) if found else _local_environment(ranks[0], size)
+        # No process listens on the port unless an engine does: the same on all ranks of a world, another in the next.
+        port = 20_000 + crc32(str(folder).encode()) % 10_000
+        host = HostSpec(
+            world=self.spec,
+            ranks=ranks,
+            folder=folder,
+            environment={**given, "MASTER_PORT": str(port)},
+            store=self._store.port if self._store else None,
+        )
+        return HostHandle(host) if found is None or ranks == (0,) else RemoteHost(host, found.links[ranks[0]])
 
     def _await_ready(self) -> None:
         """Wait until all processes can take a job; they are forks of a warm server, so a deadline is plenty."""
@@ -130,7 +157,7 @@ class World:
         late = [host for host in self._hosts if not host.has_left and not host.is_over]
         for host in self._hosts:
             if host.has_left:
-                self._leftovers.look(host)
+                self._look(host)
                 host.dismiss()
         self._listen_while(lambda host: host.has_left, time.monotonic() + limit_s)
         self._check_servers(host for host in self._hosts if host.has_left)
@@ -138,14 +165,13 @@ class World:
             for host in late or [host for host in self._hosts if not host.is_over]:
                 host.miss_the_end(time.monotonic() + _STACKS_LIMIT_S)
         leaks = self._kill()
-        outcomes = {rank: o for host in self._hosts for rank, o in host.outcomes.items()}
-        return Ending(outcomes=outcomes, leaks=leaks)
+        return Ending(outcomes=self._outcomes(), leaks=leaks)
 
-    def _check_servers(self, hosts: Iterable[HostHandle]) -> None:
+    def _check_servers(self, hosts: Iterable[Host]) -> None:
         for host in hosts:
             host.check_server()
 
-    def _listen_while(self, is_awaited: Callable[[HostHandle], bool], limit: float) -> None:
+    def _listen_while(self, is_awaited: Callable[[Host], bool], limit: float) -> None:
         """Listen to the hosts until none is awaited that is not over; sooner if one fails for a reason of its own."""
         stop_at = limit
         while (left := stop_at - time.monotonic()) > 0 and any(
@@ -174,16 +200,29 @@ class World:
 
     def _account(self, folder: Path) -> dict[int, Outcome]:
         """Return every rank its outcome: those still pending are abandoned if there is a cause, else timed out."""
-        outcomes = {rank: o for host in self._hosts for rank, o in host.outcomes.items()}
+        for host in self._hosts:
+            if isinstance(host, RemoteHost):
+                host.gather(folder)
+        outcomes = self._outcomes()
         if not self._pending:
             return outcomes
         for rank, stack in self._stacks().items():
-            outcomes[rank] = (
+            found = (
                 Abandoned(rank=rank, stack=stack)
                 if self._has_cause
                 else TimedOut(rank=rank, stack=stack, last_call=_last_call(folder, rank))
             )
+            outcomes[rank] = self._located(found)
         return outcomes
+
+    def _outcomes(self) -> dict[int, Outcome]:
+        return {rank: self._located(o) for host in self._hosts for rank, o in host.outcomes.items()}
+
+    def _located(self, outcome: Outcome) -> Outcome:
+        """Add the machine of a rank that did not end well, where there may be several."""
+        if self._cluster is None or isinstance(outcome, Returned):
+            return outcome
+        return replace(outcome, host=self._cluster.host(outcome.rank))
 
     def _stacks(self) -> dict[int, str]:
         """Return the stacks of all pending ranks, empty for those that do not answer in time."""
@@ -200,9 +239,17 @@ class World:
         self.is_usable = False
         for host in self._hosts:
             if not host.is_over:
-                self._leftovers.look(host)
+                self._look(host)
             host.kill()
-        return self._leftovers.end()
+        far = [host for host in self._hosts if isinstance(host, RemoteHost)]
+        return (*self._leftovers.end(), *(leak for host in far for leak in host.end_leftovers()))
+
+    def _look(self, host: Host) -> None:
+        """Note what is below a host that is still alive."""
+        if isinstance(host, RemoteHost):
+            host.look()
+        else:
+            self._leftovers.look(host)
 
     def _release(self) -> None:
         self.is_usable = False
@@ -236,6 +283,38 @@ class WorldPool:
         for world in self._worlds.values():
             world.close()
         self._worlds.clear()
+
+
+def _cluster_for(spec: WorldSpec) -> Cluster:
+    """Return the cluster in which a launched world can live; raises UsageError or LostHostError if there is none."""
+    found = cluster()
+    if found is None or spec.size > found.process.size:
+        raise UsageError(
+            f"world {spec}",
+            expected=f"a launcher that started {spec.size} processes",
+            got=f"one that started {found.process.size}" if found else "a session that none started",
+            hint=f"torchrun --nproc-per-node {spec.size} -m shardproof run ... --world launched",
+        )
+    if found.lost:
+        raise LostHostError(
+            f"world {spec}",
+            expected="all processes of the launcher",
+            got=found.lost,
+            hint="the launcher's log, and --resume",
+        )
+    found.await_warm()
+    return found
+
+
+def _local_environment(rank: int, size: int) -> dict[str, str]:
+    """Return what launchers give a rank on the only machine of a world, but for a port."""
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(size),
+        "LOCAL_WORLD_SIZE": str(size),
+        "MASTER_ADDR": "127.0.0.1",
+    }
 
 
 def _is_cause(outcome: Outcome) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass
 from functools import cache
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -28,11 +28,16 @@ _TAG = ""  # the key that names what a JSON object stands for
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostSpec:
-    """One process of a world: the world, the ranks that live in it, and a folder for its store and stacks."""
+    """One process of a world: the world, the ranks that live in it, and a folder for its store and stacks.
+
+    ``environment`` is what launchers give a rank. Ranks meet at ``store``, a port of its MASTER_ADDR; None for a file.
+    """
 
     world: WorldSpec
     ranks: tuple[int, ...]
     folder: Path
+    environment: Mapping[str, str] = field(default_factory=dict)
+    store: int | None = None
 
     @property
     def stack_file(self) -> Path:
@@ -115,7 +120,44 @@ class Garbled:
     text: str
 
 
-Message = Ready | Started | Finished | Dying | Leaving | Done
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hello:
+    """Agent: who I am, on which machine, with which releases; ``clock_s`` is CLOCK_MONOTONIC, ``folder`` my own."""
+
+    token: str
+    rank: int
+    host: str
+    local_rank: int
+    node: str
+    releases: str
+    folder: str
+    clock_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostState:
+    """Agent: the host of my rank, after so many commands; ``error`` is why the last one could not be obeyed."""
+
+    answered: int
+    is_ready: bool = False
+    has_left: bool = False
+    is_over: bool = False
+    outcome: Outcome | None = None
+    stack: str = ""
+    error: str = ""
+    leaks: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FilePiece:
+    """Agent: the next bytes, in base64, of a file of my rank; ``start`` is where they belong."""
+
+    name: str
+    start: int
+    data: str
+
+
+Message = Ready | Started | Finished | Dying | Leaving | Done | Hello | HostState | FilePiece
 
 _KINDS: Mapping[str, type] = {
     kind.__name__: kind for kind in (*get_args(Message), *get_args(Outcome), LastThread)

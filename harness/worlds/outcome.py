@@ -1,4 +1,7 @@
-"""How each rank of a world ended, and which end caused the others."""
+"""How each rank of a world ended, and which end caused the others.
+
+``host`` is the machine of a rank, empty where all ranks of a world are on the machine that judges.
+"""
 
 from __future__ import annotations
 
@@ -29,6 +32,7 @@ class Raised:
     traceback: str
     is_symptom: bool
     at_s: float
+    host: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +48,7 @@ class Died:
     is_attributed: bool
     text: str
     is_after_result: bool = False
+    host: str = ""
 
     @property
     def how(self) -> str:
@@ -71,6 +76,7 @@ class TimedOut:
     is_after_result: bool = False
     thread: str = ""
     is_attributed: bool = True
+    host: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,6 +85,7 @@ class Abandoned:
 
     rank: int
     stack: str = ""
+    host: str = ""
 
 
 Outcome = Returned | Raised | Died | TimedOut | Abandoned

@@ -24,6 +24,7 @@ class RankContext:
     folder: Path
     recorder: Recorder
     shares_a_process: bool = False  # with all other ranks
+    is_simulated: bool = False  # other ranks are not there, and numbers mean nothing
 
 
 def journal_path(folder: Path, rank: int) -> Path:

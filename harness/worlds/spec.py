@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import difflib
+import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 
 from shardproof.harness.errors import UsageError
+from shardproof.harness.worlds.launched.launcher import launched_process
 
 MAX_RANKS = 64
+_MAX_SIMULATED = 65_536
 
 
 class WorldKind(StrEnum):
@@ -18,6 +21,13 @@ class WorldKind(StrEnum):
 
     THREADS = "threads"  # threads of one killable process, over our own in-memory collectives
     PROCESSES = "processes"  # a process each, over gloo on cpu and nccl on cuda
+    LAUNCHED = (
+        "launched"  # as processes, each beside one that torchrun or srun started, on any number of hosts
+    )
+    SIMULATED = "simulated"  # a few of very many, one after the other in one process; nothing is exchanged
+
+
+OWN_KINDS = (WorldKind.THREADS, WorldKind.PROCESSES)  # those that exchange data and need no launcher
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,31 +46,45 @@ class WorldSpec:
 
     def __post_init__(self) -> None:
         """Refuse sizes and devices that no world has."""
-        if not 1 <= self.size <= MAX_RANKS:
+        others = {WorldKind.LAUNCHED: self.size, WorldKind.SIMULATED: _MAX_SIMULATED}
+        most = others.get(self.kind, MAX_RANKS)
+        if not 1 <= self.size <= most:
             raise UsageError(
                 f"world {self}",
-                expected=f"1 to {MAX_RANKS} ranks",
+                expected=f"1 to {most} ranks",
                 got=str(self.size),
                 hint="--world threads:4",
             )
-        if self.kind is WorldKind.THREADS and self.device != "cpu":
+        if self.kind in {WorldKind.THREADS, WorldKind.SIMULATED} and self.device != "cpu":
             raise UsageError(
                 f"world {self}",
-                expected="threads on cpu",
-                got=f"threads on {self.device}",
+                expected=f"{self.kind} on cpu",
+                got=f"{self.kind} on {self.device}",
                 hint=f"--world processes:{self.size}:{self.device}",
             )
 
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Those that are run: all, but of a simulated world the first, the second, one in the middle and the last."""
+        if self.kind is not WorldKind.SIMULATED:
+            return tuple(range(self.size))
+        return tuple(sorted({0, min(1, self.size - 1), self.size // 2, self.size - 1}))
+
     @classmethod
     def parse(cls, text: str, *, deadline_s: float = 60.0) -> WorldSpec:
-        """Read ``threads:4``, ``processes:2`` or ``processes:2:cuda``; raises UsageError for the rest."""
+        """Read ``threads:4``, ``processes:2`` or ``processes:2:cuda``; raises UsageError for the rest.
+
+        ``launched`` has the size that the launcher of this process gave.
+        """
+        if text.partition(":")[0] == WorldKind.LAUNCHED and not re.match(r"launched:\d", text):
+            text = text.replace("launched", f"launched:{launched_process(os.environ).size}", 1)
         match = re.fullmatch(r"([a-z]+):(\d+)(?::(cpu|cuda))?", text)
         if match is None or match[1] not in set(WorldKind):
             near = difflib.get_close_matches(text.split(":")[0], list(WorldKind), n=1, cutoff=0.4)
             hint = f"{near[0]}:4" if near else "threads:4"
             raise UsageError(
                 "--world",
-                expected="KIND:SIZE or KIND:SIZE:DEVICE, with KIND threads or processes",
+                expected="KIND:SIZE or KIND:SIZE:DEVICE, with KIND threads, processes, launched or simulated",
                 got=repr(text),
                 hint=f"--world {hint}",
             )
@@ -72,27 +96,41 @@ class WorldSpec:
         return f"{self.kind}:{self.size}" + ("" if self.device == "cpu" else f":{self.device}")
 
 
+_EXCHANGING = frozenset(WorldKind) - {WorldKind.SIMULATED}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """A named set of world sizes; with ``kind`` those of worlds in which ranks live so."""
+    """A named set of world sizes, in worlds of these kinds: where ranks exchange data, if nothing else is said."""
 
     name: str
     allows: Callable[[int], bool]
-    kind: WorldKind | None = None
+    kinds: frozenset[WorldKind] = _EXCHANGING
 
     def suits(self, world: WorldSpec) -> bool:
         """Whether this world is one of them."""
-        return self.allows(world.size) and self.kind in {None, world.kind}
+        return self.allows(world.size) and world.kind in self.kinds
 
 
+ANY = Sizes(name="ranks that exchange data", allows=lambda size: True)
 ALONE = Sizes(name="one rank", allows=lambda size: size == 1)
 SEVERAL = Sizes(name="two ranks or more", allows=lambda size: size > 1)
 THREE_OR_MORE = Sizes(name="three ranks or more", allows=lambda size: size > 2)
 # For calls of an engine that keeps something for the whole process, so that ranks which share one disturb each other.
-APART = Sizes(name="ranks that share no process", allows=lambda size: size > 1, kind=WorldKind.PROCESSES)
+APART = Sizes(
+    name="ranks that share no process",
+    allows=lambda size: size > 1,
+    kinds=frozenset({WorldKind.PROCESSES, WorldKind.LAUNCHED}),
+)
 # For laws that count what is alive: gloo's own threads may hold a work, and its tensors, after the engine let go of it.
 TOGETHER = Sizes(
-    name="several ranks that share a process", allows=lambda size: size > 1, kind=WorldKind.THREADS
+    name="several ranks that share a process",
+    allows=lambda size: size > 1,
+    kinds=frozenset({WorldKind.THREADS}),
+)
+# For laws that need no numbers.
+SIMULATED = Sizes(
+    name="ranks that are simulated", allows=lambda size: size > 1, kinds=frozenset({WorldKind.SIMULATED})
 )
 EVEN = Sizes(name="two replicas of equal size", allows=lambda size: size % 2 == 0)
 FOUR_OR_MORE_EVEN = Sizes(

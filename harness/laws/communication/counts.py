@@ -27,6 +27,7 @@ __all__ = [
     "Bytes",
     "Count",
     "Dtype",
+    "FewCalls",
     "InOrder",
     "Nothing",
     "OnlyThese",
@@ -82,6 +83,39 @@ class Bytes:
         minimum = evaluate(self.minimum, evidence.training, evidence.world_size)
         ratio = f"{worst / minimum:.3f} x" if minimum else f"{worst} beyond"
         return f"{ratio} the theoretical minimum of {minimum}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FewCalls:
+    """At most so many collectives in the whole training, preparation included, on each rank."""
+
+    at_most: Amount
+
+    @property
+    def name(self) -> str:
+        amount = self.at_most
+        return f"at most {amount if isinstance(amount, int) else amount.name} collectives in all"
+
+    def judge(self, evidence: Evidence) -> Ruling:
+        """Count whatever a rank called, at whatever time."""
+        limit = evaluate(self.at_most, evidence.training, evidence.world_size)
+        counts = {rank: sum(e.phase is not Phase.OBSERVE for e in found) for rank, found in ledgers(evidence)}
+        broken = [
+            f"rank {rank}: expected at most {limit} collectives in all, got {counts[rank]}; "
+            f"{most} of them {entry.op} in {entry.phase} at {entry.site}"
+            for rank, found in ledgers(evidence)
+            if counts[rank] > limit
+            for entry, most in [_most_frequent(found)]
+        ]
+        broken = [*blindness(evidence, (), Per.STEP), *broken]
+        return rule(self.name, broken, held=f"at most {max(counts.values(), default=0)} of {limit} on a rank")
+
+
+def _most_frequent(ledger: Ledger) -> tuple[Entry, int]:
+    """Return the first call of the kind that is made most often, and how often."""
+    kinds = Counter((e.op, e.phase, e.site) for e in ledger)
+    kind, most = kinds.most_common(1)[0]
+    return next(e for e in ledger if (e.op, e.phase, e.site) == kind), most
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

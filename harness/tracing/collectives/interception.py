@@ -68,12 +68,16 @@ def _no_observer() -> CollectiveObserver | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Interceptor:
-    """Who records a call made on this thread, who else listens, what carries it, and which ranks a group has."""
+    """Who records a call made on this thread, who else listens, what carries it, and which ranks a group has.
+
+    ``is_split`` has flat buffers cut into a piece for each rank, which takes long where there are thousands.
+    """
 
     recorder: Callable[[], Recorder | None]
     ranks_of: Callable[[dist.ProcessGroup], tuple[int, ...]]
     carrier: CollectiveTransport | None = None
     listener: Callable[[], CollectiveObserver | None] = _no_observer
+    is_split: bool = True
 
 
 @contextmanager
@@ -118,7 +122,7 @@ class _Kernel:
             return self._go_on(keyset, *args, **kwargs)
         # The dispatcher leaves trailing defaults out.
         arguments = {**self._defaults, **dict(zip(self._names, args, strict=False)), **kwargs}
-        call = _read(self._spelling, arguments, self._door.ranks_of)
+        call = _read(self._spelling, arguments, self._door)
         seq = -1 if recorder is None else recorder.issued(_summary(call))
         hearing = self._announce(call, recorder, seq)
         inner: dist.Work | None
@@ -190,12 +194,10 @@ def _work_in(result: Any) -> dist.Work | None:
     return dist.Work.unbox(boxed) if isinstance(boxed, torch.ScriptObject) else None
 
 
-def _read(
-    spelling: CollectiveSchema, a: dict[str, Any], ranks_of: Callable[[dist.ProcessGroup], tuple[int, ...]]
-) -> Call:
+def _read(spelling: CollectiveSchema, a: dict[str, Any], door: Interceptor) -> Call:
     group = process_group(a)
-    ranks = ranks_of(group)
-    exchanged = spelling.exchanged(a, group.rank(), len(ranks))
+    ranks = door.ranks_of(group)
+    exchanged = spelling.exchanged(a, group.rank(), len(ranks) if door.is_split else 1)
     reduce_op = dist.ReduceOp.RedOpType(a["reduce_op"].op()) if "reduce_op" in a else None
     timeout_ms = a.get("timeout", -1)
     first = next((t for piece in (*exchanged.inputs, *exchanged.outputs) for t in piece), None)
@@ -226,7 +228,7 @@ def _summary(call: Call) -> CallSummary:
         group_name=call.group_name,
         group=call.ranks,
         dtype=short_name(tensors[0].dtype) if tensors else "",
-        shapes=tuple(_shape(piece) for piece in contribution if piece),
+        shapes=tuple(_shape(piece, call) for piece in contribution if piece),
         num_bytes=sum(t.numel() * t.element_size() for t in tensors),
         reduce_op=None if call.reduce_op is None else _REDUCE_OP_NAMES[call.reduce_op],
         peer=None if call.peer is None else call.ranks[call.peer],
@@ -235,9 +237,13 @@ def _summary(call: Call) -> CallSummary:
     )
 
 
-def _shape(piece: tuple[torch.Tensor, ...]) -> tuple[int, ...]:
+def _shape(piece: tuple[torch.Tensor, ...], call: Call) -> tuple[int, ...]:
     """One tensor's shape; of W pieces, their number and size, or their total when they are uneven."""
     if len(piece) == 1:
-        return tuple(piece[0].shape)
+        whole, num_ranks = piece[0], len(call.ranks)
+        if call.op is Op.REDUCE_SCATTER and num_ranks > 1:  # it is not split
+            even = whole.numel() % num_ranks == 0
+            return (num_ranks, whole.numel() // num_ranks) if even else (whole.numel(),)
+        return tuple(whole.shape)
     sizes = {t.numel() for t in piece}
     return (len(piece), sizes.pop()) if len(sizes) == 1 else (sum(t.numel() for t in piece),)

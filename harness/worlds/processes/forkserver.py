@@ -53,16 +53,16 @@ NUM_SERVERS = 2
 _servers: list[Any] = [forkserver._forkserver, *(forkserver.ForkServer() for _ in range(1, NUM_SERVERS))]
 _server_of: WeakKeyDictionary[ForkServerProcess, int] = WeakKeyDictionary()
 _connecting = threading.Lock()
-_seed = 0
+_seed, _first = 0, 0
 
 
-def draw_hash_seeds(seed: int) -> None:
-    """Draw the hash seeds of a session; servers with others are ended."""
-    global _seed
-    if seed != _seed:
+def draw_hash_seeds(seed: int, first: int = 0) -> None:
+    """Draw the hash seeds of a session; servers with others are ended. ``first`` has the first server take another."""
+    global _seed, _first
+    if (seed, first) != (_seed, _first):
         for number in range(NUM_SERVERS):
             end_server(number)
-    _seed = seed
+    _seed, _first = seed, first
 
 
 def hash_seeds(seed: int) -> tuple[int, ...]:
@@ -235,7 +235,7 @@ def _ensure_server(number: int = 0) -> None:
     parent's; and its hash seed.
     """
     path = os.pathsep.join([str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    seed = hash_seeds(_seed)[number]
+    seed = hash_seeds(_seed)[(number + _first) % NUM_SERVERS]
     wanted = {"OMP_NUM_THREADS": "1", "PYTHONPATH": path, "PYTHONHASHSEED": str(seed)}
     before = {name: os.environ.get(name) for name in wanted}
     os.environ.update(wanted)

@@ -7,6 +7,7 @@ import signal
 import time
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerProcess
+from multiprocessing.reduction import ForkingPickler
 
 from shardproof.harness.errors import HarnessBug
 from shardproof.harness.worlds.messages import (
@@ -70,8 +71,8 @@ class HostHandle:
 
     @property
     def _server_number(self) -> int:
-        """Which fork server the host comes from; see [Note: two servers]."""
-        return 0 if self.spec.world.kind is WorldKind.THREADS else self.spec.ranks[0] % NUM_SERVERS
+        """Which fork server the host comes from; see [Note: two servers]. An agent has one, for its rank."""
+        return self.spec.ranks[0] % NUM_SERVERS if self.spec.world.kind is WorldKind.PROCESSES else 0
 
     @property
     def awaited(self) -> list[Connection | int]:
@@ -120,14 +121,14 @@ class HostHandle:
                 hint="the case again; the next one has a new server",
             )
 
-    def begin(self, job: Job) -> None:
-        """Send the next job; the ranks are pending again."""
+    def begin(self, job: Job | bytes) -> None:
+        """Send the next job, or one that is pickled already; the ranks are pending again."""
         self.outcomes.clear()
-        self._send(job)
+        self._send(job if isinstance(job, bytes) else pickled(job))
 
     def dismiss(self) -> None:
         """Ask the process to leave, and once it has left, let it end."""
-        self._send(None)
+        self._send(pickled(None))
 
     def listen(self) -> None:
         """Take in everything the host has said, and its end."""
@@ -181,9 +182,9 @@ class HostHandle:
         self.connection.close()
         end(self._process)
 
-    def _send(self, job: Job | None) -> None:
+    def _send(self, pickled_job: bytes) -> None:
         with contextlib.suppress(OSError):  # a host that is already gone shows at its sentinel
-            self.connection.send(job)
+            self.connection.send_bytes(pickled_job)
 
     def _stack_of(self, ident: int) -> str:
         return stack_of(self.spec.stack_file, ident)
@@ -253,6 +254,11 @@ class HostHandle:
         late = [thread for thread in threads if self._stack_of(thread.ident)]
         owned: dict[int, LastThread | None] = {t.rank: t for t in late if t.rank is not None}
         return owned or dict.fromkeys(self.spec.ranks, late[0] if late else None)
+
+
+def pickled(job: Job | None) -> bytes:
+    """Return a job in the form in which a host receives it."""
+    return bytes(ForkingPickler.dumps(job))
 
 
 def _garbled(rank: int, text: str) -> Raised:

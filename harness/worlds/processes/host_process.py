@@ -11,15 +11,14 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from functools import partial
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import NoReturn
-from zlib import crc32
 
 import torch
 import torch.distributed as dist
 
-from shardproof.harness.torch_compat.process_groups import FileStore, Store
+from shardproof.harness.torch_compat.process_groups import FileStore, HashStore, Store, TCPStore
 from shardproof.harness.tracing.collectives.interception import Interceptor, standing_in_c10d
 from shardproof.harness.tracing.current_rank import bind_rank, current_rank
 from shardproof.harness.tracing.operators import current_witnesses
@@ -31,6 +30,7 @@ from shardproof.harness.worlds.output import redirect_output
 from shardproof.harness.worlds.processes.leaving import await_threads, leave, start_afresh
 from shardproof.harness.worlds.processes.lineage import adopt_orphans
 from shardproof.harness.worlds.rank import RankContext, journal_path, run_rank
+from shardproof.harness.worlds.simulated import simulating
 from shardproof.harness.worlds.spec import WorldKind, WorldSpec
 from shardproof.harness.worlds.threads.isolation import isolate_threads
 from shardproof.harness.worlds.threads.process_group import (
@@ -89,26 +89,28 @@ def host_main(connection: Connection, spec: HostSpec) -> None:
         faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
         torch.set_num_threads(1)
         link = SupervisorLink(connection, spec.ranks)
-        if spec.world.kind is WorldKind.THREADS:
-            _host_threads(link, spec)
-        else:
-            _host_process(link, spec)
+        match spec.world.kind:
+            case WorldKind.THREADS:
+                _host_threads(link, spec)
+            case WorldKind.SIMULATED:
+                _host_simulated(link, spec)
+            case WorldKind.PROCESSES | WorldKind.LAUNCHED:
+                _host_process(link, spec)
         leave(link)
 
 
 def _host_process(link: SupervisorLink, spec: HostSpec) -> None:
     world, (rank,) = spec.world, spec.ranks
     recorders: list[Recorder] = []
-    device = torch.device(world.device, rank) if world.device == "cuda" else torch.device("cpu")
-    store = FileStore(str(spec.folder / "store"), world.size)
+    os.environ.update(spec.environment)
+    device = _device(spec)
     backend = "nccl" if world.device == "cuda" else "gloo"
-    os.environ.update(_launched(rank, world.size, spec.folder))
 
     def enter() -> None:
         if not dist.is_initialized():
             if device.type == "cuda":
                 torch.cuda.set_device(device)
-            _join(world, backend, store, rank)
+            _join(world, backend, _store(spec), rank)
 
     door = Interceptor(
         recorder=lambda: recorders[-1] if recorders else None,
@@ -127,19 +129,20 @@ def _host_process(link: SupervisorLink, spec: HostSpec) -> None:
         await_threads(link)
 
 
-def _launched(rank: int, size: int, folder: Path) -> dict[str, str]:
-    """Return the environment that launchers give a rank; no process listens on the port unless an engine does."""
-    port = (
-        20_000 + crc32(str(folder).encode()) % 10_000
-    )  # the same on all ranks of a world, another in the next
-    return {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(size),
-        "LOCAL_WORLD_SIZE": str(size),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-    }
+def _device(spec: HostSpec) -> torch.device:
+    """Return the rank's device; a launcher may show each process its own GPU alone."""
+    if spec.world.device == "cpu":
+        return torch.device("cpu")
+    number = int(spec.environment["LOCAL_RANK"])
+    return torch.device("cuda", number % (torch.cuda.device_count() or 1))
+
+
+def _store(spec: HostSpec) -> Store:
+    if spec.store is None:
+        return FileStore(str(spec.folder / "store"), spec.world.size)
+    return TCPStore(
+        spec.environment["MASTER_ADDR"], spec.store, timeout=timedelta(seconds=spec.world.deadline_s)
+    )
 
 
 def _destroy_groups(link: SupervisorLink, rank: int) -> None:
@@ -178,6 +181,23 @@ def _host_threads(link: SupervisorLink, spec: HostSpec) -> None:
                 _run_threads(
                     link, job, contexts, turns, exchange, lambda rank: _join(world, "threads", store, rank)
                 )
+        await_threads(link)
+
+
+def _host_simulated(link: SupervisorLink, spec: HostSpec) -> None:
+    """Run each rank of a sample by itself: it has all process groups of its rank, and nobody answers in them."""
+    world, recorders = spec.world, list[Recorder]()
+    register_threads_backend()
+    with standing_in_c10d(simulating(lambda: recorders[-1] if recorders else None)), _last_words(link):
+        link.send(Ready())
+        while (job := link.jobs.get()) is not None:
+            for rank in spec.ranks:
+                link.send(Started(rank=rank, thread_ident=threading.get_ident()))
+                context = _context(world, rank, torch.device("cpu"), job)
+                recorders.append(context.recorder)
+                _report(link, context, job, partial(_join, world, "threads", HashStore(), rank))
+                if dist.is_initialized():
+                    _destroy_groups(link, rank)
         await_threads(link)
 
 
@@ -239,7 +259,8 @@ def _context(world: WorldSpec, rank: int, device: torch.device, job: Job) -> Ran
         device=device,
         folder=job.folder,
         recorder=Recorder(journal_path(job.folder, rank)),
-        shares_a_process=world.kind is WorldKind.THREADS,
+        shares_a_process=world.kind in {WorldKind.THREADS, WorldKind.SIMULATED},
+        is_simulated=world.kind is WorldKind.SIMULATED,
     )
 
 

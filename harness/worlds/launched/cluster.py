@@ -1,0 +1,199 @@
+"""How the processes of a launcher meet: process 0 judges and supervises, each other one becomes the agent of its rank.
+
+[Note: trust] They find each other in the launcher's store: process 0 leaves a port and a token there. An agent obeys
+pickled commands of the process at that port. What comes back is data, as from a host, and counts only after the token.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import platform
+import secrets
+import socket
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from datetime import timedelta
+from importlib.metadata import version
+from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING
+
+from shardproof.harness.errors import HarnessBug, UsageError
+from shardproof.harness.worlds.launched.agent_link import AgentLink, Command
+from shardproof.harness.worlds.launched.launcher import LaunchedProcess
+from shardproof.harness.worlds.messages import Hello, Inbox
+
+if TYPE_CHECKING:
+    from shardproof.harness.torch_compat.process_groups import Store
+
+_KEY = "shardproof"
+# Launchers start their processes together; imports on a cold disk take tens of seconds.
+_MEETING_LIMIT_S = 120.0
+_HELLO_LIMIT_S = 10.0
+_WARM_LIMIT_S = 120.0
+
+
+class Cluster:
+    """All processes of the launcher, in process 0."""
+
+    def __init__(self, process: LaunchedProcess, links: Mapping[int, AgentLink]) -> None:
+        self.process = process
+        self.links = links
+        self._is_warm = False
+        own = (socket.gethostname(), process.node, process.local_rank)
+        others = {rank: (a.hello.host, a.hello.node, a.hello.local_rank) for rank, a in links.items()}
+        self._places = {0: own, **others}
+
+    def host(self, rank: int) -> str:
+        """Return the name of the machine of a rank."""
+        return self._places[rank][0]
+
+    @property
+    def hosts(self) -> str:
+        """List the machines with their ranks."""
+        ranks: dict[tuple[str, str], list[str]] = {}
+        for rank in sorted(self._places):
+            ranks.setdefault(self._places[rank][:2], []).append(str(rank))
+        return "; ".join(f"{host}: {', '.join(numbers)}" for (host, _), numbers in ranks.items())
+
+    @property
+    def lost(self) -> str:
+        """Say which agents are gone, and why; empty if none is."""
+        for agent in self.links.values():
+            agent.listen()
+        return "; ".join(
+            f"rank {rank} on {agent.hello.host} is lost: {agent.why_lost}"
+            for rank, agent in self.links.items()
+            if agent.why_lost
+        )
+
+    def environment(self, rank: int, size: int) -> dict[str, str]:
+        """Return what launchers give a rank of a world of the first ``size`` ranks, but for a port."""
+        host, node, local_rank = self._places[rank]
+        together = [r for r in range(size) if self._places[r][:2] == (host, node)]
+        return {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(local_rank),
+            "WORLD_SIZE": str(size),
+            "LOCAL_WORLD_SIZE": str(len(together)),
+            "MASTER_ADDR": self.process.address,
+            "TORCHELASTIC_USE_AGENT_STORE": "False",  # the port is no longer that of torchrun's store
+        }
+
+    def await_warm(self) -> None:
+        """Wait until all agents can start hosts; raises HarnessBug if one cannot."""
+        for rank, agent in self.links.items() if not self._is_warm else ():
+            agent.await_answer(1, _WARM_LIMIT_S)
+            if agent.state.answered < 1 or agent.state.error:
+                raise HarnessBug(
+                    f"the agent of rank {rank} on {agent.hello.host}",
+                    expected=f"a fork server within {_WARM_LIMIT_S:.0f} s",
+                    got=agent.why_lost or agent.state.error or "nothing",
+                    hint="`shardproof doctor` on that machine",
+                )
+        self._is_warm = True
+
+    def close(self) -> None:
+        """Let all agents leave."""
+        for agent in self.links.values():
+            agent.send("leave")
+
+
+_cluster: list[Cluster] = []  # at most one
+
+
+def cluster() -> Cluster | None:
+    """Return what this process supervises; None if no launcher started it."""
+    return _cluster[0] if _cluster else None
+
+
+def open_cluster(process: LaunchedProcess, seed: int) -> Cluster:
+    """Meet all agents, once per process; raises UsageError where some do not come, or have other releases."""
+    if not _cluster:
+        _cluster.append(Cluster(process, _meet(process)))
+        for agent in _cluster[0].links.values():
+            agent.send("warm", seed)
+        atexit.register(_cluster[0].close)
+    return _cluster[0]
+
+
+def meet_supervisor(process: LaunchedProcess) -> tuple[Connection, str]:
+    """Connect an agent to process 0; returns the connection and the token to introduce itself with.
+
+    Raises UsageError where process 0 is not there.
+    """
+    try:
+        found = json.loads(_store(process).get(_KEY))
+        link = socket.create_connection((process.address, found["port"]), timeout=_MEETING_LIMIT_S)
+    except (OSError, RuntimeError) as error:  # torch's own errors of the network are of the latter
+        raise UsageError(
+            f"process {process.rank} of {process.launcher}",
+            expected=f"process 0 at {process.address} within {_MEETING_LIMIT_S:.0f} s",
+            got=str(error).partition("\n")[0],
+            hint="what process 0 has printed",
+        ) from error
+    return _connection(link), str(found["token"])
+
+
+def releases() -> str:
+    """Name what must be the same on all machines."""
+    return f"python {platform.python_version()}, torch {version('torch')}, shardproof {version('shardproof')}"
+
+
+def _meet(process: LaunchedProcess) -> dict[int, AgentLink]:
+    token, links = secrets.token_hex(16), dict[int, AgentLink]()
+    limit = time.monotonic() + _MEETING_LIMIT_S
+    store = _store(process)  # which ends with this name, where it is ours
+    with socket.create_server(("", 0), backlog=process.size) as server:
+        store.set(_KEY, json.dumps({"port": server.getsockname()[1], "token": token}))
+        while len(links) < process.size - 1 and (left := limit - time.monotonic()) > 0:
+            server.settimeout(left)
+            with suppress(TimeoutError):
+                agent = _greeted(_connection(server.accept()[0]), token)
+                if agent is not None:
+                    links[agent.hello.rank] = agent
+    missing = sorted({*range(1, process.size)} - links.keys())
+    others = {rank: a.hello for rank, a in links.items() if a.hello.releases != releases()}
+    if missing or others:
+        rank, alien = min(others.items()) if others else (0, None)
+        raise UsageError(
+            "--world launched",
+            expected=f"all {process.size} processes of {process.launcher}, with {releases()}",
+            got=f"{alien.releases} of rank {rank} on {alien.host}"
+            if alien
+            else f"nothing from rank(s) {missing} within {_MEETING_LIMIT_S:.0f} s",
+            hint="the same command and the same installation on all machines, and an open network between them",
+        )
+    return dict(sorted(links.items()))
+
+
+def _greeted(connection: Connection, token: str) -> AgentLink | None:
+    """Return the link to the agent at the other end, None if there is none; measures how far its clock is off."""
+    inbox, sent_s = Inbox(connection), time.monotonic()
+    with suppress(OSError, EOFError):
+        connection.send(Command(number=0, method="greet", args=()))
+        if connection.poll(_HELLO_LIMIT_S):
+            for message in inbox.read():
+                if isinstance(message, Hello) and secrets.compare_digest(message.token, token):
+                    behind_s = (sent_s + time.monotonic()) / 2 - message.clock_s
+                    return AgentLink(connection, message, inbox, behind_s)
+    connection.close()
+    return None
+
+
+def _store(process: LaunchedProcess) -> Store:
+    """Return the store of the launcher; where it has none, process 0 opens one at the launcher's port."""
+    from torch.distributed.rendezvous import rendezvous  # here, because it imports torch
+
+    url = f"tcp://{process.address}:{process.port}"
+    limit = timedelta(seconds=_MEETING_LIMIT_S)
+    store: Store = next(rendezvous(url, process.rank, process.size, timeout=limit))[0]
+    return store
+
+
+def _connection(link: socket.socket) -> Connection:
+    link.settimeout(None)
+    link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    return Connection(link.detach())

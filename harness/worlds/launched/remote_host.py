@@ -1,0 +1,155 @@
+"""One host process on another machine, or beside another launched process, as its supervisor sees it."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import time
+from dataclasses import replace
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+from shardproof.harness.errors import HarnessBug
+from shardproof.harness.worlds.launched.agent_link import AgentLink
+from shardproof.harness.worlds.messages import HostSpec, Job
+from shardproof.harness.worlds.outcome import Died, Outcome, Raised, Returned
+from shardproof.harness.worlds.processes.host_handle import pickled
+
+# What the way there and back may add to a limit that the agent keeps.
+_WAY_S = 1.0
+
+
+class RemoteHost:
+    """The part of a `HostHandle` that a world uses, by an agent that has the handle."""
+
+    def __init__(self, spec: HostSpec, agent: AgentLink) -> None:
+        (self.rank,) = spec.ranks
+        self.spec = spec
+        self._agent = agent
+        self._folder = Path(agent.hello.folder) / spec.folder.name
+        self._num_jobs = 0
+        self._begun = agent.send("start", replace(spec, folder=self._folder), tuple(sys.path))
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether it can take a job."""
+        return self._has_answered and self._agent.state.is_ready
+
+    @property
+    def has_left(self) -> bool:
+        """Whether all its work is done and it waits to be let go."""
+        return self._has_answered and self._agent.state.has_left
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it has ended, or cannot be reached any more."""
+        return bool(self._agent.why_lost) or (self._has_answered and self._agent.state.is_over)
+
+    @property
+    def outcomes(self) -> dict[int, Outcome]:
+        """How the rank ended, with the name of its machine and by our clock."""
+        outcome = self._agent.state.outcome if self._has_answered else None
+        if self._agent.why_lost and (outcome is None or isinstance(outcome, Returned)):
+            # The keeper of an agent that has ended kills the host.
+            outcome = Died(
+                rank=self.rank,
+                exit_code=-signal.SIGKILL,
+                is_attributed=True,
+                text=self._agent.why_lost,
+                is_after_result=outcome is not None,
+            )
+        if isinstance(outcome, Raised):
+            outcome = replace(outcome, at_s=outcome.at_s + self._agent.behind_s)
+        return {} if outcome is None else {self.rank: outcome}
+
+    @property
+    def pending(self) -> list[int]:
+        """The rank, unless it has ended."""
+        return [] if self.outcomes else [self.rank]
+
+    @property
+    def awaited(self) -> list[Connection | int]:
+        """What is readable as soon as the agent says something."""
+        return [] if self.is_over else [self._agent.connection]
+
+    def check_start(self) -> None:
+        """Raise HarnessBug unless the process can take a job."""
+        if not self.is_ready:
+            self._refuse("its host to start")
+
+    def check_server(self) -> None:
+        """Raise HarnessBug if the process has ended and the fork server there does not report it."""
+        self._agent.ask("check_server")
+        if self._agent.state.error:
+            self._refuse("the end of its host to be reported")
+
+    def begin(self, job: Job) -> None:
+        """Send the next job; its files go to a folder of the agent's."""
+        self._num_jobs += 1
+        folder = self._folder / f"job{self._num_jobs}"
+        self._begun = self._agent.send("begin", pickled(replace(job, folder=folder)), folder)
+
+    def dismiss(self) -> None:
+        """Ask the process to leave, and once it has left, let it end."""
+        self._agent.send("dismiss")
+
+    def listen(self) -> None:
+        """Take in everything the agent has said."""
+        self._agent.listen()
+
+    def ask_for_stacks(self) -> None:
+        """Make the process write the stacks of all its threads."""
+        self._agent.send("ask_for_stacks")
+
+    def await_stacks(self, limit: float) -> None:
+        """Wait for the stacks, at the latest until ``limit`` (time.monotonic); an agent may have none to send."""
+        left_s = max(0.0, limit - time.monotonic())
+        self._agent.await_answer(self._agent.send("await_stacks", left_s), left_s + _WAY_S)
+
+    def stack(self, rank: int) -> str:
+        """Return the stack of the rank, innermost frame first; empty if it did not come."""
+        return self._agent.state.stack
+
+    def miss_the_end(self, limit: float) -> None:
+        """Record what holds up a process whose results came."""
+        self._agent.ask("miss_the_end", max(0.0, limit - time.monotonic()))
+
+    def gather(self, folder: Path) -> None:
+        """Fetch what the rank wrote in its last job."""
+        self._gather("send_files", folder)
+        if self._agent.state.error:
+            self._refuse("the files of its rank")
+
+    def look(self) -> None:
+        """Have the agent note what is below the process."""
+        self._agent.send("look")
+
+    def kill(self) -> None:
+        """End the process itself."""
+        self._agent.send("kill")
+
+    def end_leftovers(self) -> tuple[str, ...]:
+        """End what the rank left behind; returns what a world returns of it."""
+        self._agent.ask("end_leftovers")
+        return self._agent.state.leaks
+
+    def release(self) -> None:
+        """Fetch what the process printed, and have the agent forget the host."""
+        self._gather("release", self.spec.folder)
+
+    @property
+    def _has_answered(self) -> bool:
+        return self._agent.state.answered >= self._begun
+
+    def _gather(self, method: str, folder: Path) -> None:
+        self._agent.gathers_to = folder
+        self._agent.ask(method)
+        self._agent.gathers_to = None
+
+    def _refuse(self, expected: str) -> None:
+        raise HarnessBug(
+            f"rank {self.rank} of world {self.spec.world} on {self._agent.hello.host}",
+            expected=expected,
+            got=self._agent.why_lost or self._agent.state.error or "nothing within the deadline",
+            hint="`shardproof doctor` on that machine",
+        )

@@ -1,0 +1,75 @@
+"""In closed form, on a sample of the ranks of a large world: nothing there has data to compare."""
+
+from __future__ import annotations
+
+from operator import attrgetter
+
+import pytest
+
+from shardproof import (
+    SIMULATED,
+    Between,
+    Bytes,
+    Count,
+    Exactly,
+    FewCalls,
+    Layout,
+    Nothing,
+    OnlyThese,
+    Op,
+    Phase,
+    Problem,
+    Reshard,
+    Select,
+    Training,
+    Trial,
+    groups_of,
+)
+from shardproof.fixtures.optimizers import ADAMW
+from shardproof.fixtures.problems import MLP_EVEN, TRANSFORMER
+from shardproof.suites.communication.closed_forms import GRADIENT_BYTES, NUM_GROUPS, PADDED_BYTES, ClosedForm
+from shardproof.suites.training import train, train_sharded
+
+PROBLEMS = [MLP_EVEN, TRANSFORMER]
+GATHERS_IN_FORWARD = Select(ops=(Op.ALL_GATHER,), phases=(Phase.FORWARD,))
+GATHERS_IN_BACKWARD = Select(ops=(Op.ALL_GATHER,), phases=(Phase.BACKWARD,))
+SCATTERS = Select(ops=(Op.REDUCE_SCATTER,), phases=(Phase.BACKWARD,))
+REDUCTIONS = Select(ops=(Op.ALL_REDUCE,), phases=(Phase.BACKWARD,), dtypes=("float32",))
+
+
+def _num_calls(training: Training, world_size: int) -> int:
+    """Allow four calls for each parameter and each group of parameters, in preparation and in each step."""
+    num_parameters = sum(len(group.shapes) for group in groups_of(training))
+    return 4 * (num_parameters + len(groups_of(training))) * (1 + training.schedule.steps)
+
+
+MOST_CALLS = FewCalls(
+    at_most=ClosedForm(name="4 for each parameter and group, once and per step", formula=_num_calls)
+)
+
+
+@pytest.mark.kills("BroadcastsFromEachRank", "KeepsANumberForEachRank", world="simulated:4096")
+@pytest.mark.worlds(SIMULATED)
+@pytest.mark.parametrize("problem", PROBLEMS, ids=attrgetter("name"))
+def test_sharding_costs_no_more_for_more_ranks(trial: Trial, problem: Problem) -> None:
+    trial.holds(
+        train_sharded(problem, ADAMW, reshard=Reshard.AFTER_FORWARD),
+        Count(select=GATHERS_IN_FORWARD, expected=Exactly(NUM_GROUPS)),
+        Count(select=GATHERS_IN_BACKWARD, expected=Exactly(NUM_GROUPS)),
+        Count(select=SCATTERS, expected=Exactly(NUM_GROUPS)),
+        Bytes(select=SCATTERS, expected=Between(GRADIENT_BYTES, PADDED_BYTES), minimum=GRADIENT_BYTES),
+        OnlyThese(selects=(GATHERS_IN_FORWARD, GATHERS_IN_BACKWARD, SCATTERS)),
+        MOST_CALLS,
+    )
+
+
+@pytest.mark.kills("BroadcastsFromEachReplica", world="simulated:4096")
+@pytest.mark.worlds(SIMULATED)
+@pytest.mark.parametrize("problem", PROBLEMS, ids=attrgetter("name"))
+def test_replication_costs_no_more_for_more_ranks(trial: Trial, problem: Problem) -> None:
+    trial.holds(
+        train(problem, ADAMW, layout=Layout.REPLICATE),
+        Bytes(select=REDUCTIONS, expected=Exactly(GRADIENT_BYTES), minimum=GRADIENT_BYTES),
+        Nothing(select=Select(ops=(Op.ALL_GATHER, Op.REDUCE_SCATTER))),
+        MOST_CALLS,
+    )
