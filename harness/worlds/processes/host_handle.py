@@ -121,9 +121,11 @@ class HostHandle:
             )
 
     def begin(self, job: Job) -> None:
-        """Send the next job; the ranks are pending again."""
+        """Send the next job; the ranks are pending again, unless their process has ended since it was ready."""
         self.outcomes.clear()
         self._send(job)
+        if self.is_over:
+            self._bury()
 
     def dismiss(self) -> None:
         """Ask the process to leave, and once it has left, let it end."""
