@@ -96,7 +96,10 @@ class Clip:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
-    """How long and in what pieces a training runs; ``repeats`` runs all of it again, from the same start."""
+    """How long and in what pieces a training runs; ``repeats`` runs all of it again, from the same start.
+
+    ``are_repeats_read``: as the first one is, in each step; else at their end alone, and only ends are compared.
+    """
 
     steps: int = 3
     microbatches: int = 1
@@ -104,6 +107,7 @@ class Schedule:
     zero_grad: ZeroGrad = ZeroGrad.ALTERNATE
     clip: Clip | None = None
     repeats: int = 1
+    are_repeats_read: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,6 +138,7 @@ class Watch(Enum):
 
     RACES = "every operator's touches of memory, and the streams that order them"
     LIFETIMES = "every storage from its birth to its end, and what it was for"
+    ALLOCATOR = "all that the C allocator has given out, where a rank has a process to itself"
     UNITS = "which units are whole, whenever a collective is issued or a unit's turn begins or ends"
 
 

@@ -31,12 +31,17 @@ class LiveStorage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CensusEntry:
-    """All memory that a rank holds at one moment of a step, and the largest pieces of it."""
+    """All memory that a rank holds at one moment of a step, and the largest pieces of it.
+
+    ``process_bytes``: by how much its process has grown since before the model was built, observations left out;
+    None where that was not asked for, or ranks share a process.
+    """
 
     step: int
     moment: CensusTime
     num_bytes: int
     largest: tuple[LiveStorage, ...]
+    process_bytes: int | None = None
 
 
 # Any: JSON.
@@ -52,6 +57,7 @@ def counts_from_json(plain: Iterable[dict[str, Any]]) -> tuple[CensusEntry, ...]
             step=count["step"],
             moment=CensusTime(count["moment"]),
             num_bytes=count["num_bytes"],
+            process_bytes=count.get("process_bytes"),  # kept before there was one
             largest=tuple(
                 LiveStorage(
                     num_bytes=piece["num_bytes"],
