@@ -265,7 +265,7 @@ class ShardedParam(FSDPParam):
         return self.sharded if found is None or found is self.unsharded_param else found
 
     def reset_sharded_param(self) -> None:
-        """Take over a parameter that was registered in place of the sharded one, as loading may do."""
+        """Adopt a parameter that was registered in place of the sharded one, as loading may do."""
         found = self.current()
         if found is self.sharded:
             self._step_listener.attach(found)

@@ -28,7 +28,7 @@ from shardproof.harness.tracing.races.race_report import RACES, RaceReport
 # The only key of an object that stands for a tensor: where it begins, its dtype and shape. No parameter can have this
 # name: torch refuses dots.
 _LEAF = "."
-# Bound before an engine is imported, which may replace them where everybody finds them.
+# Bound before an engine is imported, which may replace them in their modules.
 _Encoder, _save = json.JSONEncoder, torch.save
 _ALIGNMENT_BYTES = 16  # so that the buffer can be read as any dtype
 
@@ -164,7 +164,7 @@ def save_observation(observation: Observation, path: Path) -> None:
     bare = replace(observation, ledger=(), course=())
     write_tree(encode(bare, ROWS | {Shard}), path)
     if observation.race_report is not None:
-        # Once more in plain text, for whoever draws it and knows no tensors.
+        # Once more in plain text, for reports, which know no tensors.
         path.with_suffix(RACES).write_text(_ENCODER.encode(encode(observation.race_report)))
 
 

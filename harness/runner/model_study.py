@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from shardproof.engine.capability import Capability
-from shardproof.engine.loading import LoadError, one_line
+from shardproof.engine.import_by_name import LoadError, one_line
 from shardproof.harness.cases.batch import Batch, arguments_of, converted
 from shardproof.harness.cases.user_model import (
     ModelFacts,
