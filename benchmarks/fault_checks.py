@@ -19,6 +19,7 @@ from shardproof.harness.records.run import RECORDS, RUN
 Misses = list[tuple[Miss, str]]
 
 _CODES = {0, 1, 2, 3}
+_QUOTED = 3000  # characters: where a traceback begins is worth more than where it ends
 _END_LIMIT_S = 90.0
 # The keeper ends what is below it within a fraction of this.
 _ORPHANS_LIMIT_S = 10.0
@@ -40,7 +41,7 @@ def complaint(*arguments: str) -> str:
     except Exception as error:
         return f"{arguments[0]} raised {type(error).__name__}: {error}"
     if code not in _CODES:
-        return f"{arguments[0]} ended with {code}: {said[-300:]}"
+        return f"{arguments[0]} ended with {code}: {said[-_QUOTED:]}"
     return ""
 
 
@@ -103,10 +104,13 @@ def _check_code(
     if code == 0 and (is_struck or not is_whole or not verdicts <= {"PASSED", "UNSUPPORTED"}):
         return [(Miss.FALSE_GREEN, f"exit code 0 with {sorted(verdicts)}, {len(lines)} records")]
     if code not in _CODES:
-        return [(Miss.UNREADABLE, f"exit code {code}: {run.said()[-300:]}")]
+        return [(Miss.UNREADABLE, f"exit code {code}: {run.said()[-_QUOTED:]}")]
     if not is_whole and code == 1:
         return [
-            (Miss.LOST, f"{len(lines)} records of {_announced(run)}, exit code {code}: {run.said()[-300:]}")
+            (
+                Miss.LOST,
+                f"{len(lines)} records of {_announced(run)}, exit code {code}: {run.said()[-_QUOTED:]}",
+            )
         ]
     return []
 
@@ -118,10 +122,12 @@ def _check_interruption(run: LiveRun, code: int, ending: Kind) -> Misses:
         allowed = {-ending.number, 1, 3} if ending.is_twice or not (run.out / RUN).exists() else {3}
     misses: Misses = []
     if code not in allowed:
-        misses.append((Miss.UNREADABLE, f"exit code {code}, expected {sorted(allowed)}: {run.said()[-300:]}"))
+        misses.append(
+            (Miss.UNREADABLE, f"exit code {code}, expected {sorted(allowed)}: {run.said()[-_QUOTED:]}")
+        )
     is_ordered = ending.number is signal.SIGINT and not ending.is_twice
     if is_ordered and (run.out / RUN).exists() and not (run.out / "report.html").exists():
-        misses.append((Miss.LOST, f"no report: {run.said()[-300:]}"))
+        misses.append((Miss.LOST, f"no report: {run.said()[-_QUOTED:]}"))
     return misses
 
 

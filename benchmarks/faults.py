@@ -37,6 +37,7 @@ _DAMAGE_SHARE = 0.3
 _DISK_SHARE = 0.03
 _WORKERS_SHARE = 0.3
 _POLL_S = 0.02
+_FEWEST_LOOKS = 20
 
 
 class Live:
@@ -79,11 +80,10 @@ class Live:
         return self.faults
 
     def _look(self) -> list[Found]:
-        """List the processes; note the records on the disk, and the descriptors when a case has just ended."""
-        has_new = len(self._seen) < len(self.run.records())
+        """List the processes; note the records on the disk, and the descriptors where no case runs."""
         self._seen = self.run.records()
         found = self.run.processes()
-        if has_new and not self.has_workers and not {"host", "question"} & {f.role for f in found}:
+        if self._seen and not self.has_workers and not {"host", "question"} & {f.role for f in found}:
             self._descriptors.append(self.run.num_descriptors())
         return found
 
@@ -115,9 +115,15 @@ class Live:
             time.sleep(_POLL_S)
 
     def _leaked(self) -> list[tuple[Miss, str]]:
-        """Compare the descriptors of the first idle moments with those of the last."""
+        """Compare the fewest descriptors of the first looks with those of the last.
+
+        A world that begins has some before its process is seen, so a few looks prove nothing.
+        """
         quiet = [count for count in self._descriptors if count]
-        first, last = min(quiet[:3], default=0), min(quiet[-3:], default=0)
+        part = len(quiet) // 3
+        if part < _FEWEST_LOOKS:
+            return []
+        first, last = min(quiet[:part]), min(quiet[-part:])
         return [(Miss.LITTER, f"descriptors: {first} at first, {last} at last")] if last > first + 2 else []
 
 

@@ -1,10 +1,13 @@
-"""Engines that evade a law by means that docs/threat-model.md names as left to them. Named by path in tests."""
+"""Engines that shard, and hide whole parameters from the census or blind it. Named by path in test_adversaries.py."""
 
 from __future__ import annotations
 
+import ctypes
+import mmap
+import threading
 from typing import Any
 
-import numpy
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -28,17 +31,41 @@ class BlindsItsCensus(ShowsSlicesOfWholes):
         return super().prepare(model, plan, mesh)
 
 
-class HoldsWholesInNumPy(ReferenceEngine):
-    """Shards, and keeps the whole model in arrays that no operator of torch made."""
+def _look(_: object) -> None:
+    """Keep it alive as long as the module is."""
+
+
+class _Keeps(ReferenceEngine):
+    def keep(self, wholes: list[torch.Tensor]) -> object:
+        """Copy the model to a place where it stays as long as the module does."""
+        raise NotImplementedError
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        """Copy the model."""
-        wholes = [numpy.array(parameter.detach().numpy(), copy=True) for parameter in model.parameters()]
+        """Copy the model, and shard it."""
+        kept = self.keep([parameter.detach() for parameter in model.parameters()])
         prepared = super().prepare(model, plan, mesh)
-        prepared.module.register_forward_pre_hook(lambda *_: _look(wholes))
+        prepared.module.register_forward_pre_hook(lambda *_: _look(kept))
         return prepared
 
 
-def _look(wholes: list[Any]) -> None:
-    """Keep them alive as long as the module is."""
-    assert wholes
+class KeepsWholesInAMapping(_Keeps):
+    """Asks the kernel for memory by itself."""
+
+    def keep(self, wholes: list[torch.Tensor]) -> object:
+        """Copy the bytes."""
+        mapping = mmap.mmap(-1, sum(whole.nbytes for whole in wholes))
+        for whole in wholes:
+            mapping.write(ctypes.string_at(whole.data_ptr(), whole.nbytes))
+        return mapping
+
+
+class KeepsWholesOfAThread(_Keeps):
+    """Copies the model on a thread of its own."""
+
+    def keep(self, wholes: list[torch.Tensor]) -> object:
+        """Copy the tensors."""
+        kept: list[torch.Tensor] = []
+        thread = threading.Thread(target=lambda: kept.extend(whole.clone() for whole in wholes))
+        thread.start()
+        thread.join()
+        return kept

@@ -11,11 +11,14 @@ from dataclasses import replace
 import pytest
 
 from shardproof.engine.contract import Layout, Plan
+from shardproof.fixtures.problems import MLP_WIDE
+from shardproof.harness.cases.training import Watch
 from shardproof.harness.laws.parity import MatchesOracle
 from shardproof.harness.laws.sharding import HoldsItsShare
 from shardproof.harness.records.record import Record, Verdict
 from shardproof.harness.runner.session import TrialSession
 from shardproof.harness.worlds.processes.forkserver import warm_up
+from shardproof.suites.training import train
 from tests import judging
 from tests.judging import LAWS, TWO_STEPS
 
@@ -102,11 +105,24 @@ def test_what_follows_the_result_is_told_at_once(
     assert re.search(headline, record.headline), record.headline
 
 
-@pytest.mark.parametrize("engine", ["BlindsItsCensus", "HoldsWholesInNumPy"])
-def test_what_the_census_cannot_see_passes(session: TrialSession, engine: str) -> None:
-    """Show the limits that docs/threat-model.md names: who closes one of them changes this test and the page."""
-    record = judged(session, f"tests.evasions:{engine}", THREADS, SHARDED)
-    assert record.verdict is Verdict.PASSED, record.headline
+def _judged_by_growth(session: TrialSession, engine: str) -> Record:
+    training = train(MLP_WIDE, layout=Layout.SHARD, steps=1, watch=frozenset({Watch.ALLOCATOR}))
+    return judging.judged(session, f"tests.evasions:{engine}", PROCESSES, training)
+
+
+def test_memory_that_no_operator_of_the_rank_made_is_counted_in_its_process(session: TrialSession) -> None:
+    record = _judged_by_growth(session, "KeepsWholesOfAThread")
+    assert record.verdict is Verdict.FAILED, record.headline
+    assert "expected the process to have grown by at most" in record.headline
+
+
+def test_what_neither_census_nor_allocator_sees_passes(session: TrialSession) -> None:
+    """Show the limits that docs/threat-model.md names: a change that closes one changes this test and the page."""
+    for record in (
+        judged(session, "tests.evasions:BlindsItsCensus", THREADS, SHARDED),
+        _judged_by_growth(session, "KeepsWholesInAMapping"),
+    ):
+        assert record.verdict is Verdict.PASSED, record.headline
 
 
 @pytest.mark.parametrize("world", [THREADS, PROCESSES])

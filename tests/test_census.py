@@ -18,14 +18,13 @@ from shardproof.harness.cases.scripts.interface import Exercise
 from shardproof.harness.cases.training import Problem, Resume, Schedule, Training
 from shardproof.harness.laws.law import Ruling
 from shardproof.harness.laws.memory.share import MemoryIsExplained
+from shardproof.harness.tracing.codec import decode, encode
 from shardproof.harness.tracing.ledger import Phase
 from shardproof.harness.tracing.memory.census import Census
 from shardproof.harness.tracing.memory.census_report import (
     CensusEntry,
     CensusTime,
     LiveStorage,
-    counts_from_json,
-    counts_to_json,
 )
 from shardproof.harness.tracing.operators import observing_operators
 from shardproof.harness.tracing.recorder import Recorder
@@ -288,4 +287,4 @@ def _nothing(*_: object) -> None:
 def test_counts_travel_as_json() -> None:
     piece = LiveStorage(num_bytes=8, shape=(2,), operator="clone", site="here")
     counts = (CensusEntry(step=1, moment=CensusTime.CLEARED, num_bytes=8, largest=(piece,)),)
-    assert counts_from_json(counts_to_json(counts)) == counts
+    assert decode(tuple[CensusEntry, ...], encode(counts)) == counts

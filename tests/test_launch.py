@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,8 +12,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardproof.harness.worlds.launch import WorldPool, launch
-from shardproof.harness.worlds.outcome import Raised, Returned, WorldResult
+from shardproof.harness.worlds.launch import World, WorldPool, launch
+from shardproof.harness.worlds.outcome import Died, Raised, Returned, WorldResult
+from shardproof.harness.worlds.processes.host_handle import HostHandle
 from shardproof.harness.worlds.rank import RankContext
 from shardproof.harness.worlds.spec import WorldKind, WorldSpec
 
@@ -61,6 +64,23 @@ def test_a_pooled_world_lives_until_it_fails(kind: WorldKind, pool: WorldPool, t
     for process in first:
         with pytest.raises(ProcessLookupError):
             os.kill(process, 0)
+
+
+def test_a_process_that_ends_before_its_first_job_has_died(tmp_path: Path) -> None:
+    """Kill one of two ranks that are ready; the other waits for it in the job, until the deadline if need be."""
+    world = World(WorldSpec(kind=WorldKind.PROCESSES, size=2, deadline_s=20), tmp_path)
+    try:
+        host, _ = world._hosts
+        assert isinstance(host, HostHandle)
+        os.kill(host.pid, signal.SIGKILL)
+        while not host.is_over:
+            host.listen()
+        begun = time.monotonic()
+        result = world.run(_sum_and_process, folder=tmp_path / "1")
+    finally:
+        world.close()
+    assert isinstance(result.outcomes[0], Died), result
+    assert time.monotonic() - begun < 10, "seen at once"
 
 
 def test_sixty_four_ranks_agree(tmp_path: Path) -> None:

@@ -16,8 +16,9 @@ from shardproof.harness.laws.communication.overlap import AtMostInFlight
 from shardproof.harness.laws.communication.select import Select
 from shardproof.harness.laws.law import Evidence
 from shardproof.harness.records.observation import Observation
+from shardproof.harness.tracing.codec import decode, encode
 from shardproof.harness.tracing.events import EventKind, TraceEvent
-from shardproof.harness.tracing.ledger import Ledger, Op, Phase, Wait, wait_from_json, wait_to_json
+from shardproof.harness.tracing.ledger import Ledger, Op, Phase, Wait
 from tests.ledgers import changed, entry, evidence, numbered, sharding_ledger
 
 BYTES_OF = {"": 18 * 4, "blocks.0": 108 * 4, "blocks.1": 520 * 4, "blocks.2": 820 * 4, "blocks.3": 210 * 4}
@@ -233,10 +234,10 @@ def test_reductions_in_flight_are_counted_until_waited_for() -> None:
 def test_waits_of_older_journals_are_read() -> None:
     made = reductions(3)[0]
     assert made.wait is not None
-    plain = wait_to_json(made.wait)
-    assert wait_from_json(plain) == made.wait
+    plain = encode(made.wait)
+    assert decode(Wait, plain) == made.wait
     del plain["num_issued"]
-    assert wait_from_json(plain) == replace(made.wait, num_issued=None)
+    assert decode(Wait, plain) == replace(made.wait, num_issued=None)
 
 
 def test_calls_that_block_are_not_asynchronous() -> None:

@@ -22,8 +22,10 @@ from shardproof.harness.laws.memory.lifetimes import (
     UnshardedOnlyInTurn,
     UserTensorsLive,
 )
+from shardproof.harness.tracing.codec import decode, encode
 from shardproof.harness.tracing.ledger import Phase
 from shardproof.harness.tracing.memory.memory_report import (
+    ROWS,
     Allocation,
     LifetimeReport,
     LoopSpan,
@@ -31,8 +33,6 @@ from shardproof.harness.tracing.memory.memory_report import (
     UserTensor,
     last_of,
     moments,
-    report_from_json,
-    report_to_json,
 )
 from tests.simulated_engine import evidence_of
 
@@ -68,7 +68,7 @@ REPORT = LifetimeReport(
 
 
 def test_a_report_survives_json() -> None:
-    assert report_from_json(json.loads(json.dumps(report_to_json(REPORT)))) == REPORT
+    assert decode(LifetimeReport, json.loads(json.dumps(encode(REPORT, ROWS)))) == REPORT
 
 
 def test_moments_tell_what_was_alive() -> None:

@@ -16,6 +16,7 @@ from shardproof.fixtures.chain import CHAIN
 from shardproof.fixtures.optimizers import SGD
 from shardproof.harness.cases.training import Schedule, Training, Watch
 from shardproof.harness.laws.runtime import NoRaces
+from shardproof.harness.tracing.codec import decode, encode
 from shardproof.harness.tracing.ledger import Phase
 from shardproof.harness.tracing.races import streams
 from shardproof.harness.tracing.races.clock import Clock, Epoch, HappensBefore
@@ -25,8 +26,6 @@ from shardproof.harness.tracing.races.race_report import (
     RaceKind,
     RaceReport,
     Touch,
-    report_from_json,
-    report_to_json,
 )
 from shardproof.harness.tracing.races.shadow import Access, Memory, Span
 from shardproof.harness.tracing.recorder import Recorder
@@ -449,7 +448,7 @@ REPORT = RaceReport(num_touches=3, num_streams=2, num_collectives=1, races=(RACE
 
 
 def test_a_report_survives_json() -> None:
-    assert report_from_json(json.loads(json.dumps(report_to_json(REPORT)))) == REPORT
+    assert decode(RaceReport, json.loads(json.dumps(encode(REPORT)))) == REPORT
 
 
 @pytest.mark.parametrize(

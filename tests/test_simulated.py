@@ -13,7 +13,8 @@ from shardproof.fixtures.problems import MLP_UNEVEN, TRANSFORMER
 from shardproof.harness.cases.training import Training
 from shardproof.harness.errors import UsageError
 from shardproof.harness.records.world_result import SavedResult, keep_result, load_kept
-from shardproof.harness.tracing.ledger import Entry, entry_from_json, entry_to_json
+from shardproof.harness.tracing import codec
+from shardproof.harness.tracing.ledger import Entry
 from shardproof.harness.training.engine_loop import drive_rank
 from shardproof.harness.worlds.launch import launch
 from shardproof.harness.worlds.spec import ANY, SEVERAL, SIMULATED, WorldKind, WorldSpec
@@ -69,7 +70,7 @@ def _entry(group: object) -> Entry:
     }
     rest = {"num_bytes": 0, "reduce_op": None, "peer": None, "is_async": False, "wait": None, "step": 0}
     place = {"phase": "step", "microbatch": -1, "unit": None, "thread": "main", "site": ""}
-    return entry_from_json({**plain, **rest, **place})
+    return codec.decode(Entry, {**plain, **rest, **place})
 
 
 @pytest.mark.parametrize(
@@ -77,7 +78,9 @@ def _entry(group: object) -> Entry:
 )
 def test_a_group_is_read_as_it_was_written(ranks: tuple[int, ...]) -> None:
     entry = _entry(list(ranks))
-    assert entry_from_json(json.loads(json.dumps(entry_to_json(entry)))) == entry
+    written = codec.encode(entry)
+    assert len(json.dumps(written)) < 1000
+    assert codec.decode(Entry, json.loads(json.dumps(written))) == entry
     assert entry.group == tuple(ranks)
 
 

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
 from shardproof.engine.adapters.torch_ddp import DistributedDataParallelEngine, PreparedDdp
 from shardproof.engine.adapters.torch_fsdp2 import FullyShardEngine
-from shardproof.engine.contract import Capability, Plan, PreparedModel
+from shardproof.engine.contract import Capability, Plan, PreparedModel, Shard
 from shardproof.engine.mutants.mutant import Condition, mutant
 from shardproof.engine.mutants.patches import dividing_losses
 from shardproof.engine.mutants.plans import demanding
@@ -70,3 +72,25 @@ class DropsImaginaryParts(DistributedDataParallelEngine):
             for parameter in self.named.parameters():
                 if parameter.grad is not None and parameter.grad.is_complex():
                     parameter.grad.imag.zero_()
+
+
+@mutant(after="pytorch/pytorch#117421")
+class AveragesWhatIsRead(DistributedDataParallelEngine):
+    """Gradients that are not looked at before the optimizer step are summed over ranks, not averaged.
+
+    Reported: users were asked not to access parameters in any way between forward and backward, state dicts included.
+    """
+
+    class Prepared(PreparedDdp):
+        _is_read = False
+
+        def local_gradients(self) -> Mapping[str, Shard | None]:
+            self._is_read = True
+            return super().local_gradients()
+
+        def step(self) -> None:
+            for parameter in [] if self._is_read else self.named.parameters():
+                if parameter.grad is not None:
+                    parameter.grad.mul_(dist.get_world_size())
+            self._is_read = False
+            super().step()

@@ -149,6 +149,24 @@ class KeepsTheModelOnTheLastRank(ReferenceEngine):
         return prepared
 
 
+@mutant(
+    after="pytorch/pytorch#105840",
+    kills_on=Condition(plan=Plan(layout=Layout.SHARD), because="ranks that share no process"),
+    trace=Trace.STATE,
+)
+class KeepsTheModelInArrays(ReferenceEngine):
+    """Every rank keeps the parameters that the model was built with, in memory that torch knows nothing of.
+
+    Reported: each process held the whole model in the memory of the host.
+    """
+
+    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
+        wholes = [bytes(parameter.detach().numpy()) for parameter in model.parameters()]
+        prepared = super().prepare(model, plan, mesh)
+        prepared.module.register_forward_pre_hook(lambda *_: _look(wholes))
+        return prepared
+
+
 class _PreparedAverage(PreparedReference):
     """Looks at every unit's whole parameters after its forward, and averages them in a list outside the module."""
 

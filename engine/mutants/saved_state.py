@@ -15,8 +15,17 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from shardproof.engine.adapters.reference import PreparedReference, ReferenceEngine
+from shardproof.engine.adapters.torch_ddp import DistributedDataParallelEngine, PreparedDdp
 from shardproof.engine.adapters.torch_fsdp2 import FullyShardEngine, PreparedFullyShard
-from shardproof.engine.contract import Capability, Layout, OptimizerFactory, Plan, PreparedModel, Reshard
+from shardproof.engine.contract import (
+    Capability,
+    Layout,
+    OptimizerFactory,
+    Plan,
+    PreparedModel,
+    Reshard,
+    Shard,
+)
 from shardproof.engine.mutants.mutant import Condition, Trace, mutant
 from shardproof.engine.mutants.patches import Stale, local, unchanged
 from shardproof.engine.mutants.plans import SECOND_STEP, demanding
@@ -36,6 +45,25 @@ class LosesOptimizerState(FullyShardEngine):
         def load_full_state(self, state: dict[str, Any]) -> None:
             options = StateDictOptions(full_state_dict=True)
             set_model_state_dict(self.module, model_state_dict=state["model"], options=options)
+
+
+@mutant(after="NVIDIA-NeMo/RL#4183", kills_on=SECOND_STEP)
+class ShowsTheStateOfTheStepBefore(DistributedDataParallelEngine):
+    """Optimizer state is read as it was before the last step.
+
+    Reported: what was saved came through handles of older memory, so that every checkpoint held the same moments.
+    """
+
+    class Prepared(PreparedDdp):
+        _before: Mapping[str, Shard] = {}
+
+        def step(self) -> None:
+            now = super().local_optimizer_state()
+            self._before = {name: replace(s, tensor=s.tensor.clone()) for name, s in now.items()}
+            super().step()
+
+        def local_optimizer_state(self) -> Mapping[str, Shard]:
+            return self._before or super().local_optimizer_state()
 
 
 @mutant(after="facebookresearch/fairscale#601", kills_on=Condition(steps=2, plan=_STATE))

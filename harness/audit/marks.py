@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from shardproof.harness.errors import UsageError
-from shardproof.harness.records import codec
 from shardproof.harness.records.run import write_file
+from shardproof.harness.tracing import codec
 from shardproof.harness.worlds.spec import Sizes, WorldSpec
 
 # In the order of preference: a case is asked in the first that it makes sense in. Two ranks are the cheapest that

@@ -98,8 +98,9 @@ class Clip:
 class Schedule:
     """How long and in what pieces a training runs.
 
-    ``repeats`` runs all of it again, from the same start. ``steps_in_backward``: each parameter has an optimizer of its
-    own, which a hook steps as soon as its gradient is reduced.
+    ``repeats`` runs all of it again, from the same start. ``are_repeats_read``: as the first one is, in each step; else
+    at their end alone, and only ends are compared. ``steps_in_backward``: each parameter has an optimizer of its own,
+    which a hook steps as soon as its gradient is reduced.
     """
 
     steps: int = 3
@@ -108,6 +109,7 @@ class Schedule:
     zero_grad: ZeroGrad = ZeroGrad.ALTERNATE
     clip: Clip | None = None
     repeats: int = 1
+    are_repeats_read: bool = True
     steps_in_backward: bool = False
 
 
@@ -155,6 +157,7 @@ class Watch(Enum):
 
     RACES = "every operator's touches of memory, and the streams that order them"
     LIFETIMES = "every storage from its birth to its end, and what it was for"
+    ALLOCATOR = "all that the C allocator has given out, where a rank has a process to itself"
     UNITS = "which units are whole, whenever a collective is issued or a unit's turn begins or ends"
 
 

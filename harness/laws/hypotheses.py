@@ -19,6 +19,7 @@ from shardproof.harness.training.oracle import OracleObservation, OracleStep, Qu
 _MUST_EXPLAIN = 8.0
 # What torch.nn.utils.clip_grad_norm_ adds to the norm before it divides by it.
 _CLIP_EPSILON = 1e-6
+_LAGGING = "computed with last step's parameters"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,7 +115,11 @@ def hypotheses(suspect: Suspect) -> Iterator[Hypothesis]:
             yield from _of_loss(suspect)
         case Quantity.NORM:
             yield from _of_norm(suspect)
-        case Quantity.INITIAL | Quantity.OPTIMIZER_STATE | Quantity.BUFFER:
+        case Quantity.OPTIMIZER_STATE:
+            before = suspect.oracle.state_before.get(suspect.place.name)
+            if before is not None:
+                yield Hypothesis(text="the state of the step before (stale)", tensor=suspect.shard.of(before))
+        case Quantity.INITIAL | Quantity.BUFFER:
             return
 
 
@@ -146,7 +151,7 @@ def _of_gradient(suspect: Suspect) -> Iterator[Hypothesis]:
         yield Hypothesis(text=text, tensor=before + suspect.expected)
     lagging = suspect.at.lagging.get(suspect.place.name)
     if lagging is not None:
-        yield Hypothesis(text="computed with last step's parameters", tensor=suspect.shard.of(lagging))
+        yield Hypothesis(text=_LAGGING, tensor=suspect.shard.of(lagging))
     if suspect.clip is not None:
         yield from _of_clipping(suspect, suspect.clip, pieces.sum((0, 1)) / divisor)
 
@@ -254,6 +259,8 @@ def _of_loss(suspect: Suspect) -> Iterator[Hypothesis]:
     if world_size > 1:
         yield Hypothesis(text="the mean over the ranks", tensor=losses.mean(1, keepdim=True))
         yield Hypothesis(text="the sum over the ranks", tensor=losses.sum(1, keepdim=True))
+    if suspect.at.lagging_losses is not None:
+        yield Hypothesis(text=_LAGGING, tensor=suspect.shard.of(suspect.at.lagging_losses))
     before = suspect.earlier(suspect.place.step - 1)
     if before is not None and before.shape == suspect.got.shape:
         yield Hypothesis(text="the previous step's value (stale)", tensor=before)

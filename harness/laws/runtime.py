@@ -178,8 +178,9 @@ class Deterministic:
                 broken.append(f"rank {observation.rank}: expected several repetitions, got {len(digests)}")
             elif len(set(digests)) > 1:
                 first = next(i for i, d in enumerate(digests) if d != digests[0])
+                how = "" if evidence.training.schedule.are_repeats_read else ", read at its end alone,"
                 broken.append(
-                    f"rank {observation.rank}: repetition {first} of {len(digests)} differs from the first"
+                    f"rank {observation.rank}: repetition {first} of {len(digests)}{how} differs from the first"
                 )
         if broken:
             more = f" (and {len(broken) - 1} more ranks)" if len(broken) > 1 else ""

@@ -9,7 +9,7 @@ import ctypes
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -18,12 +18,12 @@ import torch
 
 from shardproof.engine.contract import Cut, Masters, NoGradient, Shard
 from shardproof.harness.errors import UnreadableError
+from shardproof.harness.tracing.codec import decode, encode
 from shardproof.harness.tracing.events import EventLog
 from shardproof.harness.tracing.ledger import Ledger
-from shardproof.harness.tracing.memory import memory_report as lifetimes
-from shardproof.harness.tracing.memory.census_report import CensusEntry, counts_from_json, counts_to_json
-from shardproof.harness.tracing.memory.memory_report import LifetimeReport
-from shardproof.harness.tracing.races.race_report import RACES, RaceReport, report_from_json, report_to_json
+from shardproof.harness.tracing.memory.census_report import CensusEntry
+from shardproof.harness.tracing.memory.memory_report import ROWS, LifetimeReport
+from shardproof.harness.tracing.races.race_report import RACES, RaceReport
 
 # The only key of an object that stands for a tensor: where it begins, its dtype and shape. No parameter can have this
 # name: torch refuses dots.
@@ -45,7 +45,12 @@ def read_tree(path: Path | BinaryIO) -> Any:
     """Read what `write_tree` wrote, without running code of the file; a broken file raises what torch or json do."""
     stored = torch.load(path, weights_only=True)
     data = stored["data"]
-    return json.loads(stored["tree"], object_hook=lambda found: _tensor(found, data))
+    # Trees that were kept before floats were texts where they are not finite hold literals.
+    return json.loads(
+        stored["tree"],
+        object_hook=lambda found: _tensor(found, data),
+        parse_constant=lambda literal: str(float(literal)),
+    )
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -156,36 +161,11 @@ class Observation:
 
 def save_observation(observation: Observation, path: Path) -> None:
     """Write all but ledger and course, which are kept as JSON lines of their own beside it."""
-    plain = {
-        "rank": observation.rank,
-        "input_digest": observation.input_digest,
-        "initial": _pack(observation.initial),
-        "steps": [
-            {
-                "losses": s.losses,
-                "gradients": _pack(s.gradients),
-                "parameters": _pack(s.parameters),
-                "norm": s.norm,
-                "facts": [asdict(fact) for fact in s.facts],
-                "snapshots": {moment: _pack(shards) for moment, shards in s.snapshots.items()},
-            }
-            for s in observation.steps
-        ],
-        "optimizer_state": _pack(observation.optimizer_state),
-        "buffers": _pack(observation.buffers),
-        "repeat_digests": observation.repeat_digests,
-        "cut": observation.cut.name,
-        "no_gradient": observation.no_gradient.name,
-        "masters": observation.masters.name,
-        "counts": counts_to_json(observation.counts),
-        "race_report": observation.race_report and report_to_json(observation.race_report),
-        "lifetime_report": observation.lifetime_report
-        and lifetimes.report_to_json(observation.lifetime_report),
-    }
-    write_tree(plain, path)
+    bare = replace(observation, ledger=(), course=())
+    write_tree(encode(bare, ROWS | {Shard}), path)
     if observation.race_report is not None:
         # Once more in plain text, for reports, which know no tensors.
-        path.with_suffix(RACES).write_text(_ENCODER.encode(report_to_json(observation.race_report)))
+        path.with_suffix(RACES).write_text(_ENCODER.encode(encode(observation.race_report)))
 
 
 def digest(observation: Observation) -> str:
@@ -215,7 +195,8 @@ def _tensors(observation: Observation) -> Iterator[tuple[str, Shard]]:
 def load_observation(path: Path, ledger: Ledger, course: EventLog = ()) -> Observation:
     """Read what `save_observation` wrote; raises UnreadableError for a missing or damaged file."""
     try:
-        return _observation(read_tree(path), ledger, course)
+        bare = decode(Observation, {"ledger": [], **read_tree(path)})  # older ones do not name it
+        return replace(bare, ledger=ledger, course=course)
     except Exception as error:  # torch raises a different type for each way in which a file can be broken
         raise UnreadableError(
             f"{path.parent.name}/{path.name}",
@@ -223,57 +204,3 @@ def load_observation(path: Path, ledger: Ledger, course: EventLog = ()) -> Obser
             got="missing" if isinstance(error, FileNotFoundError) else f"{type(error).__name__}: {error}",
             hint="running the case again",
         ) from error
-
-
-# Any, from here on: the trees that files hold.
-def _observation(plain: dict[str, Any], ledger: Ledger, course: EventLog) -> Observation:
-    return Observation(
-        rank=plain["rank"],
-        input_digest=plain["input_digest"],
-        initial=_unpack(plain["initial"]),
-        steps=tuple(
-            StepObservation(
-                losses=tuple(s["losses"]),
-                gradients=_unpack_optional(s["gradients"]),
-                parameters=_unpack(s["parameters"]),
-                norm=s["norm"],
-                facts=tuple(Fact(**fact) for fact in s["facts"]),
-                snapshots={moment: _unpack(shards) for moment, shards in s["snapshots"].items()},
-            )
-            for s in plain["steps"]
-        ),
-        optimizer_state=_unpack(plain["optimizer_state"]),
-        buffers=_unpack(plain["buffers"]),
-        repeat_digests=tuple(plain["repeat_digests"]),
-        # Observations that were kept before there was a watch have none.
-        race_report=report_from_json(report) if (report := plain.get("race_report")) else None,
-        lifetime_report=lifetimes.report_from_json(seen) if (seen := plain.get("lifetime_report")) else None,
-        ledger=ledger,
-        course=course,
-        cut=Cut[plain.get("cut", Cut.EVENLY.name)],  # kept before an engine could say
-        no_gradient=NoGradient[plain.get("no_gradient", NoGradient.NONE.name)],  # as above
-        masters=Masters[plain.get("masters", Masters.NONE.name)],  # as above
-        counts=counts_from_json(plain.get("counts", ())),  # kept before there was a census
-    )
-
-
-def _pack(shards: Mapping[str, Shard | None]) -> dict[str, Any]:
-    return {
-        name: None if s is None else (s.tensor, list(s.offsets), list(s.global_shape), s.is_flat)
-        for name, s in shards.items()
-    }
-
-
-def _unpack_optional(plain: dict[str, Any]) -> dict[str, Shard | None]:
-    return {
-        name: None
-        if packed is None
-        else Shard(
-            tensor=packed[0], offsets=tuple(packed[1]), global_shape=tuple(packed[2]), is_flat=packed[3]
-        )
-        for name, packed in plain.items()
-    }
-
-
-def _unpack(plain: dict[str, Any]) -> dict[str, Shard]:
-    return {name: shard for name, shard in _unpack_optional(plain).items() if shard is not None}

@@ -13,10 +13,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from shardproof.harness.records.manifest import MANIFEST, changes
+from shardproof.harness.tracing.codec import UNREADABLE, decode
 from shardproof.harness.tracing.events import EventKind, EventLog, flights, stretches
-from shardproof.harness.tracing.journal import UNREADABLE, read_journal
+from shardproof.harness.tracing.journal import read_journal
 from shardproof.harness.tracing.ledger import Entry, Op, Phase
-from shardproof.harness.tracing.races.race_report import RACES, Race, Touch, report_from_json
+from shardproof.harness.tracing.races.race_report import RACES, Race, RaceReport, Touch
 
 COMPUTE = "compute"
 """The lane of what computes: the default stream, and the host without a watch over streams."""
@@ -170,7 +171,7 @@ def _clashes(
     if file.name in problems or not file.is_file():
         return ()
     try:
-        races = report_from_json(json.loads(file.read_text())).races
+        races = decode(RaceReport, json.loads(file.read_text())).races
         return tuple(_clash(race, course, lanes) for race in races if race.second.at_ns)
     except UNREADABLE:
         problems[file.name] = "damaged, left out"

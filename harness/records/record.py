@@ -1,6 +1,6 @@
 """Verdicts, and the record of one case on one engine in one world. No torch here.
 
-How they are written is in ``harness.records.codec``. Headers and footers carry a further key ``kind`` ("header",
+How they are written is in ``harness.tracing.codec``. Headers and footers carry a further key ``kind`` ("header",
 "footer") because they share a file; records have a file to themselves.
 """
 
@@ -12,8 +12,8 @@ from enum import StrEnum
 from types import MappingProxyType
 from typing import TypeVar
 
-from shardproof.harness.records import codec
 from shardproof.harness.records.hang import HangReport
+from shardproof.harness.tracing import codec
 
 
 class Verdict(StrEnum):

@@ -4,31 +4,22 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import get_args
 
 from shardproof.harness.errors import UnreadableError
 from shardproof.harness.records.manifest import changes, write_manifest
 from shardproof.harness.records.observation import Observation, load_observation
+from shardproof.harness.tracing.codec import UNREADABLE, decode, encode
 from shardproof.harness.tracing.journal import Journal, read_journal
 from shardproof.harness.tracing.ledger import Ledger
-from shardproof.harness.worlds.outcome import (
-    Abandoned,
-    Died,
-    Outcome,
-    Raised,
-    Returned,
-    TimedOut,
-    WorldResult,
-)
+from shardproof.harness.worlds.outcome import Outcome, Returned, WorldResult
 from shardproof.harness.worlds.rank import journal_path
 
 _OUTCOMES = "outcomes.json"
 _READ = {_OUTCOMES, "engine.json", "schedule"}  # besides what the ranks wrote
-_KINDS: Mapping[str, type[Outcome]] = {
-    kind.__name__: kind for kind in (Returned, Raised, Died, TimedOut, Abandoned)
-}
+_KINDS: Mapping[str, type[Outcome]] = {kind.__name__: kind for kind in get_args(Outcome)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -57,7 +48,7 @@ def observation_path(folder: Path, rank: int) -> Path:
 def keep_result(result: WorldResult, folder: Path) -> None:
     """Write how the ranks ended, and the manifest of all files; ranks wrote ledgers and observations themselves."""
     plain = {
-        "outcomes": [{"outcome": type(o).__name__, **asdict(o)} for o in result.outcomes],
+        "outcomes": [{"outcome": type(o).__name__, **encode(o)} for o in result.outcomes],
         "leaks": list(result.leaks),
     }
     (folder / _OUTCOMES).write_text(json.dumps(plain))
@@ -84,15 +75,16 @@ def load_kept(folder: Path) -> SavedResult:
     """Read one world's folder; raises UnreadableError when it is not there or not whole."""
     try:
         plain = json.loads((folder / _OUTCOMES).read_text())
-        outcomes = tuple(_outcome(o) for o in plain["outcomes"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        outcomes = tuple(decode(_KINDS[o.pop("outcome")], o) for o in plain["outcomes"])
+        leaks = decode(tuple[str, ...], plain["leaks"])
+    except (OSError, *UNREADABLE) as error:
         raise UnreadableError(
             f"{folder.name}/{_OUTCOMES}",
             expected="how each rank ended",
             got="missing" if isinstance(error, FileNotFoundError) else f"{type(error).__name__}: {error}",
             hint="running the case again",
         ) from error
-    result = WorldResult(outcomes=outcomes, leaks=tuple(plain["leaks"]))
+    result = WorldResult(outcomes=outcomes, leaks=leaks)
     journals = tuple(_journal(journal_path(folder, o.rank)) for o in outcomes)
     refusals = {o.rank: str(o.value) for o in outcomes if isinstance(o, Returned) and o.value is not None}
     has_all = not refusals and all(isinstance(o, Returned) for o in outcomes)
@@ -119,9 +111,3 @@ def _journal(path: Path) -> Journal:
             hint="running the case again",
         )
     return journal
-
-
-# Any: JSON.
-def _outcome(plain: dict[str, Any]) -> Outcome:
-    kind = _KINDS[plain.pop("outcome")]
-    return kind(**plain)

@@ -9,11 +9,11 @@ import json
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from shardproof.engine.capability import Capability
 from shardproof.engine.registry import EngineNotFoundError, resolve
 from shardproof.harness.errors import UnreadableError
+from shardproof.harness.tracing.codec import UNREADABLE, decode, encode
 from shardproof.harness.worlds.processes.fresh_process import NoAnswerError, ask
 
 __all__ = ["EngineDescription", "Engines", "describe", "examine", "keep_description", "load_description"]
@@ -83,14 +83,14 @@ def describe(engine: str, *, limit_s: float = _DEADLINE_S) -> EngineDescription:
 def keep_description(description: EngineDescription, folder: Path) -> None:
     """Write what an engine declares beside what it did, so that judging again has no question to ask it."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / _FILE).write_text(json.dumps(_plain(description)))
+    (folder / _FILE).write_text(json.dumps(encode(description)))
 
 
 def load_description(folder: Path) -> EngineDescription:
     """Read what `keep_description` wrote; raises UnreadableError where it is missing or damaged."""
     try:
-        return _description(json.loads((folder / _FILE).read_bytes()))
-    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
+        return decode(EngineDescription, json.loads((folder / _FILE).read_bytes()))
+    except (OSError, *UNREADABLE) as error:
         raise UnreadableError(
             f"{folder.name}/{_FILE}",
             expected="the version and the capabilities of the engine",
@@ -124,43 +124,20 @@ def _read(answer: bytes, engine: str) -> EngineDescription:
         plain = json.loads(answer)
         if "problem" in plain:
             raise EngineNotFoundError(engine, str(plain["problem"]))
-        return _description(plain)
-    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        return decode(EngineDescription, plain)
+    except UNREADABLE as error:
         raise EngineNotFoundError(engine, f"its answer cannot be read: {error!r}") from error
-
-
-# Any: JSON, here and below.
-def _description(plain: Any) -> EngineDescription:
-    return EngineDescription(
-        capabilities=frozenset(Capability[name] for name in plain["capabilities"]),
-        version=str(plain["version"]),
-        insists_on_cuda=bool(plain["insists_on_cuda"]),
-        needs_processes=bool(plain.get("needs_processes")),  # kept before an engine could say
-        known_as=str(plain.get("known_as", "")),  # as above
-        known_version=str(plain.get("known_version", "")),
-    )
-
-
-def _plain(description: EngineDescription) -> dict[str, Any]:
-    return {
-        "capabilities": sorted(capability.name for capability in description.capabilities),
-        "version": description.version,
-        "insists_on_cuda": description.insists_on_cuda,
-        "needs_processes": description.needs_processes,
-        "known_as": description.known_as,
-        "known_version": description.known_version,
-    }
 
 
 def _answer(engine: str) -> bytes:
     try:
-        plain = _facts(engine)
+        plain = encode(_facts(engine))
     except EngineNotFoundError as error:
         plain = {"problem": error.problem}
     return json.dumps(plain).encode()
 
 
-def _facts(engine: str) -> dict[str, Any]:
+def _facts(engine: str) -> EngineDescription:
     adapter = resolve(engine)
     try:
         version = adapter.version()
@@ -173,13 +150,11 @@ def _facts(engine: str) -> dict[str, Any]:
         raise EngineNotFoundError(
             engine, f"version(): expected a text such as 'torch 2.13.0', got {version!r}"
         )
-    return _plain(
-        EngineDescription(
-            capabilities=capabilities,
-            version=version,
-            insists_on_cuda=bool(adapter.insists_on_cuda),
-            needs_processes=bool(adapter.needs_processes),
-            known_as=str(adapter.known_as),
-            known_version=resolve(adapter.known_as).version() if adapter.known_as else "",
-        )
+    return EngineDescription(
+        capabilities=capabilities,
+        version=version,
+        insists_on_cuda=bool(adapter.insists_on_cuda),
+        needs_processes=bool(adapter.needs_processes),
+        known_as=str(adapter.known_as),
+        known_version=resolve(adapter.known_as).version() if adapter.known_as else "",
     )

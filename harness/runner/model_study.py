@@ -10,7 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 from typing import Any
@@ -24,6 +24,7 @@ from shardproof.harness.cases.batch import Batch, arguments_of, converted
 from shardproof.harness.cases.user_model import (
     ModelFacts,
     StepSchedules,
+    TensorOutline,
     UserModel,
     UserOptimizer,
     definition,
@@ -40,11 +41,22 @@ _NUM_DISTURBED = 4
 Gradients = Mapping[str, torch.Tensor | None]
 
 
-def study(problem: UserModel, units: tuple[str, ...], optimizer: UserOptimizer | None) -> dict[str, Any]:
-    """Return what a few steps of the model show: whether float64 can stand for it, what it uses, what it demands.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelStudy:
+    """A user's model, whether it has an optimizer of its own, and the seconds that one forward and backward take."""
 
-    Beside them its facts, and ``pass_s``, the seconds that one forward and backward take.
-    """
+    model: UserModel
+    has_optimizer: bool
+    pass_s: float
+
+
+def study(
+    problem: UserModel,
+    units: tuple[str, ...],
+    outline: Iterable[TensorOutline],
+    optimizer: UserOptimizer | None,
+) -> ModelStudy:
+    """Find out by a few steps whether float64 can stand for the model, what it uses, and what it demands."""
     is_narrow, changes_buffers = _first_step(problem, optimizer)
     wanted: bool | None = getattr(definition(problem.spec), "float64", None)
     is_widened = not is_narrow if wanted is None else wanted
@@ -67,13 +79,16 @@ def study(problem: UserModel, units: tuple[str, ...], optimizer: UserOptimizer |
     demands += [Capability.PARAMETER_SHAPES] if optimizer and _needs_shapes(problem, optimizer) else []
     seldom = sorted({name for sizes in found for name, size in sizes.items() if size is None})
     facts, pass_s = called("a training step", lambda: _facts(problem, units, seldom))
-    return {
-        "is_widened": is_widened,
-        "idle": _idle(found),
-        "demands": [capability.name for capability in demands],
-        "facts": asdict(facts),
-        "pass_s": pass_s,
-    }
+    model = replace(
+        problem,
+        units=units,
+        outline=tuple(outline),
+        is_widened=is_widened,
+        idle=tuple(_idle(found)),
+        demands=frozenset(demands),
+        facts=facts,
+    )
+    return ModelStudy(model=model, has_optimizer=optimizer is not None, pass_s=pass_s)
 
 
 # Any, here and below: the user's code takes and returns what it likes.

@@ -9,29 +9,26 @@ import hashlib
 import inspect
 import json
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import replace
 from functools import cache
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
 
-from shardproof.engine.capability import Capability
 from shardproof.engine.import_by_name import LoadError
 from shardproof.harness.cases.batch import Batch, arguments_of, tensors_of
 from shardproof.harness.cases.units import matching_units
 from shardproof.harness.cases.user_model import (
-    ModelFacts,
-    TensorOutline,
     UserModel,
     UserOptimizer,
     definition,
     outline_of,
 )
 from shardproof.harness.errors import UsageError
-from shardproof.harness.runner.model_study import called, study
+from shardproof.harness.runner.model_study import ModelStudy, called, study
+from shardproof.harness.tracing.codec import UNREADABLE, decode, encode
 from shardproof.harness.worlds.processes.fresh_process import NoAnswerError, ask
 
 _LONGEST_ANSWER = 2**24
@@ -56,12 +53,14 @@ def read_model(spec: str, *, limit_s: float) -> tuple[UserModel, UserOptimizer |
         answer = json.loads(ask(limit_s, _LONGEST_ANSWER, _answer, spec))
         if "problem" in answer:
             raise _refusal(spec, str(answer["problem"]))
-        _pass_s[spec] = float(answer["pass_s"])
-        return _read(answer, spec)
+        study = decode(ModelStudy, answer)
     except NoAnswerError as error:
         raise _refusal(spec, f"a process that {error}; try a smaller configuration, or --deadline") from None
-    except (ValueError, TypeError, KeyError) as error:
+    except UNREADABLE as error:
         raise _refusal(spec, f"an answer that cannot be read: {error!r}") from error
+    _pass_s[spec] = study.pass_s
+    model = replace(study.model, spec=spec)
+    return model, UserOptimizer(spec=spec, digest=model.digest) if study.has_optimizer else None
 
 
 _pass_s: dict[str, float] = {}  # no part of a model: an equal one may take longer
@@ -78,32 +77,6 @@ def pass_seconds(spec: str) -> float:
     return _pass_s.get(absolute(spec), 0.0)
 
 
-# Any, here and below: JSON.
-def _read(answer: Any, spec: str) -> tuple[UserModel, UserOptimizer | None]:
-    model = UserModel(
-        spec=spec,
-        name=str(answer["name"]),
-        digest=str(answer["digest"]),
-        units=tuple(answer["units"]),
-        idle=tuple(answer["idle"]),
-        is_widened=bool(answer["is_widened"]),
-        outline=tuple(TensorOutline(**{**t, "shape": tuple(t["shape"])}) for t in answer["outline"]),
-        demands=frozenset(Capability[name] for name in answer["demands"]),
-        facts=_facts(answer["facts"]),
-    )
-    optimizer = UserOptimizer(spec=spec, digest=answer["digest"]) if answer["has_optimizer"] else None
-    return model, optimizer
-
-
-def _facts(plain: Any) -> ModelFacts:
-    return ModelFacts(
-        frozen=tuple(plain["frozen"]),
-        seldom=tuple(plain["seldom"]),
-        uncounted=str(plain["uncounted"]),
-        not_in_bfloat16=str(plain["not_in_bfloat16"]),
-    )
-
-
 def _refusal(spec: str, got: str) -> UsageError:
     return UsageError(f"model {spec}", expected="build(), batch() and loss() of a model", got=got, hint=_HINT)
 
@@ -111,13 +84,13 @@ def _refusal(spec: str, got: str) -> UsageError:
 def _answer(spec: str) -> bytes:
     torch.compiler.set_stance("force_eager")  # as the oracle does
     try:
-        plain = facts_of(spec)
+        plain = encode(facts_of(spec))
     except (LoadError, ValueError) as error:
         plain = {"problem": str(error)}
     return json.dumps(plain).encode()
 
 
-def facts_of(spec: str) -> dict[str, Any]:
+def facts_of(spec: str) -> ModelStudy:
     """Find out in this process, where the model's code runs, what `read_model` asks another for."""
     defined = called("making it", lambda: definition(spec))
     missing = [name for name in _METHODS if not callable(getattr(defined, name, None))]
@@ -134,14 +107,7 @@ def facts_of(spec: str) -> dict[str, Any]:
     _check_batches(problem)
     _check_shapes(problem, model)
     optimizer = UserOptimizer(spec=spec, digest=digest) if has_optimizer else None
-    return {
-        "name": problem.name,
-        "digest": digest,
-        "units": units,
-        "outline": [asdict(tensor) for tensor in outline_of(model)],
-        "has_optimizer": has_optimizer,
-        **study(problem, units, optimizer),
-    }
+    return study(problem, units, outline_of(model), optimizer)
 
 
 def _built_alike(problem: UserModel) -> nn.Module:

@@ -7,15 +7,16 @@ same journal, in lines of its own; its order is that of the lines. What was kept
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
+from enum import Enum
 from typing import Any
 
-from shardproof.harness.tracing.ledger import Phase, expect
+from shardproof.harness.tracing.codec import decode
+from shardproof.harness.tracing.ledger import Phase
 
 
-class EventKind(StrEnum):
+class EventKind(Enum):
     """What happened; the order is that in which one unit passes through them."""
 
     BEGAN = "a phase of the loop began"
@@ -81,40 +82,20 @@ class ComputeSpan:
 
 # Any: JSON.
 def marks_of(line: Mapping[str, Any]) -> tuple[TraceEvent, ...]:
-    """Read the marks of one line of a rank's journal; raises what `expect` raises for values of another type."""
-    found = tuple(_marks(line))
-    for mark in found:
-        expect(int, mark.at_ns, mark.step, mark.microbatch)
-        expect(int | None, mark.seq)
-        expect(str | None, mark.unit, mark.stream)
-    return found
-
-
-# Any: JSON.
-def _marks(line: Mapping[str, Any]) -> Iterator[TraceEvent]:
-    for what, at_ns, phase, step, microbatch, unit, seq, stream in line.get("marks", ()):
-        yield TraceEvent(
-            what=EventKind[what],
-            at_ns=at_ns,
-            phase=Phase(phase),
-            step=step,
-            microbatch=microbatch,
-            unit=unit,
-            seq=seq,
-            stream=stream,
-        )
-    if "at_ns" in line:
-        is_issue = "entry" in line
-        place = line["entry"] if is_issue else line
-        yield TraceEvent(
-            what=EventKind.ISSUED if is_issue else EventKind.WAITED,
-            at_ns=line["at_ns"],
-            phase=Phase(place["phase"]),
-            step=place["step"],
-            microbatch=place["microbatch"],
-            unit=place.get("unit"),
-            seq=place["seq"] if is_issue else line["wait"],
-        )
+    """Read the marks of one line of a rank's journal; raises what reading JSON raises."""
+    marks = decode(EventLog, line.get("marks", []))
+    if "at_ns" not in line:
+        return marks
+    is_issue = "entry" in line
+    place = line["entry"] if is_issue else line
+    call = {
+        "what": (EventKind.ISSUED if is_issue else EventKind.WAITED).name,
+        "at_ns": line["at_ns"],
+        "unit": place.get("unit"),
+        "seq": place["seq"] if is_issue else line["wait"],
+    }
+    where = {name: place[name] for name in ("phase", "step", "microbatch")}
+    return (*marks, decode(TraceEvent, call | where))
 
 
 def flights(course: EventLog) -> tuple[Flight, ...]:

@@ -3,25 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from shardproof.harness.tracing.codec import UNREADABLE, decode
 from shardproof.harness.tracing.events import EventLog, TraceEvent, marks_of
-from shardproof.harness.tracing.ledger import (
-    BufferViolation,
-    Entry,
-    Ledger,
-    Wait,
-    completed,
-    entry_from_json,
-    harm_from_json,
-    wait_from_json,
-)
-
-UNREADABLE = (ValueError, TypeError, KeyError, AttributeError, IndexError, RecursionError)
-"""What reading a line of JSON raises that is no line of ours."""
+from shardproof.harness.tracing.ledger import BufferViolation, Entry, Ledger, Wait, completed
 
 
 class Journal(NamedTuple):
@@ -77,15 +66,20 @@ class _Reading:
     def take(self, line: Any) -> None:
         marks = marks_of(line)
         if "entry" in line:
-            self._entries.append(entry_from_json(line["entry"]))
+            self._entries.append(decode(Entry, line["entry"]))
         elif "harm" in line:
-            harm = harm_from_json({name: value for name, value in line.items() if name != "harm"})
+            harm = decode(BufferViolation, _without(line, "harm"))
             self._harms[line["harm"]] = (*self._harms.get(line["harm"], ()), harm)
         elif "over" in line:
             self._waits[line["over"]] = replace(self._waits[line["over"]], is_over=True)
         elif "wait" in line:
-            self._waits[line["wait"]] = wait_from_json(line)
+            self._waits[line["wait"]] = decode(Wait, _without(line, "wait", "at_ns"))
         self.marks += marks
 
     def ledger(self) -> Ledger:
         return completed(self._entries, self._waits, self._harms)
+
+
+# Any: JSON.
+def _without(line: Mapping[str, Any], *names: str) -> dict[str, Any]:
+    return {name: value for name, value in line.items() if name not in names}

@@ -1,13 +1,12 @@
-"""One collective as one rank issued it, as a plain value; and how entries travel as JSON. No torch here."""
+"""One collective as one rank issued it, as a plain value. No torch here."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from functools import lru_cache
-from types import UnionType
-from typing import Any
+
+from shardproof.harness.tracing.codec import ROW
 
 
 class Op(StrEnum):
@@ -91,7 +90,7 @@ class Entry:
 
     seq: int
     op: Op
-    group: tuple[int, ...]
+    group: tuple[int, ...] = field(metadata=ROW)
     group_seq: int
     axis: str | None
     dtype: str
@@ -132,8 +131,7 @@ class Entry:
 
 
 Ledger = tuple[Entry, ...]
-_LONGEST_GROUP = 64  # ranks that are written one by one
-_MOST_RANKS = 2**20  # of a group in a file
+_LONGEST_GROUP = 64  # ranks that are named one by one
 
 
 def _spell(ranks: tuple[int, ...]) -> str:
@@ -147,114 +145,8 @@ def _numel(shape: tuple[int, ...]) -> int:
     return total
 
 
-_FIELDS = tuple(f.name for f in fields(Entry))
-
-
-def entry_to_json(entry: Entry) -> dict[str, object]:
-    """Return the JSON object of an entry; enums become their values, tuples lists."""
-    result: dict[str, object] = {name: getattr(entry, name) for name in _FIELDS}
-    if entry.wait is not None:
-        result["wait"] = wait_to_json(entry.wait)
-    del result["harms"]  # written where they are noticed, as lines of their own
-    result["group"] = _ranks_to_json(entry.group)
-    return result
-
-
-# Any: JSON.
-@lru_cache(maxsize=64)
-def _ranks_to_json(ranks: tuple[int, ...]) -> Any:
-    """Return a long row of ranks as its first, its end and its step: a journal has one for each call."""
-    if len(ranks) <= _LONGEST_GROUP:
-        return ranks
-    row = range(ranks[0], ranks[-1] + 1, ranks[1] - ranks[0] or 1)
-    return {"first": row.start, "end": row.stop, "step": row.step} if ranks == tuple(row) else ranks
-
-
-# Any: as above.
-def _ranks_from_json(found: Any) -> tuple[int, ...]:
-    if isinstance(found, dict):
-        expect(int, found["first"], found["end"], found["step"])
-        return _row(found["first"], found["end"], found["step"])
-    expect(list, found)
-    expect(int, *found)
-    return tuple(found)
-
-
-@lru_cache(maxsize=64)
-def _row(first: int, end: int, step: int) -> tuple[int, ...]:
-    if (end - first) // step > _MOST_RANKS:
-        raise ValueError(f"expected at most {_MOST_RANKS} ranks, got a row from {first} to {end}")
-    return tuple(range(first, end, step))
-
-
-def wait_to_json(wait: Wait) -> dict[str, object]:
-    """Return the JSON object of a wait."""
-    return {
-        "phase": wait.phase,
-        "step": wait.step,
-        "microbatch": wait.microbatch,
-        "num_issued": wait.num_issued,
-        "is_over": wait.is_over,
-    }
-
-
-def expect(kind: type | UnionType, *values: object) -> None:
-    """Raise TypeError for a value of another type: JSON that was damaged may hold any."""
-    for value in values:
-        if not isinstance(value, kind):
-            raise TypeError(f"expected {kind}, got {type(value).__name__}")
-
-
-# Any: JSON.
-def wait_from_json(data: Mapping[str, Any]) -> Wait:
-    """Read what `wait_to_json` wrote, or a release that did not count what was issued."""
-    expect(int, data["step"], data["microbatch"])
-    expect(int | None, data.get("num_issued"))
-    return Wait(
-        phase=Phase(data["phase"]),
-        step=data["step"],
-        microbatch=data["microbatch"],
-        num_issued=data.get("num_issued"),
-        is_over=data.get("is_over"),
-    )
-
-
-def harm_to_json(harm: BufferViolation) -> dict[str, object]:
-    """Return the JSON object of a harm."""
-    return asdict(harm)
-
-
 def completed(
     entries: Iterable[Entry], waits: Mapping[int, Wait], harms: Mapping[int, tuple[BufferViolation, ...]]
 ) -> Ledger:
     """Return entries with their waits and harms, which are known later, by the entries' numbers."""
     return tuple(replace(e, wait=waits.get(e.seq), harms=harms.get(e.seq, ())) for e in entries)
-
-
-# Any: JSON.
-def harm_from_json(data: Mapping[str, Any]) -> BufferViolation:
-    """Read what `harm_to_json` wrote."""
-    return BufferViolation(**{**data, "kind": ViolationKind(data["kind"]), "phase": Phase(data["phase"])})
-
-
-def entry_from_json(data: Mapping[str, object]) -> Entry:
-    """Read what `entry_to_json` wrote."""
-    plain: dict[str, object] = dict(data)
-    wait = plain["wait"]
-    shapes, group = plain["shapes"], plain["group"]
-    if not isinstance(shapes, list):
-        raise TypeError("expected a list of shapes")
-    expect(int, *(size for shape in shapes for size in shape))
-    plain.update(
-        op=Op(str(plain["op"])),
-        phase=Phase(str(plain["phase"])),
-        shapes=tuple(tuple(s) for s in shapes),
-        group=_ranks_from_json(group),
-        wait=wait_from_json(wait) if isinstance(wait, dict) else None,
-    )
-    entry = Entry(**plain)  # type: ignore[arg-type]  # JSON is untyped; Entry's own fields name what is missing
-    expect(int, entry.seq, entry.group_seq, entry.num_bytes, entry.step, entry.microbatch)
-    expect(str, entry.dtype, entry.thread, entry.site, entry.group_name)
-    expect(str | None, entry.axis, entry.reduce_op, entry.unit)
-    expect(int | None, entry.peer)
-    return entry

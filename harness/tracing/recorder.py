@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
+from shardproof.harness.tracing.codec import encode
 from shardproof.harness.tracing.events import EventKind
 from shardproof.harness.tracing.ledger import (
     BufferViolation,
@@ -23,9 +24,6 @@ from shardproof.harness.tracing.ledger import (
     ViolationKind,
     Wait,
     completed,
-    entry_to_json,
-    harm_to_json,
-    wait_to_json,
 )
 
 _ENCODER = json.JSONEncoder(separators=(",", ":"))  # once: json.dumps would build one per line
@@ -178,7 +176,7 @@ class Recorder:
         with self._lock:
             entry = self._entry(call)
             self._entries.append(entry)
-            self._write({"entry": entry_to_json(entry), "at_ns": time.monotonic_ns()})
+            self._write({"entry": encode(entry), "at_ns": time.monotonic_ns()})
         return entry.seq
 
     def waited(self, seq: int, *, is_over: bool | None = True) -> None:
@@ -194,7 +192,7 @@ class Recorder:
                 is_over=is_over,
             )
             self._waits[seq] = wait
-            self._write({"wait": seq, **wait_to_json(wait), "at_ns": time.monotonic_ns()})
+            self._write({"wait": seq, **encode(wait), "at_ns": time.monotonic_ns()})
 
     def over(self, seq: int) -> None:
         """Write down that the wait came to its end."""
@@ -211,7 +209,7 @@ class Recorder:
                 kind=kind, phase=phase, step=step, microbatch=microbatch, unit=unit, site=site
             )
             self._harms[seq] = (*self._harms.get(seq, ()), harm)
-            self._write({"harm": seq, **harm_to_json(harm)})
+            self._write({"harm": seq, **encode(harm)})
 
     def ledger(self) -> Ledger:
         """Return all entries so far with their waits, and with what became of their buffers."""

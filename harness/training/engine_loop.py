@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -19,6 +19,7 @@ from shardproof.engine.contract import (
     NoGradient,
     Plan,
     PreparedModel,
+    Shard,
     UnsupportedError,
     shard_of,
 )
@@ -55,6 +56,8 @@ from shardproof.harness.worlds.rank import RankContext
 
 __all__ = ["drive_rank", "train"]
 
+_S = TypeVar("_S", Shard, Shard | None)
+
 # Where an engine draws from the default generator, ranks draw differently unless the engine sees to it.
 _RANK_SEED = 1000
 # How an engine says no. Other errors are accidents, even where the plan is beyond what it declares.
@@ -70,24 +73,35 @@ def drive_rank(context: RankContext, training: Training, engine: str) -> str | N
     adapter = resolve(engine)
     if adapter.needs_processes and context.shares_a_process:
         return "NeedsProcesses: ranks of this world are threads of one process"
-    census = Census(context.recorder) if training.is_counted else None
+    is_measured = Watch.ALLOCATOR in training.watch and not context.shares_a_process
+    census = Census(context.recorder, is_process_measured=is_measured) if training.is_counted else None
+    schedule = training.schedule
     try:
         with (
             watching(training.watch, context.recorder, context.device.type, census=census) as watches,
             cuda_stand_in() if adapter.insists_on_cuda and context.device.type == "cpu" else nullcontext(),
         ):
-            repeats = range(training.schedule.repeats)
-            first, *others = (_run(context, training, adapter, watches) for _ in repeats)
+            reads = [True] + [schedule.are_repeats_read] * (schedule.repeats - 1)
+            first, *others = (_run(context, training, adapter, watches, is_read=read) for read in reads)
     except _RefusedError as refusal:
         return str(refusal)
     observation = replace(
         first,
-        repeat_digests=tuple(map(digest, (first, *others))),
+        repeat_digests=tuple(
+            digest(seen if schedule.are_repeats_read else _end_of(seen)) for seen in (first, *others)
+        ),
         race_report=None if watches.races is None else watches.races.report(),
         lifetime_report=None if watches.lifetimes is None else watches.lifetimes.report(),
     )
     save_observation(observation, observation_path(context.folder, context.rank))
     return None
+
+
+def _end_of(observation: Observation) -> Observation:
+    """Return what a training shows that is read at its end alone."""
+    *steps, last = observation.steps
+    unread = tuple(replace(step, gradients={}, parameters={}) for step in steps)
+    return replace(observation, initial={}, steps=(*unread, replace(last, gradients={})))
 
 
 @runtime_checkable
@@ -102,14 +116,16 @@ class _RefusedError(Exception):
     """The engine refused the plan before training."""
 
 
-def _run(context: RankContext, training: Training, adapter: Engine, watches: Watches) -> Observation:
+def _run(
+    context: RankContext, training: Training, adapter: Engine, watches: Watches, *, is_read: bool
+) -> Observation:
     torch.manual_seed(_RANK_SEED + context.rank)
     prepared = _prepare(context, training, adapter, training.plan, watches)
     with ExitStack() as stack:
         stack.enter_context(watching_units(prepared.named, training.plan.units, context.recorder))
         if Watch.UNITS in training.watch:
             stack.enter_context(watching_states(prepared.units(), context.recorder))
-        return train(prepared, training, context, adapter, watches)
+        return train(prepared, training, context, adapter, watches, is_read=is_read)
 
 
 def _prepare(
@@ -127,6 +143,8 @@ def _prepare(
             )
 
             return prepare_pipeline(context, training, adapter, mesh, data)
+        if watches is not None and watches.census is not None:
+            watches.census.measure_process()
         has_memory = Capability.META not in plan.demands
         model = training.problem.build().to(context.device if has_memory else "meta")
         if plan.cut_axis is not None and training.problem.parallelize is not None:
@@ -155,8 +173,12 @@ def train(
     context: RankContext,
     adapter: Engine | None = None,
     watches: Watches | None = None,
+    *,
+    is_read: bool = True,
 ) -> Observation:
     """Run the whole schedule; ``adapter`` is needed where the training resumes in a fresh model.
+
+    Unless ``is_read``, nothing is asked of the engine before the last step is done.
 
     ``watches`` learn from the loop what they cannot see: the owner of a tensor, and the end of a step.
     """
@@ -170,12 +192,12 @@ def train(
         else:
             prepared.optimizer(loop.schedules.factory)
     with recorder.during(Phase.OBSERVE):
-        initial = read_shards(prepared, "local_parameters")
+        initial = loop.kept(read_shards(prepared, "local_parameters")) if is_read else {}
     steps = []
     for step in range(training.schedule.steps):
         if training.resume is not None and step == training.resume.after_steps and adapter is not None:
             loop.resume_in(_prepare(context, training, adapter, training.resume.plan), step)
-        steps.append(loop.step(step))
+        steps.append(loop.step(step, is_read=is_read))
     with recorder.during(Phase.OBSERVE):
         return Observation(
             rank=context.rank,
@@ -217,6 +239,14 @@ class _Loop:
         """Hash of all data so far."""
         return self._inputs.hexdigest()
 
+    def kept(self, shards: dict[str, _S]) -> dict[str, _S]:
+        """Tell the census, where there is one, what the harness itself keeps in memory from now on."""
+        if self._census is not None:
+            self._census.observed_bytes += sum(
+                shard.tensor.nbytes for shard in shards.values() if shard is not None
+            )
+        return shards
+
     def resume_in(self, successor: PreparedModel, step: int) -> None:
         """Go on with another prepared model, which takes over the state of this one."""
         self.schedules = StepSchedules(self._training.optimizer, steps_done=step)
@@ -256,7 +286,7 @@ class _Loop:
         with calling("load_shared_state"):
             successor.load_shared_state(state)
 
-    def step(self, step: int) -> StepObservation:
+    def step(self, step: int, *, is_read: bool) -> StepObservation:
         """Play the script, read gradients, update, read parameters."""
         prepared, recorder, schedule = self.prepared, self._context.recorder, self._training.schedule
         facts, self._facts = self._facts, ()
@@ -274,7 +304,7 @@ class _Loop:
             with recorder.during(Phase.STEP, step=step):
                 norm = read_norm(prepared, schedule.clip.max_norm, schedule.clip.norm_type)
         with recorder.during(Phase.OBSERVE, step=step):
-            gradients = read_gradients(prepared)
+            gradients = self.kept(read_gradients(prepared)) if is_read else {}
         with recorder.during(Phase.STEP, step=step):
             if schedule.order is LoopOrder.ZERO_THEN_STEP:
                 self._zero_grad(step)
@@ -287,7 +317,8 @@ class _Loop:
             if self._lifetimes is not None:
                 self._lifetimes.end_step()
         with recorder.during(Phase.OBSERVE, step=step):
-            parameters = read_shards(prepared, "local_parameters")
+            is_over = step == schedule.steps - 1
+            parameters = self.kept(read_shards(prepared, "local_parameters")) if is_read or is_over else {}
         return StepObservation(
             losses=tuple(actor.tape.losses),
             gradients=gradients,

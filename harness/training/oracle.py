@@ -83,7 +83,8 @@ class OracleStep:
     r's loss of microbatch m as that rank computes it, before any averaging: summed over both and divided by
     the plan's divisor they are the step's gradient. ``gradients`` is what the optimizer finds, clipped if so
     asked, None where there is none. ``norm`` is that of all gradients before clipping. ``lagging`` are the gradients,
-    unclipped, of this step's data with the parameters of the step before: empty for the first step.
+    unclipped, of this step's data with the parameters of the step before, and ``lagging_losses`` its losses: empty and
+    None for the first step.
     """
 
     losses: torch.Tensor
@@ -92,6 +93,7 @@ class OracleStep:
     parameters: Tensors
     norm: torch.Tensor | None = None
     lagging: Tensors = field(default_factory=dict)
+    lagging_losses: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -118,7 +120,7 @@ class OracleObservation:
     ``dtypes`` are those of the float32 runs, with ``INITIAL_STEP`` for every place. ``is_exact`` says that the
     problem claims to be exact, the world is a power of two, and no float32 run deviated in a single bit. ``draws``
     says that forward or the loss draws random numbers; ``device`` is that of the ranks to compare with. ``untrained``
-    are the parameters that the optimizer was not given.
+    are the parameters that the optimizer was not given. ``state_before`` is the optimizer state before the last step.
     ``first`` is None unless the model rounds far more than its dtype does; see [Note: rounding of one side].
     """
 
@@ -137,6 +139,7 @@ class OracleObservation:
     first: FirstStep | None = None
     is_widened: bool = True
     untrained: frozenset[str] = frozenset()
+    state_before: Tensors = field(default_factory=dict)
 
     @property
     def divisor(self) -> float:
@@ -178,6 +181,7 @@ class _Run:
     built_buffers: Tensors
     draws: bool
     untrained: frozenset[str]
+    state_before: Tensors
 
     def tensors(self) -> dict[TensorKey, torch.Tensor]:
         """List every tensor; buffers of all ranks are one tensor, since their noise is judged together."""
@@ -222,6 +226,7 @@ def run_oracle(training: Training, world_size: int) -> OracleObservation:
         first=first,
         is_widened=training.problem.is_widened,
         untrained=exact.untrained,
+        state_before=exact.state_before,
     )
 
 
@@ -288,9 +293,9 @@ def _with_lagging(training: Training, world_size: int, exact: _Run) -> tuple[Ora
         with torch.no_grad():
             for name, parameter in parameters.items():
                 parameter.copy_(met[name])
-        _, contributions = _pieces(training, workshop, step)
+        losses, contributions = _pieces(training, workshop, step)
         reduced = {n: order.reduce(pieces, training.plan) for n, pieces in contributions.items()}
-        steps.append(replace(seen, lagging=reduced))
+        steps.append(replace(seen, lagging=reduced, lagging_losses=losses))
         met = exact.steps[step - 1].parameters
     return tuple(steps)
 
@@ -366,6 +371,7 @@ def _train(
     optimizer = schedules.factory(parameters.values())
     workshop = OracleModels(model, world_size, summation)
     steps = []
+    state_before: Tensors = {}
     is_disturbed = summation.seed is not None and not training.problem.is_widened
     disturbing = rounding_anew(summation.seed or 0) if is_disturbed else nullcontext()
     for step in range(training.schedule.steps):
@@ -377,6 +383,7 @@ def _train(
             parameters[name].grad = reduced if left is None else left + reduced
         norm = _clip(training, parameters)
         gradients = {n: None if p.grad is None else p.grad.clone() for n, p in parameters.items()}
+        state_before = _state(optimizer, parameters) if step == training.schedule.steps - 1 else {}
         with disturbing:
             _update(training, optimizer, step)
         schedules.step()
@@ -388,20 +395,15 @@ def _train(
             norm=norm,
         )
         steps.append(seen)
-    state = {
-        f"{name}/{key}": value.clone()
-        for name, p in parameters.items()
-        for key, value in optimizer.state.get(p, {}).items()
-        if isinstance(value, torch.Tensor)
-    }
     return _Run(
         initial=initial,
         steps=tuple(steps),
-        optimizer_state=state,
+        optimizer_state=_state(optimizer, parameters),
         buffers=workshop.buffers(),
         built_buffers=built_buffers,
         draws=workshop.draws,
         untrained=_not_given(optimizer, parameters),
+        state_before=state_before,
     )
 
 
@@ -443,6 +445,15 @@ def _update(training: Training, optimizer: torch.optim.Optimizer, step: int) -> 
 def _not_given(optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]) -> frozenset[str]:
     given = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     return frozenset(name for name, parameter in parameters.items() if id(parameter) not in given)
+
+
+def _state(optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]) -> Tensors:
+    return {
+        f"{name}/{key}": value.clone()
+        for name, p in parameters.items()
+        for key, value in optimizer.state.get(p, {}).items()
+        if isinstance(value, torch.Tensor)
+    }
 
 
 def _copy(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

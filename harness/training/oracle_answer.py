@@ -83,6 +83,7 @@ def _plain(oracle: OracleObservation) -> dict[str, Any]:
                 "parameters": step.parameters,
                 "norm": step.norm,
                 "lagging": step.lagging,
+                "lagging_losses": step.lagging_losses,
             }
             for step in oracle.steps
         ],
@@ -95,6 +96,7 @@ def _plain(oracle: OracleObservation) -> dict[str, Any]:
         "draws": oracle.draws,
         "is_widened": oracle.is_widened,
         "untrained": sorted(oracle.untrained),
+        "state_before": oracle.state_before,
         "first": oracle.first and {f.name: getattr(oracle.first, f.name) for f in fields(FirstStep)},
     }
 
@@ -114,6 +116,7 @@ def _observation(plain: dict[str, Any], training: Training) -> OracleObservation
         draws=plain["draws"],
         is_widened=plain["is_widened"],
         untrained=frozenset(plain["untrained"]),
+        state_before=plain["state_before"],
         first=plain["first"] and FirstStep(**plain["first"]),
     )
 

@@ -9,12 +9,12 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, fields, is_dataclass
-from functools import cache
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any
 
+from shardproof.harness.tracing import codec
 from shardproof.harness.worlds.outcome import Outcome
 from shardproof.harness.worlds.output import SUFFIX
 from shardproof.harness.worlds.printable import shortened
@@ -23,7 +23,6 @@ from shardproof.harness.worlds.spec import WorldSpec
 _LONGEST = 16 * 2**20  # bytes of one message; the values that ranks return are words and numbers
 _LONGEST_TEXT = 200_000  # characters of a message, traceback or stack
 _ENCODER = json.JSONEncoder()  # made before an engine is imported, which may replace json.dumps
-_TAG = ""  # the key that names what a JSON object stands for
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,10 +158,6 @@ class FilePiece:
 
 Message = Ready | Started | Finished | Dying | Leaving | Done | Hello | HostState | FilePiece
 
-_KINDS: Mapping[str, type] = {
-    kind.__name__: kind for kind in (*get_args(Message), *get_args(Outcome), LastThread)
-}
-
 
 def send(connection: Connection, message: Message) -> None:
     """Send a whole message; raises TypeError if a rank returned what is no plain value."""
@@ -173,7 +168,7 @@ def send(connection: Connection, message: Message) -> None:
 
 def encode(message: Message) -> bytes:
     """Return the line of a message; long texts lose their middle."""
-    line = _ENCODER.encode(_plain(message)).encode()
+    line = _ENCODER.encode(_shortened(codec.encode_one_of(message))).encode()
     if len(line) > _LONGEST:
         raise TypeError(f"the message has {len(line)} bytes, and {_LONGEST} are the most")
     return line + b"\n"
@@ -210,56 +205,19 @@ class Inbox:
             self._pending.clear()
 
 
-# Any, from here on: values before they are checked.
-def _plain(value: Any) -> Any:
-    if is_dataclass(value) and type(value).__name__ in _KINDS:
-        parts = {field.name: _plain(getattr(value, field.name)) for field in fields(value)}
-        return {_TAG: type(value).__name__, **parts}
-    if isinstance(value, dict):
-        return {_TAG: "dict", "items": [[_plain(key), _plain(item)] for key, item in value.items()]}
-    if isinstance(value, tuple):
-        return {_TAG: "tuple", "items": [_plain(item) for item in value]}
-    if isinstance(value, list):
-        return [_plain(item) for item in value]
-    if isinstance(value, str):
-        return shortened(value, _LONGEST_TEXT)
-    if value is None or isinstance(value, bool | int | float):
-        return value
-    raise TypeError(f"expected plain values, got {type(value).__name__}")
+# Any: JSON.
+def _shortened(plain: Any) -> Any:
+    """Cut long texts in the middle."""
+    if isinstance(plain, dict):
+        return {key: _shortened(value) for key, value in plain.items()}
+    if isinstance(plain, list):
+        return [_shortened(value) for value in plain]
+    return shortened(plain, _LONGEST_TEXT) if isinstance(plain, str) else plain
 
 
 def _decoded(line: bytes) -> Message | Garbled:
     try:
-        message = json.loads(line, object_hook=_value)
-    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        message: Message = codec.decode(Message, json.loads(line), is_older=False)
+    except codec.UNREADABLE as error:
         return Garbled(text=f"{line[:80]!r} ({type(error).__name__})")
-    if isinstance(message, Message):
-        return message
-    return Garbled(text=f"{line[:80]!r} (no message)")
-
-
-def _value(found: dict[str, Any]) -> Any:
-    match found.pop(_TAG):
-        case "dict":
-            return dict(found["items"])
-        case "tuple":
-            return tuple(found["items"])
-        case name:
-            kind = _KINDS[name]
-            for field, hint in _hints(kind).items():
-                if not _fits(found[field], hint):
-                    raise TypeError(f"{name}.{field}")
-            return kind(**found)
-
-
-@cache
-def _hints(kind: type) -> Mapping[str, Any]:
-    return get_type_hints(kind)
-
-
-def _fits(value: Any, hint: Any) -> bool:
-    if hint is Any:
-        return True
-    if get_origin(hint) is tuple:
-        return isinstance(value, tuple) and all(_fits(item, get_args(hint)[0]) for item in value)
-    return isinstance(value, int if hint is float else hint) or (hint is float and isinstance(value, float))
+    return message

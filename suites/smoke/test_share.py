@@ -4,9 +4,19 @@ from __future__ import annotations
 
 import pytest
 
-from shardproof import SEVERAL, HoldsItsShare, Layout, MatchesOracle, MemoryIsExplained, RanksAgree, Trial
+from shardproof import (
+    APART,
+    SEVERAL,
+    HoldsItsShare,
+    Layout,
+    MatchesOracle,
+    MemoryIsExplained,
+    RanksAgree,
+    Trial,
+    Watch,
+)
 from shardproof.fixtures.optimizers import ADAMW
-from shardproof.fixtures.problems import MLP_EVEN
+from shardproof.fixtures.problems import MLP_EVEN, MLP_WIDE
 from shardproof.suites.training import train
 
 
@@ -26,3 +36,10 @@ def test_holds_parameters_and_its_share_of_the_rest(trial: Trial, layout: Layout
 def test_holds_its_share(trial: Trial) -> None:
     training = train(MLP_EVEN, ADAMW, layout=Layout.SHARD)
     trial.holds(training, MatchesOracle(), HoldsItsShare(), MemoryIsExplained(), RanksAgree())
+
+
+@pytest.mark.kills("KeepsTheModelInArrays", "KeepsTheModelOnTheLastRank")
+@pytest.mark.worlds(APART)
+def test_its_process_holds_its_share(trial: Trial) -> None:
+    training = train(MLP_WIDE, layout=Layout.SHARD, steps=1, watch=frozenset({Watch.ALLOCATOR}))
+    trial.holds(training, MatchesOracle(), MemoryIsExplained())

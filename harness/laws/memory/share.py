@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from shardproof.engine.contract import Cut
@@ -51,6 +51,7 @@ class MemoryIsExplained:
                 for count in counts
                 if count.num_bytes > limit.num_bytes
             ]
+            broken += list(_growth(evidence, observation.rank, counts, limit))
             if len(observation.counts) != num_counts:
                 broken.append(
                     f"rank {observation.rank}: expected {num_counts} counts, as on rank 0, "
@@ -59,6 +60,20 @@ class MemoryIsExplained:
         broken += _breaches_in_sum(evidence)
         limit = _explained(evidence, evidence.ranks[0])
         return rule(self.name, broken, held=f"at most {most} of {limit.num_bytes} bytes on each rank")
+
+
+def _growth(evidence: Evidence, rank: int, counts: Sequence[CensusEntry], limit: Explained) -> Iterator[str]:
+    """Compare the growth of the whole process; half of what sharding saves in parameters is left for all else."""
+    shares = shares_of(evidence.training.plan, evidence.world_size).parameters
+    most = limit.num_bytes + limit.parameters * (shares - 1) // 2
+    for count in counts:
+        if count.process_bytes is not None and count.process_bytes > most:
+            yield (
+                f"rank {rank}, step {count.step}, {count.moment}: expected the process to have grown by at most "
+                f"{most} bytes, {limit} among them, got {count.process_bytes}, of which operators on the rank's own "
+                f"thread made {count.num_bytes}"
+            )
+            return
 
 
 def _breaches_in_sum(evidence: Evidence) -> Iterator[str]:

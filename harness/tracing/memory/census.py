@@ -8,7 +8,12 @@ the census if no operator on the rank's thread makes it:
 - memory outside tensors, such as NumPy arrays, bytes and files, and tensors that wrap it
 - what an engine's own threads, its other processes and compiled code allocate
 - what an engine frees before the count and makes again after it; lifetimes show that
-- storages that are made without an operator, such as ``torch.UntypedStorage(n)``
+- storages that are made without an operator, such as ``torch.UntypedStorage(n)``, while the engine is read, or by the
+  import of its module
+- tensors that are not strided, such as sparse ones
+
+Where a training is watched for it (``Watch.ALLOCATOR``), the growth of the whole process is counted beside it, and all
+of these are in it but files, other processes, and memory that an engine maps or frees by itself.
 
 Memory that the harness makes to observe is not counted, and neither are the user's tensors that the loop holds.
 
@@ -34,6 +39,7 @@ from torch.distributed.tensor import DTensor
 from shardproof.harness.tracing.collectives.call_site import call_site
 from shardproof.harness.tracing.ledger import Phase
 from shardproof.harness.tracing.memory.census_report import CensusEntry, CensusTime, LiveStorage
+from shardproof.harness.tracing.memory.process_memory import allocator
 from shardproof.harness.tracing.recorder import Recorder
 
 _NUM_LARGEST = 4  # enough to see what kind of memory it is
@@ -58,18 +64,31 @@ class _Seen(weakref.ref[torch.UntypedStorage]):
 
 
 class Census:
-    """One rank's storages."""
+    """One rank's storages; with ``is_process_measured`` also by how much the rank's process grows."""
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: Recorder, *, is_process_measured: bool = False) -> None:
         self._recorder = recorder
         self._seen: dict[int, _Seen] = {}  # by the storage's id, which another may have after its end
         self._counts: list[CensusEntry] = []
         self._limit = -1  # what was explained at the last look
+        self._in_use = allocator() if is_process_measured else None
+        self._base: int | None = None
+        self.observed_bytes = 0  # what the harness keeps of its reads
 
     @property
     def counts(self) -> tuple[CensusEntry, ...]:
         """All counts so far."""
         return tuple(self._counts)
+
+    def measure_process(self) -> None:
+        """Measure from now on by how much the process grows, if that was asked for."""
+        if self._in_use is not None and self._base is None:
+            # Libraries keep buffers, of up to 10 MB, from their first large products on: whose they are is known.
+            large = torch.ones(1024, 1024, requires_grad=True)
+            torch.ones(4, 1024).matmul(large).sum().backward()  # type: ignore[no-untyped-call]  # torch's own
+            del large
+            gc.collect()
+            self._base = self._in_use()
 
     # Any: what an operator returns.
     def made(self, result: Any, operator: str) -> None:
@@ -100,7 +119,21 @@ class Census:
             sizes = self._sizes()
         largest = nlargest(_NUM_LARGEST, sizes, key=itemgetter(1))
         pieces = tuple(_piece(seen, num_bytes) for seen, num_bytes in largest)
-        self._counts.append(CensusEntry(step=step, moment=moment, num_bytes=_total(sizes), largest=pieces))
+        self._counts.append(
+            CensusEntry(
+                step=step,
+                moment=moment,
+                num_bytes=_total(sizes),
+                largest=pieces,
+                process_bytes=self._growth(),
+            )
+        )
+
+    def _growth(self) -> int | None:
+        if self._in_use is None or self._base is None:
+            return None
+        gc.collect()
+        return self._in_use() - self._base - self.observed_bytes
 
     def _meet(self, tensor: torch.Tensor, operator: str) -> _Seen | None:
         if tensor.layout is not torch.strided or tensor.is_meta:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, astuple, dataclass
+from dataclasses import dataclass
 from enum import StrEnum
 from itertools import pairwise
-from typing import Any
 
 from shardproof.harness.tracing.ledger import Phase
 
@@ -77,45 +76,8 @@ class LifetimeReport:
     user_tensors: tuple[UserTensor, ...] = ()
 
 
-def report_to_json(report: LifetimeReport) -> dict[str, Any]:
-    """Return the report in JSON's own types; there are thousands of lives, so they go without the names of fields."""
-    return {
-        "num_events": report.num_events,
-        "num_collectives": report.num_collectives,
-        "lives": [list(astuple(life)) for life in report.lives],
-        "stretches": [list(astuple(stretch)) for stretch in report.stretches],
-        "user_tensors": [asdict(tensor) for tensor in report.user_tensors],
-    }
-
-
-# Any: JSON.
-def report_from_json(plain: Mapping[str, Any]) -> LifetimeReport:
-    """Read what `report_to_json` gave."""
-    return LifetimeReport(
-        num_events=plain["num_events"],
-        num_collectives=plain["num_collectives"],
-        lives=tuple(_lives(plain["lives"])),
-        stretches=tuple(_stretches(plain["stretches"])),
-        user_tensors=tuple(UserTensor(**tensor) for tensor in plain["user_tensors"]),
-    )
-
-
-def _lives(plain: list[Any]) -> Iterator[Allocation]:
-    for kind, unit, num_bytes, born, died, operator, site in plain:
-        yield Allocation(
-            kind=MemoryKind(kind),
-            unit=unit,
-            num_bytes=num_bytes,
-            born=born,
-            died=died,
-            operator=operator,
-            site=site,
-        )
-
-
-def _stretches(plain: list[Any]) -> Iterator[LoopSpan]:
-    for start, phase, step, microbatch, unit in plain:
-        yield LoopSpan(start=start, phase=Phase(phase), step=step, microbatch=microbatch, unit=unit)
+ROWS: frozenset[type] = frozenset({Allocation, LoopSpan})
+"""What is written without the names of its fields: there are thousands."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

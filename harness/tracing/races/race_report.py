@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
 
 from shardproof.harness.tracing.ledger import Phase
 
@@ -94,26 +92,3 @@ class RaceReport:
     num_streams: int
     num_collectives: int
     races: tuple[Race, ...] = ()
-
-
-def report_to_json(report: RaceReport) -> dict[str, Any]:
-    """Return the report in JSON's own types."""
-    return asdict(report)
-
-
-def report_from_json(plain: Mapping[str, Any]) -> RaceReport:
-    """Read what `report_to_json` gave."""
-    races = tuple(
-        Race(
-            kind=RaceKind(race["kind"]),
-            first=_touch(race["first"]),
-            second=_touch(race["second"]),
-            count=race["count"],
-        )
-        for race in plain["races"]
-    )
-    return RaceReport(**{**plain, "races": races})
-
-
-def _touch(plain: Mapping[str, Any]) -> Touch:
-    return Touch(**{**plain, "phase": Phase(plain["phase"])})

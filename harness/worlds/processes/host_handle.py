@@ -122,9 +122,14 @@ class HostHandle:
             )
 
     def begin(self, job: Job | bytes) -> None:
-        """Send the next job, or one that is pickled already; the ranks are pending again."""
+        """Send the next job, or one that is pickled already; the ranks are pending again.
+
+        Their process may have ended since it was ready: then they are dead.
+        """
         self.outcomes.clear()
         self._send(job if isinstance(job, bytes) else pickled(job))
+        if self.is_over:
+            self._bury()
 
     def dismiss(self) -> None:
         """Ask the process to leave, and once it has left, let it end."""
