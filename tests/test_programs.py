@@ -61,7 +61,7 @@ def test_rows_cover_every_combination_that_makes_sense(family: str) -> None:
     assert next(space.cover(unseen=left), None) is None, "run python -m shardproof.suites.combinations.rows"
 
 
-@pytest.mark.parametrize("file", [*FAMILIES, "found", "found_wrapped", "found_replicas"])
+@pytest.mark.parametrize("file", [*FAMILIES, "found_units", "found_wrapped", "found_replicas"])
 def test_every_row_is_a_training_with_laws(file: str) -> None:
     for program in programs_in(file):
         training = training_of(program)
