@@ -57,18 +57,18 @@ def test_units(trial: Trial, program: Program) -> None:
 @pytest.mark.kills("HalvesTheLastRank")
 @_rows("found_units")
 def test_what_an_engine_once_failed(trial: Trial, program: Program) -> None:
-    trial.holds(training_of(program), *laws_of(program))
+    trial.holds(_of_family("units", program), *laws_of(program))
 
 
 @pytest.mark.worlds(EVEN)
 @pytest.mark.kills("HalvesTheLastRankOfWrappers")
 @_rows("found_wrapped")
 def test_what_a_wrapper_once_failed(trial: Trial, program: Program) -> None:
-    trial.holds(training_of(program), *laws_of(program))
+    trial.holds(_of_family("wrapped", program), *laws_of(program))
 
 
 @pytest.mark.worlds(SEVERAL)
 @pytest.mark.kills("HalvesTheLastRank")
 @_rows("found_replicas")
 def test_what_replicas_once_failed(trial: Trial, program: Program) -> None:
-    trial.holds(training_of(program), *laws_of(program))
+    trial.holds(_of_family("replicas", program), *laws_of(program))
