@@ -101,7 +101,7 @@ def test_the_script_shows_the_model_that_is_judged() -> None:
 
 
 @pytest.mark.parametrize(
-    "engine", ["torch.fsdp2", "torch.replicate", "torch.fsdp1", "torch.ddp", "reference"]
+    "engine", ["torch.fsdp2", "torch.replicate", "torch.fsdp1", "torch.ddp", "reference", "reference.wrapper"]
 )
 def test_scripts_are_python_for_whatever_is_drawn(engine: str) -> None:
     rng = random.Random(1)
@@ -183,3 +183,22 @@ def test_explore_writes_down_what_fails(tmp_path: Path, capsys: pytest.CaptureFi
     assert "FAILED: matches the oracle" in report
     assert 'SPACE.parse("plain")' in report
     assert "the plain program fails" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        # Mended in laws and loops: a checkpoint's own backward reduces apart; gradients cleared to zeros stay zeros.
+        "checkpoint=around_reentrant,layout=shard,microbatches=3,order=sum",
+        "checkpoint=around_reentrant,layout=shard,units=joint",
+        "side=steps,failure=again,zero_grad=alternate",
+        # Mended in the reference engine: a joint unit reduced in parts; what a module shows was left out of clipping.
+        "layout=shard,units=joint,microbatches=2,order=forwards_first",
+        "evaluation=end,layout=shard,clip=2",
+    ],
+)
+def test_what_our_own_fault_once_failed_passes(text: str) -> None:
+    cell = Cell(engine="reference", world=WorldSpec.parse("threads:2"))
+    exploration = Exploration(space=SPACE, training=training_of, laws=laws_of, cell=cell)
+    record = exploration.judge(SPACE.parse(text))
+    assert record.verdict is Verdict.PASSED, record.headline

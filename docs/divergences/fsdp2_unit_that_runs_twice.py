@@ -13,7 +13,6 @@ import torch.multiprocessing as mp
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-
 COUNTED = ("all_gather_single", "reduce_scatter_single")
 
 

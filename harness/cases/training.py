@@ -105,6 +105,10 @@ class Schedule:
     clip: Clip | None = None
     repeats: int = 1
 
+    def clears_to_none(self, step: int) -> bool:
+        """Return whether gradients are None, and not zeros, once this step has cleared them; None before the first."""
+        return self.zero_grad is ZeroGrad.SET_TO_NONE or step % 2 == 0 or step < 0
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resume:

@@ -22,7 +22,7 @@ from shardproof.engine.contract import (
     shard_of,
 )
 from shardproof.engine.registry import resolve
-from shardproof.harness.cases.training import LOADED, UNCHANGED, LoopOrder, Training, Watch, ZeroGrad
+from shardproof.harness.cases.training import LOADED, UNCHANGED, LoopOrder, Training, Watch
 from shardproof.harness.cases.user_model import StepSchedules
 from shardproof.harness.records.observation import (
     Fact,
@@ -277,8 +277,7 @@ class _Loop:
                 self._lifetimes.meet(self.prepared, self._training.plan)
 
     def _zero_grad(self, step: int) -> None:
-        alternate = self._training.schedule.zero_grad is ZeroGrad.ALTERNATE
-        self.prepared.zero_grad(set_to_none=not (alternate and step % 2))
+        self.prepared.zero_grad(set_to_none=self._training.schedule.clears_to_none(step))
 
 
 # Any: a state, which is what the engine likes.

@@ -174,8 +174,8 @@ class RankActor(Actor):
         self._prepared.recover()
 
     def zero_grad(self) -> None:
-        """Zero gradients by the engine's own method."""
-        self._prepared.zero_grad(set_to_none=True)
+        """Clear gradients by the engine's own method, to what they were when the step began."""
+        self._prepared.zero_grad(set_to_none=self._training.schedule.clears_to_none(self.step - 1))
 
     def _keep(self, loss: torch.Tensor) -> None:
         # An observation: that the host waits for a number here is no doing of the engine.
