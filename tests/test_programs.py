@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from itertools import combinations
 from pathlib import Path
@@ -164,6 +165,16 @@ def test_finds_pairs_once_and_then_sees_all_others() -> None:
     assert hunt.seen == {
         c for c in SMALL.combinations if not {("c", "1")} < c or dict(c).get("a", "0") == "0"
     }
+
+
+def test_a_vacuous_program_is_no_finding_and_shows_no_combination() -> None:
+    hunt = _hunt(lambda _: "")
+    judge = hunt.exploration.judge
+    object.__setattr__(
+        hunt.exploration, "judge", lambda p: replace(judge(p), verdict=Verdict.VACUOUS, headline="still")
+    )
+    assert hunt.check(SMALL.program({"a": "1"})) is None
+    assert (hunt.findings, hunt.seen, hunt.verdicts) == ([], set(), {"VACUOUS": 1})
 
 
 def test_found_programs_are_read_with_comments(tmp_path: Path) -> None:
