@@ -11,8 +11,14 @@ WORLDS := threads:1 threads:2 threads:3 threads:4 processes:2
 
 setup: $(STAMP)
 
+# Without a GPU torch's CPU build, some 200 MB instead of several GB. `make setup TORCH_INDEX=` takes the default build.
+TORCH_INDEX ?= $(if $(shell command -v nvidia-smi),,https://download.pytorch.org/whl/cpu)
+
 $(STAMP): pyproject.toml constraints.txt
+	@echo "setup: a virtual environment in $(VENV); torch $(if $(TORCH_INDEX),for the CPU,with its default build); the packages of pyproject.toml"
 	$(PYTHON) -m venv $(VENV)
+	@$(if $(TORCH_INDEX),$(BIN)/pip install --quiet --retries 0 --timeout 10 --index-url $(TORCH_INDEX) \
+		"$$(grep '^torch==' constraints.txt)" || echo "setup: no CPU build from $(TORCH_INDEX); taking the default build")
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	touch $(STAMP)
 

@@ -36,7 +36,7 @@ _FORKS = {
     "worlds": ["worlds.processes.host_process:host_main", "worlds.processes.host_process:_join"],
     "oracle": ["training.oracle:_exact", "training.oracle:_with_lagging", "training.oracle_answer:_answer"],
     "noise runs": ["training.oracle:_train", "training.oracle:_largest_deviation"],
-    "training": ["training.loop:drive_rank"],
+    "training": ["training.engine_loop:drive_rank"],
     "keeping": ["records.observation:save_observation", "records.observation:digest"],
 }
 _local = threading.local()

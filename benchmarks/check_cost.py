@@ -124,7 +124,7 @@ def _watch(root: int, peak: list[int], cpu: dict[int, float], done: threading.Ev
 
 
 def _cpu_s(process: int) -> float:
-    """Return the processor time of a process itself: those below a fork server are waited for by nobody here."""
+    """Return the processor time of a process itself: this process does not wait for those below a fork server."""
     try:
         found = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
     except OSError:

@@ -190,7 +190,7 @@ def _compare(rank: int, size: int, work: Work, counted: Counted) -> tuple[Taken,
     contenders = [_contender(name, work) for name in work.names]
     seconds: dict[Name, list[float]] = {name: [] for name in work.names}
     losses: dict[Name, float] = {}
-    # Every order in turn, so that nobody is always first nor always after the same one.
+    # Every order in turn, so that none is always first nor always after the same one.
     orders = list(permutations(contenders))
     for turn in range(NUM_WARM_UPS + work.num_rounds):
         for contender in orders[turn % len(orders)]:

@@ -74,7 +74,7 @@ def _measure(model: nn.Module, width: int, num_turns: int, journal: Path) -> dic
     taken: dict[str, list[float]] = {name: [] for name in watches}
     for turn in range(num_turns + 2):
         names = list(watches)
-        for name in names[turn % len(names) :] + names[: turn % len(names)]:  # nobody is always first
+        for name in names[turn % len(names) :] + names[: turn % len(names)]:  # none is always first
             seconds = _watched(watches[name], lambda: _step(model, optimizer, rows))
             if turn >= 2:  # the first turns build buckets, buffers and optimizer state
                 taken[name].append(seconds)

@@ -24,10 +24,10 @@ from shardproof.fixtures.program_laws import laws_of
 from shardproof.fixtures.programs import SPACE, training_of
 from shardproof.harness.cases.space import Program
 from shardproof.harness.records.record import Verdict
+from shardproof.harness.runner.cell import Cell
 from shardproof.harness.runner.engines import describe
 from shardproof.harness.runner.exploration import Exploration
 from shardproof.harness.runner.invoke import suite_folders
-from shardproof.harness.runner.options import Cell
 from shardproof.harness.worlds.processes.forkserver import warm_up
 from shardproof.harness.worlds.spec import WorldSpec
 from shardproof.suites.combinations.rows import FAMILIES, rows_in

@@ -50,13 +50,13 @@ WORK: dict[str, tuple[Callable[[int], nn.Module], int]] = {
 
 
 def measure(context: RankContext, name: str, num_turns: int) -> dict[str, list[float]]:
-    """Take turns: seconds of a step under each watch, one number for each turn; a rank's body."""
+    """Alternate: seconds of a step under each watch, one number for each turn; a rank's body."""
     build, width = WORK[name]
     taken: dict[str, list[float]] = {watch: [] for watch in WATCHES}
     for turn in range(num_turns + 1):
         names = list(WATCHES)
         shift = turn % len(names)
-        for watch in names[shift:] + names[:shift]:  # nobody is always first
+        for watch in names[shift:] + names[:shift]:  # none is always first
             seconds = _step_seconds(context, build, width, WATCHES[watch])
             if turn:  # the first turn warms torch up
                 taken[watch].append(seconds)

@@ -12,13 +12,13 @@ from functools import cache
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING
 
-from shardproof.engine.loading import LoadError, load, one_line
+from shardproof.engine.import_by_name import LoadError, load, one_line
 
 if TYPE_CHECKING:  # the names of engines are known without torch
     from shardproof.engine.contract import Engine
     from shardproof.engine.mutants.mutant import Mutant
 
-# Adapters load when named, so that listing engines costs no import and one missing package hurts nobody else.
+# Adapters load when named, so that listing engines costs no import and one missing package affects no other engine.
 BUILT_IN = {
     "reference": "shardproof.engine.adapters.reference:ReferenceEngine",
     "reference.zero2": "shardproof.engine.adapters.reference_zero:Zero2Engine",

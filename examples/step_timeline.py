@@ -50,9 +50,9 @@ class EventKind(StrEnum):
     STARTS = "a unit's compute starts"
     ENDS = "a unit's compute ends"
     GATHER_ISSUED = "an all-gather of a unit's parameters is issued"
-    GATHER_WAITED = "somebody first waits for an all-gather"
+    GATHER_WAITED = "first wait for an all-gather"
     REDUCTION_ISSUED = "a reduce-scatter of a unit's gradients is issued"
-    REDUCTION_WAITED = "somebody first waits for a reduce-scatter"
+    REDUCTION_WAITED = "first wait for a reduce-scatter"
 
 
 _WAITED = {
@@ -65,7 +65,7 @@ _WAITED = {
 class Event:
     """One event of one step; ``part`` is the piece of the unit that computes.
 
-    ``whole``: the units whose whole parameters had memory then; None for waits, where nobody looks.
+    ``whole``: the units whose whole parameters had memory then; None for waits, where it is not read.
     """
 
     happening: EventKind

@@ -17,7 +17,7 @@ _NEEDS_GPU = "GPU"
 def render(covered: Coverage) -> str:
     """Render for a terminal: test names shortened, why some rows need a GPU below the table."""
     rows = [
-        [found.row.id, found.row.promise, _num(found), _told(found, limit=_NUM_TESTS), *_verdicts(found)]
+        [found.row.id, found.row.promise, _num(found), _cases(found, limit=_NUM_TESTS), *_verdicts(found)]
         for found in covered.rows
     ]
     table = tabulate(rows, headers=_headers(covered), tablefmt="simple", disable_numparse=True)
@@ -32,7 +32,7 @@ def render_markdown(covered: Coverage) -> str:
             f"`{found.row.test}`",
             found.row.promise,
             _num(found),
-            _told(found, limit=None).replace("|", "\\|"),
+            _cases(found, limit=None).replace("|", "\\|"),
             *_verdicts(found),
         ]
         for found in covered.rows
@@ -50,19 +50,19 @@ def _num(found: RowCoverage) -> str:
     return str(len(found.cases))
 
 
-def _told(found: RowCoverage, *, limit: int | None) -> str:
+def _cases(found: RowCoverage, *, limit: int | None) -> str:
     return ", ".join(by_test(found.cases, limit=limit)) or "-"
 
 
 def _verdicts(found: RowCoverage) -> list[str]:
-    return [_verdict(told, found) for told in found.verdicts]
+    return [_verdict(row, found) for row in found.verdicts]
 
 
-def _verdict(told: RowVerdict, found: RowCoverage) -> str:
-    if told.verdict is None:
+def _verdict(row: RowVerdict, found: RowCoverage) -> str:
+    if row.verdict is None:
         return _NEEDS_GPU if found.row.why_gpu else "-"
-    judged = "" if told.num_judged == len(found.cases) else f" ({told.num_judged} of {len(found.cases)})"
-    return f"{told.verdict}{judged}"
+    judged = "" if row.num_judged == len(found.cases) else f" ({row.num_judged} of {len(found.cases)})"
+    return f"{row.verdict}{judged}"
 
 
 def _notes(covered: Coverage) -> list[str]:
@@ -85,5 +85,5 @@ def _listed(ids: Sequence[str]) -> str:
 def _summary(covered: Coverage) -> str:
     num_rows = len(covered.rows)
     passed = ", ".join(f"{one_line(engine)}: {covered.num_passed(engine)}" for engine in covered.engines)
-    told = f"; PASSED by {passed}" if passed else ""
-    return f"{num_rows - len(covered.missing)} of {num_rows} rows have cases{told}"
+    row = f"; PASSED by {passed}" if passed else ""
+    return f"{num_rows - len(covered.missing)} of {num_rows} rows have cases{row}"

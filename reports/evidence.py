@@ -122,7 +122,7 @@ _SHORTLY = ("call", "last call", "when", "waits for")  # what a few lines of tex
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateCard:
-    """Ranks that are all in one place: what is told of them, by label, and their stack."""
+    """Ranks that are all in one place: what the record says of them, by label, and their stack."""
 
     ranks: str
     is_suspect: bool
@@ -191,9 +191,9 @@ def hang_lines(hang: HangReport) -> list[str]:
     found = []
     for card in state_cards(hang):
         facts = dict(card.facts)
-        told = [f"{label} {facts[label]}" for label in _SHORTLY if label in facts]
+        shown = [f"{label} {facts[label]}" for label in _SHORTLY if label in facts]
         at = [f"at {card.frames[0]}"] if card.frames else []
-        found.append(f"{card.ranks}: {card.words}; {', '.join([*told, *at])}")
+        found.append(f"{card.ranks}: {card.words}; {', '.join([*shown, *at])}")
     if hang.cycle:
         found.append(f"in a circle: {hang_cycle(hang)}")
     for step in hang_steps(hang):

@@ -40,7 +40,7 @@ def idle(run: Run) -> tuple[str, ...]:
     return _unused(run, is_stale=False)
 
 
-def told(record: Record) -> str:
+def expectation_text(record: Record) -> str:
     """Return the expectation of a record in one line; empty if none bore on it."""
     return "" if record.expectation is None else one_line(str(record.expectation), limit=1000)
 

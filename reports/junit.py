@@ -10,7 +10,7 @@ from shardproof.harness.records.record import LawRecord, Record, Verdict
 from shardproof.harness.records.run import Run
 from shardproof.reports import evidence
 from shardproof.reports.evidence import headroom, outcome_groups, place
-from shardproof.reports.expected import stale, told
+from shardproof.reports.expected import expectation_text, stale
 from shardproof.reports.matrix import Column
 from shardproof.reports.summary import conforms, warnings
 from shardproof.reports.text import clip, one_line, plausible, printable
@@ -71,7 +71,7 @@ def _case(record: Record) -> _Element:
         time=f"{plausible(record.duration_s):.3f}",
     )
     if kind := _kind(record.verdict):
-        known = f"{told(record)}: " if record.verdict is Verdict.KNOWN_FAILURE else ""
+        known = f"{expectation_text(record)}: " if record.verdict is Verdict.KNOWN_FAILURE else ""
         message = one_line(f"{record.verdict}: {known}{record.headline}", limit=1000)
         element = ElementTree.SubElement(case, kind, type=str(record.verdict), message=message)
         element.text = evidence_text(record)
@@ -92,7 +92,7 @@ def evidence_text(record: Record) -> str:
 
 
 def _evidence(record: Record) -> str:
-    lines = [line for line in (record.headline, told(record)) if line]
+    lines = [line for line in (record.headline, expectation_text(record)) if line]
     for law in record.laws:
         lines += _law_lines(law)
     if record.worst is not None:

@@ -100,14 +100,14 @@ def summary(matrix: KillMatrix, *, duration_s: float) -> str:
 
 def _score(matrix: KillMatrix) -> str:
     num_killed, num_cases = sum(bool(row.killers) for row in matrix.mutants), len(matrix.cases)
-    told = [
+    parts = [
         f"{num_killed} of {len(matrix.mutants)} mutants killed",
         f"{num_cases - len(matrix.harmless)} of {num_cases} cases kill at least one",
         *([f"{len(matrix.survivors)} pairs survived"] if matrix.survivors else []),
         *([f"{len(matrix.refused)} pairs refused"] if matrix.refused else []),
         *([f"{len(matrix.unknown)} without a verdict"] if matrix.unknown else []),
     ]
-    return ", ".join(told)
+    return ", ".join(parts)
 
 
 def _counts(row: MutantRow) -> tuple[str, str]:
@@ -124,11 +124,11 @@ def _killed_by(matrix: KillMatrix, case: str) -> list[str]:
 
 def _findings(matrix: KillMatrix, *, limit: int | None) -> list[str]:
     """List what is wrong or left out, each kind under its heading; empty where nothing is."""
-    unknown = [_told(met) for met in matrix.unknown]
-    survivors = [_told(met) for met in matrix.survivors]
+    unknown = [_described(met) for met in matrix.unknown]
+    survivors = [_described(met) for met in matrix.survivors]
     unkilled = [f"{target.name}: {target.sin}" for target in matrix.unkilled]
     harmless = [f"{one_line(idle.case)}: {one_line(idle.why)}" for idle in matrix.harmless]
-    refused = [_told(met) for met in matrix.refused]
+    refused = [_described(met) for met in matrix.refused]
     elsewhere = [f"{p.mutant} in {p.world} on {one_line(p.case)}" for p in matrix.elsewhere]
     return [
         *_section("No verdict, which is our own fault:", unknown, limit),
@@ -140,7 +140,7 @@ def _findings(matrix: KillMatrix, *, limit: int | None) -> list[str]:
     ]
 
 
-def _told(met: PairResult) -> str:
+def _described(met: PairResult) -> str:
     verdict = "no verdict" if met.verdict is None else str(met.verdict)
     where = f"{met.pair.mutant} in {met.pair.world} on {one_line(met.pair.case)}"
     return f"{where}: {verdict}: {one_line(met.headline, limit=200)}"

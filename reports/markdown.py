@@ -76,11 +76,11 @@ def _head(run: Run) -> str:
 
 
 def _warnings(run: Run) -> list[str]:
-    told = warnings(run)
-    lines = [f"> - {escape(text)}" for text in told[:_NUM_WARNINGS]]
-    if len(told) > _NUM_WARNINGS:
-        lines.append(f"> - and {len(told) - _NUM_WARNINGS} more problems")
-    return ["\n".join(["> **This run is not whole.**", ">", *lines])] if told else []
+    problems = warnings(run)
+    lines = [f"> - {escape(text)}" for text in problems[:_NUM_WARNINGS]]
+    if len(problems) > _NUM_WARNINGS:
+        lines.append(f"> - and {len(problems) - _NUM_WARNINGS} more problems")
+    return ["\n".join(["> **This run is not whole.**", ">", *lines])] if problems else []
 
 
 def _origin(run: Run) -> str:

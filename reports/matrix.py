@@ -16,14 +16,14 @@ from shardproof.reports.verdict_style import MARKS
 def by_test(cases: Iterable[str], *, limit: int | None = None) -> list[str]:
     """Name each test once, with how many of its cases there are; beyond ``limit`` tests, only their number."""
     counts = Counter(case.partition("[")[0] for case in cases)
-    told = []
+    names = []
     for test, count in counts.items():
         suite = test.split("/")[0] if "/" in test else ""
         name = one_line(f"{suite}/{label(test, suite)}" if suite else test)
-        told.append(name if count == 1 else f"{name} ({count})")
-    if limit is None or len(told) <= limit:
-        return told
-    return [*told[:limit], f"and {len(told) - limit} more"]
+        names.append(name if count == 1 else f"{name} ({count})")
+    if limit is None or len(names) <= limit:
+        return names
+    return [*names[:limit], f"and {len(names) - limit} more"]
 
 
 _PYTEST_ID = re.compile(r"test_(?P<file>\w+)\.py::test_(?P<law>\w+)(?P<parameters>\[.*\])?", re.DOTALL)

@@ -17,7 +17,7 @@ from typing import Any
 
 from shardproof.harness.records.record import Record
 from shardproof.reports.causes import Cause
-from shardproof.reports.expected import told
+from shardproof.reports.expected import expectation_text
 from shardproof.reports.matrix import Matrix
 from shardproof.reports.text import duration, one_line, printable
 from shardproof.reports.verdict_style import MARKS
@@ -89,7 +89,9 @@ def _words(record: Record) -> str:
     hang = record.hang
     threads = [rank.call.thread for rank in hang.ranks if rank.call is not None] if hang is not None else []
     frames = [frame for rank in hang.ranks for frame in rank.frames] if hang is not None else []
-    return one_line(" ".join(dict.fromkeys([told(record), *broken, *threads, *frames])), limit=2000)
+    return one_line(
+        " ".join(dict.fromkeys([expectation_text(record), *broken, *threads, *frames])), limit=2000
+    )
 
 
 class _Texts:

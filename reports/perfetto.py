@@ -3,7 +3,7 @@
 One process for each rank; its threads are the loop's phases and the lanes of the timeline. What a unit computes is a
 complete event. A collective is an asynchronous event from its issue to its landing, with a short slice at each of the
 two for arrows to start and end at: one from its issue to its landing, one through its issues on all ranks. A race is
-two instants and an arrow between them. Times are microseconds since the first thing told; ranks of one machine share
+two instants and an arrow between them. Times are microseconds since the first event; ranks of one machine share
 a clock.
 
 [Note: identifiers] Perfetto takes less than the format's description allows. An arrow has to be identified by a number,
@@ -40,8 +40,8 @@ _MAX_THREADS = 100  # of a rank, so that its number is seen in those of its thre
 
 def render(timeline: Timeline, *, title: str) -> str:
     """Return the whole file."""
-    told = {"traceEvents": trace_events(timeline), "displayTimeUnit": "ns", "otherData": {"title": title}}
-    return json.dumps(told, indent=None, separators=(",", ":"))
+    document = {"traceEvents": trace_events(timeline), "displayTimeUnit": "ns", "otherData": {"title": title}}
+    return json.dumps(document, indent=None, separators=(",", ":"))
 
 
 def trace_events(timeline: Timeline) -> list[_Event]:
@@ -49,31 +49,31 @@ def trace_events(timeline: Timeline) -> list[_Event]:
     clock = _Clock(timeline)
     processes = [_Process(rank, clock) for rank in timeline.ranks]
     arrows = [*_across_ranks(processes)]
-    told: list[_Event] = []
+    events: list[_Event] = []
     for process in processes:
         rank = process.rank
-        told += process.names()
-        told += (process.slice(_PHASES, s, "phase") for s in rank.phases)
-        told += (process.slice(COMPUTE, s, "compute") for s in rank.spells)
+        events += process.names()
+        events += (process.slice(_PHASES, s, "phase") for s in rank.phases)
+        events += (process.slice(COMPUTE, s, "compute") for s in rank.spells)
         for passage in rank.passages:
-            told += _passage(process, passage)
+            events += _passage(process, passage)
             arrows += _flight(process, passage)
         for clash in rank.clashes:
-            told += _clash(process, clash)
+            events += _clash(process, clash)
             arrows.append(_Arrow("race", "race", _touched(process, clash)))
-    _shorten_points(told)
+    _shorten_points(events)
     for number, arrow in enumerate(arrows, start=1):
-        told += arrow.events(number)
-    return sorted(told, key=lambda e: (e["ph"] != "M", e["ts"]))
+        events += arrow.events(number)
+    return sorted(events, key=lambda e: (e["ph"] != "M", e["ts"]))
 
 
-def _shorten_points(told: Sequence[_Event]) -> None:
+def _shorten_points(events: Sequence[_Event]) -> None:
     """End each instant event before the next event of its thread begins or ends.
 
     Perfetto drops a slice that begins inside another and ends after it.
     """
     threads: dict[int, list[_Event]] = defaultdict(list)
-    for event in told:
+    for event in events:
         if event["ph"] == "X":
             threads[event["tid"]].append(event)
     for slices in threads.values():
@@ -86,11 +86,11 @@ def _shorten_points(told: Sequence[_Event]) -> None:
 
 
 class _Clock:
-    """Microseconds since the first thing told; what never ended ends with its rank."""
+    """Microseconds since the first event; what never ended ends with its rank."""
 
     def __init__(self, timeline: Timeline) -> None:
-        told = [m.at_ns for rank in timeline.ranks for m in _moments(rank)]
-        self._first = min(told, default=0)
+        times = [m.at_ns for rank in timeline.ranks for m in _moments(rank)]
+        self._first = min(times, default=0)
         self._last = {rank.rank: max((m.at_ns for m in _moments(rank)), default=0) for rank in timeline.ranks}
 
     def us(self, moment: TimePoint) -> float:

@@ -1,9 +1,10 @@
-"""A run as text for a terminal: the matrix, the legend, the counts, and what does not conform."""
+"""A run as text for a terminal: the matrix, the legend, the counts, and what does not conform, by cause."""
 
 from __future__ import annotations
 
 import re
 import textwrap
+from collections.abc import Iterator, Sequence
 
 from tabulate import tabulate
 
@@ -11,26 +12,30 @@ from shardproof.harness.records.record import MOST_LISTED, Record, Verdict
 from shardproof.harness.records.run import Run
 from shardproof.reports import evidence
 from shardproof.reports.causes import Cause, causes
-from shardproof.reports.expected import idle, known, stale, told
-from shardproof.reports.matrix import Column, Matrix, arrange, label
+from shardproof.reports.expected import expectation_text, idle, known, stale
+from shardproof.reports.matrix import Column, Matrix, SuiteRows, arrange, label
 from shardproof.reports.summary import Tally, conclude, tally, warnings
 from shardproof.reports.text import duration, one_line, versions
 from shardproof.reports.verdict_style import MARKS
 
 _WIDTH = 100
+_PADDING = 4  # what tabulate adds to a heading, and between two columns
 _MOST_OF_A_HANG = 8  # lines
 _NUM_HEADLINES = 50  # beyond these a terminal scrolls them away anyway
+_NUM_DETAILED = 3  # causes with the details of their laws, and what the ranks printed
+_NUM_DETAILS = 2  # of one law
+_NUM_PRINTED = 10  # last lines of what the ranks printed
 _NUM_ALIKE = 5  # cases named of those that fail like another
 
 
-def render(run: Run) -> str:
-    """Render the run; plain ASCII but for what engines and cases themselves say."""
+def render(run: Run, *, width: int = _WIDTH) -> str:
+    """Render the run in lines of ``width`` characters; plain ASCII but for what engines and cases themselves say."""
     counted = tally(run.records)
     parts = [
         _origin(run),
-        _table(arrange(run)),
+        *_tables(arrange(run), width),
         _legend(counted),
-        *_headlines(run),
+        *_headlines(run, width),
         *_known(run),
         *_unused(run),
         *_warnings(run),
@@ -39,22 +44,56 @@ def render(run: Run) -> str:
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
+def render_causes(run: Run, *, width: int = _WIDTH) -> str:
+    """Render what does not conform, and the score."""
+    return "\n\n".join([*_headlines(run, width), *_warnings(run), _score(run)]) + "\n"
+
+
 def _origin(run: Run) -> str:
     found = run.header
     return one_line(f"{found.command}\n({versions(found.versions)})", limit=1000)
 
 
-def _table(matrix: Matrix) -> str:
-    if not matrix.columns:
-        return ""
-    headers = ["case", *(_heading(column) for column in matrix.columns)]
-    lines: list[list[str]] = []
-    for suite in matrix.suites:
-        lines.append([one_line(suite.suite or "(no suite)").upper(), *("" for _ in matrix.columns)])
-        for row in suite.rows:
-            cells = ("".join(MARKS[record.verdict].letter for record in cell) for cell in row.cells)
-            lines.append([f"  {one_line(row.label, limit=_WIDTH)}", *cells])
-    return _aligned(headers, lines)
+def _tables(matrix: Matrix, width: int) -> Iterator[str]:
+    """Yield the matrix in as many tables as its columns need to fit; rows that conform alike are folded into one."""
+    headings = [_heading(column) for column in matrix.columns]
+    rows = [row for suite in matrix.suites for row in _rows(suite, limit=width // 2)]
+    wide = max((len(row[0]) for row in rows), default=0) + _PADDING
+    for fitting in _fitting(headings, width - wide):
+        lines = [[row[0], *(row[1 + number] for number in fitting)] for row in rows]
+        shown = [line for line in lines if any(line[1:]) or not line[0].startswith(" ")]
+        yield _aligned(["case", *(headings[number] for number in fitting)], shown)
+
+
+def _fitting(headings: Sequence[str], room: int) -> Iterator[list[int]]:
+    """Yield the numbers of columns that stand beside each other."""
+    fitting: list[int] = []
+    left = room
+    for number, heading in enumerate(headings):
+        needed = _PADDING + max(map(len, heading.splitlines()), default=0)
+        if fitting and needed > left:
+            yield fitting
+            fitting, left = [], room
+        fitting.append(number)
+        left -= needed
+    if fitting:
+        yield fitting
+
+
+def _rows(suite: SuiteRows, *, limit: int) -> Iterator[list[str]]:
+    """Yield the name of a suite, its rows with a cell that does not conform, and the others by what they show."""
+    num_columns = max(len(row.cells) for row in suite.rows)
+    yield [one_line(suite.suite or "(no suite)").upper(), *("" for _ in range(num_columns))]
+    alike: dict[tuple[str, ...], list[str]] = {}
+    for row in suite.rows:
+        letters = tuple("".join(MARKS[record.verdict].letter for record in cell) for cell in row.cells)
+        name = f"  {one_line(row.label, limit=limit)}"
+        if all(record.verdict.is_conforming for cell in row.cells for record in cell):
+            alike.setdefault(letters, []).append(name)
+        else:
+            yield [name, *letters]
+    for letters, names in alike.items():
+        yield [names[0] if len(names) == 1 else f"  {len(names)} cases", *letters]
 
 
 def _heading(column: Column) -> str:
@@ -85,19 +124,21 @@ def _legend(counted: Tally) -> str:
     return tabulate(rows, tablefmt="plain", disable_numparse=True, colalign=alignment) if rows else ""
 
 
-def _headlines(run: Run) -> list[str]:
+def _headlines(run: Run, width: int) -> list[str]:
     """Return each cause once: the headline of its first record, and the cases that fail alike."""
     found = causes(run.records)
     parts = []
-    for cause in found[:_NUM_HEADLINES]:
+    for number, cause in enumerate(found[:_NUM_HEADLINES]):
         record = cause.example
         cell = f"{record.verdict} {record.engine} in {record.world}: {label(record.case, record.suite)}"
         lines = (
             one_line(cell),
-            _wrapped(record.headline),
-            *_hang(record),
-            f"    {told(record)}",
-            *_alike(cause),
+            _wrapped(record.headline, width),
+            *_hang(record, width),
+            f"    {expectation_text(record)}",
+            *(_details(record, width) if number < _NUM_DETAILED else ()),
+            *_alike(cause, width),
+            f"    repeat: {one_line(record.command)}" if record.command else "",  # not wrapped: it is copied
         )
         parts.append("\n".join(line for line in lines if line.strip()))
     if len(found) > _NUM_HEADLINES:
@@ -105,33 +146,44 @@ def _headlines(run: Run) -> list[str]:
     return parts
 
 
-def _alike(cause: Cause) -> list[str]:
+def _details(record: Record, width: int) -> Iterator[str]:
+    """Yield what the broken laws found, and the end of what the ranks printed."""
+    for law in record.laws:
+        if not law.held:
+            if law.summary not in record.headline:
+                yield _wrapped(f"{law.law}: {law.summary}", width)
+            yield from (_wrapped(detail, width, indent=6) for detail in law.details[:_NUM_DETAILS])
+            if len(law.details) > _NUM_DETAILS:
+                yield f"      and {len(law.details) - _NUM_DETAILS} more"
+    if record.output:
+        yield "    printed:"
+        yield from (_wrapped(line, width, indent=6) for line in record.output.splitlines()[-_NUM_PRINTED:])
+
+
+def _alike(cause: Cause, width: int) -> list[str]:
     """Return which other records fail alike."""
     others = cause.records[1:]
     if not others:
         return []
     names = [f"{label(r.case, r.suite)} in {r.world}" for r in others[:_NUM_ALIKE]]
     more = [f"{len(others) - _NUM_ALIKE} more"] if len(others) > _NUM_ALIKE else []
-    return [_wrapped(f"alike: {', '.join([*names, *more])}")]
+    return [_wrapped(f"alike: {', '.join([*names, *more])}", width)]
 
 
-def _wrapped(text: str) -> str:
+def _wrapped(text: str, width: int, *, indent: int = 4) -> str:
     line = one_line(text, limit=500)
-    return textwrap.fill(line, _WIDTH, initial_indent="    ", subsequent_indent="    ")
+    return textwrap.fill(
+        line, min(width, _WIDTH), initial_indent=" " * indent, subsequent_indent=" " * indent
+    )
 
 
-def _hang(record: Record) -> list[str]:
+def _hang(record: Record, width: int) -> list[str]:
     """Return of ranks in one card in a line or two each, and of the call at which they parted."""
     if record.hang is None:
         return []
-    told_of = evidence.hang_lines(record.hang)
-    kept = told_of if len(told_of) <= _MOST_OF_A_HANG else [*told_of[:_MOST_OF_A_HANG], "..."]
-    return [
-        textwrap.fill(
-            one_line(line, limit=400), _WIDTH, initial_indent="      ", subsequent_indent="        "
-        )
-        for line in kept
-    ]
+    hang_lines = evidence.hang_lines(record.hang)
+    kept = hang_lines if len(hang_lines) <= _MOST_OF_A_HANG else [*hang_lines[:_MOST_OF_A_HANG], "..."]
+    return [_wrapped(line, width, indent=6) for line in kept]
 
 
 def _known(run: Run) -> list[str]:

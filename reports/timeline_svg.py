@@ -161,7 +161,7 @@ _MOST_TOLD = 6  # races in words below a picture
 
 def draw(timeline: Timeline) -> str:
     """Draw the step that says most; empty where there is nothing to draw, or too much."""
-    step = timeline.telling_step
+    step = timeline.step_to_report
     if step is None:
         return ""
     shown = _shown(timeline.of_step(step))
@@ -213,10 +213,10 @@ class _Picture:
             for clash in rank.clashes[:_MOST_CLASHES]:
                 yield from self._clash(rank, clash)
             self.height += _GAP
-        told = f"Step {self._step}. Left to right is order, not time. Dot: issued; tick: what computes waits."
+        text = f"Step {self._step}. Left to right is order, not time. Dot: issued; tick: what computes waits."
         if len(timeline.ranks) < num_ranks:
-            told += f" {len(timeline.ranks)} of {num_ranks} ranks."
-        yield self._line("soft", told)
+            text += f" {len(timeline.ranks)} of {num_ranks} ranks."
+        yield self._line("soft", text)
         yield from self._races(timeline)
 
     def _races(self, timeline: Timeline) -> Iterator[str]:
@@ -377,8 +377,8 @@ def pictures(run: Run, run_dir: Path) -> Pictures:
 
 def _worth_drawing(run: Run) -> Iterator[Record]:
     failures = [r for r in by_severity(run.records) if r.verdict is not Verdict.PASSED]
-    told = [r for r in failures if r.verdict not in {Verdict.UNSUPPORTED, Verdict.NOT_RUN}]
-    yield from told[:_MOST_OF_FAILURES]
+    text = [r for r in failures if r.verdict not in {Verdict.UNSUPPORTED, Verdict.NOT_RUN}]
+    yield from text[:_MOST_OF_FAILURES]
     suites: set[str] = set()
     for record in run.records:
         if record.verdict is Verdict.PASSED and record.suite not in suites:

@@ -170,7 +170,7 @@ from shardproof.harness.laws.sharding import HoldsItsShare as HoldsItsShare
 from shardproof.harness.laws.sharding import LiesOnTheDimAskedFor as LiesOnTheDimAskedFor
 from shardproof.harness.laws.sharding import StateLiesWithItsParameter as StateLiesWithItsParameter
 from shardproof.harness.records.record import Verdict as Verdict
-from shardproof.harness.runner.options import Cell as Cell
+from shardproof.harness.runner.cell import Cell as Cell
 from shardproof.harness.runner.session import Source as Source
 from shardproof.harness.runner.session import TrialSession as TrialSession
 from shardproof.harness.runner.trial import Trial as Trial

@@ -12,7 +12,7 @@ from shardproof.harness.laws.communication.matching import RanksAgree
 from shardproof.harness.laws.law import Law
 from shardproof.harness.laws.parity import MatchesOracle
 from shardproof.harness.records.record import Record
-from shardproof.harness.runner.options import Cell
+from shardproof.harness.runner.cell import Cell
 from shardproof.harness.runner.session import TrialSession
 from shardproof.harness.verdicts.case import Case, Refusal
 from shardproof.harness.worlds.spec import WorldSpec

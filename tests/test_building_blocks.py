@@ -17,7 +17,7 @@ from shardproof.harness.cases.units import groups_in
 from shardproof.harness.cases.user_model import UserModel, UserOptimizer, outline_of
 from shardproof.harness.runner.user_models import facts_of
 from shardproof.harness.training.draws import drawing_in
-from shardproof.harness.training.expected_memory import Form
+from shardproof.harness.training.layout_memory import Form
 from shardproof.harness.training.oracle import Quantity, run_oracle
 from shardproof.harness.training.rounding import noticing_narrow, rounding_anew
 

@@ -17,10 +17,10 @@ from shardproof.fixtures.problems import MLP_EVEN
 from shardproof.harness.cases.training import Schedule, Training
 from shardproof.harness.records.record import Record, Verdict
 from shardproof.harness.runner.session import TrialSession
+from shardproof.harness.worlds.exception_outcome import is_abandonment, raised
 from shardproof.harness.worlds.messages import Finished, encode
 from shardproof.harness.worlds.outcome import Raised
 from shardproof.harness.worlds.processes.forkserver import warm_up
-from shardproof.harness.worlds.raised import is_abandonment, raised
 from shardproof.harness.worlds.threads.collective_errors import (
     CollectiveTimeoutError,
     DeadlockError,

@@ -29,7 +29,7 @@ from shardproof.harness.tracing.memory.census_report import (
 )
 from shardproof.harness.tracing.operators import observing_operators
 from shardproof.harness.tracing.recorder import Recorder
-from shardproof.harness.training.expected_memory import StateTensor, explained, form_of, state_bytes
+from shardproof.harness.training.layout_memory import StateTensor, explained, form_of, state_bytes
 from shardproof.harness.verdicts.judgement import implied
 from tests.simulated_engine import evidence_of, oracle_of, simulate
 

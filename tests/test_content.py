@@ -26,8 +26,8 @@ from shardproof.harness.cases.content import content_digest
 from shardproof.harness.cases.training import Schedule, Training
 from shardproof.harness.laws.parity import MatchesOracle
 from shardproof.harness.records.record import Verdict
+from shardproof.harness.runner.cell import Cell
 from shardproof.harness.runner.observation_cache import ObservationCache
-from shardproof.harness.runner.options import Cell
 from shardproof.harness.runner.session import Source, TrialSession
 from shardproof.harness.verdicts.case import Case
 from shardproof.harness.worlds.spec import WorldKind, WorldSpec

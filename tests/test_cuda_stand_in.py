@@ -17,7 +17,7 @@ from shardproof.harness.tracing.ledger import Phase
 from shardproof.harness.tracing.races.fake_cuda import cuda_stand_in
 from shardproof.harness.tracing.races.race_report import RaceKind, RaceReport
 from shardproof.harness.tracing.recorder import Recorder
-from shardproof.harness.training.loop import drive_rank
+from shardproof.harness.training.engine_loop import drive_rank
 from shardproof.harness.training.watches import watching
 from shardproof.harness.worlds.launch import launch
 from shardproof.harness.worlds.spec import WorldSpec

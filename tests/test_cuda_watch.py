@@ -17,7 +17,7 @@ from torch.cuda import _gpu_trace
 from shardproof.engine.mutants.all_mutants import MUTANTS
 from shardproof.harness.cases.training import Watch
 from shardproof.harness.torch_compat import cuda as torch_cuda
-from shardproof.harness.torch_compat.cuda import hears_streams, stream_handle
+from shardproof.harness.torch_compat.cuda import reporting_streams, stream_handle
 from shardproof.harness.torch_compat.dispatch import device_kernel
 from shardproof.harness.tracing.collectives.call import Call
 from shardproof.harness.tracing.ledger import Op, Phase
@@ -277,13 +277,13 @@ class _Deaf:
 
 
 def test_what_was_wrong_with_listening_is_raised_and_not_only_logged() -> None:
-    with pytest.raises(RuntimeError, match="no event_recorded here"), hears_streams(cast(Any, _Deaf())):
+    with pytest.raises(RuntimeError, match="no event_recorded here"), reporting_streams(cast(Any, _Deaf())):
         ToldEvent().record()
 
 
-def test_torch_is_asked_to_tell_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_callbacks_of_torch_are_registered_once(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
-    monkeypatch.setattr(torch_cuda, "_is_told", False)
+    monkeypatch.setattr(torch_cuda, "_is_registered", False)
     names = {
         "torch._C:_activate_gpu_trace": lambda: asked.append("activate"),
         "torch.cuda._gpu_trace": _gpu_trace,
@@ -292,7 +292,7 @@ def test_torch_is_asked_to_tell_once(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("EventRecord", "EventWait", "DeviceSynchronization"):
         monkeypatch.setattr(getattr(_gpu_trace, f"{name}Callbacks"), "callback_list", [])
     for _ in range(2):
-        with hears_streams(CudaRaceWatch(Recorder())):
+        with reporting_streams(CudaRaceWatch(Recorder())):
             pass
     assert asked == ["activate"]
     assert len(_gpu_trace.EventRecordCallbacks.callback_list) == 1

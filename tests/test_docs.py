@@ -30,7 +30,8 @@ import shardproof.harness.laws.communication.counts
 import shardproof.suites.communication.closed_forms
 from shardproof.engine.contract import Engine, PreparedModel
 from shardproof.engine.registry import BUILT_IN, EngineNotFoundError, resolve
-from shardproof.harness.cli import main as cli
+from shardproof.harness.cli import exit_codes
+from shardproof.harness.cli.parser import parser
 from shardproof.harness.errors import UsageError
 from shardproof.harness.laws.communication.select import Select
 from shardproof.harness.laws.law import Law
@@ -136,7 +137,7 @@ def test_adapters_pass_and_a_broken_one_fails(tmp_path: Path) -> None:
     ]
     found = {engine: record.verdict for engine, record in records_by_engine(records, TRAINS).items()}
     assert found == {**dict.fromkeys(honest, Verdict.PASSED), broken: Verdict.FAILED}, done.stdout
-    assert done.returncode == invoke.DOES_NOT_CONFORM
+    assert done.returncode == exit_codes.DOES_NOT_CONFORM
     assert all((out / name).is_file() for name in ("report.html", "report.md", "junit.xml", "run.jsonl"))
 
 
@@ -219,7 +220,7 @@ def _commands(text: str) -> Iterator[list[str]]:
 def _problem(command: list[str]) -> str | None:
     """Return what is wrong with a shardproof command; None when it can be run."""
     try:
-        arguments = cli._parser().parse_args(command[1:])
+        arguments = parser().parse_args(command[1:])
         _check_names(arguments)
     except (SystemExit, UsageError, EngineNotFoundError) as error:
         return f"{shlex.join(command)}: {error}"
@@ -303,15 +304,15 @@ def test_exit_codes_are_told_as_they_are() -> None:
         int(c): words for c, words in re.findall(r"^\| (\d) \| (.*) \|$", _text(ROOT / "README.md"), re.M)
     }
     assert sorted(rows) == [
-        invoke.CONFORMS,
-        invoke.DOES_NOT_CONFORM,
-        invoke.USAGE,
-        invoke.OUR_FAULT,
+        exit_codes.CONFORMS,
+        exit_codes.DOES_NOT_CONFORM,
+        exit_codes.USAGE,
+        exit_codes.OUR_FAULT,
     ]
-    assert rows[invoke.CONFORMS].startswith("conforming")
-    assert rows[invoke.DOES_NOT_CONFORM].startswith("not conforming")
-    assert "usage" in rows[invoke.USAGE]
-    assert "our own" in rows[invoke.OUR_FAULT]
+    assert rows[exit_codes.CONFORMS].startswith("conforming")
+    assert rows[exit_codes.DOES_NOT_CONFORM].startswith("not conforming")
+    assert "usage" in rows[exit_codes.USAGE]
+    assert "our own" in rows[exit_codes.OUR_FAULT]
 
 
 def test_tolerance_is_told_as_it_is() -> None:

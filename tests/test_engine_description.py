@@ -33,7 +33,7 @@ MODULES = {
         r"failed: ImportError: cannot import name 'no_such_name'",
     ),
     "old.py": (
-        "from shardproof.engine.loading import EngineUnavailableError as Unavailable\n"
+        "from shardproof.engine.import_by_name import EngineUnavailableError as Unavailable\n"
         "raise Unavailable('needs torch >= 9')\n",
         r"^needs torch >= 9$",
     ),

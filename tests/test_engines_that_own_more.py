@@ -21,8 +21,8 @@ from shardproof.harness.laws.communication.select import Microbatches, Select
 from shardproof.harness.laws.law import Law
 from shardproof.harness.laws.parity import MatchesOracle
 from shardproof.harness.records.record import Record, Verdict
+from shardproof.harness.runner.cell import Cell
 from shardproof.harness.runner.engines import describe
-from shardproof.harness.runner.options import Cell
 from shardproof.harness.runner.session import TrialSession
 from shardproof.harness.verdicts.case import Case
 from shardproof.harness.worlds.spec import WorldSpec

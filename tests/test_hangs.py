@@ -21,9 +21,9 @@ from shardproof.harness.cases.training import Schedule, Training
 from shardproof.harness.records.hang import HangReport, RankActivity
 from shardproof.harness.records.record import Record, Verdict, from_json, to_json
 from shardproof.harness.records.world_result import keep_result, load_kept
-from shardproof.harness.runner.options import Cell
+from shardproof.harness.runner.cell import Cell
 from shardproof.harness.runner.session import Source, TrialSession
-from shardproof.harness.training.loop import drive_rank
+from shardproof.harness.training.engine_loop import drive_rank
 from shardproof.harness.verdicts.case import Case
 from shardproof.harness.verdicts.judgement import Judgement, judge_failure
 from shardproof.harness.worlds.launch import World

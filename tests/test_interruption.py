@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 
 from benchmarks.live_run import LiveRun
-from shardproof.harness.cli import main as cli
+from shardproof.harness.cli import commands
+from shardproof.harness.cli.exit_codes import OUR_FAULT
 from shardproof.harness.cli.main import main
 from shardproof.harness.records.record import Verdict
 from shardproof.harness.records.run import read_run
 from shardproof.harness.runner import interruption
 from shardproof.harness.runner.interruption import interruptible, uninterrupted
-from shardproof.harness.runner.invoke import OUR_FAULT
 
 # Far above what is needed: machines are busy. No test waits so long unless it fails.
 LIMIT_S = 60.0
@@ -147,14 +147,14 @@ def _select(monkeypatch: pytest.MonkeyPatch, call: Callable[[], int]) -> list[in
         concluded.append(code)
         return 0
 
-    monkeypatch.setattr(cli, "call_pytest", lambda arguments: call())
-    monkeypatch.setattr(cli, "_conclude", conclude)
+    monkeypatch.setattr(commands, "call_pytest", lambda *arguments: call())
+    monkeypatch.setattr(commands, "conclude", conclude)
     return concluded
 
 
 def test_ctrl_c_while_the_reports_are_written_lets_them_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
     concluded = _select(monkeypatch, lambda: 0)
-    assert cli.main(["run", "--suite=smoke", "--engine=torch.ddp"]) == OUR_FAULT
+    assert main(["run", "--suite=smoke", "--engine=torch.ddp"]) == OUR_FAULT
     assert concluded == [0]
 
 
@@ -163,5 +163,5 @@ def test_ctrl_c_as_pytest_ends_still_writes_reports(monkeypatch: pytest.MonkeyPa
         raise KeyboardInterrupt
 
     concluded = _select(monkeypatch, interrupted)
-    assert cli.main(["run", "--suite=smoke", "--engine=torch.ddp"]) == OUR_FAULT
+    assert main(["run", "--suite=smoke", "--engine=torch.ddp"]) == OUR_FAULT
     assert concluded == [2]

@@ -27,10 +27,10 @@ from shardproof.harness.audit.marks import (
     read_selection,
     write_selection,
 )
+from shardproof.harness.cli.exit_codes import CONFORMS, DOES_NOT_CONFORM, OUR_FAULT
 from shardproof.harness.cli.mutants import conclude, shipped
 from shardproof.harness.errors import UsageError
 from shardproof.harness.records.record import Record, Verdict
-from shardproof.harness.runner.invoke import CONFORMS, DOES_NOT_CONFORM, OUR_FAULT
 from shardproof.harness.worlds.spec import APART, FOUR_OR_MORE_EVEN, SEVERAL, Sizes
 from shardproof.reports.kills import render, render_json, render_markdown, summary
 from tests import records

@@ -48,13 +48,13 @@ class _Told:
         self.event().copied([source], [target], is_packing=is_packing)
 
     def kinds(self) -> dict[str, MemoryKind]:
-        return {life.operator: life.kind for life in self.lives.told()}
+        return {life.operator: life.kind for life in self.lives.report()}
 
     def kind(self, key: int) -> MemoryKind:
         return self.kinds()[f"make {key}"]
 
     def units(self, key: int) -> list[str | None]:
-        return [life.unit for life in self.lives.told() if life.operator == f"make {key}"]
+        return [life.unit for life in self.lives.report() if life.operator == f"make {key}"]
 
 
 def _gathered(unit: str = "a") -> _Told:
@@ -131,7 +131,7 @@ def test_a_buffer_that_is_used_again_has_a_life_for_each_unit() -> None:
     told.born(5)
     told.copied(BUFFER, 5)
     assert told.units(BUFFER) == ["a", "b"]
-    first, second = (life for life in told.lives.told() if life.operator == f"make {BUFFER}")
+    first, second = (life for life in told.lives.report() if life.operator == f"make {BUFFER}")
     assert first.died == second.born
     assert first.kind is second.kind is MemoryKind.STAGING
 
@@ -141,7 +141,7 @@ def test_memory_that_is_given_back_and_taken_again_is_another_life() -> None:
     told.event().resized(BUFFER, 0, "resize_", "")
     told.event().resized(BUFFER, 8, "resize_", "")
     told.event().gathered([INPUT], [BUFFER])
-    lives = [life for life in told.lives.told() if life.unit == "a" and life.kind is MemoryKind.GATHERED]
+    lives = [life for life in told.lives.report() if life.unit == "a" and life.kind is MemoryKind.GATHERED]
     assert [(life.num_bytes, life.died is None) for life in lives] == [(8, False), (8, True)]
 
 
@@ -149,7 +149,7 @@ def test_roles_that_an_owner_gave_outlive_a_resize() -> None:
     told = _Told()
     told.share(SHARE, "a")
     told.event().resized(SHARE, 16, "resize_", "")
-    assert [life.kind for life in told.lives.told()] == [MemoryKind.SHARDED, MemoryKind.SHARDED]
+    assert [life.kind for life in told.lives.report()] == [MemoryKind.SHARDED, MemoryKind.SHARDED]
     assert told.lives.has_role(SHARE, Role.SHARE)
 
 
@@ -163,7 +163,7 @@ def test_a_share_that_was_resized_is_that_units_still_and_other_memory_no_ones()
     told.born(INPUT, BUFFER)
     told.copied(SHARE, INPUT)
     told.event().gathered([INPUT], [BUFFER])
-    resized = [life for life in told.lives.told() if life.operator == "resize_"]
+    resized = [life for life in told.lives.report() if life.operator == "resize_"]
     assert [(life.kind, life.unit) for life in resized] == [
         (MemoryKind.SHARDED, "a"),
         (MemoryKind.USER, None),
@@ -289,7 +289,7 @@ def test_lives_of_no_bytes_or_of_no_time_are_not_told() -> None:
     told.born(41)
     told.lives.died(41)
     told.lives.died(42)  # never seen: no matter
-    assert told.lives.told() == ()
+    assert told.lives.report() == ()
 
 
 def test_stretches_tell_where_the_loop_stood() -> None:

@@ -15,9 +15,9 @@ from types import SimpleNamespace
 import pytest
 
 from shardproof.engine.adapters.torch_ddp import DistributedDataParallelEngine
+from shardproof.harness.cli.exit_codes import CONFORMS, DOES_NOT_CONFORM, USAGE
 from shardproof.harness.errors import UsageError
 from shardproof.harness.runner.collection import Refusals, refuse
-from shardproof.harness.runner.invoke import CONFORMS, DOES_NOT_CONFORM, USAGE
 
 ROOT = Path(__file__).resolve().parents[1]
 

@@ -11,9 +11,11 @@ import torch
 from shardproof.engine.registry import shipped_mutants
 from shardproof.fixtures.own_model import OWN_MODEL
 from shardproof.harness.cases.batch import ModelBatch, arguments_of, converted, tensors_of
-from shardproof.harness.cases.user_model import UserModel, matching_units
+from shardproof.harness.cases.units import matching_units
+from shardproof.harness.cases.user_model import UserModel
 from shardproof.harness.cli.check import check
-from shardproof.harness.cli.main import deadline_for, main
+from shardproof.harness.cli.commands import deadline_for
+from shardproof.harness.cli.main import main
 from shardproof.harness.errors import UsageError
 from shardproof.harness.runner.user_models import read_model
 

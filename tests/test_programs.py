@@ -21,8 +21,8 @@ from shardproof.harness.cli.explore import read_programs
 from shardproof.harness.cli.main import main
 from shardproof.harness.errors import UsageError
 from shardproof.harness.records.record import Record, Verdict
+from shardproof.harness.runner.cell import Cell
 from shardproof.harness.runner.exploration import Exploration, Hunt
-from shardproof.harness.runner.options import Cell
 from shardproof.harness.worlds.spec import WorldSpec
 from shardproof.suites.combinations.rows import FAMILIES, programs_in, space_of
 

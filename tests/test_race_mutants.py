@@ -21,7 +21,7 @@ from shardproof.harness.cases.training import Schedule, Training, Watch
 from shardproof.harness.records.world_result import keep_result, load_kept
 from shardproof.harness.tracing.races import streams
 from shardproof.harness.tracing.races.race_report import RaceKind, RaceReport
-from shardproof.harness.training.loop import drive_rank
+from shardproof.harness.training.engine_loop import drive_rank
 from shardproof.harness.worlds.launch import launch
 from shardproof.harness.worlds.rank import RankContext
 from shardproof.harness.worlds.spec import WorldSpec

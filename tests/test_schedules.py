@@ -20,10 +20,11 @@ from shardproof.harness.errors import UsageError
 from shardproof.harness.laws.communication.buffers import LeavesBuffersAlone, ResultsAreWaitedFor
 from shardproof.harness.laws.parity import MatchesOracle
 from shardproof.harness.records.record import Verdict
-from shardproof.harness.runner.options import Cell, RunOptions
+from shardproof.harness.runner.cell import Cell
+from shardproof.harness.runner.options import RunOptions
 from shardproof.harness.runner.schedules import explore, load_schedules
 from shardproof.harness.runner.session import Source, TrialSession
-from shardproof.harness.training.loop import drive_rank
+from shardproof.harness.training.engine_loop import drive_rank
 from shardproof.harness.verdicts.case import Case
 from shardproof.harness.worlds.launch import World, launch
 from shardproof.harness.worlds.outcome import Returned

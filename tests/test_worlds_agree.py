@@ -14,10 +14,10 @@ from shardproof.harness.laws.communication.matching import RanksAgree
 from shardproof.harness.laws.parity import MatchesOracle
 from shardproof.harness.records.record import Verdict
 from shardproof.harness.records.world_result import SavedResult, keep_result, load_kept
-from shardproof.harness.runner.options import Cell
+from shardproof.harness.runner.cell import Cell
 from shardproof.harness.runner.session import Source, TrialSession
 from shardproof.harness.tracing.ledger import Entry, Op, Phase
-from shardproof.harness.training.loop import drive_rank
+from shardproof.harness.training.engine_loop import drive_rank
 from shardproof.harness.verdicts.case import Case
 from shardproof.harness.worlds.launch import launch
 from shardproof.harness.worlds.spec import WorldKind, WorldSpec

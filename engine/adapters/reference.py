@@ -42,7 +42,7 @@ class ReferenceEngine(Engine):
     """Shards, or replicates where the plan says so; both are one engine."""
 
     name = "reference"
-    # Of CUDA graphs nobody has seen a run yet, and buffers are always the engine's own.
+    # CUDA graphs have not been run yet, and buffers are always the engine's own.
     capabilities = frozenset(Capability) - {
         Capability.BUFFERS,
         Capability.GRAPHS,

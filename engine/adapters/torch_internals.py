@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import ShardingStrategy
 
-from shardproof.engine.loading import EngineUnavailableError
+from shardproof.engine.import_by_name import EngineUnavailableError
 
 RELEASE = tuple(int(part) for part in torch.__version__.split(".")[:2])
 """Major and minor number of this torch: what some promises of its engines depend on."""

@@ -20,7 +20,7 @@ from shardproof.engine.reference.fsdp_state import state_of
 
 _HELD = Plan(demands=frozenset({Capability.UNIT_SYNC}))
 _SCATTERED = Plan(layout=Layout.HYBRID, demands=frozenset({Capability.REPLICA_SYNC}))
-_ONE_MICROBATCH = "the only microbatch is the last, which nobody holds back"
+_ONE_MICROBATCH = "the only microbatch is the last, which is not held back"
 
 
 _MANY = 1000  # more reductions than any model here has
@@ -207,7 +207,7 @@ class SplitsJointUnits(FullyShardEngine):
 class TakesAllUnitsForOne(ReferenceEngine):
     """All parameters are one group whatever units were asked for.
 
-    Reported: modules below a size that nobody had chosen were left to the outermost unit.
+    Reported: modules below a default size were left to the outermost unit.
     """
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:

@@ -118,7 +118,7 @@ class ReadsBucketsTooEarly(DistributedDataParallelEngine):
 
 @mutant(after="pytorch/pytorch#64629", trace=Trace.COMMUNICATION)
 class ForgetsTheWorkOfANorm(DistributedDataParallelEngine):
-    """A hook starts a collective that nobody ever waits for.
+    """A hook starts a collective that is never waited for.
 
     Reported: what ranks issue beside their reductions must be in one order, and be ended.
     """

@@ -165,7 +165,7 @@ class PrefetchesTheUnitAfterNext(FullyShardEngine):
 class GathersEverythingFirst(FullyShardEngine):
     """All units are gathered when forward begins.
 
-    Reported: units that nobody was about to use were gathered ahead, and kept.
+    Reported: units that were not about to be used were gathered ahead, and kept.
     """
 
     class Prepared(PreparedFullyShard):

@@ -115,7 +115,7 @@ class IgnoresTheComputeDtype(ReplicateEngine):
     kills_on=Condition(
         world_size=1,
         plan=Plan(compute_dtype=torch.bfloat16, output_dtype=torch.float32),
-        because="an output that nobody asked to be cast is not cast",
+        because="an output is cast only where the plan asks for it",
     ),
     trace=Trace.STATE,
 )

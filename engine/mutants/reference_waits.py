@@ -84,7 +84,7 @@ class SendsPartsBeforeTheyAreCut(ReferenceEngine):
     after="NVIDIA/Megatron-LM#4609",
     kills_on=Condition(
         plan=replace(SHARDED_BLOCKS, demands=_BY_HAND),
-        because="where nobody asks, an iteration's begin waits",
+        because="where it is not asked, an iteration's begin waits",
     ),
     trace=Trace.RACES,
 )

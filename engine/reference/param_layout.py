@@ -143,7 +143,7 @@ class ParamLayout(Protocol):
         ...
 
     def reset_sharded_params(self) -> None:
-        """Take over parameters that were replaced, moved or cast, as by loading."""
+        """Adopt parameters that were replaced, moved or cast, as by loading."""
 
     def init_unsharded(
         self, *, dtype: torch.dtype | None, device: torch.device, on_gradient: Callable[[torch.Tensor], None]

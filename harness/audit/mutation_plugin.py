@@ -29,8 +29,8 @@ from shardproof.harness.audit.marks import (
 )
 from shardproof.harness.cases.case_id import Node
 from shardproof.harness.errors import UsageError
+from shardproof.harness.runner.cell import PLACEHOLDER, Cell
 from shardproof.harness.runner.collection import refuse
-from shardproof.harness.runner.options import PLACEHOLDER, Cell
 from shardproof.harness.runner.plugin import CELLS, CELLS_ARE_CHOSEN
 from shardproof.harness.worlds.spec import Sizes, WorldSpec
 
@@ -158,7 +158,7 @@ class MutationPlugin:
         except UsageError:
             kills = (
                 frozenset()
-            )  # told better from the items, where it ends the session and not this file alone
+            )  # reported later from the items, where it ends the session and not this file alone
         names = (
             {p.mutant for p in kills}
             if self._grounds.breadth is not Breadth.ALL

@@ -137,11 +137,11 @@ def cover(table: Table, cases: Mapping[str, Collection[str]], records: Sequence[
     for row in table.rows:
         standing = tuple(sorted(case for case, named in cases.items() if row.id in named))
         judged = [[v for case in standing if (v := verdicts.get((e, case)))] for e in engines]
-        told = tuple(
+        of_engines = tuple(
             RowVerdict(verdict=judge_row([v for found in lists for v in found]), num_judged=len(lists))
             for lists in judged
         )
-        covered.append(RowCoverage(row=row, cases=standing, verdicts=told))
+        covered.append(RowCoverage(row=row, cases=standing, verdicts=of_engines))
     return Coverage(table=table, engines=engines, rows=tuple(covered))
 
 

@@ -129,7 +129,7 @@ class Script(Protocol):
         """What it asks of an engine beyond forward and backward; the plan must demand it too."""
 
     def play(self, actor: Actor) -> None:
-        """Take all microbatches of one step forward and backward."""
+        """Run all microbatches of one step forward and backward."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,7 +139,7 @@ class EachMicrobatch:
     demands: ClassVar[frozenset[Capability]] = frozenset()
 
     def play(self, actor: Actor) -> None:
-        """Take one microbatch at a time."""
+        """Run one microbatch at a time."""
         for microbatch in range(actor.num_microbatches):
             with actor.synchronisation(microbatch):
                 output = actor.forward(microbatch, *actor.batch(microbatch).inputs)

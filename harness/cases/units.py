@@ -1,9 +1,13 @@
-"""Which parameters a plan puts into which communication group; worked out from names, never asked of an engine."""
+"""Units: which submodules a pattern such as ``layers.*`` names, and which parameters a plan puts into which group.
+
+All of it is worked out from names, and never asked of an engine.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from math import lcm, prod
 
 from torch import nn
@@ -128,3 +132,30 @@ def _groups(model: nn.Module, plan: Plan) -> Iterator[UnitParameters]:
                 shapes=tuple(tuple(p.shape) for p in own),
                 bytes_per_element=max(p.element_size() for p in own),
             )
+
+
+def matching_units(model: nn.Module, patterns: Iterable[str]) -> tuple[str, ...]:
+    """Return the submodules that the patterns match, in the model's order; each must match one that has parameters.
+
+    A ``*`` stands for one part of a name: ``layers.*`` matches ``layers.0`` and not ``layers.0.mlp``. Raises
+    ValueError for a pattern that matches none.
+    """
+    names = [
+        name for name, module in model.named_modules() if name and any(True for _ in module.parameters())
+    ]
+    for pattern in patterns:
+        if not any(_matches(pattern, name) for name in names):
+            raise ValueError(
+                f"unit {pattern!r} matches no submodule with parameters; there are {_some(names)}"
+            )
+    return tuple(name for name in names if any(_matches(pattern, name) for pattern in patterns))
+
+
+def _matches(pattern: str, name: str) -> bool:
+    wanted, parts = pattern.split("."), name.split(".")
+    return len(wanted) == len(parts) and all(map(fnmatchcase, parts, wanted))
+
+
+def _some(names: list[str], most: int = 8) -> str:
+    shown = ", ".join(names[:most])
+    return f"{shown} and {len(names) - most} more" if len(names) > most else shown or "none"

@@ -17,7 +17,6 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 from functools import cache
 from typing import Any
 
@@ -25,7 +24,7 @@ import torch
 from torch import nn
 
 from shardproof.engine.capability import Capability
-from shardproof.engine.loading import load
+from shardproof.engine.import_by_name import load
 from shardproof.harness.cases.batch import Batch, ModelBatch, microbatch_seed
 from shardproof.harness.cases.training import NamedOptimizer
 from shardproof.harness.torch_compat.dispatch import drawing_apart
@@ -206,33 +205,6 @@ def definition(spec: str) -> Any:
     """Return the object that ``spec`` names, made once per process where it is a class."""
     found = load(spec)
     return found() if isinstance(found, type) else found
-
-
-def matching_units(model: nn.Module, patterns: Iterable[str]) -> tuple[str, ...]:
-    """Return the submodules that the patterns match, in the model's order; each must match one that has parameters.
-
-    A ``*`` stands for one part of a name: ``layers.*`` matches ``layers.0`` and not ``layers.0.mlp``. Raises
-    ValueError for a pattern that matches none.
-    """
-    names = [
-        name for name, module in model.named_modules() if name and any(True for _ in module.parameters())
-    ]
-    for pattern in patterns:
-        if not any(_matches(pattern, name) for name in names):
-            raise ValueError(
-                f"unit {pattern!r} matches no submodule with parameters; there are {_some(names)}"
-            )
-    return tuple(name for name in names if any(_matches(pattern, name) for pattern in patterns))
-
-
-def _matches(pattern: str, name: str) -> bool:
-    wanted, parts = pattern.split("."), name.split(".")
-    return len(wanted) == len(parts) and all(map(fnmatchcase, parts, wanted))
-
-
-def _some(names: list[str], most: int = 8) -> str:
-    shown = ", ".join(names[:most])
-    return f"{shown} and {len(names) - most} more" if len(names) > most else shown or "none"
 
 
 @contextmanager

@@ -8,7 +8,8 @@ import sys
 from typing import TYPE_CHECKING
 
 from shardproof.harness.cases.case_id import SUITES, Node
-from shardproof.harness.runner.invoke import CONFORMS, OUR_FAULT, call_pytest
+from shardproof.harness.cli.exit_codes import CONFORMS, OUR_FAULT
+from shardproof.harness.runner.invoke import call_pytest
 
 if TYPE_CHECKING:  # importing pytest takes a while, and not every command needs it
     import pytest

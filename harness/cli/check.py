@@ -8,13 +8,13 @@ import sys
 import tempfile
 from pathlib import Path
 
+from shardproof.harness.cli.exit_codes import CONFORMS, DOES_NOT_CONFORM, USAGE
 from shardproof.harness.errors import HarnessBug, UsageError
 from shardproof.harness.records.run import read_run
-from shardproof.harness.runner.invoke import CONFORMS, DOES_NOT_CONFORM, USAGE
 
 __all__ = ["check"]
 
-# What the caller's own pytest is told, and that of the command must not be.
+# Options of the caller's own pytest, which that of the command must not have.
 _OF_PYTEST = ("PYTEST_", "PY_COLORS")
 
 

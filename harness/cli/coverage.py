@@ -12,9 +12,10 @@ import pytest
 
 from shardproof.harness.audit.upstream_coverage import TESTS, Coverage, Table, cover, read_tables
 from shardproof.harness.cases.case_id import Node
+from shardproof.harness.cli.exit_codes import CONFORMS, DOES_NOT_CONFORM, OUR_FAULT, USAGE
 from shardproof.harness.errors import UsageError
 from shardproof.harness.records.run import read_run
-from shardproof.harness.runner.invoke import CONFORMS, DOES_NOT_CONFORM, OUR_FAULT, USAGE, call_pytest, suites
+from shardproof.harness.runner.invoke import call_pytest, suites
 from shardproof.reports.coverage_table import render, render_markdown
 
 __all__ = ["collect", "show_coverage"]

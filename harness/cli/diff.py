@@ -9,11 +9,11 @@ from enum import StrEnum
 from pathlib import Path
 from typing import assert_never
 
+from shardproof.harness.cli.exit_codes import CONFORMS, DOES_NOT_CONFORM
 from shardproof.harness.errors import UsageError
 from shardproof.harness.records.diff.comparability import ComparedRun
 from shardproof.harness.records.diff.comparison import Comparison, compare
 from shardproof.harness.records.run import read_run, write_file
-from shardproof.harness.runner.invoke import CONFORMS, DOES_NOT_CONFORM
 from shardproof.reports.diff_json import render_json
 from shardproof.reports.diff_text import WIDTH, render, render_markdown, summary
 

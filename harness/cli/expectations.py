@@ -19,11 +19,11 @@ from typing import Any
 import tomlkit
 import tomlkit.items
 
+from shardproof.harness.cli.exit_codes import CONFORMS, DOES_NOT_CONFORM
 from shardproof.harness.errors import HarnessBug, UsageError
 from shardproof.harness.records.provenance import today
 from shardproof.harness.records.record import Expectation, Expectations, Verdict
 from shardproof.harness.records.run import Run, read_run, write_file
-from shardproof.harness.runner.invoke import CONFORMS, DOES_NOT_CONFORM
 from shardproof.harness.verdicts import known_failures_file
 from shardproof.harness.verdicts.known_failures_update import (
     NewCause,

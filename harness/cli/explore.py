@@ -13,12 +13,12 @@ from shardproof.fixtures.programs import SPACE, training_of
 from shardproof.fixtures.standalone import standalone
 from shardproof.harness.cases.case_id import SUITES
 from shardproof.harness.cases.space import Program
+from shardproof.harness.cli.exit_codes import CONFORMS, DOES_NOT_CONFORM
 from shardproof.harness.errors import UsageError
 from shardproof.harness.records.run import write_file
+from shardproof.harness.runner.cell import Cell
 from shardproof.harness.runner.engines import describe
 from shardproof.harness.runner.exploration import Exploration, Hunt, ShrunkFailure
-from shardproof.harness.runner.invoke import CONFORMS, DOES_NOT_CONFORM
-from shardproof.harness.runner.options import Cell
 from shardproof.harness.worlds.processes.forkserver import warm_up
 from shardproof.harness.worlds.spec import WorldSpec
 

@@ -43,16 +43,16 @@ def judge_again(folder: Path) -> Path:
     result is replaced. Raises UsageError for what is no run.
     """
     old = read_run(folder)
-    heard = _Heard()
+    outcomes = _Outcomes()
     with tempfile.TemporaryDirectory() as scratch:
-        new = _judged(old, folder, Path(scratch) / "run", heard)
+        new = _judged(old, folder, Path(scratch) / "run", outcomes)
     out = folder / JUDGED
     _remove(out)
-    _write(out, old, new, heard)
+    _write(out, old, new, outcomes)
     return out
 
 
-class _Heard:
+class _Outcomes:
     """A pytest plugin that keeps which cases there are, and why some were not judged."""
 
     def __init__(self) -> None:
@@ -76,7 +76,7 @@ class _Heard:
         return self._reasons.get(key, _BROKE if key in self._cases else _NO_CASE)
 
 
-def _judged(old: Run, folder: Path, scratch: Path, heard: _Heard) -> dict[Key, Record]:
+def _judged(old: Run, folder: Path, scratch: Path, outcomes: _Outcomes) -> dict[Key, Record]:
     known = {suite.name: suite for suite in suite_folders()}
     places = [known[suite] for suite in sorted({r.suite for r in old.records}) if suite in known]
     worlds = [world for world in dict.fromkeys(r.world for r in old.records) if _is_world(world)]
@@ -90,7 +90,7 @@ def _judged(old: Run, folder: Path, scratch: Path, heard: _Heard) -> dict[Key, R
             f"--replay={folder}",
             f"--out={scratch}",
         ],
-        heard,
+        outcomes,
     )
     if code not in _ENDED:
         raise HarnessBug(
@@ -124,9 +124,9 @@ def _remove(out: Path) -> None:
         ) from error
 
 
-def _write(out: Path, old: Run, new: dict[Key, Record], heard: _Heard) -> None:
+def _write(out: Path, old: Run, new: dict[Key, Record], outcomes: _Outcomes) -> None:
     lost = [record for record in old.records if _key(record) not in new]
-    reasons = [_NOT_KEPT if _is_not_kept(r) else heard.why_not(_key(r)) for r in lost]
+    reasons = [_NOT_KEPT if _is_not_kept(r) else outcomes.why_not(_key(r)) for r in lost]
     shortfalls = (*old.problems, *_listed([*zip(reasons, map(_name, lost), strict=True)]))
     records = [new.get(_key(record), record) for record in old.records]
     writer = RunWriter(out, replace(old.header, shortfalls=shortfalls))

@@ -113,8 +113,8 @@ def _hardware(headers: Sequence[Header]) -> dict[str, str]:
 def _shortfalls(runs: Sequence[ComparedRun]) -> Iterator[str]:
     for compared in runs:
         if compared.run.is_interrupted:
-            told = f"{len(compared.run.records)} of {compared.run.header.num_cases} cases have a record"
-            yield f"{compared.folder}: the run was interrupted: {told}"
+            progress = f"{len(compared.run.records)} of {compared.run.header.num_cases} cases have a record"
+            yield f"{compared.folder}: the run was interrupted: {progress}"
         yield from (f"{compared.folder}: {problem}" for problem in compared.run.problems)
 
 
@@ -164,8 +164,8 @@ def _unused(runs: Sequence[ComparedRun], records: Sequence[Record]) -> Iterator[
         ]
         if not concerned or not all(concerned):
             continue
-        told = [found[0] for found in concerned]
+        entries = [found[0] for found in concerned]
         is_whole = all(footer is not None and footer.is_whole for footer, _ in ends)
         is_refused = is_whole and is_refused_throughout(entry, records)
-        stale = [unused for unused in told if unused.is_stale]
-        yield replace((stale or told)[0], is_stale=bool(stale) or is_refused)
+        stale = [unused for unused in entries if unused.is_stale]
+        yield replace((stale or entries)[0], is_stale=bool(stale) or is_refused)

@@ -11,10 +11,11 @@ from pathlib import Path
 from shardproof.engine.registry import shipped_mutants
 from shardproof.harness.audit.kill_matrix import KillMatrix, Target, kill_matrix
 from shardproof.harness.audit.marks import Breadth, read_selection
+from shardproof.harness.cli.exit_codes import CONFORMS, DOES_NOT_CONFORM, OUR_FAULT, USAGE
 from shardproof.harness.errors import HarnessBug
 from shardproof.harness.records.record import Record, Verdict
 from shardproof.harness.records.run import RUN, read_run, refuse_existing
-from shardproof.harness.runner.invoke import CONFORMS, DOES_NOT_CONFORM, OUR_FAULT, USAGE, call_pytest
+from shardproof.harness.runner.invoke import call_pytest
 from shardproof.harness.worlds.spec import WorldSpec
 from shardproof.reports.kills import render, write_kills
 

@@ -8,33 +8,26 @@ from pathlib import Path
 from shardproof.harness.errors import UsageError
 from shardproof.harness.records.run import RUN, read_run
 
-__all__ = ["part_options"]
-
 _RUNS = Path("conformance")
 
 
-def part_options(arguments: argparse.Namespace) -> list[str]:
-    """Return the options for pytest; raises UsageError for a folder or a shard that cannot be.
+def resolve_parts(arguments: argparse.Namespace) -> None:
+    """Check the options, and choose the run of --last-failed; raises UsageError for a folder or a shard that cannot be.
 
     What did not conform also chooses engines, worlds and suites, where the caller does not.
     """
-    options = []
     if arguments.shard is not None:
         from shardproof.harness.runner.selection import RunShard  # here, because it imports pytest
 
         RunShard.parse(arguments.shard)
-        options.append(f"--shard={arguments.shard}")
     if arguments.durations is not None:
         if arguments.shard is None:
             raise UsageError("--durations", expected="--shard too", got="none", hint="--shard 1/8")
         read_run(Path(arguments.durations))
-        options.append(f"--durations-of={arguments.durations}")
     if arguments.resume is not None:
         read_run(Path(arguments.resume))
-        options.append(f"--resume={arguments.resume}")
     if arguments.last_failed is not None:
-        options.append(f"--last-failed-of={_choose_last_failed(arguments)}")
-    return options
+        arguments.last_failed = _choose_last_failed(arguments)
 
 
 def _choose_last_failed(arguments: argparse.Namespace) -> Path:

@@ -1,25 +1,36 @@
-"""A line for each case of a check as it ends, with the time that is left: a pytest plugin, in place of dots."""
+"""How a run goes, in place of pytest's dots: a bar on a terminal, lines in a pipe, what does not conform at once."""
 
 from __future__ import annotations
 
+import os
+import sys
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from shardproof.harness.cases.case_id import Node
-from shardproof.harness.records.record import Record, from_json
+from shardproof.harness.records.record import Record, Verdict, from_json
 from shardproof.harness.runner.record_writer import LEFT_OUT_PROPERTY, RECORD_PROPERTY
 
-if TYPE_CHECKING:  # importing pytest takes a while, and not every command needs it
+if TYPE_CHECKING:  # importing them takes a while, and not every command needs them
     import pytest
+    from rich.progress import Progress, TaskID
+
+_PARTS = 10  # lines of a long run in a pipe, beside those of what does not conform
 
 
-class Progress:
-    """Writes which case ended how, and about how long the others will take."""
+class CaseProgress:
+    """A pytest plugin: writes which cases ended how, and about how long the others will take.
 
-    def __init__(self) -> None:
+    ``lists_all`` writes a line for each case, else only for those that do not conform; ``is_quiet`` writes
+    nothing but errors.
+    """
+
+    def __init__(self, *, lists_all: bool = False, is_quiet: bool = False) -> None:
+        self._lists_all, self._is_quiet = lists_all, is_quiet
         self._num_cases = self._num_ended = 0
         self._started_s = time.monotonic()
+        self._bar: _Bar | None = None
         self._terminal: Any = None  # pytest does not export its type
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
@@ -31,34 +42,135 @@ class Progress:
         """With xdist: every worker collects the same."""
         self._begin(node.config, ids)
 
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        """Write why a file of cases cannot be read: pytest's own section of errors is off."""
+        if report.failed:
+            self._print(report.longreprtext)
+
     def pytest_report_teststatus(self, report: pytest.TestReport) -> tuple[str, str, str] | None:
         """Count as pytest does, and write no letter."""
         return (report.outcome, "", "") if report.when == "call" else None
 
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        """Show which case runs; of several at a time, the last to begin."""
+        node = Node.parse(nodeid)
+        if self._bar is not None and node is not None:
+            self._bar.show(f"{node.engine} in {node.world}: {node.case}")
+
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Write the line of a case."""
+        """Write the line of a case, or the error of what is around it."""
+        if report.when != "call":
+            if report.failed:
+                self._print(report.longreprtext)
+            return
         node = Node.parse(report.nodeid)
-        if report.when != "call" or node is None or self._terminal is None:
+        if node is None or self._terminal is None:
             return
         self._num_ended += 1
-        name = node.case.rpartition("::test_")[2].partition("[")[0].replace("_", " ")
-        of = f"{self._num_ended} of {self._num_cases}"
-        left = self._num_cases - self._num_ended
-        spent = time.monotonic() - self._started_s
-        soon = f"; about {spent / self._num_ended * left:.0f} s left" if left else ""
-        self._terminal.write_line(
-            f"{of:>9}  {node.engine} in {node.world}: {name}: {_outcome(report)}, {report.duration:.1f} s{soon}"
-        )
+        if self._bar is not None:
+            self._bar.advance()
+        outcome, conforms = _outcome(report)
+        if self._lists_all or not conforms:
+            self._write(self._line(node, outcome, report.duration))
+        elif self._bar is None and self._num_ended % max(1, self._num_cases // _PARTS) == 0:
+            self._write(f"{self._count()}  cases{self._left()}")
+
+    def pytest_unconfigure(self) -> None:
+        """Remove the bar, however the session ended."""
+        if self._bar is not None:
+            self._bar.end()
+            self._bar = None
 
     def _begin(self, config: pytest.Config, cases: Sequence[object]) -> None:
         self._terminal = config.pluginmanager.getplugin("terminalreporter")
         self._num_cases, self._started_s = len(cases), time.monotonic()
+        if self._bar is None and not self._is_quiet and sys.stdout.isatty():
+            self._bar = _Bar(len(cases))
+
+    def _line(self, node: Node, outcome: str, duration_s: float) -> str:
+        name = node.case
+        if self._lists_all:
+            name = node.case.rpartition("::test_")[2].partition("[")[0].replace("_", " ")
+        left = self._left() if self._bar is None else ""
+        where = f"{node.engine} in {node.world}"
+        return f"{self._count()}  {where}: {name}: {outcome}, {duration_s:.1f} s{left}"
+
+    def _count(self) -> str:
+        return f"{f'{self._num_ended} of {self._num_cases}':>9}"
+
+    def _left(self) -> str:
+        left = self._num_cases - self._num_ended
+        spent = time.monotonic() - self._started_s
+        return f"; about {spent / self._num_ended * left:.0f} s left" if left else ""
+
+    def _write(self, line: str) -> None:
+        if not self._is_quiet:
+            self._print(line)
+
+    def _print(self, line: str) -> None:
+        if self._bar is not None:
+            self._bar.write(line)
+        elif self._terminal is not None:
+            self._terminal.write_line(line)
+        else:
+            print(line, file=sys.stderr)
 
 
-def _outcome(report: pytest.TestReport) -> str:
+class _Bar:
+    """A bar on the terminal, drawn by a thread: which case, how many, how long still."""
+
+    def __init__(self, num_cases: int) -> None:
+        from rich.console import Console
+        from rich.progress import (
+            BarColumn,
+            MofNCompleteColumn,
+            Progress,
+            TextColumn,
+            TimeElapsedColumn,
+            TimeRemainingColumn,
+        )
+        from rich.table import Column
+
+        # A descriptor of its own: pytest redirects the usual one while a case runs, and the thread draws then too.
+        self._file = os.fdopen(os.dup(sys.__stdout__.fileno()), "w") if sys.__stdout__ else sys.stdout
+        self._progress: Progress = Progress(
+            MofNCompleteColumn(),
+            BarColumn(bar_width=20),
+            TimeElapsedColumn(),
+            TextColumn("left:"),
+            TimeRemainingColumn(),
+            TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=True, ratio=1)),
+            console=Console(file=self._file, highlight=False),
+            transient=True,
+            redirect_stdout=False,
+            redirect_stderr=False,
+            expand=True,
+        )
+        self._task: TaskID = self._progress.add_task("", total=num_cases)
+        self._progress.start()
+
+    def show(self, text: str) -> None:
+        self._progress.update(self._task, description=text)
+
+    def advance(self) -> None:
+        self._progress.advance(self._task)
+
+    def write(self, line: str) -> None:
+        from shardproof.harness.cli.screen import styled
+
+        self._progress.console.print(styled(line), soft_wrap=True)
+
+    def end(self) -> None:
+        self._progress.stop()
+        self._file.close()
+
+
+def _outcome(report: pytest.TestReport) -> tuple[str, bool]:
+    """Return how a case ended, and whether it conforms."""
     for name, value in report.user_properties:
         if name == RECORD_PROPERTY:
-            return str(from_json(Record, str(value), where=report.nodeid).verdict)
+            verdict: Verdict = from_json(Record, str(value), where=report.nodeid).verdict
+            return str(verdict), verdict.is_conforming
         if name == LEFT_OUT_PROPERTY:
-            return "does not apply"
-    return report.outcome
+            return "does not apply", True
+    return report.outcome, not report.failed

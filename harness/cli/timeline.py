@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 
+from shardproof.harness.cli.exit_codes import CONFORMS, DOES_NOT_CONFORM
 from shardproof.harness.errors import UsageError
 from shardproof.harness.records.rank_timeline import read_timeline
 from shardproof.harness.records.record import Record
 from shardproof.harness.records.run import read_run, write_file
-from shardproof.harness.runner.invoke import CONFORMS, DOES_NOT_CONFORM
 from shardproof.reports.matrix import by_severity
 from shardproof.reports.perfetto import render
 

@@ -81,11 +81,13 @@ class Notes:
                 continue
             values = [fact.value for fact in seen.facts if fact.subject == self.subject] or [_NOTHING]
             broken += [
-                f"step {step}, rank {rank}: {self._told(value)}" for value in values if value != self.value
+                f"step {step}, rank {rank}: {self._described(value)}"
+                for value in values
+                if value != self.value
             ]
         return rule(self.name, broken, held=f"in every step on {evidence.world_size} ranks")
 
-    def _told(self, value: str) -> str:
+    def _described(self, value: str) -> str:
         if self.is_explained and value != _NOTHING:
             return f"{self.subject}: {value}"
         item = _first_unlike(self.value, value)

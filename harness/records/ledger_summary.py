@@ -35,8 +35,8 @@ def summarize(ledgers: Sequence[Ledger]) -> tuple[LedgerLine, ...]:
         return ()
     counted = [_count(ledger) for ledger in ledgers]
     sized = [_size(ledger) for ledger in ledgers]
-    told = [r for r in range(len(ledgers)) if r == 0 or (counted[r], sized[r]) != (counted[0], sized[0])]
-    return tuple(line for rank in told for line in _lines(rank, counted[rank], sized[rank]))
+    shown = [r for r in range(len(ledgers)) if r == 0 or (counted[r], sized[r]) != (counted[0], sized[0])]
+    return tuple(line for rank in shown for line in _lines(rank, counted[rank], sized[rank]))
 
 
 def _count(ledger: Ledger) -> Counter[_Kind]:

@@ -28,7 +28,7 @@ from shardproof.harness.tracing.races.race_report import RACES, RaceReport, repo
 # The only key of an object that stands for a tensor: where it begins, its dtype and shape. No parameter can have this
 # name: torch refuses dots.
 _LEAF = "."
-# Bound before an engine is imported, which may replace them where everybody finds them.
+# Bound before an engine is imported, which may replace them in their modules.
 _Encoder, _save = json.JSONEncoder, torch.save
 _ALIGNMENT_BYTES = 16  # so that the buffer can be read as any dtype
 
@@ -184,7 +184,7 @@ def save_observation(observation: Observation, path: Path) -> None:
     }
     write_tree(plain, path)
     if observation.race_report is not None:
-        # Once more in plain text, for whoever draws it and knows no tensors.
+        # Once more in plain text, for reports, which know no tensors.
         path.with_suffix(RACES).write_text(_ENCODER.encode(report_to_json(observation.race_report)))
 
 

@@ -113,7 +113,7 @@ class Timeline:
         return tuple(sorted({p.step for r in self.ranks for p in (*r.phases, *r.spells) if p.step >= 0}))
 
     @property
-    def telling_step(self) -> int | None:
+    def step_to_report(self) -> int | None:
         """Return which step says most: the one in which most races were first met, else the last."""
         raced = Counter(c.race.second.step for r in self.ranks for c in r.clashes)
         return max(self.steps, key=lambda step: (raced[step], step), default=None)
@@ -132,8 +132,8 @@ def read_timeline(folder: Path) -> Timeline:
     found = sorted((int(m[1]), p) for p in folder.glob("rank*.jsonl") if (m := _JOURNAL.fullmatch(p.name)))
     problems = _changed(folder)
     ranks = [_read_rank(rank, journal, problems) for rank, journal in found]
-    told = tuple(f"{name}: {why}" for name, why in sorted(problems.items()))
-    return Timeline(ranks=tuple(rank for rank in ranks if rank is not None), problems=told)
+    texts = tuple(f"{name}: {why}" for name, why in sorted(problems.items()))
+    return Timeline(ranks=tuple(rank for rank in ranks if rank is not None), problems=texts)
 
 
 def _changed(folder: Path) -> dict[str, str]:

@@ -235,9 +235,9 @@ def _read_ends(
     if len(lines) > 1 and lines[1].is_cut_off:
         damage.append(f"{file.name}:2: the footer is cut off; the run counts as interrupted")
         return header, None
-    heard: list[str] = []
-    footer = next(_readable(Footer, file, lines[1:2], heard), None)
-    damage += [problem.replace(f"{file.name}:1:", f"{file.name}:2:", 1) for problem in heard]
+    problems: list[str] = []
+    footer = next(_readable(Footer, file, lines[1:2], problems), None)
+    damage += [problem.replace(f"{file.name}:1:", f"{file.name}:2:", 1) for problem in problems]
     return header, footer
 
 

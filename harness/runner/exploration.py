@@ -15,7 +15,7 @@ from shardproof.harness.cases.training import Training
 from shardproof.harness.laws.law import Law
 from shardproof.harness.laws.parity import MatchesOracle
 from shardproof.harness.records.record import Record, Verdict
-from shardproof.harness.runner.options import Cell
+from shardproof.harness.runner.cell import Cell
 from shardproof.harness.runner.session import Source, TrialSession
 from shardproof.harness.training.oracle import Quantity
 from shardproof.harness.verdicts.case import Case

@@ -14,10 +14,11 @@ import torch
 from shardproof.harness.cases.case_id import Node, collected
 from shardproof.harness.errors import HarnessBug, UsageError
 from shardproof.harness.records.run import OBSERVATIONS, read_run
+from shardproof.harness.runner.cell import Cell
 from shardproof.harness.runner.collection import refuse
 from shardproof.harness.runner.engines import examine
 from shardproof.harness.runner.launchers import refuse_launcher
-from shardproof.harness.runner.options import Cell, Keep
+from shardproof.harness.runner.options import Keep
 from shardproof.harness.runner.plugin import CELLS, CELLS_ARE_CHOSEN, EFFORT, will_run
 from shardproof.harness.runner.record_writer import (
     CATALOGUE,

@@ -1,4 +1,4 @@
-"""How commands call pytest on the suites: which folders, with what settings, and what their exit codes mean."""
+"""How commands call pytest on the suites: which folders, and with what settings."""
 
 from __future__ import annotations
 
@@ -11,21 +11,7 @@ from pathlib import Path
 from shardproof.harness.cases.case_id import SUITES
 from shardproof.harness.errors import UsageError
 
-__all__ = [
-    "CONFORMS",
-    "DOES_NOT_CONFORM",
-    "OUR_FAULT",
-    "USAGE",
-    "call_pytest",
-    "check_temporary_folder",
-    "suite_folders",
-    "suites",
-]
-
 ROOT = Path(__file__).resolve().parents[2]
-
-# Exit codes of every command.
-CONFORMS, DOES_NOT_CONFORM, USAGE, OUR_FAULT = 0, 1, 2, 3
 
 
 def check_temporary_folder() -> None:

@@ -21,11 +21,12 @@ from shardproof.harness.cases.scripts.interface import Exercise
 from shardproof.harness.cases.training import Training, Watch
 from shardproof.harness.errors import UnreadableError
 from shardproof.harness.records.world_result import check_kept, keep_result
+from shardproof.harness.runner.cell import Cell
 from shardproof.harness.runner.engines import EngineDescription, describe, keep_description, load_description
-from shardproof.harness.runner.options import Cell, Keep
+from shardproof.harness.runner.options import Keep
 from shardproof.harness.runner.schedules import Scheduled, explore, load_schedules, schedule_folders
 from shardproof.harness.torch_compat.private_names import Feature, require
-from shardproof.harness.training.loop import drive_rank
+from shardproof.harness.training.engine_loop import drive_rank
 from shardproof.harness.training.oracle import OracleObservation
 from shardproof.harness.training.oracle_answer import ask_oracle
 from shardproof.harness.worlds.launch import WorldPool

@@ -1,19 +1,17 @@
-"""Where a case is judged (an engine in a world), under how many schedules, and with which watches. No torch here."""
+"""The options of a run: each declared once, for the command line and for pytest. No torch and no pytest here."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from shardproof.harness.errors import UsageError
 from shardproof.harness.worlds.spec import WorldKind, WorldSpec
 
 if TYPE_CHECKING:
     from shardproof.harness.cases.training import Training
-
-
-PLACEHOLDER = "nobody"  # no engine: the instance of a case that tells its marks and never runs
 
 
 class Keep(StrEnum):
@@ -23,20 +21,162 @@ class Keep(StrEnum):
     ALL = "all"  # those of every record, so that all can be judged again
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cell:
-    """One engine, by the name it was given, in one world."""
+DEFAULT_WORLD = "threads:2"
+DEADLINE_S = 60.0
 
-    engine: str
-    world: WorldSpec
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Option:
+    """One option; ``settings`` are argparse's, which pytest takes too, and ``default_text`` stands in its help."""
+
+    flag: str
+    help: str
+    default_text: str = ""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    in_pytest: str = ""  # its flag there, where pytest has an option of that name
 
     @property
-    def is_placeholder(self) -> bool:
-        """Whether nothing is to be run."""
-        return self.engine == PLACEHOLDER
+    def key(self) -> str:
+        """The name of its value in an argparse.Namespace."""
+        return self.flag.strip("-").replace("-", "_")
 
-    def __str__(self) -> str:
-        return f"{self.engine}@{self.world}"
+    def add_to(self, add: Callable[..., object], *, default_text: str = "", **settings: object) -> None:
+        """Add it by ``add_argument`` of a parser or ``addoption`` of pytest; what is given replaces the table's."""
+        shown = default_text or self.default_text
+        text = f"{self.help}; default: {shown}" if shown else self.help
+        add(self.flag, help=text, **{**self.settings, **settings})
+
+    def spelled(self, value: object) -> list[str]:
+        """Format a value for pytest: one argument for each of a list, none for what was not set."""
+        flag = self.in_pytest or self.flag
+        if value is None or value is False:
+            return []
+        if value is True:
+            return [flag]
+        return [f"{flag}={each}" for each in (value if isinstance(value, list) else [value])]
+
+
+_MANY: Mapping[str, Any] = {"action": "append"}
+ENGINE = Option(
+    flag="--engine",
+    help="engine to judge, repeat for several",
+    default_text="all built in",
+    settings={**_MANY, "metavar": "NAME"},
+)
+WORLD = Option(
+    flag="--world",
+    help="world to judge in, repeat for several",
+    default_text=DEFAULT_WORLD,
+    settings={**_MANY, "metavar": "KIND:SIZE"},
+)
+OUT = Option(
+    flag="--out",
+    help="folder for records, observations and reports",
+    default_text="none is kept",
+    settings={"metavar": "DIR"},
+)
+DEADLINE = Option(
+    flag="--deadline",
+    help="seconds a world may take",
+    default_text=f"{DEADLINE_S:.0f}",
+    settings={"type": float, "default": DEADLINE_S, "metavar": "S"},
+)
+KEEP = Option(
+    flag="--keep",
+    help="observations to keep",
+    default_text=Keep.FAILURES.value,
+    settings={"choices": [*Keep], "default": Keep.FAILURES.value},
+)
+EFFORT = (
+    Option(
+        flag="--schedule-seed",
+        help="seed of schedules and hashes",
+        default_text="0",
+        settings={"type": int, "default": 0, "metavar": "S"},
+    ),
+    Option(
+        flag="--schedules",
+        help="run each case under N schedules, where ranks are threads",
+        default_text="1",
+        settings={"type": int, "default": 1, "metavar": "N"},
+    ),
+    Option(
+        flag="--thorough",
+        help="watch for all that can be watched on a CPU, in about 3 x the time",
+        settings={"action": "store_true"},
+    ),
+)
+KNOWN_FAILURES = (
+    Option(
+        flag="--expectations",
+        help="known failures",
+        default_text="suites/expectations.toml",
+        settings={"metavar": "FILE"},
+    ),
+    Option(flag="--no-expectations", help="excuse no known failure", settings={"action": "store_true"}),
+)
+PRINTED = (
+    Option(
+        flag="--quiet", help="print what does not conform, and the score", settings={"action": "store_true"}
+    ),
+    Option(
+        flag="--json",
+        help="print the conclusion and its causes as JSON; all else goes to stderr",
+        settings={"action": "store_true"},
+    ),
+)
+SHARDS = (
+    Option(
+        flag="--shard",
+        help="run one of several parts of the cases, such as 2/8",
+        settings={"metavar": "N/OF"},
+    ),
+    Option(
+        flag="--durations",
+        help="balance shards by the durations of this run",
+        default_text="by number",
+        settings={"metavar": "DIR"},
+        in_pytest="--durations-of",
+    ),
+)
+REMAINDERS = (
+    Option(
+        flag="--resume",
+        help="the rest of an interrupted run; needs that run's options",
+        settings={"metavar": "DIR"},
+    ),
+    Option(
+        flag="--last-failed",
+        help="only what did not conform in this run",
+        settings={"metavar": "DIR"},
+        in_pytest="--last-failed-of",
+    ),
+)
+OF_PYTEST = (
+    Option(
+        flag="--model",
+        help="model that the suite own_model trains",
+        default_text="a small one",
+        settings={"metavar": "NAME"},
+    ),
+    Option(
+        flag="--replay",
+        help="judge what this run observed, and start no world",
+        settings={"metavar": "DIR"},
+    ),
+)
+OF_RUNS = (ENGINE, WORLD, OUT, DEADLINE, KEEP, *EFFORT, *KNOWN_FAILURES, *SHARDS, *REMAINDERS)
+
+
+def add_to_pytest(add: Callable[..., object]) -> None:
+    """Add all options by the ``addoption`` of a group."""
+    for option in (*OF_RUNS, *OF_PYTEST):
+        replace(option, flag=option.in_pytest or option.flag).add_to(add)
+
+
+def pytest_arguments(values: Mapping[str, object]) -> list[str]:
+    """Format the values of a run's options, by key, for pytest."""
+    return [text for option in OF_RUNS for text in option.spelled(values.get(option.key))]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,6 +221,6 @@ class RunOptions:
         return replace(training, watch=training.watch | {Watch.RACES, Watch.LIFETIMES})
 
     def options(self, seed: int) -> tuple[str, ...]:
-        """Format,, for the command that repeats a case, what is not so by default; ``seed`` is the schedule's."""
+        """Format what differs from the default, for the command that repeats a case; ``seed`` is the schedule's."""
         seed_option = (f"--schedule-seed={seed}",) if seed else ()
         return (*seed_option, *(("--thorough",) if self.is_thorough else ()))

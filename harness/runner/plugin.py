@@ -21,9 +21,10 @@ from shardproof.harness.records.provenance import today
 from shardproof.harness.records.record import Expectations
 from shardproof.harness.records.run import read_run, refuse_existing
 from shardproof.harness.runner import selection
+from shardproof.harness.runner.cell import Cell
 from shardproof.harness.runner.collection import Refusals
 from shardproof.harness.runner.launchers import refuse_launcher
-from shardproof.harness.runner.options import Cell, Keep, RunOptions
+from shardproof.harness.runner.options import DEFAULT_WORLD, RunOptions, add_to_pytest
 from shardproof.harness.runner.record_writer import RecordWriter
 from shardproof.harness.verdicts import known_failures_file
 from shardproof.harness.worlds.processes.forkserver import draw_hash_seeds, forkserver_context
@@ -37,7 +38,6 @@ CELLS_ARE_CHOSEN = pytest.StashKey[bool]()  # by another plugin, for each case b
 EFFORT = pytest.StashKey[RunOptions]()
 EXPECTATIONS = pytest.StashKey[Expectations | None]()
 
-_DEFAULT_WORLDS = ["threads:2"]
 _MARKS = (
     "worlds(sizes): the worlds that a case makes sense for",
     "device(name): the only device that can show what a case asks",
@@ -50,53 +50,7 @@ _TO_WORKER = "shardproof.expectations"
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add the options that suites understand; without --out nothing is kept after the session."""
-    group = parser.getgroup("shardproof")
-    group.addoption(
-        "--engine",
-        action="append",
-        metavar="NAME",
-        help="engine to judge; may repeat (default: all built in)",
-    )
-    group.addoption(
-        "--world",
-        action="append",
-        metavar="KIND:SIZE",
-        help="world to judge in; may repeat (default: threads:2)",
-    )
-    group.addoption(
-        "--model", metavar="NAME", help="model that the suite own_model trains; default: a small one"
-    )
-    group.addoption("--out", metavar="DIR", help="keep records and observations in this folder")
-    group.addoption(
-        "--keep",
-        choices=[*Keep],
-        default=Keep.FAILURES.value,
-        help="which observations to keep (default: failures)",
-    )
-    group.addoption("--replay", metavar="DIR", help="judge what this run observed; start no world")
-    group.addoption(
-        "--expectations", metavar="FILE", help="known failures (default: suites/expectations.toml)"
-    )
-    group.addoption("--no-expectations", action="store_true", help="give raw verdicts")
-    group.addoption(
-        "--schedule-seed",
-        type=int,
-        default=0,
-        metavar="S",
-        help="seed of schedules and hashes (default: 0)",
-    )
-    group.addoption(
-        "--schedules",
-        type=int,
-        default=1,
-        metavar="N",
-        help="run each case under so many schedules, where ranks are threads (default: 1)",
-    )
-    group.addoption(
-        "--thorough", action="store_true", help="watch every training for all that can be watched on a CPU"
-    )
-    group.addoption("--deadline", type=float, default=60.0, metavar="S", help="seconds a world may take")
-    selection.add_options(group)
+    add_to_pytest(parser.getgroup("shardproof").addoption)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -180,7 +134,7 @@ def _cells(config: pytest.Config) -> list[Cell]:
     """Read --engine and --world; raises for a misspelt name."""
     worlds = [
         WorldSpec.parse(text, deadline_s=config.getoption("--deadline"))
-        for text in dict.fromkeys(config.getoption("--world") or _DEFAULT_WORLDS)
+        for text in dict.fromkeys(config.getoption("--world") or [DEFAULT_WORLD])
     ]
     engines = list(dict.fromkeys(config.getoption("--engine") or sorted(BUILT_IN)))
     for engine in engines:

@@ -16,7 +16,7 @@ import torch.distributed.fsdp
 import torch.distributed.tensor
 import torch.nn.parallel
 
-import shardproof.harness.training.loop
+import shardproof.harness.training.engine_loop
 import shardproof.harness.training.pipeline
 import shardproof.harness.worlds.processes.host_process  # noqa: F401
 from shardproof.engine.registry import BUILT_IN, EngineNotFoundError, resolve

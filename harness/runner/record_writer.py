@@ -31,8 +31,9 @@ from shardproof.harness.records.record import (
     from_json,
 )
 from shardproof.harness.records.run import Run, RunWriter
+from shardproof.harness.runner.cell import Cell
 from shardproof.harness.runner.interruption import uninterrupted
-from shardproof.harness.runner.options import Cell, RunOptions
+from shardproof.harness.runner.options import RunOptions
 from shardproof.harness.torch_compat.releases import remark
 from shardproof.harness.verdicts.known_failures import Ran, unused
 from shardproof.harness.worlds.processes.forkserver import hash_seeds
@@ -175,7 +176,9 @@ class RecordWriter:
             terminalreporter.write_line(untested, yellow=True)
         for engine, problem in self._unavailable.items():
             terminalreporter.write_line(f"not judged: {engine}: {problem}", red=True)
-        if not self._records:
+        if (
+            not self._records or self._config.option.verbose < -1
+        ):  # as `shardproof run`, which prints its own report
             return
         counts = ", ".join(f"{n} {v}" for v in Verdict if (n := sum(r.verdict is v for r in self._records)))
         kept = f"; kept in {self._out}" if self._out else ""

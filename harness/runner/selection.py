@@ -18,7 +18,7 @@ from shardproof.harness.records.record import Verdict
 from shardproof.harness.records.run import Run, read_run
 from shardproof.harness.runner.record_writer import CATALOGUE, IS_PART, NUM_SELECTED, PART_FROM_WORKER
 
-__all__ = ["NUM_ELSEWHERE", "RunShard", "add_options", "cut", "interrupted", "not_conforming", "selected"]
+__all__ = ["NUM_ELSEWHERE", "RunShard", "cut", "interrupted", "not_conforming", "selected"]
 
 NUM_ELSEWHERE = pytest.StashKey[int]()  # cases that other shards run, or that the interrupted run has run
 
@@ -58,18 +58,6 @@ def cut(keys: Collection[str], shard: RunShard, durations: Mapping[str, float]) 
         if place == shard.number - 1:
             mine.add(key)
     return mine
-
-
-def add_options(group: pytest.OptionGroup) -> None:
-    """Add the options that choose a part of the selected cases."""
-    group.addoption("--shard", metavar="N/OF", help="run one of several parts of the selected cases: 2/8")
-    group.addoption(
-        "--durations-of",
-        metavar="DIR",
-        help="balance shards by the durations of this run (default: by number)",
-    )
-    group.addoption("--resume", metavar="DIR", help="run only what this interrupted run has no record of")
-    group.addoption("--last-failed-of", metavar="DIR", help="run only what did not conform in this run")
 
 
 def selected(config: pytest.Config) -> dict[str, str]:

@@ -14,9 +14,10 @@ from shardproof.harness.laws.diagnosis import NOT_FINITE
 from shardproof.harness.laws.runtime import NoRaces
 from shardproof.harness.records.ledger_summary import summarize
 from shardproof.harness.records.record import LedgerLine, Record, Verdict
+from shardproof.harness.runner.cell import Cell
 from shardproof.harness.runner.engines import EngineDescription
 from shardproof.harness.runner.observation_cache import ObservationCache, Source, unexercised
-from shardproof.harness.runner.options import Cell, Keep, RunOptions
+from shardproof.harness.runner.options import Keep, RunOptions
 from shardproof.harness.training.oracle import OracleObservation
 from shardproof.harness.verdicts.case import Case
 from shardproof.harness.verdicts.judgement import Judgement, judge
@@ -105,7 +106,7 @@ class TrialSession:
         self._archive.close()
 
     def _judged(self, case: Case, training: Training, cell: Cell, engine: EngineDescription) -> _Judged:
-        """Judge what was seen under each schedule; the first that did not pass is told, else the first."""
+        """Judge what was seen under each schedule; the first that did not pass, else the first."""
         declared = engine.capabilities
         is_shared = engine.needs_processes and cell.world.kind is WorldKind.THREADS
         lacks = "a process for each rank (try --world processes:N)" if is_shared else ""
@@ -144,11 +145,13 @@ class TrialSession:
         races = [law for law in second.laws if law.law == NoRaces().name and not law.held]
         if not races:
             return judgement
-        told = "; ".join(law.summary for law in races)
-        return replace(judgement, headline=f"{judgement.headline}; {told}", laws=(*judgement.laws, *races))
+        summaries = "; ".join(law.summary for law in races)
+        return replace(
+            judgement, headline=f"{judgement.headline}; {summaries}", laws=(*judgement.laws, *races)
+        )
 
 
 def _is_unexplained(judgement: Judgement, training: Training, cell: Cell) -> bool:
-    """Return whether something is not finite where what has not arrived is poison, and nobody watched who read it."""
+    """Return whether a value may be not finite because it was read before it arrived, and reads were not watched."""
     is_poisoned = judgement.worst is not None and judgement.worst.looks_like == NOT_FINITE
     return is_poisoned and cell.world.kind is WorldKind.THREADS and Watch.RACES not in training.watch

@@ -13,7 +13,7 @@ from shardproof.harness.cases.training import Training
 from shardproof.harness.errors import HarnessBug, UnreadableError
 from shardproof.harness.laws.law import Law
 from shardproof.harness.records.record import Record, Verdict, to_json
-from shardproof.harness.runner.options import Cell
+from shardproof.harness.runner.cell import Cell
 from shardproof.harness.runner.plugin import EXPECTATIONS
 from shardproof.harness.runner.record_writer import (
     LEFT_OUT_PROPERTY,

@@ -19,15 +19,15 @@ import torch
 from torch import nn
 
 from shardproof.engine.capability import Capability
-from shardproof.engine.loading import LoadError
+from shardproof.engine.import_by_name import LoadError
 from shardproof.harness.cases.batch import Batch, arguments_of, tensors_of
+from shardproof.harness.cases.units import matching_units
 from shardproof.harness.cases.user_model import (
     ModelFacts,
     TensorOutline,
     UserModel,
     UserOptimizer,
     definition,
-    matching_units,
     outline_of,
 )
 from shardproof.harness.errors import UsageError

@@ -20,81 +20,81 @@ class StreamListener(Protocol):
     """Receives streams and events, on whichever thread they are used; the default stream's handle is 0."""
 
     def event_recorded(self, event: int, stream: int) -> None:
-        """Take note that an event was recorded on a stream."""
+        """Record that an event was recorded on a stream."""
 
     def event_awaited(self, event: int, stream: int) -> None:
-        """Take note that what is issued to a stream from now on waits for an event."""
+        """Record that what is issued to a stream from now on waits for an event."""
 
     def event_ended(self, event: int) -> None:
-        """Take note that an event is no more; its handle may be another one's next."""
+        """Record that an event is no more; its handle may be another one's next."""
 
     def host_awaited_event(self, event: int) -> None:
-        """Take note that the host waited for an event."""
+        """Record that the host waited for an event."""
 
     def host_awaited_stream(self, stream: int) -> None:
-        """Take note that the host waited for all that was issued to a stream."""
+        """Record that the host waited for all that was issued to a stream."""
 
     def host_awaited_device(self) -> None:
-        """Take note that the host waited for the device."""
+        """Record that the host waited for the device."""
 
 
-class _Ear:
-    """Who listens, and what was wrong with that."""
+class _Listener:
+    """A registered listener, and the first error that it raised."""
 
     def __init__(self, listener: StreamListener) -> None:
         self._listener = listener
         self.failure: Exception | None = None
 
-    def hear(self, method: str, handles: tuple[int, ...]) -> None:
+    def notify(self, method: str, handles: tuple[int, ...]) -> None:
         try:
             getattr(self._listener, method)(*handles)
         except Exception as error:  # torch would log it and go on, and what was not noted would be no race
             self.failure = self.failure or error
 
 
-_ears: list[_Ear] = []
+_listeners: list[_Listener] = []
 
 
 # Any: the handles that torch passes.
-def _telling(method: str) -> Callable[..., None]:
-    def tell(*handles: Any) -> None:
-        for ear in tuple(_ears):
-            ear.hear(method, handles)
+def _forwarding(method: str) -> Callable[..., None]:
+    def forward(*handles: Any) -> None:
+        for listener in tuple(_listeners):
+            listener.notify(method, handles)
 
-    return tell
-
-
-_is_told = False
+    return forward
 
 
-def _begin_telling() -> None:
+_is_registered = False
+
+
+def _register_callbacks() -> None:
     """Register torch's callbacks, once per process: they cannot be removed."""
-    global _is_told
-    if _is_told:
+    global _is_registered
+    if _is_registered:
         return
-    _is_told = True
+    _is_registered = True
     activate, trace = private("torch._C:_activate_gpu_trace"), private("torch.cuda._gpu_trace")
-    trace.register_callback_for_event_record(_telling("event_recorded"))
-    trace.register_callback_for_event_wait(_telling("event_awaited"))
-    trace.register_callback_for_event_deletion(_telling("event_ended"))
-    trace.register_callback_for_event_synchronization(_telling("host_awaited_event"))
-    trace.register_callback_for_stream_synchronization(_telling("host_awaited_stream"))
-    trace.register_callback_for_device_synchronization(_telling("host_awaited_device"))
+    trace.register_callback_for_event_record(_forwarding("event_recorded"))
+    trace.register_callback_for_event_wait(_forwarding("event_awaited"))
+    trace.register_callback_for_event_deletion(_forwarding("event_ended"))
+    trace.register_callback_for_event_synchronization(_forwarding("host_awaited_event"))
+    trace.register_callback_for_stream_synchronization(_forwarding("host_awaited_stream"))
+    trace.register_callback_for_device_synchronization(_forwarding("host_awaited_device"))
     activate()
 
 
 @contextmanager
-def hears_streams(listener: StreamListener) -> Iterator[None]:
+def reporting_streams(listener: StreamListener) -> Iterator[None]:
     """Report all of this process's streams to a listener until exit, which raises what the listener raised first."""
-    _begin_telling()
-    ear = _Ear(listener)
-    _ears.append(ear)
+    _register_callbacks()
+    registered = _Listener(listener)
+    _listeners.append(registered)
     try:
         yield
     finally:
-        _ears.remove(ear)
-    if ear.failure is not None:
-        raise ear.failure
+        _listeners.remove(registered)
+    if registered.failure is not None:
+        raise registered.failure
 
 
 def current_stream_handle() -> int:

@@ -101,7 +101,7 @@ def make_operators() -> None:
 
 
 def hide_from_dynamo(function: Callable[..., Any]) -> bool:
-    """Keep torch's compiler out of a function and whatever it calls; returns whether this release can be told so."""
+    """Keep torch's compiler out of a function and whatever it calls; returns whether this release can do that."""
     mark = optional("torch._C._dynamo.eval_frame:set_code_exec_strategy")
     strategy = optional("torch._C._dynamo.eval_frame:_FrameExecStrategy")
     action = optional("torch._C._dynamo.eval_frame:_FrameAction")

@@ -54,10 +54,10 @@ class OperatorObserver(Protocol):
         writes: Sequence[torch.Tensor],
         fresh: set[int],
     ) -> None:
-        """Take note of an operator that ran; ``fresh`` are the storages, by id, that it has just made."""
+        """Record an operator that ran; ``fresh`` are the storages, by id, that it has just made."""
 
     def allocated(self, tensor: torch.Tensor) -> None:
-        """Take note of memory that was asked for, and is not written yet."""
+        """Record memory that was asked for, and is not written yet."""
 
     def host_read(self) -> None:
         """Record that the host waited for what the last operator computed."""
@@ -65,7 +65,7 @@ class OperatorObserver(Protocol):
 
 # Without it no mode is made: `private_names.require` refuses the watches first, and a census says that it is empty.
 _Mode: Any = optional("torch.utils._python_dispatch:TorchDispatchMode")
-_Made = Callable[[Any, str], None]  # Any: what an operator returns; told with the operator's name
+_Made = Callable[[Any, str], None]  # Any: what an operator returns, with the name of the operator
 
 
 class OperatorMode(_Mode or object):  # type: ignore[misc]  # a class of Any
@@ -109,10 +109,10 @@ class OperatorMode(_Mode or object):  # type: ignore[misc]  # a class of Any
         if known.makes_memory and self._made is not None:
             self._made(result, known.func.__name__)
         if known.footprint is not None and self._witnesses:
-            self._tell(known.footprint, args, kwargs, result)
+            self._report(known.footprint, args, kwargs, result)
         return result
 
-    def _tell(
+    def _report(
         self, footprint: _Footprint, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any
     ) -> None:
         if footprint.is_metadata:
@@ -146,7 +146,7 @@ def _kernel(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call
 
 
 class _Operator(NamedTuple):
-    """What is to know of an operator: ``footprint`` is None where nobody is told of it."""
+    """What is to know of an operator: ``footprint`` is None where no watch needs it."""
 
     func: Any  # kept, so that no other has its address
     makes_memory: bool  # its schema lets it return anything but views of its arguments, or its arguments
@@ -160,12 +160,12 @@ _operators: dict[
 
 
 def _look_at(func: Any) -> _Operator:  # Any: an operator
-    is_told = func.namespace not in _COMMUNICATION | _SILENT
+    is_reported = func.namespace not in _COMMUNICATION | _SILENT
     found = _operators[id(func)] = _Operator(
         func,
         makes_memory=any(returned.alias_info is None for returned in func._schema.returns),
-        is_foreign=is_told and func.namespace not in _KNOWN,
-        footprint=_footprint(func) if is_told else None,
+        is_foreign=is_reported and func.namespace not in _KNOWN,
+        footprint=_footprint(func) if is_reported else None,
     )
     return found
 
@@ -204,17 +204,17 @@ class Witness(OperatorObserver, Protocol):
     """A watch over one rank: receives operators, collectives, waits for them, and resizes of storages."""
 
     def resized(self, storage: torch.UntypedStorage, num_bytes: int) -> None:
-        """Take note that a storage is about to have another size, before it has."""
+        """Record that a storage is about to have another size, before it has."""
 
     # Any: whatever the witness knows a collective by.
     def issued(self, call: Call, seq: int) -> Any:
-        """Take note of a collective before it starts; ``seq`` is its place in the ledger, -1 where there is none."""
+        """Record a collective before it starts; ``seq`` is its place in the ledger, -1 where there is none."""
 
     def handed_over(self) -> None:
-        """Take note that what carries the collective issued last on this thread has been given it."""
+        """Record that what carries the collective issued last on this thread has been given it."""
 
     def waited(self, issued: Any) -> None:
-        """Take note of a wait for a collective."""
+        """Record a wait for a collective."""
 
 
 class _Witnesses:
@@ -251,7 +251,7 @@ def current_witnesses() -> _Witnesses | None:
 def observing_operators(*witnesses: Witness, made: _Made | None = None) -> Iterator[None]:
     """Report to the observers what the calling thread's rank does to memory, until exit; with none, change nothing.
 
-    ``made`` is told what operators return, but for views, with their names.
+    ``made`` is called with what operators return, except views, and with their names.
     """
     if not witnesses:
         with nullcontext() if made is None or _Mode is None else OperatorMode((), made):
@@ -266,8 +266,8 @@ def observing_operators(*witnesses: Witness, made: _Made | None = None) -> Itera
             del _of_rank[current_rank()]
 
 
-# Any: whatever the storage was told.
-def _telling(resize: Any) -> Any:
+# Any: the arguments of the resize.
+def _reporting(resize: Any) -> Any:
     def resize_(storage: torch.UntypedStorage, size: int) -> Any:
         witnesses = current_witnesses()
         if witnesses is not None and storage.nbytes() != size:
@@ -279,7 +279,7 @@ def _telling(resize: Any) -> Any:
 
 def _replacements() -> Iterator[tuple[Any, str, Any]]:
     make_operators()
-    yield torch.UntypedStorage, "resize_", _telling(torch.UntypedStorage.resize_)
+    yield torch.UntypedStorage, "resize_", _reporting(torch.UntypedStorage.resize_)
 
 
 _heard_resizes = Replacement(_replacements)

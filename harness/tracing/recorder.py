@@ -263,8 +263,8 @@ class Recorder:
 
     def _write(self, *lines: Mapping[str, object]) -> None:
         """Write lines down, after the marks before them: one write for all."""
-        told = [{"marks": self._pending}, *lines] if self._pending else lines
-        self._write_text("".join(f"{_ENCODER.encode(line)}\n" for line in told).encode())
+        written = [{"marks": self._pending}, *lines] if self._pending else lines
+        self._write_text("".join(f"{_ENCODER.encode(line)}\n" for line in written).encode())
         self._pending.clear()
 
     def _write_text(self, text: bytes) -> None:

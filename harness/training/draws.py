@@ -46,12 +46,12 @@ class Seeds:
 
 
 @contextmanager
-def has_drawn(tell: Callable[[], None]) -> Iterator[None]:
-    """Call ``tell`` if the block draws from the default generator."""
+def has_drawn(notify: Callable[[], None]) -> Iterator[None]:
+    """Call ``notify`` if the block draws from the default generator."""
     before = torch.default_generator.get_state()
     yield
     if not torch.equal(before, torch.default_generator.get_state()):
-        tell()
+        notify()
 
 
 def drawing_in(dtype: torch.dtype) -> AbstractContextManager[object]:

@@ -166,7 +166,7 @@ class OracleActor(Actor):
         self._workshop.model.train()
 
     def synchronisation(self, microbatch: int) -> AbstractContextManager[None]:
-        """Do nothing: there is nobody to synchronise with."""
+        """Do nothing: there is no rank to synchronise with."""
         return nullcontext()
 
     def units(self) -> Mapping[str, UnitHandle]:
@@ -180,7 +180,7 @@ class OracleActor(Actor):
         """Observe nothing."""
 
     def hold(self, name: str, *tensors: torch.Tensor) -> None:
-        """Do nothing: nobody could let go of them."""
+        """Do nothing: the oracle holds no units."""
 
     def bench(self) -> None:
         """Do nothing: there is no engine."""

@@ -26,7 +26,7 @@ from shardproof.harness.cases.training import Training
 from shardproof.harness.tracing.ledger import Phase
 from shardproof.harness.tracing.recorder import Recorder
 from shardproof.harness.tracing.unit_hooks import watching_units
-from shardproof.harness.training.rank_actor import RankActor
+from shardproof.harness.training.engine_actor import EngineActor
 from shardproof.harness.worlds.rank import RankContext
 
 __all__ = ["Pipeline", "prepare_pipeline"]
@@ -78,7 +78,7 @@ class Pipeline(PreparedModel):
         self._weight = 1.0
         self._schedule = self._scheduled()
 
-    def play(self, actor: RankActor) -> None:
+    def play(self, actor: EngineActor) -> None:
         """Take all microbatches of a step through this rank's stages."""
         batches = [actor.batch(m) for m in range(actor.num_microbatches)]
         inputs = [torch.cat(pieces) for pieces in zip(*(b.inputs for b in batches), strict=True)]

@@ -12,7 +12,7 @@ import torch
 
 from shardproof.engine.contract import PreparedModel, Shard
 from shardproof.harness.errors import EngineError
-from shardproof.harness.worlds.raised import IN
+from shardproof.harness.worlds.exception_outcome import IN
 
 __all__ = ["calling", "read_declared", "read_gradients", "read_norm", "read_shards"]
 

@@ -37,21 +37,21 @@ def rounding_anew(seed: int) -> AbstractContextManager[object]:
     return nullcontext() if _Mode is object else _RoundsAnew(seed)
 
 
-def noticing_narrow(tell: Callable[[], None]) -> AbstractContextManager[object]:
-    """Return a context in which ``tell`` is called for each operator whose result has fewer bits than float32."""
-    return nullcontext() if _Mode is object else _NoticesNarrow(tell)
+def noticing_narrow(notify: Callable[[], None]) -> AbstractContextManager[object]:
+    """Return a context in which ``notify`` is called for each operator whose result has fewer bits than float32."""
+    return nullcontext() if _Mode is object else _NoticesNarrow(notify)
 
 
 # Any, from here on: as torch calls a mode.
 class _NoticesNarrow(_Mode):  # type: ignore[misc]  # a class of Any
-    def __init__(self, tell: Callable[[], None]) -> None:
+    def __init__(self, notify: Callable[[], None]) -> None:
         super().__init__()
-        self._tell = tell
+        self._notify = notify
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if any(is_narrow(tensor.dtype) for tensor in _tensors(result)):
-            self._tell()
+            self._notify()
         return result
 
 

@@ -14,7 +14,7 @@ from shardproof.harness.tracing.races.cuda_streams import watched_cuda_streams
 from shardproof.harness.tracing.races.detector import RaceDetector, set_watch
 from shardproof.harness.tracing.races.streams import tracked_streams
 from shardproof.harness.tracing.recorder import Recorder
-from shardproof.harness.training.expected_memory import Form
+from shardproof.harness.training.layout_memory import Form
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

@@ -200,7 +200,7 @@ def _waits(by_rank: Mapping[int, RankState], first: int, suspects: tuple[int, ..
         if r.doing is RankActivity.WAITING and r.awaits == rank.awaits and _is_same(r.call, rank.call)
     ]
     culprits = [r for r in rank.awaits if r in suspects] or list(rank.awaits)
-    who = f"{_names(alike)} {'waits' if len(alike) == 1 else 'wait'} in {_tell(rank.call)}"
+    who = f"{_names(alike)} {'waits' if len(alike) == 1 else 'wait'} in {_describe(rank.call)}"
     if not culprits:
         return f"{who}, which all have come to"
     return f"{who} for {_whereabouts([by_rank[r] for r in culprits])}"
@@ -208,7 +208,7 @@ def _waits(by_rank: Mapping[int, RankState], first: int, suspects: tuple[int, ..
 
 def _in_turn(by_rank: Mapping[int, RankState], cycle: tuple[int, ...]) -> Iterator[str]:
     for rank, awaited in zip(cycle, (*cycle[1:], cycle[0]), strict=True):
-        yield f"rank {rank} for rank {awaited} in {_tell(by_rank[rank].call)}"
+        yield f"rank {rank} for rank {awaited} in {_describe(by_rank[rank].call)}"
 
 
 def _strays(parted: Divergence | None) -> list[str]:
@@ -228,16 +228,16 @@ def _whereabouts(ranks: Sequence[RankState]) -> str:
     places: dict[str, list[int]] = {}
     for rank in ranks:
         places.setdefault(_where(rank), []).append(rank.rank)
-    told = [f"{_names(members)} ({place})" for place, members in places.items()]
-    more = [f"{len(told) - _MOST_PLACES} more places"] if len(told) > _MOST_PLACES else []
-    return " and ".join([*told[:_MOST_PLACES], *more])
+    shown = [f"{_names(members)} ({place})" for place, members in places.items()]
+    more = [f"{len(shown) - _MOST_PLACES} more places"] if len(shown) > _MOST_PLACES else []
+    return " and ".join([*shown[:_MOST_PLACES], *more])
 
 
 def _where(rank: RankState) -> str:
     last = f"last call: {_brief(rank.call)}" if rank.call else "no call before"
     match rank.doing:
         case RankActivity.WAITING:
-            return f"waiting in {_tell(rank.call)}{f' for {_names(rank.awaits)}' if rank.awaits else ''}"
+            return f"waiting in {_describe(rank.call)}{f' for {_names(rank.awaits)}' if rank.awaits else ''}"
         case RankActivity.OUTSIDE:
             at = (rank.frames or rank.stack)[:1]
             return f"in no call, {f'at {at[0]}' if at else 'at an unknown place'}; {last}"
@@ -247,7 +247,7 @@ def _where(rank: RankState) -> str:
             assert_never(rank.doing)
 
 
-def _tell(call: CallRecord | None) -> str:
+def _describe(call: CallRecord | None) -> str:
     if call is None:
         return "no call"
     group = f", on axis {call.axis!r}" if call.axis else f", in the group named {call.group_name!r}"

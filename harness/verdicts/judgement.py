@@ -75,9 +75,9 @@ def judge(
     if undeclared or lacks:
         return _judge_refusal(lacks or ", ".join(sorted(c.name for c in undeclared)), kept)
     if case.refusal is not Refusal.WRONG:
-        told = _judge_loud_refusal(case, kept)
-        if told is not None:
-            return told
+        refused = _judge_loud_refusal(case, kept)
+        if refused is not None:
+            return refused
     if kept.refusals:
         rank, words = min(kept.refusals.items())
         headline = f"rank {rank} refused a plan that the engine declares it can honour: {words}"
@@ -177,7 +177,7 @@ def judge_failure(kept: SavedResult) -> Judgement:
         headline = "; ".join(kept.result.leaks)
         return Judgement(verdict=Verdict.FAILED, headline=headline, outcomes=outcomes)
     if isinstance(cause, TimedOut) and cause.is_after_result:
-        headline = "; ".join((_tell(cause), *kept.result.leaks))
+        headline = "; ".join((_describe(cause), *kept.result.leaks))
         return Judgement(verdict=Verdict.HUNG, headline=headline, outcomes=outcomes)
     is_hang = isinstance(cause, TimedOut) or (isinstance(cause, Raised) and cause.kind in TRANSPORT_ERRORS)
     if not is_hang and not (isinstance(cause, Raised) and cause.is_symptom):
@@ -188,11 +188,11 @@ def judge_failure(kept: SavedResult) -> Judgement:
     if isinstance(cause, Raised) and cause.kind == _MISMATCH:
         verdict, headline = Verdict.FAILED, cause.message
     elif mismatch is not None:
-        verdict, headline = Verdict.FAILED, f"{mismatch} (then: {_tell(cause)})"
+        verdict, headline = Verdict.FAILED, f"{mismatch} (then: {_describe(cause)})"
     elif is_hang:
-        verdict, headline = Verdict.HUNG, _tell_hang(kept.result, hang)
+        verdict, headline = Verdict.HUNG, _describe_hang(kept.result, hang)
     else:
-        verdict, headline = Verdict.CRASHED, _tell(cause)
+        verdict, headline = Verdict.CRASHED, _describe(cause)
     return Judgement(verdict=verdict, headline=headline, outcomes=outcomes, hang=hang)
 
 
@@ -203,13 +203,13 @@ def _judge_crash(kept: SavedResult, cause: Outcome) -> Judgement:
     harm = harm_in(kept.ledgers)  # what was freed or overwritten too early may be what the rank fell over
     is_own = isinstance(cause, Raised) and not is_in_passage(cause.traceback)
     is_cut_off = isinstance(cause, Died) and not cause.is_after_result
-    verdict, told = Verdict.CRASHED, [_tell(cause)]
+    verdict, causes = Verdict.CRASHED, [_describe(cause)]
     if mismatch is not None and not is_own:
-        verdict, told = Verdict.FAILED, [f"{mismatch} (then: {_tell(cause)})"]
-    told += [f"before that {found}" for found in (harm, mismatch if is_own else None) if found]
+        verdict, causes = Verdict.FAILED, [f"{mismatch} (then: {_describe(cause)})"]
+    causes += [f"before that {found}" for found in (harm, mismatch if is_own else None) if found]
     return Judgement(
         verdict=verdict,
-        headline="; ".join((*told, *kept.result.leaks)),
+        headline="; ".join((*causes, *kept.result.leaks)),
         outcomes=_outcome_records(kept.result),
         hang=analyse_hang(kept.result.outcomes, ledgers) if mismatch or is_cut_off else None,
     )
@@ -249,17 +249,17 @@ def _worst(rulings: Sequence[Ruling]) -> TensorRecord | None:
     return next((r.worst for r in rulings if r.worst is not None), None)
 
 
-def _tell_hang(result: WorldResult, hang: HangReport) -> str:
+def _describe_hang(result: WorldResult, hang: HangReport) -> str:
     """Return who waits for whom: the ledgers word it alike in every world, a backend's error does not."""
     late = sorted(o.rank for o in result.outcomes if isinstance(o, TimedOut))
     # A consequence by its text, which an engine's library may have raised for a reason of its own.
     raised = [o for o in result.outcomes if isinstance(o, Raised) and o.is_symptom]
-    errors = [_tell(o) for o in raised if o.kind not in TRANSPORT_ERRORS]
+    errors = [_describe(o) for o in raised if o.kind not in TRANSPORT_ERRORS]
     parts = [hang.summary, f"not ended at the deadline: rank(s) {late}" if late else "", *errors[:1]]
     return "; ".join(part for part in parts if part)
 
 
-def _tell(outcome: Outcome) -> str:
+def _describe(outcome: Outcome) -> str:
     match outcome:
         case Raised():
             return f"rank {outcome.rank} raised {outcome.kind}: {outcome.message}"

@@ -1,4 +1,4 @@
-"""An engine's release, such as ``torch 2.13.0+cpu``, and conditions on it, such as ``torch >=2.11,<2.15``.
+"""Apply the known failures to records: which entry excuses which verdict, and which entries name no case.
 
 [Note: strict in both directions]
 An expectation excuses exactly the verdict and the broken laws that it names, of the cases that it names, until its

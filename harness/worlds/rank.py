@@ -9,9 +9,9 @@ from pathlib import Path
 import torch
 
 from shardproof.harness.tracing.recorder import Recorder
+from shardproof.harness.worlds.exception_outcome import is_abandonment, raised
 from shardproof.harness.worlds.messages import Job
 from shardproof.harness.worlds.outcome import Abandoned, Outcome, Returned
-from shardproof.harness.worlds.raised import is_abandonment, raised
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -37,9 +37,13 @@
   const verdictOf = (record) => data.verdicts[record.verdict];
   const columnOf = (record) => data.columns[record.column];
 
+  // `before` is the verdict in the run to compare with: "" where that has no such record, undefined without such a run.
+  const isChanged = (record) => record.before !== undefined && record.before !== verdictOf(record)[0];
+  const verdictText = (record) => verdictOf(record)[0] + (isChanged(record) ? ` (was ${record.before || "not there"})` : "");
+
   function tile(record) {
     const [, sign, tone] = verdictOf(record);
-    return make("span", { className: `tile ${tone}`, ariaHidden: "true", textContent: sign });
+    return make("span", { className: `tile ${tone} ${isChanged(record) ? "changed" : ""}`, ariaHidden: "true", textContent: sign });
   }
 
   // ---- rows that are made when they are seen ----
@@ -110,7 +114,7 @@
     }
     const name = make("th", { scope: "row", className: "case", title: row.id, textContent: row.label });
     const cells = row.cells.map((found, column) => make("td", {}, ...found.map((record, place) => {
-      const [verdict] = verdictOf(record), [engine, world] = columnOf(record);
+      const verdict = verdictText(record), [engine, world] = columnOf(record);
       const link = make("a", {
         href: address({ record: record.number }), className: shown.has(record) ? "" : "dim",
         ariaLabel: `${verdict}, ${engine} in ${world}, ${row.label}`,
@@ -145,7 +149,7 @@
 
   // ---- the list ----
   const list = new Rows($("list"), $("list").firstElementChild, "li", ENTRY, (record, index) => {
-    const [verdict] = verdictOf(record), [engine, world] = columnOf(record);
+    const verdict = verdictText(record), [engine, world] = columnOf(record);
     const link = make("a", { href: address({ record: record.number }) },
       tile(record),
       make("span", { className: "verdict", textContent: verdict }),
@@ -161,7 +165,7 @@
   });
 
   // ---- what is shown, and its address ----
-  const chips = [...document.querySelectorAll(".chip input")];
+  const chips = [...document.querySelectorAll(".chips input")];
   let cause = null; // the number of the only one to show
   const asked = () => new URLSearchParams(location.hash.slice(1));
 
@@ -191,6 +195,7 @@
     shown.clear();
     for (const record of records) {
       const isOfCause = cause === null || record.cause === Number(cause);
+      if ($("changed").checked && !isChanged(record)) continue;
       if (isOfCause && (!wanted.size || wanted.has(verdictOf(record)[0])) && isFound(record)) shown.add(record);
     }
     const kept = [];
@@ -211,6 +216,42 @@
     document.querySelector(".none").hidden = shown.size > 0;
   }
 
+  // ---- another run to compare with ----
+  async function compare(file) {
+    const page = new DOMParser().parseFromString(await file.text(), "text/html");
+    const other = await unpack(page.getElementById("index").textContent);
+    const ids = other.suites.flatMap((suite) => suite.cases.map(([, id]) => id));
+    const key = (id, column) => JSON.stringify([id, ...column]);
+    const before = new Map(other.records.map(([row, column, verdict]) =>
+      [key(ids[row], other.columns[column]), other.verdicts[verdict][0]]));
+    const here = new Set();
+    for (const record of records) {
+      const its = key(record.case.id, columnOf(record));
+      record.before = before.get(its) ?? "";
+      here.add(its);
+    }
+    const missing = [...before.keys()].filter((its) => !here.has(its)).length;
+    return missing ? `; ${missing} records of the other run are not in this one` : "";
+  }
+
+  $("other").addEventListener("change", async () => {
+    const [file] = $("other").files, chip = $("changed").parentElement;
+    for (const record of records) record.before = undefined;
+    $("changed").checked = false;
+    $("compared").textContent = "";
+    if (file) {
+      try {
+        const missing = await compare(file);
+        $("compared").textContent = `${file.name}: ${records.filter(isChanged).length} of ${records.length} records changed${missing}`;
+      } catch {
+        $("compared").textContent = `${file.name}: expected the report.html of a run, as Shardproof writes it`;
+      }
+    }
+    chip.hidden = !records.some(isChanged);
+    chip.querySelector("b").textContent = records.filter(isChanged).length;
+    filter();
+  });
+
   // ---- one record ----
   const dialog = document.querySelector("dialog");
   let last = [-1, []]; // the piece unpacked last
@@ -224,7 +265,7 @@
   async function open(number) {
     const record = records[number];
     if (!record) return dialog.close();
-    const [verdict] = verdictOf(record), [engine, world] = columnOf(record);
+    const verdict = verdictText(record), [engine, world] = columnOf(record);
     $("record-title").replaceChildren(tile(record), ` ${verdict} ${record.case.label} `, make("span", { className: "world", textContent: `${engine} ${world}` }));
     $("record").innerHTML = await evidence(number); // escaped when it was written
     for (const button of navigator.clipboard ? $("record").querySelectorAll(".copy") : []) {

@@ -1,4 +1,4 @@
-"""A rank that is alone has nobody to communicate with, and trains the same model without a collective."""
+"""A rank in a world of one trains the same model without a collective."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Hangs: a rank comes to the end of its training, or somebody is told at once what it waits for."""
+"""Hangs: a rank ends its training, or the harness reports at once what it waits for."""

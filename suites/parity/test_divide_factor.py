@@ -25,7 +25,7 @@ from shardproof.fixtures.optimizers import SGD
 from shardproof.fixtures.problems import MLP_UNEVEN
 
 LAWS = (MatchesOracle(), HoldsItsShare(), RanksAgree())
-WORLD = None  # the number of ranks: what an engine divides by when nobody asks
+WORLD = None  # the number of ranks: what an engine divides by by default
 # float64 beside float32: it is one of the dtypes in which engines divide partly before and partly after the sum.
 FACTORS = [
     pytest.param(1, None, id="one-float32", marks=pytest.mark.kills("AveragesWhateverTheFactor")),

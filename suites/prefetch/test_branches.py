@@ -4,7 +4,7 @@ The third part of row C13: a trunk, two heads, and for each head's loss a backwa
 forward. An engine that looks back along the order of forward comes from the right head to the left one, which this
 backward never enters; a caller may point there, too. Of a mistake no more is to be seen than a gather that comes early
 or for nothing: the unit is not reduced before its turn, is not gathered again for it, and in the next step's forward is
-gathered anew. Where nobody points, an engine that makes no mistake is as right.
+gathered anew. Without a request for prefetching, an engine that makes no mistake is as right.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Units are gathered in the order of their use and reduced in the reverse of it, whatever is prefetched.
 
-How far ahead an engine gathers when nobody tells it to is its own affair, so gathers and reductions are held to
+How far ahead an engine gathers by default is its own choice, so gathers and reductions are held to
 their orders apart from each other.
 """
 

@@ -25,7 +25,7 @@ _CHECKPOINT_PREFIX = "_checkpoint_wrapped_module."  # of torch's wrapper for act
 
 
 def clean_name(name: str) -> str:
-    """Take out of a name what wrappers put in."""
+    """Return a name without what wrappers add."""
     return name.replace(PREFIX, "").replace(_CHECKPOINT_PREFIX, "")
 
 

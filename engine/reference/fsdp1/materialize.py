@@ -44,7 +44,7 @@ def materialize(
     ties = _meta_ties(module)
     for owner in owners:
         if _meta_names(owner):  # the function of a parent, or a tie, may have seen to it
-            _fill(owner, _told(owner, names), param_init_fn, device)
+            _fill(owner, _described(owner, names), param_init_fn, device)
             _tie(ties)
 
 
@@ -72,7 +72,7 @@ def _meta_names(module: nn.Module) -> list[str]:
     return [name for name, tensor in _own(module) if tensor.is_meta]
 
 
-def _told(module: nn.Module, names: dict[nn.Module, str]) -> str:
+def _described(module: nn.Module, names: dict[nn.Module, str]) -> str:
     return f"module {names[module]!r} ({type(module).__name__})"
 
 
@@ -80,7 +80,7 @@ def _refuse_without_reset(owners: Iterable[nn.Module], names: dict[nn.Module, st
     for owner in owners:
         if not callable(getattr(owner, "reset_parameters", None)):
             raise AttributeError(
-                f"{_told(owner, names)}: expected a method reset_parameters() to initialise {_meta_names(owner)} "
+                f"{_described(owner, names)}: expected a method reset_parameters() to initialise {_meta_names(owner)} "
                 "that are on the meta device, got none; define one, or try param_init_fn"
             )
 

@@ -54,7 +54,7 @@ class Eventful:
         return self.inner.demands | {capability for capability, is_asked in asked.items() if is_asked}
 
     def play(self, actor: Actor) -> None:
-        """Take all microbatches of one step, and what comes between."""
+        """Run all microbatches of one step, and what comes between."""
         if self.failure is FailurePoint.FIRST:
             self._fail(actor)
         if self.evaluation is Interlude.BEFORE:

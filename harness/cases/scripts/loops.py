@@ -138,7 +138,7 @@ class NestInputs:
     demands: ClassVar[frozenset[Capability]] = frozenset()
 
     def play(self, actor: Actor) -> None:
-        """Take one microbatch at a time."""
+        """Run one microbatch at a time."""
         for microbatch in range(actor.num_microbatches):
             with actor.synchronisation(microbatch):
                 first, *others = (tensor.cpu() for tensor in actor.batch(microbatch).inputs)
@@ -166,7 +166,7 @@ class HoldsOn:
     demands: ClassVar[frozenset[Capability]] = frozenset()
 
     def play(self, actor: Actor) -> None:
-        """Take one microbatch at a time, and let nothing go."""
+        """Run one microbatch at a time, and let nothing go."""
         kept: list[torch.Tensor] = []
         for microbatch in range(actor.num_microbatches):
             inputs = actor.batch(microbatch).inputs

@@ -23,7 +23,7 @@ class OnePartOnOddSteps:
     demands: ClassVar[frozenset[Capability]] = frozenset({Capability.PARTS, Capability.UNUSED})
 
     def play(self, actor: Actor) -> None:
-        """Take one microbatch at a time."""
+        """Run one microbatch at a time."""
         if actor.step % 2 == 0:
             EachMicrobatch().play(actor)
             return
@@ -45,13 +45,13 @@ class ChunksOfTheHead:
     demands: ClassVar[frozenset[Capability]] = frozenset({Capability.PARTS})
 
     def play(self, actor: Actor) -> None:
-        """Take one microbatch at a time."""
+        """Run one microbatch at a time."""
         for microbatch in range(actor.num_microbatches):
             with actor.synchronisation(microbatch):
                 self.play_one(actor, microbatch)
 
     def play_one(self, actor: Actor, microbatch: int) -> None:
-        """Take one microbatch through trunk, chunks and trunk."""
+        """Run one microbatch through trunk, chunks and trunk."""
         batch = actor.batch(microbatch)
         trunk = actor.forward(microbatch, *batch.inputs, self.stop)
         cut = trunk.detach().requires_grad_()
@@ -153,7 +153,7 @@ class HoldHeadOpen:
     freed: ClassVar[str] = "after the last chunk, freed by hand"
 
     def play(self, actor: Actor) -> None:
-        """Take one microbatch at a time; look at the last one's units."""
+        """Run one microbatch at a time; look at the last one's units."""
         for microbatch in range(actor.num_microbatches):
             batch = actor.batch(microbatch)
             hidden = actor.forward(microbatch, *batch.inputs)

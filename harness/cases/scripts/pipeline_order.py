@@ -33,5 +33,5 @@ class Pipelined:
     demands: ClassVar[frozenset[Capability]] = frozenset({Capability.PIPELINE})
 
     def play(self, actor: Actor) -> None:
-        """Take one microbatch at a time through the whole model."""
+        """Run one microbatch at a time through the whole model."""
         EachMicrobatch().play(actor)

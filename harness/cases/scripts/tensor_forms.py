@@ -32,7 +32,7 @@ class NotesForms:
     demands: ClassVar[frozenset[Capability]] = frozenset()
 
     def play(self, actor: Actor) -> None:
-        """Take one microbatch at a time; note."""
+        """Run one microbatch at a time; note."""
         model = actor.part("")
         for microbatch in range(actor.num_microbatches):
             with actor.synchronisation(microbatch):

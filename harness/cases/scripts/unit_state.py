@@ -30,7 +30,7 @@ class LookAround:
     demands: ClassVar[frozenset[Capability]] = frozenset({Capability.UNIT_STATE})
 
     def play(self, actor: Actor) -> None:
-        """Take one microbatch at a time."""
+        """Run one microbatch at a time."""
         for microbatch in range(actor.num_microbatches):
             is_looked_at = microbatch == actor.num_microbatches - 1
             with actor.synchronisation(microbatch):
@@ -84,7 +84,7 @@ class UnshardByHand:
     demands: ClassVar[frozenset[Capability]] = frozenset({Capability.UNIT_STATE})
 
     def play(self, actor: Actor) -> None:
-        """Take one microbatch at a time; look only after a wait."""
+        """Run one microbatch at a time; look only after a wait."""
         for microbatch in range(actor.num_microbatches):
             self._unshard(actor, BEFORE_FORWARD)
             output = actor.forward(microbatch, *actor.batch(microbatch).inputs)

@@ -141,8 +141,8 @@ class Order:
         for observation in evidence.ranks:
             happened = self._happened(observation, evidence)
             for moment in moments if evidence.world_size > 1 else ():
-                told = [_event(h, groups, evidence.world_size) for h in happened if moment.holds(h)]
-                broken += [f"rank {observation.rank} {moment}: {text}" for text in self._disorder(told)]
+                observed = [_event(h, groups, evidence.world_size) for h in happened if moment.holds(h)]
+                broken += [f"rank {observation.rank} {moment}: {text}" for text in self._disorder(observed)]
         return rule(self.name, broken, held=f"in order on every rank in {len(moments)} microbatches")
 
     def _happened(self, observation: Observation, evidence: Evidence) -> Sequence[Entry | TraceEvent]:
@@ -169,11 +169,11 @@ class Order:
         asked = (one for event in self.events for one in _each(event))
         return any(isinstance(event, kind) for event in asked)
 
-    def _disorder(self, told: Sequence[Event | str]) -> Iterator[str]:
-        settled = list(_settled(self.events, told))
-        for position, (wanted, got) in enumerate(zip_longest(settled, told)):
+    def _disorder(self, observed: Sequence[Event | str]) -> Iterator[str]:
+        settled = list(_settled(self.events, observed))
+        for position, (wanted, got) in enumerate(zip_longest(settled, observed)):
             if not _is_met(wanted, got):
-                found = ", ".join(map(str, told)) or "nothing"
+                found = ", ".join(map(str, observed)) or "nothing"
                 yield f"expected {wanted or 'no more'} as #{position}, got {got or 'no more'}; in all {found}"
                 return
 
@@ -182,12 +182,12 @@ def _each(event: Event | Together) -> Iterable[Event]:
     return event.events if isinstance(event, Together) else (event,)
 
 
-def _settled(events: Sequence[Event | Together], told: Sequence[Event | str]) -> Iterator[Event]:
+def _settled(events: Sequence[Event | Together], observed: Sequence[Event | str]) -> Iterator[Event]:
     """Put what may come in any order into the order in which it came, as far as it did."""
     position = 0
     for event in events:
         members = sorted(_each(event), key=str)
-        came = told[position : position + len(members)]
+        came = observed[position : position + len(members)]
         members.sort(key=lambda m: next((i for i, got in enumerate(came) if _is_met(m, got)), len(came)))
         yield from members
         position += len(members)

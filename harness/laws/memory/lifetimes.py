@@ -3,7 +3,7 @@
 [Note: a blind watch] A rank without a report, or whose report shows no step or nothing of what a law is about,
 breaks the law: nothing was shown.
 
-[Note: what nobody owns] A gather is known by the shares that it is given. Of a unit of which a rank owns nothing, as
+[Note: what no rank owns] A gather is known by the shares that it is given. Of a unit of which a rank owns nothing, as
 where one element is left for seven ranks, it is given padding alone, which an engine may keep in memory that no
 parameter lies in: what is gathered then may or may not be seen, and as many bytes may be missing on that rank.
 """
@@ -34,7 +34,7 @@ from shardproof.harness.tracing.memory.memory_report import (
 )
 
 MOST_SITES = 4
-"""So many lives are told by where they were made: enough to see who makes them."""
+"""How many lives are listed by where they were made: enough to see who makes them."""
 
 
 def reports(evidence: Evidence, broken: list[str]) -> Iterator[tuple[int, LifetimeReport]]:
@@ -161,12 +161,12 @@ class NoLeaks:
         held: Counter[str] = Counter()
         for rank, report in reports(evidence, broken):
             ends = [last_of(report, step, -1, Phase.STEP) for step in range(steps)]
-            told = [_by_kind(end) for end in ends if end is not None]
-            if len(told) < steps or not any(told):
-                broken.append(f"rank {rank}: expected the end of {steps} steps, got {len(told)}")
+            counts = [_by_kind(end) for end in ends if end is not None]
+            if len(counts) < steps or not any(counts):
+                broken.append(f"rank {rank}: expected the end of {steps} steps, got {len(counts)}")
                 continue
-            held = max(held, told[-1], key=Counter.total)
-            for step, (before, now) in enumerate(pairwise(told[1:]), start=2):
+            held = max(held, counts[-1], key=Counter.total)
+            for step, (before, now) in enumerate(pairwise(counts[1:]), start=2):
                 changed = {kind: now[kind] - before[kind] for kind in {*now, *before}}
                 changed = {kind: num_bytes for kind, num_bytes in changed.items() if num_bytes}
                 if changed:
@@ -192,7 +192,7 @@ def _breach(
 
 
 def _allows(expected: Bound, got: int, kinds: tuple[MemoryKind, ...], evidence: Evidence, rank: int) -> bool:
-    """Return whether a rank may hold so much, or what it may hold unseen besides; see [Note: what nobody owns]."""
+    """Return whether a rank may hold so much, or what it may hold unseen besides; see [Note: what no rank owns]."""
     training, size = evidence.training, evidence.world_size
     if expected.allows(got, training, size):
         return True
@@ -313,7 +313,7 @@ class UnshardedOnlyInTurn:
             for kind in _WHOLE:
                 surplus = moment.units(kind) - self._allowed(order.index(unit) + is_over, order, kind)
                 if surplus:
-                    yield _tell_surplus(moment, kind, surplus)
+                    yield _describe_surplus(moment, kind, surplus)
                     return  # what is wrong at one event is so at the next
 
     def _allowed(self, index: int, order: tuple[str, ...], kind: MemoryKind) -> set[str]:
@@ -326,7 +326,7 @@ class UnshardedOnlyInTurn:
         return allowed
 
 
-def _tell_surplus(moment: MemorySnapshot, kind: MemoryKind, surplus: frozenset[str]) -> str:
+def _describe_surplus(moment: MemorySnapshot, kind: MemoryKind, surplus: frozenset[str]) -> str:
     lives = [life for life in moment.alive if life.kind is kind and life.unit in surplus]
     sites = "; ".join(made(life) for life in lives[:MOST_SITES])
     names = ", ".join(map(repr, sorted(surplus)))

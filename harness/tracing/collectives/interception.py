@@ -50,19 +50,19 @@ class CollectiveObserver(Protocol):
 
     # Any: whatever the listener knows a call by.
     def issued(self, call: Call, seq: int) -> Any:
-        """Take note of a call before it starts; what it returns is handed back at the wait.
+        """Record a call before it starts; what it returns is handed back at the wait.
 
         ``seq`` is the recorder's number of it, -1 without a recorder.
         """
 
     def handed_over(self) -> None:
-        """Take note that what carries the call issued last on this thread has been given it, or is done with it."""
+        """Record that what carries the call issued last on this thread has been given it, or is done with it."""
 
     def waited(self, issued: Any) -> None:
-        """Take note of a wait, of which there may be several for one call."""
+        """Record a wait, of which there may be several for one call."""
 
 
-def _nobody() -> CollectiveObserver | None:
+def _no_observer() -> CollectiveObserver | None:
     return None
 
 
@@ -73,7 +73,7 @@ class Interceptor:
     recorder: Callable[[], Recorder | None]
     ranks_of: Callable[[dist.ProcessGroup], tuple[int, ...]]
     carrier: CollectiveTransport | None = None
-    listener: Callable[[], CollectiveObserver | None] = _nobody
+    listener: Callable[[], CollectiveObserver | None] = _no_observer
 
 
 @contextmanager

@@ -27,7 +27,7 @@ class WaitObserver(Protocol):
         """Record that a wait began or ended; ``is_over`` as `harness.tracing.ledger.Wait` has it."""
 
     def over(self) -> None:
-        """Take note that the wait came to its end; one that raises does not."""
+        """Record that the wait came to its end; one that raises does not."""
 
 
 class WatchedWork(dist.Work):

@@ -1,6 +1,6 @@
-"""The lives of one rank's memory as they go on, and what each was for, told at the end. Pure; no torch here.
+"""The lives of one rank's memory as they go on, and what each was for, reported at the end. Pure; no torch here.
 
-[Note: kinds] No engine is asked what its memory is for. What the optimizer owns is told by the contract; the rest
+[Note: kinds] No engine is asked what its memory is for. What the optimizer owns is known from the contract; the rest
 follows from what flows where, unit by unit:
 
 - A gather that is given shares makes its output *whole*, of the units that the shares belong to. A copy of what is
@@ -181,7 +181,7 @@ class Allocations:
         for key in outputs if is_scattered else ():
             self._life(key).roles.add(Role.SCATTERED_INTO)
 
-    def told(self) -> tuple[Allocation, ...]:
+    def report(self) -> tuple[Allocation, ...]:
         """Return all lives with their kinds; see [Note: kinds]."""
         gradients = self._gradients()
         return tuple(

@@ -13,7 +13,7 @@ from shardproof.harness.tracing.ledger import Phase
 
 
 class MemoryKind(StrEnum):
-    """What memory is for, told from all that happened to it."""
+    """What memory is for, inferred from all that happened to it."""
 
     SHARDED = (
         "sharded"  # the optimizer's parameters: this rank's share, or the whole where nothing is sharded

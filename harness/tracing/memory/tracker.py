@@ -1,4 +1,4 @@
-"""The watch over one rank's memory: told of operators, collectives, resizes and the user's tensors, it keeps lives."""
+"""The watch over one rank's memory: it sees operators, collectives, resizes and the user's tensors, and keeps lives."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _GATHERS = frozenset({Op.ALL_GATHER, Op.GATHER, Op.BROADCAST})
 
 @dataclass(slots=True, eq=False)
 class _Held:
-    """A tensor of the user's, as it was when the watch was told of it."""
+    """A tensor of the user's, as it was when the watch first saw it."""
 
     name: str
     tensor: weakref.ref[torch.Tensor]
@@ -64,7 +64,7 @@ class MemoryTracker:
         self._lives = Allocations()
         self._storages = Storages()
         self._held: list[_Held] = []
-        self._told: list[UserTensor] = []  # of whom there is nothing more to tell
+        self._closed: list[UserTensor] = []  # those that will not change
         self._num_collectives = 0
         self._lock = threading.RLock()
 
@@ -97,7 +97,7 @@ class MemoryTracker:
             self._keys((tensor,), "empty")
 
     def host_read(self) -> None:
-        """Take no note: it is the same to memory."""
+        """Ignore it: memory does not change."""
 
     def resized(self, storage: torch.UntypedStorage, num_bytes: int) -> None:
         """Note that a storage gives its memory back, and takes new one if it is not to be empty."""
@@ -128,10 +128,10 @@ class MemoryTracker:
                 self._lives.reduced(inputs, outputs, is_scattered=call.op is Op.REDUCE_SCATTER)
 
     def handed_over(self) -> None:
-        """Take no note."""
+        """Ignore it."""
 
     def waited(self, issued: object) -> None:
-        """Take no note."""
+        """Ignore it."""
 
     # What the training loop tells ---------------------------------------------------------------------------
 
@@ -168,7 +168,7 @@ class MemoryTracker:
                 self._look_at(held)
             over = [h for h in self._held if h.change or h.tensor() is None]
             self._held = [h for h in self._held if h not in over]
-            self._told += map(_told, over)
+            self._closed += map(_user_tensor, over)
 
     def report(self) -> LifetimeReport:
         """Return all lives so far."""
@@ -176,9 +176,9 @@ class MemoryTracker:
             return LifetimeReport(
                 num_events=self._lives.num_events,
                 num_collectives=self._num_collectives,
-                lives=self._lives.told(),
+                lives=self._lives.report(),
                 stretches=self._lives.stretches(),
-                user_tensors=(*self._told, *map(_told, self._held)),
+                user_tensors=(*self._closed, *map(_user_tensor, self._held)),
             )
 
     # ----------------------------------------------------------------------------------------------------------
@@ -242,7 +242,7 @@ class MemoryTracker:
             held.change = f"its {held.num_bytes} bytes became {storage.nbytes()}"
 
 
-def _told(held: _Held) -> UserTensor:
+def _user_tensor(held: _Held) -> UserTensor:
     return UserTensor(name=held.name, num_bytes=held.num_bytes, change=held.change)
 
 

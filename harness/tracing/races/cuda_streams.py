@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from shardproof.harness.torch_compat.cuda import current_stream_handle, hears_streams, stream_handle
+from shardproof.harness.torch_compat.cuda import current_stream_handle, reporting_streams, stream_handle
 from shardproof.harness.torch_compat.patching import Replacement
 from shardproof.harness.tracing.collectives.call import Call
 from shardproof.harness.tracing.races.clock import Clock
@@ -104,7 +104,7 @@ class CudaRaceWatch(RaceDetector):
         self.host_waits_for_all()
 
     def host_read(self) -> None:
-        """Take no note: to read a number the host waits for a stream, which torch tells."""
+        """Ignore it: to read a number the host waits for a stream, which torch tells."""
 
     # What the door tells --------------------------------------------------------------------------------------
 
@@ -128,7 +128,7 @@ class CudaRaceWatch(RaceDetector):
 def watched_cuda_streams(recorder: Recorder) -> Iterator[CudaRaceWatch]:
     """Report this process's streams to a watch until exit; the caller sets it for the rank."""
     watch = CudaRaceWatch(recorder)
-    with hears_streams(watch), _in_place:
+    with reporting_streams(watch), _in_place:
         yield watch
 
 

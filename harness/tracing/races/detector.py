@@ -169,7 +169,7 @@ class RaceDetector:
             self.wait(self.selected, done)
 
     def handed_over(self) -> None:
-        """Take no note: what carries a collective on a CPU is no stream."""
+        """Ignore it: what carries a collective on a CPU is no stream."""
 
     def report(self) -> RaceReport:
         """Return what was found so far."""
@@ -218,18 +218,18 @@ class RaceDetector:
             set()
         )  # an operator that reads and writes has one race with an earlier one, not two
         for is_write, tensors in ((False, reads), (True, writes)):
-            told = replace(touch, is_write=is_write) if is_write else touch
+            reported = replace(touch, is_write=is_write) if is_write else touch
             for tensor in (t for t in tensors if is_memory(t, self.device_type)):
                 storage = tensor.untyped_storage()
                 key = self._storages.key(storage)
                 if id(storage) in fresh and not self._memory.is_known(key):
                     self._memory.allocate(key, timeline)
-                access = Access(told, self._order.moment(timeline), span_of(tensor), is_passing)
+                access = Access(reported, self._order.moment(timeline), span_of(tensor), is_passing)
                 self._num_touches += 1
                 for conflict in self._memory.touch(key, access, self._order.clock(timeline)):
                     if conflict.earlier not in told_of:
                         told_of.add(conflict.earlier)
-                        self._note(conflict.kind, conflict.earlier, told)
+                        self._note(conflict.kind, conflict.earlier, reported)
 
     def _touch(self, operator: str, timeline: int) -> Touch:
         place = self._recorder.place

@@ -67,7 +67,7 @@ class _Life:
 class Memory:
     """All the memory of one rank, by a key that is unique among what is alive.
 
-    Memory that was never announced was there before anybody looked: it has no earlier life, and is released to the
+    Memory that was never announced was there before the watch began: it has no earlier life, and is released to the
     pool of timeline 0.
     """
 
@@ -120,10 +120,10 @@ class Memory:
             if access.is_passing and clock.knows(access.moment):
                 del left[timeline]
 
-    def _forget(self, pool: int, told: set[Touch]) -> None:
+    def _forget(self, pool: int, reported: set[Touch]) -> None:
         """Drop what was reported as in the way of a new life: it would be in the way of every other one as well."""
         left = self._released.get(pool, {})
-        for timeline in [timeline for timeline, access in left.items() if access.touch in told]:
+        for timeline in [timeline for timeline, access in left.items() if access.touch in reported]:
             del left[timeline]
 
     def _life(self, key: int) -> _Life:

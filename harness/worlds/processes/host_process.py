@@ -24,12 +24,12 @@ from shardproof.harness.tracing.collectives.interception import Interceptor, sta
 from shardproof.harness.tracing.current_rank import bind_rank, current_rank
 from shardproof.harness.tracing.operators import current_witnesses
 from shardproof.harness.tracing.recorder import Recorder
+from shardproof.harness.worlds.exception_outcome import raised, text_of
 from shardproof.harness.worlds.messages import Dying, Finished, HostSpec, Job, Message, Ready, Started, send
 from shardproof.harness.worlds.outcome import Raised, Returned
 from shardproof.harness.worlds.output import redirect_output
 from shardproof.harness.worlds.processes.leaving import await_threads, leave, start_afresh
 from shardproof.harness.worlds.processes.lineage import adopt_orphans
-from shardproof.harness.worlds.raised import raised, text_of
 from shardproof.harness.worlds.rank import RankContext, journal_path, run_rank
 from shardproof.harness.worlds.spec import WorldKind, WorldSpec
 from shardproof.harness.worlds.threads.isolation import isolate_threads
@@ -221,14 +221,14 @@ def _report(
         link.send(Finished(outcome=outcome))
     except Exception as error:  # a value may raise what it likes where it is looked at
         message = f"the rank's result cannot be sent: {text_of(error)}; return plain values"
-        told = raised(context.rank, error, message)
+        own = raised(context.rank, error, message)
         try:
-            link.send(Finished(outcome=told))
+            link.send(Finished(outcome=own))
         except BaseException:  # nothing can be sent: this thread's stack shows which rank it was
-            lost = outcome if isinstance(outcome, Raised) else told
+            lost = outcome if isinstance(outcome, Raised) else own
             os.write(2, lost.traceback.encode())
             os.abort()
-        return told
+        return own
     return outcome if isinstance(outcome, Returned | Raised) else None
 
 

@@ -61,7 +61,7 @@ class DeadlockDetector:
         self._waiters.pop(waiter, None)
 
     def release(self, awaited: PendingOp | None) -> None:
-        """Let go all who wait for ``awaited``; None lets go everybody."""
+        """Release all ranks that wait for ``awaited``; None releases all."""
         for waiter in [w for w in self._waiters if awaited is None or w.awaited is awaited]:
             waiter.is_released = True
             del self._waiters[waiter]

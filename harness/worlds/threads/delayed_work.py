@@ -19,7 +19,7 @@ from shardproof.harness.worlds.threads.rendezvous import PendingOp, PostedReceiv
 
 @dataclass(slots=True)
 class Delay:
-    """How late a result is that everybody has come for.
+    """How late the result of a collective is that all ranks have joined.
 
     ``num_calls``: after so many further calls of its rank it is written, wait or no wait; None: not before the
     wait. ``num_polls``: so often asking whether it is complete is answered with no.
@@ -39,7 +39,7 @@ class WorkOwner(Protocol):
         """Let other ranks run: this one asks over and over."""
 
     def delivered(self, work: DelayedWork, loan: BufferGuard | None) -> None:
-        """Take note that a result is about to be written; the loan of an asynchronous call ends."""
+        """Record that a result is about to be written; the loan of an asynchronous call ends."""
 
 
 class DelayedWork(dist.Work):
@@ -63,7 +63,7 @@ class DelayedWork(dist.Work):
         self._source = call.peer
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Block until everybody has come, then write the outputs; only the first wait does anything."""
+        """Block until all ranks have joined, then write the outputs; only the first wait does anything."""
         # C++ spells "no timeout of its own" as zero.
         limit_s = timeout.total_seconds() if timeout else None
         with self._delivering:

@@ -11,11 +11,11 @@ import torch
 from shardproof.harness.tracing.collectives.call import Call, Pieces
 from shardproof.harness.tracing.ledger import Op
 from shardproof.harness.worlds.threads.collective_errors import CollectiveError, CollectiveRefusedError
+from shardproof.harness.worlds.threads.reduction import reduce_flat
 from shardproof.harness.worlds.threads.validation import (
     check_message,
     check_pieces,
     is_same,
-    reduce_flat,
     refuse_sides,
 )
 

@@ -178,7 +178,7 @@ class InMemoryTransport:
         return meeting
 
     def _settle(self, meeting: Rendezvous) -> None:
-        """Compute outside the lock, so that other groups go on; then let everybody take their part."""
+        """Compute outside the lock, so that other groups go on; then let all ranks take their part."""
         error: CollectiveError | None = None
         try:
             meeting.settle()

@@ -21,7 +21,7 @@ from shardproof.harness.training.reads import read_shards
 from shardproof.harness.training.watches import Watches
 from shardproof.harness.worlds.rank import RankContext
 
-__all__ = ["RankActor", "StepLog"]
+__all__ = ["EngineActor", "StepLog"]
 
 
 class StepLog:
@@ -33,7 +33,7 @@ class StepLog:
         self.snapshots: dict[str, dict[str, Shard]] = {}
 
 
-class RankActor(Actor):
+class EngineActor(Actor):
     """One rank of a world, one step; the loop makes one for each step."""
 
     def __init__(
@@ -136,7 +136,7 @@ class RankActor(Actor):
         return self._prepared.units()
 
     def look(self, moment: str) -> None:
-        """Read parameters, and the state of units where the plan demands that it can be told."""
+        """Read parameters, and the state of units where the plan demands that it can be read."""
         with self._context.recorder.during(Phase.OBSERVE, step=self.step):
             self.tape.snapshots[moment] = read_shards(self._prepared, "shown_parameters")
             if Capability.UNIT_STATE in self._training.plan.demands:

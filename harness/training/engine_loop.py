@@ -37,11 +37,11 @@ from shardproof.harness.tracing.memory.census import Census
 from shardproof.harness.tracing.memory.census_report import CensusTime
 from shardproof.harness.tracing.races.fake_cuda import cuda_stand_in
 from shardproof.harness.tracing.unit_hooks import watching_states, watching_units
-from shardproof.harness.training.expected_memory import Form, explained
-from shardproof.harness.training.rank_actor import RankActor
+from shardproof.harness.training.engine_actor import EngineActor
+from shardproof.harness.training.layout_memory import Form, explained
 from shardproof.harness.training.reads import calling, read_declared, read_gradients, read_norm, read_shards
 from shardproof.harness.training.watches import Watches, watching
-from shardproof.harness.worlds.raised import kind_of, text_of
+from shardproof.harness.worlds.exception_outcome import kind_of, text_of
 from shardproof.harness.worlds.rank import RankContext
 
 __all__ = ["drive_rank", "train"]
@@ -85,7 +85,7 @@ def drive_rank(context: RankContext, training: Training, engine: str) -> str | N
 class _TakesSteps(Protocol):
     """A prepared model that has a schedule of its own for the microbatches of a step, as a pipeline has."""
 
-    def play(self, actor: RankActor) -> None:
+    def play(self, actor: EngineActor) -> None:
         """Take all microbatches of a step."""
 
 
@@ -141,7 +141,7 @@ def train(
 ) -> Observation:
     """Run the whole schedule; ``adapter`` is needed where the training resumes in a fresh model.
 
-    ``watches`` are told what they cannot see: whose a tensor is, and when a step is over.
+    ``watches`` learn from the loop what they cannot see: the owner of a tensor, and the end of a step.
     """
     recorder = context.recorder
     if training.convert is not None:
@@ -220,7 +220,7 @@ class _Loop:
         """Play the script, read gradients, update, read parameters."""
         prepared, recorder, schedule = self.prepared, self._context.recorder, self._training.schedule
         facts, self._facts = self._facts, ()
-        actor = RankActor(prepared, self._training, self._context, step, self._inputs, self._watches)
+        actor = EngineActor(prepared, self._training, self._context, step, self._inputs, self._watches)
         self._meet(step)
         with recorder.during(Phase.BETWEEN, step=step):
             if isinstance(prepared, _TakesSteps):
@@ -257,7 +257,7 @@ class _Loop:
             snapshots=actor.tape.snapshots,
         )
 
-    def _count(self, actor: RankActor, moment: CensusTime) -> None:
+    def _count(self, actor: EngineActor, moment: CensusTime) -> None:
         form = None if self._watches is None else self._watches.form
         if self._census is not None and form is not None and actor.is_at_rest:
             with self._context.recorder.during(Phase.OBSERVE, step=actor.step):

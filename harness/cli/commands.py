@@ -1,0 +1,352 @@
+"""The commands, each a function of its parsed arguments that returns an exit code.
+
+Imports are where they are used: `--help` and the commands that only read a run need no torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import redirect_stdout
+from datetime import UTC, datetime
+from itertools import product
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from shardproof.engine.registry import BUILT_IN, check_spelling
+from shardproof.harness.audit.marks import WORLDS, Breadth
+from shardproof.harness.cases.case_id import node_of
+from shardproof.harness.cli.exit_codes import CONFORMS, DOES_NOT_CONFORM, OUR_FAULT, USAGE, conclude
+from shardproof.harness.records.record import Verdict
+from shardproof.harness.runner.interruption import uninterrupted
+from shardproof.harness.runner.invoke import call_pytest, check_temporary_folder, suite_folders, suites
+from shardproof.harness.runner.options import DEFAULT_WORLD, RunOptions, pytest_arguments
+
+if TYPE_CHECKING:
+    from shardproof.harness.records.run import Run
+
+    _Printer = Callable[
+        [Run, Path, Sequence[Path]], None
+    ]  # of a run, its folder and the reports written there
+
+_LEAST_S = 60.0  # that a world, or an oracle, may take
+_READING_S = 300.0  # that reading a model may take: nothing is known of it yet
+_PASSES = 9  # of each rank: three steps of three microbatches
+# An oracle trains some seven times for all ranks, in float64; a busy machine halves its speed, and halves it again.
+_ALLOWANCE = 30.0
+_INTERRUPTED = 2  # pytest.ExitCode.INTERRUPTED, without the import
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Judge engines on suites: launch worlds, record verdicts, write the reports."""
+    from shardproof.harness.cli.parts import resolve_parts
+
+    resolve_parts(arguments)
+    return _run(arguments)
+
+
+def check(arguments: argparse.Namespace) -> int:
+    """Judge engines on a model of your own: is it trained as one process trains it, under every plan that they declare?
+
+    MODEL is a class with build(), batch() and loss(), as path/to/file.py:Name or package.module:Name.
+    """
+    from shardproof.harness.runner.user_models import absolute, known_model, pass_seconds
+    from shardproof.harness.worlds.processes.forkserver import draw_hash_seeds, forkserver_context
+    from shardproof.harness.worlds.spec import WorldSpec
+    from shardproof.reports.model_check import render
+
+    check_temporary_folder()
+    spec = absolute(arguments.model)
+    most_ranks = max(WorldSpec.parse(world).size for world in arguments.world or [DEFAULT_WORLD])
+    draw_hash_seeds(arguments.schedule_seed)  # before the server starts: one with other seeds is ended
+    forkserver_context()  # it starts while this process goes on
+    known_model(spec, arguments.deadline or _READING_S)
+    if arguments.deadline is None:
+        arguments.deadline = deadline_for(pass_seconds(spec), most_ranks)
+    _announce(
+        arguments,
+        f"{arguments.model}: forward and backward take {pass_seconds(spec):.3g} s; a case that takes longer than "
+        f"{arguments.deadline:.0f} s counts as hung",
+    )
+    # A case is a world and an oracle; both have deadlines of their own, and pytest's is for what has none.
+    limit_s = 3 * arguments.deadline
+    return _run(arguments, f"--model={spec}", f"--timeout={limit_s}", render=render, lists_all=True)
+
+
+def deadline_for(pass_s: float, num_ranks: int) -> float:
+    """Return what a world, or an oracle, may take for a model of which forward and backward take so long."""
+    return round(_LEAST_S + _ALLOWANCE * _PASSES * num_ranks * pass_s)
+
+
+def _run(
+    arguments: argparse.Namespace,
+    *extra: str,
+    render: Callable[[Run], str] | None = None,
+    lists_all: bool = False,
+) -> int:
+    from shardproof.harness.cli.progress import CaseProgress
+    from shardproof.harness.records.provenance import today
+    from shardproof.harness.records.run import refuse_existing
+    from shardproof.harness.verdicts import known_failures_file
+    from shardproof.harness.worlds.processes.forkserver import draw_hash_seeds, forkserver_context
+    from shardproof.harness.worlds.spec import WorldSpec
+
+    out = Path(arguments.out or Path("conformance") / f"{datetime.now(UTC):%Y%m%d-%H%M%S}")
+    # Here rather than in pytest, whose own message would bury ours.
+    refuse_existing(out)
+    check_temporary_folder()
+    file = None if arguments.no_expectations else known_failures_file.find(arguments.expectations)
+    if file is not None:
+        known_failures_file.read(file, today=today())
+    for world in arguments.world or []:
+        WorldSpec.parse(world)
+    effort = RunOptions(
+        seed=arguments.schedule_seed, num_schedules=arguments.schedules, is_thorough=arguments.thorough
+    )
+    worlds = arguments.world or [DEFAULT_WORLD]
+    nodes = [
+        node_of(case, engine, world)
+        for case, engine, world in product(arguments.case or (), arguments.engine or sorted(BUILT_IN), worlds)
+    ]
+    paths = nodes or [str(path) for path in suites(arguments.suite)]
+    for name in arguments.engine or ():
+        check_spelling(name)
+    # After all that may be misspelt: a server that was started in vain would outlive the message.
+    if not arguments.workers:  # which have servers of their own
+        draw_hash_seeds(effort.seed)
+        forkserver_context()  # it does its imports while this process does its own
+    if not _any_is_usable(arguments.engine or sorted(BUILT_IN), arguments.deadline):
+        return USAGE
+    resolved = {"out": out, "expectations": file, "no_expectations": file is None}
+    options = [
+        *("-q", "--tb=no"),  # our report has every failure once, with its cause
+        *pytest_arguments(vars(arguments) | resolved),
+        *(["-n", str(arguments.workers)] if arguments.workers else []),
+        *(["-k", arguments.keyword] if arguments.keyword else []),
+        *extra,
+    ]
+    try:
+        is_quiet = arguments.quiet or arguments.json
+        progress = CaseProgress(lists_all=lists_all, is_quiet=is_quiet)
+        with redirect_stdout(sys.stderr if is_quiet else sys.stdout):
+            code = call_pytest([*paths, *options], progress)
+    except KeyboardInterrupt:  # one that pytest did not take, because it was about to end
+        code = _INTERRUPTED
+    with uninterrupted():
+        return conclude(out, code, lambda: _show(out, _printer(arguments, render)))
+
+
+def _any_is_usable(engines: Sequence[str], limit_s: float) -> bool:
+    """Print why an engine from outside cannot be judged, before anything runs; those built in are asked in pytest."""
+    from shardproof.harness.runner.engines import examine
+
+    foreign = [name for name in engines if name not in BUILT_IN]
+    unavailable = examine(foreign, limit_s=limit_s).unavailable
+    for name, problem in unavailable.items():
+        print(f"shardproof: engine {name!r}: {problem}", file=sys.stderr)
+    return len(unavailable) < len(engines)
+
+
+def explore(arguments: argparse.Namespace) -> int:
+    """Judge programs drawn from a space of traits, options and moves; shrink what fails, and write it down.
+
+    Programs that failed before come first: those that ship and those in DIR/found.txt. Returns 1 for new failures.
+    """
+    from shardproof.harness.cli.explore import ExploreRequest, explore_programs, print_script
+
+    if arguments.script is not None:
+        return print_script(arguments.script, arguments.one_engine, arguments.one_world)
+    check_temporary_folder()
+    return explore_programs(
+        ExploreRequest(
+            engine=arguments.one_engine,
+            world=arguments.one_world,
+            out=Path(
+                arguments.out or Path("conformance") / f"explore-{arguments.one_engine.replace('/', '-')}"
+            ),
+            seed=arguments.seed,
+            minutes=arguments.minutes,
+            num_programs=arguments.programs,
+            deadline_s=arguments.deadline,
+        )
+    )
+
+
+def judge(arguments: argparse.Namespace) -> int:
+    """Judge again what a run observed, without a world or an engine; writes records and reports below DIR/judged.
+
+    A record that cannot be judged again keeps its verdict and is listed; the exit code is then not 0.
+    """
+    from shardproof.harness.cli.judge import judge_again
+
+    return _show(judge_again(Path(arguments.run)), _printer(arguments))
+
+
+def report(arguments: argparse.Namespace) -> int:
+    """Write the reports of a run again and print its matrix."""
+    return _show(Path(arguments.run), _printer(arguments))
+
+
+def timeline(arguments: argparse.Namespace) -> int:
+    """Write what happened when in one case, the worst that matches, for Perfetto or chrome://tracing."""
+    from shardproof.harness.cli.timeline import TimelineRequest, export
+
+    return export(
+        TimelineRequest(
+            run=Path(arguments.run),
+            case=arguments.case,
+            engines=tuple(arguments.engine or ()),
+            ranks=tuple(arguments.rank or ()),
+            out=Path(arguments.out) if arguments.out else None,
+        )
+    )
+
+
+def diff(arguments: argparse.Namespace) -> int:
+    """Compare two runs: verdicts, headlines, counts and bytes that changed; returns 1 if any did, else 0."""
+    from shardproof.harness.cli.diff import DiffRequest, Format, show_diff
+
+    return show_diff(
+        DiffRequest(
+            before=Path(arguments.before),
+            after=Path(arguments.after),
+            format=Format(arguments.format),
+            engines=tuple(arguments.engine or ()),
+            out=Path(arguments.out) if arguments.out else None,
+        )
+    )
+
+
+def merge(arguments: argparse.Namespace) -> int:
+    """Merge runs that were made alike into one, and write its reports; returns what a run of all would return.
+
+    A run that is damaged or was interrupted, or a shard that is missing, makes the merged run incomplete.
+    """
+    from shardproof.harness.cli.merge import merge_runs
+
+    return _show(
+        merge_runs([Path(folder) for folder in arguments.runs], Path(arguments.out)), _printer(arguments)
+    )
+
+
+def expectations(arguments: argparse.Namespace) -> int:
+    """Bring the file of known failures in line with a run: print the change, and with --update write it.
+
+    Entries that passed or are stale are removed or narrowed. Failures that no entry excuses get new entries, which need
+    --reason and --link; choose the failures of one cause with --engine and --case. Returns 1 if something remains.
+    """
+    from shardproof.harness.cli.expectations import UpdateRequest, update
+
+    return update(
+        UpdateRequest(
+            run=Path(arguments.run),
+            file=arguments.expectations,
+            is_written=arguments.update,
+            reason=arguments.reason,
+            link=arguments.link,
+            expiry=arguments.expiry,
+            engines=tuple(arguments.engine or ()),
+            case=arguments.case,
+        )
+    )
+
+
+def list_all(arguments: argparse.Namespace) -> int:
+    """List engines with what they declare, suites, and with --cases every case."""
+    from shardproof.harness.cli.case_list import list_cases
+    from shardproof.harness.cli.engine_list import engine_lines
+
+    print("engines:", *engine_lines(), "suites:", sep="\n")
+    for suite in suite_folders():
+        print(f"  {suite.name:18} {_first_sentence(suite / '__init__.py')}")
+    if not arguments.cases:
+        return CONFORMS
+    print("cases:")
+    return list_cases()
+
+
+def doctor(arguments: argparse.Namespace) -> int:
+    """Return what this machine can run, by running it."""
+    from shardproof.harness.cli.doctor import examine
+
+    findings = examine()
+    for finding in findings:
+        print(f"{'ok  ' if finding.is_ok else 'FAIL'} {finding.what}: {finding.detail}")
+    return CONFORMS if all(f.is_ok for f in findings) else OUR_FAULT
+
+
+def coverage(arguments: argparse.Namespace) -> int:
+    """Return which cases stand for each test of torch's own, and what runs say of them; 1 where one has no case.
+
+    With --api the same of each name of an interface of torch's.
+    """
+    from shardproof.harness.cli.coverage import show_coverage
+
+    folders = [Path(folder) for folder in arguments.runs]
+    return show_coverage(folders, api=arguments.api, is_markdown=arguments.markdown)
+
+
+def mutants(arguments: argparse.Namespace) -> int:
+    """Run mutation testing: check that each case kills the mutants that its `kills` marks name; prints the kill matrix.
+
+    Returns 1 where one of them survives, where a mutant is killed by no case, or where a case kills no mutant.
+    """
+    from shardproof.harness.cli.mutants import MutantsRequest, run_mutants, shipped
+
+    now = f"{datetime.now(UTC):%Y%m%d-%H%M%S}"
+    return run_mutants(
+        MutantsRequest(
+            targets=shipped(),
+            suites=tuple(suites(arguments.suite)),
+            worlds=tuple(dict.fromkeys(arguments.world or WORLDS)),
+            breadth=arguments.breadth or Breadth.MARKED,
+            out=Path(arguments.out or Path("conformance") / f"mutants-{now}"),
+            keyword=arguments.keyword or "",
+            num_workers=arguments.workers,
+            deadline_s=arguments.deadline,
+            is_whole=not (arguments.suite or arguments.keyword),
+        )
+    )
+
+
+def _announce(arguments: argparse.Namespace, text: str) -> None:
+    if not (arguments.quiet or arguments.json):
+        print(text)
+
+
+def _printer(arguments: argparse.Namespace, render: Callable[[Run], str] | None = None) -> _Printer:
+    """Return what prints a run as it was asked for: ``render`` replaces the usual report."""
+    from shardproof.harness.cli.screen import show, width
+    from shardproof.reports import summary_json, terminal
+
+    def print_report(run: Run, folder: Path, paths: Sequence[Path]) -> None:
+        show(render(run) if render else terminal.render(run, width=width()))
+        print(*(f"wrote {path}" for path in paths), sep="\n")
+
+    def print_causes(run: Run, folder: Path, paths: Sequence[Path]) -> None:
+        show(terminal.render_causes(run, width=width()))
+
+    def print_json(run: Run, folder: Path, paths: Sequence[Path]) -> None:
+        print(summary_json.render(run, folder, paths))
+
+    if getattr(arguments, "json", False):
+        return print_json
+    return print_causes if getattr(arguments, "quiet", False) else print_report
+
+
+def _show(run_folder: Path, printer: _Printer) -> int:
+    """Write a run's reports, print it, and return the exit code."""
+    from shardproof.reports.summary import conforms
+    from shardproof.reports.write import write_reports
+
+    result, paths = write_reports(run_folder)
+    printer(result, run_folder, paths)
+    if Verdict.ERRORED in {record.verdict for record in result.records}:
+        return OUR_FAULT
+    return CONFORMS if conforms(result) else DOES_NOT_CONFORM
+
+
+def _first_sentence(module: Path) -> str:
+    text = module.read_text().strip().strip('"')
+    return text.split("\n", 1)[0]
