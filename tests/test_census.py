@@ -193,6 +193,16 @@ def test_state_of_what_trains_beside_frozen_parameters_may_lie_on_one_rank() -> 
     assert num_bytes * 0.65 < found <= num_bytes
 
 
+def test_a_frozen_unit_explains_no_state_of_another() -> None:
+    frozen = tuple(f"layers.0.{name}" for name in ("weight", "bias"))
+    plan = Plan(layout=Layout.SHARD, units=("layers.0",))
+    training = _training(replace(MLP_EVEN, name="frozen_unit", idle=frozen), plan)
+    shapes = {n: tuple(p.shape) for n, p in MLP_EVEN.build().named_parameters() if n not in frozen}
+    state = [StateTensor(parameter=n, shape=shape, bytes_per_element=FLOAT) for n, shape in shapes.items()]
+    half = sum(map(prod, shapes.values())) * FLOAT / 2
+    assert half <= state_bytes(form_of(training), training, 2, cut=Cut.EVENLY, state=state) <= half * 1.1
+
+
 def test_buffers_and_ignored_parameters_are_whole() -> None:
     training = _training(HOARD, Plan(layout=Layout.SHARD, ignored=HOARD.idle))
     model = HOARD.build()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from itertools import combinations
 from pathlib import Path
@@ -61,7 +62,7 @@ def test_rows_cover_every_combination_that_makes_sense(family: str) -> None:
     assert next(space.cover(unseen=left), None) is None, "run python -m shardproof.suites.combinations.rows"
 
 
-@pytest.mark.parametrize("file", [*FAMILIES, "found", "found_wrapped", "found_replicas"])
+@pytest.mark.parametrize("file", [*FAMILIES, "found_units", "found_wrapped", "found_replicas"])
 def test_every_row_is_a_training_with_laws(file: str) -> None:
     for program in programs_in(file):
         training = training_of(program)
@@ -101,7 +102,7 @@ def test_the_script_shows_the_model_that_is_judged() -> None:
 
 
 @pytest.mark.parametrize(
-    "engine", ["torch.fsdp2", "torch.replicate", "torch.fsdp1", "torch.ddp", "reference"]
+    "engine", ["torch.fsdp2", "torch.replicate", "torch.fsdp1", "torch.ddp", "reference", "reference.wrapper"]
 )
 def test_scripts_are_python_for_whatever_is_drawn(engine: str) -> None:
     rng = random.Random(1)
@@ -166,6 +167,16 @@ def test_finds_pairs_once_and_then_sees_all_others() -> None:
     }
 
 
+def test_a_vacuous_program_is_no_finding_and_shows_no_combination() -> None:
+    hunt = _hunt(lambda _: "")
+    judge = hunt.exploration.judge
+    object.__setattr__(
+        hunt.exploration, "judge", lambda p: replace(judge(p), verdict=Verdict.VACUOUS, headline="still")
+    )
+    assert hunt.check(SMALL.program({"a": "1"})) is None
+    assert (hunt.findings, hunt.seen, hunt.verdicts) == ([], set(), {"VACUOUS": 1})
+
+
 def test_found_programs_are_read_with_comments(tmp_path: Path) -> None:
     (tmp_path / "found.txt").write_text("# first\nreuse=twice,clip=2  # 1\n\nreuse=twice,clip=2\nplain\n")
     found = read_programs(tmp_path / "found.txt", tmp_path / "none.txt")
@@ -183,3 +194,22 @@ def test_explore_writes_down_what_fails(tmp_path: Path, capsys: pytest.CaptureFi
     assert "FAILED: matches the oracle" in report
     assert 'SPACE.parse("plain")' in report
     assert "the plain program fails" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        # Mended in laws and loops: a checkpoint's own backward reduces apart; gradients cleared to zeros stay zeros.
+        "checkpoint=around_reentrant,layout=shard,microbatches=3,order=sum",
+        "checkpoint=around_reentrant,layout=shard,units=joint",
+        "side=steps,failure=again,zero_grad=alternate",
+        # Mended in the reference engine: a joint unit reduced in parts; what a module shows was left out of clipping.
+        "layout=shard,units=joint,microbatches=2,order=forwards_first",
+        "evaluation=end,layout=shard,clip=2",
+    ],
+)
+def test_what_our_own_fault_once_failed_passes(text: str) -> None:
+    cell = Cell(engine="reference", world=WorldSpec.parse("threads:2"))
+    exploration = Exploration(space=SPACE, training=training_of, laws=laws_of, cell=cell)
+    record = exploration.judge(SPACE.parse(text))
+    assert record.verdict is Verdict.PASSED, record.headline

@@ -28,6 +28,7 @@ from shardproof.engine.contract import (
     Engine,
     Layout,
     Offload,
+    OptimizerFactory,
     Plan,
     PreparedModel,
     Reshard,
@@ -114,6 +115,11 @@ class PreparedWrapper(PreparedModel, ABC):
     @abstractmethod
     def pieces(self) -> Iterator[Piece]:
         """Find the pieces of the units that are sharded or flat."""
+
+    def optimizer(self, factory: OptimizerFactory) -> None:
+        """Build it over what the wrapper shows: the root's flat parameter may be its own and not the model's."""
+        self._given = dict(self._root.named_parameters())
+        self._optimizer = factory(self._given.values())
 
     def wrapper(self) -> WrapperNames:
         """Return the engine's names."""

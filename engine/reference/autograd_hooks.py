@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -79,15 +80,23 @@ def _dataclass_like(value: Any, fields: dict[str, Any]) -> Any:
     return rebuilt
 
 
+@dataclasses.dataclass(eq=False)
+class WatchedForward:
+    """One forward through all modules of a call of ``fully_shard``: its watched calls whose backward is to come."""
+
+    num_calls: int = 0
+
+
 class PendingBackwards:
     """Counts calls: those whose inputs will show the end of their backward, and the others.
 
     ``on_begin`` is called, as a hook, before backward enters the modules, once or more for each call; ``on_end``
-    when it has computed the gradients of all inputs.
+    when it has computed the gradients of all inputs, with the forward that the call was part of.
     """
 
-    def __init__(self, *, on_begin: Callable[..., None], on_end: Callable[[], None]) -> None:
+    def __init__(self, *, on_begin: Callable[..., None], on_end: Callable[[WatchedForward], None]) -> None:
         self.num_watched = 0
+        self._forward = WatchedForward()  # the one under way
         self._num_others = 0
         self._is_counted = False  # the call under way
         self._on_begin = on_begin
@@ -97,10 +106,18 @@ class PendingBackwards:
         """Expect no backward any more."""
         self.num_watched = self._num_others = 0
 
-    def end_one(self) -> int:
-        """Record that the backward of a watched call has ended; return how many calls are still to come."""
+    def begin_forward(self) -> None:
+        """Count the calls that follow as those of another forward."""
+        self._forward = WatchedForward()
+
+    def end_one(self, forward: WatchedForward) -> int:
+        """Record that the backward of a watched call has ended; return how many calls are still to come.
+
+        Those of its own forward are, even where no further backward was expected.
+        """
+        forward.num_calls -= 1
         self.num_watched = max(0, self.num_watched - 1)
-        return self.num_watched + self._num_others
+        return max(self.num_watched + self._num_others, forward.num_calls)
 
     # Any: whatever a forward takes.
     def watch_inputs(
@@ -116,8 +133,9 @@ class PendingBackwards:
         inputs = [t for t in tensors_in((args, kwargs)) if t.requires_grad]
         if not inputs:
             return args, kwargs
-        watched = iter(_Watched.apply(self._on_end, *inputs))
+        watched = iter(_Watched.apply(partial(self._on_end, self._forward), *inputs))
         self.num_watched += 1
+        self._forward.num_calls += 1
         self._is_counted = True
 
         def replace(tensor: torch.Tensor) -> torch.Tensor:

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardproof.engine.reference.autograd_hooks import PendingBackwards, map_tensors
+from shardproof.engine.reference.autograd_hooks import PendingBackwards, WatchedForward, map_tensors
 from shardproof.engine.reference.comm_context import CommContext
 from shardproof.engine.reference.mesh import subgroup_of
 from shardproof.engine.reference.param_group import FSDPParamGroup, ShardedState
@@ -211,6 +211,7 @@ class FSDPState:
             self._training_state = TrainingState.FORWARD
             self._entered.clear()
             self._left.clear()
+            self._calls.begin_forward()
         self._entered.add(module)
         if not recomputes:
             if begins and root_state.enter_forward(self):
@@ -334,9 +335,9 @@ class FSDPState:
             # frozen one's module may still compute.
             group.reduce_gradients()
 
-    def _inputs_done(self) -> None:
+    def _inputs_done(self, forward: WatchedForward) -> None:
         """Free the parameters unless another forward of this backward still waits for its turn."""
-        if self._calls.end_one() and not all(group.is_complete for group in self.param_groups):
+        if self._calls.end_one(forward) and not all(group.is_complete for group in self.param_groups):
             return
         self._free_after_backward()
         if self.prefetches_in_backward is BackwardPrefetchTime.LAST and self.root_state is not None:

@@ -12,6 +12,8 @@ import torch.distributed as dist
 from torch.amp.grad_scaler import GradScaler
 from torch.distributed.tensor import DTensor, Replicate
 
+from shardproof.engine.reference.parameter import sharded_param_of
+
 _EPSILON = 1e-6  # torch.nn.utils.clip_grad_norm_ adds the same to the norm it divides by
 
 
@@ -27,7 +29,8 @@ def clip_grad_norm_(
 
     The norm (0-dim, plain, equal on every rank) is that of the whole gradients: a shard counts on the ranks
     that it is spread over, a replica once. Parameters may lie on different meshes; plain tensors count as
-    replicated. Collective over the sharded axes of every mesh that occurs, whether or not a rank has gradients.
+    replicated, and what a module shows while it is gathered stands for its shard. Collective over the sharded axes of
+    every mesh that occurs, whether or not a rank has gradients.
 
     ``foreach`` is accepted for torch.nn.utils.clip_grad_norm_'s sake and changes nothing.
 
@@ -36,7 +39,8 @@ def clip_grad_norm_(
     """
     if norm_type < 0:
         raise ValueError(f"clip_grad_norm_: expected norm_type >= 0 or inf, got {norm_type}")
-    chosen: list[torch.Tensor] = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    given = [parameters] if isinstance(parameters, torch.Tensor) else parameters
+    chosen = [sharded_param_of(parameter) for parameter in given]
     gradients = [p.grad for p in chosen if p.grad is not None]
     total = _norm(chosen, float(norm_type))
     if error_if_nonfinite and not math.isfinite(total):

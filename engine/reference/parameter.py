@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from shardproof.engine.reference.geometry import Geometry, local_part
 from shardproof.engine.reference.mesh import DataMesh
@@ -27,6 +28,14 @@ from shardproof.engine.reference.torch_private import (
 # Attributes of parameters: that the original is managed, and the listener of what the optimizer owns.
 _MARK = "_is_sharded_elsewhere"
 _LISTENER = "_step_listener"
+_OWNERS = WeakTensorKeyDictionary()  # of unsharded parameters: weak references to their `FSDPParam`
+
+
+def sharded_param_of(parameter: torch.Tensor) -> torch.Tensor:
+    """Return what the optimizer owns of a parameter that a module shows while it is gathered, else the parameter."""
+    reference = _OWNERS.get(parameter)
+    owner: FSDPParam | None = None if reference is None else reference()
+    return parameter if owner is None else owner.sharded_param
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,6 +185,7 @@ class FSDPParam(ABC):
         self.unsharded_param = nn.Parameter(
             self._whole(memory), requires_grad=self.sharded_param.requires_grad
         )
+        _OWNERS[self.unsharded_param] = weakref.ref(self)
         self._on_gradient = on_gradient
         self._is_hooked = False
         self._hook()

@@ -112,6 +112,10 @@ class Schedule:
     are_repeats_read: bool = True
     steps_in_backward: bool = False
 
+    def clears_to_none(self, step: int) -> bool:
+        """Return whether gradients are None, and not zeros, once this step has cleared them; None before the first."""
+        return self.zero_grad is ZeroGrad.SET_TO_NONE or step % 2 == 0 or step < 0
+
 
 class StateForm(Enum):
     """In what form state goes from one model to another."""

@@ -304,7 +304,7 @@ def mutants(arguments: argparse.Namespace) -> int:
     return run_mutants(
         MutantsRequest(
             targets=shipped(),
-            suites=tuple(suites(arguments.suite, with_drafts=True)),
+            suites=tuple(suites(arguments.suite)),
             worlds=tuple(dict.fromkeys(arguments.world or WORLDS)),
             breadth=arguments.breadth or Breadth.MARKED,
             out=Path(arguments.out or Path("conformance") / f"mutants-{now}"),

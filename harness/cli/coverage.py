@@ -61,7 +61,7 @@ def show_coverage(folders: Sequence[Path], *, api: str | None, is_markdown: bool
     records = [record for run in runs for record in run.records]
     found, said = _CasesWithRows(table), io.StringIO()
     with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
-        code = collect(suites(None, with_drafts=True), found)
+        code = collect(suites(None), found)
     if code:
         print(said.getvalue(), file=sys.stderr)
         return USAGE if code == pytest.ExitCode.USAGE_ERROR else OUR_FAULT

@@ -25,7 +25,7 @@ from shardproof.harness.worlds.spec import WorldSpec
 __all__ = ["ExploreRequest", "explore_programs", "print_script"]
 
 KNOWN = tuple(
-    SUITES / "combinations" / f"{name}.txt" for name in ("found", "found_wrapped", "found_replicas")
+    SUITES / "combinations" / f"{name}.txt" for name in ("found_units", "found_wrapped", "found_replicas")
 )
 _FOUND = "found.txt"
 

@@ -101,11 +101,16 @@ class Hunt:
     findings: list[ShrunkFailure] = field(default_factory=list)
 
     def failing(self, program: Program) -> ShrunkFailure | None:
-        """Judge one program; return its failure as it is."""
+        """Judge one program; return its failure as it is.
+
+        A vacuous one is none: its numbers are such that an engine's fault might not show, whatever the engine.
+        """
         record = self.exploration.judge(program)
         self.num_judged += 1
         self.verdicts[record.verdict] = self.verdicts.get(record.verdict, 0) + 1
         symptom = symptom_of(record)
+        if record.verdict is Verdict.VACUOUS:
+            return None
         if symptom is None:
             self.seen |= self.exploration.space.combinations_in(program)
             return None

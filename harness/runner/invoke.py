@@ -51,12 +51,8 @@ def call_pytest(arguments: Sequence[str], *plugins: object) -> int:
     )
 
 
-# Suites that run when they are named: some of their rows fail on shipped engines, and no cause is decided yet.
-DRAFTS = frozenset({"combinations"})
-
-
-def suites(names: Sequence[str] | None, *, with_drafts: bool = False) -> list[Path]:
-    """Find suites by name, all but drafts for none; raises UsageError with a hint."""
+def suites(names: Sequence[str] | None) -> list[Path]:
+    """Find suites by name, all for none; raises UsageError with a hint."""
     known = {folder.name: folder for folder in suite_folders()}
     for name in names or []:
         if name not in known:
@@ -65,7 +61,7 @@ def suites(names: Sequence[str] | None, *, with_drafts: bool = False) -> list[Pa
             raise UsageError(
                 "--suite", expected=f"one of {', '.join(sorted(known))}", got=repr(name), hint=hint
             )
-    return [known[name] for name in names or sorted(known.keys() - (set() if with_drafts else DRAFTS))]
+    return [known[name] for name in names or sorted(known)]
 
 
 def suite_folders() -> list[Path]:

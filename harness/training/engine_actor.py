@@ -175,8 +175,8 @@ class EngineActor(Actor):
         self._prepared.recover()
 
     def zero_grad(self) -> None:
-        """Zero gradients by the engine's own method."""
-        self._prepared.zero_grad(set_to_none=True)
+        """Clear gradients by the engine's own method, to what they were when the step began."""
+        self._prepared.zero_grad(set_to_none=self._training.schedule.clears_to_none(self.step - 1))
 
     def edit_gradients(self, edit: GradientEdit) -> None:
         """Change those of the parameters that the optimizer updates."""

@@ -31,7 +31,6 @@ from shardproof.harness.cases.training import (
     StateForm,
     Training,
     Watch,
-    ZeroGrad,
 )
 from shardproof.harness.cases.user_model import StepSchedules
 from shardproof.harness.records.observation import (
@@ -348,8 +347,7 @@ class _Loop:
                 self._lifetimes.meet(self.prepared, self._training.plan)
 
     def _zero_grad(self, step: int) -> None:
-        alternate = self._training.schedule.zero_grad is ZeroGrad.ALTERNATE
-        self.prepared.zero_grad(set_to_none=not (alternate and step % 2))
+        self.prepared.zero_grad(set_to_none=self._training.schedule.clears_to_none(step))
 
 
 # Any: a state, which is what the engine likes.

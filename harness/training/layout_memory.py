@@ -142,11 +142,18 @@ def state_bytes(
     """Add up a rank's share of optimizer state; ``state`` are the whole tensors."""
     shares = shares_of(training.plan, world_size).state
     shapes = {name: shape for g in form.groups for name, shape in zip(g.names, g.shapes, strict=True)}
-    most = sum(_group_numel(group, training.plan, shares, cut) for group in form.groups)
-    most += _spill(form, shares, cut)
-    # Where parameters lie one after the other, those without state may be another rank's, and the rest this one's.
-    trained = sum(prod(shape) for name, shape in shapes.items() if name not in training.problem.idle)
-    share = Fraction(min(most, trained), max(trained, 1))
+    idle = training.problem.idle
+    in_groups = [
+        sum(prod(shape) for name, shape in zip(group.names, group.shapes, strict=True) if name not in idle)
+        for group in form.groups
+    ]
+    # Where a group lies one parameter after the other, those without state may be another rank's, the rest this one's.
+    most = sum(
+        min(_group_numel(group, training.plan, shares, cut), numel)
+        for group, numel in zip(form.groups, in_groups, strict=True)
+    )
+    trained = sum(in_groups)
+    share = Fraction(min(most + _spill(form, shares, cut), trained), max(trained, 1))
     total = Fraction(0)
     for tensor in state:
         num_bytes = prod(tensor.shape) * tensor.bytes_per_element

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from shardproof.engine.contract import Plan
-from shardproof.harness.cases.training import LoopOrder, Training, ZeroGrad
+from shardproof.harness.cases.training import LoopOrder, Training
 from shardproof.harness.cases.user_model import StepSchedules
 from shardproof.harness.torch_compat.dispatch import drawing_apart
 from shardproof.harness.torch_compat.dtypes import cast_module, widened
@@ -433,7 +433,7 @@ def _clip(training: Training, parameters: Mapping[str, nn.Parameter]) -> torch.T
 
 
 def _update(training: Training, optimizer: torch.optim.Optimizer, step: int) -> None:
-    clears_to_none = training.schedule.zero_grad is ZeroGrad.SET_TO_NONE or step % 2 == 0
+    clears_to_none = training.schedule.clears_to_none(step)
     if training.schedule.order is LoopOrder.ZERO_THEN_STEP:
         optimizer.zero_grad(set_to_none=clears_to_none)
         optimizer.step()

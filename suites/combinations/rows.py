@@ -1,18 +1,20 @@
 """The rows of the covering arrays: read from the files beside this one, or made anew.
 
-`python -m shardproof.suites.combinations.rows` writes the files, the same on every machine.
+`python -m shardproof.suites.combinations.rows` keeps the rows that still make sense and adds those that are missing.
 An array stays within the capabilities of a family of engines, because a row that asks for more proves nothing of them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from functools import cache, partial
 from pathlib import Path
 
-from shardproof import Capability, Program, Space
+from shardproof import Capability, Program, ProgramRule, Space
 from shardproof.fixtures.programs import SPACE
 
-__all__ = ["FAMILIES", "programs_in", "rows_in", "space_of"]
+__all__ = ["FAMILIES", "JUDGED_WITH", "programs_in", "rows_in", "space_of"]
 
 _HERE = Path(__file__).parent
 _REPLICAS = frozenset(
@@ -49,6 +51,14 @@ FAMILIES: Mapping[str, frozenset[Capability]] = {
 }
 
 
+# What tells a family's engines from others: these alone judge its rows.
+JUDGED_WITH: Mapping[str, Capability] = {
+    "replicas": Capability.REPLICATE,
+    "wrapped": Capability.WRAPPER,
+    "units": Capability.UNIT_SYNC,
+}
+
+
 def programs_in(name: str) -> list[Program]:
     """Read the programs of a file, one a line; what follows # is a comment."""
     return [program for program, _ in rows_in(name)]
@@ -61,15 +71,39 @@ def rows_in(name: str) -> list[tuple[Program, str]]:
 
 
 def space_of(family: str) -> Space:
-    """Return what a family's array covers: no program in it contains one that some engine is known to fail."""
-    files = [file for file in ("found", f"found_{family}") if (_HERE / f"{file}.txt").exists()]
-    return SPACE.within(FAMILIES[family]).without(program for file in files for program in programs_in(file))
+    """Return what a family's array covers: none that contains one which an engine that judges it is known to fail."""
+    others = [other for other in FAMILIES if other == family or JUDGED_WITH[family] in FAMILIES[other]]
+    rules = tuple(
+        ProgramRule(why=f"contains one of found_{other}.txt", holds=partial(_is_known, other))
+        for other in others
+    )
+    space = SPACE.within(FAMILIES[family])
+    return replace(space, rules=(*space.rules, *rules))
+
+
+def _is_known(family: str, program: Program) -> bool:
+    known = _found(family)
+    return SPACE.needs(program) <= FAMILIES[family] and any(program.contains(found) for found in known)
+
+
+@cache
+def _found(family: str) -> tuple[Program, ...]:
+    return tuple(programs_in(f"found_{family}"))
 
 
 def _write(families: Iterable[str]) -> None:
+    """Keep the rows that still make sense, with their notes, and add rows for what they do not cover."""
     for family in families:
-        rows = space_of(family).cover()
-        (_HERE / f"{family}.txt").write_text("".join(f"{row}\n" for row in rows))
+        space = space_of(family)
+        kept = [
+            (row, note)
+            for row, note in rows_in(family)
+            if space.has(row) and space.contradiction(row) is None
+        ]
+        left = space.combinations.difference(*(space.combinations_in(row) for row, _ in kept))
+        rows = [*kept, *((row, "") for row in space.cover(unseen=left))]
+        text = "".join(f"{row}  # {note}\n" if note else f"{row}\n" for row, note in rows)
+        (_HERE / f"{family}.txt").write_text(text)
 
 
 if __name__ == "__main__":
