@@ -148,7 +148,8 @@ def test_a_process_that_only_hands_out_cases_does_not_wait_for_torch() -> None:
     program = "\n".join(
         (
             "import sys",
-            f"from shardproof.harness.runner.invoke import call_pytestcode = call_pytest({smoke})",
+            "from shardproof.harness.runner.invoke import call_pytest",
+            f"code = call_pytest({smoke})",
             "sys.exit(code or ('torch was imported' if 'torch' in sys.modules else 0))",
         )
     )

@@ -24,11 +24,34 @@ class PreparedZero1(PreparedDdp):
     cut = Cut.PARAMETERS
 
     def optimizer(self, factory: OptimizerFactory) -> None:
-        """Build it over what is trained: it would give state to frozen parameters as well."""
-        trained = [p for p in self.named.parameters() if p.requires_grad]
-        group: Any = self.module.process_group
-        make: Any = factory  # it calls a class with parameters and defaults, and may call a factory alike
-        self._optimizer = ZeroRedundancyOptimizer(trained, optimizer_class=make, process_group=group)
+        """Build it over the parameters that the factory chooses and that are trained; it gives state to others."""
+        parameters = list(self.named.parameters())
+        groups = [
+            {**group, "params": [p for p in group["params"] if p.requires_grad]}
+            for group in factory(parameters).param_groups
+        ]
+
+        # Any: groups of parameters, as torch's optimizers take them.
+        def make(share: list[dict[str, Any]]) -> torch.optim.Optimizer:
+            """Build the optimizer of this rank's share: what a factory chooses, it chooses among all parameters."""
+            built = factory(parameters)
+            built.param_groups.clear()
+            for group in share:
+                built.add_param_group(group)
+            return built
+
+        process_group: Any = self.module.process_group
+        maker: Any = (
+            make  # annotated as a class; it is called with groups and with defaults, of which there are none
+        )
+        self._optimizer = ZeroRedundancyOptimizer(groups, optimizer_class=maker, process_group=process_group)
+
+    def step(self) -> None:
+        """Take the learning rates of the share's optimizer, which schedules change, for those of all."""
+        zero = self._zero()
+        for of_all, of_share in zip(zero.param_groups, zero.optim.param_groups, strict=True):
+            of_all["lr"] = of_share["lr"]
+        super().step()
 
     def local_optimizer_state(self) -> Mapping[str, Shard]:
         """Read the state of this rank's parameters, which its inner optimizer has."""
