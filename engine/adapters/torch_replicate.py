@@ -21,6 +21,7 @@ _NOT_OF_REPLICAS = {
     Capability.EXPERTS,
     Capability.RESHARD_POLICY,
     Capability.RESHARD_PART,
+    Capability.MIXED,
     Capability.REPLICA_SYNC,
     Capability.GATHER_ONCE,
     Capability.GRAPHS,  # torch promises them of fully_shard alone
