@@ -13,9 +13,9 @@ import torch.distributed as dist
 from shardproof.harness.worlds.launch import WorldPool, launch
 from shardproof.harness.worlds.outcome import Raised, Returned, WorldResult
 from shardproof.harness.worlds.rank import RankContext
-from shardproof.harness.worlds.spec import WorldKind, WorldSpec
+from shardproof.harness.worlds.spec import OWN_KINDS, WorldKind, WorldSpec
 
-KINDS = list(WorldKind)
+KINDS = [*OWN_KINDS, WorldKind.LAUNCHED]
 
 
 def _sum_and_process(context: RankContext) -> tuple[float, int]:
