@@ -16,9 +16,9 @@ from shardproof.harness.worlds.launch import World, WorldPool, launch
 from shardproof.harness.worlds.outcome import Died, Raised, Returned, WorldResult
 from shardproof.harness.worlds.processes.host_handle import HostHandle
 from shardproof.harness.worlds.rank import RankContext
-from shardproof.harness.worlds.spec import WorldKind, WorldSpec
+from shardproof.harness.worlds.spec import OWN_KINDS, WorldKind, WorldSpec
 
-KINDS = list(WorldKind)
+KINDS = [*OWN_KINDS, WorldKind.LAUNCHED]
 
 
 def _sum_and_process(context: RankContext) -> tuple[float, int]:

@@ -18,11 +18,11 @@ from shardproof.harness.verdicts.judgement import judge_failure
 from shardproof.harness.worlds.launch import launch
 from shardproof.harness.worlds.outcome import Abandoned, Died, Outcome, Raised, Returned, TimedOut
 from shardproof.harness.worlds.rank import RankContext
-from shardproof.harness.worlds.spec import WorldKind, WorldSpec
+from shardproof.harness.worlds.spec import OWN_KINDS, WorldKind, WorldSpec
 from tests.zoo import CULPRIT, ZOO
 
 DEADLINE_S = 3.0
-KINDS = list(WorldKind)
+KINDS = [*OWN_KINDS, WorldKind.LAUNCHED]
 
 
 def _spec(kind: WorldKind, *, collective_timeout_s: float | None = None) -> WorldSpec:

@@ -15,7 +15,7 @@ from shardproof.engine.contract import Grouping, Layout, Plan, PreparedModel
 from shardproof.engine.mutants.mutant import Condition, Trace, mutant
 
 _MANY = Condition(
-    world_size=4096,
+    world_size=1024,
     plan=Plan(layout=Layout.SHARD, grouping=Grouping.REQUIRED),
     because="with few ranks the costs are within what is allowed for alignment and for set-up",
 )
