@@ -44,6 +44,7 @@ class Capability(Enum):
     COMPLEX = "trains parameters of complex numbers"
     CLIP = "clips gradients by the norm over all parameters and ranks"
     STATE = "hands out and takes whole state dicts of model and optimizer"
+    PARAMETER_SHAPES = "gives the optimizer parameters of as many dims as the model's have"
     OWN_BUFFERS = "leaves each rank the buffers that its own forwards made"
     # Control of one unit by the caller.
     UNIT_STATE = "tells and changes whether a unit is gathered"

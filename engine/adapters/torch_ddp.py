@@ -44,6 +44,7 @@ class DistributedDataParallelEngine(Engine):
             Capability.COMPLEX,
             Capability.STATE,
             Capability.OWN_BUFFERS,
+            Capability.PARAMETER_SHAPES,
         }
     )
     prepared_type: ClassVar[type[PreparedDdp]] = PreparedDdp

@@ -47,6 +47,20 @@ class ParamLocation:
         else:
             setattr(self.module, self.name, parameter)
 
+    def show(self, tensor: torch.Tensor) -> None:
+        """Let the module read ``tensor`` under this name, and leave registered what is registered.
+
+        A module with a setattr of its own, such as nn.LSTM with its list of weights, learns of it by that.
+        """
+        if type(self.module).__setattr__ is not nn.Module.__setattr__:
+            registered = self.get()
+            setattr(self.module, self.name, tensor)
+            if registered is None:
+                self.module._parameters.pop(self.name, None)
+            else:  # in its place: parameters keep their order
+                self.module._parameters[self.name] = registered
+        self.module.__dict__[self.name] = tensor
+
     def name_from(self, names: Mapping[nn.Module, str]) -> str:
         """Name this place, where ``names`` holds those of modules."""
         prefix = names.get(self.module, "")

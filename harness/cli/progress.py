@@ -22,7 +22,8 @@ _PARTS = 10  # lines of a long run in a pipe, beside those of what does not conf
 class CaseProgress:
     """A pytest plugin: writes which cases ended how, and about how long the others will take.
 
-    ``lists_all`` writes a line for each case, else only for those that do not conform; ``is_quiet`` writes nothing.
+    ``lists_all`` writes a line for each case, else only for those that do not conform; ``is_quiet`` writes
+    nothing but errors.
     """
 
     def __init__(self, *, lists_all: bool = False, is_quiet: bool = False) -> None:
@@ -44,7 +45,7 @@ class CaseProgress:
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         """Write why a file of cases cannot be read: pytest's own section of errors is off."""
         if report.failed:
-            self._write(report.longreprtext)
+            self._print(report.longreprtext)
 
     def pytest_report_teststatus(self, report: pytest.TestReport) -> tuple[str, str, str] | None:
         """Count as pytest does, and write no letter."""
@@ -60,7 +61,7 @@ class CaseProgress:
         """Write the line of a case, or the error of what is around it."""
         if report.when != "call":
             if report.failed:
-                self._write(report.longreprtext)
+                self._print(report.longreprtext)
             return
         node = Node.parse(report.nodeid)
         if node is None or self._terminal is None:
@@ -103,8 +104,10 @@ class CaseProgress:
         return f"; about {spent / self._num_ended * left:.0f} s left" if left else ""
 
     def _write(self, line: str) -> None:
-        if self._is_quiet:
-            return
+        if not self._is_quiet:
+            self._print(line)
+
+    def _print(self, line: str) -> None:
         if self._bar is not None:
             self._bar.write(line)
         elif self._terminal is not None:

@@ -76,6 +76,7 @@ def study(
         )
     demands = _demands([frozenset(name for name, size in sizes.items() if size is None) for sizes in found])
     demands += [Capability.OWN_BUFFERS] if changes_buffers else []
+    demands += [Capability.PARAMETER_SHAPES] if optimizer and _needs_shapes(problem, optimizer) else []
     seldom = sorted({name for sizes in found for name, size in sizes.items() if size is None})
     facts, pass_s = called("a training step", lambda: _facts(problem, units, seldom))
     model = replace(
@@ -218,6 +219,18 @@ def _demands(unused: list[frozenset[str]]) -> list[Capability]:
     """List what parameters that go without a gradient at some places ask of an engine."""
     demands = [Capability.UNUSED] if any(unused) else []
     return demands + ([Capability.RANK_DEPENDENT] if len(set(unused)) > 1 else [])
+
+
+def _needs_shapes(problem: UserModel, optimizer: UserOptimizer) -> bool:
+    """Return whether the optimizer takes the model's parameters but not flat ones, as Muon takes matrices alone."""
+    flat = [nn.Parameter(parameter.detach().flatten()) for parameter in problem.build().parameters()]
+    try:
+        optimizer(flat)
+    except (
+        Exception
+    ):  # code of the user's may raise anything; `_first_step` has shown that it takes the model's
+        return True
+    return False
 
 
 def _described(value: object) -> str:

@@ -97,14 +97,14 @@ class FlatPiece(FSDPParam):
         self.sync_requires_grad()
         assert self.unsharded_param is not None
         for location in self.locations:
-            location.module.__dict__[location.name] = self.unsharded_param
+            location.show(self.unsharded_param)
 
     def to_sharded(self) -> None:
         """Show this rank's elements: as a parameter, or past the module's registry beside the flat one."""
         for location in self.locations:
             if self._visible is None:
                 location.module._parameters.pop(location.name, None)
-                location.module.__dict__[location.name] = self.local
+                location.show(self.local)
             else:
                 location.module.__dict__.pop(location.name, None)
                 location.set(self._visible)
