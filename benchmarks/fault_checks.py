@@ -119,7 +119,8 @@ def _check_interruption(run: LiveRun, code: int, ending: Kind) -> Misses:
     """Check the exit code of a run that was ended; before its handler is there, Python's own codes hold."""
     allowed = {-ending.number}
     if ending.number is signal.SIGINT:
-        allowed = {-ending.number, 1, 3} if ending.is_twice or not (run.out / RUN).exists() else {3}
+        # 2, where an engine could not be judged before: its server was stopped.
+        allowed = {-ending.number, 1, 3} if ending.is_twice or not (run.out / RUN).exists() else {2, 3}
     misses: Misses = []
     if code not in allowed:
         misses.append(

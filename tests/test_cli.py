@@ -12,10 +12,12 @@ import pytest
 from shardproof.engine.adapters.torch_ddp import DistributedDataParallelEngine
 from shardproof.engine.contract import Plan, PreparedModel
 from shardproof.engine.registry import known_engines
+from shardproof.harness.cases.case_id import SUITES
 from shardproof.harness.cli import engine_list
 from shardproof.harness.cli.main import main
 from shardproof.harness.records.record import Verdict
 from shardproof.harness.records.run import read_run
+from shardproof.harness.runner.invoke import call_pytest
 from tests.records import TRAINS, records_by_engine
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -158,3 +160,15 @@ def test_a_process_that_only_hands_out_cases_does_not_wait_for_torch() -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "1 passed" in done.stdout
+
+
+class _RaisesAtTheEnd:
+    def pytest_unconfigure(self) -> None:
+        """Raise after all is done, as the warnings of what a killed worker leaves open do."""
+        raise RuntimeError("too late")
+
+
+def test_an_error_as_pytest_ends_is_no_verdict(capsys: pytest.CaptureFixture[str]) -> None:
+    selected = [str(SUITES / "smoke"), "--collect-only", "--engine=torch.ddp", "--world=threads:2"]
+    assert call_pytest(selected, _RaisesAtTheEnd()) == pytest.ExitCode.INTERNAL_ERROR
+    assert "too late" in capsys.readouterr().err

@@ -19,7 +19,7 @@ from shardproof.harness.worlds.launch import World, launch
 from shardproof.harness.worlds.processes import forkserver
 from shardproof.harness.worlds.processes.forkserver import STATUS_WITHOUT_SERVER, end, end_server, started
 from shardproof.harness.worlds.processes.fresh_process import NoAnswerError, ask
-from shardproof.harness.worlds.processes.lineage import below, has_ended, parent_of
+from shardproof.harness.worlds.processes.lineage import below, can_adopt, has_ended, parent_of
 from shardproof.harness.worlds.rank import RankContext
 from shardproof.harness.worlds.spec import WorldKind, WorldSpec
 from tests import ends
@@ -90,6 +90,31 @@ def test_a_server_that_is_stopped_in_its_imports_has_no_minute(server: int) -> N
     with pytest.raises(HarnessBug, match="nothing within 1 s"):
         started(_wait, limit_s=LIMIT_S)
     assert time.monotonic() - begun < SOON_S
+
+
+_ENDS_AS_IT_STARTS = """
+import os, signal, sys
+from shardproof.harness.worlds.processes import forkserver
+forkserver._WARM = sys.argv[1]
+forkserver.forkserver_context()
+forkserver._ensure_server()
+print(forkserver._pid(), flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.skipif(not can_adopt(), reason="there is no keeper without a subreaper")
+def test_a_server_whose_session_ended_before_it_began_ends_in_its_imports(tmp_path: Path) -> None:
+    (tmp_path / "takes_long.py").write_text("import time; time.sleep(120)")
+    path = os.pathsep.join([str(tmp_path), *sys.path])
+    script = [sys.executable, "-c", _ENDS_AS_IT_STARTS, "takes_long"]
+    said = tmp_path / "said"
+    with said.open("wb") as file:  # a pipe would be open as long as the server is
+        subprocess.run(script, env={**os.environ, "PYTHONPATH": path}, stdout=file, check=False)
+    keeper, limit = int(said.read_text()), time.monotonic() + 30.0
+    while not has_ended(keeper) and time.monotonic() < limit:
+        time.sleep(0.05)
+    assert has_ended(keeper)
 
 
 def test_a_world_on_a_stopped_server_is_our_error(server: int, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import os
 import tempfile
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -35,8 +36,8 @@ def call_pytest(arguments: Sequence[str], *plugins: object) -> int:
     # An installed package has no settings beside it; a clone has.
     installed = ["-c", os.devnull, "--import-mode=importlib"]
     config = ["-c", str(settings)] if settings.exists() else installed
-    return int(
-        pytest.main(
+    try:
+        code = pytest.main(
             [
                 *("-p", "shardproof.harness.runner.plugin"),  # first: other plugins of ours build on it
                 *arguments,
@@ -48,7 +49,10 @@ def call_pytest(arguments: Sequence[str], *plugins: object) -> int:
             ],
             plugins,
         )
-    )
+    except Exception:  # as pytest ends, which warns of what a killed worker left open; warnings are errors
+        traceback.print_exc()
+        code = pytest.ExitCode.INTERNAL_ERROR
+    return int(code)
 
 
 def suites(names: Sequence[str] | None) -> list[Path]:

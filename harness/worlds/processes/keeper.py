@@ -40,38 +40,48 @@ def _keep() -> None:
     if not adopt_orphans():
         return
     keeper = os.getpid()
-    folder = _folder_of_listener()
+    folder, alive = _folder_of_listener(), _alive_pipe()
     # A signal to the session's whole group, Ctrl-C in a terminal included, reaches neither: the session ends first.
     os.setsid()
     server = os.fork()
     if server:
-        _watch(session, server, folder)
+        _watch(session, server, folder, alive)
     die_with_parent()
     if os.getppid() != keeper:
         os._exit(1)
 
 
-def _watch(session: int, server: int, folder: Path | None) -> NoReturn:
-    """Reap what ends, until the session or the server has ended; then end the rest."""
+def _watch(session: int, server: int, folder: Path | None, alive: int) -> NoReturn:
+    """Reap what ends, until the session or the server has ended; then end the rest.
+
+    A session that had ended before this process asked for its parent is known by the end of ``alive``.
+    """
     for number in _IGNORED:  # they are meant for the session, whose end is what the keeper waits for
         signal.signal(number, signal.SIG_IGN)
-    os.closerange(3, os.sysconf("SC_OPEN_MAX"))
+    os.closerange(3, alive)
+    os.closerange(alive + 1, os.sysconf("SC_OPEN_MAX"))
     woken = _wake_on_child()
     end = _end_of(session)
-    watched = [woken] if end is None else [woken, end]
+    watched = [woken, alive] if end is None else [woken, alive, end]
     is_over = False
     while not is_over:
         ready, _, _ = select.select(watched, [], [], _LOOK_S if end is None else None)
         with contextlib.suppress(BlockingIOError):
             os.read(woken, 4096)
-        is_over = end in ready or os.getppid() != session or server in _reaped()
-    is_orphaned = end in ready or os.getppid() != session
+        is_orphaned = end in ready or alive in ready or os.getppid() != session
+        is_over = is_orphaned or server in _reaped()
     _end_all()
     if is_orphaned and folder is not None:
         shutil.rmtree(
             folder, ignore_errors=True
         )  # what the session would have removed, had it come to its exit
     os._exit(0)
+
+
+def _alive_pipe() -> int:
+    """Return the descriptor that multiprocessing gave the server, readable once no process holds its other end."""
+    (command,) = (argument for argument in sys.orig_argv if "multiprocessing.forkserver" in argument)
+    return int(command.partition("main(")[2].split(",")[1])
 
 
 def _wake_on_child() -> int:
