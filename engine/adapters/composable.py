@@ -182,8 +182,8 @@ def open_door(door: FrontDoor, model: nn.Module, plan: Plan, mesh: DeviceMesh, s
         of_shards["reshard_after_forward"] = _RESHARD[plan.reshard]
         of_shards["shard_placement_fn"] = _largest_dim if plan.placement is Placement.LARGEST else None
     if experts:
-        own = door.placed_on(mesh["data"])
-        of_shards["shard_placement_fn"] = lambda parameter: own if parameter in experts else None
+        apart = door.placed_on(mesh["data"])
+        of_shards["shard_placement_fn"] = lambda parameter: apart if parameter in experts else None
     replicates = {unit: shape is Layout.REPLICATE or unit in plan.replicated for unit in (*plan.units, "")}
     for unit in (*plan.units, *([""] if plan.roots is Roots.MODEL else [])):
         modules = members(model, unit)

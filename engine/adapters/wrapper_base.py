@@ -117,8 +117,9 @@ class PreparedWrapper(PreparedModel, ABC):
         """Find the pieces of the units that are sharded or flat."""
 
     def optimizer(self, factory: OptimizerFactory) -> None:
-        """Build it over what the wrapper shows: the root's flat parameter may be its own and not the model's."""
-        self._given = dict(self._root.named_parameters())
+        """Build it over the model's parameters, and a flat one that the root wrapper has itself."""
+        own: dict[str, nn.Parameter] = dict(self._root.named_parameters(recurse=False))
+        self._given = own | dict(self.named.named_parameters())
         self._optimizer = factory(self._given.values())
 
     def wrapper(self) -> WrapperNames:

@@ -28,6 +28,9 @@ class KeepsTheStateOfAllRanks(ZeroRedundancyEngine):
         def optimizer(self, factory: OptimizerFactory) -> None:
             self._optimizer = factory(self.named.parameters())
 
+        def step(self) -> None:
+            PreparedDdp.step(self)
+
         def local_optimizer_state(self) -> Mapping[str, Shard]:
             names = [*self.owned_parameters()][dist.get_rank() :: dist.get_world_size()]
             whole = PreparedDdp.local_optimizer_state(self)

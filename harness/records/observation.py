@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
@@ -41,16 +41,19 @@ def write_tree(tree: Any, path: Path | BinaryIO) -> None:
     _save({"tree": text, "data": writer.data()}, path)
 
 
-def read_tree(path: Path | BinaryIO) -> Any:
-    """Read what `write_tree` wrote, without running code of the file; a broken file raises what torch or json do."""
+def read_tree(path: Path | BinaryIO, unfinite: Callable[[str], Any] = float) -> Any:
+    """Read what `write_tree` wrote, without running code of the file; a broken file raises what torch or json do.
+
+    ``unfinite`` reads the literals of floats that are not finite.
+    """
     stored = torch.load(path, weights_only=True)
     data = stored["data"]
-    # Trees that were kept before floats were texts where they are not finite hold literals.
-    return json.loads(
-        stored["tree"],
-        object_hook=lambda found: _tensor(found, data),
-        parse_constant=lambda literal: str(float(literal)),
-    )
+    return json.loads(stored["tree"], object_hook=lambda found: _tensor(found, data), parse_constant=unfinite)
+
+
+def _as_text(literal: str) -> str:
+    """Spell a float as the codec does; observations of older releases hold literals."""
+    return str(float(literal))
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -195,7 +198,7 @@ def _tensors(observation: Observation) -> Iterator[tuple[str, Shard]]:
 def load_observation(path: Path, ledger: Ledger, course: EventLog = ()) -> Observation:
     """Read what `save_observation` wrote; raises UnreadableError for a missing or damaged file."""
     try:
-        bare = decode(Observation, {"ledger": [], **read_tree(path)})  # older ones do not name it
+        bare = decode(Observation, {"ledger": [], **read_tree(path, _as_text)})  # older ones do not name it
         return replace(bare, ledger=ledger, course=course)
     except Exception as error:  # torch raises a different type for each way in which a file can be broken
         raise UnreadableError(

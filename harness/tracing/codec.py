@@ -86,9 +86,9 @@ def encode(value: Any, rows: frozenset[type] = frozenset()) -> Any:
     return value
 
 
-def encode_one_of(value: Any, rows: frozenset[type] = frozenset()) -> dict[str, Any]:
-    """Return a dataclass of several that may stand here, with its name."""
-    return {_KIND: type(value).__name__, **encode(value, rows)}
+def encode_one_of(value: Any, rows: frozenset[type] = frozenset()) -> dict[str, Any] | None:
+    """Return a dataclass of several that may stand here, with its name; None stays None."""
+    return None if value is None else {_KIND: type(value).__name__, **encode(value, rows)}
 
 
 @overload
@@ -264,7 +264,11 @@ def _union_reader(hint: Any, is_older: bool) -> _Reader:
         read_inner = _reader(inner, is_older)
         return lambda value: None if value is None else read_inner(value)
 
+    may_be_none = type(None) in get_args(hint)
+
     def read_one(value: Any) -> Any:
+        if value is None and may_be_none:
+            return None
         kind = kinds.get(str(value.get(_KIND))) if isinstance(value, dict) else None
         if kind is None:
             raise MismatchError(f"one of {', '.join(kinds)}", _quote(value))
