@@ -117,9 +117,11 @@ class PreparedWrapper(PreparedModel, ABC):
         """Find the pieces of the units that are sharded or flat."""
 
     def optimizer(self, factory: OptimizerFactory) -> None:
-        """Build it over the model's parameters, and a flat one that the root wrapper has itself."""
-        own: dict[str, nn.Parameter] = dict(self._root.named_parameters(recurse=False))
-        self._given = own | dict(self.named.named_parameters())
+        """Build it over what the root shows, a flat parameter of its own included, under the names of the model."""
+        names = {parameter: name for name, parameter in self.named.named_parameters()}
+        self._given = {
+            names.get(parameter, name): parameter for name, parameter in self._root.named_parameters()
+        }
         self._optimizer = factory(self._given.values())
 
     def wrapper(self) -> WrapperNames:
