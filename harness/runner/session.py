@@ -110,7 +110,7 @@ class TrialSession:
     def _judged(self, case: Case, training: Training, cell: Cell, engine: EngineDescription) -> _Judged:
         """Judge what was seen under each schedule; the first that did not pass, else the first."""
         declared = engine.capabilities
-        is_shared = engine.needs_processes and _share_a_process(cell)
+        is_shared = engine.needs_processes and cell.world.kind.shares_a_process
         lacks = "a process for each rank (try --world processes:N)" if is_shared else ""
         oracle = self._oracle(case, cell)
         found: list[_Judged] = []
@@ -151,10 +151,6 @@ class TrialSession:
         return replace(
             judgement, headline=f"{judgement.headline}; {summaries}", laws=(*judgement.laws, *races)
         )
-
-
-def _share_a_process(cell: Cell) -> bool:
-    return cell.world.kind in {WorldKind.THREADS, WorldKind.SIMULATED}
 
 
 def _num_simulated(cell: Cell) -> int:

@@ -67,8 +67,7 @@ class World:
     def __init__(self, spec: WorldSpec, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.spec = spec
-        share_one = spec.kind in {WorldKind.THREADS, WorldKind.SIMULATED}
-        shares = [spec.ranks] if share_one else [(rank,) for rank in spec.ranks]
+        shares = [spec.ranks] if spec.kind.shares_a_process else [(rank,) for rank in spec.ranks]
         self._cluster = _cluster_for(spec) if spec.kind is WorldKind.LAUNCHED else None
         # As in a launcher's job: one process has the store, for all ranks of one world.
         self._store = (

@@ -26,6 +26,11 @@ class WorldKind(StrEnum):
     )
     SIMULATED = "simulated"  # a few of very many, one after the other in one process; nothing is exchanged
 
+    @property
+    def shares_a_process(self) -> bool:
+        """Whether all ranks of a world live in one process."""
+        return self in {WorldKind.THREADS, WorldKind.SIMULATED}
+
 
 OWN_KINDS = (WorldKind.THREADS, WorldKind.PROCESSES)  # those that exchange data and need no launcher
 
@@ -55,7 +60,7 @@ class WorldSpec:
                 got=str(self.size),
                 hint="--world threads:4",
             )
-        if self.kind in {WorldKind.THREADS, WorldKind.SIMULATED} and self.device != "cpu":
+        if self.kind.shares_a_process and self.device != "cpu":
             raise UsageError(
                 f"world {self}",
                 expected=f"{self.kind} on cpu",

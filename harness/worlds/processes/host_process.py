@@ -259,7 +259,7 @@ def _context(world: WorldSpec, rank: int, device: torch.device, job: Job) -> Ran
         device=device,
         folder=job.folder,
         recorder=Recorder(journal_path(job.folder, rank)),
-        shares_a_process=world.kind in {WorldKind.THREADS, WorldKind.SIMULATED},
+        shares_a_process=world.kind.shares_a_process,
         is_simulated=world.kind is WorldKind.SIMULATED,
     )
 
