@@ -18,6 +18,7 @@ from shardproof.harness.audit.marks import PytestMark
 from shardproof.harness.cases.case_id import SUITES
 from shardproof.harness.errors import UsageError
 from shardproof.harness.records.record import Record, Verdict
+from shardproof.harness.verdicts.known_failures import matches
 
 TESTS = "tests"  # the table of upstream tests; others are of interfaces
 
@@ -217,8 +218,7 @@ def _matches(pattern: str, case: str, choices: Collection[str] = ()) -> bool:
         return set(pattern.split(",")) <= set(choices)
     path, _, test = case.partition("::")
     name = test.partition("[")[0]
-    text = re.escape(pattern).replace("\\*", ".*")
-    return any(re.fullmatch(text, part) for part in (path, f"{path}::{name}", case))
+    return any(matches(pattern, part) for part in (path, f"{path}::{name}", case))
 
 
 def cover(
