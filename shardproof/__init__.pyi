@@ -67,7 +67,6 @@ from shardproof.harness.cases.scripts.interventions import ConvertsAndBack as Co
 from shardproof.harness.cases.scripts.interventions import EditsGradients as EditsGradients
 from shardproof.harness.cases.scripts.interventions import Freezes as Freezes
 from shardproof.harness.cases.scripts.interventions import HooksGradients as HooksGradients
-from shardproof.harness.cases.scripts.interventions import Moment as Moment
 from shardproof.harness.cases.scripts.loops import BranchByBranch as BranchByBranch
 from shardproof.harness.cases.scripts.loops import EvaluatesFirst as EvaluatesFirst
 from shardproof.harness.cases.scripts.loops import Holding as Holding

@@ -157,6 +157,11 @@ class EachMicrobatch:
     def play(self, actor: Actor) -> None:
         """Run one microbatch at a time."""
         for microbatch in range(actor.num_microbatches):
-            with actor.synchronisation(microbatch):
-                output = actor.forward(microbatch, *actor.batch(microbatch).inputs)
-                actor.backward(microbatch, actor.loss(microbatch, output))
+            train_microbatch(actor, microbatch)
+
+
+def train_microbatch(actor: Actor, microbatch: int) -> None:
+    """Run forward and backward of one microbatch."""
+    with actor.synchronisation(microbatch):
+        output = actor.forward(microbatch, *actor.batch(microbatch).inputs)
+        actor.backward(microbatch, actor.loss(microbatch, output))

@@ -11,9 +11,9 @@ from shardproof import (
     Accumulation,
     ConvertsAndBack,
     Dtype,
+    Interlude,
     Layout,
     MatchesOracle,
-    Moment,
     Op,
     Phase,
     RanksAgree,
@@ -35,14 +35,14 @@ drops = pytest.mark.kills("ConvertsWithoutGradients")
 @pytest.mark.parametrize(
     "moment",
     [
-        pytest.param(Moment.BEFORE_FORWARD, id="before_forward"),
-        pytest.param(Moment.BETWEEN, id="between", marks=drops),
-        pytest.param(Moment.BEFORE_STEP, id="before_step", marks=drops),
+        pytest.param(Interlude.BEFORE, id="before_forward"),
+        pytest.param(Interlude.BETWEEN, id="between", marks=drops),
+        pytest.param(Interlude.END, id="before_step", marks=drops),
     ],
 )
 @pytest.mark.parametrize("dtypes", [(), WIDER], ids=["same", "wider"])
 def test_a_conversion_and_back_changes_nothing(
-    trial: Trial, moment: Moment, dtypes: tuple[torch.dtype, ...]
+    trial: Trial, moment: Interlude, dtypes: tuple[torch.dtype, ...]
 ) -> None:
     script = ConvertsAndBack(moment=moment, dtypes=dtypes)
     trial.holds(train(MLP_UNEVEN, ADAMW, microbatches=2, script=script), *LAWS)
@@ -57,7 +57,7 @@ def test_a_conversion_and_back_changes_nothing(
     ],
 )
 def test_tied_parameters_stay_tied(trial: Trial, layout: Layout) -> None:
-    script = ConvertsAndBack(moment=Moment.BEFORE_STEP, dtypes=WIDER)
+    script = ConvertsAndBack(moment=Interlude.END, dtypes=WIDER)
     trial.holds(train(TIED, layout=layout, script=script), *LAWS)
 
 
@@ -66,7 +66,7 @@ def test_tied_parameters_stay_tied(trial: Trial, layout: Layout) -> None:
 def test_gradients_that_wait_for_their_reduction_outlive_a_conversion(
     trial: Trial, dtypes: tuple[torch.dtype, ...]
 ) -> None:
-    script = ConvertsAndBack(moment=Moment.BETWEEN, dtypes=dtypes)
+    script = ConvertsAndBack(moment=Interlude.BETWEEN, dtypes=dtypes)
     accumulation = Accumulation.LAST_MICROBATCH
     trial.holds(train(MLP_UNEVEN, microbatches=3, accumulation=accumulation, script=script), *LAWS)
 

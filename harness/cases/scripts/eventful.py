@@ -17,7 +17,7 @@ __all__ = ["Eventful", "FailurePoint", "Interlude"]
 
 
 class Interlude(Enum):
-    """When a step evaluates the first microbatch."""
+    """When something else happens in a step, such as an evaluation of the first microbatch."""
 
     NONE = "never"
     BEFORE = "before its first forward"

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum
 from functools import partial
 from typing import ClassVar
 
 import torch
 
 from shardproof.engine.contract import Capability, Shard, shard_of
-from shardproof.harness.cases.script import Actor, EachMicrobatch, GradientEdit
+from shardproof.harness.cases.script import Actor, EachMicrobatch, GradientEdit, train_microbatch
+from shardproof.harness.cases.scripts.eventful import Interlude
 
 __all__ = [
     "HOOKED",
@@ -20,19 +20,10 @@ __all__ = [
     "EditsGradients",
     "Freezes",
     "HooksGradients",
-    "Moment",
 ]
 
 # The subject of a note, and what is noted where all is well.
 HOOKED, REDUCED = "what hooks on parameters see", "each reduced gradient, once"
-
-
-class Moment(Enum):
-    """When the caller intervenes."""
-
-    BEFORE_FORWARD = "before the step's first forward"
-    BETWEEN = "after its first backward, before another one"
-    BEFORE_STEP = "after its last backward"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,9 +34,9 @@ class EditsGradients:
     demands: ClassVar[frozenset[Capability]] = frozenset({Capability.EDIT_GRADIENTS})
 
     def play(self, actor: Actor) -> None:
-        """Take one microbatch at a time."""
+        """Run one microbatch at a time."""
         for microbatch in range(actor.num_microbatches):
-            _train(actor, microbatch)
+            train_microbatch(actor, microbatch)
             if microbatch == 0:
                 actor.edit_gradients(self.edit)
 
@@ -57,9 +48,9 @@ class ClearsWhileHeldBack:
     demands: ClassVar[frozenset[Capability]] = frozenset({Capability.PENDING_APART})
 
     def play(self, actor: Actor) -> None:
-        """Take one microbatch at a time; what the oracle has taken of them is not shown."""
+        """Run one microbatch at a time; what the oracle has taken of them is not shown."""
         for microbatch in range(actor.num_microbatches):
-            _train(actor, microbatch)
+            train_microbatch(actor, microbatch)
             if microbatch < actor.num_microbatches - 1:
                 actor.part("").zero_grad()
 
@@ -68,18 +59,18 @@ class ClearsWhileHeldBack:
 class ConvertsAndBack:
     """A plain loop in which the model is converted to these dtypes and then to float32, which it had."""
 
-    moment: Moment
+    moment: Interlude
     dtypes: tuple[torch.dtype, ...] = ()
     demands: ClassVar[frozenset[Capability]] = frozenset({Capability.RECONVERT})
 
     def play(self, actor: Actor) -> None:
-        """Take one microbatch at a time."""
+        """Run one microbatch at a time."""
         for microbatch in range(actor.num_microbatches):
-            if self.moment is Moment.BEFORE_FORWARD and microbatch == 0:
+            if self.moment is Interlude.BEFORE and microbatch == 0:
                 actor.convert(*self.dtypes, torch.float32)
-            _train(actor, microbatch)
+            train_microbatch(actor, microbatch)
             is_last = microbatch == actor.num_microbatches - 1
-            if self.moment is (Moment.BEFORE_STEP if is_last else Moment.BETWEEN):
+            if self.moment is (Interlude.END if is_last else Interlude.BETWEEN):
                 actor.convert(*self.dtypes, torch.float32)
 
 
@@ -135,9 +126,3 @@ class HooksGradients:
 
 def _shows(gradient: torch.Tensor | None, seen: Shard) -> bool:
     return gradient is not None and torch.equal(shard_of(gradient).tensor, seen.tensor)
-
-
-def _train(actor: Actor, microbatch: int) -> None:
-    with actor.synchronisation(microbatch):
-        output = actor.forward(microbatch, *actor.batch(microbatch).inputs)
-        actor.backward(microbatch, actor.loss(microbatch, output))

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 
 from shardproof.engine.contract import Capability
-from shardproof.harness.cases.script import Actor, EachMicrobatch
+from shardproof.harness.cases.script import Actor, EachMicrobatch, train_microbatch
 
 
 class Holding(Enum):
@@ -50,9 +50,7 @@ class HoldingBack:
                     unit.set_replica_sync(is_on=is_last)
                 if self.keeps:
                     unit.set_reshard_after_backward(is_on=is_last)
-            with actor.synchronisation(microbatch):
-                output = actor.forward(microbatch, *actor.batch(microbatch).inputs)
-                actor.backward(microbatch, actor.loss(microbatch, output))
+            train_microbatch(actor, microbatch)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -66,7 +66,7 @@ class NotesUnitDtypes:
     demands: ClassVar[frozenset[Capability]] = frozenset()
 
     def play(self, actor: Actor) -> None:
-        """Take one microbatch at a time; note."""
+        """Run one microbatch at a time; note."""
         for unit in self.units:
             self._watch(actor, unit)
         EachMicrobatch().play(actor)
