@@ -14,6 +14,7 @@ from shardproof.harness.errors import LostHostError, UsageError
 from shardproof.harness.torch_compat.process_groups import TCPStore
 from shardproof.harness.tracing.journal import read_journal
 from shardproof.harness.worlds.launched.cluster import Cluster, cluster
+from shardproof.harness.worlds.launched.launcher import rank_environment
 from shardproof.harness.worlds.launched.remote_host import RemoteHost
 from shardproof.harness.worlds.messages import HostSpec, Job
 from shardproof.harness.worlds.outcome import (
@@ -129,7 +130,12 @@ class World:
 
     def _start(self, ranks: tuple[int, ...], folder: Path) -> Host:
         found, size = self._cluster, self.spec.size
-        given = found.environment(ranks[0], size) if found else _local_environment(ranks[0], size)
+        if found is None:
+            given = rank_environment(
+                ranks[0], size, local_rank=ranks[0], local_size=size, address="127.0.0.1"
+            )
+        else:
+            given = found.environment(ranks[0], size)
         # No process listens on the port unless an engine does: the same on all ranks of a world, another in the next.
         port = 20_000 + crc32(str(folder).encode()) % 10_000
         host = HostSpec(
@@ -303,17 +309,6 @@ def _cluster_for(spec: WorldSpec) -> Cluster:
         )
     found.await_warm()
     return found
-
-
-def _local_environment(rank: int, size: int) -> dict[str, str]:
-    """Return what launchers give a rank on the only machine of a world, but for a port."""
-    return {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(size),
-        "LOCAL_WORLD_SIZE": str(size),
-        "MASTER_ADDR": "127.0.0.1",
-    }
 
 
 def _is_cause(outcome: Outcome) -> bool:

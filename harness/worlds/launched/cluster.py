@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 from shardproof.harness.errors import HarnessBug, UsageError
 from shardproof.harness.worlds.launched.agent_link import AgentLink, Command
-from shardproof.harness.worlds.launched.launcher import LaunchedProcess
+from shardproof.harness.worlds.launched.launcher import LaunchedProcess, rank_environment
 from shardproof.harness.worlds.messages import Hello, Inbox
 
 if TYPE_CHECKING:
@@ -72,14 +72,11 @@ class Cluster:
         """Return what launchers give a rank of a world of the first ``size`` ranks, but for a port."""
         host, node, local_rank = self._places[rank]
         together = [r for r in range(size) if self._places[r][:2] == (host, node)]
-        return {
-            "RANK": str(rank),
-            "LOCAL_RANK": str(local_rank),
-            "WORLD_SIZE": str(size),
-            "LOCAL_WORLD_SIZE": str(len(together)),
-            "MASTER_ADDR": self.process.address,
-            "TORCHELASTIC_USE_AGENT_STORE": "False",  # the port is no longer that of torchrun's store
-        }
+        given = rank_environment(
+            rank, size, local_rank=local_rank, local_size=len(together), address=self.process.address
+        )
+        # The port is no longer that of torchrun's store.
+        return {**given, "TORCHELASTIC_USE_AGENT_STORE": "False"}
 
     def await_warm(self) -> None:
         """Wait until all agents can start hosts; raises HarnessBug if one cannot."""

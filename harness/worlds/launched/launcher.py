@@ -28,6 +28,19 @@ class LaunchedProcess:
     num_restarts: int = 0
 
 
+def rank_environment(
+    rank: int, size: int, *, local_rank: int, local_size: int, address: str
+) -> dict[str, str]:
+    """Return what launchers give a rank, but for a port."""
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(local_rank),
+        "WORLD_SIZE": str(size),
+        "LOCAL_WORLD_SIZE": str(local_size),
+        "MASTER_ADDR": address,
+    }
+
+
 def find_launched_process(environment: Mapping[str, str]) -> LaunchedProcess | None:
     """Read the environment of a launcher; returns None where there is none."""
     return _by_rank(environment) or _by_slurm(environment)
