@@ -31,9 +31,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 if lent is not None:
                     return lent
             code: int = arguments.command(arguments)
-    except (
-        BrokenPipeError
-    ):  # who read our output has ended, as `| head` does; what is kept of a run is written
+    except BrokenPipeError:
+        # The reader of our output has ended, as `| head` does; what is kept of a run is written.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return OUR_FAULT
     except KeyboardInterrupt:
