@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import subprocess
@@ -18,6 +19,7 @@ from shardproof.harness.records.record import Record, Verdict
 from shardproof.harness.records.run import read_run
 from shardproof.harness.runner.launchers import refuse_launcher
 from shardproof.harness.worlds.launched.agent_link import AgentLink
+from shardproof.harness.worlds.launched.cluster import connect
 from shardproof.harness.worlds.launched.launcher import find_launched_process
 from shardproof.harness.worlds.messages import FilePiece, Hello, HostState, Inbox, send
 from shardproof.harness.worlds.spec import WorldSpec
@@ -118,6 +120,28 @@ def test_an_agent_that_has_ended_is_lost() -> None:
     theirs.close()
     link.ask("kill", limit_s=10)
     assert "is closed" in link.why_lost or "has ended" in link.why_lost
+
+
+def test_a_machine_that_is_lost_is_noticed_by_its_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    link, theirs = _link()
+    theirs.send("")
+
+    def read(inbox: Inbox) -> list[object]:
+        raise TimeoutError(errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT))
+
+    monkeypatch.setattr(Inbox, "read", read)
+    link.listen()
+
+    assert link.why_lost == "its machine cannot be reached: Connection timed out"
+
+
+def test_the_kernel_asks_for_signs_of_life() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        connection = connect(socket.create_connection(server.getsockname()))
+        with connection, socket.socket(fileno=os.dup(connection.fileno())) as ours:
+            assert ours.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+            assert ours.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) < 60
+            assert 0 < ours.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) <= 60_000
 
 
 def _link() -> tuple[AgentLink, Connection]:
