@@ -233,7 +233,7 @@ def test_a_restart_of_the_launcher_resumes(tmp_path: Path) -> None:
 
     assert first["torch.replicate"].verdict is Verdict.NOT_RUN, printed
     assert f"rank 1 on {socket.gethostname()} is lost: " in first["torch.replicate"].headline
-    assert not first["LosesItsMachine"].verdict.is_conforming
+    assert first["LosesItsMachine"].headline.startswith(f"rank 1 on {socket.gethostname()} was lost; ")
     assert second["torch.ddp"].duration_s == first["torch.ddp"].duration_s, "it was not run again"
     assert second["torch.replicate"].verdict is Verdict.PASSED
 
