@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -183,7 +184,7 @@ def test_two_nodes_judge_as_one_machine_does(tmp_path: Path) -> None:
     nodes = [
         _torchrun(
             tmp_path,
-            *(*judge, "--world", "launched", "--out", str(tmp_path / "launched")),
+            *(*judge, "--out", str(tmp_path / "launched")),
             launcher=("--nnodes=2", f"--node-rank={n}", "--master-addr=127.0.0.1", f"--master-port={port}"),
         )
         for n in (0, 1)
@@ -233,19 +234,21 @@ def test_a_restart_of_the_launcher_resumes(tmp_path: Path) -> None:
 
     assert first["torch.replicate"].verdict is Verdict.NOT_RUN, printed
     assert f"rank 1 on {socket.gethostname()} is lost: " in first["torch.replicate"].headline
-    assert first["LosesItsMachine"].headline.startswith(f"rank 1 on {socket.gethostname()} was lost; ")
+    # It is either noticed in the case, or first at the start of the next attempt at its world.
+    assert re.match(rf"rank 1 on {socket.gethostname()} (was|is) lost", first["LosesItsMachine"].headline)
+    assert not first["LosesItsMachine"].verdict.is_conforming
     assert second["torch.ddp"].duration_s == first["torch.ddp"].duration_s, "it was not run again"
     assert second["torch.replicate"].verdict is Verdict.PASSED
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("called", ["shardproof", "pytest", "own_suite"])
+@pytest.mark.parametrize("called", ["another_world", "pytest", "own_suite"])
 def test_torchrun_ends_with_a_sentence(tmp_path: Path, called: str) -> None:
     out = tmp_path / "run"
     own = tmp_path / "test_own.py"
     own.write_text("def test_it(trial):\n    raise AssertionError\n")
     commands = {
-        "shardproof": ("shardproof", "run", "--suite", "smoke"),
+        "another_world": ("shardproof", "run", "--suite", "smoke", "--world", "threads:2"),
         "pytest": ("pytest", "suites/smoke"),
         "own_suite": ("pytest", "-p", "shardproof.harness.runner.plugin", str(own)),
     }

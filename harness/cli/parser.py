@@ -167,7 +167,7 @@ def _add_suites(sub: argparse.ArgumentParser) -> None:
 def _add_cases(
     sub: argparse.ArgumentParser,
     *,
-    worlds: str = "",
+    worlds: str = f"{options.DEFAULT_WORLD}, or launched under a launcher of several ranks",
     deadline_s: float | None = options.DEADLINE_S,
     deadline: str = "",
 ) -> None:

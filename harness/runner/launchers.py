@@ -5,15 +5,21 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from shardproof.harness.errors import UsageError
-from shardproof.harness.worlds.launched.launcher import launched_process
+from shardproof.harness.worlds.launched.launcher import find_launched_process, launched_process
 from shardproof.harness.worlds.spec import WorldKind
 
-__all__ = ["is_launched", "join_launcher", "refuse_launcher"]
+__all__ = ["default_worlds", "is_launched", "join_launcher", "refuse_launcher"]
 
 
 def is_launched(worlds: Sequence[str] | None) -> bool:
     """Whether one of the worlds, as spelled on the command line, takes the ranks of a launcher."""
     return any(world.partition(":")[0] == WorldKind.LAUNCHED for world in worlds or ())
+
+
+def default_worlds(environment: Mapping[str, str]) -> list[str] | None:
+    """Return the world of a launcher's processes, where it started several; None leaves the default as it is."""
+    process = find_launched_process(environment)
+    return [WorldKind.LAUNCHED.value] if process is not None and process.size > 1 else None
 
 
 def join_launcher(environment: Mapping[str, str], worlds: Sequence[str] | None, *, seed: int) -> int | None:
