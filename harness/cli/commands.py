@@ -335,9 +335,9 @@ def _printer(arguments: argparse.Namespace, render: Callable[[Run], str] | None 
     def print_json(run: Run, folder: Path, paths: Sequence[Path]) -> None:
         print(summary_json.render(run, folder, paths))
 
-    if getattr(arguments, "json", False):
+    if arguments.json:
         return print_json
-    return print_causes if getattr(arguments, "quiet", False) else print_report
+    return print_causes if arguments.quiet else print_report
 
 
 def _show(run_folder: Path, printer: _Printer) -> int:
