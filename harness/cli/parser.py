@@ -41,6 +41,7 @@ def _add_judging(subparsers: Any) -> None:
     resume.add_to(group.add_argument)
     last_failed.add_to(group.add_argument, nargs="?", const="", default_text="the newest below conformance/")
     options.KEEP.add_to(sub.add_argument)
+    options.ORACLES.add_to(sub.add_argument)
     _add_effort(sub)
     _add_printed(sub)
     group = sub.add_mutually_exclusive_group()
@@ -51,6 +52,7 @@ def _add_judging(subparsers: Any) -> None:
     sub.add_argument("model", metavar="MODEL", help="path/to/file.py:Name or package.module:Name")
     options.ENGINE.add_to(sub.add_argument)
     _add_cases(sub, deadline_s=None, deadline="grows with the model")
+    options.ORACLES.add_to(sub.add_argument)
     _add_effort(sub)
     _add_printed(sub)
     # Raw verdicts: what is known of other models excuses nothing of this one.

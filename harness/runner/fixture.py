@@ -146,6 +146,7 @@ def trial_session(
             worker=worker,
             is_replay=replay is not None,
             keep=Keep(config.getoption("--keep")),
+            oracles=Path(oracles).resolve() if (oracles := config.getoption("--oracles")) else None,
         ),
         config.stash[EFFORT],
     )

@@ -27,6 +27,7 @@ from shardproof.harness.runner.options import Keep
 from shardproof.harness.runner.schedules import Scheduled, explore, load_schedules, schedule_folders
 from shardproof.harness.torch_compat.private_names import Feature, require
 from shardproof.harness.training.engine_loop import drive_rank
+from shardproof.harness.training.kept_oracle import KeptOracle, kept_oracle
 from shardproof.harness.training.oracle import OracleObservation
 from shardproof.harness.training.oracle_answer import ask_oracle
 from shardproof.harness.worlds.launch import WorldPool
@@ -49,6 +50,7 @@ class Source:
     worker: str = "main"
     is_replay: bool = False
     keep: Keep = Keep.ALL
+    oracles: Path | None = None  # a folder that outlives the run
 
 
 class ObservationCache:
@@ -57,6 +59,7 @@ class ObservationCache:
     def __init__(self, source: Source) -> None:
         self._source = source
         self._oracles: dict[tuple[str, int], OracleObservation] = {}
+        self._kept_oracles: dict[tuple[str, int], KeptOracle] = {}  # those that were not computed here
         self._unread: dict[str, list[object]] = {}
         # Digests of parts, of the case that asked last.
         self._read: tuple[str, list[tuple[object, str]]] = ("", [])
@@ -148,19 +151,29 @@ class ObservationCache:
 
     def oracle(self, training: Training, world_size: int, case: str, *, limit_s: float) -> OracleObservation:
         """Return what one process makes of the data of so many ranks."""
-        # The engine and most of the plan change neither what is right nor the noise around it.
-        arithmetic = replace(
-            unexercised(training),
-            plan=_arithmetic(unexercised(training)),
-            schedule=replace(training.schedule, steps_in_backward=False),
-            resume=None,
-            watch=frozenset(),
-            schedules=1,
-        )
+        arithmetic = _arithmetic(training)
         key = (self._digest(arithmetic, case), world_size)
         if key not in self._oracles:
-            self._oracles[key] = ask_oracle(arithmetic, world_size, limit_s=limit_s)
+            kept = self._kept_oracle(arithmetic, world_size, case)
+            if kept is not None and kept.path.exists():
+                self._kept_oracles[key] = kept
+            self._oracles[key] = ask_oracle(arithmetic, world_size, limit_s=limit_s, kept=kept)
         return self._oracles[key]
+
+    def forget_kept_oracle(self, training: Training, world_size: int, case: str) -> bool:
+        """Forget the oracle of a training if an earlier run computed it; returns whether it did."""
+        key = (self._digest(_arithmetic(training), case), world_size)
+        if key not in self._kept_oracles:
+            return False
+        self._kept_oracles.pop(key).forget()
+        del self._oracles[key]
+        return True
+
+    def _kept_oracle(self, arithmetic: Training, world_size: int, case: str) -> KeptOracle | None:
+        digests = [self._part_digest(getattr(arithmetic, field.name), case) for field in fields(arithmetic)]
+        if self._source.oracles is None or not all(digests):
+            return None
+        return kept_oracle(self._source.oracles, str(world_size), *digests)
 
     def _digest(self, training: Training, case: str) -> str:
         """Hash the content of a training; a part of it that has no digest belongs to the case that asks."""
@@ -222,8 +235,21 @@ def unexercised(training: Training) -> Training:
     return replace(training, script=EachMicrobatch()) if isinstance(training.script, Exercise) else training
 
 
-def _arithmetic(training: Training) -> Plan:
-    """Keep of a plan what changes the oracle: how gradients are divided, in what dtype and portions summed."""
+def _arithmetic(training: Training) -> Training:
+    """Keep what changes the oracle: the engine and most of the plan change neither what is right nor its noise."""
+    asked = unexercised(training)
+    return replace(
+        asked,
+        plan=_arithmetic_plan(asked),
+        schedule=replace(asked.schedule, steps_in_backward=False),
+        resume=None,
+        watch=frozenset(),
+        schedules=1,
+    )
+
+
+def _arithmetic_plan(training: Training) -> Plan:
+    """Keep of a plan how gradients are divided, in what dtype and portions summed."""
     plan = training.plan
     # The loop refuses a script, a clipping or a conversion that its plan does not demand.
     asked = training.script.demands | {Capability.CLIP, Capability.CONVERT, Capability.REDUCE_AS_STORED}

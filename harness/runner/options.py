@@ -87,6 +87,12 @@ KEEP = Option(
     default_text=Keep.FAILURES.value,
     settings={"choices": [*Keep], "default": Keep.FAILURES.value},
 )
+ORACLES = Option(
+    flag="--oracles",
+    help="folder that keeps references between runs; an engine that fails is judged by a fresh one",
+    default_text="none is kept",
+    settings={"metavar": "DIR"},
+)
 EFFORT = (
     Option(
         flag="--schedule-seed",
@@ -165,7 +171,7 @@ OF_PYTEST = (
         settings={"metavar": "DIR"},
     ),
 )
-OF_RUNS = (ENGINE, WORLD, OUT, DEADLINE, KEEP, *EFFORT, *KNOWN_FAILURES, *SHARDS, *REMAINDERS)
+OF_RUNS = (ENGINE, WORLD, OUT, DEADLINE, KEEP, ORACLES, *EFFORT, *KNOWN_FAILURES, *SHARDS, *REMAINDERS)
 
 
 def add_to_pytest(add: Callable[..., object]) -> None:

@@ -6,6 +6,7 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 from shardproof.engine.contract import Capability
 from shardproof.harness.cases.training import Training, Watch
@@ -117,7 +118,13 @@ class TrialSession:
         for seed, kept in self._archive.observations(
             training, cell, self._effort.seeds(training, cell.world), case.id
         ):
-            judgement = judge(case, declared, kept, oracle, lacks=lacks, simulated=_num_simulated(cell))
+            judged = partial(judge, case, declared, kept, oracle, lacks=lacks, simulated=_num_simulated(cell))
+            judgement = judged()
+            # See [Note: what a kept oracle may decide].
+            if judgement.verdict is not Verdict.PASSED and self._archive.forget_kept_oracle(
+                case.training, _data_size(case, cell), case.id
+            ):
+                judgement = judged()
             if _is_unexplained(judgement, training, cell):
                 judgement = self._explained(judgement, case, cell, seed, declared)
             found.append(_Judged(judgement=judgement, seed=seed, ledger=summarize(kept.ledgers_by_rank)))
@@ -126,7 +133,7 @@ class TrialSession:
         return found[-1] if found[-1].judgement.verdict is not Verdict.PASSED else found[0]
 
     def _oracle(self, case: Case, cell: Cell) -> Callable[[], OracleObservation]:
-        data_size = 1 if _num_simulated(cell) else case.training.plan.data_size(cell.world.size)
+        data_size = _data_size(case, cell)
         limit_s = max(cell.world.deadline_s, _LEAST_FOR_ORACLE_S)
         device = cell.world.device
         return lambda: replace(
@@ -151,6 +158,10 @@ class TrialSession:
         return replace(
             judgement, headline=f"{judgement.headline}; {summaries}", laws=(*judgement.laws, *races)
         )
+
+
+def _data_size(case: Case, cell: Cell) -> int:
+    return 1 if _num_simulated(cell) else case.training.plan.data_size(cell.world.size)
 
 
 def _num_simulated(cell: Cell) -> int:

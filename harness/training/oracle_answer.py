@@ -13,6 +13,7 @@ import torch
 from shardproof.harness.cases.training import Training
 from shardproof.harness.errors import EngineError, HarnessBug, ShardproofError, UsageError
 from shardproof.harness.records.observation import dtype_name, dtype_of, read_tree, write_tree
+from shardproof.harness.training.kept_oracle import KeptOracle
 from shardproof.harness.training.oracle import (
     FirstStep,
     OracleObservation,
@@ -29,15 +30,23 @@ _LONGEST = 2**33  # bytes: of each parameter there are its gradients of every ra
 _ERRORS: Mapping[str, type[ShardproofError]] = {e.__name__: e for e in (UsageError, EngineError, HarnessBug)}
 
 
-def ask_oracle(training: Training, world_size: int, *, limit_s: float) -> OracleObservation:
-    """Compute the oracle of a training aside; raises ShardproofError if the model raises, or after ``limit_s``."""
+def ask_oracle(
+    training: Training, world_size: int, *, limit_s: float, kept: KeptOracle | None = None
+) -> OracleObservation:
+    """Compute the oracle of a training aside, or take the one that is kept.
+
+    Raises ShardproofError if the model raises, or after ``limit_s`` seconds.
+    """
+    found = kept.read() if kept else None
     try:
-        answer = ask(limit_s, _LONGEST, _answer, training, world_size)
+        answer = found or ask(limit_s, _LONGEST, _answer, training, world_size)
     except NoAnswerError as error:
         raise _failure(training, f"the process that computes it {error}") from None
     try:
         plain = read_tree(io.BytesIO(answer))
         if "error" not in plain:
+            if kept and not found:
+                kept.write(answer)
             return _observation(plain, training)
     except Exception as error:  # torch raises a different type for each way in which bytes can be no tensors
         raise _failure(training, f"an answer that cannot be read: {error!r}") from error

@@ -1,0 +1,80 @@
+"""An oracle that is kept between runs, in a file named by a digest of all that it was computed from.
+
+[Note: what a kept oracle may decide] The digest does not see files that a model reads, such as weights. So a
+kept oracle may let an engine pass, which needs the same numbers twice; an engine that fails is judged again, by an
+oracle that is computed now.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import platform
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cache
+from importlib.metadata import distributions
+from pathlib import Path
+
+import torch
+
+_PACKAGES = Path(__file__).parents[2]  # harness and engine, whose code digests of content know by name
+
+
+@dataclass(frozen=True, slots=True)
+class KeptOracle:
+    """One file: the SHA-256 of the answer in hexadecimal, a newline, and the answer."""
+
+    path: Path
+
+    def read(self) -> bytes | None:
+        """Return the answer as it was kept; None where there is none, or a damaged one."""
+        try:
+            digest, _, answer = self.path.read_bytes().partition(b"\n")
+        except OSError:
+            return None
+        return answer if digest == _digest([answer]).encode() else None
+
+    def write(self, answer: bytes) -> None:
+        """Keep an answer; where it cannot be written, the next run computes it again."""
+        part = self.path.with_name(f"{self.path.name}.{os.getpid()}")
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            part.write_bytes(_digest([answer]).encode() + b"\n" + answer)
+            part.replace(self.path)
+        except OSError:
+            with contextlib.suppress(OSError):
+                part.unlink()
+
+    def forget(self) -> None:
+        """Delete the file."""
+        self.path.unlink(missing_ok=True)
+
+
+def kept_oracle(folder: Path, *asked: str) -> KeptOracle:
+    """Return the place of an oracle in a folder: by what is asked, this machine, and what is installed on it."""
+    return KeptOracle(folder / _digest([*(text.encode() for text in asked), _environment()]))
+
+
+@cache
+def _environment() -> bytes:
+    machine = (
+        sys.version,
+        platform.machine(),
+        torch.__config__.show(),
+        torch.backends.cpu.get_cpu_capability(),
+        str(torch.get_num_threads()),
+    )
+    installed = sorted(f"{found.name} {found.version}" for found in distributions())
+    ours = sorted(path for name in ("harness", "engine") for path in (_PACKAGES / name).rglob("*.py"))
+    code = (path.read_bytes() for path in ours)
+    return _digest([*(text.encode() for text in (*machine, *installed)), *code]).encode()
+
+
+def _digest(parts: Iterable[bytes]) -> str:
+    found = hashlib.sha256()
+    for part in parts:
+        found.update(b"%d:" % len(part) + part)
+    return found.hexdigest()

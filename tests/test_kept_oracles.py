@@ -1,0 +1,139 @@
+"""An oracle that an earlier run kept is taken where nothing changed, and accuses no engine."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from shardproof.fixtures.optimizers import SGD
+from shardproof.fixtures.problems import MLP_EVEN, ModelProblem
+from shardproof.harness.cases.training import Schedule, Training
+from shardproof.harness.laws.parity import MatchesOracle
+from shardproof.harness.records.record import Verdict
+from shardproof.harness.runner.cell import Cell
+from shardproof.harness.runner.observation_cache import Source
+from shardproof.harness.runner.session import TrialSession
+from shardproof.harness.training import kept_oracle, oracle_answer
+from shardproof.harness.verdicts.case import Case
+from shardproof.harness.worlds.processes.fresh_process import ask
+from shardproof.harness.worlds.spec import WorldKind, WorldSpec
+
+WORLD = WorldSpec(kind=WorldKind.THREADS, size=2, deadline_s=20.0)
+BROKEN = "shardproof.engine.mutants.gradient_sync:NeverSynchronises"
+
+
+class Farm:
+    """Runs one case, each time in a session of its own, and counts the oracles that were computed."""
+
+    def __init__(self, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.root = root
+        self.oracles = root / "oracles"
+        self.num_computed = 0
+        self._num_runs = 0
+
+        # Any: as they came.
+        def counted(*args: Any) -> bytes:
+            self.num_computed += 1
+            return ask(*args)
+
+        monkeypatch.setattr(oracle_answer, "ask", counted)
+
+    def run(self, problem: ModelProblem = MLP_EVEN, engine: str = "torch.ddp") -> Verdict:
+        self._num_runs += 1
+        source = Source(folder=self.root / f"run{self._num_runs}", oracles=self.oracles)
+        session = TrialSession(source)
+        asked = Training(problem=problem, schedule=Schedule(steps=1), optimizer=SGD)
+        case = Case(id="case", training=asked, laws=(MatchesOracle(),))
+        record = session.run(case, Cell(engine=engine, world=WORLD), suite="", command="")
+        session.close()
+        return record.verdict
+
+
+@pytest.fixture
+def farm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Farm:
+    return Farm(tmp_path, monkeypatch)
+
+
+def test_a_second_run_takes_it(farm: Farm) -> None:
+    assert (farm.run(), farm.run(), farm.num_computed) == (Verdict.PASSED, Verdict.PASSED, 1)
+
+
+def test_another_engine_takes_it_too_and_its_failure_is_judged_by_a_fresh_one(farm: Farm) -> None:
+    farm.run()
+    assert farm.run(engine="torch.fsdp2") is Verdict.PASSED
+    assert farm.num_computed == 1
+    assert farm.run(engine=BROKEN) is Verdict.FAILED
+    assert farm.num_computed == 2
+
+
+def test_a_stale_one_accuses_no_engine(farm: Farm) -> None:
+    """As where a model reads weights from a file, and the file is another one now."""
+    farm.run()
+    (path,) = farm.oracles.iterdir()
+    farm.run(replace(MLP_EVEN, loss=_halved))
+    (other,) = {*farm.oracles.iterdir()} - {path}
+    path.write_bytes(other.read_bytes())
+    assert farm.run() is Verdict.PASSED
+    assert farm.num_computed == 3
+    assert path.read_bytes() != other.read_bytes()
+
+
+def test_other_content_asks_for_another(farm: Farm) -> None:
+    farm.run()
+    farm.run(replace(MLP_EVEN, loss=_halved))
+    assert farm.num_computed == 2
+
+
+def test_another_installation_asks_for_another(farm: Farm, monkeypatch: pytest.MonkeyPatch) -> None:
+    farm.run()
+    monkeypatch.setattr(kept_oracle, "_environment", lambda: b"another release")
+    farm.run()
+    assert farm.num_computed == 2
+
+
+def test_content_without_a_digest_is_not_kept(farm: Farm) -> None:
+    farm.run(replace(MLP_EVEN, loss=_Unreadable()))
+    assert not farm.oracles.exists()
+
+
+DAMAGE: dict[str, Callable[[bytes], bytes]] = {
+    "cut": lambda data: data[:-1],
+    "changed": lambda data: data[:70] + b"x" + data[71:],
+    "empty": lambda _: b"",
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE)
+def test_a_damaged_one_is_computed_again(farm: Farm, damage: Callable[[bytes], bytes]) -> None:
+    farm.run()
+    (path,) = farm.oracles.iterdir()
+    whole = path.read_bytes()
+    path.write_bytes(damage(whole))
+    assert farm.run() is Verdict.PASSED
+    assert farm.num_computed == 2
+    assert path.read_bytes() == whole
+
+
+def test_a_folder_that_cannot_be_written_costs_no_verdict(farm: Farm) -> None:
+    farm.oracles.write_text("a file")
+    assert farm.run() is Verdict.PASSED
+
+
+def _halved(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return MLP_EVEN.loss(output, target) / 2
+
+
+class _Unreadable:
+    def __call__(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return MLP_EVEN.loss(output, target)
+
+    def __reduce_ex__(self, protocol: object) -> Any:  # Any: as pickle has it
+        if sys._getframe(1).f_code.co_filename.endswith("content.py"):
+            raise TypeError("not for reading")
+        return super().__reduce_ex__(4)
