@@ -194,7 +194,7 @@ class Training:
         is_sharded = self.plan.layout not in {Layout.NATIVE, Layout.REPLICATE}
         is_cut_by_others = self.plan.cut_axis is not None or self.plan.pipeline_stages > 1
         # An exercise of the engine's own interface makes models beside the one that is trained.
-        makes_models = Capability.WRAPPER in self.script.demands
+        makes_models = bool({Capability.WRAPPER, Capability.COMPOSABLE} & self.script.demands)
         return is_sharded and not (is_cut_by_others or makes_models or self.plan.needs & _KEEPS)
 
     def __post_init__(self) -> None:
