@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -32,7 +33,7 @@ if TYPE_CHECKING:  # ranks import this file too, and judge nothing
 
 RIGHT = "as it should be"
 # How an interface says no. Anything else that is raised is an accident.
-_REFUSALS = (AssertionError, NotImplementedError, RuntimeError, ValueError)
+_REFUSALS = (AssertionError, NotImplementedError, RuntimeError, TypeError, ValueError)
 _LONGEST = 400  # a note is read by a person
 
 
@@ -59,12 +60,15 @@ class Claims:
         """Claim as `same`, but that floats may differ by that share of the largest of their tensor."""
         self._claim(subject, difference(got, expected, tolerance))
 
-    def refuses(self, subject: str, call: Callable[[], object], *errors: type[Exception]) -> None:
-        """Claim that a call raises one of these errors; by default any by which an interface says no."""
+    def refuses(
+        self, subject: str, call: Callable[[], object], *errors: type[Exception], naming: str = ""
+    ) -> None:
+        """Claim that a call raises one of these errors, in words that the pattern finds; by default any refusal."""
         try:
             result = call()
         except Exception as error:  # noted, not raised: the other ranks must go on and note theirs
-            is_refusal = isinstance(error, errors or _REFUSALS)
+            is_named = re.search(naming, str(error), re.DOTALL | re.IGNORECASE)
+            is_refusal = isinstance(error, errors or _REFUSALS) and is_named
             self._claim(subject, None if is_refusal else f"{type(error).__name__}: {error}")
         else:
             self._claim(subject, f"accepted, with {result!r}")

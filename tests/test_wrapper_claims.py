@@ -14,8 +14,8 @@ from torch import nn
 from shardproof.engine.adapters.torch_fsdp1 import NAMES
 from shardproof.engine.contract import PreparedModel, WrapperNames
 from shardproof.harness.cases.script import InterfaceBench
-from shardproof.suites.wrapper import test_units
 from shardproof.suites.expect import RIGHT
+from shardproof.suites.wrapper import test_units
 from shardproof.suites.wrapper.expect import Bench, expects
 
 ONE = torch.tensor([1.0, 2.0])

@@ -10,9 +10,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
-from shardproof.engine.adapters.composable import FrontDoor, PreparedComposable, open_door
+from shardproof.engine.adapters.composable import PreparedComposable, open_door
 from shardproof.engine.adapters.torch_internals import RELEASE, can_place, placed_on, replicate
-from shardproof.engine.contract import Capability, Engine, Layout, Plan, PreparedModel
+from shardproof.engine.contract import Capability, Engine, FrontDoor, Layout, Plan, PreparedModel
 
 # What a promise is kept by: a release without the method cannot make it.
 _METHODS = {
