@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from shardproof.engine.adapters.reference import PreparedReference, ReferenceEngine
 from shardproof.engine.adapters.torch_fsdp2 import FullyShardEngine, PreparedFullyShard
@@ -136,6 +137,35 @@ class ReducesWhatIsFrozen(FullyShardEngine):
             for parameter in self._frozen:
                 parameter.requires_grad_(False)
                 parameter.grad = None
+
+
+@mutant(
+    after="pytorch/pytorch#143277",
+    kills_on=Condition(
+        steps=2,
+        plan=Plan(
+            compute_dtype=torch.bfloat16,
+            reduce_dtype=torch.float32,
+            demands=frozenset({Capability.FREEZE, Capability.UNUSED}),
+        ),
+    ),
+    trace=Trace.COMMUNICATION,
+)
+class ForgetsTheDtypesOfWhatWasFrozen(ReferenceEngine):
+    """A unit that is frozen in the first forward is reduced in the compute dtype once it trains.
+
+    Reported: the dtype of the reduction was taken for another where the two were once the same.
+    """
+
+    class Prepared(PreparedReference):
+        _has_run = False
+
+        def __call__(self, *inputs: Any, **named: Any) -> Any:
+            for group in [] if self._has_run else reference_groups(self):
+                if not any(held.sharded_param.requires_grad for held in group.parameters):
+                    group._dtypes = MixedPrecisionPolicy(param_dtype=group._dtypes.param_dtype)
+            self._has_run = True
+            return super().__call__(*inputs, **named)
 
 
 def drop_what_waits(prepared: PreparedModel) -> None:

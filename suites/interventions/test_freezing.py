@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from shardproof import (
     SEVERAL,
     Accumulation,
+    Dtype,
     Freezes,
     Layout,
     MatchesOracle,
     Nothing,
     Op,
+    Phase,
     Problem,
     RanksAgree,
     Reshard,
@@ -24,6 +27,7 @@ from shardproof.fixtures.problems import MLP_UNEVEN, TRANSFORMER
 from shardproof.suites.training import train, train_sharded
 
 LAWS = (MatchesOracle(), RanksAgree())
+REDUCTIONS = Select(ops=(Op.ALL_REDUCE, Op.REDUCE_SCATTER), phases=(Phase.BACKWARD,))
 BLOCK = CHAIN.units[1]
 
 
@@ -45,6 +49,16 @@ def test_reduces_nothing_of_a_frozen_unit(trial: Trial, problem: Problem, reshar
     trial.holds(
         train_sharded(problem, reshard=reshard, steps=5, script=script), *LAWS, Nothing(select=reductions)
     )
+
+
+@pytest.mark.worlds(SEVERAL)
+@pytest.mark.kills("SettlesForEverWhatIsFrozen", "ForgetsTheDtypesOfWhatWasFrozen")
+@pytest.mark.parametrize("layout", [Layout.SHARD, Layout.REPLICATE], ids=lambda x: x.name.lower())
+def test_unfrozen_units_have_the_dtypes_of_the_plan(trial: Trial, layout: Layout) -> None:
+    script = Freezes(parts=("layers.0", "layers.2"), steps=(0,), evaluates=True)
+    dtypes = {"compute_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
+    training = train(MLP_UNEVEN, layout=layout, script=script, **dtypes)
+    trial.holds(training, *LAWS, Dtype(select=REDUCTIONS, dtype="float32"))
 
 
 @pytest.mark.kills("SettlesForEverWhatIsFrozen")

@@ -29,7 +29,7 @@ from shardproof import (
     Schedule,
     Trial,
 )
-from shardproof.fixtures.optimizers import ADAMW, SGD
+from shardproof.fixtures.optimizers import ADAMW, DECAYING, SGD
 from shardproof.fixtures.placements import DIVISIBLE_MLP
 from shardproof.fixtures.problems import MLP_EVEN, MLP_UNEVEN
 from shardproof.suites.training import train
@@ -53,7 +53,7 @@ def test_hooks_see_each_reduced_gradient_once(trial: Trial, accumulation: Accumu
 
 @pytest.mark.worlds(SEVERAL)
 @pytest.mark.kills("NeverCallsGradientHooks", "CallsGradientHooksBeforeReducing")
-@pytest.mark.parametrize("optimizer", [SGD, ADAMW], ids=attrgetter("name"))
+@pytest.mark.parametrize("optimizer", [SGD, ADAMW, DECAYING], ids=attrgetter("name"))
 def test_an_optimizer_in_backward_is_one_after_it(trial: Trial, optimizer: NamedOptimizer) -> None:
     trial.holds(train(MLP_UNEVEN, optimizer, schedule=IN_BACKWARD, demands=HOOKS), *LAWS)
 
