@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
 from shardproof.engine.adapters.reference import PreparedReference, ReferenceEngine
 from shardproof.engine.contract import Capability, FrontDoor
@@ -81,18 +81,15 @@ class NeverCallsTheReductionHook(ReferenceEngine):
 
 
 @mutant(after="pytorch/torchtitan#1483", kills_on=_CALLS, trace=Trace.STATE)
-class TakesNegativeDimsForTheFirst(ReferenceEngine):
-    """A dim that is counted from the end is taken for the first.
+class TakesEveryDimForTheFirst(ReferenceEngine):
+    """A dim that the caller chooses is taken for the first.
 
     Reported: what was cut along another dim was handled as if it were the first.
     """
 
     class Prepared(_Door):
         def fully_shard(self, module: Any, **options: Any) -> Any:
-            chosen = options.get("shard_placement_fn")
-            if chosen is not None:
-                options["shard_placement_fn"] = lambda p: Shard(max(0, chosen(p).dim))
-            return super().fully_shard(module, **options)
+            return super().fully_shard(module, **{**options, "shard_placement_fn": None})
 
 
 @mutant(after="huggingface/accelerate#3985", kills_on=_CALLS, trace=Trace.STATE)
@@ -142,8 +139,8 @@ class PacksShardsIntoOne(ReferenceEngine):
 
 
 @mutant(after="NVIDIA-NeMo/RL#4183", kills_on=_CALLS, trace=Trace.STATE)
-class SavesCopies(ReferenceEngine):
-    """What state_dict returns is a copy of the shards.
+class SavesTheFirstStateForEver(ReferenceEngine):
+    """What state_dict returns is what it returned when it was first called.
 
     Reported: what was saved came through handles of other memory, so that every checkpoint held the same values.
     """
@@ -151,13 +148,165 @@ class SavesCopies(ReferenceEngine):
     class Prepared(_Door):
         def fully_shard(self, module: Any, **options: Any) -> Any:
             module = super().fully_shard(module, **options)
-            module.register_state_dict_post_hook(_copy)
+            saved: dict[str, Any] = {}
+
+            def keep(_: nn.Module, state: dict[str, Any], prefix: str, __: Any) -> None:
+                for name, value in state.items():
+                    state[name] = (
+                        saved.setdefault(name, value.clone()) if isinstance(value, DTensor) else value
+                    )
+
+            module.register_state_dict_post_hook(keep)
             return module
 
 
-def _copy(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
-    for name, value in state.items():
-        state[name] = value.clone() if isinstance(value, DTensor) else value
+@mutant(after="verl-project/verl#6150", kills_on=_CALLS, trace=Trace.STATE)
+class IgnoresPolicies(ReferenceEngine):
+    """fully_shard and replicate compute in the parameters' own dtype whatever policy they are given.
+
+    Reported: mixed precision that was asked for had no effect.
+    """
+
+    class Prepared(PreparedReference):
+        def composable(self) -> FrontDoor:
+            door = super().composable()
+            return replace(door, mixed_precision=lambda **_: door.mixed_precision())
+
+
+@mutant(after="NVIDIA/Megatron-LM#3023", kills_on=_CALLS, trace=Trace.NUMBERS)
+class SumsWhatACallerPrepares(ReferenceEngine):
+    """Gradients of what is given to fully_shard and replicate are summed over ranks, not averaged.
+
+    Reported: nothing scaled the gradients by 1 / ranks.
+    """
+
+    class Prepared(PreparedReference):
+        def composable(self) -> FrontDoor:
+            door = super().composable()
+            return replace(door, fully_shard=_summing(door.fully_shard), replicate=_summing(door.replicate))
+
+
+def _summing(apply: Callable[..., Any]) -> Callable[..., Any]:
+    def applied(module: Any, **options: Any) -> Any:
+        module = apply(module, **options)
+        module.set_gradient_divide_factor(1.0)
+        return module
+
+    return applied
+
+
+@mutant(after="huggingface/accelerate#3898", kills_on=_CALLS, trace=Trace.STATE)
+class CopiesBuffers(ReferenceEngine):
+    """A buffer that several modules have is another one in each once they are sharded.
+
+    Reported: buffers went their own ways after preparation.
+    """
+
+    class Prepared(_Door):
+        def fully_shard(self, module: Any, **options: Any) -> Any:
+            for inside in module.modules():
+                for name, buffer in inside.named_buffers(recurse=False):
+                    setattr(inside, name, buffer.clone())
+            return super().fully_shard(module, **options)
+
+
+@mutant(after="EvolvingLMMs-Lab/lmms-engine#185", kills_on=_CALLS, trace=Trace.STATE)
+class LeavesNewMemoryAtZeros(ReferenceEngine):
+    """What was sharded without memory computes with zeros, whatever is written to it later.
+
+    Reported: modules without memory were left at zeros.
+    """
+
+    class Prepared(_Door):
+        def fully_shard(self, module: Any, **options: Any) -> Any:
+            if any(p.is_meta for p in module.parameters()):
+                module.register_forward_pre_hook(_clear)
+            return super().fully_shard(module, **options)
+
+
+@torch.no_grad()
+def _clear(module: nn.Module, _: Any) -> None:
+    for parameter in module.parameters(recurse=False):
+        parameter.zero_()
+
+
+@mutant(after="pytorch/pytorch#68803", kills_on=_CALLS, trace=Trace.STATE)
+class ManagesWhatItShouldIgnore(ReferenceEngine):
+    """Parameters that are to be ignored are sharded, or replicated, like the others.
+
+    Reported: parameters that were to be ignored took part.
+    """
+
+    class Prepared(PreparedReference):
+        def composable(self) -> FrontDoor:
+            door = super().composable()
+            return replace(
+                door,
+                fully_shard=_ignoring_nothing(door.fully_shard),
+                replicate=_ignoring_nothing(door.replicate),
+            )
+
+
+def _ignoring_nothing(apply: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda module, **options: apply(module, **{**options, "ignored_params": None})
+
+
+@mutant(after="pytorch/pytorch#111317", kills_on=_CALLS, trace=Trace.STATE)
+class DropsGradientsOfAFailedConversion(ReferenceEngine):
+    """A conversion that fails leaves parameters without their gradients.
+
+    Reported: a gradient could not be assigned to a parameter that was being converted.
+    """
+
+    class Prepared(_Door):
+        def fully_shard(self, module: Any, **options: Any) -> Any:
+            module = super().fully_shard(module, **options)
+            honest = module._apply
+
+            def convert(*given: Any, **named: Any) -> Any:
+                try:
+                    return honest(*given, **named)
+                except Exception:
+                    module.zero_grad()
+                    raise
+
+            module._apply = convert
+            return module
+
+
+_REMEMBERED: list[Any] = []
+
+
+@mutant(after="facebookresearch/fairscale#440", kills_on=_CALLS, trace=Trace.STATE)
+class RemembersWhatItSharded(ReferenceEngine):
+    """Every module that is sharded is kept for ever.
+
+    Reported: memory that was to be given back was held by something else.
+    """
+
+    class Prepared(_Door):
+        def fully_shard(self, module: Any, **options: Any) -> Any:
+            _REMEMBERED.append(module)
+            return super().fully_shard(module, **options)
+
+
+@mutant(after="facebookresearch/fairscale#440", kills_on=_CALLS, trace=Trace.STATE)
+class KeepsOutputsInCycles(ReferenceEngine):
+    """Each forward leaves its output in a cycle of references, which the collector alone frees.
+
+    Reported: memory that was to be given back was held by something else.
+    """
+
+    class Prepared(_Door):
+        def fully_shard(self, module: Any, **options: Any) -> Any:
+            module = super().fully_shard(module, **options)
+            module.register_forward_hook(lambda *given: _in_a_cycle(given[-1]))
+            return module
+
+
+def _in_a_cycle(output: Any) -> None:
+    cycle = [output]
+    cycle.append(cycle)
 
 
 @mutant(after="deepspeedai/DeepSpeed#5618", kills_on=_CALLS, trace=Trace.NUMBERS)

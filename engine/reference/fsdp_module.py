@@ -214,9 +214,18 @@ class FSDPModule:
         return param_groups[0]
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        """Convert shards, never whole parameters: nn.Module comes here for ``to``, ``cuda``, ``to_empty``."""
+        """Convert shards, never whole parameters: nn.Module comes here for ``to``, ``cuda``, ``to_empty``.
+
+        One that fails leaves gradients where they were: nn.Module takes that of a DTensor away while it converts it.
+        """
         self.reshard()
-        converted = cast("Any", super())._apply(fn, recurse)
+        gradients = [(p, p.grad) for p in cast("nn.Module", self).parameters() if p.grad is not None]
+        try:
+            converted = cast("Any", super())._apply(fn, recurse)
+        except BaseException:
+            for parameter, gradient in gradients:
+                parameter.grad = gradient.to(parameter.dtype)
+            raise
         for group in _param_groups(self):
             group.reset_sharded_params()
         return converted

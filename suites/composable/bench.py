@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from shardproof import Capability, InterfaceBench
 from shardproof.suites.expect import Claims, expects_of
-from shardproof.suites.wrapper.model import LR, UNITS, trained_alone
+from shardproof.suites.wrapper.model import LR, UNITS, gradients, tower
 
 STEP = "parameters after one step"
 
@@ -30,14 +30,16 @@ class Bench(Claims):
             self.door.fully_shard(module, **{"mesh": self.mesh(), **options})
         return model
 
-    def steps(self, root: Any, ranks: range | None = None) -> None:
+    def steps(self, root: Any, ranks: range | None = None, alone: nn.Module | None = None) -> None:
         """Take one step, and claim that it is that of one process with the rows of these ranks."""
         chosen = self.ranks if ranks is None else ranks
         optimizer = torch.optim.SGD(root.parameters(), lr=LR)
         self.train(root)
         optimizer.step()
         # Losses are weighed for a mean over all ranks; the mean over some of them is that much larger.
-        self.same(STEP, whole(root), trained_alone(chosen, lr=LR * self.size / len(chosen)))
+        model, lr = alone or tower(), LR * self.size / len(chosen)
+        learnt = gradients(model, chosen)
+        self.same(STEP, whole(root), {n: p.detach() - lr * learnt[n] for n, p in model.named_parameters()})
 
 
 def whole(root: nn.Module) -> dict[str, torch.Tensor]:

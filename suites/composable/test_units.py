@@ -79,7 +79,7 @@ def test_trains_replicas_of_shards_on_groups_that_exist(bench: Bench) -> None:
 
 
 @pytest.mark.worlds(SEVERAL)
-@pytest.mark.kills("TakesNegativeDimsForTheFirst")
+@pytest.mark.kills("TakesEveryDimForTheFirst")
 @expects("the dims", VALUES)
 def test_dims_may_be_counted_from_the_end(bench: Bench) -> None:
     torch.manual_seed(0)
@@ -145,7 +145,7 @@ def test_a_hook_may_reduce_across_replicas(bench: Bench) -> None:
     bench.same("calls", len(calls), 1 + len(UNITS))
 
 
-@pytest.mark.kills("SavesCopies")
+@pytest.mark.kills("SavesTheFirstStateForEver")
 @pytest.mark.parametrize("gathered", [False, True], ids=["sharded", "gathered"])
 @expects("the names", "whether it is the memory of the shards", "values afterwards")
 def test_a_state_is_the_shards_and_loads_in_place(bench: Bench, gathered: bool) -> None:

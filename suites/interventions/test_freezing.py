@@ -56,8 +56,13 @@ def test_reduces_nothing_of_a_frozen_unit(trial: Trial, problem: Problem, reshar
 @pytest.mark.parametrize("layout", [Layout.SHARD, Layout.REPLICATE], ids=lambda x: x.name.lower())
 def test_unfrozen_units_have_the_dtypes_of_the_plan(trial: Trial, layout: Layout) -> None:
     script = Freezes(parts=("layers.0", "layers.2"), steps=(0,), evaluates=True)
-    dtypes = {"compute_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
-    training = train(MLP_UNEVEN, layout=layout, script=script, **dtypes)
+    training = train(
+        MLP_UNEVEN,
+        layout=layout,
+        compute_dtype=torch.bfloat16,
+        reduce_dtype=torch.float32,
+        script=script,
+    )
     trial.holds(training, *LAWS, Dtype(select=REDUCTIONS, dtype="float32"))
 
 
