@@ -57,6 +57,7 @@ class Capability(Enum):
     REPLICA_SYNC = "holds back the reduction across replicas alone"
     KEEP_AFTER_BACKWARD = "keeps gathered parameters after backward, as asked"
     WRAPPER = "has the options and methods of FullyShardedDataParallel"
+    DATA_PARALLEL = "has the options and methods of DistributedDataParallel"
     COMPOSABLE = "has the functions fully_shard and replicate, and the methods that they add"
     # Training loops other than forward, backward, step.
     INTERLEAVE = "lets forwards of later microbatches precede backwards of earlier ones"

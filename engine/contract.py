@@ -249,6 +249,10 @@ class PreparedModel:
         """Return the engine's own things behind the names of ``torch.distributed.fsdp``, for cases that call them."""
         raise MissingMethodError("wrapper", Capability.WRAPPER)
 
+    def data_parallel(self) -> Any:  # Any: the class's arguments are what is put to the test
+        """Return the engine's own class behind the name of ``DistributedDataParallel``, for cases that call it."""
+        raise MissingMethodError("data_parallel", Capability.DATA_PARALLEL)
+
     def composable(self) -> FrontDoor:
         """Return the engine's own things behind the names of ``fully_shard``, for cases that call them."""
         raise MissingMethodError("composable", Capability.COMPOSABLE)

@@ -142,5 +142,6 @@ class _OnABench(Exercise):
 
 
 def _training(script: Exercise) -> Training:
-    plan = Plan(layout=Layout.SHARD, demands=script.demands)
+    layout = Layout.NATIVE if script.interface is Capability.DATA_PARALLEL else Layout.SHARD
+    plan = Plan(layout=layout, demands=script.demands)
     return Training(problem=MLP_EVEN, optimizer=SGD, plan=plan, schedule=Schedule(steps=1), script=script)

@@ -71,6 +71,7 @@ class ReferenceEngine(Engine):
     capabilities = frozenset(Capability) - {
         Capability.BUFFERS,
         Capability.COMPARES_RANKS,
+        Capability.DATA_PARALLEL,
         Capability.GRAPHS,
         Capability.REDUCE_AS_STORED,
         Capability.WRAPPER,
