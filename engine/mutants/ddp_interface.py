@@ -125,7 +125,7 @@ class PacksAsItLikes(DistributedDataParallelEngine):
             return _Packing
 
 
-class _Deaf(DistributedDataParallel):
+class _TakingNoHook(DistributedDataParallel):
     def register_comm_hook(self, state: object, hook: Any) -> None:
         pass
 
@@ -139,7 +139,7 @@ class IgnoresCommHooks(DistributedDataParallelEngine):
 
     class Prepared(PreparedDdp):
         def data_parallel(self) -> type[DistributedDataParallel]:
-            return _Deaf
+            return _TakingNoHook
 
 
 def _without_a_look(module: nn.Module, **_: Any) -> nn.Module:

@@ -39,7 +39,9 @@ class Bench(Claims):
         # Losses are weighed for a mean over all ranks; the mean over some of them is that much larger.
         model, lr = alone or tower(), LR * self.size / len(chosen)
         learnt = gradients(model, chosen)
-        self.same(STEP, whole(root), {n: p.detach() - lr * learnt[n] for n, p in model.named_parameters()})
+        self.same(
+            STEP, whole(root), {n: p.detach() - lr * learnt.get(n, 0) for n, p in model.named_parameters()}
+        )
 
 
 def whole(root: nn.Module) -> dict[str, torch.Tensor]:

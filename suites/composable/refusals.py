@@ -101,6 +101,11 @@ def _reset_of_a_child(door: Any) -> object:
     return inner.reset_iter_state()
 
 
+def _reduced_in_whole_numbers(door: Any) -> None:
+    model = door.fully_shard(_linear(), mp_policy=door.mixed_precision(reduce_dtype=torch.int64))
+    model(_inputs()).sum().backward()
+
+
 # What is done to a door `d`, and words by which the refusal names what is wrong.
 SCENARIOS: Mapping[str, tuple[Scenario, str]] = {
     "a list without forward": (lambda d: d.fully_shard(nn.ModuleList([_linear()])), r"forward"),
@@ -186,5 +191,10 @@ SCENARIOS: Mapping[str, tuple[Scenario, str]] = {
         r"materializ.*meta",
     ),
     "two dtypes in a group": (_mixed_dtypes, r"uniform.*dtype"),
+    "a compute dtype of no floats": (
+        lambda d: d.fully_shard(_linear(), mp_policy=d.mixed_precision(param_dtype=torch.int64))(_inputs()),
+        "float",
+    ),
+    "a reduce dtype of no floats": (_reduced_in_whole_numbers, "float|Long"),
     "reset of a child": (_reset_of_a_child, r"root"),
 }

@@ -276,3 +276,17 @@ def test_layers_may_have_no_outputs(bench: Bench) -> None:
     bench.train(root)
     got = {name.removeprefix("tower."): g for name, g in _own(root).items() if name.startswith("tower")}
     bench.same(GRADIENTS, got, _mean(bench))
+
+
+@pytest.mark.worlds(APART)
+@pytest.mark.kills("SumsWhatItWraps")
+@pytest.mark.parametrize("accumulates", [False, True], ids=["each", "no_sync"])
+@expects(GRADIENTS)
+def test_compiled_replicas_train_as_they_do_uncompiled(bench: Bench, accumulates: bool) -> None:
+    root = bench.wrap(tower())
+    root.compile(backend="aot_eager")
+    if accumulates:
+        with root.no_sync():
+            bench.train(root, step=1)
+    bench.train(root)
+    bench.same(GRADIENTS, _own(root), _mean(bench, (0, 1) if accumulates else (0,)))
