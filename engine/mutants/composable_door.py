@@ -251,11 +251,11 @@ def _ignoring_nothing(apply: Callable[..., Any]) -> Callable[..., Any]:
     return lambda module, **options: apply(module, **{**options, "ignored_params": None})
 
 
-@mutant(after="pytorch/pytorch#111317", kills_on=_CALLS, trace=Trace.STATE)
+@mutant(after="pytorch/pytorch#157209", kills_on=_CALLS, trace=Trace.STATE)
 class DropsGradientsOfAFailedConversion(ReferenceEngine):
     """A conversion that fails leaves parameters without their gradients.
 
-    Reported: a gradient could not be assigned to a parameter that was being converted.
+    Reported: a prepared model could not be moved to another device.
     """
 
     class Prepared(_Door):
