@@ -54,6 +54,7 @@ class Capability(Enum):
     # Control of one unit by the caller.
     UNIT_STATE = "tells and changes whether a unit is gathered"
     UNIT_SYNC = "holds back single units' reductions"
+    FINALIZE = "lets the caller end backwards, which reduces what they left, once"
     REPLICA_SYNC = "holds back the reduction across replicas alone"
     KEEP_AFTER_BACKWARD = "keeps gathered parameters after backward, as asked"
     WRAPPER = "has the options and methods of FullyShardedDataParallel"

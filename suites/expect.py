@@ -97,7 +97,10 @@ Body = Callable[..., None]  # takes a bench, and the test's parameters
 
 
 def expects_of(
-    interface: Capability, bench: Callable[[InterfaceBench], Claims], *subjects: str
+    interface: Capability,
+    bench: Callable[[InterfaceBench], Claims],
+    *subjects: str,
+    beside: frozenset[Capability] = frozenset(),
 ) -> Callable[[Body], Body]:
     """Make a test of a function: every rank calls it with a bench for that interface, then trains one step.
 
@@ -117,7 +120,9 @@ def expects_of(
 
             claims = [Notes(subject=subject, value=RIGHT, is_explained=True) for subject in subjects]
             given = tuple(arguments[parameter.name] for parameter in parameters)
-            training = _training(_OnABench(body=body, arguments=given, interface=interface, bench=bench))
+            training = _training(
+                _OnABench(body=body, arguments=given, interface=interface, beside=beside, bench=bench)
+            )
             trial.holds(training, MatchesOracle(), *claims)
 
         trial = inspect.Parameter("trial", inspect.Parameter.POSITIONAL_OR_KEYWORD)

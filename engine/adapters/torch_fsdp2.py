@@ -17,6 +17,7 @@ from shardproof.engine.contract import Capability, Engine, FrontDoor, Layout, Pl
 # What a promise is kept by: a release without the method cannot make it.
 _METHODS = {
     Capability.BUFFERS: "set_symm_mem_for_comm",
+    Capability.FINALIZE: "set_manual_backward_finalization",
     Capability.RANK_DEPENDENT: "set_reduce_scatter_unused_params",
     Capability.RECOVER: "reset_iter_state",
     Capability.RECOVER_KEEPING: "reset_iter_state",

@@ -319,3 +319,91 @@ class ShardsOverAllRanksWhateverTheMesh(ReferenceEngine):
     class Prepared(_Door):
         def fully_shard(self, module: Any, **options: Any) -> Any:
             return super().fully_shard(module, **{**options, "mesh": None})
+
+
+_FINALIZES = Condition(plan=demanding(Capability.COMPOSABLE, Capability.FINALIZE), because=_CALLS.because)
+
+
+class _Finalizing(PreparedReference):
+    """Spoils what is to be finalized; the same of what is replicated."""
+
+    def composable(self) -> FrontDoor:
+        door = super().composable()
+        return replace(
+            door, fully_shard=self._spoilt(door.fully_shard), replicate=self._spoilt(door.replicate)
+        )
+
+    def _spoilt(self, apply: Callable[..., Any]) -> Callable[..., Any]:
+        def applied(module: Any, **options: Any) -> Any:
+            module = apply(module, **options)
+            self.spoil_module(module)
+            return module
+
+        return applied
+
+    def spoil_module(self, module: Any) -> None:
+        """Change the methods of a module."""
+
+
+@mutant(after="NVIDIA/cosmos-framework#161", kills_on=_FINALIZES, trace=Trace.COMMUNICATION)
+class FinalizesEachBackward(ReferenceEngine):
+    """Each backward ends by itself, and reduces what was to be held back until it is finalized.
+
+    Reported: microbatches were reduced although they were to be held back.
+    """
+
+    class Prepared(_Finalizing):
+        def spoil_module(self, module: Any) -> None:
+            module.set_requires_gradient_sync = lambda *_, **__: None
+
+
+@mutant(after="facebookresearch/fairscale#777", kills_on=_FINALIZES, trace=Trace.NUMBERS)
+class FinalizesTwice(ReferenceEngine):
+    """What finalization reduces is counted twice.
+
+    Reported: gradients were doubled.
+    """
+
+    class Prepared(_Finalizing):
+        def spoil_module(self, module: Any) -> None:
+            honest = module.finalize_backward
+
+            def finalize(**options: Any) -> Any:
+                for group in (g for inside in module.modules() if state_of(inside) for g in _groups(inside)):
+                    for held in group.parameters:
+                        if group.reduces and held.has_unsharded_grad:
+                            held.unsharded_param.grad = held.pop_unsharded_grad(None) * 2
+                handle = honest(**options)
+                if handle is None:
+                    for parameter in module.parameters():
+                        if parameter.grad is not None:
+                            parameter.grad.mul_(2)
+                return handle
+
+            module.finalize_backward = finalize
+
+
+@mutant(after="NVIDIA/cosmos-framework#161", kills_on=_FINALIZES, trace=Trace.STATE)
+class FreesWhenFinalized(ReferenceEngine):
+    """Finalization frees what was to be kept, and keeps what was to be freed.
+
+    Reported: parameters that were to be kept from step to step were freed.
+    """
+
+    class Prepared(_Finalizing):
+        def spoil_module(self, module: Any) -> None:
+            honest = module.set_reshard_after_backward
+            module.set_reshard_after_backward = lambda frees: honest(not frees)
+
+
+@mutant(after="pytorch/pytorch#104504", kills_on=_FINALIZES, trace=Trace.SILENCE)
+class FinalizesWhateverComes(ReferenceEngine):
+    """Where nothing can be finalized, nothing happens and nothing is said.
+
+    Reported: where a call was of no use nothing happened, in silence.
+    """
+
+    class Prepared(_Finalizing):
+        def spoil_module(self, module: Any) -> None:
+            module.finalize_backward = lambda **_: False
+            module.set_manual_backward_finalization = lambda _: None

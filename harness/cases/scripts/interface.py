@@ -20,11 +20,12 @@ class Exercise:
     body: Callable[..., None]
     arguments: tuple[Any, ...] = ()  # Any: whatever the body takes
     interface: Capability = Capability.WRAPPER
+    beside: frozenset[Capability] = frozenset()
 
     @property
     def demands(self) -> frozenset[Capability]:
-        """The interface that the body calls."""
-        return frozenset({self.interface})
+        """The interface that the body calls, and what it asks beside."""
+        return self.beside | {self.interface}
 
     def __repr__(self) -> str:
         """Format it without the function's address, which no two processes share."""
