@@ -11,7 +11,9 @@ from torch import distributed, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
+    get_optimizer_state_dict,
     set_model_state_dict,
+    set_optimizer_state_dict,
 )
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
@@ -94,7 +96,7 @@ def test_the_data_axis_cuts_the_dim_that_is_whole(bench: Bench) -> None:
 @pytest.mark.worlds(FOURS)
 @pytest.mark.kills("SavesTheFirstStateForEver")
 @pytest.mark.parametrize("is_cut", [False, True], ids=["shards", "shards_of_cut_tensors"])
-@expects("what other ranks have", "what the first rank has", VALUES)
+@expects("what other ranks have", "what the first rank has", VALUES, "moments")
 def test_the_first_rank_saves_and_loads_for_all(bench: Bench, is_cut: bool) -> None:
     model, mesh = _cut(bench) if is_cut else (tower(), None)
     bench.shard(model, units=(), mesh=bench.mesh() if mesh is None else mesh["data"])
@@ -102,8 +104,15 @@ def test_the_first_rank_saves_and_loads_for_all(bench: Bench, is_cut: bool) -> N
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(2)
+    for parameter in model.parameters():
+        parameter.grad = parameter.detach().clone()
+    optimizer = torch.optim.Adam(model.parameters())
+    optimizer.step()
+    optimizer.zero_grad()  # else torch takes a fresh optimizer's state for made
+    moments = _moments(optimizer)
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     state, expected = get_model_state_dict(model, options=options), whole(model)
+    state_of_optimizer = get_optimizer_state_dict(model, optimizer, options=options)
     bench.same("what other ranks have", bench.rank > 0 and list(state), [] if bench.rank else False)
     kept = {name: value for name, value in state.items() if name in expected}
     bench.same("what the first rank has", kept, {n: v.cpu() for n, v in expected.items() if bench.rank == 0})
@@ -113,6 +122,15 @@ def test_the_first_rank_saves_and_loads_for_all(bench: Bench, is_cut: bool) -> N
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     set_model_state_dict(model, state, options=options)
     bench.same(VALUES, whole(model), expected)
+    fresh = torch.optim.Adam(model.parameters())
+    set_optimizer_state_dict(model, fresh, state_of_optimizer, options=options)
+    bench.same("moments", _moments(fresh), moments)
+
+
+def _moments(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """Gather whole moments, in the order of parameters."""
+    states = (optimizer.state[p] for group in optimizer.param_groups for p in group["params"])
+    return [state[key].full_tensor() for state in states for key in ("exp_avg", "exp_avg_sq")]
 
 
 @pytest.mark.worlds(SEVERAL)
@@ -229,9 +247,13 @@ def test_norms_run_in_units_of_few_bits(bench: Bench, is_apart: bool, dtype: tor
 
 
 @pytest.mark.kills("RemembersWhatItSharded")
-@expects("what is left")
+@expects("whole parameters once prepared", "what is left")
 def test_a_model_that_is_deleted_leaves_nothing(bench: Bench) -> None:
-    model = bench.shard(tower())
+    model = tower()
+    given = [weakref.ref(parameter) for parameter in model.parameters()]
+    bench.shard(model)
+    gc.collect()
+    bench.same("whole parameters once prepared", sum(ref() is not None for ref in given), 0)
     bench.train(model)
     held = [weakref.ref(t) for p in model.parameters() for t in (p, p.grad)]
     held.extend(weakref.ref(module) for module in model.modules())

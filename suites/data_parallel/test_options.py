@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -256,14 +257,20 @@ def _stepped(rank: int) -> dict[str, torch.Tensor]:
 
 @pytest.mark.worlds(SEVERAL)
 @pytest.mark.kills("SumsWhatItWraps")
-@expects("parameters of the first group", GRADIENTS)
-def test_goes_on_in_another_group(bench: Bench) -> None:
+@pytest.mark.parametrize("fails", [False, True], ids=["by_wish", "after_a_failure"])
+@expects("gradients of the first group", GRADIENTS)
+def test_goes_on_in_another_group(bench: Bench, fails: bool) -> None:
     model = tower()
-    for moment in ("parameters of the first group", GRADIENTS):
-        root = bench.wrap(model, process_group=distributed.new_group([*bench.ranks]))
+    for moment in ("gradients of the first group", GRADIENTS):
+        group = distributed.new_group([*bench.ranks])
+        root = bench.wrap(model, process_group=group)
         root.zero_grad()
         bench.train(root)
         bench.same(moment, _own(root), _mean(bench))
+        if fails:
+            with contextlib.suppress(RuntimeError):
+                root(torch.ones(1, 1, device=bench.device))  # of a shape that the model does not take
+            distributed.destroy_process_group(group)
 
 
 @pytest.mark.worlds(SEVERAL)

@@ -14,12 +14,14 @@ from shardproof import (
     MatchesOracle,
     Nothing,
     Op,
+    Overlaps,
     Phase,
     Problem,
     RanksAgree,
     Reshard,
     Select,
     Trial,
+    Watch,
 )
 from shardproof.fixtures.chain import CHAIN, CHECKPOINTED_CHAIN
 from shardproof.fixtures.optimizers import ADAMW
@@ -28,7 +30,7 @@ from shardproof.suites.training import train, train_sharded
 
 LAWS = (MatchesOracle(), RanksAgree())
 REDUCTIONS = Select(ops=(Op.ALL_REDUCE, Op.REDUCE_SCATTER), phases=(Phase.BACKWARD,))
-BLOCK = CHAIN.units[1]
+FIRST, BLOCK = CHAIN.units[:2]
 
 
 @pytest.mark.kills("SettlesForEverWhatIsFrozen")
@@ -49,6 +51,16 @@ def test_reduces_nothing_of_a_frozen_unit(trial: Trial, problem: Problem, reshar
     trial.holds(
         train_sharded(problem, reshard=reshard, steps=5, script=script), *LAWS, Nothing(select=reductions)
     )
+
+
+@pytest.mark.worlds(SEVERAL)
+@pytest.mark.kills("WaitsForEachReduction", "WaitsWhereItReduces")
+@pytest.mark.parametrize("problem", [CHAIN, CHECKPOINTED_CHAIN], ids=lambda problem: problem.name)
+def test_reduces_while_backward_goes_on_around_what_is_frozen(trial: Trial, problem: Problem) -> None:
+    script = Freezes(parts=(BLOCK,), steps=(1, 3), evaluates=True)
+    during = Overlaps(select=Select(ops=(Op.REDUCE_SCATTER,), phases=(Phase.BACKWARD,)), but_for=(FIRST, ""))
+    training = train_sharded(problem, steps=4, script=script, watch=frozenset({Watch.RACES}))
+    trial.holds(training, *LAWS, during)
 
 
 @pytest.mark.worlds(SEVERAL)
