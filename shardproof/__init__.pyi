@@ -67,6 +67,7 @@ from shardproof.harness.cases.scripts.interventions import ClearsWhileHeldBack a
 from shardproof.harness.cases.scripts.interventions import ConvertsAndBack as ConvertsAndBack
 from shardproof.harness.cases.scripts.interventions import EditsGradients as EditsGradients
 from shardproof.harness.cases.scripts.interventions import Freezes as Freezes
+from shardproof.harness.cases.scripts.interventions import HoldsBackByTurns as HoldsBackByTurns
 from shardproof.harness.cases.scripts.interventions import HooksGradients as HooksGradients
 from shardproof.harness.cases.scripts.loops import BranchByBranch as BranchByBranch
 from shardproof.harness.cases.scripts.loops import EvaluatesFirst as EvaluatesFirst

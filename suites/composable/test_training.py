@@ -255,7 +255,7 @@ def test_a_model_that_is_deleted_leaves_nothing(bench: Bench) -> None:
     gc.collect()
     bench.same("whole parameters once prepared", sum(ref() is not None for ref in given), 0)
     bench.train(model)
-    held = [weakref.ref(t) for p in model.parameters() for t in (p, p.grad)]
+    held: list[weakref.ref[Any]] = [weakref.ref(t) for p in model.parameters() for t in (p, p.grad)]
     held.extend(weakref.ref(module) for module in model.modules())
     del model
     gc.collect()

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from math import prod
+
 import pytest
 import torch
 
 from shardproof import (
     SEVERAL,
     Accumulation,
+    Bytes,
     Dtype,
+    Exactly,
     Freezes,
     Layout,
     MatchesOracle,
@@ -20,12 +24,14 @@ from shardproof import (
     RanksAgree,
     Reshard,
     Select,
+    Training,
     Trial,
     Watch,
 )
 from shardproof.fixtures.chain import CHAIN, CHECKPOINTED_CHAIN
 from shardproof.fixtures.optimizers import ADAMW
 from shardproof.fixtures.problems import MLP_UNEVEN, TRANSFORMER
+from shardproof.suites.communication.closed_forms import ClosedForm
 from shardproof.suites.training import train, train_sharded
 
 LAWS = (MatchesOracle(), RanksAgree())
@@ -51,6 +57,28 @@ def test_reduces_nothing_of_a_frozen_unit(trial: Trial, problem: Problem, reshar
     trial.holds(
         train_sharded(problem, reshard=reshard, steps=5, script=script), *LAWS, Nothing(select=reductions)
     )
+
+
+FROZEN_PART = "blocks.0.attention"
+
+
+def _trained_bytes(training: Training, world_size: int) -> int:
+    """Count the bytes of all parameters but the frozen part's, their rows padded to the world."""
+    named = training.problem.build().named_parameters()
+    shapes = [p.shape for name, p in named if not name.startswith(f"{FROZEN_PART}.")]
+    return sum(4 * -(-shape[0] // world_size) * world_size * prod(shape[1:]) for shape in shapes)
+
+
+TRAINED = ClosedForm(name="bytes of what trains, padded", formula=_trained_bytes)
+
+
+@pytest.mark.worlds(SEVERAL)
+@pytest.mark.kills("SettlesForEverWhatIsFrozen")
+def test_sends_what_trains_of_a_unit_alone(trial: Trial) -> None:
+    script = Freezes(parts=(FROZEN_PART,), steps=(1,))
+    crossing = Select(ops=(Op.REDUCE_SCATTER,), phases=(Phase.BACKWARD,), steps=(1,))
+    training = train_sharded(TRANSFORMER, steps=2, script=script)
+    trial.holds(training, *LAWS, Bytes(select=crossing, expected=Exactly(TRAINED), minimum=TRAINED))
 
 
 @pytest.mark.worlds(SEVERAL)

@@ -9,6 +9,7 @@ import pytest
 
 from shardproof import (
     EVEN,
+    FOUR_OR_MORE_EVEN,
     HOOKED,
     REDUCED,
     SEVERAL,
@@ -17,6 +18,8 @@ from shardproof import (
     ClearsWhileHeldBack,
     EditsGradients,
     GradientEdit,
+    Grouping,
+    HoldsBackByTurns,
     HooksGradients,
     Layout,
     MatchesOracle,
@@ -100,5 +103,24 @@ def test_clearing_leaves_what_waits_for_its_reduction(
     script = ClearsWhileHeldBack()
     training = train(
         DIVISIBLE_MLP, layout=layout, microbatches=3, accumulation=accumulation, script=script, **others
+    )
+    trial.holds(training, *LAWS)
+
+
+@pytest.mark.worlds(FOUR_OR_MORE_EVEN)
+@pytest.mark.kills("NeverSynchronisesReplicas")
+@pytest.mark.parametrize("placement", [Placement.FIRST, Placement.LARGEST], ids=["rows", "largest_dim"])
+@pytest.mark.parametrize(
+    "clears", [False, pytest.param(True, marks=pytest.mark.kills("ClearsWhatWaits"))], ids=["kept", "cleared"]
+)
+def test_what_waits_in_part_counts_once(trial: Trial, clears: bool, placement: Placement) -> None:
+    script = HoldsBackByTurns(units=(*DIVISIBLE_MLP.units, ""), clears=clears)
+    training = train(
+        DIVISIBLE_MLP,
+        layout=Layout.HYBRID,
+        grouping=Grouping.REQUIRED,
+        placement=placement,
+        microbatches=4,
+        script=script,
     )
     trial.holds(training, *LAWS)
