@@ -22,6 +22,5 @@ class FrontDoor:
     register_forward_method: Callable[..., None]
     share_comm_ctx: Callable[..., None]
     set_divide_factor: Callable[[Any, float, int], None]
-    placed_on: Callable[
-        [DeviceMesh], Any
-    ]  # what shard_placement_fn returns for a parameter with a mesh of its own
+    # What shard_placement_fn returns for a parameter with a mesh of its own.
+    placed_on: Callable[[DeviceMesh], Any]

@@ -77,9 +77,8 @@ def test_a_state_has_units_of_both(trial: Trial, replicated: tuple[str, ...]) ->
     trial.holds(training, MatchesOracle(), HoldsItsShare(), RanksAgree())
 
 
-def _training(
-    problem: Problem, replicated: tuple[str, ...], **others: Any
-) -> Training:  # Any: as for `train`
+# Any: as for `train`.
+def _training(problem: Problem, replicated: tuple[str, ...], **others: Any) -> Training:
     return train(
         problem, ADAMW, layout=Layout.SHARD, grouping=Grouping.REQUIRED, replicated=replicated, **others
     )
