@@ -54,9 +54,12 @@ class Capability(Enum):
     # Control of one unit by the caller.
     UNIT_STATE = "tells and changes whether a unit is gathered"
     UNIT_SYNC = "holds back single units' reductions"
+    FINALIZE = "lets the caller end backwards, which reduces what they left, once"
     REPLICA_SYNC = "holds back the reduction across replicas alone"
     KEEP_AFTER_BACKWARD = "keeps gathered parameters after backward, as asked"
     WRAPPER = "has the options and methods of FullyShardedDataParallel"
+    DATA_PARALLEL = "has the options and methods of DistributedDataParallel"
+    COMPOSABLE = "has the functions fully_shard and replicate, and the methods that they add"
     # Training loops other than forward, backward, step.
     INTERLEAVE = "lets forwards of later microbatches precede backwards of earlier ones"
     PARTS = "lets parts of the model be called by themselves"

@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from shardproof.engine.capability import Capability, MissingMethodError, UnsupportedError
+from shardproof.engine.front_door import FrontDoor
 from shardproof.engine.plan import (
     Accumulation,
     Axis,
@@ -47,6 +48,7 @@ __all__ = [
     "Capability",
     "Cut",
     "Engine",
+    "FrontDoor",
     "Grouping",
     "Layout",
     "Masters",
@@ -245,6 +247,14 @@ class PreparedModel:
     def wrapper(self) -> WrapperNames:
         """Return the engine's own things behind the names of ``torch.distributed.fsdp``, for cases that call them."""
         raise MissingMethodError("wrapper", Capability.WRAPPER)
+
+    def data_parallel(self) -> Any:  # Any: the class's arguments are what is put to the test
+        """Return the engine's own class behind the name of ``DistributedDataParallel``, for cases that call it."""
+        raise MissingMethodError("data_parallel", Capability.DATA_PARALLEL)
+
+    def composable(self) -> FrontDoor:
+        """Return the engine's own things behind the names of ``fully_shard``, for cases that call them."""
+        raise MissingMethodError("composable", Capability.COMPOSABLE)
 
     def convert(self, dtype: torch.dtype) -> None:
         """Convert the model's floating-point parameters, gradients and buffers; before `optimizer`, or as RECONVERT."""

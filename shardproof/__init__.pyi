@@ -11,6 +11,7 @@ from shardproof.engine.contract import Buffers as Buffers
 from shardproof.engine.contract import Capability as Capability
 from shardproof.engine.contract import Cut as Cut
 from shardproof.engine.contract import Engine as Engine
+from shardproof.engine.contract import FrontDoor as FrontDoor
 from shardproof.engine.contract import Grouping as Grouping
 from shardproof.engine.contract import Layout as Layout
 from shardproof.engine.contract import Masters as Masters
@@ -66,6 +67,7 @@ from shardproof.harness.cases.scripts.interventions import ClearsWhileHeldBack a
 from shardproof.harness.cases.scripts.interventions import ConvertsAndBack as ConvertsAndBack
 from shardproof.harness.cases.scripts.interventions import EditsGradients as EditsGradients
 from shardproof.harness.cases.scripts.interventions import Freezes as Freezes
+from shardproof.harness.cases.scripts.interventions import HoldsBackByTurns as HoldsBackByTurns
 from shardproof.harness.cases.scripts.interventions import HooksGradients as HooksGradients
 from shardproof.harness.cases.scripts.loops import BranchByBranch as BranchByBranch
 from shardproof.harness.cases.scripts.loops import EvaluatesFirst as EvaluatesFirst

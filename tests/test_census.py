@@ -284,8 +284,8 @@ def test_every_training_with_a_sharded_layout_is_held_to_it(plan: Plan, is_asked
 
 
 def test_an_exercise_that_makes_models_of_its_own_is_not_counted() -> None:
-    demands = Exercise.demands
-    training = replace(_training(plan=replace(SHARD, demands=demands)), script=Exercise(body=_nothing))
+    exercise = Exercise(body=_nothing)
+    training = replace(_training(plan=replace(SHARD, demands=exercise.demands)), script=exercise)
     assert not training.is_counted
     assert replace(training, script=EachMicrobatch()).is_counted
 

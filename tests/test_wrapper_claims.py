@@ -9,19 +9,27 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from torch import nn
 
 from shardproof.engine.adapters.torch_fsdp1 import NAMES
+from shardproof.engine.contract import PreparedModel, WrapperNames
 from shardproof.harness.cases.script import InterfaceBench
+from shardproof.suites.expect import RIGHT
 from shardproof.suites.wrapper import test_units
-from shardproof.suites.wrapper.expect import RIGHT, Bench, expects
+from shardproof.suites.wrapper.expect import Bench, expects
 
 ONE = torch.tensor([1.0, 2.0])
+
+
+class _Named(PreparedModel):
+    def wrapper(self) -> WrapperNames:
+        return NAMES
 
 
 def _noted(claim: Callable[[Bench], None]) -> str:
     notes: list[str] = []
     given = InterfaceBench(
-        names=NAMES,
+        prepared=_Named(nn.Identity()),
         rank=0,
         size=1,
         device=torch.device("cpu"),

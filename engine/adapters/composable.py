@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -15,6 +14,7 @@ from torch.distributed.tensor import DTensor, Shard
 from shardproof.engine.contract import (
     Buffers,
     Capability,
+    FrontDoor,
     Layout,
     Offload,
     Placement,
@@ -33,23 +33,6 @@ _RESHARD: Mapping[Reshard, bool | int | None] = {
     Reshard.KEEP: False,
     Reshard.TO_PAIRS: 2,
 }
-
-
-# Any: the engines behind this door share no base class.
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FrontDoor:
-    """The public names of one engine; ``set_divide_factor`` gets a module, the factor and the number of shards."""
-
-    fully_shard: Callable[..., Any]
-    replicate: Callable[..., Any]
-    sharded_module: type[Any]
-    mixed_precision: Callable[..., Any]
-    cpu_offload: Callable[..., Any]
-    register_forward_method: Callable[..., None]
-    share_comm_ctx: Callable[..., None]
-    set_divide_factor: Callable[[Any, float, int], None]
-    # What shard_placement_fn returns for a parameter with a mesh of its own.
-    placed_on: Callable[[DeviceMesh], Any]
 
 
 class ComposableUnit(UnitHandle):
@@ -125,6 +108,10 @@ class PreparedComposable(PreparedModel):
             yield
         finally:
             self._set_gradient_sync(is_on=True)
+
+    def composable(self) -> FrontDoor:
+        """Return the names that made this model."""
+        return self.door
 
     def units(self) -> Mapping[str, UnitHandle]:
         """Return the groups of the plan; the root is one of them unless each unit is its own."""

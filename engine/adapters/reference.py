@@ -11,8 +11,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from shardproof.engine import reference
-from shardproof.engine.adapters.composable import FrontDoor, PreparedComposable, open_door
-from shardproof.engine.contract import Capability, Engine, Plan, PreparedModel, shard_of
+from shardproof.engine.adapters.composable import PreparedComposable, open_door
+from shardproof.engine.contract import Capability, Engine, FrontDoor, Plan, PreparedModel, shard_of
 from shardproof.engine.reference.fsdp_state import state_of
 
 
@@ -71,6 +71,7 @@ class ReferenceEngine(Engine):
     capabilities = frozenset(Capability) - {
         Capability.BUFFERS,
         Capability.COMPARES_RANKS,
+        Capability.DATA_PARALLEL,
         Capability.GRAPHS,
         Capability.REDUCE_AS_STORED,
         Capability.WRAPPER,

@@ -22,6 +22,10 @@ class PreparedDdp(PreparedModel):
         assert isinstance(self.module, DistributedDataParallel)
         return self.module.no_sync()
 
+    def data_parallel(self) -> type[DistributedDataParallel]:
+        """Return torch's."""
+        return DistributedDataParallel
+
     def pipelined(self) -> nn.Module:
         """Return the wrapper itself: torch's stages know its class, and tell it which backward is the last."""
         return self.module
@@ -47,6 +51,7 @@ class DistributedDataParallelEngine(Engine):
             Capability.EDIT_GRADIENTS,
             Capability.COMPARES_RANKS,
             Capability.PARAMETER_SHAPES,
+            Capability.DATA_PARALLEL,
         }
     )
     prepared_type: ClassVar[type[PreparedDdp]] = PreparedDdp

@@ -10,13 +10,14 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
-from shardproof.engine.adapters.composable import FrontDoor, PreparedComposable, open_door
+from shardproof.engine.adapters.composable import PreparedComposable, open_door
 from shardproof.engine.adapters.torch_internals import RELEASE, can_place, placed_on, replicate
-from shardproof.engine.contract import Capability, Engine, Layout, Plan, PreparedModel
+from shardproof.engine.contract import Capability, Engine, FrontDoor, Layout, Plan, PreparedModel
 
 # What a promise is kept by: a release without the method cannot make it.
 _METHODS = {
     Capability.BUFFERS: "set_symm_mem_for_comm",
+    Capability.FINALIZE: "set_manual_backward_finalization",
     Capability.RANK_DEPENDENT: "set_reduce_scatter_unused_params",
     Capability.RECOVER: "reset_iter_state",
     Capability.RECOVER_KEEPING: "reset_iter_state",
@@ -36,7 +37,13 @@ def _not_of_this_release() -> Iterator[Capability]:
         yield Capability.RECOVER_KEEPING
 
 
-_OTHERS = {Capability.COMPARES_RANKS, Capability.WRAPPER, Capability.ZERO1, Capability.ZERO2}
+_OTHERS = {
+    Capability.COMPARES_RANKS,
+    Capability.DATA_PARALLEL,
+    Capability.WRAPPER,
+    Capability.ZERO1,
+    Capability.ZERO2,
+}
 CAPABILITIES = frozenset(Capability) - _OTHERS - set(_not_of_this_release())
 """What FSDP2's machinery promises, sharded or replicated."""
 

@@ -24,6 +24,7 @@ _NOT_OF_REPLICAS = {
     Capability.MIXED,
     Capability.REPLICA_SYNC,
     Capability.GATHER_ONCE,
+    Capability.COMPOSABLE,  # judged with torch.fsdp2, which has both functions
     Capability.GRAPHS,  # torch promises them of fully_shard alone
 }
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from shardproof.engine.adapters.reference import PreparedReference, ReferenceEngine
 from shardproof.engine.adapters.torch_fsdp2 import FullyShardEngine, PreparedFullyShard
@@ -51,11 +52,11 @@ class NeverCallsGradientHooks(FullyShardEngine):
                 parameter._post_accumulate_grad_hooks = hooks
 
 
-@mutant(after="pytorch/pytorch#110903", kills_on=Condition(plan=demanding(Capability.GRADIENT_HOOKS)))
+@mutant(after="pytorch/pytorch#76464", kills_on=Condition(plan=demanding(Capability.GRADIENT_HOOKS)))
 class CallsGradientHooksBeforeReducing(FullyShardEngine):
     """Hooks on parameters see this rank's own gradient, half of what is reduced.
 
-    Reported: a hook for reductions ran before the gradient that a hook of the caller's was to see was complete.
+    Reported: a hook on a parameter ran before the gradient was accumulated that it was to see.
     """
 
     class Prepared(_HooksByHand):
@@ -138,6 +139,35 @@ class ReducesWhatIsFrozen(FullyShardEngine):
                 parameter.grad = None
 
 
+@mutant(
+    after="pytorch/pytorch#186998",
+    kills_on=Condition(
+        steps=2,
+        plan=Plan(
+            compute_dtype=torch.bfloat16,
+            reduce_dtype=torch.float32,
+            demands=frozenset({Capability.FREEZE, Capability.UNUSED}),
+        ),
+    ),
+    trace=Trace.COMMUNICATION,
+)
+class ForgetsTheDtypesOfWhatWasFrozen(ReferenceEngine):
+    """A unit that is frozen in the first forward is reduced in the compute dtype once it trains.
+
+    Reported: mixed precision broke after unfreezing where the first forward ran frozen.
+    """
+
+    class Prepared(PreparedReference):
+        _has_run = False
+
+        def __call__(self, *inputs: Any, **named: Any) -> Any:
+            for group in [] if self._has_run else reference_groups(self):
+                if not any(held.sharded_param.requires_grad for held in group.parameters):
+                    group._dtypes = MixedPrecisionPolicy(param_dtype=group._dtypes.param_dtype)
+            self._has_run = True
+            return super().__call__(*inputs, **named)
+
+
 def drop_what_waits(prepared: PreparedModel) -> None:
     """Drop gradients that wait for their reduction."""
     for group in reference_groups(prepared):
@@ -162,11 +192,11 @@ class OptimizesWhatItConverted(ReplicateEngine):
                 group["params"] = [nn.Parameter(p.detach().clone()) for p in group["params"]]
 
 
-@mutant(after="pytorch/pytorch#111317", kills_on=_RECONVERT)
+@mutant(after="instructlab/training#414", kills_on=_RECONVERT)
 class ConvertsWithoutGradients(ReferenceEngine):
     """A conversion drops the gradients that are there.
 
-    Reported: a gradient of one dtype could not be assigned to a parameter that had been converted to another.
+    Reported: of gradients on the host the newest took the place of those that were there.
     """
 
     class Prepared(PreparedReference):
@@ -193,7 +223,7 @@ class ForgetsTheReduceDtypeOnceConverted(ReferenceEngine):
 
 
 @mutant(
-    after="facebookresearch/fairscale#605",
+    after="facebookresearch/fairscale#354",
     kills_on=Condition(
         world_size=1,
         microbatches=2,
@@ -203,7 +233,7 @@ class ForgetsTheReduceDtypeOnceConverted(ReferenceEngine):
 class ClearsWhatWaits(ReferenceEngine):
     """Gradients that wait for their reduction go when the caller clears those that the model shows.
 
-    Reported: gradients that a training loop cleared did not take part in the step as they did elsewhere.
+    Reported: zero_grad of the caller broke the buckets that the engine reduced from.
     """
 
     class Prepared(PreparedReference):

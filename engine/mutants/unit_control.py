@@ -13,13 +13,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from shardproof.engine.adapters.composable import ComposableUnit, FrontDoor, members
+from shardproof.engine.adapters.composable import ComposableUnit, members
 from shardproof.engine.adapters.reference import PreparedReference, ReferenceEngine
 from shardproof.engine.adapters.torch_ddp import DistributedDataParallelEngine, PreparedDdp
 from shardproof.engine.adapters.torch_fsdp2 import FullyShardEngine, PreparedFullyShard
 from shardproof.engine.contract import (
     Accumulation,
     Capability,
+    FrontDoor,
     Grouping,
     Layout,
     Plan,

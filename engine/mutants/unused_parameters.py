@@ -105,14 +105,14 @@ class ShardsIgnoredParameters(FullyShardEngine):
 
 
 @mutant(
-    after="Lightning-AI/lightning-thunder#1980",
+    after="NVIDIA/cosmos-framework#162",
     kills_on=Condition(plan=Plan(layout=Layout.SHARD, units=("left", "right"), replicated=("left",))),
     trace=Trace.STATE,
 )
 class ShardsWhatItShouldReplicate(ReferenceEngine):
     """Units that were to be replicated beside sharded ones are sharded.
 
-    Reported: of two transformations of one model the second lost what the first had asked for.
+    Reported: options of one unit had no effect beside those of the root.
     """
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:

@@ -8,6 +8,7 @@ things happen); fsdp_module and fully_shard (the door).
 
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
+from shardproof.engine.reference.comm_context import GradientReductionHandle
 from shardproof.engine.reference.fsdp1.flat import FlatParameter
 from shardproof.engine.reference.fsdp1.fully_sharded_data_parallel import FullyShardedDataParallel
 from shardproof.engine.reference.fsdp1.wrap_policy import CustomPolicy, ModuleWrapPolicy, enable_wrap, wrap
@@ -27,6 +28,7 @@ __all__ = [
     "FSDPModule",
     "FlatParameter",
     "FullyShardedDataParallel",
+    "GradientReductionHandle",
     "MixedPrecisionPolicy",
     "ModuleWrapPolicy",
     "OffloadPolicy",

@@ -206,6 +206,10 @@ class PartialReduction:
         """Whether something of ``parameter`` is here, or on its way."""
         return parameter in self._expected
 
+    def __bool__(self) -> bool:
+        """Whether there is anything here, or on its way."""
+        return bool(self._expected)
+
     def expect(self, parameters: Sequence[FSDPParam], *, all_reduces: bool) -> None:
         """Record, when a reduction is issued, whether it will leave something here or take everything away."""
         if all_reduces:

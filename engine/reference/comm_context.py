@@ -23,6 +23,33 @@ Reduction = Iterator[PendingCollective]
 """A reduction on its way: each item is a collective to wait for before the next step can be taken."""
 
 
+class GradientReductionHandle:
+    """Reductions that a finalization of backward has issued: gradients are ready once it was waited for."""
+
+    def __init__(self, comm_ctx: CommContext | None) -> None:
+        self._comm_ctx = comm_ctx
+        self._is_void = False
+
+    def wait(self) -> None:
+        """Wait until the current stream may read gradients; a second call does nothing.
+
+        Raises RuntimeError after a reset, which drops them.
+        """
+        if self._is_void:
+            raise RuntimeError(
+                "GradientReductionHandle.wait: expected reductions under way, got a module that was reset since; "
+                "run the iteration again"
+            )
+        if self._comm_ctx is not None:
+            self._comm_ctx.finish()
+            self._comm_ctx.unfinished = None
+            self._comm_ctx = None
+
+    def void(self) -> None:
+        """Forget the reductions, which a reset has dropped."""
+        self._is_void = True
+
+
 class CommContext:
     """Three streams beside the current one, and the reductions that run on two of them.
 
@@ -39,6 +66,7 @@ class CommContext:
 
     def __init__(self, device: torch.device) -> None:
         self.most_in_flight = 1
+        self.unfinished: GradientReductionHandle | None = None
         # Any: torch types the streams of each device module apart.
         self._module: Any = torch.get_device_module(device.type)
         self.waits_hold_up_the_thread = device.type == "cpu"
@@ -104,6 +132,14 @@ class CommContext:
             self._issue_all(flat, first, reduction)
         elif first is not None:
             self._reductions.append(_resumed(first, reduction))
+
+    def check_finished(self, what: str) -> None:
+        """Raise RuntimeError while an asynchronous finalization has not been waited for."""
+        if self.unfinished is not None:
+            raise RuntimeError(
+                f"{what}: expected no finalization of backward under way, got one that was not waited for; "
+                "call wait() of what finalize_backward(async_op=True) returned"
+            )
 
     def advance(self) -> None:
         """Let every reduction in flight wait for its collective and issue the next one."""

@@ -10,9 +10,11 @@ import torch.distributed as dist
 from torch import nn
 
 from shardproof.engine.reference.collectives import AllGather, ReduceScatter
+from shardproof.engine.reference.comm_context import GradientReductionHandle
 from shardproof.engine.reference.fsdp_state import FSDPState, state_of, states_in
 from shardproof.engine.reference.mesh import subgroup_of
 from shardproof.engine.reference.param_group import FSDPParamGroup
+from shardproof.engine.reference.root_state import RootState
 
 
 class UnshardHandle:
@@ -112,6 +114,44 @@ class FSDPModule:
         else:
             state.root_state.is_last_backward = is_last_backward
 
+    def set_manual_backward_finalization(self, enabled: bool) -> None:
+        """Choose whether the caller ends backwards, by ``finalize_backward``; of the root, between iterations."""
+        state = _fsdp_state(self)
+        root_state = _root_state_of(self, "set_manual_backward_finalization")
+        if root_state is None:  # only the first forward shows which module is the root
+            state.is_finalized_by_hand = enabled
+            return
+        if root_state.is_finalized_by_hand == enabled:
+            return
+        if root_state.is_running or root_state.awaits_finalization:
+            raise RuntimeError(
+                "set_manual_backward_finalization: expected to be called between iterations, got one under way; "
+                "call finalize_backward or reset_iter_state first"
+            )
+        root_state.is_finalized_by_hand = enabled
+
+    def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
+        """Reduce what backwards have left and end the iteration; with ``async_op``, gradients are there after a wait.
+
+        Raises RuntimeError inside backward, where backwards end by themselves, and where replicas wait.
+        """
+        root_state = _root_state_of(self, "finalize_backward")
+        if root_state is None:  # nothing has run
+            return GradientReductionHandle(None) if async_op else None
+        if not root_state.is_finalized_by_hand or root_state.is_running:
+            raise RuntimeError(
+                "finalize_backward: expected the caller to end backwards, after they have run, got "
+                f"{'one under way' if root_state.is_running else 'a module that ends them by itself'}; "
+                "call set_manual_backward_finalization(True) before the iteration"
+            )
+        root_state.comm_ctx.check_finished("finalize_backward")
+        root_state.finalize()
+        if not async_op:
+            root_state.comm_ctx.finish()
+            return None
+        root_state.comm_ctx.unfinished = GradientReductionHandle(root_state.comm_ctx)
+        return root_state.comm_ctx.unfinished
+
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """Choose whether backward reduces gradients or accumulates them whole on this rank."""
         for group in _param_groups(self, recurse=recurse):
@@ -183,16 +223,8 @@ class FSDPModule:
 
     def reset_iter_state(self) -> None:
         """Recover from an exception in forward or backward: wait, free, and drop that iteration's gradients."""
-        state = _fsdp_state(self)
-        if state.root_state is None:
-            state.reset()
-        elif state.root_state.root is not state:
-            raise RuntimeError(
-                f"reset_iter_state: expected the root module, got {type(self).__name__}; "
-                f"call it on the {type(state.root_state.root.modules[0]).__name__}"
-            )
-        else:
-            state.root_state.reset()
+        root_state = _root_state_of(self, "reset_iter_state")
+        (_fsdp_state(self) if root_state is None else root_state).reset()
 
     # Communication ----------------------------------------------------------------------------------------
 
@@ -214,9 +246,18 @@ class FSDPModule:
         return param_groups[0]
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        """Convert shards, never whole parameters: nn.Module comes here for ``to``, ``cuda``, ``to_empty``."""
+        """Convert shards, never whole parameters: nn.Module comes here for ``to``, ``cuda``, ``to_empty``.
+
+        One that fails leaves gradients where they were: nn.Module takes that of a DTensor away while it converts it.
+        """
         self.reshard()
-        converted = cast("Any", super())._apply(fn, recurse)
+        gradients = [(p, p.grad) for p in cast("nn.Module", self).parameters() if p.grad is not None]
+        try:
+            converted = cast("Any", super())._apply(fn, recurse)
+        except BaseException:
+            for parameter, gradient in gradients:
+                parameter.grad = gradient.to(parameter.dtype)
+            raise
         for group in _param_groups(self):
             group.reset_sharded_params()
         return converted
@@ -251,6 +292,17 @@ def _fsdp_state(module: Any) -> FSDPState:
             "got one without a state; was it copied or unpickled?"
         )
     return state
+
+
+def _root_state_of(module: Any, method: str) -> RootState[FSDPState] | None:
+    """Return that of a root, None before its first forward; raises RuntimeError for a module inside one."""
+    state = _fsdp_state(module)
+    if state.root_state is not None and state.root_state.root is not state:
+        raise RuntimeError(
+            f"{method}: expected the root module, got {type(module).__name__}; "
+            f"call it on the {type(state.root_state.root.modules[0]).__name__}"
+        )
+    return state.root_state
 
 
 def _fsdp_states(module: Any, *, recurse: bool) -> tuple[FSDPState, ...]:

@@ -65,6 +65,7 @@ class FSDPState:
         self.post_optim_event: Any | None = None  # torch types each device's events apart
         self.root_state: RootState[FSDPState] | None = None
         self.is_last_backward = True  # of the root to come
+        self.is_finalized_by_hand = False  # likewise
         self._comm_ctx = CommContext(device)
         self.share(self._comm_ctx)
         self._training_state = TrainingState.IDLE
@@ -110,6 +111,11 @@ class FSDPState:
                     "own: expected the first forward to run through the root module first; "
                     f"call {type(self.modules[0]).__name__} before its submodules"
                 )
+            if state.is_finalized_by_hand and state is not self:
+                raise RuntimeError(
+                    f"set_manual_backward_finalization: expected the root module, got one inside, a "
+                    f"{type(state.modules[0]).__name__}; call it on the {type(self.modules[0]).__name__}"
+                )
         names = {module: name for name, module in self.modules[0].named_modules()}
         for state in states:
             for group in state.param_groups:
@@ -121,6 +127,7 @@ class FSDPState:
             state.share(self.comm_ctx)
             state._choose_reshard(is_root=state is self, subgroups=subgroups)
         root_state.is_last_backward = all(state.is_last_backward for state in states)
+        root_state.is_finalized_by_hand = self.is_finalized_by_hand
         return root_state
 
     def _choose_reshard(self, *, is_root: bool, subgroups: dict[tuple[int, ...], dist.ProcessGroup]) -> None:
@@ -178,6 +185,15 @@ class FSDPState:
             self._free_after_backward()
         self._reduce()
         for group in self.param_groups:
+            group.forget_backward()
+
+    def leave_backward(self, *, frees: bool) -> None:
+        """Free, and hold what no input has shown to be done: the caller finalizes."""
+        if frees:
+            self._free_after_backward()
+        self._training_state = TrainingState.IDLE
+        for group in self.param_groups:
+            group.hold_gradients()
             group.forget_backward()
 
     def reset(self) -> None:

@@ -83,13 +83,18 @@ def norm_over(
 ) -> torch.Tensor:
     """Return the joint norm (0-dim, of ``dtype``, on ``device``) of local gradients by how they are spread.
 
-    Norms are combined first within each spread, over its ranks, then with each other. Collective over the groups.
+    Norms are combined over the innermost axis of those that are spread over most, then with the norms of those that
+    are spread over the other axes, and so on: one collective for each axis.
     """
-    totals = []
-    for spread, locals_ in gradients.items():
-        norms = [_local_norm(local, order, dtype) for local in locals_]
-        totals.append(_over_ranks(_joined(norms, order, device, dtype), spread, order))
-    return _joined(totals, order, device, dtype)
+    totals = {
+        spread: _joined([_local_norm(local, order, dtype) for local in locals_], order, device, dtype)
+        for spread, locals_ in gradients.items()
+    }
+    while spread := max(totals, key=len, default=()):
+        norms = [_over_ranks(totals.pop(spread), spread[-1], order)]
+        norms += [totals[spread[:-1]]] if spread[:-1] in totals else []
+        totals[spread[:-1]] = _joined(norms, order, device, dtype)
+    return totals.get((), torch.zeros((), dtype=dtype, device=device))
 
 
 def _spread(parameter: torch.Tensor) -> Spread:
@@ -122,17 +127,15 @@ def _joined(
     return stacked.sum() if order == 0 else torch.linalg.vector_norm(stacked, order)
 
 
-def _over_ranks(norm: torch.Tensor, spread: Spread, order: float) -> torch.Tensor:
-    for group in spread:
-        if group.size() == 1:
-            continue
-        if math.isinf(order):
-            dist.all_reduce(norm, op=dist.ReduceOp.MAX, group=group)
-            continue
-        power = norm if order == 0 else norm.pow(order)
-        dist.all_reduce(power, group=group)
-        norm = power if order == 0 else power.pow(1.0 / order)
-    return norm
+def _over_ranks(norm: torch.Tensor, group: dist.ProcessGroup, order: float) -> torch.Tensor:
+    if group.size() == 1:
+        return norm
+    if math.isinf(order):
+        dist.all_reduce(norm, op=dist.ReduceOp.MAX, group=group)
+        return norm
+    power = norm if order == 0 else norm.pow(order)
+    dist.all_reduce(power, group=group)
+    return power if order == 0 else power.pow(1.0 / order)
 
 
 class ShardedGradScaler(GradScaler):

@@ -219,10 +219,7 @@ class FSDPParamGroup:
         if not any(p.has_unsharded_grad or self._adds_zeros(p) for p in self.parameters):
             return
         if not self.reduces:
-            for parameter in self.parameters:
-                parameter.hold_unsharded_grad(self._reduce_dtype)
-            if self.shows_accumulation:
-                self._show_accumulation()
+            self.hold_gradients()
             return
         chosen = [p for p in self.parameters if p.has_unsharded_grad or self._adds_zeros(p)]
         self._is_reduced = True
@@ -237,6 +234,22 @@ class FSDPParamGroup:
             flat = reduce_scatter_copy_in(chosen, gradients, plan)
             self._partial.expect(chosen, all_reduces=plan.all_reduces)
             self.comm_ctx.reduce(flat, foreach_reduce(chosen, flat, plan))
+
+    def hold_gradients(self) -> None:
+        """Keep what gradients there are for a later reduction."""
+        for parameter in self.parameters:
+            parameter.hold_unsharded_grad(self._reduce_dtype)
+        if self.shows_accumulation:
+            self._show_accumulation()
+
+    def check_reduces_wholly(self) -> None:
+        """Raise RuntimeError where a reduction would leave something to be reduced across replicas."""
+        is_pending = self.reduces and any(p.has_unsharded_grad for p in self.parameters)
+        if self.mesh.is_replicated and not self.all_reduces and (is_pending or self._partial):
+            raise RuntimeError(
+                f"finalize_backward: expected the all-reduce across replicas (HSDP or replicate) to be on, got it off "
+                f"for {[p.name for p in self.parameters]}; call set_requires_all_reduce(True) first"
+            )
 
     def _show_accumulation(self) -> None:
         """Let what the optimizer owns have a gradient while one accumulates, so that it shows when that is cleared."""

@@ -31,6 +31,9 @@ class SharedState(Protocol):
     def finish_backward(self, *, frees: bool, is_last: bool) -> None:
         """Do what is left at the end of backward."""
 
+    def leave_backward(self, *, frees: bool) -> None:
+        """Do what is left at the end of a backward that the caller finalizes."""
+
     def reset(self) -> None:
         """Forget an iteration that failed."""
 
@@ -51,6 +54,8 @@ class RootState(Generic[State]):
         self.states = states
         self.comm_ctx = comm_ctx
         self.is_last_backward = True
+        self.is_finalized_by_hand = False
+        self.awaits_finalization = False  # whether a backward has run since the last one
         self._outermost: State | None = None
         self._recorded_forward: list[State] = []
         self._this_forward: list[State] = []
@@ -77,6 +82,7 @@ class RootState(Generic[State]):
         """Record that ``state`` starts to run; return whether it is the outermost one, so that a forward begins."""
         begins = self._outermost in {None, state}
         if begins:
+            self.comm_ctx.check_finished("forward")
             self._outermost = state
             self._backward_runs = False  # where an exception ended one
             self._this_forward = []
@@ -153,6 +159,11 @@ class RootState(Generic[State]):
         frees, self._frees_after_backward = self._frees_after_backward, False
         if frees:
             self._outermost = None  # where modules of one state ran in part
+        if self.is_finalized_by_hand:
+            self.awaits_finalization = True
+            for state in reversed(self.states):
+                state.leave_backward(frees=frees)
+            return
         is_last = self.is_last_backward and frees
         for state in reversed(self.states):
             state.finish_backward(frees=frees, is_last=is_last)
@@ -161,10 +172,24 @@ class RootState(Generic[State]):
         if self.is_last_backward:
             self.comm_ctx.finish()
 
+    def finalize(self) -> None:
+        """Reduce what backwards have left, and end the iteration; the reductions are still to be waited for."""
+        for state in self.states:
+            for group in state.param_groups:
+                group.check_reduces_wholly()
+        for state in reversed(self.states):
+            state.finish_backward(frees=True, is_last=True)
+        self._left_forward.clear()
+        self.awaits_finalization = False
+
     # ------------------------------------------------------------------------------------------------------
 
     def reset(self) -> None:
         """Forget an iteration that failed: wait for what is in flight, free what is gathered, drop gradients."""
+        if self.comm_ctx.unfinished is not None:
+            self.comm_ctx.unfinished.void()
+            self.comm_ctx.unfinished = None
+        self.awaits_finalization = False
         self._outermost = None
         self._backward_runs = False
         self._follows = False

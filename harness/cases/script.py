@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import nn
 
-from shardproof.engine.contract import Capability, UnitHandle, WrapperNames
+from shardproof.engine.contract import Capability, PreparedModel, UnitHandle
 from shardproof.harness.cases.batch import Batch
 from shardproof.harness.tracing.ledger import Ledger
 
@@ -46,10 +46,10 @@ class GradientEdit(Enum):
 class InterfaceBench:
     """What calls of an engine's own interface work with, on one rank: its names, and whom to tell what was seen.
 
-    ``ledger`` gives what this rank has communicated so far.
+    ``prepared`` has the names; ``ledger`` gives what this rank has communicated so far.
     """
 
-    names: WrapperNames
+    prepared: PreparedModel
     rank: int
     size: int
     device: torch.device

@@ -156,6 +156,10 @@ _KEEPS = frozenset(
 )
 
 
+# Those whose exercises make models beside the one that is trained.
+_INTERFACES = frozenset({Capability.WRAPPER, Capability.COMPOSABLE, Capability.DATA_PARALLEL})
+
+
 class Watch(Enum):
     """What is watched besides, at a price that not every case shall pay."""
 
@@ -193,8 +197,7 @@ class Training:
         """Whether each rank's memory is counted after each step, and held against the plan's layout."""
         is_sharded = self.plan.layout not in {Layout.NATIVE, Layout.REPLICATE}
         is_cut_by_others = self.plan.cut_axis is not None or self.plan.pipeline_stages > 1
-        # An exercise of the engine's own interface makes models beside the one that is trained.
-        makes_models = Capability.WRAPPER in self.script.demands
+        makes_models = bool(_INTERFACES & self.script.demands)
         return is_sharded and not (is_cut_by_others or makes_models or self.plan.needs & _KEEPS)
 
     def __post_init__(self) -> None:

@@ -159,10 +159,10 @@ class EngineActor(Actor):
                 self._lifetimes.holds(name, held)
 
     def bench(self) -> InterfaceBench:
-        """Name this rank and the engine's interface."""
+        """Name this rank, and hand over what has the engine's interface."""
         context = self._context
         return InterfaceBench(
-            names=self._prepared.wrapper(),
+            prepared=self._prepared,
             rank=context.rank,
             size=context.size,
             device=context.device,

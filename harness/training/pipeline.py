@@ -226,4 +226,5 @@ def _between(training: Training, modules: tuple[nn.Module, ...], data_rank: int)
     with torch.no_grad():
         for module in modules:
             examples.append(module(examples[-1]))
-    return [rows, *(torch.empty_like(example).requires_grad_() for example in examples[1:])]
+    dtype = training.plan.compute_dtype  # of what crosses between stages
+    return [rows, *(torch.empty_like(example, dtype=dtype).requires_grad_() for example in examples[1:])]

@@ -47,7 +47,7 @@ _WRAPPED = frozenset(
 FAMILIES: Mapping[str, frozenset[Capability]] = {
     "replicas": _REPLICAS,
     "wrapped": _WRAPPED,
-    "units": frozenset(Capability) - {Capability.WRAPPER},
+    "units": frozenset(Capability) - {Capability.WRAPPER, Capability.DATA_PARALLEL},
 }
 
 

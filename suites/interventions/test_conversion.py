@@ -11,6 +11,7 @@ from shardproof import (
     Accumulation,
     ConvertsAndBack,
     Dtype,
+    Grouping,
     Interlude,
     Layout,
     MatchesOracle,
@@ -46,6 +47,21 @@ def test_a_conversion_and_back_changes_nothing(
 ) -> None:
     script = ConvertsAndBack(moment=moment, dtypes=dtypes)
     trial.holds(train(MLP_UNEVEN, ADAMW, microbatches=2, script=script), *LAWS)
+
+
+@drops
+@pytest.mark.parametrize("units", [("layers.0,layers.1", "layers.2"), ("layers.0",)], ids=["joint", "nested"])
+def test_a_conversion_changes_no_unit(trial: Trial, units: tuple[str, ...]) -> None:
+    script = ConvertsAndBack(moment=Interlude.END, dtypes=WIDER)
+    training = train(
+        MLP_UNEVEN,
+        layout=Layout.SHARD,
+        units=units,
+        grouping=Grouping.REQUIRED,
+        microbatches=2,
+        script=script,
+    )
+    trial.holds(training, *LAWS)
 
 
 @drops

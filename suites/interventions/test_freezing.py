@@ -2,29 +2,41 @@
 
 from __future__ import annotations
 
+from math import prod
+
 import pytest
+import torch
 
 from shardproof import (
     SEVERAL,
     Accumulation,
+    Bytes,
+    Dtype,
+    Exactly,
     Freezes,
     Layout,
     MatchesOracle,
     Nothing,
     Op,
+    Overlaps,
+    Phase,
     Problem,
     RanksAgree,
     Reshard,
     Select,
+    Training,
     Trial,
+    Watch,
 )
 from shardproof.fixtures.chain import CHAIN, CHECKPOINTED_CHAIN
 from shardproof.fixtures.optimizers import ADAMW
 from shardproof.fixtures.problems import MLP_UNEVEN, TRANSFORMER
+from shardproof.suites.communication.closed_forms import ClosedForm
 from shardproof.suites.training import train, train_sharded
 
 LAWS = (MatchesOracle(), RanksAgree())
-BLOCK = CHAIN.units[1]
+REDUCTIONS = Select(ops=(Op.ALL_REDUCE, Op.REDUCE_SCATTER), phases=(Phase.BACKWARD,))
+FIRST, BLOCK = CHAIN.units[:2]
 
 
 @pytest.mark.kills("SettlesForEverWhatIsFrozen")
@@ -45,6 +57,53 @@ def test_reduces_nothing_of_a_frozen_unit(trial: Trial, problem: Problem, reshar
     trial.holds(
         train_sharded(problem, reshard=reshard, steps=5, script=script), *LAWS, Nothing(select=reductions)
     )
+
+
+FROZEN_PART = "blocks.0.attention"
+
+
+def _trained_bytes(training: Training, world_size: int) -> int:
+    """Count the bytes of all parameters but the frozen part's, their rows padded to the world."""
+    named = training.problem.build().named_parameters()
+    shapes = [p.shape for name, p in named if not name.startswith(f"{FROZEN_PART}.")]
+    return sum(4 * -(-shape[0] // world_size) * world_size * prod(shape[1:]) for shape in shapes)
+
+
+TRAINED = ClosedForm(name="bytes of what trains, padded", formula=_trained_bytes)
+
+
+@pytest.mark.worlds(SEVERAL)
+@pytest.mark.kills("SettlesForEverWhatIsFrozen")
+def test_sends_what_trains_of_a_unit_alone(trial: Trial) -> None:
+    script = Freezes(parts=(FROZEN_PART,), steps=(1,))
+    crossing = Select(ops=(Op.REDUCE_SCATTER,), phases=(Phase.BACKWARD,), steps=(1,))
+    training = train_sharded(TRANSFORMER, steps=2, script=script)
+    trial.holds(training, *LAWS, Bytes(select=crossing, expected=Exactly(TRAINED), minimum=TRAINED))
+
+
+@pytest.mark.worlds(SEVERAL)
+@pytest.mark.kills("WaitsForEachReduction", "WaitsWhereItReduces")
+@pytest.mark.parametrize("problem", [CHAIN, CHECKPOINTED_CHAIN], ids=lambda problem: problem.name)
+def test_reduces_while_backward_goes_on_around_what_is_frozen(trial: Trial, problem: Problem) -> None:
+    script = Freezes(parts=(BLOCK,), steps=(1, 3), evaluates=True)
+    during = Overlaps(select=Select(ops=(Op.REDUCE_SCATTER,), phases=(Phase.BACKWARD,)), but_for=(FIRST, ""))
+    training = train_sharded(problem, steps=4, script=script, watch=frozenset({Watch.RACES}))
+    trial.holds(training, *LAWS, during)
+
+
+@pytest.mark.worlds(SEVERAL)
+@pytest.mark.kills("SettlesForEverWhatIsFrozen", "ForgetsTheDtypesOfWhatWasFrozen")
+@pytest.mark.parametrize("layout", [Layout.SHARD, Layout.REPLICATE], ids=lambda x: x.name.lower())
+def test_unfrozen_units_have_the_dtypes_of_the_plan(trial: Trial, layout: Layout) -> None:
+    script = Freezes(parts=("layers.0", "layers.2"), steps=(0,), evaluates=True)
+    training = train(
+        MLP_UNEVEN,
+        layout=layout,
+        compute_dtype=torch.bfloat16,
+        reduce_dtype=torch.float32,
+        script=script,
+    )
+    trial.holds(training, *LAWS, Dtype(select=REDUCTIONS, dtype="float32"))
 
 
 @pytest.mark.kills("SettlesForEverWhatIsFrozen")

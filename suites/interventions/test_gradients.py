@@ -9,6 +9,7 @@ import pytest
 
 from shardproof import (
     EVEN,
+    FOUR_OR_MORE_EVEN,
     HOOKED,
     REDUCED,
     SEVERAL,
@@ -17,6 +18,8 @@ from shardproof import (
     ClearsWhileHeldBack,
     EditsGradients,
     GradientEdit,
+    Grouping,
+    HoldsBackByTurns,
     HooksGradients,
     Layout,
     MatchesOracle,
@@ -29,7 +32,7 @@ from shardproof import (
     Schedule,
     Trial,
 )
-from shardproof.fixtures.optimizers import ADAMW, SGD
+from shardproof.fixtures.optimizers import ADAMW, DECAYING, SGD
 from shardproof.fixtures.placements import DIVISIBLE_MLP
 from shardproof.fixtures.problems import MLP_EVEN, MLP_UNEVEN
 from shardproof.suites.training import train
@@ -53,7 +56,7 @@ def test_hooks_see_each_reduced_gradient_once(trial: Trial, accumulation: Accumu
 
 @pytest.mark.worlds(SEVERAL)
 @pytest.mark.kills("NeverCallsGradientHooks", "CallsGradientHooksBeforeReducing")
-@pytest.mark.parametrize("optimizer", [SGD, ADAMW], ids=attrgetter("name"))
+@pytest.mark.parametrize("optimizer", [SGD, ADAMW, DECAYING], ids=attrgetter("name"))
 def test_an_optimizer_in_backward_is_one_after_it(trial: Trial, optimizer: NamedOptimizer) -> None:
     trial.holds(train(MLP_UNEVEN, optimizer, schedule=IN_BACKWARD, demands=HOOKS), *LAWS)
 
@@ -99,5 +102,24 @@ def test_clearing_leaves_what_waits_for_its_reduction(
     script = ClearsWhileHeldBack()
     training = train(
         DIVISIBLE_MLP, layout=layout, microbatches=3, accumulation=accumulation, script=script, **others
+    )
+    trial.holds(training, *LAWS)
+
+
+@pytest.mark.worlds(FOUR_OR_MORE_EVEN)
+@pytest.mark.kills("NeverSynchronisesReplicas")
+@pytest.mark.parametrize("placement", [Placement.FIRST, Placement.LARGEST], ids=["rows", "largest_dim"])
+@pytest.mark.parametrize(
+    "clears", [False, pytest.param(True, marks=pytest.mark.kills("ClearsWhatWaits"))], ids=["kept", "cleared"]
+)
+def test_what_waits_in_part_counts_once(trial: Trial, clears: bool, placement: Placement) -> None:
+    script = HoldsBackByTurns(units=(*DIVISIBLE_MLP.units, ""), clears=clears)
+    training = train(
+        DIVISIBLE_MLP,
+        layout=Layout.HYBRID,
+        grouping=Grouping.REQUIRED,
+        placement=placement,
+        microbatches=4,
+        script=script,
     )
     trial.holds(training, *LAWS)

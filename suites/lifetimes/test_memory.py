@@ -13,6 +13,7 @@ from shardproof import (
     Accumulation,
     AfterPhase,
     Between,
+    Capability,
     EachMicrobatch,
     Exactly,
     Grouping,
@@ -24,6 +25,7 @@ from shardproof import (
     MemoryKind,
     NamedOptimizer,
     NoLeaks,
+    Offload,
     PeakBytes,
     Phase,
     Plan,
@@ -41,6 +43,7 @@ from shardproof import (
     ZeroGrad,
 )
 from shardproof.fixtures.chain import CHAIN, CHECKPOINTED_CHAIN
+from shardproof.fixtures.experts import MIXTURE
 from shardproof.fixtures.hoarding import HOARD
 from shardproof.fixtures.optimizers import ADAMW, SGD
 from shardproof.suites.lifetimes.closed_forms import (
@@ -66,6 +69,16 @@ FREED = Plan(
 KEPT = replace(FREED, reshard=Reshard.KEEP)
 PAIRS = replace(FREED, reshard=Reshard.TO_PAIRS)
 HYBRID = replace(FREED, layout=Layout.HYBRID)
+ON_HOST = replace(FREED, offload=Offload.CPU)
+IN_BACKWARD = Schedule(steps_in_backward=True)
+HOOKED_PLAN = replace(FREED, demands=frozenset({Capability.GRADIENT_HOOKS}))
+EXPERTS = Plan(
+    layout=Layout.SHARD,
+    expert_parallel=2,
+    experts=tuple(f"{unit}.experts.{weight}" for unit in MIXTURE.units for weight in ("inward", "outward")),
+    units=MIXTURE.units,
+    grouping=Grouping.REQUIRED,
+)
 REPLICATED = Plan(layout=Layout.REPLICATE, units=CHAIN.units)
 HELD_BACK = replace(FREED, accumulation=Accumulation.LAST_MICROBATCH)
 AHEAD = replace(FREED, prefetch=Prefetch.by_distance(CHAIN.units, forward=2, backward=2))
@@ -90,6 +103,8 @@ of_reductions = pytest.mark.kills("PilesUpReduceInputs")
         pytest.param(FREED, CHAIN, THREE, id="microbatches", marks=of_buffers),
         pytest.param(HELD_BACK, CHAIN, THREE, id="held-back"),
         pytest.param(AHEAD, CHAIN, ONE, id="prefetched"),
+        pytest.param(ON_HOST, CHAIN, ONE, id="host", marks=of_buffers),
+        pytest.param(HOOKED_PLAN, CHAIN, IN_BACKWARD, id="optimizer-in-backward", marks=of_buffers),
     ],
 )
 def test_units_are_gathered_in_turn(trial: Trial, plan: Plan, problem: Problem, schedule: Schedule) -> None:
@@ -267,6 +282,9 @@ def test_gradients_of_replicas_exist_twice_at_most(trial: Trial) -> None:
         pytest.param(REPLICATED, CHAIN, SGD, ONE, id="replicate"),
         pytest.param(FREED, CHECKPOINTED_CHAIN, SGD, ONE, id="checkpointed"),
         pytest.param(HELD_BACK, CHAIN, SGD, THREE, id="held-back", marks=of_reductions),
+        pytest.param(ON_HOST, CHAIN, ADAMW, ONE, id="host", marks=of_reductions),
+        pytest.param(HOOKED_PLAN, CHAIN, SGD, IN_BACKWARD, id="optimizer-in-backward", marks=of_reductions),
+        pytest.param(EXPERTS, MIXTURE, SGD, ONE, id="experts", marks=of_four),
     ],
 )
 def test_no_step_leaves_more_than_the_one_before(

@@ -9,6 +9,7 @@ import pytest
 from shardproof import (
     SEVERAL,
     Accumulation,
+    Capability,
     Count,
     Exactly,
     Grouping,
@@ -19,6 +20,7 @@ from shardproof import (
     Phase,
     Problem,
     RanksAgree,
+    Resume,
     Select,
     Training,
     Trial,
@@ -63,6 +65,15 @@ def test_a_transformer_of_both_accumulates(trial: Trial, replicated: tuple[str, 
     training = _training(
         TRANSFORMER, replicated, microbatches=3, accumulation=Accumulation.LAST_MICROBATCH, steps=2
     )
+    trial.holds(training, MatchesOracle(), HoldsItsShare(), RanksAgree())
+
+
+@pytest.mark.worlds(SEVERAL)
+@pytest.mark.kills("LosesOptimizerState")
+@pytest.mark.parametrize("replicated", [("blocks.0",), ("",)], ids=["block", "root"])
+def test_a_state_has_units_of_both(trial: Trial, replicated: tuple[str, ...]) -> None:
+    after = _training(TRANSFORMER, replicated, demands=frozenset({Capability.STATE})).plan
+    training = _training(TRANSFORMER, replicated, resume=Resume(after_steps=1, plan=after))
     trial.holds(training, MatchesOracle(), HoldsItsShare(), RanksAgree())
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
+import torch
 
 from shardproof import (
     FOUR_OR_MORE_EVEN,
@@ -99,6 +102,16 @@ def test_replicated_stages_train_as_one_model(trial: Trial, order: PipelineOrder
         *THE_MESSAGES,
         RanksAgree(),
     )
+
+
+@pytest.mark.kills("IgnoresTheComputeDtype")
+@pytest.mark.worlds(FOUR_OR_MORE_EVEN)
+@pytest.mark.parametrize("layout", [Layout.SHARD, Layout.REPLICATE], ids=lambda x: x.name.lower())
+@every_order
+def test_stages_compute_in_bfloat16(trial: Trial, order: PipelineOrder, layout: Layout) -> None:
+    training = _training(layout, order)
+    plan = replace(training.plan, compute_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    trial.holds(replace(training, plan=plan), MatchesOracle(), RanksAgree())
 
 
 def _training(layout: Layout, order: PipelineOrder) -> Training:

@@ -21,7 +21,7 @@ def scales_together(bench: InterfaceBench, is_fused: bool) -> None:
     """
     parameter = nn.Parameter(torch.zeros(1, device=bench.device))
     optimizer = torch.optim.SGD([parameter], lr=0.5, fused=is_fused)
-    scaler = bench.names.ShardedGradScaler(bench.device.type, init_scale=8.0, growth_interval=2)
+    scaler = bench.prepared.wrapper().ShardedGradScaler(bench.device.type, init_scale=8.0, growth_interval=2)
     last = bench.size - 1
     for moment, value in (
         (AFTER_AN_INFINITE, math.inf if bench.rank == last else 1.0),

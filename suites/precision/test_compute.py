@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from shardproof import (
+    EVEN,
     FOUR_OR_MORE_EVEN,
     OUTPUT_DTYPE,
     SEVERAL,
@@ -16,11 +17,13 @@ from shardproof import (
     Dtype,
     Grouping,
     Layout,
+    LiesOnTheDimAskedFor,
     MatchesOracle,
     Notes,
     NotesForms,
     Op,
     Phase,
+    Placement,
     Plan,
     Problem,
     RanksAgree,
@@ -30,6 +33,7 @@ from shardproof import (
     Trial,
 )
 from shardproof.fixtures.optimizers import SGD
+from shardproof.fixtures.placements import DIVISIBLE_MLP
 from shardproof.fixtures.precision import JOINT_CASTS
 from shardproof.fixtures.problems import MLP_UNEVEN, TRANSFORMER
 
@@ -94,6 +98,15 @@ def test_gathers_in_the_compute_dtype_and_reduces_as_stored_when_asked_for_nothi
         *([Dtype(select=gathers, dtype="bfloat16")] if layout is Layout.SHARD else []),
         RanksAgree(),
     )
+
+
+@pytest.mark.worlds(EVEN)
+@pytest.mark.kills("ShardsTheFirstDim")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
+def test_computes_in_few_bits_along_the_largest_dim(trial: Trial, dtype: torch.dtype) -> None:
+    plan = replace(LOW, layout=Layout.SHARD, placement=Placement.LARGEST, compute_dtype=dtype)
+    crossing = Dtype(select=Select(ops=(Op.ALL_GATHER,)), dtype=str(dtype).partition(".")[2])
+    trial.holds(_training(DIVISIBLE_MLP, plan), MatchesOracle(), LiesOnTheDimAskedFor(), crossing)
 
 
 @pytest.mark.kills("ReturnsTheComputeDtype")

@@ -103,12 +103,20 @@ def test_small_microbatches_count_where_the_all_reduce_waits(trial: Trial) -> No
     trial.holds(training, MatchesOracle(), RanksAgree())
 
 
-@pytest.mark.kills("NeverSynchronisesReplicas")
 @pytest.mark.worlds(FOUR_OR_MORE_EVEN)
 @pytest.mark.worlds(POWERS_OF_TWO)
-def test_a_parameter_that_is_used_late_counts_where_the_all_reduce_waits(trial: Trial) -> None:
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param(Layout.HYBRID, id="hybrid", marks=pytest.mark.kills("NeverSynchronisesReplicas")),
+        pytest.param(Layout.REPLICATE, id="replicate", marks=pytest.mark.kills("HalvesTheLastRank")),
+    ],
+)
+def test_a_parameter_that_is_used_late_counts_where_the_all_reduce_waits(
+    trial: Trial, layout: Layout
+) -> None:
     script = HoldingBack(units=("",), holding=Holding.REPLICAS)
-    plan = Plan(layout=Layout.HYBRID, demands=script.demands | {Capability.UNUSED})
+    plan = Plan(layout=layout, demands=script.demands | {Capability.UNUSED})
     trial.holds(
         replace(_training(EXACT_LATE, plan, microbatches=4), script=script), MatchesOracle(), RanksAgree()
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from operator import attrgetter
 
 import pytest
@@ -19,6 +21,7 @@ from shardproof import (
     MatchesOracle,
     Microbatches,
     Nothing,
+    Offload,
     Op,
     Per,
     Phase,
@@ -26,11 +29,13 @@ from shardproof import (
     RanksAgree,
     Reshard,
     Select,
+    Sizes,
     Training,
     Trial,
+    Window,
 )
 from shardproof.fixtures.optimizers import ADAMW
-from shardproof.fixtures.tensor_parallel import STACK_3, STACK_5, STACK_16, STACK_17
+from shardproof.fixtures.tensor_parallel import STACK_3, STACK_5, STACK_5_CHECKPOINTED, STACK_16, STACK_17
 from shardproof.suites.communication.closed_forms import NUM_GROUPS
 from shardproof.suites.training import train, train_sharded
 
@@ -39,6 +44,8 @@ GATHERS_AGAIN = Select(ops=(Op.ALL_GATHER,), axis="data", phases=(Phase.BACKWARD
 SCATTERS = Select(ops=(Op.REDUCE_SCATTER,), axis="data", phases=(Phase.BACKWARD,))
 SUMS = Select(ops=(Op.ALL_REDUCE,), axis="data", phases=(Phase.BACKWARD,))
 ACROSS = Select(ops=(Op.ALL_REDUCE,), axis="replicate", phases=(Phase.BACKWARD,))
+NORMS, AXES = Select(phases=(Phase.STEP,)), ("data", "tensor")
+ONE_PAIR = Sizes(name="one rank of data", allows=lambda size: size == 2)
 ONCE_PER_GROUP = Exactly(NUM_GROUPS)
 SEEN_IN_EVERY_WIDTH = ("ScalesByTheTensorRanks", "KeepsNormsOnTheirTensorRank", "SwapsTheCutsOfOneDim")
 
@@ -54,6 +61,7 @@ even = pytest.mark.kills(*SEEN_IN_EVERY_WIDTH)
         pytest.param(STACK_3, marks=uneven),
         pytest.param(STACK_16, marks=even),
         pytest.param(STACK_17, marks=uneven),
+        pytest.param(STACK_5_CHECKPOINTED, marks=uneven),
     ],
     ids=attrgetter("name"),
 )
@@ -96,11 +104,23 @@ def test_shards_of_cut_tensors_accumulate(trial: Trial) -> None:
 @pytest.mark.rows("T32")
 @pytest.mark.kills("ClipsOnOneTensorRank")
 @pytest.mark.worlds(FOUR_OR_MORE_EVEN)
-def test_clips_by_the_norm_over_all_axes(trial: Trial) -> None:
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.0, math.inf], ids=["1", "2", "3", "inf"])
+def test_clips_by_the_norm_over_all_axes(trial: Trial, norm_type: float) -> None:
+    clip = Clip(max_norm=0.5, norm_type=norm_type)
+    training = train(STACK_5, layout=Layout.SHARD, tensor_parallel=2, steps=2, clip=clip)
     trial.holds(
-        train(STACK_5, layout=Layout.SHARD, tensor_parallel=2, steps=2, clip=Clip(max_norm=0.5)),
+        training,
         MatchesOracle(),
+        *(Count(select=replace(NORMS, axis=axis), expected=Exactly(1), per=Per.STEP) for axis in AXES),
     )
+
+
+@pytest.mark.kills("CommunicatesAlone")
+@pytest.mark.worlds(ONE_PAIR)
+@pytest.mark.parametrize("offload", [Offload.NONE, Offload.CPU], ids=["device", "host"])
+def test_one_rank_of_data_communicates_nothing_of_it(trial: Trial, offload: Offload) -> None:
+    training = train(STACK_5, layout=Layout.SHARD, tensor_parallel=2, steps=2, offload=offload)
+    trial.holds(training, MatchesOracle(), Nothing(select=Select(axis="data", window=Window.TRAINING)))
 
 
 @pytest.mark.rows("T34")
@@ -120,7 +140,7 @@ def test_replicas_of_shards_of_cut_tensors_train_as_one_model(trial: Trial, prob
 @pytest.mark.rows("R17")
 @pytest.mark.worlds(FOUR_OR_MORE_EVEN)
 @pytest.mark.kills("ScalesByTheTensorRanks", "KeepsNormsOnTheirTensorRank")
-@pytest.mark.parametrize("problem", [STACK_5, STACK_16], ids=attrgetter("name"))
+@pytest.mark.parametrize("problem", [STACK_5, STACK_16, STACK_5_CHECKPOINTED], ids=attrgetter("name"))
 def test_replicas_of_cut_tensors_train_as_one_model(trial: Trial, problem: Problem) -> None:
     trial.holds(
         _training(problem, Layout.REPLICATE),

@@ -6,18 +6,23 @@ from dataclasses import replace
 from operator import attrgetter
 
 import pytest
+import torch
 
 from shardproof import (
     EVEN,
     SEVERAL,
     Accumulation,
     Capability,
+    Dtype,
     Layout,
     MatchesOracle,
     NamedOptimizer,
+    Op,
+    Phase,
     Plan,
     RanksAgree,
     Schedule,
+    Select,
     Training,
     Trial,
 )
@@ -25,6 +30,7 @@ from shardproof.fixtures.idle import BORROWED, SOMETIMES
 from shardproof.fixtures.optimizers import ADAMW, SGD
 from shardproof.suites.training import train
 
+REDUCTIONS = Select(ops=(Op.ALL_REDUCE, Op.REDUCE_SCATTER), phases=(Phase.BACKWARD,))
 LAWS = (MatchesOracle(), RanksAgree())
 
 
@@ -50,6 +56,15 @@ def test_leaves_unused_parameters_without_a_gradient(trial: Trial, optimizer: Na
 )
 def test_reduces_what_only_some_ranks_used(trial: Trial, layout: Layout) -> None:
     trial.holds(_borrowed(Plan(layout=layout)), *LAWS)
+
+
+@pytest.mark.worlds(SEVERAL)
+@pytest.mark.kills("ReducesWhatEachRankUsed")
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=["float64", "bfloat16"])
+def test_fills_up_in_the_dtype_of_the_reduction(trial: Trial, dtype: torch.dtype) -> None:
+    training = _borrowed(Plan(reduce_dtype=dtype))
+    crossing = Dtype(select=REDUCTIONS, dtype=str(dtype).partition(".")[2])
+    trial.holds(training, *LAWS, crossing)
 
 
 @pytest.mark.worlds(SEVERAL)

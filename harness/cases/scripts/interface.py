@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from shardproof.engine.contract import Capability
 from shardproof.harness.cases.script import Actor, EachMicrobatch, InterfaceBench
@@ -19,7 +19,13 @@ class Exercise:
 
     body: Callable[..., None]
     arguments: tuple[Any, ...] = ()  # Any: whatever the body takes
-    demands: ClassVar[frozenset[Capability]] = frozenset({Capability.WRAPPER})
+    interface: Capability = Capability.WRAPPER
+    beside: frozenset[Capability] = frozenset()
+
+    @property
+    def demands(self) -> frozenset[Capability]:
+        """The interface that the body calls, and what it asks beside."""
+        return self.beside | {self.interface}
 
     def __repr__(self) -> str:
         """Format it without the function's address, which no two processes share."""

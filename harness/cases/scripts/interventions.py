@@ -19,6 +19,7 @@ __all__ = [
     "ConvertsAndBack",
     "EditsGradients",
     "Freezes",
+    "HoldsBackByTurns",
     "HooksGradients",
 ]
 
@@ -53,6 +54,32 @@ class ClearsWhileHeldBack:
             train_microbatch(actor, microbatch)
             if microbatch < actor.num_microbatches - 1:
                 actor.part("").zero_grad()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HoldsBackByTurns:
+    """Of four microbatches one waits for the reduction across replicas alone, one for all of it, the last for nothing.
+
+    The first is one that is reduced or, where ``clears``, one more that waits for replicas: then what the model shows
+    is cleared before the last.
+    """
+
+    units: tuple[str, ...]
+    clears: bool
+    demands: ClassVar[frozenset[Capability]] = frozenset(
+        {Capability.UNIT_SYNC, Capability.REPLICA_SYNC, Capability.PENDING_APART}
+    )
+
+    def play(self, actor: Actor) -> None:
+        """Set all units before each microbatch."""
+        for microbatch in range(actor.num_microbatches):
+            for name in self.units:
+                unit = actor.units()[name]
+                unit.set_gradient_sync(is_on=microbatch != 2)
+                unit.set_replica_sync(is_on=microbatch == 3 or (microbatch == 0 and not self.clears))
+            if microbatch == 3 and self.clears:
+                actor.part("").zero_grad()
+            train_microbatch(actor, microbatch)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

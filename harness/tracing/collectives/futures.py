@@ -3,12 +3,14 @@
 [Note: futures in backward] C++ waits for a future where nothing can see it, and DDP's reducer does so at the end
 of backward. So a future that was taken in backward is completed there, after all that backward computes and before
 what the reducer has queued for then: as late as can be, in the thread whose result it is. One that is taken even
-later, as by DDP for a static graph in its first step, is complete at once: its taker waits without another word. A
-future taken elsewhere is complete when Python waits for it, or asks for its value.
+later, as by DDP for a static graph in its first step, is complete at once: its taker waits without another word. So
+is one that C++ takes where no backward is, as DDP does in join. A future that Python takes elsewhere is complete when
+it is waited for, or its value is asked for.
 """
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -81,6 +83,10 @@ def late_future(work: dist.Work, value: Callable[[], Any]) -> LateFuture:
             _due.futures.append(future)
             call_after_backward(_come_all)
         case Backward.CALLS_BACK:
+            future.come()
+        case Backward.ABSENT if (
+            "get_future" not in sys._getframe(2).f_code.co_names
+        ):  # C++ called, not Python
             future.come()
     return future
 

@@ -136,7 +136,8 @@ class _Kernel:
         if not self._spelling.returns_work or inner is None:
             hearing.waits(is_over=True)
             return None
-        boxed = self._works.watch(inner, hearing, _valuer(self._door, call.device)).boxed()
+        outputs = [tensor for piece in call.outputs for tensor in piece]
+        boxed = self._works.watch(inner, hearing, _valuer(self._door, call.device), outputs).boxed()
         return boxed if self._spelling.returned is None else (arguments[self._spelling.returned], boxed)
 
     def _announce(self, call: Call, recorder: Recorder | None, seq: int) -> _Hearing:

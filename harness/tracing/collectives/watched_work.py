@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, Protocol
 
+import torch
 import torch.distributed as dist
 
 from shardproof.harness.tracing.collectives.futures import late_future
@@ -36,8 +37,17 @@ class WatchedWork(dist.Work):
     Without ``valuer`` the future is the work's own, as that of a device knows of streams; taking it counts as waiting.
     """
 
-    def __init__(self, inner: dist.Work, hearing: WaitObserver, works: Works, valuer: Valuer | None) -> None:
+    def __init__(
+        self,
+        inner: dist.Work,
+        hearing: WaitObserver,
+        works: Works,
+        valuer: Valuer | None,
+        outputs: Sequence[torch.Tensor],
+    ) -> None:
         super().__init__()
+        # C++ may ask a work for single numbers when it is over and all others have let go of them, as DDP's join does.
+        self._numbers = [*outputs] if sum(t.numel() for t in outputs) == 1 else None
         self._inner = inner
         self._hearing = hearing
         self._works = works
@@ -60,6 +70,10 @@ class WatchedWork(dist.Work):
 
     def get_future(self) -> Any:
         if self._valuer is not None:
+            if self._is_over and self._numbers is not None:
+                future: torch.futures.Future[Any] = torch.futures.Future()
+                future.set_result(self._numbers)
+                return future
             return late_future(self, self._valuer(self._inner))
         self._begin(is_over=None)
         future = self._inner.get_future()
@@ -124,9 +138,15 @@ class Works:
         self._waiting: dict[int, WatchedWork] = {}
         self._kept: deque[WatchedWork] = deque(maxlen=_NUM_KEPT)
 
-    def watch(self, inner: dist.Work, hearing: WaitObserver, valuer: Valuer | None) -> WatchedWork:
+    def watch(
+        self,
+        inner: dist.Work,
+        hearing: WaitObserver,
+        valuer: Valuer | None,
+        outputs: Sequence[torch.Tensor] = (),
+    ) -> WatchedWork:
         """Return a work that stands for ``inner``, and keep it until it is waited for."""
-        work = WatchedWork(inner, hearing, self, valuer)
+        work = WatchedWork(inner, hearing, self, valuer, outputs)
         self._waiting[id(work)] = work
         return work
 

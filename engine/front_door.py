@@ -1,0 +1,26 @@
+"""The interface of ``fully_shard`` and ``replicate``: its names in an engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch.distributed.device_mesh import DeviceMesh
+
+
+# Any: the engines behind this door share no base class.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FrontDoor:
+    """The public names of one engine; ``set_divide_factor`` gets a module, the factor and the number of shards."""
+
+    fully_shard: Callable[..., Any]
+    replicate: Callable[..., Any]
+    sharded_module: type[Any]
+    mixed_precision: Callable[..., Any]
+    cpu_offload: Callable[..., Any]
+    register_forward_method: Callable[..., None]
+    share_comm_ctx: Callable[..., None]
+    set_divide_factor: Callable[[Any, float, int], None]
+    # What shard_placement_fn returns for a parameter with a mesh of its own.
+    placed_on: Callable[[DeviceMesh], Any]

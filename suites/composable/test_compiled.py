@@ -1,0 +1,50 @@
+"""Compiled models train as eager ones: hooks of the engine stay outside of what is compiled."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from shardproof import APART
+from shardproof.suites.composable.bench import STEP, Bench, expects
+from shardproof.suites.wrapper.model import Tower, fill, tower
+
+
+class _Nested(nn.Module):
+    """A tower that runs twice, checkpointed, around a frozen layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tower, self.frozen = Tower(), nn.Linear(1, 3)
+        fill(self)
+        self.frozen.requires_grad_(False)
+
+    def forward(self, rows: Any) -> Any:
+        """Run the tower, and again on what the frozen layer makes of it."""
+        rows = self.frozen(checkpoint(self.tower, rows, use_reentrant=False))
+        return self.tower(rows) / 64
+
+
+@pytest.mark.worlds(APART)
+@pytest.mark.kills("SumsWhatACallerPrepares")
+@pytest.mark.parametrize("unit", ["", "middle"], ids=["root", "unit"])
+@pytest.mark.parametrize("door", ["fully_shard", "replicate"])
+@expects(STEP)
+def test_one_group_trains_as_it_does_uncompiled(bench: Bench, door: str, unit: str) -> None:
+    model = tower()
+    for name in dict.fromkeys((unit, "")):
+        getattr(bench.door, door)(model.get_submodule(name), mesh=bench.mesh())
+    model.get_submodule(unit).compile(backend="aot_eager")
+    bench.steps(model)
+
+
+@pytest.mark.worlds(APART)
+@pytest.mark.kills("SumsWhatACallerPrepares")
+@expects(STEP)
+def test_nested_units_that_run_twice_train_as_they_do_uncompiled(bench: Bench) -> None:
+    model = bench.shard(_Nested(), units=("tower", "tower.middle"))
+    model.compile(backend="aot_eager")
+    bench.steps(model, alone=_Nested())

@@ -1,0 +1,207 @@
+"""Backwards that the caller ends: nothing that waits is reduced before, and everything once when it is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from shardproof import EVEN, SEVERAL, Capability, Op
+from shardproof.suites.composable import bench as benches
+from shardproof.suites.composable.bench import Bench, whole
+from shardproof.suites.wrapper.model import LR, UNITS, batch, gradients, shown_gradients, tower
+
+expects = partial(benches.expects, beside=frozenset({Capability.FINALIZE}))
+GRADIENTS, REDUCTIONS, REFUSAL = "gradients", "reductions", "the refusal"
+NUM_MICROBATCHES = 3
+
+
+def _prepared(bench: Bench, layout: str = "fully_shard") -> Any:
+    """Make a tower of three units whose backwards the caller ends."""
+    model: Any = tower()
+    mesh = bench.mesh(2) if layout == "hybrid" else bench.mesh()
+    apply = bench.door.replicate if layout == "replicate" else bench.door.fully_shard
+    for module in (*(model.get_submodule(unit) for unit in reversed(UNITS)), model):
+        apply(module, mesh=mesh)
+    model.set_manual_backward_finalization(True)
+    return model
+
+
+def _reductions(bench: Bench) -> int:
+    return sum(e.op in {Op.REDUCE_SCATTER, Op.ALL_REDUCE} for e in bench.ledger())
+
+
+def _claim_gradients(bench: Bench, model: nn.Module, steps: range) -> None:
+    got = {n: g.full_tensor() for n, g in shown_gradients(model).items() if isinstance(g, DTensor)}
+    bench.same(GRADIENTS, got, gradients(tower(), bench.ranks, steps))
+
+
+@pytest.mark.worlds(SEVERAL)
+@pytest.mark.kills("FinalizesEachBackward", "FinalizesTwice")
+@pytest.mark.parametrize("layout", ["fully_shard", "replicate"])
+@expects(GRADIENTS, REDUCTIONS, "parameters")
+def test_reduces_once_when_asked_to(bench: Bench, layout: str) -> None:
+    model, alone = _prepared(bench, layout), tower()
+    optimizers = [torch.optim.SGD(m.parameters(), lr=LR / 64) for m in (model, alone)]
+    for step in range(2):
+        steps = range(step, step + NUM_MICROBATCHES)
+        before = _reductions(bench)
+        model.set_requires_gradient_sync(False)
+        for microbatch in steps:
+            bench.train(model, step=microbatch)
+        early = _reductions(bench) - before
+        model.set_requires_gradient_sync(True)
+        model.finalize_backward()
+        bench.same(REDUCTIONS, (early, _reductions(bench) - before), (0, 1 + len(UNITS)))
+        if step == 0:
+            _claim_gradients(bench, model, steps)
+        gradients(alone, bench.ranks, steps)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    expected = {name: p.detach() for name, p in alone.named_parameters()}
+    bench.near("parameters", whole(model), expected, tolerance=1e-5)
+
+
+@pytest.mark.worlds(SEVERAL)
+@pytest.mark.kills("FinalizesTwice")
+@expects("reductions in backward", "reductions afterwards", GRADIENTS)
+def test_reduces_at_the_end_what_no_input_shows_to_be_done(bench: Bench) -> None:
+    """The root's own inputs need no gradient: backward itself never shows that the root is done."""
+    model = _prepared(bench)
+    bench.train(model)
+    early = _reductions(bench)
+    model.finalize_backward()
+    bench.same("reductions in backward", early >= len(UNITS), True)
+    bench.same("reductions afterwards", _reductions(bench), 1 + len(UNITS))
+    _claim_gradients(bench, model, range(1))
+
+
+@pytest.mark.worlds(SEVERAL)
+@pytest.mark.kills("FinalizesTwice")
+@expects("while reductions are off", GRADIENTS, REDUCTIONS)
+def test_keeps_what_is_held_back(bench: Bench) -> None:
+    model = _prepared(bench)
+    model.set_requires_gradient_sync(False)
+    bench.train(model)
+    model.finalize_backward()
+    bench.same("while reductions are off", (_reductions(bench), shown_gradients(model)), (0, {}))
+    model.set_requires_gradient_sync(True)
+    model.finalize_backward()
+    bench.same(REDUCTIONS, _reductions(bench), 1 + len(UNITS))
+    _claim_gradients(bench, model, range(1))
+
+
+@pytest.mark.kills("FreesWhenFinalized")
+@pytest.mark.parametrize("frees", [True, False], ids=["freed", "kept"])
+@expects("whole afterwards")
+def test_leaves_gathered_what_is_to_be_kept(bench: Bench, frees: bool) -> None:
+    model = _prepared(bench)
+    model.set_reshard_after_backward(frees)
+    bench.train(model)
+    model.finalize_backward()
+    shown = {not isinstance(p, DTensor) for p in model.parameters()}
+    bench.same("whole afterwards", shown, {not frees})
+
+
+@pytest.mark.worlds(SEVERAL)
+@pytest.mark.kills("FinalizesTwice")
+@expects("a forward before the wait", "a finalization before the wait", GRADIENTS)
+def test_a_handle_is_waited_for_before_anything_else(bench: Bench) -> None:
+    model = _prepared(bench)
+    model.set_requires_gradient_sync(False)
+    bench.train(model)
+    model.set_requires_gradient_sync(True)
+    handle = model.finalize_backward(async_op=True)
+    rows = batch(bench.rank).to(bench.device)
+    bench.refuses("a forward before the wait", lambda: model(rows), RuntimeError, naming="wait")
+    again = model.finalize_backward
+    bench.refuses("a finalization before the wait", again, RuntimeError, naming="wait|finaliz")
+    for _ in range(2):
+        handle.wait()
+    _claim_gradients(bench, model, range(1))
+
+
+@pytest.mark.worlds(SEVERAL)
+@pytest.mark.kills("FinalizesTwice")
+@expects(REFUSAL, GRADIENTS)
+def test_a_reset_makes_a_handle_void(bench: Bench) -> None:
+    model = _prepared(bench)
+    bench.train(model, step=1)
+    handle = model.finalize_backward(async_op=True)
+    model.reset_iter_state()
+    bench.refuses(REFUSAL, handle.wait, RuntimeError)
+    model.zero_grad()
+    bench.train(model)
+    model.finalize_backward()
+    _claim_gradients(bench, model, range(1))
+
+
+def _amid_an_iteration(bench: Bench) -> object:
+    model = _prepared(bench)
+    model.set_requires_gradient_sync(False)
+    bench.train(model)
+    model.set_manual_backward_finalization(True)  # as it is
+    return model.set_manual_backward_finalization(False)
+
+
+def _inside(bench: Bench, method: str, *given: object) -> object:
+    model = _prepared(bench)
+    model.set_requires_gradient_sync(False)
+    bench.train(model)
+    return getattr(model.middle, method)(*given)
+
+
+def _inside_at_first(bench: Bench) -> object:
+    model = bench.shard(tower())
+    model.middle.set_manual_backward_finalization(True)
+    return model(batch(bench.rank).to(bench.device))
+
+
+def _unasked(bench: Bench) -> object:
+    model = bench.shard(tower())
+    bench.train(model)
+    return model.finalize_backward()
+
+
+def _by_halves(bench: Bench, layout: str) -> object:
+    model = _prepared(bench, layout)
+    model.set_requires_gradient_sync(False)
+    bench.train(model)
+    model.set_requires_gradient_sync(True)
+    model.set_requires_all_reduce(False)
+    return model.finalize_backward()
+
+
+_REFUSALS: dict[str, tuple[Callable[[Bench], object], str]] = {
+    "the_mode_amid_an_iteration": (_amid_an_iteration, "iteration|backward|finaliz"),
+    "the_mode_of_a_unit": (lambda b: _inside(b, "set_manual_backward_finalization", False), "root"),
+    "a_unit": (lambda b: _inside(b, "finalize_backward"), "root"),
+    "the_mode_of_a_unit_at_first": (_inside_at_first, "root"),
+    "unasked": (_unasked, "set_manual_backward_finalization"),
+    "replicas_by_halves": (lambda b: _by_halves(b, "hybrid"), "all.reduce"),
+    "replicate_by_halves": (lambda b: _by_halves(b, "replicate"), "replicate"),
+}
+
+
+@pytest.mark.worlds(EVEN)
+@pytest.mark.kills("FinalizesWhateverComes")
+@pytest.mark.parametrize("name", _REFUSALS)
+@expects(REFUSAL)
+def test_refuses(bench: Bench, name: str) -> None:
+    provoke, words = _REFUSALS[name]
+    bench.refuses(REFUSAL, lambda: provoke(bench), RuntimeError, naming=words)
+
+
+@pytest.mark.kills("FinalizesWhateverComes")
+@expects("before the first forward", "its handle")
+def test_does_nothing_before_there_is_anything_to_do(bench: Bench) -> None:
+    model = _prepared(bench)
+    bench.same("before the first forward", model.finalize_backward(), None)
+    handle = model.finalize_backward(async_op=True)
+    bench.same("its handle", hasattr(handle, "wait") and handle.wait(), None)

@@ -1,0 +1,27 @@
+"""What cases of the interface of DistributedDataParallel work with on one rank."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from shardproof import Capability, InterfaceBench
+from shardproof.suites.expect import Claims, expects_of
+
+
+class Bench(Claims):
+    """One rank with an engine's own class; ``api`` is the engine's ``DistributedDataParallel``."""
+
+    def __init__(self, given: InterfaceBench) -> None:
+        super().__init__(given)
+        self.api = given.prepared.data_parallel()
+
+    # Any: engines share no base class, and options are what is put to the test.
+    def wrap(self, module: nn.Module, **options: Any) -> Any:
+        """Wrap a module where the rank computes."""
+        return self.api(module.to(self.device), **options)
+
+
+expects = partial(expects_of, Capability.DATA_PARALLEL, Bench)

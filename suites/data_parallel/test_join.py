@@ -1,0 +1,58 @@
+"""join: ranks that run out of batches follow the others until all are done, or all of them stop."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from shardproof import SEVERAL
+from shardproof.suites.data_parallel.bench import Bench, expects
+from shardproof.suites.wrapper.model import LR, batch, copies, gradients, tower
+
+PARAMETERS = "parameters at the end"
+_LAST = 3
+
+
+def _num_batches(rank: int) -> int:
+    """Give the first rank two batches, and each other rank one more, or two."""
+    return 2 + min(rank, 2)
+
+
+@pytest.mark.worlds(SEVERAL)
+@pytest.mark.kills("SwapsTheDivisorsOfJoin", "EndsEachRankWithItsOwn")
+@pytest.mark.parametrize("divides_by_all", [True, False], ids=["by_all", "by_those_left"])
+@expects(PARAMETERS)
+def test_ranks_with_fewer_batches_follow(bench: Bench, divides_by_all: bool) -> None:
+    root = bench.wrap(tower())
+    optimizer = torch.optim.SGD(root.parameters(), lr=LR / 64)
+    with root.join(divide_by_initial_world_size=divides_by_all):
+        for step in range(_num_batches(bench.rank)):
+            optimizer.zero_grad()
+            root(batch(bench.rank, step).to(bench.device)).sum().backward()
+            optimizer.step()
+    alone = tower()
+    for step in range(max(map(_num_batches, bench.ranks))):
+        left = [rank for rank in bench.ranks if step < _num_batches(rank)]
+        learnt = gradients(alone, left, [step])
+        with torch.no_grad():
+            for name, parameter in alone.named_parameters():
+                parameter.sub_(learnt[name], alpha=LR / 64 / (bench.size if divides_by_all else len(left)))
+    bench.near(
+        PARAMETERS, copies(root.module.named_parameters()), copies(alone.named_parameters()), tolerance=1e-5
+    )
+
+
+@pytest.mark.worlds(SEVERAL)
+@pytest.mark.kills("NeverStopsEarly")
+@expects("what every rank is told", "the step in which")
+def test_all_ranks_stop_where_one_runs_out(bench: Bench) -> None:
+    root, steps = bench.wrap(tower()), []
+
+    def train() -> None:
+        with root.join(throw_on_early_termination=True):
+            for step in range(_num_batches(bench.rank)):
+                root(batch(bench.rank, step).to(bench.device)).sum().backward()
+                steps.append(step)
+
+    bench.refuses("what every rank is told", train, RuntimeError, naming="exhausted")
+    bench.same("the step in which", steps, [0, 1])

@@ -1,0 +1,152 @@
+"""What cases expect of an engine's own interface: a test's body runs on every rank, and claims what is right there."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from shardproof import (
+    Actor,
+    Capability,
+    EachMicrobatch,
+    Exercise,
+    InterfaceBench,
+    Layout,
+    Plan,
+    Schedule,
+    Training,
+)
+from shardproof.fixtures.optimizers import SGD
+from shardproof.fixtures.problems import MLP_EVEN
+from shardproof.suites.differences import difference
+from shardproof.suites.wrapper.model import batch
+
+if TYPE_CHECKING:  # ranks import this file too, and judge nothing
+    from shardproof.harness.runner.trial import Trial
+
+RIGHT = "as it should be"
+# How an interface says no. Anything else that is raised is an accident.
+_REFUSALS = (AssertionError, NotImplementedError, RuntimeError, TypeError, ValueError)
+_LONGEST = 400  # a note is read by a person
+
+
+class Claims:
+    """One rank that notes of each subject that it is right, or what was got instead.
+
+    ``ledger`` returns what this rank has communicated so far.
+    """
+
+    def __init__(self, given: InterfaceBench) -> None:
+        self.rank = given.rank
+        self.size = given.size
+        self.ranks = range(given.size)
+        self.device = given.device
+        self.ledger = given.ledger
+        self._note = given.note
+
+    # Any: values of the interface under test, plain or nested.
+    def same(self, subject: str, got: Any, expected: Any) -> None:
+        """Claim that two values are equal: tensors in shape, dtype and every bit, mappings in their order too."""
+        self._claim(subject, difference(got, expected))
+
+    def near(self, subject: str, got: Any, expected: Any, *, tolerance: float) -> None:
+        """Claim as `same`, but that floats may differ by that share of the largest of their tensor."""
+        self._claim(subject, difference(got, expected, tolerance))
+
+    def refuses(
+        self, subject: str, call: Callable[[], object], *errors: type[Exception], naming: str = ""
+    ) -> None:
+        """Claim that a call raises one of these errors, in words that the pattern finds; by default any refusal."""
+        try:
+            result = call()
+        except Exception as error:  # noted, not raised: the other ranks must go on and note theirs
+            is_named = re.search(naming, str(error), re.DOTALL | re.IGNORECASE)
+            is_refusal = isinstance(error, errors or _REFUSALS) and is_named
+            self._claim(subject, None if is_refusal else f"{type(error).__name__}: {error}")
+        else:
+            self._claim(subject, f"accepted, with {result!r}")
+
+    def mesh(self, num_replicas: int | None = None) -> DeviceMesh:
+        """Arrange all ranks in one axis, or in replicas that shard."""
+        if num_replicas is None:
+            return init_device_mesh(self.device.type, (self.size,))
+        shape = (num_replicas, self.size // num_replicas)
+        return init_device_mesh(self.device.type, shape, mesh_dim_names=("replicate", "shard"))
+
+    def train(self, root: Any, step: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """Take this rank's rows of a step forward and backward; returns the output.
+
+        The loss is weighed so that its mean over ranks is a sum of integers: exact in every world.
+        """
+        output: torch.Tensor = root(batch(self.rank, step, dtype))
+        (output.sum() * self.size).backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        return output
+
+    def _claim(self, subject: str, wrong: str | None) -> None:
+        self._note(subject, RIGHT if wrong is None else wrong[:_LONGEST])
+
+
+Body = Callable[..., None]  # takes a bench, and the test's parameters
+
+
+def expects_of(
+    interface: Capability,
+    bench: Callable[[InterfaceBench], Claims],
+    *subjects: str,
+    beside: frozenset[Capability] = frozenset(),
+) -> Callable[[Body], Body]:
+    """Make a test of a function: every rank calls it with a bench for that interface, then trains one step.
+
+    The engine passes if each rank makes a claim of each subject, all of these claims are right, and it still trains the
+    oracle's model. Claims of other subjects do not count.
+    """
+
+    def as_test(body: Body) -> Body:
+        _, *parameters = inspect.signature(body).parameters.values()
+
+        @functools.wraps(body)
+        def test(trial: Trial, **arguments: object) -> None:
+            __tracebackhide__ = True
+            # Here, because ranks import this file too, and judge nothing.
+            from shardproof.harness.laws.parity import MatchesOracle
+            from shardproof.harness.laws.runtime import Notes
+
+            claims = [Notes(subject=subject, value=RIGHT, is_explained=True) for subject in subjects]
+            given = tuple(arguments[parameter.name] for parameter in parameters)
+            training = _training(
+                _OnABench(body=body, arguments=given, interface=interface, beside=beside, bench=bench)
+            )
+            trial.holds(training, MatchesOracle(), *claims)
+
+        trial = inspect.Parameter("trial", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        test.__signature__ = inspect.Signature([trial, *parameters])  # type: ignore[attr-defined]  # for pytest
+        body.__qualname__ += ".__wrapped__"  # by which pickle finds it again in a rank's process
+        return test
+
+    return as_test
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class _OnABench(Exercise):
+    """An exercise whose body takes a bench of its interface."""
+
+    bench: Callable[[InterfaceBench], Claims]
+
+    def play(self, actor: Actor) -> None:
+        given: InterfaceBench | None = actor.bench()
+        if given is not None:
+            self.body(self.bench(given), *self.arguments)
+        EachMicrobatch().play(actor)
+
+
+def _training(script: Exercise) -> Training:
+    layout = Layout.NATIVE if script.interface is Capability.DATA_PARALLEL else Layout.SHARD
+    plan = Plan(layout=layout, demands=script.demands)
+    return Training(problem=MLP_EVEN, optimizer=SGD, plan=plan, schedule=Schedule(steps=1), script=script)
