@@ -191,13 +191,12 @@ def test_half_a_line_in_a_journal_costs_one_record(tmp_path: Path) -> None:
     code, said = _call(
         "run", *engines, "--suite", "smoke", "-k", "trains", "--keep=all", "--out", str(tmp_path / "run")
     )
-    assert code == 3, said
+    assert code == 1, said
     run = read_run(tmp_path / "run")
     garbled, honest = run.records
-    assert (garbled.verdict, honest.verdict) == (Verdict.ERRORED, Verdict.PASSED)
-    assert "rank1.ledger.jsonl: expected whole lines, got 1 damaged line(s)" in garbled.headline
-    assert _call("report", str(tmp_path / "run"))[0] == 3
-    assert _call("judge", str(tmp_path / "run"))[0] == 3
+    assert (garbled.verdict, honest.verdict) == (Verdict.FAILED, Verdict.PASSED)
+    assert "rank1.ledger.jsonl (1 damaged line(s), the first in line" in garbled.headline
+    assert _call("report", str(tmp_path / "run"))[0] == 1
+    assert _call("judge", str(tmp_path / "run"))[0] == 1
     again = read_run(tmp_path / "run" / JUDGED)
-    assert [r.verdict for r in again.records] == [Verdict.ERRORED, Verdict.PASSED]
-    assert "rank1.ledger.jsonl: 1 damaged line(s)" in again.problems[0]
+    assert [r.headline for r in again.records] == [garbled.headline, honest.headline]

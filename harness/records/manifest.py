@@ -29,16 +29,29 @@ def changes(folder: Path, is_asked: Callable[[str], bool] = lambda _: True) -> M
     ``is_asked`` chooses files by name; the manifest itself is always read.
     """
     try:
-        text = (folder / MANIFEST).read_bytes().decode("ascii", "backslashreplace")
+        text = _text(folder)
     except OSError:
         return {MANIFEST: _MISSING}
-    lines = [_LINE.fullmatch(line) for line in text.split("\n")[:-1]]
-    known = {match[2]: match[1] for match in lines if match}
+    known = _digests(text)
     found = {name: _change(folder / name, digest) for name, digest in known.items() if is_asked(name)}
     # The text has one form, so no byte of it can change unnoticed.
     if text != "".join(f"{known[name]}  {name}\n" for name in sorted(known)) or not known:
         found[MANIFEST] = _CHANGED
     return {name: why for name, why in found.items() if why}
+
+
+def kept_digests(folder: Path) -> Mapping[str, str]:
+    """Read the manifest's hash of each file; raises OSError if there is no manifest."""
+    return _digests(_text(folder))
+
+
+def _text(folder: Path) -> str:
+    return (folder / MANIFEST).read_bytes().decode("ascii", "backslashreplace")
+
+
+def _digests(text: str) -> dict[str, str]:
+    lines = [_LINE.fullmatch(line) for line in text.split("\n")[:-1]]
+    return {match[2]: match[1] for match in lines if match}
 
 
 def _change(file: Path, digest: str) -> str:

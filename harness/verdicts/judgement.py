@@ -74,6 +74,8 @@ def judge(
     judged without it, and so at once. ``simulated``: so many ranks, of which ``kept`` has some; their numbers mean
     nothing, and the oracle is asked for shapes alone.
     """
+    if kept.damage:
+        return _judge_damage(kept)
     undeclared = case.training.needs - declared
     if undeclared or lacks:
         return _judge_refusal(lacks or ", ".join(sorted(c.name for c in undeclared)), kept)
@@ -94,6 +96,17 @@ def implied(training: Training) -> tuple[Law, ...]:
     """Return the laws that hold of every training, and those of what it is watched for, whatever a case asks."""
     watched = (law for watch, law in _IMPLIED_BY.items() if watch in training.watch)
     return (*_IMPLIED, *((MemoryIsExplained(),) if training.is_counted else ()), *watched)
+
+
+def _judge_damage(kept: SavedResult) -> Judgement:
+    """Blame the ranks whose files were damaged; how a rank ended comes first, as it may be the reason."""
+    cause = causal(kept.result)
+    verdict = Verdict.FAILED if cause is None else Verdict.CRASHED
+    if isinstance(cause, TimedOut):
+        verdict = Verdict.HUNG
+    parts = [] if cause is None else [_describe(cause)]
+    headline = "; ".join((*parts, *kept.damage, *kept.result.leaks))
+    return Judgement(verdict=verdict, headline=headline, outcomes=_outcome_records(kept.result))
 
 
 def _judge_refusal(needs: str, kept: SavedResult) -> Judgement:

@@ -198,17 +198,18 @@ class HostHandle:
         match message:
             case Ready():
                 self.is_ready = True
-            case Finished(outcome=outcome):
+            case Finished(outcome=outcome) if outcome.rank in self.spec.ranks:
                 self.outcomes[outcome.rank] = outcome
-            case Started(rank=rank, thread_ident=ident):
+            case Started(rank=rank, thread_ident=ident) if rank in self.spec.ranks:
                 self._idents[rank] = ident
-            case Dying():
+            case Dying(rank=rank) if rank in self.spec.ranks:
                 self._dying = message
             case Leaving():
                 self._leaving = message
             case Done():
                 self.has_left = True
-            case Garbled(text=text):
+            case _:
+                text = message.text if isinstance(message, Garbled) else f"{message!r:.80} is not for it to send"
                 for rank in self.pending:
                     self.outcomes[rank] = _garbled(rank, text)
 
