@@ -80,9 +80,10 @@ def test_a_ledger_that_lost_a_line_is_an_error_even_if_the_engine_hides_it(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     recorder = Recorder(tmp_path / "journal")
-    with monkeypatch.context() as patched, pytest.raises(OSError, match="is the disk full"):
+    with monkeypatch.context() as patched:
         patched.setattr("os.write", lambda _, text: len(text) - 1)
-        recorder.harmed(0, ViolationKind.INPUT_FREED, "here")
+        with pytest.raises(OSError, match="is the disk full"):
+            recorder.harmed(0, ViolationKind.INPUT_FREED, "here")
     recorder.harmed(0, ViolationKind.INPUT_FREED, "here")
     with pytest.raises(OSError, match="is the disk full"):
         recorder.close()

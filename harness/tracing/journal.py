@@ -12,7 +12,6 @@ from shardproof.harness.tracing.codec import UNREADABLE, decode
 from shardproof.harness.tracing.events import EventLog, TraceEvent, marks_of
 from shardproof.harness.tracing.ledger import BufferViolation, Entry, Ledger, Wait, completed
 
-
 _MOST_BYTES = 2**30  # a rank can make a file of any size, as one hole, that no memory holds
 
 

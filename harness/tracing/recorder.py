@@ -281,7 +281,9 @@ class Recorder:
         try:
             written = os.write(self._journal, text)
             if written != len(text):  # how a full disk shows before it raises
-                raise OSError(f"the ledger: only {written} of {len(text)} bytes were taken; is the disk full?")
+                raise OSError(
+                    f"the ledger: only {written} of {len(text)} bytes were taken; is the disk full?"
+                )
         except OSError as error:
             self._lost = error
             raise

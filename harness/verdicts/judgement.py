@@ -117,7 +117,9 @@ def _judge_refusal(needs: str, kept: SavedResult) -> Judgement:
     if len(kept.refusals) == num_ranks and kept.result.is_clean:
         headline = f"needs {needs}; refused with {kept.refusals[0]}"
         return Judgement(verdict=Verdict.UNSUPPORTED, headline=headline, outcomes=outcomes)
-    if kept.refusals and len(kept.refusals) < num_ranks and not _ends_badly(kept.result):
+    # A rank that was stopped before its first call, as by a signal, went nowhere.
+    is_stuck = any(isinstance(o, TimedOut) and not kept.ledgers_by_rank[o.rank] for o in kept.result.outcomes)
+    if kept.refusals and len(kept.refusals) < num_ranks and not (is_stuck or _ends_badly(kept.result)):
         others = sorted(ranks - set(kept.refusals))
         headline = (
             f"needs {needs}; refused on rank(s) {sorted(kept.refusals)} with {min(kept.refusals.items())[1]}, "

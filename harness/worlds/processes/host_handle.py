@@ -209,7 +209,9 @@ class HostHandle:
             case Done():
                 self.has_left = True
             case _:
-                text = message.text if isinstance(message, Garbled) else f"{message!r:.80} is not for it to send"
+                text = (
+                    message.text if isinstance(message, Garbled) else f"{message!r:.80} is not for it to send"
+                )
                 for rank in self.pending:
                     self.outcomes[rank] = _garbled(rank, text)
 
