@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import get_args
 
 from shardproof.harness.errors import UnreadableError
-from shardproof.harness.records.manifest import MANIFEST, changes, kept_digests, write_manifest
+from shardproof.harness.records.manifest import MANIFEST, changes, digest_of, kept_digests, write_manifest
 from shardproof.harness.records.observation import Observation, load_observation
 from shardproof.harness.tracing.codec import UNREADABLE, decode, encode
 from shardproof.harness.tracing.journal import Journal, read_journal
@@ -66,7 +66,7 @@ def keep_result(result: WorldResult, folder: Path, *, seed: int | None = None) -
     (folder / _OUTCOMES).write_text(json.dumps(plain))
     if seed is not None:
         (folder / _SCHEDULE).write_text(str(seed))
-    write_manifest(folder, (path.name for path in folder.iterdir() if _is_read(path)))
+    write_manifest(folder, {path.name: digest_of(path) for path in folder.iterdir() if _is_read(path)})
 
 
 def _clear(path: Path) -> None:
