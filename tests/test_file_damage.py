@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import re
+import shutil
+from pathlib import Path
 
 import pytest
 
 from shardproof.harness.records.record import Verdict
+from shardproof.harness.runner import observation_cache
 from shardproof.harness.runner.session import TrialSession
 from tests import judging
 
@@ -59,3 +62,19 @@ def test_a_message_in_the_name_of_another_process_is_blamed_on_its_sender(sessio
     record = judging.judged(session, "tests.file_damage:blames_another", PROCESSES, within_s=SOON_S)
     assert record.verdict is Verdict.CRASHED
     assert record.headline.startswith("rank 1 raised GarbledMessage"), record.headline
+
+
+def test_what_a_later_case_damages_is_no_evidence_for_another(
+    session: TrialSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(observation_cache, "_MOST_KEPT", 1)
+    assert judging.judged(session, "torch.ddp").verdict is Verdict.PASSED
+    (observation,) = tmp_path.rglob("rank1.observation")
+    assert judging.judged(session, "reference").verdict is Verdict.PASSED
+    shutil.copy(observation.with_name("rank0.observation"), observation)
+    record = judging.judged(session, "torch.ddp")
+    assert record.verdict is Verdict.ERRORED, record.headline
+    assert (
+        "rank1.observation: expected the file as it was kept, got changed since it was written"
+        in record.headline
+    )

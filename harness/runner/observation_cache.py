@@ -131,15 +131,13 @@ class ObservationCache:
         """
         folder = self.folder(training, cell, case)
         if folder not in self._kept:
-            if folder in self._launched:
-                pass  # read again what was observed
-            elif not self._source.is_replay:
+            if folder in self._launched or self._source.is_replay:
+                for place in schedule_folders(folder):
+                    check_kept(place)
+            else:
                 if folder.exists():  # a world of an earlier, interrupted run of the same case
                     shutil.rmtree(folder)
                 self._launch(training, cell, seeds, folder)
-            else:
-                for place in schedule_folders(folder):
-                    check_kept(place)
             self._launched.add(folder)
             self._kept[folder] = load_schedules(folder)
             if len(self._kept) > _MOST_KEPT:
