@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import shutil
 import signal
+import socket
 from collections.abc import Callable
 from pathlib import Path
 
@@ -72,9 +74,11 @@ def _die_behind_pipes(folder: Path) -> None:
 
 
 def _send(*messages: Message) -> None:
-    """Send messages on every connection that the process has, the one to its supervisor among them."""
+    """Send messages on every local connection that the process has, the one to its supervisor among them."""
     for number in sockets():
-        os.write(number, b"".join(encode(message) for message in messages))
+        with socket.socket(fileno=os.dup(number)) as connection, contextlib.suppress(OSError):
+            if connection.family is socket.AF_UNIX:
+                connection.sendall(b"".join(encode(message) for message in messages))
 
 
 def _send_and_exit(folder: Path) -> None:

@@ -141,7 +141,8 @@ class HostHandle:
         try:
             while not self._is_deaf and self.connection.poll():
                 for message in self._inbox.read():
-                    self._take(message)
+                    if not self._is_deaf:
+                        self._take(message)
         except (EOFError, OSError):
             self._is_deaf = True
         if is_over and not self.is_over:
@@ -209,11 +210,11 @@ class HostHandle:
             case Done():
                 self.has_left = True
             case _:
-                text = (
-                    message.text if isinstance(message, Garbled) else f"{message!r:.80} is not for it to send"
-                )
-                for rank in self.pending:
-                    self.outcomes[rank] = _garbled(rank, text)
+                self._is_deaf = True  # what follows is not believed
+                text = message.text if isinstance(message, Garbled) else f"{message!r:.80}"
+                for rank in self.spec.ranks:
+                    if isinstance(self.outcomes.get(rank), Returned | None):
+                        self.outcomes[rank] = _garbled(rank, text)
 
     def _bury(self) -> None:
         """Turn the end of the process into an outcome of each rank that had not ended, or ended badly with it."""
@@ -274,7 +275,7 @@ def _garbled(rank: int, text: str) -> Raised:
     return Raised(
         rank=rank,
         kind="GarbledMessage",
-        message=f"its process sent what is no message: {text}",
+        message=f"its process sent what is no message of its own: {text}",
         traceback="",
         is_symptom=False,
         at_s=time.monotonic(),
