@@ -90,6 +90,8 @@ class ObservationCache:
     def folder(self, training: Training, cell: Cell, case: str) -> Path:
         """Return the folder of a training's observations, which need not exist."""
         engine = re.sub(r"[^A-Za-z0-9_.-]+", "-", cell.engine).strip("-.")
+        if engine != cell.engine:  # other paths may read alike
+            engine += f"-{hashlib.sha256(cell.engine.encode()).hexdigest()[:10]}"
         label = re.sub(r"[^A-Za-z0-9_.-]+", "-", f"{training.problem.name}-{training.optimizer.name}")
         name = Path(engine) / str(cell.world).replace(":", "-") / f"{label}-{self._digest(training, case)}"
         kept = sorted(self._source.folder.glob(f"*/{name}")) if self._source.is_replay else []
