@@ -228,14 +228,14 @@ def _is_idle(thread: int) -> bool:
 def closes_its_connections(context: RankContext) -> None:
     """Shut every local connection, the one to the supervisor among them, and live on."""
     if _is_culprit(context):
-        for number in _sockets():
+        for number in sockets():
             with socket.socket(fileno=os.dup(number)) as connection:
                 if connection.family is socket.AF_UNIX:
                     connection.shutdown(socket.SHUT_RDWR)
     _wait_for_ever()
 
 
-def _sockets() -> list[int]:
+def sockets() -> list[int]:
     found = []
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
@@ -246,7 +246,7 @@ def _sockets() -> list[int]:
 
 def sends_half_a_message(context: RankContext) -> None:
     """Announce a message on every connection that the rank has, and never send it."""
-    for number in _sockets():
+    for number in sockets():
         with contextlib.suppress(OSError):
             os.write(number, struct.pack("!i", 100) + b"half")
     _wait_for_ever()

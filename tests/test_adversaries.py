@@ -14,6 +14,7 @@ from shardproof.engine.contract import Layout, Plan
 from shardproof.fixtures.problems import MLP_WIDE
 from shardproof.harness.cases.training import Watch
 from shardproof.harness.laws.parity import MatchesOracle
+from shardproof.harness.laws.runtime import Deterministic
 from shardproof.harness.laws.sharding import HoldsItsShare
 from shardproof.harness.records.record import Record, Verdict
 from shardproof.harness.runner.session import TrialSession
@@ -123,6 +124,34 @@ def test_what_neither_census_nor_allocator_sees_passes(session: TrialSession) ->
         _judged_by_growth(session, "KeepsWholesInAMapping"),
     ):
         assert record.verdict is Verdict.PASSED, record.headline
+
+
+def test_who_trains_fewer_steps_than_asked_fails(session: TrialSession) -> None:
+    record = judged(session, "tests.evasions:TrainsOneStep", THREADS)
+    assert record.verdict is Verdict.FAILED
+    assert "step 1, loss 'loss': rank 0: expected a tensor, the name is missing" in record.headline
+
+
+def test_a_copy_to_update_that_is_not_there_shows_on_four_ranks(session: TrialSession) -> None:
+    engine = "tests.evasions:DeclaresACopyToUpdate"
+    assert judged(session, engine, THREADS, SHARDED).verdict is Verdict.PASSED, (
+        "the limit that the page names"
+    )
+    record = judged(session, engine, "threads:4", SHARDED)
+    assert record.verdict is Verdict.FAILED
+    assert record.headline.startswith("memory between steps is explained by the layout: ")
+
+
+def test_collectives_of_a_backend_are_unseen_and_what_reads_change_by_them_is_not(
+    session: TrialSession,
+) -> None:
+    engine = "tests.evasions:AveragesUnseenWhenRead"
+    assert judged(session, engine, PROCESSES).verdict is Verdict.PASSED, "the limit that the page names"
+    schedule = replace(TWO_STEPS.schedule, repeats=2, are_repeats_read=False)
+    training = replace(TWO_STEPS, schedule=schedule)
+    record = judging.judged(session, engine, PROCESSES, training, laws=(Deterministic(),))
+    assert record.verdict is Verdict.FAILED, record.headline
+    assert "read at its end alone, differs from the first" in record.headline
 
 
 @pytest.mark.parametrize("world", [THREADS, PROCESSES])

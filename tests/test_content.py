@@ -31,6 +31,7 @@ from shardproof.harness.runner.observation_cache import ObservationCache
 from shardproof.harness.runner.session import Source, TrialSession
 from shardproof.harness.verdicts.case import Case
 from shardproof.harness.worlds.spec import WorldKind, WorldSpec
+from tests.judging import judged
 
 ROOT = Path(__file__).resolve().parent.parent
 CELL = Cell(engine="torch.ddp", world=WorldSpec(kind=WorldKind.THREADS, size=2, deadline_s=20.0))
@@ -218,7 +219,7 @@ def test_a_name_does_not_answer_for_another_problem_or_optimizer(session: TrialS
     honest, first = run(session, training())
     nothing, second = run(session, training(optimizer=replace(SGD, lr=float("nan"))))
     still, third = run(session, training(problem=replace(MLP_EVEN, loss=_nothing)))
-    assert (honest, nothing, still) == (Verdict.PASSED, Verdict.FAILED, Verdict.VACUOUS)
+    assert (honest, nothing, still) == (Verdict.PASSED, Verdict.VACUOUS, Verdict.VACUOUS)
     assert len({first, second, third}) == 3
     assert run(session, training(plan=Plan()))[1] == first
 
@@ -237,6 +238,22 @@ class _Unreadable:
         if sys._getframe(1).f_code.co_filename.endswith("content.py"):
             raise TypeError("not for reading")
         return super().__reduce_ex__(4)
+
+
+def test_a_path_that_reads_alike_does_not_answer_for_another_engine(
+    session: TrialSession, tmp_path: Path
+) -> None:
+    engines = {
+        "a-b": "adapters.torch_ddp:DistributedDataParallelEngine",
+        "a/b": "mutants.gradient_sync:NeverSynchronises",
+    }
+    verdicts = []
+    for folder, engine in engines.items():
+        module, name = engine.split(":")
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / "e.py").write_text(f"from shardproof.engine.{module} import {name} as E\n")
+        verdicts.append(judged(session, f"{tmp_path / folder / 'e.py'}:E").verdict)
+    assert verdicts == [Verdict.PASSED, Verdict.FAILED]
 
 
 def test_what_has_no_digest_is_shared_by_no_two_cases_and_found_again(tmp_path: Path) -> None:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from shardproof.engine.capability import Capability
 from shardproof.engine.registry import EngineNotFoundError, resolve
 from shardproof.harness.cli.main import main
 from shardproof.harness.records.record import Verdict
 from shardproof.harness.records.run import read_run
+from shardproof.harness.runner import engines
 from shardproof.harness.runner.engines import describe, examine
 from shardproof.reports.summary import Conclusion, conclude
 
@@ -72,6 +76,18 @@ def test_a_description_is_what_the_engine_declares() -> None:
     assert found.capabilities == resolve("torch.ddp").capabilities
     assert Capability.REPLICATE in found.capabilities
     assert found.version == resolve("torch.ddp").version()
+
+
+@settings(max_examples=100, derandomize=True, deadline=None)
+@given(data=st.data())
+def test_a_mutated_answer_is_an_error_of_the_engine(data: st.DataObject) -> None:
+    mutated = bytearray(engines._answer("torch.ddp"))
+    for _ in range(data.draw(st.integers(1, 3))):
+        at = data.draw(st.integers(0, len(mutated) - 1))
+        mutated[at : at + data.draw(st.integers(0, 40))] = data.draw(st.binary(max_size=4))
+        mutated = mutated or bytearray(b"0")
+    with contextlib.suppress(EngineNotFoundError):
+        engines._read(bytes(mutated), "torch.ddp")
 
 
 def test_engines_are_examined_one_by_one() -> None:

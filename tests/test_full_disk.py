@@ -11,6 +11,7 @@ import pytest
 from benchmarks.live_run import LiveRun
 from shardproof.harness.records.record import Verdict
 from shardproof.harness.records.run import RUN, read_run
+from shardproof.harness.tracing.ledger import ViolationKind
 from shardproof.harness.tracing.recorder import Recorder
 
 LIMIT_S = 60.0
@@ -73,3 +74,17 @@ def test_a_ledger_of_which_a_part_was_written_is_an_error(
     with pytest.raises(OSError, match="is the disk full"):
         recorder.close()
     recorder.close()  # it is closed all the same
+
+
+def test_a_ledger_that_lost_a_line_is_an_error_even_if_the_engine_hides_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    recorder = Recorder(tmp_path / "journal")
+    with monkeypatch.context() as patched:
+        patched.setattr("os.write", lambda _, text: len(text) - 1)
+        with pytest.raises(OSError, match="is the disk full"):
+            recorder.harmed(0, ViolationKind.INPUT_FREED, "here")
+    recorder.harmed(0, ViolationKind.INPUT_FREED, "here")
+    with pytest.raises(OSError, match="is the disk full"):
+        recorder.close()
+    assert (tmp_path / "journal").read_bytes() == b"", "nothing follows half a line"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -144,6 +145,12 @@ def test_clearing_before_stepping_proves_nothing(session: TrialSession, engine: 
     schedule = replace(TRAINING.schedule, order=LoopOrder.ZERO_THEN_STEP)
     record = _judge(session, engine, kind, _case(replace(TRAINING, schedule=schedule)))
     assert record.verdict is Verdict.VACUOUS, record.headline
+
+
+def test_a_training_that_diverges_by_itself_is_no_fault_of_the_engine(session: TrialSession) -> None:
+    record = judged(session, "torch.ddp", training=replace(TRAINING, optimizer=replace(SGD, lr=math.nan)))
+    assert record.verdict is Verdict.VACUOUS, record.headline
+    assert record.headline.startswith("the oracle itself diverged: parameter ")
 
 
 @pytest.mark.parametrize("kind", KINDS)

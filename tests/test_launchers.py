@@ -107,6 +107,14 @@ def test_an_agent_sends_the_files_of_its_rank_alone(name: str, tmp_path: Path) -
     assert [path.name for path in tmp_path.iterdir()] == ["rank1.ledger.jsonl"]
 
 
+def test_an_agent_that_sends_no_base64_is_lost(tmp_path: Path) -> None:
+    link, theirs = _link()
+    link.gathers_to = tmp_path
+    send(theirs, FilePiece(name="rank1.observation", start=0, data="YQ=\u00e9"))
+    link.listen()
+    assert "bytes of rank1.observation that cannot be read" in link.why_lost
+
+
 def test_an_agent_that_says_nothing_is_lost() -> None:
     link, theirs = _link()
     send(theirs, HostState(answered=1))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -14,7 +15,7 @@ from shardproof.fixtures.random_draws import DROPPED, DROPPED_AND_RECOMPUTED, NO
 from shardproof.fixtures.thin import EMPTY_ROWS
 from shardproof.harness.cases.training import Clip, LoopOrder, Schedule, Training, ZeroGrad, loss_weight
 from shardproof.harness.laws.tolerance import MULTIPLE, allowed_error
-from shardproof.harness.training.draws import drawing_in
+from shardproof.harness.training.draws import Seeds, drawing_in
 from shardproof.harness.training.oracle import LOSSES, OracleObservation, Quantity, TensorKey, run_oracle
 from shardproof.harness.training.reduction_orders import EXACT_ORDER, reordering
 
@@ -264,6 +265,22 @@ def test_what_is_drawn_depends_on_step_microbatch_and_rank_alone() -> None:
     ]
     torch.testing.assert_close(one.steps[0].losses * items[0], other.steps[0].losses[:, :2] * items[1])
     assert len(set(one.steps[0].losses.flatten().tolist())) == one.steps[0].losses.numel()
+
+
+def test_each_step_rank_microbatch_and_use_draws_numbers_of_its_own() -> None:
+    def drawn() -> list[float]:
+        found = []
+        for step, rank in itertools.product(range(2), repeat=2):
+            seeds = Seeds(step=step, rank=rank)
+            for microbatch in (0, 1, 0, 1):
+                seeds.begin(microbatch)
+                found.append(torch.rand(1, dtype=torch.float64).item())
+        return found
+
+    with torch.random.fork_rng(devices=[]):
+        once = drawn()
+        assert len(set(once)) == 16
+        assert drawn() == once
 
 
 def test_a_recomputation_draws_as_its_forward_did() -> None:

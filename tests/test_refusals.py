@@ -244,10 +244,27 @@ def test_a_rank_that_hangs_after_it_refused_hangs() -> None:
     assert headline == "rank 1 returned its result and did not end"
 
 
-def test_a_rank_that_was_killed_did_not_go_ahead_of_one_that_refused() -> None:
-    died = Died(rank=0, exit_code=-9, is_attributed=True, text="")
+@pytest.mark.parametrize(
+    ("other", "verdict", "headline"),
+    [
+        (
+            Died(rank=0, exit_code=-9, is_attributed=True, text=""),
+            Verdict.CRASHED,
+            "rank 0 was killed by SIGKILL",
+        ),
+        (
+            TimedOut(rank=0, stack="", last_call="no collective yet"),
+            Verdict.HUNG,
+            "not ended at the deadline: rank(s) [0]",
+        ),
+    ],
+)
+def test_a_rank_that_ended_badly_before_its_first_call_did_not_go_ahead(
+    other: Outcome, verdict: Verdict, headline: str
+) -> None:
     training = replace(TRAINING, plan=Plan(demands=frozenset({Capability.COMPLEX})))
-    kept = _kept(died, Returned(rank=1, value=NO))
+    kept = _kept(other, Returned(rank=1, value=NO), ledgers={})
     judgement = judge(replace(_case(Refusal.WRONG), training=training), frozenset(), kept, _not_asked)
-    assert judgement.verdict is Verdict.CRASHED
-    assert judgement.headline.endswith("refused, and then: rank 0 was killed by SIGKILL")
+    assert judgement.verdict is verdict, judgement.headline
+    assert "refused, and then: " in judgement.headline
+    assert judgement.headline.endswith(headline)

@@ -49,6 +49,18 @@ def test_records_have_a_file_to_themselves(finished: Path) -> None:
     assert kinds == ["header", "footer"]
 
 
+def test_a_record_that_is_changed_while_the_run_goes_on_is_noticed(tmp_path: Path) -> None:
+    writer = RunWriter(tmp_path, dataclasses.replace(HEADER, num_cases=1))
+    writer.append(a_record(Verdict.FAILED))
+    text = (tmp_path / RECORDS).read_text()
+    (tmp_path / RECORDS).write_text(text.replace('"FAILED"', '"PASSED"'))
+    writer.finish(dataclasses.replace(FOOTER, counts={"FAILED": 1}))
+    run = read_run(tmp_path)
+    assert [record.verdict for record in run.records] == [Verdict.PASSED]
+    assert run.is_damaged
+    assert run.problems == ("records.jsonl: changed since it was written",)
+
+
 def test_a_run_without_footer_is_interrupted(tmp_path: Path) -> None:
     writer = RunWriter(tmp_path, HEADER)
     writer.append(THREE[0])

@@ -6,6 +6,7 @@ import json
 import os
 from multiprocessing import Pipe
 from pathlib import Path
+from typing import get_args
 
 import pytest
 from hypothesis import given, settings
@@ -14,10 +15,16 @@ from hypothesis import strategies as st
 from shardproof.harness.records.record import Record, Verdict
 from shardproof.harness.runner.session import TrialSession
 from shardproof.harness.worlds.messages import (
+    Done,
     Dying,
+    FilePiece,
     Finished,
     Garbled,
+    Hello,
+    HostState,
     Inbox,
+    LastThread,
+    Leaving,
     Message,
     Ready,
     Started,
@@ -111,6 +118,11 @@ MESSAGES: list[Message] = [
     Started(rank=1, thread_ident=2**40),
     Dying(rank=0, call="os._exit(0)"),
     *(Finished(outcome=outcome) for outcome in OUTCOMES),
+    Leaving(ident=2**40, threads=(LastThread(name="t", ident=1, rank=None),)),
+    Done(),
+    Hello(token="t", rank=1, host="h", local_rank=0, node="n", releases="r", folder="/f", clock_s=1.5),
+    HostState(answered=3, outcome=OUTCOMES[2], leaks=("l",)),
+    FilePiece(name="rank1.observation", start=0, data="AAAA"),
 ]
 
 
@@ -194,8 +206,11 @@ def test_mutated_messages_never_raise(data: st.DataObject) -> None:
         at = data.draw(st.integers(0, len(line) - 1))
         line[at : at + data.draw(st.integers(0, 3))] = data.draw(st.binary(max_size=4))
         line = line or bytearray(b"\n")
-    known = (Ready, Started, Dying, Finished, Garbled)
-    assert all(isinstance(found, known) for found in _read(bytes(line) + b"\n"))
+    assert all(isinstance(found, (*get_args(Message), Garbled)) for found in _read(bytes(line) + b"\n"))
+
+
+def test_every_kind_of_message_is_here() -> None:
+    assert {type(message) for message in MESSAGES} == set(get_args(Message))
 
 
 def test_a_message_is_one_line_of_json() -> None:

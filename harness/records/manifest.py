@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 MANIFEST = "SHA256SUMS"
@@ -17,10 +17,19 @@ _LINE = re.compile(r"([0-9a-f]{64})  ([\w.-]+)")
 _MISSING, _CHANGED = "missing", "changed since it was written"
 
 
-def write_manifest(folder: Path, names: Iterable[str]) -> None:
-    """Write the hashes of these files of the folder."""
-    lines = (f"{_digest(folder / name)}  {name}\n" for name in sorted(names))
-    (folder / MANIFEST).write_text("".join(lines))
+def write_manifest(folder: Path, digests: Mapping[str, str]) -> None:
+    """Write the hashes of files of the folder, by name."""
+    (folder / MANIFEST).write_text(_text_of(digests))
+
+
+def _text_of(digests: Mapping[str, str]) -> str:
+    return "".join(f"{digests[name]}  {name}\n" for name in sorted(digests))
+
+
+def digest_of(file: Path) -> str:
+    """Return the hash of a file as it is."""
+    with file.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()
 
 
 def changes(folder: Path, is_asked: Callable[[str], bool] = lambda _: True) -> Mapping[str, str]:
@@ -29,27 +38,35 @@ def changes(folder: Path, is_asked: Callable[[str], bool] = lambda _: True) -> M
     ``is_asked`` chooses files by name; the manifest itself is always read.
     """
     try:
-        text = (folder / MANIFEST).read_bytes().decode("ascii", "backslashreplace")
+        text = _text(folder)
     except OSError:
         return {MANIFEST: _MISSING}
-    lines = [_LINE.fullmatch(line) for line in text.split("\n")[:-1]]
-    known = {match[2]: match[1] for match in lines if match}
+    known = _digests(text)
     found = {name: _change(folder / name, digest) for name, digest in known.items() if is_asked(name)}
     # The text has one form, so no byte of it can change unnoticed.
-    if text != "".join(f"{known[name]}  {name}\n" for name in sorted(known)) or not known:
+    if text != _text_of(known) or not known:
         found[MANIFEST] = _CHANGED
     return {name: why for name, why in found.items() if why}
+
+
+def kept_digests(folder: Path) -> Mapping[str, str]:
+    """Read the manifest's hash of each file; raises OSError if there is no manifest."""
+    return _digests(_text(folder))
+
+
+def _text(folder: Path) -> str:
+    return (folder / MANIFEST).read_bytes().decode("ascii", "backslashreplace")
+
+
+def _digests(text: str) -> dict[str, str]:
+    lines = [_LINE.fullmatch(line) for line in text.split("\n")[:-1]]
+    return {match[2]: match[1] for match in lines if match}
 
 
 def _change(file: Path, digest: str) -> str:
     if not file.is_file():  # a pipe or a folder of that name would never end, or raise
         return _MISSING
     try:
-        return "" if _digest(file) == digest else _CHANGED
+        return "" if digest_of(file) == digest else _CHANGED
     except OSError as error:
         return f"unreadable ({error.strerror})"
-
-
-def _digest(file: Path) -> str:
-    with file.open("rb") as opened:
-        return hashlib.file_digest(opened, "sha256").hexdigest()

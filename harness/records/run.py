@@ -11,6 +11,7 @@ run again: a run of its own, with the header of the first and with the observati
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections import Counter
@@ -57,6 +58,8 @@ class RunWriter:
         """Start the run in ``path``, created if missing; raises UsageError if there is a run already."""
         self.path = path
         self._is_finished = False
+        # Of what was written, not of the files: an engine can change them while the run goes on.
+        self._digests = {name: hashlib.sha256() for name in (RUN, RECORDS)}
         refuse_existing(path)
         try:
             path.mkdir(parents=True, exist_ok=True)
@@ -64,7 +67,7 @@ class RunWriter:
             (path / RECORDS).touch(exist_ok=False)
         except OSError as error:
             raise _disk_error(path, error) from error
-        _append_line(path / RUN, to_json(header))
+        self._append_line(RUN, to_json(header))
 
     def append(self, record: Record) -> None:
         """Write one record and wait until the disk has it."""
@@ -80,17 +83,22 @@ class RunWriter:
                 got=str(error),
                 hint="reporting this with the command line",
             ) from error
-        _append_line(self.path / RECORDS, line)
+        self._append_line(RECORDS, line)
 
     def finish(self, footer: Footer) -> None:
         """Write the footer; nothing may follow it."""
         self._refuse_after_footer()
-        _append_line(self.path / RUN, to_json(footer))
+        self._append_line(RUN, to_json(footer))
         try:
-            write_manifest(self.path, (RUN, RECORDS))
+            write_manifest(self.path, {name: found.hexdigest() for name, found in self._digests.items()})
         except OSError as error:
             raise _disk_error(self.path / MANIFEST, error) from error
         self._is_finished = True
+
+    def _append_line(self, name: str, line: str) -> None:
+        data = f"{line}\n".encode("ascii")
+        _append(self.path / name, data)
+        self._digests[name].update(data)
 
     def _refuse_after_footer(self) -> None:
         if self._is_finished:
@@ -166,8 +174,7 @@ class _RawLine:
         return False
 
 
-def _append_line(path: Path, line: str) -> None:
-    data = f"{line}\n".encode("ascii")
+def _append(path: Path, data: bytes) -> None:
     try:
         # Opened for each line: no file stays open over a fork, and an append is one write of a whole line.
         with path.open("ab", buffering=0) as file:

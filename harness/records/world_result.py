@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import get_args
 
 from shardproof.harness.errors import UnreadableError
-from shardproof.harness.records.manifest import changes, write_manifest
+from shardproof.harness.records.manifest import MANIFEST, changes, digest_of, kept_digests, write_manifest
 from shardproof.harness.records.observation import Observation, load_observation
 from shardproof.harness.tracing.codec import UNREADABLE, decode, encode
 from shardproof.harness.tracing.journal import Journal, read_journal
@@ -18,7 +19,10 @@ from shardproof.harness.worlds.outcome import Outcome, Returned, WorldResult
 from shardproof.harness.worlds.rank import journal_path
 
 _OUTCOMES = "outcomes.json"
-_READ = {_OUTCOMES, "engine.json", "schedule"}  # besides what the ranks wrote
+_SCHEDULE = "schedule"
+_READ = {_OUTCOMES, "engine.json", _SCHEDULE}  # besides what the ranks wrote
+# A rank can make a file of any size at no cost, as one hole; to hash this many takes seconds.
+_MOST_BYTES = 2**34
 _KINDS: Mapping[str, type[Outcome]] = {kind.__name__: kind for kind in get_args(Outcome)}
 
 
@@ -26,13 +30,15 @@ _KINDS: Mapping[str, type[Outcome]] = {kind.__name__: kind for kind in get_args(
 class SavedResult:
     """What one world left: how its ranks ended, each rank's ledger, and the observations if all trained.
 
-    ``refusals`` are the words of the ranks that refused the plan, by rank.
+    ``refusals`` are the words of the ranks that refused the plan, by rank. ``damage`` names the ranks whose files were
+    not left as they had been written: their ledgers are parts, and there are no observations.
     """
 
     result: WorldResult
     refusals: Mapping[int, str]
     ledgers: tuple[Ledger, ...]
     ranks: tuple[Observation, ...]
+    damage: tuple[str, ...] = ()
 
     @property
     def ledgers_by_rank(self) -> dict[int, Ledger]:
@@ -45,14 +51,35 @@ def observation_path(folder: Path, rank: int) -> Path:
     return folder / f"rank{rank}.observation"
 
 
-def keep_result(result: WorldResult, folder: Path) -> None:
-    """Write how the ranks ended, and the manifest of all files; ranks wrote ledgers and observations themselves."""
+def keep_result(result: WorldResult, folder: Path, *, seed: int | None = None) -> None:
+    """Write how the ranks ended, and the manifest of all files; ranks wrote ledgers and observations themselves.
+
+    ``seed`` is of the schedule. No process of the world may be alive, as it could change what is hashed.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in (_OUTCOMES, _SCHEDULE, MANIFEST):
+        _clear(folder / name)
     plain = {
         "outcomes": [{"outcome": type(o).__name__, **encode(o)} for o in result.outcomes],
         "leaks": list(result.leaks),
     }
     (folder / _OUTCOMES).write_text(json.dumps(plain))
-    write_manifest(folder, (path.name for path in folder.iterdir() if _is_read(path)))
+    if seed is not None:
+        (folder / _SCHEDULE).write_text(str(seed))
+    write_manifest(folder, {path.name: digest_of(path) for path in folder.iterdir() if _is_read(path)})
+
+
+def _clear(path: Path) -> None:
+    """Remove what a rank may have put there: to open a pipe would take for ever."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    path.unlink(missing_ok=True)
+
+
+def kept_seed(folder: Path) -> int:
+    """Read the seed of the schedule; 0 where there is none, as in worlds of processes."""
+    file = folder / _SCHEDULE
+    return int(file.read_text()) if file.exists() else 0
 
 
 def check_kept(folder: Path) -> None:
@@ -68,7 +95,8 @@ def check_kept(folder: Path) -> None:
 
 def _is_read(path: Path) -> bool:
     """Whether anything reads the file later; a world leaves its store and its stacks too."""
-    return path.is_file() and (path.name.startswith("rank") or path.name in _READ)
+    is_known = path.name.startswith("rank") or path.name in _READ
+    return is_known and path.is_file() and path.stat().st_size <= _MOST_BYTES
 
 
 def load_kept(folder: Path) -> SavedResult:
@@ -85,29 +113,44 @@ def load_kept(folder: Path) -> SavedResult:
             hint="running the case again",
         ) from error
     result = WorldResult(outcomes=outcomes, leaks=leaks)
-    journals = tuple(_journal(journal_path(folder, o.rank)) for o in outcomes)
+    journals = tuple(read_journal(journal_path(folder, o.rank)) for o in outcomes)
     refusals = {o.rank: str(o.value) for o in outcomes if isinstance(o, Returned) and o.value is not None}
     has_all = not refusals and all(isinstance(o, Returned) for o in outcomes)
+    damage = tuple(_damage(folder, outcomes, journals, has_all=has_all))
     ranks = (
         tuple(
             load_observation(observation_path(folder, o.rank), journal.ledger, journal.course)
             for o, journal in zip(outcomes, journals, strict=True)
         )
-        if has_all
+        if has_all and not damage
         else ()
     )
     ledgers = tuple(journal.ledger for journal in journals)
-    return SavedResult(result=result, refusals=refusals, ledgers=ledgers, ranks=ranks)
+    return SavedResult(result=result, refusals=refusals, ledgers=ledgers, ranks=ranks, damage=damage)
 
 
-def _journal(path: Path) -> Journal:
-    """Read a journal of which nothing but an unfinished end is lost: a law cannot be judged on a part."""
-    journal = read_journal(path)
-    if journal.damaged:
-        raise UnreadableError(
-            f"{path.parent.name}/{path.name}",
-            expected="whole lines",
-            got=f"{len(journal.damaged)} damaged line(s), the first in line {journal.damaged[0]}",
-            hint="running the case again",
-        )
-    return journal
+def _damage(
+    folder: Path, outcomes: Sequence[Outcome], journals: Sequence[Journal], *, has_all: bool
+) -> Iterator[str]:
+    """Compare what was there when the world had ended with what each rank sent word of having written.
+
+    What was changed later differs from the manifest, see `check_kept`. A rank that did not return sent no word; its
+    journal may end in half a line, and no line before that is damaged.
+    """
+    kept = kept_digests(folder)
+    for outcome, journal in zip(outcomes, journals, strict=True):
+        written = dict(outcome.digests) if isinstance(outcome, Returned) else {}
+        if has_all:
+            written.setdefault(observation_path(folder, outcome.rank).name, "")
+        found = {
+            name: "changed" if name in kept else "missing"
+            for name, digest in written.items()
+            if name not in kept or (digest and kept[name] != digest)
+        }
+        name = journal_path(folder, outcome.rank).name
+        if journal.damaged and found.get(name) != "missing":
+            lines = f"{len(journal.damaged)} damaged line(s), the first in line {journal.damaged[0]}"
+            found[name] = lines
+        if found:
+            files = ", ".join(f"{name} ({how})" for name, how in sorted(found.items()))
+            yield f"files of rank {outcome.rank} were changed or removed while the case ran: {files}"

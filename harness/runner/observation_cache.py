@@ -93,6 +93,8 @@ class ObservationCache:
     def folder(self, training: Training, cell: Cell, case: str) -> Path:
         """Return the folder of a training's observations, which need not exist."""
         engine = re.sub(r"[^A-Za-z0-9_.-]+", "-", cell.engine).strip("-.")
+        if engine != cell.engine:  # other paths may read alike
+            engine += f"-{hashlib.sha256(cell.engine.encode()).hexdigest()[:10]}"
         label = re.sub(r"[^A-Za-z0-9_.-]+", "-", f"{training.problem.name}-{training.optimizer.name}")
         name = Path(engine) / str(cell.world).replace(":", "-") / f"{label}-{self._digest(training, case)}"
         kept = sorted(self._source.folder.glob(f"*/{name}")) if self._source.is_replay else []
@@ -134,15 +136,13 @@ class ObservationCache:
         """
         folder = self.folder(training, cell, case)
         if folder not in self._kept:
-            if folder in self._launched:
-                pass  # read again what was observed
-            elif not self._source.is_replay:
+            if folder in self._launched or self._source.is_replay:
+                for place in schedule_folders(folder):
+                    check_kept(place)
+            else:
                 if folder.exists():  # a world of an earlier, interrupted run of the same case
                     shutil.rmtree(folder)
                 self._launch(training, cell, seeds, folder)
-            else:
-                for place in schedule_folders(folder):
-                    check_kept(place)
             self._launched.add(folder)
             self._kept[folder] = load_schedules(folder)
             if len(self._kept) > _MOST_KEPT:

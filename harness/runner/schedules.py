@@ -8,14 +8,18 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from shardproof.harness.records.world_result import SavedResult, keep_result, load_kept, observation_path
+from shardproof.harness.records.world_result import (
+    SavedResult,
+    keep_result,
+    kept_seed,
+    load_kept,
+    observation_path,
+)
 from shardproof.harness.worlds.launch import World
 from shardproof.harness.worlds.outcome import Returned, WorldResult
 from shardproof.harness.worlds.spec import WorldSpec
 
 __all__ = ["Scheduled", "explore", "load_schedules", "schedule_folders"]
-
-_SEED = "schedule"
 
 
 class Scheduled(NamedTuple):
@@ -35,23 +39,22 @@ def explore(
     rank came to the very same observation and ledger, since whatever is judged of the two is the same.
     """
     world = World(spec, folder)
-    results: list[tuple[Path, WorldResult]] = []
+    results: list[tuple[int, Path, WorldResult]] = []
     try:
         for seed in seeds:
             place = folder / f"schedule-{seed}" if results else folder
             result = world.run(body, *args, folder=place, seed=seed)
-            results.append((place, result))
-            (place / _SEED).write_text(str(seed))
+            results.append((seed, place, result))
             if not _is_trained(result):
                 break
     finally:
         ending = world.close()
         if results:
-            place, last = results[-1]
-            results[-1] = (place, last.ended_by(ending))
-        for place, result in results:
-            keep_result(result, place)
-    _drop_repetitions([place for place, _ in results])
+            seed, place, last = results[-1]
+            results[-1] = (seed, place, last.ended_by(ending))
+        for seed, place, result in results:
+            keep_result(result, place, seed=seed)
+    _drop_repetitions([place for _, place, _ in results])
 
 
 def schedule_folders(folder: Path) -> tuple[Path, ...]:
@@ -63,13 +66,7 @@ def schedule_folders(folder: Path) -> tuple[Path, ...]:
 
 def load_schedules(folder: Path) -> tuple[Scheduled, ...]:
     """Read what `explore` kept, in the order of seeds; raises UnreadableError when it is not there or not whole."""
-    return tuple(Scheduled(_seed(place), load_kept(place)) for place in schedule_folders(folder))
-
-
-def _seed(place: Path) -> int:
-    file = place / _SEED
-    # Kept before there were schedules, or in no such world.
-    return int(file.read_text()) if file.exists() else 0
+    return tuple(Scheduled(kept_seed(place), load_kept(place)) for place in schedule_folders(folder))
 
 
 def _is_trained(result: WorldResult) -> bool:

@@ -12,6 +12,8 @@ from shardproof.harness.tracing.codec import UNREADABLE, decode
 from shardproof.harness.tracing.events import EventLog, TraceEvent, marks_of
 from shardproof.harness.tracing.ledger import BufferViolation, Entry, Ledger, Wait, completed
 
+_MOST_BYTES = 2**30  # a rank can make a file of any size, as one hole, that no memory holds
+
 
 class Journal(NamedTuple):
     """What one rank left; the course is empty where the file is older than courses.
@@ -28,6 +30,8 @@ def read_journal(path: Path) -> Journal:
     """Read what a rank left behind, however it ended: an unfinished last line is dropped, a missing file is empty."""
     if not path.is_file():
         return Journal((), ())
+    if path.stat().st_size > _MOST_BYTES:
+        return Journal((), (), damaged=(1,))
     reading = _Reading()
     damaged = []
     for number, line in enumerate(_parsed(path.read_bytes().split(b"\n")[:-1]), start=1):

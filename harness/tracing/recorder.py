@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import threading
@@ -75,6 +76,8 @@ class Recorder:
         self._units: list[str] = []
         self._pending: list[tuple[object, ...]] = []
         self._watcher: Callable[[], None] | None = None
+        self._written = hashlib.sha256()
+        self._lost: OSError | None = None
         self._lock = threading.Lock()
         self._home = threading.get_ident()
         # O_APPEND and no buffer: the kernel has the line before the collective starts, even if we are killed.
@@ -227,9 +230,16 @@ class Recorder:
                 return
             try:
                 self._write()
+                if self._lost is not None:
+                    raise self._lost
             finally:
                 os.close(self._journal)
                 self._journal = None
+
+    @property
+    def digest(self) -> str:
+        """The SHA-256 of all that was written to the journal."""
+        return self._written.hexdigest()
 
     def _entry(self, call: CallSummary) -> Entry:
         is_message = call.op in {Op.SEND, Op.RECV}
@@ -266,8 +276,15 @@ class Recorder:
         self._pending.clear()
 
     def _write_text(self, text: bytes) -> None:
-        if self._journal is None:
+        if self._journal is None or self._lost is not None:  # nothing may follow half a line
             return
-        written = os.write(self._journal, text)
-        if written != len(text):  # how a full disk shows before it raises
-            raise OSError(f"the ledger: only {written} of {len(text)} bytes were taken; is the disk full?")
+        try:
+            written = os.write(self._journal, text)
+            if written != len(text):  # how a full disk shows before it raises
+                raise OSError(
+                    f"the ledger: only {written} of {len(text)} bytes were taken; is the disk full?"
+                )
+        except OSError as error:
+            self._lost = error
+            raise
+        self._written.update(text)

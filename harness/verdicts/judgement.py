@@ -74,6 +74,8 @@ def judge(
     judged without it, and so at once. ``simulated``: so many ranks, of which ``kept`` has some; their numbers mean
     nothing, and the oracle is asked for shapes alone.
     """
+    if kept.damage:
+        return _judge_damage(kept)
     undeclared = case.training.needs - declared
     if undeclared or lacks:
         return _judge_refusal(lacks or ", ".join(sorted(c.name for c in undeclared)), kept)
@@ -96,6 +98,17 @@ def implied(training: Training) -> tuple[Law, ...]:
     return (*_IMPLIED, *((MemoryIsExplained(),) if training.is_counted else ()), *watched)
 
 
+def _judge_damage(kept: SavedResult) -> Judgement:
+    """Blame the ranks whose files were damaged; how a rank ended comes first, as it may be the reason."""
+    cause = causal(kept.result)
+    verdict = Verdict.FAILED if cause is None else Verdict.CRASHED
+    if isinstance(cause, TimedOut):
+        verdict = Verdict.HUNG
+    parts = [] if cause is None else [_describe(cause)]
+    headline = "; ".join((*parts, *kept.damage, *kept.result.leaks))
+    return Judgement(verdict=verdict, headline=headline, outcomes=_outcome_records(kept.result))
+
+
 def _judge_refusal(needs: str, kept: SavedResult) -> Judgement:
     """Ask whether every rank refused before training; anything else is a finding, a crash on the way included."""
     outcomes = _outcome_records(kept.result)
@@ -104,7 +117,9 @@ def _judge_refusal(needs: str, kept: SavedResult) -> Judgement:
     if len(kept.refusals) == num_ranks and kept.result.is_clean:
         headline = f"needs {needs}; refused with {kept.refusals[0]}"
         return Judgement(verdict=Verdict.UNSUPPORTED, headline=headline, outcomes=outcomes)
-    if kept.refusals and len(kept.refusals) < num_ranks and not _ends_badly(kept.result):
+    # A rank that was stopped before its first call, as by a signal, went nowhere.
+    is_stuck = any(isinstance(o, TimedOut) and not kept.ledgers_by_rank[o.rank] for o in kept.result.outcomes)
+    if kept.refusals and len(kept.refusals) < num_ranks and not (is_stuck or _ends_badly(kept.result)):
         others = sorted(ranks - set(kept.refusals))
         headline = (
             f"needs {needs}; refused on rank(s) {sorted(kept.refusals)} with {min(kept.refusals.items())[1]}, "

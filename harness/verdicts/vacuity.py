@@ -30,7 +30,7 @@ _TOO_SMALL = 2 * MULTIPLE * torch.finfo(torch.float32).eps
 
 
 def incomparable_because(evidence: Evidence) -> str | None:
-    """Return why the oracle is no reference for the ranks at all; see [Note: equal draws]."""
+    """Return why the oracle is no reference for the ranks at all: it diverged, or see [Note: equal draws]."""
     plan = evidence.training.plan
     apart = {
         f"draw on {evidence.oracle.device}": evidence.oracle.device != "cpu",
@@ -39,7 +39,7 @@ def incomparable_because(evidence: Evidence) -> str | None:
     }
     why = next((what for what, is_so in apart.items() if is_so), None)
     if why is None or not evidence.oracle.draws:
-        return None
+        return _diverged(evidence)
     return f"forward draws random numbers, and ranks that {why} draw others than the oracle"
 
 
@@ -50,8 +50,7 @@ def vacuous_because(evidence: Evidence) -> str | None:
     if not evidence.oracle.steps:
         return "the training has no steps"
     return (
-        _diverged(evidence)
-        or _equal_inputs(evidence)
+        _equal_inputs(evidence)
         or _idle_ranks(evidence)
         or _independent_parameters(evidence)
         or _still_parameters(evidence)

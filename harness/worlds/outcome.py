@@ -13,10 +13,14 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Returned:
-    """The rank's body came to its end; ``value`` is what it returned (Any: the body decides)."""
+    """The rank's body came to its end; ``value`` is what it returned (Any: the body decides).
+
+    ``digests`` are the SHA-256 of the files that the rank wrote, by name, as it wrote them; older runs have none.
+    """
 
     rank: int
     value: Any
+    digests: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

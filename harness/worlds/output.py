@@ -27,14 +27,16 @@ def redirect_output(file: Path) -> None:
 
 def drop_empty(file: Path) -> None:
     """Remove the file of a process that has printed nothing."""
-    if file.exists() and not file.stat().st_size:
+    if file.is_file() and not file.stat().st_size:
         file.unlink()
 
 
 def printed(folder: Path, *, limit: int = _LIMIT) -> str:
     """Return what the worlds kept in ``folder`` printed, the last ``limit`` characters of each process."""
     parts = []
-    for file in sorted(folder.rglob(f"*{SUFFIX}")):
+    for file in sorted(
+        path for path in folder.rglob(f"*{SUFFIX}") if path.is_file()
+    ):  # a rank may have put a pipe
         size = file.stat().st_size
         with file.open("rb") as stream:
             stream.seek(max(0, size - limit))

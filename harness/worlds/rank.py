@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -38,9 +39,18 @@ def run_rank(context: RankContext, job: Job, enter: Callable[[], None]) -> Outco
     outcome = _outcome(context, job, enter)
     try:
         context.recorder.close()
+        return replace(outcome, digests=_digests(context)) if isinstance(outcome, Returned) else outcome
     except OSError as error:  # a rank whose ledger is not whole has not returned
         return raised(context.rank, error) if isinstance(outcome, Returned) else outcome
-    return outcome
+
+
+def _digests(context: RankContext) -> dict[str, str]:
+    """Hash the rank's files: the journal as the recorder wrote it, the others, just written, as they are."""
+    found = {journal_path(context.folder, context.rank).name: context.recorder.digest}
+    for file in context.folder.glob(f"rank{context.rank}.*"):
+        if file.name not in found and file.is_file():
+            found[file.name] = hashlib.sha256(file.read_bytes()).hexdigest()
+    return found
 
 
 def _outcome(context: RankContext, job: Job, enter: Callable[[], None]) -> Outcome:

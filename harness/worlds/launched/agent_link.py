@@ -88,8 +88,13 @@ class AgentLink:
         if self.gathers_to is None or found is None or int(found[1]) != self.hello.rank:
             self._lose(f"it sent a file that was not asked for: {piece.name!r}")
             return
+        try:
+            data = base64.b64decode(piece.data, validate=True)
+        except ValueError:
+            self._lose(f"it sent bytes of {piece.name} that cannot be read")
+            return
         with (self.gathers_to / piece.name).open("ab" if piece.start else "wb") as file:
-            file.write(base64.b64decode(piece.data))
+            file.write(data)
 
     def _lose(self, why: str) -> None:
         self.why_lost = self.why_lost or why

@@ -141,7 +141,8 @@ class HostHandle:
         try:
             while not self._is_deaf and self.connection.poll():
                 for message in self._inbox.read():
-                    self._take(message)
+                    if not self._is_deaf:
+                        self._take(message)
         except (EOFError, OSError):
             self._is_deaf = True
         if is_over and not self.is_over:
@@ -198,19 +199,22 @@ class HostHandle:
         match message:
             case Ready():
                 self.is_ready = True
-            case Finished(outcome=outcome):
+            case Finished(outcome=outcome) if outcome.rank in self.spec.ranks:
                 self.outcomes[outcome.rank] = outcome
-            case Started(rank=rank, thread_ident=ident):
+            case Started(rank=rank, thread_ident=ident) if rank in self.spec.ranks:
                 self._idents[rank] = ident
-            case Dying():
+            case Dying(rank=rank) if rank in self.spec.ranks:
                 self._dying = message
             case Leaving():
                 self._leaving = message
             case Done():
                 self.has_left = True
-            case Garbled(text=text):
-                for rank in self.pending:
-                    self.outcomes[rank] = _garbled(rank, text)
+            case _:
+                self._is_deaf = True  # what follows is not believed
+                text = message.text if isinstance(message, Garbled) else f"{message!r:.80}"
+                for rank in self.spec.ranks:
+                    if isinstance(self.outcomes.get(rank), Returned | None):
+                        self.outcomes[rank] = _garbled(rank, text)
 
     def _bury(self) -> None:
         """Turn the end of the process into an outcome of each rank that had not ended, or ended badly with it."""
@@ -271,7 +275,7 @@ def _garbled(rank: int, text: str) -> Raised:
     return Raised(
         rank=rank,
         kind="GarbledMessage",
-        message=f"its process sent what is no message: {text}",
+        message=f"its process sent what is no message of its own: {text}",
         traceback="",
         is_symptom=False,
         at_s=time.monotonic(),

@@ -54,6 +54,7 @@ def _is_own(file: str) -> bool:
     return _LIBRARIES.match(file) is None
 
 
+_MOST_CHARACTERS = 2**24  # of a file that is written by the process of a rank
 _SECTION = re.compile(
     r"^(?P<current>Current thread|Thread) (?P<ident>0x[0-9a-f]+)[^\n]*\n(?P<frames>(?:  [^\n]*\n?)*)",
     re.MULTILINE,
@@ -79,4 +80,7 @@ def _sections(stack_file: Path) -> list[re.Match[str]]:
 
 
 def _text(stack_file: Path) -> str:
-    return stack_file.read_text(errors="replace") if stack_file.exists() else ""
+    if not stack_file.is_file():  # a rank may have put a pipe there
+        return ""
+    with stack_file.open(errors="replace") as file:
+        return file.read(_MOST_CHARACTERS)
