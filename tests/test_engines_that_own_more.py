@@ -73,6 +73,29 @@ class ReadsItsEnvironment(DistributedDataParallelEngine):
         return super().prepare(model, plan, mesh)
 
 
+class BuildsItsGroup(DistributedDataParallelEngine):
+    """Reduces in a group made without `new_group`, so that torch has no table of its ranks."""
+
+    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
+        prepared: Any = super().prepare(model, plan, mesh)
+        # Any: torch describes these classes nowhere.
+        store: Any = dist.PrefixStore("own", dist.distributed_c10d._get_default_store())
+        group: Any = dist.ProcessGroup(store, dist.get_rank(), dist.get_world_size())
+        gloo: Any = dist.ProcessGroupGloo(store, dist.get_rank(), dist.get_world_size())
+        group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+        group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
+
+        def reduce(group: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+            group.allreduce([bucket.buffer()], dist.AllreduceOptions()).wait()
+            future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+            future.set_result(bucket.buffer() / group.size())
+            return future
+
+        reduce.__annotations__.clear()  # torch compares them as classes, and here they are strings
+        prepared.module.register_comm_hook(group, reduce)
+        return prepared
+
+
 class NeedsProcesses(DistributedDataParallelEngine):
     """Has globals of which each rank needs its own."""
 
@@ -114,6 +137,11 @@ def test_the_last_microbatch_is_announced(session: TrialSession) -> None:
 
 def test_processes_have_the_environment_of_a_launcher(session: TrialSession) -> None:
     record = _judged(session, ReadsItsEnvironment, "processes:2", _training())
+    assert record.verdict is Verdict.PASSED, record.headline
+
+
+def test_a_group_that_torch_does_not_know_is_read(session: TrialSession) -> None:
+    record = _judged(session, BuildsItsGroup, "processes:2", _training())
     assert record.verdict is Verdict.PASSED, record.headline
 
 

@@ -1,0 +1,73 @@
+"""SimpleFSDP of torchtitan: parameters are DTensors behind properties, gathered wherever they are read."""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._pytree import tree_map
+from torchtitan.experiments.graph_trainer.simple_fsdp import MixedPrecisionPolicy, data_parallel
+
+from shardproof.engine.contract import Capability, Engine, Layout, Plan, PreparedModel
+
+
+class PreparedSimpleFsdp(PreparedModel):
+    """It sums gradients over ranks and casts neither inputs nor outputs: its caller divides, and casts."""
+
+    def __init__(self, model: nn.Module, plan: Plan, num_ranks: int) -> None:
+        super().__init__(model)
+        self._plan, self._num_ranks = plan, num_ranks
+
+    def __call__(self, *inputs: Any, **named: Any) -> Any:  # Any: as in the contract
+        """Cast what the plan wants cast."""
+        inputs, named = _cast((inputs, named), self._plan.compute_dtype)
+        return _cast(self.module(*inputs, **named), self._plan.output_dtype)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Divide."""
+        super().backward(loss / self._num_ranks)
+
+
+def _cast(tree: Any, dtype: torch.dtype | None) -> Any:
+    def cast(value: Any) -> Any:
+        is_cast = dtype and isinstance(value, torch.Tensor) and value.is_floating_point()
+        return value.to(dtype) if is_cast else value
+
+    return tree_map(cast, tree)
+
+
+class SimpleFsdpEngine(Engine):
+    """`data_parallel` in each of its modes."""
+
+    name = "torchtitan.simple_fsdp"
+    capabilities = frozenset(
+        {
+            Capability.SHARD,
+            Capability.REPLICATE,
+            Capability.HYBRID,
+            Capability.REDUCE_DTYPE,
+            Capability.COMPUTE_DTYPE,
+            Capability.CLIP,
+            Capability.STATE,
+            Capability.UNUSED,
+            Capability.PARTS,
+            Capability.INTERLEAVE,
+            Capability.RECOVER,
+            Capability.TENSOR_PARALLEL,
+        }
+    )
+    modes = {Layout.REPLICATE: "replicate", Layout.HYBRID: "hybrid_shard"}
+
+    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
+        """Choose the mode; it has no units."""
+        plan.refuse_beyond(self.capabilities)
+        policy = MixedPrecisionPolicy(param_dtype=plan.compute_dtype, reduce_dtype=plan.reduction_dtype)
+        mode = self.modes.get(plan.layout, "fully_shard")
+        return PreparedSimpleFsdp(data_parallel(model, mesh, mode=mode, mp_policy=policy), plan, mesh.size())
+
+    def version(self) -> str:
+        """Name torchtitan's release."""
+        return f"torchtitan {version('torchtitan')}"
