@@ -60,12 +60,15 @@ class WatchedWork(dist.Work):
 
     def get_future(self) -> Any:
         if self._valuer is not None:
-            return late_future(self, self._valuer(self._inner))
+            future = late_future(self, self._valuer(self._inner))
+            if self._is_over:  # its taker has waited, and need not wait again
+                future.come()
+            return future
         self._begin(is_over=None)
-        future = self._inner.get_future()
-        if future.done():
+        own = self._inner.get_future()
+        if own.done():
             self._end()
-        return future
+        return own
 
     def synchronize(self) -> None:
         self._begin(is_over=False)
