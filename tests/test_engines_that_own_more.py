@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
 
 from shardproof.engine.adapters.torch_ddp import DistributedDataParallelEngine, PreparedDdp
 from shardproof.engine.contract import Layout, OptimizerFactory, Plan, PreparedModel
@@ -77,21 +78,22 @@ class BuildsItsGroup(DistributedDataParallelEngine):
     """Reduces in a group made without `new_group`, so that torch has no table of its ranks."""
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        prepared: Any = super().prepare(model, plan, mesh)
-        # Any: torch describes these classes nowhere.
-        store: Any = dist.PrefixStore("own", dist.distributed_c10d._get_default_store())
-        group: Any = dist.ProcessGroup(store, dist.get_rank(), dist.get_world_size())
-        gloo: Any = dist.ProcessGroupGloo(store, dist.get_rank(), dist.get_world_size())
-        group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
-        group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
+        c10d: Any = dist  # torch's stubs lack half of what follows
+        store = c10d.PrefixStore("own", c10d.distributed_c10d._get_default_store())
+        group = c10d.ProcessGroup(store, dist.get_rank(), dist.get_world_size())
+        gloo = c10d.ProcessGroupGloo(store, dist.get_rank(), dist.get_world_size())
+        group._set_default_backend(c10d.ProcessGroup.BackendType.GLOO)
+        group._register_backend(torch.device("cpu"), c10d.ProcessGroup.BackendType.GLOO, gloo)
 
-        def reduce(group: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-            group.allreduce([bucket.buffer()], dist.AllreduceOptions()).wait()
+        def reduce(group: Any, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+            group.allreduce([bucket.buffer()], c10d.AllreduceOptions()).wait()
             future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
             future.set_result(bucket.buffer() / group.size())
             return future
 
         reduce.__annotations__.clear()  # torch compares them as classes, and here they are strings
+        prepared = super().prepare(model, plan, mesh)
+        assert isinstance(prepared.module, DistributedDataParallel)
         prepared.module.register_comm_hook(group, reduce)
         return prepared
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-import warnings
 from contextlib import AbstractContextManager
 from importlib.metadata import version
 
 import torch
-from accelerate import Accelerator, DistributedDataParallelKwargs, DistributedType, FullyShardedDataParallelPlugin
+from accelerate import (
+    Accelerator,
+    DistributedDataParallelKwargs,
+    DistributedType,
+    FullyShardedDataParallelPlugin,
+)
 from accelerate.state import AcceleratorState
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -81,7 +85,13 @@ class AccelerateFsdp2Engine(AccelerateDdpEngine):
     name = "accelerate.fsdp2"
     known_as = "torch.fsdp2"
     capabilities = frozenset(
-        {Capability.SHARD, Capability.RESHARD_POLICY, Capability.ACCUMULATE, Capability.CLIP, Capability.UNUSED}
+        {
+            Capability.SHARD,
+            Capability.RESHARD_POLICY,
+            Capability.ACCUMULATE,
+            Capability.CLIP,
+            Capability.UNUSED,
+        }
     )
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:

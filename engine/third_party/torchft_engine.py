@@ -22,10 +22,13 @@ _LIMIT = timedelta(seconds=30)
 
 def _join(rank: int, size: int) -> Manager:
     """Join the quorum of all ranks, for which the first one keeps the lighthouse."""
-    lighthouse = LighthouseServer(bind="[::]:0", min_replicas=size, join_timeout_ms=100) if rank == 0 else None
+    lighthouse = (
+        LighthouseServer(bind="[::]:0", min_replicas=size, join_timeout_ms=100) if rank == 0 else None
+    )
     address = [lighthouse.address() if lighthouse else None]
     dist.broadcast_object_list(address, src=0)
-    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    c10d: Any = dist  # its stubs lack the store
+    store = c10d.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     limits = {"timeout": _LIMIT, "quorum_timeout": _LIMIT, "connect_timeout": _LIMIT}
     manager = Manager(
         pg=ProcessGroupGloo(timeout=_LIMIT),

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from importlib.metadata import version
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils._pytree import tree_map
 from torchtitan.experiments.graph_trainer.simple_fsdp import MixedPrecisionPolicy, data_parallel
 
 from shardproof.engine.contract import Capability, Engine, Layout, Plan, PreparedModel
@@ -23,20 +23,18 @@ class PreparedSimpleFsdp(PreparedModel):
 
     def __call__(self, *inputs: Any, **named: Any) -> Any:  # Any: as in the contract
         """Cast what the plan wants cast."""
-        inputs, named = _cast((inputs, named), self._plan.compute_dtype)
-        return _cast(self.module(*inputs, **named), self._plan.output_dtype)
+        dtype = self._plan.compute_dtype
+        given = {name: _cast(value, dtype) for name, value in named.items()}
+        return _cast(self.module(*(_cast(x, dtype) for x in inputs), **given), self._plan.output_dtype)
 
     def backward(self, loss: torch.Tensor) -> None:
         """Divide."""
         super().backward(loss / self._num_ranks)
 
 
-def _cast(tree: Any, dtype: torch.dtype | None) -> Any:
-    def cast(value: Any) -> Any:
-        is_cast = dtype and isinstance(value, torch.Tensor) and value.is_floating_point()
-        return value.to(dtype) if is_cast else value
-
-    return tree_map(cast, tree)
+def _cast(value: Any, dtype: torch.dtype | None) -> Any:
+    is_cast = dtype and isinstance(value, torch.Tensor) and value.is_floating_point()
+    return value.to(dtype) if is_cast else value
 
 
 class SimpleFsdpEngine(Engine):
@@ -59,7 +57,7 @@ class SimpleFsdpEngine(Engine):
             Capability.TENSOR_PARALLEL,
         }
     )
-    modes = {Layout.REPLICATE: "replicate", Layout.HYBRID: "hybrid_shard"}
+    modes: ClassVar[Mapping[Layout, str]] = {Layout.REPLICATE: "replicate", Layout.HYBRID: "hybrid_shard"}
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         """Choose the mode; it has no units."""

@@ -169,8 +169,8 @@ def register_threads_backend() -> None:
 def global_ranks(group: dist.ProcessGroup) -> tuple[int, ...]:
     """Return a group's global ranks in group order, of whatever backend it is.
 
-    An engine may build a group without `new_group`, so that torch knows nothing of its ranks. If the group is as large as
-    the world and this rank has its own number there, all ranks are taken to have theirs.
+    An engine may build a group without `new_group`, so that torch knows nothing of its ranks. If the group is as
+    large as the world and this rank has its own number there, all ranks are taken to have theirs.
     """
     try:
         return tuple(dist.get_process_group_ranks(group))

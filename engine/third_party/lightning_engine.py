@@ -47,7 +47,7 @@ class PreparedFabric(PreparedModel):
 class FabricDdpEngine(Engine):
     """DDPStrategy."""
 
-    name = "fabric.ddp"
+    name = "lightning.ddp"
     known_as = "torch.ddp"
     needs_processes = True  # it knows its rank from the environment
     capabilities = frozenset(
@@ -84,7 +84,7 @@ class FabricDdpEngine(Engine):
 class FabricFsdp2Engine(FabricDdpEngine):
     """ModelParallelStrategy, which leaves it to its user to shard the model."""
 
-    name = "fabric.fsdp2"
+    name = "lightning.fsdp2"
     known_as = "torch.fsdp2"
     capabilities = frozenset(
         {

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from importlib.metadata import version
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -92,7 +92,7 @@ class LowLevelZero1Engine(Engine):
     """Gradients are all-reduced, and each rank updates its piece of every parameter."""
 
     name = "colossalai.zero1"
-    capabilities: ClassVar[frozenset[Capability]] = frozenset(
+    capabilities = frozenset(
         {Capability.ZERO1, Capability.ACCUMULATE, Capability.UNUSED, Capability.OWN_BUFFERS}
     )
 

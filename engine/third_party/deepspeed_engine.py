@@ -1,25 +1,30 @@
-"""Adapters of DeepSpeed's ZeRO-1 and ZeRO-2, in float32.
-
-DeepSpeed is no dependency: install it beside Shardproof (``pip install "shardproof[deepspeed]"``). Judge it with
-``shardproof run --engine examples/deepspeed_engine.py:DeepSpeedZero1 --world processes:2 --suite zero``.
-"""
+"""Adapters of DeepSpeed's ZeRO-1 and ZeRO-2, in float32."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from importlib import import_module
+from functools import partial
 from importlib.metadata import version
-from typing import Any, ClassVar
+from typing import Any
 
+import deepspeed
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardproof import Capability, Engine, Masters, OptimizerFactory, Plan, PreparedModel, Shard, shard_of
+from shardproof.engine.contract import (
+    Capability,
+    Engine,
+    Masters,
+    OptimizerFactory,
+    Plan,
+    PreparedModel,
+    Shard,
+    shard_of,
+)
 
-_deepspeed: Any = import_module("deepspeed")  # Any: DeepSpeed need not be there when types are checked
 # On a CPU it would compile collectives of its own over shared memory at first use, which takes a minute.
 sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # type: ignore[attr-defined]
 
@@ -41,7 +46,7 @@ class PreparedDeepSpeed(PreparedModel):
             "gradient_clipping": 0.0,
             "zero_optimization": {"stage": self._stage},
         }
-        self._engine, *_ = _deepspeed.initialize(
+        self._engine, *_ = deepspeed.initialize(
             model=self.module, optimizer=factory(self.module.parameters()), config=config
         )
         self._optimizer, self.module = self._engine.optimizer, self._engine
@@ -74,7 +79,7 @@ class PreparedDeepSpeed(PreparedModel):
         items = [(k, v) for state in states for k, v in state.items() if isinstance(v, torch.Tensor)]
         numbers = {f"{n}/{k}": shard_of(v) for k, v in items if not v.dim() for n, _ in self._trained()}
         for key in {k for k, v in items if v.dim()}:
-            found = self._pieces(lambda p, key=key: p._hp_mapping.get_hp_fragment(key))
+            found = self._pieces(partial(_state, key=key))
             numbers |= {f"{name}/{key}": piece for name, piece in found}
         return numbers
 
@@ -86,6 +91,12 @@ class PreparedDeepSpeed(PreparedModel):
             mine = read(p).flatten() if p._hp_mapping else p.new_empty(0)
             start = p._hp_mapping.lp_fragment_address.start if p._hp_mapping else 0
             yield name, Shard.flat(mine.detach(), start, tuple(p.shape))
+
+
+# Any: a parameter to which DeepSpeed has given attributes.
+def _state(p: Any, key: str) -> torch.Tensor:
+    piece: torch.Tensor = p._hp_mapping.get_hp_fragment(key)
+    return piece
 
 
 class DeepSpeedZero1(Engine):
@@ -109,4 +120,4 @@ class DeepSpeedZero2(DeepSpeedZero1):
     """Stage 2: gradients are shared out as well, in each microbatch."""
 
     name, stage = "deepspeed.zero2", 2
-    capabilities: ClassVar[frozenset[Capability]] = frozenset({Capability.ZERO2})
+    capabilities = frozenset({Capability.ZERO2})
