@@ -66,7 +66,10 @@ def what_is_missing(name: str) -> str:
     """Return what has to be installed before a known engine can be imported; empty if nothing is missing."""
     family = name.partition(".")[0]
     package = _PACKAGES.get(family, family)
-    if name not in THIRD_PARTY or importlib.util.find_spec(package) is not None:
+    spec = importlib.util.find_spec(package) if name in THIRD_PARTY else None
+    if name not in THIRD_PARTY or (
+        spec is not None and spec.origin is not None
+    ):  # a folder of that name has none
         return ""
     how = _WITHOUT_EXTRA.get(family, f"'shardproof[{family}]'")
     return f"needs {package}, which is not installed; try pip install {how}"
