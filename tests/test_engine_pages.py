@@ -31,10 +31,8 @@ def test_a_row_counts_each_verdict() -> None:
         *map(_record, (Verdict.PASSED, Verdict.KNOWN_FAILURE, Verdict.UNSUPPORTED, Verdict.UNSUPPORTED))
     )
     text = summary([judged])
-    assert (
-        "| [torch.ddp](engines/torch.ddp.md) | torch 2.13.0 | 2030-01-01 | threads:4 processes:2 | 1 | 1 | 2 | 0 |"
-        in text
-    )
+    assert "| [torch.ddp](engines/torch.ddp.md) | torch 2.13.0+cpu | 2030-01-01 | " in text
+    assert " threads:4 processes:2 | 1 | 1 | 2 | 0 |" in text
     assert "| parity | 1 of 2 (1 known) |" in text
 
 

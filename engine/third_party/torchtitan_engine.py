@@ -23,9 +23,8 @@ class PreparedSimpleFsdp(PreparedModel):
 
     def __call__(self, *inputs: Any, **named: Any) -> Any:  # Any: as in the contract
         """Cast what the plan wants cast."""
-        dtype = self._plan.compute_dtype
-        given = {name: _cast(value, dtype) for name, value in named.items()}
-        return _cast(self.module(*(_cast(x, dtype) for x in inputs), **given), self._plan.output_dtype)
+        inputs, named = _cast((inputs, named), self._plan.compute_dtype)
+        return _cast(self.module(*inputs, **named), self._plan.output_dtype)
 
     def backward(self, loss: torch.Tensor) -> None:
         """Divide."""
@@ -33,8 +32,11 @@ class PreparedSimpleFsdp(PreparedModel):
 
 
 def _cast(value: Any, dtype: torch.dtype | None) -> Any:
-    is_cast = dtype and isinstance(value, torch.Tensor) and value.is_floating_point()
-    return value.to(dtype) if is_cast else value
+    if dtype and isinstance(value, torch.Tensor) and value.is_floating_point():
+        return value.to(dtype)
+    if isinstance(value, dict):
+        return {key: _cast(inner, dtype) for key, inner in value.items()}
+    return type(value)(_cast(inner, dtype) for inner in value) if isinstance(value, tuple | list) else value
 
 
 class SimpleFsdpEngine(Engine):
