@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import fields, is_dataclass, replace
 from importlib.metadata import version
 from typing import Any, ClassVar
 
@@ -36,7 +37,12 @@ def _cast(value: Any, dtype: torch.dtype | None) -> Any:
         return value.to(dtype)
     if isinstance(value, dict):
         return {key: _cast(inner, dtype) for key, inner in value.items()}
-    return type(value)(_cast(inner, dtype) for inner in value) if isinstance(value, tuple | list) else value
+    if isinstance(value, tuple | list):
+        cast = [_cast(inner, dtype) for inner in value]
+        return type(value)(*cast) if hasattr(value, "_fields") else type(value)(cast)
+    if is_dataclass(value) and not isinstance(value, type):
+        return replace(value, **{f.name: _cast(getattr(value, f.name), dtype) for f in fields(value)})
+    return value
 
 
 class SimpleFsdpEngine(Engine):
