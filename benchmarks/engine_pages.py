@@ -19,8 +19,9 @@ _SUMMARY = f"""# Engines
 
 {_WRITTEN}
 
-Each row is one engine that Shardproof judged by the whole catalogue, in the world that it can live in. `make engines`
-makes an environment for each family, runs it, and writes this page and one page for each engine from the records.
+Each row is one engine that Shardproof judged, in a world that it can live in. `make engines` makes an environment for
+each family, runs it, and writes this page and one page for each engine from the records. The page of an
+engine says which suites it was asked.
 *Passed*: every law held. *Known*: a divergence, decided and named on the engine's page. *Not declared*: the adapter
 does not promise it, and refuses. *Not conforming*: everything else.
 
@@ -37,7 +38,7 @@ _PAGE = f"""# {{engine}}
 
 {_WRITTEN}
 
-{{release}}, judged on {{date}} with Shardproof at `{{commit}}`, torch {{torch}}, {{worlds}}.
+{{release}}, judged on {{date}} with Shardproof at `{{commit}}`, torch {{torch}}, {{worlds}}, by {{selection}}.
 The adapter is [`{{adapter}}`](../../{{adapter}}), {{lines}} lines.
 
 ```sh
@@ -79,6 +80,13 @@ class Judged:
         return tuple(r for r in self.run.records if r.engine == self.engine)
 
     @property
+    def selection(self) -> str:
+        """What was asked of it."""
+        is_whole = self.run.footer is not None and self.run.footer.is_whole
+        asked = self.run.header.options.get("cases", "")
+        return "the whole catalogue" if is_whole else f"the suites {asked}"
+
+    @property
     def release(self) -> str:
         """The engine's release, as its records name it."""
         return next((r.engine_version for r in self.records), "no record")
@@ -102,6 +110,7 @@ def page(judged: Judged, root: Path) -> str:
         commit=f"{header.git_head[:10]}{' with changes' if header.git_dirty else ''}",
         torch=header.versions.get("torch", "unknown"),
         worlds=" and ".join(header.worlds),
+        selection=judged.selection,
         world=" --world ".join(header.worlds),
         adapter=adapter,
         lines=len((root / adapter).read_text(encoding="utf-8").splitlines()),

@@ -66,12 +66,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--environments", type=Path, default=ENVIRONMENTS / "engines", help="default: %(default)s"
     )
+    parser.add_argument("--suite", action="append", help="default: the whole catalogue")
     parser.add_argument("--pages-only", action="store_true", help="run nothing")
     asked = parser.parse_args(argv)
     for engine in () if asked.pages_only else sorted({*BUILT_IN, *THIRD_PARTY}):
         family = engine.partition(".")[0]
         if not asked.engines or {engine, family} & set(asked.engines):
-            _run(engine, environment(asked.environments / family, *FAMILIES[family].packages))
+            python = environment(asked.environments / family, *FAMILIES[family].packages)
+            _run(engine, python, asked.suite or [])
     judged = [_read(folder) for folder in sorted(RUNS.iterdir()) if (folder / "capabilities.json").exists()]
     (DOCS / "engines").mkdir(exist_ok=True)
     for one in judged:
@@ -87,7 +89,7 @@ print(json.dumps(sorted(capability.name for capability in resolve(sys.argv[1]).c
 """
 
 
-def _run(engine: str, python: Path) -> None:
+def _run(engine: str, python: Path, suites: Sequence[str]) -> None:
     folder = RUNS / engine
     if (folder / "run").exists() and not read_run(folder / "run").is_interrupted:
         return
@@ -95,6 +97,7 @@ def _run(engine: str, python: Path) -> None:
     folder.mkdir(parents=True)
     print(engine, flush=True)
     options = ["--engine", engine, "--world", FAMILIES[engine.partition(".")[0]].world]
+    options += [word for suite in suites for word in ("--suite", suite)]
     command = [str(python), "-m", "shardproof", "run", *options, "-n", "1", "--out", str(folder / "run")]
     quiet = {**os.environ, "RUST_LOG": "error"}  # torchft's servers report every request
     with (folder / "log").open("w", encoding="utf-8") as log:
