@@ -57,9 +57,10 @@ def test_a_divergence_has_its_reason_and_link() -> None:
 
 def test_the_engine_is_shown_as_it_was_judged() -> None:
     judged = _judged(_record(Verdict.PASSED))
-    judged = replace(
-        judged, run=replace(judged.run, header=replace(HEADER, git_head="a" * 40, git_dirty=True))
-    )
-    text = page(judged, ROOT)
+    header = replace(HEADER, git_head="a" * 40, git_dirty=True, options={"cases": "smoke"})
+    text = page(replace(judged, run=replace(judged.run, header=header)), ROOT)
+    assert "by the suites smoke." in text
+    whole = replace(judged.run, footer=replace(FOOTER, is_whole=True))
+    assert "by the whole catalogue." in page(replace(judged, run=whole), ROOT)
     assert "judged on 2030-01-01 with Shardproof at `aaaaaaaaaa with changes`, torch 2.13.0" in text
     assert "[`engine/adapters/torch_ddp.py`](../../engine/adapters/torch_ddp.py)" in text
