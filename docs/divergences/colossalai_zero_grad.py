@@ -1,6 +1,6 @@
 """ColossalAI's LowLevelZeroOptimizer stops parameters that coast on momentum. Needs torch and colossalai.
 
-colossalai/zero/low_level/low_level_optim.py, zero_grad and step: gradients of zeros are left out as if there were none
+colossalai/zero/low_level/low_level_optim.py, zero_grad: zero_grad_stores() drops gradients whatever set_to_none says
 """
 
 import tempfile
