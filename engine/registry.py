@@ -39,6 +39,7 @@ THIRD_PARTY = {
     "colossalai.zero2": f"{_OUTSIDE}.colossalai_engine:LowLevelZero2Engine",
     "deepspeed.zero1": f"{_OUTSIDE}.deepspeed_engine:DeepSpeedZero1",
     "deepspeed.zero2": f"{_OUTSIDE}.deepspeed_engine:DeepSpeedZero2",
+    "deepspeed.zero3": f"{_OUTSIDE}.deepspeed_engine:DeepSpeedZero3",
     "fairscale.fsdp": f"{_OUTSIDE}.fairscale_engine:FairscaleEngine",
     "lightning.ddp": f"{_OUTSIDE}.lightning_engine:FabricDdpEngine",
     "lightning.fsdp2": f"{_OUTSIDE}.lightning_engine:FabricFsdp2Engine",
