@@ -105,7 +105,10 @@ class PreparedDeepSpeed(PreparedModel):
         return Shard.flat(mine.detach().flatten(), start, tuple(p.shape))
 
     def _trained(self) -> Iterator[tuple[str, Any]]:
-        return ((name, p) for name, p in self.named.named_parameters() if p.requires_grad)
+        parameters: Iterable[tuple[str, Any]] = self.named.named_parameters()
+        # What the optimizer was not given has no place in the flat buffers.
+        is_placed = ("_hp_mapping", "ds_id")
+        return ((n, p) for n, p in parameters if p.requires_grad and any(hasattr(p, a) for a in is_placed))
 
 
 class PreparedDeepSpeedZero3(PreparedDeepSpeed):
