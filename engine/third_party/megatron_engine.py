@@ -21,6 +21,7 @@ from shardproof.engine.contract import (
     Capability,
     Cut,
     Engine,
+    Masters,
     OptimizerFactory,
     Plan,
     PreparedModel,
@@ -90,6 +91,8 @@ class _PreparedBuffers(PreparedModel, ABC):
 
 class PreparedMegatron(_PreparedBuffers):
     """Sums gradients: the mean that it can take needs a reduction that backends of a CPU do not have."""
+
+    masters = Masters.SHARE
 
     def __init__(self, module: Any, model: nn.Module, num_ranks: int) -> None:
         super().__init__(module, named=model)
