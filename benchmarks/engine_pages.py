@@ -119,7 +119,7 @@ def page(judged: Judged, root: Path) -> str:
         counts=table(
             ["verdict", "cases"], ([code(v), str(n)] for v, n in tally(judged.records).counts.items())
         ),
-        divergences="\n".join(_divergences(judged.run)) or "None.",
+        divergences="\n".join([*_divergences(judged.run), *_scripts(judged.engine, root)]) or "None.",
         undecided="\n".join(map(_undecided, causes(judged.records))) or "Nothing.",
         promises=_promises([judged]),
     )
@@ -171,6 +171,13 @@ def _divergences(run: Run) -> Iterator[str]:
         link = address(found.expectation.link)
         where = f" ([where]({link}))" if link else ""
         yield f"- {escape(found.expectation.reason)}{where} {found.count} of the cases show it."
+
+
+def _scripts(engine: str, root: Path) -> Iterator[str]:
+    """Link the scripts that show a divergence without Shardproof, which are named for the family, or torch's engine."""
+    family = engine.removeprefix("torch.").partition(".")[0]
+    for script in sorted((root / "docs" / "divergences").glob(f"{family}_*.py")):
+        yield f"- [`{script.name}`](../divergences/{script.name}) shows one without Shardproof."
 
 
 def _undecided(cause: Cause) -> str:

@@ -53,6 +53,7 @@ def test_a_divergence_has_its_reason_and_link() -> None:
     assert f"{ENTRY.reason}" in text.replace("\\", "")
     assert f"([where]({ENTRY.link})) 2 of the cases show it." in text
     assert "## Not decided\n\nNothing.\n" in text
+    assert "](../divergences/ddp_reentrant_checkpoint.py)" in text
 
 
 def test_the_engine_is_shown_as_it_was_judged() -> None:
