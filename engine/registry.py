@@ -52,7 +52,7 @@ THIRD_PARTY = {
 # The package to import, where it is not the first part of an engine's name.
 _PACKAGES = {"lightning": "lightning_fabric", "megatron": "megatron_fsdp"}
 # How to install it, where an extra of ours cannot: it asks for an older torch.
-_WITHOUT_EXTRA = {"colossalai": "--no-deps colossalai, and what docs/engines/colossalai.md lists"}
+_WITHOUT_EXTRA = {"colossalai": "--no-deps colossalai, and what docs/engines/colossalai.zero1.md lists"}
 
 ENTRY_POINTS = "shardproof.engines"
 
