@@ -185,16 +185,15 @@ class PreparedModel:
         return self.module(*inputs, **named)
 
     def materialize(self, device: torch.device, state: Mapping[str, torch.Tensor]) -> None:
-        """Give a model without memory some, and the state that the first rank has; other ranks are given none."""
+        """Allocate the memory of a model without any, and load the first rank's state; other ranks get none."""
         self.module.to_empty(device=device)
         options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
         set_model_state_dict(self.module, dict(state), options=options)
 
     def optimizer(self, factory: OptimizerFactory) -> None:
         """Build the optimizer over the parameters that this rank owns; what cannot be honoured may be refused here."""
-        self._given = dict(
-            self.named.named_parameters()
-        )  # afterwards modules may show others, as while gathered
+        # Afterwards modules may show others, as while gathered.
+        self._given = dict(self.named.named_parameters())
         self._optimizer = factory(self._given.values())
 
     def optimizer_in_backward(self, factory: OptimizerFactory) -> None:

@@ -169,9 +169,8 @@ class Watch:
             # Hooks of a node run after those of its tensors, and so after the engine has gathered.
             _node(output).register_prehook(starts)
             if inputs[0].grad_fn is not None and unit != ROOT:
-                inputs[0].grad_fn.register_prehook(
-                    ends
-                )  # the engine's own node, which ends the unit's backward
+                # The engine's own node, which ends the unit's backward.
+                inputs[0].grad_fn.register_prehook(ends)
             else:
                 _node(output).register_hook(ends)  # the root's layers are one node each
 

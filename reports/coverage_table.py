@@ -108,12 +108,8 @@ def _notes(covered: Coverage) -> list[str]:
         if rows:
             parts.append("\n".join([title, "", *(f"- {row.id}: {row.missing or row.why}" for row in rows)]))
     if covered.missing:
-        parts.append("No case stands for: " + _listed([row.id for row in covered.missing]))
+        parts.append("No case stands for: " + ", ".join(row.id for row in covered.missing))
     return parts
-
-
-def _listed(ids: Sequence[str]) -> str:
-    return ", ".join(ids)
 
 
 def _summary(covered: Coverage) -> str:

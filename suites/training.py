@@ -63,8 +63,7 @@ def train(
     )
 
 
-def train_sharded(
-    problem: Problem, *optimizer: NamedOptimizer, **asked: Any
-) -> Training:  # Any: as for `train`
+# Any: as for `train`.
+def train_sharded(problem: Problem, *optimizer: NamedOptimizer, **asked: Any) -> Training:
     """Make a training whose parameters are sharded, each of its units gathered by itself."""
     return train(problem, *optimizer, layout=Layout.SHARD, grouping=Grouping.REQUIRED, **asked)

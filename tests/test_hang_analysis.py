@@ -252,6 +252,14 @@ def test_every_end_is_told() -> None:
     assert found.ranks[3].frames[0] == "f.py:7 in inner"
 
 
+def test_calls_of_a_rank_that_was_lost_with_its_journal_are_not_missed() -> None:
+    lost = Died(rank=1, exit_code=None, is_attributed=True, text="its machine cannot be reached")
+    found = analysed(numbered([blocked(entry(world_size=2))]), (), outcomes=(late(0), lost))
+    assert found.ranks[1].ended == "was lost"
+    assert found.suspects == (1,)
+    assert found.difference is None
+
+
 @settings(max_examples=60, deadline=None)  # deadline: the machine is shared, and time is not the property
 @given(data=st.data())
 def test_any_single_omission_is_laid_to_the_rank_that_made_it(data: st.DataObject) -> None:

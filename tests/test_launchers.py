@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -18,6 +20,7 @@ from shardproof.harness.records.record import Record, Verdict
 from shardproof.harness.records.run import read_run
 from shardproof.harness.runner.launchers import refuse_launcher
 from shardproof.harness.worlds.launched.agent_link import AgentLink
+from shardproof.harness.worlds.launched.cluster import connect
 from shardproof.harness.worlds.launched.launcher import find_launched_process
 from shardproof.harness.worlds.messages import FilePiece, Hello, HostState, Inbox, send
 from shardproof.harness.worlds.spec import WorldSpec
@@ -120,6 +123,28 @@ def test_an_agent_that_has_ended_is_lost() -> None:
     assert "is closed" in link.why_lost or "has ended" in link.why_lost
 
 
+def test_a_machine_that_is_lost_is_noticed_by_its_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    link, theirs = _link()
+    theirs.send("")
+
+    def read(inbox: Inbox) -> list[object]:
+        raise TimeoutError(errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT))
+
+    monkeypatch.setattr(Inbox, "read", read)
+    link.listen()
+
+    assert link.why_lost == "its machine cannot be reached: Connection timed out"
+
+
+def test_the_kernel_asks_for_signs_of_life() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        connection = connect(socket.create_connection(server.getsockname()))
+        with connection, socket.socket(fileno=os.dup(connection.fileno())) as ours:
+            assert ours.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+            assert ours.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) < 60
+            assert 0 < ours.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) <= 60_000
+
+
 def _link() -> tuple[AgentLink, Connection]:
     ours, theirs = Pipe()
     hello = Hello(token="", rank=1, host="b", local_rank=0, node="", releases="", folder="/tmp", clock_s=0.0)
@@ -159,7 +184,7 @@ def test_two_nodes_judge_as_one_machine_does(tmp_path: Path) -> None:
     nodes = [
         _torchrun(
             tmp_path,
-            *(*judge, "--world", "launched", "--out", str(tmp_path / "launched")),
+            *(*judge, "--out", str(tmp_path / "launched")),
             launcher=("--nnodes=2", f"--node-rank={n}", "--master-addr=127.0.0.1", f"--master-port={port}"),
         )
         for n in (0, 1)
@@ -209,19 +234,21 @@ def test_a_restart_of_the_launcher_resumes(tmp_path: Path) -> None:
 
     assert first["torch.replicate"].verdict is Verdict.NOT_RUN, printed
     assert f"rank 1 on {socket.gethostname()} is lost: " in first["torch.replicate"].headline
+    # It is either noticed in the case, or first at the start of the next attempt at its world.
+    assert re.match(rf"rank 1 on {socket.gethostname()} (was|is) lost", first["LosesItsMachine"].headline)
     assert not first["LosesItsMachine"].verdict.is_conforming
     assert second["torch.ddp"].duration_s == first["torch.ddp"].duration_s, "it was not run again"
     assert second["torch.replicate"].verdict is Verdict.PASSED
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("called", ["shardproof", "pytest", "own_suite"])
+@pytest.mark.parametrize("called", ["another_world", "pytest", "own_suite"])
 def test_torchrun_ends_with_a_sentence(tmp_path: Path, called: str) -> None:
     out = tmp_path / "run"
     own = tmp_path / "test_own.py"
     own.write_text("def test_it(trial):\n    raise AssertionError\n")
     commands = {
-        "shardproof": ("shardproof", "run", "--suite", "smoke"),
+        "another_world": ("shardproof", "run", "--suite", "smoke", "--world", "threads:2"),
         "pytest": ("pytest", "suites/smoke"),
         "own_suite": ("pytest", "-p", "shardproof.harness.runner.plugin", str(own)),
     }

@@ -91,9 +91,8 @@ class Layer:
 
     package: str
     allowed: tuple[str, ...]
-    entries: Mapping[str, tuple[str, ...]] = field(
-        default_factory=dict
-    )  # what files below a path may besides
+    # What files below a path may besides.
+    entries: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     def offences(self, root: Path) -> list[str]:
         """List the imports that this layer does not allow."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -102,6 +103,16 @@ def test_a_failure_in_one_run_fails_the_merged_one(farm: Farm) -> None:
     one, two = farm.run("one", a_record("smoke/a")), farm.run("two", a_record("smoke/b", Verdict.FAILED))
     assert farm.merge(one, two) == 1
     assert farm.merge(one, str(farm.root / "nothing")) == 2
+
+
+@pytest.mark.parametrize("command", ["report", "merge"])
+def test_commands_that_read_runs_print_a_document(
+    farm: Farm, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    run = farm.run("one", a_record("smoke/a"))
+    out = ["--out", str(farm.root / "merged")] if command == "merge" else []
+    main([command, run, "--json", *out])
+    assert json.loads(capsys.readouterr().out)["counts"] == {"PASSED": 1}
 
 
 @pytest.mark.parametrize(

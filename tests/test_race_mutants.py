@@ -34,9 +34,8 @@ BFLOAT16 = replace(HYBRID, reduce_dtype=torch.bfloat16)
 PAIRS = replace(SHARDED, reshard=Reshard.TO_PAIRS)
 BY_HAND = UnshardByHand(units=CHAIN.units, gather=Gather.UNAWAITED)
 ASKED_AHEAD = replace(SHARDED, demands=BY_HAND.demands | {Capability.ASYNC_GATHER})
-Found = tuple[
-    RaceKind, str, str, str | None
-]  # kind, the two operators, and the unit whose turn the second was
+# Kind, the two operators, and the unit whose turn the second was.
+Found = tuple[RaceKind, str, str, str | None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

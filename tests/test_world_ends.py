@@ -180,9 +180,8 @@ def test_a_large_result_arrives(tmp_path: Path) -> None:
 
 
 def test_the_deadline_covers_the_start_of_a_host(tmp_path: Path) -> None:
-    os.mkfifo(
-        tmp_path / "host0.stacks"
-    )  # the host opens it first, and waits for ever that something reads it
+    # The host opens it first, and waits for ever that something reads it.
+    os.mkfifo(tmp_path / "host0.stacks")
     started = time.monotonic()
     with pytest.raises(HarnessBug, match="nothing within the deadline of 1 s"):
         World(WorldSpec(kind=THREADS, size=1, deadline_s=1.0), tmp_path)

@@ -64,9 +64,8 @@ def _open_files() -> int:
 def test_is_red_with_the_true_cause(animal: str, kind: WorldKind, tmp_path: Path) -> None:
     expected_outcome, expected_verdict, headline = EXPECTED[animal]
     timeout_s = 1.0 if animal == "raises_late_while_others_time_out" else None
-    launch(
-        _spec(kind), _all_reduce, folder=tmp_path / "before"
-    )  # the fork server's own files are open by now
+    # The fork server's own files are open by now.
+    launch(_spec(kind), _all_reduce, folder=tmp_path / "before")
     open_before = _open_files()
     started = time.monotonic()
 

@@ -48,9 +48,8 @@ class FrontDoor:
     register_forward_method: Callable[..., None]
     share_comm_ctx: Callable[..., None]
     set_divide_factor: Callable[[Any, float, int], None]
-    placed_on: Callable[
-        [DeviceMesh], Any
-    ]  # what shard_placement_fn returns for a parameter with a mesh of its own
+    # What shard_placement_fn returns for a parameter with a mesh of its own.
+    placed_on: Callable[[DeviceMesh], Any]
 
 
 class ComposableUnit(UnitHandle):
@@ -184,11 +183,11 @@ def open_door(door: FrontDoor, model: nn.Module, plan: Plan, mesh: DeviceMesh, s
     if experts:
         apart = door.placed_on(mesh["data"])
         of_shards["shard_placement_fn"] = lambda parameter: apart if parameter in experts else None
-    replicates = {unit: shape is Layout.REPLICATE or unit in plan.replicated for unit in (*plan.units, "")}
     for unit in (*plan.units, *([""] if plan.roots is Roots.MODEL else [])):
         modules = members(model, unit)
         policy = _precision(door, plan, unit)
-        apply, own = (door.replicate, {}) if replicates[unit] else (door.fully_shard, of_shards)
+        is_replicated = shape is Layout.REPLICATE or unit in plan.replicated
+        apply, own = (door.replicate, {}) if is_replicated else (door.fully_shard, of_shards)
         apply(modules[0] if len(modules) == 1 else list(modules), mp_policy=policy, **options, **own)
     if plan.roots is Roots.EACH_UNIT:
         door.share_comm_ctx([_first(model, unit) for unit in plan.units])

@@ -45,7 +45,7 @@ def _set_divide_factor(module: FSDPModule, factor: float, num_shards: int) -> No
     """Ask one unit to divide by ``factor``.
 
     For a factor other than the number of shards FSDP2 would reduce-scatter with PREMUL_SUM, which NCCL alone
-    knows: on a CPU only plain sums, divided afterwards, do. With one shard nothing is scattered, nobody would
+    knows: on a CPU only plain sums, divided afterwards, do. With one shard nothing is scattered, no rank would
     be sent that op, and to ask for plain sums would bring on the double division that torch 2.13 makes there.
     """
     assert isinstance(module, nn.Module)

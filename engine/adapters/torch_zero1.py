@@ -41,9 +41,8 @@ class PreparedZero1(PreparedDdp):
             return built
 
         process_group: Any = self.module.process_group
-        maker: Any = (
-            make  # annotated as a class; it is called with groups and with defaults, of which there are none
-        )
+        # Annotated as a class; it is called with groups and with defaults, of which there are none.
+        maker: Any = make
         self._optimizer = ZeroRedundancyOptimizer(groups, optimizer_class=maker, process_group=process_group)
 
     def step(self) -> None:

@@ -156,9 +156,8 @@ class MutationPlugin:
         try:
             kills = kills_of(marks, where=definition.nodeid)
         except UsageError:
-            kills = (
-                frozenset()
-            )  # reported later from the items, where it ends the session and not this file alone
+            # Reported later from the items, where it ends the session and not this file alone.
+            kills = frozenset()
         names = (
             {p.mutant for p in kills}
             if self._grounds.breadth is not Breadth.ALL

@@ -39,7 +39,7 @@ _WORST_FIRST = (
 
 
 class Kind(Enum):
-    """Who can show what a row promises; the value is the word before the colon in a table."""
+    """The parts that can show what a row promises; the value is the word before the colon in a table."""
 
     OBSERVABLE = ""  # any engine, on any machine
     INTERNAL = "internal"  # no other engine: it is about names, private objects or kernels

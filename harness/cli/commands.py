@@ -29,9 +29,8 @@ from shardproof.harness.worlds.launched.launcher import launched_process
 if TYPE_CHECKING:
     from shardproof.harness.records.run import Run
 
-    _Printer = Callable[
-        [Run, Path, Sequence[Path]], None
-    ]  # of a run, its folder and the reports written there
+    # Takes a run, its folder and the reports written there.
+    _Printer = Callable[[Run, Path, Sequence[Path]], None]
 
 _LEAST_S = 60.0  # that a world, or an oracle, may take
 _READING_S = 300.0  # that reading a model may take: nothing is known of it yet
@@ -336,9 +335,9 @@ def _printer(arguments: argparse.Namespace, render: Callable[[Run], str] | None 
     def print_json(run: Run, folder: Path, paths: Sequence[Path]) -> None:
         print(summary_json.render(run, folder, paths))
 
-    if getattr(arguments, "json", False):
+    if arguments.json:
         return print_json
-    return print_causes if getattr(arguments, "quiet", False) else print_report
+    return print_causes if arguments.quiet else print_report
 
 
 def _show(run_folder: Path, printer: _Printer) -> int:

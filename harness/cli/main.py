@@ -13,7 +13,7 @@ from shardproof.harness.cli.exit_codes import OUR_FAULT, USAGE
 from shardproof.harness.cli.parser import parser
 from shardproof.harness.errors import ShardproofError, UsageError
 from shardproof.harness.runner.interruption import interruptible
-from shardproof.harness.runner.launchers import is_launched, join_launcher
+from shardproof.harness.runner.launchers import default_worlds, is_launched, join_launcher
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -23,6 +23,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         # A console script does not look for modules where it is called; people name engines of their own from there.
         # Last, so that no folder there hides one of ours. Commands that only read a run do not look there.
         sys.path.append(str(Path.cwd()))
+    if arguments.command in {commands.run, commands.check}:
+        arguments.world = arguments.world or default_worlds(os.environ)
     try:
         with interruptible(or_terminated=is_launched(getattr(arguments, "world", None))):
             if arguments.command in {commands.run, commands.check, commands.mutants}:
@@ -31,9 +33,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 if lent is not None:
                     return lent
             code: int = arguments.command(arguments)
-    except (
-        BrokenPipeError
-    ):  # who read our output has ended, as `| head` does; what is kept of a run is written
+    except BrokenPipeError:
+        # The reader of our output has ended, as `| head` does; what is kept of a run is written.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return OUR_FAULT
     except KeyboardInterrupt:

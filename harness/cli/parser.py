@@ -83,10 +83,12 @@ def _add_reading(subparsers: Any) -> None:
     ):
         sub = _added(subparsers, name, command, text)
         sub.add_argument("run", metavar="DIR", help="folder of the run")
+        _add_printed(sub)
 
     sub = _added(subparsers, "merge", commands.merge, "make one run of many")
     sub.add_argument("runs", metavar="DIR", nargs="+", help="folders of runs")
     sub.add_argument("--out", metavar="NEW", required=True, help="folder for the merged run")
+    _add_printed(sub)
 
     sub = _added(subparsers, "expectations", commands.expectations, "update the known failures from a run")
     sub.add_argument("run", metavar="RUN", help="folder of a run")
@@ -167,7 +169,7 @@ def _add_suites(sub: argparse.ArgumentParser) -> None:
 def _add_cases(
     sub: argparse.ArgumentParser,
     *,
-    worlds: str = "",
+    worlds: str = f"{options.DEFAULT_WORLD}, or launched under a launcher of several ranks",
     deadline_s: float | None = options.DEADLINE_S,
     deadline: str = "",
 ) -> None:

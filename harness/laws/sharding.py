@@ -87,9 +87,8 @@ def _beyond(evidence: Evidence) -> Iterator[str]:
 
 
 def _is_share(shard: Shard, num_shares: int) -> bool:
-    if (
-        num_shares == 1 or not shard.global_shape
-    ):  # a single number has no slices: its share is rounded up to it
+    # A single number has no slices: its share is rounded up to it.
+    if num_shares == 1 or not shard.global_shape:
         return shard.is_whole
     if shard.is_flat:
         return True  # bounded in sum

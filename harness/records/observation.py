@@ -52,7 +52,7 @@ def read_tree(path: Path | BinaryIO, unfinite: Callable[[str], Any] = float) -> 
 
 
 def _as_text(literal: str) -> str:
-    """Spell a float as the codec does; observations of older releases hold literals."""
+    """Return a float's text as the codec writes it; observations of older releases hold literals."""
     return str(float(literal))
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from shardproof.harness.worlds.spec import WorldSpec
 
-PLACEHOLDER = "nobody"  # no engine: the instance of a case whose marks are read and that never runs
+PLACEHOLDER = "placeholder"  # no engine: the instance of a case whose marks are read and that never runs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -108,9 +108,9 @@ class Hunt:
         record = self.exploration.judge(program)
         self.num_judged += 1
         self.verdicts[record.verdict] = self.verdicts.get(record.verdict, 0) + 1
-        symptom = symptom_of(record)
         if record.verdict is Verdict.VACUOUS:
             return None
+        symptom = symptom_of(record)
         if symptom is None:
             self.seen |= self.exploration.space.combinations_in(program)
             return None

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from shardproof.harness.errors import UsageError
-from shardproof.harness.worlds.launched.launcher import LaunchedProcess, launched_process
+from shardproof.harness.worlds.launched.launcher import find_launched_process, launched_process
 from shardproof.harness.worlds.spec import WorldKind
 
-__all__ = ["is_launched", "join_launcher", "refuse_launcher"]
+__all__ = ["default_worlds", "is_launched", "join_launcher", "refuse_launcher"]
 
 
 def is_launched(worlds: Sequence[str] | None) -> bool:
@@ -16,8 +16,14 @@ def is_launched(worlds: Sequence[str] | None) -> bool:
     return any(world.partition(":")[0] == WorldKind.LAUNCHED for world in worlds or ())
 
 
+def default_worlds(environment: Mapping[str, str]) -> list[str] | None:
+    """Return the world of a launcher's processes, where it started several; None leaves the default as it is."""
+    process = find_launched_process(environment)
+    return [WorldKind.LAUNCHED.value] if process is not None and process.size > 1 else None
+
+
 def join_launcher(environment: Mapping[str, str], worlds: Sequence[str] | None, *, seed: int) -> int | None:
-    """Have process 0 of a launcher go on as the one that judges; in each other one serve it, and return an exit code.
+    """Return None in process 0 of a launcher, which judges; other processes serve it, and return an exit code.
 
     Raises UsageError under a launcher where no world takes its ranks, and where there is none.
     """
@@ -25,10 +31,6 @@ def join_launcher(environment: Mapping[str, str], worlds: Sequence[str] | None, 
         refuse_launcher(environment)
         return None
     process = launched_process(environment)
-    return _joined(process, seed)
-
-
-def _joined(process: LaunchedProcess, seed: int) -> int | None:
     if process.rank:
         from shardproof.harness.worlds.launched.agent import serve  # here, because it imports torch
 

@@ -226,9 +226,8 @@ def _needs_shapes(problem: UserModel, optimizer: UserOptimizer) -> bool:
     flat = [nn.Parameter(parameter.detach().flatten()) for parameter in problem.build().parameters()]
     try:
         optimizer(flat)
-    except (
-        Exception
-    ):  # code of the user's may raise anything; `_first_step` has shown that it takes the model's
+    except Exception:
+        # The user's code may raise anything; `_first_step` has shown that it takes the model's parameters.
         return True
     return False
 

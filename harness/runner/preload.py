@@ -25,9 +25,8 @@ from shardproof.harness.torch_compat.private_names import optional
 
 optional("torch._dynamo")  # torch.optim and DDP import it on first use, a second each time
 for name in BUILT_IN:
-    with contextlib.suppress(
-        EngineNotFoundError
-    ):  # the ranks that need this engine say why; others do without
+    # The ranks that need this engine say why; others do without.
+    with contextlib.suppress(EngineNotFoundError):
         resolve(name)
 # What cases send to their worlds comes from these; each world would else import them anew.
 for package in map(import_module, ("shardproof.fixtures", "shardproof.harness.cases.scripts")):

@@ -177,9 +177,8 @@ class RecordWriter:
             terminalreporter.write_line(untested, yellow=True)
         for engine, problem in self._unavailable.items():
             terminalreporter.write_line(f"not judged: {engine}: {problem}", red=True)
-        if (
-            not self._records or self._config.option.verbose < -1
-        ):  # as `shardproof run`, which prints its own report
+        # `shardproof run` asks pytest to be silent, and prints its own report.
+        if not self._records or self._config.option.verbose < -1:
             return
         counts = ", ".join(f"{n} {v}" for v in Verdict if (n := sum(r.verdict is v for r in self._records)))
         kept = f"; kept in {self._out}" if self._out else ""

@@ -68,9 +68,8 @@ def load_schedules(folder: Path) -> tuple[Scheduled, ...]:
 
 def _seed(place: Path) -> int:
     file = place / _SEED
-    return (
-        int(file.read_text()) if file.exists() else 0
-    )  # kept before there were schedules, or in no such world
+    # Kept before there were schedules, or in no such world.
+    return int(file.read_text()) if file.exists() else 0
 
 
 def _is_trained(result: WorldResult) -> bool:

@@ -25,9 +25,8 @@ def cast_module(module: nn.Module, dtype: torch.dtype | None) -> nn.Module:
     """Do as ``Module.to(dtype)`` does, in place, but keep imaginary parts, which that leaves out."""
     if dtype is None:
         return module
-    apply: Callable[[Callable[[torch.Tensor], torch.Tensor]], nn.Module] = (
-        module._apply
-    )  # as torch's methods do it
+    # As torch's methods do it.
+    apply: Callable[[Callable[[torch.Tensor], torch.Tensor]], nn.Module] = module._apply
     return apply(partial(cast, dtype=dtype))
 
 

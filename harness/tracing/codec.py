@@ -8,7 +8,7 @@ literals that Python would write, so a float that is not finite travels as one o
 default may be absent.
 
 [Note: why no library] What is read may come from an engine, or from a damaged file. It may hold half a surrogate pair,
-a field twice or one that nobody knows, and must be refused with the field, what was expected and what came. msgspec
+a field twice or one that is not known, and must be refused with the field, what was expected and what came. msgspec
 0.22 cannot read or write such text, keeps the last of repeated fields, ignores unknown fields of dataclasses, writes
 NaN as null, knows no union of dataclasses, and quotes no values.
 """
@@ -65,9 +65,8 @@ def encode(value: Any, rows: frozenset[type] = frozenset()) -> Any:
 
     Other objects stay as they are, for those who know more types than JSON.
     """
-    if (
-        isinstance(value, str | int) or value is None
-    ):  # first, being the most: texts that are enumerated included
+    # First, being the most: texts that are enumerated included.
+    if isinstance(value, str | int) or value is None:
         return value
     kind: type = type(value)
     if is_dataclass(kind):

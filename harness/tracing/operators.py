@@ -154,9 +154,8 @@ class _Operator(NamedTuple):
     footprint: _Footprint | None
 
 
-_operators: dict[
-    int, _Operator
-] = {}  # by address: an operator's own hash is computed anew, in Python, each time
+# By address: an operator's own hash is computed anew, in Python, each time.
+_operators: dict[int, _Operator] = {}
 
 
 def _look_at(func: Any) -> _Operator:  # Any: an operator

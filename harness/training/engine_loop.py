@@ -239,7 +239,7 @@ class _Loop:
         return self._inputs.hexdigest()
 
     def kept(self, shards: dict[str, _S]) -> dict[str, _S]:
-        """Tell the census, where there is one, what the harness itself keeps in memory from now on."""
+        """Report to the census, where there is one, what the harness itself keeps in memory from now on."""
         if self._census is not None:
             self._census.observed_bytes += sum(
                 shard.tensor.nbytes for shard in shards.values() if shard is not None

@@ -40,7 +40,8 @@ def analyse_hang(outcomes: Sequence[Outcome], ledgers: Mapping[int, Ledger]) -> 
     cycle = _cycle(waiting)
     suspects = _suspects(ranks, cycle)
     first = _first(waiting, suspects, entries)
-    parted = None if first is None else _parted(counterparts, entries[first])
+    has_all = not any(isinstance(outcome, Died) and outcome.exit_code is None for outcome in outcomes)
+    parted = _parted(counterparts, entries[first]) if first is not None and has_all else None
     return HangReport(
         summary=_summary(ranks, first, suspects, cycle, parted),
         suspects=suspects,

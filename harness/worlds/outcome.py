@@ -39,12 +39,15 @@ class Raised:
 class Died:
     """The rank's process ended without a word: ``exit_code`` as wait reports it, negative for a signal.
 
+    It is None where the rank was lost with its machine, or with the process that a launcher had started for it. What
+    the rank wrote, its journal included, is then lost too.
+
     ``is_attributed`` is False where ranks share a process and nothing tells which of them ended it.
     ``text`` is what the dying process could still say, such as a stack. ``is_after_result``: its result had come.
     """
 
     rank: int
-    exit_code: int
+    exit_code: int | None
     is_attributed: bool
     text: str
     is_after_result: bool = False
@@ -53,6 +56,8 @@ class Died:
     @property
     def how(self) -> str:
         """Format the exit status."""
+        if self.exit_code is None:
+            return "was lost"
         if self.exit_code >= 0:
             return f"exited with status {self.exit_code}"
         try:

@@ -21,9 +21,8 @@ def redirect_output(file: Path) -> None:
         os.dup2(descriptor, number)
     os.close(descriptor)
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(
-            line_buffering=True
-        )  # a process that is killed must not take its last words along
+        # A process that is killed must not take its last words along.
+        sys.stdout.reconfigure(line_buffering=True)
 
 
 def drop_empty(file: Path) -> None:

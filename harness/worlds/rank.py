@@ -47,8 +47,7 @@ def _outcome(context: RankContext, job: Job, enter: Callable[[], None]) -> Outco
     try:
         enter()
         return Returned(rank=context.rank, value=job.body(context, *job.args))
-    except (
-        BaseException
-    ) as error:  # SystemExit, KeyboardInterrupt and pytest's Skipped included: nothing is a pass
+    # SystemExit, KeyboardInterrupt and pytest's Skipped included: nothing is a pass.
+    except BaseException as error:
         found = raised(context.rank, error)
         return Abandoned(rank=context.rank, stack=found.traceback) if is_abandonment(error) else found

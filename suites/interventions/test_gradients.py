@@ -67,9 +67,8 @@ def test_an_optimizer_in_backward_is_one_after_it(trial: Trial, optimizer: Named
         pytest.param({"reshard": Reshard.KEEP, "layout": Layout.SHARD}, id="kept"),
     ],
 )
-def test_an_optimizer_in_backward_knows_every_layout(
-    trial: Trial, plan: dict[str, Any]
-) -> None:  # Any: as for `train`
+# Any: as for `train`.
+def test_an_optimizer_in_backward_knows_every_layout(trial: Trial, plan: dict[str, Any]) -> None:
     trial.holds(train(MLP_EVEN, schedule=IN_BACKWARD, demands=HOOKS, **plan), *LAWS)
 
 

@@ -66,9 +66,8 @@ def test_a_transformer_of_both_accumulates(trial: Trial, replicated: tuple[str, 
     trial.holds(training, MatchesOracle(), HoldsItsShare(), RanksAgree())
 
 
-def _training(
-    problem: Problem, replicated: tuple[str, ...], **others: Any
-) -> Training:  # Any: as for `train`
+# Any: as for `train`.
+def _training(problem: Problem, replicated: tuple[str, ...], **others: Any) -> Training:
     return train(
         problem, ADAMW, layout=Layout.SHARD, grouping=Grouping.REQUIRED, replicated=replicated, **others
     )

@@ -25,9 +25,10 @@ class Ranks:
         self._folder = folder
         self._num_runs = 0
 
+    # Any: the body's own arguments and value.
     def run(
         self, size: int, body: Callable[..., Any], *args: Any, kind: WorldKind = WorldKind.THREADS
-    ) -> list[Any]:  # Any: the body's own arguments and value
+    ) -> list[Any]:
         """Run ``body`` on every rank; fails unless all return. Returns their values in rank order."""
         __tracebackhide__ = True
         self._num_runs += 1

@@ -301,9 +301,8 @@ class Zoo(nn.Module):
         def draw(*shape: int) -> torch.Tensor:
             return torch.randn(*shape, generator=generator)
 
-        self.flag = nn.Buffer(
-            torch.arange(3) == seed % 3
-        )  # 3 bytes, so that what follows could begin at an odd place
+        # 3 bytes, so that what follows could begin at an odd place.
+        self.flag = nn.Buffer(torch.arange(3) == seed % 3)
         self.weight = nn.Parameter(draw(4, 3))
         self.frozen = nn.Parameter(draw(5), requires_grad=False)
         self.narrow = nn.Parameter(draw(7).half())

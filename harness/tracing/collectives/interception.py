@@ -68,7 +68,7 @@ def _no_observer() -> CollectiveObserver | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Interceptor:
-    """Who records a call made on this thread, who else listens, what carries it, and which ranks a group has.
+    """The recorder of calls made on this thread, other listeners, the carrier of a call, and the ranks of a group.
 
     ``is_split`` has flat buffers cut into a piece for each rank, which takes long where there are thousands.
     """

@@ -54,9 +54,8 @@ class _Life:
     roles: set[Role] = field(default_factory=set)
     units: set[str] = field(default_factory=set)
     carries: frozenset[str] = frozenset()
-    sources: set[int] = field(
-        default_factory=set
-    )  # what gradients may have been copied from: indices of lives
+    # What gradients may have been copied from: indices of lives.
+    sources: set[int] = field(default_factory=set)
     is_packed: bool = False
 
 

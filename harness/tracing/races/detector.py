@@ -214,9 +214,8 @@ class RaceDetector:
         is_passing: bool = False,
     ) -> None:
         touch = self._touch(name, timeline)
-        told_of: set[Touch] = (
-            set()
-        )  # an operator that reads and writes has one race with an earlier one, not two
+        # An operator that reads and writes has one race with an earlier one, not two.
+        races_with: set[Touch] = set()
         for is_write, tensors in ((False, reads), (True, writes)):
             reported = replace(touch, is_write=is_write) if is_write else touch
             for tensor in (t for t in tensors if is_memory(t, self.device_type)):
@@ -227,8 +226,8 @@ class RaceDetector:
                 access = Access(reported, self._order.moment(timeline), span_of(tensor), is_passing)
                 self._num_touches += 1
                 for conflict in self._memory.touch(key, access, self._order.clock(timeline)):
-                    if conflict.earlier not in told_of:
-                        told_of.add(conflict.earlier)
+                    if conflict.earlier not in races_with:
+                        races_with.add(conflict.earlier)
                         self._note(conflict.kind, conflict.earlier, reported)
 
     def _touch(self, operator: str, timeline: int) -> Touch:

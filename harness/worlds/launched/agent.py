@@ -61,8 +61,9 @@ class _Agent:
                 if self._host is not None:
                     self._host.listen()
                 self._report()
-            except (EOFError, OSError):
-                print(f"rank {self._process.rank}: process 0 has ended", file=sys.stderr)
+            except (EOFError, OSError) as error:
+                why = f"cannot be reached: {error}" if isinstance(error, TimeoutError) else "has ended"
+                print(f"rank {self._process.rank}: process 0 {why}", file=sys.stderr)
                 return 1
         return 0
 

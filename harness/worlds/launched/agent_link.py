@@ -69,8 +69,10 @@ class AgentLink:
             while not self.why_lost and self.connection.poll():
                 for message in self._inbox.read():
                     self._take(message)
-        except (EOFError, OSError):
+        except (EOFError, ConnectionError):
             self._lose("the process that the launcher started there has ended")
+        except OSError as error:
+            self._lose(f"its machine cannot be reached: {error.strerror}")
 
     def _take(self, message: object) -> None:
         match message:

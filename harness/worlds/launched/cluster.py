@@ -32,6 +32,9 @@ _KEY = "shardproof"
 _MEETING_LIMIT_S = 120.0
 _HELLO_LIMIT_S = 10.0
 _WARM_LIMIT_S = 120.0
+# Short losses of the network pass; a switch that restarts takes longer, as does a lost machine.
+_SILENCE_LIMIT_S = 30
+_PROBE_S = 5
 
 
 class Cluster:
@@ -130,7 +133,7 @@ def meet_supervisor(process: LaunchedProcess) -> tuple[Connection, str]:
             got=str(error).partition("\n")[0],
             hint="what process 0 has printed",
         ) from error
-    return _connection(link), str(found["token"])
+    return connect(link), str(found["token"])
 
 
 def releases() -> str:
@@ -147,7 +150,7 @@ def _meet(process: LaunchedProcess) -> dict[int, AgentLink]:
         while len(links) < process.size - 1 and (left := limit - time.monotonic()) > 0:
             server.settimeout(left)
             with suppress(TimeoutError):
-                agent = _greeted(_connection(server.accept()[0]), token)
+                agent = _greeted(connect(server.accept()[0]), token)
                 if agent is not None:
                     links[agent.hello.rank] = agent
     missing = sorted({*range(1, process.size)} - links.keys())
@@ -189,8 +192,13 @@ def _store(process: LaunchedProcess) -> Store:
     return store
 
 
-def _connection(link: socket.socket) -> Connection:
+def connect(link: socket.socket) -> Connection:
+    """Return a connection that ends where the machine at its other end is silent for long."""
     link.settimeout(None)
     link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    # A machine that is lost closes no connection: the kernel reports that it no longer answers.
     link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    link.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _PROBE_S)
+    link.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _PROBE_S)
+    link.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * _SILENCE_LIMIT_S)
     return Connection(link.detach())

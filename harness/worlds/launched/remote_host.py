@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import sys
 import time
 from dataclasses import replace
@@ -50,10 +49,9 @@ class RemoteHost:
         """How the rank ended, with the name of its machine and by our clock."""
         outcome = self._agent.state.outcome if self._has_answered else None
         if self._agent.why_lost and (outcome is None or isinstance(outcome, Returned)):
-            # The keeper of an agent that has ended kills the host.
             outcome = Died(
                 rank=self.rank,
-                exit_code=-signal.SIGKILL,
+                exit_code=None,
                 is_attributed=True,
                 text=self._agent.why_lost,
                 is_after_result=outcome is not None,

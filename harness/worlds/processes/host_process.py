@@ -185,7 +185,7 @@ def _host_threads(link: SupervisorLink, spec: HostSpec) -> None:
 
 
 def _host_simulated(link: SupervisorLink, spec: HostSpec) -> None:
-    """Run each rank of a sample by itself: it has all process groups of its rank, and nobody answers in them."""
+    """Run each rank of a sample by itself: it has all process groups of its rank, and no rank answers in them."""
     world, recorders = spec.world, list[Recorder]()
     register_threads_backend()
     with standing_in_c10d(simulating(lambda: recorders[-1] if recorders else None)), _last_words(link):

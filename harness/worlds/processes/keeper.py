@@ -72,9 +72,8 @@ def _watch(session: int, server: int, folder: Path | None, alive: int) -> NoRetu
         is_over = is_orphaned or server in _reaped()
     _end_all()
     if is_orphaned and folder is not None:
-        shutil.rmtree(
-            folder, ignore_errors=True
-        )  # what the session would have removed, had it come to its exit
+        # What the session would have removed, had it come to its exit.
+        shutil.rmtree(folder, ignore_errors=True)
     os._exit(0)
 
 
