@@ -36,7 +36,13 @@ def _not_of_this_release() -> Iterator[Capability]:
         yield Capability.RECOVER_KEEPING
 
 
-_OTHERS = {Capability.COMPARES_RANKS, Capability.WRAPPER, Capability.ZERO1, Capability.ZERO2}
+_OTHERS = {
+    Capability.BUCKETS,
+    Capability.COMPARES_RANKS,
+    Capability.WRAPPER,
+    Capability.ZERO1,
+    Capability.ZERO2,
+}
 CAPABILITIES = frozenset(Capability) - _OTHERS - set(_not_of_this_release())
 """What FSDP2's machinery promises, sharded or replicated."""
 

@@ -58,6 +58,7 @@ class AccelerateDdpEngine(Engine):
         {
             Capability.REPLICATE,
             Capability.ACCUMULATE,
+            Capability.BUCKETS,
             Capability.CLIP,
             Capability.UNUSED,
             Capability.RANK_DEPENDENT,
@@ -69,6 +70,7 @@ class AccelerateDdpEngine(Engine):
         """Pass the options of DDP by a handler."""
         plan.refuse_beyond(self.capabilities)
         options = DistributedDataParallelKwargs(
+            bucket_cap_mb=25 if plan.bucket_bytes is None else plan.bucket_bytes / 2**20,
             broadcast_buffers=Capability.OWN_BUFFERS not in plan.demands,
             find_unused_parameters=bool(plan.demands & {Capability.UNUSED, Capability.RANK_DEPENDENT}),
         )

@@ -54,6 +54,7 @@ class FabricDdpEngine(Engine):
         {
             Capability.REPLICATE,
             Capability.ACCUMULATE,
+            Capability.BUCKETS,
             Capability.CLIP,
             Capability.UNUSED,
             Capability.RANK_DEPENDENT,
@@ -73,6 +74,7 @@ class FabricDdpEngine(Engine):
         return DDPStrategy(
             process_group_backend="gloo",
             find_unused_parameters=bool(plan.demands & {Capability.UNUSED, Capability.RANK_DEPENDENT}),
+            bucket_cap_mb=None if plan.bucket_bytes is None else plan.bucket_bytes / 2**20,
             forward_sync_buffers=Capability.OWN_BUFFERS not in plan.demands,
         )
 
