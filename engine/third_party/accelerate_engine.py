@@ -12,7 +12,7 @@ from accelerate import (
     DistributedType,
     FullyShardedDataParallelPlugin,
 )
-from accelerate.state import AcceleratorState
+from accelerate.state import AcceleratorState, PartialState
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -100,7 +100,8 @@ class AccelerateFsdp2Engine(AccelerateDdpEngine):
         """Set by hand what accelerate sets on accelerators: on a CPU it leaves the plugin out, and trains by DDP."""
         plan.refuse_beyond(self.capabilities)
         accelerator = Accelerator(cpu=True)
-        AcceleratorState._shared_state["distributed_type"] = DistributedType.FSDP
+        for state in (PartialState, AcceleratorState):  # the latter is filled again from the former
+            state._shared_state["distributed_type"] = DistributedType.FSDP
         accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin(
             fsdp_version=2,
             reshard_after_forward=plan.reshard is not Reshard.KEEP,
