@@ -79,9 +79,12 @@ class BuildsItsGroup(DistributedDataParallelEngine):
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         c10d: Any = dist  # torch's stubs lack half of what follows
-        store = c10d.PrefixStore("own", c10d.distributed_c10d._get_default_store())
-        group = c10d.ProcessGroup(store, dist.get_rank(), dist.get_world_size())
-        gloo = c10d.ProcessGroupGloo(store, dist.get_rank(), dist.get_world_size())
+        store = c10d.PrefixStore(
+            f"own of {self.size()} {dist.get_rank() // self.size()}",
+            c10d.distributed_c10d._get_default_store(),
+        )
+        group = c10d.ProcessGroup(store, self.rank(), self.size())
+        gloo = c10d.ProcessGroupGloo(store, self.rank(), self.size())
         group._set_default_backend(c10d.ProcessGroup.BackendType.GLOO)
         group._register_backend(torch.device("cpu"), c10d.ProcessGroup.BackendType.GLOO, gloo)
 
@@ -96,6 +99,16 @@ class BuildsItsGroup(DistributedDataParallelEngine):
         assert isinstance(prepared.module, DistributedDataParallel)
         prepared.module.register_comm_hook(group, reduce)
         return prepared
+
+    rank = staticmethod(dist.get_rank)
+    size = staticmethod(dist.get_world_size)
+
+
+class BuildsAGroupOfItsOwn(BuildsItsGroup):
+    """Reduces in a group of one rank, of which no table says which of all ranks it is."""
+
+    rank = staticmethod(lambda: 0)
+    size = staticmethod(lambda: 1)
 
 
 class NeedsProcesses(DistributedDataParallelEngine):
@@ -145,6 +158,8 @@ def test_processes_have_the_environment_of_a_launcher(session: TrialSession) -> 
 def test_a_group_that_torch_does_not_know_is_read(session: TrialSession) -> None:
     record = _judged(session, BuildsItsGroup, "processes:2", _training())
     assert record.verdict is Verdict.PASSED, record.headline
+    other = _judged(session, BuildsAGroupOfItsOwn, "processes:2", _training())
+    assert (other.verdict, "global ranks torch does not know" in other.headline) == (Verdict.CRASHED, True)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from shardproof.harness.errors import HarnessBug
+from shardproof.harness.errors import EngineError
 from shardproof.harness.torch_compat.process_groups import GroupOptions, Store, create_subgroup, fake_backend
 from shardproof.harness.worlds.threads.scheduler import Scheduler, SleepingRank
 
@@ -177,7 +177,7 @@ def global_ranks(group: dist.ProcessGroup) -> tuple[int, ...]:
     except KeyError as unknown:
         size = dist.get_world_size()
         if (group.rank(), group.size()) != (dist.get_rank(), size):
-            raise HarnessBug(
+            raise EngineError(
                 f"process group {group.group_name!r}",
                 expected=f"one of new_group, or of all {size} ranks in their order",
                 got=f"rank {group.rank()} of {group.size()}, whose global ranks torch does not know",
