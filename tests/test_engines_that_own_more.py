@@ -77,14 +77,14 @@ class ReadsItsEnvironment(DistributedDataParallelEngine):
 class BuildsItsGroup(DistributedDataParallelEngine):
     """Reduces in a group made without `new_group`, so that torch has no table of its ranks."""
 
+    is_alone = False
+
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         c10d: Any = dist  # torch's stubs lack half of what follows
-        store = c10d.PrefixStore(
-            f"own of {self.size()} {dist.get_rank() // self.size()}",
-            c10d.distributed_c10d._get_default_store(),
-        )
-        group = c10d.ProcessGroup(store, self.rank(), self.size())
-        gloo = c10d.ProcessGroupGloo(store, self.rank(), self.size())
+        rank, size = (0, 1) if self.is_alone else (dist.get_rank(), dist.get_world_size())
+        store = c10d.PrefixStore(f"{dist.get_rank() - rank}", c10d.distributed_c10d._get_default_store())
+        group = c10d.ProcessGroup(store, rank, size)
+        gloo = c10d.ProcessGroupGloo(store, rank, size)
         group._set_default_backend(c10d.ProcessGroup.BackendType.GLOO)
         group._register_backend(torch.device("cpu"), c10d.ProcessGroup.BackendType.GLOO, gloo)
 
@@ -100,15 +100,11 @@ class BuildsItsGroup(DistributedDataParallelEngine):
         prepared.module.register_comm_hook(group, reduce)
         return prepared
 
-    rank = staticmethod(dist.get_rank)
-    size = staticmethod(dist.get_world_size)
-
 
 class BuildsAGroupOfItsOwn(BuildsItsGroup):
     """Reduces in a group of one rank, of which no table says which of all ranks it is."""
 
-    rank = staticmethod(lambda: 0)
-    size = staticmethod(lambda: 1)
+    is_alone = True
 
 
 class NeedsProcesses(DistributedDataParallelEngine):
