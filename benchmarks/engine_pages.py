@@ -43,7 +43,7 @@ The adapter is [`{{adapter}}`](../../{{adapter}}), {{lines}} lines.
 
 ```sh
 {{install}}
-shardproof run --engine {{engine}} --world {{world}}
+shardproof run --engine {{engine}} --world {{world}}{{suites}}
 ```
 
 It declares {{declared}}.
@@ -80,11 +80,14 @@ class Judged:
         return tuple(r for r in self.run.records if r.engine == self.engine)
 
     @property
-    def selection(self) -> str:
-        """What was asked of it."""
-        is_whole = self.run.footer is not None and self.run.footer.is_whole
-        asked = self.run.header.options.get("cases", "")
-        return "the whole catalogue" if is_whole else f"the suites {asked}"
+    def is_whole(self) -> bool:
+        """Whether it was asked the whole catalogue."""
+        return self.run.footer is not None and self.run.footer.is_whole
+
+    @property
+    def suites(self) -> list[str]:
+        """The suites that it was asked."""
+        return self.run.header.options.get("cases", "").split()
 
     @property
     def release(self) -> str:
@@ -110,7 +113,8 @@ def page(judged: Judged, root: Path) -> str:
         commit=f"{header.git_head[:10]}{' with changes' if header.git_dirty else ''}",
         torch=header.versions.get("torch", "unknown"),
         worlds=" and ".join(header.worlds),
-        selection=judged.selection,
+        selection="the whole catalogue" if judged.is_whole else f"the suites {', '.join(judged.suites)}",
+        suites="" if judged.is_whole else "".join(f" --suite {suite}" for suite in judged.suites),
         world=" --world ".join(header.worlds),
         adapter=adapter,
         lines=len((root / adapter).read_text(encoding="utf-8").splitlines()),
