@@ -24,7 +24,7 @@ IMPORTS = "imports"
 SESSION = "the session in all"
 
 # By stage, what it consists of. A stage of the session is called there alone, others in forks.
-_SESSION = {
+STAGES_OF_SESSION = {
     "identity": ["runner.observation_cache:ObservationCache._digest"],
     "worlds": ["worlds.launch:World.__init__", "worlds.launch:World.run", "worlds.launch:World.close"],
     "keeping": ["records.world_result:keep_result", "runner.engines:keep_description"],
@@ -32,10 +32,10 @@ _SESSION = {
     "judging": ["verdicts.judgement:judge", "records.ledger_summary:summarize"],
     "record": ["records.record:to_json", "records.run:RunWriter.append"],
 }
-_FORKS = {
+STAGES_OF_FORKS = {
     "worlds": ["worlds.processes.host_process:host_main", "worlds.processes.host_process:_join"],
     "oracle": ["training.oracle:_exact", "training.oracle:_with_lagging", "training.oracle_answer:_answer"],
-    "noise runs": ["training.oracle:_train", "training.oracle:_largest_deviation"],
+    "noise runs": ["training.oracle:_train", "training.oracle:_noise_of"],
     "training": ["training.engine_loop:drive_rank"],
     "keeping": ["records.observation:save_observation", "records.observation:digest"],
 }
@@ -67,14 +67,21 @@ def _write(file: int, stage: str, seconds: float) -> None:
     os.write(file, f"{os.getpid()} {seconds:.6f} {stage}\n".encode())
 
 
+def find(path: str) -> tuple[Any, str]:
+    """Return what holds a function, and its name there; raises AttributeError where there is none."""
+    module, _, attribute = path.partition(":")
+    owner: Any = importlib.import_module(f"shardproof.harness.{module}")
+    *classes, name = attribute.split(".")
+    for part in classes:
+        owner = getattr(owner, part)
+    getattr(owner, name)
+    return owner, name
+
+
 def _time_all(stages: dict[str, list[str]], file: int) -> None:
     for stage, paths in stages.items():
         for path in paths:
-            module, _, attribute = path.partition(":")
-            owner: Any = importlib.import_module(f"shardproof.harness.{module}")
-            *classes, name = attribute.split(".")
-            for part in classes:
-                owner = getattr(owner, part)
+            owner, name = find(path)
             function = getattr(owner, name)
             timed = _timed(stage, function, file)
             # Wherever it was imported to.
@@ -85,7 +92,7 @@ def _time_all(stages: dict[str, list[str]], file: int) -> None:
 
 _file = os.open(os.environ[FILE], os.O_CREAT | os.O_APPEND | os.O_WRONLY) if FILE in os.environ else -1
 if any("multiprocessing.forkserver" in argument for argument in sys.orig_argv):
-    _time_all(_FORKS, _file)
+    _time_all(STAGES_OF_FORKS, _file)
     _write(_file, IMPORTS, time.process_time())
 elif _file >= 0:
     for server in forkserver._servers:
@@ -97,7 +104,7 @@ elif _file >= 0:
 @pytest.hookimpl(trylast=True)
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Begin: all is imported."""
-    _time_all(_SESSION, _file)
+    _time_all(STAGES_OF_SESSION, _file)
     _write(_file, IMPORTS, time.process_time())
 
 

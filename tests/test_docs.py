@@ -28,6 +28,7 @@ import shardproof.fixtures.optimizers
 import shardproof.fixtures.problems
 import shardproof.harness.laws.communication.counts
 import shardproof.suites.communication.closed_forms
+from benchmarks import case_stages
 from shardproof.engine.contract import Engine, PreparedModel
 from shardproof.engine.registry import BUILT_IN, EngineNotFoundError, resolve, what_is_missing
 from shardproof.harness.cli import exit_codes
@@ -287,6 +288,14 @@ def test_pytest_commands_select_cases() -> None:
 
 
 # Words and numbers
+
+
+@pytest.mark.parametrize(
+    "path", [*itertools.chain(*case_stages.STAGES_OF_SESSION.values(), *case_stages.STAGES_OF_FORKS.values())]
+)
+def test_stages_of_a_case_are_functions(path: str) -> None:
+    owner, name = case_stages.find(path)
+    assert callable(getattr(owner, name))
 
 
 def test_verdicts_are_told_as_they_are() -> None:

@@ -80,7 +80,8 @@ def drive_rank(context: RankContext, training: Training, engine: str) -> str | N
             watching(training.watch, context.recorder, context.device.type, census=census) as watches,
             cuda_stand_in() if adapter.insists_on_cuda and context.device.type == "cpu" else nullcontext(),
         ):
-            reads = [True] + [schedule.are_repeats_read] * (schedule.repeats - 1)
+            # Numbers of a simulated rank mean nothing: what it holds in the end shows where its shards lie.
+            reads = [not context.is_simulated] + [schedule.are_repeats_read] * (schedule.repeats - 1)
             first, *others = (_run(context, training, adapter, watches, is_read=read) for read in reads)
     except _RefusedError as refusal:
         return str(refusal)
