@@ -7,7 +7,7 @@ STAMP  := $(VENV)/.installed
 # A world per size; 3 for shards of unequal size, 4 for two replicas of two shards.
 WORLDS := threads:1 threads:2 threads:3 threads:4 processes:2
 
-.PHONY: setup conformance test twins versions models lint clean
+.PHONY: setup conformance test twins versions models engines lint clean
 
 setup: $(STAMP)
 
@@ -39,6 +39,10 @@ versions: $(STAMP)
 # Real models at tiny sizes, in an environment of their own with transformers: about half an hour.
 models: $(STAMP)
 	$(BIN)/python -m benchmarks.real_models
+
+# Engines of other packages beside the bundled ones, an environment for each family: some three hours.
+engines: $(STAMP)
+	$(BIN)/python -m benchmarks.engines
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

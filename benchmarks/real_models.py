@@ -17,13 +17,12 @@ from pathlib import Path
 
 from tabulate import tabulate
 
+from benchmarks.environments import ENVIRONMENTS, ROOT, environment
 from shardproof.harness.records.record import Record, Verdict
 from shardproof.harness.records.run import read_run
 
-ROOT = Path(__file__).resolve().parents[1]
 MODELS = ROOT / "examples" / "models"
 RUNS = ROOT / "conformance" / "models"
-ENVIRONMENT = ROOT / ".venvs" / "models"
 PACKAGES = ("transformers==5.23.0",)
 CASES = "trains or accumulates_until or frees or resumes"
 _LIMIT_S = 900
@@ -38,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--python", type=Path, help="an environment that has all packages already")
     parser.add_argument("-k", default=CASES, help="which cases; default: %(default)s")
     asked = parser.parse_args(argv)
-    python = asked.python or _environment()
+    python = asked.python or environment(ENVIRONMENTS / "models", *PACKAGES)
     rows = []
     for spec in _specs():
         name = spec.rpartition(":")[2]
@@ -51,29 +50,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(*rows[-1], sep="  ", flush=True)
     print(tabulate(rows, headers=["model", "engine", "verdicts", "first that is red"], tablefmt="github"))
     return 1 if any(row[-1] for row in rows) else 0
-
-
-def _environment() -> Path:
-    """Return the Python of the environment, made if it is missing."""
-    python = ENVIRONMENT / "bin" / "python"
-    if not (ENVIRONMENT / ".made").exists():
-        shutil.rmtree(ENVIRONMENT, ignore_errors=True)
-        subprocess.run([sys.executable, "-m", "venv", str(ENVIRONMENT)], check=True)
-        constraints = ("--constraint", str(ROOT / "constraints.txt"))
-        install = [
-            str(python),
-            "-m",
-            "pip",
-            "install",
-            "--quiet",
-            *constraints,
-            "--editable",
-            str(ROOT),
-            *PACKAGES,
-        ]
-        subprocess.run(install, check=True)
-        (ENVIRONMENT / ".made").touch()
-    return python
 
 
 def _specs() -> Iterator[str]:

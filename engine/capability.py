@@ -36,6 +36,7 @@ class Capability(Enum):
     REDUCE_AS_COMPUTED = "reduces gradients in the compute dtype where no dtype is asked for"
     REDUCE_AS_STORED = "reduces gradients in the parameters' own dtype where no dtype is asked for"
     REDUCE_SUM = "sends nothing but sums over the wire, and divides by itself"
+    BUCKETS = "reduces gradients in buckets that are closed at the size asked for"
     REDUCE_BUFFERS = "bounds the number of reductions whose input is held at once"
     BUFFERS = "takes the memory of its collectives from where it is asked to"
     GRADIENT_DIVIDE = "divides summed gradients by a factor that the caller chooses"

@@ -159,13 +159,14 @@ class Plan:
     and backward compute in, ``output_dtype`` what the root returns, ``reduce_dtype`` in what gradients cross
     between ranks; None means the parameters' own, and for the reduction that of the computation.
     ``divide_factor`` is what the sum of gradients over ranks is divided by; None means the number of ranks.
-    ``gathered_once`` names units whose parameters backward does not need. ``max_reduce_buffers`` bounds how many
-    reductions may hold their input at once. ``ignored`` names parameters that the engine leaves alone. ``replicated``
-    names units, ``""`` for the root, that are replicated where the others are sharded.
-    ``experts`` names parameters that the model has cut over ``expert_parallel`` ranks, each of which has data of its
-    own: of the mesh ``(data, expert)`` that the engine is then given, they are sharded and averaged over ``data``
-    alone, all other parameters over both axes. ``forward_methods`` are ``(module, method)`` that start that module's
-    forward. ``wrapper`` chooses options that only ``FullyShardedDataParallel`` has; None leaves them to the adapter.
+    ``gathered_once`` names units whose parameters backward does not need. ``bucket_bytes`` closes a bucket of
+    gradients that are reduced together once it has so many bytes. ``max_reduce_buffers`` bounds how many reductions
+    may hold their input at once. ``ignored`` names parameters that the engine leaves alone. ``replicated`` names
+    units, ``""`` for the root, that are replicated where the others are sharded. ``experts`` names parameters that
+    the model has cut over ``expert_parallel`` ranks, each of which has data of its own: of the mesh ``(data,
+    expert)`` that the engine is then given, they are sharded and averaged over ``data`` alone, all other parameters
+    over both axes. ``forward_methods`` are ``(module, method)`` that start that module's forward. ``wrapper`` chooses
+    options that only ``FullyShardedDataParallel`` has; None leaves them to the adapter.
     ``demands`` are what the training will do with the model beyond forward, backward and step.
     """
 
@@ -191,6 +192,7 @@ class Plan:
     unit_dtypes: tuple[UnitDtypes, ...] = ()
     reduce_dtype: torch.dtype | None = None
     wire: Wire = Wire.NATIVE
+    bucket_bytes: int | None = None
     max_reduce_buffers: int | None = None
     buffers: Buffers = Buffers.NATIVE
     divide_factor: float | None = None
@@ -332,6 +334,7 @@ class Plan:
             Capability.UNIT_DTYPES: bool(self.unit_dtypes),
             Capability.REDUCE_DTYPE: self.reduce_dtype is not None,
             Capability.REDUCE_SUM: self.wire is not Wire.NATIVE,
+            Capability.BUCKETS: self.bucket_bytes is not None,
             Capability.REDUCE_BUFFERS: self.max_reduce_buffers is not None,
             Capability.BUFFERS: self.buffers is not Buffers.NATIVE,
             Capability.GRADIENT_DIVIDE: self.divide_factor is not None,

@@ -1,12 +1,13 @@
 """From a name on the command line to an adapter: a known name, package.module:attr or path/to/file.py:attr.
 
-Known are the engines that are built in, and those that installed packages name under the entry points
-``shardproof.engines``. A package cannot take the name of one that is built in.
+Known are the engines that are built in, those of other packages whose adapters are here, and those that installed
+packages name under the entry points ``shardproof.engines``. A package cannot take the name of one that is here.
 """
 
 from __future__ import annotations
 
 import difflib
+import importlib.util
 from collections.abc import Mapping
 from functools import cache
 from importlib.metadata import entry_points
@@ -29,15 +30,50 @@ BUILT_IN = {
     "torch.replicate": "shardproof.engine.adapters.torch_replicate:ReplicateEngine",
     "torch.zero1": "shardproof.engine.adapters.torch_zero1:ZeroRedundancyEngine",
 }
-
+_OUTSIDE = "shardproof.engine.third_party"
+# Their adapters import them; one that is not installed is listed and refused by name.
+THIRD_PARTY = {
+    "accelerate.ddp": f"{_OUTSIDE}.accelerate_engine:AccelerateDdpEngine",
+    "accelerate.fsdp2": f"{_OUTSIDE}.accelerate_engine:AccelerateFsdp2Engine",
+    "colossalai.zero1": f"{_OUTSIDE}.colossalai_engine:LowLevelZero1Engine",
+    "colossalai.zero2": f"{_OUTSIDE}.colossalai_engine:LowLevelZero2Engine",
+    "deepspeed.zero1": f"{_OUTSIDE}.deepspeed_engine:DeepSpeedZero1",
+    "deepspeed.zero2": f"{_OUTSIDE}.deepspeed_engine:DeepSpeedZero2",
+    "deepspeed.zero3": f"{_OUTSIDE}.deepspeed_engine:DeepSpeedZero3",
+    "fairscale.fsdp": f"{_OUTSIDE}.fairscale_engine:FairscaleEngine",
+    "lightning.ddp": f"{_OUTSIDE}.lightning_engine:FabricDdpEngine",
+    "lightning.fsdp2": f"{_OUTSIDE}.lightning_engine:FabricFsdp2Engine",
+    "megatron.fsdp": f"{_OUTSIDE}.megatron_engine:MegatronFsdpEngine",
+    "megatron.fsdp.experimental": f"{_OUTSIDE}.megatron_engine:ExperimentalMegatronFsdpEngine",
+    "torchft.ddp": f"{_OUTSIDE}.torchft_engine:TorchftDdpEngine",
+    "torchft.pure_ddp": f"{_OUTSIDE}.torchft_engine:TorchftPureDdpEngine",
+    "torchtitan.simple_fsdp": f"{_OUTSIDE}.torchtitan_engine:SimpleFsdpEngine",
+}
+# The package to import, where it is not the first part of an engine's name.
+_PACKAGES = {"lightning": "lightning_fabric", "megatron": "megatron_fsdp"}
+# How to install it, where an extra of ours cannot: it asks for an older torch.
+_WITHOUT_EXTRA = {"colossalai": "--no-deps colossalai, and what docs/engines/colossalai.zero1.md lists"}
 
 ENTRY_POINTS = "shardproof.engines"
 
 
 @cache
 def known_engines() -> Mapping[str, str]:
-    """Return where each known engine is, by name: those built in, and those of installed packages."""
-    return {point.name: point.value for point in entry_points(group=ENTRY_POINTS)} | BUILT_IN
+    """Return where each known engine is, by name: those those here, and those of installed packages."""
+    return {point.name: point.value for point in entry_points(group=ENTRY_POINTS)} | THIRD_PARTY | BUILT_IN
+
+
+def what_is_missing(name: str) -> str:
+    """Return what has to be installed before a known engine can be imported; empty if nothing is missing."""
+    family = name.partition(".")[0]
+    package = _PACKAGES.get(family, family)
+    spec = importlib.util.find_spec(package) if name in THIRD_PARTY else None
+    if name not in THIRD_PARTY or (
+        spec is not None and spec.origin is not None
+    ):  # a folder of that name has none
+        return ""
+    how = _WITHOUT_EXTRA.get(family, f"'shardproof[{family}]'")
+    return f"needs {package}, which is not installed; try pip install {how}"
 
 
 class EngineNotFoundError(Exception):
@@ -70,6 +106,8 @@ def resolve(spec: str) -> Engine:
     from shardproof.engine.contract import Engine
 
     check_spelling(spec)
+    if missing := what_is_missing(spec):
+        raise EngineNotFoundError(spec, missing)
     try:
         found = load(known_engines().get(spec, spec))
     except LoadError as error:

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from shardproof.engine.contract import Capability, Cut, Layout, Masters, Plan, Replicas
+from shardproof.fixtures.forward_inputs import PACKED
 from shardproof.fixtures.hoarding import HOARD
 from shardproof.fixtures.optimizers import ADAMW, SGD
 from shardproof.fixtures.problems import MLP_EVEN, MLP_UNEVEN
@@ -30,6 +31,7 @@ from shardproof.harness.tracing.operators import observing_operators
 from shardproof.harness.tracing.recorder import Recorder
 from shardproof.harness.training.layout_memory import StateTensor, explained, form_of, state_bytes
 from shardproof.harness.verdicts.judgement import implied
+from shardproof.suites.training import train
 from tests.simulated_engine import evidence_of, oracle_of, simulate
 
 SHARD = Plan(layout=Layout.SHARD)
@@ -137,6 +139,13 @@ def test_even_shares_are_explained_to_within_the_alignment(num_ranks: int) -> No
     assert share <= found.parameters <= share + slack
     assert found.gradients == found.parameters
     assert (found.state, found.whole) == (0, 0)
+
+
+def test_the_padding_of_chunks_is_explained() -> None:
+    training = train(PACKED, layout=Layout.SHARD)
+    found = explained(form_of(training), training, 2, cut=Cut.CHUNKS, state=0)
+    # Rows of 6, 7 and 5 make a chunk of 210, more than all of that unit has; rows of 8 and of 4 divide the others.
+    assert found.parameters == (210 + 48 + 12) * FLOAT
 
 
 def test_a_hybrid_layout_is_explained_by_the_ranks_of_one_replica() -> None:

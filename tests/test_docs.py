@@ -30,7 +30,7 @@ import shardproof.harness.laws.communication.counts
 import shardproof.suites.communication.closed_forms
 from benchmarks import case_stages
 from shardproof.engine.contract import Engine, PreparedModel
-from shardproof.engine.registry import BUILT_IN, EngineNotFoundError, resolve
+from shardproof.engine.registry import BUILT_IN, EngineNotFoundError, resolve, what_is_missing
 from shardproof.harness.cli import exit_codes
 from shardproof.harness.cli.parser import parser
 from shardproof.harness.errors import UsageError
@@ -234,7 +234,7 @@ def _check_names(arguments: argparse.Namespace) -> None:
     invoke.suites(getattr(arguments, "suite", None))
     shown = {f"{match['file']}:{match['name']}" for match in _ADAPTER.finditer(_text(ADAPTERS))}
     for spec in getattr(arguments, "engine", None) or []:
-        if spec in BUILT_IN or not (spec in shown or _MEANT_BY_READER.match(spec)):
+        if spec in BUILT_IN or what_is_missing(spec) or not (spec in shown or _MEANT_BY_READER.match(spec)):
             resolve(spec)
 
 
@@ -273,14 +273,9 @@ print("codes", codes)
 """
 
 
-# Examples of engines in packages that the project does not depend on; the pages say what has to be installed.
-_GUESTS = {"examples/fairscale_engine.py": "fairscale", "examples/megatron_fsdp_engine.py": "megatron_fsdp"}
-
-
 def _runnable(command: Sequence[str]) -> tuple[str, ...]:
     """Put FSDP2 in the place of an engine whose package is not there; what is selected does not depend on it."""
-    absent = {file for file, package in _GUESTS.items() if importlib.util.find_spec(package) is None}
-    return tuple("torch.fsdp2" if word.partition(":")[0] in absent else word for word in command)
+    return tuple("torch.fsdp2" if what_is_missing(word) else word for word in command)
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
 
 from shardproof.engine.adapters.torch_ddp import DistributedDataParallelEngine, PreparedDdp
 from shardproof.engine.contract import Layout, OptimizerFactory, Plan, PreparedModel
@@ -73,6 +74,39 @@ class ReadsItsEnvironment(DistributedDataParallelEngine):
         return super().prepare(model, plan, mesh)
 
 
+class BuildsItsGroup(DistributedDataParallelEngine):
+    """Reduces in a group made without `new_group`, so that torch has no table of its ranks."""
+
+    is_alone = False
+
+    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
+        c10d: Any = dist  # torch's stubs lack half of what follows
+        rank, size = (0, 1) if self.is_alone else (dist.get_rank(), dist.get_world_size())
+        store = c10d.PrefixStore(f"{dist.get_rank() - rank}", c10d.distributed_c10d._get_default_store())
+        group = c10d.ProcessGroup(store, rank, size)
+        gloo = c10d.ProcessGroupGloo(store, rank, size)
+        group._set_default_backend(c10d.ProcessGroup.BackendType.GLOO)
+        group._register_backend(torch.device("cpu"), c10d.ProcessGroup.BackendType.GLOO, gloo)
+
+        def reduce(group: Any, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+            group.allreduce([bucket.buffer()], c10d.AllreduceOptions()).wait()
+            future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+            future.set_result(bucket.buffer() / group.size())
+            return future
+
+        reduce.__annotations__.clear()  # torch compares them as classes, and here they are strings
+        prepared = super().prepare(model, plan, mesh)
+        assert isinstance(prepared.module, DistributedDataParallel)
+        prepared.module.register_comm_hook(group, reduce)
+        return prepared
+
+
+class BuildsAGroupOfItsOwn(BuildsItsGroup):
+    """Reduces in a group of one rank, of which no table says which of all ranks it is."""
+
+    is_alone = True
+
+
 class NeedsProcesses(DistributedDataParallelEngine):
     """Has globals of which each rank needs its own."""
 
@@ -115,6 +149,13 @@ def test_the_last_microbatch_is_announced(session: TrialSession) -> None:
 def test_processes_have_the_environment_of_a_launcher(session: TrialSession) -> None:
     record = _judged(session, ReadsItsEnvironment, "processes:2", _training())
     assert record.verdict is Verdict.PASSED, record.headline
+
+
+def test_a_group_that_torch_does_not_know_is_read(session: TrialSession) -> None:
+    record = _judged(session, BuildsItsGroup, "processes:2", _training())
+    assert record.verdict is Verdict.PASSED, record.headline
+    other = _judged(session, BuildsAGroupOfItsOwn, "processes:2", _training())
+    assert (other.verdict, "global ranks torch does not know" in other.headline) == (Verdict.CRASHED, True)
 
 
 @pytest.mark.parametrize(

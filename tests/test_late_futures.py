@@ -46,6 +46,12 @@ def _use_futures(context: RankContext) -> dict[str, Any]:
     called.add_done_callback(lambda done: heard.append(float(done.value()[0])))
     called.wait()
     told["heard"] = heard
+    reduced = torch.tensor([7.0])
+    work = dist.all_reduce(reduced, async_op=True)
+    assert work is not None
+    work.wait()
+    told["there at once"] = []
+    work.get_future().add_done_callback(lambda done: told["there at once"].append(float(done.value()[0])))
     return told
 
 
@@ -101,6 +107,7 @@ def test_futures_give_what_works_do(kind: WorldKind, tmp_path: Path) -> None:
                 "all": [6.0, 8.0],
                 "collected": 10.0,
                 "heard": [12.0],
+                "there at once": [14.0],
             }
         ]
         * 2

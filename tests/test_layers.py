@@ -111,7 +111,23 @@ class Layer:
 
 
 LAYERS = (
-    Layer(package="engine", allowed=("torch",)),
+    Layer(
+        package="engine",
+        allowed=("torch",),
+        entries={
+            f"engine/third_party/{family}_engine.py": (package,)
+            for family, package in {
+                "accelerate": "accelerate",
+                "colossalai": "colossalai",
+                "deepspeed": "deepspeed",
+                "fairscale": "fairscale",
+                "lightning": "lightning_fabric",
+                "megatron": "megatron_fsdp",
+                "torchft": "torchft",
+                "torchtitan": "torchtitan",
+            }.items()
+        },
+    ),
     Layer(package="fixtures", allowed=("shardproof", "torch")),
     Layer(
         package="harness",

@@ -102,6 +102,7 @@ OPTIONS = {
     Capability.COMPUTE_DTYPE: Plan(compute_dtype=torch.bfloat16),
     Capability.REDUCE_DTYPE: Plan(reduce_dtype=torch.bfloat16),
     Capability.REDUCE_SUM: Plan(wire=Wire.SUM),
+    Capability.BUCKETS: Plan(bucket_bytes=1),
     Capability.REDUCE_BUFFERS: Plan(max_reduce_buffers=1),
     Capability.BUFFERS: Plan(buffers=Buffers.GROUP),
     Capability.FORWARD_METHODS: Plan(forward_methods=(("encoder", "encode"),)),

@@ -70,6 +70,7 @@ class ReferenceEngine(Engine):
     # CUDA graphs have not been run yet, and buffers are always the engine's own.
     capabilities = frozenset(Capability) - {
         Capability.BUFFERS,
+        Capability.BUCKETS,
         Capability.COMPARES_RANKS,
         Capability.DATA_PARALLEL,
         Capability.GRAPHS,

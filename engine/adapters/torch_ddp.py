@@ -39,6 +39,7 @@ class DistributedDataParallelEngine(Engine):
         {
             Capability.REPLICATE,
             Capability.ACCUMULATE,
+            Capability.BUCKETS,
             Capability.PIPELINE,
             Capability.UNUSED,
             Capability.RANK_DEPENDENT,
@@ -65,6 +66,7 @@ class DistributedDataParallelEngine(Engine):
             model,
             process_group=mesh.get_group(),
             find_unused_parameters=finds_unused,
+            bucket_cap_mb=None if plan.bucket_bytes is None else plan.bucket_bytes / 2**20,
             **_buffer_options(plan),
             **self.options,
         )

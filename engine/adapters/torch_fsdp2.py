@@ -38,6 +38,7 @@ def _not_of_this_release() -> Iterator[Capability]:
 
 
 _OTHERS = {
+    Capability.BUCKETS,
     Capability.COMPARES_RANKS,
     Capability.DATA_PARALLEL,
     Capability.WRAPPER,

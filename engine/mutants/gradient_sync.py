@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,6 +22,7 @@ from shardproof.engine.mutants.mutant import Condition, Trace, mutant
 from shardproof.engine.mutants.patches import Forgetful, after, holding_nothing_back, is_last_rank
 
 _LAST = Plan(accumulation=Accumulation.LAST_MICROBATCH)
+_IN_BUCKETS = Condition(steps=2, plan=Plan(layout=Layout.REPLICATE, bucket_bytes=1))
 
 
 @mutant(after="pytorch/pytorch#109774")
@@ -34,6 +37,44 @@ class NeverSynchronises(DistributedDataParallelEngine):
         assert isinstance(prepared.module, DistributedDataParallel)
         prepared.module.require_backward_grad_sync = False
         return prepared
+
+
+@mutant(after="deepspeedai/DeepSpeed#1214", kills_on=_IN_BUCKETS)
+class LeavesOutWhatFillsABucket(DistributedDataParallelEngine):
+    """A gradient as large as a bucket stays on the rank that computed it.
+
+    Reported: such a gradient was to be reduced after what the bucket held, and the bucket held nothing.
+    """
+
+    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
+        prepared = super().prepare(model, plan, mesh)
+        assert isinstance(prepared.module, DistributedDataParallel)
+        limit = plan.bucket_bytes
+        group = mesh.get_group()
+
+        # Any: buckets have no public type.
+        def reduce(bucket: Any) -> torch.futures.Future[torch.Tensor]:
+            gradients: torch.Tensor = bucket.buffer()
+            done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+            if limit is None or len(bucket.gradients()) > 1:
+                dist.all_reduce(gradients, group=group)
+                gradients.div_(group.size())
+            done.set_result(gradients)
+            return done
+
+        prepared.module.register_comm_hook(None, lambda state, bucket: reduce(bucket))
+        return prepared
+
+
+@mutant(after="pytorch/pytorch#48880", kills_on=_IN_BUCKETS, trace=Trace.COMMUNICATION)
+class IgnoresTheSizeOfBuckets(DistributedDataParallelEngine):
+    """Buckets have the size that the engine likes.
+
+    Reported: reductions were larger than the limit that was set.
+    """
+
+    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
+        return super().prepare(model, replace(plan, bucket_bytes=None), mesh)
 
 
 @mutant(

@@ -107,13 +107,14 @@ def num_shares_of(plan: Plan, world_size: int) -> int:
 
 def chunked_numel(groups: Iterable[UnitParameters], num_shares: int) -> int:
     """Return the most elements that a rank's stretches of all groups can have; see [Note: chunks]."""
-    most = 0
-    for group in groups:
-        chunk = lcm(*(max(1, prod(shape[1:])) for shape in group.shapes))
-        sizes = [prod(shape) for shape in group.shapes]
-        laid = sum(size + max(0, min(chunk, size) - 1) for size in sizes)
-        most += min(sum(sizes), chunk * -(-laid // (num_shares * chunk)))
-    return most
+    return sum(min(sum(map(prod, group.shapes)), chunked_buffer_numel(group, num_shares)) for group in groups)
+
+
+def chunked_buffer_numel(group: UnitParameters, num_shares: int) -> int:
+    """Return the most elements that a rank's buffer of a group has: all are of one size, padding included."""
+    chunk = lcm(*(max(1, prod(shape[1:])) for shape in group.shapes))
+    laid = sum(size + max(0, min(chunk, size) - 1) for size in map(prod, group.shapes))
+    return chunk * -(-laid // (num_shares * chunk))
 
 
 def _groups(model: nn.Module, plan: Plan) -> Iterator[UnitParameters]:

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from shardproof.engine.registry import EngineNotFoundError, known_engines
+from shardproof.engine.registry import EngineNotFoundError, known_engines, what_is_missing
 from shardproof.harness.runner.engines import describe
 from shardproof.harness.torch_compat.releases import TESTED, minor, remark
 from shardproof.harness.worlds.launch import launch
@@ -50,7 +50,7 @@ def examine() -> list[Finding]:
         _gpus(),
         _leftovers(),
         *worlds,
-        *map(_engine, sorted(known_engines())),
+        *(_engine(name) for name in sorted(known_engines()) if not what_is_missing(name)),
     ]
 
 

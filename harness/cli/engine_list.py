@@ -15,7 +15,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from shardproof.engine.registry import BUILT_IN, EngineNotFoundError, known_engines
+from shardproof.engine.registry import BUILT_IN, EngineNotFoundError, known_engines, what_is_missing
 from shardproof.harness.records.provenance import version_of
 
 __all__ = ["engine_lines"]
@@ -27,10 +27,12 @@ def engine_lines() -> Iterator[str]:
     """Yield a line for each known engine."""
     kept = _cache_file()
     declared = _read(kept)
-    asked = {name: declared.get(name) or _ask(name) for name in sorted(known_engines())}
+    asked = {
+        name: declared.get(name) or what_is_missing(name) or _ask(name) for name in sorted(known_engines())
+    }
     if any(name not in declared for name in BUILT_IN):
         _write(kept, {name: asked[name] for name in BUILT_IN if not asked[name].startswith(_UNAVAILABLE)})
-    yield from (f"  {name:18} {words}" for name, words in asked.items())
+    yield from (f"  {name:26} {words}" for name, words in asked.items())
 
 
 _UNAVAILABLE = "unavailable: "

@@ -36,7 +36,7 @@ from shardproof.engine.contract import Capability, Cut, Masters, Placement, Plan
 from shardproof.harness.cases.training import Training
 from shardproof.harness.cases.units import (
     UnitParameters,
-    chunked_numel,
+    chunked_buffer_numel,
     groups_in,
     identity_of,
     shares_of,
@@ -188,7 +188,7 @@ def share_numel(shape: tuple[int, ...], plan: Plan, shares: int, width: int = 4)
 
 def _group_numel(group: UnitParameters, plan: Plan, shares: int, cut: Cut) -> int:
     if cut is Cut.CHUNKS:
-        return chunked_numel((group,), shares)
+        return chunked_buffer_numel(group, shares)
     numels = (share_numel(shape, plan, shares, group.bytes_per_element) for shape in group.shapes)
     return sum(numels) + shares - 1
 

@@ -8,7 +8,14 @@ from math import prod
 
 from shardproof import HoldingBack, Plan, Training, groups_of
 
-__all__ = ["ALIGNED_BYTES", "GRADIENT_BYTES", "NUM_GROUPS", "NUM_UNHELD_GROUPS", "PADDED_BYTES"]
+__all__ = [
+    "ALIGNED_BYTES",
+    "GRADIENT_BYTES",
+    "NUM_GROUPS",
+    "NUM_PARAMETERS",
+    "NUM_UNHELD_GROUPS",
+    "PADDED_BYTES",
+]
 
 _ALIGNMENT_BYTES = 16
 _BYTES_PER_ELEMENT = 4  # every bundled problem is built in float32
@@ -29,6 +36,10 @@ class ClosedForm:
 def _num_groups(training: Training, world_size: int) -> int:
     """Count the groups that own parameters: units, several modules joined by commas being one, and the root."""
     return len(groups_of(training))
+
+
+def _num_parameters(training: Training, world_size: int) -> int:
+    return len(_shapes(training))
 
 
 def _num_unheld(training: Training, world_size: int) -> int:
@@ -59,6 +70,7 @@ def _shapes(training: Training) -> tuple[tuple[int, ...], ...]:
 
 
 NUM_GROUPS = ClosedForm(name="communication groups with parameters", formula=_num_groups)
+NUM_PARAMETERS = ClosedForm(name="parameters", formula=_num_parameters)
 NUM_UNHELD_GROUPS = ClosedForm(name="groups that hold nothing back", formula=_num_unheld)
 GRADIENT_BYTES = ClosedForm(name="bytes of all gradients", formula=_gradient_bytes)
 ALIGNED_BYTES = ClosedForm(name="bytes of all gradients, each aligned and padded", formula=_aligned_bytes)

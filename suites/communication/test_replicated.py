@@ -15,6 +15,7 @@ from shardproof import (
     Exactly,
     Grouping,
     Layout,
+    MatchesOracle,
     Nothing,
     OnlyThese,
     Op,
@@ -25,7 +26,7 @@ from shardproof import (
     Trial,
 )
 from shardproof.fixtures.problems import MLP_EVEN, MLP_UNEVEN, TRANSFORMER
-from shardproof.suites.communication.closed_forms import GRADIENT_BYTES, NUM_GROUPS
+from shardproof.suites.communication.closed_forms import GRADIENT_BYTES, NUM_GROUPS, NUM_PARAMETERS
 from shardproof.suites.training import train
 
 REDUCTIONS = Select(ops=(Op.ALL_REDUCE,), phases=(Phase.BACKWARD,), dtypes=("float32",))
@@ -47,6 +48,18 @@ def test_reduces_each_gradient_once(trial: Trial, problem: Problem) -> None:
             selects=(replace(REDUCTIONS, steps=SETTLED),), among=Select(dtypes=("float32",), steps=SETTLED)
         ),
         AllWaited(select=REDUCTIONS),
+        RanksAgree(),
+    )
+
+
+@pytest.mark.kills("IgnoresTheSizeOfBuckets", "LeavesOutWhatFillsABucket")
+@pytest.mark.worlds(SEVERAL)
+@pytest.mark.parametrize("layout", [Layout.REPLICATE, Layout.ZERO1], ids=lambda layout: layout.name.lower())
+def test_reduces_each_gradient_alone_in_the_smallest_buckets(trial: Trial, layout: Layout) -> None:
+    trial.holds(
+        train(MLP_EVEN, layout=layout, bucket_bytes=1),
+        MatchesOracle(),
+        Count(select=replace(REDUCTIONS, steps=SETTLED), expected=Exactly(NUM_PARAMETERS)),
         RanksAgree(),
     )
 

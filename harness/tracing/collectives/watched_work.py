@@ -71,15 +71,18 @@ class WatchedWork(dist.Work):
     def get_future(self) -> Any:
         if self._valuer is not None:
             if self._is_over and self._numbers is not None:
-                future: torch.futures.Future[Any] = torch.futures.Future()
-                future.set_result(self._numbers)
-                return future
-            return late_future(self, self._valuer(self._inner))
+                numbers: torch.futures.Future[Any] = torch.futures.Future()
+                numbers.set_result(self._numbers)
+                return numbers
+            future = late_future(self, self._valuer(self._inner))
+            if self._is_over:  # its taker has waited, and need not wait again
+                future.come()
+            return future
         self._begin(is_over=None)
-        future = self._inner.get_future()
-        if future.done():
+        own = self._inner.get_future()
+        if own.done():
             self._end()
-        return future
+        return own
 
     def synchronize(self) -> None:
         self._begin(is_over=False)

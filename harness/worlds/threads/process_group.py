@@ -9,6 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from shardproof.harness.errors import EngineError
 from shardproof.harness.torch_compat.process_groups import GroupOptions, Store, create_subgroup, fake_backend
 from shardproof.harness.worlds.threads.scheduler import Scheduler, SleepingRank
 
@@ -166,8 +167,23 @@ def register_threads_backend() -> None:
 
 
 def global_ranks(group: dist.ProcessGroup) -> tuple[int, ...]:
-    """Return a group's global ranks in group order, of whatever backend it is."""
-    return tuple(dist.get_process_group_ranks(group))
+    """Return a group's global ranks in group order, of whatever backend it is.
+
+    An engine may build a group without `new_group`, so that torch knows nothing of its ranks. If the group is as
+    large as the world and this rank has its own number there, all ranks are taken to have theirs.
+    """
+    try:
+        return tuple(dist.get_process_group_ranks(group))
+    except KeyError as unknown:
+        size = dist.get_world_size()
+        if (group.rank(), group.size()) != (dist.get_rank(), size):
+            raise EngineError(
+                f"process group {group.group_name!r}",
+                expected=f"one of new_group, or of all {size} ranks in their order",
+                got=f"rank {group.rank()} of {group.size()}, whose global ranks torch does not know",
+                hint="new_group in the engine",
+            ) from unknown
+        return tuple(range(size))
 
 
 def _create(options: Any, _backend_options: object) -> Any:  # Any: torch hands over C++ values without stubs

@@ -1,9 +1,4 @@
-"""Adapters of Megatron-FSDP, which insists on CUDA: a stand-in for it is used in worlds of a CPU.
-
-Megatron-FSDP is no dependency: install it beside Shardproof (``pip install --no-deps megatron-fsdp einops``). Judge it
-with ``shardproof run --engine examples/megatron_fsdp_engine.py:MegatronFsdpEngine --world threads:2 --suite races``,
-and its experimental successor by ``:ExperimentalMegatronFsdpEngine``.
-"""
+"""Adapters of Megatron-FSDP, which insists on CUDA: a stand-in for it is used in worlds of a CPU."""
 
 from __future__ import annotations
 
@@ -13,7 +8,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from importlib import import_module
 from importlib.metadata import version
 from typing import Any
 
@@ -23,20 +17,22 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from shardproof import Capability, Cut, Engine, OptimizerFactory, Plan, PreparedModel, Shard, shard_of
+from shardproof.engine.contract import (
+    Capability,
+    Cut,
+    Engine,
+    Masters,
+    OptimizerFactory,
+    Plan,
+    PreparedModel,
+    Shard,
+    shard_of,
+)
 
-__all__ = ["ExperimentalMegatronFsdpEngine", "MegatronFsdpEngine"]
-
-try:
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Transformer Engine and Apex", category=UserWarning)
-        # Any: Megatron-FSDP need not be there when types are checked.
-        _megatron: Any = import_module("megatron_fsdp")
-        _experimental: Any = import_module("megatron_fsdp.experimental")
-except ModuleNotFoundError as error:
-    raise ModuleNotFoundError(
-        f"{error}; this adapter needs Megatron-FSDP: pip install --no-deps megatron-fsdp einops"
-    ) from error
+with warnings.catch_warnings():
+    warnings.filterwarnings("ignore", message="Transformer Engine and Apex", category=UserWarning)
+    import megatron_fsdp
+    import megatron_fsdp.experimental
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -96,6 +92,8 @@ class _PreparedBuffers(PreparedModel, ABC):
 class PreparedMegatron(_PreparedBuffers):
     """Sums gradients: the mean that it can take needs a reduction that backends of a CPU do not have."""
 
+    masters = Masters.SHARE
+
     def __init__(self, module: Any, model: nn.Module, num_ranks: int) -> None:
         super().__init__(module, named=model)
         self._root = module
@@ -103,7 +101,7 @@ class PreparedMegatron(_PreparedBuffers):
 
     def optimizer(self, factory: OptimizerFactory) -> None:
         """Build it over the pieces, and have the engine wrap its step."""
-        self._optimizer = _megatron.fully_shard_optimizer(
+        self._optimizer = megatron_fsdp.fully_shard_optimizer(
             factory(self._root.parameters()), preproc_state_dict_for_dcp_ckpt=False
         )
 
@@ -135,7 +133,7 @@ class PreparedExperimental(_PreparedBuffers):
     def optimizer(self, factory: OptimizerFactory) -> None:
         """Build it over the pieces, and have the engine refresh what it computes with after each step."""
         optimizer = factory(self.module.parameters())
-        _experimental.fully_shard_optimizer(optimizer)
+        megatron_fsdp.experimental.fully_shard_optimizer(optimizer)
         self._optimizer = optimizer
 
     def pieces(self) -> Iterator[_Piece]:
@@ -173,7 +171,7 @@ class MegatronFsdpEngine(_MegatronEngine):
         plan.refuse_beyond(self.capabilities)
         _expect_warnings()
         device = next(model.parameters()).device
-        sharded = _megatron.fully_shard_model(
+        sharded = megatron_fsdp.fully_shard_model(
             model,
             device_mesh=init_device_mesh(mesh.device_type, (mesh.size(), 1), mesh_dim_names=("fsdp", "tp")),
             dp_shard_dim="fsdp",
@@ -195,9 +193,11 @@ class ExperimentalMegatronFsdpEngine(_MegatronEngine):
         """Shard every unit of the plan, then the root."""
         plan.refuse_beyond(self.capabilities)
         _expect_warnings()
-        flat = [_experimental.Flat()]
+        flat = [megatron_fsdp.experimental.Flat()]
         for module in (*map(model.get_submodule, plan.units), model):
-            _experimental.fully_shard(module, mesh, _experimental.Placements([0], flat, flat, flat))
+            megatron_fsdp.experimental.fully_shard(
+                module, mesh, megatron_fsdp.experimental.Placements([0], flat, flat, flat)
+            )
         return PreparedExperimental(model)
 
 

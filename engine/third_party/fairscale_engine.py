@@ -1,8 +1,4 @@
-"""The adapter of fairscale's FullyShardedDataParallel, which insists on CUDA: a stand-in for it is used on a CPU.
-
-fairscale is no dependency: install it beside Shardproof (``pip install --no-deps fairscale``). Judge it with
-``shardproof run --engine examples/fairscale_engine.py:FairscaleEngine --world threads:2 --suite races``.
-"""
+"""The adapter of fairscale's FullyShardedDataParallel, which insists on CUDA: a stand-in for it is used on a CPU."""
 
 from __future__ import annotations
 
@@ -10,25 +6,23 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from importlib import import_module
 from importlib.metadata import version
 from typing import Any
 
 import torch
+from fairscale.nn.data_parallel import FullyShardedDataParallel
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardproof import Capability, Engine, Plan, PreparedModel, Reshard, Shard, shard_of
-
-__all__ = ["FairscaleEngine"]
-
-try:
-    # Any: fairscale need not be there when types are checked.
-    _fairscale: Any = import_module("fairscale.nn.data_parallel")
-except ModuleNotFoundError as error:
-    raise ModuleNotFoundError(
-        f"{error}; this adapter needs fairscale: pip install --no-deps fairscale"
-    ) from error
+from shardproof.engine.contract import (
+    Capability,
+    Engine,
+    Plan,
+    PreparedModel,
+    Reshard,
+    Shard,
+    shard_of,
+)
 
 _PREFIXES = ("_fsdp_wrapped_module.", "_fpw_module.")
 
@@ -98,7 +92,7 @@ class PreparedFairscale(PreparedModel):
 
     def _pieces(self) -> Iterator[_Piece]:
         for path, unit in self._root.named_modules():
-            if isinstance(unit, _fairscale.FullyShardedDataParallel):
+            if isinstance(unit, FullyShardedDataParallel):
                 yield from _pieces_of(unit, _original(f"{path}."))
 
 
@@ -162,11 +156,14 @@ class FairscaleEngine(Engine):
             # Its buckets have two dims, which backends of a CPU do not take.
             "bucket_cap_mb": 0,
         }
-        wrap = _fairscale.FullyShardedDataParallel
         for unit in plan.units:
             parent, _, name = unit.rpartition(".")
-            setattr(model.get_submodule(parent), name, wrap(model.get_submodule(unit), **options))
-        return PreparedFairscale(wrap(model, **options), model)
+            setattr(
+                model.get_submodule(parent),
+                name,
+                FullyShardedDataParallel(model.get_submodule(unit), **options),
+            )
+        return PreparedFairscale(FullyShardedDataParallel(model, **options), model)
 
     def version(self) -> str:
         """Name fairscale's release."""

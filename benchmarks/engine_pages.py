@@ -1,0 +1,190 @@
+"""Pages on engines, written from records: one for each engine below ``docs/engines/``, and ``docs/engines.md``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from shardproof.engine.registry import known_engines
+from shardproof.harness.records.record import Record, Verdict
+from shardproof.harness.records.run import Run
+from shardproof.reports.causes import Cause, causes
+from shardproof.reports.expected import address, known
+from shardproof.reports.markup import code, escape, table
+from shardproof.reports.summary import Tally, tally
+
+_WRITTEN = "<!-- Written by `make engines`. -->"
+_SUMMARY = f"""# Engines
+
+{_WRITTEN}
+
+Each row is one engine that Shardproof judged, in a world that it can live in. `make engines` makes an environment for
+each family, runs it, and writes this page and one page for each engine from the records. The page of an
+engine says which suites it was asked.
+*Passed*: every law held. *Known*: a divergence, decided and named on the engine's page. *Not declared*: the adapter
+does not promise it, and refuses. *Not conforming*: everything else.
+
+{{rows}}
+
+## Engine by promise
+
+Each row is a suite: a promise, asked by its cases. A cell shows how many cases passed of those that the engine
+declares; `-` where it declares none, `(n known)` where divergences are named, **bold** where a case does not conform.
+
+{{promises}}
+"""
+_PAGE = f"""# {{engine}}
+
+{_WRITTEN}
+
+{{release}}, judged on {{date}} with Shardproof at `{{commit}}`, torch {{torch}}, {{worlds}}, by {{selection}}.
+The adapter is [`{{adapter}}`](../../{{adapter}}), {{lines}} lines.
+
+```sh
+{{install}}
+shardproof run --engine {{engine}} --world {{world}}{{suites}}
+```
+
+It declares {{declared}}.
+
+{{counts}}
+
+## Divergences
+
+{{divergences}}
+
+## Not decided
+
+{{undecided}}
+
+## By promise
+
+{{promises}}
+"""
+_MOST_CASES = 6  # of one cause
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Judged:
+    """One engine: its run, what it declares, and how it is installed."""
+
+    engine: str
+    run: Run
+    capabilities: tuple[str, ...]
+    install: str
+
+    @property
+    def records(self) -> tuple[Record, ...]:
+        """The records of this engine."""
+        return tuple(r for r in self.run.records if r.engine == self.engine)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it was asked the whole catalogue."""
+        return self.run.footer is not None and self.run.footer.is_whole
+
+    @property
+    def suites(self) -> list[str]:
+        """The suites that it was asked."""
+        return self.run.header.options.get("cases", "").split()
+
+    @property
+    def release(self) -> str:
+        """The engine's release, as its records name it."""
+        return next((r.engine_version for r in self.records), "no record")
+
+
+def summary(judged: Sequence[Judged]) -> str:
+    """Render ``docs/engines.md``."""
+    heads = ["engine", "release", "judged", "world", "passed", "known", "not declared", "not conforming"]
+    return _SUMMARY.format(rows=table(heads, map(_row, judged)), promises=_promises(judged))
+
+
+def page(judged: Judged, root: Path) -> str:
+    """Render the page of one engine."""
+    header = judged.run.header
+    adapter = _adapter(judged.engine)
+    declared = ", ".join(code(name) for name in judged.capabilities)
+    return _PAGE.format(
+        engine=judged.engine,
+        release=escape(judged.release),
+        date=header.started_at[:10],
+        commit=f"{header.git_head[:10]}{' with changes' if header.git_dirty else ''}",
+        torch=header.versions.get("torch", "unknown"),
+        worlds=" and ".join(header.worlds),
+        selection="the whole catalogue" if judged.is_whole else f"the suites {', '.join(judged.suites)}",
+        suites="" if judged.is_whole else "".join(f" --suite {suite}" for suite in judged.suites),
+        world=" --world ".join(header.worlds),
+        adapter=adapter,
+        lines=len((root / adapter).read_text(encoding="utf-8").splitlines()),
+        install=judged.install,
+        declared=declared,
+        counts=table(
+            ["verdict", "cases"], ([code(v), str(n)] for v, n in tally(judged.records).counts.items())
+        ),
+        divergences="\n".join([*_divergences(judged.run), *_scripts(judged.engine, root)]) or "None.",
+        undecided="\n".join(map(_undecided, causes(judged.records))) or "Nothing.",
+        promises=_promises([judged]),
+    )
+
+
+def _adapter(engine: str) -> str:
+    """Return the file of an engine's adapter, from the root."""
+    module = known_engines()[engine].partition(":")[0].removeprefix("shardproof.")
+    return f"{module.replace('.', '/')}.py"
+
+
+def _row(judged: Judged) -> list[str]:
+    counted = tally(judged.records)
+    red = counted.num_not_conforming
+    return [
+        f"[{judged.engine}](engines/{judged.engine}.md)",
+        escape(judged.release),
+        judged.run.header.started_at[:10],
+        " ".join(judged.run.header.worlds),
+        str(counted.passed),
+        str(counted.counts.get(Verdict.KNOWN_FAILURE, 0)),
+        str(counted.counts.get(Verdict.UNSUPPORTED, 0)),
+        f"**{red}**" if red else "0",
+    ]
+
+
+def _promises(judged: Sequence[Judged]) -> str:
+    by_suite: dict[str, Mapping[str, list[Record]]] = {}
+    for one in judged:
+        for record in one.records:
+            suite = by_suite.setdefault(record.suite, {j.engine: [] for j in judged})
+            suite[one.engine].append(record)
+    rows = ([name, *(_cell(tally(found)) for found in by_suite[name].values())] for name in sorted(by_suite))
+    return table(["promise", *(one.engine for one in judged)], rows)
+
+
+def _cell(counted: Tally) -> str:
+    if not counted.declared:
+        return "-"
+    known_failures = counted.counts.get(Verdict.KNOWN_FAILURE, 0)
+    text = f"{counted.passed} of {counted.declared}" + (
+        f" ({known_failures} known)" if known_failures else ""
+    )
+    return f"**{text}**" if counted.num_not_conforming else text
+
+
+def _divergences(run: Run) -> Iterator[str]:
+    for found in known(run):
+        link = address(found.expectation.link)
+        where = f" ([where]({link}))" if link else ""
+        yield f"- {escape(found.expectation.reason)}{where} {found.count} of the cases show it."
+
+
+def _scripts(engine: str, root: Path) -> Iterator[str]:
+    """Link the scripts that show a divergence without Shardproof, which are named for the family, or torch's engine."""
+    family = engine.removeprefix("torch.").partition(".")[0]
+    for script in sorted((root / "docs" / "divergences").glob(f"{family}_*.py")):
+        yield f"- [`{script.name}`](../divergences/{script.name}) shows one without Shardproof."
+
+
+def _undecided(cause: Cause) -> str:
+    cases = [code(record.case) for record in cause.records]
+    more = f" and {len(cases) - _MOST_CASES} more" if len(cases) > _MOST_CASES else ""
+    return f"- {cause.verdict}: {escape(cause.example.headline)}: {', '.join(cases[:_MOST_CASES])}{more}"

@@ -1,0 +1,112 @@
+"""Hugging Face accelerate on a CPU: DistributedDataParallel and FSDP2 in its Accelerator's hands."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from importlib.metadata import version
+
+import torch
+from accelerate import (
+    Accelerator,
+    DistributedDataParallelKwargs,
+    DistributedType,
+    FullyShardedDataParallelPlugin,
+)
+from accelerate.state import AcceleratorState, PartialState
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from shardproof.engine.contract import Capability, Engine, OptimizerFactory, Plan, PreparedModel, Reshard
+
+
+class PreparedAccelerate(PreparedModel):
+    """accelerate takes model and optimizer together, so it is given the model when there is an optimizer."""
+
+    def __init__(self, accelerator: Accelerator, model: nn.Module) -> None:
+        super().__init__(model)
+        self._accelerator = accelerator
+
+    def optimizer(self, factory: OptimizerFactory) -> None:
+        """Prepare both; FSDP2 replaces the parameters, also in the optimizer."""
+        given = factory(self.named.parameters())
+        self.module, built = self._accelerator.prepare(self.named, given)
+        super().optimizer(lambda _: built)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Let accelerate run it."""
+        self._accelerator.backward(loss)
+
+    def accumulating(self) -> AbstractContextManager[None]:
+        """Use accelerate's own context."""
+        context: AbstractContextManager[None] = self._accelerator.no_sync(self.module)
+        return context
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float) -> float:
+        """Use accelerate's own."""
+        norm = self._accelerator.clip_grad_norm_(self.module.parameters(), max_norm, norm_type)
+        return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+
+
+class AccelerateDdpEngine(Engine):
+    """What accelerate makes of several processes on a CPU."""
+
+    name = "accelerate.ddp"
+    known_as = "torch.ddp"
+    needs_processes = True  # its state is that of the process
+    capabilities = frozenset(
+        {
+            Capability.REPLICATE,
+            Capability.ACCUMULATE,
+            Capability.BUCKETS,
+            Capability.CLIP,
+            Capability.UNUSED,
+            Capability.RANK_DEPENDENT,
+            Capability.OWN_BUFFERS,
+        }
+    )
+
+    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
+        """Pass the options of DDP by a handler."""
+        plan.refuse_beyond(self.capabilities)
+        options = DistributedDataParallelKwargs(
+            bucket_cap_mb=25 if plan.bucket_bytes is None else plan.bucket_bytes / 2**20,
+            broadcast_buffers=Capability.OWN_BUFFERS not in plan.demands,
+            find_unused_parameters=bool(plan.demands & {Capability.UNUSED, Capability.RANK_DEPENDENT}),
+        )
+        return PreparedAccelerate(Accelerator(cpu=True, kwargs_handlers=[options]), model)
+
+    def version(self) -> str:
+        """Name accelerate's release."""
+        return f"accelerate {version('accelerate')}"
+
+
+class AccelerateFsdp2Engine(AccelerateDdpEngine):
+    """FSDP2 by accelerate's plugin, whose units are all modules of the classes that are named."""
+
+    name = "accelerate.fsdp2"
+    known_as = "torch.fsdp2"
+    capabilities = frozenset(
+        {
+            Capability.SHARD,
+            Capability.RESHARD_POLICY,
+            Capability.ACCUMULATE,
+            Capability.CLIP,
+            Capability.UNUSED,
+        }
+    )
+
+    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
+        """Set by hand what accelerate sets on accelerators: on a CPU it leaves the plugin out, and trains by DDP."""
+        plan.refuse_beyond(self.capabilities)
+        accelerator = Accelerator(cpu=True)
+        for state in (PartialState, AcceleratorState):  # the latter is filled again from the former
+            state._shared_state["distributed_type"] = DistributedType.FSDP
+        accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin(
+            fsdp_version=2,
+            reshard_after_forward=plan.reshard is not Reshard.KEEP,
+            auto_wrap_policy="transformer_based_wrap",
+            transformer_cls_names_to_wrap=sorted({type(model.get_submodule(u)).__name__ for u in plan.units}),
+            cpu_ram_efficient_loading=False,
+        )
+        return PreparedAccelerate(accelerator, model)

@@ -1,0 +1,111 @@
+"""Lightning Fabric on a CPU: DDPStrategy, and FSDP2 in ModelParallelStrategy; its FSDPStrategy refuses a CPU."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from importlib.metadata import version
+
+import torch
+from lightning_fabric import Fabric
+from lightning_fabric.strategies import DDPStrategy, ModelParallelStrategy, Strategy
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from shardproof.engine.contract import Capability, Engine, OptimizerFactory, Plan, PreparedModel, Reshard
+
+
+class PreparedFabric(PreparedModel):
+    """Fabric drives backward, steps and clipping."""
+
+    def __init__(self, fabric: Fabric, model: nn.Module) -> None:
+        super().__init__(fabric.setup_module(model), named=model)
+        self._fabric = fabric
+
+    def optimizer(self, factory: OptimizerFactory) -> None:
+        """Build it over what `setup_module` left, and pass it to Fabric."""
+        super().optimizer(lambda parameters: self._fabric.setup_optimizers(factory(parameters)))
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Let Fabric run it."""
+        self._fabric.backward(loss)
+
+    def accumulating(self) -> AbstractContextManager[None]:
+        """Use Fabric's own context."""
+        context: AbstractContextManager[None] = self._fabric.no_backward_sync(self.module)
+        return context
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float) -> float:
+        """Use Fabric's own."""
+        norm = self._fabric.clip_gradients(
+            self.module, self._built_optimizer(), max_norm=max_norm, norm_type=norm_type
+        )
+        return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+
+
+class FabricDdpEngine(Engine):
+    """DDPStrategy."""
+
+    name = "lightning.ddp"
+    known_as = "torch.ddp"
+    needs_processes = True  # it knows its rank from the environment
+    capabilities = frozenset(
+        {
+            Capability.REPLICATE,
+            Capability.ACCUMULATE,
+            Capability.BUCKETS,
+            Capability.CLIP,
+            Capability.UNUSED,
+            Capability.RANK_DEPENDENT,
+            Capability.OWN_BUFFERS,
+        }
+    )
+
+    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
+        """Let Fabric join the process group that is there."""
+        plan.refuse_beyond(self.capabilities)
+        fabric = Fabric(accelerator="cpu", devices=mesh.size(), strategy=self.strategy(plan, mesh))
+        fabric.launch()
+        return PreparedFabric(fabric, model)
+
+    def strategy(self, plan: Plan, mesh: DeviceMesh) -> Strategy:
+        """Pass on the options of DDP."""
+        return DDPStrategy(
+            process_group_backend="gloo",
+            find_unused_parameters=bool(plan.demands & {Capability.UNUSED, Capability.RANK_DEPENDENT}),
+            bucket_cap_mb=None if plan.bucket_bytes is None else plan.bucket_bytes / 2**20,
+            forward_sync_buffers=Capability.OWN_BUFFERS not in plan.demands,
+        )
+
+    def version(self) -> str:
+        """Name Fabric's release."""
+        return f"lightning-fabric {version('lightning-fabric')}"
+
+
+class FabricFsdp2Engine(FabricDdpEngine):
+    """ModelParallelStrategy, which leaves it to its user to shard the model."""
+
+    name = "lightning.fsdp2"
+    known_as = "torch.fsdp2"
+    capabilities = frozenset(
+        {
+            Capability.SHARD,
+            Capability.UNITS,
+            Capability.RESHARD_POLICY,
+            Capability.ACCUMULATE,
+            Capability.CLIP,
+            Capability.UNUSED,
+        }
+    )
+
+    def strategy(self, plan: Plan, mesh: DeviceMesh) -> Strategy:
+        """Shard every unit of the plan, then the root."""
+        reshard = {Reshard.NATIVE: None, Reshard.AFTER_FORWARD: True, Reshard.KEEP: False}[plan.reshard]
+
+        def shard(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+            for module in (*map(model.get_submodule, plan.units), model):
+                fully_shard(module, mesh=mesh["data_parallel"], reshard_after_forward=reshard)
+            return model
+
+        return ModelParallelStrategy(shard, mesh.size(), 1, process_group_backend="gloo")
