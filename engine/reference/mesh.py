@@ -122,6 +122,6 @@ def _world_mesh(names: tuple[str, ...]) -> DeviceMesh:
             "mesh=None: expected an initialised default process group to shard over, got none; "
             "call torch.distributed.init_process_group first or pass a DeviceMesh"
         )
-    accelerator = torch.accelerator.current_accelerator()
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
     kind = "cpu" if accelerator is None else accelerator.type
     return init_device_mesh(kind, (dist.get_world_size(),), mesh_dim_names=names)
