@@ -71,7 +71,7 @@ def main() -> None:
             continue
         for cells in _cells(ranks):
             rows.append([text, work.reshard, str(work.num_microbatches), *cells])
-            # A run that is stopped has told something.
+            # A run that is stopped has then shown something.
             print(*rows[-1], sep="\t", file=sys.stderr, flush=True)
     print(tabulate(rows, headers=HEADERS, disable_numparse=True))
     if failures:
