@@ -59,7 +59,7 @@ ENTRY_POINTS = "shardproof.engines"
 
 @cache
 def known_engines() -> Mapping[str, str]:
-    """Return where each known engine is, by name: those those here, and those of installed packages."""
+    """Return where each known engine is, by name: those here, and those of installed packages."""
     return {point.name: point.value for point in entry_points(group=ENTRY_POINTS)} | THIRD_PARTY | BUILT_IN
 
 
@@ -68,9 +68,8 @@ def what_is_missing(name: str) -> str:
     family = name.partition(".")[0]
     package = _PACKAGES.get(family, family)
     spec = importlib.util.find_spec(package) if name in THIRD_PARTY else None
-    if name not in THIRD_PARTY or (
-        spec is not None and spec.origin is not None
-    ):  # a folder of that name has none
+    # A folder of that name has none.
+    if name not in THIRD_PARTY or (spec is not None and spec.origin is not None):
         return ""
     how = _WITHOUT_EXTRA.get(family, f"'shardproof[{family}]'")
     return f"needs {package}, which is not installed; try pip install {how}"

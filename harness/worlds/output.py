@@ -34,9 +34,8 @@ def drop_empty(file: Path) -> None:
 def printed(folder: Path, *, limit: int = _LIMIT) -> str:
     """Return what the worlds kept in ``folder`` printed, the last ``limit`` characters of each process."""
     parts = []
-    for file in sorted(
-        path for path in folder.rglob(f"*{SUFFIX}") if path.is_file()
-    ):  # a rank may have put a pipe
+    # A rank may have put a pipe.
+    for file in sorted(path for path in folder.rglob(f"*{SUFFIX}") if path.is_file()):
         size = file.stat().st_size
         with file.open("rb") as stream:
             stream.seek(max(0, size - limit))

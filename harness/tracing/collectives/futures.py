@@ -84,9 +84,8 @@ def late_future(work: dist.Work, value: Callable[[], Any]) -> LateFuture:
             call_after_backward(_come_all)
         case Backward.CALLS_BACK:
             future.come()
-        case Backward.ABSENT if (
-            "get_future" not in sys._getframe(2).f_code.co_names
-        ):  # C++ called, not Python
+        # C++ called, not Python.
+        case Backward.ABSENT if "get_future" not in sys._getframe(2).f_code.co_names:
             future.come()
     return future
 
