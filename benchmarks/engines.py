@@ -21,6 +21,7 @@ from pathlib import Path
 from benchmarks.engine_pages import Judged, page, summary
 from benchmarks.environments import ENVIRONMENTS, ROOT, environment
 from shardproof.engine.registry import BUILT_IN, THIRD_PARTY
+from shardproof.harness.records.record import Expectations
 from shardproof.harness.records.run import read_run
 from shardproof.harness.verdicts.known_failures import expected
 from shardproof.harness.verdicts.known_failures_file import read
@@ -77,7 +78,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not asked.engines or {engine, family} & set(asked.engines):
             python = environment(asked.environments / family, *FAMILIES[family].packages)
             _run(engine, python, asked.suite or [])
-    judged = [_read(folder) for folder in sorted(RUNS.iterdir()) if (folder / "capabilities.json").exists()]
+    known = read(ROOT / "suites" / "expectations.toml", today=datetime.now(UTC).date())
+    folders = [folder for folder in sorted(RUNS.iterdir()) if (folder / "capabilities.json").exists()]
+    judged = [_read(folder, known) for folder in folders]
     (DOCS / "engines").mkdir(exist_ok=True)
     for one in judged:
         (DOCS / "engines" / f"{one.engine}.md").write_text(page(one, ROOT), encoding="utf-8")
@@ -111,10 +114,9 @@ def _run(engine: str, python: Path, suites: Sequence[str]) -> None:
     (folder / "capabilities.json").write_text(asked.stdout.splitlines()[-1], encoding="utf-8")
 
 
-def _read(folder: Path) -> Judged:
+def _read(folder: Path, known: Expectations) -> Judged:
     """Read a run, by the known failures of today."""
     run = read_run(folder / "run")
-    known = read(ROOT / "suites" / "expectations.toml", today=datetime.now(UTC).date())
     packages = FAMILIES[folder.name.partition(".")[0]].packages
     return Judged(
         engine=folder.name,

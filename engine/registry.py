@@ -65,11 +65,12 @@ def known_engines() -> Mapping[str, str]:
 
 def what_is_missing(name: str) -> str:
     """Return what has to be installed before a known engine can be imported; empty if nothing is missing."""
+    if name not in THIRD_PARTY:
+        return ""
     family = name.partition(".")[0]
     package = _PACKAGES.get(family, family)
-    spec = importlib.util.find_spec(package) if name in THIRD_PARTY else None
-    # A folder of that name has none.
-    if name not in THIRD_PARTY or (spec is not None and spec.origin is not None):
+    spec = importlib.util.find_spec(package)
+    if spec is not None and spec.origin is not None:  # a folder of that name has no origin
         return ""
     how = _WITHOUT_EXTRA.get(family, f"'shardproof[{family}]'")
     return f"needs {package}, which is not installed; try pip install {how}"

@@ -1,4 +1,4 @@
-"""Who damages the files or messages of its own case fails, with the rank and the file as headline, at once."""
+"""A rank that damages files or messages of its own case fails at once, and the headline names rank and file."""
 
 from __future__ import annotations
 

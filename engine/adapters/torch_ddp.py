@@ -17,14 +17,17 @@ from shardproof.engine.contract import Capability, Engine, Plan, PreparedModel
 class PreparedDdp(PreparedModel):
     """DDP leaves the original module and its names in place."""
 
+    interface: ClassVar[type[DistributedDataParallel]] = DistributedDataParallel
+    """The class that cases call."""
+
     def accumulating(self) -> AbstractContextManager[None]:
         """Use DDP's own no_sync."""
         assert isinstance(self.module, DistributedDataParallel)
         return self.module.no_sync()
 
     def data_parallel(self) -> type[DistributedDataParallel]:
-        """Return torch's."""
-        return DistributedDataParallel
+        """Return the class that cases call."""
+        return self.interface
 
     def pipelined(self) -> nn.Module:
         """Return the wrapper itself: torch's stages know its class, and tell it which backward is the last."""

@@ -34,8 +34,7 @@ class SumsWhatItWraps(DistributedDataParallelEngine):
     """
 
     class Prepared(PreparedDdp):
-        def data_parallel(self) -> type[DistributedDataParallel]:
-            return _Summing
+        interface = _Summing
 
 
 class _DividingByThoseLeft(DistributedDataParallel):
@@ -51,8 +50,7 @@ class SwapsTheDivisorsOfJoin(DistributedDataParallelEngine):
     """
 
     class Prepared(PreparedDdp):
-        def data_parallel(self) -> type[DistributedDataParallel]:
-            return _DividingByThoseLeft
+        interface = _DividingByThoseLeft
 
 
 class _Parting(DistributedDataParallel):
@@ -68,8 +66,7 @@ class EndsEachRankWithItsOwn(DistributedDataParallelEngine):
     """
 
     class Prepared(PreparedDdp):
-        def data_parallel(self) -> type[DistributedDataParallel]:
-            return _Parting
+        interface = _Parting
 
 
 class _GoingOn(DistributedDataParallel):
@@ -85,8 +82,7 @@ class NeverStopsEarly(DistributedDataParallelEngine):
     """
 
     class Prepared(PreparedDdp):
-        def data_parallel(self) -> type[DistributedDataParallel]:
-            return _GoingOn
+        interface = _GoingOn
 
 
 class _SendingUnasked(DistributedDataParallel):
@@ -102,8 +98,7 @@ class SendsBuffersUnasked(DistributedDataParallelEngine):
     """
 
     class Prepared(PreparedDdp):
-        def data_parallel(self) -> type[DistributedDataParallel]:
-            return _SendingUnasked
+        interface = _SendingUnasked
 
 
 class _Packing(DistributedDataParallel):
@@ -121,8 +116,7 @@ class PacksAsItLikes(DistributedDataParallelEngine):
     """
 
     class Prepared(PreparedDdp):
-        def data_parallel(self) -> type[DistributedDataParallel]:
-            return _Packing
+        interface = _Packing
 
 
 class _TakingNoHook(DistributedDataParallel):
@@ -138,8 +132,7 @@ class IgnoresCommHooks(DistributedDataParallelEngine):
     """
 
     class Prepared(PreparedDdp):
-        def data_parallel(self) -> type[DistributedDataParallel]:
-            return _TakingNoHook
+        interface = _TakingNoHook
 
 
 def _without_a_look(module: nn.Module, **_: Any) -> nn.Module:
@@ -176,8 +169,7 @@ class LaysGradientsByRows(DistributedDataParallelEngine):
     """
 
     class Prepared(PreparedDdp):
-        def data_parallel(self) -> type[DistributedDataParallel]:
-            return _ByRows
+        interface = _ByRows
 
 
 class _AlwaysInSync(DistributedDataParallel):
@@ -193,5 +185,4 @@ class ReducesInItsNoSync(DistributedDataParallelEngine):
     """
 
     class Prepared(PreparedDdp):
-        def data_parallel(self) -> type[DistributedDataParallel]:
-            return _AlwaysInSync
+        interface = _AlwaysInSync

@@ -162,6 +162,8 @@ class ObservationCache:
 
     def forget_kept_oracle(self, training: Training, world_size: int, case: str) -> bool:
         """Forget the oracle of a training if an earlier run computed it; returns whether it did."""
+        if not self._kept_oracles:
+            return False
         key = (self._digest(_arithmetic(training), case), world_size)
         if key not in self._kept_oracles:
             return False
@@ -170,18 +172,24 @@ class ObservationCache:
         return True
 
     def _kept_oracle(self, arithmetic: Training, world_size: int, case: str) -> KeptOracle | None:
-        digests = [self._part_digest(getattr(arithmetic, field.name), case) for field in fields(arithmetic)]
-        if self._source.oracles is None or not all(digests):
+        if self._source.oracles is None:
             return None
-        return kept_oracle(self._source.oracles, str(world_size), *digests)
+        digests = self._digests(arithmetic, case).values()
+        return kept_oracle(self._source.oracles, str(world_size), *digests) if all(digests) else None
 
     def _digest(self, training: Training, case: str) -> str:
         """Hash the content of a training; a part of it that has no digest belongs to the case that asks."""
-        parts = []
-        for field in fields(training):
-            part = getattr(training, field.name)
-            parts.append(self._part_digest(part, case) or self._place(part, f"{field.name} of {case}"))
+        parts = [
+            digest or self._place(getattr(training, name), f"{name} of {case}")
+            for name, digest in self._digests(training, case).items()
+        ]
         return hashlib.sha256("|".join(parts).encode()).hexdigest()[:10]
+
+    def _digests(self, training: Training, case: str) -> dict[str, str]:
+        """Digest each part of a training; empty for one that has no digest."""
+        return {
+            field.name: self._part_digest(getattr(training, field.name), case) for field in fields(training)
+        }
 
     def _part_digest(self, part: object, case: str) -> str:
         """Digest a part once per case, which asks for it several times; another case may find it changed."""

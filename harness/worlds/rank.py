@@ -49,7 +49,8 @@ def _digests(context: RankContext) -> dict[str, str]:
     found = {journal_path(context.folder, context.rank).name: context.recorder.digest}
     for file in context.folder.glob(f"rank{context.rank}.*"):
         if file.name not in found and file.is_file():
-            found[file.name] = hashlib.sha256(file.read_bytes()).hexdigest()
+            with file.open("rb") as opened:
+                found[file.name] = hashlib.file_digest(opened, "sha256").hexdigest()
     return found
 
 

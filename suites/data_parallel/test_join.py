@@ -14,7 +14,7 @@ _LAST = 3
 
 
 def _num_batches(rank: int) -> int:
-    """Give the first rank two batches, and each other rank one more, or two."""
+    """Return 2 for the first rank, 3 for the second, 4 for all others."""
     return 2 + min(rank, 2)
 
 
