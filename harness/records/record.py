@@ -206,7 +206,7 @@ class Header:
 
     ``shortfalls`` is empty but in the result of judging a run again: what that run lacked, and its records that could
     not be judged again. ``hash_seeds`` are values of ``PYTHONHASHSEED``: the first of all ranks in worlds of threads,
-    in worlds of processes the first of even and the second of odd ranks. ``git_changes`` is a hash of the changes to
+    in worlds of processes one of each rank in turn, for the first 16. ``git_changes`` is a hash of the changes to
     files that git knows, empty if there are none. ``options`` say which cases were selected, and how they were run.
     """
 
