@@ -84,7 +84,10 @@ class Live:
         self._seen = self.run.records()
         found = self.run.processes()
         if self._seen and not self.has_workers and not {"host", "question"} & {f.role for f in found}:
-            self._descriptors.append(self.run.num_descriptors())
+            num_servers = sum(
+                f.role == "keeper" for f in found
+            )  # each holds one; a killed one comes back later
+            self._descriptors.append(self.run.num_descriptors() - num_servers)
         return found
 
     def _await_effect(self, fault: Fault, *, is_stop: bool) -> None:

@@ -47,6 +47,9 @@ class Capability(Enum):
     CONVERT = "lets the model be converted to another dtype once prepared"
     COMPLEX = "trains parameters of complex numbers"
     CLIP = "clips gradients by the norm over all parameters and ranks"
+    LOSS_SCALE = (
+        "trains under a gradient scaler: a step in which one rank's gradients overflow is skipped on all"
+    )
     META = "takes models without memory, and gives them memory and the state of the first rank"
     STATE = "hands out and takes whole state dicts of model and optimizer"
     SHARED_STATE = "hands out and takes each rank's share of the state, in memory and by files"

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import nn
+from torch.amp.grad_scaler import GradScaler
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_state_dict,
@@ -216,6 +217,11 @@ class PreparedModel:
     def step(self) -> None:
         """Update the parameters from the gradients; must not clear the gradients."""
         self._built_optimizer().step()
+
+    def grad_scaler(self, *, init_scale: float, growth_interval: int) -> GradScaler:
+        """Return the scaler for training by this engine; it unscales the gradients of `owned_parameters`."""
+        device = next(iter(self.owned_parameters().values())).device
+        return GradScaler(device.type, init_scale=init_scale, growth_interval=growth_interval)
 
     def zero_grad(self, *, set_to_none: bool) -> None:
         """Clear the gradients before the next step."""

@@ -115,6 +115,7 @@ from shardproof.harness.cases.stages import num_stages as num_stages
 from shardproof.harness.cases.training import LOADED as LOADED
 from shardproof.harness.cases.training import UNCHANGED as UNCHANGED
 from shardproof.harness.cases.training import Clip as Clip
+from shardproof.harness.cases.training import LossScaling as LossScaling
 from shardproof.harness.cases.training import NamedOptimizer as NamedOptimizer
 from shardproof.harness.cases.training import Problem as Problem
 from shardproof.harness.cases.training import Resume as Resume

@@ -12,6 +12,7 @@ from shardproof import (
     EachMicrobatch,
     Grouping,
     Layout,
+    LossScaling,
     NamedOptimizer,
     Plan,
     Problem,
@@ -32,6 +33,7 @@ def train(
     steps: int = 3,
     microbatches: int = 1,
     clip: Clip | None = None,
+    scaling: LossScaling | None = None,
     script: Script | None = None,
     convert: torch.dtype | None = None,
     resume: Resume | None = None,
@@ -46,6 +48,7 @@ def train(
     script = script or EachMicrobatch()
     asked = {
         Capability.CLIP: clip is not None,
+        Capability.LOSS_SCALE: scaling is not None,
         Capability.CONVERT: convert is not None,
         Capability.STATE: resume is not None,
         Capability.UNIT_STATE: Watch.UNITS in watch,
@@ -55,7 +58,7 @@ def train(
         problem=problem,
         optimizer=optimizer,
         plan=Plan(**{"units": problem.units, "demands": demands, **plan}),
-        schedule=schedule or Schedule(steps=steps, microbatches=microbatches, clip=clip),
+        schedule=schedule or Schedule(steps=steps, microbatches=microbatches, clip=clip, scaling=scaling),
         script=script,
         convert=convert,
         resume=resume,

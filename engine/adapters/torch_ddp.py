@@ -53,6 +53,7 @@ class DistributedDataParallelEngine(Engine):
             Capability.STATE,
             Capability.OWN_BUFFERS,
             Capability.EDIT_GRADIENTS,
+            Capability.LOSS_SCALE,
             Capability.COMPARES_RANKS,
             Capability.PARAMETER_SHAPES,
             Capability.DATA_PARALLEL,

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import nn
+from torch.amp.grad_scaler import GradScaler
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     BackwardPrefetch,
@@ -57,6 +58,7 @@ CAPABILITIES = frozenset(
         Capability.STATE,
         Capability.WRAPPER,
         Capability.EDIT_GRADIENTS,
+        Capability.LOSS_SCALE,
     }
 )
 """What this adapter asks of either engine."""
@@ -132,6 +134,13 @@ class PreparedWrapper(PreparedModel, ABC):
         """Use the wrapper's own no_sync, which keeps whole gradients on every rank."""
         context: AbstractContextManager[None] = self._root.no_sync()
         return context
+
+    def grad_scaler(self, *, init_scale: float, growth_interval: int) -> GradScaler:
+        """Use the scaler that goes with the wrapper: torch's own asks no other rank what it found."""
+        scaler: GradScaler = self._names.ShardedGradScaler(
+            self._root.compute_device.type, init_scale=init_scale, growth_interval=growth_interval
+        )
+        return scaler
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float) -> float:
         """Use the wrapper's own."""

@@ -95,6 +95,35 @@ class Clip:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LossScaling:
+    """Losses are multiplied by a factor, and gradients divided by it before they are clipped or used.
+
+    The factor doubles after ``growth_interval`` steps without an overflow. A step in which a gradient of any rank is
+    not finite is skipped on all ranks, and halves it. In the step ``overflows_at`` the gradient of the first column of
+    the model's output, a single tensor, is infinite on the last rank alone.
+    """
+
+    init_scale: float = 2.0**10
+    growth_interval: int = 2
+    overflows_at: int | None = None
+
+    def after(self, step: int) -> float:
+        """Return the factor after a step, as torch's ``GradScaler`` documents it."""
+        scale, num_good = self.init_scale, 0
+        for done in range(step + 1):
+            is_skipped = done == self.overflows_at
+            num_good = 0 if is_skipped else num_good + 1
+            if is_skipped:
+                scale /= 2
+            elif num_good == self.growth_interval:
+                scale, num_good = scale * 2, 0
+        return scale
+
+
+LOSS_SCALE = "the loss scale"  # what the loop notes after each step
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
     """How long and in what pieces a training runs.
 
@@ -111,6 +140,11 @@ class Schedule:
     repeats: int = 1
     are_repeats_read: bool = True
     steps_in_backward: bool = False
+    scaling: LossScaling | None = None
+
+    def is_skipped(self, step: int) -> bool:
+        """Return whether no parameter changes in a step, because a gradient overflows."""
+        return self.scaling is not None and self.scaling.overflows_at == step
 
     def clears_to_none(self, step: int) -> bool:
         """Return whether gradients are None, and not zeros, once this step has cleared them; None before the first."""
@@ -204,6 +238,7 @@ class Training:
         """Raise ValueError where the plan does not tell the engine what the training will ask of it."""
         asked = {
             Capability.CLIP: self.schedule.clip is not None,
+            Capability.LOSS_SCALE: self.schedule.scaling is not None,
             Capability.CONVERT: self.convert is not None,
             **({} if self.resume is None else dict.fromkeys(self.resume.form.demands, True)),
             Capability.UNIT_STATE: Watch.UNITS in self.watch,
@@ -215,6 +250,10 @@ class Training:
             raise ValueError(
                 f"Training: expected {', '.join(sorted(c.name for c in missing))} among the demands of its plan, "
                 "got a plan without; try Plan(demands=...)"
+            )
+        if self.schedule.scaling is not None and self.schedule.steps_in_backward:
+            raise ValueError(
+                "Training: a loss scale needs a step after backward; leave steps_in_backward out"
             )
         if self.plan.cut_axis is not None and self.problem.parallelize is None:
             raise ValueError(f"Training: problem {self.problem.name!r} does not say how its tensors are cut")
@@ -228,6 +267,7 @@ class Training:
             "a script that takes microbatches through them": Capability.PIPELINE in self.script.demands,
             "accumulation until the last microbatch": self.plan.accumulation is Accumulation.LAST_MICROBATCH,
             "no clipping": self.schedule.clip is None,
+            "no loss scaling": self.schedule.scaling is None,
             "no conversion": self.convert is None,
             "no resumption": self.resume is None,
         }

@@ -47,14 +47,16 @@ class TensorOutline:
 class ModelFacts:
     """What some passes of a model show.
 
-    ``frozen`` parameters require no gradient, ``seldom`` ones had none in some pass. ``uncounted`` and
-    ``not_in_bfloat16`` are why closed forms or bfloat16 do not apply to the model; empty if they do.
+    ``frozen`` parameters require no gradient, ``seldom`` ones had none in some pass. ``uncounted``,
+    ``not_in_bfloat16`` and ``unscaled`` are why closed forms, bfloat16 or a gradient scaler do not apply to the model;
+    empty if they do.
     """
 
     frozen: tuple[str, ...] = ()
     seldom: tuple[str, ...] = ()
     uncounted: str = ""
     not_in_bfloat16: str = ""
+    unscaled: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

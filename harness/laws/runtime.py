@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from shardproof.harness.cases.training import LOSS_SCALE, LossScaling
 from shardproof.harness.laws.law import Evidence, Ruling, rule
 from shardproof.harness.laws.tolerance import allowed_error
 from shardproof.harness.records.observation import StepObservation
@@ -92,6 +93,28 @@ class Notes:
             return f"{self.subject}: {value}"
         item = _first_unlike(self.value, value)
         return f"expected {self.subject} {self.value}, got {value}{f': {item}' if item else ''}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScalesLosses:
+    """The factor of the losses is halved by a step that overflows on any rank, on all ranks, and by no other."""
+
+    name: str = "ranks skip steps and change the loss scale together"
+
+    def judge(self, evidence: Evidence) -> Ruling:
+        """Compare the factor after each step."""
+        scaling = evidence.training.schedule.scaling or LossScaling()
+        overflow = (
+            ""
+            if scaling.overflows_at is None
+            else f" (the last rank overflows in step {scaling.overflows_at})"
+        )
+        broken = [
+            f"step {step}, rank {rank}: expected {LOSS_SCALE} {expected}, got {got}{overflow}"
+            for rank, step, seen in _steps(evidence)
+            if (got := _value(seen, "", LOSS_SCALE)) != (expected := str(scaling.after(step)))
+        ]
+        return rule(self.name, broken, held=f"in every step on {evidence.world_size} ranks")
 
 
 def _first_unlike(expected: str, got: str) -> str | None:

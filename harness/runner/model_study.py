@@ -252,6 +252,7 @@ def _facts(problem: UserModel, units: Iterable[str], seldom: Iterable[str]) -> t
         seldom=tuple(seldom),
         uncounted=_uncounted(model, units, calls),
         not_in_bfloat16=_not_in_bfloat16(problem, model, batch),
+        unscaled=_unscaled(model),
     )
     return facts, pass_s
 
@@ -273,6 +274,13 @@ def _uncounted(model: nn.Module, units: Iterable[str], calls: Counter[str]) -> s
         return f"its parameters have several dtypes: {', '.join(sorted(dtypes))}"
     odd = next((unit for unit in units if calls[unit] != 1), None)
     return "" if odd is None else f"its unit {odd!r} is called {calls[odd]} times in one forward"
+
+
+def _unscaled(model: nn.Module) -> str:
+    """Return why torch's gradient scaler does not take the gradients."""
+    dtypes = {p.dtype for p in model.parameters() if p.requires_grad}
+    refused = sorted(str(d) for d in dtypes if d.is_complex or d is torch.float16)
+    return f"a gradient scaler refuses gradients of {', '.join(refused)}" if refused else ""
 
 
 def _not_in_bfloat16(problem: UserModel, model: nn.Module, batch: Batch) -> str:

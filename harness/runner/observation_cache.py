@@ -259,8 +259,13 @@ def _arithmetic(training: Training) -> Training:
 def _arithmetic_plan(training: Training) -> Plan:
     """Keep of a plan how gradients are divided, in what dtype and portions summed."""
     plan = training.plan
-    # The loop refuses a script, a clipping or a conversion that its plan does not demand.
-    asked = training.script.demands | {Capability.CLIP, Capability.CONVERT, Capability.REDUCE_AS_STORED}
+    # The loop refuses a script, a clipping, a loss scale or a conversion that its plan does not demand.
+    asked = training.script.demands | {
+        Capability.CLIP,
+        Capability.LOSS_SCALE,
+        Capability.CONVERT,
+        Capability.REDUCE_AS_STORED,
+    }
     return Plan(
         divide_factor=plan.divide_factor,
         reduce_dtype=plan.reduce_dtype,

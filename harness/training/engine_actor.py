@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -17,6 +17,7 @@ from shardproof.harness.cases.training import Training, loss_weight
 from shardproof.harness.records.observation import Fact
 from shardproof.harness.tracing.ledger import Phase
 from shardproof.harness.training.draws import Seeds
+from shardproof.harness.training.loss_scale import overflowing
 from shardproof.harness.training.reads import read_shards
 from shardproof.harness.training.watches import Watches
 from shardproof.harness.worlds.rank import RankContext
@@ -44,8 +45,11 @@ class EngineActor(Actor):
         step: int,
         inputs: Any,
         watches: Watches | None = None,
+        scaled: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ) -> None:
         self.step = step
+        self._scaled = scaled or (lambda loss: loss)
+        self._overflows = training.schedule.is_skipped(step) and context.rank == context.size - 1
         self.num_microbatches = training.schedule.microbatches
         data_size = training.plan.data_size(context.size)
         self.weight = 1.0 if context.is_simulated else loss_weight(training, data_size, step)
@@ -91,6 +95,8 @@ class EngineActor(Actor):
     def loss(self, microbatch: int, output: Any, target: torch.Tensor | None = None) -> torch.Tensor:
         """Compute it as part of forward."""
         batch = self.batch(microbatch)
+        if self._overflows:
+            overflowing(output)
         self._seeds.begin(microbatch, self._context.device.type)
         with self._during(Phase.FORWARD, microbatch):
             rows = batch if target is None else Rows(inputs=(), target=target)
@@ -100,7 +106,7 @@ class EngineActor(Actor):
         """Run it by the prepared model."""
         self._announce(microbatch)
         with self._during(Phase.BACKWARD, microbatch):
-            self._prepared.backward(loss)
+            self._prepared.backward(self._scaled(loss))
         self.is_at_rest = True
         if is_counted:
             self._keep(loss)
@@ -109,7 +115,7 @@ class EngineActor(Actor):
         """Run it by the prepared model."""
         self._announce(microbatch)
         with self._during(Phase.BACKWARD, microbatch):
-            self._prepared.backward_of_branch(loss)
+            self._prepared.backward_of_branch(self._scaled(loss))
         self.is_at_rest = True
         self._keep(loss)
 

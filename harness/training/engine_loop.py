@@ -26,6 +26,7 @@ from shardproof.engine.contract import (
 from shardproof.engine.registry import resolve
 from shardproof.harness.cases.training import (
     LOADED,
+    LOSS_SCALE,
     UNCHANGED,
     LoopOrder,
     StateForm,
@@ -48,6 +49,7 @@ from shardproof.harness.tracing.races.fake_cuda import cuda_stand_in
 from shardproof.harness.tracing.unit_hooks import watching_states, watching_units
 from shardproof.harness.training.engine_actor import EngineActor
 from shardproof.harness.training.layout_memory import Form, explained
+from shardproof.harness.training.loss_scale import ScaledSteps
 from shardproof.harness.training.reads import calling, read_declared, read_gradients, read_norm, read_shards
 from shardproof.harness.training.watches import Watches, watching
 from shardproof.harness.worlds.exception_outcome import kind_of, text_of
@@ -191,12 +193,14 @@ def train(
             prepared.optimizer_in_backward(loop.schedules.factory)
         else:
             prepared.optimizer(loop.schedules.factory)
+    loop.scale_losses()
     with recorder.during(Phase.OBSERVE):
         initial = loop.kept(read_shards(prepared, "local_parameters")) if is_read else {}
     steps = []
     for step in range(training.schedule.steps):
         if training.resume is not None and step == training.resume.after_steps and adapter is not None:
             loop.resume_in(_prepare(context, training, adapter, training.resume.plan), step)
+            loop.scale_losses()
         steps.append(loop.step(step, is_read=is_read))
     with recorder.during(Phase.OBSERVE):
         return Observation(
@@ -233,6 +237,7 @@ class _Loop:
         self._census = None if watches is None else watches.census
         self._inputs = hashlib.sha256()
         self._facts: tuple[Fact, ...] = ()  # of what came before the step
+        self._scaled: ScaledSteps | None = None
 
     @property
     def input_digest(self) -> str:
@@ -246,6 +251,12 @@ class _Loop:
                 shard.tensor.nbytes for shard in shards.values() if shard is not None
             )
         return shards
+
+    def scale_losses(self) -> None:
+        """Make a gradient scaler for the model at hand, with the state of the one before, if the schedule has one."""
+        scaling = self._training.schedule.scaling
+        if scaling is not None:
+            self._scaled = ScaledSteps(self.prepared, scaling, self._scaled)
 
     def resume_in(self, successor: PreparedModel, step: int) -> None:
         """Go on with another prepared model, which takes over the state of this one."""
@@ -290,7 +301,9 @@ class _Loop:
         """Play the script, read gradients, update, read parameters."""
         prepared, recorder, schedule = self.prepared, self._context.recorder, self._training.schedule
         facts, self._facts = self._facts, ()
-        actor = EngineActor(prepared, self._training, self._context, step, self._inputs, self._watches)
+        scaled, is_skipped = self._scaled, schedule.is_skipped(step)
+        scale = None if scaled is None else scaled.scaled
+        actor = EngineActor(prepared, self._training, self._context, step, self._inputs, self._watches, scale)
         self._meet(step)
         with recorder.during(Phase.BETWEEN, step=step):
             if isinstance(prepared, _TakesSteps):
@@ -300,15 +313,20 @@ class _Loop:
         self._meet(step)
         self._count(actor, CensusTime.REDUCED)
         norm = None
-        if schedule.clip is not None:
-            with recorder.during(Phase.STEP, step=step):
+        with recorder.during(Phase.STEP, step=step):
+            if scaled is not None:
+                scaled.unscale()
+            if schedule.clip is not None:
                 norm = read_norm(prepared, schedule.clip.max_norm, schedule.clip.norm_type)
         with recorder.during(Phase.OBSERVE, step=step):
-            gradients = self.kept(read_gradients(prepared)) if is_read else {}
+            gradients = self.kept(read_gradients(prepared)) if is_read and not is_skipped else {}
         with recorder.during(Phase.STEP, step=step):
             if schedule.order is LoopOrder.ZERO_THEN_STEP:
                 self._zero_grad(step)
-            prepared.step()
+            if scaled is None:
+                prepared.step()
+            else:
+                scaled.update()
             self.schedules.step()
             self._count(actor, CensusTime.STEPPED)
             if schedule.order is LoopOrder.STEP_THEN_ZERO:
@@ -319,11 +337,13 @@ class _Loop:
         with recorder.during(Phase.OBSERVE, step=step):
             is_over = step == schedule.steps - 1
             parameters = self.kept(read_shards(prepared, "local_parameters")) if is_read or is_over else {}
+            if scaled is not None:
+                facts = (*facts, Fact(moment="", subject=LOSS_SCALE, value=str(scaled.scale)))
         return StepObservation(
             losses=tuple(actor.tape.losses),
             gradients=gradients,
             parameters=parameters,
-            norm=norm,
+            norm=None if is_skipped else norm,
             facts=(*facts, *actor.tape.facts),
             snapshots=actor.tape.snapshots,
         )

@@ -377,12 +377,17 @@ def _train(
     for step in range(training.schedule.steps):
         with drawing, disturbing:
             losses, contributions = _pieces(training, workshop, step)
+        is_skipped = training.schedule.is_skipped(step)
+        if is_skipped:
+            contributions = {}
         for name, pieces in contributions.items():
             # Cleared before, to None or to zeros, unless the optimizer was not given the parameter.
             reduced, left = summation.reduce(pieces, training.plan), parameters[name].grad
             parameters[name].grad = reduced if left is None else left + reduced
-        norm = _clip(training, parameters)
-        gradients = {n: None if p.grad is None else p.grad.clone() for n, p in parameters.items()}
+        norm = None if is_skipped else _clip(training, parameters)
+        gradients = {
+            n: None if p.grad is None else p.grad.clone() for n, p in parameters.items() if not is_skipped
+        }
         state_before = _state(optimizer, parameters) if step == training.schedule.steps - 1 else {}
         with disturbing:
             _update(training, optimizer, step)
@@ -434,7 +439,9 @@ def _clip(training: Training, parameters: Mapping[str, nn.Parameter]) -> torch.T
 
 def _update(training: Training, optimizer: torch.optim.Optimizer, step: int) -> None:
     clears_to_none = training.schedule.clears_to_none(step)
-    if training.schedule.order is LoopOrder.ZERO_THEN_STEP:
+    if training.schedule.is_skipped(step):
+        optimizer.zero_grad(set_to_none=clears_to_none)
+    elif training.schedule.order is LoopOrder.ZERO_THEN_STEP:
         optimizer.zero_grad(set_to_none=clears_to_none)
         optimizer.step()
     else:

@@ -14,7 +14,7 @@ from shardproof.harness.laws.communication.matching import Counterparts, first_d
 from shardproof.harness.laws.law import Evidence, Law, Ruling
 from shardproof.harness.laws.memory.lifetimes import UserTensorsLive
 from shardproof.harness.laws.memory.share import MemoryIsExplained
-from shardproof.harness.laws.runtime import NoRaces
+from shardproof.harness.laws.runtime import NoRaces, ScalesLosses
 from shardproof.harness.laws.structure import num_declared_zeros
 from shardproof.harness.records.hang import HangReport
 from shardproof.harness.records.record import LawRecord, OutcomeRecord, TensorRecord, Verdict, VisibleError
@@ -97,7 +97,8 @@ def judge(
 def implied(training: Training) -> tuple[Law, ...]:
     """Return the laws that hold of every training, and those of what it is watched for, whatever a case asks."""
     watched = (law for watch, law in _IMPLIED_BY.items() if watch in training.watch)
-    return (*_IMPLIED, *((MemoryIsExplained(),) if training.is_counted else ()), *watched)
+    scaled = () if training.schedule.scaling is None else (ScalesLosses(),)
+    return (*_IMPLIED, *scaled, *((MemoryIsExplained(),) if training.is_counted else ()), *watched)
 
 
 def _judge_damage(kept: SavedResult) -> Judgement:

@@ -90,6 +90,8 @@ def _equal_inputs(evidence: Evidence) -> str | None:
 def _idle_ranks(evidence: Evidence) -> str | None:
     """Find a step to whose gradient some rank adds nothing: without that rank, it would come out the same."""
     for step, seen in enumerate(evidence.oracle.steps):
+        if evidence.training.schedule.is_skipped(step):
+            continue
         for rank in range(evidence.data_size):
             if not any(bool(pieces[:, rank].any()) for pieces in seen.contributions.values()):
                 return f"every gradient of rank {rank} is zero in step {step}"
@@ -113,7 +115,7 @@ def _independent_parameters(evidence: Evidence) -> str | None:
 
 def _largest_gradient(evidence: Evidence, name: str) -> float:
     """Return the largest element of a parameter's gradients over all steps; 0 where it has none but for rounding."""
-    gradients = [seen.gradients[name] for seen in evidence.oracle.steps]
+    gradients = [seen.gradients.get(name) for seen in evidence.oracle.steps]
     sizes = [0.0 if g is None else largest(g) for g in gradients]
     return max(
         (size for step, size in enumerate(sizes) if size > _rounding(evidence, name, step)), default=0.0

@@ -234,7 +234,7 @@ def _trained(evidence: Evidence) -> list[str]:
 def _gradients(oracle: OracleObservation, name: str) -> Iterator[tuple[TensorKey, torch.Tensor]]:
     """Yield the gradients of a parameter that some loss reached."""
     for step, seen in enumerate(oracle.steps):
-        gradient = seen.gradients[name]
+        gradient = seen.gradients.get(name)
         if gradient is not None and name in seen.contributions and bool(gradient.any()):
             yield TensorKey(quantity=Quantity.GRADIENT, step=step, name=name), gradient
 

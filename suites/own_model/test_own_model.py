@@ -23,6 +23,7 @@ from shardproof import (
     Grouping,
     HoldsItsShare,
     Layout,
+    LossScaling,
     MatchesOracle,
     NamedOptimizer,
     Nothing,
@@ -148,6 +149,15 @@ def test_shards_two_replicas(trial: Trial, own: Own) -> None:
 def test_clips_by_the_norm_of_the_whole(trial: Trial, own: Own) -> None:
     plan = Plan(demands=frozenset({Capability.CLIP}))
     trial.holds(_training(own, plan, clip=Clip(max_norm=0.1)), *LAWS)
+
+
+@pytest.mark.kills("UnscalesByTheNextScale")
+def test_scales_losses_and_unscales_gradients(trial: Trial, own: Own) -> None:
+    trial.applies(unless=own[0].facts.unscaled)
+    plan = Plan(demands=frozenset({Capability.LOSS_SCALE}))
+    training = _training(own, plan)
+
+    trial.holds(replace(training, schedule=replace(training.schedule, scaling=LossScaling())), *LAWS)
 
 
 @pytest.mark.kills("LosesOptimizerState", "LoadsNoParameters")

@@ -1,0 +1,64 @@
+"""Loss scaling: a gradient scaler driven around an engine, as the training loops of its users drive it."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from shardproof.engine.contract import PreparedModel
+from shardproof.harness.cases.training import LossScaling
+
+
+class ScaledSteps:
+    """The engine's scaler, and what that takes for an optimizer: the parameters that the engine owns, and its step."""
+
+    def __init__(
+        self, prepared: PreparedModel, scaling: LossScaling, before: ScaledSteps | None = None
+    ) -> None:
+        self._prepared = prepared
+        self._scaler = prepared.grad_scaler(
+            init_scale=scaling.init_scale, growth_interval=scaling.growth_interval
+        )
+        if before is not None:
+            self._scaler.load_state_dict(before._scaler.state_dict())
+
+    @property
+    def scale(self) -> float:
+        """The factor of the losses."""
+        return float(self._scaler.get_scale())
+
+    def scaled(self, loss: torch.Tensor) -> torch.Tensor:
+        """Return what backward begins with."""
+        scaled: torch.Tensor = self._scaler.scale(loss)
+        return scaled
+
+    def unscale(self) -> None:
+        """Divide the gradients, and see whether they are finite."""
+        self._scaler.unscale_(self)  # type: ignore[arg-type]  # it reads groups and steps, and nothing else
+
+    def update(self) -> None:
+        """Step unless a gradient has overflowed, and adapt the factor."""
+        self._scaler.step(self)  # type: ignore[arg-type]  # as above
+        self._scaler.update()
+
+    # Any: as in torch's optimizers.
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """For the scaler."""
+        return [{"params": list(self._prepared.owned_parameters().values())}]
+
+    def step(self) -> None:
+        """For the scaler."""
+        self._prepared.step()
+
+
+def overflowing(output: torch.Tensor) -> None:
+    """Make the gradient of the output's first column infinite, and with it one row of the last layer's gradients."""
+
+    def overflow(gradient: torch.Tensor) -> torch.Tensor:
+        columns = torch.arange(gradient.shape[-1], device=gradient.device)
+        return gradient.masked_fill(columns == 0, math.inf)
+
+    output.register_hook(overflow)  # type: ignore[no-untyped-call]  # of torch's
