@@ -36,7 +36,7 @@ twins: $(STAMP)
 versions: $(STAMP)
 	$(BIN)/python -m benchmarks.torch_versions
 
-# Real models at tiny sizes, in an environment of their own with transformers: about half an hour.
+# Real models at tiny sizes, in an environment of their own with transformers and timm: about half an hour.
 models: $(STAMP)
 	$(BIN)/python -m benchmarks.real_models
 

@@ -1,4 +1,4 @@
-"""Models of transformers, judged under engines as their users would: `make models`.
+"""Models of transformers and timm, judged under engines as their users would: `make models`.
 
 ``python -m benchmarks.real_models`` makes an environment of its own below ``.venvs/``, runs `shardproof check` there
 on each class of ``examples/models/``, and prints one row a model. What has been run already is not run again; delete
@@ -23,7 +23,7 @@ from shardproof.harness.records.run import read_run
 
 MODELS = ROOT / "examples" / "models"
 RUNS = ROOT / "conformance" / "models"
-PACKAGES = ("transformers==5.23.0",)
+PACKAGES = ("transformers==5.23.0", "timm==1.0.24")
 CASES = "trains or accumulates_until or frees or resumes"
 _LIMIT_S = 900
 _LETTERS = {Verdict.PASSED: "passed", Verdict.UNSUPPORTED: "not declared", Verdict.KNOWN_FAILURE: "known"}

@@ -1,0 +1,68 @@
+"""Models of pictures, of timm at tiny sizes, as `shardproof check` takes them."""
+
+from __future__ import annotations
+
+import timm
+import torch
+from torch import nn
+
+
+class TimmModel:
+    """Sorts pictures into five classes by one of the models that timm tests itself with."""
+
+    units: tuple[str, ...] = ("stages.*",)
+    name = ""
+    size = 32
+
+    def build(self) -> nn.Module:
+        """Take timm's own small configuration."""
+        model: nn.Module = timm.create_model(self.name, num_classes=5)
+        return model
+
+    def batch(self, generator: torch.Generator) -> tuple[torch.Tensor, ...]:
+        """Make pictures."""
+        return (torch.randn(4, 3, self.size, self.size, generator=generator),)
+
+    def loss(self, output: torch.Tensor, batch: object) -> torch.Tensor:
+        """Take all pictures for one of the third class."""
+        return nn.functional.cross_entropy(output, torch.full((len(output),), 2, device=output.device))
+
+
+class Resnet(TimmModel):
+    name = "test_resnet"
+    units = ("layer1", "layer2", "layer3", "layer4")
+
+
+class Efficientnet(TimmModel):
+    name = "test_efficientnet"
+    units = ("blocks.*",)
+
+
+class EfficientnetWithGroupNorm(TimmModel):
+    name = "test_efficientnet_gn"
+    units = ("blocks.*",)
+
+
+class ByobNet(TimmModel):
+    name = "test_byobnet"
+
+
+class NormalizerFree(TimmModel):
+    name = "test_nfnet"
+
+
+class Convnext(TimmModel):
+    name = "test_convnext"
+
+
+class MambaOut(TimmModel):
+    name = "test_mambaout"
+
+
+class VisionTransformer(TimmModel):
+    name = "test_vit"
+    units = ("blocks.*",)
+
+    def build(self) -> nn.Module:
+        model: nn.Module = timm.create_model(self.name, num_classes=5, img_size=self.size)
+        return model
