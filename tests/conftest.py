@@ -15,8 +15,8 @@ from shardproof.harness.runner.session import Source, TrialSession
 from shardproof.harness.worlds.launched.cluster import open_cluster
 from shardproof.harness.worlds.launched.launcher import launched_process
 from shardproof.harness.worlds.spec import WorldKind
+from tests.shell import ROOT
 
-ROOT = Path(__file__).resolve().parents[1]
 # What a process does that a launcher has started beside the one that judges.
 _SERVE = """
 import os

@@ -29,8 +29,8 @@ from shardproof.harness.training import oracle_answer
 from shardproof.harness.training.oracle import OracleObservation, run_oracle
 from shardproof.harness.training.oracle_answer import ask_oracle
 from shardproof.harness.worlds.processes.fresh_process import NoAnswerError, ask
+from tests.shell import ROOT
 
-ROOT = Path(__file__).resolve().parents[1]
 TRAINING = Training(problem=MLP_EVEN, optimizer=ADAMW, schedule=Schedule(steps=2))
 LIMIT_S = 60.0
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import inspect
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -28,8 +26,8 @@ from shardproof.harness.errors import UsageError
 from shardproof.harness.records.record import Verdict
 from shardproof.reports.coverage_table import render, render_markdown
 from tests.records import a_record
+from tests.shell import python
 
-ROOT = Path(__file__).resolve().parents[1]
 _OF_FSDP2 = {
     "CPUOffloadPolicy",
     "DataParallelMeshDims",
@@ -133,7 +131,7 @@ def test_the_table_needs_no_torch() -> None:
         "import sys; from shardproof.harness.audit import upstream_coverage as found; found.read_tables(); "
         "sys.exit('torch' in sys.modules)"
     )
-    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False, timeout=60).returncode == 0
+    assert python("-c", code).returncode == 0
 
 
 # Marks
@@ -297,14 +295,7 @@ print("codes", refused, main(["coverage", "--markdown"]), main(["coverage", "--a
 def test_a_wrong_mark_ends_a_session_and_the_command_names_rows_without_a_case(tmp_path: Path) -> None:
     file = tmp_path / "test_typo.py"
     file.write_text(TYPO)
-    done = subprocess.run(
-        [sys.executable, "-c", SESSIONS, str(file)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=110,
-        check=False,
-    )
+    done = python("-c", SESSIONS, str(file))
     assert "got 'T7'; try 'T07'" in done.stderr
     assert re.search(r"^\| T07 .*trains_the_same_model", done.stdout, re.M), done.stdout + done.stderr
     (num,) = re.findall(r"^(\d+) of 407 rows have cases$", done.stdout, re.M)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -33,9 +31,9 @@ from shardproof.reports.diff_json import VERSION, render_json
 from shardproof.reports.diff_text import LIMIT_BYTES, WIDTH, render, render_markdown, summary
 from tests import records
 from tests.records import FOOTER, HEADER
+from tests.shell import python
 from tests.test_reports import ENTRY, HOSTILE, a_record, a_run
 
-ROOT = Path(__file__).resolve().parents[1]
 RENDERERS: list[Callable[[Comparison], str]] = [render, render_markdown, render_json]
 CASE = "parity/test_single.py::test_matches[mlp]"
 
@@ -625,13 +623,6 @@ def test_comparing_needs_no_torch(tmp_path: Path) -> None:
         "import sys; from shardproof.harness.cli.main import main; code = main(sys.argv[1:]); "
         "sys.exit('torch' if 'torch' in sys.modules else code)"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program, "diff", old, bad],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    done = python("-c", program, "diff", old, bad)
     assert done.returncode == 1, done.stderr
     assert done.stderr == ""

@@ -9,8 +9,6 @@ import itertools
 import json
 import re
 import shlex
-import subprocess
-import sys
 import unittest
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
@@ -45,8 +43,8 @@ from shardproof.harness.tracing.memory.memory_report import MemoryKind
 from shardproof.harness.verdicts.known_failures_file import read
 from shardproof.harness.worlds.spec import WorldSpec
 from tests.records import TRAINS, records_by_engine
+from tests.shell import ROOT, Done, python
 
-ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
 ADAPTERS = ROOT / "docs" / "write-an-adapter.md"
 CASES = ROOT / "docs" / "write-a-case.md"
@@ -89,10 +87,8 @@ def _write_unsynchronised(folder: Path) -> str:
     return f"{folder / 'unsynchronised.py'}:MyDdp"
 
 
-def _run(*command: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, *command], cwd=ROOT, capture_output=True, text=True, timeout=250, check=False
-    )
+def _run(*command: str) -> Done:
+    return python(*command, limit_s=250)
 
 
 # Code

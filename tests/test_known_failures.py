@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,8 +12,8 @@ from shardproof.harness.cli.main import main
 from shardproof.harness.records.record import Record, Verdict
 from shardproof.harness.records.run import JUDGED, Run, read_run
 from shardproof.reports.summary import Conclusion, conclude, tally
+from tests.shell import Done, python
 
-ROOT = Path(__file__).resolve().parents[1]
 SUMS = "shardproof.engine.mutants.gradient_scale:SumsInsteadOfAveraging"
 DDP = "torch.ddp"
 SMOKE = "smoke/test_smoke.py::test_trains_the_same_model"
@@ -35,9 +33,8 @@ expiry = {expiry}
 """
 
 
-def _python(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", *arguments]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=170, check=False)
+def _python(*arguments: str) -> Done:
+    return python("-m", *arguments, limit_s=170)
 
 
 def _pytest(folder: Path, text: str, *arguments: str) -> tuple[int, Run]:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from itertools import groupby
 from pathlib import Path
 
@@ -12,6 +10,7 @@ import pytest
 
 from shardproof.harness.records.record import Verdict
 from shardproof.harness.records.run import read_run
+from tests.shell import python
 
 ROOT = Path(__file__).parent.parent
 WORLD = "threads:7"
@@ -19,8 +18,7 @@ FINE = {Verdict.PASSED, Verdict.UNSUPPORTED, Verdict.KNOWN_FAILURE}
 
 
 def _pytest(*arguments: str) -> str:
-    command = (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments)
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=400)
+    done = python("-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments, limit_s=400)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
     return done.stdout
 

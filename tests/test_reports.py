@@ -5,8 +5,6 @@ from __future__ import annotations
 import html
 import math
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from html.parser import HTMLParser
@@ -157,15 +155,6 @@ class _Page(HTMLParser):
 
     def handle_endtag(self, tag: str) -> None:
         self.depth -= tag == "details"
-
-
-def test_reports_need_no_torch() -> None:
-    names = "junit, markdown, page, terminal, write"
-    body = f"import sys; from shardproof.reports import {names}; print('torch' in sys.modules)"
-    done = subprocess.run(
-        [sys.executable, "-c", body], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True
-    )
-    assert done.stdout.strip() == "False"
 
 
 def test_every_verdict_has_a_mark_of_its_own() -> None:

@@ -25,6 +25,7 @@ from shardproof.harness.worlds.rank import journal_path
 from shardproof.harness.worlds.spec import OWN_KINDS, WorldKind, WorldSpec
 from tests import ends
 from tests.ends import Body
+from tests.shell import ROOT
 
 DEADLINE_S = 30.0
 # How soon all must be over that does not wait for a deadline; far from the deadline, for machines that are busy.
@@ -32,7 +33,6 @@ SOON_S = 15.0
 KINDS = list(OWN_KINDS)
 PROCESSES = WorldKind.PROCESSES
 THREADS = WorldKind.THREADS
-ROOT = Path(__file__).resolve().parents[1]
 
 
 @pytest.fixture(scope="module", autouse=True)
