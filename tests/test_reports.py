@@ -38,8 +38,6 @@ from tests import records
 from tests.pages import index_of, pieces_of, unpacked
 from tests.records import FOOTER, HEADER, WORST
 
-ROOT = Path(__file__).parents[1]
-
 
 def shown_page(run: Run) -> str:
     """Render the page with all that it unpacks."""
