@@ -12,7 +12,6 @@ from shardproof.harness.records.record import Verdict
 from shardproof.harness.records.run import read_run
 from tests.shell import python
 
-ROOT = Path(__file__).parent.parent
 WORLD = "threads:7"
 FINE = {Verdict.PASSED, Verdict.UNSUPPORTED, Verdict.KNOWN_FAILURE}
 
