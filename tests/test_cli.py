@@ -99,10 +99,9 @@ def test_list_asks_each_engine_that_is_built_in_once(
     assert len(asked) == 3 * len(present)
 
 
-def test_list_names_every_case_as_records_do() -> None:
-    done = python("-m", "shardproof.harness.cli.main", "list", "--cases")
-    assert done.returncode == 0, done.stderr
-    cases = done.stdout.partition("cases:\n")[2].splitlines()
+def test_list_names_every_case_as_records_do(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["list", "--cases"]) == 0
+    cases = capsys.readouterr().out.partition("cases:\n")[2].splitlines()
     assert "  smoke/test_smoke.py::test_trains_the_same_model" in cases
     assert len(set(cases)) == len(cases) > 50
 
