@@ -18,7 +18,6 @@ from shardproof.harness.laws.runtime import Deterministic
 from shardproof.harness.laws.sharding import HoldsItsShare
 from shardproof.harness.records.record import Record, Verdict
 from shardproof.harness.runner.session import TrialSession
-from shardproof.harness.worlds.processes.forkserver import warm_up
 from shardproof.suites.training import train
 from tests import judging
 from tests.judging import LAWS, TWO_STEPS
@@ -28,9 +27,7 @@ WHOLE, SHARDED = Plan(layout=Layout.REPLICATE), Plan(layout=Layout.SHARD)
 PROCESSES, THREADS = "processes:2", "threads:2"
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _warm() -> None:
-    warm_up()  # no test is charged for the imports of the fork server
+pytestmark = pytest.mark.usefixtures("warm")
 
 
 def judged(session: TrialSession, engine: str, world: str, plan: Plan = WHOLE) -> Record:

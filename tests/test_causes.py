@@ -20,7 +20,6 @@ from shardproof.harness.runner.session import TrialSession
 from shardproof.harness.worlds.exception_outcome import is_abandonment, raised
 from shardproof.harness.worlds.messages import Finished, encode
 from shardproof.harness.worlds.outcome import Raised
-from shardproof.harness.worlds.processes.forkserver import warm_up
 from shardproof.harness.worlds.threads.collective_errors import (
     CollectiveTimeoutError,
     DeadlockError,
@@ -52,9 +51,7 @@ HEADLINES = {
 IN_PROCESSES = ("RaisesWordless", "RaisesEnding", "RaisesMuch", "QuotesATimeout")
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _warm() -> None:
-    warm_up()  # no test is charged for the imports of the fork server
+pytestmark = pytest.mark.usefixtures("warm")
 
 
 def judged(session: TrialSession, engine: str, world: str) -> Record:
