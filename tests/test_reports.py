@@ -25,7 +25,7 @@ from shardproof.harness.records.record import (
     UnusedExpectation,
     Verdict,
 )
-from shardproof.harness.records.run import Run, RunWriter
+from shardproof.harness.records.run import Run
 from shardproof.reports import junit, markdown, page, terminal
 from shardproof.reports.causes import causes
 from shardproof.reports.evidence import bar, hang_steps, ledger_rows, outcome_groups, state_cards
@@ -36,7 +36,7 @@ from shardproof.reports.verdict_style import MARKS
 from shardproof.reports.write import write_reports
 from tests import records
 from tests.pages import index_of, pieces_of, unpacked
-from tests.records import FOOTER, HEADER, WORST
+from tests.records import FOOTER, HEADER, WORST, write_run
 
 
 def shown_page(run: Run) -> str:
@@ -565,9 +565,7 @@ def test_text_is_spelt_for_people() -> None:
 
 
 def test_reports_are_written_beside_the_records(tmp_path: Path) -> None:
-    writer = RunWriter(tmp_path, replace(HEADER, num_cases=1))
-    writer.append(a_record(headline=HOSTILE))
-    writer.finish(FOOTER)
+    write_run(tmp_path, a_record(headline=HOSTILE))
     written = write_reports(tmp_path).paths
     assert [path.name for path in written] == [
         "report.html",
