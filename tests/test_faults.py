@@ -32,8 +32,7 @@ LINES = {
 def test_a_short_campaign_misses_no_target() -> None:
     done = python("-m", "benchmarks.faults", "--faults", "12", "--seed", "173")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "12 faults tried, " in done.stdout
-    assert ", 0 done, " not in done.stdout
+    assert "faults tried, 12 done, " in done.stdout
 
 
 @pytest.mark.parametrize(("verdict", "misses"), [("PASSED", [Miss.FALSE_GREEN]), ("CRASHED", [])])
