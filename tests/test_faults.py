@@ -30,7 +30,7 @@ LINES = {
 
 @pytest.mark.slow
 def test_a_short_campaign_misses_no_target() -> None:
-    done = python("-m", "benchmarks.faults", "--faults", "12", "--seed", "173")
+    done = python("-m", "benchmarks.faults", "--faults", "12", "--seed", "173", limit_s=115)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "faults tried, 12 done, " in done.stdout
 
